@@ -1,0 +1,1 @@
+"""What two processes must agree on. msgspec and the standard library only."""

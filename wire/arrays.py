@@ -1,0 +1,30 @@
+"""Packed arrays: dtype, shape and little-endian bytes, so bulk data is never a list."""
+
+from math import prod
+from typing import Literal
+
+import msgspec
+
+DType = Literal["int32", "float32", "bool"]
+_ITEM_BYTES: dict[DType, int] = {"int32": 4, "float32": 4, "bool": 1}
+
+
+class PackedArray(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """An array as it travels: decoded by the receiver without copying its bytes."""
+
+    dtype: DType
+    shape: tuple[int, ...]
+    data: memoryview
+
+    def __post_init__(self) -> None:
+        want_bytes = prod(self.shape) * _ITEM_BYTES[self.dtype]
+        if any(size < 0 for size in self.shape) or self.data.nbytes != want_bytes:
+            raise ValueError(
+                f"{self.dtype} array of shape {self.shape} needs {want_bytes} bytes, "
+                f"got {self.data.nbytes}"
+            )
+
+    @property
+    def num_elements(self) -> int:
+        """Return the number of elements."""
+        return prod(self.shape)

@@ -1,0 +1,270 @@
+"""Messages between the broker and the roles around it, one tagged type each.
+
+Every exchange is a request by a role and one answer by the broker, matched by a request id
+that travels in a frame of its own. Messages that change state are idempotent by their natural
+keys (group, sibling, lease, step): a repeated one is answered from the state as it is.
+"""
+
+from typing import Literal, TypeAlias
+
+import msgspec
+
+from wire.bus import PublishRecord
+from wire.status import RunStatus
+from wire.trajectory import ItemKind, Prompt, Score, TrajectoryHeader
+from wire.versions import PolicyVersion
+
+WIRE_REVISION = 1
+
+Role = Literal["generator", "learner", "reward_worker", "observer"]
+
+
+class Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag=str.lower):
+    """Base of all control messages."""
+
+
+# ---- any role ----------------------------------------------------------------
+
+
+class Hello(Message):
+    """First message of every client; answered by Welcome."""
+
+    role: Role
+    name: str  # stable over restarts of the same role, e.g. generator-0
+    wire_revision: int = WIRE_REVISION
+    packages: dict[str, str] = {}  # versions worth recording, by package
+
+
+class Welcome(Message):
+    """The client is known; its session goes into nothing but the broker's records."""
+
+    run_name: str
+    learner_step: int
+    heartbeat_s: float  # send a heartbeat at least this often
+
+
+class RoleReport(Message):
+    """What a role did since it started; answered by Done. Cumulative, so losing one is fine."""
+
+    phase_seconds: dict[str, float]  # seconds by phase, e.g. generate, wait, adopt
+    counters: dict[str, float]  # monotonic counts, e.g. tokens
+    gauges: dict[str, float] = {}
+    adopted: PolicyVersion | None = None
+
+
+class Done(Message):
+    """The request was carried out and is durable."""
+
+
+class Refusal(Message):
+    """The request was understood and refused."""
+
+    reason: str
+
+
+class GetStatus(Message):
+    """Ask for the state of the run; answered by StatusAnswer."""
+
+
+class StatusAnswer(Message):
+    """The state of the run."""
+
+    status: RunStatus
+
+
+# ---- generators --------------------------------------------------------------
+
+
+class LeasedGroup(msgspec.Struct, frozen=True, kw_only=True):
+    """Generation work: the siblings that are still missing of one group."""
+
+    group_id: int
+    lease_id: int
+    item: ItemKind
+    prompt: Prompt
+    siblings: tuple[int, ...]
+
+
+class LeaseGroups(Message):
+    """Ask for generation work; answered by GroupsLeased, at the latest after ``wait_s``."""
+
+    adopted: PolicyVersion  # what the asking engine runs
+    max_sequences: int  # siblings that it can start now
+    wait_s: float
+
+
+class GroupsLeased(Message):
+    """Zero or more groups; ``finished`` means that no work will ever come again."""
+
+    groups: tuple[LeasedGroup, ...]
+    finished: bool = False
+
+
+class Heartbeat(Message):
+    """Keep these leases, of generation or scoring; answered by HeartbeatAnswer."""
+
+    lease_ids: tuple[int, ...]
+
+
+class HeartbeatAnswer(Message):
+    """The leases that this client no longer holds: stop working on them."""
+
+    lost: tuple[int, ...]
+
+
+class SubmitTrajectory(Message):
+    """One finished sibling; frames: payload, transcript. Answered by Done or Refusal."""
+
+    header: TrajectoryHeader
+
+
+class ReleaseLease(Message):
+    """Hand work back; answered by Done."""
+
+    lease_id: int
+    reason: str
+
+
+# ---- reward workers ----------------------------------------------------------
+
+
+class ScoringItem(msgspec.Struct, frozen=True, kw_only=True):
+    """One trajectory to score; its transcript is the frame at the same position."""
+
+    group_id: int
+    sibling: int
+    lease_id: int
+
+
+class LeaseScoring(Message):
+    """Ask for scoring work up to ``credits``; answered by ScoringLeased."""
+
+    credits: int
+    wait_s: float
+
+
+class ScoringLeased(Message):
+    """Zero or more trajectories to score; frames: one transcript each."""
+
+    items: tuple[ScoringItem, ...]
+    finished: bool = False
+
+
+class SubmitScores(Message):
+    """Outcomes of scoring; answered by Done."""
+
+    scores: tuple[Score, ...]
+
+
+# ---- learner -----------------------------------------------------------------
+
+
+class TakeOver(Message):
+    """A learner starts to train at ``step``; answered by TookOver with a new epoch."""
+
+    step: int
+
+
+class TookOver(Message):
+    """From now on this learner's versions are (epoch, step)."""
+
+    version: PolicyVersion
+
+
+class DeliveredTrajectory(msgspec.Struct, frozen=True, kw_only=True):
+    """A header and its reward; the payload is fetched apart."""
+
+    header: TrajectoryHeader
+    reward: float
+
+
+class DeliveredGroup(msgspec.Struct, frozen=True, kw_only=True):
+    """All siblings of one group, in order."""
+
+    group_id: int
+    trajectories: tuple[DeliveredTrajectory, ...]
+
+
+class RequestBatch(Message):
+    """Ask for the batch that step ``version.step`` trains; at the latest after ``wait_s``.
+
+    Answered by BatchDelivered, BatchNotReady or RunComplete.
+    """
+
+    version: PolicyVersion  # the learner's own
+    wait_s: float
+
+
+class BatchDelivered(Message):
+    """These groups are bound to this learner step."""
+
+    step: int
+    groups: tuple[DeliveredGroup, ...]
+
+
+class BatchNotReady(Message):
+    """Why there is no batch yet: the groups waited for and who holds them."""
+
+    waiting_for: tuple[int, ...]
+    reason: str
+
+
+class RunComplete(Message):
+    """All steps are trained and evaluated; the learner may leave."""
+
+
+class FetchPayloads(Message):
+    """Ask for payloads of delivered groups; answered by Payloads."""
+
+    group_ids: tuple[int, ...]
+
+
+class Payloads(Message):
+    """Frames: one payload per trajectory, groups in the order asked, siblings in order."""
+
+    num_frames: int
+
+
+class StepCommit(Message):
+    """The step that ``version`` results from was trained; answered by Done."""
+
+    version: PolicyVersion  # (epoch, steps completed)
+    metrics: dict[str, float]
+
+
+class PublishReport(Message):
+    """What became of one publish; answered by Done."""
+
+    record: PublishRecord
+
+
+Request: TypeAlias = (
+    Hello
+    | RoleReport
+    | GetStatus
+    | LeaseGroups
+    | Heartbeat
+    | SubmitTrajectory
+    | ReleaseLease
+    | LeaseScoring
+    | SubmitScores
+    | TakeOver
+    | RequestBatch
+    | FetchPayloads
+    | StepCommit
+    | PublishReport
+)
+Answer: TypeAlias = (
+    Welcome
+    | Done
+    | Refusal
+    | StatusAnswer
+    | GroupsLeased
+    | HeartbeatAnswer
+    | ScoringLeased
+    | TookOver
+    | BatchDelivered
+    | BatchNotReady
+    | RunComplete
+    | Payloads
+)

@@ -1,0 +1,43 @@
+"""Every exception this project raises on purpose.
+
+SlipstreamError
+    ConfigError       the run cannot start with these settings
+    ProtocolError     a peer sent something we do not speak
+    RefusedError      a peer understood the request and refused it, with a reason
+    PeerLostError     a peer missed its deadline
+    ChildDiedError    a process that we started ended before its time
+    EngineError       an inference engine answered with an error
+    PublishError      a weight transfer failed; the engine may be torn
+"""
+
+
+class SlipstreamError(Exception):
+    """Base of the tree: catch this at the top of a role and nowhere else."""
+
+
+class ConfigError(SlipstreamError):
+    """The run cannot start with these settings."""
+
+
+class ProtocolError(SlipstreamError):
+    """A peer sent something we do not speak."""
+
+
+class RefusedError(SlipstreamError):
+    """A peer understood the request and refused it, with a reason."""
+
+
+class PeerLostError(SlipstreamError):
+    """A peer missed its deadline."""
+
+
+class ChildDiedError(SlipstreamError):
+    """A process that we started ended before its time."""
+
+
+class EngineError(SlipstreamError):
+    """An inference engine answered with an error, or not at all."""
+
+
+class PublishError(SlipstreamError):
+    """A weight transfer failed; the engine may hold parts of two versions."""

@@ -1,0 +1,45 @@
+"""Where a role's time goes: seconds by phase, each moment in exactly one phase."""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+WAIT = "wait"
+
+
+class PhaseClock:
+    """Adds up seconds by phase. A role is always in one phase; ``wait`` is idleness."""
+
+    def __init__(self, *, now: Callable[[], float] = time.monotonic) -> None:
+        self._now = now
+        self._phase = WAIT
+        self._since = now()
+        self._seconds: dict[str, float] = {WAIT: 0.0}
+
+    def enter(self, phase: str) -> str:
+        """Switch to ``phase`` and return the phase that ends."""
+        now = self._now()
+        before = self._phase
+        self._seconds[before] = self._seconds.get(before, 0.0) + now - self._since
+        self._phase, self._since = phase, now
+        return before
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Be in phase ``name`` for the duration of a block."""
+        before = self.enter(name)
+        try:
+            yield
+        finally:
+            self.enter(before)
+
+    def seconds(self) -> dict[str, float]:
+        """Return the seconds spent so far in each phase, the current one included."""
+        self.enter(self._phase)
+        return dict(self._seconds)
+
+
+def busy_share(phase_seconds: dict[str, float]) -> float:
+    """Return the share of the time that was not waiting, 0.0 before any time has passed."""
+    total = sum(phase_seconds.values())
+    return 1.0 - phase_seconds.get(WAIT, 0.0) / total if total > 0 else 0.0

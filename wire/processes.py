@@ -1,0 +1,27 @@
+"""How our processes start children and end: a child dies with its parent, nobody is orphaned."""
+
+import ctypes
+import os
+import signal
+import sys
+from collections.abc import Callable
+
+_PR_SET_PDEATHSIG = 1
+
+
+def die_with_parent(parent_pid: int) -> None:
+    """Have the kernel kill this process when ``parent_pid`` ends (Linux; elsewhere a no-op)."""
+    if sys.platform != "linux":
+        return
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent_pid:  # it ended before the call
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def bound_to_me() -> Callable[[], None]:
+    """Return a ``preexec_fn`` that makes the child die with the calling process.
+
+    Call it on the main thread only: the kernel watches the thread that forked.
+    """
+    parent_pid = os.getpid()
+    return lambda: die_with_parent(parent_pid)
