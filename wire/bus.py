@@ -27,7 +27,8 @@ class Join(BusMessage):
     incarnation: str  # differs after each restart of the engine
     device: Literal["cpu", "cuda"]
     torch_version: str
-    adopted: PolicyVersion | None
+    num_ranks: int = 1  # processes of the engine that join a group
+    adopted: PolicyVersion | None = None
 
 
 class Leave(BusMessage):

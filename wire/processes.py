@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
 
@@ -25,3 +26,12 @@ def bound_to_me() -> Callable[[], None]:
     """
     parent_pid = os.getpid()
     return lambda: die_with_parent(parent_pid)
+
+
+def last_lines(log_file: Path, count: int = 12) -> str:
+    """Return the end of a log, indented, for an error message."""
+    try:
+        lines = log_file.read_text(errors="replace").splitlines()
+    except OSError:
+        return "    (no log)"
+    return "\n".join(f"    {line}" for line in lines[-count:])

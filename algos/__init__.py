@@ -1,0 +1,1 @@
+"""The mathematics of the learner: pure tensor functions. torch only, no messages, no I/O."""

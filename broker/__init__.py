@@ -1,0 +1,1 @@
+"""The data plane: ledger, staleness, stores, reward workers, dashboard. Runs without torch."""

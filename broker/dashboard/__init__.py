@@ -1,0 +1,1 @@
+"""The live page and the metrics endpoint, served by the broker."""

@@ -1,0 +1,41 @@
+"""`start-broker`: the owner of the truth about every item."""
+
+import asyncio
+
+from wire.command_line import load_arguments, refuse_settings, role_parser, run_role
+from wire.errors import ConfigError
+from wire.logs import start_logging
+
+
+def main() -> int:
+    """Parse, check, run."""
+    parser = role_parser(
+        "start-broker",
+        "Keep the ledger of a run: leases, trajectories, rewards, batches, dashboard.",
+        [
+            "start-broker --config run.toml",
+            "start-broker --config run.toml broker.redis.url=redis://10.0.0.5:6379",
+        ],
+    )
+    arguments = parser.parse_args()
+    from broker.config import broker_settings  # noqa: PLC0415 after parsing, so --help is fast
+    from broker.service import describe, serve  # noqa: PLC0415
+
+    try:
+        settings = broker_settings(load_arguments(arguments))
+        if arguments.dry_run:
+            print(describe(settings))  # noqa: T201
+            return 0
+    except ConfigError as error:
+        return refuse_settings(error)
+    start_logging("broker")
+
+    def body() -> int:
+        asyncio.run(serve(settings))
+        return 0
+
+    return run_role(body)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,1 @@
+"""Reward functions that come with Slipstream."""

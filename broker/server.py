@@ -1,0 +1,355 @@
+"""The broker's loop: a ROUTER socket around the ledger. Decode, decide, make durable, answer."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import assert_never
+
+import zmq
+import zmq.asyncio
+
+from broker.admission import NotYet
+from broker.commit import GroupCommitter
+from broker.events import encode_event
+from broker.groups import Group
+from broker.ledger import Ledger, TrajectoryKey
+from broker.scoring import ScoringQueue
+from broker.store import Changes, StoredTrajectory
+from broker.telemetry import Telemetry
+from wire.codec import Frame, decode_request, encode, expect_frames
+from wire.control import (
+    WIRE_REVISION,
+    Answer,
+    BatchDelivered,
+    BatchNotReady,
+    DeliveredGroup,
+    DeliveredTrajectory,
+    Done,
+    FetchPayloads,
+    GetStatus,
+    GroupsLeased,
+    Heartbeat,
+    HeartbeatAnswer,
+    Hello,
+    LeaseGroups,
+    LeaseScoring,
+    Payloads,
+    PublishReport,
+    Refusal,
+    ReleaseLease,
+    Request,
+    RequestBatch,
+    RoleReport,
+    RunComplete,
+    ScoringItem,
+    ScoringLeased,
+    StatusAnswer,
+    StepCommit,
+    SubmitScores,
+    SubmitTrajectory,
+    TakeOver,
+    TookOver,
+    Welcome,
+)
+from wire.errors import ProtocolError, RefusedError
+from wire.status import RunStatus, StepPoint
+
+_log = logging.getLogger(__name__)
+
+MAX_PENDING_REQUESTS = 10_000
+MAX_WAIT_S = 30.0
+_NO_FRAMES: tuple[Frame, ...] = ()
+Reply = tuple[Answer, Sequence[Frame]]
+
+
+class BrokerServer:
+    """Owns the ledger, the scoring queue and the frames of untrained trajectories."""
+
+    def __init__(
+        self,
+        *,
+        ledger: Ledger,
+        scoring: ScoringQueue,
+        committer: GroupCommitter,
+        telemetry: Telemetry,
+        run_name: str,
+        max_message_bytes: int,
+        on_step: Callable[[StepPoint, RunStatus], None] = lambda _point, _status: None,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._ledger = ledger
+        self._scoring = scoring
+        self._committer = committer
+        self.telemetry = telemetry
+        self._run_name = run_name
+        self._max_message_bytes = max_message_bytes
+        self._on_step = on_step
+        self._now = now
+        self._frames: dict[TrajectoryKey, StoredTrajectory] = {}
+        self._names: dict[bytes, str] = {}  # routing id -> name said in hello
+        self._changed = asyncio.Event()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    # ---- the loop ------------------------------------------------------------
+
+    async def serve(self, context: zmq.asyncio.Context, endpoint: str) -> None:
+        """Answer requests until cancelled."""
+        socket = context.socket(zmq.ROUTER)
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.MAXMSGSIZE, self._max_message_bytes)
+        socket.bind(endpoint)
+        try:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self._expire_leases())
+                while True:
+                    frames = await socket.recv_multipart(copy=False)
+                    if len(self._tasks) >= MAX_PENDING_REQUESTS:
+                        self.telemetry.rejected["too_many_pending"] += 1
+                        continue  # the client resends after its deadline
+                    task = group.create_task(self._answer(socket, frames))
+                    self._tasks.add(task)
+                    task.add_done_callback(self._tasks.discard)
+        finally:
+            socket.close()
+
+    async def _answer(self, socket: zmq.asyncio.Socket, frames: Sequence[zmq.Frame]) -> None:
+        if len(frames) < 3:
+            self.telemetry.rejected["malformed"] += 1
+            return
+        peer, request_id = frames[0].bytes, frames[1].bytes
+        try:
+            request = decode_request(frames[2].buffer)
+            answer, attached = await self._handle(peer, request, [f.buffer for f in frames[3:]])
+        except ProtocolError as error:
+            self.telemetry.rejected["malformed"] += 1
+            answer, attached = Refusal(reason=str(error)), _NO_FRAMES
+        except RefusedError as error:
+            self.telemetry.rejected["refused"] += 1
+            answer, attached = Refusal(reason=str(error)), _NO_FRAMES
+        await socket.send_multipart([peer, request_id, encode(answer), *attached], copy=False)
+
+    async def _expire_leases(self) -> None:
+        while True:
+            await asyncio.sleep(min(1.0, self._ledger.rules.lease_s / 4))
+            now = self._now()
+            lapsed = self._ledger.expire(now)
+            if lapsed:
+                _log.warning("%d leases lapsed: their holders sent no heartbeat", lapsed)
+            if lapsed or self._scoring.expire(now):
+                await self._persist()
+
+    async def _handle(self, peer: bytes, request: Request, frames: list[Frame]) -> Reply:
+        name = self._names.get(peer)
+        if isinstance(request, Hello):
+            return await self._hello(peer, request), _NO_FRAMES
+        if name is None:
+            raise RefusedError("say hello first")
+        self.telemetry.heard(name)
+        match request:
+            case LeaseGroups() | LeaseScoring() | RequestBatch():
+                return await self._wait_and_handle(peer, name, request)
+            case SubmitTrajectory():
+                return await self._submit(request, frames), _NO_FRAMES
+            case SubmitScores():
+                return await self._submit_scores(name, request), _NO_FRAMES
+            case FetchPayloads():
+                return self._fetch(request)
+            case Heartbeat(lease_ids=lease_ids):
+                now = self._now()
+                lost = set(self._ledger.heartbeat(name, lease_ids, now_s=now))
+                lost &= set(self._scoring.heartbeat(name, lease_ids, now_s=now))
+                return HeartbeatAnswer(lost=tuple(sorted(lost))), _NO_FRAMES
+            case ReleaseLease(lease_id=lease_id, reason=reason):
+                self._ledger.release(name, lease_id, reason)
+                await self._persist()
+            case TakeOver(step=step):
+                version = self._ledger.take_over(step)
+                await self._persist()
+                self.telemetry.training_began()
+                return TookOver(version=version), _NO_FRAMES
+            case StepCommit():
+                await self._commit_step(request)
+            case RoleReport():
+                self.telemetry.report(name, request)
+            case PublishReport(record=record):
+                self.telemetry.published(record)
+            case GetStatus():
+                return StatusAnswer(status=self.status()), _NO_FRAMES
+            case _:
+                assert_never(request)
+        return Done(), _NO_FRAMES
+
+    async def _hello(self, peer: bytes, hello: Hello) -> Welcome:
+        if hello.wire_revision != WIRE_REVISION:
+            raise RefusedError(
+                f"{hello.name} speaks wire revision {hello.wire_revision}, "
+                f"this broker {WIRE_REVISION}: install the same version on both sides"
+            )
+        if hello.role != "observer":
+            for other in [i for i, known in self._names.items() if known == hello.name]:
+                del self._names[other]
+            self._ledger.release_all(hello.name, "restarted")
+            self._scoring.release_all(hello.name)
+            await self._persist()
+            _log.info("hello from %s", hello.name)
+        self._names[peer] = hello.name
+        self.telemetry.hello(hello)
+        return Welcome(
+            run_name=self._run_name,
+            learner_step=self._ledger.step,
+            heartbeat_s=self._ledger.rules.lease_s / 4,
+        )
+
+    # ---- requests that wait --------------------------------------------------
+
+    async def _wait_and_handle(
+        self, peer: bytes, name: str, request: LeaseGroups | LeaseScoring | RequestBatch
+    ) -> Reply:
+        """Answer as soon as there is something to say, at the latest after ``wait_s``."""
+        deadline = self._now() + min(request.wait_s, MAX_WAIT_S)
+        while True:
+            if self._names.get(peer) != name:
+                raise RefusedError(f"another process said hello as {name}")
+            changed = self._changed
+            reply, worth_saying = self._try(name, request)
+            remaining = deadline - self._now()
+            if worth_saying or remaining <= 0:
+                await self._persist()
+                return reply
+            try:
+                await asyncio.wait_for(changed.wait(), remaining)
+            except TimeoutError:
+                continue
+
+    def _try(
+        self, name: str, request: LeaseGroups | LeaseScoring | RequestBatch
+    ) -> tuple[Reply, bool]:
+        finished = self._ledger.finished
+        match request:
+            case LeaseGroups():
+                groups = self._ledger.lease(
+                    name,
+                    request.adopted,
+                    max_sequences=request.max_sequences,
+                    now_s=self._now(),
+                )
+                answer = GroupsLeased(groups=tuple(groups), finished=finished)
+                return (answer, _NO_FRAMES), bool(groups) or finished
+            case LeaseScoring():
+                leased = self._scoring.lease(name, request.credits, now_s=self._now())
+                items = tuple(
+                    ScoringItem(group_id=key[0], sibling=key[1], lease_id=lease_id)
+                    for lease_id, key in leased.items()
+                )
+                transcripts = [self._frames[key].transcript for key in leased.values()]
+                answer_s = ScoringLeased(items=items, finished=finished)
+                return (answer_s, transcripts), bool(items) or finished
+            case RequestBatch(version=version):
+                return self._try_batch(self._ledger.deliver(version))
+            case _:
+                assert_never(request)
+
+    def _try_batch(self, batch: list[Group] | NotYet | None) -> tuple[Reply, bool]:
+        match batch:
+            case None:
+                return (RunComplete(), _NO_FRAMES), True
+            case NotYet(waiting_for):
+                self.telemetry.waiting_for = self._describe_wait(waiting_for)
+                answer = BatchNotReady(
+                    waiting_for=waiting_for, reason=self.telemetry.waiting_for
+                )
+                return (answer, _NO_FRAMES), False
+            case groups:
+                self.telemetry.waiting_for = ""
+                delivered = BatchDelivered(
+                    step=self._ledger.step, groups=tuple(_as_delivered(g) for g in groups)
+                )
+                return (delivered, _NO_FRAMES), True
+
+    def _describe_wait(self, group_ids: tuple[int, ...]) -> str:
+        if not group_ids:
+            return f"no group is under way: {self._ledger.in_flight()}"
+        parts = []
+        for group_id in group_ids[:3]:
+            group = self._ledger.groups.get(group_id)
+            if group is None:
+                continue
+            lease = self._ledger.leases.get(group.lease_id) if group.lease_id is not None else None
+            holder = f", held by {lease.holder}" if lease else ""
+            parts.append(f"{group_id} ({group.state}{holder})")
+        more = f" and {len(group_ids) - 3} more" if len(group_ids) > 3 else ""
+        return f"groups {', '.join(parts)}{more}"
+
+    # ---- requests that change the state --------------------------------------
+
+    async def _submit(self, request: SubmitTrajectory, frames: list[Frame]) -> Answer:
+        expect_frames(frames, 2, "SubmitTrajectory")
+        header = request.header
+        key = (header.group_id, header.sibling)
+        put = {}
+        if self._ledger.submit(header):
+            # Frames of a message stay alive as long as a view of them does.
+            stored = StoredTrajectory(payload=frames[0], transcript=frames[1])
+            self._frames[key] = put[key] = stored
+            self._scoring.add(key)
+        await self._persist(put)
+        return Done()
+
+    async def _submit_scores(self, name: str, request: SubmitScores) -> Answer:
+        for score in request.scores:
+            key = self._scoring.finish(name, score.lease_id)
+            if key != (score.group_id, score.sibling):
+                continue  # lapsed meanwhile; whoever holds it now will answer
+            self._ledger.score(score)
+            if score.reward is None and score.group_id in self._ledger.groups:
+                _log.warning(
+                    "no reward for trajectory %d/%d: %s", *key, score.unavailable
+                )
+                self._scoring.add(key)
+        await self._persist()
+        return Done()
+
+    async def _commit_step(self, request: StepCommit) -> None:
+        before = self._ledger.step
+        self._ledger.commit(request.version, request.metrics)
+        await self._persist()
+        if self._ledger.step > before:
+            point = self.telemetry.step(request.version.step, request.metrics)
+            self._on_step(point, self.status())
+
+    def _fetch(self, request: FetchPayloads) -> Reply:
+        frames: list[Frame] = []
+        for group_id in request.group_ids:
+            group = self._ledger.groups.get(group_id)
+            if group is None or not group.delivered:
+                raise RefusedError(f"group {group_id} is not part of a delivered batch")
+            frames.extend(self._frames[group_id, sibling].payload for sibling in range(group.size))
+        return Payloads(num_frames=len(frames)), frames
+
+    def status(self) -> RunStatus:
+        """Return the state of the run."""
+        return self.telemetry.status(self._ledger, self._scoring)
+
+    async def _persist(self, put: dict[TrajectoryKey, StoredTrajectory] | None = None) -> None:
+        """Make durable what the ledger recorded, and wake whoever waits for a change."""
+        events, released = self._ledger.drain()
+        changes = Changes([encode_event(event) for event in events], put or {}, released)
+        for key in released:
+            self._frames.pop(key, None)
+            self._scoring.discard(key)
+        if events:
+            self._changed.set()
+            self._changed = asyncio.Event()
+        await self._committer.commit(changes)
+
+
+def _as_delivered(group: Group) -> DeliveredGroup:
+    rewards = group.rewards
+    return DeliveredGroup(
+        group_id=group.group_id,
+        trajectories=tuple(
+            DeliveredTrajectory(header=group.headers[sibling], reward=rewards[sibling])
+            for sibling in range(group.size)
+        ),
+    )

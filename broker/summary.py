@@ -1,0 +1,43 @@
+"""`summary.json`: the figures of a run, replaced whole at every step and at the end."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from wire.status import RunStatus
+
+
+def summary_of(status: RunStatus) -> dict[str, Any]:
+    """Return the figures worth keeping; counts are groups unless named otherwise."""
+    plain: dict[str, Any] = msgspec.to_builtins(status)
+    plain.pop("steps_history")
+    plain.pop("publish_history")
+    last = status.steps_history[-1:] or []
+    plain["last_step_metrics"] = last[0].metrics if last else {}
+    plain["mean_metrics"] = _means(status)
+    in_flight = sum(status.in_flight.values())
+    plain["equation"] = {
+        "issued": status.issued,
+        "trained": status.trained,
+        "dropped": sum(status.dropped.values()),
+        "in_flight": in_flight,
+        "unaccounted": status.unaccounted,
+    }
+    return plain
+
+
+def _means(status: RunStatus) -> dict[str, float]:
+    sums: dict[str, list[float]] = {}
+    for point in status.steps_history:
+        for name, value in point.metrics.items():
+            sums.setdefault(name, []).append(value)
+    return {name: sum(values) / len(values) for name, values in sorted(sums.items())}
+
+
+def write_summary(path: Path, status: RunStatus) -> None:
+    """Replace the summary in one rename, so that a reader never sees half of it."""
+    temporary = path.with_suffix(".json.new")
+    temporary.write_text(json.dumps(summary_of(status), indent=2) + "\n")
+    temporary.replace(path)

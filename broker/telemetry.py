@@ -1,0 +1,179 @@
+"""What the roles report about themselves, joined with the ledger into the state of the run."""
+
+import time
+from collections import Counter, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from broker.ledger import Ledger
+from broker.scoring import ScoringQueue
+from wire.bus import PublishRecord
+from wire.control import Hello, RoleReport
+from wire.phases import busy_share
+from wire.run_settings import RunSection
+from wire.status import RoleStatus, RunStatus, StepPoint
+from wire.versions import PolicyVersion
+
+_KEPT_PUBLISHES = 200
+_KEPT_STEPS = 2_000
+
+
+@dataclass(slots=True)
+class RoleRecord:
+    """One process as last heard."""
+
+    hello: Hello
+    since_s: float
+    heard_s: float
+    report: RoleReport = field(
+        default_factory=lambda: RoleReport(phase_seconds={}, counters={}, gauges={})
+    )
+
+    def status(self, now_s: float, leases: int) -> RoleStatus:
+        """Return what is shown of it."""
+        age = max(now_s - self.since_s, 1e-9)
+        return RoleStatus(
+            name=self.hello.name,
+            role=self.hello.role,
+            age_s=age,
+            silent_s=now_s - self.heard_s,
+            busy=busy_share(self.report.phase_seconds),
+            phase_seconds=self.report.phase_seconds,
+            tokens_per_second=self.report.counters.get("tokens", 0.0) / age,
+            adopted=self.report.adopted,
+            leases=leases,
+        )
+
+
+class Telemetry:
+    """Everything about the run that is not the ledger's."""
+
+    def __init__(self, run: RunSection, *, now: Callable[[], float] = time.monotonic) -> None:
+        self._run = run
+        self._now = now
+        self._started_s = now()
+        self._training_since_s: float | None = None
+        self._roles: dict[str, RoleRecord] = {}
+        self._ended: list[RoleRecord] = []  # earlier incarnations of restarted roles
+        self._steps: deque[StepPoint] = deque(maxlen=_KEPT_STEPS)
+        self._publishes: deque[PublishRecord] = deque(maxlen=_KEPT_PUBLISHES)
+        self._adopted_versions: set[PolicyVersion] = set()
+        self._while_generating = 0
+        self.versions: dict[str, str] = {}
+        self.rejected: Counter[str] = Counter()  # malformed or refused messages by reason
+        self.waiting_for = ""
+        self.outcome = "running"
+
+    def hello(self, hello: Hello) -> None:
+        """A role came up, for the first time or again."""
+        if hello.role == "observer":
+            return
+        if (before := self._roles.get(hello.name)) is not None:
+            self._ended.append(before)
+        now = self._now()
+        self._roles[hello.name] = RoleRecord(hello, now, now)
+        self.versions.update(hello.packages)
+
+    def heard(self, name: str) -> None:
+        """A role sent anything at all."""
+        if (record := self._roles.get(name)) is not None:
+            record.heard_s = self._now()
+
+    def report(self, name: str, report: RoleReport) -> None:
+        """A role told what it did so far."""
+        if (record := self._roles.get(name)) is not None:
+            record.report = report
+
+    def training_began(self) -> None:
+        """A learner took over: from here on throughput counts."""
+        if self._training_since_s is None:
+            self._training_since_s = self._now()
+
+    def step(self, step: int, metrics: dict[str, float]) -> StepPoint:
+        """A learner step was committed."""
+        point = StepPoint(step=step, at_s=self._now() - self._started_s, metrics=metrics)
+        self._steps.append(point)
+        return point
+
+    def published(self, record: PublishRecord) -> None:
+        """A publish ended."""
+        self._publishes.append(record)
+        if record.adopted_by:
+            if record.version not in self._adopted_versions and any(
+                record.num_in_flight.get(member, 0) for member in record.adopted_by
+            ):
+                self._while_generating += 1
+            self._adopted_versions.add(record.version)
+
+    def status(self, ledger: Ledger, scoring: ScoringQueue) -> RunStatus:
+        """Return the state of the run."""
+        now = self._now()
+        rules = ledger.rules
+        in_flight = ledger.in_flight()
+        size = rules.group_size
+        leases = Counter(lease.holder for lease in ledger.leases.values())
+        roles = [
+            record.status(now, leases[name] + scoring.leases_of(name))
+            for name, record in sorted(self._roles.items())
+        ]
+        return RunStatus(
+            run_name=self._run.name,
+            outcome=self.outcome,
+            elapsed_s=now - self._started_s,
+            steps=ledger.step,
+            total_steps=rules.total_steps,
+            max_staleness_steps=rules.bound.max_staleness_steps,
+            group_size=size,
+            groups_per_step=rules.bound.groups_per_step,
+            issued=ledger.issued,
+            trained=ledger.trained,
+            dropped={str(reason): count for reason, count in ledger.dropped.items()},
+            in_flight=in_flight,
+            unaccounted=ledger.unaccounted(),
+            trajectories={
+                "issued": ledger.issued * size,
+                "trained": ledger.trained * size,
+                "dropped": ledger.dropped.total() * size,
+                "in_flight": sum(in_flight.values()) * size,
+            },
+            staleness_histogram={
+                str(lag): tokens for lag, tokens in sorted(ledger.staleness.items())
+            },
+            queue={
+                "ready_groups": in_flight["ready"],
+                "leased_groups": in_flight["leased"],
+                "waiting_for_reward": scoring.num_waiting,
+                "being_scored": scoring.num_leased,
+                "eval_rounds": len(ledger.eval_rounds),
+                "lapsed_leases": ledger.lapsed_leases.total(),
+                "rejected_messages": self.rejected.total(),
+            },
+            waiting_for=self.waiting_for,
+            eval=ledger.eval_points,
+            steps_history=list(self._steps),
+            publishes=len(self._adopted_versions),
+            publishes_while_generating=self._while_generating,
+            publish_history=list(self._publishes),
+            tokens_per_second=self._tokens_per_second(now),
+            busy=self._busy(),
+            roles=roles,
+            versions=dict(sorted(self.versions.items())),
+        )
+
+    def _tokens_per_second(self, now: float) -> dict[str, float]:
+        since = self._training_since_s
+        if since is None or now <= since:
+            return {}
+        tokens: Counter[str] = Counter()
+        for record in [*self._roles.values(), *self._ended]:
+            if "tokens" in record.report.counters:
+                tokens[record.hello.role] += int(record.report.counters["tokens"])
+        return {role: count / (now - since) for role, count in sorted(tokens.items())}
+
+    def _busy(self) -> dict[str, float]:
+        shares: dict[str, list[float]] = {}
+        for record in self._roles.values():
+            shares.setdefault(record.hello.role, []).append(
+                busy_share(record.report.phase_seconds)
+            )
+        return {role: sum(values) / len(values) for role, values in sorted(shares.items())}

@@ -1,0 +1,1 @@
+"""Rollouts: an agent beside an inference engine. No loss, no Megatron."""

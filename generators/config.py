@@ -1,0 +1,98 @@
+"""Settings of the generators."""
+
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from weightbus.config import WeightBusSection
+from wire.errors import ConfigError
+from wire.run_settings import (
+    AtLeast1,
+    EvalSection,
+    Positive,
+    RunSection,
+    SamplingSection,
+    required,
+    run_section,
+)
+from wire.settings import Section, Table, section
+
+Device = Literal["cpu", "cuda"]
+
+
+class GeneratorsSection(Section, frozen=True, kw_only=True):
+    """[generators]: the inference engines and their agents."""
+
+    count: AtLeast1 = 2
+    """Generators that `slipstream run` starts."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where the engine runs; auto takes a GPU if there is one."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Type of the engine's weights; auto is float32 on a CPU, bfloat16 on a GPU."""
+    max_sequences: AtLeast1 = 64
+    """Trajectories that one engine generates at a time."""
+    max_cached_tokens: AtLeast1 = 16384
+    """Size of the engine's KV cache on a CPU, in tokens."""
+    start_timeout_s: Positive = 180.0
+    """An engine that does not answer this long after its start has failed."""
+    request_timeout_s: Positive = 600.0
+    """A generation that takes longer has failed; its lease is handed back."""
+    sglang: dict[str, str | int | float | bool] = {}
+    """Passed on to SGLang: names of its command line flags, without dashes in front."""
+
+
+class GeneratorSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """All that one generator reads."""
+
+    run: RunSection
+    sampling: SamplingSection
+    eval: EvalSection
+    generators: GeneratorsSection
+    weightbus: WeightBusSection
+
+    @property
+    def model(self) -> Path:
+        """Return the folder of the policy to start from."""
+        return Path(self.run.model)
+
+    @property
+    def device(self) -> Device:
+        """Return where the engine runs."""
+        if self.generators.device != "auto":
+            return self.generators.device
+        return "cuda" if Path("/proc/driver/nvidia/gpus").exists() else "cpu"
+
+    @property
+    def dtype(self) -> str:
+        """Return the type of the engine's weights."""
+        if self.generators.dtype != "auto":
+            return self.generators.dtype
+        return "float32" if self.device == "cpu" else "bfloat16"
+
+
+def generator_settings(table: Table) -> GeneratorSettings:
+    """Decode and check the generators' sections."""
+    settings = GeneratorSettings(
+        run=run_section(table),
+        sampling=section(table, "sampling", SamplingSection),
+        eval=section(table, "eval", EvalSection),
+        generators=section(table, "generators", GeneratorsSection),
+        weightbus=section(table, "weightbus", WeightBusSection),
+    )
+    required(settings.run.model, "run.model")
+    if not (settings.model / "config.json").is_file():
+        raise ConfigError(f"no config.json in {settings.model} (run.model)")
+    sampling = settings.sampling
+    if sampling.min_response_tokens > sampling.max_response_tokens:
+        raise ConfigError(
+            f"sampling.min_response_tokens = {sampling.min_response_tokens} is more than "
+            f"sampling.max_response_tokens = {sampling.max_response_tokens}"
+        )
+    longest = sampling.max_prompt_tokens + sampling.max_response_tokens
+    if settings.device == "cpu" and settings.generators.max_cached_tokens < longest:
+        raise ConfigError(
+            f"generators.max_cached_tokens = {settings.generators.max_cached_tokens} does not "
+            f"hold one trajectory of sampling.max_prompt_tokens + max_response_tokens = {longest}"
+        )
+    return settings

@@ -1,0 +1,38 @@
+"""What a generator needs from an inference engine."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from weightbus.engine import EngineWeights
+from wire.trajectory import FinishReason
+from wire.versions import PolicyVersion
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How one response is sampled."""
+
+    temperature: float  # 0.0 is greedy
+    max_new_tokens: int
+    min_new_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Completion:
+    """One response, as the engine reports it."""
+
+    token_ids: list[int]  # N chosen tokens, the end of sequence included
+    logprobs: list[float]  # N, of the tempered distribution they were sampled from
+    version_starts: list[tuple[int, PolicyVersion]]  # (index of first token, version), in order
+    finish_reason: FinishReason
+
+
+class InferenceEngine(EngineWeights, Protocol):
+    """An engine that samples, and whose weights can be exchanged while it does."""
+
+    async def sample(self, prompt_ids: list[int], params: SamplingParams) -> Completion:
+        """Return one response; raises EngineError when the engine gives none.
+
+        Cancelling the call ends the generation.
+        """
+        ...

@@ -1,0 +1,67 @@
+"""One rollout: a prompt becomes one trajectory."""
+
+import array
+import sys
+
+from generators.engine import Completion, InferenceEngine, SamplingParams
+from generators.prompting import TextCodec
+from generators.version_runs import version_runs
+from wire.arrays import PackedArray
+from wire.control import LeasedGroup, SubmitTrajectory
+from wire.codec import encode
+from wire.trajectory import TrajectoryHeader, TrajectoryPayload, Transcript
+
+_LITTLE_ENDIAN = sys.byteorder == "little"
+
+
+async def run_rollout(
+    engine: InferenceEngine,
+    codec: TextCodec,
+    group: LeasedGroup,
+    sibling: int,
+    params: SamplingParams,
+) -> tuple[SubmitTrajectory, list[bytes], int]:
+    """Sample one sibling; return the message, its frames and the number of response tokens."""
+    prompt_ids = codec.encode(group.prompt.prompt)
+    completion = await engine.sample(prompt_ids, params)
+    header = TrajectoryHeader(
+        group_id=group.group_id,
+        sibling=sibling,
+        lease_id=group.lease_id,
+        num_prompt_tokens=len(prompt_ids),
+        num_tokens=len(prompt_ids) + len(completion.token_ids),
+        version_runs=version_runs(completion.version_starts, num_prompt_tokens=len(prompt_ids)),
+        temperature=params.temperature,
+        finish_reason=completion.finish_reason,
+    )
+    transcript = Transcript(
+        prompt=group.prompt,
+        response=codec.decode(completion.token_ids),
+        num_response_tokens=len(completion.token_ids),
+        finish_reason=completion.finish_reason,
+    )
+    frames = [encode(pack_payload(prompt_ids, completion)), encode(transcript)]
+    return SubmitTrajectory(header=header), frames, len(completion.token_ids)
+
+
+def pack_payload(prompt_ids: list[int], completion: Completion) -> TrajectoryPayload:
+    """Return the arrays of a trajectory; prompt tokens are outside the loss mask."""
+    prompt, response = len(prompt_ids), len(completion.token_ids)
+    shape = (prompt + response,)
+    mask = bytes(prompt) + b"\1" * response
+    return TrajectoryPayload(
+        token_ids=PackedArray(
+            "int32", shape, _packed("i", prompt_ids + completion.token_ids)
+        ),
+        loss_mask=PackedArray("bool", shape, memoryview(mask)),
+        behavior_logprobs=PackedArray(
+            "float32", shape, _packed("f", [0.0] * prompt + completion.logprobs)
+        ),
+    )
+
+
+def _packed(typecode: str, values: list[int] | list[float]) -> memoryview:
+    packed = array.array(typecode, values)
+    if not _LITTLE_ENDIAN:
+        packed.byteswap()
+    return memoryview(packed.tobytes())

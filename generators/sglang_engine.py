@@ -1,0 +1,181 @@
+"""A running SGLang server as our engine, over its HTTP control (sglang 0.5.23).
+
+SGLang answers "success" to unknown tensor names and to missing ones, and it relabels on every
+update: whoever calls this checks the tensor set before and the checksums after, and sets the
+label last.
+"""
+
+import logging
+from typing import Any
+
+import aiohttp
+
+from generators.engine import Completion, SamplingParams
+from generators.version_runs import version_starts
+from wire.errors import EngineError, ProtocolError
+from wire.manifest import Bucket
+from wire.versions import PolicyVersion
+
+_log = logging.getLogger(__name__)
+
+
+class SglangEngine:
+    """HTTP client of one server. Use it inside one event loop, as a context manager."""
+
+    def __init__(
+        self, url: str, api_key: str, *, request_timeout_s: float, control_timeout_s: float
+    ) -> None:
+        self._url = url
+        self._http = aiohttp.ClientSession(
+            headers={"Authorization": f"Bearer {api_key}"},
+            connector=aiohttp.TCPConnector(limit=0),
+        )
+        self._request_timeout = aiohttp.ClientTimeout(request_timeout_s)
+        self._control_timeout = aiohttp.ClientTimeout(control_timeout_s)
+        self._num_in_flight = 0
+
+    async def close(self) -> None:
+        """Close the connections, which also ends what is being generated over them."""
+        await self._http.close()
+
+    # ---- sampling ------------------------------------------------------------
+
+    async def sample(self, prompt_ids: list[int], params: SamplingParams) -> Completion:
+        """Return one response; raises EngineError when the engine gives none."""
+        body = {
+            "input_ids": prompt_ids,
+            "sampling_params": {
+                "temperature": params.temperature,
+                "max_new_tokens": params.max_new_tokens,
+                "min_new_tokens": params.min_new_tokens,
+            },
+            "return_logprob": True,
+        }
+        self._num_in_flight += 1
+        try:
+            answer = await self._post("/generate", body, self._request_timeout)
+        finally:
+            self._num_in_flight -= 1
+        return _completion(answer)
+
+    # ---- weights -------------------------------------------------------------
+
+    async def open_group(
+        self, *, host: str, port: int, group_name: str, world_size: int, backend: str
+    ) -> None:
+        """Join a process group as all ranks but 0; returns once joined."""
+        await self._control(
+            "/init_weights_update_group",
+            {
+                "master_address": host,
+                "master_port": port,
+                "rank_offset": 1,
+                "world_size": world_size,
+                "group_name": group_name,
+                "backend": backend,
+            },
+        )
+
+    async def close_group(self, group_name: str) -> None:
+        """Leave a group and end an update that a failure left open; never fails."""
+        for path, body in (
+            ("/end_weight_update", {}),
+            ("/destroy_weights_update_group", {"group_name": group_name}),
+        ):
+            try:
+                await self._control(path, body)
+            except EngineError as error:  # there was nothing to end
+                _log.info("%s", error)
+
+    async def pause(self) -> int:
+        """Stop generating; return how many generations are in flight."""
+        num_in_flight = self._num_in_flight
+        await self._control("/pause_generation", {"mode": "retract"})
+        return num_in_flight
+
+    async def begin_update(self) -> None:
+        """Open an update."""
+        await self._control("/begin_weight_update", {})
+
+    async def load_bucket(self, bucket: Bucket, *, group_name: str, last: bool) -> None:
+        """Receive one bucket over the group; ``last`` also forgets cached prefixes."""
+        await self._control(
+            "/update_weights_from_distributed",
+            {
+                "names": [tensor.name for tensor in bucket.tensors],
+                "dtypes": [tensor.dtype for tensor in bucket.tensors],
+                "shapes": [tensor.shape for tensor in bucket.tensors],
+                "group_name": group_name,
+                "load_format": "flattened_bucket",
+                "flush_cache": last,
+                "weight_version": None,
+            },
+        )
+
+    async def end_update(self) -> None:
+        """Close an update."""
+        await self._control("/end_weight_update", {})
+
+    async def checksums(self) -> dict[str, str]:
+        """Return the checksum of every tensor by the engine's own name (first rank)."""
+        answer = await self._control("/weights_checker", {"action": "checksum"})
+        checksums: dict[str, str] = answer["ranks"][0]["checksums"]
+        return checksums
+
+    async def label(self, version: PolicyVersion) -> None:
+        """Report tokens chosen from now on as chosen by ``version``."""
+        body = {"new_version": version.label, "abort_all_requests": False}
+        await self._control("/update_weight_version", body)
+
+    async def resume(self) -> None:
+        """Generate again."""
+        await self._control("/continue_generation", {"torch_empty_cache": False})
+
+    # ---- HTTP ----------------------------------------------------------------
+
+    async def _control(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        answer = await self._post(path, body, self._control_timeout)
+        if answer.get("success") is False:
+            raise EngineError(f"SGLang {path}: {answer.get('message', answer)}")
+        return answer
+
+    async def _post(
+        self, path: str, body: dict[str, Any], timeout: aiohttp.ClientTimeout
+    ) -> dict[str, Any]:
+        try:
+            async with self._http.post(self._url + path, json=body, timeout=timeout) as response:
+                if response.status != 200:
+                    raise EngineError(
+                        f"SGLang {path}: {response.status} {(await response.text())[:300]}"
+                    )
+                answer = await response.json(content_type=None)
+        except TimeoutError as error:
+            raise EngineError(f"SGLang {path}: no answer in {timeout.total:.0f} s") from error
+        except (aiohttp.ClientError, ValueError) as error:
+            raise EngineError(f"SGLang {path}: {type(error).__name__} {error}") from error
+        return answer if isinstance(answer, dict) else {}
+
+
+def _completion(answer: dict[str, Any]) -> Completion:
+    try:
+        info = answer["meta_info"]
+        token_ids: list[int] = answer["output_ids"]
+        rows = info["output_token_logprobs"]
+        reason = info["finish_reason"]["type"]
+        spans = info["weight_versions"]
+    except (KeyError, TypeError) as error:
+        raise EngineError(f"SGLang /generate: unexpected answer, {error!r}") from error
+    if reason not in {"stop", "length"}:
+        raise EngineError(f"SGLang /generate ended with {info['finish_reason']}")
+    if [row[1] for row in rows] != token_ids or not token_ids:
+        raise EngineError(f"SGLang /generate: {len(rows)} logprobs of {len(token_ids)} tokens")
+    try:
+        starts = version_starts(spans, len(token_ids))
+    except ProtocolError as error:
+        raise EngineError(str(error)) from error
+    return Completion(
+        token_ids=token_ids,
+        logprobs=[row[0] for row in rows],
+        version_starts=starts,
+        finish_reason="stop" if reason == "stop" else "length",
+    )

@@ -1,0 +1,204 @@
+"""Starts, watches and ends one SGLang server, with everything that it leaves behind."""
+
+import asyncio
+import json
+import os
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import aiohttp
+
+from generators.config import GeneratorSettings
+from wire.errors import ChildDiedError
+from wire.processes import bound_to_me, last_lines
+
+_SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 where SGLang puts it
+_CPU_SHIM = Path(__file__).parent / "sglang_cpu"
+_POLL_S = 0.1
+_STOP_S = 3.0
+_HOST = "127.0.0.1"
+
+
+@dataclass(slots=True)
+class SglangProcess:
+    """A server in its own session; its API key stands neither in argv nor in a file."""
+
+    process: "subprocess.Popen[bytes]"
+    url: str
+    api_key: str
+    log_file: Path
+    scratch: Path  # private folder for its temporary files
+
+    @classmethod
+    def start(cls, settings: GeneratorSettings, name: str) -> "SglangProcess":
+        """Start a server; it answers some seconds later (see ``until_ready``)."""
+        port = _free_port()
+        api_key = secrets.token_urlsafe(24)
+        scratch = Path(tempfile.mkdtemp(prefix=f"{name}-"))
+        order = {
+            "parent_pid": os.getpid(),
+            "device": settings.device,
+            "file_prefix": f"{scratch.name}-",
+            "flags": server_flags(settings, port=port, api_key=api_key, seed_of=name),
+        }
+        log_file = settings.run.logs / f"{name}-sglang.log"
+        log_file.parent.mkdir(parents=True, exist_ok=True)
+        with log_file.open("ab") as log:
+            process = subprocess.Popen(  # noqa: S603 our own program
+                [sys.executable, "-m", "generators.sglang_server"],
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=log,
+                env=_environment(settings, scratch),
+                preexec_fn=bound_to_me(),  # noqa: PLW1509 one prctl call, main thread
+            )
+        if process.stdin is not None:
+            process.stdin.write(json.dumps(order).encode())
+            process.stdin.close()
+        url = f"http://{_HOST}:{port}"
+        return cls(process, url, api_key, log_file, scratch)
+
+    async def until_ready(self, timeout_s: float) -> None:
+        """Return once the server answers.
+
+        Raises:
+            ChildDiedError: it ended, or did not answer in time; with its last lines.
+        """
+        headers = {"Authorization": f"Bearer {self.api_key}"}
+        async with aiohttp.ClientSession(headers=headers) as http:
+            try:
+                async with asyncio.timeout(timeout_s):
+                    while not await _answers(http, self.url):
+                        self.check_alive()
+                        await asyncio.sleep(_POLL_S)
+            except TimeoutError as error:
+                raise ChildDiedError(
+                    f"SGLang did not answer within {timeout_s:.0f} s "
+                    f"(generators.start_timeout_s)\n{last_lines(self.log_file)}"
+                ) from error
+
+    def check_alive(self) -> None:
+        """Raise ChildDiedError, with the last lines of the log, if the server ended."""
+        code = self.process.poll()
+        if code is not None:
+            raise ChildDiedError(
+                f"SGLang ended with code {code}; {self.log_file}:\n{last_lines(self.log_file)}"
+            )
+
+    def stop(self) -> None:
+        """End the server. It drains without limit on SIGTERM, so it gets little time for it."""
+        self.process.terminate()
+        try:
+            self.process.wait(_STOP_S)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+        for pid in session_members(self.process.pid):
+            _kill(pid)
+        self.process.wait()
+        self.clean()
+
+    def clean(self) -> None:
+        """Remove what the server left: temporary files and shared memory."""
+        remove_leftovers(self.scratch)
+
+
+def remove_leftovers(scratch: Path) -> None:
+    """Remove a scratch folder and the shared memory that bears its name."""
+    for path in _SHARED_MEMORY.glob(f"sglang_loads_{scratch.name}-*"):
+        path.unlink(missing_ok=True)
+    shutil.rmtree(scratch, ignore_errors=True)
+
+
+def session_members(session: int) -> Iterator[int]:
+    """Yield the processes of a session (Linux; elsewhere none)."""
+    for entry in Path("/proc").glob("[0-9]*"):
+        pid = int(entry.name)
+        try:
+            if os.getsid(pid) == session:
+                yield pid
+        except ProcessLookupError:
+            continue
+
+
+def server_flags(
+    settings: GeneratorSettings, *, port: int, api_key: str, seed_of: str
+) -> dict[str, str | int | float | bool]:
+    """Return SGLang's settings: ours first, then the device's, then [generators.sglang]."""
+    generators = settings.generators
+    flags: dict[str, str | int | float | bool] = {
+        "model_path": str(settings.model.resolve()),
+        "host": _HOST,
+        "port": port,
+        "api_key": api_key,
+        "device": settings.device,
+        "dtype": settings.dtype,
+        "max_running_requests": generators.max_sequences,
+        "skip_server_warmup": True,
+        "disable_overlap_schedule": True,  # version runs are exact to the token
+        "random_seed": hash_seed(f"{settings.run.seed}/{seed_of}"),
+        "log_level": "warning",
+    }
+    if settings.device == "cpu":
+        flags |= {
+            "attention_backend": "torch_native",
+            "sampling_backend": "pytorch",
+            "grammar_backend": "none",
+            "disable_cuda_graph": True,
+            "mem_fraction_static": 0.1,
+            "max_total_tokens": generators.max_cached_tokens,
+            "sleep_on_idle": True,
+        }
+    return flags | generators.sglang
+
+
+def hash_seed(text: str) -> int:
+    """Return a stable 31-bit seed for a text."""
+    return zlib.crc32(text.encode()) & 0x7FFFFFFF
+
+
+def _environment(settings: GeneratorSettings, scratch: Path) -> dict[str, str]:
+    environment = dict(os.environ)  # noqa: TID251 handed on to a child
+    environment["TMPDIR"] = str(scratch)
+    environment["HF_HUB_OFFLINE"] = "1"
+    environment["SGLANG_PG_TIMEOUT_S"] = str(settings.weightbus.timeout_s)
+    repo = str(Path(__file__).parent.parent)
+    paths = [repo]
+    if settings.device == "cpu":
+        paths.insert(0, str(_CPU_SHIM))
+        environment["SGLANG_USE_CPU_ENGINE"] = "1"
+        environment["OMP_NUM_THREADS"] = "1"
+    if inherited := environment.get("PYTHONPATH"):
+        paths.append(inherited)
+    environment["PYTHONPATH"] = os.pathsep.join(paths)
+    return environment
+
+
+async def _answers(http: aiohttp.ClientSession, url: str) -> bool:
+    try:
+        async with http.get(f"{url}/model_info", timeout=aiohttp.ClientTimeout(2.0)) as response:
+            return response.status == 200
+    except (aiohttp.ClientError, TimeoutError):
+        return False
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind((_HOST, 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def _kill(pid: int) -> None:
+    try:
+        os.kill(pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return

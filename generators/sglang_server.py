@@ -1,0 +1,60 @@
+"""The program that a generator's agent starts: one SGLang server, settings through stdin.
+
+The only module that imports sglang. On a CPU its processes are forked after one import instead
+of spawned with three, which halves the start-up time; forking after CUDA started does not work,
+so a GPU server spawns as usual.
+"""
+
+import json
+import multiprocessing
+import os
+import sys
+import tempfile
+from dataclasses import fields
+
+from wire.processes import die_with_parent
+
+
+def _flags(settings: dict[str, str | int | float | bool]) -> list[str]:
+    argv: list[str] = []
+    for name, value in settings.items():
+        flag = "--" + name.replace("_", "-")
+        if value is True:
+            argv.append(flag)
+        elif value is not False:
+            argv += [flag, str(value)]
+    return argv
+
+
+def main() -> None:
+    """Read one JSON object from stdin and serve until killed."""
+    order = json.loads(sys.stdin.read())
+    die_with_parent(order["parent_pid"])
+    tempfile.template = order["file_prefix"]  # so that what SGLang leaves behind can be found
+    settings = order["flags"]
+    from sglang.srt.entrypoints import http_server  # noqa: F401, PLC0415 slow: before the fork
+    from sglang.srt.managers import detokenizer_manager, scheduler  # noqa: F401, PLC0415
+    from sglang.launch_server import run_server  # noqa: PLC0415
+    from sglang.srt.server_args import ServerArgs, prepare_server_args  # noqa: PLC0415
+
+    known = {field.name for field in fields(ServerArgs)}
+    for name in settings:
+        if name.replace("-", "_") not in known:
+            raise SystemExit(f"generators.sglang.{name} is not a setting of this SGLang")
+    if order["device"] == "cpu":
+        _fork_instead_of_spawn()
+    run_server(prepare_server_args(_flags(settings)))
+
+
+def _fork_instead_of_spawn() -> None:
+    original = multiprocessing.set_start_method
+
+    def set_start_method(_method: str | None, force: bool = False) -> None:  # noqa: FBT001, FBT002
+        original("fork", force=True)
+
+    multiprocessing.set_start_method = set_start_method  # type: ignore[assignment]
+
+
+if __name__ == "__main__":
+    os.setsid()
+    main()

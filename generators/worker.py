@@ -1,0 +1,177 @@
+"""The agent's loop: lease -> rollouts of a group -> send siblings as they finish.
+
+Consumes: leases from the broker. Produces: trajectories. Waits for: permits (the staleness
+bound) and free lanes of the engine. Never stops for weights; while the engine is paused for an
+adopt, what is in flight waits inside it.
+"""
+
+import asyncio
+import logging
+from contextlib import suppress
+
+from broker.client import BrokerClient
+from generators.engine import InferenceEngine, SamplingParams
+from generators.prompting import TextCodec
+from generators.rollout import run_rollout
+from wire.control import (
+    Done,
+    GroupsLeased,
+    Heartbeat,
+    HeartbeatAnswer,
+    LeasedGroup,
+    LeaseGroups,
+    ReleaseLease,
+    RoleReport,
+)
+from wire.errors import EngineError, RefusedError
+from wire.phases import WAIT, PhaseClock
+from wire.trajectory import ItemKind
+from wire.versions import PolicyVersion
+
+_log = logging.getLogger(__name__)
+_POLL_S = 2.0
+_REPORT_S = 1.0
+
+
+class GeneratorWorker:
+    """Keeps one engine busy with groups of the broker."""
+
+    def __init__(
+        self,
+        *,
+        client: BrokerClient,
+        engine: InferenceEngine,
+        codec: TextCodec,
+        sampling: dict[ItemKind, SamplingParams],
+        max_sequences: int,
+    ) -> None:
+        self._client = client
+        self._engine = engine
+        self._codec = codec
+        self._sampling = sampling
+        self._free = max_sequences
+        self._lane_freed = asyncio.Event()
+        self._adopted: PolicyVersion | None = None
+        self._adopted_any = asyncio.Event()
+        self._paused = False
+        self._groups: dict[int, asyncio.Task[None]] = {}  # by lease
+        self._clock = PhaseClock()
+        self._counters = {"tokens": 0.0, "trajectories": 0.0, "refused": 0.0, "failed": 0.0}
+
+    # ---- told by the weight bus ----------------------------------------------
+
+    def pausing(self) -> None:
+        """The engine is about to stop for new weights."""
+        self._paused = True
+        self._tell_clock()
+
+    def adopted(self, version: PolicyVersion) -> None:
+        """The engine runs ``version``."""
+        self._adopted = version
+        self._paused = False
+        self._adopted_any.set()
+        self._tell_clock()
+        _log.info("adopted %s with %d groups under way", version.label, len(self._groups))
+
+    def _tell_clock(self) -> None:
+        phase = "adopt" if self._paused else "generate" if self._groups else WAIT
+        self._clock.enter(phase)
+
+    # ---- the loop ------------------------------------------------------------
+
+    async def run(self, *, heartbeat_s: float) -> None:
+        """Work until the broker says that no work will come again."""
+        async with asyncio.TaskGroup() as group:
+            side = [
+                group.create_task(self._heartbeats(heartbeat_s)),
+                group.create_task(self._reports()),
+            ]
+            try:
+                await self._adopted_any.wait()
+                while await self._lease_once(group):
+                    pass
+            finally:
+                for task in side:
+                    task.cancel()
+        await self._report()
+
+    async def _lease_once(self, group: asyncio.TaskGroup) -> bool:
+        while self._free <= 0:
+            self._lane_freed.clear()
+            await self._lane_freed.wait()
+        if self._adopted is None:
+            return True
+        leased, _ = await self._client.ask(
+            LeaseGroups(adopted=self._adopted, max_sequences=self._free, wait_s=_POLL_S),
+            GroupsLeased,
+            extra_wait_s=_POLL_S,
+        )
+        for work in leased.groups:
+            self._free -= len(work.siblings)
+            task = group.create_task(self._run_group(work))
+            self._groups[work.lease_id] = task
+            self._tell_clock()
+        return not leased.finished
+
+    async def _run_group(self, work: LeasedGroup) -> None:
+        try:
+            await asyncio.gather(*(self._run_sibling(work, sibling) for sibling in work.siblings))
+        except (EngineError, ValueError) as error:
+            self._counters["failed"] += 1
+            _log.warning("group %d handed back: %s", work.group_id, error)
+            with suppress(RefusedError):
+                release = ReleaseLease(lease_id=work.lease_id, reason=str(error)[:200])
+                await self._client.ask(release, Done)
+        finally:
+            del self._groups[work.lease_id]
+            self._free += len(work.siblings)
+            self._lane_freed.set()
+            self._tell_clock()
+
+    async def _run_sibling(self, work: LeasedGroup, sibling: int) -> None:
+        params = self._sampling[work.item]
+        message, frames, num_tokens = await run_rollout(
+            self._engine, self._codec, work, sibling, params
+        )
+        self._counters["tokens"] += num_tokens
+        self._counters["trajectories"] += 1
+        try:
+            await self._client.ask(message, Done, frames=frames)
+        except RefusedError as error:
+            self._counters["refused"] += 1
+            _log.warning("trajectory %d/%d: %s", work.group_id, sibling, error)
+
+    async def _heartbeats(self, every_s: float) -> None:
+        while True:
+            await asyncio.sleep(every_s)
+            if not self._groups:
+                continue
+            answer, _ = await self._client.ask(
+                Heartbeat(lease_ids=tuple(self._groups)), HeartbeatAnswer
+            )
+            for lease_id in answer.lost:
+                if (task := self._groups.get(lease_id)) is not None:
+                    _log.warning("lease %d was lost", lease_id)
+                    task.cancel()
+
+    async def _reports(self) -> None:
+        while True:
+            await self._report()
+            await asyncio.sleep(_REPORT_S)
+
+    async def _report(self) -> None:
+        report = RoleReport(
+            phase_seconds=self._clock.seconds(),
+            counters=dict(self._counters),
+            gauges={"groups": float(len(self._groups)), "free_lanes": float(self._free)},
+            adopted=self._adopted,
+        )
+        await self._client.ask(report, Done)
+
+    async def hand_back(self) -> None:
+        """Give every lease back, because this generator ends."""
+        for lease_id in list(self._groups):
+            with suppress(RefusedError):
+                await self._client.ask(
+                    ReleaseLease(lease_id=lease_id, reason="generator ends"), Done
+                )

@@ -1,0 +1,1 @@
+"""The training role: Megatron-Core model, packed batches, optimizer, checkpoints."""

@@ -1,0 +1,93 @@
+"""One rank of a learner that does one forward and backward pass.
+
+Usage: megatron_rank MODEL_FOLDER WORK_FOLDER RANK WORLD_SIZE TENSOR_PARALLEL
+Writes WORK_FOLDER/RANK.json, and the model as it exports it to WORK_FOLDER/exported.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+
+from algos.logprobs import vocab_parallel_logprobs
+from learner import device
+from tests.integration.tiny_models import sequences
+
+
+def main(folder: Path, work: Path, rank: int, world_size: int, tensor_parallel: int) -> None:
+    device.prepare()
+    device.set_threads(1)
+    from learner.hf_config import load_hf_config
+    from learner.hf_weights import export_hf_weights, load_hf_weights, save_hf_folder
+    from learner.model import build_model
+    from learner.topology import destroy_topology, init_topology
+
+    topology = init_topology(
+        rank=rank,
+        world_size=world_size,
+        tensor_parallel=tensor_parallel,
+        store=dist.FileStore(str(work / "store"), world_size),
+        seed=1,
+        timeout_s=30.0,
+    )
+    model = build_model(load_hf_config(folder), dtype=torch.float32, extra={})
+    load_hf_weights(model, folder)
+    logprobs, entropies = forward_backward(model, topology)
+    original = load_file(folder / "model.safetensors")
+    exported = [(name, torch.equal(t, original[name])) for name, t in export_hf_weights(model)]
+    save_hf_folder(model, work / "exported", folder)
+    report = {
+        "data_parallel": topology.data_parallel,
+        "logprobs": logprobs,
+        "entropies": entropies,
+        "gradient_norm": gradient_norm(model, topology),
+        "exported": sorted(name for name, is_equal in exported if is_equal),
+        "num_exported": len(exported),
+        "original": sorted(original),
+    }
+    (work / f"{rank}.json").write_text(json.dumps(report))
+    dist.barrier()
+    destroy_topology()
+
+
+def forward_backward(model, topology):  # noqa: ANN001 - known only after prepare()
+    """Return logprobs and entropies by sequence number; leave the gradients in the model."""
+    from learner.model import packed_logits
+
+    numbers = range(topology.data_parallel_rank, len(sequences()), topology.data_parallel)
+    mine = [torch.tensor(sequences()[i]) for i in numbers]
+    lengths = [len(sequence) for sequence in mine]
+    cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).int()
+    positions = torch.cat([torch.arange(n) for n in lengths])
+    logits = packed_logits(model, torch.cat(mine), positions, cu_seqlens, max(lengths))
+    targets = torch.cat([sequence.roll(-1) for sequence in mine])
+    logprobs, entropy = vocab_parallel_logprobs(
+        logits, targets, group=topology.tensor_group, vocab_size=model.hf_config.vocab_size
+    )
+    weights = torch.cat([torch.linspace(-1, 2, n) for n in lengths])
+    (-(logprobs * weights).sum() - 0.01 * entropy.sum()).backward()
+    return tuple(
+        {i: part[:-1].tolist() for i, part in zip(numbers, values.split(lengths), strict=True)}
+        for values in (logprobs, entropy)
+    )
+
+
+def gradient_norm(model, topology):  # noqa: ANN001 - known only after prepare()
+    """Return the norm of the whole model's gradient, summed over data parallelism."""
+    split, replicated = torch.zeros(()), torch.zeros(())
+    for parameter in model.parameters():
+        dist.all_reduce(parameter.grad, group=topology.data_group)
+        square = parameter.grad.square().sum()
+        if parameter.tensor_model_parallel:
+            split += square
+        else:
+            replicated += square
+    dist.all_reduce(split, group=topology.tensor_group)
+    return (split + replicated).sqrt().item()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]), *map(int, sys.argv[3:]))

@@ -1,0 +1,1 @@
+"""The weight plane: how a published policy version reaches the generators."""

@@ -1,0 +1,51 @@
+"""What the weight bus needs from an inference engine."""
+
+from typing import Protocol
+
+from wire.manifest import Bucket
+from wire.versions import PolicyVersion
+
+
+class EngineWeights(Protocol):
+    """Control over the weights of a running engine. Every method raises EngineError on failure.
+
+    Between ``pause`` and ``resume`` nothing is generated; requests in flight wait.
+    """
+
+    async def open_group(
+        self, *, host: str, port: int, group_name: str, world_size: int, backend: str
+    ) -> None:
+        """Join a process group as all ranks but 0; returns once joined."""
+        ...
+
+    async def close_group(self, group_name: str) -> None:
+        """Leave a group and end an update that a failure left open; never fails."""
+        ...
+
+    async def pause(self) -> int:
+        """Stop generating; return how many generations are in flight."""
+        ...
+
+    async def begin_update(self) -> None:
+        """Open an update."""
+        ...
+
+    async def load_bucket(self, bucket: Bucket, *, group_name: str, last: bool) -> None:
+        """Receive one bucket over the group; ``last`` also forgets cached prefixes."""
+        ...
+
+    async def end_update(self) -> None:
+        """Close an update."""
+        ...
+
+    async def checksums(self) -> dict[str, str]:
+        """Return the checksum of every tensor by the engine's own name."""
+        ...
+
+    async def label(self, version: PolicyVersion) -> None:
+        """Report tokens chosen from now on as chosen by ``version``."""
+        ...
+
+    async def resume(self) -> None:
+        """Generate again."""
+        ...

@@ -1,0 +1,59 @@
+"""What SGLang's weights checker must answer if an engine holds exactly our tensors.
+
+SGLang keeps query, key and value as one tensor, gate and up as another, and pads the vocabulary
+to a multiple of 64 rows. Its checksum on a CPU is the first 8 bytes of sha256 over the raw bytes
+(sglang 0.5.23). A GPU uses another function: there engines are compared with each other.
+"""
+
+import hashlib
+
+from torch import Tensor, cat
+from torch.nn.functional import pad
+
+from weightbus.snapshot import raw_bytes
+
+_VOCABULARY = ("model.embed_tokens.weight", "lm_head.weight")
+_VOCABULARY_MULTIPLE = 64
+_FUSED = {  # part -> (whole, position)
+    "q_proj": ("qkv_proj", 0),
+    "k_proj": ("qkv_proj", 1),
+    "v_proj": ("qkv_proj", 2),
+    "gate_proj": ("gate_up_proj", 0),
+    "up_proj": ("gate_up_proj", 1),
+}
+
+
+def expected_checksums(tensors: dict[str, Tensor]) -> dict[str, str]:
+    """Return the checksum of every tensor of an engine with one rank, by the engine's name."""
+    checksums: dict[str, str] = {}
+    parts: dict[str, dict[int, Tensor]] = {}
+    for name, tensor in tensors.items():
+        if name in _VOCABULARY:
+            rows = -len(tensor) % _VOCABULARY_MULTIPLE
+            checksums[name] = _checksum(pad(tensor, (0, 0, 0, rows)))
+            continue
+        part = next((p for p in _FUSED if f".{p}." in name), None)
+        if part is None:
+            checksums[name] = _checksum(tensor)
+        else:
+            whole, position = _FUSED[part]
+            parts.setdefault(name.replace(part, whole), {})[position] = tensor
+    for name, pieces in parts.items():
+        checksums[name] = _checksum(cat([pieces[position] for position in sorted(pieces)]))
+    return checksums
+
+
+def differing(expected: dict[str, str], found: dict[str, str]) -> list[str]:
+    """Return the names of tensors whose checksums differ or that only one side has.
+
+    A tied output layer may be listed by the engine under its own name as well.
+    """
+    tied = "lm_head.weight"
+    names = set(expected) | set(found)
+    if tied not in expected and found.get(tied) == expected.get("model.embed_tokens.weight"):
+        names.discard(tied)
+    return sorted(name for name in names if expected.get(name) != found.get(name))
+
+
+def _checksum(tensor: Tensor) -> str:
+    return hashlib.sha256(raw_bytes(tensor)).digest()[:8].hex()
