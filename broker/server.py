@@ -320,11 +320,11 @@ class BrokerServer:
 
     def _fetch(self, request: FetchPayloads) -> Reply:
         frames: list[Frame] = []
-        for group_id in request.group_ids:
+        for group_id, sibling in request.keys:
             group = self._ledger.groups.get(group_id)
-            if group is None or not group.delivered:
-                raise RefusedError(f"group {group_id} is not part of a delivered batch")
-            frames.extend(self._frames[group_id, sibling].payload for sibling in range(group.size))
+            if group is None or not group.delivered or sibling not in group.headers:
+                raise RefusedError(f"trajectory {group_id}/{sibling} is in no delivered batch")
+            frames.append(self._frames[group_id, sibling].payload)
         return Payloads(num_frames=len(frames)), frames
 
     def status(self) -> RunStatus:

@@ -214,13 +214,13 @@ class RunComplete(Message):
 
 
 class FetchPayloads(Message):
-    """Ask for payloads of delivered groups; answered by Payloads."""
+    """Ask for payloads of delivered trajectories; answered by Payloads."""
 
-    group_ids: tuple[int, ...]
+    keys: tuple[tuple[int, int], ...]  # (group_id, sibling)
 
 
 class Payloads(Message):
-    """Frames: one payload per trajectory, groups in the order asked, siblings in order."""
+    """Frames: one payload per trajectory, in the order asked."""
 
     num_frames: int
 

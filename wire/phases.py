@@ -35,8 +35,10 @@ class PhaseClock:
 
     def seconds(self) -> dict[str, float]:
         """Return the seconds spent so far in each phase, the current one included."""
-        self.enter(self._phase)
-        return dict(self._seconds)
+        seconds = dict(self._seconds)
+        phase, since = self._phase, self._since
+        seconds[phase] = seconds.get(phase, 0.0) + max(0.0, self._now() - since)
+        return seconds
 
 
 def busy_share(phase_seconds: dict[str, float]) -> float:

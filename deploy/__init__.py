@@ -1,0 +1,1 @@
+"""Runs of all roles: settings as a whole, supervision, the command `slipstream`."""

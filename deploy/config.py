@@ -1,0 +1,99 @@
+"""The settings of a run as a whole: every section decoded, every cross-check made."""
+
+import shutil
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import tomli_w
+
+from algos.config import AlgoSection
+from broker.config import BrokerSettings, broker_settings
+from generators.config import GeneratorSettings, generator_settings
+from learner.config import LearnerSettings, learner_settings
+from wire.errors import ConfigError
+from wire.run_settings import AtLeast0, Positive, RunSection
+from wire.settings import Section, Table, section, to_table
+
+__all__ = ["AlgoSection", "DeploySection", "RunConfig", "run_config"]
+
+
+class DeploySection(Section, frozen=True, kw_only=True):
+    """[deploy]: how `slipstream run` looks after the processes of one host."""
+
+    max_restarts: AtLeast0 = 1
+    """A generator or reward worker that fails more often than this ends the run."""
+    restart_backoff_s: Positive = 1.0
+    """Pause before a restart; doubled each time."""
+    stop_timeout_s: Positive = 20.0
+    """Processes that have not ended this long after SIGTERM are killed."""
+    time_limit_s: Annotated[float, msgspec.Meta(ge=0)] = 0.0
+    """End a run that takes longer, as failed; 0 is no limit."""
+
+
+class RunConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """All roles of one run."""
+
+    table: Table
+    broker: BrokerSettings
+    generators: GeneratorSettings
+    learner: LearnerSettings
+    deploy: DeploySection
+
+    @property
+    def run(self) -> RunSection:
+        """Return [run]."""
+        return self.broker.run
+
+
+def run_config(table: Table) -> RunConfig:
+    """Decode all sections and check what concerns more than one role.
+
+    Raises:
+        ConfigError: naming the setting.
+    """
+    config = RunConfig(
+        table=table,
+        broker=broker_settings(table),
+        generators=generator_settings(table),
+        learner=learner_settings(table),
+        deploy=section(table, "deploy", DeploySection),
+    )
+    sampling = config.generators.sampling
+    longest = sampling.max_prompt_tokens + sampling.max_response_tokens
+    if longest > config.learner.learner.max_tokens_per_microbatch:
+        raise ConfigError(
+            f"a trajectory of sampling.max_prompt_tokens + sampling.max_response_tokens = "
+            f"{longest} tokens does not fit into learner.max_tokens_per_microbatch = "
+            f"{config.learner.learner.max_tokens_per_microbatch}"
+        )
+    return config
+
+
+def free_name(run: RunSection) -> str:
+    """Return run.name, or the first of NAME-2, NAME-3, ... whose folder does not exist."""
+    names = [run.name, *(f"{run.name}-{i}" for i in range(2, 10_000))]
+    return next(name for name in names if not (Path(run.dir) / name).exists())
+
+
+def write_resolved(config: RunConfig, path: Path) -> None:
+    """Write every setting of the run with its value; secrets are not settings."""
+    resolved = {
+        "run": to_table(config.run),
+        "data": to_table(config.broker.data),
+        "eval": to_table(config.broker.eval),
+        "broker": to_table(config.broker.broker),
+        "reward": to_table(config.broker.reward),
+        "sampling": to_table(config.generators.sampling),
+        "generators": to_table(config.generators.generators),
+        "weightbus": to_table(config.generators.weightbus),
+        "learner": to_table(config.learner.learner),
+        "algo": to_table(config.learner.algo),
+        "deploy": to_table(config.deploy),
+    }
+    path.write_text(tomli_w.dumps(resolved))
+
+
+def remove_folder(path: Path) -> None:
+    """Remove a folder of ours, if it is there."""
+    shutil.rmtree(path, ignore_errors=True)

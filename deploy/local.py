@@ -1,0 +1,224 @@
+"""`slipstream run`: every role of a run on this host, under one supervisor."""
+
+import json
+import logging
+import signal
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from rich.console import Console
+from rich.live import Live
+
+from broker.summary import summary_of
+from deploy.config import RunConfig, remove_folder, run_config, write_resolved
+from deploy.observe import status_now
+from deploy.plan import plan_roles
+from deploy.supervise import Supervisor
+from deploy.view import final_table, live_view, one_line
+from wire.errors import ChildDiedError, SlipstreamError
+from wire.processes import last_lines
+from wire.run_settings import RunSection
+from wire.status import RunStatus
+
+_log = logging.getLogger(__name__)
+_POLL_S = 0.2
+_LINE_EVERY_S = 10.0
+_BROKER_START_S = 60.0
+EXIT_INTERRUPTED = 130
+
+
+class _StopRequested(SlipstreamError):
+    """SIGINT or SIGTERM arrived."""
+
+
+def run_locally(config: RunConfig, console: Console) -> int:
+    """Run to the end; print one live view, then a table. Returns the exit code."""
+    run = config.run
+    run.logs.mkdir(parents=True, exist_ok=True)
+    scratch = Path(tempfile.mkdtemp(prefix="slipstream-"))
+    config = _with_sockets(config, scratch)
+    resolved = run.folder / "resolved.toml"
+    write_resolved(config, resolved)
+    supervisor = Supervisor(
+        logs=run.logs,
+        scratch=scratch,
+        max_restarts=config.deploy.max_restarts,
+        backoff_s=config.deploy.restart_backoff_s,
+        stop_timeout_s=config.deploy.stop_timeout_s,
+    )
+    reason, code = "finished", 0
+    watcher = _StatusWatcher(config.run)
+    try:
+        with _signals_raise():
+            _run(config, supervisor, watcher, console, resolved)
+    except _StopRequested as error:
+        reason, code = f"stopped: {error}", EXIT_INTERRUPTED
+    except SlipstreamError as error:
+        reason, code = f"failed: {error}", 1
+    finally:
+        with _signals_ignored():
+            watcher.close()
+            roles = [name for name in supervisor.children if name != "broker"]
+            supervisor.stop(roles)
+            supervisor.stop(["broker"])
+            remove_folder(scratch)
+    _finish(run, watcher.newest, reason, console)
+    return code
+
+
+def _run(
+    config: RunConfig,
+    supervisor: Supervisor,
+    watcher: "_StatusWatcher",
+    console: Console,
+    resolved: Path,
+) -> None:
+    run = config.run
+    console.print(f"run [bold]{run.name}[/]: settings, logs and results in {run.folder}")
+    broker, *others = plan_roles(config, resolved)
+    supervisor.start(broker)
+    _await_broker(supervisor, run)
+    for plan in others:
+        supervisor.start(plan)
+    watcher.start()
+    names = [plan.name for plan in others]
+    dashboard = _dashboard_address(run)
+    started = time.monotonic()
+    with _display(console) as show:
+        while not supervisor.finished(names):
+            supervisor.check()
+            limit = config.deploy.time_limit_s
+            if limit and time.monotonic() - started > limit:
+                raise ChildDiedError(f"the run took longer than deploy.time_limit_s = {limit:.0f}")
+            if watcher.newest is not None:
+                show(watcher.newest, dashboard)
+            time.sleep(_POLL_S)
+    watcher.ask_once()
+
+
+def _with_sockets(config: RunConfig, scratch: Path) -> RunConfig:
+    if config.run.socket_dir:
+        return config
+    table = {**config.table, "run": {**config.table.get("run", {}), "socket_dir": str(scratch)}}
+    return run_config(table)
+
+
+def _await_broker(supervisor: Supervisor, run: RunSection) -> None:
+    deadline = time.monotonic() + _BROKER_START_S
+    while not run.socket("broker").exists():
+        supervisor.check()
+        if supervisor.children["broker"].finished or time.monotonic() > deadline:
+            log = supervisor.children["broker"].log_file
+            raise ChildDiedError(f"the broker did not come up; {log}:\n{last_lines(log)}")
+        time.sleep(_POLL_S)
+
+
+def _dashboard_address(run: RunSection) -> str:
+    path = run.folder / "dashboard.url"
+    return path.read_text().strip() if path.exists() else "(off)"
+
+
+@contextmanager
+def _display(console: Console) -> Iterator["_Show"]:
+    """A live view on a terminal; a line now and then elsewhere."""
+    if not console.is_terminal:
+        yield _Show(console, None)
+        return
+    with Live(console=console, auto_refresh=False, transient=True) as live:
+        yield _Show(console, live)
+
+
+class _Show:
+    def __init__(self, console: Console, live: Live | None) -> None:
+        self._console = console
+        self._live = live
+        self._next_line_s = 0.0
+        self._announced = False
+
+    def __call__(self, status: RunStatus, dashboard: str) -> None:
+        if self._live is not None:
+            self._live.update(live_view(status, dashboard), refresh=True)
+            return
+        if not self._announced:
+            self._announced = True
+            self._console.print(f"dashboard {dashboard}", soft_wrap=True)
+        if time.monotonic() >= self._next_line_s:
+            self._next_line_s = time.monotonic() + _LINE_EVERY_S
+            self._console.print(one_line(status), soft_wrap=True)
+
+
+class _StatusWatcher:
+    """Asks the broker once a second on a thread of its own; keeps the newest answer."""
+
+    def __init__(self, run: RunSection) -> None:
+        self._run = run
+        self.newest: RunStatus | None = None
+        self._stop = threading.Event()
+        self._once = threading.Lock()
+        self._thread = threading.Thread(target=self._loop, name="status", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def ask_once(self) -> None:
+        """Get the state as it is now."""
+        with self._once:
+            self.newest = status_now(self._run)
+
+    def close(self) -> None:
+        self._stop.set()
+        if self._thread.is_alive():
+            self._thread.join(timeout=10.0)
+
+    def _loop(self) -> None:
+        while not self._stop.is_set():
+            try:
+                self.ask_once()
+            except SlipstreamError as error:
+                _log.debug("no status: %s", error)
+            self._stop.wait(1.0)
+
+
+def _finish(run: RunSection, newest: RunStatus | None, reason: str, console: Console) -> None:
+    """Write how the run ended into its summary, and show it."""
+    path = run.summary_file
+    figures = json.loads(path.read_text()) if path.exists() else {}
+    if not figures and newest is not None:
+        figures = summary_of(newest)
+    figures["outcome"] = reason.splitlines()[0]
+    path.write_text(json.dumps(figures, indent=2) + "\n")
+    if newest is not None:
+        console.print(final_table(figures, newest))
+    if reason != "finished":
+        console.print(reason, style="bold red", markup=False, highlight=False, soft_wrap=True)
+    console.print(f"figures in {path}")
+
+
+@contextmanager
+def _signals_raise() -> Iterator[None]:
+    """Turn SIGINT and SIGTERM into an exception of the main thread."""
+
+    def handler(signum: int, _frame: object) -> None:
+        raise _StopRequested(signal.Signals(signum).name)
+
+    before = {s: signal.signal(s, handler) for s in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for signum, old in before.items():
+            signal.signal(signum, old)
+
+
+@contextmanager
+def _signals_ignored() -> Iterator[None]:
+    """Let nothing interrupt the clean-up; it is bounded by deploy.stop_timeout_s."""
+    before = {s: signal.signal(s, signal.SIG_IGN) for s in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for signum, old in before.items():
+            signal.signal(signum, old)

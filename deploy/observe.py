@@ -1,0 +1,39 @@
+"""Reads the state of a running run from its broker."""
+
+import asyncio
+from pathlib import Path
+
+from broker.client import BrokerClient
+from wire.control import GetStatus, StatusAnswer
+from wire.errors import ConfigError
+from wire.run_settings import RunSection, run_section
+from wire.settings import load_table
+from wire.status import RunStatus
+
+_TIMEOUT_S = 5.0
+
+
+def run_of_folder(folder: Path) -> RunSection:
+    """Return [run] of a run folder."""
+    resolved = folder / "resolved.toml"
+    if not resolved.is_file():
+        raise ConfigError(f"{folder} is not a run folder: no resolved.toml in it")
+    return run_section(load_table(resolved))
+
+
+async def fetch_status(run: RunSection, *, timeout_s: float = _TIMEOUT_S) -> RunStatus:
+    """Ask the broker of a run once."""
+    endpoint = run.endpoint("broker")
+    client, _ = await BrokerClient.connect(
+        endpoint, role="observer", name="observer", timeout_s=timeout_s
+    )
+    try:
+        answer, _ = await client.ask(GetStatus(), StatusAnswer)
+    finally:
+        client.close()
+    return answer.status
+
+
+def status_now(run: RunSection) -> RunStatus:
+    """Ask the broker of a run once, from a thread without an event loop."""
+    return asyncio.run(fetch_status(run))

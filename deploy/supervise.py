@@ -1,0 +1,137 @@
+"""Starts, watches, restarts and ends the processes of a run; kills nothing but its own."""
+
+import logging
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from deploy.plan import RolePlan
+from generators.sglang_process import remove_leftovers
+from wire.errors import ChildDiedError
+from wire.processes import bound_to_me, last_lines
+
+_log = logging.getLogger(__name__)
+_POLL_S = 0.05
+
+
+@dataclass(slots=True)
+class Child:
+    """One role, over all its incarnations."""
+
+    plan: RolePlan
+    log_file: Path
+    process: "subprocess.Popen[bytes] | None" = None
+    failures: int = 0
+    restart_at_s: float | None = None
+    finished: bool = False
+
+
+@dataclass(slots=True)
+class Supervisor:
+    """Owns the children of one run. Call it from the main thread."""
+
+    logs: Path
+    scratch: Path  # TMPDIR of all children
+    max_restarts: int
+    backoff_s: float
+    stop_timeout_s: float
+    now: Callable[[], float] = time.monotonic
+    children: dict[str, Child] = field(default_factory=dict)
+
+    def start(self, plan: RolePlan) -> None:
+        """Start a role."""
+        child = Child(plan, self.logs / f"{plan.name}.log")
+        self.children[plan.name] = child
+        self._spawn(child)
+
+    def check(self) -> None:
+        """Note who ended; restart who may be restarted.
+
+        Raises:
+            ChildDiedError: a role failed that cannot be restarted, or too often.
+        """
+        for child in self.children.values():
+            if child.restart_at_s is not None:
+                if self.now() >= child.restart_at_s:
+                    child.restart_at_s = None
+                    self._spawn(child)
+            elif child.process is not None and not child.finished:
+                code = child.process.poll()
+                if code == 0:
+                    child.finished = True
+                elif code is not None:
+                    self._failed(child, code)
+
+    def finished(self, names: Iterable[str]) -> bool:
+        """Tell whether all these roles ended in order."""
+        return all(self.children[name].finished for name in names)
+
+    def stop(self, names: Iterable[str] | None = None) -> None:
+        """End roles: SIGTERM, and SIGKILL for who does not listen. Nothing is left behind."""
+        children = [self.children[n] for n in names or list(self.children) if n in self.children]
+        running = [c for c in children if c.process is not None and c.process.poll() is None]
+        for child in children:
+            child.restart_at_s = None
+        for child in running:
+            _signal(child, signal.SIGTERM)
+        deadline = self.now() + self.stop_timeout_s
+        while any(c.process is not None and c.process.poll() is None for c in running):
+            if self.now() > deadline:
+                for child in running:
+                    _log.warning("%s did not end and was killed", child.plan.name)
+                    _signal(child, signal.SIGKILL)
+                deadline = float("inf")
+            time.sleep(_POLL_S)
+        for child in children:
+            self._sweep(child)
+
+    def _spawn(self, child: Child) -> None:
+        environment = dict(os.environ)  # noqa: TID251 handed on to children
+        environment |= {"TMPDIR": str(self.scratch), "OMP_NUM_THREADS": "1"}
+        with child.log_file.open("ab") as log:
+            child.process = subprocess.Popen(  # noqa: S603 our own programs
+                child.plan.command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=environment,
+                preexec_fn=bound_to_me(),  # noqa: PLW1509 one prctl call, main thread
+                process_group=0,
+            )
+        _log.info("%s is process %d", child.plan.name, child.process.pid)
+
+    def _failed(self, child: Child, code: int) -> None:
+        self._sweep(child)
+        child.failures += 1
+        if not child.plan.restartable or child.failures > self.max_restarts:
+            often = "" if child.failures == 1 else f" for the {child.failures}nd time"
+            raise ChildDiedError(
+                f"{child.plan.name} {_how(code)}{often}; {child.log_file} ends with:\n"
+                f"{last_lines(child.log_file)}"
+            )
+        delay = self.backoff_s * 2 ** (child.failures - 1)
+        _log.warning("%s %s; starting it again in %.0f s", child.plan.name, _how(code), delay)
+        child.restart_at_s = self.now() + delay
+
+    def _sweep(self, child: Child) -> None:
+        """Remove what a role that was killed could not remove itself."""
+        for path in self.scratch.glob(f"{child.plan.name}-*"):
+            remove_leftovers(path)
+
+
+def _how(code: int) -> str:
+    if code < 0:
+        return f"was killed by {signal.Signals(-code).name}"
+    return f"ended with code {code}"
+
+
+def _signal(child: Child, signum: signal.Signals) -> None:
+    if child.process is not None:
+        try:
+            child.process.send_signal(signum)
+        except ProcessLookupError:
+            return

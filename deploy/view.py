@@ -1,0 +1,159 @@
+"""What a person sees in the terminal: one live view, and a table at the end."""
+
+from collections.abc import Mapping
+
+from rich.console import Group, RenderableType
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from wire.status import RunStatus
+
+_BAR_WIDTH = 24
+
+
+def live_view(status: RunStatus, dashboard: str) -> RenderableType:
+    """Return the state of a run as one screen."""
+    return Group(
+        _progress(status),
+        Panel(_learning(status), title="learning", title_align="left"),
+        Panel(_roles(status), title="roles", title_align="left"),
+        Panel(_staleness(status), title="staleness of trained tokens", title_align="left"),
+        Panel(_flow(status), title="flow", title_align="left"),
+        Text(f"dashboard {dashboard}", style="dim"),
+    )
+
+
+def one_line(status: RunStatus) -> str:
+    """Return the state of a run as one line, for terminals that are files."""
+    reward = _last(status, "reward/mean")
+    parts = [
+        f"step {status.steps}/{status.total_steps}",
+        f"reward {reward:.3f}" if reward is not None else "reward -",
+        f"eval {status.eval[-1].exact_match:.3f}" if status.eval else "eval -",
+        f"staleness {_counts(status.staleness_histogram) or '-'}",
+        f"tokens/s {_rates(status.tokens_per_second) or '-'}",
+        f"ready {status.in_flight.get('ready', 0)}",
+        f"publishes {status.publishes}",
+        f"dropped {_counts(status.dropped) or 0}",
+    ]
+    if status.waiting_for:
+        parts.append(f"learner waits for {status.waiting_for}")
+    return ", ".join(parts)
+
+
+def final_table(status: Mapping[str, object], status_struct: RunStatus) -> RenderableType:
+    """Return the outcome of a run as a table."""
+    s = status_struct
+    table = Table(title=f"run {s.run_name}: {status['outcome']}", title_justify="left")
+    table.add_column("figure")
+    table.add_column("value")
+    for point in s.eval:
+        table.add_row(f"evaluation at step {point.step}", f"{point.exact_match:.3f}")
+    in_flight = sum(s.in_flight.values())
+    dropped = sum(s.dropped.values())
+    table.add_row("learner steps", f"{s.steps} of {s.total_steps}")
+    table.add_row(
+        "groups",
+        f"{s.issued} issued = {s.trained} trained + {dropped} dropped + {in_flight} in flight",
+    )
+    table.add_row("dropped by reason", _counts(s.dropped) or "none")
+    table.add_row("trained tokens by staleness", _counts(s.staleness_histogram))
+    table.add_row(
+        "publishes", f"{s.publishes}, {s.publishes_while_generating} of them while generating"
+    )
+    table.add_row("tokens per second", _rates(s.tokens_per_second))
+    table.add_row("busy", ", ".join(f"{r} {share:.0%}" for r, share in s.busy.items()))
+    table.add_row("elapsed", f"{s.elapsed_s:.0f} s")
+    return table
+
+
+def _progress(status: RunStatus) -> RenderableType:
+    grid = Table.grid(padding=(0, 1))
+    bar = ProgressBar(total=status.total_steps, completed=status.steps, width=_BAR_WIDTH)
+    text = f"{status.run_name}: step {status.steps} of {status.total_steps}, {status.elapsed_s:.0f} s"
+    grid.add_row(Text(text, style="bold"), bar)
+    return grid
+
+
+def _learning(status: RunStatus) -> RenderableType:
+    grid = Table.grid(padding=(0, 3))
+    evaluations = ", ".join(f"{p.step}: {p.exact_match:.3f}" for p in status.eval[-6:])
+    rows = {
+        "evaluation by step": evaluations or "-",
+        "training reward": _format(_last(status, "reward/mean")),
+        "entropy": _format(_last(status, "policy/entropy")),
+        "mismatch KL": _format(_last(status, "staleness/mismatch_kl"), 5),
+        "seconds per step": _format(_last(status, "time/step"), 2),
+    }
+    for name, value in rows.items():
+        grid.add_row(Text(name, style="dim"), value)
+    return grid
+
+
+def _roles(status: RunStatus) -> RenderableType:
+    table = Table(box=None, pad_edge=False)
+    for title in ("process", "busy", "tokens/s", "weights", "leases", "time by phase"):
+        table.add_column(title)
+    for role in status.roles:
+        phases = ", ".join(f"{name} {s:.0f} s" for name, s in role.phase_seconds.items())
+        table.add_row(
+            role.name,
+            f"{role.busy:.0%}",
+            f"{role.tokens_per_second:.0f}",
+            role.adopted.label if role.adopted else "-",
+            str(role.leases),
+            phases,
+        )
+    return table
+
+
+def _staleness(status: RunStatus) -> RenderableType:
+    grid = Table.grid(padding=(0, 1))
+    total = sum(status.staleness_histogram.values()) or 1
+    for lag in range(status.max_staleness_steps + 1):
+        tokens = status.staleness_histogram.get(str(lag), 0)
+        bar = ProgressBar(total=total, completed=tokens, width=_BAR_WIDTH)
+        grid.add_row(f"{lag} steps", bar, f"{tokens / total:.0%}")
+    return grid
+
+
+def _flow(status: RunStatus) -> RenderableType:
+    grid = Table.grid(padding=(0, 3))
+    in_flight = sum(status.in_flight.values())
+    dropped = sum(status.dropped.values())
+    equation = (
+        f"{status.issued} issued = {status.trained} trained + {dropped} dropped "
+        f"+ {in_flight} in flight"
+    )
+    if status.unaccounted:
+        equation += f"; {status.unaccounted} UNACCOUNTED FOR"
+    publishes = f"{status.publishes}, {status.publishes_while_generating} while generating"
+    rows = {
+        "groups": equation,
+        "in flight": _counts(status.in_flight),
+        "dropped": _counts(status.dropped) or "none",
+        "waiting for a reward": str(status.queue.get("waiting_for_reward", 0)),
+        "publishes": publishes,
+        "learner waits for": status.waiting_for or "nothing",
+    }
+    for name, value in rows.items():
+        grid.add_row(Text(name, style="dim"), value)
+    return grid
+
+
+def _last(status: RunStatus, name: str) -> float | None:
+    return status.steps_history[-1].metrics.get(name) if status.steps_history else None
+
+
+def _format(value: float | None, digits: int = 3) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"
+
+
+def _counts(counts: Mapping[str, int]) -> str:
+    return ", ".join(f"{name}: {count}" for name, count in counts.items())
+
+
+def _rates(rates: Mapping[str, float]) -> str:
+    return ", ".join(f"{name} {rate:.0f}" for name, rate in rates.items())

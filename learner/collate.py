@@ -1,0 +1,99 @@
+"""Trajectories laid end to end: the packed tensors of one microbatch.
+
+Shapes: T tokens of B sequences laid end to end.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from wire.arrays import PackedArray
+from wire.errors import ProtocolError
+from wire.trajectory import TrajectoryHeader, TrajectoryPayload
+
+_NUMPY = {"int32": np.dtype("<i4"), "float32": np.dtype("<f4"), "bool": np.dtype("?")}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainSequence:
+    """One sequence before packing. Shapes: [length of the sequence]."""
+
+    token_ids: NDArray[np.int32]
+    loss_mask: NDArray[np.bool_]
+    behavior_logprobs: NDArray[np.float32]  # 0.0 outside the mask
+    advantage: float
+    temperature: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackedBatch:
+    """What the model reads and what the loss needs per token. Index t is the token at t."""
+
+    token_ids: Tensor  # [T] int64
+    position_ids: Tensor  # [T] int64, from 0 in each sequence
+    cu_seqlens: Tensor  # [B + 1] int32
+    max_seqlen: int
+    loss_mask: Tensor  # [T] bool
+    behavior_logprobs: Tensor  # [T] float32, 0.0 outside the mask
+    advantages: Tensor  # [T] float32
+    temperature: Tensor  # [T] float32
+
+
+def unpack(
+    header: TrajectoryHeader, payload: TrajectoryPayload, *, advantage: float
+) -> TrainSequence:
+    """Return a trajectory's arrays without copying them.
+
+    Raises:
+        ProtocolError: header and payload do not belong together, or a logprob is not finite.
+    """
+    if payload.token_ids.shape != (header.num_tokens,):
+        raise ProtocolError(
+            f"trajectory {header.group_id}/{header.sibling}: header says {header.num_tokens} "
+            f"tokens, payload has {payload.token_ids.shape}"
+        )
+    mask = _array(payload.loss_mask)
+    logprobs = _array(payload.behavior_logprobs)
+    if not np.isfinite(logprobs[mask]).all():
+        raise ProtocolError(
+            f"trajectory {header.group_id}/{header.sibling} holds a logprob that is not finite"
+        )
+    return TrainSequence(
+        token_ids=_array(payload.token_ids),
+        loss_mask=mask,
+        behavior_logprobs=np.where(mask, logprobs, np.float32(0.0)),
+        advantage=advantage,
+        temperature=header.temperature,
+    )
+
+
+def pack(sequences: Sequence[TrainSequence], device: torch.device) -> PackedBatch:
+    """Lay sequences end to end, without padding."""
+    lengths = [len(sequence.token_ids) for sequence in sequences]
+    cu_seqlens = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+
+    def per_token(values: list[float]) -> Tensor:
+        return torch.from_numpy(np.repeat(np.array(values, np.float32), lengths)).to(device)
+
+    def joined(arrays: list[NDArray[Any]]) -> Tensor:
+        return torch.from_numpy(np.concatenate(arrays)).to(device)
+
+    return PackedBatch(
+        token_ids=joined([s.token_ids for s in sequences]).long(),
+        position_ids=joined([np.arange(length) for length in lengths]),
+        cu_seqlens=torch.from_numpy(cu_seqlens).to(device),
+        max_seqlen=max(lengths),
+        loss_mask=joined([s.loss_mask for s in sequences]),
+        behavior_logprobs=joined([s.behavior_logprobs for s in sequences]),
+        advantages=per_token([s.advantage for s in sequences]),
+        temperature=per_token([s.temperature for s in sequences]),
+    )
+
+
+def _array(packed: PackedArray) -> NDArray[Any]:
+    return np.frombuffer(packed.data, dtype=_NUMPY[packed.dtype]).reshape(packed.shape)

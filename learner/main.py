@@ -1,0 +1,52 @@
+"""`start-learner`: trains on what the broker delivers and publishes versioned weights."""
+
+import sys
+
+from wire.command_line import load_arguments, refuse_settings, role_parser, run_role
+from wire.errors import ConfigError
+from wire.logs import start_logging
+from wire.stopping import exit_on_sigterm
+
+
+def main() -> int:
+    """Parse, check, run."""
+    parser = role_parser(
+        "start-learner",
+        "Train the policy of a run with Megatron-Core and publish its weights.",
+        [
+            "start-learner --config run.toml",
+            "start-learner --config run.toml learner.ranks=2 learner.lr=1e-6",
+        ],
+    )
+    parser.add_argument("--rank", type=int, default=0, help="set by start-learner itself")
+    parser.add_argument("--port", type=int, default=0, help="set by start-learner itself")
+    arguments = parser.parse_args()
+    from learner.config import learner_settings  # noqa: PLC0415 after parsing: --help is fast
+
+    try:
+        settings = learner_settings(load_arguments(arguments))
+    except ConfigError as error:
+        return refuse_settings(error)
+    if arguments.dry_run:
+        print(settings)  # noqa: T201
+        return 0
+    start_logging("learner" if arguments.rank == 0 else f"learner-rank-{arguments.rank}")
+
+    def body() -> int:
+        exit_on_sigterm()
+        from learner import device  # noqa: PLC0415 torch takes seconds to import
+
+        device.prepare()
+        from learner.service import join_ranks, run_learner  # noqa: PLC0415
+
+        if arguments.rank == 0:
+            run_learner(settings, sys.argv[1:])
+        else:
+            join_ranks(settings, rank=arguments.rank, port=arguments.port)
+        return 0
+
+    return run_role(body)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

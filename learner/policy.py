@@ -1,0 +1,152 @@
+"""The policy under training: model, gradients, optimizer. Knows tensors, not trajectories.
+
+Shapes: T tokens of B sequences laid end to end.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.distributed import finalize_model_grads as megatron_finalize
+from megatron.core.models.gpt import GPTModel
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer.module import Float16Module
+from torch import Tensor
+
+from algos.logprobs import vocab_parallel_logprobs
+from learner.collate import PackedBatch
+from learner.config import LearnerSection
+from learner.model import packed_logits
+from learner.topology import Topology
+from wire.errors import SlipstreamError
+
+Sums = dict[str, Tensor]
+LossFunction = Callable[[int, PackedBatch, Tensor, Tensor], tuple[Tensor, Sums]]
+"""(microbatch number, batch, logprobs [T], entropy [T]) -> (loss [], sums to log)."""
+
+
+class NonFiniteError(SlipstreamError):
+    """A loss or gradient is NaN or inf; the weights were not changed."""
+
+
+class Policy:
+    """A Megatron model with its optimizer. The loss is normalized globally by the caller."""
+
+    def __init__(self, model: GPTModel, settings: LearnerSection, topology: Topology) -> None:
+        self.model = model
+        self._topology = topology
+        self._vocab_size: int = model.hf_config.vocab_size
+        config = model.config
+        config.finalize_model_grads_func = _finalize
+        wrapped = Float16Module(config, model) if config.bf16 else model
+        self._ddp = DistributedDataParallel(
+            config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), wrapped
+        )
+        self._ddp.broadcast_params()
+        self._optimizer = get_megatron_optimizer(
+            OptimizerConfig(
+                optimizer="adam",
+                lr=settings.lr,
+                weight_decay=settings.weight_decay,
+                adam_beta1=settings.adam_beta1,
+                adam_beta2=settings.adam_beta2,
+                adam_eps=settings.adam_epsilon,
+                clip_grad=settings.clip_grad,
+                bf16=config.bf16,
+                params_dtype=config.params_dtype,
+            ),
+            [self._ddp],
+        )
+
+    def logprobs(self, batch: PackedBatch) -> tuple[Tensor, Tensor]:
+        """Return (log probability [T], entropy [T]) of the tempered policy at each token.
+
+        Index t belongs to the token at t; 0.0 outside the loss mask, where nothing was chosen.
+        """
+        logits = packed_logits(
+            self._ddp, batch.token_ids, batch.position_ids, batch.cu_seqlens, batch.max_seqlen
+        )
+        return self._aligned(logits, batch)
+
+    @torch.no_grad()
+    def proximal_logprobs(self, batches: Sequence[PackedBatch]) -> list[Tensor]:
+        """Return the log probabilities [T] per microbatch under the present weights."""
+        return [self.logprobs(batch)[0] for batch in batches]
+
+    def update(
+        self, batches: Sequence[PackedBatch], loss_function: LossFunction
+    ) -> tuple[Sums, float]:
+        """Do one optimizer update; return the summed figures of all replicas, and the norm.
+
+        Raises:
+            NonFiniteError: the loss or gradient is not finite; nothing was changed.
+        """
+        self._ddp.zero_grad_buffer()
+        self._optimizer.zero_grad()
+        numbered = iter(enumerate(batches))
+        totals: Sums = {}
+
+        def forward_step(
+            iterator: "type[numbered]", model: torch.nn.Module
+        ) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, Tensor, Sums]]]:
+            number, batch = next(iterator)
+            logits = packed_logits(
+                model, batch.token_ids, batch.position_ids, batch.cu_seqlens, batch.max_seqlen
+            )
+
+            def loss_of(output: Tensor) -> tuple[Tensor, Tensor, Sums]:
+                loss, sums = loss_function(number, batch, *self._aligned(output, batch))
+                sums["loss"] = loss.detach()
+                for name, value in sums.items():
+                    totals[name] = totals.get(name, torch.zeros_like(value)) + value
+                return loss, torch.ones((), dtype=torch.int, device=loss.device), sums
+
+            return logits, loss_of
+
+        get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=numbered,
+            model=[self._ddp],
+            num_microbatches=len(batches),
+            seq_length=max(len(batch.token_ids) for batch in batches),
+            micro_batch_size=1,
+            forward_only=False,
+        )
+        summed = self._sum_over_replicas(totals)
+        if not bool(summed["loss"].isfinite()):
+            raise NonFiniteError("the loss is not finite; learner.lr may be too high")
+        changed, grad_norm, _ = self._optimizer.step()
+        if not changed or not torch.isfinite(torch.tensor(float(grad_norm or 0.0))):
+            raise NonFiniteError(f"the gradient's norm is {grad_norm}; learner.lr may be too high")
+        return summed, float(grad_norm or 0.0)
+
+    def _aligned(self, logits: Tensor, batch: PackedBatch) -> tuple[Tensor, Tensor]:
+        """Logits [T, V/tp] at t predict the token at t + 1: shift what they say by one."""
+        targets = batch.token_ids.roll(-1)
+        tempered = logits / batch.temperature.unsqueeze(-1)
+        following, entropy_after = vocab_parallel_logprobs(
+            tempered,
+            targets,
+            group=self._topology.tensor_group,
+            vocab_size=self._vocab_size,
+        )
+        zero = torch.zeros((), device=logits.device)
+        return (
+            torch.where(batch.loss_mask, following.roll(1), zero),
+            torch.where(batch.loss_mask, entropy_after.roll(1), zero),
+        )
+
+    def _sum_over_replicas(self, totals: Sums) -> Sums:
+        names = sorted(totals)
+        stacked = torch.stack([totals[name].float() for name in names])
+        if self._topology.data_parallel > 1:
+            torch.distributed.all_reduce(stacked, group=self._topology.data_group)
+        return dict(zip(names, stacked, strict=True))
+
+
+def _finalize(
+    model: list[torch.nn.Module], _num_tokens: Tensor | None = None, **kwargs: object
+) -> None:
+    """Sum gradients over ranks. The loss is divided by the global token count already."""
+    megatron_finalize(model, None, **kwargs)

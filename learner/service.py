@@ -1,0 +1,98 @@
+"""Builds the learner's ranks and runs them. Import it only after ``device.prepare()``."""
+
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from learner import device
+from learner.background import BackgroundLoop
+from learner.config import LearnerSettings
+from learner.hf_config import load_hf_config
+from learner.hf_weights import load_hf_weights
+from learner.loop import LearnerLoop
+from learner.model import build_model
+from learner.policy import Policy
+from learner.topology import destroy_topology, init_topology
+from wire.errors import ChildDiedError
+from wire.processes import bound_to_me
+
+_log = logging.getLogger(__name__)
+_HOST = "127.0.0.1"
+
+
+def run_learner(settings: LearnerSettings, argv: Sequence[str]) -> None:
+    """Run rank 0 here and every other rank in a child process.
+
+    Args:
+        settings: the run's.
+        argv: the command line that the children repeat.
+
+    Raises:
+        ChildDiedError: a rank ended before its time.
+    """
+    ranks = settings.learner.ranks
+    if ranks == 1:
+        run_rank(settings, rank=0, store=dist.HashStore())
+        return
+    store = dist.TCPStore(_HOST, 0, is_master=True, wait_for_workers=False)
+    children = [_start_rank(argv, rank, store.port) for rank in range(1, ranks)]
+    try:
+        run_rank(settings, rank=0, store=store)
+        for rank, child in enumerate(children, start=1):
+            if child.wait(settings.learner.timeout_s) != 0:
+                raise ChildDiedError(f"learner rank {rank} ended with code {child.returncode}")
+    except RuntimeError as error:
+        dead = [r for r, child in enumerate(children, 1) if child.poll() not in {None, 0}]
+        raise ChildDiedError(f"learner ranks {dead} ended; {error}") from error
+    finally:
+        for child in children:
+            if child.poll() is None:
+                child.kill()
+            child.wait()
+
+
+def join_ranks(settings: LearnerSettings, *, rank: int, port: int) -> None:
+    """Run one of the other ranks, in a process that rank 0 started."""
+    store = dist.TCPStore(_HOST, port, is_master=False)
+    run_rank(settings, rank=rank, store=store)
+
+
+def run_rank(settings: LearnerSettings, *, rank: int, store: dist.Store) -> None:
+    """Build the policy on this rank and train."""
+    learner = settings.learner
+    device.set_threads(learner.threads)
+    device.select(rank)
+    topology = init_topology(
+        rank=rank,
+        world_size=learner.ranks,
+        tensor_parallel=learner.tensor_parallel,
+        store=store,
+        seed=settings.run.seed,
+        timeout_s=learner.timeout_s,
+    )
+    try:
+        dtype = torch.float32 if learner.dtype == "float32" else torch.bfloat16
+        model = build_model(load_hf_config(settings.model), dtype=dtype, extra=learner.megatron)
+        load_hf_weights(model, settings.model)
+        model.train()
+        policy = Policy(model, learner, topology)
+        with BackgroundLoop() as loop:
+            LearnerLoop(settings, topology, policy, loop).run()
+    finally:
+        destroy_topology()
+
+
+def _start_rank(argv: Sequence[str], rank: int, port: int) -> "subprocess.Popen[bytes]":
+    environment = dict(os.environ)  # noqa: TID251 handed on to a child
+    environment["PYTHONPATH"] = str(Path(__file__).parent.parent)
+    return subprocess.Popen(  # noqa: S603 our own program
+        [sys.executable, "-m", "learner.main", *argv, "--rank", str(rank), "--port", str(port)],
+        env=environment,
+        preexec_fn=bound_to_me(),  # noqa: PLW1509 one prctl call, main thread
+    )

@@ -1,0 +1,108 @@
+"""One learner step: delivered groups in, changed weights and figures out.
+
+proximal logprobs -> minibatches of packed microbatches -> optimizer updates.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from algos.advantages import group_relative_advantages
+from algos.batch import TrainBatch
+from algos.config import AlgoSection
+from algos.diagnostics import diagnostic_sums, effective_sample_share
+from algos.losses import Clip, decoupled_ppo_loss
+from learner.collate import PackedBatch
+from learner.policy import Policy, Sums
+from wire.control import DeliveredGroup, DeliveredTrajectory
+from wire.phases import PhaseClock
+
+
+@dataclass(frozen=True, slots=True)
+class Minibatch:
+    """This rank's share of one optimizer update."""
+
+    batches: Sequence[PackedBatch]
+    global_num_tokens: int  # over all ranks
+
+
+def advantages_of(groups: Sequence[DeliveredGroup], algo: AlgoSection) -> list[float]:
+    """Return one advantage per trajectory, in the order of groups and siblings."""
+    rewards = torch.tensor([[t.reward for t in group.trajectories] for group in groups])
+    values: list[float] = (
+        group_relative_advantages(rewards, divide_by_std=algo.advantage == "grpo")
+        .flatten()
+        .tolist()
+    )
+    return values
+
+
+def train_step(
+    policy: Policy, minibatches: Sequence[Minibatch], algo: AlgoSection, clock: PhaseClock
+) -> tuple[dict[str, float], list[list[Tensor]]]:
+    """Train and return (figures of the step, proximal logprobs [minibatch][microbatch] of [T])."""
+    with clock.phase("proximal"):
+        proximal = [policy.proximal_logprobs(minibatch.batches) for minibatch in minibatches]
+    clip = Clip(low=algo.clip_low, high=algo.clip_high)
+    totals: Sums = {}
+    norms: list[float] = []
+    with clock.phase("train"):
+        for minibatch, anchors in zip(minibatches, proximal, strict=True):
+            loss = _Loss(minibatch.global_num_tokens, anchors, clip, algo.max_correction)
+            sums, norm = policy.update(minibatch.batches, loss)
+            norms.append(norm)
+            for name, value in sums.items():
+                totals[name] = totals.get(name, torch.zeros_like(value)) + value
+    num_tokens = sum(minibatch.global_num_tokens for minibatch in minibatches)
+    return _figures(totals, norms, num_tokens), proximal
+
+
+@dataclass(frozen=True, slots=True)
+class _Loss:
+    global_num_tokens: int
+    proximal: Sequence[Tensor]
+    clip: Clip
+    max_correction: float
+
+    def __call__(
+        self, number: int, batch: PackedBatch, logprobs: Tensor, entropy: Tensor
+    ) -> tuple[Tensor, Sums]:
+        train_batch = TrainBatch(
+            current_logprobs=logprobs,
+            proximal_logprobs=self.proximal[number],
+            behavior_logprobs=batch.behavior_logprobs,
+            advantages=batch.advantages,
+            loss_mask=batch.loss_mask,
+            global_num_tokens=self.global_num_tokens,
+        )
+        loss = decoupled_ppo_loss(train_batch, self.clip, max_correction=self.max_correction)
+        return loss, diagnostic_sums(train_batch, entropy, self.clip)
+
+
+def _figures(totals: Sums, norms: Sequence[float], num_tokens: int) -> dict[str, float]:
+    loss = float(totals.pop("loss")) / len(norms)
+    figures = {name: float(total) / num_tokens for name, total in totals.items()}
+    squared = figures.pop("staleness/correction_squared")
+    figures["staleness/ess"] = effective_sample_share(figures["staleness/correction"], squared)
+    figures["policy/loss"] = loss
+    figures["policy/grad_norm"] = sum(norms) / len(norms)
+    return figures
+
+
+def batch_figures(trajectories: Sequence[DeliveredTrajectory], step: int) -> dict[str, float]:
+    """Return what the headers alone say about a batch."""
+    count = len(trajectories)
+    headers = [t.header for t in trajectories]
+    tokens = sum(h.num_response_tokens for h in headers)
+    lag_sum = sum(
+        (step - version.step) * n for h in headers for version, n in h.tokens_by_version()
+    )
+    return {
+        "reward/mean": sum(t.reward for t in trajectories) / count,
+        "response/tokens": tokens / count,
+        "response/truncated": sum(h.finish_reason == "length" for h in headers) / count,
+        "staleness/mean": lag_sum / tokens,
+        "staleness/oldest": float(max(step - h.oldest_version.step for h in headers)),
+    }
