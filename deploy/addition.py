@@ -16,7 +16,7 @@ _log = logging.getLogger(__name__)
 _SPECIALS = ("<pad>", "<bos>", "<eos>")
 _CHARACTERS = "0123456789+-*=<> "
 _HELD_OUT = 256
-_WARM_ACCURACY = 0.22
+_WARM_ACCURACY = 0.2
 
 
 def prepare(folder: Path) -> None:

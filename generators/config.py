@@ -32,6 +32,9 @@ class GeneratorsSection(Section, frozen=True, kw_only=True):
     """Type of the engine's weights; auto is float32 on a CPU, bfloat16 on a GPU."""
     max_sequences: AtLeast1 = 64
     """Trajectories that one engine generates at a time."""
+    siblings_together: bool = False
+    """Send the siblings of a group to the engine in one request: half the CPU time for short
+    answers, but siblings arrive when the longest is finished."""
     max_cached_tokens: AtLeast1 = 16384
     """Size of the engine's KV cache on a CPU, in tokens."""
     start_timeout_s: Positive = 180.0

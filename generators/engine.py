@@ -30,9 +30,11 @@ class Completion:
 class InferenceEngine(EngineWeights, Protocol):
     """An engine that samples, and whose weights can be exchanged while it does."""
 
-    async def sample(self, prompt_ids: list[int], params: SamplingParams) -> Completion:
-        """Return one response; raises EngineError when the engine gives none.
+    async def sample(
+        self, prompt_ids: list[int], params: SamplingParams, *, count: int
+    ) -> list[Completion]:
+        """Return ``count`` independent responses to one prompt, when all are finished.
 
-        Cancelling the call ends the generation.
+        Raises EngineError when the engine gives none. Cancelling the call ends the generation.
         """
         ...

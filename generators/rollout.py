@@ -1,7 +1,9 @@
-"""One rollout: a prompt becomes one trajectory."""
+"""Rollouts: a prompt becomes the trajectories of one group."""
 
 import array
 import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from generators.engine import Completion, InferenceEngine, SamplingParams
 from generators.prompting import TextCodec
@@ -14,34 +16,58 @@ from wire.trajectory import TrajectoryHeader, TrajectoryPayload, Transcript
 _LITTLE_ENDIAN = sys.byteorder == "little"
 
 
-async def run_rollout(
+@dataclass(frozen=True, slots=True)
+class Rollout:
+    """One finished sibling, ready to be sent."""
+
+    message: SubmitTrajectory
+    frames: list[bytes]  # payload, transcript
+    num_response_tokens: int
+
+
+async def run_rollouts(
     engine: InferenceEngine,
     codec: TextCodec,
     group: LeasedGroup,
-    sibling: int,
+    siblings: Sequence[int],
     params: SamplingParams,
-) -> tuple[SubmitTrajectory, list[bytes], int]:
-    """Sample one sibling; return the message, its frames and the number of response tokens."""
+) -> list[Rollout]:
+    """Sample some siblings of a group."""
     prompt_ids = codec.encode(group.prompt.prompt)
-    completion = await engine.sample(prompt_ids, params)
+    completions = await engine.sample(prompt_ids, params, count=len(siblings))
+    return [
+        _rollout(codec, group, sibling, prompt_ids, completion, params.temperature)
+        for sibling, completion in zip(siblings, completions, strict=True)
+    ]
+
+
+def _rollout(  # noqa: PLR0913 all that a trajectory is made of
+    codec: TextCodec,
+    group: LeasedGroup,
+    sibling: int,
+    prompt_ids: list[int],
+    completion: Completion,
+    temperature: float,
+) -> Rollout:
+    num_response_tokens = len(completion.token_ids)
     header = TrajectoryHeader(
         group_id=group.group_id,
         sibling=sibling,
         lease_id=group.lease_id,
         num_prompt_tokens=len(prompt_ids),
-        num_tokens=len(prompt_ids) + len(completion.token_ids),
+        num_tokens=len(prompt_ids) + num_response_tokens,
         version_runs=version_runs(completion.version_starts, num_prompt_tokens=len(prompt_ids)),
-        temperature=params.temperature,
+        temperature=temperature,
         finish_reason=completion.finish_reason,
     )
     transcript = Transcript(
         prompt=group.prompt,
         response=codec.decode(completion.token_ids),
-        num_response_tokens=len(completion.token_ids),
+        num_response_tokens=num_response_tokens,
         finish_reason=completion.finish_reason,
     )
     frames = [encode(pack_payload(prompt_ids, completion)), encode(transcript)]
-    return SubmitTrajectory(header=header), frames, len(completion.token_ids)
+    return Rollout(SubmitTrajectory(header=header), frames, num_response_tokens)
 
 
 def pack_payload(prompt_ids: list[int], completion: Completion) -> TrajectoryPayload:

@@ -89,6 +89,7 @@ async def _work(  # noqa: PLR0913 wiring
         codec=codec,
         sampling=sampling_by_item(settings),
         max_sequences=settings.generators.max_sequences,
+        siblings_together=settings.generators.siblings_together,
     )
     subscriber = Subscriber(
         engine,

@@ -9,6 +9,7 @@ import logging
 from typing import Any
 
 import aiohttp
+import msgspec
 
 from generators.engine import Completion, SamplingParams
 from generators.version_runs import version_starts
@@ -40,10 +41,12 @@ class SglangEngine:
 
     # ---- sampling ------------------------------------------------------------
 
-    async def sample(self, prompt_ids: list[int], params: SamplingParams) -> Completion:
-        """Return one response; raises EngineError when the engine gives none."""
+    async def sample(
+        self, prompt_ids: list[int], params: SamplingParams, *, count: int
+    ) -> list[Completion]:
+        """Return ``count`` independent responses; raises EngineError when there are none."""
         body = {
-            "input_ids": prompt_ids,
+            "input_ids": [prompt_ids] * count,
             "sampling_params": {
                 "temperature": params.temperature,
                 "max_new_tokens": params.max_new_tokens,
@@ -51,12 +54,14 @@ class SglangEngine:
             },
             "return_logprob": True,
         }
-        self._num_in_flight += 1
+        self._num_in_flight += count
         try:
-            answer = await self._post("/generate", body, self._request_timeout)
+            answers = await self._post("/generate", body, self._request_timeout)
         finally:
-            self._num_in_flight -= 1
-        return _completion(answer)
+            self._num_in_flight -= count
+        if not isinstance(answers, list) or len(answers) != count:
+            raise EngineError(f"SGLang /generate: {count} answers asked, got {str(answers)[:200]}")
+        return [_completion(answer) for answer in answers]
 
     # ---- weights -------------------------------------------------------------
 
@@ -135,25 +140,29 @@ class SglangEngine:
 
     async def _control(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         answer = await self._post(path, body, self._control_timeout)
+        if not isinstance(answer, dict):
+            return {}
         if answer.get("success") is False:
             raise EngineError(f"SGLang {path}: {answer.get('message', answer)}")
         return answer
 
     async def _post(
         self, path: str, body: dict[str, Any], timeout: aiohttp.ClientTimeout
-    ) -> dict[str, Any]:
+    ) -> dict[str, Any] | list[dict[str, Any]]:
         try:
             async with self._http.post(self._url + path, json=body, timeout=timeout) as response:
                 if response.status != 200:
                     raise EngineError(
                         f"SGLang {path}: {response.status} {(await response.text())[:300]}"
                     )
-                answer = await response.json(content_type=None)
+                answer: dict[str, Any] | list[dict[str, Any]] = msgspec.json.decode(
+                    await response.read()
+                )
         except TimeoutError as error:
             raise EngineError(f"SGLang {path}: no answer in {timeout.total:.0f} s") from error
-        except (aiohttp.ClientError, ValueError) as error:
+        except (aiohttp.ClientError, msgspec.DecodeError) as error:
             raise EngineError(f"SGLang {path}: {type(error).__name__} {error}") from error
-        return answer if isinstance(answer, dict) else {}
+        return answer
 
 
 def _completion(answer: dict[str, Any]) -> Completion:

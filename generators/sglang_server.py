@@ -10,7 +10,6 @@ import multiprocessing
 import os
 import sys
 import tempfile
-from dataclasses import fields
 
 from wire.processes import die_with_parent
 
@@ -37,7 +36,7 @@ def main() -> None:
     from sglang.launch_server import run_server  # noqa: PLC0415
     from sglang.srt.server_args import ServerArgs, prepare_server_args  # noqa: PLC0415
 
-    known = {field.name for field in fields(ServerArgs)}
+    known = set(ServerArgs.__struct_fields__)
     for name in settings:
         if name.replace("-", "_") not in known:
             raise SystemExit(f"generators.sglang.{name} is not a setting of this SGLang")

@@ -12,7 +12,7 @@ from contextlib import suppress
 from broker.client import BrokerClient
 from generators.engine import InferenceEngine, SamplingParams
 from generators.prompting import TextCodec
-from generators.rollout import run_rollout
+from generators.rollout import Rollout, run_rollouts
 from wire.control import (
     Done,
     GroupsLeased,
@@ -44,17 +44,20 @@ class GeneratorWorker:
         codec: TextCodec,
         sampling: dict[ItemKind, SamplingParams],
         max_sequences: int,
+        siblings_together: bool,
     ) -> None:
         self._client = client
         self._engine = engine
         self._codec = codec
         self._sampling = sampling
         self._free = max_sequences
+        self._together = siblings_together
         self._lane_freed = asyncio.Event()
         self._adopted: PolicyVersion | None = None
         self._adopted_any = asyncio.Event()
         self._paused = False
         self._groups: dict[int, asyncio.Task[None]] = {}  # by lease
+        self._generating: set[int] = set()  # leases whose siblings are not all sampled yet
         self._clock = PhaseClock()
         self._counters = {"tokens": 0.0, "trajectories": 0.0, "refused": 0.0, "failed": 0.0}
 
@@ -110,12 +113,13 @@ class GeneratorWorker:
             self._free -= len(work.siblings)
             task = group.create_task(self._run_group(work))
             self._groups[work.lease_id] = task
+            self._generating.add(work.lease_id)
             self._tell_clock()
         return not leased.finished
 
     async def _run_group(self, work: LeasedGroup) -> None:
         try:
-            await asyncio.gather(*(self._run_sibling(work, sibling) for sibling in work.siblings))
+            await self._generate(work)
         except (EngineError, ValueError) as error:
             self._counters["failed"] += 1
             _log.warning("group %d handed back: %s", work.group_id, error)
@@ -124,32 +128,45 @@ class GeneratorWorker:
                 await self._client.ask(release, Done)
         finally:
             del self._groups[work.lease_id]
+            self._generating.discard(work.lease_id)
             self._free += len(work.siblings)
             self._lane_freed.set()
             self._tell_clock()
 
-    async def _run_sibling(self, work: LeasedGroup, sibling: int) -> None:
+    async def _generate(self, work: LeasedGroup) -> None:
+        """Sample the siblings, together or each by itself, and send each when it is there."""
+        together = [work.siblings] if self._together else [(s,) for s in work.siblings]
         params = self._sampling[work.item]
-        message, frames, num_tokens = await run_rollout(
-            self._engine, self._codec, work, sibling, params
-        )
-        self._counters["tokens"] += num_tokens
+        unfinished = len(work.siblings)
+
+        async def sample_and_send(siblings: tuple[int, ...]) -> None:
+            nonlocal unfinished
+            rollouts = await run_rollouts(self._engine, self._codec, work, siblings, params)
+            unfinished -= len(siblings)
+            if unfinished == 0:
+                self._generating.discard(work.lease_id)  # the broker ends the lease by itself
+            await asyncio.gather(*(self._send(rollout) for rollout in rollouts))
+
+        await asyncio.gather(*(sample_and_send(siblings) for siblings in together))
+
+    async def _send(self, rollout: Rollout) -> None:
+        self._counters["tokens"] += rollout.num_response_tokens
         self._counters["trajectories"] += 1
         try:
-            await self._client.ask(message, Done, frames=frames)
+            await self._client.ask(rollout.message, Done, frames=rollout.frames)
         except RefusedError as error:
             self._counters["refused"] += 1
-            _log.warning("trajectory %d/%d: %s", work.group_id, sibling, error)
+            _log.warning("%s", error)
 
     async def _heartbeats(self, every_s: float) -> None:
         while True:
             await asyncio.sleep(every_s)
-            if not self._groups:
+            if not self._generating:
                 continue
             answer, _ = await self._client.ask(
-                Heartbeat(lease_ids=tuple(self._groups)), HeartbeatAnswer
+                Heartbeat(lease_ids=tuple(self._generating)), HeartbeatAnswer
             )
-            for lease_id in answer.lost:
+            for lease_id in self._generating.intersection(answer.lost):
                 if (task := self._groups.get(lease_id)) is not None:
                     _log.warning("lease %d was lost", lease_id)
                     task.cancel()

@@ -3,6 +3,7 @@
 ``prepare()`` comes first in every learner process, before anything imports megatron.core.
 """
 
+import logging
 import warnings
 from typing import Literal
 
@@ -23,6 +24,7 @@ def prepare() -> None:
     """Make this process ready to import megatron.core; a second call does nothing."""
     for message in _EXPECTED_WARNINGS:
         warnings.filterwarnings("ignore", message=message, module=r"megatron\.core\.")
+    logging.getLogger("megatron").setLevel(logging.WARNING)
     if not torch.cuda.is_available():
         cpu_shim.install()
 

@@ -38,8 +38,8 @@ from wire.trajectory import Prompt  # noqa: E402
 
 _log = logging.getLogger(__name__)
 _BATCH = 128
-_CHECK_EVERY = 20
-_CHECKED = 256
+_CHECK_EVERY = 10
+_CHECKED = 512
 
 
 class _Imitation:
@@ -136,7 +136,7 @@ def warm_up(model_folder: Path, data: Path, out: Path, *, target: float, max_s: 
         updates += 1
         if updates % _CHECK_EVERY == 0:
             accuracy = sampled_accuracy(policy, checked, rows.max_answer)
-            if updates % (5 * _CHECK_EVERY) == 0:
+            if updates % (10 * _CHECK_EVERY) == 0:
                 _log.info("%d updates, loss %.3f, sampled accuracy %.3f", updates, loss, accuracy)
     save_hf_folder(model, out, model_folder)
     seconds = time.monotonic() - started
@@ -151,7 +151,7 @@ def main() -> int:
     parser.add_argument("--model", type=Path, required=True, help="folder with config, tokenizer")
     parser.add_argument("--data", type=Path, required=True, help="JSONL prompts with ground_truth")
     parser.add_argument("--out", type=Path, required=True, help="where the warm policy goes")
-    parser.add_argument("--target", type=float, default=0.22, help="sampled accuracy to stop at")
+    parser.add_argument("--target", type=float, default=0.2, help="sampled accuracy to stop at")
     parser.add_argument("--max-seconds", type=float, default=240.0, help="stop here at the latest")
     arguments = parser.parse_args()
     start_logging("warm-up")
