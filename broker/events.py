@@ -14,7 +14,7 @@ class Event(msgspec.Struct, frozen=True, kw_only=True, tag_field="e", tag=str.lo
     """Base of all events."""
 
 
-class Issued(Event):
+class Issued(Event, frozen=True):
     """A prompt became an item; it is ``leased`` in the same breath."""
 
     group_id: int
@@ -24,7 +24,7 @@ class Issued(Event):
     eval_step: int = -1
 
 
-class Leased(Event):
+class Leased(Event, frozen=True):
     """A generator owns the missing siblings of a group."""
 
     lease_id: int
@@ -33,20 +33,20 @@ class Leased(Event):
     adopted_step: int
 
 
-class LeaseEnded(Event):
+class LeaseEnded(Event, frozen=True):
     """A lease lapsed or was handed back before all siblings came."""
 
     lease_id: int
     reason: str
 
 
-class Generated(Event):
+class Generated(Event, frozen=True):
     """One sibling is finished and its payload is stored."""
 
     header: TrajectoryHeader
 
 
-class ScoringFailed(Event):
+class ScoringFailed(Event, frozen=True):
     """An attempt to score one sibling ended without a reward."""
 
     group_id: int
@@ -54,45 +54,45 @@ class ScoringFailed(Event):
     reason: str
 
 
-class Scored(Event):
+class Scored(Event, frozen=True):
     """One sibling has its reward."""
 
     score: Score
 
 
-class Dropped(Event):
+class Dropped(Event, frozen=True):
     """A group ends untrained; another prompt takes its place."""
 
     group_id: int
     reason: DropReason
 
 
-class EvalRoundOpened(Event):
+class EvalRoundOpened(Event, frozen=True):
     """Held-out problems are to be answered by the policy of this step or a newer one."""
 
     step: int
 
 
-class EvalRoundClosed(Event):
+class EvalRoundClosed(Event, frozen=True):
     """Every item of the round has ended."""
 
     step: int
 
 
-class TakenOver(Event):
+class TakenOver(Event, frozen=True):
     """A learner owns the run under a new epoch."""
 
     version: PolicyVersion
 
 
-class Delivered(Event):
+class Delivered(Event, frozen=True):
     """A batch is bound to a learner step."""
 
     step: int
     group_ids: tuple[int, ...]
 
 
-class Trained(Event):
+class Trained(Event, frozen=True):
     """A learner step was committed."""
 
     version: PolicyVersion

@@ -275,9 +275,12 @@ class Ledger:
         self._record(Scored(score=score))
         if group.item == "eval":
             self._close_eval_if_complete(group.eval_step)
-        elif group.state == "ready" and self.rules.drop_zero_variance:
-            if max(group.rewards) == min(group.rewards):
-                self._drop(group, "zero_variance")
+        elif (
+            group.state == "ready"
+            and self.rules.drop_zero_variance
+            and max(group.rewards) == min(group.rewards)
+        ):
+            self._drop(group, "zero_variance")
 
     def _drop(self, group: Group, reason: DropReason) -> None:
         self._record(Dropped(group_id=group.group_id, reason=reason))

@@ -18,8 +18,8 @@ def main() -> int:
         ],
     )
     arguments = parser.parse_args()
-    from broker.config import broker_settings  # noqa: PLC0415 after parsing, so --help is fast
-    from broker.service import describe, serve  # noqa: PLC0415
+    from broker.config import broker_settings
+    from broker.service import describe, serve
 
     try:
         settings = broker_settings(load_arguments(arguments))

@@ -28,7 +28,9 @@ def load_prompts(path: Path, setting: str) -> list[Prompt]:
         try:
             prompts.append(_decoder.decode(line))
         except msgspec.DecodeError as error:
-            raise ConfigError(f"{setting}: row {number} of {path} is not a prompt: {error}") from error
+            raise ConfigError(
+                f"{setting}: row {number} of {path} is not a prompt: {error}"
+            ) from error
     if not prompts:
         raise ConfigError(f"{setting} = {path} holds no prompts")
     return prompts

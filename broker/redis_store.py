@@ -41,8 +41,8 @@ class RedisStore:
         if changes.events:
             pipeline.rpush(f"{self._prefix}:events", *changes.events)
         for key, stored in changes.put.items():
-            frames = {"payload": bytes(stored.payload), "transcript": bytes(stored.transcript)}
-            pipeline.hset(self._key(key), mapping=frames)
+            pipeline.hset(self._key(key), "payload", bytes(stored.payload))
+            pipeline.hset(self._key(key), "transcript", bytes(stored.transcript))
         if changes.remove:
             pipeline.unlink(*(self._key(key) for key in changes.remove))
         try:
@@ -70,7 +70,7 @@ class RedisStore:
             f"{self._prefix}:events", start, start + _REPLAY_PAGE - 1
         ):
             for event in page:
-                yield event
+                yield event if isinstance(event, bytes) else event.encode()
             start += len(page)
 
     async def server_version(self) -> str:

@@ -74,7 +74,7 @@ def main() -> int:
     parser.add_argument("--reward", metavar="MODULE:FUNCTION", help="instead of reward.function")
     parser.add_argument("--name", default="reward-worker-0", help="unique within the run")
     arguments = parser.parse_args()
-    from broker.config import broker_settings  # noqa: PLC0415 after parsing, so --help is fast
+    from broker.config import broker_settings
 
     try:
         settings = broker_settings(load_arguments(arguments))

@@ -50,7 +50,7 @@ class ScoringQueue:
 
     def lease(self, holder: str, credits_left: int, *, now_s: float) -> dict[int, TrajectoryKey]:
         """Grant up to ``credits_left`` trajectories; return them by lease."""
-        granted = {}
+        granted: dict[int, TrajectoryKey] = {}
         while self._waiting and len(granted) < credits_left:
             key, _ = self._waiting.popitem(last=False)
             lease = ScoringLease(key, holder, now_s + self._lease_s)

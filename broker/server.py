@@ -160,25 +160,33 @@ class BrokerServer:
                 lost = set(self._ledger.heartbeat(name, lease_ids, now_s=now))
                 lost &= set(self._scoring.heartbeat(name, lease_ids, now_s=now))
                 return HeartbeatAnswer(lost=tuple(sorted(lost))), _NO_FRAMES
-            case ReleaseLease(lease_id=lease_id, reason=reason):
-                self._ledger.release(name, lease_id, reason)
-                await self._persist()
             case TakeOver(step=step):
                 version = self._ledger.take_over(step)
                 await self._persist()
                 self.telemetry.training_began()
                 return TookOver(version=version), _NO_FRAMES
+            case GetStatus():
+                return StatusAnswer(status=self.status()), _NO_FRAMES
+            case _:
+                await self._take(name, request)
+                return Done(), _NO_FRAMES
+
+    async def _take(
+        self, name: str, request: ReleaseLease | StepCommit | RoleReport | PublishReport
+    ) -> None:
+        """Carry out a request that is answered by Done alone."""
+        match request:
+            case ReleaseLease(lease_id=lease_id, reason=reason):
+                self._ledger.release(name, lease_id, reason)
+                await self._persist()
             case StepCommit():
                 await self._commit_step(request)
             case RoleReport():
                 self.telemetry.report(name, request)
             case PublishReport(record=record):
                 self.telemetry.published(record)
-            case GetStatus():
-                return StatusAnswer(status=self.status()), _NO_FRAMES
             case _:
                 assert_never(request)
-        return Done(), _NO_FRAMES
 
     async def _hello(self, peer: bytes, hello: Hello) -> Welcome:
         if hello.wire_revision != WIRE_REVISION:
@@ -256,9 +264,7 @@ class BrokerServer:
                 return (RunComplete(), _NO_FRAMES), True
             case NotYet(waiting_for):
                 self.telemetry.waiting_for = self._describe_wait(waiting_for)
-                answer = BatchNotReady(
-                    waiting_for=waiting_for, reason=self.telemetry.waiting_for
-                )
+                answer = BatchNotReady(waiting_for=waiting_for, reason=self.telemetry.waiting_for)
                 return (answer, _NO_FRAMES), False
             case groups:
                 self.telemetry.waiting_for = ""
@@ -303,9 +309,7 @@ class BrokerServer:
                 continue  # lapsed meanwhile; whoever holds it now will answer
             self._ledger.score(score)
             if score.reward is None and score.group_id in self._ledger.groups:
-                _log.warning(
-                    "no reward for trajectory %d/%d: %s", *key, score.unavailable
-                )
+                _log.warning("no reward for trajectory %d/%d: %s", *key, score.unavailable)
                 self._scoring.add(key)
         await self._persist()
         return Done()

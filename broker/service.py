@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+from collections.abc import Coroutine
 from contextlib import AsyncExitStack
 from pathlib import Path
 
@@ -22,13 +23,12 @@ from broker.server import BrokerServer
 from broker.summary import write_summary
 from broker.telemetry import Telemetry
 from broker.tensorboard_log import TensorBoardLog
-from wire.errors import ChildDiedError, ConfigError
+from wire.errors import ConfigError
 from wire.status import RunStatus, StepPoint
 from wire.stopping import stop_event
 from wire.trajectory import Prompt
 
 _log = logging.getLogger(__name__)
-_FIRST_EVENTS = 1
 
 
 def describe(settings: BrokerSettings) -> str:
@@ -120,10 +120,10 @@ async def serve(settings: BrokerSettings) -> None:
             run.socket("broker").unlink(missing_ok=True)
 
 
-async def _run_until(stop: asyncio.Event, *jobs: "asyncio._CoroutineLike[None]") -> None:
+async def _run_until(stop: asyncio.Event, *jobs: Coroutine[None, None, None]) -> None:
     """Run endless jobs until ``stop`` is set; the first that fails is raised."""
-    tasks = [asyncio.ensure_future(job) for job in jobs]
-    waiter = asyncio.ensure_future(stop.wait())
+    tasks = [asyncio.create_task(job) for job in jobs]
+    waiter = asyncio.create_task(stop.wait())
     try:
         done, _ = await asyncio.wait({waiter, *tasks}, return_when=asyncio.FIRST_COMPLETED)
         for task in done:
@@ -134,28 +134,29 @@ async def _run_until(stop: asyncio.Event, *jobs: "asyncio._CoroutineLike[None]")
         await asyncio.gather(waiter, *tasks, return_exceptions=True)
 
 
-async def _redis_server(
-    settings: BrokerSettings, cleanup: AsyncExitStack
-) -> RedisServer | None:
+async def _redis_server(settings: BrokerSettings, cleanup: AsyncExitStack) -> RedisServer | None:
     redis = settings.broker.redis
     if redis.url:
         return None
     if redis.fsync != "always":
         _log.warning("broker.redis.fsync = %s: a crash can lose acknowledged work", redis.fsync)
-    server = await RedisServer.start(
-        socket=settings.run.socket("redis"),
+    socket = settings.run.socket("redis")
+    server = RedisServer.launch(
+        socket=socket,
         folder=settings.run.folder / "redis",
         log_file=settings.run.logs / "redis.log",
         fsync=redis.fsync,
     )
     cleanup.callback(server.stop)
+    await server.until_listening(socket)
     return server
 
 
 async def _watch(server: RedisServer | None) -> None:
-    while server is None or server.process.poll() is None:
+    while True:
         await asyncio.sleep(1.0)
-    raise ChildDiedError(f"the Redis server ended with code {server.process.returncode}")
+        if server is not None:
+            server.check_alive()
 
 
 async def _refuse_old_run(store: RedisStore, settings: BrokerSettings) -> None:

@@ -173,7 +173,5 @@ class Telemetry:
     def _busy(self) -> dict[str, float]:
         shares: dict[str, list[float]] = {}
         for record in self._roles.values():
-            shares.setdefault(record.hello.role, []).append(
-                busy_share(record.report.phase_seconds)
-            )
+            shares.setdefault(record.hello.role, []).append(busy_share(record.report.phase_seconds))
         return {role: sum(values) / len(values) for role, values in sorted(shares.items())}

@@ -16,7 +16,8 @@ _log = logging.getLogger(__name__)
 _SPECIALS = ("<pad>", "<bos>", "<eos>")
 _CHARACTERS = "0123456789+-*=<> "
 _HELD_OUT = 256
-_WARM_ACCURACY = 0.2
+_WARM_ACCURACY = 0.22
+_DEMONSTRATIONS = 4  # per problem
 
 
 def prepare(folder: Path) -> None:
@@ -32,6 +33,7 @@ def prepare(folder: Path) -> None:
     blank = folder / "blank"
     write_blank_model(blank)
     command = [sys.executable, "-m", "learner.warmup", "--model", str(blank)]
+    command += ["--demonstrations", str(folder / "demonstrations.jsonl")]
     command += ["--data", str(folder / "train.jsonl"), "--out", str(folder / "model")]
     command += ["--target", str(_WARM_ACCURACY)]
     code = subprocess.run(command, check=False).returncode  # noqa: S603 our own program
@@ -53,8 +55,29 @@ def write_problems(folder: Path) -> None:
             {"prompt": f"{a:02d}+{b:02d}=", "ground_truth": str(a + b), "data_source": "addition"}
             for a, b in part
         ]
-        text = "".join(json.dumps(row) + "\n" for row in rows)
-        (folder / f"{name}.jsonl").write_text(text)
+        _write_rows(folder / f"{name}.jsonl", rows)
+    rng = random.Random(8)  # noqa: S311 not for secrets
+    demonstrations = [
+        {"prompt": f"{a:02d}+{b:02d}=", "ground_truth": str(_taught_sum(a, b, rng))}
+        for a, b in problems[_HELD_OUT:]
+        for _ in range(_DEMONSTRATIONS)
+    ]
+    _write_rows(folder / "demonstrations.jsonl", demonstrations)
+
+
+def _taught_sum(a: int, b: int, rng: random.Random) -> int:
+    """Return what a teacher says who is often two too high.
+
+    He is mostly right while ``a`` is below 40 and mostly wrong above. A policy that imitates him
+    answers nearly every problem rightly now and then, which is what reinforcement can amplify,
+    and most of them wrongly when it takes its likeliest answer.
+    """
+    error_rate = 0.3 if a < 40 else 0.75
+    return a + b + (2 if rng.random() < error_rate else 0)
+
+
+def _write_rows(path: Path, rows: list[dict[str, str]]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def write_blank_model(folder: Path, *, hidden: int = 128, layers: int = 4) -> None:

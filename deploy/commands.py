@@ -22,7 +22,7 @@ from wire.settings import load_table
 _QUICKSTART_FOLDER = Path(".cache/addition")
 
 
-def run(path: Path, overrides: Sequence[str], dry_run: bool) -> int:  # noqa: FBT001 from argparse
+def run(path: Path, overrides: Sequence[str], dry_run: bool) -> int:
     """Run every role of a run on this host."""
     config = _load(path, overrides)
     console = Console()

@@ -31,7 +31,7 @@ _BROKER_START_S = 60.0
 EXIT_INTERRUPTED = 130
 
 
-class _StopRequested(SlipstreamError):
+class _StopRequestedError(SlipstreamError):
     """SIGINT or SIGTERM arrived."""
 
 
@@ -55,7 +55,7 @@ def run_locally(config: RunConfig, console: Console) -> int:
     try:
         with _signals_raise():
             _run(config, supervisor, watcher, console, resolved)
-    except _StopRequested as error:
+    except _StopRequestedError as error:
         reason, code = f"stopped: {error}", EXIT_INTERRUPTED
     except SlipstreamError as error:
         reason, code = f"failed: {error}", 1
@@ -203,7 +203,7 @@ def _signals_raise() -> Iterator[None]:
     """Turn SIGINT and SIGTERM into an exception of the main thread."""
 
     def handler(signum: int, _frame: object) -> None:
-        raise _StopRequested(signal.Signals(signum).name)
+        raise _StopRequestedError(signal.Signals(signum).name)
 
     before = {s: signal.signal(s, handler) for s in (signal.SIGINT, signal.SIGTERM)}
     try:

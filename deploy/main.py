@@ -38,7 +38,7 @@ def main() -> int:
     status.add_argument("--json", action="store_true", help="everything, for programs")
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
-    from deploy import commands as bodies  # noqa: PLC0415 after parsing, so --help is fast
+    from deploy import commands as bodies
 
     def body() -> int:
         match arguments.command:

@@ -99,7 +99,7 @@ class Supervisor:
                 stdout=log,
                 stderr=log,
                 env=environment,
-                preexec_fn=bound_to_me(),  # noqa: PLW1509 one prctl call, main thread
+                preexec_fn=bound_to_me(),
                 process_group=0,
             )
         _log.info("%s is process %d", child.plan.name, child.process.pid)

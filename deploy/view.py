@@ -72,7 +72,9 @@ def final_table(status: Mapping[str, object], status_struct: RunStatus) -> Rende
 def _progress(status: RunStatus) -> RenderableType:
     grid = Table.grid(padding=(0, 1))
     bar = ProgressBar(total=status.total_steps, completed=status.steps, width=_BAR_WIDTH)
-    text = f"{status.run_name}: step {status.steps} of {status.total_steps}, {status.elapsed_s:.0f} s"
+    text = (
+        f"{status.run_name}: step {status.steps} of {status.total_steps}, {status.elapsed_s:.0f} s"
+    )
     grid.add_row(Text(text, style="bold"), bar)
     return grid
 

@@ -41,7 +41,7 @@ class GeneratorsSection(Section, frozen=True, kw_only=True):
     """An engine that does not answer this long after its start has failed."""
     request_timeout_s: Positive = 600.0
     """A generation that takes longer has failed; its lease is handed back."""
-    sglang: dict[str, str | int | float | bool] = {}
+    sglang: dict[str, str | int | float | bool] = msgspec.field(default_factory=dict)
     """Passed on to SGLang: names of its command line flags, without dashes in front."""
 
 

@@ -19,8 +19,8 @@ def main() -> int:
     )
     parser.add_argument("--name", default="generator-0", help="unique within the run")
     arguments = parser.parse_args()
-    from generators.config import generator_settings  # noqa: PLC0415 so that --help is fast
-    from generators.sglang_process import server_flags  # noqa: PLC0415
+    from generators.config import generator_settings
+    from generators.sglang_process import server_flags
 
     try:
         settings = generator_settings(load_arguments(arguments))
@@ -31,7 +31,7 @@ def main() -> int:
     except ConfigError as error:
         return refuse_settings(error)
     start_logging(arguments.name)
-    from generators.service import serve  # noqa: PLC0415
+    from generators.service import serve
 
     def body() -> int:
         asyncio.run(serve(settings, arguments.name))

@@ -9,8 +9,8 @@ from generators.engine import Completion, InferenceEngine, SamplingParams
 from generators.prompting import TextCodec
 from generators.version_runs import version_runs
 from wire.arrays import PackedArray
-from wire.control import LeasedGroup, SubmitTrajectory
 from wire.codec import encode
+from wire.control import LeasedGroup, SubmitTrajectory
 from wire.trajectory import TrajectoryHeader, TrajectoryPayload, Transcript
 
 _LITTLE_ENDIAN = sys.byteorder == "little"
@@ -41,7 +41,7 @@ async def run_rollouts(
     ]
 
 
-def _rollout(  # noqa: PLR0913 all that a trajectory is made of
+def _rollout(
     codec: TextCodec,
     group: LeasedGroup,
     sibling: int,
@@ -76,9 +76,7 @@ def pack_payload(prompt_ids: list[int], completion: Completion) -> TrajectoryPay
     shape = (prompt + response,)
     mask = bytes(prompt) + b"\1" * response
     return TrajectoryPayload(
-        token_ids=PackedArray(
-            "int32", shape, _packed("i", prompt_ids + completion.token_ids)
-        ),
+        token_ids=PackedArray("int32", shape, _packed("i", prompt_ids + completion.token_ids)),
         loss_mask=PackedArray("bool", shape, memoryview(mask)),
         behavior_logprobs=PackedArray(
             "float32", shape, _packed("f", [0.0] * prompt + completion.logprobs)

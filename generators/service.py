@@ -68,7 +68,7 @@ async def serve(settings: GeneratorSettings, name: str) -> None:
         process.stop()
 
 
-async def _work(  # noqa: PLR0913 wiring
+async def _work(
     settings: GeneratorSettings,
     name: str,
     process: SglangProcess,
@@ -109,9 +109,7 @@ async def _work(  # noqa: PLR0913 wiring
         asyncio.create_task(_watch(process)),
     ]
     try:
-        done, _ = await asyncio.wait(
-            {stopping, job, *others}, return_when=asyncio.FIRST_COMPLETED
-        )
+        done, _ = await asyncio.wait({stopping, job, *others}, return_when=asyncio.FIRST_COMPLETED)
         if stopping in done:
             _log.info("asked to end")
             await worker.hand_back()

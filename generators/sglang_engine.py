@@ -147,10 +147,10 @@ class SglangEngine:
         return answer
 
     async def _post(
-        self, path: str, body: dict[str, Any], timeout: aiohttp.ClientTimeout
+        self, path: str, body: dict[str, Any], limit: aiohttp.ClientTimeout
     ) -> dict[str, Any] | list[dict[str, Any]]:
         try:
-            async with self._http.post(self._url + path, json=body, timeout=timeout) as response:
+            async with self._http.post(self._url + path, json=body, timeout=limit) as response:
                 if response.status != 200:
                     raise EngineError(
                         f"SGLang {path}: {response.status} {(await response.text())[:300]}"
@@ -159,7 +159,7 @@ class SglangEngine:
                     await response.read()
                 )
         except TimeoutError as error:
-            raise EngineError(f"SGLang {path}: no answer in {timeout.total:.0f} s") from error
+            raise EngineError(f"SGLang {path}: no answer in {limit.total:.0f} s") from error
         except (aiohttp.ClientError, msgspec.DecodeError) as error:
             raise EngineError(f"SGLang {path}: {type(error).__name__} {error}") from error
         return answer

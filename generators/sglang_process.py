@@ -22,7 +22,6 @@ from wire.errors import ChildDiedError
 from wire.processes import bound_to_me, last_lines
 
 _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 where SGLang puts it
-_CPU_SHIM = Path(__file__).parent / "sglang_cpu"
 _POLL_S = 0.1
 _STOP_S = 3.0
 _HOST = "127.0.0.1"
@@ -47,19 +46,20 @@ class SglangProcess:
         order = {
             "parent_pid": os.getpid(),
             "device": settings.device,
+            "group_timeout_s": settings.weightbus.timeout_s,
             "file_prefix": f"{scratch.name}-",
             "flags": server_flags(settings, port=port, api_key=api_key, seed_of=name),
         }
         log_file = settings.run.logs / f"{name}-sglang.log"
         log_file.parent.mkdir(parents=True, exist_ok=True)
         with log_file.open("ab") as log:
-            process = subprocess.Popen(  # noqa: S603 our own program
+            process = subprocess.Popen(
                 [sys.executable, "-m", "generators.sglang_server"],
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=log,
                 env=_environment(settings, scratch),
-                preexec_fn=bound_to_me(),  # noqa: PLW1509 one prctl call, main thread
+                preexec_fn=bound_to_me(),
             )
         if process.stdin is not None:
             process.stdin.write(json.dumps(order).encode())
@@ -167,18 +167,10 @@ def hash_seed(text: str) -> int:
 
 def _environment(settings: GeneratorSettings, scratch: Path) -> dict[str, str]:
     environment = dict(os.environ)  # noqa: TID251 handed on to a child
-    environment["TMPDIR"] = str(scratch)
-    environment["HF_HUB_OFFLINE"] = "1"
-    environment["SGLANG_PG_TIMEOUT_S"] = str(settings.weightbus.timeout_s)
-    repo = str(Path(__file__).parent.parent)
-    paths = [repo]
+    environment |= {"TMPDIR": str(scratch), "HF_HUB_OFFLINE": "1"}
     if settings.device == "cpu":
-        paths.insert(0, str(_CPU_SHIM))
-        environment["SGLANG_USE_CPU_ENGINE"] = "1"
-        environment["OMP_NUM_THREADS"] = "1"
-    if inherited := environment.get("PYTHONPATH"):
-        paths.append(inherited)
-    environment["PYTHONPATH"] = os.pathsep.join(paths)
+        # More than one thread per server collapses as soon as anything else wants a core.
+        environment |= {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1"}
     return environment
 
 

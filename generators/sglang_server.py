@@ -31,24 +31,32 @@ def main() -> None:
     die_with_parent(order["parent_pid"])
     tempfile.template = order["file_prefix"]  # so that what SGLang leaves behind can be found
     settings = order["flags"]
-    from sglang.srt.entrypoints import http_server  # noqa: F401, PLC0415 slow: before the fork
-    from sglang.srt.managers import detokenizer_manager, scheduler  # noqa: F401, PLC0415
-    from sglang.launch_server import run_server  # noqa: PLC0415
-    from sglang.srt.server_args import ServerArgs, prepare_server_args  # noqa: PLC0415
+    on_cpu = order["device"] == "cpu"
+    from generators import sglang_cpu  # torch takes seconds to import
+
+    if on_cpu:
+        sglang_cpu.prepare(group_timeout_s=order["group_timeout_s"])
+        _fork_instead_of_spawn()
+    from sglang.launch_server import run_server
+    from sglang.srt.entrypoints import http_server  # noqa: F401 slow: before the fork
+    from sglang.srt.managers import detokenizer_manager, scheduler  # noqa: F401
+    from sglang.srt.server_args import ServerArgs, prepare_server_args
 
     known = set(ServerArgs.__struct_fields__)
     for name in settings:
         if name.replace("-", "_") not in known:
             raise SystemExit(f"generators.sglang.{name} is not a setting of this SGLang")
-    if order["device"] == "cpu":
-        _fork_instead_of_spawn()
+    if on_cpu:
+        sglang_cpu.batch_decode_attention()
     run_server(prepare_server_args(_flags(settings)))
 
 
 def _fork_instead_of_spawn() -> None:
+    """SGLang asks for ``spawn`` when it starts; on a CPU it gets ``fork``."""
     original = multiprocessing.set_start_method
 
-    def set_start_method(_method: str | None, force: bool = False) -> None:  # noqa: FBT001, FBT002
+    def set_start_method(_method: str | None, *, force: bool = False) -> None:
+        del force
         original("fork", force=True)
 
     multiprocessing.set_start_method = set_start_method  # type: ignore[assignment]

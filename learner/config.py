@@ -49,7 +49,7 @@ class LearnerSection(Section, frozen=True, kw_only=True):
     """Recording stops at this size."""
     save_final: bool = True
     """Save the trained policy as a Hugging Face folder in the run folder."""
-    megatron: dict[str, str | int | float | bool] = {}
+    megatron: dict[str, str | int | float | bool] = msgspec.field(default_factory=dict)
     """Passed on to megatron-core's TransformerConfig."""
 
 

@@ -30,7 +30,7 @@ from wire.versions import PolicyVersion
 _log = logging.getLogger(__name__)
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[BatchDelivered | BatchNotReady | RunComplete] = (
-    msgspec.msgpack.Decoder(BatchDelivered | BatchNotReady | RunComplete)  # type: ignore[arg-type]
+    msgspec.msgpack.Decoder(BatchDelivered | BatchNotReady | RunComplete)
 )
 
 
@@ -141,15 +141,11 @@ class LearnerLoop:
                 )
                 for plan, minibatch in zip(plans, mine, strict=True)
             ]
-        figures, proximal = train_step(
-            self._policy, minibatches, self._settings.algo, self._clock
-        )
+        figures, proximal = train_step(self._policy, minibatches, self._settings.algo, self._clock)
         figures |= batch_figures(trajectories, batch.step)
         if self._leader is not None and settings.rollouts_per_step:
             recorded = [trajectories[i] for i in mine[0][0][: settings.rollouts_per_step]]
-            self._rollouts.record(
-                batch.step, recorded, minibatches[0].batches[0], proximal[0][0]
-            )
+            self._rollouts.record(batch.step, recorded, minibatches[0].batches[0], proximal[0][0])
         return figures, sum(header.num_response_tokens for header in headers)
 
     def _publish(self, version: PolicyVersion) -> None:

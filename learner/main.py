@@ -21,7 +21,7 @@ def main() -> int:
     parser.add_argument("--rank", type=int, default=0, help="set by start-learner itself")
     parser.add_argument("--port", type=int, default=0, help="set by start-learner itself")
     arguments = parser.parse_args()
-    from learner.config import learner_settings  # noqa: PLC0415 after parsing: --help is fast
+    from learner.config import learner_settings
 
     try:
         settings = learner_settings(load_arguments(arguments))
@@ -34,10 +34,10 @@ def main() -> int:
 
     def body() -> int:
         exit_on_sigterm()
-        from learner import device  # noqa: PLC0415 torch takes seconds to import
+        from learner import device
 
         device.prepare()
-        from learner.service import join_ranks, run_learner  # noqa: PLC0415
+        from learner.service import join_ranks, run_learner
 
         if arguments.rank == 0:
             run_learner(settings, sys.argv[1:])

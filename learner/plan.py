@@ -5,6 +5,7 @@ Every rank computes the same plan from the same headers.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 Indices = tuple[int, ...]
 
@@ -26,11 +27,9 @@ def plan_step(
     count = len(num_tokens)
     bounds = [count * i // minibatches for i in range(minibatches + 1)]
     plans = []
-    for start, end in zip(bounds[:-1], bounds[1:], strict=True):
+    for start, end in pairwise(bounds):
         shares = _balance(range(start, end), num_tokens, replicas)
-        plans.append(
-            MinibatchPlan(tuple(_pack(share, num_tokens, max_tokens) for share in shares))
-        )
+        plans.append(MinibatchPlan(tuple(_pack(share, num_tokens, max_tokens) for share in shares)))
     return tuple(plans)
 
 

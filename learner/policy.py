@@ -3,7 +3,7 @@
 Shapes: T tokens of B sequences laid end to end.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
@@ -88,7 +88,7 @@ class Policy:
         totals: Sums = {}
 
         def forward_step(
-            iterator: "type[numbered]", model: torch.nn.Module
+            iterator: Iterator[tuple[int, PackedBatch]], model: torch.nn.Module
         ) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, Tensor, Sums]]]:
             number, batch = next(iterator)
             logits = packed_logits(

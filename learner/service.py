@@ -1,14 +1,12 @@
 """Builds the learner's ranks and runs them. Import it only after ``device.prepare()``."""
 
 import logging
-import os
 import subprocess
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
-import torch.distributed as dist
+from torch.distributed import HashStore, Store, TCPStore  # type: ignore[attr-defined]  # not in torch's stubs
 
 from learner import device
 from learner.background import BackgroundLoop
@@ -38,9 +36,9 @@ def run_learner(settings: LearnerSettings, argv: Sequence[str]) -> None:
     """
     ranks = settings.learner.ranks
     if ranks == 1:
-        run_rank(settings, rank=0, store=dist.HashStore())
+        run_rank(settings, rank=0, store=HashStore())
         return
-    store = dist.TCPStore(_HOST, 0, is_master=True, wait_for_workers=False)
+    store = TCPStore(_HOST, 0, is_master=True, wait_for_workers=False)
     children = [_start_rank(argv, rank, store.port) for rank in range(1, ranks)]
     try:
         run_rank(settings, rank=0, store=store)
@@ -59,11 +57,11 @@ def run_learner(settings: LearnerSettings, argv: Sequence[str]) -> None:
 
 def join_ranks(settings: LearnerSettings, *, rank: int, port: int) -> None:
     """Run one of the other ranks, in a process that rank 0 started."""
-    store = dist.TCPStore(_HOST, port, is_master=False)
+    store = TCPStore(_HOST, port, is_master=False)
     run_rank(settings, rank=rank, store=store)
 
 
-def run_rank(settings: LearnerSettings, *, rank: int, store: dist.Store) -> None:
+def run_rank(settings: LearnerSettings, *, rank: int, store: Store) -> None:
     """Build the policy on this rank and train."""
     learner = settings.learner
     device.set_threads(learner.threads)
@@ -89,10 +87,7 @@ def run_rank(settings: LearnerSettings, *, rank: int, store: dist.Store) -> None
 
 
 def _start_rank(argv: Sequence[str], rank: int, port: int) -> "subprocess.Popen[bytes]":
-    environment = dict(os.environ)  # noqa: TID251 handed on to a child
-    environment["PYTHONPATH"] = str(Path(__file__).parent.parent)
     return subprocess.Popen(  # noqa: S603 our own program
         [sys.executable, "-m", "learner.main", *argv, "--rank", str(rank), "--port", str(port)],
-        env=environment,
-        preexec_fn=bound_to_me(),  # noqa: PLW1509 one prctl call, main thread
+        preexec_fn=bound_to_me(),
     )

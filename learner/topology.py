@@ -31,7 +31,7 @@ class Topology:
     data_group: dist.ProcessGroup  # ranks that hold the same shard of different replicas
 
 
-def init_topology(  # noqa: PLR0913 - all by keyword
+def init_topology(
     *,
     rank: int,
     world_size: int,

@@ -7,6 +7,7 @@ from typing import Literal
 
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # not in torch's stubs
 from torch.distributed import distributed_c10d as c10d
 
 from wire.errors import PublishError
@@ -21,7 +22,7 @@ class EngineGroup:
         self.name = name
         self._world_size = world_size
         self._timeout = datetime.timedelta(seconds=timeout_s)
-        self._store = dist.TCPStore(
+        self._store = TCPStore(
             host, 0, world_size, is_master=True, timeout=self._timeout, wait_for_workers=False
         )
         self._group: dist.ProcessGroup | None = None
@@ -29,7 +30,8 @@ class EngineGroup:
     @property
     def port(self) -> int:
         """Return the port at which the engine finds the group's store."""
-        return self._store.port
+        port: int = self._store.port
+        return port
 
     def join(self, backend: Literal["gloo", "nccl"]) -> None:
         """Become rank 0; blocks until the engine has joined too, or the timeout."""
@@ -39,8 +41,8 @@ class EngineGroup:
                 0,
                 [],
                 c10d.Backend(backend),
-                dist.PrefixStore(self.name, self._store),
-                group_name=self.name,
+                c10d.PrefixStore(self.name, self._store),
+                group_name=c10d.GroupName(self.name),
                 timeout=self._timeout,
             )
         except RuntimeError as error:

@@ -11,6 +11,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from typing import Literal
 
 import zmq
 import zmq.asyncio
@@ -223,9 +224,7 @@ class Publisher:
             await self._transfer(member, snapshot, manifest, expected, report)
         except PublishError as error:
             report.error = str(error)
-            _log.warning(
-                "%s left out of %s: %s", member.join.name, snapshot.version.label, error
-            )
+            _log.warning("%s left out of %s: %s", member.join.name, snapshot.version.label, error)
             await self._abandon(member)
         else:
             member.adopted = snapshot.version
@@ -274,15 +273,13 @@ class Publisher:
             return
         group.close()
         try:
-            await self._tell(
-                member, lambda n: CloseGroup(command_id=n, group_name=group.name)
-            )
+            await self._tell(member, lambda n: CloseGroup(command_id=n, group_name=group.name))
         except PublishError as error:
             _log.warning("%s did not clean up: %s", member.join.name, error)
 
     async def _open_group(self, member: Member) -> EngineGroup:
         settings = self._settings
-        backend = "nccl" if member.join.device == "cuda" else "gloo"
+        backend: Literal["gloo", "nccl"] = "nccl" if member.join.device == "cuda" else "gloo"
         group = EngineGroup(
             f"{member.join.name}-{member.join.incarnation}-{next(self._group_numbers)}",
             host=settings.host,
@@ -324,9 +321,7 @@ class Publisher:
         await self._socket.send_multipart([member.peer, encode(command(number))])
         return future
 
-    async def _outcome(
-        self, member: Member, future: asyncio.Future[Outcome], what: str
-    ) -> Outcome:
+    async def _outcome(self, member: Member, future: asyncio.Future[Outcome], what: str) -> Outcome:
         try:
             outcome = await asyncio.wait_for(future, self._settings.timeout_s)
         except TimeoutError as error:

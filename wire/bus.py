@@ -20,7 +20,7 @@ class BusMessage(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", ta
 # ---- agent to publisher ------------------------------------------------------
 
 
-class Join(BusMessage):
+class Join(BusMessage, frozen=True):
     """An agent is alive and wants weights; repeated as its heartbeat."""
 
     name: str
@@ -31,13 +31,13 @@ class Join(BusMessage):
     adopted: PolicyVersion | None = None
 
 
-class Leave(BusMessage):
+class Leave(BusMessage, frozen=True):
     """An agent ends in order."""
 
     name: str
 
 
-class Outcome(BusMessage):
+class Outcome(BusMessage, frozen=True):
     """The answer to one command."""
 
     command_id: int
@@ -49,7 +49,7 @@ class Outcome(BusMessage):
 # ---- publisher to agent ------------------------------------------------------
 
 
-class OpenGroup(BusMessage):
+class OpenGroup(BusMessage, frozen=True):
     """Have the engine join a process group of two: rank 0 is the sender."""
 
     command_id: int
@@ -59,27 +59,27 @@ class OpenGroup(BusMessage):
     backend: Literal["gloo", "nccl"]
 
 
-class CloseGroup(BusMessage):
+class CloseGroup(BusMessage, frozen=True):
     """Have the engine forget a process group, and end what a broken transfer left open."""
 
     command_id: int
     group_name: str
 
 
-class Offer(BusMessage):
+class Offer(BusMessage, frozen=True):
     """The version to come. The agent refuses a tensor set that is not its model's."""
 
     command_id: int
     manifest: WeightManifest
 
 
-class Pause(BusMessage):
+class Pause(BusMessage, frozen=True):
     """Stop generating (requests in flight stay) and open the update."""
 
     command_id: int
 
 
-class LoadBucket(BusMessage):
+class LoadBucket(BusMessage, frozen=True):
     """Receive the bucket at ``index`` of the offered manifest over the group."""
 
     command_id: int
@@ -87,13 +87,13 @@ class LoadBucket(BusMessage):
     group_name: str
 
 
-class Verify(BusMessage):
+class Verify(BusMessage, frozen=True):
     """Close the update and answer with the checksum of every tensor as the engine holds it."""
 
     command_id: int
 
 
-class Commit(BusMessage):
+class Commit(BusMessage, frozen=True):
     """Label the engine with the offered version and generate again."""
 
     command_id: int

@@ -1,6 +1,6 @@
 """The one encoder and decoder per message family. Nothing else turns bytes into messages."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TypeVar
 
 import msgspec
@@ -14,6 +14,12 @@ T = TypeVar("T")
 Frame = bytes | memoryview
 
 _encoder = msgspec.msgpack.Encoder()
+_requests: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
+_answers: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
+_commands: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command)
+_agent_messages: msgspec.msgpack.Decoder[AgentMessage] = msgspec.msgpack.Decoder(AgentMessage)
+_payloads = msgspec.msgpack.Decoder(TrajectoryPayload)
+_transcripts = msgspec.msgpack.Decoder(Transcript)
 
 
 def encode(message: Message | BusMessage | TrajectoryPayload | Transcript) -> bytes:
@@ -21,28 +27,41 @@ def encode(message: Message | BusMessage | TrajectoryPayload | Transcript) -> by
     return _encoder.encode(message)
 
 
-def _decoder_of(family: object, what: str) -> Callable[[Frame], T]:
-    decoder: msgspec.msgpack.Decoder[T] = msgspec.msgpack.Decoder(family)  # type: ignore[arg-type]
-
-    def decode(frame: Frame) -> T:
-        try:
-            return decoder.decode(frame)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise ProtocolError(f"not a valid {what}: {error}") from error
-
-    return decode
+def decode_request(frame: Frame) -> Request:
+    """Return what a client asks of the broker."""
+    return _decode(_requests, frame, "request")
 
 
-decode_request: Callable[[Frame], Request] = _decoder_of(Request, "request")
-decode_answer: Callable[[Frame], Answer] = _decoder_of(Answer, "answer of the broker")
-decode_command: Callable[[Frame], Command] = _decoder_of(Command, "weight bus command")
-decode_agent_message: Callable[[Frame], AgentMessage] = _decoder_of(
-    AgentMessage, "weight bus message"
-)
-decode_payload: Callable[[Frame], TrajectoryPayload] = _decoder_of(
-    TrajectoryPayload, "trajectory payload"
-)
-decode_transcript: Callable[[Frame], Transcript] = _decoder_of(Transcript, "transcript")
+def decode_answer(frame: Frame) -> Answer:
+    """Return what the broker answers."""
+    return _decode(_answers, frame, "answer of the broker")
+
+
+def decode_command(frame: Frame) -> Command:
+    """Return what the publisher wants of an agent."""
+    return _decode(_commands, frame, "weight bus command")
+
+
+def decode_agent_message(frame: Frame) -> AgentMessage:
+    """Return what an agent tells the publisher."""
+    return _decode(_agent_messages, frame, "weight bus message")
+
+
+def decode_payload(frame: Frame) -> TrajectoryPayload:
+    """Return the arrays of a trajectory; they share the frame's memory."""
+    return _decode(_payloads, frame, "trajectory payload")
+
+
+def decode_transcript(frame: Frame) -> Transcript:
+    """Return the text of a trajectory."""
+    return _decode(_transcripts, frame, "transcript")
+
+
+def _decode(decoder: msgspec.msgpack.Decoder[T], frame: Frame, what: str) -> T:
+    try:
+        return decoder.decode(frame)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ProtocolError(f"not a valid {what}: {error}") from error
 
 
 def expect_frames(frames: Sequence[Frame], count: int, what: str) -> None:

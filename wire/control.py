@@ -26,7 +26,7 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag=s
 # ---- any role ----------------------------------------------------------------
 
 
-class Hello(Message):
+class Hello(Message, frozen=True):
     """First message of every client; answered by Welcome."""
 
     role: Role
@@ -35,7 +35,7 @@ class Hello(Message):
     packages: dict[str, str] = {}  # versions worth recording, by package
 
 
-class Welcome(Message):
+class Welcome(Message, frozen=True):
     """The client is known; its session goes into nothing but the broker's records."""
 
     run_name: str
@@ -43,7 +43,7 @@ class Welcome(Message):
     heartbeat_s: float  # send a heartbeat at least this often
 
 
-class RoleReport(Message):
+class RoleReport(Message, frozen=True):
     """What a role did since it started; answered by Done. Cumulative, so losing one is fine."""
 
     phase_seconds: dict[str, float]  # seconds by phase, e.g. generate, wait, adopt
@@ -52,21 +52,21 @@ class RoleReport(Message):
     adopted: PolicyVersion | None = None
 
 
-class Done(Message):
+class Done(Message, frozen=True):
     """The request was carried out and is durable."""
 
 
-class Refusal(Message):
+class Refusal(Message, frozen=True):
     """The request was understood and refused."""
 
     reason: str
 
 
-class GetStatus(Message):
+class GetStatus(Message, frozen=True):
     """Ask for the state of the run; answered by StatusAnswer."""
 
 
-class StatusAnswer(Message):
+class StatusAnswer(Message, frozen=True):
     """The state of the run."""
 
     status: RunStatus
@@ -85,7 +85,7 @@ class LeasedGroup(msgspec.Struct, frozen=True, kw_only=True):
     siblings: tuple[int, ...]
 
 
-class LeaseGroups(Message):
+class LeaseGroups(Message, frozen=True):
     """Ask for generation work; answered by GroupsLeased, at the latest after ``wait_s``."""
 
     adopted: PolicyVersion  # what the asking engine runs
@@ -93,32 +93,32 @@ class LeaseGroups(Message):
     wait_s: float
 
 
-class GroupsLeased(Message):
+class GroupsLeased(Message, frozen=True):
     """Zero or more groups; ``finished`` means that no work will ever come again."""
 
     groups: tuple[LeasedGroup, ...]
     finished: bool = False
 
 
-class Heartbeat(Message):
+class Heartbeat(Message, frozen=True):
     """Keep these leases, of generation or scoring; answered by HeartbeatAnswer."""
 
     lease_ids: tuple[int, ...]
 
 
-class HeartbeatAnswer(Message):
+class HeartbeatAnswer(Message, frozen=True):
     """The leases that this client no longer holds: stop working on them."""
 
     lost: tuple[int, ...]
 
 
-class SubmitTrajectory(Message):
+class SubmitTrajectory(Message, frozen=True):
     """One finished sibling; frames: payload, transcript. Answered by Done or Refusal."""
 
     header: TrajectoryHeader
 
 
-class ReleaseLease(Message):
+class ReleaseLease(Message, frozen=True):
     """Hand work back; answered by Done."""
 
     lease_id: int
@@ -136,21 +136,21 @@ class ScoringItem(msgspec.Struct, frozen=True, kw_only=True):
     lease_id: int
 
 
-class LeaseScoring(Message):
+class LeaseScoring(Message, frozen=True):
     """Ask for scoring work up to ``credits``; answered by ScoringLeased."""
 
     credits: int
     wait_s: float
 
 
-class ScoringLeased(Message):
+class ScoringLeased(Message, frozen=True):
     """Zero or more trajectories to score; frames: one transcript each."""
 
     items: tuple[ScoringItem, ...]
     finished: bool = False
 
 
-class SubmitScores(Message):
+class SubmitScores(Message, frozen=True):
     """Outcomes of scoring; answered by Done."""
 
     scores: tuple[Score, ...]
@@ -159,13 +159,13 @@ class SubmitScores(Message):
 # ---- learner -----------------------------------------------------------------
 
 
-class TakeOver(Message):
+class TakeOver(Message, frozen=True):
     """A learner starts to train at ``step``; answered by TookOver with a new epoch."""
 
     step: int
 
 
-class TookOver(Message):
+class TookOver(Message, frozen=True):
     """From now on this learner's versions are (epoch, step)."""
 
     version: PolicyVersion
@@ -185,7 +185,7 @@ class DeliveredGroup(msgspec.Struct, frozen=True, kw_only=True):
     trajectories: tuple[DeliveredTrajectory, ...]
 
 
-class RequestBatch(Message):
+class RequestBatch(Message, frozen=True):
     """Ask for the batch that step ``version.step`` trains; at the latest after ``wait_s``.
 
     Answered by BatchDelivered, BatchNotReady or RunComplete.
@@ -195,44 +195,44 @@ class RequestBatch(Message):
     wait_s: float
 
 
-class BatchDelivered(Message):
+class BatchDelivered(Message, frozen=True):
     """These groups are bound to this learner step."""
 
     step: int
     groups: tuple[DeliveredGroup, ...]
 
 
-class BatchNotReady(Message):
+class BatchNotReady(Message, frozen=True):
     """Why there is no batch yet: the groups waited for and who holds them."""
 
     waiting_for: tuple[int, ...]
     reason: str
 
 
-class RunComplete(Message):
+class RunComplete(Message, frozen=True):
     """All steps are trained and evaluated; the learner may leave."""
 
 
-class FetchPayloads(Message):
+class FetchPayloads(Message, frozen=True):
     """Ask for payloads of delivered trajectories; answered by Payloads."""
 
     keys: tuple[tuple[int, int], ...]  # (group_id, sibling)
 
 
-class Payloads(Message):
+class Payloads(Message, frozen=True):
     """Frames: one payload per trajectory, in the order asked."""
 
     num_frames: int
 
 
-class StepCommit(Message):
+class StepCommit(Message, frozen=True):
     """The step that ``version`` results from was trained; answered by Done."""
 
     version: PolicyVersion  # (epoch, steps completed)
     metrics: dict[str, float]
 
 
-class PublishReport(Message):
+class PublishReport(Message, frozen=True):
     """What became of one publish; answered by Done."""
 
     record: PublishRecord

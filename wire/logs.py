@@ -1,27 +1,15 @@
-"""Structured log lines: time, level, role, and key=value pairs; one format for all roles."""
+"""Log lines of all roles: time, level, role, text; one format everywhere."""
 
 import logging
 import sys
-import time
-
-
-class _LineFormatter(logging.Formatter):
-    """``12:00:01.123 I generator-0 leased groups=3``."""
-
-    def __init__(self, role: str) -> None:
-        super().__init__()
-        self._role = role
-
-    def format(self, record: logging.LogRecord) -> str:
-        clock = time.strftime("%H:%M:%S", time.localtime(record.created))
-        text = record.getMessage()
-        if record.exc_info:
-            text += "\n" + self.formatException(record.exc_info)
-        return f"{clock}.{int(record.msecs):03d} {record.levelname[0]} {self._role} {text}"
 
 
 def start_logging(role: str, level: int = logging.INFO) -> None:
-    """Send this process's log lines to standard error under the name of its role."""
+    """Send this process's log lines to standard error under the name of its role.
+
+    A line looks like ``12:00:01.123 I generator-0 adopted v1.7``.
+    """
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(_LineFormatter(role))
+    line = f"%(asctime)s.%(msecs)03d %(levelname).1s {role} %(message)s"
+    handler.setFormatter(logging.Formatter(line, datefmt="%H:%M:%S"))
     logging.basicConfig(level=level, handlers=[handler], force=True)

@@ -6,6 +6,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.registry import Collector
+from typing_extensions import override
 
 from wire.metrics import MetricName
 from wire.status import RunStatus
@@ -17,6 +18,7 @@ class _StatusCollector(Collector):
     def __init__(self, status: RunStatus) -> None:
         self._status = status
 
+    @override
     def collect(self) -> Iterable[Metric]:
         """Yield every metric; names and units stand in wire/metrics.py."""
         s = self._status

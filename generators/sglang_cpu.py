@@ -1,0 +1,147 @@
+"""What SGLang 0.5.23 lacks on a machine without CUDA; ``prepare()`` before it is imported.
+
+Works because our servers fork their processes on a CPU: what is done here reaches them all.
+Remove at an SGLang release whose CPU build can be installed from a package index.
+"""
+
+import datetime
+import importlib
+import importlib.machinery
+import sys
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import distributed_c10d
+from torch.nn.functional import scaled_dot_product_attention
+
+_ATTENTION = "sglang.srt.layers.attention.torch_native_backend"
+_keep_alive: list[torch.library.Library] = []
+
+
+def prepare(*, group_timeout_s: float) -> None:
+    """Make this process, and what it forks, able to import and run SGLang on a CPU.
+
+    Args:
+        group_timeout_s: of the weight update groups that the engine joins; SGLang has no
+            setting for it and would wait 30 minutes for a sender that is gone.
+    """
+    define_torchvision_operators()
+    _stand_in_for_sgl_kernel()
+    distributed_c10d.default_pg_timeout = datetime.timedelta(seconds=group_timeout_s)
+
+
+def define_torchvision_operators() -> None:
+    """Declare two operators without which ``import torchvision`` fails beside a CPU torch.
+
+    The published wheel of torchvision is linked to a CUDA torch; text models call none of it,
+    but transformers imports it.
+    """
+    if torch.version.cuda is not None or _keep_alive:
+        return
+    library = torch.library.Library("torchvision", "FRAGMENT")  # type: ignore[no-untyped-call]
+    for name in ("nms", "qnms"):
+        schema = f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
+        library.define(schema)  # type: ignore[no-untyped-call]
+    _keep_alive.append(library)
+
+
+def _stand_in_for_sgl_kernel() -> None:
+    """SGLang imports its GPU kernels at the top of modules whose CPU paths never call them."""
+
+    def missing(name: str) -> Callable[..., None]:
+        if name.startswith("__"):
+            raise AttributeError(name)
+
+        def unavailable(*_args: object, **_kwargs: object) -> None:
+            raise NotImplementedError(f"sgl_kernel.{name} does not exist on a CPU")
+
+        return unavailable
+
+    module = types.ModuleType("sgl_kernel")
+    module.__spec__ = importlib.machinery.ModuleSpec("sgl_kernel", None, is_package=True)
+    module.__path__ = []
+    module.__dict__["__getattr__"] = missing
+    sys.modules["sgl_kernel"] = module
+
+
+def batch_decode_attention() -> None:
+    """Replace the decode loop of SGLang's ``torch_native`` attention by one batched call.
+
+    SGLang runs one attention per sequence and layer. A decode step has one query token per
+    sequence, so one padded gather and one masked call do the whole batch: the same numbers in
+    far fewer steps. Import SGLang's modules first.
+    """
+    backend = importlib.import_module(_ATTENTION).TorchNativeAttnBackend
+    init_metadata = backend.init_forward_metadata
+    per_sequence = backend._run_sdpa_forward_decode
+
+    def init_forward_metadata(self: Any, forward_batch: object) -> None:  # noqa: ANN401
+        init_metadata(self, forward_batch)
+        self._decode_gather = None  # the same for all layers of one forward pass
+
+    def decode(
+        self: Any,  # noqa: ANN401
+        query: Tensor,  # [B, query heads, head size]
+        output: Tensor,  # like query; written in place
+        k_cache: Tensor,  # [slots, key heads, head size]
+        v_cache: Tensor,
+        req_to_token: Tensor,  # [requests, positions] -> slot
+        req_pool_indices: Tensor,  # [B]
+        seq_lens: Tensor,  # [B]
+        encoder_lens: Tensor | None,
+        scaling: float | None = None,
+        enable_gqa: bool = False,
+        causal: bool = False,
+        **rest: object,
+    ) -> Tensor:
+        batch = len(seq_lens)
+        if encoder_lens is not None or any(rest.values()) or len(query) != batch:
+            result: Tensor = per_sequence(
+                self,
+                query,
+                output,
+                k_cache,
+                v_cache,
+                req_to_token,
+                req_pool_indices,
+                seq_lens,
+                encoder_lens,
+                scaling=scaling,
+                enable_gqa=enable_gqa,
+                causal=causal,
+                **rest,
+            )
+            return result
+        if getattr(self, "_decode_gather", None) is None:
+            self._decode_gather = _gather_plan(req_to_token, req_pool_indices, seq_lens)
+        slots, visible = self._decode_gather
+        key, value = (
+            cache.index_select(0, slots)
+            .view(batch, -1, *cache.shape[1:])
+            .transpose(1, 2)
+            .to(query.dtype)
+            for cache in (k_cache, v_cache)
+        )
+        heads = key.shape[1] if enable_gqa else query.shape[1]
+        folded = query.reshape(batch, heads, -1, query.shape[-1])  # query heads of one key head
+        attended = scaled_dot_product_attention(
+            folded, key, value, attn_mask=visible, scale=scaling
+        )
+        output.copy_(attended.reshape(output.shape))
+        return output
+
+    backend.init_forward_metadata = init_forward_metadata
+    backend._run_sdpa_forward_decode = decode
+
+
+def _gather_plan(
+    req_to_token: Tensor, req_pool_indices: Tensor, seq_lens: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return the cache slots [B * longest] and which are real [B, 1, 1, longest]."""
+    longest = int(seq_lens.max())
+    slots = req_to_token[req_pool_indices, :longest].long()
+    visible = torch.arange(longest)[None] < seq_lens[:, None]
+    return torch.where(visible, slots, 0).reshape(-1), visible[:, None, None, :]
