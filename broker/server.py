@@ -261,6 +261,7 @@ class BrokerServer:
     def _try_batch(self, batch: list[Group] | NotYet | None) -> tuple[Reply, bool]:
         match batch:
             case None:
+                self.telemetry.waiting_for = ""
                 return (RunComplete(), _NO_FRAMES), True
             case NotYet(waiting_for):
                 self.telemetry.waiting_for = self._describe_wait(waiting_for)

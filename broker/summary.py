@@ -13,7 +13,9 @@ def summary_of(status: RunStatus) -> dict[str, Any]:
     """Return the figures worth keeping; counts are groups unless named otherwise."""
     plain: dict[str, Any] = msgspec.to_builtins(status)
     plain.pop("steps_history")
-    plain.pop("publish_history")
+    publishes: list[dict[str, Any]] = plain.pop("publish_history")
+    plain["last_publish"] = publishes[-1] if publishes else {}
+    plain["publish_seconds"] = _publish_seconds(status)
     last = status.steps_history[-1:] or []
     plain["last_step_metrics"] = last[0].metrics if last else {}
     plain["mean_metrics"] = _means(status)
@@ -26,6 +28,15 @@ def summary_of(status: RunStatus) -> dict[str, Any]:
         "unaccounted": status.unaccounted,
     }
     return plain
+
+
+def _publish_seconds(status: RunStatus) -> dict[str, float]:
+    """Return the mean seconds of each phase of a publish, the slowest member counting."""
+    sums: dict[str, list[float]] = {}
+    for record in status.publish_history:
+        for phase, seconds in record.phase_seconds.items():
+            sums.setdefault(phase, []).append(seconds)
+    return {phase: sum(values) / len(values) for phase, values in sums.items()}
 
 
 def _means(status: RunStatus) -> dict[str, float]:

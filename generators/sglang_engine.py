@@ -83,10 +83,10 @@ class SglangEngine:
 
     async def close_group(self, group_name: str) -> None:
         """Leave a group and end an update that a failure left open; never fails."""
-        for path, body in (
-            ("/end_weight_update", {}),
-            ("/destroy_weights_update_group", {"group_name": group_name}),
-        ):
+        calls: list[tuple[str, dict[str, Any]]] = [("/end_weight_update", {})]
+        if group_name:
+            calls.append(("/destroy_weights_update_group", {"group_name": group_name}))
+        for path, body in calls:
             try:
                 await self._control(path, body)
             except EngineError as error:  # there was nothing to end

@@ -69,6 +69,7 @@ class PayloadLink:
 
     async def _closed(self) -> None:
         self._client.close()
+        await asyncio.sleep(0)  # lets the receiver see that it was cancelled
 
 
 class LeaderLink(PayloadLink):

@@ -60,6 +60,12 @@ class LearnerLoop:
 
     def run(self) -> None:
         """Train until the run is complete."""
+        try:
+            self._run()
+        finally:
+            self._link.close()
+
+    def _run(self) -> None:
         version = PolicyVersion(0, 0)
         if self._leader is not None:
             version = self._leader.take_over(0)
@@ -83,7 +89,6 @@ class LearnerLoop:
         if self._settings.learner.save_final:
             folder = self._settings.run.folder / "model"
             save_hf_folder(self._policy.model, folder, self._settings.model)
-        self._link.close()
 
     def _next_batch(self, version: PolicyVersion) -> BatchDelivered | None:
         """Return the same batch on every rank, None at the end.

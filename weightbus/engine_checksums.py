@@ -1,8 +1,9 @@
 """What SGLang's weights checker must answer if an engine holds exactly our tensors.
 
-SGLang keeps query, key and value as one tensor, gate and up as another, and pads the vocabulary
-to a multiple of 64 rows. Its checksum on a CPU is the first 8 bytes of sha256 over the raw bytes
-(sglang 0.5.23). A GPU uses another function: there engines are compared with each other.
+SGLang keeps query, key and value as one tensor, gate and up as another, and pads with zeros: the
+vocabulary to a multiple of 64, and on a CPU the MLP's inner size to one of 32. Its checksum there
+is the first 8 bytes of sha256 over the raw bytes (sglang 0.5.23). A GPU uses another function:
+there engines are compared with each other.
 """
 
 import hashlib
@@ -14,6 +15,7 @@ from weightbus.snapshot import raw_bytes
 
 _VOCABULARY = ("model.embed_tokens.weight", "lm_head.weight")
 _VOCABULARY_MULTIPLE = 64
+_INNER_MULTIPLE = 32
 _FUSED = {  # part -> (whole, position)
     "q_proj": ("qkv_proj", 0),
     "k_proj": ("qkv_proj", 1),
@@ -32,12 +34,18 @@ def expected_checksums(tensors: dict[str, Tensor]) -> dict[str, str]:
             rows = -len(tensor) % _VOCABULARY_MULTIPLE
             checksums[name] = _checksum(pad(tensor, (0, 0, 0, rows)))
             continue
+        if name.endswith(".down_proj.weight"):
+            columns = -tensor.shape[1] % _INNER_MULTIPLE
+            checksums[name] = _checksum(pad(tensor, (0, columns)))
+            continue
         part = next((p for p in _FUSED if f".{p}." in name), None)
         if part is None:
             checksums[name] = _checksum(tensor)
         else:
             whole, position = _FUSED[part]
-            parts.setdefault(name.replace(part, whole), {})[position] = tensor
+            rows = -len(tensor) % _INNER_MULTIPLE if whole == "gate_up_proj" else 0
+            padded = pad(tensor, (0, 0, 0, rows)) if rows else tensor
+            parts.setdefault(name.replace(part, whole), {})[position] = padded
     for name, pieces in parts.items():
         checksums[name] = _checksum(cat([pieces[position] for position in sorted(pieces)]))
     return checksums
@@ -53,6 +61,19 @@ def differing(expected: dict[str, str], found: dict[str, str]) -> list[str]:
     if tied not in expected and found.get(tied) == expected.get("model.embed_tokens.weight"):
         names.discard(tied)
     return sorted(name for name in names if expected.get(name) != found.get(name))
+
+
+def digest_of(checksums: dict[str, str]) -> str:
+    """Return one digest for all tensors: equal if and only if every checksum is.
+
+    A tied output layer that the engine lists under its own name adds nothing.
+    """
+    names = sorted(checksums)
+    embedding, tied = "model.embed_tokens.weight", "lm_head.weight"
+    if tied in checksums and checksums[tied] == checksums.get(embedding):
+        names.remove(tied)
+    text = "\n".join(f"{name} {checksums[name]}" for name in names)
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
 def _checksum(tensor: Tensor) -> str:

@@ -18,7 +18,7 @@ import zmq.asyncio
 
 from weightbus.collective_transport import EngineGroup
 from weightbus.config import WeightBusSection
-from weightbus.engine_checksums import differing, expected_checksums
+from weightbus.engine_checksums import differing, digest_of, expected_checksums
 from weightbus.snapshot import WeightSnapshot
 from wire.bus import (
     CloseGroup,
@@ -61,6 +61,7 @@ class TransferReport:
 
     seconds: float = 0.0
     num_in_flight: int = 0
+    engine_digest: str = ""
     phase_seconds: dict[str, float] = field(default_factory=dict)
     error: str = ""
 
@@ -206,6 +207,7 @@ class Publisher:
                 adopted_by={n: r.seconds for n, r in by_name.items() if not r.error},
                 failed={n: r.error for n, r in by_name.items() if r.error},
                 num_in_flight={n: r.num_in_flight for n, r in by_name.items() if not r.error},
+                engine_digests={n: r.engine_digest for n, r in by_name.items() if not r.error},
                 phase_seconds=phases,
                 num_bytes=manifest.num_bytes,
             )
@@ -225,7 +227,7 @@ class Publisher:
         except PublishError as error:
             report.error = str(error)
             _log.warning("%s left out of %s: %s", member.join.name, snapshot.version.label, error)
-            await self._abandon(member)
+            await self._abandon(member, str(error))
         else:
             member.adopted = snapshot.version
         report.seconds = self._now() - started
@@ -253,6 +255,7 @@ class Publisher:
             await self._outcome(member, future, "LoadBucket")
         clock.lap("transfer")
         verified = await self._tell(member, lambda n: Verify(command_id=n))
+        report.engine_digest = digest_of(verified.checksums)
         if member.join.device == "cpu":
             wrong = differing(expected, verified.checksums)
             if wrong:
@@ -261,7 +264,7 @@ class Publisher:
         await self._tell(member, lambda n: Commit(command_id=n))
         clock.lap("commit")
 
-    async def _abandon(self, member: Member) -> None:
+    async def _abandon(self, member: Member, reason: str) -> None:
         """After a failure: destroy our group first, which frees the engine, then let it clean up.
 
         The engine stays paused; the next attempt sends everything again over a new group.
@@ -269,11 +272,14 @@ class Publisher:
         group, member.group = member.group, None
         member.adopted = None
         member.not_before_s = self._now() + _RETRY_S
-        if group is None:
-            return
-        group.close()
+        name = ""
+        if group is not None:
+            name = group.name
+            group.close()
         try:
-            await self._tell(member, lambda n: CloseGroup(command_id=n, group_name=group.name))
+            await self._tell(
+                member, lambda n: CloseGroup(command_id=n, group_name=name, reason=reason)
+            )
         except PublishError as error:
             _log.warning("%s did not clean up: %s", member.join.name, error)
 

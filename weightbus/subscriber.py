@@ -29,6 +29,7 @@ from wire.versions import PolicyVersion
 
 _log = logging.getLogger(__name__)
 _HEARTBEAT_S = 1.0
+_MAX_FAILURES = 5
 
 
 class Subscriber:
@@ -49,10 +50,15 @@ class Subscriber:
         self._on_pause = on_pause
         self._on_adopt = on_adopt
         self._manifest: WeightManifest | None = None
+        self._failures: list[str] = []  # of publishes since the last one that was adopted
         self.adopted: PolicyVersion | None = None
 
     async def run(self, endpoint: str) -> None:
-        """Serve the publisher until cancelled."""
+        """Serve the publisher until cancelled.
+
+        Raises:
+            PublishError: the engine took part in too many publishes that failed.
+        """
         context = zmq.asyncio.Context()
         socket = context.socket(zmq.DEALER)
         socket.setsockopt(zmq.LINGER, 200)
@@ -65,6 +71,11 @@ class Subscriber:
                     command = decode_command(frame)
                     outcome = await self._carry_out(command)
                     await socket.send(encode(outcome))
+                    if len(self._failures) >= _MAX_FAILURES:
+                        raise PublishError(
+                            f"{_MAX_FAILURES} publishes in a row failed; the last: "
+                            f"{self._failures[-1]}"
+                        )
         finally:
             socket.send(encode(Leave(name=self._join.name)), zmq.NOBLOCK)
             socket.close()
@@ -119,8 +130,9 @@ class Subscriber:
                     world_size=1 + self._join.num_ranks,
                     backend=backend,
                 )
-            case CloseGroup(group_name=group_name):
+            case CloseGroup(group_name=group_name, reason=reason):
                 await self._engine.close_group(group_name)
+                self._failures.append(reason)
             case Offer(manifest=manifest):
                 self._check(manifest)
                 self._manifest = manifest
@@ -132,6 +144,7 @@ class Subscriber:
                 version = self._offered.version
                 await self._engine.label(version)
                 await self._engine.resume()
+                self._failures.clear()
                 self.adopted = version
                 self._on_adopt(version)
 

@@ -60,10 +60,11 @@ class OpenGroup(BusMessage, frozen=True):
 
 
 class CloseGroup(BusMessage, frozen=True):
-    """Have the engine forget a process group, and end what a broken transfer left open."""
+    """A publish failed: forget the process group, end what the transfer left open."""
 
     command_id: int
-    group_name: str
+    group_name: str  # empty if there was none yet
+    reason: str
 
 
 class Offer(BusMessage, frozen=True):
@@ -111,5 +112,6 @@ class PublishRecord(msgspec.Struct, frozen=True, kw_only=True):
     adopted_by: dict[str, float]  # member -> seconds from pause to commit
     failed: dict[str, str] = {}  # member -> why it was left out
     num_in_flight: dict[str, int] = {}  # member -> generations in flight at the pause
+    engine_digests: dict[str, str] = {}  # member -> digest of all that its engine holds
     phase_seconds: dict[str, float] = {}  # by phase, the slowest member
     num_bytes: int = 0

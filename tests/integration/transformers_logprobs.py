@@ -4,12 +4,15 @@ import json
 import sys
 
 import torch
-from transformers import AutoModelForCausalLM
 
+from generators.sglang_cpu import define_torchvision_operators
 from tests.integration.tiny_models import sequences
 
 
 def main(folder: str) -> None:
+    define_torchvision_operators()
+    from transformers import AutoModelForCausalLM
+
     torch.set_num_threads(1)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     answers = []

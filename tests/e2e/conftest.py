@@ -1,0 +1,22 @@
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.tiny_run import TinyRun
+
+
+@pytest.fixture
+def start_run(tmp_path: Path) -> Iterator[Callable[..., TinyRun]]:
+    runs: list[TinyRun] = []
+
+    def start(**settings: object) -> TinyRun:
+        run = TinyRun(tmp_path, {key.replace("__", "."): v for key, v in settings.items()})
+        runs.append(run)
+        return run
+
+    yield start
+    for run in runs:
+        if run.process.poll() is None:
+            run.process.terminate()
+            run.process.wait(60)

@@ -1,0 +1,77 @@
+"""What dies, and how the run ends or goes on."""
+
+import signal
+import time
+from collections.abc import Callable
+
+import psutil
+import pytest
+
+from tests.e2e.tiny_run import TinyRun
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
+
+
+def test_a_generator_killed_in_mid_run_loses_nothing(start_run: Callable[..., TinyRun]):
+    run = start_run(
+        run__steps=14,
+        sampling__min_response_tokens=150,
+        sampling__max_response_tokens=200,
+        broker__lease_s=4.0,
+    )
+    run.wait_until(lambda: run.steps() >= 2, "second learner step")
+    victim = run.process_named("generator-0")
+    assert victim is not None
+    servers = victim.children(recursive=True)
+    assert servers, "the agent has no SGLang"
+    victim.kill()
+    _, alive = psutil.wait_procs(servers, timeout=10)
+    assert not alive, "kill -9 of the agent left its SGLang behind"
+    assert run.steps() < 14, "the run was over before the kill: make it longer"
+
+    assert run.wait() == 0, run.output
+    summary = run.summary()
+    assert summary["trained"] == 14 * 4
+    assert summary["equation"]["unaccounted"] == 0
+    assert summary["issued"] == summary["trained"] + sum(summary["dropped"].values())
+    assert set(summary["staleness_histogram"]) <= {"0", "1", "2"}
+    assert "generator-0 was killed by SIGKILL" in run.output
+    run.assert_nothing_left()
+
+
+@pytest.mark.parametrize(
+    ("signum", "after_step"), [(signal.SIGINT, 1), (signal.SIGTERM, -1)], ids=["ctrl-c", "early"]
+)
+def test_a_signal_ends_the_run_and_leaves_nothing(
+    start_run: Callable[..., TinyRun], signum: signal.Signals, after_step: int
+):
+    run = start_run(run__steps=1000, deploy__stop_timeout_s=15)
+    run.wait_until(lambda: run.process_named("generator-1") is not None, "second generator")
+    run.wait_until(lambda: run.steps() >= after_step, "the step to interrupt")
+    time.sleep(1.0)
+    run.remember_children()
+    run.process.send_signal(signum)
+    assert run.wait(60) == 130
+    assert f"stopped: {signum.name}" in run.output
+    run.assert_nothing_left()
+
+
+def test_an_engine_that_dies_at_start_ends_the_run_with_its_last_words(
+    start_run: Callable[..., TinyRun],
+):
+    run = start_run(generators__sglang__nonsense=1, generators__count=1)
+    assert run.wait(120) == 1
+    assert "generator-0 ended with code 1 for the 2nd time" in run.output
+    assert "generators.sglang.nonsense is not a setting of this SGLang" in run.output
+    assert run.summary()["outcome"].startswith("failed: generator-0")
+    run.assert_nothing_left()
+
+
+def test_a_broker_that_dies_ends_the_run(start_run: Callable[..., TinyRun]):
+    run = start_run(run__steps=1000)
+    run.wait_until(lambda: run.steps() >= 1, "first learner step")
+    broker = next(p for p in run.remember_children() if "broker.main" in " ".join(p.cmdline()))
+    broker.kill()
+    assert run.wait(60) == 1
+    assert "broker was killed by SIGKILL" in run.output
+    run.assert_nothing_left()

@@ -1,0 +1,84 @@
+"""Every role as a process of its own: SGLang, megatron-core, a Redis-compatible server."""
+
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from tests.e2e.tiny_run import TinyRun
+from weightbus.engine_checksums import digest_of, expected_checksums
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
+BOUND = 2
+SAME = 1e-4  # nats; float32 noise between two implementations is about 1e-6
+
+
+@pytest.mark.parametrize(("temperature", "lr"), [(1.0, 1e-3), (0.6, 0.0)])
+def test_publishes_land_in_long_generations_and_every_token_keeps_its_policy(
+    start_run: Callable[..., TinyRun], tmp_path: Path, temperature: float, lr: float
+):
+    run = start_run(
+        run__steps=6,
+        run__groups_per_step=2,
+        run__max_staleness_steps=BOUND,
+        sampling__temperature=temperature,
+        sampling__min_response_tokens=400,
+        sampling__max_response_tokens=440,
+        generators__max_sequences=2,  # one group at a time: engines are always in mid-answer
+        learner__lr=lr,
+        eval__file=tmp_path / "held_out.jsonl",
+        eval__before_train="false",
+    )
+    assert run.wait() == 0, run.output
+    summary, rollouts = run.summary(), run.rollouts()
+
+    assert summary["outcome"] == "finished"
+    assert summary["trained"] == 12
+    assert summary["equation"]["unaccounted"] == 0
+    assert summary["issued"] == summary["trained"] + sum(summary["dropped"].values())
+    assert set(summary["staleness_histogram"]) <= {str(lag) for lag in range(BOUND + 1)}
+    assert len(rollouts) == 24
+    for row in rollouts:
+        assert len(row["token_ids"]) - row["num_prompt_tokens"] >= 400
+        assert row["temperature"] == temperature
+        for version in row["version_runs"]:
+            assert 0 <= row["step"] - version["step"] <= BOUND
+
+    crossing = [row for row in rollouts if len(row["version_runs"]) > 1]
+    assert crossing, "no publish landed while a long answer was being generated"
+    steps = [[version["step"] for version in row["version_runs"]] for row in crossing]
+    assert all(later > earlier for row in steps for earlier, later in pairwise(row))
+    assert summary["publishes_while_generating"] > 0
+
+    differences = [
+        (row["step"] - version["step"], difference)
+        for row in rollouts
+        for version, difference in zip(
+            row["version_runs"], row["logprob_abs_diff_by_run"], strict=True
+        )
+    ]
+    unmoved = [d for lag, d in differences if lag == 0 or lr == 0]
+    assert unmoved
+    assert max(unmoved) < SAME
+    if lr > 0:
+        assert min(d for lag, d in differences if lag > 0) > SAME, "the weights did not move"
+
+    publish = summary["last_publish"]
+    final = load_file(run.folder / "model" / "model.safetensors")
+    expected = digest_of(expected_checksums(final))
+    assert publish["version"] == [1, 6]
+    assert publish["engine_digests"] == {"generator-0": expected, "generator-1": expected}
+    assert summary["eval"][0]["num_answers"] == 64
+    run.assert_nothing_left()
+
+
+def test_two_learner_ranks_train_what_was_planned(start_run: Callable[..., TinyRun]):
+    run = start_run(learner__ranks=2, generators__count=1, run__steps=3)
+    assert run.wait() == 0, run.output
+    summary = run.summary()
+    assert summary["trained"] == 12
+    assert summary["equation"]["unaccounted"] == 0
+    assert set(summary["versions"]) >= {"torch", "sglang", "megatron-core", "redis"}
+    run.assert_nothing_left()

@@ -1,0 +1,171 @@
+"""A random tiny policy, a reward of its own, and `slipstream run` as a child process."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from safetensors.torch import save_file
+
+from deploy.addition import write_blank_model
+
+ROOT = Path(__file__).parents[2]
+REWARD = """
+def score(data_source, solution_str, ground_truth, extra_info):
+    digits = [int(c) for c in solution_str if c.isdigit()]
+    return {"score": sum(digits) / (9 * max(1, len(digits))), "digits": len(digits)}
+"""
+
+
+def write_policy(folder: Path) -> None:
+    """Write a random Llama of two layers with the quickstart's tokenizer."""
+    write_blank_model(folder, hidden=64, layers=2)
+    config = json.loads((folder / "config.json").read_text())
+    hidden, inner, head = config["hidden_size"], config["intermediate_size"], config["head_dim"]
+    generator = torch.Generator().manual_seed(3)
+
+    def matrix(*shape: int) -> torch.Tensor:
+        return 0.15 * torch.randn(*shape, generator=generator)
+
+    tensors = {
+        "model.embed_tokens.weight": matrix(config["vocab_size"], hidden),
+        "model.norm.weight": torch.ones(hidden),
+    }
+    shapes = {
+        "self_attn.q_proj": (4 * head, hidden),
+        "self_attn.k_proj": (2 * head, hidden),
+        "self_attn.v_proj": (2 * head, hidden),
+        "self_attn.o_proj": (hidden, 4 * head),
+        "mlp.gate_proj": (inner, hidden),
+        "mlp.up_proj": (inner, hidden),
+        "mlp.down_proj": (hidden, inner),
+    }
+    for layer in range(config["num_hidden_layers"]):
+        prefix = f"model.layers.{layer}."
+        for norm in ("input_layernorm", "post_attention_layernorm"):
+            tensors[f"{prefix}{norm}.weight"] = torch.ones(hidden)
+        for name, shape in shapes.items():
+            tensors[f"{prefix}{name}.weight"] = matrix(*shape)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+class TinyRun:
+    """One run in a folder of its own."""
+
+    def __init__(self, folder: Path, settings: Mapping[str, object]) -> None:
+        self.folder = folder / "runs" / "tiny"
+        write_policy(folder / "model")
+        (folder / "reward.py").write_text(REWARD)
+        for name, count in (("train", 40), ("held_out", 64)):
+            rows = [{"prompt": f"{i:02d}+{i + 7:02d}=", "ground_truth": "1"} for i in range(count)]
+            text = "".join(json.dumps(row) + "\n" for row in rows)
+            (folder / f"{name}.jsonl").write_text(text)
+        config = folder / "run.toml"
+        config.write_text("")
+        defaults: dict[str, object] = {
+            "run.name": "tiny",
+            "run.dir": folder / "runs",
+            "run.model": folder / "model",
+            "run.group_size": 2,
+            "run.groups_per_step": 4,
+            "run.steps": 4,
+            "data.file": folder / "train.jsonl",
+            "reward.function": f"{folder / 'reward.py'}:score",
+            "broker.drop_zero_variance": "false",
+            "broker.lease_s": 8.0,
+            "sampling.max_prompt_tokens": 16,
+            "sampling.max_response_tokens": 64,
+            "generators.max_cached_tokens": 8192,
+            "generators.max_sequences": 8,
+            "learner.lr": 1e-3,
+            "learner.rollouts_per_step": 100,
+            "deploy.time_limit_s": 150,
+        }
+        overrides = [f"{key}={value}" for key, value in (defaults | dict(settings)).items()]
+        self.output_file = folder / "output.txt"
+        self.shared_memory_before = _shared_memory()
+        with self.output_file.open("w") as output:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "deploy.main", "run", "--config", config, *overrides],
+                cwd=ROOT,
+                stdout=output,
+                stderr=output,
+                env={**os.environ, "COLUMNS": "200"},  # noqa: TID251 handed on
+            )
+        self.descendants: set[psutil.Process] = set()
+
+    @property
+    def output(self) -> str:
+        return self.output_file.read_text()
+
+    def remember_children(self) -> set[psutil.Process]:
+        """Note all processes of the run; they are checked at the end."""
+        with suppress(psutil.NoSuchProcess):
+            self.descendants.update(psutil.Process(self.process.pid).children(recursive=True))
+        return self.descendants
+
+    def wait_until(self, condition: Callable[[], bool], what: str, timeout_s: float = 90) -> None:
+        deadline = time.monotonic() + timeout_s
+        while not condition():
+            self.remember_children()
+            assert self.process.poll() is None, f"the run ended before {what}:\n{self.output}"
+            assert time.monotonic() < deadline, f"no {what} in {timeout_s} s:\n{self.output}"
+            time.sleep(0.2)
+
+    def steps(self) -> int:
+        """Return how many learner steps the summary shows."""
+        path = self.folder / "summary.json"
+        return int(json.loads(path.read_text())["steps"]) if path.exists() else -1
+
+    def process_named(self, name: str) -> psutil.Process | None:
+        """Return the agent of a role."""
+        for process in self.remember_children():
+            try:
+                if f"--name {name}" in " ".join(process.cmdline()):
+                    return process
+            except psutil.NoSuchProcess:
+                continue
+        return None
+
+    def wait(self, timeout_s: float = 170) -> int:
+        """Return the exit code."""
+        deadline = time.monotonic() + timeout_s
+        while self.process.poll() is None and time.monotonic() < deadline:
+            self.remember_children()
+            time.sleep(0.2)
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+            self.process.wait(60)
+            raise AssertionError(f"the run did not end in {timeout_s} s:\n{self.output}")
+        return int(self.process.returncode)
+
+    def summary(self) -> dict[str, Any]:
+        figures: dict[str, Any] = json.loads((self.folder / "summary.json").read_text())
+        return figures
+
+    def rollouts(self) -> list[dict[str, Any]]:
+        lines = (self.folder / "rollouts" / "trained.jsonl").read_text().splitlines()
+        return [json.loads(line) for line in lines]
+
+    def assert_nothing_left(self) -> None:
+        """No process, socket, shared memory or temporary folder of the run remains."""
+        gone, alive = psutil.wait_procs(list(self.descendants), timeout=5)
+        assert not alive, f"{len(gone)} ended, these did not: {alive}"
+        assert _shared_memory() <= self.shared_memory_before
+        resolved = (self.folder / "resolved.toml").read_text()
+        socket_dir = resolved.split('socket_dir = "')[1].split('"')[0]
+        assert socket_dir.startswith("/tmp")  # noqa: S108
+        assert not Path(socket_dir).exists()
+        assert not list(self.folder.rglob("*.sock"))
+
+
+def _shared_memory() -> set[str]:
+    return {path.name for path in Path("/dev/shm").iterdir()}  # noqa: S108

@@ -1,0 +1,134 @@
+"""A ledger with small numbers, and what its clients would say to it."""
+
+from collections.abc import Sequence
+
+from broker.admission import StalenessBound
+from broker.evaluation import EvalPlan
+from broker.groups import Group
+from broker.ledger import Ledger, LedgerRules
+from wire.control import LeasedGroup
+from wire.trajectory import Prompt, Score, TrajectoryHeader, VersionRun
+from wire.versions import PolicyVersion
+
+LEASE_S = 10.0
+RESPONSE_TOKENS = 4
+
+
+def make_rules(
+    *,
+    max_staleness_steps: int = 1,
+    groups_per_step: int = 2,
+    group_size: int = 2,
+    total_steps: int = 3,
+    max_attempts: int = 3,
+    max_in_flight: int | None = None,
+    drop_zero_variance: bool = True,
+    eval_plan: EvalPlan | None = None,
+) -> LedgerRules:
+    bound = StalenessBound(max_staleness_steps, groups_per_step)
+    return LedgerRules(
+        bound=bound,
+        group_size=group_size,
+        total_steps=total_steps,
+        max_attempts=max_attempts,
+        max_in_flight=(max_staleness_steps + 1) * groups_per_step
+        if max_in_flight is None
+        else max_in_flight,
+        drop_zero_variance=drop_zero_variance,
+        lease_s=LEASE_S,
+        eval_plan=eval_plan or EvalPlan(num_problems=0, total_steps=total_steps),
+    )
+
+
+def prompt_at(cursor: int) -> Prompt:
+    return Prompt(prompt=f"train {cursor}", ground_truth=str(cursor))
+
+
+def eval_prompt_at(cursor: int) -> Prompt:
+    return Prompt(prompt=f"held out {cursor}", ground_truth=str(cursor))
+
+
+def make_ledger(rules: LedgerRules | None = None) -> Ledger:
+    return Ledger(rules or make_rules(), prompt_at=prompt_at, eval_prompt_at=eval_prompt_at)
+
+
+def lease(
+    ledger: Ledger,
+    holder: str = "generator-0",
+    *,
+    adopted: PolicyVersion | None = None,
+    max_sequences: int = 1_000,
+    now_s: float = 0.0,
+) -> list[LeasedGroup]:
+    version = adopted if adopted is not None else ledger.version
+    return ledger.lease(holder, version, max_sequences=max_sequences, now_s=now_s)
+
+
+def header(
+    group_id: int, sibling: int, *versions: PolicyVersion, lease_id: int = 0
+) -> TrajectoryHeader:
+    """Two prompt tokens, then ``RESPONSE_TOKENS`` tokens per version."""
+    return TrajectoryHeader(
+        group_id=group_id,
+        sibling=sibling,
+        lease_id=lease_id,
+        num_prompt_tokens=2,
+        num_tokens=2 + RESPONSE_TOKENS * len(versions),
+        version_runs=tuple(
+            VersionRun(2 + RESPONSE_TOKENS * i, version) for i, version in enumerate(versions)
+        ),
+        temperature=1.0,
+        finish_reason="stop",
+    )
+
+
+def generate(ledger: Ledger, group: LeasedGroup, version: PolicyVersion | None = None) -> None:
+    chosen_by = version if version is not None else ledger.version
+    for sibling in group.siblings:
+        ledger.submit(header(group.group_id, sibling, chosen_by, lease_id=group.lease_id))
+
+
+def reward(ledger: Ledger, group_id: int, rewards: Sequence[float]) -> None:
+    for sibling, value in enumerate(rewards):
+        ledger.score(Score(group_id=group_id, sibling=sibling, lease_id=0, reward=value))
+
+
+def make_ready(
+    ledger: Ledger, groups: Sequence[LeasedGroup], version: PolicyVersion | None = None
+) -> None:
+    """Generate and score whole groups, with rewards that differ."""
+    for group in groups:
+        generate(ledger, group, version)
+        reward(ledger, group.group_id, [float(i) for i in range(len(group.siblings))])
+
+
+def train_step(ledger: Ledger) -> list[Group]:
+    """Deliver and commit the learner's next step."""
+    version = ledger.version
+    batch = ledger.deliver(version)
+    if not isinstance(batch, list):
+        raise TypeError(f"no batch at {version.label}: {batch}")
+    ledger.commit(version.next(), {})
+    return batch
+
+
+def state_of(ledger: Ledger) -> dict[str, object]:
+    """Everything but what is not stored: deadlines of leases and events not drained yet."""
+    return {
+        "groups": ledger.groups,
+        "leases": {i: (one.group_id, one.holder) for i, one in ledger.leases.items()},
+        "deliveries": ledger.deliveries,
+        "version": ledger.version,
+        "delivered_steps": ledger.delivered_steps,
+        "cursor": ledger.cursor,
+        "next_group_id": ledger.next_group_id,
+        "next_lease_id": ledger.next_lease_id,
+        "issued": ledger.issued,
+        "trained": ledger.trained,
+        "dropped": ledger.dropped,
+        "lapsed_leases": ledger.lapsed_leases,
+        "staleness": ledger.staleness,
+        "generated_tokens": ledger.generated_tokens,
+        "eval_rounds": ledger.eval_rounds,
+        "eval_points": ledger.eval_points,
+    }

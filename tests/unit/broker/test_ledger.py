@@ -1,0 +1,446 @@
+"""The life of an item, one decision at a time. Random schedules stand in tests/property."""
+
+import pytest
+
+from broker.admission import NotYet
+from broker.evaluation import EvalPlan
+from broker.events import decode_event, encode_event
+from broker.ledger import Ledger
+from tests.unit.broker.ledger_driver import (
+    LEASE_S,
+    RESPONSE_TOKENS,
+    generate,
+    header,
+    lease,
+    make_ledger,
+    make_ready,
+    make_rules,
+    reward,
+    state_of,
+    train_step,
+)
+from wire.errors import RefusedError
+from wire.trajectory import Score, TrajectoryHeader, VersionRun
+from wire.versions import PolicyVersion
+
+V0 = PolicyVersion(1, 0)
+
+
+def started(ledger: Ledger) -> Ledger:
+    ledger.take_over(ledger.step)
+    return ledger
+
+
+def in_flight(ledger: Ledger) -> dict[str, int]:
+    return {state: count for state, count in ledger.in_flight().items() if count}
+
+
+def evaluated_ledger(num_problems: int = 2, total_steps: int = 1) -> Ledger:
+    plan = EvalPlan(num_problems=num_problems, total_steps=total_steps)
+    rules = make_rules(
+        total_steps=total_steps, groups_per_step=1, max_staleness_steps=0, eval_plan=plan
+    )
+    return started(make_ledger(rules))
+
+
+# ---- the life cycle ----------------------------------------------------------
+
+
+def test_a_group_goes_from_leased_to_trained_and_every_state_counts_it_once():
+    ledger = started(make_ledger(make_rules(groups_per_step=1, total_steps=1)))
+    (group,) = lease(ledger)
+    assert group.siblings == (0, 1)
+    assert group.prompt.prompt == "train 0"
+    assert in_flight(ledger) == {"leased": 1}
+    generate(ledger, group)
+    assert in_flight(ledger) == {"generated": 1}
+    assert ledger.leases == {}
+    reward(ledger, group.group_id, [0.0, 1.0])
+    assert in_flight(ledger) == {"ready": 1}
+    batch = ledger.deliver(V0)
+    assert isinstance(batch, list)
+    assert [g.rewards for g in batch] == [[0.0, 1.0]]
+    assert in_flight(ledger) == {"delivered": 1}
+    ledger.commit(PolicyVersion(1, 1), {})
+    assert (in_flight(ledger), ledger.trained, ledger.issued) == ({}, 1, 1)
+    assert ledger.staleness == {0: 2 * RESPONSE_TOKENS}
+    assert ledger.finished
+    assert ledger.deliver(ledger.version) is None
+
+
+def test_nobody_gets_work_before_a_learner_took_over_or_with_weights_of_an_older_learner():
+    ledger = make_ledger()
+    assert lease(ledger, adopted=V0) == []
+    started(ledger)
+    assert len(lease(ledger, adopted=V0, max_sequences=2)) == 1
+    started(ledger)
+    assert lease(ledger, adopted=V0) == []
+    assert len(lease(ledger, adopted=PolicyVersion(2, 0), max_sequences=2)) == 1
+
+
+def test_a_lease_takes_whole_groups_that_fit_into_the_free_lanes():
+    ledger = started(make_ledger(make_rules(group_size=3)))
+    assert [g.group_id for g in lease(ledger, max_sequences=8)] == [0, 1]
+    assert lease(ledger, max_sequences=2) == []
+
+
+def test_no_more_groups_than_max_in_flight():
+    ledger = started(make_ledger(make_rules(max_staleness_steps=4, max_in_flight=3)))
+    assert len(lease(ledger)) == 3
+
+
+# ---- leases that end ---------------------------------------------------------
+
+
+def test_a_lapsed_lease_is_granted_again_for_the_missing_siblings_only():
+    ledger = started(make_ledger(make_rules(group_size=3)))
+    (group,) = lease(ledger, max_sequences=3)
+    ledger.submit(header(group.group_id, 1, V0))
+    assert ledger.expire(LEASE_S) == 0
+    assert ledger.expire(LEASE_S + 0.1) == 1
+    assert in_flight(ledger) == {"issued": 1}
+    (again,) = lease(ledger, "generator-1", max_sequences=2)
+    assert (again.group_id, again.siblings) == (group.group_id, (0, 2))
+    assert again.lease_id != group.lease_id
+    assert ledger.lapsed_leases == {"lapsed": 1}
+
+
+def test_a_heartbeat_keeps_a_lease_and_names_the_ones_that_are_lost():
+    ledger = started(make_ledger())
+    first, second = lease(ledger, max_sequences=4)
+    ids = (first.lease_id, second.lease_id, 99)
+    assert ledger.heartbeat("generator-0", ids[:1] + ids[2:], now_s=5.0) == [99]
+    assert ledger.heartbeat("generator-1", ids[:1], now_s=100.0) == [first.lease_id]
+    assert ledger.expire(LEASE_S + 1.0) == 1
+    assert list(ledger.leases) == [first.lease_id]
+
+
+def test_handing_back_is_for_the_holder_only():
+    ledger = started(make_ledger())
+    first, second = lease(ledger, max_sequences=4)
+    ledger.release("generator-1", first.lease_id, "not mine")
+    assert len(ledger.leases) == 2
+    ledger.release("generator-0", first.lease_id, "engine failed")
+    assert list(ledger.leases) == [second.lease_id]
+    ledger.release_all("generator-0", "restarted")
+    assert ledger.leases == {}
+    assert ledger.lapsed_leases == {"engine failed": 1, "restarted": 1}
+
+
+def test_a_group_that_nobody_finishes_is_dropped_after_max_attempts_and_replaced():
+    ledger = started(make_ledger(make_rules(groups_per_step=1, max_staleness_steps=0)))
+    for attempt in range(3):
+        now = attempt * 100.0
+        (group,) = lease(ledger, now_s=now)
+        assert group.group_id == 0
+        ledger.expire(now + 50.0)
+    assert ledger.dropped == {"lease_exhausted": 1}
+    assert ledger.unaccounted() == 0
+    assert [g.prompt.prompt for g in lease(ledger)] == ["train 1"]
+
+
+def test_a_lapsed_group_waits_for_a_generator_at_least_as_new_as_its_first():
+    ledger = started(make_ledger(make_rules(max_staleness_steps=2)))
+    make_ready(ledger, lease(ledger, max_sequences=4))
+    train_step(ledger)
+    (group,) = lease(ledger, max_sequences=2)
+    ledger.release("generator-0", group.lease_id, "engine failed")
+    behind = lease(ledger, adopted=V0, max_sequences=2)
+    assert [g.group_id for g in behind] == [group.group_id + 1]
+    (again,) = lease(ledger, max_sequences=2)
+    assert again.group_id == group.group_id
+
+
+# ---- what generators send ----------------------------------------------------
+
+
+def test_the_answer_of_a_lapsed_lease_is_taken_once_and_completes_the_group():
+    ledger = started(make_ledger())
+    (group,) = lease(ledger, max_sequences=2)
+    ledger.expire(LEASE_S + 1.0)
+    (again,) = lease(ledger, "generator-1", max_sequences=2)
+    assert ledger.submit(header(group.group_id, 0, V0))
+    assert ledger.submit(header(group.group_id, 1, V0))
+    assert ledger.leases == {}
+    assert not ledger.submit(header(again.group_id, 0, V0))
+    assert ledger.generated_tokens == 2 * RESPONSE_TOKENS
+    assert in_flight(ledger) == {"generated": 1}
+
+
+def test_a_trajectory_for_a_group_that_ended_is_refused():
+    ledger = started(make_ledger())
+    with pytest.raises(RefusedError, match="group 7 has ended"):
+        ledger.submit(header(7, 0, V0))
+
+
+def test_a_sibling_outside_the_group_is_refused():
+    ledger = started(make_ledger())
+    (group,) = lease(ledger, max_sequences=2)
+    with pytest.raises(RefusedError, match="sibling 2 of a group of 2"):
+        ledger.submit(header(group.group_id, 2, V0))
+
+
+def test_tokens_older_than_the_admission_or_newer_than_the_learner_are_refused():
+    ledger = started(make_ledger())
+    make_ready(ledger, lease(ledger, max_sequences=4))
+    train_step(ledger)
+    (group,) = lease(ledger, max_sequences=2)
+    with pytest.raises(RefusedError, match=r"token chosen by v1\.0.*admitted at v1\.1"):
+        ledger.submit(header(group.group_id, 0, V0, PolicyVersion(1, 1)))
+    with pytest.raises(RefusedError, match=r"token of v1\.2, the learner is at v1\.1"):
+        ledger.submit(header(group.group_id, 0, PolicyVersion(1, 1), PolicyVersion(1, 2)))
+
+
+# ---- scoring -----------------------------------------------------------------
+
+
+def test_equal_rewards_drop_the_group_and_another_prompt_takes_its_place():
+    ledger = started(make_ledger(make_rules(groups_per_step=1, max_staleness_steps=0)))
+    (group,) = lease(ledger)
+    assert lease(ledger) == []
+    generate(ledger, group)
+    reward(ledger, group.group_id, [1.0, 1.0])
+    assert ledger.dropped == {"zero_variance": 1}
+    assert ledger.unaccounted() == 0
+    (other,) = lease(ledger)
+    assert other.prompt.prompt == "train 1"
+    _, released = ledger.drain()
+    assert sorted(released) == [(0, 0), (0, 1)]
+
+
+def test_equal_rewards_are_trained_where_the_filter_is_off():
+    ledger = started(make_ledger(make_rules(groups_per_step=1, drop_zero_variance=False)))
+    (group,) = lease(ledger, max_sequences=2)
+    generate(ledger, group)
+    reward(ledger, group.group_id, [1.0, 1.0])
+    assert [g.group_id for g in train_step(ledger)] == [group.group_id]
+
+
+def test_the_first_reward_of_a_sibling_counts_and_a_reward_without_trajectory_does_not():
+    ledger = started(make_ledger())
+    (group,) = lease(ledger, max_sequences=2)
+    ledger.submit(header(group.group_id, 0, V0))
+    for sibling, value in ((0, 0.25), (0, 0.75), (1, 1.0)):
+        ledger.score(Score(group_id=group.group_id, sibling=sibling, lease_id=0, reward=value))
+    assert ledger.groups[group.group_id].rewards == [0.25]
+
+
+def test_a_reward_that_stays_unavailable_drops_the_group_and_is_never_zero():
+    ledger = started(make_ledger())
+    (group,) = lease(ledger, max_sequences=2)
+    generate(ledger, group)
+    no_reward = Score(group_id=group.group_id, sibling=1, lease_id=0, unavailable="raised")
+    for _ in range(2):
+        ledger.score(no_reward)
+    assert ledger.groups[group.group_id].rewards == []
+    assert ledger.dropped == {}
+    ledger.score(no_reward)
+    assert ledger.dropped == {"reward_unavailable": 1}
+    assert ledger.unaccounted() == 0
+
+
+# ---- evaluation --------------------------------------------------------------
+
+
+def test_an_evaluation_takes_no_permit_and_goes_before_new_prompts():
+    ledger = evaluated_ledger(num_problems=2)
+    granted = lease(ledger)
+    assert [(g.item, g.prompt.prompt, g.siblings) for g in granted] == [
+        ("eval", "held out 0", (0,)),
+        ("eval", "held out 1", (0,)),
+        ("train", "train 0", (0, 1)),
+    ]
+    assert ledger.permits(V0) == 0
+    assert (ledger.issued, ledger.unaccounted()) == (1, 0)
+
+
+def test_the_last_answer_closes_the_round_and_a_dropped_problem_is_not_a_wrong_answer():
+    ledger = evaluated_ledger(num_problems=3)
+    first, second, third, _ = lease(ledger)
+    for group in (first, second):
+        generate(ledger, group)
+    reward(ledger, first.group_id, [1.0])
+    reward(ledger, second.group_id, [0.0])
+    assert ledger.eval_points == []
+    for attempt in range(3):
+        lease_id = third.lease_id if attempt == 0 else lease(ledger, max_sequences=1)[0].lease_id
+        ledger.release("generator-0", lease_id, "engine failed")
+    (point,) = ledger.eval_points
+    assert (point.step, point.exact_match, point.num_answers, point.num_dropped) == (0, 0.5, 2, 1)
+    assert point.versions == (V0,)
+    assert ledger.dropped == {}
+    assert ledger.eval_rounds == {}
+
+
+def test_a_round_waits_for_a_generator_with_the_weights_of_its_step():
+    ledger = evaluated_ledger(num_problems=1)
+    problem, group = lease(ledger)
+    make_ready(ledger, [problem, group])
+    train_step(ledger)
+    assert not ledger.finished
+    assert lease(ledger, adopted=V0) == []
+    (last,) = lease(ledger)
+    assert (last.item, ledger.groups[last.group_id].eval_step) == ("eval", 1)
+    assert isinstance(ledger.deliver(ledger.version), NotYet)
+    make_ready(ledger, [last])
+    assert ledger.finished
+    assert [point.step for point in ledger.eval_points] == [0, 1]
+
+
+# ---- the learner -------------------------------------------------------------
+
+
+def test_the_same_step_asked_again_gets_the_same_batch():
+    ledger = started(make_ledger())
+    make_ready(ledger, lease(ledger))
+    first, again = ledger.deliver(V0), ledger.deliver(V0)
+    assert isinstance(first, list)
+    assert isinstance(again, list)
+    assert [g.group_id for g in first] == [g.group_id for g in again] == [0, 1]
+
+
+def test_a_learner_that_took_over_gets_the_batch_of_the_step_it_stands_at():
+    ledger = started(make_ledger())
+    make_ready(ledger, lease(ledger))
+    ledger.deliver(V0)
+    version = ledger.take_over(0)
+    batch = ledger.deliver(version)
+    assert isinstance(batch, list)
+    assert [g.group_id for g in batch] == [0, 1]
+    ledger.commit(version.next(), {})
+    assert ledger.staleness == {0: 2 * 2 * RESPONSE_TOKENS}
+
+
+def test_no_batch_names_the_groups_that_have_to_get_ready():
+    ledger = started(make_ledger())
+    granted = lease(ledger, max_sequences=4)
+    make_ready(ledger, granted[:1])
+    assert ledger.deliver(V0) == NotYet((1,))
+
+
+def test_a_commit_said_twice_counts_once():
+    ledger = started(make_ledger())
+    make_ready(ledger, lease(ledger))
+    train_step(ledger)
+    ledger.commit(PolicyVersion(1, 1), {})
+    assert (ledger.step, ledger.trained) == (1, 2)
+
+
+def test_a_commit_of_what_was_never_delivered_is_refused():
+    ledger = started(make_ledger())
+    make_ready(ledger, lease(ledger))
+    with pytest.raises(RefusedError, match="commit of step 0, which was never delivered"):
+        ledger.commit(PolicyVersion(1, 1), {})
+    assert ledger.step == 0
+
+
+def test_each_take_over_grants_the_next_epoch_and_a_learner_at_another_step_is_refused():
+    ledger = make_ledger()
+    assert ledger.take_over(0) == PolicyVersion(1, 0)
+    assert ledger.take_over(0) == PolicyVersion(2, 0)
+    with pytest.raises(RefusedError, match="holds step 4, this run stands at step 0"):
+        ledger.take_over(4)
+
+
+def test_a_learner_of_an_older_epoch_is_refused_everywhere():
+    ledger = started(make_ledger())
+    make_ready(ledger, lease(ledger))
+    ledger.deliver(V0)
+    ledger.take_over(0)
+    with pytest.raises(RefusedError, match=r"speaks for v1\.0, the run stands at v2\.0"):
+        ledger.deliver(V0)
+    with pytest.raises(RefusedError, match=r"speaks for v1\.0, the run stands at v2\.0"):
+        ledger.commit(PolicyVersion(1, 1), {})
+
+
+def test_tokens_of_an_older_epoch_are_refused():
+    ledger = started(make_ledger())
+    (group,) = lease(ledger, max_sequences=2)
+    ledger.take_over(0)
+    with pytest.raises(RefusedError, match=r"token chosen by v1\.0"):
+        ledger.submit(header(group.group_id, 0, V0))
+
+
+def test_the_end_of_the_run_admits_no_more_groups_than_the_last_steps_train():
+    ledger = started(make_ledger(make_rules(max_staleness_steps=5, total_steps=2)))
+    assert len(lease(ledger)) == 4
+    make_ready(ledger, lease(ledger))
+    assert ledger.issued == 4
+
+
+def test_the_run_ends_with_exactly_the_groups_it_trained():
+    ledger = started(make_ledger())
+    while not ledger.finished:
+        make_ready(ledger, lease(ledger))
+        train_step(ledger)
+    assert (ledger.step, ledger.issued, ledger.trained, ledger.groups) == (3, 6, 6, {})
+    assert lease(ledger) == []
+
+
+def test_each_token_counts_under_the_staleness_of_the_version_that_chose_it():
+    ledger = started(make_ledger(make_rules(max_staleness_steps=1, groups_per_step=1)))
+    first, second = lease(ledger)
+    make_ready(ledger, [first])
+    train_step(ledger)
+    mixed = TrajectoryHeader(
+        group_id=second.group_id,
+        sibling=0,
+        lease_id=second.lease_id,
+        num_prompt_tokens=5,
+        num_tokens=15,
+        version_runs=(VersionRun(5, V0), VersionRun(8, PolicyVersion(1, 1))),
+        temperature=1.0,
+        finish_reason="length",
+    )
+    ledger.submit(mixed)
+    ledger.submit(header(second.group_id, 1, PolicyVersion(1, 1)))
+    reward(ledger, second.group_id, [0.0, 1.0])
+    train_step(ledger)
+    assert ledger.staleness == {0: 2 * RESPONSE_TOKENS + 7 + RESPONSE_TOKENS, 1: 3}
+
+
+# ---- events ------------------------------------------------------------------
+
+
+def test_replaying_the_stored_events_rebuilds_an_equal_state():
+    ledger = evaluated_ledger(num_problems=2, total_steps=3)
+    problem, _, group = lease(ledger)
+    make_ready(ledger, [problem, group])
+    train_step(ledger)
+    started(ledger)
+    granted = lease(ledger)
+    ledger.submit(header(granted[-1].group_id, 1, ledger.version))
+    ledger.score(Score(group_id=granted[-1].group_id, sibling=1, lease_id=0, unavailable="slow"))
+    ledger.expire(1_000.0)
+    lease(ledger, "generator-1")
+    events, _ = ledger.drain()
+
+    rebuilt = make_ledger(ledger.rules)
+    for event in events:
+        stored = decode_event(encode_event(event))
+        assert stored == event
+        rebuilt.apply(stored)
+    assert state_of(rebuilt) == state_of(ledger)
+
+
+def test_after_a_replay_the_run_goes_on_where_it_stood():
+    ledger = started(make_ledger(make_rules(total_steps=2)))
+    make_ready(ledger, lease(ledger, max_sequences=4))
+    ledger.deliver(V0)
+    rebuilt = make_ledger(ledger.rules)
+    for event in ledger.drain()[0]:
+        rebuilt.apply(event)
+    rebuilt.drain()
+    rebuilt.commit(PolicyVersion(1, 1), {})
+    make_ready(rebuilt, lease(rebuilt))
+    train_step(rebuilt)
+    assert rebuilt.finished
+    assert rebuilt.trained == 4
+
+
+def test_draining_hands_out_each_event_once():
+    ledger = started(make_ledger())
+    lease(ledger, max_sequences=2)
+    events, _ = ledger.drain()
+    assert [type(event).__name__ for event in events] == ["TakenOver", "Issued", "Leased"]
+    assert ledger.drain() == ([], [])

@@ -1,0 +1,65 @@
+from broker.scoring import ScoringQueue
+
+
+def filled(*keys: tuple[int, int]) -> ScoringQueue:
+    queue = ScoringQueue(lease_s=10.0)
+    for key in keys:
+        queue.add(key)
+    return queue
+
+
+def test_first_come_first_scored_up_to_the_credits():
+    queue = filled((0, 0), (0, 1), (1, 0))
+    assert list(queue.lease("worker-0", 2, now_s=0.0).values()) == [(0, 0), (0, 1)]
+    assert (queue.num_waiting, queue.num_leased, queue.leases_of("worker-0")) == (1, 2, 2)
+
+
+def test_a_trajectory_added_twice_is_scored_once():
+    queue = filled((0, 0), (0, 0))
+    assert list(queue.lease("worker-0", 8, now_s=0.0).values()) == [(0, 0)]
+
+
+def test_what_lapses_goes_back_to_the_front_and_its_late_result_does_not_count():
+    queue = filled((0, 0), (1, 0))
+    (lease_id,) = queue.lease("worker-0", 1, now_s=0.0)
+    assert queue.expire(10.0) == 0
+    assert queue.expire(10.1) == 1
+    again = queue.lease("worker-1", 1, now_s=11.0)
+    assert list(again.values()) == [(0, 0)]
+    assert queue.finish("worker-0", lease_id) is None
+    assert queue.finish("worker-1", next(iter(again))) == (0, 0)
+
+
+def test_a_result_counts_once_and_for_the_holder_only():
+    queue = filled((0, 0))
+    (lease_id,) = queue.lease("worker-0", 1, now_s=0.0)
+    assert queue.finish("worker-1", lease_id) is None
+    assert queue.finish("worker-0", lease_id) == (0, 0)
+    assert queue.finish("worker-0", lease_id) is None
+
+
+def test_a_heartbeat_extends_what_is_held_and_names_what_is_not():
+    queue = filled((0, 0), (0, 1))
+    first, second = queue.lease("worker-0", 2, now_s=0.0)
+    assert queue.heartbeat("worker-0", (first, 77), now_s=8.0) == [77]
+    assert queue.heartbeat("worker-1", (second,), now_s=8.0) == [second]
+    assert queue.expire(12.0) == 1
+    assert queue.leases_of("worker-0") == 1
+
+
+def test_a_worker_that_starts_anew_gives_everything_back():
+    queue = filled((0, 0), (0, 1))
+    queue.lease("worker-0", 1, now_s=0.0)
+    queue.lease("worker-1", 1, now_s=0.0)
+    queue.release_all("worker-0")
+    assert (queue.num_waiting, queue.leases_of("worker-1")) == (1, 1)
+
+
+def test_a_trajectory_whose_group_ended_is_forgotten_wherever_it_stands():
+    queue = filled((0, 0), (0, 1))
+    (lease_id,) = queue.lease("worker-0", 1, now_s=0.0)
+    queue.discard((0, 0))
+    queue.discard((0, 1))
+    queue.discard((9, 9))
+    assert (queue.num_waiting, queue.num_leased) == (0, 0)
+    assert queue.finish("worker-0", lease_id) is None
