@@ -21,6 +21,8 @@ class RedisTable(Section, frozen=True, kw_only=True):
 
     url: str = ""
     """An existing server, redis:// or unix://; empty starts a private one in the run folder."""
+    password_file: str = ""
+    """File with the password of an existing server; passwords do not belong into settings."""
     fsync: Annotated[str, msgspec.Meta(pattern="^(always|everysec|no)$")] = "always"
     """appendfsync of the private server. Weaker than always can lose acknowledged work."""
 
@@ -88,6 +90,11 @@ def broker_settings(table: Table) -> BrokerSettings:
         reward=section(table, "reward", RewardSection),
     )
     required(settings.data.file, "data.file")
+    if "@" in settings.broker.redis.url.partition("://")[2].partition("/")[0]:
+        raise ConfigError(
+            "broker.redis.url must not hold a password: put it into a file and name that in "
+            "broker.redis.password_file"
+        )
     if settings.max_in_flight < settings.run.groups_per_step:
         raise ConfigError(
             f"broker.max_in_flight is {settings.max_in_flight}, but a learner step needs "

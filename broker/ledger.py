@@ -138,7 +138,7 @@ class Ledger:
     def lease(
         self, holder: str, adopted: PolicyVersion, *, max_sequences: int, now_s: float
     ) -> list[LeasedGroup]:
-        """Grant generation work: evaluation first, then lapsed groups, then new prompts."""
+        """Grant generation work: lapsed groups first, then evaluation, then new prompts."""
         if adopted.epoch != self.version.epoch:
             return []
         granted: list[LeasedGroup] = []

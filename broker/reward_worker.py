@@ -2,23 +2,36 @@
 
 import asyncio
 import logging
+from collections.abc import Sequence
 from contextlib import suppress
 
 from broker.client import BrokerClient
 from broker.rewards.loading import Reward, load_reward
 from wire.codec import decode_transcript
 from wire.command_line import load_arguments, refuse_settings, role_parser, run_role
-from wire.control import Done, LeaseScoring, RoleReport, ScoringLeased, SubmitScores
+from wire.control import (
+    Done,
+    Heartbeat,
+    HeartbeatAnswer,
+    LeaseScoring,
+    RoleReport,
+    ScoringItem,
+    ScoringLeased,
+    SubmitScores,
+)
 from wire.errors import ConfigError
 from wire.logs import start_logging
 from wire.phases import PhaseClock
 from wire.stopping import stop_event
+from wire.trajectory import Score, Transcript
 
 _log = logging.getLogger(__name__)
 _POLL_S = 2.0
 
 
-async def work(client: BrokerClient, reward: Reward, *, max_credits: int) -> None:
+async def work(
+    client: BrokerClient, reward: Reward, *, max_credits: int, heartbeat_s: float
+) -> None:
     """Score until the broker says that no work will come again.
 
     The function runs on a thread, so that a slow one does not delay the connection.
@@ -32,10 +45,8 @@ async def work(client: BrokerClient, reward: Reward, *, max_credits: int) -> Non
         if leased.items:
             with clock.phase("score"):
                 transcripts = [decode_transcript(frame) for frame in frames]
-                scores = await asyncio.to_thread(
-                    lambda pairs: [reward.score(*pair) for pair in pairs],
-                    list(zip(leased.items, transcripts, strict=True)),
-                )
+                pairs = list(zip(leased.items, transcripts, strict=True))
+                scores = await _score_all(client, reward, pairs, heartbeat_s)
                 await client.ask(SubmitScores(scores=tuple(scores)), Done)
             scored += len(scores)
             unavailable += sum(score.reward is None for score in scores)
@@ -45,10 +56,30 @@ async def work(client: BrokerClient, reward: Reward, *, max_credits: int) -> Non
             return
 
 
+async def _score_all(
+    client: BrokerClient,
+    reward: Reward,
+    pairs: Sequence[tuple[ScoringItem, Transcript]],
+    heartbeat_s: float,
+) -> list[Score]:
+    """Score on a thread, and keep the leases meanwhile."""
+    job = asyncio.create_task(
+        asyncio.to_thread(lambda: [reward.score(item, text) for item, text in pairs])
+    )
+    lease_ids = tuple(item.lease_id for item, _ in pairs)
+    while True:
+        done, _ = await asyncio.wait({job}, timeout=heartbeat_s)
+        if done:
+            return job.result()
+        await client.ask(Heartbeat(lease_ids=lease_ids), HeartbeatAnswer)
+
+
 async def _serve(endpoint: str, name: str, reward: Reward, max_credits: int) -> None:
-    client, _ = await BrokerClient.connect(endpoint, role="reward_worker", name=name)
+    client, welcome = await BrokerClient.connect(endpoint, role="reward_worker", name=name)
     stop = asyncio.create_task(stop_event().wait())
-    job = asyncio.create_task(work(client, reward, max_credits=max_credits))
+    job = asyncio.create_task(
+        work(client, reward, max_credits=max_credits, heartbeat_s=welcome.heartbeat_s)
+    )
     try:
         await asyncio.wait({stop, job}, return_when=asyncio.FIRST_COMPLETED)
         if job.done():

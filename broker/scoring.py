@@ -82,11 +82,12 @@ class ScoringQueue:
         """Put back what a worker held."""
         self._put_back([i for i, lease in self._leases.items() if lease.holder == holder])
 
-    def expire(self, now_s: float) -> int:
-        """Put back what silent workers held; return how much."""
+    def expire(self, now_s: float) -> list[TrajectoryKey]:
+        """Put back what silent workers held; return it, because an attempt ended."""
         overdue = [i for i, lease in self._leases.items() if lease.expires_s < now_s]
+        keys = [self._leases[i].key for i in overdue]
         self._put_back(overdue)
-        return len(overdue)
+        return keys
 
     def _put_back(self, lease_ids: list[int]) -> None:
         for lease_id in lease_ids:

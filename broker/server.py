@@ -54,6 +54,7 @@ from wire.control import (
 )
 from wire.errors import ProtocolError, RefusedError
 from wire.status import RunStatus, StepPoint
+from wire.trajectory import Score
 
 _log = logging.getLogger(__name__)
 
@@ -88,6 +89,7 @@ class BrokerServer:
         self._now = now
         self._frames: dict[TrajectoryKey, StoredTrajectory] = {}
         self._names: dict[bytes, str] = {}  # routing id -> name said in hello
+        self._turns: dict[str, int] = {}  # requests that wait, counted per client
         self._changed = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -106,7 +108,7 @@ class BrokerServer:
                     frames = await socket.recv_multipart(copy=False)
                     if len(self._tasks) >= MAX_PENDING_REQUESTS:
                         self.telemetry.rejected["too_many_pending"] += 1
-                        continue  # the client resends after its deadline
+                        continue  # the client learns it from its deadline
                     task = group.create_task(self._answer(socket, frames))
                     self._tasks.add(task)
                     task.add_done_callback(self._tasks.discard)
@@ -136,7 +138,13 @@ class BrokerServer:
             lapsed = self._ledger.expire(now)
             if lapsed:
                 _log.warning("%d leases lapsed: their holders sent no heartbeat", lapsed)
-            if lapsed or self._scoring.expire(now):
+            unscored = self._scoring.expire(now)
+            for group_id, sibling in unscored:
+                reason = "the reward worker fell silent"
+                self._ledger.score(
+                    Score(group_id=group_id, sibling=sibling, lease_id=-1, unavailable=reason)
+                )
+            if lapsed or unscored:
                 await self._persist()
 
     async def _handle(self, peer: bytes, request: Request, frames: list[Frame]) -> Reply:
@@ -216,10 +224,13 @@ class BrokerServer:
     ) -> Reply:
         """Answer as soon as there is something to say, at the latest after ``wait_s``."""
         deadline = self._now() + min(request.wait_s, MAX_WAIT_S)
+        turn = self._take_turn(name, request)
         while True:
             if self._names.get(peer) != name:
                 raise RefusedError(f"another process said hello as {name}")
             changed = self._changed
+            if self._turns[name] != turn and isinstance(request, LeaseGroups):
+                return (GroupsLeased(groups=()), _NO_FRAMES)
             reply, worth_saying = self._try(name, request)
             remaining = deadline - self._now()
             if worth_saying or remaining <= 0:
@@ -229,6 +240,18 @@ class BrokerServer:
                 await asyncio.wait_for(changed.wait(), remaining)
             except TimeoutError:
                 continue
+
+    def _take_turn(self, name: str, request: LeaseGroups | LeaseScoring | RequestBatch) -> int:
+        """A newer request of the same client ends its older ones: it knows more by now."""
+        turn = self._turns.get(name, 0) + 1
+        self._turns[name] = turn
+        if turn > 1 and isinstance(request, LeaseGroups):
+            self._notify()
+        return turn
+
+    def _notify(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
 
     def _try(
         self, name: str, request: LeaseGroups | LeaseScoring | RequestBatch
@@ -344,8 +367,7 @@ class BrokerServer:
             self._frames.pop(key, None)
             self._scoring.discard(key)
         if events:
-            self._changed.set()
-            self._changed = asyncio.Event()
+            self._notify()
         await self._committer.commit(changes)
 
 

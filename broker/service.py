@@ -74,7 +74,7 @@ async def serve(settings: BrokerSettings) -> None:
     async with AsyncExitStack() as cleanup:
         redis_server = await _redis_server(settings, cleanup)
         url = settings.broker.redis.url or (redis_server.url if redis_server else "")
-        password = redis_server.password if redis_server else None
+        password = redis_server.password if redis_server else _password(settings)
         store = await RedisStore.connect(url, run.name, password=password)
         cleanup.push_async_callback(store.close)
         await _refuse_old_run(store, settings)
@@ -150,6 +150,18 @@ async def _redis_server(settings: BrokerSettings, cleanup: AsyncExitStack) -> Re
     cleanup.callback(server.stop)
     await server.until_listening(socket)
     return server
+
+
+def _password(settings: BrokerSettings) -> str | None:
+    path = settings.broker.redis.password_file
+    if not path:
+        return None
+    try:
+        return Path(path).read_text().strip()
+    except OSError as error:
+        raise ConfigError(
+            f"cannot read broker.redis.password_file = {path}: {error.strerror}"
+        ) from error
 
 
 async def _watch(server: RedisServer | None) -> None:

@@ -19,6 +19,7 @@ from deploy.observe import status_now
 from deploy.plan import plan_roles
 from deploy.supervise import Supervisor
 from deploy.view import final_table, live_view, one_line
+from wire.command_line import EXIT_INTERRUPTED
 from wire.errors import ChildDiedError, SlipstreamError
 from wire.processes import last_lines
 from wire.run_settings import RunSection
@@ -28,7 +29,6 @@ _log = logging.getLogger(__name__)
 _POLL_S = 0.2
 _LINE_EVERY_S = 10.0
 _BROKER_START_S = 60.0
-EXIT_INTERRUPTED = 130
 
 
 class _StopRequestedError(SlipstreamError):

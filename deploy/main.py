@@ -2,11 +2,9 @@
 
 import argparse
 import logging
-import sys
 from pathlib import Path
 
-from wire.command_line import EXIT_BAD_SETTINGS, run_role
-from wire.errors import ConfigError
+from wire.command_line import run_role
 
 _EXAMPLES = """examples:
   slipstream quickstart                                  two-digit addition on this machine
@@ -49,11 +47,7 @@ def main() -> int:
             case _:
                 return bodies.status(arguments.folder, as_json=arguments.json)
 
-    try:
-        return run_role(body)
-    except ConfigError as error:
-        sys.stderr.write(f"{error}\n")
-        return EXIT_BAD_SETTINGS
+    return run_role(body)
 
 
 if __name__ == "__main__":

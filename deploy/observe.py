@@ -5,7 +5,7 @@ from pathlib import Path
 
 from broker.client import BrokerClient
 from wire.control import GetStatus, StatusAnswer
-from wire.errors import ConfigError
+from wire.errors import ConfigError, PeerLostError
 from wire.run_settings import RunSection, run_section
 from wire.settings import load_table
 from wire.status import RunStatus
@@ -23,6 +23,9 @@ def run_of_folder(folder: Path) -> RunSection:
 
 async def fetch_status(run: RunSection, *, timeout_s: float = _TIMEOUT_S) -> RunStatus:
     """Ask the broker of a run once."""
+    folder = Path(run.socket_dir) if run.socket_dir else run.folder / "sockets"
+    if not (folder / "broker.sock").exists():
+        raise PeerLostError(f"no broker runs for {run.folder}; see {run.summary_file}")
     endpoint = run.endpoint("broker")
     client, _ = await BrokerClient.connect(
         endpoint, role="observer", name="observer", timeout_s=timeout_s

@@ -92,6 +92,17 @@ def generator_settings(table: Table) -> GeneratorSettings:
             f"sampling.min_response_tokens = {sampling.min_response_tokens} is more than "
             f"sampling.max_response_tokens = {sampling.max_response_tokens}"
         )
+    if settings.generators.max_sequences < settings.run.group_size:
+        raise ConfigError(
+            f"generators.max_sequences = {settings.generators.max_sequences} does not hold one "
+            f"group of run.group_size = {settings.run.group_size}"
+        )
+    for name in ("tp_size", "pp_size", "dp_size", "tp-size", "pp-size", "dp-size"):
+        if settings.generators.sglang.get(name, 1) != 1:
+            raise ConfigError(
+                f"generators.sglang.{name} must be 1: engines of several ranks cannot receive "
+                f"weights yet, got {settings.generators.sglang[name]}"
+            )
     longest = sampling.max_prompt_tokens + sampling.max_response_tokens
     if settings.device == "cpu" and settings.generators.max_cached_tokens < longest:
         raise ConfigError(

@@ -36,7 +36,7 @@ async def run_rollouts(
     prompt_ids = codec.encode(group.prompt.prompt)
     completions = await engine.sample(prompt_ids, params, count=len(siblings))
     return [
-        _rollout(codec, group, sibling, prompt_ids, completion, params.temperature)
+        _rollout(codec, group, sibling, prompt_ids, completion, params)
         for sibling, completion in zip(siblings, completions, strict=True)
     ]
 
@@ -47,7 +47,7 @@ def _rollout(
     sibling: int,
     prompt_ids: list[int],
     completion: Completion,
-    temperature: float,
+    params: SamplingParams,
 ) -> Rollout:
     num_response_tokens = len(completion.token_ids)
     header = TrajectoryHeader(
@@ -57,8 +57,10 @@ def _rollout(
         num_prompt_tokens=len(prompt_ids),
         num_tokens=len(prompt_ids) + num_response_tokens,
         version_runs=version_runs(completion.version_starts, num_prompt_tokens=len(prompt_ids)),
-        temperature=temperature,
+        temperature=params.temperature,
         finish_reason=completion.finish_reason,
+        min_response_tokens=params.min_new_tokens,
+        end_token_ids=codec.end_token_ids if params.min_new_tokens else (),
     )
     transcript = Transcript(
         prompt=group.prompt,

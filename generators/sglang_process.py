@@ -22,7 +22,8 @@ from wire.errors import ChildDiedError
 from wire.processes import bound_to_me, last_lines
 
 _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 where SGLang puts it
-_POLL_S = 0.1
+_NOTES = "shared-memory.txt"
+_POLL_S = 0.25
 _STOP_S = 3.0
 _HOST = "127.0.0.1"
 
@@ -47,7 +48,6 @@ class SglangProcess:
             "parent_pid": os.getpid(),
             "device": settings.device,
             "group_timeout_s": settings.weightbus.timeout_s,
-            "file_prefix": f"{scratch.name}-",
             "flags": server_flags(settings, port=port, api_key=api_key, seed_of=name),
         }
         log_file = settings.run.logs / f"{name}-sglang.log"
@@ -79,12 +79,21 @@ class SglangProcess:
                 async with asyncio.timeout(timeout_s):
                     while not await _answers(http, self.url):
                         self.check_alive()
+                        self.note_shared_memory()
                         await asyncio.sleep(_POLL_S)
             except TimeoutError as error:
                 raise ChildDiedError(
                     f"SGLang did not answer within {timeout_s:.0f} s "
                     f"(generators.start_timeout_s)\n{last_lines(self.log_file)}"
                 ) from error
+
+    def note_shared_memory(self) -> None:
+        """Write down which shared memory the server holds: nobody knows once it was killed."""
+        held: set[str] = set()
+        for pid in session_members(self.process.pid):
+            held.update(_shared_memory_of(pid))
+        if held:
+            (self.scratch / _NOTES).write_text("\n".join(sorted(held)))
 
     def check_alive(self) -> None:
         """Raise ChildDiedError, with the last lines of the log, if the server ended."""
@@ -96,6 +105,7 @@ class SglangProcess:
 
     def stop(self) -> None:
         """End the server. It drains without limit on SIGTERM, so it gets little time for it."""
+        self.note_shared_memory()
         self.process.terminate()
         try:
             self.process.wait(_STOP_S)
@@ -112,9 +122,13 @@ class SglangProcess:
 
 
 def remove_leftovers(scratch: Path) -> None:
-    """Remove a scratch folder and the shared memory that bears its name."""
-    for path in _SHARED_MEMORY.glob(f"sglang_loads_{scratch.name}-*"):
-        path.unlink(missing_ok=True)
+    """Remove the shared memory noted in a scratch folder, and the folder."""
+    notes = scratch / _NOTES
+    if notes.is_file():
+        for line in notes.read_text().splitlines():
+            path = Path(line)
+            if path.parent == _SHARED_MEMORY:
+                path.unlink(missing_ok=True)
     shutil.rmtree(scratch, ignore_errors=True)
 
 
@@ -127,6 +141,14 @@ def session_members(session: int) -> Iterator[int]:
                 yield pid
         except ProcessLookupError:
             continue
+
+
+def _shared_memory_of(pid: int) -> set[str]:
+    try:
+        maps = Path(f"/proc/{pid}/maps").read_text()
+    except OSError:
+        return set()
+    return {line.split()[-1] for line in maps.splitlines() if str(_SHARED_MEMORY) in line}
 
 
 def server_flags(
@@ -171,6 +193,8 @@ def _environment(settings: GeneratorSettings, scratch: Path) -> dict[str, str]:
     if settings.device == "cpu":
         # More than one thread per server collapses as soon as anything else wants a core.
         environment |= {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1"}
+    if settings.weightbus.host.startswith("127."):
+        environment["GLOO_SOCKET_IFNAME"] = "lo"
     return environment
 
 

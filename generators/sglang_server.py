@@ -9,9 +9,11 @@ import json
 import multiprocessing
 import os
 import sys
-import tempfile
 
+from generators import sglang_patches
 from wire.processes import die_with_parent
+
+sglang_patches.install()
 
 
 def _flags(settings: dict[str, str | int | float | bool]) -> list[str]:
@@ -29,7 +31,6 @@ def main() -> None:
     """Read one JSON object from stdin and serve until killed."""
     order = json.loads(sys.stdin.read())
     die_with_parent(order["parent_pid"])
-    tempfile.template = order["file_prefix"]  # so that what SGLang leaves behind can be found
     settings = order["flags"]
     on_cpu = order["device"] == "cpu"
     from generators import sglang_cpu  # torch takes seconds to import

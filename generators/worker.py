@@ -55,6 +55,8 @@ class GeneratorWorker:
         self._lane_freed = asyncio.Event()
         self._adopted: PolicyVersion | None = None
         self._adopted_any = asyncio.Event()
+        self._situation_changed = asyncio.Event()
+        self._finished = False
         self._paused = False
         self._groups: dict[int, asyncio.Task[None]] = {}  # by lease
         self._generating: set[int] = set()  # leases whose siblings are not all sampled yet
@@ -73,6 +75,7 @@ class GeneratorWorker:
         self._adopted = version
         self._paused = False
         self._adopted_any.set()
+        self._situation_changed.set()
         self._tell_clock()
         _log.info("adopted %s with %d groups under way", version.label, len(self._groups))
 
@@ -91,19 +94,27 @@ class GeneratorWorker:
             ]
             try:
                 await self._adopted_any.wait()
-                while await self._lease_once(group):
-                    pass
+                await self._lease_forever(group)
             finally:
                 for task in side:
                     task.cancel()
         await self._report()
 
-    async def _lease_once(self, group: asyncio.TaskGroup) -> bool:
-        while self._free <= 0:
-            self._lane_freed.clear()
-            await self._lane_freed.wait()
+    async def _lease_forever(self, group: asyncio.TaskGroup) -> None:
+        """Keep asking for work. An adopt replaces the question, because it earns new permits."""
+        while not self._finished:
+            while self._free <= 0:
+                self._lane_freed.clear()
+                await self._lane_freed.wait()
+            self._situation_changed.clear()
+            question = group.create_task(self._ask_for_groups(group))
+            change = asyncio.create_task(self._situation_changed.wait())
+            await asyncio.wait({question, change}, return_when=asyncio.FIRST_COMPLETED)
+            change.cancel()
+
+    async def _ask_for_groups(self, group: asyncio.TaskGroup) -> None:
         if self._adopted is None:
-            return True
+            return
         leased, _ = await self._client.ask(
             LeaseGroups(adopted=self._adopted, max_sequences=self._free, wait_s=_POLL_S),
             GroupsLeased,
@@ -115,7 +126,7 @@ class GeneratorWorker:
             self._groups[work.lease_id] = task
             self._generating.add(work.lease_id)
             self._tell_clock()
-        return not leased.finished
+        self._finished = self._finished or leased.finished
 
     async def _run_group(self, work: LeasedGroup) -> None:
         try:

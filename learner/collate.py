@@ -28,6 +28,8 @@ class TrainSequence:
     behavior_logprobs: NDArray[np.float32]  # 0.0 outside the mask
     advantage: float
     temperature: float
+    end_barred: NDArray[np.bool_] | None = None  # True where no end token could be chosen
+    end_token_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +44,8 @@ class PackedBatch:
     behavior_logprobs: Tensor  # [T] float32, 0.0 outside the mask
     advantages: Tensor  # [T] float32
     temperature: Tensor  # [T] float32
+    end_barred: Tensor | None = None  # [T] bool, True where no end token could be chosen
+    end_token_ids: tuple[int, ...] = ()
 
 
 def unpack(
@@ -63,7 +67,11 @@ def unpack(
         raise ProtocolError(
             f"trajectory {header.group_id}/{header.sibling} holds a logprob that is not finite"
         )
+    position = np.arange(header.num_tokens)
+    free_from = header.num_prompt_tokens + header.min_response_tokens
     return TrainSequence(
+        end_barred=mask & (position < free_from) if header.min_response_tokens else None,
+        end_token_ids=header.end_token_ids,
         token_ids=_array(payload.token_ids),
         loss_mask=mask,
         behavior_logprobs=np.where(mask, logprobs, np.float32(0.0)),
@@ -92,7 +100,21 @@ def pack(sequences: Sequence[TrainSequence], device: torch.device) -> PackedBatc
         behavior_logprobs=joined([s.behavior_logprobs for s in sequences]),
         advantages=per_token([s.advantage for s in sequences]),
         temperature=per_token([s.temperature for s in sequences]),
+        end_barred=_end_barred(sequences, device),
+        end_token_ids=max(s.end_token_ids for s in sequences),
     )
+
+
+def _end_barred(sequences: Sequence[TrainSequence], device: torch.device) -> Tensor | None:
+    if all(s.end_barred is None for s in sequences):
+        return None
+    if len({s.end_token_ids for s in sequences if s.end_barred is not None}) != 1:
+        raise ProtocolError("trajectories of one batch disagree on the tokens that end a response")
+    parts = [
+        np.zeros(len(s.token_ids), np.bool_) if s.end_barred is None else s.end_barred
+        for s in sequences
+    ]
+    return torch.from_numpy(np.concatenate(parts)).to(device)
 
 
 def _array(packed: PackedArray) -> NDArray[Any]:

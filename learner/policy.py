@@ -21,13 +21,15 @@ from learner.model import packed_logits
 from learner.topology import Topology
 from wire.errors import SlipstreamError
 
+_BARRED_LOGIT = -1e30  # probability 0 without an infinity in the gradient
+
 Sums = dict[str, Tensor]
 LossFunction = Callable[[int, PackedBatch, Tensor, Tensor], tuple[Tensor, Sums]]
 """(microbatch number, batch, logprobs [T], entropy [T]) -> (loss [], sums to log)."""
 
 
 class NonFiniteError(SlipstreamError):
-    """A loss or gradient is NaN or inf; the weights were not changed."""
+    """A loss or gradient is NaN or inf; this optimizer update was not made."""
 
 
 class Policy:
@@ -80,7 +82,7 @@ class Policy:
         """Do one optimizer update; return the summed figures of all replicas, and the norm.
 
         Raises:
-            NonFiniteError: the loss or gradient is not finite; nothing was changed.
+            NonFiniteError: the loss or gradient is not finite; this update was not made.
         """
         self._ddp.zero_grad_buffer()
         self._optimizer.zero_grad()
@@ -124,7 +126,7 @@ class Policy:
     def _aligned(self, logits: Tensor, batch: PackedBatch) -> tuple[Tensor, Tensor]:
         """Logits [T, V/tp] at t predict the token at t + 1: shift what they say by one."""
         targets = batch.token_ids.roll(-1)
-        tempered = logits / batch.temperature.unsqueeze(-1)
+        tempered = self._without_ends(logits / batch.temperature.unsqueeze(-1), batch)
         following, entropy_after = vocab_parallel_logprobs(
             tempered,
             targets,
@@ -136,6 +138,20 @@ class Policy:
             torch.where(batch.loss_mask, following.roll(1), zero),
             torch.where(batch.loss_mask, entropy_after.roll(1), zero),
         )
+
+    def _without_ends(self, logits: Tensor, batch: PackedBatch) -> Tensor:
+        """Bar the tokens that end a response where the engine barred them, as it does.
+
+        Logits are [T, V/tp]; row t chooses the token at t + 1.
+        """
+        if batch.end_barred is None:
+            return logits
+        width = logits.shape[-1]
+        first = width * self._topology.tensor_parallel_rank
+        columns = torch.arange(first, first + width, device=logits.device)
+        ends = torch.isin(columns, torch.tensor(batch.end_token_ids, device=logits.device))
+        barred = batch.end_barred.roll(-1).unsqueeze(-1) & ends
+        return logits.masked_fill(barred, _BARRED_LOGIT)
 
     def _sum_over_replicas(self, totals: Sums) -> Sums:
         names = sorted(totals)

@@ -1,6 +1,7 @@
 """Builds the learner's ranks and runs them. Import it only after ``device.prepare()``."""
 
 import logging
+import os
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -17,6 +18,7 @@ from learner.loop import LearnerLoop
 from learner.model import build_model
 from learner.policy import Policy
 from learner.topology import destroy_topology, init_topology
+from weightbus.rendezvous import open_store
 from wire.errors import ChildDiedError
 from wire.processes import bound_to_me
 
@@ -38,7 +40,7 @@ def run_learner(settings: LearnerSettings, argv: Sequence[str]) -> None:
     if ranks == 1:
         run_rank(settings, rank=0, store=HashStore())
         return
-    store = TCPStore(_HOST, 0, is_master=True, wait_for_workers=False)
+    store = open_store(_HOST, world_size=ranks, timeout_s=settings.learner.timeout_s)
     children = [_start_rank(argv, rank, store.port) for rank in range(1, ranks)]
     try:
         run_rank(settings, rank=0, store=store)
@@ -64,6 +66,8 @@ def join_ranks(settings: LearnerSettings, *, rank: int, port: int) -> None:
 def run_rank(settings: LearnerSettings, *, rank: int, store: Store) -> None:
     """Build the policy on this rank and train."""
     learner = settings.learner
+    if settings.weightbus.host.startswith("127."):
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # noqa: TID251 read by gloo, which has no setting
     device.set_threads(learner.threads)
     device.select(rank)
     topology = init_topology(

@@ -7,9 +7,9 @@ from typing import Literal
 
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import TCPStore  # type: ignore[attr-defined]  # not in torch's stubs
 from torch.distributed import distributed_c10d as c10d
 
+from weightbus.rendezvous import open_store
 from wire.errors import PublishError
 
 _POLL_S = 0.001
@@ -22,9 +22,7 @@ class EngineGroup:
         self.name = name
         self._world_size = world_size
         self._timeout = datetime.timedelta(seconds=timeout_s)
-        self._store = TCPStore(
-            host, 0, world_size, is_master=True, timeout=self._timeout, wait_for_workers=False
-        )
+        self._store = open_store(host, world_size=world_size, timeout_s=timeout_s)
         self._group: dist.ProcessGroup | None = None
 
     @property

@@ -3,7 +3,7 @@
 SGLang keeps query, key and value as one tensor, gate and up as another, and pads with zeros: the
 vocabulary to a multiple of 64, and on a CPU the MLP's inner size to one of 32. Its checksum there
 is the first 8 bytes of sha256 over the raw bytes (sglang 0.5.23). A GPU uses another function:
-there engines are compared with each other.
+there the publish record keeps a digest per engine, to be compared with each other.
 """
 
 import hashlib

@@ -6,11 +6,12 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from wire.errors import SlipstreamError
+from wire.errors import ConfigError, SlipstreamError
 from wire.settings import Table, load_table
 
 EXIT_FAILED = 1
 EXIT_BAD_SETTINGS = 2
+EXIT_INTERRUPTED = 130
 
 
 def role_parser(prog: str, description: str, examples: Sequence[str]) -> argparse.ArgumentParser:
@@ -43,11 +44,27 @@ def run_role(body: Callable[[], int]) -> int:
     """Run a role's body; a known error becomes one clear line and a failing exit code."""
     try:
         return body()
+    except BaseExceptionGroup as group:
+        known = group.subgroup(SlipstreamError)
+        if known is None:
+            raise
+        return _say(_first(known))
     except SlipstreamError as error:
-        logging.getLogger("slipstream").error("%s: %s", type(error).__name__, error)  # noqa: TRY400
-        return EXIT_FAILED
+        return _say(error)
     except KeyboardInterrupt:
-        return 130
+        return EXIT_INTERRUPTED
+
+
+def _first(group: BaseExceptionGroup[SlipstreamError]) -> SlipstreamError:
+    error = group.exceptions[0]
+    return _first(error) if isinstance(error, BaseExceptionGroup) else error
+
+
+def _say(error: SlipstreamError) -> int:
+    if isinstance(error, ConfigError):
+        return refuse_settings(error)
+    logging.getLogger("slipstream").error("%s: %s", type(error).__name__, error)
+    return EXIT_FAILED
 
 
 def refuse_settings(error: SlipstreamError) -> int:

@@ -36,6 +36,8 @@ class TrajectoryHeader(msgspec.Struct, frozen=True, kw_only=True):
     version_runs: tuple[VersionRun, ...]  # as the engine reported them, by first token
     temperature: float  # of the distribution that was sampled from; 0.0 is greedy
     finish_reason: FinishReason
+    min_response_tokens: int = 0  # before that many, no token of end_token_ids could be chosen
+    end_token_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if not 0 < self.num_prompt_tokens < self.num_tokens:

@@ -47,6 +47,7 @@ class Run(RuleBasedStateMachine):
         total_steps=st.integers(1, 4),
         held_out=st.integers(0, 2),
         every_steps=st.integers(0, 2),
+        max_in_flight=st.sampled_from([100, 100, 0]),
     )
     def begin(
         self,
@@ -56,6 +57,7 @@ class Run(RuleBasedStateMachine):
         total_steps: int,
         held_out: int,
         every_steps: int,
+        max_in_flight: int,
     ) -> None:
         self.rules_of_run = make_rules(
             max_staleness_steps=staleness,
@@ -63,6 +65,7 @@ class Run(RuleBasedStateMachine):
             group_size=group_size,
             total_steps=total_steps,
             max_attempts=MAX_ATTEMPTS,
+            max_in_flight=max_in_flight or groups_per_step,
             eval_plan=EvalPlan(
                 num_problems=held_out, total_steps=total_steps, every_steps=every_steps
             ),
@@ -75,6 +78,7 @@ class Run(RuleBasedStateMachine):
         self.trained: Counter[int] = Counter()
         self.last_version = PolicyVersion(0, 0)
         self.take_over()
+        self.adopted = dict.fromkeys(GENERATORS, self.ledger.version)
 
     # ---- what the roles do ---------------------------------------------------
 
@@ -125,9 +129,7 @@ class Run(RuleBasedStateMachine):
         if newest_too and self.ledger.version > adopted:
             versions.append(self.ledger.version)
         try:
-            self.ledger.submit(
-                header(group.group_id, sibling, *versions, lease_id=group.lease_id)
-            )
+            self.ledger.submit(header(group.group_id, sibling, *versions, lease_id=group.lease_id))
         except RefusedError:
             return  # it ended, or belongs to an older learner
 
@@ -157,11 +159,27 @@ class Run(RuleBasedStateMachine):
         self.now_s += seconds
         self.ledger.expire(self.now_s)
 
+    @rule(keep=st.integers(0, 2), newest_too=st.booleans())
+    def most_work_is_done(self, keep: int, newest_too: bool) -> None:
+        for group, adopted in self.work[: len(self.work) - keep]:
+            for sibling in group.siblings:
+                self._submit(group, sibling, adopted, newest_too=newest_too)
+        self.work = self.work[-keep:] if keep else []
+
+    @rule()
+    def everything_is_scored(self) -> None:
+        self._score_all()
+
+    def _score_all(self) -> None:
+        for group_id, sibling in self._unscored():
+            value = group_id * 10.0 + sibling
+            self.ledger.score(Score(group_id=group_id, sibling=sibling, lease_id=0, reward=value))
+
     @rule(holder=st.sampled_from(GENERATORS))
     def generator_restarts(self, holder: str) -> None:
         self.ledger.release_all(holder, "restarted")
 
-    @rule(commits=st.sampled_from([0, 1, 2]))
+    @rule(commits=st.sampled_from([0, 1, 1, 2]))
     def deliver_and_commit(self, commits: int) -> None:
         self._deliver(commits)
 
@@ -253,15 +271,7 @@ class Run(RuleBasedStateMachine):
             for group in self.ledger.lease(holder, adopted, max_sequences=100, now_s=self.now_s):
                 for sibling in group.siblings:
                     self.ledger.submit(header(group.group_id, sibling, adopted))
-            for group_id, sibling in self._unscored():
-                self.ledger.score(
-                    Score(
-                        group_id=group_id,
-                        sibling=sibling,
-                        lease_id=0,
-                        reward=group_id * 10.0 + sibling,
-                    )
-                )
+            self._score_all()
             self._deliver(commits=1)
 
 

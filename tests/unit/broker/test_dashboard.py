@@ -100,7 +100,8 @@ def test_metrics_are_what_prometheus_reads():
             assert reply.status == 200
             return await reply.text()
 
-    families = {family.name: family for family in text_string_to_metric_families(asyncio.run(body()))}
+    text = asyncio.run(body())
+    families = {family.name: family for family in text_string_to_metric_families(text)}
 
     def values(name: str) -> dict[tuple[str, ...], float]:
         return {tuple(s.labels.values()): s.value for s in families[name].samples}
@@ -125,9 +126,11 @@ def test_metrics_of_a_run_that_has_not_begun_hold_no_evaluation():
 
 def test_the_first_event_is_the_state_of_the_run():
     async def body() -> tuple[str, bytes]:
-        async with dashboard() as (session, address):
-            async with session.get(address.with_path("/events", keep_query=True)) as reply:
-                return reply.headers["Content-Type"], await reply.content.readuntil(b"\n\n")
+        async with (
+            dashboard() as (session, address),
+            session.get(address.with_path("/events", keep_query=True)) as reply,
+        ):
+            return reply.headers["Content-Type"], await reply.content.readuntil(b"\n\n")
 
     content_type, event = asyncio.run(body())
     assert content_type == "text/event-stream"

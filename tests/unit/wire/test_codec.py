@@ -134,7 +134,7 @@ ANSWERS: list[control.Answer] = [
 ]
 COMMANDS: list[bus.Command] = [
     bus.OpenGroup(command_id=1, host="127.0.0.1", port=5, group_name="g", backend="gloo"),
-    bus.CloseGroup(command_id=2, group_name="g"),
+    bus.CloseGroup(command_id=2, group_name="g", reason="the engine stopped receiving"),
     bus.Offer(command_id=3, manifest=MANIFEST),
     bus.Pause(command_id=4),
     bus.LoadBucket(command_id=5, index=0, group_name="g"),

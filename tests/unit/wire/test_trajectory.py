@@ -34,7 +34,12 @@ def zeros(dtype: DType, *shape: int) -> PackedArray:
 
 @pytest.mark.parametrize(
     ("dtype", "shape", "num_bytes", "needs"),
-    [("int32", (2,), 4, 8), ("float32", (2, 3), 23, 24), ("bool", (3,), 4, 3), ("bool", (0,), 1, 0)],
+    [
+        ("int32", (2,), 4, 8),
+        ("float32", (2, 3), 23, 24),
+        ("bool", (3,), 4, 3),
+        ("bool", (0,), 1, 0),
+    ],
 )
 def test_an_array_with_the_wrong_number_of_bytes_is_rejected(
     dtype: DType, shape: tuple[int, ...], num_bytes: int, needs: int
@@ -83,7 +88,9 @@ def test_runs_that_do_not_divide_the_response_are_rejected(
         make_header(*starts)
 
 
-@pytest.mark.parametrize(("num_prompt_tokens", "num_tokens"), [(0, 10), (10, 10), (11, 10), (-1, 5)])
+@pytest.mark.parametrize(
+    ("num_prompt_tokens", "num_tokens"), [(0, 10), (10, 10), (11, 10), (-1, 5)]
+)
 def test_a_trajectory_without_prompt_or_response_is_rejected(
     num_prompt_tokens: int, num_tokens: int
 ):

@@ -10,9 +10,11 @@ def test_a_label_names_the_version_it_was_made_from():
     assert parse_label(version.label) == version
 
 
-@pytest.mark.parametrize("label", ["", "default", "v1", "1.2", "v1.2.3", "v-1.2", " v1.2", "v1.2\n"])
+@pytest.mark.parametrize(
+    "label", ["", "default", "v1", "1.2", "v1.2.3", "v-1.2", " v1.2", "v1.2\n"]
+)
 def test_any_other_text_is_no_version(label: str):
-    with pytest.raises(ProtocolError, match="expected vEPOCH.STEP"):
+    with pytest.raises(ProtocolError, match=r"expected vEPOCH\.STEP"):
         parse_label(label)
 
 

@@ -1,0 +1,69 @@
+"""Corrections to SGLang 0.5.23 that its processes need on every device.
+
+Installed at the top of the server's main module, so that processes that SGLang spawns get them
+too: they import that module again before anything else.
+"""
+
+import importlib.abc
+import importlib.util
+import sys
+from collections.abc import Callable, Sequence
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+from typing_extensions import override
+
+_MIN_NEW_TOKENS = "sglang.srt.sampling.penaltylib.min_new_tokens"
+
+
+def install() -> None:
+    """Correct the modules named here right after their import."""
+    sys.meta_path.insert(0, _AfterImport({_MIN_NEW_TOKENS: _count_tokens_before_retraction}))
+
+
+def _count_tokens_before_retraction(module: ModuleType) -> None:
+    """Let ``min_new_tokens`` count from the start of a response, not from its last retraction.
+
+    A retracted request is prefilled again, and SGLang starts its count anew: a response could
+    then not end for another ``min_new_tokens``, and its logprobs would be of a distribution that
+    nobody asked for. Remove when SGLang counts ``req.output_ids`` itself.
+    """
+    import torch  # with the process that samples, not with the agent
+
+    penalizer = module.BatchedMinNewTokensPenalizer
+    prepare = penalizer._prepare
+
+    def prepare_from_output(self: Any) -> None:  # noqa: ANN401
+        prepare(self)
+        lengths = [[len(req.output_ids)] for req in self.orchestrator.reqs()]
+        device = self.orchestrator.device
+        self.len_output_tokens = torch.tensor(lengths, dtype=torch.int32, device=device)
+
+    penalizer._prepare = prepare_from_output
+
+
+class _AfterImport(importlib.abc.MetaPathFinder):
+    """Runs a function on a module when it was imported for the first time."""
+
+    def __init__(self, corrections: dict[str, Callable[[ModuleType], None]]) -> None:
+        self._corrections = corrections
+
+    @override
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        correct = self._corrections.pop(fullname, None)
+        if correct is None:
+            return None
+        spec = importlib.util.find_spec(fullname)
+        if spec is None or spec.loader is None:
+            return spec
+        execute = spec.loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            execute(module)
+            correct(module)
+
+        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec

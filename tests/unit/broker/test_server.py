@@ -1,0 +1,349 @@
+"""The broker's loop over a real socket in a private folder, with the store in memory."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import zmq
+import zmq.asyncio
+
+from broker.client import BrokerClient
+from broker.commit import GroupCommitter
+from broker.ledger import Ledger
+from broker.scoring import ScoringQueue
+from broker.server import BrokerServer
+from broker.store import MemoryStore
+from broker.telemetry import Telemetry
+from tests.unit.broker.ledger_driver import header, make_ledger, make_rules
+from wire.codec import decode_answer, encode
+from wire.control import (
+    Answer,
+    BatchDelivered,
+    BatchNotReady,
+    Done,
+    FetchPayloads,
+    GetStatus,
+    GroupsLeased,
+    Heartbeat,
+    HeartbeatAnswer,
+    Hello,
+    LeaseGroups,
+    LeaseScoring,
+    Payloads,
+    Refusal,
+    Request,
+    RequestBatch,
+    Role,
+    RunComplete,
+    ScoringLeased,
+    StatusAnswer,
+    StepCommit,
+    SubmitScores,
+    SubmitTrajectory,
+    TakeOver,
+    TookOver,
+    Welcome,
+)
+from wire.errors import PeerLostError, RefusedError
+from wire.run_settings import RunSection
+from wire.status import RunStatus
+from wire.trajectory import Score
+from wire.versions import PolicyVersion
+
+V0 = PolicyVersion(1, 0)
+
+
+@dataclass(slots=True)
+class Running:
+    endpoint: str
+    ledger: Ledger
+    server: BrokerServer
+    store: MemoryStore
+    task: "asyncio.Task[None]"
+    clients: list[BrokerClient] = field(default_factory=list)
+
+    async def client(self, role: Role, name: str) -> BrokerClient:
+        client, _ = await BrokerClient.connect(self.endpoint, role=role, name=name, timeout_s=5.0)
+        self.clients.append(client)
+        return client
+
+    @property
+    def status(self) -> RunStatus:
+        return self.server.status()
+
+
+@asynccontextmanager
+async def running(folder: Path, ledger: Ledger | None = None) -> AsyncIterator[Running]:
+    owned = ledger or make_ledger(make_rules(groups_per_step=1, total_steps=1))
+    store = MemoryStore()
+    committer = GroupCommitter(store)
+    server = BrokerServer(
+        ledger=owned,
+        scoring=ScoringQueue(lease_s=10.0),
+        committer=committer,
+        telemetry=Telemetry(RunSection(name="run")),
+        run_name="run",
+        max_message_bytes=1_000_000,
+    )
+    context = zmq.asyncio.Context()
+    endpoint = f"ipc://{folder}/broker.sock"
+    task = asyncio.create_task(server.serve(context, endpoint))
+    writer = asyncio.create_task(committer.run())
+    it = Running(endpoint, owned, server, store, task)
+    try:
+        yield it
+        assert not task.done(), "the broker's loop ended"
+    finally:
+        for client in it.clients:
+            client.close()
+        for one in (task, writer):
+            one.cancel()
+            with suppress(asyncio.CancelledError):
+                await one
+        context.term()
+
+
+@asynccontextmanager
+async def bare_socket(endpoint: str) -> AsyncIterator[Callable[..., Awaitable[Answer]]]:
+    """Yield a function that sends frames as they are and returns the answer."""
+    context = zmq.asyncio.Context()
+    socket = context.socket(zmq.DEALER)
+    socket.setsockopt(zmq.LINGER, 0)
+    socket.connect(endpoint)
+
+    async def ask(*frames: bytes, answered: bool = True) -> Answer:
+        await socket.send_multipart(frames)
+        if not answered:
+            return Done()
+        async with asyncio.timeout(5.0):
+            request_id, body = await socket.recv_multipart()
+        assert request_id == frames[0]
+        return decode_answer(body)
+
+    try:
+        yield ask
+    finally:
+        socket.close()
+        context.term()
+
+
+async def submit(client: BrokerClient, group_id: int, sibling: int) -> None:
+    frames = [b"payload %d" % sibling, b"transcript %d" % sibling]
+    message = SubmitTrajectory(header=header(group_id, sibling, V0))
+    await client.ask(message, Done, frames=frames)
+
+
+def test_a_run_of_one_step_goes_through_every_role(short_folder: Path):
+    async def body() -> tuple[RunStatus, int]:
+        async with running(short_folder) as it:
+            learner = await it.client("learner", "learner")
+            generator = await it.client("generator", "generator-0")
+            worker = await it.client("reward_worker", "reward-worker-0")
+            took, _ = await learner.ask(TakeOver(step=0), TookOver)
+            assert took.version == V0
+            leased, _ = await generator.ask(
+                LeaseGroups(adopted=V0, max_sequences=2, wait_s=1.0), GroupsLeased
+            )
+            (group,) = leased.groups
+            for sibling in group.siblings:
+                await submit(generator, group.group_id, sibling)
+            await submit(generator, group.group_id, 0)
+            scoring, transcripts = await worker.ask(
+                LeaseScoring(credits=8, wait_s=1.0), ScoringLeased
+            )
+            assert [bytes(t) for t in transcripts] == [b"transcript 0", b"transcript 1"]
+            scores = tuple(
+                Score(
+                    group_id=i.group_id,
+                    sibling=i.sibling,
+                    lease_id=i.lease_id,
+                    reward=float(i.sibling),
+                )
+                for i in scoring.items
+            )
+            await worker.ask(SubmitScores(scores=scores), Done)
+            batch, _ = await learner.ask(RequestBatch(version=V0, wait_s=1.0), BatchDelivered)
+            delivered = batch.groups[0].trajectories
+            assert [t.reward for t in delivered] == [0.0, 1.0]
+            keys = ((group.group_id, 1), (group.group_id, 0))
+            _, payloads = await learner.ask(FetchPayloads(keys=keys), Payloads)
+            assert [bytes(p) for p in payloads] == [b"payload 1", b"payload 0"]
+            await learner.ask(StepCommit(version=V0.next(), metrics={"policy/loss": 1.0}), Done)
+            await learner.ask(RequestBatch(version=V0.next(), wait_s=1.0), RunComplete)
+            finished, _ = await generator.ask(
+                LeaseGroups(adopted=V0, max_sequences=2, wait_s=1.0), GroupsLeased
+            )
+            assert finished.finished
+            stored = [event async for event in it.store.replay()]
+            with pytest.raises(KeyError):
+                await it.store.fetch(keys)
+            return it.status, len(stored)
+
+    status, num_events = asyncio.run(body())
+    assert (status.steps, status.trained, status.unaccounted) == (1, 1, 0)
+    assert status.steps_history[0].metrics == {"policy/loss": 1.0}
+    # taken over, issued, leased, 2 generated, 2 scored, delivered, trained
+    assert num_events == 9
+
+
+def test_a_client_that_did_not_say_hello_is_refused(short_folder: Path):
+    async def body() -> Answer:
+        async with running(short_folder) as it, bare_socket(it.endpoint) as ask:
+            return await ask(b"1", encode(GetStatus()))
+
+    assert asyncio.run(body()) == Refusal(reason="say hello first")
+
+
+def test_another_wire_revision_is_refused_with_both_numbers(short_folder: Path):
+    async def body() -> Answer:
+        async with running(short_folder) as it, bare_socket(it.endpoint) as ask:
+            return await ask(b"1", encode(Hello(role="learner", name="learner", wire_revision=99)))
+
+    answer = asyncio.run(body())
+    assert isinstance(answer, Refusal)
+    assert "wire revision 99, this broker 1" in answer.reason
+
+
+def test_malformed_frames_are_counted_and_the_loop_goes_on(short_folder: Path):
+    async def body() -> tuple[list[Answer], int, Answer]:
+        async with running(short_folder) as it, bare_socket(it.endpoint) as ask:
+            await ask(b"too short", answered=False)
+            refused = [
+                await ask(b"1", b"garbage"),
+                await ask(b"2", b""),
+                await ask(b"3", b"\x81\xa4kind\xa6gossip"),
+            ]
+            welcome = await ask(b"4", encode(Hello(role="generator", name="generator-0")))
+            refused.append(
+                await ask(b"5", encode(SubmitTrajectory(header=header(0, 0, V0))), b"one frame")
+            )
+            return refused, it.server.telemetry.rejected["malformed"], welcome
+
+    refused, malformed, welcome = asyncio.run(body())
+    assert all(isinstance(answer, Refusal) for answer in refused)
+    assert malformed == 5
+    assert welcome == Welcome(run_name="run", learner_step=0, heartbeat_s=2.5)
+
+
+@pytest.mark.parametrize(
+    ("request_", "why"),
+    [
+        (TakeOver(step=3), "holds step 3, this run stands at step 0"),
+        (RequestBatch(version=V0, wait_s=0.0), "speaks for v1.0, the run stands at v0.0"),
+        (StepCommit(version=PolicyVersion(1, 1), metrics={}), "speaks for v1.0"),
+        (FetchPayloads(keys=((0, 0),)), "trajectory 0/0 is in no delivered batch"),
+    ],
+)
+def test_what_the_ledger_refuses_comes_back_with_its_reason(
+    short_folder: Path, request_: Request, why: str
+):
+    async def body() -> tuple[str, int]:
+        async with running(short_folder) as it:
+            learner = await it.client("learner", "learner")
+            with pytest.raises(RefusedError) as caught:
+                await learner.ask_any(request_)
+            return str(caught.value), it.status.queue["rejected_messages"]
+
+    reason, rejected = asyncio.run(body())
+    assert why in reason
+    assert rejected == 1
+
+
+def test_who_waits_for_work_is_answered_as_soon_as_there_is_some(short_folder: Path):
+    async def body() -> tuple[GroupsLeased, float]:
+        async with running(short_folder) as it:
+            loop = asyncio.get_running_loop()
+            generator = await it.client("generator", "generator-0")
+            learner = await it.client("learner", "learner")
+            asked_s = loop.time()
+            waiting = asyncio.create_task(
+                generator.ask(LeaseGroups(adopted=V0, max_sequences=2, wait_s=20.0), GroupsLeased)
+            )
+            # an answer to a later question of the same client: the first one is being waited on
+            await generator.ask(Heartbeat(lease_ids=()), HeartbeatAnswer)
+            assert not waiting.done()
+            await learner.ask(TakeOver(step=0), TookOver)
+            answer, _ = await waiting
+            return answer, loop.time() - asked_s
+
+    answer, seconds = asyncio.run(body())
+    assert [group.siblings for group in answer.groups] == [(0, 1)]
+    assert seconds < 5.0
+
+
+def test_who_waits_in_vain_is_told_what_for(short_folder: Path):
+    async def body() -> BatchNotReady:
+        async with running(short_folder) as it:
+            learner = await it.client("learner", "learner")
+            generator = await it.client("generator", "generator-0")
+            await learner.ask(TakeOver(step=0), TookOver)
+            await generator.ask(LeaseGroups(adopted=V0, max_sequences=2, wait_s=0.0), GroupsLeased)
+            answer, _ = await learner.ask(RequestBatch(version=V0, wait_s=0.0), BatchNotReady)
+            assert it.status.waiting_for == answer.reason
+            return answer
+
+    answer = asyncio.run(body())
+    assert answer.waiting_for == (0,)
+    assert answer.reason == "groups 0 (leased, held by generator-0)"
+
+
+def test_a_generator_that_starts_anew_loses_its_leases_and_its_old_self_is_out(short_folder: Path):
+    async def body() -> tuple[int, dict[str, int]]:
+        async with running(short_folder) as it:
+            await (await it.client("learner", "learner")).ask(TakeOver(step=0), TookOver)
+            old = await it.client("generator", "generator-0")
+            work = LeaseGroups(adopted=V0, max_sequences=2, wait_s=0.0)
+            await old.ask(work, GroupsLeased)
+            new = await it.client("generator", "generator-0")
+            again, _ = await new.ask(work, GroupsLeased)
+            with pytest.raises(RefusedError, match="say hello first"):
+                await old.ask(Heartbeat(lease_ids=(0,)), HeartbeatAnswer)
+            lost, _ = await new.ask(Heartbeat(lease_ids=(0, 1)), HeartbeatAnswer)
+            assert lost.lost == (0,)
+            return again.groups[0].group_id, dict(it.ledger.lapsed_leases)
+
+    group_id, lapsed = asyncio.run(body())
+    assert (group_id, lapsed) == (0, {"restarted": 1})
+
+
+def test_a_trajectory_without_reward_is_scored_again(short_folder: Path):
+    async def body() -> list[int]:
+        async with running(short_folder) as it:
+            await (await it.client("learner", "learner")).ask(TakeOver(step=0), TookOver)
+            generator = await it.client("generator", "generator-0")
+            await generator.ask(LeaseGroups(adopted=V0, max_sequences=2, wait_s=0.0), GroupsLeased)
+            await submit(generator, 0, 1)
+            worker = await it.client("reward_worker", "reward-worker-0")
+            siblings = []
+            for _ in range(2):
+                leased, _ = await worker.ask(LeaseScoring(credits=8, wait_s=0.0), ScoringLeased)
+                (item,) = leased.items
+                siblings.append(item.sibling)
+                none = Score(group_id=0, sibling=1, lease_id=item.lease_id, unavailable="raised")
+                await worker.ask(SubmitScores(scores=(none,)), Done)
+            return siblings
+
+    assert asyncio.run(body()) == [1, 1]
+
+
+def test_an_observer_changes_nothing(short_folder: Path):
+    async def body() -> RunStatus:
+        async with running(short_folder) as it:
+            observer = await it.client("observer", "observer")
+            answer, _ = await observer.ask(GetStatus(), StatusAnswer)
+            return answer.status
+
+    status = asyncio.run(body())
+    assert (status.run_name, status.roles, status.issued) == ("run", [], 0)
+
+
+def test_a_broker_that_is_not_there_is_reported_by_its_address(short_folder: Path):
+    async def body() -> None:
+        endpoint = f"ipc://{short_folder}/nobody.sock"
+        with pytest.raises(PeerLostError, match=r"nobody\.sock did not answer Hello"):
+            await BrokerClient.connect(endpoint, role="learner", name="learner", timeout_s=0.05)
+
+    asyncio.run(body())

@@ -1,0 +1,107 @@
+import sys
+from pathlib import Path
+
+import pytest
+
+from deploy.addition import write_blank_model
+from deploy.config import free_name, run_config, write_resolved
+from deploy.plan import plan_roles
+from wire.errors import ConfigError
+from wire.run_settings import RunSection
+from wire.settings import Table, load_table
+
+
+@pytest.fixture
+def table(tmp_path: Path) -> Table:
+    """The smallest run there is."""
+    write_blank_model(tmp_path / "model", hidden=16, layers=1)
+    return {
+        "run": {"name": "first", "dir": str(tmp_path), "model": str(tmp_path / "model")},
+        "data": {"file": "train.jsonl"},
+        "generators": {"device": "cpu"},
+    }
+
+
+def changed(table: Table, section: str, **values: object) -> Table:
+    return {**table, section: {**table.get(section, {}), **values}}
+
+
+def test_a_run_without_further_settings_is_complete(table: Table):
+    config = run_config(table)
+    assert config.run.name == "first"
+    assert config.deploy.max_restarts == 1
+
+
+@pytest.mark.parametrize(
+    ("section", "values", "names"),
+    [
+        ("run", {"model": ""}, r"run\.model is not set"),
+        ("run", {"model": "/nowhere"}, r"no config\.json in /nowhere \(run\.model\)"),
+        ("data", {"file": ""}, r"data\.file is not set"),
+        (
+            "sampling",
+            {"max_response_tokens": 8_000},
+            r"= 8512 tokens does not fit into learner\.max_tokens_per_microbatch = 8192",
+        ),
+        (
+            "sampling",
+            {"min_response_tokens": 600},
+            r"min_response_tokens = 600 is more than sampling\.max_response_tokens = 512",
+        ),
+        ("learner", {"ranks": 3, "tensor_parallel": 2}, r"learner\.ranks = 3 is not a multiple"),
+        ("learner", {"minibatches": 300}, r"256 trajectories cannot be split"),
+        ("generators", {"max_cached_tokens": 100}, r"generators\.max_cached_tokens = 100"),
+        ("broker", {"max_in_flight": 3}, r"broker\.max_in_flight is 3"),
+        ("deploy", {"max_restart": 3}, r"deploy\.max_restart; did you mean max_restarts\?"),
+    ],
+)
+def test_settings_that_contradict_each_other_are_named(
+    table: Table, section: str, values: dict[str, object], names: str
+):
+    with pytest.raises(ConfigError, match=names):
+        run_config(changed(table, section, **values))
+
+
+def test_the_longest_trajectory_may_fill_a_microbatch(table: Table):
+    exact = changed(table, "learner", max_tokens_per_microbatch=1024)
+    assert run_config(exact).learner.learner.max_tokens_per_microbatch == 1024
+
+
+def test_a_run_gets_the_first_name_without_a_folder(tmp_path: Path):
+    run = RunSection(name="add", dir=str(tmp_path))
+    assert free_name(run) == "add"
+    (tmp_path / "add").mkdir()
+    assert free_name(run) == "add-2"
+    (tmp_path / "add-2").mkdir()
+    (tmp_path / "add-4").mkdir()
+    assert free_name(run) == "add-3"
+
+
+def test_resolved_settings_make_the_same_run(table: Table, tmp_path: Path):
+    config = run_config(changed(table, "broker", max_in_flight=64))
+    path = tmp_path / "resolved.toml"
+    write_resolved(config, path)
+    again = run_config(load_table(path))
+    assert (again.broker, again.generators, again.learner, again.deploy) == (
+        config.broker,
+        config.generators,
+        config.learner,
+        config.deploy,
+    )
+
+
+def test_a_run_is_a_broker_then_generators_a_learner_and_reward_workers(table: Table):
+    wanted = changed(changed(table, "generators", count=3), "reward", workers=2)
+    resolved = Path("resolved.toml")
+    plans = plan_roles(run_config(wanted), resolved)
+    assert [(plan.name, plan.restartable) for plan in plans] == [
+        ("broker", False),
+        ("generator-0", True),
+        ("generator-1", True),
+        ("generator-2", True),
+        ("learner", False),
+        ("reward-worker-0", True),
+        ("reward-worker-1", True),
+    ]
+    shared = (sys.executable, "-m", "generators.main", "--config", "resolved.toml")
+    assert plans[1].command == (*shared, "--name", "generator-0")

@@ -1,0 +1,184 @@
+"""The supervisor over short real children. Its clock is ours; its children end by themselves."""
+
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from deploy.plan import RolePlan
+from deploy.supervise import Supervisor
+from wire.errors import ChildDiedError
+
+
+class Time:
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+class ImpatientTime(Time):
+    """Every look at it takes a second."""
+
+    def __call__(self) -> float:
+        self.now_s += 1.0
+        return self.now_s
+
+
+def make_supervisor(folder: Path, time: Time, max_restarts: int = 1) -> Supervisor:
+    scratch = folder / "scratch"
+    scratch.mkdir()
+    return Supervisor(
+        logs=folder,
+        scratch=scratch,
+        max_restarts=max_restarts,
+        backoff_s=5.0,
+        stop_timeout_s=3.0,
+        now=time,
+    )
+
+
+@pytest.fixture
+def time() -> Time:
+    return Time()
+
+
+@pytest.fixture
+def supervisor(tmp_path: Path, time: Time) -> Iterator[Supervisor]:
+    supervisor = make_supervisor(tmp_path, time)
+    yield supervisor
+    supervisor.now = ImpatientTime()
+    supervisor.stop()
+
+
+def plan(code: str, *, name: str = "worker", restartable: bool = True) -> RolePlan:
+    return RolePlan(name, (sys.executable, "-S", "-c", code), restartable)
+
+
+def wait(supervisor: Supervisor, name: str = "worker") -> int:
+    process = supervisor.children[name].process
+    assert process is not None
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+    return process.pid
+
+
+def until_printed(log: Path, text: str, pid: int) -> None:
+    """Return once a child that is alive has printed ``text``."""
+    while text not in log.read_text():
+        os.kill(pid, 0)
+
+
+def test_a_role_that_ends_in_order_is_finished(supervisor: Supervisor):
+    supervisor.start(plan("pass"))
+    assert not supervisor.finished(["worker"])
+    wait(supervisor)
+    supervisor.check()
+    assert supervisor.finished(["worker"])
+
+
+def test_a_role_that_fails_starts_again_after_a_pause_and_then_ends_the_run(
+    supervisor: Supervisor, time: Time
+):
+    supervisor.start(plan("print('reading'); raise SystemExit('no engine here')"))
+    first = wait(supervisor)
+    supervisor.check()
+    time.now_s = 4.9
+    supervisor.check()
+    process = supervisor.children["worker"].process
+    assert process is not None
+    assert process.pid == first
+    time.now_s = 5.0
+    supervisor.check()
+    assert wait(supervisor) != first
+    with pytest.raises(ChildDiedError, match="worker ended with code 1 for the 2nd time") as caught:
+        supervisor.check()
+    log = supervisor.children["worker"].log_file
+    assert str(log) in str(caught.value)
+    assert str(caught.value).endswith("    reading\n    no engine here")
+
+
+def test_the_pause_doubles_with_each_failure(tmp_path: Path, time: Time):
+    supervisor = make_supervisor(tmp_path, time, max_restarts=3)
+    supervisor.start(plan("raise SystemExit(3)"))
+    pauses = []
+    for _ in range(3):
+        wait(supervisor)
+        supervisor.check()
+        due_s = supervisor.children["worker"].restart_at_s
+        assert due_s is not None
+        pauses.append(due_s - time.now_s)
+        time.now_s = due_s
+        supervisor.check()
+    wait(supervisor)
+    supervisor.stop()
+    assert pauses == [5.0, 10.0, 20.0]
+
+
+def test_a_role_that_may_not_restart_ends_the_run_at_once(supervisor: Supervisor):
+    supervisor.start(plan("raise SystemExit(7)", name="learner", restartable=False))
+    wait(supervisor, "learner")
+    with pytest.raises(ChildDiedError, match="learner ended with code 7; "):
+        supervisor.check()
+
+
+def test_a_role_that_was_killed_is_reported_by_the_signal(supervisor: Supervisor):
+    kill_myself = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
+    supervisor.start(plan(kill_myself, restartable=False))
+    wait(supervisor)
+    with pytest.raises(ChildDiedError, match="worker was killed by SIGKILL"):
+        supervisor.check()
+
+
+def test_what_a_dead_role_left_in_the_scratch_folder_is_removed(supervisor: Supervisor):
+    mine, others = supervisor.scratch / "worker-abc", supervisor.scratch / "other-abc"
+    for folder in (mine, others):
+        folder.mkdir()
+    supervisor.start(plan("raise SystemExit(1)"))
+    wait(supervisor)
+    supervisor.check()
+    assert not mine.exists()
+    assert others.exists()
+
+
+def test_children_write_temporary_files_into_the_scratch_folder(supervisor: Supervisor):
+    supervisor.start(plan("import os; print(os.environ['TMPDIR'], os.environ['OMP_NUM_THREADS'])"))
+    wait(supervisor)
+    log = supervisor.children["worker"].log_file
+    assert log.read_text().split() == [str(supervisor.scratch), "1"]
+
+
+def test_stopping_asks_first_and_kills_who_does_not_listen(tmp_path: Path):
+    supervisor = make_supervisor(tmp_path, ImpatientTime())
+    wait_for_ever = "print('up', flush=True); import signal\nwhile True: signal.pause()"
+    deaf = f"import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); {wait_for_ever}"
+    leave = "import signal, sys; signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))"
+    polite = f"{leave}; {wait_for_ever}"
+    codes = {}
+    for name, code in (("deaf", deaf), ("polite", polite)):
+        supervisor.start(plan(code, name=name))
+        process = supervisor.children[name].process
+        assert process is not None
+        until_printed(tmp_path / f"{name}.log", "up", process.pid)
+    supervisor.stop()
+    for name, child in supervisor.children.items():
+        assert child.process is not None
+        codes[name] = child.process.poll()
+    assert codes == {"deaf": -signal.SIGKILL, "polite": 0}
+
+
+def test_a_role_that_waits_for_its_restart_is_not_started_after_a_stop(
+    supervisor: Supervisor, time: Time
+):
+    supervisor.start(plan("raise SystemExit(1)"))
+    pid = wait(supervisor)
+    supervisor.check()
+    supervisor.stop()
+    time.now_s = 100.0
+    process = supervisor.children["worker"].process
+    assert process is not None
+    assert process.pid == pid
+    assert supervisor.children["worker"].restart_at_s is None

@@ -1,0 +1,128 @@
+"""What a generator sends is what the learner reads: header, payload and transcript agree."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+import torch
+
+from deploy.addition import write_blank_model
+from generators.engine import Completion, SamplingParams
+from generators.prompting import TextCodec
+from generators.rollout import Rollout, pack_payload, run_rollouts
+from learner.collate import pack, unpack
+from weightbus.snapshot import WeightSnapshot
+from wire.codec import decode_payload, decode_transcript
+from wire.control import LeasedGroup
+from wire.manifest import Bucket
+from wire.trajectory import Prompt, VersionRun
+from wire.versions import PolicyVersion
+
+OLD, NEW = PolicyVersion(1, 3), PolicyVersion(1, 4)
+GROUP = LeasedGroup(
+    group_id=5,
+    lease_id=11,
+    item="train",
+    prompt=Prompt(prompt="1+1=", ground_truth="2"),
+    siblings=(0, 2),
+)
+PARAMS = SamplingParams(temperature=0.5, max_new_tokens=4)
+
+
+class ScriptedEngine:
+    """Answers with what it was given; has no weights."""
+
+    def __init__(self, *completions: Completion) -> None:
+        self.completions = list(completions)
+        self.asked: list[tuple[list[int], SamplingParams, int]] = []
+
+    async def sample(
+        self, prompt_ids: list[int], params: SamplingParams, *, count: int
+    ) -> list[Completion]:
+        self.asked.append((prompt_ids, params, count))
+        return self.completions
+
+    async def open_group(self, **settings: object) -> None: ...
+    async def close_group(self, group_name: str) -> None: ...
+    async def pause(self) -> int:
+        return 0
+
+    async def begin_update(self) -> None: ...
+    async def load_bucket(self, bucket: Bucket, *, group_name: str, last: bool) -> None: ...
+    async def end_update(self) -> None: ...
+    async def checksums(self) -> dict[str, str]:
+        return dict.fromkeys(WeightSnapshot(OLD, {}).tensors, "")
+
+    async def label(self, version: PolicyVersion) -> None: ...
+    async def resume(self) -> None: ...
+
+
+def completion(*ids: int, starts: list[tuple[int, PolicyVersion]] | None = None) -> Completion:
+    return Completion(
+        token_ids=list(ids),
+        logprobs=[-0.25 * (i + 1) for i in range(len(ids))],
+        version_starts=starts or [(0, OLD)],
+        finish_reason="stop",
+    )
+
+
+@pytest.fixture
+def codec(tmp_path: Path) -> TextCodec:
+    write_blank_model(tmp_path, hidden=16, layers=1)
+    return TextCodec(tmp_path, max_prompt_tokens=8)
+
+
+def rollouts(codec: TextCodec) -> tuple[list[Rollout], ScriptedEngine]:
+    engine = ScriptedEngine(completion(5, 2), completion(4, 5, 2, starts=[(0, OLD), (1, NEW)]))
+    return asyncio.run(run_rollouts(engine, codec, GROUP, GROUP.siblings, PARAMS)), engine
+
+
+def test_each_completion_becomes_the_sibling_it_was_asked_for(codec: TextCodec):
+    results, engine = rollouts(codec)
+    assert engine.asked == [([4, 13, 4, 16], PARAMS, 2)]
+    headers = [result.message.header for result in results]
+    assert [(h.group_id, h.sibling, h.lease_id) for h in headers] == [(5, 0, 11), (5, 2, 11)]
+    assert [(h.num_prompt_tokens, h.num_tokens) for h in headers] == [(4, 6), (4, 7)]
+    assert headers[1].version_runs == (VersionRun(4, OLD), VersionRun(5, NEW))
+    assert [h.temperature for h in headers] == [0.5, 0.5]
+    assert [result.num_response_tokens for result in results] == [2, 3]
+
+
+def test_a_transcript_holds_the_answer_without_special_tokens(codec: TextCodec):
+    results, _ = rollouts(codec)
+    transcripts = [decode_transcript(result.frames[1]) for result in results]
+    assert [t.response for t in transcripts] == ["2", "12"]
+    assert transcripts[1].prompt == GROUP.prompt
+    assert transcripts[1].num_response_tokens == 3
+
+
+def test_the_learner_reads_the_arrays_that_the_generator_packed(codec: TextCodec):
+    results, _ = rollouts(codec)
+    sequences = [
+        unpack(result.message.header, decode_payload(result.frames[0]), advantage=advantage)
+        for result, advantage in zip(results, (1.0, -1.0), strict=True)
+    ]
+    batch = pack(sequences, torch.device("cpu"))
+    assert batch.token_ids.tolist() == [4, 13, 4, 16, 5, 2, 4, 13, 4, 16, 4, 5, 2]
+    assert batch.loss_mask.tolist() == [False] * 4 + [True] * 2 + [False] * 4 + [True] * 3
+    assert batch.behavior_logprobs.tolist() == [0.0] * 4 + [-0.25, -0.5] + [0.0] * 4 + [
+        -0.25,
+        -0.5,
+        -0.75,
+    ]
+    assert batch.advantages.tolist() == [1.0] * 6 + [-1.0] * 7
+    assert batch.cu_seqlens.tolist() == [0, 6, 13]
+
+
+def test_more_or_fewer_completions_than_siblings_are_an_error(codec: TextCodec):
+    engine = ScriptedEngine(completion(5))
+    with pytest.raises(ValueError, match="zip"):
+        asyncio.run(run_rollouts(engine, codec, GROUP, GROUP.siblings, PARAMS))
+
+
+def test_a_payload_whose_logprobs_do_not_match_its_tokens_is_not_sent():
+    broken = Completion(
+        token_ids=[5, 2], logprobs=[-0.5], version_starts=[(0, OLD)], finish_reason="stop"
+    )
+    with pytest.raises(ValueError, match="needs 16 bytes, got 12"):
+        pack_payload([4, 13], broken)

@@ -1,0 +1,97 @@
+import numpy as np
+import pytest
+import torch
+
+from learner.collate import TrainSequence, pack, unpack
+from wire.arrays import PackedArray
+from wire.errors import ProtocolError
+from wire.trajectory import TrajectoryHeader, TrajectoryPayload, VersionRun
+from wire.versions import PolicyVersion
+
+
+def header(num_tokens: int = 4, temperature: float = 0.5) -> TrajectoryHeader:
+    return TrajectoryHeader(
+        group_id=3,
+        sibling=1,
+        lease_id=0,
+        num_prompt_tokens=2,
+        num_tokens=num_tokens,
+        version_runs=(VersionRun(2, PolicyVersion(1, 0)),),
+        temperature=temperature,
+        finish_reason="stop",
+    )
+
+
+def payload(logprobs: list[float]) -> TrajectoryPayload:
+    count = len(logprobs)
+    ids = np.arange(10, 10 + count, dtype="<i4")
+    mask = np.arange(count) >= 2
+    values = np.array(logprobs, "<f4")
+    return TrajectoryPayload(
+        token_ids=PackedArray("int32", (count,), memoryview(ids.tobytes())),
+        loss_mask=PackedArray("bool", (count,), memoryview(mask.tobytes())),
+        behavior_logprobs=PackedArray("float32", (count,), memoryview(values.tobytes())),
+    )
+
+
+def sequence(*ids: int, advantage: float = 1.0, temperature: float = 1.0) -> TrainSequence:
+    count = len(ids)
+    mask = np.arange(count) >= 1
+    return TrainSequence(
+        token_ids=np.array(ids, np.int32),
+        loss_mask=mask,
+        behavior_logprobs=np.where(mask, np.float32(-0.5), np.float32(0.0)),
+        advantage=advantage,
+        temperature=temperature,
+    )
+
+
+def test_sequences_are_laid_end_to_end_without_padding():
+    batch = pack(
+        [
+            sequence(7, 8, 9, advantage=0.5, temperature=2.0),
+            sequence(5, 6, advantage=-1.5, temperature=1.0),
+        ],
+        torch.device("cpu"),
+    )
+    assert batch.token_ids.tolist() == [7, 8, 9, 5, 6]
+    assert batch.position_ids.tolist() == [0, 1, 2, 0, 1]
+    assert batch.cu_seqlens.tolist() == [0, 3, 5]
+    assert batch.max_seqlen == 3
+    assert batch.loss_mask.tolist() == [False, True, True, False, True]
+    assert batch.behavior_logprobs.tolist() == [0.0, -0.5, -0.5, 0.0, -0.5]
+    assert batch.advantages.tolist() == [0.5] * 3 + [-1.5] * 2
+    assert batch.temperature.tolist() == [2.0] * 3 + [1.0] * 2
+
+
+def test_tensors_have_the_types_that_model_and_loss_read():
+    batch = pack([sequence(7, 8)], torch.device("cpu"))
+    assert (batch.token_ids.dtype, batch.position_ids.dtype) == (torch.int64, torch.int64)
+    assert (batch.cu_seqlens.dtype, batch.loss_mask.dtype) == (torch.int32, torch.bool)
+    floats = (batch.behavior_logprobs, batch.advantages, batch.temperature)
+    assert {tensor.dtype for tensor in floats} == {torch.float32}
+
+
+def test_unpacked_arrays_share_the_memory_of_the_payload():
+    arrays = payload([0.0, 0.0, -1.0, -2.0])
+    unpacked = unpack(header(), arrays, advantage=0.25)
+    assert unpacked.token_ids.tolist() == [10, 11, 12, 13]
+    assert np.shares_memory(unpacked.token_ids, np.frombuffer(arrays.token_ids.data, "<i4"))
+    assert (unpacked.advantage, unpacked.temperature) == (0.25, 0.5)
+
+
+@pytest.mark.parametrize("garbage", [float("nan"), float("inf"), 3.0])
+def test_what_stands_outside_the_mask_becomes_zero(garbage: float):
+    unpacked = unpack(header(), payload([garbage, garbage, -1.0, -2.0]), advantage=0.0)
+    assert unpacked.behavior_logprobs.tolist() == [0.0, 0.0, -1.0, -2.0]
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_a_logprob_that_is_not_finite_names_its_trajectory(value: float):
+    with pytest.raises(ProtocolError, match="trajectory 3/1 holds a logprob that is not finite"):
+        unpack(header(), payload([0.0, 0.0, -1.0, value]), advantage=0.0)
+
+
+def test_a_payload_of_another_length_than_its_header_is_refused():
+    with pytest.raises(ProtocolError, match=r"3/1: header says 5 tokens, payload has \(4,\)"):
+        unpack(header(num_tokens=5), payload([0.0, 0.0, -1.0, -2.0]), advantage=0.0)
