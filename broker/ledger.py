@@ -302,7 +302,8 @@ class Ledger:
             )
         version = PolicyVersion(self.version.epoch + 1, step)
         self._record(TakenOver(version=version))
-        if step == 0 and self.rules.eval_plan.is_due(0) and not self.eval_points:
+        evaluated = self.eval_points or 0 in self.eval_rounds
+        if step == 0 and self.rules.eval_plan.is_due(0) and not evaluated:
             self._record(EvalRoundOpened(step=0))
         return version
 

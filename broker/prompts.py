@@ -27,7 +27,7 @@ def load_prompts(path: Path, setting: str) -> list[Prompt]:
             continue
         try:
             prompts.append(_decoder.decode(line))
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise ConfigError(
                 f"{setting}: row {number} of {path} is not a prompt: {error}"
             ) from error

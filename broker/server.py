@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import assert_never
 
@@ -32,6 +33,7 @@ from wire.control import (
     Heartbeat,
     HeartbeatAnswer,
     Hello,
+    LeasedGroup,
     LeaseGroups,
     LeaseScoring,
     Payloads,
@@ -60,6 +62,7 @@ _log = logging.getLogger(__name__)
 
 MAX_PENDING_REQUESTS = 10_000
 MAX_WAIT_S = 30.0
+MAX_OBSERVERS = 64
 _NO_FRAMES: tuple[Frame, ...] = ()
 Reply = tuple[Answer, Sequence[Frame]]
 
@@ -89,6 +92,7 @@ class BrokerServer:
         self._now = now
         self._frames: dict[TrajectoryKey, StoredTrajectory] = {}
         self._names: dict[bytes, str] = {}  # routing id -> name said in hello
+        self._observers: deque[bytes] = deque()  # they come and go without a word
         self._turns: dict[str, int] = {}  # requests that wait, counted per client
         self._changed = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -208,7 +212,12 @@ class BrokerServer:
             self._ledger.release_all(hello.name, "restarted")
             self._scoring.release_all(hello.name)
             await self._persist()
+            self._notify()
             _log.info("hello from %s", hello.name)
+        else:
+            self._observers.append(peer)
+            if len(self._observers) > MAX_OBSERVERS:
+                self._names.pop(self._observers.popleft(), None)
         self._names[peer] = hello.name
         self.telemetry.hello(hello)
         return Welcome(
@@ -259,12 +268,14 @@ class BrokerServer:
         finished = self._ledger.finished
         match request:
             case LeaseGroups():
-                groups = self._ledger.lease(
-                    name,
-                    request.adopted,
-                    max_sequences=request.max_sequences,
-                    now_s=self._now(),
-                )
+                groups: list[LeasedGroup] = []
+                if request.adopted is not None:
+                    groups = self._ledger.lease(
+                        name,
+                        request.adopted,
+                        max_sequences=request.max_sequences,
+                        now_s=self._now(),
+                    )
                 answer = GroupsLeased(groups=tuple(groups), finished=finished)
                 return (answer, _NO_FRAMES), bool(groups) or finished
             case LeaseScoring():

@@ -72,7 +72,8 @@ class Supervisor:
 
     def stop(self, names: Iterable[str] | None = None) -> None:
         """End roles: SIGTERM, and SIGKILL for who does not listen. Nothing is left behind."""
-        children = [self.children[n] for n in names or list(self.children) if n in self.children]
+        chosen = list(self.children) if names is None else names
+        children = [self.children[name] for name in chosen if name in self.children]
         running = [c for c in children if c.process is not None and c.process.poll() is None]
         for child in children:
             child.restart_at_s = None
@@ -108,7 +109,7 @@ class Supervisor:
         self._sweep(child)
         child.failures += 1
         if not child.plan.restartable or child.failures > self.max_restarts:
-            often = "" if child.failures == 1 else f" for the {child.failures}nd time"
+            often = "" if child.failures == 1 else f" (failure {child.failures})"
             raise ChildDiedError(
                 f"{child.plan.name} {_how(code)}{often}; {child.log_file} ends with:\n"
                 f"{last_lines(child.log_file)}"

@@ -13,7 +13,7 @@ import msgspec
 
 from generators.engine import Completion, SamplingParams
 from generators.version_runs import version_starts
-from wire.errors import EngineError, ProtocolError
+from wire.errors import EngineError
 from wire.manifest import Bucket
 from wire.versions import PolicyVersion
 
@@ -178,13 +178,9 @@ def _completion(answer: dict[str, Any]) -> Completion:
         raise EngineError(f"SGLang /generate ended with {info['finish_reason']}")
     if [row[1] for row in rows] != token_ids or not token_ids:
         raise EngineError(f"SGLang /generate: {len(rows)} logprobs of {len(token_ids)} tokens")
-    try:
-        starts = version_starts(spans, len(token_ids))
-    except ProtocolError as error:
-        raise EngineError(str(error)) from error
     return Completion(
         token_ids=token_ids,
         logprobs=[row[0] for row in rows],
-        version_starts=starts,
+        version_starts=version_starts(spans, len(token_ids)),
         finish_reason="stop" if reason == "stop" else "length",
     )

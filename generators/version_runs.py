@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import TypedDict
 
-from wire.errors import EngineError
+from wire.errors import EngineError, ProtocolError
 from wire.trajectory import VersionRun
 from wire.versions import PolicyVersion, parse_label
 
@@ -20,7 +20,7 @@ def version_starts(spans: Sequence[Span], num_tokens: int) -> list[tuple[int, Po
     """Return (first token, version) per run of equal versions.
 
     Raises:
-        EngineError: the spans do not cover [0, num_tokens) without gaps.
+        EngineError: the spans do not cover [0, num_tokens) without gaps, or a label is not ours.
     """
     starts: list[tuple[int, PolicyVersion]] = []
     covered = 0
@@ -28,7 +28,10 @@ def version_starts(spans: Sequence[Span], num_tokens: int) -> list[tuple[int, Po
         if span["start"] != covered or span["end"] <= span["start"]:
             raise EngineError(f"weight versions have a gap or overlap: {list(spans)}")
         covered = span["end"]
-        version = parse_label(span["version"])
+        try:
+            version = parse_label(span["version"])
+        except ProtocolError as error:
+            raise EngineError(str(error)) from error
         if not starts or starts[-1][1] != version:
             starts.append((span["start"], version))
     if covered != num_tokens:

@@ -54,7 +54,6 @@ class GeneratorWorker:
         self._together = siblings_together
         self._lane_freed = asyncio.Event()
         self._adopted: PolicyVersion | None = None
-        self._adopted_any = asyncio.Event()
         self._situation_changed = asyncio.Event()
         self._finished = False
         self._paused = False
@@ -74,7 +73,6 @@ class GeneratorWorker:
         """The engine runs ``version``."""
         self._adopted = version
         self._paused = False
-        self._adopted_any.set()
         self._situation_changed.set()
         self._tell_clock()
         _log.info("adopted %s with %d groups under way", version.label, len(self._groups))
@@ -93,7 +91,6 @@ class GeneratorWorker:
                 group.create_task(self._reports()),
             ]
             try:
-                await self._adopted_any.wait()
                 await self._lease_forever(group)
             finally:
                 for task in side:
@@ -113,8 +110,6 @@ class GeneratorWorker:
             change.cancel()
 
     async def _ask_for_groups(self, group: asyncio.TaskGroup) -> None:
-        if self._adopted is None:
-            return
         leased, _ = await self._client.ask(
             LeaseGroups(adopted=self._adopted, max_sequences=self._free, wait_s=_POLL_S),
             GroupsLeased,

@@ -23,7 +23,7 @@ class LearnerSection(Section, frozen=True, kw_only=True):
     """Ranks that share one replica of the model; the others are data parallel."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of the parameters."""
-    lr: Annotated[float, msgspec.Meta(ge=0)] = 1e-6
+    lr: Annotated[float, msgspec.Meta(ge=0, le=10)] = 1e-6
     """Learning rate."""
     weight_decay: Annotated[float, msgspec.Meta(ge=0)] = 0.0
     """Decoupled weight decay."""

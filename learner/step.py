@@ -5,6 +5,7 @@ proximal logprobs -> minibatches of packed microbatches -> optimizer updates.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -15,9 +16,13 @@ from algos.config import AlgoSection
 from algos.diagnostics import diagnostic_sums, effective_sample_share
 from algos.losses import Clip, decoupled_ppo_loss
 from learner.collate import PackedBatch
-from learner.policy import Policy, Sums
 from wire.control import DeliveredGroup, DeliveredTrajectory
 from wire.phases import PhaseClock
+
+if TYPE_CHECKING:
+    from learner.policy import Policy
+
+Sums = dict[str, Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +45,7 @@ def advantages_of(groups: Sequence[DeliveredGroup], algo: AlgoSection) -> list[f
 
 
 def train_step(
-    policy: Policy, minibatches: Sequence[Minibatch], algo: AlgoSection, clock: PhaseClock
+    policy: "Policy", minibatches: Sequence[Minibatch], algo: AlgoSection, clock: PhaseClock
 ) -> tuple[dict[str, float], list[list[Tensor]]]:
     """Train and return (figures of the step, proximal logprobs [minibatch][microbatch] of [T])."""
     with clock.phase("proximal"):

@@ -60,7 +60,7 @@ def decode_transcript(frame: Frame) -> Transcript:
 def _decode(decoder: msgspec.msgpack.Decoder[T], frame: Frame, what: str) -> T:
     try:
         return decoder.decode(frame)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ProtocolError(f"not a valid {what}: {error}") from error
 
 

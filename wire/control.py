@@ -88,7 +88,7 @@ class LeasedGroup(msgspec.Struct, frozen=True, kw_only=True):
 class LeaseGroups(Message, frozen=True):
     """Ask for generation work; answered by GroupsLeased, at the latest after ``wait_s``."""
 
-    adopted: PolicyVersion  # what the asking engine runs
+    adopted: PolicyVersion | None  # what the asking engine runs; None earns no work yet
     max_sequences: int  # siblings that it can start now
     wait_s: float
 

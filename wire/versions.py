@@ -7,7 +7,7 @@ import msgspec
 
 from wire.errors import ProtocolError
 
-_LABEL = re.compile(r"v(\d+)\.(\d+)")
+_LABEL = re.compile(r"v([0-9]+)\.([0-9]+)")
 
 
 class PolicyVersion(msgspec.Struct, frozen=True, order=True, array_like=True, gc=False):

@@ -70,12 +70,15 @@ class Dashboard:
             raise web.HTTPForbidden(text="unknown host name\n")
         bearer = request.headers.get("Authorization", "").removeprefix("Bearer ")
         offered = (request.query.get("token"), request.cookies.get(_COOKIE), bearer)
-        if not any(hmac.compare_digest(o.encode(), self._token.encode()) for o in offered if o):
+        if not any(self._is_token(text) for text in offered if text):
             raise web.HTTPUnauthorized(text="open the address that `slipstream status` prints\n")
         response = await handler(request)
         if not response.prepared:
             response.headers.update(_HEADERS)
         return response
+
+    def _is_token(self, text: str) -> bool:
+        return hmac.compare_digest(text.encode(errors="replace"), self._token.encode())
 
     async def _page(self, _request: web.Request) -> web.StreamResponse:
         response = web.Response(text=_resource("page.html"), content_type="text/html")

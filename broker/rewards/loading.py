@@ -30,24 +30,23 @@ class Reward:
             result = self.function(
                 prompt.data_source, transcript.response, prompt.ground_truth, prompt.extra_info
             )
-        except Exception as error:  # noqa: BLE001 foreign code may raise anything
+        except (Exception, SystemExit) as error:  # noqa: BLE001 foreign code may raise anything
             return self._unavailable(item, f"raised {type(error).__name__}: {error}")
-        parts: Mapping[str, object] = {}
+        parts: dict[object, object] = {}
         value: object = result
         if isinstance(result, Mapping):
-            parts, value = result, result.get("score")
-        if not isinstance(value, int | float) or not math.isfinite(value):
-            return self._unavailable(item, f"invalid: returned {result!r}")
+            parts.update(result)
+            value = parts.get("score")
+        reward = _finite(value)
+        if reward is None:
+            return self._unavailable(item, f"invalid: returned {result!r}"[:500])
+        numbers = {name: _finite(part) for name, part in parts.items() if isinstance(name, str)}
         return Score(
             group_id=item.group_id,
             sibling=item.sibling,
             lease_id=item.lease_id,
-            reward=float(value),
-            parts={
-                name: float(part)
-                for name, part in parts.items()
-                if isinstance(part, int | float) and math.isfinite(part)
-            },
+            reward=reward,
+            parts={name: part for name, part in numbers.items() if part is not None},
             function=self.name,
         )
 
@@ -61,6 +60,17 @@ class Reward:
         )
 
 
+def _finite(value: object) -> float | None:
+    """Return a number as a float; None for anything else, NaN, infinities and what overflows."""
+    if not isinstance(value, int | float):
+        return None
+    try:
+        number = float(value)
+    except OverflowError:
+        return None
+    return number if math.isfinite(number) else None
+
+
 def load_reward(name: str) -> Reward:
     """Return the function that ``MODULE:FUNCTION`` or ``FILE.py:FUNCTION`` names.
 
@@ -68,13 +78,15 @@ def load_reward(name: str) -> Reward:
         ConfigError: there is no such module, file or function.
     """
     where, colon, attribute = name.rpartition(":")
-    if not colon:
+    if not (colon and where and attribute):
         raise ConfigError(f"reward.function {name!r} is not MODULE:FUNCTION or FILE.py:FUNCTION")
     try:
         module = _load_file(Path(where)) if where.endswith(".py") else _load_module(where)
         function = getattr(module, attribute)
-    except (ImportError, OSError, AttributeError) as error:
-        raise ConfigError(f"cannot load reward.function {name!r}: {error}") from error
+    except Exception as error:
+        raise ConfigError(
+            f"cannot load reward.function {name!r}: {type(error).__name__}: {error}"
+        ) from error
     if not callable(function):
         raise ConfigError(f"reward.function {name!r} is not callable")
     return Reward(name, function)

@@ -61,7 +61,7 @@ def test_an_engine_that_dies_at_start_ends_the_run_with_its_last_words(
 ):
     run = start_run(generators__sglang__nonsense=1, generators__count=1)
     assert run.wait(120) == 1
-    assert "generator-0 ended with code 1 for the 2nd time" in run.output
+    assert "generator-0 ended with code 1 (failure 2)" in run.output
     assert "generators.sglang.nonsense is not a setting of this SGLang" in run.output
     assert run.summary()["outcome"].startswith("failed: generator-0")
     run.assert_nothing_left()

@@ -444,3 +444,14 @@ def test_draining_hands_out_each_event_once():
     events, _ = ledger.drain()
     assert [type(event).__name__ for event in events] == ["TakenOver", "Issued", "Leased"]
     assert ledger.drain() == ([], [])
+
+
+def test_a_take_over_does_not_open_an_open_round_again():
+    ledger = evaluated_ledger(num_problems=2)
+    lease(ledger)
+    ledger.take_over(0)
+    ledger.release_all("generator-0", "epoch")
+    evals = [group for group in lease(ledger) if group.item == "eval"]
+    make_ready(ledger, evals)
+    assert len(evals) == 2
+    assert ledger.eval_points[0].num_answers == 2

@@ -93,3 +93,27 @@ def test_a_function_that_is_not_there_is_named(name: str, why: str):
     with pytest.raises(ConfigError, match=why) as caught:
         load_reward(name)
     assert repr(name) in str(caught.value)
+
+
+def test_a_number_too_large_for_a_reward_is_unavailable():
+    assert score_with(10**400).reward is None
+
+
+def test_a_function_that_exits_is_unavailable_and_does_not_end_the_worker():
+    def leave(*_arguments: object) -> float:
+        raise SystemExit(3)
+
+    item = ScoringItem(group_id=1, sibling=0, lease_id=2)
+    transcript = Transcript(
+        prompt=Prompt(prompt="1+1="), response="2", num_response_tokens=1, finish_reason="stop"
+    )
+    score = Reward("leave", leave).score(item, transcript)
+    assert score.reward is None
+    assert "SystemExit" in score.unavailable
+
+
+def test_a_file_that_fails_at_import_is_a_clear_error(tmp_path: Path):
+    broken = tmp_path / "broken.py"
+    broken.write_text("1 / 0\n")
+    with pytest.raises(ConfigError, match="ZeroDivisionError"):
+        load_reward(f"{broken}:score")

@@ -1,7 +1,7 @@
 import pytest
 
 from generators.version_runs import Span, version_runs, version_starts
-from wire.errors import EngineError, ProtocolError
+from wire.errors import EngineError
 from wire.trajectory import VersionRun
 from wire.versions import PolicyVersion
 
@@ -46,7 +46,7 @@ def test_every_token_has_a_version_and_no_other(reported: list[Span], covered: i
 
 
 def test_a_label_that_is_no_version_is_quoted():
-    with pytest.raises(ProtocolError, match=r"'default', expected vEPOCH\.STEP"):
+    with pytest.raises(EngineError, match=r"'default', expected vEPOCH\.STEP"):
         version_starts(spans(("default", 0, 4)), 4)
 
 

@@ -275,3 +275,9 @@ def test_a_message_with_the_wrong_number_of_frames_is_refused():
     codec.expect_frames([b"a", b"b"], 2, "SubmitTrajectory")
     with pytest.raises(ProtocolError, match="SubmitTrajectory needs 2 attached frames, got 1"):
         codec.expect_frames([b"a"], 2, "SubmitTrajectory")
+
+
+def test_a_deeply_nested_frame_is_a_protocol_error():
+    frame = b"\x82\xa4kind\xa9getstatus\xa1x" + b"\x91" * 100_000 + b"\x01"
+    with pytest.raises(ProtocolError):
+        codec.decode_request(frame)

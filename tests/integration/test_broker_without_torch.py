@@ -1,0 +1,86 @@
+"""The broker in an environment that holds the base requirements only."""
+
+import asyncio
+import json
+import os
+import subprocess
+import tempfile
+import venv
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from deploy.observe import fetch_status
+from wire.errors import SlipstreamError
+from wire.run_settings import RunSection
+
+ROOT = Path(__file__).parents[2]
+HEAVY = ("torch", "megatron", "sglang", "ray", "transformers")
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(180)]
+
+
+@pytest.fixture(scope="module")
+def slim_python(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("slim")
+    venv.create(folder, with_pip=True)
+    python = folder / "bin" / "python"
+    install = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    install += ["-c", ROOT / "deploy" / "constraints-cpu.txt", f"{ROOT}[redis-server]"]
+    subprocess.run(install, check=True, timeout=150)
+    return python
+
+
+@pytest.fixture
+def run_folder() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="sb-", dir="/tmp") as folder:
+        yield Path(folder)
+
+
+def test_the_broker_imports_and_serves_without_torch(slim_python: Path, run_folder: Path):
+    heavy = f"import importlib.util as u; print([n for n in {HEAVY} if u.find_spec(n)])"
+    found = subprocess.run(
+        [slim_python, "-c", heavy], capture_output=True, text=True, check=True, cwd=run_folder
+    )
+    assert found.stdout.strip() == "[]"
+
+    row = {"prompt": "1+1=", "ground_truth": "2"}
+    (run_folder / "train.jsonl").write_text(json.dumps(row) + "\n")
+    settings = {"run": f'name = "slim"\ndir = "{run_folder}/runs"'}
+    settings["data"] = f'file = "{run_folder}/train.jsonl"'
+    text = "".join(f"[{section}]\n{body}\n" for section, body in settings.items())
+    (run_folder / "run.toml").write_text(text)
+    command = [slim_python.parent / "start-broker", "--config", run_folder / "run.toml"]
+    environment = {"PATH": os.defpath, "HOME": str(run_folder)}
+    with subprocess.Popen(command, cwd=run_folder, env=environment) as broker:
+        try:
+            status = asyncio.run(first_status(RunSection(name="slim", dir=f"{run_folder}/runs")))
+            assert status.run_name == "slim"
+            assert status.versions["redis"]
+            url = (run_folder / "runs" / "slim" / "dashboard.url").read_text().strip()
+            assert url.startswith("http://127.0.0.1:")
+        finally:
+            broker.terminate()
+            assert broker.wait(20) == 0
+    summary = json.loads((run_folder / "runs" / "slim" / "summary.json").read_text())
+    assert summary["outcome"] == "stopped"
+    assert not list(run_folder.rglob("*.sock"))
+
+
+async def first_status(run: RunSection):
+    """Ask until the broker is up."""
+    for _ in range(200):
+        try:
+            return await fetch_status(run, timeout_s=2.0)
+        except SlipstreamError:
+            await asyncio.sleep(0.1)
+    raise AssertionError("the broker did not come up")
+
+
+def test_the_project_is_installed_as_a_wheel_with_its_page(slim_python: Path):
+    code = "from broker.dashboard.web import _resource; print(len(_resource('page.html')))"
+    printed = subprocess.run(
+        [slim_python, "-c", code], capture_output=True, text=True, check=True, cwd="/"
+    )
+    assert int(printed.stdout) > 100
