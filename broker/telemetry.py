@@ -9,7 +9,7 @@ from broker.ledger import Ledger
 from broker.scoring import ScoringQueue
 from wire.bus import PublishRecord
 from wire.control import Hello, RoleReport
-from wire.phases import busy_share
+from wire.phases import WAIT, busy_share
 from wire.run_settings import RunSection
 from wire.status import RoleStatus, RunStatus, StepPoint
 from wire.versions import PolicyVersion
@@ -48,9 +48,17 @@ class RoleRecord:
 class Telemetry:
     """Everything about the run that is not the ledger's."""
 
-    def __init__(self, run: RunSection, *, now: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        run: RunSection,
+        *,
+        now: Callable[[], float] = time.monotonic,
+        cpu_seconds: Callable[[], float] = time.process_time,
+    ) -> None:
         self._run = run
         self._now = now
+        self._cpu_seconds = cpu_seconds
+        self._cpu_at_start_s = cpu_seconds()
         self._started_s = now()
         self._training_since_s: float | None = None
         self._roles: dict[str, RoleRecord] = {}
@@ -113,8 +121,11 @@ class Telemetry:
         size = rules.group_size
         leases = Counter(lease.holder for lease in ledger.leases.values())
         roles = [
-            record.status(now, leases[name] + scoring.leases_of(name))
-            for name, record in sorted(self._roles.items())
+            self._own_status(now),
+            *(
+                record.status(now, leases[name] + scoring.leases_of(name))
+                for name, record in sorted(self._roles.items())
+            ),
         ]
         return RunStatus(
             run_name=self._run.name,
@@ -155,7 +166,7 @@ class Telemetry:
             publishes_while_generating=self._while_generating,
             publish_history=list(self._publishes),
             tokens_per_second=self._tokens_per_second(now),
-            busy=self._busy(),
+            busy=_mean_busy(roles),
             roles=roles,
             versions=dict(sorted(self.versions.items())),
         )
@@ -170,8 +181,24 @@ class Telemetry:
                 tokens[record.hello.role] += int(record.report.counters["tokens"])
         return {role: count / (now - since) for role, count in sorted(tokens.items())}
 
-    def _busy(self) -> dict[str, float]:
-        shares: dict[str, list[float]] = {}
-        for record in self._roles.values():
-            shares.setdefault(record.hello.role, []).append(busy_share(record.report.phase_seconds))
-        return {role: sum(values) / len(values) for role, values in sorted(shares.items())}
+    def _own_status(self, now: float) -> RoleStatus:
+        """Return what is shown of the broker itself: one event loop, busy when on a core."""
+        age = max(now - self._started_s, 1e-9)
+        cpu = min(self._cpu_seconds() - self._cpu_at_start_s, age)
+        phases = {"serve": cpu, WAIT: age - cpu}
+        return RoleStatus(
+            name="broker",
+            role="broker",
+            age_s=age,
+            silent_s=0.0,
+            busy=busy_share(phases),
+            phase_seconds=phases,
+            tokens_per_second=0.0,
+        )
+
+
+def _mean_busy(roles: list[RoleStatus]) -> dict[str, float]:
+    shares: dict[str, list[float]] = {}
+    for role in roles:
+        shares.setdefault(role.role, []).append(role.busy)
+    return {name: sum(values) / len(values) for name, values in sorted(shares.items())}

@@ -115,7 +115,7 @@ def test_a_role_shows_its_own_figures(telemetry: Telemetry, time: Time, ledger: 
     telemetry.heard("generator-0")
     time.passes(10.0)
     status = telemetry.status(ledger, ScoringQueue(lease_s=1.0))
-    (role,) = status.roles
+    _, role = status.roles
     assert (role.age_s, role.silent_s, role.busy) == (20.0, 10.0, 0.75)
     assert (role.tokens_per_second, role.leases) == (2.0, 2)
     assert status.busy == {"generator": 0.75}
@@ -126,7 +126,8 @@ def test_an_observer_is_no_role(telemetry: Telemetry, ledger: Ledger):
     telemetry.hello(Hello(role="observer", name="observer"))
     telemetry.heard("observer")
     report(telemetry, "observer", 1.0)
-    assert telemetry.status(ledger, ScoringQueue(lease_s=1.0)).roles == []
+    roles = telemetry.status(ledger, ScoringQueue(lease_s=1.0)).roles
+    assert [role.name for role in roles] == ["broker"]
 
 
 def test_a_version_counts_as_published_once_somebody_adopted_it(
@@ -170,3 +171,12 @@ def test_a_run_without_steps_has_a_summary(telemetry: Telemetry):
     summary = summary_of(telemetry.status(make_ledger(), ScoringQueue(lease_s=1.0)))
     assert (summary["last_step_metrics"], summary["mean_metrics"]) == ({}, {})
     assert summary["equation"]["issued"] == 0
+
+
+def test_the_broker_is_busy_for_the_time_it_is_on_a_core(ledger: Ledger):
+    seconds = {"clock": 0.0, "cpu": 5.0}
+    own = Telemetry(RunSection(), now=lambda: seconds["clock"], cpu_seconds=lambda: seconds["cpu"])
+    seconds.update(clock=10.0, cpu=7.5)
+    (broker,) = own.status(ledger, ScoringQueue(lease_s=1.0)).roles
+    assert broker.phase_seconds == {"serve": 2.5, "wait": 7.5}
+    assert broker.busy == pytest.approx(0.25)
