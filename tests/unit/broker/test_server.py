@@ -337,11 +337,8 @@ def test_an_observer_changes_nothing(short_folder: Path):
             return answer.status
 
     status = asyncio.run(body())
-    assert (status.run_name, [r.name for r in status.roles], status.issued) == (
-        "run",
-        ["broker"],
-        0,
-    )
+    names = [role.name for role in status.roles]
+    assert (status.run_name, names, status.issued) == ("run", ["broker"], 0)
 
 
 def test_a_broker_that_is_not_there_is_reported_by_its_address(short_folder: Path):

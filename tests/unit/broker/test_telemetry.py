@@ -118,7 +118,7 @@ def test_a_role_shows_its_own_figures(telemetry: Telemetry, time: Time, ledger: 
     _, role = status.roles
     assert (role.age_s, role.silent_s, role.busy) == (20.0, 10.0, 0.75)
     assert (role.tokens_per_second, role.leases) == (2.0, 2)
-    assert status.busy == {"generator": 0.75}
+    assert status.busy["generator"] == 0.75
     assert status.versions == {"sglang": "0.5"}
 
 
