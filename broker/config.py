@@ -60,6 +60,8 @@ class RewardSection(Section, frozen=True, kw_only=True):
     """MODULE:FUNCTION or FILE.py:FUNCTION."""
     workers: AtLeast1 = 1
     """Reward workers that `slipstream run` starts."""
+    timeout_s: Positive = 60.0
+    """A function that takes longer over one answer has failed; its worker is replaced."""
     credits: AtLeast1 = 64
     """Trajectories that one worker leases at a time."""
 
@@ -90,7 +92,8 @@ def broker_settings(table: Table) -> BrokerSettings:
         reward=section(table, "reward", RewardSection),
     )
     required(settings.data.file, "data.file")
-    if "@" in settings.broker.redis.url.partition("://")[2].partition("/")[0]:
+    address = settings.broker.redis.url.partition("://")[2]
+    if "@" in address.partition("/")[0] or "password" in address:
         raise ConfigError(
             "broker.redis.url must not hold a password: put it into a file and name that in "
             "broker.redis.password_file"

@@ -86,7 +86,8 @@ class Ledger:
         self.dropped: Counter[DropReason] = Counter()
         self.lapsed_leases: Counter[str] = Counter()
         self.staleness: Counter[int] = Counter()  # staleness in steps -> trained tokens
-        self.generated_tokens = 0
+        self._sampled_reward = 0.0  # of all groups scored since the last step
+        self._sampled_count = 0
         self.eval_rounds: dict[int, EvalRound] = {}
         self.eval_points: list[EvalPoint] = []
 
@@ -116,6 +117,13 @@ class Ledger:
         """Return issued - trained - dropped - in flight, which must be 0."""
         in_flight = sum(self.in_flight().values())
         return self.issued - self.trained - self.dropped.total() - in_flight
+
+    def sampled_reward(self) -> float | None:
+        """Return the mean reward of all training answers scored since the last step.
+
+        Unlike what is trained it holds the groups that a filter drops.
+        """
+        return self._sampled_reward / self._sampled_count if self._sampled_count else None
 
     def permits(self, adopted: PolicyVersion) -> int:
         """Return how many more groups a generator that runs ``adopted`` may start."""
@@ -413,7 +421,6 @@ class Ledger:
             case Generated(header=header):
                 group = self.groups[header.group_id]
                 group.headers[header.sibling] = header
-                self.generated_tokens += header.num_response_tokens
                 if not group.missing and group.lease_id is not None:
                     del self.leases[group.lease_id]
                     group.lease_id = None
@@ -427,6 +434,9 @@ class Ledger:
             for header in group.headers.values():
                 eval_round.versions.update(run.version for run in header.version_runs)
             self._forget(group)
+        elif score.reward is not None:
+            self._sampled_reward += score.reward
+            self._sampled_count += 1
 
     def _apply_drop(self, group_id: int, reason: DropReason) -> None:
         group = self.groups[group_id]
@@ -446,6 +456,7 @@ class Ledger:
             self.trained += 1
             self._forget(group)
         self.version = version
+        self._sampled_reward, self._sampled_count = 0.0, 0
 
     def _forget(self, group: Group) -> None:
         del self.groups[group.group_id]

@@ -2,10 +2,13 @@
 
 import asyncio
 import logging
+import threading
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 
 from broker.client import BrokerClient
+from broker.config import RewardSection, broker_settings
 from broker.rewards.loading import Reward, load_reward
 from wire.codec import decode_transcript
 from wire.command_line import load_arguments, refuse_settings, role_parser, run_role
@@ -19,7 +22,7 @@ from wire.control import (
     ScoringLeased,
     SubmitScores,
 )
-from wire.errors import ConfigError
+from wire.errors import ConfigError, SlipstreamError
 from wire.logs import start_logging
 from wire.phases import PhaseClock
 from wire.stopping import stop_event
@@ -29,9 +32,20 @@ _log = logging.getLogger(__name__)
 _POLL_S = 2.0
 
 
-async def work(
-    client: BrokerClient, reward: Reward, *, max_credits: int, heartbeat_s: float
-) -> None:
+class RewardHangsError(SlipstreamError):
+    """A reward function did not return in time; the thread that runs it cannot be ended."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a worker allows itself."""
+
+    max_credits: int  # trajectories leased at a time
+    timeout_s: float  # for one answer
+    heartbeat_s: float
+
+
+async def work(client: BrokerClient, reward: Reward, limits: Limits) -> None:
     """Score until the broker says that no work will come again.
 
     The function runs on a thread, so that a slow one does not delay the connection.
@@ -40,13 +54,15 @@ async def work(
     scored = unavailable = 0
     while True:
         leased, frames = await client.ask(
-            LeaseScoring(credits=max_credits, wait_s=_POLL_S), ScoringLeased, extra_wait_s=_POLL_S
+            LeaseScoring(credits=limits.max_credits, wait_s=_POLL_S),
+            ScoringLeased,
+            extra_wait_s=_POLL_S,
         )
         if leased.items:
             with clock.phase("score"):
                 transcripts = [decode_transcript(frame) for frame in frames]
                 pairs = list(zip(leased.items, transcripts, strict=True))
-                scores = await _score_all(client, reward, pairs, heartbeat_s)
+                scores = await _score_all(client, reward, pairs, limits)
                 await client.ask(SubmitScores(scores=tuple(scores)), Done)
             scored += len(scores)
             unavailable += sum(score.reward is None for score in scores)
@@ -60,26 +76,59 @@ async def _score_all(
     client: BrokerClient,
     reward: Reward,
     pairs: Sequence[tuple[ScoringItem, Transcript]],
-    heartbeat_s: float,
+    limits: Limits,
 ) -> list[Score]:
-    """Score on a thread, and keep the leases meanwhile."""
-    job = asyncio.create_task(
-        asyncio.to_thread(lambda: [reward.score(item, text) for item, text in pairs])
-    )
+    """Score on a thread, and keep the leases meanwhile.
+
+    Raises:
+        RewardHangsError: one answer took too long. What was scored before it is sent.
+    """
+    scores: asyncio.Queue[Score] = asyncio.Queue()
+    loop = asyncio.get_running_loop()
+
+    def score_in_order() -> None:
+        for item, text in pairs:
+            score = reward.score(item, text)
+            with suppress(RuntimeError):  # the loop is closed: this worker gave up on us
+                loop.call_soon_threadsafe(scores.put_nowait, score)
+
+    # A daemon: a function that hangs must not keep the process from ending.
+    threading.Thread(target=score_in_order, name="reward", daemon=True).start()
     lease_ids = tuple(item.lease_id for item, _ in pairs)
+    heartbeats = asyncio.create_task(_heartbeats(client, lease_ids, limits.heartbeat_s))
+    done: list[Score] = []
+    try:
+        while len(done) < len(pairs):
+            async with asyncio.timeout(limits.timeout_s):
+                done.append(await scores.get())
+    except TimeoutError as error:
+        item = pairs[len(done)][0]
+        reason = f"took longer than reward.timeout_s = {limits.timeout_s:g}"
+        hung = Score(
+            group_id=item.group_id,
+            sibling=item.sibling,
+            lease_id=item.lease_id,
+            unavailable=reason,
+            function=reward.name,
+        )
+        await client.ask(SubmitScores(scores=(*done, hung)), Done)
+        raise RewardHangsError(f"{reward.name} {reason}; this worker ends") from error
+    finally:
+        heartbeats.cancel()
+    return done
+
+
+async def _heartbeats(client: BrokerClient, lease_ids: tuple[int, ...], every_s: float) -> None:
     while True:
-        done, _ = await asyncio.wait({job}, timeout=heartbeat_s)
-        if done:
-            return job.result()
+        await asyncio.sleep(every_s)
         await client.ask(Heartbeat(lease_ids=lease_ids), HeartbeatAnswer)
 
 
-async def _serve(endpoint: str, name: str, reward: Reward, max_credits: int) -> None:
+async def _serve(endpoint: str, name: str, reward: Reward, settings: RewardSection) -> None:
     client, welcome = await BrokerClient.connect(endpoint, role="reward_worker", name=name)
     stop = asyncio.create_task(stop_event().wait())
-    job = asyncio.create_task(
-        work(client, reward, max_credits=max_credits, heartbeat_s=welcome.heartbeat_s)
-    )
+    limits = Limits(settings.credits, settings.timeout_s, welcome.heartbeat_s)
+    job = asyncio.create_task(work(client, reward, limits))
     try:
         await asyncio.wait({stop, job}, return_when=asyncio.FIRST_COMPLETED)
         if job.done():
@@ -105,7 +154,6 @@ def main() -> int:
     parser.add_argument("--reward", metavar="MODULE:FUNCTION", help="instead of reward.function")
     parser.add_argument("--name", default="reward-worker-0", help="unique within the run")
     arguments = parser.parse_args()
-    from broker.config import broker_settings
 
     try:
         settings = broker_settings(load_arguments(arguments))
@@ -119,7 +167,7 @@ def main() -> int:
     start_logging(arguments.name)
 
     def body() -> int:
-        asyncio.run(_serve(endpoint, arguments.name, reward, settings.reward.credits))
+        asyncio.run(_serve(endpoint, arguments.name, reward, settings.reward))
         return 0
 
     return run_role(body)

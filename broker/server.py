@@ -5,6 +5,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from math import isfinite
 from typing import assert_never
 
 import zmq
@@ -29,6 +30,7 @@ from wire.control import (
     Done,
     FetchPayloads,
     GetStatus,
+    Goodbye,
     GroupsLeased,
     Heartbeat,
     HeartbeatAnswer,
@@ -133,6 +135,11 @@ class BrokerServer:
         except RefusedError as error:
             self.telemetry.rejected["refused"] += 1
             answer, attached = Refusal(reason=str(error)), _NO_FRAMES
+        except (KeyError, ValueError, TypeError) as error:
+            # A fault of ours that one message brought to light must not end everybody's run.
+            _log.exception("request of %s failed", self._names.get(peer, "an unknown peer"))
+            self.telemetry.rejected["internal"] += 1
+            answer, attached = Refusal(reason=f"internal error: {error!r}"), _NO_FRAMES
         await socket.send_multipart([peer, request_id, encode(answer), *attached], copy=False)
 
     async def _expire_leases(self) -> None:
@@ -184,13 +191,19 @@ class BrokerServer:
                 return Done(), _NO_FRAMES
 
     async def _take(
-        self, name: str, request: ReleaseLease | StepCommit | RoleReport | PublishReport
+        self, name: str, request: ReleaseLease | Goodbye | StepCommit | RoleReport | PublishReport
     ) -> None:
         """Carry out a request that is answered by Done alone."""
         match request:
             case ReleaseLease(lease_id=lease_id, reason=reason):
-                self._ledger.release(name, lease_id, reason)
+                _log.warning("%s handed back lease %d: %s", name, lease_id, reason)
+                self._ledger.release(name, lease_id, "failed")
                 await self._persist()
+            case Goodbye():
+                self._ledger.release_all(name, "left")
+                self._scoring.release_all(name)
+                await self._persist()
+                self._notify()
             case StepCommit():
                 await self._commit_step(request)
             case RoleReport():
@@ -351,10 +364,14 @@ class BrokerServer:
 
     async def _commit_step(self, request: StepCommit) -> None:
         before = self._ledger.step
-        self._ledger.commit(request.version, request.metrics)
+        metrics = {name: value for name, value in request.metrics.items() if isfinite(value)}
+        sampled = self._ledger.sampled_reward()
+        if sampled is not None:
+            metrics["reward/sampled"] = sampled
+        self._ledger.commit(request.version, metrics)
         await self._persist()
         if self._ledger.step > before:
-            point = self.telemetry.step(request.version.step, request.metrics)
+            point = self.telemetry.step(request.version.step, metrics)
             self._on_step(point, self.status())
 
     def _fetch(self, request: FetchPayloads) -> Reply:

@@ -12,7 +12,6 @@ from wire.control import Hello, RoleReport
 from wire.phases import WAIT, busy_share
 from wire.run_settings import RunSection
 from wire.status import RoleStatus, RunStatus, StepPoint
-from wire.versions import PolicyVersion
 
 _KEPT_PUBLISHES = 200
 _KEPT_STEPS = 2_000
@@ -62,11 +61,11 @@ class Telemetry:
         self._started_s = now()
         self._training_since_s: float | None = None
         self._roles: dict[str, RoleRecord] = {}
-        self._ended: list[RoleRecord] = []  # earlier incarnations of restarted roles
+        self._ended_tokens: Counter[str] = Counter()  # of earlier incarnations, by role
         self._steps: deque[StepPoint] = deque(maxlen=_KEPT_STEPS)
-        self._publishes: deque[PublishRecord] = deque(maxlen=_KEPT_PUBLISHES)
-        self._adopted_versions: set[PolicyVersion] = set()
-        self._while_generating = 0
+        self._publishes: deque[PublishRecord] = deque()
+        self._forgotten_publishes = 0
+        self._forgotten_while_generating = 0
         self.versions: dict[str, str] = {}
         self.rejected: Counter[str] = Counter()  # malformed or refused messages by reason
         self.waiting_for = ""
@@ -77,7 +76,8 @@ class Telemetry:
         if hello.role == "observer":
             return
         if (before := self._roles.get(hello.name)) is not None:
-            self._ended.append(before)
+            tokens = before.report.counters.get("tokens", 0.0)
+            self._ended_tokens[before.hello.role] += int(tokens)
         now = self._now()
         self._roles[hello.name] = RoleRecord(hello, now, now)
         self.versions.update(hello.packages)
@@ -104,14 +104,16 @@ class Telemetry:
         return point
 
     def published(self, record: PublishRecord) -> None:
-        """A publish ended."""
+        """A member was brought to a version, or left out of it."""
+        for index in reversed(range(len(self._publishes))):
+            if self._publishes[index].version == record.version:
+                self._publishes[index] = merged(self._publishes[index], record)
+                return
+        if len(self._publishes) == _KEPT_PUBLISHES:
+            oldest = self._publishes.popleft()
+            self._forgotten_publishes += _adopted(oldest)
+            self._forgotten_while_generating += _while_generating(oldest)
         self._publishes.append(record)
-        if record.adopted_by:
-            if record.version not in self._adopted_versions and any(
-                record.num_in_flight.get(member, 0) for member in record.adopted_by
-            ):
-                self._while_generating += 1
-            self._adopted_versions.add(record.version)
 
     def status(self, ledger: Ledger, scoring: ScoringQueue) -> RunStatus:
         """Return the state of the run."""
@@ -162,8 +164,9 @@ class Telemetry:
             waiting_for=self.waiting_for,
             eval=ledger.eval_points,
             steps_history=list(self._steps),
-            publishes=len(self._adopted_versions),
-            publishes_while_generating=self._while_generating,
+            publishes=self._forgotten_publishes + sum(map(_adopted, self._publishes)),
+            publishes_while_generating=self._forgotten_while_generating
+            + sum(map(_while_generating, self._publishes)),
             publish_history=list(self._publishes),
             tokens_per_second=self._tokens_per_second(now),
             busy=_mean_busy(roles),
@@ -175,8 +178,8 @@ class Telemetry:
         since = self._training_since_s
         if since is None or now <= since:
             return {}
-        tokens: Counter[str] = Counter()
-        for record in [*self._roles.values(), *self._ended]:
+        tokens = self._ended_tokens.copy()
+        for record in self._roles.values():
             if "tokens" in record.report.counters:
                 tokens[record.hello.role] += int(record.report.counters["tokens"])
         return {role: count / (now - since) for role, count in sorted(tokens.items())}
@@ -197,8 +200,38 @@ class Telemetry:
         )
 
 
+def _adopted(record: PublishRecord) -> bool:
+    return bool(record.adopted_by)
+
+
+def _while_generating(record: PublishRecord) -> bool:
+    return bool(record.adopted_by) and any(record.num_in_flight.values())
+
+
+def merged(first: PublishRecord, later: PublishRecord) -> PublishRecord:
+    """Join two records of one version; a member that failed first and adopted then adopted."""
+    adopted = first.adopted_by | later.adopted_by
+    failed = {n: why for n, why in (first.failed | later.failed).items() if n not in adopted}
+    phases = {
+        name: max(first.phase_seconds.get(name, 0.0), later.phase_seconds.get(name, 0.0))
+        for name in first.phase_seconds | later.phase_seconds
+    }
+    return PublishRecord(
+        version=first.version,
+        at_s=first.at_s,
+        adopted_by=adopted,
+        failed=failed,
+        num_in_flight=first.num_in_flight | later.num_in_flight,
+        engine_digests=first.engine_digests | later.engine_digests,
+        phase_seconds=phases,
+        num_bytes=max(first.num_bytes, later.num_bytes),
+    )
+
+
 def _mean_busy(roles: list[RoleStatus]) -> dict[str, float]:
     shares: dict[str, list[float]] = {}
     for role in roles:
+        if not role.phase_seconds:
+            continue  # a helper of another process, which reports for it
         shares.setdefault(role.role, []).append(role.busy)
     return {name: sum(values) / len(values) for name, values in sorted(shares.items())}

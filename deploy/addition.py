@@ -11,6 +11,7 @@ from pathlib import Path
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
 from wire.errors import ChildDiedError
+from wire.processes import bound_to_me
 
 _log = logging.getLogger(__name__)
 _SPECIALS = ("<pad>", "<bos>", "<eos>")
@@ -36,7 +37,10 @@ def prepare(folder: Path) -> None:
     command += ["--demonstrations", str(folder / "demonstrations.jsonl")]
     command += ["--data", str(folder / "train.jsonl"), "--out", str(folder / "model")]
     command += ["--target", str(_WARM_ACCURACY)]
-    code = subprocess.run(command, check=False).returncode  # noqa: S603 our own program
+    warm_up = subprocess.run(  # noqa: S603 our own program
+        command, check=False, preexec_fn=bound_to_me()
+    )
+    code = warm_up.returncode
     if code != 0:
         shutil.rmtree(folder / "model", ignore_errors=True)
         raise ChildDiedError(f"the supervised warm-up ended with code {code}")

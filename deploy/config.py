@@ -1,21 +1,17 @@
 """The settings of a run as a whole: every section decoded, every cross-check made."""
 
-import shutil
 from pathlib import Path
 from typing import Annotated
 
 import msgspec
 import tomli_w
 
-from algos.config import AlgoSection
 from broker.config import BrokerSettings, broker_settings
 from generators.config import GeneratorSettings, generator_settings
 from learner.config import LearnerSettings, learner_settings
 from wire.errors import ConfigError
 from wire.run_settings import AtLeast0, Positive, RunSection
 from wire.settings import Section, Table, section, to_table
-
-__all__ = ["AlgoSection", "DeploySection", "RunConfig", "run_config"]
 
 
 class DeploySection(Section, frozen=True, kw_only=True):
@@ -92,8 +88,3 @@ def write_resolved(config: RunConfig, path: Path) -> None:
         "deploy": to_table(config.deploy),
     }
     path.write_text(tomli_w.dumps(resolved))
-
-
-def remove_folder(path: Path) -> None:
-    """Remove a folder of ours, if it is there."""
-    shutil.rmtree(path, ignore_errors=True)

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import shutil
 import signal
 import tempfile
 import threading
@@ -14,7 +15,7 @@ from rich.console import Console
 from rich.live import Live
 
 from broker.summary import summary_of
-from deploy.config import RunConfig, remove_folder, run_config, write_resolved
+from deploy.config import RunConfig, run_config, write_resolved
 from deploy.observe import status_now
 from deploy.plan import plan_roles
 from deploy.supervise import Supervisor
@@ -41,8 +42,6 @@ def run_locally(config: RunConfig, console: Console) -> int:
     run.logs.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(prefix="slipstream-"))
     config = _with_sockets(config, scratch)
-    resolved = run.folder / "resolved.toml"
-    write_resolved(config, resolved)
     supervisor = Supervisor(
         logs=run.logs,
         scratch=scratch,
@@ -54,6 +53,8 @@ def run_locally(config: RunConfig, console: Console) -> int:
     watcher = _StatusWatcher(config.run)
     try:
         with _signals_raise():
+            resolved = run.folder / "resolved.toml"
+            write_resolved(config, resolved)
             _run(config, supervisor, watcher, console, resolved)
     except _StopRequestedError as error:
         reason, code = f"stopped: {error}", EXIT_INTERRUPTED
@@ -65,7 +66,7 @@ def run_locally(config: RunConfig, console: Console) -> int:
             roles = [name for name in supervisor.children if name != "broker"]
             supervisor.stop(roles)
             supervisor.stop(["broker"])
-            remove_folder(scratch)
+            shutil.rmtree(scratch, ignore_errors=True)
     _finish(run, watcher.newest, reason, console)
     return code
 
@@ -88,16 +89,29 @@ def _run(
     names = [plan.name for plan in others]
     dashboard = _dashboard_address(run)
     started = time.monotonic()
+    ended: set[str] = set()
     with _display(console) as show:
-        while not supervisor.finished(names):
+        while len(ended) < len(names):
             supervisor.check()
+            for name in names:
+                if name not in ended and supervisor.finished([name]):
+                    _require_complete(watcher, name)
+                    ended.add(name)
             limit = config.deploy.time_limit_s
             if limit and time.monotonic() - started > limit:
                 raise ChildDiedError(f"the run took longer than deploy.time_limit_s = {limit:.0f}")
             if watcher.newest is not None:
                 show(watcher.newest, dashboard)
             time.sleep(_POLL_S)
+
+
+def _require_complete(watcher: "_StatusWatcher", name: str) -> None:
+    """A role that ends in order may do so only when the run is over."""
     watcher.ask_once()
+    status = watcher.newest
+    if status is None or status.steps < status.total_steps or status.queue["eval_rounds"]:
+        steps = f"{status.steps} of {status.total_steps} steps" if status else "an unknown step"
+        raise ChildDiedError(f"{name} ended before the run was complete, at {steps}")
 
 
 def _with_sockets(config: RunConfig, scratch: Path) -> RunConfig:

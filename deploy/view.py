@@ -27,7 +27,7 @@ def live_view(status: RunStatus, dashboard: str) -> RenderableType:
 
 def one_line(status: RunStatus) -> str:
     """Return the state of a run as one line, for terminals that are files."""
-    reward = _last(status, "reward/mean")
+    reward = _last(status, "reward/sampled")
     parts = [
         f"step {status.steps}/{status.total_steps}",
         f"reward {reward:.3f}" if reward is not None else "reward -",
@@ -84,7 +84,8 @@ def _learning(status: RunStatus) -> RenderableType:
     evaluations = ", ".join(f"{p.step}: {p.exact_match:.3f}" for p in status.eval[-6:])
     rows = {
         "evaluation by step": evaluations or "-",
-        "training reward": _format(_last(status, "reward/mean")),
+        "reward of sampled answers": _format(_last(status, "reward/sampled")),
+        "reward of trained answers": _format(_last(status, "reward/mean")),
         "entropy": _format(_last(status, "policy/entropy")),
         "mismatch KL": _format(_last(status, "staleness/mismatch_kl"), 5),
         "seconds per step": _format(_last(status, "time/step"), 2),

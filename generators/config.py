@@ -21,6 +21,10 @@ from wire.settings import Section, Table, section
 Device = Literal["cpu", "cuda"]
 
 
+_OURS = ("model_path", "host", "port", "api_key", "device", "dtype", "max_running_requests")
+_ONE_RANK = ("tp_size", "pp_size", "dp_size")
+
+
 class GeneratorsSection(Section, frozen=True, kw_only=True):
     """[generators]: the inference engines and their agents."""
 
@@ -42,7 +46,7 @@ class GeneratorsSection(Section, frozen=True, kw_only=True):
     request_timeout_s: Positive = 600.0
     """A generation that takes longer has failed; its lease is handed back."""
     sglang: dict[str, str | int | float | bool] = msgspec.field(default_factory=dict)
-    """Passed on to SGLang: names of its command line flags, without dashes in front."""
+    """Passed on to SGLang: names of its settings with underscores, as in max_prefill_tokens."""
 
 
 class GeneratorSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -97,12 +101,7 @@ def generator_settings(table: Table) -> GeneratorSettings:
             f"generators.max_sequences = {settings.generators.max_sequences} does not hold one "
             f"group of run.group_size = {settings.run.group_size}"
         )
-    for name in ("tp_size", "pp_size", "dp_size", "tp-size", "pp-size", "dp-size"):
-        if settings.generators.sglang.get(name, 1) != 1:
-            raise ConfigError(
-                f"generators.sglang.{name} must be 1: engines of several ranks cannot receive "
-                f"weights yet, got {settings.generators.sglang[name]}"
-            )
+    _check_sglang(settings.generators.sglang)
     longest = sampling.max_prompt_tokens + sampling.max_response_tokens
     if settings.device == "cpu" and settings.generators.max_cached_tokens < longest:
         raise ConfigError(
@@ -110,3 +109,22 @@ def generator_settings(table: Table) -> GeneratorSettings:
             f"hold one trajectory of sampling.max_prompt_tokens + max_response_tokens = {longest}"
         )
     return settings
+
+
+def _check_sglang(table: dict[str, str | int | float | bool]) -> None:
+    for name, value in table.items():
+        if "-" in name:
+            raise ConfigError(
+                f"generators.sglang.{name}: write it with underscores, {name.replace('-', '_')}"
+            )
+        if name in _OURS:
+            raise ConfigError(f"generators.sglang.{name} follows from other settings")
+        if name in _ONE_RANK and value != 1:
+            raise ConfigError(
+                f"generators.sglang.{name} must be 1: engines of several ranks cannot receive "
+                f"weights yet, got {value}"
+            )
+        if value is False:
+            raise ConfigError(
+                f"generators.sglang.{name} = false: SGLang's flags can only be switched on"
+            )

@@ -112,6 +112,8 @@ async def _work(
         done, _ = await asyncio.wait({stopping, job, *others}, return_when=asyncio.FIRST_COMPLETED)
         if stopping in done:
             _log.info("asked to end")
+            job.cancel()
+            await asyncio.gather(job, return_exceptions=True)
             await worker.hand_back()
         for task in done:
             task.result()

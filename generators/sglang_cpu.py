@@ -4,7 +4,6 @@ Works because our servers fork their processes on a CPU: what is done here reach
 Remove at an SGLang release whose CPU build can be installed from a package index.
 """
 
-import datetime
 import importlib
 import importlib.machinery
 import sys
@@ -14,23 +13,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed import distributed_c10d
 from torch.nn.functional import scaled_dot_product_attention
 
 _ATTENTION = "sglang.srt.layers.attention.torch_native_backend"
 _keep_alive: list[torch.library.Library] = []
 
 
-def prepare(*, group_timeout_s: float) -> None:
-    """Make this process, and what it forks, able to import and run SGLang on a CPU.
-
-    Args:
-        group_timeout_s: of the weight update groups that the engine joins; SGLang has no
-            setting for it and would wait 30 minutes for a sender that is gone.
-    """
+def prepare() -> None:
+    """Make this process, and what it forks, able to import and run SGLang on a CPU."""
     define_torchvision_operators()
     _stand_in_for_sgl_kernel()
-    distributed_c10d.default_pg_timeout = datetime.timedelta(seconds=group_timeout_s)
 
 
 def define_torchvision_operators() -> None:

@@ -4,8 +4,10 @@ Installed at the top of the server's main module, so that processes that SGLang 
 too: they import that module again before anything else.
 """
 
+import datetime
 import importlib.abc
 import importlib.util
+import os
 import sys
 from collections.abc import Callable, Sequence
 from importlib.machinery import ModuleSpec
@@ -14,12 +16,28 @@ from typing import Any
 
 from typing_extensions import override
 
+GROUP_TIMEOUT_VARIABLE = "SLIPSTREAM_GROUP_TIMEOUT_S"
+_GROUPS = "torch.distributed.distributed_c10d"
 _MIN_NEW_TOKENS = "sglang.srt.sampling.penaltylib.min_new_tokens"
 
 
 def install() -> None:
     """Correct the modules named here right after their import."""
-    sys.meta_path.insert(0, _AfterImport({_MIN_NEW_TOKENS: _count_tokens_before_retraction}))
+    corrections: dict[str, Callable[[ModuleType], None]] = {
+        _MIN_NEW_TOKENS: _count_tokens_before_retraction,
+        _GROUPS: _bound_waits_in_groups,
+    }
+    sys.meta_path.insert(0, _AfterImport(corrections))
+
+
+def _bound_waits_in_groups(module: ModuleType) -> None:
+    """Bound how long an engine waits in a weight group for a sender that is gone.
+
+    SGLang has no setting for it and takes torch's default of 30 minutes.
+    """
+    seconds = os.environ.get(GROUP_TIMEOUT_VARIABLE)  # noqa: TID251 reaches spawned processes
+    if seconds:
+        module.__dict__["default_pg_timeout"] = datetime.timedelta(seconds=float(seconds))
 
 
 def _count_tokens_before_retraction(module: ModuleType) -> None:

@@ -18,6 +18,7 @@ from pathlib import Path
 import aiohttp
 
 from generators.config import GeneratorSettings
+from generators.sglang_patches import GROUP_TIMEOUT_VARIABLE
 from wire.errors import ChildDiedError
 from wire.processes import bound_to_me, last_lines
 
@@ -47,7 +48,6 @@ class SglangProcess:
         order = {
             "parent_pid": os.getpid(),
             "device": settings.device,
-            "group_timeout_s": settings.weightbus.timeout_s,
             "flags": server_flags(settings, port=port, api_key=api_key, seed_of=name),
         }
         log_file = settings.run.logs / f"{name}-sglang.log"
@@ -190,6 +190,7 @@ def hash_seed(text: str) -> int:
 def _environment(settings: GeneratorSettings, scratch: Path) -> dict[str, str]:
     environment = dict(os.environ)  # noqa: TID251 handed on to a child
     environment |= {"TMPDIR": str(scratch), "HF_HUB_OFFLINE": "1"}
+    environment[GROUP_TIMEOUT_VARIABLE] = str(settings.weightbus.timeout_s)
     if settings.device == "cpu":
         # More than one thread per server collapses as soon as anything else wants a core.
         environment |= {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1"}

@@ -36,7 +36,7 @@ def main() -> None:
     from generators import sglang_cpu  # torch takes seconds to import
 
     if on_cpu:
-        sglang_cpu.prepare(group_timeout_s=order["group_timeout_s"])
+        sglang_cpu.prepare()
         _fork_instead_of_spawn()
     from sglang.launch_server import run_server
     from sglang.srt.entrypoints import http_server  # noqa: F401 slow: before the fork

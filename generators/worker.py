@@ -15,6 +15,7 @@ from generators.prompting import TextCodec
 from generators.rollout import Rollout, run_rollouts
 from wire.control import (
     Done,
+    Goodbye,
     GroupsLeased,
     Heartbeat,
     HeartbeatAnswer,
@@ -29,7 +30,7 @@ from wire.trajectory import ItemKind
 from wire.versions import PolicyVersion
 
 _log = logging.getLogger(__name__)
-_POLL_S = 2.0
+_POLL_S = 0.5  # free lanes beyond those asked for wait no longer than this
 _REPORT_S = 1.0
 
 
@@ -126,7 +127,8 @@ class GeneratorWorker:
     async def _run_group(self, work: LeasedGroup) -> None:
         try:
             await self._generate(work)
-        except (EngineError, ValueError) as error:
+        except* (EngineError, ValueError) as failed:
+            error = failed.exceptions[0]
             self._counters["failed"] += 1
             _log.warning("group %d handed back: %s", work.group_id, error)
             with suppress(RefusedError):
@@ -153,7 +155,9 @@ class GeneratorWorker:
                 self._generating.discard(work.lease_id)  # the broker ends the lease by itself
             await asyncio.gather(*(self._send(rollout) for rollout in rollouts))
 
-        await asyncio.gather(*(sample_and_send(siblings) for siblings in together))
+        async with asyncio.TaskGroup() as group:  # one that fails ends its siblings too
+            for siblings in together:
+                group.create_task(sample_and_send(siblings))
 
     async def _send(self, rollout: Rollout) -> None:
         self._counters["tokens"] += rollout.num_response_tokens
@@ -192,9 +196,5 @@ class GeneratorWorker:
         await self._client.ask(report, Done)
 
     async def hand_back(self) -> None:
-        """Give every lease back, because this generator ends."""
-        for lease_id in list(self._groups):
-            with suppress(RefusedError):
-                await self._client.ask(
-                    ReleaseLease(lease_id=lease_id, reason="generator ends"), Done
-                )
+        """Give every lease back, because this generator ends. Cancel ``run`` before."""
+        await self._client.ask(Goodbye(), Done)

@@ -1,4 +1,4 @@
-"""Bytes from rank 0 to all ranks, without pickle."""
+"""What ranks tell each other about control: bytes and flags, without pickle."""
 
 import torch
 import torch.distributed as dist
@@ -18,3 +18,12 @@ def broadcast_bytes(data: bytes | None, *, rank: int, world_size: int) -> bytes:
         buffer = torch.empty(int(size), dtype=torch.uint8, device=device())
     dist.broadcast(buffer, src=0)
     return buffer.cpu().numpy().tobytes()
+
+
+def any_rank(flag: bool, *, world_size: int) -> bool:
+    """Tell every rank whether the flag is set on at least one of them."""
+    if world_size == 1:
+        return flag
+    total = torch.tensor([int(flag)], dtype=torch.int32, device=device())
+    dist.all_reduce(total)
+    return bool(total.item())

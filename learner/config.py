@@ -21,8 +21,8 @@ class LearnerSection(Section, frozen=True, kw_only=True):
     """Processes of the learner on this node."""
     tensor_parallel: AtLeast1 = 1
     """Ranks that share one replica of the model; the others are data parallel."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Type of the parameters."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Type of the parameters; auto is float32 on a CPU, bfloat16 on a GPU."""
     lr: Annotated[float, msgspec.Meta(ge=0, le=10)] = 1e-6
     """Learning rate."""
     weight_decay: Annotated[float, msgspec.Meta(ge=0)] = 0.0

@@ -11,9 +11,9 @@ import time
 import msgspec
 
 from learner.background import BackgroundLoop
-from learner.broadcast import broadcast_bytes
+from learner.broadcast import any_rank, broadcast_bytes
 from learner.broker_link import LeaderLink, PayloadLink
-from learner.collate import pack, unpack
+from learner.collate import TrainSequence, pack, unpack
 from learner.config import LearnerSettings
 from learner.device import device
 from learner.hf_weights import export_hf_weights, save_hf_folder
@@ -24,7 +24,9 @@ from learner.step import Minibatch, advantages_of, batch_figures, train_step
 from learner.topology import Topology
 from weightbus.snapshot import WeightSnapshot
 from wire.control import BatchDelivered, BatchNotReady, RunComplete
+from wire.errors import PeerLostError, SlipstreamError
 from wire.phases import PhaseClock
+from wire.trajectory import TrajectoryHeader
 from wire.versions import PolicyVersion
 
 _log = logging.getLogger(__name__)
@@ -128,11 +130,7 @@ class LearnerLoop:
         mine = [plan.microbatches[replica] for plan in plans]
         with self._clock.phase("fetch"):
             wanted = [i for minibatch in mine for indices in minibatch for i in indices]
-            payloads = self._link.fetch([(headers[i].group_id, headers[i].sibling) for i in wanted])
-            sequences = {
-                i: unpack(headers[i], payload, advantage=advantages[i])
-                for i, payload in zip(wanted, payloads, strict=True)
-            }
+            sequences = self._fetch(headers, advantages, wanted)
         with self._clock.phase("pack"):
             minibatches = [
                 Minibatch(
@@ -153,12 +151,28 @@ class LearnerLoop:
             self._rollouts.record(batch.step, recorded, minibatches[0].batches[0], proximal[0][0])
         return figures, sum(header.num_response_tokens for header in headers)
 
+    def _fetch(
+        self, headers: list[TrajectoryHeader], advantages: list[float], wanted: list[int]
+    ) -> dict[int, TrainSequence]:
+        """Return this rank's sequences by index; if any rank fails, all do, before the step."""
+        failure: SlipstreamError | None = None
+        sequences: dict[int, TrainSequence] = {}
+        try:
+            keys = [(headers[i].group_id, headers[i].sibling) for i in wanted]
+            for i, payload in zip(wanted, self._link.fetch(keys), strict=True):
+                sequences[i] = unpack(headers[i], payload, advantage=advantages[i])
+        except SlipstreamError as error:
+            failure = error
+        if any_rank(failure is not None, world_size=self._topology.world_size):
+            raise failure or PeerLostError("another learner rank could not fetch its payloads")
+        return sequences
+
     def _publish(self, version: PolicyVersion) -> None:
         """Copy this rank's weights out, whole tensors to rank 0; the transfer does not wait."""
         with self._clock.phase("export"):
-            tensors = {
-                name: tensor.detach().clone()
-                for name, tensor in export_hf_weights(self._policy.model)
-            }
+            tensors = {}
+            for name, tensor in export_hf_weights(self._policy.model):  # all ranks gather
+                if self._leader is not None:
+                    tensors[name] = tensor.detach().clone()
             if self._leader is not None:
                 self._leader.publish(WeightSnapshot(version, tensors))

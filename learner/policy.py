@@ -3,6 +3,7 @@
 Shapes: T tokens of B sequences laid end to end.
 """
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
@@ -118,10 +119,12 @@ class Policy:
         summed = self._sum_over_replicas(totals)
         if not bool(summed["loss"].isfinite()):
             raise NonFiniteError("the loss is not finite; learner.lr may be too high")
-        changed, grad_norm, _ = self._optimizer.step()
-        if not changed or not torch.isfinite(torch.tensor(float(grad_norm or 0.0))):
+        overflow = self._optimizer.prepare_grads()
+        grad_norm = float(self._optimizer.get_grad_norm())
+        if overflow or not math.isfinite(grad_norm):
             raise NonFiniteError(f"the gradient's norm is {grad_norm}; learner.lr may be too high")
-        return summed, float(grad_norm or 0.0)
+        self._optimizer.step()
+        return summed, grad_norm
 
     def _aligned(self, logits: Tensor, batch: PackedBatch) -> tuple[Tensor, Tensor]:
         """Logits [T, V/tp] at t predict the token at t + 1: shift what they say by one."""

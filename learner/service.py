@@ -19,7 +19,7 @@ from learner.model import build_model
 from learner.policy import Policy
 from learner.topology import destroy_topology, init_topology
 from weightbus.rendezvous import open_store
-from wire.errors import ChildDiedError
+from wire.errors import ChildDiedError, ConfigError
 from wire.processes import bound_to_me
 
 _log = logging.getLogger(__name__)
@@ -45,8 +45,12 @@ def run_learner(settings: LearnerSettings, argv: Sequence[str]) -> None:
     try:
         run_rank(settings, rank=0, store=store)
         for rank, child in enumerate(children, start=1):
-            if child.wait(settings.learner.timeout_s) != 0:
-                raise ChildDiedError(f"learner rank {rank} ended with code {child.returncode}")
+            try:
+                code = child.wait(settings.learner.timeout_s)
+            except subprocess.TimeoutExpired as error:
+                raise ChildDiedError(f"learner rank {rank} did not end") from error
+            if code != 0:
+                raise ChildDiedError(f"learner rank {rank} ended with code {code}")
     except RuntimeError as error:
         dead = [r for r, child in enumerate(children, 1) if child.poll() not in {None, 0}]
         raise ChildDiedError(f"learner ranks {dead} ended; {error}") from error
@@ -79,7 +83,7 @@ def run_rank(settings: LearnerSettings, *, rank: int, store: Store) -> None:
         timeout_s=learner.timeout_s,
     )
     try:
-        dtype = torch.float32 if learner.dtype == "float32" else torch.bfloat16
+        dtype = _dtype(learner.dtype)
         model = build_model(load_hf_config(settings.model), dtype=dtype, extra=learner.megatron)
         load_hf_weights(model, settings.model)
         model.train()
@@ -88,6 +92,14 @@ def run_rank(settings: LearnerSettings, *, rank: int, store: Store) -> None:
             LearnerLoop(settings, topology, policy, loop).run()
     finally:
         destroy_topology()
+
+
+def _dtype(name: str) -> torch.dtype:
+    on_gpu = device.device().type == "cuda"
+    if name == "float32" and on_gpu:
+        raise ConfigError("learner.dtype = float32 cannot run on a GPU: flash attention needs bf16")
+    bfloat16 = name == "bfloat16" or (name == "auto" and on_gpu)
+    return torch.bfloat16 if bfloat16 else torch.float32
 
 
 def _start_rank(argv: Sequence[str], rank: int, port: int) -> "subprocess.Popen[bytes]":

@@ -1,6 +1,5 @@
 """One version's tensors as the learner hands them over, and the manifest that describes them."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import xxhash
@@ -39,11 +38,6 @@ class WeightSnapshot:
     def flat(self, bucket: Bucket) -> Tensor:
         """Return a bucket's tensors laid end to end. Shape [bucket.num_bytes], uint8."""
         return cat([_as_bytes(self.tensors[spec.name]) for spec in bucket.tensors])
-
-    def raw(self) -> Iterator[tuple[str, bytes]]:
-        """Yield (name, bytes) of every tensor."""
-        for name, tensor in self.tensors.items():
-            yield name, raw_bytes(tensor)
 
 
 def raw_bytes(tensor: Tensor) -> bytes:

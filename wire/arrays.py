@@ -23,8 +23,3 @@ class PackedArray(msgspec.Struct, frozen=True, array_like=True, gc=False):
                 f"{self.dtype} array of shape {self.shape} needs {want_bytes} bytes, "
                 f"got {self.data.nbytes}"
             )
-
-    @property
-    def num_elements(self) -> int:
-        """Return the number of elements."""
-        return prod(self.shape)

@@ -125,6 +125,10 @@ class ReleaseLease(Message, frozen=True):
     reason: str
 
 
+class Goodbye(Message, frozen=True):
+    """This client ends: lease what it holds to others. Answered by Done."""
+
+
 # ---- reward workers ----------------------------------------------------------
 
 
@@ -246,6 +250,7 @@ Request: TypeAlias = (
     | Heartbeat
     | SubmitTrajectory
     | ReleaseLease
+    | Goodbye
     | LeaseScoring
     | SubmitScores
     | TakeOver

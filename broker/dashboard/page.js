@@ -27,7 +27,7 @@ function learning(s) {
   const figures = [["step", `${s.steps} / ${s.total_steps}`]];
   if (s.eval.length) figures.push(["evaluation", percent(s.eval.at(-1).exact_match)]);
   if (last) {
-    figures.push(["training reward", number(last.metrics["reward/mean"] ?? 0, 3)]);
+    figures.push(["reward, sampled", number(last.metrics["reward/sampled"] ?? 0, 3)]);
     figures.push(["entropy", number(last.metrics["policy/entropy"] ?? 0, 3)]);
     figures.push(["step takes", `${number(last.metrics["time/step"] ?? 0, 2)} s`]);
   }
@@ -58,7 +58,7 @@ function curve(s) {
   for (const step of [0, Math.round(s.total_steps / 2), s.total_steps]) {
     nodes.push(shape("text", { x: x(step), y: height - 5, "text-anchor": "middle" }, step));
   }
-  const rewards = s.steps_history.map((p) => [p.step, p.metrics["reward/mean"] ?? 0]);
+  const rewards = s.steps_history.map((p) => [p.step, p.metrics["reward/sampled"] ?? 0]);
   nodes.push(shape("path", { class: "reward", d: path(rewards) }));
   nodes.push(shape("path", { class: "eval", d: path(s.eval.map((p) => [p.step, p.exact_match])) }));
   for (const p of s.eval) {

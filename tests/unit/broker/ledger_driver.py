@@ -128,7 +128,7 @@ def state_of(ledger: Ledger) -> dict[str, object]:
         "dropped": ledger.dropped,
         "lapsed_leases": ledger.lapsed_leases,
         "staleness": ledger.staleness,
-        "generated_tokens": ledger.generated_tokens,
+        "sampled_reward": ledger.sampled_reward(),
         "eval_rounds": ledger.eval_rounds,
         "eval_points": ledger.eval_points,
     }

@@ -184,7 +184,7 @@ def test_a_run_of_one_step_goes_through_every_role(short_folder: Path):
 
     status, num_events = asyncio.run(body())
     assert (status.steps, status.trained, status.unaccounted) == (1, 1, 0)
-    assert status.steps_history[0].metrics == {"policy/loss": 1.0}
+    assert status.steps_history[0].metrics == {"policy/loss": 1.0, "reward/sampled": 0.5}
     # taken over, issued, leased, 2 generated, 2 scored, delivered, trained
     assert num_events == 9
 

@@ -139,7 +139,7 @@ def test_a_version_counts_as_published_once_somebody_adopted_it(
     telemetry.published(record(PolicyVersion(1, 2), in_flight=3, adopted=False))
     status = telemetry.status(ledger, ScoringQueue(lease_s=1.0))
     assert (status.publishes, status.publishes_while_generating) == (2, 1)
-    assert len(status.publish_history) == 4
+    assert [r.version.step for r in status.publish_history] == [0, 1, 2]
 
 
 def test_the_summary_holds_the_equation_and_the_means_of_the_steps(
@@ -180,3 +180,22 @@ def test_the_broker_is_busy_for_the_time_it_is_on_a_core(ledger: Ledger):
     (broker,) = own.status(ledger, ScoringQueue(lease_s=1.0)).roles
     assert broker.phase_seconds == {"serve": 2.5, "wait": 7.5}
     assert broker.busy == pytest.approx(0.25)
+
+
+def test_members_of_one_version_share_a_record_even_when_they_come_late(
+    telemetry: Telemetry, ledger: Ledger
+):
+    def adopted_by(name: str, step: int) -> PublishRecord:
+        return PublishRecord(
+            version=PolicyVersion(1, step),
+            at_s=0.0,
+            adopted_by={name: 0.1},
+            engine_digests={name: "d"},
+        )
+
+    telemetry.published(adopted_by("a", 0))
+    telemetry.published(adopted_by("a", 1))
+    telemetry.published(adopted_by("b", 0))
+    status = telemetry.status(ledger, ScoringQueue(lease_s=1.0))
+    assert status.publishes == 2
+    assert status.publish_history[0].engine_digests == {"a": "d", "b": "d"}

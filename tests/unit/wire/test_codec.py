@@ -88,6 +88,7 @@ REQUESTS: list[control.Request] = [
     control.GetStatus(),
     control.LeaseGroups(adopted=VERSION, max_sequences=8, wait_s=2.0),
     control.Heartbeat(lease_ids=(1, 2)),
+    control.Goodbye(),
     control.SubmitTrajectory(header=HEADER),
     control.ReleaseLease(lease_id=1, reason="engine failed"),
     control.LeaseScoring(credits=4, wait_s=1.0),
