@@ -13,7 +13,7 @@ from deploy.addition import prepare
 from deploy.config import RunConfig, free_name, run_config
 from deploy.local import run_locally
 from deploy.observe import run_of_folder, status_now
-from deploy.plan import plan_roles
+from deploy.plan import count_gpus, plan_roles
 from deploy.view import live_view
 from wire.logs import start_logging
 from wire.run_settings import run_section
@@ -27,7 +27,7 @@ def run(path: Path, overrides: Sequence[str], dry_run: bool) -> int:
     config = _load(path, overrides)
     console = Console()
     if dry_run:
-        for plan in plan_roles(config, config.run.folder / "resolved.toml"):
+        for plan in plan_roles(config, config.run.folder / "resolved.toml", num_gpus=count_gpus()):
             console.print(f"{plan.name}: {shlex.join(plan.command)}", soft_wrap=True)
         return 0
     return run_locally(config, console)

@@ -17,7 +17,7 @@ from rich.live import Live
 from broker.summary import summary_of
 from deploy.config import RunConfig, run_config, write_resolved
 from deploy.observe import status_now
-from deploy.plan import plan_roles
+from deploy.plan import count_gpus, plan_roles
 from deploy.supervise import Supervisor
 from deploy.view import final_table, live_view, one_line
 from wire.command_line import EXIT_INTERRUPTED
@@ -80,7 +80,7 @@ def _run(
 ) -> None:
     run = config.run
     console.print(f"run [bold]{run.name}[/]: settings, logs and results in {run.folder}")
-    broker, *others = plan_roles(config, resolved)
+    broker, *others = plan_roles(config, resolved, num_gpus=count_gpus())
     supervisor.start(broker)
     _await_broker(supervisor, run)
     for plan in others:
@@ -95,8 +95,10 @@ def _run(
             supervisor.check()
             for name in names:
                 if name not in ended and supervisor.finished([name]):
-                    _require_complete(watcher, name)
                     ended.add(name)
+                    others = [n for n in names if _kind(n) == _kind(name) and n not in ended]
+                    if not others:
+                        _require_complete(watcher, name)
             limit = config.deploy.time_limit_s
             if limit and time.monotonic() - started > limit:
                 raise ChildDiedError(f"the run took longer than deploy.time_limit_s = {limit:.0f}")
@@ -105,8 +107,12 @@ def _run(
             time.sleep(_POLL_S)
 
 
+def _kind(name: str) -> str:
+    return name.rstrip("0123456789")
+
+
 def _require_complete(watcher: "_StatusWatcher", name: str) -> None:
-    """A role that ends in order may do so only when the run is over."""
+    """The last process of a role may end only when the run is over; others may leave."""
     watcher.ask_once()
     status = watcher.newest
     if status is None or status.steps < status.total_steps or status.queue["eval_rounds"]:

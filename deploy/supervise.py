@@ -93,6 +93,8 @@ class Supervisor:
     def _spawn(self, child: Child) -> None:
         environment = dict(os.environ)  # noqa: TID251 handed on to children
         environment |= {"TMPDIR": str(self.scratch), "OMP_NUM_THREADS": "1"}
+        if child.plan.gpus is not None:
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, child.plan.gpus))
         with child.log_file.open("ab") as log:
             child.process = subprocess.Popen(  # noqa: S603 our own programs
                 child.plan.command,

@@ -75,3 +75,13 @@ def test_a_broker_that_dies_ends_the_run(start_run: Callable[..., TinyRun]):
     assert run.wait(60) == 1
     assert "broker was killed by SIGKILL" in run.output
     run.assert_nothing_left()
+
+
+def test_a_learner_that_leaves_early_fails_the_run(start_run: Callable[..., TinyRun]):
+    run = start_run(run__steps=1000, generators__count=1)
+    run.wait_until(lambda: run.steps() >= 1, "first learner step")
+    learner = next(p for p in run.remember_children() if "learner.main" in " ".join(p.cmdline()))
+    learner.terminate()
+    assert run.wait(60) == 1
+    assert "learner ended before the run was complete" in run.output
+    run.assert_nothing_left()

@@ -52,6 +52,12 @@ def test_a_run_without_further_settings_is_complete(table: Table):
         ("learner", {"minibatches": 300}, r"256 trajectories cannot be split"),
         ("generators", {"max_cached_tokens": 100}, r"generators\.max_cached_tokens = 100"),
         ("broker", {"max_in_flight": 3}, r"broker\.max_in_flight is 3"),
+        ("generators", {"max_sequences": 4}, r"does not hold one group of run\.group_size = 8"),
+        ("generators", {"sglang": {"tp_size": 2}}, r"generators\.sglang\.tp_size must be 1"),
+        ("generators", {"sglang": {"api_key": "x"}}, r"api_key follows from other settings"),
+        ("generators", {"sglang": {"log-level": "info"}}, r"with underscores, log_level"),
+        ("broker", {"redis": {"url": "redis://u:p@h"}}, r"broker\.redis\.password_file"),
+        ("broker", {"redis": {"url": "unix://s?password=p"}}, r"broker\.redis\.password_file"),
         ("deploy", {"max_restart": 3}, r"deploy\.max_restart; did you mean max_restarts\?"),
     ],
 )
@@ -93,7 +99,7 @@ def test_resolved_settings_make_the_same_run(table: Table, tmp_path: Path):
 def test_a_run_is_a_broker_then_generators_a_learner_and_reward_workers(table: Table):
     wanted = changed(changed(table, "generators", count=3), "reward", workers=2)
     resolved = Path("resolved.toml")
-    plans = plan_roles(run_config(wanted), resolved)
+    plans = plan_roles(run_config(wanted), resolved, num_gpus=0)
     assert [(plan.name, plan.restartable) for plan in plans] == [
         ("broker", False),
         ("generator-0", True),
@@ -105,3 +111,18 @@ def test_a_run_is_a_broker_then_generators_a_learner_and_reward_workers(table: T
     ]
     shared = (sys.executable, "-m", "generators.main", "--config", "resolved.toml")
     assert plans[1].command == (*shared, "--name", "generator-0")
+
+
+def test_the_learner_gets_the_first_gpus_and_each_generator_one_of_its_own(table: Table):
+    wanted = changed(changed(table, "generators", device="cuda", count=2), "learner", ranks=2)
+    plans = plan_roles(run_config(wanted), Path("r.toml"), num_gpus=4)
+    gpus = {plan.name: plan.gpus for plan in plans}
+    assert gpus["learner"] == (0, 1)
+    assert (gpus["generator-0"], gpus["generator-1"]) == ((2,), (3,))
+    assert gpus["broker"] is None
+
+
+def test_too_few_gpus_are_refused_with_the_settings_that_need_them(table: Table):
+    wanted = changed(table, "generators", device="cuda", count=2)
+    with pytest.raises(ConfigError, match=r"1 GPUs; learner\.ranks = 1 and generators\.count = 2"):
+        plan_roles(run_config(wanted), Path("r.toml"), num_gpus=1)
