@@ -96,8 +96,8 @@ def _run(
             for name in names:
                 if name not in ended and supervisor.finished([name]):
                     ended.add(name)
-                    others = [n for n in names if _kind(n) == _kind(name) and n not in ended]
-                    if not others:
+                    left = [n for n in names if _kind(n) == _kind(name) and n not in ended]
+                    if not left:
                         _require_complete(watcher, name)
             limit = config.deploy.time_limit_s
             if limit and time.monotonic() - started > limit:
