@@ -27,7 +27,8 @@ function learning(s) {
   const figures = [["step", `${s.steps} / ${s.total_steps}`]];
   if (s.eval.length) figures.push(["evaluation", percent(s.eval.at(-1).exact_match)]);
   if (last) {
-    figures.push(["reward, sampled", number(last.metrics["reward/sampled"] ?? 0, 3)]);
+    const sampled = s.steps_history.findLast((p) => "reward/sampled" in p.metrics);
+    figures.push(["reward, sampled", sampled ? number(sampled.metrics["reward/sampled"], 3) : "-"]);
     figures.push(["entropy", number(last.metrics["policy/entropy"] ?? 0, 3)]);
     figures.push(["step takes", `${number(last.metrics["time/step"] ?? 0, 2)} s`]);
   }
@@ -56,9 +57,11 @@ function curve(s) {
     nodes.push(shape("text", { x: left - 6, y: y(tick) + 4, "text-anchor": "end" }, tick));
   }
   for (const step of [0, Math.round(s.total_steps / 2), s.total_steps]) {
-    nodes.push(shape("text", { x: x(step), y: height - 5, "text-anchor": "middle" }, step));
+    const anchor = step === s.total_steps ? "end" : "middle";
+    nodes.push(shape("text", { x: x(step), y: height - 5, "text-anchor": anchor }, step));
   }
-  const rewards = s.steps_history.map((p) => [p.step, p.metrics["reward/sampled"] ?? 0]);
+  const rewards = s.steps_history.filter((p) => "reward/sampled" in p.metrics)
+    .map((p) => [p.step, p.metrics["reward/sampled"]]);
   nodes.push(shape("path", { class: "reward", d: path(rewards) }));
   nodes.push(shape("path", { class: "eval", d: path(s.eval.map((p) => [p.step, p.exact_match])) }));
   for (const p of s.eval) {
@@ -122,6 +125,7 @@ function show(s) {
   byId("waiting").textContent = s.waiting_for ? `The learner waits for ${s.waiting_for}.` : "";
 }
 
+fetch("/status.json").then((answer) => answer.json()).then(show);
 const source = new EventSource("/events");
 source.onmessage = (event) => show(JSON.parse(event.data));
 source.onerror = () => { byId("state").textContent = "the broker does not answer"; };
