@@ -2,7 +2,13 @@
 
 import asyncio
 
-from wire.command_line import load_arguments, refuse_settings, role_parser, run_role
+from wire.command_line import (
+    load_arguments,
+    refuse_settings,
+    role_parser,
+    run_role,
+    show_settings,
+)
 from wire.errors import ConfigError
 from wire.logs import start_logging
 
@@ -19,13 +25,13 @@ def main() -> int:
     )
     arguments = parser.parse_args()
     from broker.config import broker_settings
-    from broker.service import describe, serve
+    from broker.service import build_ledger, serve
 
     try:
         settings = broker_settings(load_arguments(arguments))
         if arguments.dry_run:
-            print(describe(settings))  # noqa: T201
-            return 0
+            build_ledger(settings)  # reads the prompt files
+            return show_settings(settings)
     except ConfigError as error:
         return refuse_settings(error)
     start_logging("broker")

@@ -6,7 +6,6 @@ from collections.abc import Coroutine
 from contextlib import AsyncExitStack
 from pathlib import Path
 
-import msgspec
 import zmq.asyncio
 
 from broker.admission import StalenessBound
@@ -29,12 +28,6 @@ from wire.stopping import stop_event
 from wire.trajectory import Prompt
 
 _log = logging.getLogger(__name__)
-
-
-def describe(settings: BrokerSettings) -> str:
-    """Return the resolved settings as JSON; also checks the prompt files."""
-    build_ledger(settings)
-    return msgspec.json.format(msgspec.json.encode(settings), indent=2).decode()
 
 
 def build_ledger(settings: BrokerSettings) -> Ledger:
@@ -68,6 +61,7 @@ async def serve(settings: BrokerSettings) -> None:
     stop = stop_event()
     run = settings.run
     run.logs.mkdir(parents=True, exist_ok=True)
+    run.make_socket_folder()
     telemetry = Telemetry(run)
     ledger = build_ledger(settings)
     scoring = ScoringQueue(lease_s=settings.broker.lease_s)

@@ -23,8 +23,7 @@ def run_of_folder(folder: Path) -> RunSection:
 
 async def fetch_status(run: RunSection, *, timeout_s: float = _TIMEOUT_S) -> RunStatus:
     """Ask the broker of a run once."""
-    folder = Path(run.socket_dir) if run.socket_dir else run.folder / "sockets"
-    if not (folder / "broker.sock").exists():
+    if not run.socket("broker").exists():
         raise PeerLostError(f"no broker runs for {run.folder}; see {run.summary_file}")
     endpoint = run.endpoint("broker")
     client, _ = await BrokerClient.connect(

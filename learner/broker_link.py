@@ -80,6 +80,7 @@ class LeaderLink(PayloadLink):
         self._clock = clock
         self._tokens = 0
         self._version: PolicyVersion | None = None
+        settings.run.make_socket_folder()
         self._publisher = loop.run(self._make_publisher(settings))
         loop.start(self._publisher.run(settings.run.endpoint("weightbus")))
         loop.start(self._reports())

@@ -2,7 +2,13 @@
 
 import sys
 
-from wire.command_line import load_arguments, refuse_settings, role_parser, run_role
+from wire.command_line import (
+    load_arguments,
+    refuse_settings,
+    role_parser,
+    run_role,
+    show_settings,
+)
 from wire.errors import ConfigError
 from wire.logs import start_logging
 from wire.stopping import exit_on_sigterm
@@ -28,8 +34,7 @@ def main() -> int:
     except ConfigError as error:
         return refuse_settings(error)
     if arguments.dry_run:
-        print(settings)  # noqa: T201
-        return 0
+        return show_settings(settings)
     start_logging("learner" if arguments.rank == 0 else f"learner-rank-{arguments.rank}")
 
     def body() -> int:

@@ -6,6 +6,8 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import msgspec
+
 from wire.errors import ConfigError, SlipstreamError
 from wire.settings import Table, load_table
 
@@ -33,6 +35,13 @@ def role_parser(prog: str, description: str, examples: Sequence[str]) -> argpars
         "overrides", nargs="*", metavar="section.key=value", help="settings that win over the file"
     )
     return parser
+
+
+def show_settings(settings: msgspec.Struct) -> int:
+    """Print resolved settings as JSON, for --dry-run; return the exit code."""
+    text = msgspec.json.format(msgspec.json.encode(settings), indent=2).decode()
+    sys.stdout.write(text + "\n")
+    return 0
 
 
 def load_arguments(arguments: argparse.Namespace) -> Table:

@@ -52,16 +52,23 @@ class RunSection(Section, frozen=True, kw_only=True):
         """Return the file with the run's figures."""
         return self.folder / "summary.json"
 
+    @property
+    def socket_folder(self) -> Path:
+        """Return the folder of this run's sockets."""
+        return Path(self.socket_dir) if self.socket_dir else self.folder.resolve() / "sockets"
+
+    def make_socket_folder(self) -> None:
+        """Make the folder that keeps other users from this run's sockets; who listens does it."""
+        self.socket_folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self.socket_folder.chmod(0o700)
+
     def socket(self, name: str) -> Path:
-        """Return the path of one of this run's Unix sockets, making its private folder.
+        """Return the path of one of this run's Unix sockets.
 
         Raises:
             ConfigError: the path is too long for the kernel.
         """
-        folder = Path(self.socket_dir) if self.socket_dir else self.folder.resolve() / "sockets"
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        folder.chmod(0o700)
-        path = folder / f"{name}.sock"
+        path = self.socket_folder / f"{name}.sock"
         if len(str(path).encode()) > MAX_SOCKET_PATH:
             raise ConfigError(
                 f"socket path {path} is longer than {MAX_SOCKET_PATH} bytes; "

@@ -130,7 +130,14 @@ def test_sockets_lie_in_a_private_folder(short_folder: Path):
     folder.mkdir(mode=0o755)
     run = RunSection(socket_dir=str(folder))
     assert run.endpoint("broker") == f"ipc://{folder}/broker.sock"
+    run.make_socket_folder()
     assert folder.stat().st_mode & 0o777 == 0o700
+
+
+def test_looking_for_a_socket_makes_no_folder(short_folder: Path):
+    run = RunSection(dir=str(short_folder))
+    run.endpoint("broker")
+    assert list(short_folder.iterdir()) == []
 
 
 def test_a_setting_without_default_is_named():
