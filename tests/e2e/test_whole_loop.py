@@ -75,10 +75,21 @@ def test_publishes_land_in_long_generations_and_every_token_keeps_its_policy(
 
 
 def test_two_learner_ranks_train_what_was_planned(start_run: Callable[..., TinyRun]):
-    run = start_run(learner__ranks=2, generators__count=1, run__steps=3)
+    run = start_run(learner__ranks=2, generators__count=1, run__steps=3, sampling__temperature=0.6)
     assert run.wait() == 0, run.output
     summary = run.summary()
     assert summary["trained"] == 12
     assert summary["equation"]["unaccounted"] == 0
     assert set(summary["versions"]) >= {"torch", "sglang", "megatron-core", "redis"}
+    fresh = [
+        difference
+        for row in run.rollouts()
+        for version, difference in zip(
+            row["version_runs"], row["logprob_abs_diff_by_run"], strict=True
+        )
+        if version["step"] == row["step"]
+    ]
+    assert fresh, "no answer was trained by the step of its own version"
+    assert max(fresh) < SAME
+    assert summary["busy"]["learner"] > 0
     run.assert_nothing_left()
