@@ -118,7 +118,7 @@ def _staleness(status: RunStatus) -> RenderableType:
     for lag in range(status.max_staleness_steps + 1):
         tokens = status.staleness_histogram.get(str(lag), 0)
         bar = ProgressBar(total=total, completed=tokens, width=_BAR_WIDTH)
-        grid.add_row(f"{lag} steps", bar, f"{tokens / total:.0%}")
+        grid.add_row(f"{lag} step{'' if lag == 1 else 's'}", bar, f"{tokens / total:.0%}")
     return grid
 
 
