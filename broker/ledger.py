@@ -35,6 +35,7 @@ from broker.events import (
     Trained,
 )
 from broker.groups import STATES, Group, Lease
+from broker.leases import extend
 from wire.control import LeasedGroup
 from wire.errors import RefusedError
 from wire.status import EvalPoint
@@ -206,14 +207,7 @@ class Ledger:
 
     def heartbeat(self, holder: str, lease_ids: tuple[int, ...], *, now_s: float) -> list[int]:
         """Extend leases; return those that the holder no longer has."""
-        lost = []
-        for lease_id in lease_ids:
-            lease = self.leases.get(lease_id)
-            if lease is None or lease.holder != holder:
-                lost.append(lease_id)
-            else:
-                lease.expires_s = now_s + self.rules.lease_s
-        return lost
+        return extend(self.leases, holder, lease_ids, expires_s=now_s + self.rules.lease_s)
 
     def submit(self, header: TrajectoryHeader) -> bool:
         """Take one finished sibling; return False for one that is there already.

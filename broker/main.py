@@ -4,10 +4,10 @@ import asyncio
 
 from wire.command_line import (
     load_arguments,
+    print_json,
     refuse_settings,
     role_parser,
     run_role,
-    show_settings,
 )
 from wire.errors import ConfigError
 from wire.logs import start_logging
@@ -31,7 +31,7 @@ def main() -> int:
         settings = broker_settings(load_arguments(arguments))
         if arguments.dry_run:
             build_ledger(settings)  # reads the prompt files
-            return show_settings(settings)
+            return print_json(settings)
     except ConfigError as error:
         return refuse_settings(error)
     start_logging("broker")

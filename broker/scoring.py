@@ -3,6 +3,7 @@
 from collections import OrderedDict
 from dataclasses import dataclass
 
+from broker.leases import extend
 from broker.ledger import TrajectoryKey
 
 
@@ -69,14 +70,7 @@ class ScoringQueue:
 
     def heartbeat(self, holder: str, lease_ids: tuple[int, ...], *, now_s: float) -> list[int]:
         """Extend leases; return those that the worker no longer has."""
-        lost = []
-        for lease_id in lease_ids:
-            lease = self._leases.get(lease_id)
-            if lease is None or lease.holder != holder:
-                lost.append(lease_id)
-            else:
-                lease.expires_s = now_s + self._lease_s
-        return lost
+        return extend(self._leases, holder, lease_ids, expires_s=now_s + self._lease_s)
 
     def release_all(self, holder: str) -> None:
         """Put back what a worker held."""

@@ -48,7 +48,12 @@ def _means(status: RunStatus) -> dict[str, float]:
 
 
 def write_summary(path: Path, status: RunStatus) -> None:
+    """Replace the summary by the figures of this state."""
+    replace_figures(path, summary_of(status))
+
+
+def replace_figures(path: Path, figures: dict[str, Any]) -> None:
     """Replace the summary in one rename, so that a reader never sees half of it."""
     temporary = path.with_suffix(".json.new")
-    temporary.write_text(json.dumps(summary_of(status), indent=2) + "\n")
+    temporary.write_text(json.dumps(figures, indent=2) + "\n")
     temporary.replace(path)

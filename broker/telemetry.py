@@ -24,9 +24,7 @@ class RoleRecord:
     hello: Hello
     since_s: float
     heard_s: float
-    report: RoleReport = field(
-        default_factory=lambda: RoleReport(phase_seconds={}, counters={}, gauges={})
-    )
+    report: RoleReport = field(default_factory=lambda: RoleReport(phase_seconds={}, counters={}))
 
     def status(self, now_s: float, leases: int) -> RoleStatus:
         """Return what is shown of it."""

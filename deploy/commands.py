@@ -1,20 +1,19 @@
 """The bodies of `slipstream`'s subcommands."""
 
 import shlex
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-import msgspec
 from rich.console import Console
 
 from broker.summary import summary_of
 from deploy.addition import prepare
 from deploy.config import RunConfig, free_name, run_config
 from deploy.local import run_locally
-from deploy.observe import run_of_folder, status_now
+from deploy.observe import dashboard_address, run_of_folder, status_now
 from deploy.plan import count_gpus, plan_roles
 from deploy.view import live_view
+from wire.command_line import print_json
 from wire.logs import start_logging
 from wire.run_settings import run_section
 from wire.settings import load_table
@@ -42,13 +41,11 @@ def quickstart(path: Path, overrides: Sequence[str]) -> int:
 
 def status(folder: Path, *, as_json: bool) -> int:
     """Print the figures of a run that goes on."""
-    now = status_now(run_of_folder(folder))
+    of_run = run_of_folder(folder)
+    now = status_now(of_run)
     if as_json:
-        text = msgspec.json.format(msgspec.json.encode(summary_of(now)), indent=2).decode()
-        sys.stdout.write(text + "\n")
-        return 0
-    address = folder / "dashboard.url"
-    Console().print(live_view(now, address.read_text().strip() if address.exists() else "(off)"))
+        return print_json(summary_of(now))
+    Console().print(live_view(now, dashboard_address(of_run)))
     return 0
 
 

@@ -14,9 +14,9 @@ from pathlib import Path
 from rich.console import Console
 from rich.live import Live
 
-from broker.summary import summary_of
+from broker.summary import replace_figures, summary_of
 from deploy.config import RunConfig, run_config, write_resolved
-from deploy.observe import status_now
+from deploy.observe import dashboard_address, status_now
 from deploy.plan import count_gpus, plan_roles
 from deploy.supervise import Supervisor
 from deploy.view import final_table, live_view, one_line
@@ -87,7 +87,7 @@ def _run(
         supervisor.start(plan)
     watcher.start()
     names = [plan.name for plan in others]
-    dashboard = _dashboard_address(run)
+    dashboard = dashboard_address(run)
     started = time.monotonic()
     ended: set[str] = set()
     with _display(console) as show:
@@ -135,11 +135,6 @@ def _await_broker(supervisor: Supervisor, run: RunSection) -> None:
             log = supervisor.children["broker"].log_file
             raise ChildDiedError(f"the broker did not come up; {log}:\n{last_lines(log)}")
         time.sleep(_POLL_S)
-
-
-def _dashboard_address(run: RunSection) -> str:
-    path = run.folder / "dashboard.url"
-    return path.read_text().strip() if path.exists() else "(off)"
 
 
 @contextmanager
@@ -210,9 +205,9 @@ def _finish(run: RunSection, newest: RunStatus | None, reason: str, console: Con
     if not figures and newest is not None:
         figures = summary_of(newest)
     figures["outcome"] = reason.splitlines()[0]
-    path.write_text(json.dumps(figures, indent=2) + "\n")
+    replace_figures(path, figures)
     if newest is not None:
-        console.print(final_table(figures, newest))
+        console.print(final_table(newest, outcome=figures["outcome"]))
     if reason != "finished":
         console.print(reason, style="bold red", markup=False, highlight=False, soft_wrap=True)
     console.print(f"figures in {path}")

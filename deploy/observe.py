@@ -21,6 +21,12 @@ def run_of_folder(folder: Path) -> RunSection:
     return run_section(load_table(resolved))
 
 
+def dashboard_address(run: RunSection) -> str:
+    """Return the address of a run's live page."""
+    path = run.folder / "dashboard.url"
+    return path.read_text().strip() if path.exists() else "(off)"
+
+
 async def fetch_status(run: RunSection, *, timeout_s: float = _TIMEOUT_S) -> RunStatus:
     """Ask the broker of a run once."""
     if not run.socket("broker").exists():

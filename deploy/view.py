@@ -43,10 +43,10 @@ def one_line(status: RunStatus) -> str:
     return ", ".join(parts)
 
 
-def final_table(status: Mapping[str, object], status_struct: RunStatus) -> RenderableType:
+def final_table(status: RunStatus, *, outcome: str) -> RenderableType:
     """Return the outcome of a run as a table."""
-    s = status_struct
-    table = Table(title=f"run {s.run_name}: {status['outcome']}", title_justify="left")
+    s = status
+    table = Table(title=f"run {s.run_name}: {outcome}", title_justify="left")
     table.add_column("figure")
     table.add_column("value")
     for point in s.eval:

@@ -13,7 +13,7 @@ from wire.run_settings import (
     Positive,
     RunSection,
     SamplingSection,
-    required,
+    model_folder,
     run_section,
 )
 from wire.settings import Section, Table, section
@@ -87,9 +87,7 @@ def generator_settings(table: Table) -> GeneratorSettings:
         generators=section(table, "generators", GeneratorsSection),
         weightbus=section(table, "weightbus", WeightBusSection),
     )
-    required(settings.run.model, "run.model")
-    if not (settings.model / "config.json").is_file():
-        raise ConfigError(f"no config.json in {settings.model} (run.model)")
+    model_folder(settings.run)
     sampling = settings.sampling
     if sampling.min_response_tokens > sampling.max_response_tokens:
         raise ConfigError(

@@ -190,7 +190,6 @@ class GeneratorWorker:
         report = RoleReport(
             phase_seconds=self._clock.seconds(),
             counters=dict(self._counters),
-            gauges={"groups": float(len(self._groups)), "free_lanes": float(self._free)},
             adopted=self._adopted,
         )
         await self._client.ask(report, Done)

@@ -8,7 +8,7 @@ import msgspec
 from algos.config import AlgoSection
 from weightbus.config import WeightBusSection
 from wire.errors import ConfigError
-from wire.run_settings import AtLeast0, AtLeast1, Positive, RunSection, required, run_section
+from wire.run_settings import AtLeast0, AtLeast1, Positive, RunSection, model_folder, run_section
 from wire.settings import Section, Table, section
 
 Share = Annotated[float, msgspec.Meta(ge=0, lt=1)]
@@ -75,9 +75,7 @@ def learner_settings(table: Table) -> LearnerSettings:
         algo=section(table, "algo", AlgoSection),
         weightbus=section(table, "weightbus", WeightBusSection),
     )
-    required(settings.run.model, "run.model")
-    if not (settings.model / "config.json").is_file():
-        raise ConfigError(f"no config.json in {settings.model} (run.model)")
+    model_folder(settings.run)
     learner, run = settings.learner, settings.run
     if learner.ranks % learner.tensor_parallel:
         raise ConfigError(

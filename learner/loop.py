@@ -50,12 +50,11 @@ class LearnerLoop:
         self._topology = topology
         self._policy = policy
         self._clock = PhaseClock()
-        self._leader: LeaderLink | None = None
-        if topology.rank == 0:
-            self._link: PayloadLink = LeaderLink(loop, settings, self._clock)
-            self._leader = self._link if isinstance(self._link, LeaderLink) else None
-        else:
-            self._link = PayloadLink(loop, settings, f"learner-rank-{topology.rank}")
+        rank = topology.rank
+        self._leader = LeaderLink(loop, settings, self._clock) if rank == 0 else None
+        self._link: PayloadLink = self._leader or PayloadLink(
+            loop, settings, f"learner-rank-{rank}"
+        )
         self._rollouts = RolloutLog(
             settings.run.folder / "rollouts", max_bytes=settings.learner.max_rollout_bytes
         )

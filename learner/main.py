@@ -4,10 +4,10 @@ import sys
 
 from wire.command_line import (
     load_arguments,
+    print_json,
     refuse_settings,
     role_parser,
     run_role,
-    show_settings,
 )
 from wire.errors import ConfigError
 from wire.logs import start_logging
@@ -34,7 +34,7 @@ def main() -> int:
     except ConfigError as error:
         return refuse_settings(error)
     if arguments.dry_run:
-        return show_settings(settings)
+        return print_json(settings)
     start_logging("learner" if arguments.rank == 0 else f"learner-rank-{arguments.rank}")
 
     def body() -> int:

@@ -13,7 +13,7 @@ from torch.nn.functional import pad
 
 from weightbus.snapshot import raw_bytes
 
-_VOCABULARY = ("model.embed_tokens.weight", "lm_head.weight")
+_EMBEDDING, _OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
 _VOCABULARY_MULTIPLE = 64
 _INNER_MULTIPLE = 32
 _FUSED = {  # part -> (whole, position)
@@ -30,7 +30,7 @@ def expected_checksums(tensors: dict[str, Tensor]) -> dict[str, str]:
     checksums: dict[str, str] = {}
     parts: dict[str, dict[int, Tensor]] = {}
     for name, tensor in tensors.items():
-        if name in _VOCABULARY:
+        if name in {_EMBEDDING, _OUTPUT}:
             rows = -len(tensor) % _VOCABULARY_MULTIPLE
             checksums[name] = _checksum(pad(tensor, (0, 0, 0, rows)))
             continue
@@ -56,10 +56,9 @@ def differing(expected: dict[str, str], found: dict[str, str]) -> list[str]:
 
     A tied output layer may be listed by the engine under its own name as well.
     """
-    tied = "lm_head.weight"
     names = set(expected) | set(found)
-    if tied not in expected and found.get(tied) == expected.get("model.embed_tokens.weight"):
-        names.discard(tied)
+    if _OUTPUT not in expected and found.get(_OUTPUT) == expected.get(_EMBEDDING):
+        names.discard(_OUTPUT)
     return sorted(name for name in names if expected.get(name) != found.get(name))
 
 
@@ -69,9 +68,8 @@ def digest_of(checksums: dict[str, str]) -> str:
     A tied output layer that the engine lists under its own name adds nothing.
     """
     names = sorted(checksums)
-    embedding, tied = "model.embed_tokens.weight", "lm_head.weight"
-    if tied in checksums and checksums[tied] == checksums.get(embedding):
-        names.remove(tied)
+    if _OUTPUT in checksums and checksums[_OUTPUT] == checksums.get(_EMBEDDING):
+        names.remove(_OUTPUT)
     text = "\n".join(f"{name} {checksums[name]}" for name in names)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 

@@ -37,9 +37,9 @@ def role_parser(prog: str, description: str, examples: Sequence[str]) -> argpars
     return parser
 
 
-def show_settings(settings: msgspec.Struct) -> int:
-    """Print resolved settings as JSON, for --dry-run; return the exit code."""
-    text = msgspec.json.format(msgspec.json.encode(settings), indent=2).decode()
+def print_json(value: object) -> int:
+    """Print settings or figures as JSON; return the exit code."""
+    text = msgspec.json.format(msgspec.json.encode(value), indent=2).decode()
     sys.stdout.write(text + "\n")
     return 0
 

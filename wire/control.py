@@ -48,7 +48,6 @@ class RoleReport(Message, frozen=True):
 
     phase_seconds: dict[str, float]  # seconds by phase, e.g. generate, wait, adopt
     counters: dict[str, float]  # monotonic counts, e.g. tokens
-    gauges: dict[str, float] = {}
     adopted: PolicyVersion | None = None
 
 

@@ -117,6 +117,18 @@ def run_section(table: Table) -> RunSection:
     return run
 
 
+def model_folder(run: RunSection) -> Path:
+    """Return the folder of the policy to start from.
+
+    Raises:
+        ConfigError: run.model is not set, or is no Hugging Face folder.
+    """
+    folder = Path(required(run.model, "run.model"))
+    if not (folder / "config.json").is_file():
+        raise ConfigError(f"no config.json in {folder} (run.model)")
+    return folder
+
+
 def required(value: str, setting: str) -> str:
     """Return a setting that has no sensible default, or say that it is missing."""
     if not value:

@@ -20,7 +20,7 @@ def test_a_generator_killed_in_mid_run_loses_nothing(start_run: Callable[..., Ti
         broker__lease_s=4.0,
     )
     run.wait_until(lambda: run.steps() >= 2, "second learner step")
-    victim = run.process_named("generator-0")
+    victim = run.process_with("--name generator-0")
     assert victim is not None
     servers = victim.children(recursive=True)
     assert servers, "the agent has no SGLang"
@@ -46,7 +46,7 @@ def test_a_signal_ends_the_run_and_leaves_nothing(
     start_run: Callable[..., TinyRun], signum: signal.Signals, after_step: int
 ):
     run = start_run(run__steps=1000, deploy__stop_timeout_s=15)
-    run.wait_until(lambda: run.process_named("generator-1") is not None, "second generator")
+    run.wait_until(lambda: run.process_with("--name generator-1") is not None, "second generator")
     run.wait_until(lambda: run.steps() >= after_step, "the step to interrupt")
     time.sleep(1.0)
     run.remember_children()
@@ -70,7 +70,8 @@ def test_an_engine_that_dies_at_start_ends_the_run_with_its_last_words(
 def test_a_broker_that_dies_ends_the_run(start_run: Callable[..., TinyRun]):
     run = start_run(run__steps=1000)
     run.wait_until(lambda: run.steps() >= 1, "first learner step")
-    broker = next(p for p in run.remember_children() if "broker.main" in " ".join(p.cmdline()))
+    broker = run.process_with("broker.main")
+    assert broker is not None
     broker.kill()
     assert run.wait(60) == 1
     assert "broker was killed by SIGKILL" in run.output
@@ -80,7 +81,8 @@ def test_a_broker_that_dies_ends_the_run(start_run: Callable[..., TinyRun]):
 def test_a_learner_that_leaves_early_fails_the_run(start_run: Callable[..., TinyRun]):
     run = start_run(run__steps=1000, generators__count=1)
     run.wait_until(lambda: run.steps() >= 1, "first learner step")
-    learner = next(p for p in run.remember_children() if "learner.main" in " ".join(p.cmdline()))
+    learner = run.process_with("learner.main")
+    assert learner is not None
     learner.terminate()
     assert run.wait(60) == 1
     assert "learner ended before the run was complete" in run.output

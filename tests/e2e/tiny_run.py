@@ -125,11 +125,11 @@ class TinyRun:
         path = self.folder / "summary.json"
         return int(json.loads(path.read_text())["steps"]) if path.exists() else -1
 
-    def process_named(self, name: str) -> psutil.Process | None:
-        """Return the agent of a role."""
+    def process_with(self, words: str) -> psutil.Process | None:
+        """Return a process of the run whose command line holds these words."""
         for process in self.remember_children():
             try:
-                if f"--name {name}" in " ".join(process.cmdline()):
+                if words in " ".join(process.cmdline()):
                     return process
             except psutil.NoSuchProcess:
                 continue

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import shutil
 import subprocess
 import tempfile
 import venv
@@ -27,7 +28,10 @@ def slim_python(tmp_path_factory: pytest.TempPathFactory) -> Path:
     venv.create(folder, with_pip=True)
     python = folder / "bin" / "python"
     install = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-    install += ["-c", ROOT / "deploy" / "constraints-cpu.txt", f"{ROOT}[redis-server]"]
+    # From a copy: building in place leaves a folder that the next build takes files from.
+    unneeded = shutil.ignore_patterns(".*", "runs", "build", "*.egg-info", "__pycache__")
+    source = shutil.copytree(ROOT, folder / "source", ignore=unneeded)
+    install += ["-c", ROOT / "deploy" / "constraints-cpu.txt", f"{source}[redis-server]"]
     subprocess.run(install, check=True, timeout=150)
     return python
 
