@@ -40,9 +40,10 @@ class BrokerClient:
         role: Role,
         name: str,
         packages: dict[str, str] | None = None,
+        tokenizer: str = "",
         timeout_s: float = 60.0,
     ) -> tuple[Self, Welcome]:
-        """Return a client that the broker welcomed.
+        """Return a client that the broker welcomed; ``tokenizer`` is a tokenizer_hash.
 
         Raises:
             PeerLostError: no broker answers within ``timeout_s``.
@@ -51,7 +52,7 @@ class BrokerClient:
         client = cls(endpoint, timeout_s=timeout_s)
         client._socket.connect(endpoint)
         client._receiver = asyncio.create_task(client._receive())
-        hello = Hello(role=role, name=name, packages=packages or {})
+        hello = Hello(role=role, name=name, packages=packages or {}, tokenizer=tokenizer)
         try:
             welcome, _ = await client.ask(hello, Welcome)
         except BaseException:

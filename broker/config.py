@@ -1,19 +1,44 @@
 """Settings of the broker, its data and its reward workers."""
 
-from typing import Annotated
+from typing import Annotated, Literal, TypeAlias
 
 import msgspec
 
 from wire.errors import ConfigError
-from wire.run_settings import AtLeast1, EvalSection, Positive, RunSection, required, run_section
+from wire.run_settings import (
+    AtLeast0,
+    AtLeast1,
+    EvalSection,
+    Positive,
+    RunSection,
+    SamplingSection,
+    SourceTable,
+    required,
+    run_section,
+)
 from wire.settings import Section, Table, section
+from wire.trajectory import Json
+
+TrackerName: TypeAlias = Literal["tensorboard", "wandb", "mlflow", "swanlab"]
 
 
 class DataSection(Section, frozen=True, kw_only=True):
     """[data]: where prompts come from."""
 
     file: str = ""
-    """JSONL file of prompts: one object with prompt, ground_truth, data_source a line."""
+    """JSONL or parquet file of prompts, if one file is all there is."""
+    sources: dict[str, SourceTable] = msgspec.field(default_factory=dict)
+    """Several files or reasoning-gym data sets, by name; mixed by rows or by weight."""
+    shuffle: bool = True
+    """Take prompts in an order of run.seed, another one in every epoch; false is file order."""
+    on_bad_row: Literal["error", "skip"] = "error"
+    """What becomes of a row that is no prompt; skipped rows are counted and logged."""
+    prompt_column: str = "prompt"
+    """Column of a file that holds text or a list of turns."""
+    as_chat: bool = False
+    """Ask text prompts as one turn of a user, through the model's chat template."""
+    system_prompt: str = ""
+    """First turn of every conversation that has no system turn."""
 
 
 class RedisTable(Section, frozen=True, kw_only=True):
@@ -47,6 +72,10 @@ class BrokerSection(Section, frozen=True, kw_only=True):
     """Most groups neither trained nor dropped; default is what the staleness bound allows."""
     drop_zero_variance: bool = True
     """Drop groups whose rewards are all equal (they carry no gradient) and issue others."""
+    record_batches: bool = False
+    """Record trained batches whole in rollouts/, for `slipstream replay`."""
+    max_recorded_bytes: AtLeast0 = 1024 * 1024 * 1024
+    """Recording stops at this size; 0 is no limit."""
     max_message_bytes: AtLeast1 = 256 * 1024 * 1024
     """Larger messages are refused by the socket."""
     redis: RedisTable = RedisTable()
@@ -66,19 +95,36 @@ class RewardSection(Section, frozen=True, kw_only=True):
     """Trajectories that one worker leases at a time."""
 
 
+class LoggingSection(Section, frozen=True, kw_only=True):
+    """[logging]: where the curves go, besides the page."""
+
+    trackers: tuple[TrackerName, ...] = ("tensorboard",)
+    """Any of tensorboard, wandb, mlflow, swanlab; all but the first are installed apart."""
+    project: str = "slipstream"
+    """Project (MLflow: experiment) that a tracker files the run under."""
+    wandb: dict[str, Json] = msgspec.field(default_factory=dict)
+    """Passed on to wandb.init, such as mode = "offline" or entity."""
+    mlflow: dict[str, Json] = msgspec.field(default_factory=dict)
+    """tracking_uri for MLflow, and tags for the run."""
+    swanlab: dict[str, Json] = msgspec.field(default_factory=dict)
+    """Passed on to swanlab.init, such as mode = "offline" or workspace."""
+
+
 class BrokerSettings(msgspec.Struct, frozen=True, kw_only=True):
     """All that the broker reads."""
 
     run: RunSection
     data: DataSection
     eval: EvalSection
+    sampling: SamplingSection
     broker: BrokerSection
     reward: RewardSection
+    logging: LoggingSection
 
     @property
     def max_in_flight(self) -> int:
         """Return the most groups neither trained nor dropped."""
-        allowed = (self.run.max_staleness_steps + 1) * self.run.groups_per_step
+        allowed = (self.run.staleness_bound + 1) * self.run.groups_per_step
         return allowed if self.broker.max_in_flight is None else self.broker.max_in_flight
 
 
@@ -88,10 +134,13 @@ def broker_settings(table: Table) -> BrokerSettings:
         run=run_section(table),
         data=section(table, "data", DataSection),
         eval=section(table, "eval", EvalSection),
+        sampling=section(table, "sampling", SamplingSection),
         broker=section(table, "broker", BrokerSection),
         reward=section(table, "reward", RewardSection),
+        logging=section(table, "logging", LoggingSection),
     )
-    required(settings.data.file, "data.file")
+    if not settings.data.sources:
+        required(settings.data.file, "data.file")
     address = settings.broker.redis.url.partition("://")[2]
     if "@" in address.partition("/")[0] or "password" in address:
         raise ConfigError(

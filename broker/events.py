@@ -4,10 +4,19 @@ from typing import Literal, TypeAlias
 
 import msgspec
 
+from wire.status import EvalPoint
 from wire.trajectory import ItemKind, Prompt, Score, TrajectoryHeader
 from wire.versions import PolicyVersion
 
-DropReason = Literal["zero_variance", "lease_exhausted", "reward_unavailable"]
+DropReason = Literal[
+    "zero_variance",  # no gradient in it
+    "overlong_prompt",
+    "overlong_response",
+    "lease_exhausted",  # nobody managed to answer
+    "reward_unavailable",  # nobody managed to score
+    "end_of_data",  # too few groups were left to fill a step
+    "run_ended",  # not needed for the last step
+]
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True, tag_field="e", tag=str.lower):
@@ -85,6 +94,44 @@ class TakenOver(Event, frozen=True):
     version: PolicyVersion
 
 
+class StopPlanned(Event, frozen=True):
+    """The run ends after ``last_step`` learner steps, before the number that was planned."""
+
+    last_step: int
+    reason: str
+
+
+class WaitingGroup(msgspec.Struct, frozen=True, kw_only=True):
+    """A prompt that was taken from its source and neither trained nor dropped."""
+
+    group_id: int
+    position: int
+    prompt: Prompt
+
+
+class LedgerSnapshot(msgspec.Struct, frozen=True, kw_only=True):
+    """What a checkpoint keeps of the ledger. Answers in flight are not part of it."""
+
+    version: PolicyVersion
+    cursor: int
+    next_group_id: int
+    next_lease_id: int
+    issued: int
+    trained: int
+    dropped: dict[str, int]
+    lapsed_leases: dict[str, int]
+    staleness: dict[int, int]
+    eval_points: tuple[EvalPoint, ...]
+    open_rounds: tuple[int, ...]  # steps whose evaluation was not complete
+    waiting: tuple[WaitingGroup, ...]
+
+
+class Restored(Event, frozen=True):
+    """The run goes on from a checkpoint: first event of its new life."""
+
+    snapshot: LedgerSnapshot
+
+
 class Delivered(Event, frozen=True):
     """A batch is bound to a learner step."""
 
@@ -109,6 +156,8 @@ LedgerEvent: TypeAlias = (
     | Dropped
     | EvalRoundOpened
     | EvalRoundClosed
+    | StopPlanned
+    | Restored
     | TakenOver
     | Delivered
     | Trained
@@ -116,6 +165,19 @@ LedgerEvent: TypeAlias = (
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[LedgerEvent] = msgspec.msgpack.Decoder(LedgerEvent)
+
+
+_snapshots: msgspec.msgpack.Decoder[LedgerSnapshot] = msgspec.msgpack.Decoder(LedgerSnapshot)
+
+
+def encode_snapshot(snapshot: LedgerSnapshot) -> bytes:
+    """Return a snapshot as a checkpoint keeps it."""
+    return _encoder.encode(snapshot)
+
+
+def decode_snapshot(data: bytes) -> LedgerSnapshot:
+    """Return a snapshot from a checkpoint; raises msgspec.DecodeError if it is none."""
+    return _snapshots.decode(data)
 
 
 def encode_event(event: LedgerEvent) -> bytes:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
+from wire.control import DeliveredGroup, DeliveredTrajectory
 from wire.trajectory import ItemKind, Prompt, Score, TrajectoryHeader
 
 GroupState = Literal["issued", "leased", "generated", "ready", "delivered"]
@@ -17,6 +18,7 @@ class Group:
     item: ItemKind
     prompt: Prompt
     size: int
+    position: int = 0  # of the prompt in its source
     eval_step: int = -1
     adopted_step: int = -1  # of the generator that leased it first
     attempts: int = 0  # leases that were granted
@@ -57,3 +59,19 @@ class Lease:
     group_id: int
     holder: str
     expires_s: float
+
+
+def as_delivered(group: Group) -> DeliveredGroup:
+    """Return a scored group as the learner gets it."""
+    rewards = group.rewards
+    return DeliveredGroup(
+        group_id=group.group_id,
+        trajectories=tuple(
+            DeliveredTrajectory(
+                header=group.headers[sibling],
+                reward=rewards[sibling],
+                parts=group.scores[sibling].parts,
+            )
+            for sibling in range(group.size)
+        ),
+    )

@@ -12,12 +12,13 @@ trajectories, counting a group as its ``group_size`` siblings.
        +- lapse -+          +----------+-> dropped(reason)
 """
 
+from bisect import insort
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from broker.admission import Batch, LiveGroup, NotYet, StalenessBound, choose_batch
-from broker.evaluation import EvalPlan, EvalRound
+from broker.evaluation import EvalAnswer, EvalPlan, EvalRound
 from broker.events import (
     Delivered,
     Dropped,
@@ -29,10 +30,14 @@ from broker.events import (
     Leased,
     LeaseEnded,
     LedgerEvent,
+    LedgerSnapshot,
+    Restored,
     Scored,
     ScoringFailed,
+    StopPlanned,
     TakenOver,
     Trained,
+    WaitingGroup,
 )
 from broker.groups import STATES, Group, Lease
 from broker.leases import extend
@@ -57,6 +62,8 @@ class LedgerRules:
     drop_zero_variance: bool
     lease_s: float
     eval_plan: EvalPlan
+    max_prompts: int | None = None  # the end of the data; None goes through it again and again
+    drop_overlong: bool = False  # a group with an answer that was cut off
 
 
 class Ledger:
@@ -90,7 +97,9 @@ class Ledger:
         self._sampled_reward = 0.0  # of all groups scored since the last step
         self._sampled_count = 0
         self.eval_rounds: dict[int, EvalRound] = {}
-        self.eval_points: list[EvalPoint] = []
+        self.eval_points: list[EvalPoint] = []  # by step
+        self.last_step = rules.total_steps
+        self.stop_reason = ""
 
     # ---- what is true now ----------------------------------------------------
 
@@ -102,16 +111,25 @@ class Ledger:
     @property
     def finished(self) -> bool:
         """Tell whether all steps are trained and all evaluations answered."""
-        return self.step >= self.rules.total_steps and not self.eval_rounds
+        return self.step >= self.last_step and not self.eval_rounds
 
     @property
     def live(self) -> list[Group]:
-        """Return the groups that wait to be trained and are not bound to a step yet."""
-        return [g for g in self.groups.values() if g.item == "train" and not g.delivered]
+        """Return the groups that took a permit, wait to be trained and are in no batch yet."""
+        return [g for g in self._untrained if g.adopted_step >= 0 and not g.delivered]
+
+    @property
+    def _untrained(self) -> list[Group]:
+        return [g for g in self.groups.values() if g.item == "train"]
+
+    @property
+    def out_of_prompts(self) -> bool:
+        """Tell whether the prompt source has reached its end."""
+        return self.rules.max_prompts is not None and self.cursor >= self.rules.max_prompts
 
     def in_flight(self) -> dict[str, int]:
         """Return how many groups to be trained stand in each state."""
-        states = Counter(g.state for g in self.groups.values() if g.item == "train")
+        states = Counter(g.state for g in self._untrained)
         return {state: states[state] for state in STATES}
 
     def unaccounted(self) -> int:
@@ -130,7 +148,7 @@ class Ledger:
         """Return how many more groups a generator that runs ``adopted`` may start."""
         live = len(self.live)
         rules = self.rules
-        remaining = (rules.total_steps - self.delivered_steps) * rules.bound.groups_per_step
+        remaining = (self.last_step - self.delivered_steps) * rules.bound.groups_per_step
         allowed = rules.bound.permits(
             learner_step=self.delivered_steps, adopted_step=adopted.step, live=live
         )
@@ -172,6 +190,7 @@ class Ledger:
                     group_id=group.group_id,
                     lease_id=lease_id,
                     item=group.item,
+                    position=group.position,
                     prompt=group.prompt,
                     siblings=group.missing,
                 )
@@ -180,15 +199,19 @@ class Ledger:
 
     def _next_group(self, adopted: PolicyVersion, room: int) -> Group | None:
         for group in self.groups.values():
-            lapsed = group.state == "issued" and group.lease_id is None
+            lapsed = group.state == "issued" and group.attempts > 0
             if lapsed and group.adopted_step <= adopted.step and len(group.missing) <= room:
                 return group
         for step, eval_round in self.eval_rounds.items():
-            if eval_round.unissued and adopted.step >= step:
+            samples = self.rules.eval_plan.section.samples
+            if eval_round.unissued and adopted.step >= step and samples <= room:
                 return self._issue_eval(step, eval_round)
-        if self.rules.group_size <= room and self.permits(adopted) > 0:
-            return self._issue()
-        return None
+        if self.rules.group_size > room or self.permits(adopted) == 0:
+            return None
+        for group in self.groups.values():
+            if group.attempts == 0:  # restored from a checkpoint: it needs a permit again
+                return group
+        return None if self.out_of_prompts else self._issue()
 
     def _issue(self) -> Group:
         group_id = self.next_group_id
@@ -232,7 +255,16 @@ class Ledger:
         if newest > self.version:
             raise RefusedError(f"token of {newest.label}, the learner is at {self.version.label}")
         self._record(Generated(header=header))
+        overlong = header.finish_reason == "length" and group.item == "train"
+        if overlong and self.rules.drop_overlong:
+            self._drop(group, "overlong_response")
         return True
+
+    def reject(self, holder: str, lease_id: int, reason: DropReason) -> None:
+        """Drop a group that no generator could answer."""
+        lease = self.leases.get(lease_id)
+        if lease is not None and lease.holder == holder:
+            self._drop(self.groups[lease.group_id], reason)
 
     def release(self, holder: str, lease_id: int, reason: str) -> None:
         """Take back a lease before its end."""
@@ -292,6 +324,29 @@ class Ledger:
     def _close_eval_if_complete(self, step: int) -> None:
         if self.eval_rounds[step].complete:
             self._record(EvalRoundClosed(step=step))
+            if reason := self.rules.eval_plan.verdict(self.eval_points):
+                self.plan_stop(reason)
+
+    # ---- the end -------------------------------------------------------------
+
+    def plan_stop(self, reason: str, drop_as: DropReason = "run_ended") -> None:
+        """End the run in order: a batch in the learner's hands is the last one."""
+        if self.step >= self.last_step or self.stop_reason:
+            return
+        self._record(StopPlanned(last_step=self.delivered_steps, reason=reason))
+        self._drop_live(drop_as)
+        if self.step == self.last_step:
+            self._open_eval_if_due()
+
+    def _drop_live(self, reason: DropReason) -> None:
+        for group in self._untrained:
+            if not group.delivered:
+                self._drop(group, reason)
+
+    def _open_eval_if_due(self) -> None:
+        known = self.step in self.eval_rounds or any(p.step == self.step for p in self.eval_points)
+        if not known and self.rules.eval_plan.is_due(self.step, last_step=self.last_step):
+            self._record(EvalRoundOpened(step=self.step))
 
     # ---- the learner ---------------------------------------------------------
 
@@ -304,9 +359,8 @@ class Ledger:
             )
         version = PolicyVersion(self.version.epoch + 1, step)
         self._record(TakenOver(version=version))
-        evaluated = self.eval_points or 0 in self.eval_rounds
-        if step == 0 and self.rules.eval_plan.is_due(0) and not evaluated:
-            self._record(EvalRoundOpened(step=0))
+        if step == 0 or step == self.last_step:
+            self._open_eval_if_due()
         return version
 
     def deliver(self, version: PolicyVersion) -> list[Group] | NotYet | None:
@@ -319,7 +373,7 @@ class Ledger:
             return None
         if version.step in self.deliveries:
             return [self.groups[group_id] for group_id in self.deliveries[version.step]]
-        if version.step >= self.rules.total_steps:
+        if version.step >= self.last_step:
             return NotYet(tuple(g.group_id for g in self.groups.values()))
         choice = choose_batch(
             self.rules.bound,
@@ -338,6 +392,11 @@ class Ledger:
                 self._record(Delivered(step=version.step, group_ids=group_ids))
                 return [self.groups[group_id] for group_id in group_ids]
             case NotYet():
+                if self.out_of_prompts and all(g.state == "ready" for g in self._untrained):
+                    self.plan_stop(
+                        f"run.epochs: all {self.cursor} prompts were used", "end_of_data"
+                    )
+                    return self.deliver(version)
                 return choice
 
     def commit(self, version: PolicyVersion, metrics: dict[str, float]) -> None:
@@ -348,14 +407,47 @@ class Ledger:
         if self.step not in self.deliveries:
             raise RefusedError(f"commit of step {self.step}, which was never delivered")
         self._record(Trained(version=version, metrics=metrics))
-        if self.rules.eval_plan.is_due(version.step):
-            self._record(EvalRoundOpened(step=version.step))
+        if self.step == self.last_step:
+            self._drop_live("run_ended")  # only a resumed run has any
+        self._open_eval_if_due()
 
     def _require_current(self, version: PolicyVersion) -> None:
         if version != self.version:
             raise RefusedError(
                 f"the learner speaks for {version.label}, the run stands at {self.version.label}"
             )
+
+    # ---- checkpoints ---------------------------------------------------------
+
+    def snapshot(self, version: PolicyVersion) -> LedgerSnapshot:
+        """Return what a run needs to go on from the learner's present version."""
+        self._require_current(version)
+        return LedgerSnapshot(
+            version=self.version,
+            cursor=self.cursor,
+            next_group_id=self.next_group_id,
+            next_lease_id=self.next_lease_id,
+            issued=self.issued,
+            trained=self.trained,
+            dropped={str(reason): count for reason, count in self.dropped.items()},
+            lapsed_leases=dict(self.lapsed_leases),
+            staleness=dict(self.staleness),
+            eval_points=tuple(self.eval_points),
+            open_rounds=tuple(self.eval_rounds),
+            waiting=tuple(
+                WaitingGroup(group_id=g.group_id, position=g.position, prompt=g.prompt)
+                for g in self._untrained
+            ),
+        )
+
+    def restore(self, snapshot: LedgerSnapshot) -> None:
+        """Go on from a checkpoint; call it once, before anything else.
+
+        Prompts that were in flight are asked again: none is skipped, none is asked twice.
+        """
+        if self.next_group_id or self.version.epoch:
+            raise RefusedError("this run has begun already: a checkpoint can no longer be restored")
+        self._record(Restored(snapshot=snapshot))
 
     # ---- events --------------------------------------------------------------
 
@@ -378,7 +470,12 @@ class Ledger:
             case EvalRoundOpened(step=step):
                 self.eval_rounds[step] = EvalRound(step, self.rules.eval_plan.num_problems)
             case EvalRoundClosed(step=step):
-                self.eval_points.append(self.eval_rounds.pop(step).point())
+                point = self.rules.eval_plan.point(self.eval_rounds.pop(step))
+                insort(self.eval_points, point, key=lambda one: one.step)
+            case StopPlanned(last_step=step, reason=reason):
+                self.last_step, self.stop_reason = step, reason
+            case Restored(snapshot=snapshot):
+                self._apply_restored(snapshot)
             case TakenOver(version=version):
                 self.version = version
             case Delivered(step=step, group_ids=group_ids):
@@ -392,8 +489,11 @@ class Ledger:
     def _apply_generation(self, event: Issued | Leased | LeaseEnded | Generated) -> None:
         match event:
             case Issued(group_id=group_id, item=item, prompt=prompt, eval_step=eval_step):
-                size = self.rules.group_size if item == "train" else 1
-                self.groups[group_id] = Group(group_id, item, prompt, size, eval_step=eval_step)
+                samples = self.rules.eval_plan.section.samples
+                size = self.rules.group_size if item == "train" else samples
+                self.groups[group_id] = Group(
+                    group_id, item, prompt, size, position=event.cursor, eval_step=eval_step
+                )
                 self.next_group_id = group_id + 1
                 if item == "train":
                     self.cursor = event.cursor + 1
@@ -423,19 +523,46 @@ class Ledger:
         group = self.groups[score.group_id]
         group.scores[score.sibling] = score
         if group.item == "eval":
-            eval_round = self.eval_rounds[group.eval_step]
-            eval_round.rewards.extend(group.rewards)
-            for header in group.headers.values():
-                eval_round.versions.update(run.version for run in header.version_runs)
-            self._forget(group)
+            if group.state == "ready":
+                self._apply_eval_answers(group)
         elif score.reward is not None:
             self._sampled_reward += score.reward
             self._sampled_count += 1
 
+    def _apply_eval_answers(self, group: Group) -> None:
+        eval_round = self.eval_rounds[group.eval_step]
+        headers = [group.headers[sibling] for sibling in range(group.size)]
+        eval_round.answers[group.position] = [
+            EvalAnswer(reward, header.num_response_tokens, header.finish_reason == "length")
+            for reward, header in zip(group.rewards, headers, strict=True)
+        ]
+        for header in headers:
+            eval_round.versions.update(run.version for run in header.version_runs)
+        self._forget(group)
+
+    def _apply_restored(self, snapshot: LedgerSnapshot) -> None:
+        self.version = snapshot.version
+        self.delivered_steps = snapshot.version.step
+        self.cursor = snapshot.cursor
+        self.next_group_id = snapshot.next_group_id
+        self.next_lease_id = snapshot.next_lease_id
+        self.issued = snapshot.issued
+        self.trained = snapshot.trained
+        self.dropped = Counter(snapshot.dropped)  # type: ignore[arg-type]  # reasons as text
+        self.lapsed_leases = Counter(snapshot.lapsed_leases)
+        self.staleness = Counter(snapshot.staleness)
+        self.eval_points = list(snapshot.eval_points)
+        for step in snapshot.open_rounds:
+            self.eval_rounds[step] = EvalRound(step, self.rules.eval_plan.num_problems)
+        for one in snapshot.waiting:
+            self.groups[one.group_id] = Group(
+                one.group_id, "train", one.prompt, self.rules.group_size, position=one.position
+            )
+
     def _apply_drop(self, group_id: int, reason: DropReason) -> None:
         group = self.groups[group_id]
         if group.item == "eval":
-            self.eval_rounds[group.eval_step].num_dropped += 1
+            self.eval_rounds[group.eval_step].dropped.add(group.position)
         else:
             self.dropped[reason] += 1
         self._forget(group)

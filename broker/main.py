@@ -25,12 +25,12 @@ def main() -> int:
     )
     arguments = parser.parse_args()
     from broker.config import broker_settings
-    from broker.service import build_ledger, serve
+    from broker.service import load_prompts, serve
 
     try:
         settings = broker_settings(load_arguments(arguments))
         if arguments.dry_run:
-            build_ledger(settings)  # reads the prompt files
+            load_prompts(settings)
             return print_json(settings)
     except ConfigError as error:
         return refuse_settings(error)

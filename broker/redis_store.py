@@ -1,5 +1,7 @@
 """The store in Redis (or Valkey): one list of events, one hash per trajectory."""
 
+import asyncio
+import time
 from collections.abc import AsyncIterator, Sequence
 
 import redis.asyncio as aioredis
@@ -10,6 +12,8 @@ from broker.store import Changes, StoredTrajectory
 from wire.errors import ConfigError, PeerLostError
 
 _REPLAY_PAGE = 1_000
+_LOADING_S = 300.0
+_POLL_S = 0.1
 
 
 class RedisStore:
@@ -27,13 +31,19 @@ class RedisStore:
             ConfigError: nobody answers at ``broker.redis.url``.
         """
         client = aioredis.Redis.from_url(url, password=password, socket_timeout=30.0)
-        try:
-            await client.ping()
-        except BusyLoadingError:
-            pass  # it reads its file and will answer
-        except RedisError as error:
-            raise ConfigError(f"no Redis answers at {url} (broker.redis.url): {error}") from error
-        return cls(client, run_name)
+        deadline = time.monotonic() + _LOADING_S
+        while True:
+            try:
+                await client.ping()
+            except BusyLoadingError as error:  # it reads its file and will answer
+                if time.monotonic() > deadline:
+                    raise ConfigError(f"Redis at {url} loads for {_LOADING_S:.0f} s") from error
+                await asyncio.sleep(_POLL_S)
+            except RedisError as error:
+                message = f"no Redis answers at {url} (broker.redis.url): {error}"
+                raise ConfigError(message) from error
+            else:
+                return cls(client, run_name)
 
     async def commit(self, changes: Changes) -> None:
         """Write all changes in one transaction."""
@@ -73,6 +83,12 @@ class RedisStore:
                 yield event if isinstance(event, bytes) else event.encode()
             start += len(page)
 
+    async def clear(self) -> None:
+        """Forget everything of this run."""
+        pattern = f"{_literal(self._prefix)}:*"
+        async for key in self._client.scan_iter(match=pattern, count=_REPLAY_PAGE):
+            await self._client.unlink(key)
+
     async def server_version(self) -> str:
         """Return the name and version of the server behind the store."""
         info = await self._client.info("server")
@@ -86,3 +102,8 @@ class RedisStore:
 
     def _key(self, key: TrajectoryKey) -> str:
         return f"{self._prefix}:t:{key[0]}:{key[1]}"
+
+
+def _literal(text: str) -> str:
+    """Return a glob pattern that matches nothing but the text."""
+    return "".join(f"\\{char}" if char in "\\*?[]^" else char for char in text)

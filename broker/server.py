@@ -13,9 +13,10 @@ import zmq.asyncio
 
 from broker.admission import NotYet
 from broker.commit import GroupCommitter
-from broker.events import encode_event
-from broker.groups import Group
+from broker.events import encode_event, encode_snapshot
+from broker.groups import Group, as_delivered
 from broker.ledger import Ledger, TrajectoryKey
+from broker.records import RunRecords
 from broker.scoring import ScoringQueue
 from broker.store import Changes, StoredTrajectory
 from broker.telemetry import Telemetry
@@ -25,10 +26,9 @@ from wire.control import (
     Answer,
     BatchDelivered,
     BatchNotReady,
-    DeliveredGroup,
-    DeliveredTrajectory,
     Done,
     FetchPayloads,
+    GetLedgerSnapshot,
     GetStatus,
     Goodbye,
     GroupsLeased,
@@ -38,9 +38,11 @@ from wire.control import (
     LeasedGroup,
     LeaseGroups,
     LeaseScoring,
+    LedgerSnapshotAnswer,
     Payloads,
     PublishReport,
     Refusal,
+    RejectPrompt,
     ReleaseLease,
     Request,
     RequestBatch,
@@ -50,6 +52,7 @@ from wire.control import (
     ScoringLeased,
     StatusAnswer,
     StepCommit,
+    StepCommitted,
     SubmitScores,
     SubmitTrajectory,
     TakeOver,
@@ -57,7 +60,7 @@ from wire.control import (
     Welcome,
 )
 from wire.errors import ProtocolError, RefusedError
-from wire.status import RunStatus, StepPoint
+from wire.status import RunStatus
 from wire.trajectory import Score
 
 _log = logging.getLogger(__name__)
@@ -81,7 +84,7 @@ class BrokerServer:
         telemetry: Telemetry,
         run_name: str,
         max_message_bytes: int,
-        on_step: Callable[[StepPoint, RunStatus], None] = lambda _point, _status: None,
+        records: RunRecords | None = None,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self._ledger = ledger
@@ -90,10 +93,11 @@ class BrokerServer:
         self.telemetry = telemetry
         self._run_name = run_name
         self._max_message_bytes = max_message_bytes
-        self._on_step = on_step
+        self._records = records or RunRecords()
         self._now = now
         self._frames: dict[TrajectoryKey, StoredTrajectory] = {}
         self._names: dict[bytes, str] = {}  # routing id -> name said in hello
+        self._tokenizer: tuple[str, str] | None = None  # hash, and who said it first
         self._observers: deque[bytes] = deque()  # they come and go without a word
         self._turns: dict[str, int] = {}  # requests that wait, counted per client
         self._changed = asyncio.Event()
@@ -179,11 +183,8 @@ class BrokerServer:
                 lost = set(self._ledger.heartbeat(name, lease_ids, now_s=now))
                 lost &= set(self._scoring.heartbeat(name, lease_ids, now_s=now))
                 return HeartbeatAnswer(lost=tuple(sorted(lost))), _NO_FRAMES
-            case TakeOver(step=step):
-                version = self._ledger.take_over(step)
-                await self._persist()
-                self.telemetry.training_began()
-                return TookOver(version=version), _NO_FRAMES
+            case TakeOver() | StepCommit() | GetLedgerSnapshot():
+                return await self._serve_learner(request), _NO_FRAMES
             case GetStatus():
                 return StatusAnswer(status=self.status()), _NO_FRAMES
             case _:
@@ -191,7 +192,7 @@ class BrokerServer:
                 return Done(), _NO_FRAMES
 
     async def _take(
-        self, name: str, request: ReleaseLease | Goodbye | StepCommit | RoleReport | PublishReport
+        self, name: str, request: ReleaseLease | RejectPrompt | Goodbye | RoleReport | PublishReport
     ) -> None:
         """Carry out a request that is answered by Done alone."""
         match request:
@@ -199,13 +200,15 @@ class BrokerServer:
                 _log.warning("%s handed back lease %d: %s", name, lease_id, reason)
                 self._ledger.release(name, lease_id, "failed")
                 await self._persist()
+            case RejectPrompt(lease_id=lease_id, reason=reason, detail=detail):
+                _log.warning("%s cannot answer a prompt: %s", name, detail)
+                self._ledger.reject(name, lease_id, reason)
+                await self._persist()
             case Goodbye():
                 self._ledger.release_all(name, "left")
                 self._scoring.release_all(name)
                 await self._persist()
                 self._notify()
-            case StepCommit():
-                await self._commit_step(request)
             case RoleReport():
                 self.telemetry.report(name, request)
             case PublishReport(record=record):
@@ -213,12 +216,49 @@ class BrokerServer:
             case _:
                 assert_never(request)
 
+    async def _serve_learner(
+        self, request: TakeOver | StepCommit | GetLedgerSnapshot
+    ) -> TookOver | StepCommitted | LedgerSnapshotAnswer:
+        match request:
+            case TakeOver(step=step):
+                version = self._ledger.take_over(step)
+                await self._persist()
+                self.telemetry.training_began()
+                return TookOver(version=version)
+            case StepCommit():
+                await self._commit_step(request)
+                return StepCommitted(evaluations=tuple(self._ledger.eval_points))
+            case GetLedgerSnapshot(version=version):
+                return LedgerSnapshotAnswer(data=encode_snapshot(self._ledger.snapshot(version)))
+            case _:
+                assert_never(request)
+
+    async def plan_stop(self, reason: str) -> None:
+        """End the run in order, before the steps that were planned."""
+        if self._ledger.finished or self._ledger.stop_reason:
+            return
+        _log.info("the run ends: %s", reason)
+        self._ledger.plan_stop(reason)
+        await self._persist()
+
+    def _check_tokenizer(self, hello: Hello) -> None:
+        if not hello.tokenizer:
+            return
+        known, first = self._tokenizer or (hello.tokenizer, hello.name)
+        if hello.tokenizer != known:
+            raise RefusedError(
+                f"the tokenizer of {hello.name} ({hello.tokenizer}) is not that of {first} "
+                f"({known}): run.model must name the same files for every role"
+            )
+        self._tokenizer = (known, first)
+
     async def _hello(self, peer: bytes, hello: Hello) -> Welcome:
         if hello.wire_revision != WIRE_REVISION:
             raise RefusedError(
                 f"{hello.name} speaks wire revision {hello.wire_revision}, "
                 f"this broker {WIRE_REVISION}: install the same version on both sides"
             )
+        self._check_tokenizer(hello)
         if hello.role != "observer":
             for other in [i for i, known in self._names.items() if known == hello.name]:
                 del self._names[other]
@@ -233,6 +273,8 @@ class BrokerServer:
                 self._names.pop(self._observers.popleft(), None)
         self._names[peer] = hello.name
         self.telemetry.hello(hello)
+        if hello.packages:
+            self._records.packages(self.telemetry.versions)
         return Welcome(
             run_name=self._run_name,
             learner_step=self._ledger.step,
@@ -309,7 +351,8 @@ class BrokerServer:
         match batch:
             case None:
                 self.telemetry.waiting_for = ""
-                return (RunComplete(), _NO_FRAMES), True
+                complete = RunComplete(evaluations=tuple(self._ledger.eval_points))
+                return (complete, _NO_FRAMES), True
             case NotYet(waiting_for):
                 self.telemetry.waiting_for = self._describe_wait(waiting_for)
                 answer = BatchNotReady(waiting_for=waiting_for, reason=self.telemetry.waiting_for)
@@ -317,7 +360,7 @@ class BrokerServer:
             case groups:
                 self.telemetry.waiting_for = ""
                 delivered = BatchDelivered(
-                    step=self._ledger.step, groups=tuple(_as_delivered(g) for g in groups)
+                    step=self._ledger.step, groups=tuple(as_delivered(g) for g in groups)
                 )
                 return (delivered, _NO_FRAMES), True
 
@@ -355,7 +398,10 @@ class BrokerServer:
             key = self._scoring.finish(name, score.lease_id)
             if key != (score.group_id, score.sibling):
                 continue  # lapsed meanwhile; whoever holds it now will answer
+            group = self._ledger.groups.get(score.group_id)
             self._ledger.score(score)
+            if group is not None and group.item == "eval" and group.state == "ready":
+                self._records.eval_answers(group, self._frames_of(group))
             if score.reward is None and score.group_id in self._ledger.groups:
                 _log.warning("no reward for trajectory %d/%d: %s", *key, score.unavailable)
                 self._scoring.add(key)
@@ -368,11 +414,20 @@ class BrokerServer:
         sampled = self._ledger.sampled_reward()
         if sampled is not None:
             metrics["reward/sampled"] = sampled
+        delivered = self._ledger.deliveries.get(before, ())
+        batch = [(group, self._frames_of(group)) for group in map(self._group, delivered)]
         self._ledger.commit(request.version, metrics)
         await self._persist()
         if self._ledger.step > before:
             point = self.telemetry.step(request.version.step, metrics)
-            self._on_step(point, self.status())
+            self._records.step(point, self.status())
+            await self._records.batch(before, batch)
+
+    def _group(self, group_id: int) -> Group:
+        return self._ledger.groups[group_id]
+
+    def _frames_of(self, group: Group) -> list[StoredTrajectory]:
+        return [self._frames[group.group_id, sibling] for sibling in range(group.size)]
 
     def _fetch(self, request: FetchPayloads) -> Reply:
         frames: list[Frame] = []
@@ -397,14 +452,4 @@ class BrokerServer:
         if events:
             self._notify()
         await self._committer.commit(changes)
-
-
-def _as_delivered(group: Group) -> DeliveredGroup:
-    rewards = group.rewards
-    return DeliveredGroup(
-        group_id=group.group_id,
-        trajectories=tuple(
-            DeliveredTrajectory(header=group.headers[sibling], reward=rewards[sibling])
-            for sibling in range(group.size)
-        ),
-    )
+        self._records.evaluations(self._ledger.eval_points)

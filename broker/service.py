@@ -2,43 +2,82 @@
 
 import asyncio
 import logging
-from collections.abc import Coroutine
+import math
+import time
+from collections.abc import Coroutine, Sequence
 from contextlib import AsyncExitStack
+from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
 import zmq.asyncio
 
 from broker.admission import StalenessBound
 from broker.commit import GroupCommitter
 from broker.config import BrokerSettings
 from broker.dashboard.web import Dashboard
+from broker.data.mixture import PromptSource
+from broker.data.sources import load_eval_problems, load_training_prompts
 from broker.evaluation import EvalPlan
+from broker.events import TakenOver, decode_event, decode_snapshot
 from broker.ledger import Ledger, LedgerRules
-from broker.prompts import PromptSource, load_prompts
+from broker.records import FolderRecords
 from broker.redis_server import RedisServer
 from broker.redis_store import RedisStore
 from broker.scoring import ScoringQueue
 from broker.server import BrokerServer
-from broker.summary import write_summary
+from broker.store import TrajectoryStore
 from broker.telemetry import Telemetry
-from broker.tensorboard_log import TensorBoardLog
+from broker.trackers.background import BackgroundTrackers
+from broker.trackers.loading import load_trackers
+from wire.checkpoints import read_ledger
 from wire.errors import ConfigError
-from wire.status import RunStatus, StepPoint
+from wire.eval_metric import check_metric
 from wire.stopping import stop_event
 from wire.trajectory import Prompt
+from wire.trajectory_file import TrajectoryFileWriter, cut_from_step
+from wire.versions import PolicyVersion
 
 _log = logging.getLogger(__name__)
+_CLOCK_S = 1.0
 
 
-def build_ledger(settings: BrokerSettings) -> Ledger:
-    """Return an empty ledger over the run's prompt files."""
+@dataclass(frozen=True, slots=True)
+class Prompts:
+    """All that the policy will be asked."""
+
+    training: PromptSource
+    held_out: Sequence[Prompt]
+
+    def counts(self) -> dict[str, int]:
+        """Return how many there are, and how many rows were left out."""
+        return {
+            "rows": self.training.num_rows,
+            "rows_skipped": self.training.num_skipped,
+            "eval_problems": len(self.held_out),
+        }
+
+
+def load_prompts(settings: BrokerSettings) -> Prompts:
+    """Read the training prompts and the held-out problems.
+
+    Raises:
+        ConfigError: a file is missing, empty or malformed; or eval.metric does not fit them.
+    """
+    training = load_training_prompts(settings.data, seed=settings.run.seed)
+    held_out = load_eval_problems(settings.eval, settings.data) if settings.eval.enabled else []
+    if held_out:
+        sources = {problem.data_source for problem in held_out}
+        check_metric(settings.eval.metric, samples=settings.eval.samples, sources=sources)
+    return Prompts(training, held_out)
+
+
+def build_ledger(settings: BrokerSettings, prompts: Prompts) -> Ledger:
+    """Return an empty ledger over the run's prompts."""
     run = settings.run
-    source = PromptSource(load_prompts(Path(settings.data.file), "data.file"), seed=run.seed)
-    held_out: list[Prompt] = []
-    if settings.eval.file:
-        held_out = load_prompts(Path(settings.eval.file), "eval.file")
+    max_prompts = math.ceil(run.epochs * prompts.training.num_rows) if run.epochs else None
     rules = LedgerRules(
-        bound=StalenessBound(run.max_staleness_steps, run.groups_per_step),
+        bound=StalenessBound(run.staleness_bound, run.groups_per_step),
         group_size=run.group_size,
         total_steps=run.steps,
         max_attempts=settings.broker.max_attempts,
@@ -46,14 +85,13 @@ def build_ledger(settings: BrokerSettings) -> Ledger:
         drop_zero_variance=settings.broker.drop_zero_variance,
         lease_s=settings.broker.lease_s,
         eval_plan=EvalPlan(
-            num_problems=len(held_out),
-            total_steps=run.steps,
-            every_steps=settings.eval.every_steps,
-            before_train=settings.eval.before_train,
-            at_end=settings.eval.at_end,
+            sources=tuple(problem.data_source for problem in prompts.held_out),
+            section=settings.eval,
         ),
+        max_prompts=max_prompts,
+        drop_overlong=settings.sampling.overlong_responses == "drop",
     )
-    return Ledger(rules, prompt_at=source.at, eval_prompt_at=held_out.__getitem__)
+    return Ledger(rules, prompt_at=prompts.training.at, eval_prompt_at=prompts.held_out.__getitem__)
 
 
 async def serve(settings: BrokerSettings) -> None:
@@ -63,7 +101,9 @@ async def serve(settings: BrokerSettings) -> None:
     run.logs.mkdir(parents=True, exist_ok=True)
     run.make_socket_folder()
     telemetry = Telemetry(run)
-    ledger = build_ledger(settings)
+    prompts = load_prompts(settings)
+    telemetry.data = prompts.counts()
+    ledger = build_ledger(settings, prompts)
     scoring = ScoringQueue(lease_s=settings.broker.lease_s)
     async with AsyncExitStack() as cleanup:
         redis_server = await _redis_server(settings, cleanup)
@@ -71,14 +111,9 @@ async def serve(settings: BrokerSettings) -> None:
         password = redis_server.password if redis_server else _password(settings)
         store = await RedisStore.connect(url, run.name, password=password)
         cleanup.push_async_callback(store.close)
-        await _refuse_old_run(store, settings)
+        await _begin(ledger, store, settings)
         telemetry.versions["redis"] = await store.server_version()
-        board = TensorBoardLog(run.folder / "tensorboard")
-
-        def on_step(point: StepPoint, status: RunStatus) -> None:
-            board.step(point, status)
-            write_summary(run.summary_file, status)
-
+        records = _records(settings, ledger)
         committer = GroupCommitter(store)
         server = BrokerServer(
             ledger=ledger,
@@ -87,7 +122,7 @@ async def serve(settings: BrokerSettings) -> None:
             telemetry=telemetry,
             run_name=run.name,
             max_message_bytes=settings.broker.max_message_bytes,
-            on_step=on_step,
+            records=records,
         )
         if settings.broker.dashboard.enabled:
             dashboard = Dashboard(server.status, port=settings.broker.dashboard.port)
@@ -106,11 +141,11 @@ async def serve(settings: BrokerSettings) -> None:
                 committer.run(),
                 server.serve(context, run.endpoint("broker")),
                 _watch(redis_server),
+                _end_after(run.max_hours, server),
             )
         finally:
             telemetry.outcome = "finished" if ledger.finished else "stopped"
-            board.close(server.status())
-            write_summary(run.summary_file, server.status())
+            records.close(server.status())
             run.socket("broker").unlink(missing_ok=True)
 
 
@@ -165,9 +200,71 @@ async def _watch(server: RedisServer | None) -> None:
             server.check_alive()
 
 
-async def _refuse_old_run(store: RedisStore, settings: BrokerSettings) -> None:
-    async for _ in store.replay():
+async def _begin(ledger: Ledger, store: TrajectoryStore, settings: BrokerSettings) -> None:
+    """Begin a new run, or go on from run.resume_from.
+
+    Raises:
+        ConfigError: a run of this name has begun before, or the checkpoint cannot be used.
+    """
+    run = settings.run
+    begun, epoch = False, 0
+    async for data in store.replay():
+        begun = True
+        if isinstance(event := decode_event(data), TakenOver):
+            epoch = max(epoch, event.version.epoch)
+    if not run.resume_from:
+        if begun:
+            raise ConfigError(
+                f"run {run.name!r} has begun already; go on with `slipstream run --resume auto` "
+                "or choose another run.name"
+            )
+        return
+    folder = Path(run.resume_from)
+    data = read_ledger(folder)
+    if not data:
         raise ConfigError(
-            f"run {settings.run.name!r} has events already and resuming is not supported yet; "
-            "choose another run.name or remove its folder"
+            f"{folder} was trained without a broker: export it and start a new run from it "
+            "(run.model)"
         )
+    try:
+        snapshot = decode_snapshot(data)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{folder}: its ledger cannot be read: {error}") from error
+    version = PolicyVersion(max(epoch, snapshot.version.epoch), snapshot.version.step)
+    await store.clear()
+    ledger.restore(msgspec.structs.replace(snapshot, version=version))
+    _log.info(
+        "going on from step %d with %d prompts that were in flight",
+        version.step,
+        len(snapshot.waiting),
+    )
+
+
+def _records(settings: BrokerSettings, ledger: Ledger) -> FolderRecords:
+    run, broker = settings.run, settings.broker
+    resumed_at = ledger.step if run.resume_from else None
+    batches = None
+    if broker.record_batches:
+        path = run.folder / "rollouts" / "batches.trajectories"
+        if resumed_at is not None:
+            cut_from_step(path, resumed_at)
+        batches = TrajectoryFileWriter(path, broker.max_recorded_bytes)
+    trackers = load_trackers(
+        settings.logging, run, msgspec.to_builtins(settings), resumed_at=resumed_at
+    )
+    return FolderRecords(
+        run,
+        BackgroundTrackers(trackers),
+        keep_answers=settings.eval.keep_answers,
+        batches=batches,
+        known=ledger.eval_points,
+    )
+
+
+async def _end_after(hours: float, server: BrokerServer) -> None:
+    """End the run in order when its time is up."""
+    started = time.monotonic()
+    while True:
+        await asyncio.sleep(_CLOCK_S)
+        if hours and time.monotonic() - started > hours * 3600:
+            await server.plan_stop(f"run.max_hours = {hours:g} have passed")

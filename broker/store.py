@@ -46,6 +46,10 @@ class TrajectoryStore(Protocol):
         """Yield all events in the order in which they were committed."""
         ...
 
+    async def clear(self) -> None:
+        """Forget everything of this run."""
+        ...
+
     async def server_version(self) -> str:
         """Return the name and version of the server behind the store."""
         ...
@@ -77,6 +81,11 @@ class MemoryStore:
         """Yield all events in the order in which they were committed."""
         for event in list(self._events):
             yield event
+
+    async def clear(self) -> None:
+        """Forget everything of this run."""
+        self._events.clear()
+        self._trajectories.clear()
 
     async def server_version(self) -> str:
         """Return the name and version of the server behind the store."""

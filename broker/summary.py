@@ -54,6 +54,11 @@ def write_summary(path: Path, status: RunStatus) -> None:
 
 def replace_figures(path: Path, figures: dict[str, Any]) -> None:
     """Replace the summary in one rename, so that a reader never sees half of it."""
-    temporary = path.with_suffix(".json.new")
-    temporary.write_text(json.dumps(figures, indent=2) + "\n")
+    replace_text(path, json.dumps(figures, indent=2) + "\n")
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Replace a file in one rename, so that a reader never sees half of it."""
+    temporary = path.with_name(f".{path.name}.new")
+    temporary.write_text(text)
     temporary.replace(path)

@@ -68,6 +68,7 @@ class Telemetry:
         self.rejected: Counter[str] = Counter()  # malformed or refused messages by reason
         self.waiting_for = ""
         self.outcome = "running"
+        self.data: dict[str, int] = {}
 
     def hello(self, hello: Hello) -> None:
         """A role came up, for the first time or again."""
@@ -130,9 +131,11 @@ class Telemetry:
         return RunStatus(
             run_name=self._run.name,
             outcome=self.outcome,
+            finished=ledger.finished,
+            stop_reason=ledger.stop_reason,
             elapsed_s=now - self._started_s,
             steps=ledger.step,
-            total_steps=rules.total_steps,
+            total_steps=ledger.last_step,
             max_staleness_steps=rules.bound.max_staleness_steps,
             group_size=size,
             groups_per_step=rules.bound.groups_per_step,
@@ -169,6 +172,7 @@ class Telemetry:
             tokens_per_second=self._tokens_per_second(now),
             busy=_mean_busy(roles),
             roles=roles,
+            data=self.data,
             versions=dict(sorted(self.versions.items())),
         )
 

@@ -10,11 +10,11 @@ from typing import Literal, TypeAlias
 import msgspec
 
 from wire.bus import PublishRecord
-from wire.status import RunStatus
+from wire.status import EvalPoint, RunStatus
 from wire.trajectory import ItemKind, Prompt, Score, TrajectoryHeader
 from wire.versions import PolicyVersion
 
-WIRE_REVISION = 1
+WIRE_REVISION = 2
 
 Role = Literal["generator", "learner", "reward_worker", "observer"]
 
@@ -33,6 +33,7 @@ class Hello(Message, frozen=True):
     name: str  # stable over restarts of the same role, e.g. generator-0
     wire_revision: int = WIRE_REVISION
     packages: dict[str, str] = {}  # versions worth recording, by package
+    tokenizer: str = ""  # hash of the tokenizer that this role uses; empty uses none
 
 
 class Welcome(Message, frozen=True):
@@ -80,6 +81,7 @@ class LeasedGroup(msgspec.Struct, frozen=True, kw_only=True):
     group_id: int
     lease_id: int
     item: ItemKind
+    position: int  # of the prompt in its source; with the sibling it decides the seed
     prompt: Prompt
     siblings: tuple[int, ...]
 
@@ -122,6 +124,14 @@ class ReleaseLease(Message, frozen=True):
 
     lease_id: int
     reason: str
+
+
+class RejectPrompt(Message, frozen=True):
+    """No generator could answer this prompt: drop its group with a reason. Answered by Done."""
+
+    lease_id: int
+    reason: Literal["overlong_prompt"]
+    detail: str
 
 
 class Goodbye(Message, frozen=True):
@@ -179,6 +189,7 @@ class DeliveredTrajectory(msgspec.Struct, frozen=True, kw_only=True):
 
     header: TrajectoryHeader
     reward: float
+    parts: dict[str, float] = {}  # named parts of the reward
 
 
 class DeliveredGroup(msgspec.Struct, frozen=True, kw_only=True):
@@ -215,6 +226,8 @@ class BatchNotReady(Message, frozen=True):
 class RunComplete(Message, frozen=True):
     """All steps are trained and evaluated; the learner may leave."""
 
+    evaluations: tuple[EvalPoint, ...] = ()
+
 
 class FetchPayloads(Message, frozen=True):
     """Ask for payloads of delivered trajectories; answered by Payloads."""
@@ -229,10 +242,28 @@ class Payloads(Message, frozen=True):
 
 
 class StepCommit(Message, frozen=True):
-    """The step that ``version`` results from was trained; answered by Done."""
+    """The step that ``version`` results from was trained; answered by StepCommitted."""
 
     version: PolicyVersion  # (epoch, steps completed)
     metrics: dict[str, float]
+
+
+class StepCommitted(Message, frozen=True):
+    """The commit is durable. Evaluations decide which checkpoint is the best."""
+
+    evaluations: tuple[EvalPoint, ...]
+
+
+class GetLedgerSnapshot(Message, frozen=True):
+    """Ask for the ledger as of the learner's own version; answered by LedgerSnapshotAnswer."""
+
+    version: PolicyVersion
+
+
+class LedgerSnapshotAnswer(Message, frozen=True):
+    """What a checkpoint keeps so that a broker can go on from it; opaque to the learner."""
+
+    data: bytes
 
 
 class PublishReport(Message, frozen=True):
@@ -249,6 +280,7 @@ Request: TypeAlias = (
     | Heartbeat
     | SubmitTrajectory
     | ReleaseLease
+    | RejectPrompt
     | Goodbye
     | LeaseScoring
     | SubmitScores
@@ -256,6 +288,7 @@ Request: TypeAlias = (
     | RequestBatch
     | FetchPayloads
     | StepCommit
+    | GetLedgerSnapshot
     | PublishReport
 )
 Answer: TypeAlias = (
@@ -270,5 +303,7 @@ Answer: TypeAlias = (
     | BatchDelivered
     | BatchNotReady
     | RunComplete
+    | StepCommitted
+    | LedgerSnapshotAnswer
     | Payloads
 )

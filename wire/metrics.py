@@ -30,5 +30,5 @@ class MetricName(StrEnum):
     ROLE_BUSY_RATIO = "slipstream_role_busy_ratio", "Share of time not spent waiting, by process"
     ADOPTED_STEP = "slipstream_adopted_step", "Step of the weights each generator runs"
     PUBLISHES = "slipstream_publishes", "Policy versions adopted by at least one engine"
-    EVAL_EXACT_MATCH = "slipstream_eval_exact_match", "Mean reward of the newest evaluation"
+    EVALUATION = "slipstream_evaluation", "Figures of the newest evaluation, by metric"
     LAST_STEP = "slipstream_last_step", "Figures of the newest learner step, by name"

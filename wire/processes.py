@@ -4,7 +4,7 @@ import ctypes
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
@@ -19,13 +19,22 @@ def die_with_parent(parent_pid: int) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def bound_to_me() -> Callable[[], None]:
+def bound_to_me(cores: Collection[int] = ()) -> Callable[[], None]:
     """Return a ``preexec_fn`` that makes the child die with the calling process.
 
     Call it on the main thread only: the kernel watches the thread that forked.
+
+    Args:
+        cores: where the child and its own children may run; empty leaves them free.
     """
     parent_pid = os.getpid()
-    return lambda: die_with_parent(parent_pid)
+
+    def prepare() -> None:
+        die_with_parent(parent_pid)
+        if cores and hasattr(os, "sched_setaffinity"):
+            os.sched_setaffinity(0, cores)
+
+    return prepare
 
 
 def last_lines(log_file: Path, count: int = 12) -> str:

@@ -29,6 +29,9 @@ SECTIONS = (
     "algo",
     "weightbus",
     "eval",
+    "checkpoint",
+    "logging",
+    "profile",
     "deploy",
 )
 
@@ -115,13 +118,18 @@ def _refuse_unknown(values: Mapping[str, Any], kind: type[msgspec.Struct], where
     for key, value in values.items():
         if key not in known:
             raise ConfigError(f"unknown setting {where}.{key}{_nearest(key, known)}")
-        inner = _struct_in(hints.get(key))
+        hint = hints.get(key)
+        inner = _struct_in(hint)
         if inner is not None and isinstance(value, dict):
-            _refuse_unknown(value, inner, f"{where}.{key}")
+            tables = value if get_origin(hint) is dict else {"": value}
+            for name, table in tables.items():
+                if isinstance(table, dict):
+                    _refuse_unknown(table, inner, ".".join(filter(None, (where, key, name))))
 
 
 def _struct_in(hint: object) -> type[msgspec.Struct] | None:
-    options = get_args(hint) if get_origin(hint) is types.UnionType else (hint,)
+    """Return the struct that a hint asks for: itself, an option of it, or a table of it."""
+    options = get_args(hint) if get_origin(hint) in {types.UnionType, dict} else (hint,)
     for option in options:
         if isinstance(option, type) and issubclass(option, msgspec.Struct):
             return option

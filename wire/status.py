@@ -6,14 +6,32 @@ from wire.bus import PublishRecord
 from wire.versions import PolicyVersion
 
 
+class EvalFigures(msgspec.Struct, frozen=True, kw_only=True):
+    """How the answers to some held-out problems did.
+
+    ``metrics`` holds mean@n (mean reward of all n answers per problem), pass@k for powers of two
+    up to n (a right answer among k), response_tokens and truncated (share of answers).
+    """
+
+    num_problems: int
+    num_answers: int
+    num_dropped: int  # problems without an answer; not counted as wrong
+    metrics: dict[str, float]
+
+
 class EvalPoint(msgspec.Struct, frozen=True, kw_only=True):
     """One evaluation round."""
 
     step: int  # learner steps completed when the round was issued
-    exact_match: float  # mean reward over all answers of the round
-    num_answers: int
-    num_dropped: int  # items without an answer; not counted as wrong
+    overall: EvalFigures
+    by_source: dict[str, EvalFigures]
     versions: tuple[PolicyVersion, ...]  # that chose at least one token
+
+    @property
+    def mean(self) -> float:
+        """Return the mean reward of all answers of the round."""
+        means = (value for name, value in self.overall.metrics.items() if name.startswith("mean@"))
+        return next(means, 0.0)
 
 
 class RoleStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -43,6 +61,8 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
 
     run_name: str
     outcome: str  # running, finished, or why it ended
+    finished: bool  # all steps trained and all evaluations answered
+    stop_reason: str  # why the run ends before total_steps, or empty
     elapsed_s: float
     steps: int  # learner steps completed
     total_steps: int
@@ -66,4 +86,5 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
     tokens_per_second: dict[str, float]  # by role, over the whole run
     busy: dict[str, float]  # by role, mean over its processes
     roles: list[RoleStatus]
+    data: dict[str, int]  # rows and rows_skipped of the training prompts, eval_problems
     versions: dict[str, str]  # of packages and servers

@@ -7,13 +7,14 @@ a reward function reads.
 Shapes: T tokens, prompt first.
 """
 
-from typing import Literal
+from typing import Any, Literal, TypeAlias
 
 import msgspec
 
 from wire.arrays import PackedArray
 from wire.versions import PolicyVersion
 
+Json: TypeAlias = Any  # null, bool, number, text, list or object
 FinishReason = Literal["stop", "length"]
 ItemKind = Literal["train", "eval"]
 
@@ -91,13 +92,29 @@ class TrajectoryPayload(msgspec.Struct, frozen=True, kw_only=True):
                 )
 
 
-class Prompt(msgspec.Struct, frozen=True, kw_only=True):
-    """One row of a prompt file."""
+class ChatMessage(msgspec.Struct, frozen=True):
+    """One turn of a conversation."""
 
-    prompt: str
-    ground_truth: str = ""
+    role: str
+    content: str
+
+
+class Prompt(msgspec.Struct, frozen=True, kw_only=True):
+    """One problem: what the policy is asked, and what its reward function needs."""
+
+    prompt: str | tuple[ChatMessage, ...]  # text as it is, or turns for the chat template
+    ground_truth: Json = ""
     data_source: str = "default"
-    extra_info: dict[str, str | int | float | bool | None] = {}
+    ability: str = ""
+    extra_info: dict[str, Json] = {}
+    row: int = -1  # in its file or data set, from 0; -1 is unknown
+
+    @property
+    def text(self) -> str:
+        """Return what a person reads of it."""
+        if isinstance(self.prompt, str):
+            return self.prompt
+        return "\n".join(f"{turn.role}: {turn.content}" for turn in self.prompt)
 
 
 class Transcript(msgspec.Struct, frozen=True, kw_only=True):

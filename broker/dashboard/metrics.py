@@ -41,7 +41,7 @@ class _StatusCollector(Collector):
             {role.name: role.adopted.step for role in s.roles if role.adopted is not None},
         )
         if s.eval:
-            yield _gauge(MetricName.EVAL_EXACT_MATCH, s.eval[-1].exact_match)
+            yield _labelled(MetricName.EVALUATION, "metric", s.eval[-1].overall.metrics)
         if s.steps_history:
             yield _labelled(MetricName.LAST_STEP, "name", s.steps_history[-1].metrics)
 

@@ -25,7 +25,7 @@ function table(id, head, rows) {
 function learning(s) {
   const last = s.steps_history.at(-1);
   const figures = [["step", `${s.steps} / ${s.total_steps}`]];
-  if (s.eval.length) figures.push(["evaluation", percent(s.eval.at(-1).exact_match)]);
+  if (s.eval.length) figures.push(["evaluation", number(meanOf(s.eval.at(-1).overall), 3)]);
   if (last) {
     const sampled = s.steps_history.findLast((p) => "reward/sampled" in p.metrics);
     figures.push(["reward, sampled", sampled ? number(sampled.metrics["reward/sampled"], 3) : "-"]);
@@ -63,14 +63,34 @@ function curve(s) {
   const rewards = s.steps_history.filter((p) => "reward/sampled" in p.metrics)
     .map((p) => [p.step, p.metrics["reward/sampled"]]);
   nodes.push(shape("path", { class: "reward", d: path(rewards) }));
-  nodes.push(shape("path", { class: "eval", d: path(s.eval.map((p) => [p.step, p.exact_match])) }));
+  nodes.push(shape("path", { class: "eval", d: path(s.eval.map((p) => [p.step, meanOf(p.overall)])) }));
   for (const p of s.eval) {
-    const dot = shape("circle", { class: "dot", cx: x(p.step), cy: y(p.exact_match), r: 4 });
-    dot.append(shape("title", {}, `step ${p.step}: ${percent(p.exact_match)} of ${p.num_answers}`));
+    const dot = shape("circle", { class: "dot", cx: x(p.step), cy: y(meanOf(p.overall)), r: 4 });
+    const mean = number(meanOf(p.overall), 3);
+    dot.append(shape("title", {}, `step ${p.step}: mean reward ${mean} of ${p.overall.num_answers} answers`));
     nodes.push(dot);
   }
   byId("curve").setAttribute("viewBox", `0 0 ${width} ${height}`);
   byId("curve").replaceChildren(...nodes);
+}
+
+function meanOf(figures) {
+  const name = Object.keys(figures.metrics).find((key) => key.startsWith("mean@"));
+  return name ? figures.metrics[name] : 0;
+}
+
+function evaluations(s) {
+  const newest = s.eval.at(-1);
+  byId("evaluation").hidden = !newest;
+  if (!newest) return;
+  const names = Object.keys(newest.overall.metrics);
+  const row = (title, one) => [title, one.num_answers, one.num_dropped,
+    ...names.map((name) => (name in one.metrics ? number(one.metrics[name], 3) : "-"))];
+  const sources = Object.entries(newest.by_source);
+  table("sources", ["data source", "answers", "dropped", ...names.map((n) => n.replaceAll("_", " "))],
+    [...sources.map(([name, one]) => row(name, one)),
+      ...(sources.length > 1 ? [row("all", newest.overall)] : [])]);
+  byId("evaluated").textContent = `answers begun at step ${newest.step}`;
 }
 
 function accounting(s) {
@@ -119,8 +139,9 @@ function publishes(s) {
 function show(s) {
   byId("run").textContent = s.run_name;
   byId("state").textContent = `${s.outcome}, ${number(s.elapsed_s)} s, ${s.publishes} publishes, `
-    + `${s.publishes_while_generating} of them while generating`;
-  learning(s); curve(s); accounting(s); staleness(s); roles(s); publishes(s);
+    + `${s.publishes_while_generating} of them while generating`
+    + (s.stop_reason ? `; ends early, ${s.stop_reason}` : "");
+  learning(s); curve(s); evaluations(s); accounting(s); staleness(s); roles(s); publishes(s);
   table("queues", ["queue", "items"], Object.entries(s.queue).map(([k, v]) => [k.replaceAll("_", " "), v]));
   byId("waiting").textContent = s.waiting_for ? `The learner waits for ${s.waiting_for}.` : "";
 }

@@ -1,16 +1,30 @@
 """1.0 if the answer is the expected text, else 0.0."""
 
+import json
 from collections.abc import Mapping
+
+from wire.trajectory import Json
 
 
 def score(
     data_source: str,  # noqa: ARG001 part of the interface
     solution_str: str,
-    ground_truth: str,
+    ground_truth: Json,
     extra_info: Mapping[str, object],  # noqa: ARG001 part of the interface
 ) -> float:
     """Compare after stripping white space at both ends.
 
-    Example: ``score("add", " 122", "122", {})`` is 1.0.
+    A list of truths holds answers of which any is right. A number or an object is compared as
+    JSON writes it.
+
+    Example: ``score("add", " 122", "122", {})`` and ``score("add", "122", [122, "one"], {})``
+    are 1.0.
     """
-    return 1.0 if solution_str.strip() == ground_truth.strip() else 0.0
+    truths = ground_truth if isinstance(ground_truth, list | tuple) else [ground_truth]
+    return 1.0 if solution_str.strip() in [_text(truth) for truth in truths] else 0.0
+
+
+def _text(truth: Json) -> str:
+    if isinstance(truth, str):
+        return truth.strip()
+    return json.dumps(truth, ensure_ascii=False)

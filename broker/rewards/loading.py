@@ -10,10 +10,10 @@ from types import ModuleType
 
 from wire.control import ScoringItem
 from wire.errors import ConfigError
-from wire.trajectory import Score, Transcript
+from wire.trajectory import Json, Score, Transcript
 
 RewardResult = float | int | bool | Mapping[str, float]
-RewardFunction = Callable[[str, str, str, Mapping[str, object]], RewardResult]
+RewardFunction = Callable[[str, str, Json, Mapping[str, Json]], RewardResult]
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,10 +16,15 @@ from hypothesis.stateful import (
     rule,
 )
 
-from broker.evaluation import EvalPlan
 from broker.events import Delivered, Issued, TakenOver, Trained, decode_event, encode_event
 from broker.ledger import Ledger
-from tests.unit.broker.ledger_driver import header, make_ledger, make_rules, state_of
+from tests.unit.broker.ledger_driver import (
+    eval_plan,
+    header,
+    make_ledger,
+    make_rules,
+    state_of,
+)
 from wire.control import LeasedGroup
 from wire.errors import RefusedError
 from wire.trajectory import Score
@@ -47,6 +52,7 @@ class Run(RuleBasedStateMachine):
         total_steps=st.integers(1, 6),
         held_out=st.integers(0, 2),
         every_steps=st.integers(0, 2),
+        samples=st.integers(1, 2),
         max_in_flight=st.sampled_from([100, 100, 0]),
     )
     def begin(
@@ -57,6 +63,7 @@ class Run(RuleBasedStateMachine):
         total_steps: int,
         held_out: int,
         every_steps: int,
+        samples: int,
         max_in_flight: int,
     ) -> None:
         self.rules_of_run = make_rules(
@@ -66,9 +73,7 @@ class Run(RuleBasedStateMachine):
             total_steps=total_steps,
             max_attempts=MAX_ATTEMPTS,
             max_in_flight=max_in_flight or groups_per_step,
-            eval_plan=EvalPlan(
-                num_problems=held_out, total_steps=total_steps, every_steps=every_steps
-            ),
+            plan=eval_plan(held_out, every_steps=every_steps, samples=samples),
         )
         self.ledger: Ledger = make_ledger(self.rules_of_run)
         self.now_s = 0.0

@@ -1,12 +1,14 @@
 """A ledger with small numbers, and what its clients would say to it."""
 
 from collections.abc import Sequence
+from typing import Any
 
 from broker.admission import StalenessBound
 from broker.evaluation import EvalPlan
 from broker.groups import Group
 from broker.ledger import Ledger, LedgerRules
 from wire.control import LeasedGroup
+from wire.run_settings import EvalSection
 from wire.trajectory import Prompt, Score, TrajectoryHeader, VersionRun
 from wire.versions import PolicyVersion
 
@@ -23,7 +25,9 @@ def make_rules(
     max_attempts: int = 3,
     max_in_flight: int | None = None,
     drop_zero_variance: bool = True,
-    eval_plan: EvalPlan | None = None,
+    plan: EvalPlan | None = None,
+    max_prompts: int | None = None,
+    drop_overlong: bool = False,
 ) -> LedgerRules:
     bound = StalenessBound(max_staleness_steps, groups_per_step)
     return LedgerRules(
@@ -36,7 +40,16 @@ def make_rules(
         else max_in_flight,
         drop_zero_variance=drop_zero_variance,
         lease_s=LEASE_S,
-        eval_plan=eval_plan or EvalPlan(num_problems=0, total_steps=total_steps),
+        eval_plan=plan or EvalPlan(),
+        max_prompts=max_prompts,
+        drop_overlong=drop_overlong,
+    )
+
+
+def eval_plan(num_problems: int, **section: Any) -> EvalPlan:  # noqa: ANN401 values of settings
+    """So many problems of one source, and settings of [eval]."""
+    return EvalPlan(
+        sources=("held_out",) * num_problems, section=EvalSection(file="held_out.jsonl", **section)
     )
 
 
@@ -131,4 +144,6 @@ def state_of(ledger: Ledger) -> dict[str, object]:
         "sampled_reward": ledger.sampled_reward(),
         "eval_rounds": ledger.eval_rounds,
         "eval_points": ledger.eval_points,
+        "last_step": ledger.last_step,
+        "stop_reason": ledger.stop_reason,
     }

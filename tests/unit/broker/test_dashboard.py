@@ -121,7 +121,7 @@ def test_metrics_of_a_run_that_has_not_begun_hold_no_evaluation():
     assert content_type.startswith("text/plain")
     names = {family.name for family in text_string_to_metric_families(body.decode())}
     assert "slipstream_groups_issued" in names
-    assert "slipstream_eval_exact_match" not in names
+    assert "slipstream_evaluation" not in names
 
 
 def test_the_first_event_is_the_state_of_the_run():

@@ -1,14 +1,15 @@
 """The life of an item, one decision at a time. Random schedules stand in tests/property."""
 
+import msgspec
 import pytest
 
 from broker.admission import NotYet
-from broker.evaluation import EvalPlan
-from broker.events import decode_event, encode_event
+from broker.events import decode_event, decode_snapshot, encode_event, encode_snapshot
 from broker.ledger import Ledger
 from tests.unit.broker.ledger_driver import (
     LEASE_S,
     RESPONSE_TOKENS,
+    eval_plan,
     generate,
     header,
     lease,
@@ -35,10 +36,12 @@ def in_flight(ledger: Ledger) -> dict[str, int]:
     return {state: count for state, count in ledger.in_flight().items() if count}
 
 
-def evaluated_ledger(num_problems: int = 2, total_steps: int = 1) -> Ledger:
-    plan = EvalPlan(num_problems=num_problems, total_steps=total_steps)
+def evaluated_ledger(num_problems: int = 2, total_steps: int = 1, **section: float) -> Ledger:
     rules = make_rules(
-        total_steps=total_steps, groups_per_step=1, max_staleness_steps=0, eval_plan=plan
+        total_steps=total_steps,
+        groups_per_step=1,
+        max_staleness_steps=0,
+        plan=eval_plan(num_problems, **section),
     )
     return started(make_ledger(rules))
 
@@ -266,7 +269,8 @@ def test_the_last_answer_closes_the_round_and_a_dropped_problem_is_not_a_wrong_a
         lease_id = third.lease_id if attempt == 0 else lease(ledger, max_sequences=1)[0].lease_id
         ledger.release("generator-0", lease_id, "engine failed")
     (point,) = ledger.eval_points
-    assert (point.step, point.exact_match, point.num_answers, point.num_dropped) == (0, 0.5, 2, 1)
+    overall = point.overall
+    assert (point.step, point.mean, overall.num_answers, overall.num_dropped) == (0, 0.5, 2, 1)
     assert point.versions == (V0,)
     assert ledger.dropped == {}
     assert ledger.eval_rounds == {}
@@ -285,6 +289,159 @@ def test_a_round_waits_for_a_generator_with_the_weights_of_its_step():
     make_ready(ledger, [last])
     assert ledger.finished
     assert [point.step for point in ledger.eval_points] == [0, 1]
+
+
+def test_every_sample_of_a_problem_counts_and_belongs_to_one_item():
+    ledger = evaluated_ledger(num_problems=1, samples=4, temperature=1.0)
+    problem, _ = lease(ledger)
+    assert (problem.item, problem.siblings) == ("eval", (0, 1, 2, 3))
+    generate(ledger, problem)
+    reward(ledger, problem.group_id, [1.0, 0.0, 0.0])
+    assert ledger.eval_points == []
+    ledger.score(Score(group_id=problem.group_id, sibling=3, lease_id=0, reward=1.0))
+    metrics = ledger.eval_points[0].overall.metrics
+    assert (metrics["mean@4"], metrics["pass@1"], metrics["pass@4"]) == (0.5, 0.5, 1.0)
+    assert metrics["pass@2"] == pytest.approx(1 - 1 / 6)
+
+
+# ---- the end -----------------------------------------------------------------
+
+
+def test_the_target_ends_the_run_with_the_batch_that_the_learner_holds():
+    ledger = evaluated_ledger(num_problems=1, total_steps=9, target=1.0)
+    problem, group = lease(ledger)
+    make_ready(ledger, [group])
+    assert isinstance(ledger.deliver(V0), list)
+    generate(ledger, problem)
+    reward(ledger, problem.group_id, [1.0])
+    assert "eval.target" in ledger.stop_reason
+    assert ledger.last_step == 1
+    assert lease(ledger) == []
+    ledger.commit(PolicyVersion(1, 1), {})
+    (last,) = lease(ledger)
+    assert last.item == "eval"
+    make_ready(ledger, [last])
+    assert ledger.finished
+    assert ledger.deliver(ledger.version) is None
+    assert (ledger.trained, ledger.issued, ledger.unaccounted()) == (1, 1, 0)
+
+
+def test_a_stop_drops_what_nobody_will_train_and_accounts_for_it():
+    ledger = started(make_ledger(make_rules(groups_per_step=2)))
+    granted = lease(ledger)
+    make_ready(ledger, granted[:1])
+    ledger.plan_stop("run.max_hours")
+    assert ledger.dropped == {"run_ended": 4}
+    assert (ledger.groups, ledger.leases, ledger.unaccounted()) == ({}, {}, 0)
+    assert ledger.finished
+    ledger.plan_stop("again")
+    assert ledger.stop_reason == "run.max_hours"
+
+
+def test_the_end_of_the_data_ends_the_run_when_no_step_can_be_filled():
+    ledger = started(make_ledger(make_rules(groups_per_step=2, total_steps=9, max_prompts=5)))
+    while not ledger.finished:
+        make_ready(ledger, lease(ledger))
+        if ledger.deliver(ledger.version) is not None:
+            train_step(ledger)
+    assert (ledger.step, ledger.issued, ledger.trained) == (2, 5, 4)
+    assert ledger.dropped == {"end_of_data": 1}
+    assert "all 5 prompts" in ledger.stop_reason
+
+
+def test_data_that_ends_waits_for_what_is_still_being_answered():
+    ledger = started(make_ledger(make_rules(groups_per_step=2, total_steps=9, max_prompts=2)))
+    first, second = lease(ledger)
+    make_ready(ledger, [first])
+    assert isinstance(ledger.deliver(V0), NotYet)
+    assert not ledger.stop_reason
+    make_ready(ledger, [second])
+    assert len(train_step(ledger)) == 2
+
+
+def test_a_cut_off_answer_drops_its_group_where_asked_and_another_prompt_is_issued():
+    ledger = started(make_ledger(make_rules(drop_overlong=True, groups_per_step=1)))
+    (group,) = lease(ledger, max_sequences=2)
+    cut_off = msgspec.structs.replace(header(group.group_id, 0, V0), finish_reason="length")
+    ledger.submit(cut_off)
+    assert ledger.dropped == {"overlong_response": 1}
+    assert ledger.heartbeat("generator-0", (group.lease_id,), now_s=0.0) == [group.lease_id]
+    assert lease(ledger, max_sequences=2)[0].prompt.prompt == "train 1"
+
+
+def test_a_rejected_prompt_is_dropped_at_once_by_whoever_holds_it():
+    ledger = started(make_ledger())
+    (group,) = lease(ledger, max_sequences=2)
+    ledger.reject("generator-1", group.lease_id, "overlong_prompt")
+    assert ledger.dropped == {}
+    ledger.reject("generator-0", group.lease_id, "overlong_prompt")
+    assert ledger.dropped == {"overlong_prompt": 1}
+    assert ledger.unaccounted() == 0
+
+
+# ---- checkpoints -------------------------------------------------------------
+
+
+def test_a_restored_run_asks_what_was_in_flight_again_and_skips_no_prompt():
+    ledger = started(make_ledger(make_rules(groups_per_step=2, total_steps=4)))
+    make_ready(ledger, lease(ledger))
+    train_step(ledger)
+    make_ready(ledger, lease(ledger)[:1])
+    ledger.deliver(ledger.version)
+    snapshot = decode_snapshot(encode_snapshot(ledger.snapshot(ledger.version)))
+    waiting = [one.group_id for one in snapshot.waiting]
+    assert waiting == [2, 3, 4, 5]
+
+    restored = make_ledger(ledger.rules)
+    restored.restore(snapshot)
+    assert restored.unaccounted() == 0
+    assert restored.take_over(1) == PolicyVersion(2, 1)
+    again = lease(restored)
+    assert [g.group_id for g in again] == waiting
+    assert [g.prompt.prompt for g in again] == [f"train {i}" for i in waiting]
+    while not restored.finished:
+        make_ready(restored, [*again, *lease(restored)])
+        again = []
+        train_step(restored)
+    assert (restored.step, restored.issued, restored.trained) == (4, 8, 8)
+    assert set(restored.staleness) <= {0, 1}
+
+    rebuilt = make_ledger(ledger.rules)
+    for event in restored.drain()[0]:
+        rebuilt.apply(decode_event(encode_event(event)))
+    assert state_of(rebuilt) == state_of(restored)
+
+
+def test_a_restored_run_with_a_smaller_bound_still_keeps_it():
+    ledger = started(make_ledger(make_rules(max_staleness_steps=3, groups_per_step=1)))
+    lease(ledger)
+    snapshot = ledger.snapshot(V0)
+    restored = make_ledger(make_rules(max_staleness_steps=0, groups_per_step=1))
+    restored.restore(snapshot)
+    restored.take_over(0)
+    assert len(snapshot.waiting) == 3
+    assert len(lease(restored)) == 1
+
+
+def test_a_restored_run_evaluates_again_what_was_not_complete_and_keeps_the_curve():
+    ledger = evaluated_ledger(num_problems=1, total_steps=2, every_steps=1)
+    make_ready(ledger, lease(ledger))
+    train_step(ledger)
+    assert ([p.step for p in ledger.eval_points], list(ledger.eval_rounds)) == ([0], [1])
+    restored = make_ledger(ledger.rules)
+    restored.restore(ledger.snapshot(ledger.version))
+    restored.take_over(1)
+    make_ready(restored, lease(restored))
+    train_step(restored)
+    make_ready(restored, lease(restored))
+    assert [p.step for p in restored.eval_points] == [0, 1, 2]
+    assert restored.finished
+
+
+def test_a_run_that_has_begun_cannot_be_restored():
+    ledger = started(make_ledger())
+    with pytest.raises(RefusedError, match="has begun already"):
+        ledger.restore(ledger.snapshot(V0))
 
 
 # ---- the learner -------------------------------------------------------------
@@ -454,4 +611,4 @@ def test_a_take_over_does_not_open_an_open_round_again():
     evals = [group for group in lease(ledger) if group.item == "eval"]
     make_ready(ledger, evals)
     assert len(evals) == 2
-    assert ledger.eval_points[0].num_answers == 2
+    assert ledger.eval_points[0].overall.num_answers == 2

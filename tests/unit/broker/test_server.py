@@ -12,6 +12,7 @@ import zmq.asyncio
 
 from broker.client import BrokerClient
 from broker.commit import GroupCommitter
+from broker.events import decode_snapshot
 from broker.ledger import Ledger
 from broker.scoring import ScoringQueue
 from broker.server import BrokerServer
@@ -25,6 +26,7 @@ from wire.control import (
     BatchNotReady,
     Done,
     FetchPayloads,
+    GetLedgerSnapshot,
     GetStatus,
     GroupsLeased,
     Heartbeat,
@@ -32,8 +34,10 @@ from wire.control import (
     Hello,
     LeaseGroups,
     LeaseScoring,
+    LedgerSnapshotAnswer,
     Payloads,
     Refusal,
+    RejectPrompt,
     Request,
     RequestBatch,
     Role,
@@ -41,6 +45,7 @@ from wire.control import (
     ScoringLeased,
     StatusAnswer,
     StepCommit,
+    StepCommitted,
     SubmitScores,
     SubmitTrajectory,
     TakeOver,
@@ -171,7 +176,11 @@ def test_a_run_of_one_step_goes_through_every_role(short_folder: Path):
             keys = ((group.group_id, 1), (group.group_id, 0))
             _, payloads = await learner.ask(FetchPayloads(keys=keys), Payloads)
             assert [bytes(p) for p in payloads] == [b"payload 1", b"payload 0"]
-            await learner.ask(StepCommit(version=V0.next(), metrics={"policy/loss": 1.0}), Done)
+            commit = StepCommit(version=V0.next(), metrics={"policy/loss": 1.0})
+            await learner.ask(commit, StepCommitted)
+            question = GetLedgerSnapshot(version=V0.next())
+            answer, _ = await learner.ask(question, LedgerSnapshotAnswer)
+            assert decode_snapshot(answer.data).version == V0.next()
             await learner.ask(RequestBatch(version=V0.next(), wait_s=1.0), RunComplete)
             finished, _ = await generator.ask(
                 LeaseGroups(adopted=V0, max_sequences=2, wait_s=1.0), GroupsLeased
@@ -204,7 +213,55 @@ def test_another_wire_revision_is_refused_with_both_numbers(short_folder: Path):
 
     answer = asyncio.run(body())
     assert isinstance(answer, Refusal)
-    assert "wire revision 99, this broker 1" in answer.reason
+    assert "wire revision 99, this broker 2" in answer.reason
+
+
+def test_another_tokenizer_is_refused_with_both_names(short_folder: Path):
+    async def body() -> None:
+        async with running(short_folder) as it:
+            await it.client("learner", "learner")  # says nothing of a tokenizer
+            known = Hello(role="generator", name="generator-0", tokenizer="aaaa")
+            other = Hello(role="generator", name="generator-1", tokenizer="bbbb")
+            async with bare_socket(it.endpoint) as ask:
+                assert isinstance(await ask(b"1", encode(known)), Welcome)
+                assert isinstance(await ask(b"2", encode(known)), Welcome)
+                answer = await ask(b"3", encode(other))
+            assert isinstance(answer, Refusal)
+            assert "tokenizer of generator-1 (bbbb) is not that of generator-0 (aaaa)" in (
+                answer.reason
+            )
+
+    asyncio.run(body())
+
+
+def test_a_prompt_that_cannot_be_answered_is_dropped_and_replaced(short_folder: Path):
+    async def body() -> tuple[dict[str, int], str]:
+        async with running(short_folder) as it:
+            await (await it.client("learner", "learner")).ask(TakeOver(step=0), TookOver)
+            generator = await it.client("generator", "generator-0")
+            work = LeaseGroups(adopted=V0, max_sequences=2, wait_s=0.0)
+            first, _ = await generator.ask(work, GroupsLeased)
+            lease_id = first.groups[0].lease_id
+            reject = RejectPrompt(lease_id=lease_id, reason="overlong_prompt", detail="99 tokens")
+            await generator.ask(reject, Done)
+            again, _ = await generator.ask(work, GroupsLeased)
+            return it.status.dropped, again.groups[0].prompt.text
+
+    assert asyncio.run(body()) == ({"overlong_prompt": 1}, "train 1")
+
+
+def test_a_run_that_is_told_to_end_says_why(short_folder: Path):
+    async def body() -> RunStatus:
+        async with running(short_folder) as it:
+            learner = await it.client("learner", "learner")
+            await learner.ask(TakeOver(step=0), TookOver)
+            await it.server.plan_stop("run.max_hours = 1 have passed")
+            await learner.ask(RequestBatch(version=V0, wait_s=1.0), RunComplete)
+            return it.status
+
+    status = asyncio.run(body())
+    assert (status.finished, status.total_steps) == (True, 0)
+    assert status.stop_reason == "run.max_hours = 1 have passed"
 
 
 def test_malformed_frames_are_counted_and_the_loop_goes_on(short_folder: Path):

@@ -9,8 +9,9 @@ from wire import bus, codec, control
 from wire.arrays import PackedArray
 from wire.errors import ProtocolError
 from wire.manifest import Bucket, TensorSpec, WeightManifest
-from wire.status import EvalPoint, RoleStatus, RunStatus, StepPoint
+from wire.status import EvalFigures, EvalPoint, RoleStatus, RunStatus, StepPoint
 from wire.trajectory import (
+    ChatMessage,
     Prompt,
     Score,
     TrajectoryHeader,
@@ -21,7 +22,12 @@ from wire.trajectory import (
 from wire.versions import PolicyVersion
 
 VERSION = PolicyVersion(2, 5)
-PROMPT = Prompt(prompt="1+1=", ground_truth="2", extra_info={"level": 1, "note": None})
+PROMPT = Prompt(
+    prompt=(ChatMessage("system", "Answer."), ChatMessage("user", "1+1=")),
+    ground_truth={"target": 2, "numbers": [1, 1]},
+    extra_info={"level": 1, "note": None},
+    row=3,
+)
 HEADER = TrajectoryHeader(
     group_id=1,
     sibling=0,
@@ -40,9 +46,15 @@ MANIFEST = WeightManifest(
     buckets=(Bucket((TensorSpec("model.norm.weight", "float32", (4,), "ab"),), 16),),
     parent=PolicyVersion(2, 4),
 )
+FIGURES = EvalFigures(num_problems=2, num_answers=2, num_dropped=0, metrics={"mean@1": 0.5})
+EVALUATION = EvalPoint(
+    step=0, overall=FIGURES, by_source={"held_out": FIGURES}, versions=(VERSION,)
+)
 STATUS = RunStatus(
     run_name="run",
     outcome="running",
+    finished=False,
+    stop_reason="",
     elapsed_s=1.0,
     steps=5,
     total_steps=9,
@@ -59,7 +71,7 @@ STATUS = RunStatus(
     queue={"ready_groups": 0},
     waiting_for="",
     eval=[
-        EvalPoint(step=0, exact_match=0.5, num_answers=2, num_dropped=0, versions=(VERSION,)),
+        EVALUATION,
     ],
     steps_history=[StepPoint(step=1, at_s=0.5, metrics={"policy/loss": 0.1})],
     publishes=1,
@@ -79,6 +91,7 @@ STATUS = RunStatus(
             adopted=VERSION,
         )
     ],
+    data={"rows": 40},
     versions={"torch": "2.11"},
 )
 
@@ -89,6 +102,7 @@ REQUESTS: list[control.Request] = [
     control.LeaseGroups(adopted=VERSION, max_sequences=8, wait_s=2.0),
     control.Heartbeat(lease_ids=(1, 2)),
     control.Goodbye(),
+    control.RejectPrompt(lease_id=4, reason="overlong_prompt", detail="row 3 has 99 tokens"),
     control.SubmitTrajectory(header=HEADER),
     control.ReleaseLease(lease_id=1, reason="engine failed"),
     control.LeaseScoring(credits=4, wait_s=1.0),
@@ -102,6 +116,7 @@ REQUESTS: list[control.Request] = [
     control.RequestBatch(version=VERSION, wait_s=1.0),
     control.FetchPayloads(keys=((1, 0), (1, 1))),
     control.StepCommit(version=VERSION, metrics={"policy/loss": -0.5}),
+    control.GetLedgerSnapshot(version=VERSION),
     control.PublishReport(record=RECORD),
 ]
 ANSWERS: list[control.Answer] = [
@@ -112,7 +127,7 @@ ANSWERS: list[control.Answer] = [
     control.GroupsLeased(
         groups=(
             control.LeasedGroup(
-                group_id=1, lease_id=4, item="train", prompt=PROMPT, siblings=(0, 2)
+                group_id=1, lease_id=4, item="train", position=7, prompt=PROMPT, siblings=(0, 2)
             ),
         ),
         finished=True,
@@ -125,12 +140,16 @@ ANSWERS: list[control.Answer] = [
         groups=(
             control.DeliveredGroup(
                 group_id=1,
-                trajectories=(control.DeliveredTrajectory(header=HEADER, reward=1.0),),
+                trajectories=(
+                    control.DeliveredTrajectory(header=HEADER, reward=1.0, parts={"format": 0.5}),
+                ),
             ),
         ),
     ),
     control.BatchNotReady(waiting_for=(1,), reason="groups 1 (leased)"),
-    control.RunComplete(),
+    control.RunComplete(evaluations=(EVALUATION,)),
+    control.StepCommitted(evaluations=(EVALUATION,)),
+    control.LedgerSnapshotAnswer(data=b"ledger"),
     control.Payloads(num_frames=2),
 ]
 COMMANDS: list[bus.Command] = [

@@ -72,7 +72,7 @@ def test_an_unknown_key_of_a_nested_table_is_named_with_its_path():
 
 
 def test_an_unknown_key_like_no_other_lists_the_known_ones():
-    with pytest.raises(ConfigError, match=r"known are max_prompt_tokens, .*temperature"):
+    with pytest.raises(ConfigError, match=r"known are chat_template, .*temperature"):
         section({"sampling": {"zzz": 3}}, "sampling", SamplingSection)
 
 

@@ -1,0 +1,138 @@
+"""Data sets that reasoning-gym generates, by name."""
+
+import ast
+import difflib
+import importlib
+import importlib.util
+import sys
+import types
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from broker.data.files import RawRow
+from broker.data.rows import BadRowError, plain
+from wire.errors import ConfigError
+from wire.trajectory import Json
+
+NAME_KEY = "reasoning_gym"
+ENTRY_KEY = "entry"
+OPTIONS_KEY = "options"
+Verifier = Callable[[str, dict[str, Json]], float]
+_COMPARES_TUPLES = ("arc_agi", "rearc")
+_EVALUATE_ANSWERS = {
+    "algorithmic": ("binary_matrix", "number_sorting", "spiral_matrix", "string_insertion"),
+    "games": ("n_queens",),
+}
+_DRAWING = (
+    "matplotlib",
+    "matplotlib.pyplot",
+    "matplotlib.animation",
+    "matplotlib.collections",
+    "mpl_toolkits",
+    "mpl_toolkits.mplot3d",
+)
+
+
+def gym_rows(
+    name: str, *, size: int, seed: int, options: Mapping[str, Json], setting: str
+) -> Iterator[RawRow]:
+    """Yield the rows of a data set; they depend on the arguments alone.
+
+    Raises:
+        ConfigError: there is no such data set, or it refuses its options.
+    """
+    dataset = _dataset(name, size=size, seed=seed, options=options, setting=setting)
+    extra = {OPTIONS_KEY: dict(options)} if options else {}
+    for number in range(size):
+        entry = dataset[number]
+        try:
+            kept = plain(entry, "entry")
+        except BadRowError as error:
+            yield RawRow(number, None, str(error))
+            continue
+        values = {
+            "prompt": kept["question"],
+            "ground_truth": kept["answer"],
+            "extra_info": {NAME_KEY: name, ENTRY_KEY: kept, **extra},
+        }
+        yield RawRow(number, values)
+
+
+def verifier(name: str, options: Mapping[str, Json]) -> Verifier:
+    """Return how a data set scores an answer to one of its entries.
+
+    Raises:
+        ConfigError: there is no such data set.
+    """
+    dataset = _dataset(name, size=1, seed=0, options=options, setting=NAME_KEY)
+
+    def score(answer: str, entry: dict[str, Json]) -> float:
+        if name in _COMPARES_TUPLES:  # with what were tuples before the entry was JSON
+            metadata = entry["metadata"]
+            entry = {**entry, "metadata": {**metadata, "output": _tuples(metadata["output"])}}
+        return float(dataset.score_answer(answer, entry))
+
+    return score
+
+
+def _tuples(value: Json) -> Json:
+    return tuple(_tuples(inner) for inner in value) if isinstance(value, list) else value
+
+
+def _dataset(name: str, *, size: int, seed: int, options: Mapping[str, Json], setting: str) -> Any:  # noqa: ANN401
+    library = _library(setting)
+    known = sorted(set(importlib.import_module("reasoning_gym.factory").DATASETS) - {"composite"})
+    if name not in known:
+        close = difflib.get_close_matches(name, known, n=1, cutoff=0.0)
+        raise ConfigError(
+            f"{setting}.reasoning_gym = {name!r} is no data set of reasoning-gym; "
+            f"did you mean {close[0]}?"
+        )
+    for key in ("size", "seed"):
+        if key in options:
+            raise ConfigError(f"{setting}.options.{key}: set {setting}.{key} instead")
+    try:
+        return library.create_dataset(name, size=size, seed=seed, **options)
+    except (TypeError, ValueError, AssertionError) as error:
+        raise ConfigError(f"{setting}.options of {name}: {str(error) or 'refused'}") from error
+
+
+def _library(setting: str) -> Any:  # noqa: ANN401
+    try:
+        with _drawing_left_out():
+            library = importlib.import_module("reasoning_gym")
+    except ImportError as error:
+        raise ConfigError(
+            f"{setting}: reasoning-gym cannot be imported ({error}); pip install 'slipstream[data]'"
+        ) from error
+    # Some verifiers call eval() on what a model wrote; they need no more than literals.
+    for package, modules in _EVALUATE_ANSWERS.items():
+        for module in modules:
+            where = importlib.import_module(f"reasoning_gym.{package}.{module}")
+            where.__dict__["eval"] = ast.literal_eval
+    return library
+
+
+@contextmanager
+def _drawing_left_out() -> Iterator[None]:
+    """Let reasoning-gym be imported where matplotlib is not installed.
+
+    One of its requirements (cellpylib 2.4.0) imports matplotlib for pictures that no data set
+    draws. Remove when it does so only where it draws.
+    """
+    if "reasoning_gym" in sys.modules or importlib.util.find_spec("matplotlib") is not None:
+        yield
+        return
+    for name in _DRAWING:
+        module = types.ModuleType(name)
+        module.__dict__["Axes3D"] = None
+        sys.modules[name] = module
+        parent, _, child = name.rpartition(".")
+        if parent:
+            setattr(sys.modules[parent], child, module)
+    try:
+        yield
+    finally:
+        for name in _DRAWING:
+            del sys.modules[name]

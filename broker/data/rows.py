@@ -1,0 +1,136 @@
+"""Pure: one row of a file becomes one prompt. Rows are our own or verl's, as they are."""
+
+from collections.abc import Mapping, Sequence
+from datetime import date, datetime, time
+from typing import Any
+
+import msgspec
+
+from wire.trajectory import ChatMessage, Json, Prompt
+
+SYSTEM = "system"
+_TURN_KEYS = ("role", "content")
+
+
+class BadRowError(Exception):
+    """Why a row is no prompt."""
+
+
+class RowRules(msgspec.Struct, frozen=True, kw_only=True):
+    """How the rows of one source become prompts."""
+
+    data_source: str  # of rows that name none
+    prompt_column: str = "prompt"
+    as_chat: bool = False  # ask text as one turn of a user
+    system_prompt: str = ""  # first turn, where a row has none
+
+
+def prompt_from_row(row: Mapping[str, Any], rules: RowRules, *, number: int) -> Prompt:
+    """Return the prompt of a row.
+
+    Our columns are prompt, ground_truth, data_source, ability and extra_info. verl's differ in
+    that the truth stands in ``reward_model["ground_truth"]``. Further columns are left out.
+
+    Raises:
+        BadRowError: the row is no prompt, with the reason.
+    """
+    asked = row.get(rules.prompt_column)
+    if asked is None:
+        raise BadRowError(f"no {rules.prompt_column}")
+    extra_info = plain(row.get("extra_info"), "extra_info")
+    if extra_info is not None and not isinstance(extra_info, dict):
+        raise BadRowError(f"extra_info must be an object, got {_kind(extra_info)}")
+    return Prompt(
+        prompt=_asked(plain(asked, rules.prompt_column), rules),
+        ground_truth=_ground_truth(row),
+        data_source=_text(row, "data_source") or rules.data_source,
+        ability=_text(row, "ability"),
+        extra_info=extra_info or {},
+        row=number,
+    )
+
+
+def _asked(value: Json, rules: RowRules) -> str | tuple[ChatMessage, ...]:
+    if isinstance(value, str):
+        if not value:
+            raise BadRowError(f"{rules.prompt_column} is empty")
+        if not rules.as_chat:
+            if rules.system_prompt:
+                raise BadRowError("a system prompt needs a conversation: set data.as_chat = true")
+            return value
+        turns = [ChatMessage("user", value)]
+    elif isinstance(value, list):
+        turns = [_turn(number, turn) for number, turn in enumerate(value)]
+        if not turns:
+            raise BadRowError(f"{rules.prompt_column} has no turns")
+    else:
+        raise BadRowError(
+            f"{rules.prompt_column} must be text or a list of turns, got {_kind(value)}"
+        )
+    if rules.system_prompt and turns[0].role != SYSTEM:
+        turns.insert(0, ChatMessage(SYSTEM, rules.system_prompt))
+    return tuple(turns)
+
+
+def _turn(number: int, turn: Json) -> ChatMessage:
+    if not isinstance(turn, dict):
+        raise BadRowError(f"turn {number} must be an object, got {_kind(turn)}")
+    for key in _TURN_KEYS:
+        if not isinstance(turn.get(key), str):
+            raise BadRowError(f"{key} of turn {number} must be text, got {_kind(turn.get(key))}")
+    extra = [key for key, value in turn.items() if key not in _TURN_KEYS and value is not None]
+    if extra:
+        raise BadRowError(f"turn {number} has {', '.join(extra)}; only role and content are known")
+    if not turn["role"]:
+        raise BadRowError(f"role of turn {number} is empty")
+    return ChatMessage(turn["role"], turn["content"])
+
+
+def _ground_truth(row: Mapping[str, Any]) -> Json:
+    own = plain(row.get("ground_truth"), "ground_truth")
+    if own is not None:
+        return own
+    reward_model = plain(row.get("reward_model"), "reward_model")
+    if reward_model is None:
+        return ""
+    if not isinstance(reward_model, dict):
+        raise BadRowError(
+            f"reward_model must be an object with ground_truth, got {_kind(reward_model)}"
+        )
+    truth = reward_model.get("ground_truth")
+    return "" if truth is None else truth
+
+
+def _text(row: Mapping[str, Any], column: str) -> str:
+    value = row.get(column)
+    if value is None:
+        return ""
+    if not isinstance(value, str):
+        raise BadRowError(f"{column} must be text, got {_kind(value)}")
+    return value
+
+
+def plain(value: Any, where: str) -> Json:  # noqa: ANN401 anything that a file holds
+    """Return a value as JSON holds it: scalars and arrays of numpy or arrow become Python's.
+
+    Raises:
+        BadRowError: it cannot be written as JSON.
+    """
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, Mapping):
+        return {str(key): plain(inner, where) for key, inner in value.items()}
+    if isinstance(value, datetime | date | time):
+        return value.isoformat()
+    if isinstance(value, Sequence | set | frozenset) and not isinstance(value, bytes | bytearray):
+        return [plain(inner, where) for inner in value]
+    for name in ("tolist", "as_py"):  # numpy's arrays and scalars, arrow's scalars
+        convert = getattr(value, name, None)
+        if callable(convert):
+            return plain(convert(), where)
+    raise BadRowError(f"{where} holds {_kind(value)}, which JSON does not know")
+
+
+def _kind(value: object) -> str:
+    names = {type(None): "nothing", str: "text", dict: "an object", list: "a list"}
+    return names.get(type(value), type(value).__name__)

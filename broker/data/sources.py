@@ -1,0 +1,169 @@
+"""Prompts of a run: the sources that its settings name, read and mixed."""
+
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from broker.config import DataSection
+from broker.data.files import RawRow, read_rows, row_name
+from broker.data.gym import gym_rows
+from broker.data.mixture import PromptSource, checked_weights
+from broker.data.rows import BadRowError, RowRules, prompt_from_row
+from wire.errors import ConfigError
+from wire.run_settings import EvalSection, SourceTable
+from wire.trajectory import Prompt
+
+_log = logging.getLogger(__name__)
+DEFAULT_SOURCE = "default"
+HELD_OUT = "held_out"
+_LOGGED_ROWS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """One file or generated data set that the settings name."""
+
+    name: str  # data_source of rows that name none
+    setting: str  # data.file, data.sources.NAME, eval.file or eval.sets.NAME
+    table: SourceTable
+
+    @property
+    def origin(self) -> str:
+        """Return where its rows come from."""
+        return self.table.file or f"reasoning-gym {self.table.reasoning_gym}"
+
+
+@dataclass(slots=True)
+class LoadedSource:
+    """The prompts of one source, and the rows that are none."""
+
+    prompts: list[Prompt] = field(default_factory=list)
+    bad_rows: list[tuple[str, str]] = field(default_factory=list)  # (row, why)
+
+
+def load_training_prompts(data: DataSection, *, seed: int) -> PromptSource:
+    """Return the training prompts of a run.
+
+    Raises:
+        ConfigError: naming the setting.
+    """
+    sources = training_sources(data)
+    weights = checked_weights({s.name: s.table.weight for s in sources}, "data.sources")
+    loaded = [_load_and_log(source, data) for source in sources]
+    return PromptSource(
+        [source.prompts for source in loaded],
+        seed=seed,
+        weights=weights,
+        shuffle=data.shuffle,
+        num_skipped=sum(len(source.bad_rows) for source in loaded),
+    )
+
+
+def load_eval_problems(eval_section: EvalSection, data: DataSection) -> list[Prompt]:
+    """Return the held-out problems of a run, in the order of its sets; none is no error.
+
+    Raises:
+        ConfigError: naming the setting.
+    """
+    return [
+        prompt
+        for source in eval_sources(eval_section)
+        for prompt in _load_and_log(source, data).prompts
+    ]
+
+
+def training_sources(data: DataSection) -> list[Source]:
+    """Return what [data] names; it must name something."""
+    sources = _sources(data.file, data.sources, "data.file", "data.sources", DEFAULT_SOURCE)
+    if not sources:
+        raise ConfigError("neither data.file nor data.sources is set")
+    return sources
+
+
+def eval_sources(evaluation: EvalSection) -> list[Source]:
+    """Return what [eval] names, which may be nothing."""
+    sources = _sources(evaluation.file, evaluation.sets, "eval.file", "eval.sets", HELD_OUT)
+    for source in sources:
+        if source.table.weight:
+            raise ConfigError(f"{source.setting}.weight: every held-out problem is asked")
+    return sources
+
+
+def load_source(source: Source, data: DataSection, *, keep_going: bool) -> LoadedSource:
+    """Read one source; without ``keep_going`` the first bad row is an error.
+
+    Raises:
+        ConfigError: naming the setting.
+    """
+    table, setting = source.table, source.setting
+    rules = RowRules(
+        data_source=source.name,
+        prompt_column="prompt" if table.reasoning_gym else data.prompt_column,
+        as_chat=data.as_chat if table.as_chat is None else table.as_chat,
+        system_prompt=data.system_prompt if table.system_prompt is None else table.system_prompt,
+    )
+    loaded = LoadedSource()
+    columns: dict[str, None] = {}
+    for number, raw in enumerate(_raw_rows(setting, table)):
+        if table.max_rows and number >= table.max_rows:
+            break
+        columns.update(dict.fromkeys(raw.values or ()))
+        try:
+            if raw.values is None:
+                raise BadRowError(raw.problem)  # noqa: TRY301 one way out for all bad rows
+            loaded.prompts.append(prompt_from_row(raw.values, rules, number=raw.number))
+        except BadRowError as error:
+            row = row_name(Path(table.file), raw.number) if table.file else f"row {raw.number}"
+            loaded.bad_rows.append((row, str(error)))
+            if not keep_going and rules.prompt_column in columns:
+                raise ConfigError(f"{setting}: {row}: {error} (data.on_bad_row)") from error
+    if columns and rules.prompt_column not in columns:
+        raise ConfigError(
+            f"data.prompt_column = {rules.prompt_column!r}: {setting} = {table.file} has no such "
+            f"column; it has {', '.join(columns)}"
+        )
+    if loaded.bad_rows and not keep_going:
+        row, why = loaded.bad_rows[0]
+        raise ConfigError(f"{setting}: {row}: {why} (data.on_bad_row)")
+    if not loaded.prompts:
+        why = f"; {loaded.bad_rows[0][0]}: {loaded.bad_rows[0][1]}" if loaded.bad_rows else ""
+        raise ConfigError(f"{setting} = {source.origin} holds no prompts{why}")
+    return loaded
+
+
+def _load_and_log(source: Source, data: DataSection) -> LoadedSource:
+    loaded = load_source(source, data, keep_going=data.on_bad_row == "skip")
+    if loaded.bad_rows:
+        _log.warning("%s: %d rows skipped", source.setting, len(loaded.bad_rows))
+        for row, why in loaded.bad_rows[:_LOGGED_ROWS]:
+            _log.warning("  %s: %s", row, why)
+    return loaded
+
+
+def _raw_rows(setting: str, table: SourceTable) -> Iterator[RawRow]:
+    if table.file:
+        return read_rows(Path(table.file), setting)
+    return gym_rows(
+        table.reasoning_gym,
+        size=min(table.size, table.max_rows or table.size),
+        seed=table.seed,
+        options=table.options,
+        setting=setting,
+    )
+
+
+def _sources(
+    file: str, tables: dict[str, SourceTable], file_setting: str, setting: str, name: str
+) -> list[Source]:
+    if file and tables:
+        raise ConfigError(
+            f"{file_setting} and {setting} exclude each other: {file_setting} is short for one "
+            "source"
+        )
+    if file:
+        return [Source(name, file_setting, SourceTable(file=file))]
+    for key, table in tables.items():
+        if bool(table.file) == bool(table.reasoning_gym):
+            raise ConfigError(f"{setting}.{key} needs either file or reasoning_gym")
+    return [Source(key, f"{setting}.{key}", table) for key, table in tables.items()]

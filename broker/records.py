@@ -1,0 +1,156 @@
+"""What the broker writes into the run folder as the run goes on.
+
+summary.json            figures, replaced at every step
+versions.json           code, packages, seed
+eval/results.jsonl      one line per evaluation round
+eval/step-000040.jsonl  answers of that round, up to eval.keep_answers
+rollouts/batches.trajectories   trained batches whole, if broker.record_batches
+"""
+
+import asyncio
+import json
+import logging
+from collections.abc import Mapping, Sequence
+
+import msgspec
+from typing_extensions import override
+
+from broker.groups import Group, as_delivered
+from broker.store import StoredTrajectory
+from broker.summary import replace_text, write_summary
+from broker.trackers.base import Tracker, eval_figures, step_figures
+from broker.versions_file import write_versions
+from wire.codec import decode_transcript
+from wire.run_settings import RunSection
+from wire.status import EvalPoint, RunStatus, StepPoint
+from wire.trajectory_file import RecordedGroup, TrajectoryFileWriter
+
+_log = logging.getLogger(__name__)
+Frames = Sequence[StoredTrajectory]
+
+
+class RunRecords:
+    """Hears what happened. This one keeps nothing."""
+
+    def packages(self, versions: Mapping[str, str]) -> None:
+        """A role came up; these are all packages known so far."""
+
+    def step(self, point: StepPoint, status: RunStatus) -> None:
+        """A learner step was committed."""
+
+    def evaluations(self, points: Sequence[EvalPoint]) -> None:
+        """These are all evaluation rounds so far."""
+
+    def eval_answers(self, group: Group, frames: Frames) -> None:
+        """All answers to one held-out problem have their rewards."""
+
+    async def batch(self, step: int, groups: Sequence[tuple[Group, Frames]]) -> None:
+        """A learner step trained these groups."""
+
+
+class FolderRecords(RunRecords):
+    """Writes into the run folder and to the trackers."""
+
+    def __init__(
+        self,
+        run: RunSection,
+        tracker: Tracker,
+        *,
+        keep_answers: int,
+        batches: TrajectoryFileWriter | None,
+        known: Sequence[EvalPoint] = (),
+    ) -> None:
+        self._run = run
+        self._tracker = tracker
+        self._keep_answers = keep_answers
+        self._batches = batches
+        self._points = list(known)  # of before a resume: logged already
+        self._num_answers: dict[int, int] = {}  # by step, in this life of the run
+        self._folder = run.folder / "eval"
+
+    @override
+    def packages(self, versions: Mapping[str, str]) -> None:
+        """Replace versions.json."""
+        write_versions(self._run, versions)
+
+    @override
+    def step(self, point: StepPoint, status: RunStatus) -> None:
+        """Log the step and replace the summary."""
+        self._tracker.log(point.step, step_figures(point, status))
+        write_summary(self._run.summary_file, status)
+
+    @override
+    def evaluations(self, points: Sequence[EvalPoint]) -> None:
+        """Log the rounds that are new."""
+        if len(points) == len(self._points):
+            return
+        known = {point.step for point in self._points}
+        for point in points:
+            if point.step not in known:
+                self._tracker.log(point.step, eval_figures(point))
+        self._points = list(points)
+        self._folder.mkdir(exist_ok=True)
+        lines = b"".join(msgspec.json.encode(point) + b"\n" for point in points)
+        replace_text(self._folder / "results.jsonl", lines.decode())
+
+    @override
+    def eval_answers(self, group: Group, frames: Frames) -> None:
+        """Write the answers to one problem."""
+        step = group.eval_step
+        written = self._num_answers.get(step, 0)
+        if written >= self._keep_answers:
+            return
+        self._num_answers[step] = written + group.size
+        self._folder.mkdir(exist_ok=True)
+        path = self._folder / f"step-{step:06d}.jsonl"
+        with path.open("a" if written else "w") as file:
+            for sibling, stored in enumerate(frames):
+                file.write(json.dumps(_answer(group, sibling, stored)) + "\n")
+
+    @override
+    async def batch(self, step: int, groups: Sequence[tuple[Group, Frames]]) -> None:
+        """Record a trained batch whole, off the event loop."""
+        if self._batches is not None:
+            await asyncio.to_thread(self._record, self._batches, step, groups)
+
+    def _record(
+        self, file: TrajectoryFileWriter, step: int, groups: Sequence[tuple[Group, Frames]]
+    ) -> None:
+        for group, frames in groups:
+            recorded = RecordedGroup(
+                step=step,
+                group=as_delivered(group),
+                payloads=tuple(bytes(stored.payload) for stored in frames),
+                transcripts=tuple(bytes(stored.transcript) for stored in frames),
+            )
+            if not file.append(recorded):
+                _log.warning("recording ends at step %d: broker.max_recorded_bytes", step)
+                file.close()
+                self._batches = None
+                return
+
+    def close(self, status: RunStatus) -> None:
+        """Write how the run ended."""
+        self.evaluations(status.eval)
+        self._tracker.close()
+        if self._batches is not None:
+            self._batches.close()
+        write_summary(self._run.summary_file, status)
+
+
+def _answer(group: Group, sibling: int, stored: StoredTrajectory) -> dict[str, object]:
+    transcript = decode_transcript(stored.transcript)
+    header, score = group.headers[sibling], group.scores[sibling]
+    return {
+        "problem": group.position,
+        "sample": sibling,
+        "data_source": group.prompt.data_source,
+        "prompt": group.prompt.text,
+        "answer": transcript.response,
+        "ground_truth": group.prompt.ground_truth,
+        "reward": score.reward,
+        "parts": score.parts,
+        "finish_reason": header.finish_reason,
+        "response_tokens": header.num_response_tokens,
+        "versions": [version.label for version, _ in header.tokens_by_version()],
+    }

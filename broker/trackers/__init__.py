@@ -1,0 +1,1 @@
+"""Where a run's curves go besides the page: one adapter per tool, chosen by name."""

@@ -1,0 +1,70 @@
+"""From logging.trackers to adapters. Only those that are named are imported."""
+
+import importlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+from broker.config import LoggingSection
+from broker.summary import replace_text
+from broker.trackers.base import Tracker
+from wire.errors import ConfigError
+from wire.run_settings import RunSection
+
+IDS_FILE = "trackers.json"
+
+
+def load_trackers(
+    logging: LoggingSection,
+    run: RunSection,
+    settings: Mapping[str, object],
+    *,
+    resumed_at: int | None,
+) -> list[Tracker]:
+    """Return the adapters that logging.trackers names.
+
+    A tracker that has runs of its own gets the id it had before a resume, from trackers.json.
+
+    Args:
+        logging: the section.
+        run: whose folder and name to use.
+        settings: all settings of the run, for trackers that show them.
+        resumed_at: the step that the run goes on from, None for a new run.
+
+    Raises:
+        ConfigError: a package is not installed, or the tracker refuses its options.
+    """
+    trackers: list[Tracker] = []
+    ids = _read_ids(run.folder) if resumed_at is not None else {}
+    for name in logging.trackers:
+        if name == "tensorboard":
+            from broker.trackers.tensorboard import TensorBoardTracker
+
+            trackers.append(TensorBoardTracker(run.folder / "tensorboard", resumed_at=resumed_at))
+            continue
+        adapter = importlib.import_module(f"broker.trackers.{name}")
+        options = dict(getattr(logging, name))
+        try:
+            tracker, ids[name] = adapter.start(
+                project=logging.project,
+                name=run.name,
+                folder=run.folder,
+                options=options,
+                settings=settings,
+                run_id=ids.get(name),
+                resumed_at=resumed_at,
+            )
+        except ImportError as error:
+            raise ConfigError(
+                f"logging.trackers names {name}, which is not installed ({error}): "
+                f"pip install {adapter.PACKAGE}"
+            ) from error
+        trackers.append(tracker)
+    if ids:
+        replace_text(run.folder / IDS_FILE, json.dumps(ids, indent=2) + "\n")
+    return trackers
+
+
+def _read_ids(folder: Path) -> dict[str, str]:
+    path = folder / IDS_FILE
+    return dict(json.loads(path.read_text())) if path.is_file() else {}

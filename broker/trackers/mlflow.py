@@ -1,0 +1,72 @@
+"""MLflow. Needs mlflow or mlflow-skinny; logging.mlflow.tracking_uri names the server.
+
+Without one MLflow decides: MLFLOW_TRACKING_URI, or a local database.
+"""
+
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from broker.trackers.base import Tracker
+
+PACKAGE = "mlflow-skinny"
+_MAX_PARAMS = 100  # per request
+_MAX_VALUE = 500  # characters
+
+
+def start(
+    *,
+    project: str,
+    name: str,
+    folder: Path,  # noqa: ARG001 MLflow keeps its own
+    options: Mapping[str, Any],
+    settings: Mapping[str, object],
+    run_id: str | None,
+    resumed_at: int | None,  # noqa: ARG001 the run id says it
+) -> tuple[Tracker, str]:
+    """Begin a run in the experiment ``project``, or go on with one; return adapter and id."""
+    from mlflow import MlflowClient
+    from mlflow.entities import Param
+
+    client = MlflowClient(tracking_uri=options.get("tracking_uri"))
+    if run_id is not None:
+        client.update_run(run_id, status="RUNNING")
+        return MlflowTracker(client, run_id), run_id
+    experiment = client.get_experiment_by_name(project)
+    experiment_id = experiment.experiment_id if experiment else client.create_experiment(project)
+    run = client.create_run(experiment_id, run_name=name, tags=options.get("tags"))
+    params = [Param(key, text[:_MAX_VALUE]) for key, text in _flat(settings)]
+    for first in range(0, len(params), _MAX_PARAMS):
+        client.log_batch(run.info.run_id, params=params[first : first + _MAX_PARAMS])
+    return MlflowTracker(client, run.info.run_id), run.info.run_id
+
+
+def _flat(settings: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, str]]:
+    for key, value in settings.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", str(value)
+
+
+class MlflowTracker:
+    """One MLflow run."""
+
+    def __init__(self, client: Any, run_id: str) -> None:  # noqa: ANN401 mlflow's own
+        self._client = client
+        self._run_id = run_id
+
+    def log(self, step: int, figures: Mapping[str, float]) -> None:
+        """Add one point to each named curve; '@' in a name becomes '_at_', which MLflow takes."""
+        from mlflow.entities import Metric
+
+        now = int(time.time() * 1000)
+        metrics = [
+            Metric(name.replace("@", "_at_"), value, now, step) for name, value in figures.items()
+        ]
+        self._client.log_batch(self._run_id, metrics=metrics)
+
+    def close(self) -> None:
+        """Mark the run as ended."""
+        self._client.set_terminated(self._run_id)

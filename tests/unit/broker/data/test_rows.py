@@ -1,0 +1,116 @@
+from datetime import date
+
+import numpy as np
+import pytest
+
+from broker.data.rows import BadRowError, RowRules, plain, prompt_from_row
+from wire.trajectory import ChatMessage, Prompt
+
+RULES = RowRules(data_source="mine")
+
+
+def test_our_own_columns_are_taken_as_they_are():
+    row = {
+        "prompt": "1+1=",
+        "ground_truth": [2, "two"],
+        "data_source": "add",
+        "ability": "math",
+        "extra_info": {"level": 1},
+    }
+    assert prompt_from_row(row, RULES, number=4) == Prompt(
+        prompt="1+1=",
+        ground_truth=[2, "two"],
+        data_source="add",
+        ability="math",
+        extra_info={"level": 1},
+        row=4,
+    )
+
+
+def test_a_row_with_a_prompt_alone_is_complete():
+    assert prompt_from_row({"prompt": "x"}, RULES, number=0) == Prompt(
+        prompt="x", ground_truth="", data_source="mine", row=0
+    )
+
+
+def test_verls_columns_are_taken_as_they_are():
+    row = {
+        "data_source": "openai/gsm8k",
+        "prompt": [{"role": "user", "content": "How many?"}],
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": "72"},
+        "extra_info": {"split": "train", "index": np.int64(3), "deep": {"scores": np.ones(2)}},
+    }
+    prompt = prompt_from_row(row, RULES, number=0)
+    assert prompt.prompt == (ChatMessage("user", "How many?"),)
+    assert prompt.ground_truth == "72"
+    assert prompt.data_source == "openai/gsm8k"
+    assert prompt.extra_info == {"split": "train", "index": 3, "deep": {"scores": [1.0, 1.0]}}
+    assert type(prompt.extra_info["index"]) is int
+
+
+def test_a_turn_may_hold_columns_that_are_empty_as_parquet_writes_them():
+    row = {"prompt": [{"role": "user", "content": "x", "name": None}]}
+    assert prompt_from_row(row, RULES, number=0).prompt == (ChatMessage("user", "x"),)
+
+
+def test_text_becomes_a_conversation_where_asked():
+    rules = RowRules(data_source="a", as_chat=True, system_prompt="Be brief.")
+    assert prompt_from_row({"prompt": "x"}, rules, number=0).prompt == (
+        ChatMessage("system", "Be brief."),
+        ChatMessage("user", "x"),
+    )
+
+
+def test_a_system_turn_of_the_row_wins():
+    rules = RowRules(data_source="a", system_prompt="Be brief.")
+    turns = [{"role": "system", "content": "Sing."}, {"role": "user", "content": "x"}]
+    assert prompt_from_row({"prompt": turns}, rules, number=0).prompt == (
+        ChatMessage("system", "Sing."),
+        ChatMessage("user", "x"),
+    )
+
+
+def test_another_column_may_hold_the_prompt():
+    rules = RowRules(data_source="a", prompt_column="question")
+    assert prompt_from_row({"question": "x", "prompt": "y"}, rules, number=0).prompt == "x"
+
+
+@pytest.mark.parametrize(
+    ("row", "why"),
+    [
+        ({}, "no prompt"),
+        ({"prompt": None}, "no prompt"),
+        ({"prompt": ""}, "prompt is empty"),
+        ({"prompt": []}, "prompt has no turns"),
+        ({"prompt": 3}, "prompt must be text or a list of turns, got int"),
+        ({"prompt": ["x"]}, "turn 0 must be an object, got text"),
+        ({"prompt": [{"role": "user"}]}, "content of turn 0 must be text, got nothing"),
+        (
+            {"prompt": [{"role": "user", "content": [{"type": "image"}]}]},
+            "content of turn 0 must be text, got a list",
+        ),
+        (
+            {"prompt": [{"role": "user", "content": "x", "tool_calls": [1]}]},
+            "turn 0 has tool_calls",
+        ),
+        ({"prompt": "x", "data_source": 3}, "data_source must be text, got int"),
+        ({"prompt": "x", "extra_info": [1]}, "extra_info must be an object, got a list"),
+        ({"prompt": "x", "reward_model": "72"}, "reward_model must be an object"),
+        ({"prompt": "x", "ground_truth": b"72"}, "ground_truth holds bytes"),
+    ],
+)
+def test_what_is_no_prompt_is_refused_with_the_reason(row: dict[str, object], why: str):
+    with pytest.raises(BadRowError, match=why):
+        prompt_from_row(row, RULES, number=0)
+
+
+def test_a_system_prompt_does_not_vanish_beside_plain_text():
+    rules = RowRules(data_source="a", system_prompt="Be brief.")
+    with pytest.raises(BadRowError, match=r"set data\.as_chat = true"):
+        prompt_from_row({"prompt": "x"}, rules, number=0)
+
+
+def test_values_become_what_json_holds():
+    value = {1: (np.float32(0.5), {2}), "day": date(2026, 1, 2), "flag": np.bool_(True)}
+    assert plain(value, "x") == {"1": [0.5, [2]], "day": "2026-01-02", "flag": True}

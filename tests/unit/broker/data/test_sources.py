@@ -1,0 +1,173 @@
+import json
+import logging
+from pathlib import Path
+
+import msgspec
+import pyarrow as arrow
+import pytest
+from pyarrow import parquet
+
+from broker.config import DataSection
+from broker.data.sources import load_eval_problems, load_training_prompts
+from wire.errors import ConfigError
+from wire.run_settings import EvalSection
+from wire.settings import section
+from wire.trajectory import ChatMessage, Prompt
+
+VERL_ROWS = [
+    {
+        "data_source": "openai/gsm8k",
+        "prompt": [{"role": "user", "content": f"question {i}"}],
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": str(i)},
+        "extra_info": {"split": "train", "index": i},
+    }
+    for i in range(3)
+]
+
+
+def data(**settings: object) -> DataSection:
+    return section({"data": settings}, "data", DataSection)
+
+
+def evaluation(**settings: object) -> EvalSection:
+    return section({"eval": settings}, "eval", EvalSection)
+
+
+def jsonl(path: Path, *rows: object) -> str:
+    lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
+    path.write_text("\n".join(lines) + "\n")
+    return str(path)
+
+
+def in_order(settings: DataSection) -> list[Prompt]:
+    source = load_training_prompts(settings, seed=0)
+    return [source.at(i) for i in range(source.num_rows)]
+
+
+def test_jsonl_rows_are_read_with_their_extras_and_blank_lines_skipped(tmp_path: Path):
+    file = jsonl(
+        tmp_path / "train.jsonl",
+        {"prompt": "1+1=", "ground_truth": "2", "extra_info": {"deep": [1]}},
+        "",
+        {"prompt": "x"},
+    )
+    assert in_order(data(file=file, shuffle=False)) == [
+        Prompt(prompt="1+1=", ground_truth="2", extra_info={"deep": [1]}, row=0),
+        Prompt(prompt="x", row=2),
+    ]
+
+
+def test_verls_parquet_files_are_read_as_they_are(tmp_path: Path):
+    path = tmp_path / "train.parquet"
+    parquet.write_table(arrow.Table.from_pylist(VERL_ROWS), path)
+    prompts = in_order(data(file=str(path), shuffle=False))
+    assert [p.ground_truth for p in prompts] == ["0", "1", "2"]
+    assert prompts[2] == Prompt(
+        prompt=(ChatMessage("user", "question 2"),),
+        ground_truth="2",
+        data_source="openai/gsm8k",
+        ability="math",
+        extra_info={"split": "train", "index": 2},
+        row=2,
+    )
+    assert msgspec.json.decode(msgspec.json.encode(prompts[2]), type=Prompt) == prompts[2]
+
+
+@pytest.mark.parametrize(
+    ("row", "why"),
+    [
+        ({"prompt": 3}, "prompt must be text or a list of turns, got int"),
+        ({"ground_truth": "2"}, "no prompt"),
+        ("not json", "malformed"),
+        ("[1]", "not a JSON object"),
+    ],
+)
+def test_a_bad_row_is_named_by_its_line_or_skipped(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, row: object, why: str
+):
+    file = jsonl(tmp_path / "train.jsonl", {"prompt": "x"}, "", row, {"prompt": "y"})
+    with pytest.raises(ConfigError, match=rf"^data\.file: row 2 \(line 3\) of .*jsonl: .*{why}"):
+        load_training_prompts(data(file=file), seed=0)
+    with caplog.at_level(logging.WARNING):
+        source = load_training_prompts(data(file=file, on_bad_row="skip"), seed=0)
+    assert (source.num_rows, source.num_skipped) == (2, 1)
+    assert why in caplog.text
+
+
+def test_a_column_that_no_row_has_is_a_wrong_setting(tmp_path: Path):
+    file = jsonl(tmp_path / "train.jsonl", {"question": "x", "answer": "y"})
+    for on_bad_row in ("error", "skip"):
+        with pytest.raises(
+            ConfigError, match=r"data\.prompt_column = 'prompt': .*; it has question, answer"
+        ):
+            load_training_prompts(data(file=file, on_bad_row=on_bad_row), seed=0)
+    assert in_order(data(file=file, prompt_column="question"))[0].prompt == "x"
+
+
+@pytest.mark.parametrize("name", ["empty.jsonl", "empty.parquet"])
+def test_a_file_without_rows_names_the_setting(tmp_path: Path, name: str):
+    path = tmp_path / name
+    if name.endswith("parquet"):
+        parquet.write_table(arrow.table({"prompt": arrow.array([], arrow.string())}), path)
+    else:
+        path.write_text("\n")
+    with pytest.raises(ConfigError, match=r"data\.file = .* holds no prompts"):
+        load_training_prompts(data(file=str(path)), seed=0)
+
+
+def test_a_file_that_cannot_be_read_names_the_setting(tmp_path: Path):
+    for name in ("nothing.jsonl", "nothing.parquet"):
+        with pytest.raises(ConfigError, match=r"cannot read data\.file = .*No such file"):
+            load_training_prompts(data(file=str(tmp_path / name)), seed=0)
+    (tmp_path / "a.parquet").write_text("not parquet at all")
+    with pytest.raises(ConfigError, match=r"data\.file = .*a\.parquet is not valid parquet"):
+        load_training_prompts(data(file=str(tmp_path / "a.parquet")), seed=0)
+    with pytest.raises(ConfigError, match=r"end in \.jsonl or \.parquet, got '\.csv'"):
+        load_training_prompts(data(file="a.csv"), seed=0)
+
+
+def test_sources_are_named_mixed_and_limited(tmp_path: Path):
+    easy = jsonl(tmp_path / "easy.jsonl", *[{"prompt": f"e{i}"} for i in range(9)])
+    hard = jsonl(tmp_path / "hard.jsonl", {"prompt": "h", "data_source": "its own"})
+    sources = {
+        "easy": {"file": easy, "max_rows": 2, "as_chat": True, "system_prompt": "Hi"},
+        "hard": {"file": hard},
+    }
+    prompts = in_order(data(sources=sources, shuffle=False, as_chat=False))
+    assert [p.data_source for p in prompts] == ["easy", "easy", "its own"]
+    assert prompts[0].prompt == (ChatMessage("system", "Hi"), ChatMessage("user", "e0"))
+    assert prompts[2].prompt == "h"
+
+
+@pytest.mark.parametrize(
+    ("settings", "why"),
+    [
+        ({}, r"neither data\.file nor data\.sources is set"),
+        ({"file": "a.jsonl", "sources": {"x": {"file": "b.jsonl"}}}, "exclude each other"),
+        ({"sources": {"x": {}}}, r"data\.sources\.x needs either file or reasoning_gym"),
+        (
+            {"sources": {"x": {"file": "a.jsonl", "weight": 1}, "y": {"file": "b.jsonl"}}},
+            r"data\.sources\.y\.weight is not set",
+        ),
+    ],
+)
+def test_settings_that_contradict_each_other_are_refused(settings: dict[str, object], why: str):
+    with pytest.raises(ConfigError, match=why):
+        load_training_prompts(data(**settings), seed=0)
+
+
+def test_held_out_problems_are_named_by_their_set_and_keep_their_order(tmp_path: Path):
+    file = jsonl(tmp_path / "a.jsonl", {"prompt": "x"}, {"prompt": "y", "data_source": "own"})
+    one = load_eval_problems(evaluation(file=file), data(as_chat=True))
+    assert [p.data_source for p in one] == ["held_out", "own"]
+    assert one[0].prompt == (ChatMessage("user", "x"),)
+    sets = {
+        "b": {"file": file, "max_rows": 1},
+        "a": {"reasoning_gym": "basic_arithmetic", "size": 2},
+    }
+    several = load_eval_problems(evaluation(sets=sets), data())
+    assert [p.data_source for p in several] == ["b", "a", "a"]
+    assert load_eval_problems(evaluation(), data()) == []
+    with pytest.raises(ConfigError, match=r"eval\.sets\.b\.weight"):
+        load_eval_problems(evaluation(sets={"b": {"file": file, "weight": 1}}), data())

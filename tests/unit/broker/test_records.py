@@ -1,0 +1,162 @@
+"""What a run leaves in its folder, written by the broker as it goes on."""
+
+import asyncio
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from broker.groups import Group
+from broker.ledger import Ledger
+from broker.records import FolderRecords
+from broker.scoring import ScoringQueue
+from broker.store import StoredTrajectory
+from broker.telemetry import Telemetry
+from broker.versions_file import git_commit
+from tests.unit.broker.ledger_driver import (
+    eval_plan,
+    generate,
+    lease,
+    make_ledger,
+    make_ready,
+    make_rules,
+    train_step,
+)
+from wire.codec import encode
+from wire.run_settings import RunSection
+from wire.status import RunStatus
+from wire.trajectory import Score, Transcript
+from wire.trajectory_file import TrajectoryFileWriter, cut_from_step, read_groups
+
+
+class ListTracker:
+    """Remembers what it was told."""
+
+    def __init__(self) -> None:
+        self.points: list[tuple[int, dict[str, float]]] = []
+        self.closed = False
+
+    def log(self, step: int, figures: Mapping[str, float]) -> None:
+        self.points.append((step, dict(figures)))
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def frames(group: Group) -> list[StoredTrajectory]:
+    transcript = Transcript(
+        prompt=group.prompt, response="<b>7</b>", num_response_tokens=4, finish_reason="stop"
+    )
+    return [StoredTrajectory(b"payload", encode(transcript))] * group.size
+
+
+def status_of(ledger: Ledger, run: RunSection) -> RunStatus:
+    return Telemetry(run, now=lambda: 0.0).status(ledger, ScoringQueue(lease_s=1.0))
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunSection:
+    section = RunSection(name="run", dir=str(tmp_path))
+    section.folder.mkdir()
+    return section
+
+
+def evaluated(problems: int) -> tuple[Ledger, list[Group]]:
+    """A ledger after an evaluation, and its items as they were when they ended."""
+    ledger = make_ledger(make_rules(plan=eval_plan(problems)))
+    ledger.take_over(0)
+    ended = []
+    for work in lease(ledger, max_sequences=problems):
+        generate(ledger, work)
+        group = ledger.groups[work.group_id]
+        ledger.score(Score(group_id=work.group_id, sibling=0, lease_id=0, reward=1.0))
+        ended.append(group)
+    return ledger, ended
+
+
+def test_a_round_goes_to_the_trackers_once_and_into_its_files(run: RunSection):
+    tracker = ListTracker()
+    records = FolderRecords(run, tracker, keep_answers=2, batches=None)
+    ledger, ended = evaluated(problems=3)
+    for group in ended:
+        records.eval_answers(group, frames(group))
+    for _ in range(2):
+        records.evaluations(ledger.eval_points)
+    (point,) = tracker.points
+    assert point[0] == 0
+    assert point[1]["eval/mean@1"] == 1.0
+    rows = [json.loads(r) for r in (run.folder / "eval/step-000000.jsonl").read_text().splitlines()]
+    assert [(row["problem"], row["answer"], row["reward"]) for row in rows] == [
+        (0, "<b>7</b>", 1.0),
+        (1, "<b>7</b>", 1.0),
+    ]
+    results = (run.folder / "eval/results.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in results] == [0]
+    records.close(status_of(ledger, run))
+    assert tracker.closed
+    assert json.loads((run.folder / "summary.json").read_text())["eval"][0]["step"] == 0
+
+
+def test_rounds_of_before_a_resume_are_kept_and_not_logged_again(run: RunSection):
+    ledger, _ = evaluated(problems=1)
+    tracker = ListTracker()
+    records = FolderRecords(run, tracker, keep_answers=0, batches=None, known=ledger.eval_points)
+    records.evaluations(ledger.eval_points)
+    assert tracker.points == []
+
+
+def test_trained_batches_are_recorded_whole_up_to_a_size(run: RunSection):
+    path = run.folder / "rollouts" / "batches.trajectories"
+    records = FolderRecords(
+        run, ListTracker(), keep_answers=0, batches=TrajectoryFileWriter(path, max_bytes=900)
+    )
+    ledger = make_ledger()
+    ledger.take_over(0)
+
+    async def train_and_record() -> None:
+        for step in range(3):
+            make_ready(ledger, lease(ledger))
+            batch = train_step(ledger)
+            await records.batch(step, [(group, frames(group)) for group in batch])
+
+    asyncio.run(train_and_record())
+    recorded = list(read_groups(path))
+    assert 0 < len(recorded) < 6
+    assert path.stat().st_size <= 900
+    first = recorded[0]
+    assert (first.step, first.payloads) == (0, (b"payload", b"payload"))
+    assert [t.reward for t in first.group.trajectories] == [0.0, 1.0]
+
+
+def test_a_resumed_run_records_its_steps_anew(run: RunSection):
+    path = run.folder / "batches.trajectories"
+    cut_from_step(path, 1)
+    records = FolderRecords(run, ListTracker(), keep_answers=0, batches=TrajectoryFileWriter(path))
+    ledger = make_ledger()
+    ledger.take_over(0)
+
+    async def train_and_record() -> None:
+        for step in range(3):
+            make_ready(ledger, lease(ledger))
+            batch = train_step(ledger)
+            await records.batch(step, [(group, frames(group)) for group in batch])
+
+    asyncio.run(train_and_record())
+    records.close(status_of(ledger, run))
+    cut_from_step(path, 1)
+    assert [group.step for group in read_groups(path)] == [0, 0]
+
+
+def test_the_code_of_a_run_is_named(tmp_path: Path):
+    assert git_commit(tmp_path) is None
+    commit = git_commit(Path(__file__).parent)
+    assert commit is None or len(commit.removesuffix("+changes")) == 40
+
+
+def test_packages_go_into_versions_json(run: RunSection):
+    records = FolderRecords(run, ListTracker(), keep_answers=0, batches=None)
+    records.packages({"torch": "2.13.0"})
+    content = json.loads((run.folder / "versions.json").read_text())
+    assert content["packages"] == {"torch": "2.13.0"}
+    assert set(content) >= {"slipstream", "git_commit", "python", "seed"}

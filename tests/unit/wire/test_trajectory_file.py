@@ -1,0 +1,101 @@
+"""What was appended is read again, whatever happened to the writer."""
+
+import logging
+from pathlib import Path
+
+import pytest
+
+from wire.control import DeliveredGroup, DeliveredTrajectory
+from wire.errors import ConfigError
+from wire.trajectory import TrajectoryHeader, VersionRun
+from wire.trajectory_file import HEADER, RecordedGroup, TrajectoryFileWriter, read_groups
+from wire.versions import PolicyVersion
+
+
+def recorded(group_id: int, *, step: int = 3) -> RecordedGroup:
+    header = TrajectoryHeader(
+        group_id=group_id,
+        sibling=0,
+        lease_id=1,
+        num_prompt_tokens=2,
+        num_tokens=5,
+        version_runs=(VersionRun(2, PolicyVersion(1, 2)),),
+        temperature=1.0,
+        finish_reason="stop",
+    )
+    trajectory = DeliveredTrajectory(header=header, reward=0.5, parts={"exact": 1.0})
+    return RecordedGroup(
+        step=step,
+        group=DeliveredGroup(group_id=group_id, trajectories=(trajectory,)),
+        payloads=(b"payload" * group_id,),
+        transcripts=(b"text",),
+    )
+
+
+def write(path: Path, *groups: RecordedGroup, max_bytes: int = 0) -> list[bool]:
+    writer = TrajectoryFileWriter(path, max_bytes)
+    written = [writer.append(group) for group in groups]
+    writer.close()
+    return written
+
+
+def test_groups_come_back_as_they_were_over_several_writers(tmp_path: Path):
+    path = tmp_path / "new" / "train.trajectories"
+    groups = [recorded(i, step=i - 1) for i in range(4)]
+    assert write(path, *groups[:2]) == [True, True]
+    assert write(path, *groups[2:]) == [True, True]
+    assert list(read_groups(path)) == groups
+
+
+@pytest.mark.parametrize("lost_bytes", [1, 30, 200])
+def test_a_cut_off_last_record_is_left_out_and_written_over(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, lost_bytes: int
+):
+    path = tmp_path / "a.trajectories"
+    write(path, recorded(1))
+    whole = path.stat().st_size
+    write(path, recorded(2))
+    cut = max(whole + 1, path.stat().st_size - lost_bytes)
+    path.write_bytes(path.read_bytes()[:cut])
+    with caplog.at_level(logging.WARNING):
+        assert list(read_groups(path)) == [recorded(1)]
+    assert "cut off" in caplog.text
+    write(path, recorded(3))
+    assert list(read_groups(path)) == [recorded(1), recorded(3)]
+
+
+def test_past_the_limit_nothing_is_written(tmp_path: Path):
+    path = tmp_path / "a.trajectories"
+    write(path, recorded(1))
+    size = path.stat().st_size
+    room_for_one_more = 2 * size - len(HEADER)
+    assert write(path, recorded(1), recorded(1), max_bytes=room_for_one_more) == [True, False]
+    assert path.stat().st_size == room_for_one_more
+
+
+def test_a_foreign_file_is_refused_and_left_as_it_is(tmp_path: Path):
+    path = tmp_path / "notes.txt"
+    path.write_text("mine")
+    with pytest.raises(ConfigError, match=r"notes\.txt is no trajectory file"):
+        list(read_groups(path))
+    with pytest.raises(ConfigError, match=r"notes\.txt is no trajectory file"):
+        TrajectoryFileWriter(path)
+    assert path.read_text() == "mine"
+    with pytest.raises(ConfigError, match="cannot read trajectories"):
+        list(read_groups(tmp_path / "nothing"))
+
+
+def test_a_damaged_record_is_named(tmp_path: Path):
+    path = tmp_path / "a.trajectories"
+    write(path, recorded(1), recorded(2))
+    content = bytearray(path.read_bytes())
+    content[len(HEADER) + 8] = 0xC1  # no msgpack begins like this
+    path.write_bytes(content)
+    with pytest.raises(ConfigError, match=r"record 0 of .*a\.trajectories is damaged"):
+        list(read_groups(path))
+
+
+def test_a_group_needs_one_payload_per_trajectory():
+    group = recorded(1).group
+    with pytest.raises(ValueError, match="1 trajectories, 0 payloads"):
+        RecordedGroup(step=0, group=group, payloads=(), transcripts=(b"",))

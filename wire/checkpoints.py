@@ -1,0 +1,126 @@
+"""Checkpoints as folders: what every role may know of them without torch.
+
+RUN/checkpoints/step-000040/ holds the learner's state, ``checkpoint.json`` (what it is) and
+``ledger.bin`` (the broker's ledger as of that step). A checkpoint appears under its name when it
+is complete and on disk, so whatever bears such a name can be gone on from.
+"""
+
+import re
+from pathlib import Path
+
+import msgspec
+
+from wire.errors import ConfigError
+from wire.status import EvalPoint
+from wire.versions import PolicyVersion
+
+FORMAT_REVISION = 1
+INFO_FILE = "checkpoint.json"
+LEDGER_FILE = "ledger.bin"
+BEST_FILE = "best.json"
+_NAME = re.compile(r"step-([0-9]{6,})")
+
+
+class CheckpointInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """What checkpoint.json says."""
+
+    format_revision: int
+    run_name: str
+    version: PolicyVersion  # (epoch, learner steps completed)
+    saved_at: str  # UTC, ISO 8601
+    model: str  # absolute path of the Hugging Face folder with config and tokenizer
+    architecture: dict[str, int | float | bool | str]  # what decides the shape of the model
+    parameters: str  # hash of all names and whole shapes
+    dtype: str  # of the parameters
+    ranks: int
+    tensor_parallel: int
+    packages: dict[str, str]
+    evaluation: EvalPoint | None = None  # of exactly these weights, once it is known
+
+    @property
+    def step(self) -> int:
+        """Return the learner steps completed."""
+        return self.version.step
+
+
+class BestCheckpoint(msgspec.Struct, frozen=True, kw_only=True):
+    """What best.json says: the kept checkpoint with the highest evaluation."""
+
+    checkpoint: str  # name of its folder
+    metric: str  # as eval.metric
+    value: float
+
+
+def checkpoint_name(step: int) -> str:
+    """Return the name of the folder of a checkpoint, e.g. ``step-000040``."""
+    return f"step-{step:06d}"
+
+
+def checkpoints_in(folder: Path) -> list[Path]:
+    """Return the complete checkpoints in RUN/checkpoints, the newest last.
+
+    Newest is the highest policy version: after going back to an earlier step the epoch decides.
+    """
+    if not folder.is_dir():
+        return []
+    found = [path for path in folder.iterdir() if _NAME.fullmatch(path.name) and path.is_dir()]
+    return sorted(found, key=lambda path: read_checkpoint_info(path).version)
+
+
+def newest_checkpoint(run_folder: Path) -> Path | None:
+    """Return the newest complete checkpoint of a run, None if there is none."""
+    found = checkpoints_in(run_folder / "checkpoints")
+    return found[-1] if found else None
+
+
+def best_checkpoint(run_folder: Path) -> Path | None:
+    """Return the checkpoint that best.json of a run names, None if there is none."""
+    folder = run_folder / "checkpoints"
+    best = read_best(folder)
+    path = folder / best.checkpoint if best is not None else None
+    return path if path is not None and path.is_dir() else None
+
+
+def read_best(folder: Path) -> BestCheckpoint | None:
+    """Return what RUN/checkpoints/best.json says, None if it is not there."""
+    path = folder / BEST_FILE
+    if not path.is_file():
+        return None
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=BestCheckpoint)
+    except (OSError, msgspec.DecodeError) as error:
+        raise ConfigError(f"cannot read {path}: {error}") from error
+
+
+def read_checkpoint_info(folder: Path) -> CheckpointInfo:
+    """Return what a checkpoint is.
+
+    Raises:
+        ConfigError: the folder is no checkpoint, or of a format that this version cannot read.
+    """
+    path = folder / INFO_FILE
+    try:
+        info = msgspec.json.decode(path.read_bytes(), type=CheckpointInfo)
+    except OSError as error:
+        raise ConfigError(f"{folder} is no checkpoint: {INFO_FILE}: {error.strerror}") from error
+    except msgspec.DecodeError as error:
+        raise ConfigError(f"{folder} is no checkpoint: {INFO_FILE}: {error}") from error
+    if info.format_revision != FORMAT_REVISION:
+        raise ConfigError(
+            f"{folder} is of checkpoint format {info.format_revision}, "
+            f"this version reads {FORMAT_REVISION}"
+        )
+    return info
+
+
+def read_ledger(folder: Path) -> bytes:
+    """Return the broker's ledger in a checkpoint; empty if it was trained without a broker.
+
+    Raises:
+        ConfigError: the checkpoint lacks it.
+    """
+    path = folder / LEDGER_FILE
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
