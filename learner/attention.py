@@ -169,7 +169,13 @@ def _cuda_attention(
     bounds = (layout.cu_seqlens_q, layout.cu_seqlens_kv, layout.max_seqlen_q, layout.max_seqlen_kv)
     if flash_attn_varlen_func is not None:
         flash: Tensor = flash_attn_varlen_func(
-            query, key, value, *bounds, softmax_scale=scale, causal=True
+            query,
+            key,
+            value,
+            *bounds,
+            softmax_scale=scale,
+            causal=True,
+            deterministic=torch.are_deterministic_algorithms_enabled(),
         )
         return flash
     from torch.nn.attention.varlen import varlen_attn

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.metadata import version as package_version
 
 from broker.client import BrokerClient
@@ -18,17 +18,22 @@ from wire.control import (
     BatchNotReady,
     Done,
     FetchPayloads,
+    GetLedgerSnapshot,
+    LedgerSnapshotAnswer,
     Payloads,
     PublishReport,
     RequestBatch,
     RoleReport,
     RunComplete,
     StepCommit,
+    StepCommitted,
     TakeOver,
     TookOver,
 )
 from wire.errors import ProtocolError
 from wire.phases import PhaseClock
+from wire.status import EvalPoint
+from wire.tokenizer_hash import tokenizer_hash
 from wire.trajectory import TrajectoryPayload
 from wire.versions import PolicyVersion
 
@@ -41,6 +46,8 @@ _SAY_WAITING_AFTER_S = 10.0
 class PayloadLink:
     """What every rank needs: the payloads of its own trajectories."""
 
+    publishes = True
+
     def __init__(self, loop: BackgroundLoop, settings: LearnerSettings, name: str) -> None:
         self._loop = loop
         self._client, _ = loop.run(
@@ -52,6 +59,7 @@ class PayloadLink:
                     "torch": package_version("torch"),
                     "megatron-core": package_version("megatron-core"),
                 },
+                tokenizer=tokenizer_hash(settings.model),
             )
         )
 
@@ -75,9 +83,16 @@ class PayloadLink:
 class LeaderLink(PayloadLink):
     """What rank 0 needs besides: batches, commits, publishes, reports."""
 
-    def __init__(self, loop: BackgroundLoop, settings: LearnerSettings, clock: PhaseClock) -> None:
+    def __init__(
+        self,
+        loop: BackgroundLoop,
+        settings: LearnerSettings,
+        clock: PhaseClock,
+        should_stop: Callable[[], bool],
+    ) -> None:
         super().__init__(loop, settings, "learner")
         self._clock = clock
+        self._should_stop = should_stop
         self._tokens = 0
         self._version: PolicyVersion | None = None
         settings.run.make_socket_folder()
@@ -97,7 +112,7 @@ class LeaderLink(PayloadLink):
     def next_batch(
         self, version: PolicyVersion, *, max_wait_s: float
     ) -> BatchDelivered | BatchNotReady | RunComplete:
-        """Wait for the batch of the step that starts from ``version``."""
+        """Wait for the batch of the step that starts from ``version``, or until asked to stop."""
         since = time.monotonic()
         said = ""
         while True:
@@ -109,7 +124,7 @@ class LeaderLink(PayloadLink):
                     return answer
                 case BatchNotReady(reason=reason):
                     waited = time.monotonic() - since
-                    if waited > max_wait_s:
+                    if waited > max_wait_s or self._should_stop():
                         return answer
                     if waited > _SAY_WAITING_AFTER_S and reason != said:
                         _log.info("no batch for %.0f s: waiting for %s", waited, reason)
@@ -117,11 +132,21 @@ class LeaderLink(PayloadLink):
                 case _:
                     raise ProtocolError(f"RequestBatch was answered by {answer!r}")
 
-    def commit(self, version: PolicyVersion, metrics: dict[str, float], num_tokens: int) -> None:
-        """Tell the broker that the step is trained; returns when that is durable."""
+    def commit(
+        self, version: PolicyVersion, metrics: dict[str, float], num_tokens: int
+    ) -> tuple[EvalPoint, ...]:
+        """Tell the broker that the step is trained; returns all evaluations when it is durable."""
         self._tokens += num_tokens
-        self._loop.run(self._client.ask(StepCommit(version=version, metrics=metrics), Done))
+        request = StepCommit(version=version, metrics=metrics)
+        answer, _ = self._loop.run(self._client.ask(request, StepCommitted))
         self._version = version
+        return answer.evaluations
+
+    def ledger_snapshot(self, version: PolicyVersion) -> bytes:
+        """Return the broker's ledger, for a checkpoint of ``version``."""
+        request = GetLedgerSnapshot(version=version)
+        answer, _ = self._loop.run(self._client.ask(request, LedgerSnapshotAnswer))
+        return answer.data
 
     def publish(self, snapshot: WeightSnapshot) -> None:
         """Hand a version to the weight bus; returns at once."""

@@ -7,11 +7,23 @@ import msgspec
 
 from algos.config import AlgoSection
 from weightbus.config import WeightBusSection
+from wire.checkpoints import read_checkpoint_info
 from wire.errors import ConfigError
-from wire.run_settings import AtLeast0, AtLeast1, Positive, RunSection, model_folder, run_section
+from wire.run_settings import (
+    AtLeast0,
+    AtLeast1,
+    CheckpointSection,
+    EvalSection,
+    NotNegative,
+    Positive,
+    RunSection,
+    model_folder,
+    run_section,
+)
 from wire.settings import Section, Table, section
 
 Share = Annotated[float, msgspec.Meta(ge=0, lt=1)]
+Schedule = Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"]
 
 
 class LearnerSection(Section, frozen=True, kw_only=True):
@@ -24,7 +36,19 @@ class LearnerSection(Section, frozen=True, kw_only=True):
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Type of the parameters; auto is float32 on a CPU, bfloat16 on a GPU."""
     lr: Annotated[float, msgspec.Meta(ge=0, le=10)] = 1e-6
-    """Learning rate."""
+    """Learning rate, the highest of the schedule."""
+    lr_schedule: Schedule = "constant"
+    """How the learning rate falls after its warm-up; WSD is warm-up, stable, decay."""
+    lr_warmup_steps: AtLeast0 = 0
+    """Learner steps over which the learning rate rises in equal parts to learner.lr."""
+    lr_min: NotNegative = 0.0
+    """Learning rate at the end of the decay and after it."""
+    lr_decay_steps: AtLeast0 = 0
+    """Learner step at which learner.lr_min is reached, warm-up included; 0 is run.steps."""
+    wsd_decay_steps: AtLeast0 = 0
+    """Last learner steps before lr_decay_steps in which WSD decays; the others are stable."""
+    wsd_decay: Literal["linear", "cosine", "exponential", "minus_sqrt"] = "linear"
+    """How WSD decays."""
     weight_decay: Annotated[float, msgspec.Meta(ge=0)] = 0.0
     """Decoupled weight decay."""
     adam_beta1: Share = 0.9
@@ -47,10 +71,25 @@ class LearnerSection(Section, frozen=True, kw_only=True):
     """Trained trajectories to record in rollouts/ per learner step."""
     max_rollout_bytes: AtLeast0 = 64 * 1024 * 1024
     """Recording stops at this size."""
-    save_final: bool = True
-    """Save the trained policy as a Hugging Face folder in the run folder."""
+    deterministic: bool = False
+    """Choose operators that compute the same bits each time; slower on a GPU."""
     megatron: dict[str, str | int | float | bool] = msgspec.field(default_factory=dict)
     """Passed on to megatron-core's TransformerConfig."""
+
+
+class ProfileSection(Section, frozen=True, kw_only=True):
+    """[profile]: a trace of what the learner does, by torch's profiler."""
+
+    steps: tuple[AtLeast1, AtLeast1] | None = None
+    """First and last learner step to trace, counted from 1; not set traces nothing."""
+    ranks: tuple[AtLeast0, ...] = (0,)
+    """Ranks that write a trace, profile/rank-N.json in the run folder."""
+    record_shapes: bool = False
+    """Note the shapes of operators' inputs."""
+    with_stack: bool = False
+    """Note the line of code that called each operator."""
+    profile_memory: bool = False
+    """Note what allocates memory."""
 
 
 class LearnerSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -60,11 +99,24 @@ class LearnerSettings(msgspec.Struct, frozen=True, kw_only=True):
     learner: LearnerSection
     algo: AlgoSection
     weightbus: WeightBusSection
+    checkpoint: CheckpointSection = CheckpointSection()
+    eval: EvalSection = EvalSection()
+    profile: ProfileSection = ProfileSection()
 
     @property
     def model(self) -> Path:
-        """Return the folder of the policy to start from."""
+        """Return the folder of the policy to start from; gives config and tokenizer always."""
         return Path(self.run.model)
+
+    @property
+    def resume_from(self) -> Path | None:
+        """Return the checkpoint to go on from."""
+        return Path(self.run.resume_from) if self.run.resume_from else None
+
+    @property
+    def lr_decay_steps(self) -> int:
+        """Return the learner step at which the learning rate has reached its lowest."""
+        return self.learner.lr_decay_steps or self.run.steps
 
 
 def learner_settings(table: Table) -> LearnerSettings:
@@ -74,8 +126,25 @@ def learner_settings(table: Table) -> LearnerSettings:
         learner=section(table, "learner", LearnerSection),
         algo=section(table, "algo", AlgoSection),
         weightbus=section(table, "weightbus", WeightBusSection),
+        checkpoint=section(table, "checkpoint", CheckpointSection),
+        eval=section(table, "eval", EvalSection),
+        profile=section(table, "profile", ProfileSection),
     )
     model_folder(settings.run)
+    if settings.resume_from is not None:
+        read_checkpoint_info(settings.resume_from)
+    _check_split(settings)
+    _check_schedule(settings)
+    _check_profile(settings)
+    if settings.run.group_size < 2:
+        raise ConfigError(
+            "run.group_size must be >= 2 for group-relative advantages, "
+            f"got {settings.run.group_size}"
+        )
+    return settings
+
+
+def _check_split(settings: LearnerSettings) -> None:
     learner, run = settings.learner, settings.run
     if learner.ranks % learner.tensor_parallel:
         raise ConfigError(
@@ -89,8 +158,42 @@ def learner_settings(table: Table) -> LearnerSettings:
             f"a learner step of {trajectories} trajectories cannot be split into "
             f"learner.minibatches = {learner.minibatches} for {replicas} replicas"
         )
-    if run.group_size < 2:
+
+
+def _check_schedule(settings: LearnerSettings) -> None:
+    learner, decay_steps = settings.learner, settings.lr_decay_steps
+    if learner.lr_min > learner.lr:
+        raise ConfigError(f"learner.lr_min = {learner.lr_min} is above learner.lr = {learner.lr}")
+    if learner.lr_schedule == "constant":
+        for name in ("lr_min", "lr_decay_steps"):
+            if getattr(learner, name):
+                raise ConfigError(
+                    f'learner.{name} has no meaning with learner.lr_schedule = "constant"'
+                )
+        return
+    what = "learner.lr_decay_steps" if learner.lr_decay_steps else "run.steps"
+    if learner.lr_warmup_steps >= decay_steps:
         raise ConfigError(
-            f"run.group_size must be >= 2 for group-relative advantages, got {run.group_size}"
+            f"learner.lr_warmup_steps = {learner.lr_warmup_steps} must be below "
+            f"{what} = {decay_steps}, where the decay ends"
         )
-    return settings
+    stable_to = decay_steps - learner.lr_warmup_steps
+    if learner.lr_schedule == "WSD" and not 0 < learner.wsd_decay_steps <= stable_to:
+        raise ConfigError(
+            f'learner.lr_schedule = "WSD" needs learner.wsd_decay_steps from 1 to {stable_to} '
+            f"({what} - learner.lr_warmup_steps), got {learner.wsd_decay_steps}"
+        )
+    if learner.lr_schedule != "WSD" and learner.wsd_decay_steps:
+        raise ConfigError(
+            "learner.wsd_decay_steps has no meaning with "
+            f'learner.lr_schedule = "{learner.lr_schedule}"'
+        )
+
+
+def _check_profile(settings: LearnerSettings) -> None:
+    profile, ranks = settings.profile, settings.learner.ranks
+    if profile.steps is not None and profile.steps[0] > profile.steps[1]:
+        raise ConfigError(f"profile.steps must be [first, last], got {list(profile.steps)}")
+    for rank in profile.ranks:
+        if rank >= ranks:
+            raise ConfigError(f"profile.ranks names rank {rank}, there are {ranks} (learner.ranks)")

@@ -4,6 +4,7 @@
 """
 
 import logging
+import os
 import warnings
 from typing import Literal
 
@@ -17,11 +18,14 @@ _EXPECTED_WARNINGS = (
     "Apex is not installed",
     "Transformer Engine and Apex are not installed",
     "full scope is deprecated",
+    "When using async grad allreduce",  # on a CPU nothing overlaps
+    "`load_state_dict` is deprecated",  # how its checkpoints are read
 )
 
 
 def prepare() -> None:
     """Make this process ready to import megatron.core; a second call does nothing."""
+    warnings.filterwarnings("ignore", message="Please use DTensor instead")  # its checkpoints
     for message in _EXPECTED_WARNINGS:
         warnings.filterwarnings("ignore", message=message, module=r"megatron\.core\.")
     logging.getLogger("megatron").setLevel(logging.WARNING)
@@ -50,3 +54,9 @@ def backend() -> Literal["gloo", "nccl"]:
 def set_threads(num_threads: int) -> None:
     """Bound the threads that one operator may use on the CPU."""
     torch.set_num_threads(num_threads)
+
+
+def set_deterministic() -> None:
+    """Have every operator compute the same bits each time; before the first operator."""
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # noqa: TID251 read by cuBLAS, no setting
+    torch.use_deterministic_algorithms(True)

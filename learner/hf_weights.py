@@ -65,6 +65,16 @@ def export_hf_weights(model: GPTModel) -> Iterator[tuple[str, Tensor]]:
         yield from zip(mapping.names, _whole(mapping, parameter, model.hf_config), strict=True)
 
 
+def hf_shapes(model: GPTModel) -> dict[str, tuple[int, ...]]:
+    """Return the name and whole shape of every Hugging Face tensor that the model exports."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name, parameter in _own_parameters(model):
+        mapping = _mapping(model, name)
+        wholes = _whole_shapes(mapping, parameter, model.hf_config)
+        shapes.update(zip(mapping.names, wholes, strict=True))
+    return shapes
+
+
 def save_hf_folder(model: GPTModel, folder: Path, source_folder: Path) -> None:
     """Write the model as a Hugging Face folder, on rank 0; collective like the export.
 

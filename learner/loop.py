@@ -1,29 +1,33 @@
-"""The learner's loop: batch -> train -> commit -> publish, until the broker has no more steps.
+"""The learner's loop: batch -> train -> commit -> publish -> save, until there are no more steps.
 
-Consumes: delivered groups. Produces: commits and versioned weights. Waits for: G ready groups
-within the staleness bound. Order within a step: optimizer, then commit, then publish, so that no
-token is ever newer than the broker's learner step.
+Consumes: delivered groups. Produces: commits, versioned weights, checkpoints. Waits for: G ready
+groups within the staleness bound. Order within a step: optimizer, then commit, then publish, so
+that no token is ever newer than the broker's learner step.
 """
 
 import logging
 import time
 
 import msgspec
+from tokenizers import Tokenizer
 
-from learner.background import BackgroundLoop
 from learner.broadcast import any_rank, broadcast_bytes
-from learner.broker_link import LeaderLink, PayloadLink
 from learner.collate import TrainSequence, pack, unpack
 from learner.config import LearnerSettings
 from learner.device import device
 from learner.hf_weights import export_hf_weights, save_hf_folder
+from learner.links import LeadingLink, RankLink
 from learner.plan import plan_step
 from learner.policy import Policy
+from learner.profiling import StepProfiler
 from learner.rollout_log import RolloutLog
+from learner.saver import Saver
 from learner.step import Minibatch, advantages_of, batch_figures, train_step
+from learner.stop import StopRequest
 from learner.topology import Topology
 from weightbus.snapshot import WeightSnapshot
-from wire.control import BatchDelivered, BatchNotReady, RunComplete
+from wire.checkpoints import read_checkpoint_info
+from wire.control import BatchDelivered, BatchNotReady, Message, RunComplete
 from wire.errors import PeerLostError, SlipstreamError
 from wire.phases import PhaseClock
 from wire.trajectory import TrajectoryHeader
@@ -31,9 +35,14 @@ from wire.versions import PolicyVersion
 
 _log = logging.getLogger(__name__)
 _encoder = msgspec.msgpack.Encoder()
-_decoder: msgspec.msgpack.Decoder[BatchDelivered | BatchNotReady | RunComplete] = (
-    msgspec.msgpack.Decoder(BatchDelivered | BatchNotReady | RunComplete)
-)
+
+
+class StopTraining(Message, frozen=True):
+    """Rank 0 to the other ranks: asked to end before the run is complete."""
+
+
+_Answer = BatchDelivered | BatchNotReady | RunComplete | StopTraining
+_decoder: msgspec.msgpack.Decoder[_Answer] = msgspec.msgpack.Decoder(_Answer)
 
 
 class LearnerLoop:
@@ -44,75 +53,142 @@ class LearnerLoop:
         settings: LearnerSettings,
         topology: Topology,
         policy: Policy,
-        loop: BackgroundLoop,
+        link: RankLink,
+        leader: LeadingLink | None,
+        clock: PhaseClock,
+        stop: StopRequest,
     ) -> None:
+        """Prepare to train.
+
+        Args:
+            settings: the learner's.
+            topology: this rank's place.
+            policy: what is trained, with the weights to start from.
+            link: where this rank's payloads come from.
+            leader: where batches come from and results go, on rank 0 alone.
+            clock: what this rank spends its time on.
+            stop: whether rank 0 has been asked to end.
+
+        Raises:
+            ConfigError: checkpoints cannot be written.
+        """
         self._settings = settings
         self._topology = topology
         self._policy = policy
-        self._clock = PhaseClock()
-        rank = topology.rank
-        self._leader = LeaderLink(loop, settings, self._clock) if rank == 0 else None
-        self._link: PayloadLink = self._leader or PayloadLink(
-            loop, settings, f"learner-rank-{rank}"
-        )
-        self._rollouts = RolloutLog(
-            settings.run.folder / "rollouts", max_bytes=settings.learner.max_rollout_bytes
-        )
+        self._link = link
+        self._leader = leader
+        self._clock = clock
+        self._stop = stop
+        folder = settings.run.folder
+        self._saver = Saver(settings, topology, policy, self._ledger)
+        self._profiler = StepProfiler(settings.profile, folder / "profile", rank=topology.rank)
+        self._rollouts: RolloutLog | None = None
+        if leader is not None and settings.learner.rollouts_per_step:
+            self._rollouts = RolloutLog(
+                folder / "rollouts",
+                max_bytes=settings.learner.max_rollout_bytes,
+                tokenizer=Tokenizer.from_file(str(settings.model / "tokenizer.json")),
+            )
 
     def run(self) -> None:
-        """Train until the run is complete."""
+        """Train until the run is complete or rank 0 is asked to end; save what is to be saved."""
         try:
-            self._run()
+            version, answer = self._run()
         finally:
-            self._link.close()
-
-    def _run(self) -> None:
-        version = PolicyVersion(0, 0)
+            self._profiler.close()
+        if isinstance(answer, StopTraining):
+            self._saver.on_stop(version)
+            return
+        with self._clock.phase("checkpoint"):
+            self._saver.at_end(version)
         if self._leader is not None:
-            version = self._leader.take_over(0)
+            self._saver.note(answer.evaluations)
+        if self._settings.checkpoint.export_at_end:
+            folder = self._settings.run.folder / "model"
+            save_hf_folder(self._policy.model, folder, self._settings.model)
+
+    def _run(self) -> tuple[PolicyVersion, RunComplete | StopTraining]:
+        """Train step after step; return the version at the end and why it ended."""
+        version = self._begin()
+        while True:
+            answer = self._next_batch(version)
+            if not isinstance(answer, BatchDelivered):
+                return version, answer
+            version = self._step(version, answer)
+
+    def _begin(self) -> PolicyVersion:
+        """Take over the run at the step of the weights held, and publish them."""
+        resumed = self._settings.resume_from
+        step = read_checkpoint_info(resumed).step if resumed is not None else 0
+        version = PolicyVersion(0, step)
+        if self._leader is not None:
+            version = self._leader.take_over(step)
             _log.info("took over as %s", version.label)
+        version = self._agreed(version)
+        self._saver.started_from(version)
         self._publish(version)
-        while (batch := self._next_batch(version)) is not None:
-            started = time.monotonic()
-            figures, num_tokens = self._train(batch)
-            version = version.next()
-            if self._leader is not None:
-                figures["time/step"] = time.monotonic() - started
-                with self._clock.phase("commit"):
-                    self._leader.commit(version, figures, num_tokens)
-            self._publish(version)
+        return version
+
+    def _step(self, version: PolicyVersion, batch: BatchDelivered) -> PolicyVersion:
+        """Train one batch, commit, publish, and save if it is due; return the new version."""
+        started = time.monotonic()
+        self._profiler.before(version.step + 1)
+        figures, num_tokens = self._train(batch)
+        figures["policy/lr"] = self._policy.lr
+        self._policy.end_step()
+        version = version.next()
+        if self._leader is not None:
+            figures["time/step"] = time.monotonic() - started
+            figures |= self._saver.figures()
+            with self._clock.phase("commit"):
+                self._saver.note(self._leader.commit(version, figures, num_tokens))
+        self._publish(version)
+        self._profiler.after(version.step)
+        if self._leader is not None:
             _log.info(
                 "step %d reward %.3f in %.2f s",
                 version.step,
                 figures["reward/mean"],
                 time.monotonic() - started,
             )
-        if self._settings.learner.save_final:
-            folder = self._settings.run.folder / "model"
-            save_hf_folder(self._policy.model, folder, self._settings.model)
+        with self._clock.phase("checkpoint"):
+            self._saver.after_step(version)
+        return version
 
-    def _next_batch(self, version: PolicyVersion) -> BatchDelivered | None:
-        """Return the same batch on every rank, None at the end.
+    def _next_batch(self, version: PolicyVersion) -> BatchDelivered | RunComplete | StopTraining:
+        """Return the same batch on every rank, or why there will be none.
 
         While there is none, rank 0 says so often enough that no rank takes it for dead.
         """
-        topology = self._topology
         while True:
-            answer = None
-            if self._leader is not None:
-                answer = _encoder.encode(
-                    self._leader.next_batch(
-                        version, max_wait_s=self._settings.learner.timeout_s / 4
-                    )
-                )
-            data = broadcast_bytes(answer, rank=topology.rank, world_size=topology.world_size)
-            match _decoder.decode(data):
-                case BatchDelivered() as batch:
-                    return batch
-                case RunComplete():
-                    return None
-                case BatchNotReady():
-                    continue
+            answer = self._decoded(self._asked(version))
+            if not isinstance(answer, BatchNotReady):
+                return answer
+
+    def _asked(self, version: PolicyVersion) -> bytes | None:
+        """Return what rank 0 says comes next, encoded; None on the others."""
+        if self._leader is None:
+            return None
+        answer: _Answer = StopTraining()
+        if not self._stop.requested:
+            wait_s = self._settings.learner.timeout_s / 4
+            answer = self._leader.next_batch(version, max_wait_s=wait_s)
+        return _encoder.encode(answer)
+
+    def _decoded(self, answer: bytes | None) -> _Answer:
+        return _decoder.decode(self._broadcast(answer))
+
+    def _agreed(self, version: PolicyVersion) -> PolicyVersion:
+        """Return rank 0's version on every rank."""
+        data = self._broadcast(_encoder.encode(version))
+        return msgspec.msgpack.decode(data, type=PolicyVersion)
+
+    def _broadcast(self, data: bytes | None) -> bytes:
+        topology = self._topology
+        return broadcast_bytes(data, rank=topology.rank, world_size=topology.world_size)
+
+    def _ledger(self, version: PolicyVersion) -> bytes:
+        return self._leader.ledger_snapshot(version) if self._leader is not None else b""
 
     def _train(self, batch: BatchDelivered) -> tuple[dict[str, float], int]:
         settings = self._settings.learner
@@ -145,7 +221,7 @@ class LearnerLoop:
             ]
         figures, proximal = train_step(self._policy, minibatches, self._settings.algo, self._clock)
         figures |= batch_figures(trajectories, batch.step)
-        if self._leader is not None and settings.rollouts_per_step:
+        if self._rollouts is not None:
             recorded = [trajectories[i] for i in mine[0][0][: settings.rollouts_per_step]]
             self._rollouts.record(batch.step, recorded, minibatches[0].batches[0], proximal[0][0])
         return figures, sum(header.num_response_tokens for header in headers)
@@ -168,6 +244,8 @@ class LearnerLoop:
 
     def _publish(self, version: PolicyVersion) -> None:
         """Copy this rank's weights out, whole tensors to rank 0; the transfer does not wait."""
+        if not self._link.publishes:
+            return
         with self._clock.phase("export"):
             tensors = {}
             for name, tensor in export_hf_weights(self._policy.model):  # all ranks gather

@@ -1,6 +1,7 @@
 """`start-learner`: trains on what the broker delivers and publishes versioned weights."""
 
 import sys
+from pathlib import Path
 
 from wire.command_line import (
     load_arguments,
@@ -11,7 +12,6 @@ from wire.command_line import (
 )
 from wire.errors import ConfigError
 from wire.logs import start_logging
-from wire.stopping import exit_on_sigterm
 
 
 def main() -> int:
@@ -22,7 +22,11 @@ def main() -> int:
         [
             "start-learner --config run.toml",
             "start-learner --config run.toml learner.ranks=2 learner.lr=1e-6",
+            "start-learner --config run.toml --replay runs/a/rollouts/batches.trajectories",
         ],
+    )
+    parser.add_argument(
+        "--replay", type=Path, metavar="FILE", help="train on recorded batches, without a broker"
     )
     parser.add_argument("--rank", type=int, default=0, help="set by start-learner itself")
     parser.add_argument("--port", type=int, default=0, help="set by start-learner itself")
@@ -38,16 +42,20 @@ def main() -> int:
     start_logging("learner" if arguments.rank == 0 else f"learner-rank-{arguments.rank}")
 
     def body() -> int:
-        exit_on_sigterm()
         from learner import device
+        from learner.stop import StopRequest
 
+        stop = StopRequest()
+        if arguments.rank == 0:
+            stop.listen()
         device.prepare()
         from learner.service import join_ranks, run_learner
 
+        replay = arguments.replay
         if arguments.rank == 0:
-            run_learner(settings, sys.argv[1:])
+            run_learner(settings, sys.argv[1:], replay=replay, stop=stop)
         else:
-            join_ranks(settings, rank=arguments.rank, port=arguments.port)
+            join_ranks(settings, rank=arguments.rank, port=arguments.port, replay=replay)
         return 0
 
     return run_role(body)

@@ -5,6 +5,7 @@ Shapes: T tokens of B sequences laid end to end.
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
@@ -19,6 +20,7 @@ from algos.logprobs import vocab_parallel_logprobs
 from learner.collate import PackedBatch
 from learner.config import LearnerSection
 from learner.model import packed_logits
+from learner.schedule import make_scheduler
 from learner.topology import Topology
 from wire.errors import SlipstreamError
 
@@ -36,7 +38,15 @@ class NonFiniteError(SlipstreamError):
 class Policy:
     """A Megatron model with its optimizer. The loss is normalized globally by the caller."""
 
-    def __init__(self, model: GPTModel, settings: LearnerSection, topology: Topology) -> None:
+    def __init__(
+        self,
+        model: GPTModel,
+        settings: LearnerSection,
+        topology: Topology,
+        *,
+        decay_steps: int = 1,
+    ) -> None:
+        """Wrap a model; ``decay_steps`` is where the learning rate's decay ends."""
         self.model = model
         self._topology = topology
         self._vocab_size: int = model.hf_config.vocab_size
@@ -51,6 +61,7 @@ class Policy:
             OptimizerConfig(
                 optimizer="adam",
                 lr=settings.lr,
+                min_lr=settings.lr_min,
                 weight_decay=settings.weight_decay,
                 adam_beta1=settings.adam_beta1,
                 adam_beta2=settings.adam_beta2,
@@ -61,6 +72,32 @@ class Policy:
             ),
             [self._ddp],
         )
+        self._scheduler = make_scheduler(self._optimizer, settings, decay_steps=decay_steps)
+
+    @property
+    def lr(self) -> float:
+        """Return the learning rate of the next optimizer update."""
+        return float(self._optimizer.param_groups[0]["lr"])
+
+    def end_step(self) -> None:
+        """Move the schedule on by one learner step, however many updates it held."""
+        self._scheduler.step(1)
+
+    def sharded_state(self, *, is_loading: bool) -> dict[str, Any]:
+        """Return weights, optimizer and schedule in Megatron's description of who holds what."""
+        model = self.model.sharded_state_dict()
+        optimizer = self._optimizer.sharded_state_dict(model, is_loading=is_loading)
+        return {"model": model, "optimizer": optimizer, "scheduler": self._scheduler.state_dict()}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Take over what was loaded for ``sharded_state``; settings of this run stay."""
+        self.model.load_state_dict(state["model"])
+        groups = self._optimizer.param_groups
+        settings = [{k: v for k, v in group.items() if k != "params"} for group in groups]
+        self._optimizer.load_state_dict(state["optimizer"])
+        for group, ours in zip(self._optimizer.param_groups, settings, strict=True):
+            group.update(ours)
+        self._scheduler.load_state_dict(state["scheduler"])
 
     def logprobs(self, batch: PackedBatch) -> tuple[Tensor, Tensor]:
         """Return (log probability [T], entropy [T]) of the tempered policy at each token.

@@ -1,11 +1,12 @@
 """The policy's own path: alignment, temperatures, barred ends, and one step on several ranks."""
 
+import math
 from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
 
-from tests.integration.ranks import outputs, reports, start_ranks
+from tests.integration.ranks import outputs, reports, start, start_ranks
 from tests.integration.tiny_models import write_tiny_model
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(90)]
@@ -40,3 +41,25 @@ def test_a_step_on_two_ranks_is_the_step_of_one(tmp_path: Path, family: str):
                 assert (trained[tensor] - value).abs().max() < 2e-5, (name, tensor)
     uneven = [report["num_microbatches"] for report in reports(tmp_path / "dp2", 2)]
     assert sum(map(sum, uneven)) > 4, "several microbatches were wanted"
+
+
+def test_optimizer_settings_act(tmp_path: Path):
+    model, work = write_tiny_model(tmp_path / "model", "llama"), tmp_path / "work"
+    work.mkdir()
+    outputs([start(work, "optimizer_rank", model, work)])
+    (report,) = reports(work, 1)
+    norms = [name for name in report["decay_error"] if "norm" in name]
+    assert report["not_decayed"] == sorted(norms)
+    for name, error in report["decay_error"].items():
+        assert name in norms or error < 1e-6, f"{name} did not shrink by lr x weight_decay"
+    assert report["norms"][0] == pytest.approx(report["norms"][1])
+    assert report["clipped_share"] == pytest.approx(0.25, rel=0.02)
+    expected = {
+        "constant": [0.25, 0.5, 0.75, 1.0, 1.0, 1.0, 1.0, 1.0],
+        "linear": [1 / 3, 2 / 3, 1.0, 0.8, 0.6, 0.4, 0.2, 0.2],
+        "cosine": [*(0.5 + 0.5 * math.cos(math.pi * step / 6) for step in range(7)), 0.0],
+        "inverse-square-root": [0.5, 1.0, *(step**-0.5 for step in (2, 3, 4, 5, 6)), 0.0],
+        "WSD": [0.5, 1.0, 1.0, 1.0, 1.0, 0.5, 0.0, 0.0],
+    }
+    for schedule, rates in expected.items():
+        assert report["rates"][schedule] == pytest.approx(rates), schedule

@@ -1,0 +1,52 @@
+"""`slipstream replay`: trains on recorded batches, without broker and generators."""
+
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from deploy.config import free_name
+from learner.config import learner_settings
+from wire.errors import ConfigError
+from wire.run_settings import run_section
+from wire.settings import load_table
+
+RECORDED = Path("rollouts") / "batches.trajectories"
+
+
+def replay(target: Path, config: Path, overrides: Sequence[str], *, dry_run: bool) -> NoReturn:
+    """Turn this process into the learner of a new run, NAME-replay.
+
+    Args:
+        target: a run folder that holds recorded batches, or a trajectory file.
+        config: the settings of a run.
+        overrides: settings that win over the file.
+        dry_run: check and print the settings only.
+
+    Raises:
+        ConfigError: nothing is recorded there, or the settings are refused.
+    """
+    file = recorded_file(target)
+    table = load_table(config, overrides)
+    named = {**table.get("run", {}), "name": f"{run_section(table).name}-replay"}
+    name = free_name(run_section({**table, "run": named}))
+    learner_settings({**table, "run": {**named, "name": name}})
+    options = ["--dry-run"] if dry_run else []
+    arguments = ["--config", str(config), "--replay", str(file), *options]
+    command = [sys.executable, "-m", "learner.main", *arguments, *overrides, f"run.name={name}"]
+    os.execv(sys.executable, command)  # noqa: S606 our own program
+
+
+def recorded_file(target: Path) -> Path:
+    """Return the trajectory file that a command line names.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if target.is_file():
+        return target
+    file = target / RECORDED
+    if not file.is_file():
+        raise ConfigError(f"{target} is no trajectory file and holds no {RECORDED}")
+    return file

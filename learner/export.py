@@ -1,0 +1,76 @@
+"""Turns a checkpoint of any layout into a Hugging Face folder, on one CPU.
+
+It is a program of its own: ``python -m learner.export CHECKPOINT OUT``.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+from wire.checkpoints import read_checkpoint_info
+from wire.command_line import run_role
+from wire.errors import ConfigError
+from wire.logs import start_logging
+
+
+def export_checkpoint(checkpoint: Path, out: Path) -> None:
+    """Write the weights of a checkpoint with config and tokenizer of the model it came from.
+
+    Call it after ``device.prepare()``, in a process without a topology.
+
+    Args:
+        checkpoint: its folder.
+        out: what to write; a folder of that name is replaced.
+
+    Raises:
+        ConfigError: no checkpoint, or the model that it came from is gone or another.
+    """
+    import torch
+    from torch.distributed import HashStore  # type: ignore[attr-defined]  # not in torch's stubs
+
+    from learner.checkpoint import load_weights
+    from learner.hf_config import load_hf_config
+    from learner.hf_weights import save_hf_folder
+    from learner.model import build_model
+    from learner.topology import destroy_topology, init_topology
+
+    info = read_checkpoint_info(checkpoint)
+    source = Path(info.model)
+    if not (source / "config.json").is_file():
+        raise ConfigError(
+            f"{checkpoint} was trained from {source}, which is gone: its config.json and "
+            "tokenizer are needed"
+        )
+    init_topology(
+        rank=0, world_size=1, tensor_parallel=1, store=HashStore(), seed=0, timeout_s=300.0
+    )
+    try:
+        model = build_model(load_hf_config(source), dtype=getattr(torch, info.dtype), extra={})
+        load_weights(model, checkpoint, info)
+        save_hf_folder(model, out, source)
+    finally:
+        destroy_topology()
+
+
+def main() -> int:
+    """Parse and write."""
+    parser = argparse.ArgumentParser(prog="learner.export", description=__doc__)
+    parser.add_argument("checkpoint", type=Path)
+    parser.add_argument("out", type=Path)
+    arguments = parser.parse_args()
+    start_logging("export")
+
+    def body() -> int:
+        from learner import device
+
+        device.prepare()
+        export_checkpoint(arguments.checkpoint, arguments.out)
+        step = read_checkpoint_info(arguments.checkpoint).step
+        sys.stdout.write(f"wrote {arguments.out}: {arguments.checkpoint}, step {step}\n")
+        return 0
+
+    return run_role(body)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

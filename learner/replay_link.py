@@ -1,0 +1,182 @@
+"""Batches from a trajectory file, in place of a broker: training alone, without generators."""
+
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from learner.config import LearnerSettings
+from weightbus.snapshot import WeightSnapshot
+from wire.checkpoints import read_checkpoint_info
+from wire.codec import decode_payload
+from wire.control import BatchDelivered, BatchNotReady, RunComplete
+from wire.errors import ConfigError
+from wire.status import EvalPoint
+from wire.trajectory import TrajectoryPayload
+from wire.trajectory_file import NOT_TRAINED, RecordedGroup, read_groups
+from wire.versions import PolicyVersion
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedBatch:
+    """The groups of one learner step."""
+
+    step: int
+    groups: tuple[RecordedGroup, ...]
+
+
+def recorded_batches(
+    groups: Iterator[RecordedGroup], *, groups_per_step: int
+) -> Iterator[RecordedBatch]:
+    """Yield batches in order: as they were trained, the rest ``groups_per_step`` at a time.
+
+    A step that was recorded twice (its learner died and another trained it again) comes once.
+    What is left at the end and does not fill a batch is left out.
+    """
+    waiting: list[RecordedGroup] = []
+    next_step = 0
+    for group in groups:
+        complete = bool(waiting) and (
+            group.step != waiting[0].step
+            or (group.step == NOT_TRAINED and len(waiting) == groups_per_step)
+        )
+        if complete:
+            batch = _batch(waiting, next_step, groups_per_step)
+            if batch is not None:
+                yield batch
+                next_step = batch.step + 1
+            waiting = []
+        waiting.append(group)
+    if waiting:
+        last = _batch(waiting, next_step, groups_per_step)
+        if last is not None:
+            yield last
+
+
+def _batch(
+    groups: list[RecordedGroup], next_step: int, groups_per_step: int
+) -> RecordedBatch | None:
+    step = groups[0].step
+    if step == NOT_TRAINED:
+        full = len(groups) == groups_per_step
+        return RecordedBatch(next_step, tuple(groups)) if full else None
+    return RecordedBatch(step, tuple(groups)) if step >= next_step else None
+
+
+class ReplayLink:
+    """One rank's view of a trajectory file. Rank 0 leads; all ranks read the same file.
+
+    Figures go to RUN/replay/metrics.jsonl, weights nowhere. ``run.steps`` bounds the number of
+    steps.
+    """
+
+    publishes = False
+
+    def __init__(self, path: Path, settings: LearnerSettings) -> None:
+        """Open the file.
+
+        Raises:
+            ConfigError: it cannot be read.
+        """
+        self._path = path
+        self._settings = settings
+        self._batches = recorded_batches(
+            read_groups(path), groups_per_step=settings.run.groups_per_step
+        )
+        self._present: RecordedBatch | None = None
+        self._metrics = settings.run.folder / "replay" / "metrics.jsonl"
+
+    def take_over(self, step: int) -> PolicyVersion:
+        """Begin at ``step``, in an epoch above that of the checkpoint."""
+        resumed = self._settings.resume_from
+        epoch = read_checkpoint_info(resumed).version.epoch if resumed is not None else 0
+        self._metrics.parent.mkdir(parents=True, exist_ok=True)
+        return PolicyVersion(epoch + 1, step)
+
+    def next_batch(
+        self,
+        version: PolicyVersion,
+        *,
+        max_wait_s: float,  # noqa: ARG002 a file does not keep anyone waiting
+    ) -> BatchDelivered | BatchNotReady | RunComplete:
+        """Return the batch recorded for this step; the run is complete where the file ends.
+
+        Raises:
+            ConfigError: the file has a gap, or a batch too small to split.
+        """
+        if version.step >= self._settings.run.steps:
+            return RunComplete()
+        batch = self._advance(version.step)
+        if batch is None:
+            _log.info("%s ends after step %d", self._path, version.step)
+            return RunComplete()
+        if batch.step != version.step:
+            raise ConfigError(f"{self._path} holds step {batch.step} but not step {version.step}")
+        learner = self._settings.learner
+        shares = learner.ranks // learner.tensor_parallel * learner.minibatches
+        count = sum(len(group.payloads) for group in batch.groups)
+        if count < shares:
+            raise ConfigError(
+                f"step {batch.step} of {self._path} has {count} trajectories, which cannot be "
+                f"split into {shares} (learner.ranks, learner.minibatches)"
+            )
+        return BatchDelivered(step=batch.step, groups=tuple(g.group for g in batch.groups))
+
+    def fetch(self, keys: Sequence[tuple[int, int]]) -> list[TrajectoryPayload]:
+        """Return payloads of the present batch, or of the first later one that has them."""
+        while True:
+            found = _payloads(self._present)
+            if all(key in found for key in keys):
+                return [decode_payload(memoryview(found[key])) for key in keys]
+            self._present = next(self._batches, None)
+            if self._present is None:
+                missing = [key for key in keys if key not in found]
+                raise ConfigError(f"{self._path} holds no trajectory {missing[0]}")
+
+    def commit(
+        self,
+        version: PolicyVersion,
+        metrics: dict[str, float],
+        num_tokens: int,
+    ) -> tuple[EvalPoint, ...]:
+        """Append the figures of a step to a file."""
+        row = {"step": version.step, "tokens": num_tokens, **metrics}
+        with self._metrics.open("ab") as file:
+            file.write(msgspec.json.encode(row) + b"\n")
+        return ()
+
+    def publish(self, snapshot: WeightSnapshot) -> None:
+        """Do nothing: nobody waits for weights."""
+
+    def ledger_snapshot(
+        self,
+        version: PolicyVersion,  # noqa: ARG002 there is none for any version
+    ) -> bytes:
+        """Return nothing: there is no broker."""
+        return b""
+
+    def close(self) -> None:
+        """Do nothing: the file closes with its iterator."""
+
+    def _advance(self, step: int) -> RecordedBatch | None:
+        """Read on to the batch of a step or the first after it."""
+        while self._present is None or self._present.step < step:
+            batch = next(self._batches, None)
+            if batch is None:
+                return None
+            self._present = batch
+        return self._present
+
+
+def _payloads(batch: RecordedBatch | None) -> dict[tuple[int, int], bytes]:
+    if batch is None:
+        return {}
+    return {
+        (recorded.group.group_id, trajectory.header.sibling): payload
+        for recorded in batch.groups
+        for trajectory, payload in zip(recorded.group.trajectories, recorded.payloads, strict=True)
+    }

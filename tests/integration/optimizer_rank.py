@@ -1,0 +1,90 @@
+"""What the optimizer's settings do: one step per setting, and the learning rate of eight.
+
+Usage: optimizer_rank MODEL_FOLDER WORK_FOLDER
+Writes WORK_FOLDER/0.json.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+from torch.distributed import HashStore  # type: ignore[attr-defined]
+
+from learner import device
+from learner.collate import pack
+from learner.config import LearnerSection
+from tests.integration.policy_rank import train_sequences
+
+SCHEDULES: dict[str, dict[str, object]] = {
+    "constant": {"lr_warmup_steps": 3},
+    "linear": {"lr_schedule": "linear", "lr_warmup_steps": 2, "lr_min": 0.2},
+    "cosine": {"lr_schedule": "cosine"},
+    "inverse-square-root": {"lr_schedule": "inverse-square-root", "lr_warmup_steps": 1},
+    "WSD": {"lr_schedule": "WSD", "lr_warmup_steps": 1, "wsd_decay_steps": 2},
+}
+
+
+def main(folder: Path, work: Path) -> None:
+    device.prepare()
+    device.set_threads(1)
+    from algos.config import AlgoSection
+    from learner.hf_config import load_hf_config
+    from learner.hf_weights import export_hf_weights, load_hf_weights
+    from learner.model import build_model
+    from learner.policy import Policy
+    from learner.step import Minibatch, train_step
+    from learner.topology import destroy_topology, init_topology
+    from wire.phases import PhaseClock
+
+    topology = init_topology(
+        rank=0, world_size=1, tensor_parallel=1, store=HashStore(), seed=1, timeout_s=30.0
+    )
+    everything = train_sequences()
+    num_tokens = sum(int(s.loss_mask.sum()) for s in everything)
+
+    def policy(**settings: object) -> Policy:
+        model = build_model(load_hf_config(folder), dtype=torch.float32, extra={})
+        load_hf_weights(model, folder)
+        return Policy(model, LearnerSection(**settings), topology, decay_steps=6)
+
+    def step(**settings: object) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], float]:
+        """Return the weights before and after one step, and the gradient's norm."""
+        trained = policy(**settings)
+        before = {name: t.clone() for name, t in export_hf_weights(trained.model)}
+        batch = Minibatch([pack(everything, device.device())], num_tokens)
+        figures, _ = train_step(trained, [batch], AlgoSection(), PhaseClock())
+        after = {name: t.clone() for name, t in export_hf_weights(trained.model)}
+        return before, after, figures["policy/grad_norm"]
+
+    def rates(settings: dict[str, object]) -> list[float]:
+        scheduled = policy(lr=1.0, **settings)
+        values = []
+        for _ in range(8):
+            values.append(scheduled.lr)
+            scheduled.end_step()
+        return values
+
+    before, plain, _ = step(lr=1e-2, weight_decay=0.0)
+    _, decayed, _ = step(lr=1e-2, weight_decay=0.5)
+    decay = {name: (decayed[name] - plain[name] + 1e-2 * 0.5 * before[name]) for name in before}
+    # With this epsilon Adam is linear in the gradient, so that clipping shows.
+    linear = {"lr": 10.0, "adam_epsilon": 1e3}
+    _, free, norm = step(clip_grad=0.0, **linear)
+    _, clipped, norm_again = step(clip_grad=norm / 4, **linear)
+    name = "model.layers.0.mlp.down_proj.weight"
+    report = {
+        "not_decayed": sorted(n for n in before if plain[n].equal(decayed[n])),
+        "decay_error": {n: float(d.abs().max()) for n, d in decay.items()},
+        "norms": [norm, norm_again],
+        "clipped_share": float(
+            (clipped[name] - before[name]).norm() / (free[name] - before[name]).norm()
+        ),
+        "rates": {schedule: rates(settings) for schedule, settings in SCHEDULES.items()},
+    }
+    (work / "0.json").write_text(json.dumps(report))
+    destroy_topology()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]))

@@ -1,0 +1,156 @@
+"""Checkpoints: resuming computes the same bits, in the same layout; other layouts can read them."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.integration.recorded import Replays, finish
+from wire.checkpoints import (
+    best_checkpoint,
+    checkpoints_in,
+    newest_checkpoint,
+    read_checkpoint_info,
+)
+from wire.versions import PolicyVersion
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(120)]
+LAYOUTS = {
+    "one": (),
+    "tp2": ("learner.ranks=2", "learner.tensor_parallel=2"),
+    "dp2": ("learner.ranks=2",),
+}
+SCHEDULE = (
+    "learner.lr_schedule=cosine",
+    "learner.lr_warmup_steps=2",
+    "learner.lr_decay_steps=6",
+    "learner.weight_decay=0.1",
+    "learner.minibatches=2",
+)
+EXPORT = "checkpoint.export_at_end=true"
+
+
+def weights(run: Path) -> dict[str, torch.Tensor]:
+    return dict(load_file(run / "model" / "model.safetensors"))
+
+
+def largest_difference(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
+    assert one.keys() == other.keys()
+    return max(float((one[name] - other[name]).abs().max()) for name in one)
+
+
+def rows(run: Path) -> list[dict[str, float]]:
+    lines = (run / "replay" / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_three_steps_and_three_after_a_resume_are_six_steps_bit_for_bit(
+    tmp_path: Path, layout: str
+):
+    replays = Replays(tmp_path)
+    settings = (*LAYOUTS[layout], *SCHEDULE, EXPORT)
+    straight = replays.train("straight", *settings)
+    first = replays.train("first", *settings, "run.steps=3")
+    checkpoint = newest_checkpoint(first)
+    assert checkpoint is not None
+    info = read_checkpoint_info(checkpoint)
+    assert (info.step, info.version) == (3, PolicyVersion(1, 3))
+    second = replays.train("second", *settings, f"run.resume_from={checkpoint}")
+
+    expected, before, resumed = weights(straight), weights(first), weights(second)
+    assert largest_difference(before, expected) > 1e-4, "nothing was trained after the resume"
+    assert all(torch.equal(resumed[name], expected[name]) for name in expected)
+    timed = {"time/step", "time/save_checkpoint"}
+    figures = [{k: v for k, v in row.items() if k not in timed} for row in rows(straight)]
+    again = [{k: v for k, v in row.items() if k not in timed} for row in rows(second)]
+    assert [row["step"] for row in again] == [4, 5, 6]
+    assert again == figures[3:]
+    newest = newest_checkpoint(second)
+    assert newest is not None
+    assert read_checkpoint_info(newest).version == PolicyVersion(2, 6)
+
+
+def test_a_checkpoint_of_two_ranks_goes_on_with_one_and_with_another_learning_rate(
+    tmp_path: Path,
+):
+    replays = Replays(tmp_path)
+    settings = ("learner.adam_epsilon=1e-3", EXPORT)  # Adam amplifies rounding
+    straight = replays.train("straight", *settings, *LAYOUTS["tp2"])
+    first = replays.train("first", *settings, *LAYOUTS["tp2"], "run.steps=3")
+    resume = f"run.resume_from={newest_checkpoint(first)}"
+    alone = replays.train("alone", *settings, resume)
+    assert largest_difference(weights(alone), weights(straight)) < 2e-5
+
+    slower = replays.train("slower", *settings, resume, "learner.lr=0.0", "run.steps=4")
+    assert rows(slower)[0]["policy/lr"] == 0.0
+    assert largest_difference(weights(slower), weights(first)) == 0.0
+
+
+def test_what_cannot_be_resumed_from_is_refused_with_its_reason(tmp_path: Path):
+    replays = Replays(tmp_path)
+    first = replays.train("first", "run.steps=1")
+    checkpoint = newest_checkpoint(first)
+    assert checkpoint is not None
+    resume = f"run.resume_from={checkpoint}"
+
+    def refused(*overrides: str) -> str:
+        return finish(replays.start("second", *overrides), code=2)
+
+    assert f"{first} is no checkpoint: checkpoint.json: No such file" in refused(
+        f"run.resume_from={first}"
+    )
+    assert "its parameters are float32 there and bfloat16 here (learner.dtype)" in refused(
+        resume, "learner.dtype=bfloat16"
+    )
+    other = tmp_path / "other"
+    shutil.copytree(replays.model, other)
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps({**config, "intermediate_size": 96}))
+    assert "another model than run.model: intermediate_size is" in refused(
+        resume, f"run.model={other}"
+    )
+    (checkpoint / "__0_0.distcp").write_bytes(b"")
+    assert f"cannot read the checkpoint {checkpoint}" in refused(resume)
+
+
+def test_the_newest_are_kept_and_what_a_crash_left_is_removed(tmp_path: Path):
+    replays = Replays(tmp_path)
+    folder = tmp_path / "runs" / "a" / "checkpoints"
+    left = folder / ".step-000004.unfinished"
+    left.mkdir(parents=True)
+    (left / "checkpoint.json").write_text("{")
+    run = replays.train("a", "checkpoint.every_steps=2", "checkpoint.keep_last=2")
+    assert [path.name for path in checkpoints_in(folder)] == ["step-000004", "step-000006"]
+    assert sorted(path.name for path in folder.iterdir()) == ["step-000004", "step-000006"]
+    assert best_checkpoint(run) is None
+    seconds = [row["time/save_checkpoint"] for row in rows(run) if "time/save_checkpoint" in row]
+    assert len(seconds) == 2
+    assert max(seconds) < 3.0, "a tiny model takes 0.05 s on an idle machine"
+
+
+@pytest.mark.parametrize("layout", ["one", "tp2"])
+def test_a_save_that_fails_leaves_the_one_before_and_training_goes_on(tmp_path: Path, layout: str):
+    replays = Replays(tmp_path)
+    run = replays.train("a", *LAYOUTS[layout], "run.steps=1")
+    checkpoint = newest_checkpoint(run)
+    resume = (f"run.resume_from={checkpoint}", "run.steps=3", "checkpoint.at_end=false")
+    settings = (*LAYOUTS[layout], *resume, "checkpoint.every_steps=1", "checkpoint.keep_last=1")
+    output = finish(replays.start("a", *settings, max_file_bytes=400_000))
+    folder = run / "checkpoints"
+    assert f"cannot write the checkpoint {folder / 'step-000002'}: rank 0: File too large" in output
+    assert "training goes on" in output
+    assert [path.name for path in folder.iterdir()] == ["step-000001"]
+    assert [row["checkpoint/failed"] for row in rows(run)] == [0.0, 0.0, 1.0]
+
+
+def test_a_folder_that_cannot_be_written_is_refused_at_the_start(tmp_path: Path):
+    replays = Replays(tmp_path)
+    folder = tmp_path / "runs" / "a" / "checkpoints"
+    folder.parent.mkdir(parents=True)
+    folder.write_text("not a folder")
+    output = finish(replays.start("a"), code=2)
+    assert f"cannot write checkpoints to {folder}: File exists" in output

@@ -1,0 +1,99 @@
+"""`start-generator --offline`: prompts in, a trajectory file out, nothing left behind."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from generators.prompting import sibling_seed
+from tests.e2e.tiny_run import write_policy
+from wire.codec import decode_payload, decode_transcript
+from wire.trajectory_file import read_groups
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(120)]
+ROOT = Path(__file__).parents[2]
+CONFIG = """
+[run]
+name = "offline"
+dir = "{folder}"
+model = "{folder}/model"
+group_size = 2
+seed = 4
+[data]
+file = "{folder}/prompts.jsonl"
+shuffle = false
+[sampling]
+max_prompt_tokens = 8
+max_response_tokens = {length}
+min_response_tokens = {shortest}
+overlong_prompts = "drop"
+[generators]
+device = "cpu"
+max_cached_tokens = 4096
+max_sequences = 8
+[reward]
+function = "{folder}/reward.py:score"
+"""
+REWARD = "def score(source, answer, truth, extra): return {'score': len(answer), 'six': 6}\n"
+
+
+def write_run(folder: Path, *, length: int, shortest: int = 0) -> list[str]:
+    write_policy(folder / "model")
+    prompts = [{"prompt": f"{i}+{i}=", "ground_truth": str(2 * i)} for i in range(6)]
+    prompts[3]["prompt"] = "100000+100000="
+    (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in prompts))
+    (folder / "reward.py").write_text(REWARD)
+    (folder / "run.toml").write_text(CONFIG.format(folder=folder, length=length, shortest=shortest))
+    program = [sys.executable, "-m", "generators.main", "--config", str(folder / "run.toml")]
+    return [*program, "--offline", "--out", str(folder / "a.trajectories")]
+
+
+def test_every_prompt_is_answered_scored_and_recorded(tmp_path: Path):
+    command = write_run(tmp_path, length=12)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "prompt 3 dropped: row 3 of default has 14 tokens" in done.stderr
+    assert "6 of 6 prompts, 1 dropped, 10 answers" in done.stderr
+    groups = sorted(read_groups(tmp_path / "a.trajectories"), key=lambda g: g.group.group_id)
+    assert [g.group.group_id for g in groups] == [0, 1, 2, 4, 5]
+    assert [g.step for g in groups] == [-1] * 5
+    for group in groups:
+        for one, payload, text in zip(
+            group.group.trajectories, group.payloads, group.transcripts, strict=True
+        ):
+            transcript = decode_transcript(text)
+            assert transcript.prompt.row == group.group.group_id
+            assert one.reward == len(transcript.response)
+            assert one.parts == {"score": one.reward, "six": 6.0}
+            assert one.header.oldest_version.label == "v0.0"
+            assert decode_payload(payload).token_ids.shape == (one.header.num_tokens,)
+        first, second = (decode_transcript(text).response for text in group.transcripts)
+        assert first != second, sibling_seed(4, "train", group.group.group_id, 0)
+
+    again = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert again.returncode == 2
+    assert "a.trajectories exists" in again.stderr
+
+
+def test_ctrl_c_ends_it_and_leaves_no_process_behind(tmp_path: Path):
+    command = write_run(tmp_path, length=900, shortest=900)
+    process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    log = ""
+    while "engine answers" not in log:
+        log = process.stderr.readline()
+        assert process.poll() is None
+    children = psutil.Process(process.pid).children(recursive=True)
+    assert children
+    time.sleep(0.5)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(20) == 130
+    process.stderr.close()
+    _, alive = psutil.wait_procs(children, timeout=5)
+    assert alive == []
+    assert list(read_groups(tmp_path / "a.trajectories")) == []

@@ -1,0 +1,184 @@
+"""`slipstream export`, `slipstream replay`, what a learner leaves behind, and how it is stopped."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+
+from tests.integration.ranks import outputs, start
+from tests.integration.recorded import GROUPS, Replays, finish, start_tool
+from tests.integration.test_checkpoint import LAYOUTS, rows, weights
+from wire.checkpoints import newest_checkpoint
+from wire.codec import decode_payload
+from wire.trajectory_file import read_groups
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(120)]
+
+
+def slipstream(*arguments: object, code: int = 0) -> str:
+    command = [sys.executable, "-m", "deploy.main", *map(str, arguments)]
+    return finish(start_tool(command), code=code)
+
+
+def rollouts(run: Path) -> list[dict[str, Any]]:
+    lines = (run / "rollouts" / "trained.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def behavior_logprobs(file: Path, group_id: int, sibling: int) -> list[float]:
+    for recorded in read_groups(file):
+        if recorded.group.group_id == group_id:
+            payload = decode_payload(memoryview(recorded.payloads[sibling]))
+            return memoryview(payload.behavior_logprobs.data).cast("B").cast("f").tolist()
+    raise AssertionError(f"no group {group_id} in {file}")
+
+
+def test_an_export_is_the_policy_that_the_learner_had(tmp_path: Path):
+    replays = Replays(tmp_path)
+    run = replays.train(
+        "a",
+        *LAYOUTS["tp2"],
+        "run.steps=3",
+        "checkpoint.every_steps=2",
+        "checkpoint.export_at_end=true",
+        "learner.rollouts_per_step=100",
+    )
+    newest, before = newest_checkpoint(run), run / "checkpoints" / "step-000002"
+    printed = slipstream("export", run, "--out", tmp_path / "out")
+    assert printed == f"wrote {tmp_path / 'out'}: {newest}, step 3\n"
+    exported, trained = load_file(tmp_path / "out" / "model.safetensors"), weights(run)
+    assert exported.keys() == trained.keys()
+    assert all(exported[name].equal(trained[name]) for name in trained)
+
+    slipstream("export", before, "--out", tmp_path / "two")
+    third = [row for row in rollouts(run) if row["step"] == 2]  # trained by what it exported
+    assert third
+    sequences = tmp_path / "sequences.json"
+    sequences.write_text(json.dumps([row["token_ids"] for row in third]))
+    (printed,) = outputs([start(tmp_path, "transformers_logprobs", tmp_path / "two", sequences)])
+    for row, logprobs in zip(third, json.loads(printed), strict=True):
+        first = row["num_prompt_tokens"]
+        behavior = behavior_logprobs(replays.file, row["group_id"], row["sibling"])[first:]
+        expected = [a + b for a, b in zip(behavior, row["logprob_diffs"], strict=True)]
+        assert logprobs[first - 1 :] == pytest.approx(expected, abs=5e-5)
+
+
+def test_an_export_that_cannot_be_says_why(tmp_path: Path):
+    replays = Replays(tmp_path)
+    run = replays.train("a", "run.steps=1")
+    refused = {
+        (run, "--best"): f"{run} has no evaluated checkpoint",
+        (tmp_path,): f"{tmp_path} is neither a run with checkpoints nor a checkpoint",
+        (run, "--out", run): f"{run} exists already (--out)",
+    }
+    for arguments, message in refused.items():
+        assert message in slipstream("export", *arguments, code=2)
+    replays.model.rename(tmp_path / "moved")
+    assert f"was trained from {replays.model}, which is gone" in slipstream("export", run, code=2)
+
+
+def test_a_replay_trains_on_what_a_run_recorded(tmp_path: Path):
+    replays = Replays(tmp_path)
+    recorded = tmp_path / "runs" / "a" / "rollouts" / "batches.trajectories"
+    recorded.parent.mkdir(parents=True)
+    recorded.write_bytes(replays.file.read_bytes())
+    printed = slipstream(
+        "replay", tmp_path / "runs" / "a", "--config", replays.config, "run.name=a"
+    )
+    run = tmp_path / "runs" / "a-replay"
+    assert "step 6 reward" in printed
+    assert [row["step"] for row in rows(run)] == [1, 2, 3, 4, 5, 6]
+    rewards = [
+        trajectory.reward
+        for group in list(read_groups(recorded))[:GROUPS]
+        for trajectory in group.group.trajectories
+    ]
+    assert rows(run)[0]["reward/mean"] == pytest.approx(sum(rewards) / len(rewards))
+    assert rows(run)[5]["staleness/mean"] > 0
+    again = slipstream("replay", replays.file, "--config", replays.config, "run.name=a")
+    assert "step 6 reward" in again
+    assert (tmp_path / "runs" / "a-replay-2").is_dir()
+
+
+def test_what_was_trained_can_be_read(tmp_path: Path):
+    run = Replays(tmp_path).train("a", "run.steps=2", "learner.rollouts_per_step=100")
+    rows_ = rollouts(run)
+    assert {row["step"] for row in rows_} == {0, 1}
+    for row in rows_:
+        assert row["parts"] == {"half": row["reward"] / 2}
+        assert row["finish_reason"] == "stop"
+        assert row["prompt"]
+        first, count = row["num_prompt_tokens"], len(row["token_ids"])
+        differences = row["logprob_diffs"]
+        assert len(differences) == count - first
+        starts = [r["first_token"] for r in row["version_runs"]] + [count]
+        for i, mean in enumerate(row["logprob_abs_diff_by_run"]):
+            part = differences[starts[i] - first : starts[i + 1] - first]
+            assert mean == pytest.approx(sum(map(abs, part)) / len(part), abs=2e-5)
+    assert any(len(row["version_runs"]) == 2 for row in rows_)
+
+
+def test_a_trace_is_written_for_the_steps_asked_for(tmp_path: Path):
+    run = Replays(tmp_path).train("a", "profile.steps=[2,3]", "run.steps=4")
+    trace = json.loads((run / "profile" / "rank-0.json").read_text())
+    names = [str(event.get("name")) for event in trace["traceEvents"]]
+    updates = [n for n in names if n.startswith("Optimizer.step#")]
+    assert len(updates) == 2
+
+
+def wait_for_step(process: subprocess.Popen[str], run: Path, step: int) -> None:
+    deadline = time.monotonic() + 60
+    path = run / "replay" / "metrics.jsonl"
+    while not path.exists() or len(path.read_text().splitlines()) < step:
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+LONG = 400
+
+
+@pytest.mark.parametrize(
+    ("layout", "ask"),
+    [
+        ("one", lambda process: process.send_signal(signal.SIGTERM)),
+        ("tp2", lambda process: os.killpg(process.pid, signal.SIGINT)),
+    ],
+    ids=["sigterm", "ctrl-c"],
+)
+def test_a_learner_asked_to_end_saves_and_its_successor_goes_on(
+    tmp_path: Path, layout: str, ask: Callable[[subprocess.Popen[str]], None]
+):
+    replays = Replays(tmp_path, steps=LONG)
+    process = replays.start("a", *LAYOUTS[layout])
+    run = tmp_path / "runs" / "a"
+    wait_for_step(process, run, 3)
+    ask(process)
+    output = finish(process)
+    assert "ending in order, again ends at once" in output
+    trained = len(rows(run))
+    assert 3 <= trained < LONG
+    checkpoint = newest_checkpoint(run)
+    assert checkpoint == run / "checkpoints" / f"step-{trained:06d}"
+    more = (f"run.resume_from={checkpoint}", f"run.steps={trained + 1}")
+    replays.train("a", *LAYOUTS[layout], *more)
+    assert [row["step"] for row in rows(run)] == list(range(1, trained + 2))
+
+
+def test_without_on_stop_a_signal_ends_the_learner_at_once_and_nothing_is_saved(tmp_path: Path):
+    replays = Replays(tmp_path, steps=LONG)
+    process = replays.start("a", "checkpoint.on_stop=false")
+    run = tmp_path / "runs" / "a"
+    wait_for_step(process, run, 3)
+    process.send_signal(signal.SIGTERM)
+    finish(process)
+    assert len(rows(run)) < LONG
+    assert newest_checkpoint(run) is None

@@ -1,0 +1,25 @@
+"""Print the token ids that transformers gives conversations: MODEL_FOLDER, JSON on stdin."""
+
+import json
+import sys
+
+from generators.sglang_cpu import define_torchvision_operators
+
+
+def main(folder: str) -> None:
+    define_torchvision_operators()
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    order = json.loads(sys.stdin.read())
+    answers = [
+        tokenizer.apply_chat_template(
+            turns, add_generation_prompt=True, tokenize=True, return_dict=False, **order["kwargs"]
+        )
+        for turns in order["conversations"]
+    ]
+    sys.stdout.write(json.dumps(answers))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

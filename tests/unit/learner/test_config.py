@@ -1,0 +1,70 @@
+from pathlib import Path
+
+import pytest
+
+from learner.config import learner_settings
+from wire.errors import ConfigError
+from wire.settings import Table
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Table:
+    (tmp_path / "config.json").write_text("{}")
+    return {"model": str(tmp_path), "steps": 20}
+
+
+def refused(run: Table, message: str, **sections: Table) -> None:
+    with pytest.raises(ConfigError, match=message):
+        learner_settings({"run": run, **sections})
+
+
+def test_the_decay_ends_with_the_run_unless_told_otherwise(run: Table):
+    assert learner_settings({"run": run}).lr_decay_steps == 20
+    learner = {"lr_schedule": "cosine", "lr_decay_steps": 50}
+    assert learner_settings({"run": run, "learner": learner}).lr_decay_steps == 50
+
+
+@pytest.mark.parametrize(
+    ("learner", "message"),
+    [
+        ({"lr": 1e-5, "lr_min": 1e-4}, r"learner\.lr_min = 0\.0001 is above learner\.lr = 1e-05"),
+        ({"lr_min": 1e-7}, r"learner\.lr_min has no meaning with .*\"constant\""),
+        ({"lr_decay_steps": 5}, r"learner\.lr_decay_steps has no meaning with .*\"constant\""),
+        (
+            {"lr_schedule": "linear", "lr_warmup_steps": 20},
+            r"lr_warmup_steps = 20 must be below run\.steps = 20",
+        ),
+        (
+            {"lr_schedule": "linear", "lr_warmup_steps": 9, "lr_decay_steps": 8},
+            r"must be below learner\.lr_decay_steps = 8",
+        ),
+        ({"lr_schedule": "WSD"}, r"needs learner\.wsd_decay_steps from 1 to 20 .* got 0"),
+        (
+            {"lr_schedule": "WSD", "lr_warmup_steps": 10, "wsd_decay_steps": 11},
+            r"from 1 to 10 \(run\.steps - learner\.lr_warmup_steps\), got 11",
+        ),
+        (
+            {"lr_schedule": "cosine", "wsd_decay_steps": 3},
+            r"wsd_decay_steps has no meaning with learner\.lr_schedule = \"cosine\"",
+        ),
+        ({"lr_schedule": "wsd"}, "Invalid enum value 'wsd'"),
+        ({"save_final": True}, r"unknown setting learner\.save_final"),
+    ],
+)
+def test_schedules_that_cannot_be_are_refused(run: Table, learner: Table, message: str):
+    refused(run, message, learner=learner)
+
+
+def test_a_warm_up_longer_than_the_run_is_fine_where_nothing_decays(run: Table):
+    learner = {"lr_warmup_steps": 100}
+    assert learner_settings({"run": run, "learner": learner}).learner.lr_warmup_steps == 100
+
+
+def test_traces_are_of_steps_in_order_and_of_ranks_there_are(run: Table):
+    refused(run, r"profile\.steps must be \[first, last\], got \[4, 2\]", profile={"steps": [4, 2]})
+    refused(run, r"rank 1, there are 1 \(learner\.ranks\)", profile={"ranks": [0, 1]})
+    refused(run, "Expected `int` >= 1", profile={"steps": [0, 2]})
+
+
+def test_what_to_resume_from_must_be_a_checkpoint(run: Table, tmp_path: Path):
+    refused({**run, "resume_from": str(tmp_path / "none")}, "none is no checkpoint")

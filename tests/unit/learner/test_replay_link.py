@@ -1,0 +1,34 @@
+from collections.abc import Iterator
+
+from learner.replay_link import recorded_batches
+from wire.control import DeliveredGroup
+from wire.trajectory_file import NOT_TRAINED, RecordedGroup
+
+
+def recorded(*steps: int) -> Iterator[RecordedGroup]:
+    for number, step in enumerate(steps):
+        group = DeliveredGroup(group_id=number, trajectories=())
+        yield RecordedGroup(step=step, group=group, payloads=(), transcripts=())
+
+
+def batches(*steps: int) -> list[tuple[int, list[int]]]:
+    found = recorded_batches(recorded(*steps), groups_per_step=2)
+    return [(batch.step, [g.group.group_id for g in batch.groups]) for batch in found]
+
+
+def test_groups_come_in_the_batches_they_were_trained_in():
+    assert batches(0, 0, 1, 1, 1, 2) == [(0, [0, 1]), (1, [2, 3, 4]), (2, [5])]
+
+
+def test_groups_that_were_never_trained_fill_batches_and_a_rest_is_left_out():
+    never = NOT_TRAINED
+    assert batches(never, never, never, never, never) == [(0, [0, 1]), (1, [2, 3])]
+    assert batches(0, 0, never, never) == [(0, [0, 1]), (1, [2, 3])]
+
+
+def test_a_step_that_was_trained_again_comes_once():
+    assert batches(0, 1, 2, 1, 2, 3) == [(0, [0]), (1, [1]), (2, [2]), (3, [5])]
+
+
+def test_a_gap_is_kept_for_whoever_reads():
+    assert batches(3, 3, 5) == [(3, [0, 1]), (5, [2])]
