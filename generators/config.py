@@ -1,5 +1,6 @@
 """Settings of the generators."""
 
+import json
 from pathlib import Path
 from typing import Literal
 
@@ -87,26 +88,77 @@ def generator_settings(table: Table) -> GeneratorSettings:
         generators=section(table, "generators", GeneratorsSection),
         weightbus=section(table, "weightbus", WeightBusSection),
     )
-    model_folder(settings.run)
-    sampling = settings.sampling
-    if sampling.min_response_tokens > sampling.max_response_tokens:
-        raise ConfigError(
-            f"sampling.min_response_tokens = {sampling.min_response_tokens} is more than "
-            f"sampling.max_response_tokens = {sampling.max_response_tokens}"
-        )
+    folder = model_folder(settings.run)
+    _check_sampling(settings.sampling)
+    _check_evaluation(settings.eval)
+    _check_lengths(settings, folder)
     if settings.generators.max_sequences < settings.run.group_size:
         raise ConfigError(
             f"generators.max_sequences = {settings.generators.max_sequences} does not hold one "
             f"group of run.group_size = {settings.run.group_size}"
         )
     _check_sglang(settings.generators.sglang)
-    longest = sampling.max_prompt_tokens + sampling.max_response_tokens
-    if settings.device == "cpu" and settings.generators.max_cached_tokens < longest:
-        raise ConfigError(
-            f"generators.max_cached_tokens = {settings.generators.max_cached_tokens} does not "
-            f"hold one trajectory of sampling.max_prompt_tokens + max_response_tokens = {longest}"
-        )
     return settings
+
+
+def _check_sampling(sampling: SamplingSection) -> None:
+    """Refuse what would train on logprobs of another distribution than was sampled from."""
+    truncations = {"top_p": (sampling.top_p, 1.0), "top_k": (sampling.top_k, -1)}
+    truncations["min_p"] = (sampling.min_p, 0.0)
+    for name, (value, whole) in truncations.items():
+        if value != whole:
+            raise ConfigError(
+                f"sampling.{name} must be {whole:g} for training, got {value:g}: the engine "
+                "returns logprobs of the whole distribution"
+            )
+    if sampling.min_response_tokens > sampling.max_response_tokens:
+        raise ConfigError(
+            f"sampling.min_response_tokens = {sampling.min_response_tokens} is more than "
+            f"sampling.max_response_tokens = {sampling.max_response_tokens}"
+        )
+    if "" in sampling.stop:
+        raise ConfigError("sampling.stop holds an empty text")
+    if any(token_id < 0 for token_id in sampling.stop_token_ids):
+        raise ConfigError(f"sampling.stop_token_ids must be >= 0, got {sampling.stop_token_ids}")
+    if sampling.chat_template and not Path(sampling.chat_template).is_file():
+        raise ConfigError(f"sampling.chat_template = {sampling.chat_template} is no file")
+
+
+def _check_evaluation(evaluation: EvalSection) -> None:
+    if evaluation.samples > 1 and evaluation.temperature == 0:
+        raise ConfigError(
+            f"eval.samples = {evaluation.samples} greedy answers are all the same: set "
+            "eval.temperature above 0"
+        )
+    if evaluation.top_k == 0 or evaluation.top_k < -1:
+        raise ConfigError(f"eval.top_k must be -1 (all) or at least 1, got {evaluation.top_k}")
+
+
+def _check_lengths(settings: GeneratorSettings, folder: Path) -> None:
+    """Refuse trajectories that neither the model nor the cache can hold."""
+    sampling = settings.sampling
+    responses = {
+        "sampling.max_response_tokens": sampling.max_response_tokens,
+        "eval.max_response_tokens": settings.eval.max_response_tokens,
+    }
+    setting, response = max(responses.items(), key=lambda item: item[1])
+    longest = sampling.max_prompt_tokens + response
+    what = f"one trajectory of sampling.max_prompt_tokens + {setting} = {longest}"
+    positions = _max_positions(folder)
+    if positions is not None and longest > positions:
+        raise ConfigError(f"run.model has {positions} positions and cannot hold {what} tokens")
+    cached = settings.generators.max_cached_tokens
+    if settings.device == "cpu" and cached < longest:
+        raise ConfigError(f"generators.max_cached_tokens = {cached} does not hold {what}")
+
+
+def _max_positions(folder: Path) -> int | None:
+    try:
+        config = json.loads((folder / "config.json").read_text())
+    except ValueError as error:
+        raise ConfigError(f"{folder}/config.json is not valid JSON (run.model)") from error
+    positions = config.get("max_position_embeddings")
+    return positions if isinstance(positions, int) else None
 
 
 def _check_sglang(table: dict[str, str | int | float | bool]) -> None:

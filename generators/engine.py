@@ -1,5 +1,6 @@
 """What a generator needs from an inference engine."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -15,6 +16,10 @@ class SamplingParams:
     temperature: float  # 0.0 is greedy
     max_new_tokens: int
     min_new_tokens: int = 0
+    top_p: float = 1.0
+    top_k: int = -1  # -1 is all
+    stop: tuple[str, ...] = ()  # a response ends after any of these texts
+    stop_token_ids: tuple[int, ...] = ()  # besides the model's own
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,9 +36,16 @@ class InferenceEngine(EngineWeights, Protocol):
     """An engine that samples, and whose weights can be exchanged while it does."""
 
     async def sample(
-        self, prompt_ids: list[int], params: SamplingParams, *, count: int
+        self,
+        prompt_ids: list[int],
+        params: SamplingParams,
+        *,
+        count: int,
+        seeds: Sequence[int] = (),
     ) -> list[Completion]:
         """Return ``count`` independent responses to one prompt, when all are finished.
+
+        ``seeds`` are 63-bit, one per response, or none.
 
         Raises EngineError when the engine gives none. Cancelling the call ends the generation.
         """

@@ -1,24 +1,47 @@
 """`start-generator`: an agent and the SGLang server beside it."""
 
+import argparse
 import asyncio
+from pathlib import Path
 
 from wire.command_line import load_arguments, refuse_settings, role_parser, run_role
 from wire.errors import ConfigError
 from wire.logs import start_logging
 
 
-def main() -> int:
-    """Parse, check, run."""
+def _parser() -> argparse.ArgumentParser:
     parser = role_parser(
         "start-generator",
         "Generate trajectories for the broker of a run with an SGLang server of its own.",
         [
             "start-generator --config run.toml --name generator-0",
             "start-generator --config run.toml --name generator-1 generators.device=cpu",
+            "start-generator --config run.toml --offline --out train.trajectories",
         ],
     )
     parser.add_argument("--name", default="generator-0", help="unique within the run")
+    parser.add_argument(
+        "--offline",
+        action="store_true",
+        help="no broker, no learner: answer and score the prompts of [data] into a file",
+    )
+    parser.add_argument("--out", type=Path, metavar="FILE", help="with --offline: the new file")
+    parser.add_argument(
+        "--num-prompts", type=int, default=0, metavar="N", help="with --offline; default is all"
+    )
+    return parser
+
+
+def main() -> int:
+    """Parse, check, run."""
+    parser = _parser()
     arguments = parser.parse_args()
+    if arguments.offline != (arguments.out is not None):
+        parser.error("--offline and --out FILE go together")
+    if arguments.num_prompts and not arguments.offline:
+        parser.error("--num-prompts needs --offline")
+    if arguments.offline:
+        return _offline(arguments)
     from generators.config import generator_settings
     from generators.sglang_process import server_flags
 
@@ -38,6 +61,20 @@ def main() -> int:
         return 0
 
     return run_role(body)
+
+
+def _offline(arguments: argparse.Namespace) -> int:
+    from generators.offline import generate, offline_settings
+
+    try:
+        settings = offline_settings(load_arguments(arguments), arguments.out, arguments.num_prompts)
+    except ConfigError as error:
+        return refuse_settings(error)
+    if arguments.dry_run:
+        print(f"would write {settings.out}")  # noqa: T201
+        return 0
+    start_logging(arguments.name)
+    return run_role(lambda: asyncio.run(generate(settings, arguments.name)))
 
 
 if __name__ == "__main__":

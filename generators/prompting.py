@@ -1,50 +1,111 @@
-"""From the text of a prompt to token ids and back."""
+"""From a prompt to token ids and back."""
 
-import json
+import hashlib
 from pathlib import Path
-from typing import Any
 
 from tokenizers import Tokenizer
 
+from generators.chat_template import load_chat_template, read_json, token_text
 from wire.errors import ConfigError
+from wire.run_settings import SamplingSection
+from wire.trajectory import ItemKind, Prompt
+
+_ALSO_END = ("<|eom_id|>",)  # SGLang ends a response there too
+_SEED_BYTES = 8
+
+
+class OverlongPromptError(ValueError):
+    """A prompt has more tokens than sampling.max_prompt_tokens, and such prompts are dropped."""
 
 
 class TextCodec:
-    """The policy's tokenizer."""
+    """The policy's tokenizer and chat template."""
 
-    def __init__(self, model_folder: Path, *, max_prompt_tokens: int) -> None:
+    def __init__(self, model_folder: Path, sampling: SamplingSection) -> None:
+        """Read both from a Hugging Face folder.
+
+        Raises:
+            ConfigError: there is none, it does not fit the model, or a setting is wrong.
+        """
         path = model_folder / "tokenizer.json"
         if not path.is_file():
             raise ConfigError(f"no tokenizer.json in {model_folder} (run.model)")
-        self._tokenizer: Tokenizer = Tokenizer.from_file(str(path))
-        self.end_token_ids = self._end_token_ids(model_folder)
-        self._max_prompt_tokens = max_prompt_tokens
+        try:
+            self._tokenizer: Tokenizer = Tokenizer.from_file(str(path))
+        except Exception as error:  # tokenizers raises nothing more precise
+            raise ConfigError(f"{path} is not a tokenizer (run.model): {error}") from error
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        _check_vocabulary(self._tokenizer, model_folder)
+        self._sampling = sampling
+        self._template = load_chat_template(
+            model_folder, sampling.chat_template, sampling.chat_template_kwargs
+        )
+        self.end_token_ids = tuple(
+            sorted({*self._end_token_ids(model_folder), *sampling.stop_token_ids})
+        )
 
-    def _end_token_ids(self, folder: Path) -> tuple[int, ...]:
+    def _end_token_ids(self, folder: Path) -> set[int]:
         """Return the tokens that end a response, as the engine collects them."""
         ids: set[int] = set()
         for name in ("config.json", "generation_config.json"):
-            ids.update(_ids(_read(folder / name).get("eos_token_id")))
-        eos = _read(folder / "tokenizer_config.json").get("eos_token")
-        text = eos.get("content") if isinstance(eos, dict) else eos
-        token_id = self._tokenizer.token_to_id(str(text)) if text else None
-        return tuple(sorted(ids | ({token_id} if token_id is not None else set())))
+            ids.update(_ids(read_json(folder / name).get("eos_token_id")))
+        eos = token_text(read_json(folder / "tokenizer_config.json").get("eos_token"))
+        texts = (eos, *_ALSO_END) if eos else _ALSO_END
+        found = (self._tokenizer.token_to_id(text) for text in texts)
+        return ids | {token_id for token_id in found if token_id is not None}
 
-    def encode(self, prompt: str) -> list[int]:
-        """Return a prompt's token ids.
+    def text(self, prompt: Prompt) -> str:
+        """Return what the model is given: text as it is, turns through the chat template.
 
         Raises:
-            ValueError: it is empty or too long.
+            ConfigError: there is no chat template, or it refuses these turns.
         """
-        ids: list[int] = self._tokenizer.encode(prompt).ids
-        if not ids:
-            raise ValueError(f"prompt {prompt!r} has no tokens")
-        if len(ids) > self._max_prompt_tokens:
-            raise ValueError(
-                f"prompt has {len(ids)} tokens, sampling.max_prompt_tokens is "
-                f"{self._max_prompt_tokens}"
+        if isinstance(prompt.prompt, str):
+            return prompt.prompt
+        if self._template is None:
+            raise ConfigError(
+                f"{_name(prompt)} is a conversation, but the model has no chat template: "
+                "set sampling.chat_template"
             )
+        try:
+            return self._template.render(prompt.prompt)
+        except ValueError as error:
+            raise ConfigError(
+                f"{_name(prompt)}: the chat template refuses it: {error} (sampling.chat_template)"
+            ) from error
+
+    def tokens(self, prompt: Prompt) -> list[int]:
+        """Return a prompt's token ids, however many; a template brings its own special tokens."""
+        is_text = isinstance(prompt.prompt, str)
+        ids: list[int] = self._tokenizer.encode(self.text(prompt), add_special_tokens=is_text).ids
         return ids
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        """Return a prompt's token ids within sampling.max_prompt_tokens.
+
+        Raises:
+            ConfigError: it is too long and sampling.overlong_prompts is error, or it cannot be
+                rendered.
+            OverlongPromptError: it is too long and sampling.overlong_prompts is drop.
+            ValueError: it has no tokens.
+        """
+        ids = self.tokens(prompt)
+        if not ids:
+            raise ValueError(f"{_name(prompt)} has no tokens")
+        limit = self._sampling.max_prompt_tokens
+        if len(ids) <= limit:
+            return ids
+        problem = f"{_name(prompt)} has {len(ids)} tokens, sampling.max_prompt_tokens is {limit}"
+        match self._sampling.overlong_prompts:
+            case "error":
+                raise ConfigError(
+                    f"{problem}; sampling.overlong_prompts = drop or truncate goes on"
+                )
+            case "drop":
+                raise OverlongPromptError(problem)
+            case "truncate":
+                return ids[-limit:]
 
     def decode(self, token_ids: list[int]) -> str:
         """Return a response's text, without special tokens."""
@@ -52,14 +113,29 @@ class TextCodec:
         return text
 
 
-def _read(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        content: dict[str, Any] = json.loads(path.read_text())
-    except ValueError as error:
-        raise ConfigError(f"{path} is not valid JSON (run.model): {error}") from error
-    return content
+def sibling_seed(run_seed: int, item: ItemKind, position: int, sibling: int) -> int:
+    """Return the 63-bit seed of one response; it depends on nothing else, in any release."""
+    name = f"{run_seed}/{item}/{position}/{sibling}".encode()
+    digest = hashlib.blake2b(name, digest_size=_SEED_BYTES).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def _check_vocabulary(tokenizer: Tokenizer, folder: Path) -> None:
+    """Refuse a tokenizer with tokens that the model does not have; fewer are padding."""
+    config = read_json(folder / "config.json")
+    size = config.get("vocab_size", config.get("text_config", {}).get("vocab_size"))
+    largest = max(tokenizer.get_vocab().values(), default=-1)
+    if isinstance(size, int) and largest >= size:
+        raise ConfigError(
+            f"tokenizer and vocabulary of {folder} disagree (run.model): tokenizer.json has a "
+            f"token {largest}, config.json has vocab_size = {size}"
+        )
+
+
+def _name(prompt: Prompt) -> str:
+    if prompt.row >= 0:
+        return f"row {prompt.row} of {prompt.data_source}"
+    return f"prompt {prompt.text[:40]!r}"
 
 
 def _ids(value: int | list[int] | None) -> list[int]:

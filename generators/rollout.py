@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from generators.engine import Completion, InferenceEngine, SamplingParams
-from generators.prompting import TextCodec
+from generators.prompting import TextCodec, sibling_seed
 from generators.version_runs import version_runs
 from wire.arrays import PackedArray
 from wire.codec import encode
 from wire.control import LeasedGroup, SubmitTrajectory
-from wire.trajectory import TrajectoryHeader, TrajectoryPayload, Transcript
+from wire.trajectory import ItemKind, TrajectoryHeader, TrajectoryPayload, Transcript
 
 _LITTLE_ENDIAN = sys.byteorder == "little"
 
@@ -25,18 +25,27 @@ class Rollout:
     num_response_tokens: int
 
 
+@dataclass(frozen=True, slots=True)
+class Sampler:
+    """What turns a leased group into trajectories."""
+
+    engine: InferenceEngine
+    codec: TextCodec
+    params: dict[ItemKind, SamplingParams]
+    run_seed: int | None  # None leaves seeds to the engine
+
+
 async def run_rollouts(
-    engine: InferenceEngine,
-    codec: TextCodec,
-    group: LeasedGroup,
-    siblings: Sequence[int],
-    params: SamplingParams,
+    sampler: Sampler, group: LeasedGroup, siblings: Sequence[int], prompt_ids: list[int]
 ) -> list[Rollout]:
     """Sample some siblings of a group."""
-    prompt_ids = codec.encode(group.prompt.prompt)
-    completions = await engine.sample(prompt_ids, params, count=len(siblings))
+    params = sampler.params[group.item]
+    seeds: list[int] = []
+    if sampler.run_seed is not None:
+        seeds = [sibling_seed(sampler.run_seed, group.item, group.position, s) for s in siblings]
+    completions = await sampler.engine.sample(prompt_ids, params, count=len(siblings), seeds=seeds)
     return [
-        _rollout(codec, group, sibling, prompt_ids, completion, params)
+        _rollout(sampler.codec, group, sibling, prompt_ids, completion, params)
         for sibling, completion in zip(siblings, completions, strict=True)
     ]
 

@@ -6,6 +6,7 @@ label last.
 """
 
 import logging
+from collections.abc import Sequence
 from typing import Any
 
 import aiohttp
@@ -42,16 +43,18 @@ class SglangEngine:
     # ---- sampling ------------------------------------------------------------
 
     async def sample(
-        self, prompt_ids: list[int], params: SamplingParams, *, count: int
+        self,
+        prompt_ids: list[int],
+        params: SamplingParams,
+        *,
+        count: int,
+        seeds: Sequence[int] = (),
     ) -> list[Completion]:
         """Return ``count`` independent responses; raises EngineError when there are none."""
+        sampling = _sampling_params(params)
         body = {
             "input_ids": [prompt_ids] * count,
-            "sampling_params": {
-                "temperature": params.temperature,
-                "max_new_tokens": params.max_new_tokens,
-                "min_new_tokens": params.min_new_tokens,
-            },
+            "sampling_params": [{**sampling, "sampling_seed": seed} for seed in seeds] or sampling,
             "return_logprob": True,
         }
         self._num_in_flight += count
@@ -163,6 +166,21 @@ class SglangEngine:
         except (aiohttp.ClientError, msgspec.DecodeError) as error:
             raise EngineError(f"SGLang {path}: {type(error).__name__} {error}") from error
         return answer
+
+
+def _sampling_params(params: SamplingParams) -> dict[str, Any]:
+    sampling: dict[str, Any] = {
+        "temperature": params.temperature,
+        "max_new_tokens": params.max_new_tokens,
+        "min_new_tokens": params.min_new_tokens,
+        "top_p": params.top_p,
+        "top_k": params.top_k,
+    }
+    if params.stop:
+        sampling["stop"] = params.stop
+    if params.stop_token_ids:
+        sampling["stop_token_ids"] = params.stop_token_ids
+    return sampling
 
 
 def _completion(answer: dict[str, Any]) -> Completion:

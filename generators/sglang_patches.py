@@ -8,6 +8,7 @@ import datetime
 import importlib.abc
 import importlib.util
 import os
+import random
 import sys
 from collections.abc import Callable, Sequence
 from importlib.machinery import ModuleSpec
@@ -17,8 +18,11 @@ from typing import Any
 from typing_extensions import override
 
 GROUP_TIMEOUT_VARIABLE = "SLIPSTREAM_GROUP_TIMEOUT_S"
+SEEDS_VARIABLE = "SLIPSTREAM_SEEDS"  # 1: every request is sampled by a seed
 _GROUPS = "torch.distributed.distributed_c10d"
 _MIN_NEW_TOKENS = "sglang.srt.sampling.penaltylib.min_new_tokens"
+_SAMPLING_BATCH = "sglang.srt.sampling.sampling_batch_info"
+_SAMPLER = "sglang.srt.layers.sampler"
 
 
 def install() -> None:
@@ -27,6 +31,8 @@ def install() -> None:
         _MIN_NEW_TOKENS: _count_tokens_before_retraction,
         _GROUPS: _bound_waits_in_groups,
     }
+    if os.environ.get(SEEDS_VARIABLE) == "1":  # noqa: TID251 reaches spawned processes
+        corrections |= {_SAMPLING_BATCH: _keep_seeds, _SAMPLER: _sample_by_seed}
     sys.meta_path.insert(0, _AfterImport(corrections))
 
 
@@ -59,6 +65,44 @@ def _count_tokens_before_retraction(module: ModuleType) -> None:
         self.len_output_tokens = torch.tensor(lengths, dtype=torch.int32, device=device)
 
     penalizer._prepare = prepare_from_output
+
+
+def _keep_seeds(module: ModuleType) -> None:
+    """Give every row of a batch its request's seed, or a random one.
+
+    SGLang reads seeds with --enable-deterministic-inference alone, which asks for slow kernels
+    that do not depend on the batch. Every row needs one, because batches are merged. Remove when
+    SGLang honours seeds without those kernels.
+    """
+    import torch  # with the process that samples, not with the agent
+
+    batch_info = module.SamplingBatchInfo
+    build = batch_info.from_schedule_batch.__func__
+
+    def from_schedule_batch(cls: Any, batch: Any, vocab_size: int) -> Any:  # noqa: ANN401
+        info = build(cls, batch, vocab_size)
+        if info.sampling_seed is None:
+            asked = [req.sampling_params.sampling_seed for req in batch.reqs]
+            seeds = [random.getrandbits(63) if seed is None else seed for seed in asked]
+            info.sampling_seed = torch.tensor(seeds, dtype=torch.int64).to(batch.device)
+        return info
+
+    batch_info.from_schedule_batch = classmethod(from_schedule_batch)
+
+
+def _sample_by_seed(module: ModuleType) -> None:
+    """Choose a token from its row's probabilities, seed and position.
+
+    SGLang's own way needs a kernel that a CPU lacks, and noise for every token of the
+    vocabulary. Here one number per row is looked up in the cumulative distribution: exact, and
+    a token of probability 0 is never chosen. Remove together with ``_keep_seeds``.
+    """
+    from generators import seeded_sampling  # torch, as above
+
+    module.__dict__["sampling_from_probs_torch"] = seeded_sampling.sampling_from_probs
+    module.__dict__["top_k_top_p_min_p_sampling_from_probs_torch"] = (
+        seeded_sampling.sampling_from_truncated_probs
+    )
 
 
 class _AfterImport(importlib.abc.MetaPathFinder):

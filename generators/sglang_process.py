@@ -18,7 +18,7 @@ from pathlib import Path
 import aiohttp
 
 from generators.config import GeneratorSettings
-from generators.sglang_patches import GROUP_TIMEOUT_VARIABLE
+from generators.sglang_patches import GROUP_TIMEOUT_VARIABLE, SEEDS_VARIABLE
 from wire.errors import ChildDiedError
 from wire.processes import bound_to_me, last_lines
 
@@ -169,6 +169,8 @@ def server_flags(
         "random_seed": hash_seed(f"{settings.run.seed}/{seed_of}"),
         "log_level": "warning",
     }
+    if settings.sampling.seed_per_sibling:
+        flags["sampling_backend"] = "pytorch"  # the one that takes seeds
     if settings.device == "cpu":
         flags |= {
             "attention_backend": "torch_native",
@@ -191,6 +193,7 @@ def _environment(settings: GeneratorSettings, scratch: Path) -> dict[str, str]:
     environment = dict(os.environ)  # noqa: TID251 handed on to a child
     environment |= {"TMPDIR": str(scratch), "HF_HUB_OFFLINE": "1"}
     environment[GROUP_TIMEOUT_VARIABLE] = str(settings.weightbus.timeout_s)
+    environment[SEEDS_VARIABLE] = str(int(settings.sampling.seed_per_sibling))
     if settings.device == "cpu":
         # More than one thread per server collapses as soon as anything else wants a core.
         environment |= {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1"}

@@ -10,9 +10,8 @@ import logging
 from contextlib import suppress
 
 from broker.client import BrokerClient
-from generators.engine import InferenceEngine, SamplingParams
-from generators.prompting import TextCodec
-from generators.rollout import Rollout, run_rollouts
+from generators.prompting import OverlongPromptError
+from generators.rollout import Rollout, Sampler, run_rollouts
 from wire.control import (
     Done,
     Goodbye,
@@ -21,12 +20,12 @@ from wire.control import (
     HeartbeatAnswer,
     LeasedGroup,
     LeaseGroups,
+    RejectPrompt,
     ReleaseLease,
     RoleReport,
 )
 from wire.errors import EngineError, RefusedError
 from wire.phases import WAIT, PhaseClock
-from wire.trajectory import ItemKind
 from wire.versions import PolicyVersion
 
 _log = logging.getLogger(__name__)
@@ -41,16 +40,12 @@ class GeneratorWorker:
         self,
         *,
         client: BrokerClient,
-        engine: InferenceEngine,
-        codec: TextCodec,
-        sampling: dict[ItemKind, SamplingParams],
+        sampler: Sampler,
         max_sequences: int,
         siblings_together: bool,
     ) -> None:
         self._client = client
-        self._engine = engine
-        self._codec = codec
-        self._sampling = sampling
+        self._sampler = sampler
         self._free = max_sequences
         self._together = siblings_together
         self._lane_freed = asyncio.Event()
@@ -61,7 +56,8 @@ class GeneratorWorker:
         self._groups: dict[int, asyncio.Task[None]] = {}  # by lease
         self._generating: set[int] = set()  # leases whose siblings are not all sampled yet
         self._clock = PhaseClock()
-        self._counters = {"tokens": 0.0, "trajectories": 0.0, "refused": 0.0, "failed": 0.0}
+        counted = ("tokens", "trajectories", "refused", "failed", "rejected")
+        self._counters = dict.fromkeys(counted, 0.0)
 
     # ---- told by the weight bus ----------------------------------------------
 
@@ -126,7 +122,7 @@ class GeneratorWorker:
 
     async def _run_group(self, work: LeasedGroup) -> None:
         try:
-            await self._generate(work)
+            await self._encode_and_generate(work)
         except* (EngineError, ValueError) as failed:
             error = failed.exceptions[0]
             self._counters["failed"] += 1
@@ -141,15 +137,28 @@ class GeneratorWorker:
             self._lane_freed.set()
             self._tell_clock()
 
-    async def _generate(self, work: LeasedGroup) -> None:
+    async def _encode_and_generate(self, work: LeasedGroup) -> None:
+        try:
+            prompt_ids = self._sampler.codec.encode(work.prompt)
+        except OverlongPromptError as error:
+            self._counters["rejected"] += 1
+            _log.info("group %d rejected: %s", work.group_id, error)
+            with suppress(RefusedError):
+                rejection = RejectPrompt(
+                    lease_id=work.lease_id, reason="overlong_prompt", detail=str(error)
+                )
+                await self._client.ask(rejection, Done)
+            return
+        await self._generate(work, prompt_ids)
+
+    async def _generate(self, work: LeasedGroup, prompt_ids: list[int]) -> None:
         """Sample the siblings, together or each by itself, and send each when it is there."""
         together = [work.siblings] if self._together else [(s,) for s in work.siblings]
-        params = self._sampling[work.item]
         unfinished = len(work.siblings)
 
         async def sample_and_send(siblings: tuple[int, ...]) -> None:
             nonlocal unfinished
-            rollouts = await run_rollouts(self._engine, self._codec, work, siblings, params)
+            rollouts = await run_rollouts(self._sampler, work, siblings, prompt_ids)
             unfinished -= len(siblings)
             if unfinished == 0:
                 self._generating.discard(work.lease_id)  # the broker ends the lease by itself

@@ -1,6 +1,7 @@
 """What a generator sends is what the learner reads: header, payload and transcript agree."""
 
 import asyncio
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -8,13 +9,14 @@ import torch
 
 from deploy.addition import write_blank_model
 from generators.engine import Completion, SamplingParams
-from generators.prompting import TextCodec
-from generators.rollout import Rollout, pack_payload, run_rollouts
+from generators.prompting import TextCodec, sibling_seed
+from generators.rollout import Rollout, Sampler, pack_payload, run_rollouts
 from learner.collate import pack, unpack
 from weightbus.snapshot import WeightSnapshot
 from wire.codec import decode_payload, decode_transcript
 from wire.control import LeasedGroup
 from wire.manifest import Bucket
+from wire.run_settings import SamplingSection
 from wire.trajectory import Prompt, VersionRun
 from wire.versions import PolicyVersion
 
@@ -23,6 +25,7 @@ GROUP = LeasedGroup(
     group_id=5,
     lease_id=11,
     item="train",
+    position=40,
     prompt=Prompt(prompt="1+1=", ground_truth="2"),
     siblings=(0, 2),
 )
@@ -34,12 +37,17 @@ class ScriptedEngine:
 
     def __init__(self, *completions: Completion) -> None:
         self.completions = list(completions)
-        self.asked: list[tuple[list[int], SamplingParams, int]] = []
+        self.asked: list[tuple[list[int], SamplingParams, int, list[int]]] = []
 
     async def sample(
-        self, prompt_ids: list[int], params: SamplingParams, *, count: int
+        self,
+        prompt_ids: list[int],
+        params: SamplingParams,
+        *,
+        count: int,
+        seeds: Sequence[int] = (),
     ) -> list[Completion]:
-        self.asked.append((prompt_ids, params, count))
+        self.asked.append((prompt_ids, params, count, list(seeds)))
         return self.completions
 
     async def open_group(self, **settings: object) -> None: ...
@@ -69,23 +77,48 @@ def completion(*ids: int, starts: list[tuple[int, PolicyVersion]] | None = None)
 @pytest.fixture
 def codec(tmp_path: Path) -> TextCodec:
     write_blank_model(tmp_path, hidden=16, layers=1)
-    return TextCodec(tmp_path, max_prompt_tokens=8)
+    return TextCodec(tmp_path, SamplingSection(stop_token_ids=(16,)))
+
+
+def run(
+    codec: TextCodec,
+    engine: ScriptedEngine,
+    params: SamplingParams = PARAMS,
+    run_seed: int | None = 3,
+) -> list[Rollout]:
+    sampler = Sampler(engine, codec, {"train": params}, run_seed)
+    return asyncio.run(run_rollouts(sampler, GROUP, GROUP.siblings, codec.encode(GROUP.prompt)))
 
 
 def rollouts(codec: TextCodec) -> tuple[list[Rollout], ScriptedEngine]:
     engine = ScriptedEngine(completion(5, 2), completion(4, 5, 2, starts=[(0, OLD), (1, NEW)]))
-    return asyncio.run(run_rollouts(engine, codec, GROUP, GROUP.siblings, PARAMS)), engine
+    return run(codec, engine), engine
 
 
 def test_each_completion_becomes_the_sibling_it_was_asked_for(codec: TextCodec):
     results, engine = rollouts(codec)
-    assert engine.asked == [([4, 13, 4, 16], PARAMS, 2)]
+    seeds = [sibling_seed(3, "train", 40, sibling) for sibling in (0, 2)]
+    assert engine.asked == [([4, 13, 4, 16], PARAMS, 2, seeds)]
     headers = [result.message.header for result in results]
     assert [(h.group_id, h.sibling, h.lease_id) for h in headers] == [(5, 0, 11), (5, 2, 11)]
     assert [(h.num_prompt_tokens, h.num_tokens) for h in headers] == [(4, 6), (4, 7)]
     assert headers[1].version_runs == (VersionRun(4, OLD), VersionRun(5, NEW))
     assert [h.temperature for h in headers] == [0.5, 0.5]
     assert [result.num_response_tokens for result in results] == [2, 3]
+
+
+def test_an_engine_that_seeds_by_itself_is_given_no_seeds(codec: TextCodec):
+    engine = ScriptedEngine(completion(5, 2), completion(4))
+    run(codec, engine, run_seed=None)
+    assert engine.asked[0][3] == []
+
+
+def test_a_minimum_length_travels_with_all_tokens_that_it_bars(codec: TextCodec):
+    engine = ScriptedEngine(completion(5, 2), completion(4))
+    params = SamplingParams(temperature=1.0, max_new_tokens=4, min_new_tokens=1)
+    headers = [rollout.message.header for rollout in run(codec, engine, params)]
+    assert [h.end_token_ids for h in headers] == [(2, 16)] * 2, "<eos> and sampling.stop_token_ids"
+    assert [h.min_response_tokens for h in headers] == [1, 1]
 
 
 def test_a_transcript_holds_the_answer_without_special_tokens(codec: TextCodec):
@@ -117,7 +150,7 @@ def test_the_learner_reads_the_arrays_that_the_generator_packed(codec: TextCodec
 def test_more_or_fewer_completions_than_siblings_are_an_error(codec: TextCodec):
     engine = ScriptedEngine(completion(5))
     with pytest.raises(ValueError, match="zip"):
-        asyncio.run(run_rollouts(engine, codec, GROUP, GROUP.siblings, PARAMS))
+        run(codec, engine)
 
 
 def test_a_payload_whose_logprobs_do_not_match_its_tokens_is_not_sent():

@@ -1,0 +1,93 @@
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deploy.addition import write_blank_model
+from generators.config import generator_settings
+from generators.running_engine import sampling_by_item
+from generators.sglang_process import server_flags
+from wire.errors import ConfigError
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    write_blank_model(folder, hidden=16, layers=1)
+    return folder
+
+
+def table(model: Path, **sections: dict[str, Any]) -> dict[str, Any]:
+    base: dict[str, dict[str, Any]] = {
+        "run": {"model": str(model)},
+        "generators": {"device": "cpu"},
+        "sampling": {"max_prompt_tokens": 100, "max_response_tokens": 100},
+    }
+    for name, values in sections.items():
+        base[name] = base.get(name, {}) | values
+    return base
+
+
+@pytest.mark.parametrize(
+    ("section", "values", "why"),
+    [
+        ("sampling", {"top_p": 0.9}, r"sampling\.top_p must be 1 for training, got 0\.9"),
+        ("sampling", {"top_k": 20}, r"sampling\.top_k must be -1 for training, got 20"),
+        ("sampling", {"min_p": 0.1}, r"sampling\.min_p must be 0 for training, got 0\.1"),
+        ("sampling", {"min_response_tokens": 101}, r"sampling\.min_response_tokens = 101 is more"),
+        ("sampling", {"stop": [""]}, r"sampling\.stop holds an empty text"),
+        ("sampling", {"stop_token_ids": [-1]}, r"sampling\.stop_token_ids must be >= 0"),
+        ("sampling", {"chat_template": "nothing.jinja"}, r"sampling\.chat_template = .* no file"),
+        ("eval", {"samples": 4}, r"eval\.samples = 4 greedy answers are all the same"),
+        ("eval", {"top_k": 0}, r"eval\.top_k must be -1 \(all\) or at least 1, got 0"),
+        (
+            "sampling",
+            {"max_response_tokens": 925},
+            r"run\.model has 1024 positions and cannot hold .*"
+            r"sampling\.max_prompt_tokens \+ sampling\.max_response_tokens = 1025",
+        ),
+        (
+            "eval",
+            {"max_response_tokens": 1000},
+            r"run\.model has 1024 positions .* \+ eval\.max_response_tokens = 1100",
+        ),
+        ("generators", {"max_cached_tokens": 199}, r"max_cached_tokens = 199 does not hold .* 200"),
+    ],
+)
+def test_settings_that_cannot_work_are_named(
+    model: Path, section: str, values: dict[str, Any], why: str
+):
+    with pytest.raises(ConfigError, match=why):
+        generator_settings(table(model, **{section: values}))
+
+
+def test_evaluation_has_sampling_of_its_own_and_the_stops_of_training(model: Path):
+    settings = generator_settings(
+        table(
+            model,
+            sampling={"temperature": 0.8, "stop": ["</answer>"], "stop_token_ids": [5]},
+            eval={"temperature": 0.6, "top_p": 0.95, "top_k": 20, "samples": 4},
+        )
+    )
+    params = sampling_by_item(settings)
+    train, evaluation = params["train"], params["eval"]
+    assert (train.temperature, train.top_p, train.top_k) == (0.8, 1.0, -1)
+    assert (evaluation.temperature, evaluation.top_p, evaluation.top_k) == (0.6, 0.95, 20)
+    assert train.max_new_tokens == evaluation.max_new_tokens == 100
+    for one in (train, evaluation):
+        assert (one.stop, one.stop_token_ids) == (("</answer>",), (5,))
+    longer = generator_settings(table(model, eval={"max_response_tokens": 300}))
+    assert sampling_by_item(longer)["eval"].max_new_tokens == 300
+
+
+@pytest.mark.parametrize(("seeded", "backend"), [(True, "pytorch"), (False, None)])
+def test_seeds_ask_for_the_sampler_that_takes_them(model: Path, seeded: bool, backend: str | None):
+    settings = generator_settings(
+        table(
+            model,
+            sampling={"seed_per_sibling": seeded},
+            generators={"device": "cuda"},
+        )
+    )
+    flags = server_flags(settings, port=1, api_key="", seed_of="generator-0")
+    assert flags.get("sampling_backend") == backend
