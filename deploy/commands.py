@@ -1,6 +1,5 @@
 """The bodies of `slipstream`'s subcommands."""
 
-import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -9,11 +8,17 @@ from rich.console import Console
 from broker.summary import summary_of
 from deploy.addition import prepare
 from deploy.config import RunConfig, free_name, run_config
+from deploy.data_check import data_check as data_check
+from deploy.dry_run import print_dry_run
+from deploy.export import export as export
 from deploy.local import run_locally
 from deploy.observe import dashboard_address, run_of_folder, status_now
 from deploy.plan import count_gpus, plan_roles
+from deploy.replay import replay as replay
+from deploy.resume import find_resume_point, resumed_table
 from deploy.view import live_view
 from wire.command_line import print_json
+from wire.errors import ConfigError
 from wire.logs import start_logging
 from wire.run_settings import run_section
 from wire.settings import load_table
@@ -21,22 +26,28 @@ from wire.settings import load_table
 _QUICKSTART_FOLDER = Path(".cache/addition")
 
 
-def run(path: Path, overrides: Sequence[str], dry_run: bool) -> int:
+def run(path: Path, overrides: Sequence[str], dry_run: bool, resume: str | None = None) -> int:
     """Run every role of a run on this host."""
-    config = _load(path, overrides)
     console = Console()
+    config = _load(path, overrides, resume, console)
     if dry_run:
-        for plan in plan_roles(config, config.run.folder / "resolved.toml", num_gpus=count_gpus()):
-            console.print(f"{plan.name}: {shlex.join(plan.command)}", soft_wrap=True)
+        resolved = config.run.folder / "resolved.toml"
+        plans = plan_roles(config, resolved, num_gpus=count_gpus())
+        print_dry_run(config, plans, console)
         return 0
+    if len(config.deploy.hosts) > 1:
+        raise ConfigError(
+            f"deploy.hosts names {len(config.deploy.hosts)} hosts and `slipstream run` starts one; "
+            "--dry-run prints what to start on each"
+        )
     return run_locally(config, console)
 
 
-def quickstart(path: Path, overrides: Sequence[str]) -> int:
+def quickstart(path: Path, overrides: Sequence[str], resume: str | None = None) -> int:
     """Make task and policy on the first run, then run."""
     start_logging("quickstart")
     prepare(_QUICKSTART_FOLDER)
-    return run(path, overrides, dry_run=False)
+    return run(path, overrides, dry_run=False, resume=resume)
 
 
 def status(folder: Path, *, as_json: bool) -> int:
@@ -49,8 +60,14 @@ def status(folder: Path, *, as_json: bool) -> int:
     return 0
 
 
-def _load(path: Path, overrides: Sequence[str]) -> RunConfig:
-    """Return the settings with a run name that nobody has used."""
+def _load(path: Path, overrides: Sequence[str], resume: str | None, console: Console) -> RunConfig:
+    """Return the settings of the run to go on with, or with a run name that nobody has used."""
     table = load_table(path, overrides)
-    name = free_name(run_section(table))
-    return run_config({**table, "run": {**table.get("run", {}), "name": name}})
+    section = run_section(table)
+    point = find_resume_point(section, resume) if resume else None
+    if point is not None:
+        console.print(f"going on from {point.checkpoint}", soft_wrap=True)
+        return run_config(resumed_table(table, point))
+    if resume:
+        console.print(f"nothing to go on from in {section.dir}: a new run begins", soft_wrap=True)
+    return run_config({**table, "run": {**table.get("run", {}), "name": free_name(section)}})

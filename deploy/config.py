@@ -1,5 +1,6 @@
 """The settings of a run as a whole: every section decoded, every cross-check made."""
 
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -17,10 +18,22 @@ from wire.settings import Section, Table, section, to_table
 class DeploySection(Section, frozen=True, kw_only=True):
     """[deploy]: how `slipstream run` looks after the processes of one host."""
 
+    hosts: tuple[str, ...] = ("localhost",)
+    """Hosts of the run: broker, learner and reward workers on the first, generators after it."""
+    gpus_per_host: AtLeast0 = 0
+    """GPUs of each host; 0 is what this host has."""
+    gpu_memory_gib: Positive = 80.0
+    """Memory of one GPU, for the estimate that --dry-run prints."""
+    share_gpus: bool = False
+    """Let generators run on the learner's GPUs when there are not enough of them."""
+    cores: dict[str, tuple[AtLeast0, ...]] = msgspec.field(default_factory=dict)
+    """CPU cores by role or process, such as { learner = [1], generator-0 = [2, 3] }."""
     max_restarts: AtLeast0 = 1
     """A generator or reward worker that fails more often than this ends the run."""
     restart_backoff_s: Positive = 1.0
     """Pause before a restart; doubled each time."""
+    save_timeout_s: Positive = 600.0
+    """After Ctrl-C the learner may take this long to finish its step and save a checkpoint."""
     stop_timeout_s: Positive = 20.0
     """Processes that have not ended this long after SIGTERM are killed."""
     time_limit_s: Annotated[float, msgspec.Meta(ge=0)] = 0.0
@@ -55,6 +68,19 @@ def run_config(table: Table) -> RunConfig:
         learner=learner_settings(table),
         deploy=section(table, "deploy", DeploySection),
     )
+    if not config.deploy.hosts:
+        raise ConfigError("deploy.hosts is empty")
+    available = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
+    for name, cores in config.deploy.cores.items():
+        if available and not available.issuperset(cores):
+            raise ConfigError(
+                f"deploy.cores.{name} = {list(cores)}: this process may use {sorted(available)}"
+            )
+    if config.deploy.share_gpus and config.learner.weightbus.backend != "gloo":
+        raise ConfigError(
+            "deploy.share_gpus needs weightbus.backend = gloo: NCCL connects no two processes on "
+            f"one GPU, got {config.learner.weightbus.backend}"
+        )
     sampling = config.generators.sampling
     longest = sampling.max_prompt_tokens + sampling.max_response_tokens
     if longest > config.learner.learner.max_tokens_per_microbatch:
@@ -85,6 +111,9 @@ def write_resolved(config: RunConfig, path: Path) -> None:
         "weightbus": to_table(config.generators.weightbus),
         "learner": to_table(config.learner.learner),
         "algo": to_table(config.learner.algo),
+        "checkpoint": to_table(config.learner.checkpoint),
+        "profile": to_table(config.learner.profile),
+        "logging": to_table(config.broker.logging),
         "deploy": to_table(config.deploy),
     }
     path.write_text(tomli_w.dumps(resolved))

@@ -1,5 +1,6 @@
 """`slipstream run`: every role of a run on this host, under one supervisor."""
 
+import fcntl
 import json
 import logging
 import shutil
@@ -8,8 +9,9 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import TextIO
 
 from rich.console import Console
 from rich.live import Live
@@ -20,8 +22,9 @@ from deploy.observe import dashboard_address, status_now
 from deploy.plan import count_gpus, plan_roles
 from deploy.supervise import Supervisor
 from deploy.view import final_table, live_view, one_line
+from wire.checkpoints import best_checkpoint, newest_checkpoint
 from wire.command_line import EXIT_INTERRUPTED
-from wire.errors import ChildDiedError, SlipstreamError
+from wire.errors import ChildDiedError, ConfigError, SlipstreamError
 from wire.processes import last_lines
 from wire.run_settings import RunSection
 from wire.status import RunStatus
@@ -39,7 +42,7 @@ class _StopRequestedError(SlipstreamError):
 def run_locally(config: RunConfig, console: Console) -> int:
     """Run to the end; print one live view, then a table. Returns the exit code."""
     run = config.run
-    run.logs.mkdir(parents=True, exist_ok=True)
+    lock = _lock(run)
     scratch = Path(tempfile.mkdtemp(prefix="slipstream-"))
     config = _with_sockets(config, scratch)
     supervisor = Supervisor(
@@ -58,6 +61,7 @@ def run_locally(config: RunConfig, console: Console) -> int:
             _run(config, supervisor, watcher, console, resolved)
     except _StopRequestedError as error:
         reason, code = f"stopped: {error}", EXIT_INTERRUPTED
+        _let_learner_save(config, supervisor, console)
     except SlipstreamError as error:
         reason, code = f"failed: {error}", 1
     finally:
@@ -67,8 +71,18 @@ def run_locally(config: RunConfig, console: Console) -> int:
             supervisor.stop(roles)
             supervisor.stop(["broker"])
             shutil.rmtree(scratch, ignore_errors=True)
+            lock.close()
     _finish(run, watcher.newest, reason, console)
     return code
+
+
+def _let_learner_save(config: RunConfig, supervisor: Supervisor, console: Console) -> None:
+    """End the learner in order while the broker still answers; another signal ends it at once."""
+    if not config.learner.checkpoint.on_stop or "learner" not in supervisor.children:
+        return
+    console.print("stopping: the learner saves a checkpoint (Ctrl-C again ends it at once)")
+    with suppress(_StopRequestedError), _signals_raise():
+        supervisor.stop(["learner"], timeout_s=config.deploy.save_timeout_s)
 
 
 def _run(
@@ -115,9 +129,30 @@ def _require_complete(watcher: "_StatusWatcher", name: str) -> None:
     """The last process of a role may end only when the run is over; others may leave."""
     watcher.ask_once()
     status = watcher.newest
-    if status is None or status.steps < status.total_steps or status.queue["eval_rounds"]:
+    if status is None or not status.finished:
         steps = f"{status.steps} of {status.total_steps} steps" if status else "an unknown step"
         raise ChildDiedError(f"{name} ended before the run was complete, at {steps}")
+
+
+def _lock(run: RunSection) -> TextIO:
+    """Make the run's folder ours; the kernel lets go of it when this process ends.
+
+    Raises:
+        ConfigError: another process runs in it, or it cannot be written.
+    """
+    try:
+        run.logs.mkdir(parents=True, exist_ok=True)
+        lock = (run.folder / "run.lock").open("a+")
+    except OSError as error:
+        raise ConfigError(
+            f"cannot write the run folder {run.folder} (run.dir): {error.strerror}"
+        ) from error
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        lock.close()
+        raise ConfigError(f"another process runs {run.folder}") from error
+    return lock
 
 
 def _with_sockets(config: RunConfig, scratch: Path) -> RunConfig:
@@ -208,6 +243,12 @@ def _finish(run: RunSection, newest: RunStatus | None, reason: str, console: Con
     replace_figures(path, figures)
     if newest is not None:
         console.print(final_table(newest, outcome=figures["outcome"]))
+    checkpoint = newest_checkpoint(run.folder)
+    if checkpoint is not None:
+        best = best_checkpoint(run.folder)
+        also = f", best {best}" if best not in {None, checkpoint} else ""
+        hint = "" if reason == "finished" else "; go on from it with --resume auto"
+        console.print(f"checkpoint {checkpoint}{also}{hint}", soft_wrap=True)
     if reason != "finished":
         console.print(reason, style="bold red", markup=False, highlight=False, soft_wrap=True)
     console.print(f"figures in {path}")

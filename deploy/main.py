@@ -11,8 +11,15 @@ _EXAMPLES = """examples:
   slipstream quickstart learner.lr=0                     the same without learning
   slipstream run --config run.toml generators.count=4    a run with every role on this host
   slipstream run --config run.toml --dry-run             check the settings, print the processes
+  slipstream run --config run.toml --resume auto         go on from the newest checkpoint
   slipstream status runs/quickstart --json               figures of a run that goes on
+  slipstream export runs/quickstart --best --out DIR     a checkpoint as a Hugging Face folder
+  slipstream data check train.parquet --model DIR        rows, lengths and problems of prompts
+  slipstream replay runs/quickstart --config run.toml    train on recorded batches alone
 """
+
+
+_RESUME_HELP = "go on from the newest checkpoint of this run (auto), of a run folder, or from one"
 
 
 def main() -> int:
@@ -27,23 +34,59 @@ def main() -> int:
     run = commands.add_parser("run", help="run every role of a run on this host")
     run.add_argument("--config", type=Path, required=True, metavar="RUN.toml")
     run.add_argument("--dry-run", action="store_true", help="check, print the processes, exit")
+    run.add_argument("--resume", metavar="auto|FOLDER", help=_RESUME_HELP)
     run.add_argument("overrides", nargs="*", metavar="section.key=value")
     quickstart = commands.add_parser("quickstart", help="teach a tiny policy to add, in minutes")
     quickstart.add_argument("--config", type=Path, default=Path("configs/quickstart.toml"))
+    quickstart.add_argument("--resume", metavar="auto|FOLDER", help=_RESUME_HELP)
     quickstart.add_argument("overrides", nargs="*", metavar="section.key=value")
     status = commands.add_parser("status", help="figures of a run that goes on")
     status.add_argument("folder", type=Path, metavar="runs/NAME")
     status.add_argument("--json", action="store_true", help="everything, for programs")
-    arguments = parser.parse_args()
+    export = commands.add_parser("export", help="write a checkpoint as a Hugging Face folder")
+    export.add_argument(
+        "target", type=Path, nargs="?", metavar="RUN|CHECKPOINT", help="default: the newest run"
+    )
+    export.add_argument("--out", type=Path, metavar="DIR", help="default: model/ of the run")
+    export.add_argument("--best", action="store_true", help="the best checkpoint by eval.metric")
+    replay = commands.add_parser("replay", help="train on recorded batches alone")
+    replay.add_argument("target", type=Path, metavar="RUN|FILE")
+    replay.add_argument("--config", type=Path, required=True, metavar="RUN.toml")
+    replay.add_argument("--dry-run", action="store_true", help="check and print the settings")
+    replay.add_argument("overrides", nargs="*", metavar="section.key=value")
+    data = commands.add_parser("data", help="look at prompts before a run")
+    checks = data.add_subparsers(dest="action", required=True, metavar="check")
+    check = checks.add_parser("check", help="rows, lengths and problems of prompt files")
+    check.add_argument("overrides", nargs="*", metavar="FILE section.key=value")
+    check.add_argument("--config", type=Path, metavar="RUN.toml", help="default: all defaults")
+    check.add_argument("--model", type=Path, metavar="DIR", help="default: run.model")
+    arguments, left = parser.parse_known_args()
+    if left:  # argparse gives up on settings that come after an option
+        if "overrides" not in arguments or any(word.startswith("-") for word in left):
+            parser.error(f"unrecognized arguments: {' '.join(left)}")
+        arguments.overrides += left
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     from deploy import commands as bodies
 
     def body() -> int:
         match arguments.command:
             case "run":
-                return bodies.run(arguments.config, arguments.overrides, arguments.dry_run)
+                return bodies.run(
+                    arguments.config, arguments.overrides, arguments.dry_run, arguments.resume
+                )
             case "quickstart":
-                return bodies.quickstart(arguments.config, arguments.overrides)
+                return bodies.quickstart(arguments.config, arguments.overrides, arguments.resume)
+            case "export":
+                return bodies.export(arguments.target, arguments.out, best=arguments.best)
+            case "replay":
+                return bodies.replay(
+                    arguments.target,
+                    arguments.config,
+                    arguments.overrides,
+                    dry_run=arguments.dry_run,
+                )
+            case "data":
+                return bodies.data_check(arguments.overrides, arguments.config, arguments.model)
             case _:
                 return bodies.status(arguments.folder, as_json=arguments.json)
 

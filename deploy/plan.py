@@ -1,11 +1,13 @@
-"""Pure: which processes a run on one host needs."""
+"""Pure: which processes a run needs, on which host, with which GPUs."""
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from deploy.config import RunConfig
 from wire.errors import ConfigError
+
+Place = tuple[str, tuple[int, ...]]  # host, GPUs of it
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,7 +17,10 @@ class RolePlan:
     name: str
     command: tuple[str, ...]
     restartable: bool  # its work is leased, so another incarnation can go on
+    host: str = "localhost"
     gpus: tuple[int, ...] | None = None  # those it may see; None leaves them as they are
+    environment: dict[str, str] = field(default_factory=dict)  # beside what it inherits
+    cores: tuple[int, ...] = ()  # it and its children run there; empty is anywhere
 
 
 def count_gpus() -> int:
@@ -27,16 +32,28 @@ def count_gpus() -> int:
 def plan_roles(config: RunConfig, resolved: Path, *, num_gpus: int) -> list[RolePlan]:
     """Return the processes in the order of their start; the broker comes first.
 
-    On a host with GPUs the learner's ranks get the first ones and each generator the next.
+    The learner's ranks get the first GPUs of the first host and each generator the next one.
+
+    Args:
+        config: the run.
+        resolved: the settings file that every process reads.
+        num_gpus: of each host, where deploy.gpus_per_host does not say it.
 
     Raises:
-        ConfigError: there are GPUs, but not enough of them.
+        ConfigError: there are not enough GPUs.
     """
-    gpus = _gpus_by_role(config, num_gpus)
+    places = _places(config, config.deploy.gpus_per_host or num_gpus)
+    first = config.deploy.hosts[0]
 
     def role(name: str, module: str, *arguments: str, restartable: bool = False) -> RolePlan:
         command = (sys.executable, "-m", module, "--config", str(resolved), *arguments)
-        return RolePlan(name, command, restartable, gpus.get(name))
+        host, gpus = places.get(name, (first, None))
+        environment = {"OMP_NUM_THREADS": "1"}
+        if gpus is not None:
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
+        kind = name.rstrip("-0123456789")
+        cores = config.deploy.cores.get(name, config.deploy.cores.get(kind, ()))
+        return RolePlan(name, command, restartable, host, gpus, environment, cores)
 
     def named(name: str, module: str) -> RolePlan:
         return role(name, module, "--name", name, restartable=True)
@@ -51,14 +68,24 @@ def plan_roles(config: RunConfig, resolved: Path, *, num_gpus: int) -> list[Role
     ]
 
 
-def _gpus_by_role(config: RunConfig, num_gpus: int) -> dict[str, tuple[int, ...]]:
+def _places(config: RunConfig, num_gpus: int) -> dict[str, Place]:
     if config.generators.device == "cpu":
         return {}
     ranks, count = config.learner.learner.ranks, config.generators.generators.count
-    if num_gpus < ranks + count:
+    hosts = config.deploy.hosts
+    if num_gpus < ranks:
+        raise ConfigError(f"learner.ranks = {ranks}, but {hosts[0]} has {num_gpus} GPUs")
+    slots = [(host, gpu) for host in hosts for gpu in range(num_gpus)]
+    free = slots[ranks:]
+    if len(free) < count and not config.deploy.share_gpus:
+        where = "this host has" if len(hosts) == 1 else f"{len(hosts)} hosts have"
         raise ConfigError(
-            f"this host has {num_gpus} GPUs; learner.ranks = {ranks} and generators.count = "
-            f"{count} need {ranks + count}"
+            f"{where} {len(slots)} GPUs; learner.ranks = {ranks} and generators.count = "
+            f"{count} need {ranks + count}, unless deploy.share_gpus is on"
         )
-    shares = {f"generator-{i}": (ranks + i,) for i in range(count)}
-    return {"learner": tuple(range(ranks)), **shares}
+    slots = free if len(free) >= count else slots
+    places: dict[str, Place] = {
+        f"generator-{i}": (slots[i % len(slots)][0], (slots[i % len(slots)][1],))
+        for i in range(count)
+    }
+    return {"learner": (hosts[0], tuple(range(ranks))), **places}

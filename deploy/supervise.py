@@ -70,7 +70,7 @@ class Supervisor:
         """Tell whether all these roles ended in order."""
         return all(self.children[name].finished for name in names)
 
-    def stop(self, names: Iterable[str] | None = None) -> None:
+    def stop(self, names: Iterable[str] | None = None, *, timeout_s: float | None = None) -> None:
         """End roles: SIGTERM, and SIGKILL for who does not listen. Nothing is left behind."""
         chosen = list(self.children) if names is None else names
         children = [self.children[name] for name in chosen if name in self.children]
@@ -79,7 +79,7 @@ class Supervisor:
             child.restart_at_s = None
         for child in running:
             _signal(child, signal.SIGTERM)
-        deadline = self.now() + self.stop_timeout_s
+        deadline = self.now() + (self.stop_timeout_s if timeout_s is None else timeout_s)
         while any(c.process is not None and c.process.poll() is None for c in running):
             if self.now() > deadline:
                 for child in running:
@@ -92,9 +92,7 @@ class Supervisor:
 
     def _spawn(self, child: Child) -> None:
         environment = dict(os.environ)  # noqa: TID251 handed on to children
-        environment |= {"TMPDIR": str(self.scratch), "OMP_NUM_THREADS": "1"}
-        if child.plan.gpus is not None:
-            environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, child.plan.gpus))
+        environment |= {"TMPDIR": str(self.scratch), **child.plan.environment}
         with child.log_file.open("ab") as log:
             child.process = subprocess.Popen(  # noqa: S603 our own programs
                 child.plan.command,
@@ -102,7 +100,7 @@ class Supervisor:
                 stdout=log,
                 stderr=log,
                 env=environment,
-                preexec_fn=bound_to_me(),
+                preexec_fn=bound_to_me(child.plan.cores),
                 process_group=0,
             )
         _log.info("%s is process %d", child.plan.name, child.process.pid)

@@ -31,7 +31,7 @@ def one_line(status: RunStatus) -> str:
     parts = [
         f"step {status.steps}/{status.total_steps}",
         f"reward {reward:.3f}" if reward is not None else "reward -",
-        f"eval {status.eval[-1].exact_match:.3f}" if status.eval else "eval -",
+        f"eval {status.eval[-1].mean:.3f}" if status.eval else "eval -",
         f"staleness {_counts(status.staleness_histogram) or '-'}",
         f"tokens/s {_rates(status.tokens_per_second) or '-'}",
         f"ready {status.in_flight.get('ready', 0)}",
@@ -50,7 +50,10 @@ def final_table(status: RunStatus, *, outcome: str) -> RenderableType:
     table.add_column("figure")
     table.add_column("value")
     for point in s.eval:
-        table.add_row(f"evaluation at step {point.step}", f"{point.exact_match:.3f}")
+        table.add_row(f"evaluation at step {point.step}", _metrics(point.overall.metrics))
+    if s.eval and len(s.eval[-1].by_source) > 1:
+        for source, figures in s.eval[-1].by_source.items():
+            table.add_row(f"  of {source}", _metrics(figures.metrics))
     in_flight = sum(s.in_flight.values())
     dropped = sum(s.dropped.values())
     table.add_row("learner steps", f"{s.steps} of {s.total_steps}")
@@ -81,9 +84,10 @@ def _progress(status: RunStatus) -> RenderableType:
 
 def _learning(status: RunStatus) -> RenderableType:
     grid = Table.grid(padding=(0, 3))
-    evaluations = ", ".join(f"{p.step}: {p.exact_match:.3f}" for p in status.eval[-6:])
+    evaluations = ", ".join(f"{p.step}: {p.mean:.3f}" for p in status.eval[-6:])
     rows = {
         "evaluation by step": evaluations or "-",
+        **_by_source(status),
         "reward of sampled answers": _format(_last(status, "reward/sampled")),
         "reward of trained answers": _format(_last(status, "reward/mean")),
         "entropy": _format(_last(status, "policy/entropy")),
@@ -144,6 +148,18 @@ def _flow(status: RunStatus) -> RenderableType:
     for name, value in rows.items():
         grid.add_row(Text(name, style="dim"), value)
     return grid
+
+
+def _by_source(status: RunStatus) -> dict[str, str]:
+    if not status.eval or len(status.eval[-1].by_source) < 2:
+        return {}
+    newest = status.eval[-1].by_source
+    return {f"  {source}": _metrics(figures.metrics) for source, figures in newest.items()}
+
+
+def _metrics(metrics: Mapping[str, float]) -> str:
+    shown = {name: value for name, value in metrics.items() if "@" in name}
+    return ", ".join(f"{name} {value:.3f}" for name, value in shown.items()) or "no answers"
 
 
 def _last(status: RunStatus, name: str) -> float | None:

@@ -1,5 +1,7 @@
 """Settings of the weight bus."""
 
+from typing import Literal
+
 from wire.run_settings import AtLeast1, Positive
 from wire.settings import Section
 
@@ -7,6 +9,8 @@ from wire.settings import Section
 class WeightBusSection(Section, frozen=True, kw_only=True):
     """[weightbus]: how versions reach the engines."""
 
+    backend: Literal["auto", "gloo", "nccl"] = "auto"
+    """Carries the buckets; auto is NCCL to an engine on a GPU and gloo to one on a CPU."""
     bucket_bytes: AtLeast1 = 32 * 1024 * 1024
     """Tensors travel in buckets of about this size."""
     timeout_s: Positive = 30.0

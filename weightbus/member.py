@@ -160,7 +160,8 @@ class Member:
 
     async def _open_group(self) -> EngineGroup:
         settings, join = self._settings, self.join
-        backend: Literal["gloo", "nccl"] = "nccl" if join.device == "cuda" else "gloo"
+        by_device: Literal["gloo", "nccl"] = "nccl" if join.device == "cuda" else "gloo"
+        backend = by_device if settings.backend == "auto" else settings.backend
         group = EngineGroup(
             f"{join.name}-{join.incarnation}-{next(_group_numbers)}",
             host=settings.host,

@@ -39,10 +39,13 @@ def test_a_run_without_further_settings_is_complete(table: Table):
         ("run", {"model": "/nowhere"}, r"no config\.json in /nowhere \(run\.model\)"),
         ("data", {"file": ""}, r"data\.file is not set"),
         (
-            "sampling",
-            {"max_response_tokens": 8_000},
-            r"= 8512 tokens does not fit into learner\.max_tokens_per_microbatch = 8192",
+            "learner",
+            {"max_tokens_per_microbatch": 1000},
+            r"= 1024 tokens does not fit into learner\.max_tokens_per_microbatch = 1000",
         ),
+        ("sampling", {"max_response_tokens": 8_000}, r"run\.model has 1024 positions"),
+        ("deploy", {"cores": {"learner": [999]}}, r"deploy\.cores\.learner = \[999\]"),
+        ("deploy", {"share_gpus": True}, r"deploy\.share_gpus needs weightbus\.backend = gloo"),
         (
             "sampling",
             {"min_response_tokens": 600},

@@ -1,0 +1,190 @@
+"""Runs of a tiny policy whose answer lengths are known, and what they cost.
+
+The policy is random and nearly uniform, so every token ends an answer with a chance of about one
+in the size of the vocabulary: lengths are geometric, most short, some at the limit. The learning
+rate is 0, so they stay so; the optimizer works all the same.
+"""
+
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import torch
+from safetensors.torch import save_file
+
+from deploy.addition import write_blank_model
+
+ROOT = Path(__file__).parents[1]
+MEAN_TOKENS = 96  # of an answer, where nothing forces its length
+MAX_TOKENS = 512
+_POLL_S = 0.1
+REWARD = '''
+import zlib
+
+def score(data_source, solution_str, ground_truth, extra_info):
+    """Different for nearly every answer, so that every group trains."""
+    return zlib.crc32(solution_str.encode()) % 1000 / 1000
+'''
+
+
+def write_policy(folder: Path, *, hidden: int, layers: int) -> None:
+    """Write a random Llama with as many tokens as an answer has on average."""
+    write_blank_model(folder, hidden=hidden, layers=layers)
+    path = folder / "config.json"
+    config = json.loads(path.read_text()) | {"vocab_size": MEAN_TOKENS}
+    path.write_text(json.dumps(config, indent=2) + "\n")
+    generator = torch.Generator().manual_seed(5)
+    inner, head = config["intermediate_size"], config["head_dim"]
+
+    def matrix(*shape: int) -> torch.Tensor:
+        return 0.02 * torch.randn(*shape, generator=generator)
+
+    tensors = {
+        "model.embed_tokens.weight": matrix(MEAN_TOKENS, hidden),
+        "model.norm.weight": torch.ones(hidden),
+    }
+    shapes = {
+        "self_attn.q_proj": (4 * head, hidden),
+        "self_attn.k_proj": (2 * head, hidden),
+        "self_attn.v_proj": (2 * head, hidden),
+        "self_attn.o_proj": (hidden, 4 * head),
+        "mlp.gate_proj": (inner, hidden),
+        "mlp.up_proj": (inner, hidden),
+        "mlp.down_proj": (hidden, inner),
+    }
+    for layer in range(layers):
+        prefix = f"model.layers.{layer}."
+        for norm in ("input_layernorm", "post_attention_layernorm"):
+            tensors[f"{prefix}{norm}.weight"] = torch.ones(hidden)
+        for name, shape in shapes.items():
+            tensors[f"{prefix}{name}.weight"] = matrix(*shape)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def write_inputs(folder: Path, *, hidden: int, layers: int) -> None:
+    """Write policy, prompts and reward."""
+    write_policy(folder / "model", hidden=hidden, layers=layers)
+    rows = [{"prompt": f"{i % 100:02d}+{i // 100:02d}=", "ground_truth": "1"} for i in range(2000)]
+    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "reward.py").write_text(REWARD)
+    (folder / "run.toml").write_text("")
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """Totals at one moment."""
+
+    step: int
+    wall_s: float
+    cpu_s: float  # of all processes, those that ended included
+
+
+class CpuMeter:
+    """CPU seconds of a process and everything it started."""
+
+    def __init__(self, pid: int) -> None:
+        self._root = psutil.Process(pid)
+        self._seconds: dict[tuple[int, float], float] = {}
+
+    def read(self) -> float:
+        try:
+            processes = [self._root, *self._root.children(recursive=True)]
+        except psutil.NoSuchProcess:
+            return sum(self._seconds.values())
+        for process in processes:
+            try:
+                times = process.cpu_times()
+                self._seconds[process.pid, process.create_time()] = times.user + times.system
+            except psutil.NoSuchProcess:
+                continue
+        return sum(self._seconds.values())
+
+
+def run_slipstream(folder: Path, name: str, settings: Mapping[str, object]) -> list[Reading]:
+    """Do a whole run; return a reading per learner step."""
+    runs = folder / "runs"
+    defaults: dict[str, object] = {
+        "run.name": name,
+        "run.dir": runs,
+        "run.model": folder / "model",
+        "data.file": folder / "train.jsonl",
+        "reward.function": f"{folder / 'reward.py'}:score",
+        "sampling.max_prompt_tokens": 16,
+        "sampling.max_response_tokens": MAX_TOKENS,
+        "generators.count": 1,
+        "learner.lr": 0.0,
+        "learner.rollouts_per_step": 0,
+        "checkpoint.at_end": "false",
+        "deploy.time_limit_s": 900,
+    }
+    overrides = [f"{key}={value}" for key, value in (defaults | dict(settings)).items()]
+    command = [sys.executable, "-m", "deploy.main", "run", "--config", str(folder / "run.toml")]
+    summary = runs / name / "summary.json"
+
+    def step_now() -> int:
+        return int(json.loads(summary.read_text())["steps"]) if summary.exists() else 0
+
+    output = folder / f"{name}.txt"
+    with output.open("w") as file:
+        process = subprocess.Popen([*command, *overrides], cwd=ROOT, stdout=file, stderr=file)
+    try:
+        readings = list(_readings(process, step_now))
+    except BaseException:
+        process.send_signal(signal.SIGTERM)
+        process.wait(120)
+        raise
+    if process.returncode != 0:
+        raise RuntimeError(f"{name} ended with {process.returncode}:\n{output.read_text()[-4000:]}")
+    return readings
+
+
+def run_command(command: list[str], environment: Mapping[str, str]) -> list[Reading]:
+    """Run a program that prints ``step N`` after each step; return a reading per step."""
+    step = 0
+    process = subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, text=True, env={**os.environ, **environment}
+    )
+    meter, readings = CpuMeter(process.pid), []
+    for line in process.stdout or ():
+        if line.startswith("step "):
+            step = int(line.split()[1])
+            readings.append(Reading(step, time.monotonic(), meter.read()))
+    if process.wait() != 0:
+        raise RuntimeError(f"{' '.join(command)} ended with {process.returncode}")
+    return readings
+
+
+def _readings(process: "subprocess.Popen[bytes]", step_now: Callable[[], int]) -> Iterator[Reading]:
+    meter, last = CpuMeter(process.pid), 0
+    while process.poll() is None:
+        cpu_s = meter.read()
+        step = step_now()
+        if step > last:
+            yield Reading(step, time.monotonic(), cpu_s)
+            last = step
+        time.sleep(_POLL_S)
+
+
+def summary_of(folder: Path, name: str) -> dict[str, object]:
+    figures: dict[str, object] = json.loads((folder / "runs" / name / "summary.json").read_text())
+    return figures
+
+
+def per_step(readings: list[Reading], *, skip: int) -> tuple[float, float]:
+    """Return (wall seconds, CPU seconds) per step after the first ``skip`` steps."""
+    kept = [reading for reading in readings if reading.step >= skip]
+    first, last = kept[0], kept[-1]
+    steps = last.step - first.step
+    return (last.wall_s - first.wall_s) / steps, (last.cpu_s - first.cpu_s) / steps
+
+
+def median(values: list[float]) -> float:
+    return statistics.median(values)

@@ -1,0 +1,74 @@
+"""What `slipstream run --dry-run` prints: who runs where, and what memory that takes."""
+
+import shlex
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.table import Table
+
+from deploy.config import RunConfig
+from deploy.memory import GIB, MemoryPart, generator_memory, learner_memory, num_parameters
+from deploy.plan import RolePlan
+from learner.hf_config import load_hf_config
+
+
+def print_dry_run(config: RunConfig, plans: Sequence[RolePlan], console: Console) -> None:
+    """Print every process with its host, environment and command, then the memory per GPU."""
+    hosts = len({plan.host for plan in plans})
+    console.print(
+        f"run [bold]{config.run.name}[/]: {len(plans)} processes on {hosts} "
+        f"host{'' if hosts == 1 else 's'}, {config.run.mode}, staleness bound "
+        f"{config.run.staleness_bound}"
+    )
+    table = Table(box=None, pad_edge=False)
+    for title in ("process", "host", "GPUs"):
+        table.add_column(title, no_wrap=True)
+    for plan in plans:
+        gpus = ", ".join(map(str, plan.gpus)) if plan.gpus is not None else "-"
+        table.add_row(plan.name, plan.host, gpus)
+    console.print(table)
+    console.print()
+    for plan in plans:
+        variables = " ".join(f"{name}={value}" for name, value in plan.environment.items())
+        command = f"{plan.host}: {variables} {shlex.join(plan.command)}"
+        console.print(command, soft_wrap=True, markup=False, highlight=False)
+    console.print()
+    hf = load_hf_config(config.learner.model)
+    if config.generators.device == "cpu":
+        console.print(f"policy of {num_parameters(hf):,} parameters, on the CPU")
+        return
+    available = config.deploy.gpu_memory_gib
+    console.print(
+        f"memory per GPU of {available:g} GiB for a policy of P = {num_parameters(hf):,} parameters"
+    )
+    learner, generator = learner_memory(hf, config), generator_memory(hf, config)
+    shared = config.deploy.share_gpus and len({plan.gpus for plan in plans if plan.gpus}) == 1
+    _print_parts("learner, rank 0", learner, available, console)
+    _print_parts("generator", generator[:2] if shared else generator, available, console)
+    if shared:
+        both = [*learner, *generator[:2]]
+        _print_parts(
+            "learner and generator on one GPU", both, available, console, parts_shown=False
+        )
+
+
+def _print_parts(
+    title: str,
+    parts: Sequence[MemoryPart],
+    available_gib: float,
+    console: Console,
+    *,
+    parts_shown: bool = True,
+) -> None:
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
+    table.add_column("part")
+    table.add_column("GiB", justify="right")
+    table.add_column("formula")
+    for part in parts if parts_shown else ():
+        table.add_row(part.what, f"{part.num_bytes / GIB:.1f}", part.formula)
+    total = sum(part.num_bytes for part in parts) / GIB
+    verdict = "fits" if total <= available_gib * 1.001 else "does NOT fit"
+    style = "green" if verdict == "fits" else "bold red"
+    table.add_row("in all", f"{total:.1f}", verdict, style=style)
+    console.print(table)
+    console.print()

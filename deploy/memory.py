@@ -1,0 +1,89 @@
+"""Pure: how much memory a run needs per GPU, part by part, with the formula of each.
+
+An estimate, to see in advance what cannot fit; P parameters, t = learner.tensor_parallel.
+"""
+
+from dataclasses import dataclass
+
+from deploy.config import RunConfig
+from learner.hf_config import HfConfig
+
+GIB = 2**30
+_DEFAULT_STATIC_SHARE = 0.85  # of a GPU that SGLang takes for weights and cache
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPart:
+    """One reason for memory to be used."""
+
+    what: str
+    num_bytes: float
+    formula: str
+
+
+def num_parameters(hf: HfConfig) -> int:
+    """Return the parameters of a decoder with grouped-query attention and a gated MLP."""
+    heads, groups, size = hf.num_attention_heads, hf.num_query_groups, hf.kv_channels
+    attention = hf.hidden_size * size * (2 * heads + 2 * groups)
+    if hf.has_qkv_bias:
+        attention += size * (heads + 2 * groups)
+    if hf.has_qk_norm:
+        attention += 2 * size
+    mlp = 3 * hf.hidden_size * hf.intermediate_size
+    layer = attention + mlp + 2 * hf.hidden_size
+    embeddings = hf.vocab_size * hf.hidden_size * (1 if hf.tie_word_embeddings else 2)
+    return hf.num_hidden_layers * layer + embeddings + hf.hidden_size
+
+
+def kv_bytes_per_token(hf: HfConfig, *, element_bytes: int = 2) -> int:
+    """Return the key and value cache of one token over all layers."""
+    return 2 * hf.num_hidden_layers * hf.num_query_groups * hf.kv_channels * element_bytes
+
+
+def learner_memory(hf: HfConfig, config: RunConfig) -> list[MemoryPart]:
+    """Return what rank 0 of the learner holds, the one that holds most; bfloat16 weights."""
+    learner = config.learner.learner
+    share, count = learner.tensor_parallel, num_parameters(hf)
+    tokens, hidden, layers = learner.max_tokens_per_microbatch, hf.hidden_size, hf.num_hidden_layers
+    own = count / share
+    return [
+        MemoryPart("weights, bfloat16", 2 * own, "2 P / t"),
+        MemoryPart("gradients, float32", 4 * own, "4 P / t"),
+        MemoryPart("optimizer: float32 weights, two moments", 12 * own, "12 P / t"),
+        MemoryPart("version being published, rank 0", 2.0 * count, "2 P"),
+        MemoryPart(
+            "activations of a microbatch",
+            tokens * hidden * layers * (10 + 24 / share),
+            "T h L (10 + 24 / t), Korthikanti et al. 2022 eq. 2 with flash attention",
+        ),
+        MemoryPart(
+            "logits and their gradient",
+            tokens * hf.vocab_size / share * 10,
+            "10 T V / t: bfloat16, float32, float32",
+        ),
+    ]
+
+
+def generator_memory(hf: HfConfig, config: RunConfig) -> list[MemoryPart]:
+    """Return what one engine holds; the cache takes what its share of the GPU leaves."""
+    count = num_parameters(hf)
+    given = config.generators.generators.sglang.get("mem_fraction_static")
+    fraction = float(given) if given is not None else _DEFAULT_STATIC_SHARE
+    pool = max(fraction * config.deploy.gpu_memory_gib * GIB - 2 * count, 0.0)
+    per_token = kv_bytes_per_token(hf)
+    sampling = config.generators.sampling
+    longest = sampling.max_prompt_tokens + sampling.max_response_tokens
+    return [
+        MemoryPart("weights, bfloat16", 2.0 * count, "2 P"),
+        MemoryPart(
+            f"KV cache: {pool / per_token:,.0f} tokens, {pool / per_token / longest:,.0f} "
+            f"sequences of {longest:,}",
+            pool,
+            f"{fraction:g} of the GPU - weights; 4 L g d = {per_token:,} bytes a token",
+        ),
+        MemoryPart(
+            "graphs and activations",
+            (1 - fraction) * config.deploy.gpu_memory_gib * GIB,
+            "what mem_fraction_static leaves",
+        ),
+    ]

@@ -1,0 +1,74 @@
+"""Which checkpoint `slipstream run --resume` goes on from."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from wire.checkpoints import newest_checkpoint, read_checkpoint_info
+from wire.errors import ConfigError
+from wire.run_settings import RunSection
+from wire.settings import Table
+
+AUTO = "auto"
+
+
+@dataclass(frozen=True, slots=True)
+class ResumePoint:
+    """A checkpoint, and the run folder that it belongs to."""
+
+    run_folder: Path
+    checkpoint: Path
+    step: int
+
+
+def find_resume_point(run: RunSection, wanted: str) -> ResumePoint | None:
+    """Return what to go on from.
+
+    Args:
+        run: the section as the user wrote it.
+        wanted: "auto" for the newest of NAME, NAME-2, ... that has a checkpoint (None if there is
+            none: then the run begins), or a run folder, or a checkpoint folder.
+
+    Raises:
+        ConfigError: the folder named holds no checkpoint, or its run is complete.
+    """
+    if wanted == AUTO:
+        folder = _newest_run(run)
+        if folder is None:
+            return None
+        return _point(folder, run)
+    return _point(Path(wanted), run)
+
+
+def _newest_run(run: RunSection) -> Path | None:
+    folders = [Path(run.dir) / run.name]
+    number = 2
+    while (folder := Path(run.dir) / f"{run.name}-{number}").exists():
+        folders.append(folder)
+        number += 1
+    return next((f for f in reversed(folders) if newest_checkpoint(f) is not None), None)
+
+
+def _point(folder: Path, run: RunSection) -> ResumePoint:
+    checkpoint = newest_checkpoint(folder)
+    if checkpoint is None:
+        checkpoint, run_folder = folder, folder.parent.parent
+    else:
+        run_folder = folder
+    info = read_checkpoint_info(checkpoint)
+    if info.step >= run.steps:
+        raise ConfigError(
+            f"{checkpoint} stands at step {info.step} of run.steps = {run.steps}: "
+            "raise run.steps to train on"
+        )
+    return ResumePoint(run_folder, checkpoint, info.step)
+
+
+def resumed_table(table: Table, point: ResumePoint) -> Table:
+    """Return the settings of a run that goes on in its own folder."""
+    run = {
+        **table.get("run", {}),
+        "name": point.run_folder.name,
+        "dir": str(point.run_folder.parent),
+        "resume_from": str(point.checkpoint),
+    }
+    return {**table, "run": run}

@@ -1,0 +1,55 @@
+import os
+from pathlib import Path
+
+import pytest
+
+from deploy.export import checkpoint_of, newest_run, out_folder
+from deploy.replay import recorded_file
+from tests.unit.wire.test_checkpoints import write
+from wire.errors import ConfigError
+
+
+def test_a_run_stands_for_its_newest_checkpoint_and_no_name_for_the_newest_run(tmp_path: Path):
+    old, new = write(tmp_path / "a", 1, 40), write(tmp_path / "b", 1, 7)
+    os.utime(old / "checkpoint.json", (1, 1))
+    write(tmp_path / "a", 1, 20)
+    os.utime(tmp_path / "a" / "checkpoints" / "step-000020" / "checkpoint.json", (1, 1))
+    assert checkpoint_of(tmp_path / "a", best=False) == old
+    assert checkpoint_of(new, best=False) == new
+    assert newest_run(tmp_path) == tmp_path / "b"
+    assert checkpoint_of(None, best=False, runs=tmp_path) == new
+
+
+def test_what_names_no_checkpoint_is_refused(tmp_path: Path):
+    run = tmp_path / "a"
+    checkpoint = write(run, 1, 40)
+    (tmp_path / "empty" / "checkpoints").mkdir(parents=True)
+    for target, best, message in (
+        (tmp_path, False, "neither a run with checkpoints nor a checkpoint"),
+        (tmp_path / "empty", False, "has no complete checkpoint"),
+        (run, True, "has no evaluated checkpoint"),
+        (checkpoint, True, "--best chooses among those of a run"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            checkpoint_of(target, best=best)
+    with pytest.raises(ConfigError, match="no run in .* has a checkpoint"):
+        newest_run(tmp_path / "none")
+
+
+def test_the_folder_to_write_is_the_runs_or_one_that_holds_nothing(tmp_path: Path):
+    checkpoint = write(tmp_path / "a", 1, 40)
+    assert out_folder(checkpoint, None) == tmp_path / "a" / "model"
+    assert out_folder(checkpoint, tmp_path / "new") == tmp_path / "new"
+    with pytest.raises(ConfigError, match="exists already"):
+        out_folder(checkpoint, tmp_path)
+    with pytest.raises(ConfigError, match="is in no run folder"):
+        out_folder(tmp_path, None)
+
+
+def test_a_run_stands_for_the_batches_it_recorded(tmp_path: Path):
+    with pytest.raises(ConfigError, match=r"holds no rollouts/batches\.trajectories"):
+        recorded_file(tmp_path)
+    file = tmp_path / "rollouts" / "batches.trajectories"
+    file.parent.mkdir()
+    file.touch()
+    assert recorded_file(tmp_path) == recorded_file(file) == file
