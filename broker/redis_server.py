@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from wire.errors import ChildDiedError, ConfigError
-from wire.processes import bound_to_me
+from wire.processes import bound_to_me, last_lines
 
 _log = logging.getLogger(__name__)
 _START_TIMEOUT_S = 30.0
@@ -41,6 +41,7 @@ class RedisServer:
     process: "subprocess.Popen[bytes]"
     url: str
     password: str
+    log_file: Path
 
     @classmethod
     def launch(cls, *, socket: Path, folder: Path, log_file: Path, fsync: str) -> "RedisServer":
@@ -65,7 +66,7 @@ class RedisServer:
         if process.stdin is not None:
             process.stdin.write(settings.encode())
             process.stdin.close()
-        return cls(process, f"unix://{socket.resolve()}", password)
+        return cls(process, f"unix://{socket.resolve()}", password, log_file)
 
     async def until_listening(self, socket: Path) -> None:
         """Return once the server listens.
@@ -86,8 +87,12 @@ class RedisServer:
     def check_alive(self) -> None:
         """Raise ChildDiedError if the server ended."""
         code = self.process.poll()
-        if code is not None:
-            raise ChildDiedError(f"the Redis server ended with code {code}; see logs/redis.log")
+        if code is None:
+            return
+        tail = last_lines(self.log_file, 5)
+        if "No space left on device" in tail:
+            raise ConfigError("the disk is full: Redis cannot write its log (run.dir)")
+        raise ChildDiedError(f"the Redis server ended with code {code}; {self.log_file}:\n{tail}")
 
     def stop(self) -> None:
         """End the server in order; after a while, by force."""

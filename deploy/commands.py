@@ -16,6 +16,7 @@ from deploy.observe import dashboard_address, run_of_folder, status_now
 from deploy.plan import count_gpus, plan_roles
 from deploy.replay import replay as replay
 from deploy.resume import find_resume_point, resumed_table
+from deploy.show import show as show_rows
 from deploy.view import live_view
 from wire.command_line import print_json
 from wire.errors import ConfigError
@@ -58,6 +59,11 @@ def status(folder: Path, *, as_json: bool) -> int:
         return print_json(summary_of(now))
     Console().print(live_view(now, dashboard_address(of_run)))
     return 0
+
+
+def show(folder: Path, *, count: int, step: int | None, group: int | None, evaluation: bool) -> int:
+    """Print recorded trajectories, or answers of an evaluation."""
+    return show_rows(folder, Console(), count=count, step=step, group=group, evaluation=evaluation)
 
 
 def _load(path: Path, overrides: Sequence[str], resume: str | None, console: Console) -> RunConfig:

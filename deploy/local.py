@@ -1,8 +1,10 @@
 """`slipstream run`: every role of a run on this host, under one supervisor."""
 
+import errno
 import fcntl
 import json
 import logging
+import os
 import shutil
 import signal
 import tempfile
@@ -23,7 +25,12 @@ from deploy.plan import count_gpus, plan_roles
 from deploy.supervise import Supervisor
 from deploy.view import final_table, live_view, one_line
 from wire.checkpoints import best_checkpoint, newest_checkpoint
-from wire.command_line import EXIT_INTERRUPTED
+from wire.command_line import (
+    EXIT_BAD_SETTINGS,
+    EXIT_FAILED,
+    EXIT_INTERRUPTED,
+    disk_trouble,
+)
 from wire.errors import ChildDiedError, ConfigError, SlipstreamError
 from wire.processes import last_lines
 from wire.run_settings import RunSection
@@ -33,6 +40,7 @@ _log = logging.getLogger(__name__)
 _POLL_S = 0.2
 _LINE_EVERY_S = 10.0
 _BROKER_START_S = 60.0
+_REFUSED = "refused: "
 
 
 class _StopRequestedError(SlipstreamError):
@@ -62,8 +70,17 @@ def run_locally(config: RunConfig, console: Console) -> int:
     except _StopRequestedError as error:
         reason, code = f"stopped: {error}", EXIT_INTERRUPTED
         _let_learner_save(config, supervisor, console)
+    except ConfigError as error:
+        reason, code = f"{_REFUSED}{error}", EXIT_BAD_SETTINGS
     except SlipstreamError as error:
-        reason, code = f"failed: {error}", 1
+        reason, code = f"failed: {error}", EXIT_FAILED
+        if shutil.disk_usage(run.folder).free == 0:
+            full = os.strerror(errno.ENOSPC)
+            reason, code = f"{_REFUSED}{full}: {run.folder} (run.dir)", EXIT_BAD_SETTINGS
+    except OSError as error:
+        if (trouble := disk_trouble(error)) is None:
+            raise
+        reason, code = f"{_REFUSED}{trouble}", EXIT_BAD_SETTINGS
     finally:
         with _signals_ignored():
             watcher.close()
@@ -236,13 +253,19 @@ class _StatusWatcher:
 def _finish(run: RunSection, newest: RunStatus | None, reason: str, console: Console) -> None:
     """Write how the run ended into its summary, and show it."""
     path = run.summary_file
-    figures = json.loads(path.read_text()) if path.exists() else {}
-    if not figures and newest is not None:
-        figures = summary_of(newest)
-    figures["outcome"] = reason.splitlines()[0]
-    replace_figures(path, figures)
+    outcome = reason.splitlines()[0]
+    try:
+        figures = json.loads(path.read_text()) if path.exists() else {}
+        if not figures and newest is not None:
+            figures = summary_of(newest)
+        replace_figures(path, figures | {"outcome": outcome})
+    except OSError as error:
+        console.print(f"no summary was written: {error}", style="red", markup=False)
+    if outcome.startswith(_REFUSED):
+        console.print(reason, style="bold red", markup=False, highlight=False, soft_wrap=True)
+        return
     if newest is not None:
-        console.print(final_table(newest, outcome=figures["outcome"]))
+        console.print(final_table(newest, outcome=outcome))
     checkpoint = newest_checkpoint(run.folder)
     if checkpoint is not None:
         best = best_checkpoint(run.folder)

@@ -12,6 +12,7 @@ _EXAMPLES = """examples:
   slipstream run --config run.toml generators.count=4    a run with every role on this host
   slipstream run --config run.toml --dry-run             check the settings, print the processes
   slipstream run --config run.toml --resume auto         go on from the newest checkpoint
+  slipstream show runs/quickstart --eval --last 3        what it answered in the newest evaluation
   slipstream status runs/quickstart --json               figures of a run that goes on
   slipstream export runs/quickstart --best --out DIR     a checkpoint as a Hugging Face folder
   slipstream data check train.parquet --model DIR        rows, lengths and problems of prompts
@@ -22,8 +23,7 @@ _EXAMPLES = """examples:
 _RESUME_HELP = "go on from the newest checkpoint of this run (auto), of a run folder, or from one"
 
 
-def main() -> int:
-    """Parse and hand over to one subcommand."""
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="slipstream",
         description="Disaggregated asynchronous reinforcement learning for language models.",
@@ -43,6 +43,18 @@ def main() -> int:
     status = commands.add_parser("status", help="figures of a run that goes on")
     status.add_argument("folder", type=Path, metavar="runs/NAME")
     status.add_argument("--json", action="store_true", help="everything, for programs")
+    _add_readers(commands)
+    return parser
+
+
+def _add_readers(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Add what looks at runs, checkpoints and data."""
+    show = commands.add_parser("show", help="read what the policy wrote")
+    show.add_argument("folder", type=Path, metavar="runs/NAME")
+    show.add_argument("--last", type=int, default=5, metavar="N", help="at most so many (5)")
+    show.add_argument("--step", type=int, help="of this learner step or evaluation")
+    show.add_argument("--group", type=int, help="of this group, or evaluation problem")
+    show.add_argument("--eval", action="store_true", help="answers to held-out problems")
     export = commands.add_parser("export", help="write a checkpoint as a Hugging Face folder")
     export.add_argument(
         "target", type=Path, nargs="?", metavar="RUN|CHECKPOINT", help="default: the newest run"
@@ -60,6 +72,11 @@ def main() -> int:
     check.add_argument("overrides", nargs="*", metavar="FILE section.key=value")
     check.add_argument("--config", type=Path, metavar="RUN.toml", help="default: all defaults")
     check.add_argument("--model", type=Path, metavar="DIR", help="default: run.model")
+
+
+def main() -> int:
+    """Parse and hand over to one subcommand."""
+    parser = _parser()
     arguments, left = parser.parse_known_args()
     if left:  # argparse gives up on settings that come after an option
         if "overrides" not in arguments or any(word.startswith("-") for word in left):
@@ -76,6 +93,14 @@ def main() -> int:
                 )
             case "quickstart":
                 return bodies.quickstart(arguments.config, arguments.overrides, arguments.resume)
+            case "show":
+                return bodies.show(
+                    arguments.folder,
+                    count=arguments.last,
+                    step=arguments.step,
+                    group=arguments.group,
+                    evaluation=arguments.eval,
+                )
             case "export":
                 return bodies.export(arguments.target, arguments.out, best=arguments.best)
             case "replay":

@@ -18,6 +18,9 @@ RECORDED = Path("rollouts") / "batches.trajectories"
 def replay(target: Path, config: Path, overrides: Sequence[str], *, dry_run: bool) -> NoReturn:
     """Turn this process into the learner of a new run, NAME-replay.
 
+    It starts from run.model, even where the settings are those of a resumed run, unless an
+    override names run.resume_from.
+
     Args:
         target: a run folder that holds recorded batches, or a trajectory file.
         config: the settings of a run.
@@ -28,6 +31,7 @@ def replay(target: Path, config: Path, overrides: Sequence[str], *, dry_run: boo
         ConfigError: nothing is recorded there, or the settings are refused.
     """
     file = recorded_file(target)
+    overrides = ["run.resume_from=", *overrides]
     table = load_table(config, overrides)
     named = {**table.get("run", {}), "name": f"{run_section(table).name}-replay"}
     name = free_name(run_section({**table, "run": named}))
@@ -48,5 +52,8 @@ def recorded_file(target: Path) -> Path:
         return target
     file = target / RECORDED
     if not file.is_file():
-        raise ConfigError(f"{target} is no trajectory file and holds no {RECORDED}")
+        raise ConfigError(
+            f"{target} is no trajectory file and holds no {RECORDED}, which a run writes with "
+            "broker.record_batches = true"
+        )
     return file

@@ -11,7 +11,8 @@ from pathlib import Path
 
 from deploy.plan import RolePlan
 from generators.sglang_process import remove_leftovers
-from wire.errors import ChildDiedError
+from wire.command_line import EXIT_BAD_SETTINGS
+from wire.errors import ChildDiedError, ConfigError
 from wire.processes import bound_to_me, last_lines
 
 _log = logging.getLogger(__name__)
@@ -107,6 +108,9 @@ class Supervisor:
 
     def _failed(self, child: Child, code: int) -> None:
         self._sweep(child)
+        if code == EXIT_BAD_SETTINGS:
+            reason = last_lines(child.log_file, 1).strip()
+            raise ConfigError(f"{child.plan.name}: {reason}")
         child.failures += 1
         if not child.plan.restartable or child.failures > self.max_restarts:
             often = "" if child.failures == 1 else f" (failure {child.failures})"

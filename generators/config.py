@@ -24,6 +24,7 @@ Device = Literal["cpu", "cuda"]
 
 _OURS = ("model_path", "host", "port", "api_key", "device", "dtype", "max_running_requests")
 _ONE_RANK = ("tp_size", "pp_size", "dp_size")
+_MAX_STOPS = 32  # that SGLang takes
 
 
 class GeneratorsSection(Section, frozen=True, kw_only=True):
@@ -116,8 +117,11 @@ def _check_sampling(sampling: SamplingSection) -> None:
             f"sampling.min_response_tokens = {sampling.min_response_tokens} is more than "
             f"sampling.max_response_tokens = {sampling.max_response_tokens}"
         )
-    if "" in sampling.stop:
-        raise ConfigError("sampling.stop holds an empty text")
+    if "" in sampling.stop or len(sampling.stop) > _MAX_STOPS:
+        raise ConfigError(
+            f"sampling.stop must hold at most {_MAX_STOPS} texts and none that is empty, "
+            f"got {list(sampling.stop)}"
+        )
     if any(token_id < 0 for token_id in sampling.stop_token_ids):
         raise ConfigError(f"sampling.stop_token_ids must be >= 0, got {sampling.stop_token_ids}")
     if sampling.chat_template and not Path(sampling.chat_template).is_file():

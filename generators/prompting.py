@@ -1,6 +1,7 @@
 """From a prompt to token ids and back."""
 
 import hashlib
+from collections.abc import Sequence
 from pathlib import Path
 
 from tokenizers import Tokenizer
@@ -36,7 +37,7 @@ class TextCodec:
             raise ConfigError(f"{path} is not a tokenizer (run.model): {error}") from error
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        _check_vocabulary(self._tokenizer, model_folder)
+        _check_vocabulary(self._tokenizer, model_folder, sampling.stop_token_ids)
         self._sampling = sampling
         self._template = load_chat_template(
             model_folder, sampling.chat_template, sampling.chat_template_kwargs
@@ -120,12 +121,18 @@ def sibling_seed(run_seed: int, item: ItemKind, position: int, sibling: int) -> 
     return int.from_bytes(digest, "little") >> 1
 
 
-def _check_vocabulary(tokenizer: Tokenizer, folder: Path) -> None:
+def _check_vocabulary(tokenizer: Tokenizer, folder: Path, stops: Sequence[int]) -> None:
     """Refuse a tokenizer with tokens that the model does not have; fewer are padding."""
     config = read_json(folder / "config.json")
     size = config.get("vocab_size", config.get("text_config", {}).get("vocab_size"))
     largest = max(tokenizer.get_vocab().values(), default=-1)
-    if isinstance(size, int) and largest >= size:
+    if not isinstance(size, int):
+        return
+    if max(stops, default=-1) >= size:
+        raise ConfigError(
+            f"sampling.stop_token_ids has {max(stops)}, the model has tokens 0 to {size - 1}"
+        )
+    if largest >= size:
         raise ConfigError(
             f"tokenizer and vocabulary of {folder} disagree (run.model): tokenizer.json has a "
             f"token {largest}, config.json has vocab_size = {size}"

@@ -19,7 +19,7 @@ import aiohttp
 
 from generators.config import GeneratorSettings
 from generators.sglang_patches import GROUP_TIMEOUT_VARIABLE, SEEDS_VARIABLE
-from wire.errors import ChildDiedError
+from wire.errors import ChildDiedError, ConfigError
 from wire.processes import bound_to_me, last_lines
 
 _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 where SGLang puts it
@@ -71,14 +71,15 @@ class SglangProcess:
         """Return once the server answers.
 
         Raises:
-            ChildDiedError: it ended, or did not answer in time; with its last lines.
+            ConfigError: it ended.
+            ChildDiedError: it did not answer in time; with its last lines.
         """
         headers = {"Authorization": f"Bearer {self.api_key}"}
         async with aiohttp.ClientSession(headers=headers) as http:
             try:
                 async with asyncio.timeout(timeout_s):
                     while not await _answers(http, self.url):
-                        self.check_alive()
+                        self._check_start()
                         self.note_shared_memory()
                         await asyncio.sleep(_POLL_S)
             except TimeoutError as error:
@@ -94,6 +95,16 @@ class SglangProcess:
             held.update(_shared_memory_of(pid))
         if held:
             (self.scratch / _NOTES).write_text("\n".join(sorted(held)))
+
+    def _check_start(self) -> None:
+        """Raise ConfigError if the server ended before it answered: it was given no chance."""
+        code = self.process.poll()
+        if code is not None:
+            reason = last_lines(self.log_file, 1).strip()
+            raise ConfigError(
+                f"SGLang ended with code {code} at its start: {reason} "
+                f"(run.model, [generators], {self.log_file})"
+            )
 
     def check_alive(self) -> None:
         """Raise ChildDiedError, with the last lines of the log, if the server ended."""

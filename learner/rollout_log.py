@@ -13,7 +13,7 @@ from wire.control import DeliveredTrajectory
 from wire.trajectory import VersionRun
 
 _log = logging.getLogger(__name__)
-_DIGITS = 5
+_DIGITS = 6
 
 
 class RolloutLog:
@@ -92,7 +92,7 @@ class RolloutLog:
             # |proximal - behavior|, mean over the run's tokens
             "logprob_abs_diff_by_run": _means(header.version_runs, difference.abs()),
             # proximal - behavior of each response token
-            "logprob_diffs": [round(value, _DIGITS) for value in difference[first:].tolist()],
+            "logprob_diffs": [round(value, _DIGITS) + 0.0 for value in difference[first:].tolist()],
         }
 
 

@@ -1,6 +1,7 @@
 """The command line that all roles share."""
 
 import argparse
+import errno
 import logging
 import sys
 from collections.abc import Callable, Sequence
@@ -60,8 +61,23 @@ def run_role(body: Callable[[], int]) -> int:
         return _say(_first(known))
     except SlipstreamError as error:
         return _say(error)
+    except OSError as error:
+        if (trouble := disk_trouble(error)) is None:
+            raise
+        return _say(trouble)
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
+
+
+_DISK_TROUBLE = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES}
+
+
+def disk_trouble(error: OSError) -> ConfigError | None:
+    """Return what to tell the user if a disk is full or not ours to write; else None."""
+    if error.errno not in _DISK_TROUBLE:
+        return None
+    where = f" {error.filename}" if error.filename else ""
+    return ConfigError(f"{error.strerror}:{where} (run.dir)")
 
 
 def _first(group: BaseExceptionGroup[SlipstreamError]) -> SlipstreamError:

@@ -3,6 +3,7 @@
 import asyncio
 import hmac
 import logging
+import os
 import secrets
 from collections.abc import Awaitable, Callable
 from importlib.resources import files
@@ -11,6 +12,7 @@ import msgspec
 from aiohttp import web
 
 from broker.dashboard.metrics import render_metrics
+from wire.errors import ConfigError
 from wire.status import RunStatus
 
 _log = logging.getLogger(__name__)
@@ -53,7 +55,13 @@ class Dashboard:
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
         await self._runner.setup()
         site = web.TCPSite(self._runner, _HOST, self._port)
-        await site.start()
+        try:
+            await site.start()
+        except OSError as error:
+            raise ConfigError(
+                f"cannot serve the page at port {self._port} (broker.dashboard.port): "
+                f"{os.strerror(error.errno or 0)}"
+            ) from error
         port = self._runner.addresses[0][1]
         self.address = f"http://{_HOST}:{port}/?token={self._token}"
         return self.address

@@ -24,14 +24,19 @@ _EVALUATE_ANSWERS = {
     "algorithmic": ("binary_matrix", "number_sorting", "spiral_matrix", "string_insertion"),
     "games": ("n_queens",),
 }
-_DRAWING = (
-    "matplotlib",
-    "matplotlib.pyplot",
-    "matplotlib.animation",
-    "matplotlib.collections",
-    "mpl_toolkits",
-    "mpl_toolkits.mplot3d",
-)
+# What reasoning-gym imports, by the package that brings it, and which data set needs it.
+_OPTIONAL = {
+    "matplotlib": (
+        "matplotlib",
+        "matplotlib.pyplot",
+        "matplotlib.animation",
+        "matplotlib.collections",
+        "mpl_toolkits",
+        "mpl_toolkits.mplot3d",
+    ),
+    "pycosat": ("pycosat",),
+}
+_NEEDS = {"zebra_puzzles": "pycosat"}
 
 
 def gym_rows(
@@ -89,6 +94,11 @@ def _dataset(name: str, *, size: int, seed: int, options: Mapping[str, Json], se
             f"{setting}.reasoning_gym = {name!r} is no data set of reasoning-gym; "
             f"did you mean {close[0]}?"
         )
+    needed = _NEEDS.get(name)
+    if needed is not None and importlib.util.find_spec(needed) is None:
+        raise ConfigError(
+            f"{setting}.reasoning_gym = {name!r} needs {needed}; pip install {needed}"
+        )
     for key in ("size", "seed"):
         if key in options:
             raise ConfigError(f"{setting}.options.{key}: set {setting}.{key} instead")
@@ -100,7 +110,7 @@ def _dataset(name: str, *, size: int, seed: int, options: Mapping[str, Json], se
 
 def _library(setting: str) -> Any:  # noqa: ANN401
     try:
-        with _drawing_left_out():
+        with _optional_left_out():
             library = importlib.import_module("reasoning_gym")
     except ImportError as error:
         raise ConfigError(
@@ -115,16 +125,18 @@ def _library(setting: str) -> Any:  # noqa: ANN401
 
 
 @contextmanager
-def _drawing_left_out() -> Iterator[None]:
-    """Let reasoning-gym be imported where matplotlib is not installed.
+def _optional_left_out() -> Iterator[None]:
+    """Let reasoning-gym be imported without packages that nearly nothing in it needs.
 
-    One of its requirements (cellpylib 2.4.0) imports matplotlib for pictures that no data set
-    draws. Remove when it does so only where it draws.
+    cellpylib 2.4.0 imports matplotlib for pictures that no data set draws; pycosat has to be
+    compiled. Remove when they are imported where they are used.
     """
-    if "reasoning_gym" in sys.modules or importlib.util.find_spec("matplotlib") is not None:
-        yield
-        return
-    for name in _DRAWING:
+    added: list[str] = []
+    if "reasoning_gym" not in sys.modules:
+        for package, names in _OPTIONAL.items():
+            if importlib.util.find_spec(package) is None:
+                added += names
+    for name in added:
         module = types.ModuleType(name)
         module.__dict__["Axes3D"] = None
         sys.modules[name] = module
@@ -134,5 +146,5 @@ def _drawing_left_out() -> Iterator[None]:
     try:
         yield
     finally:
-        for name in _DRAWING:
+        for name in added:
             del sys.modules[name]

@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -60,7 +60,15 @@ def write_policy(folder: Path) -> None:
 class TinyRun:
     """One run in a folder of its own."""
 
-    def __init__(self, folder: Path, settings: Mapping[str, object]) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        settings: Mapping[str, object],
+        *,
+        options: Sequence[str] = (),
+        before: Callable[[Path], None] = lambda _folder: None,
+    ) -> None:
+        """Start a run; ``before`` may spoil the inputs in ``folder``."""
         self.folder = folder / "runs" / "tiny"
         write_policy(folder / "model")
         (folder / "reward.py").write_text(REWARD)
@@ -87,14 +95,20 @@ class TinyRun:
             "generators.max_sequences": 8,
             "learner.lr": 1e-3,
             "learner.rollouts_per_step": 100,
+            "checkpoint.export_at_end": "true",
             "deploy.time_limit_s": 150,
         }
         overrides = [f"{key}={value}" for key, value in (defaults | dict(settings)).items()]
+        before(folder)
         self.output_file = folder / "output.txt"
         self.shared_memory_before = _shared_memory()
         with self.output_file.open("w") as output:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "deploy.main", "run", "--config", config, *overrides],
+                [
+                    *(sys.executable, "-m", "deploy.main", "run", "--config", config),
+                    *options,
+                    *overrides,
+                ],
                 cwd=ROOT,
                 stdout=output,
                 stderr=output,

@@ -17,7 +17,7 @@ from wire.errors import SlipstreamError
 from wire.run_settings import RunSection
 
 ROOT = Path(__file__).parents[2]
-HEAVY = ("torch", "megatron", "sglang", "ray", "transformers")
+HEAVY = ("torch", "megatron", "sglang", "ray", "transformers", "pyarrow", "reasoning_gym")
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(180)]
 

@@ -22,6 +22,7 @@ LAYOUTS = {
     "one": (),
     "tp2": ("learner.ranks=2", "learner.tensor_parallel=2"),
     "dp2": ("learner.ranks=2",),
+    "bf16": ("learner.dtype=bfloat16",),
 }
 SCHEDULE = (
     "learner.lr_schedule=cosine",
@@ -34,7 +35,8 @@ EXPORT = "checkpoint.export_at_end=true"
 
 
 def weights(run: Path) -> dict[str, torch.Tensor]:
-    return dict(load_file(run / "model" / "model.safetensors"))
+    tensors = load_file(run / "model" / "model.safetensors")
+    return {name: tensor.float() for name, tensor in tensors.items()}
 
 
 def largest_difference(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:

@@ -90,9 +90,8 @@ def test_a_replay_trains_on_what_a_run_recorded(tmp_path: Path):
     recorded = tmp_path / "runs" / "a" / "rollouts" / "batches.trajectories"
     recorded.parent.mkdir(parents=True)
     recorded.write_bytes(replays.file.read_bytes())
-    printed = slipstream(
-        "replay", tmp_path / "runs" / "a", "--config", replays.config, "run.name=a"
-    )
+    config = replays.config
+    printed = slipstream("replay", tmp_path / "runs" / "a", "--config", config, "run.name=a")
     run = tmp_path / "runs" / "a-replay"
     assert "step 6 reward" in printed
     assert [row["step"] for row in rows(run)] == [1, 2, 3, 4, 5, 6]

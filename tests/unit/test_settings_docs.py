@@ -29,6 +29,6 @@ def test_every_setting_is_explained(setting: str, meaning: str):
 def test_defaults_limits_and_choices_are_shown():
     page = reference()
     assert "| `run.steps` | `100` | Learner steps to train. Type: integer, at least 1. |" in page
-    assert "| `broker.redis.url` | `\"\"` |" in page
+    assert '| `broker.redis.url` | `""` |' in page
     assert "Type: one of `async`, `sync`." in page
     assert "| `eval.sets.NAME.reasoning_gym` |" in page

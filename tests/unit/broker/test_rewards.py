@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from broker.rewards import exact_match
 from broker.rewards.loading import Reward, load_reward
 from wire.control import ScoringItem
 from wire.errors import ConfigError
@@ -36,6 +37,22 @@ def test_exact_match_ignores_white_space_at_both_ends(response: str, value: floa
     assert (score.group_id, score.sibling, score.lease_id) == (3, 1, 9)
     assert (score.reward, score.unavailable) == (value, "")
     assert score.function == "broker.rewards.exact_match:score"
+
+
+@pytest.mark.parametrize(
+    ("truth", "response", "value"),
+    [
+        (122, "122", 1.0),
+        (0.5, " 0.5", 1.0),
+        (True, "true", 1.0),
+        (["122", 122.5, " x "], "x", 1.0),
+        (["122"], '["122"]', 0.0),
+        ({"a": [1]}, '{"a": [1]}', 1.0),
+        (None, "", 0.0),
+    ],
+)
+def test_exact_match_compares_with_any_json_truth(truth: object, response: str, value: float):
+    assert exact_match.score("s", response, truth, {}) == value
 
 
 def test_a_function_of_a_file_sees_all_four_arguments(tmp_path: Path):

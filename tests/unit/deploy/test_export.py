@@ -32,7 +32,7 @@ def test_what_names_no_checkpoint_is_refused(tmp_path: Path):
     ):
         with pytest.raises(ConfigError, match=message):
             checkpoint_of(target, best=best)
-    with pytest.raises(ConfigError, match="no run in .* has a checkpoint"):
+    with pytest.raises(ConfigError, match=r"no run in .* has a checkpoint"):
         newest_run(tmp_path / "none")
 
 

@@ -35,7 +35,7 @@ def table(model: Path, **sections: dict[str, Any]) -> dict[str, Any]:
         ("sampling", {"top_k": 20}, r"sampling\.top_k must be -1 for training, got 20"),
         ("sampling", {"min_p": 0.1}, r"sampling\.min_p must be 0 for training, got 0\.1"),
         ("sampling", {"min_response_tokens": 101}, r"sampling\.min_response_tokens = 101 is more"),
-        ("sampling", {"stop": [""]}, r"sampling\.stop holds an empty text"),
+        ("sampling", {"stop": [""]}, r"sampling\.stop must hold at most 32 texts and none"),
         ("sampling", {"stop_token_ids": [-1]}, r"sampling\.stop_token_ids must be >= 0"),
         ("sampling", {"chat_template": "nothing.jinja"}, r"sampling\.chat_template = .* no file"),
         ("eval", {"samples": 4}, r"eval\.samples = 4 greedy answers are all the same"),

@@ -158,6 +158,11 @@ def test_every_token_that_ends_a_response_is_known(copied: Path):
     assert codec(copied, stop_token_ids=(9,)).end_token_ids == (EOS, 5, 9)
 
 
+def test_a_stop_token_that_the_model_does_not_have_is_refused(copied: Path):
+    with pytest.raises(ConfigError, match=r"sampling\.stop_token_ids has 999, .* 0 to \d+"):
+        codec(copied, stop_token_ids=(3, 999))
+
+
 def test_a_seed_depends_on_run_kind_position_and_sibling_and_is_the_same_in_every_release():
     seed = sibling_seed(1, "train", 17, 3)
     assert seed == 2860665278069204910

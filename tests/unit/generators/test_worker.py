@@ -1,0 +1,110 @@
+"""The agent's loop against the broker's, over a real socket; the engine is scripted."""
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from broker.ledger import Ledger
+from deploy.addition import write_blank_model
+from generators.engine import Completion, SamplingParams
+from generators.prompting import TextCodec, sibling_seed
+from generators.rollout import Sampler
+from generators.worker import GeneratorWorker
+from tests.unit.broker.ledger_driver import make_rules
+from tests.unit.broker.test_server import Running, running
+from tests.unit.generators.test_rollout import ScriptedEngine
+from wire.errors import ConfigError
+from wire.run_settings import SamplingSection
+from wire.trajectory import Prompt
+from wire.versions import PolicyVersion
+
+VERSION = PolicyVersion(1, 0)
+PARAMS = SamplingParams(temperature=1.0, max_new_tokens=2)
+
+
+class Counting(ScriptedEngine):
+    """Answers every request, and keeps the seeds that it was given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.called = asyncio.Event()
+
+    async def sample(
+        self,
+        prompt_ids: list[int],
+        params: SamplingParams,
+        *,
+        count: int,
+        seeds: Sequence[int] = (),
+    ) -> list[Completion]:
+        self.asked.append((prompt_ids, params, count, list(seeds)))
+        self.called.set()
+        answer = Completion(
+            token_ids=[5, 2],
+            logprobs=[-0.5, -0.5],
+            version_starts=[(0, VERSION)],
+            finish_reason="stop",
+        )
+        return [answer] * count
+
+
+def prompt_at(cursor: int) -> Prompt:
+    return Prompt(prompt="1+1=" if cursor else "100000+1=", row=cursor)
+
+
+def worker_of(
+    it: Running, client: object, folder: Path, overlong: str
+) -> tuple[GeneratorWorker, Counting]:
+    write_blank_model(folder / "model", hidden=16, layers=1)
+    sampling = SamplingSection(max_prompt_tokens=6, overlong_prompts=overlong)  # type: ignore[arg-type]
+    engine = Counting()
+    sampler = Sampler(engine, TextCodec(folder / "model", sampling), {"train": PARAMS}, 9)
+    worker = GeneratorWorker(
+        client=client,  # type: ignore[arg-type]
+        sampler=sampler,
+        max_sequences=8,
+        siblings_together=True,
+    )
+    worker.adopted(it.ledger.version)
+    return worker, engine
+
+
+def ledger() -> Ledger:
+    rules = make_rules(groups_per_step=1, max_staleness_steps=0, total_steps=1)
+    return Ledger(rules, prompt_at=prompt_at, eval_prompt_at=prompt_at)
+
+
+def test_a_prompt_that_is_too_long_is_dropped_and_another_answered(tmp_path: Path):
+    async def scenario() -> None:
+        async with running(tmp_path, ledger()) as it:
+            client = await it.client("generator", "generator-0")
+            worker, engine = worker_of(it, client, tmp_path, "drop")
+            job = asyncio.create_task(worker.run(heartbeat_s=5.0))
+            async with asyncio.timeout(5.0):
+                await engine.called.wait()
+            assert it.status.dropped == {"overlong_prompt": 1}
+            ((prompt_ids, _, count, seeds),) = engine.asked
+            assert (len(prompt_ids), count) == (4, 2)
+            assert seeds == [sibling_seed(9, "train", 1, sibling) for sibling in (0, 1)]
+            job.cancel()
+            await asyncio.gather(job, return_exceptions=True)
+
+    asyncio.run(scenario())
+
+
+def test_a_prompt_that_is_too_long_ends_the_generator_by_default(tmp_path: Path):
+    async def scenario() -> None:
+        async with running(tmp_path, ledger()) as it:
+            client = await it.client("generator", "generator-0")
+            worker, engine = worker_of(it, client, tmp_path, "error")
+            with pytest.RaisesGroup(
+                pytest.RaisesExc(ConfigError, match=r"row 0 .* sampling\.max_prompt_tokens is 6"),
+                flatten_subgroups=True,
+            ):
+                async with asyncio.timeout(5.0):
+                    await worker.run(heartbeat_s=5.0)
+            assert engine.asked == []
+
+    asyncio.run(scenario())

@@ -1,0 +1,34 @@
+import signal
+from collections.abc import Iterator
+
+import pytest
+
+from learner.stop import StopRequest
+
+
+@pytest.fixture
+def stop() -> Iterator[StopRequest]:
+    before = {signum: signal.getsignal(signum) for signum in (signal.SIGTERM, signal.SIGINT)}
+    request = StopRequest()
+    request.listen()
+    yield request
+    for signum, handler in before.items():
+        signal.signal(signum, handler)
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+def test_the_first_signal_is_noted_and_the_second_ends(stop: StopRequest, signum: signal.Signals):
+    with stop.deferred():
+        assert not stop.requested
+        signal.raise_signal(signum)
+        assert stop.requested
+        with pytest.raises(SystemExit, match="0"):
+            signal.raise_signal(signum)
+
+
+def test_a_signal_ends_at_once_where_nothing_would_be_saved(stop: StopRequest):
+    with pytest.raises(SystemExit, match="0"):
+        signal.raise_signal(signal.SIGTERM)
+    with stop.deferred(when=False), pytest.raises(SystemExit, match="0"):
+        signal.raise_signal(signal.SIGTERM)
+    assert not stop.requested
