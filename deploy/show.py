@@ -130,10 +130,11 @@ def _panel(title: str, prompt: str, answer: str, details: list[tuple[str, str]])
         lines.append(f"{name} ", style="dim")
         lines.append(f"{value}\n")
     lines.rstrip()
-    text = Text()
-    text.append(visible(prompt), style="dim")
-    text.append(visible(answer), style="bold")
-    return Panel(Group(text, Text(), lines), title=visible(title), title_align="left")
+    said = [
+        *(Text("prompt", style="dim"), Text(visible(prompt)), Text()),
+        *(Text("answer", style="dim"), Text(visible(answer), style="bold"), Text()),
+    ]
+    return Panel(Group(*said, lines), title=visible(title), title_align="left")
 
 
 def visible(text: str) -> str:

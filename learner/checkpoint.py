@@ -28,7 +28,7 @@ from megatron.core.dist_checkpointing.core import (
 )
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
-from megatron.core.dist_checkpointing.strategies.common import TorchCommonSaveStrategy
+from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
 from megatron.core.dist_checkpointing.strategies.torch import (
     MCoreSavePlanner,
     _replace_state_dict_keys_with_sharded_keys,
@@ -113,9 +113,7 @@ def save_checkpoint(
     try:
         together.on_rank_0(lambda: _begin(unfinished, info, ledger()))
         sharded, common = together.on_all(lambda: _state_to_save(policy, topology))
-        together.on_rank_0(
-            lambda: TorchCommonSaveStrategy("torch", 1).save_common(common, unfinished)
-        )
+        together.on_rank_0(lambda: torch.save(common, unfinished / COMMON_STATE_FNAME))
         together.on_all(lambda: _write_tensors(sharded, unfinished))
         together.on_rank_0(lambda: _finish(unfinished, final))
     finally:

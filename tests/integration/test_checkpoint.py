@@ -2,6 +2,8 @@
 
 import json
 import shutil
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -30,6 +32,8 @@ SCHEDULE = (
     "learner.lr_decay_steps=6",
     "learner.weight_decay=0.1",
     "learner.minibatches=2",
+    "learner.adam_epsilon=1e-3",  # Adam amplifies rounding where the second moment is tiny
+    "checkpoint.export_at_end=true",
 )
 EXPORT = "checkpoint.export_at_end=true"
 
@@ -49,47 +53,62 @@ def rows(run: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in lines]
 
 
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Replays, Path]]:
+    """Six steps in a layout, with a checkpoint after three; each layout is trained once."""
+
+    @cache
+    def trained(layout: str) -> tuple[Replays, Path]:
+        replays = Replays(tmp_path_factory.mktemp(layout))
+        settings = (*LAYOUTS[layout], *SCHEDULE, "checkpoint.every_steps=3")
+        return replays, replays.train("straight", *settings)
+
+    return trained
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_three_steps_and_three_after_a_resume_are_six_steps_bit_for_bit(
-    tmp_path: Path, layout: str
+    straight: Callable[[str], tuple[Replays, Path]], layout: str
 ):
-    replays = Replays(tmp_path)
-    settings = (*LAYOUTS[layout], *SCHEDULE, EXPORT)
-    straight = replays.train("straight", *settings)
-    first = replays.train("first", *settings, "run.steps=3")
-    checkpoint = newest_checkpoint(first)
-    assert checkpoint is not None
+    replays, run = straight(layout)
+    checkpoint = run / "checkpoints" / "step-000003"
     info = read_checkpoint_info(checkpoint)
     assert (info.step, info.version) == (3, PolicyVersion(1, 3))
-    second = replays.train("second", *settings, f"run.resume_from={checkpoint}")
-
-    expected, before, resumed = weights(straight), weights(first), weights(second)
-    assert largest_difference(before, expected) > 1e-4, "nothing was trained after the resume"
-    assert all(torch.equal(resumed[name], expected[name]) for name in expected)
+    settings = (*LAYOUTS[layout], *SCHEDULE, f"run.resume_from={checkpoint}")
+    resumed = replays.train("resumed", *settings)
+    assert all(tensor.equal(weights(run)[name]) for name, tensor in weights(resumed).items())
     timed = {"time/step", "time/save_checkpoint"}
-    figures = [{k: v for k, v in row.items() if k not in timed} for row in rows(straight)]
-    again = [{k: v for k, v in row.items() if k not in timed} for row in rows(second)]
-    assert [row["step"] for row in again] == [4, 5, 6]
-    assert again == figures[3:]
-    newest = newest_checkpoint(second)
+    expected = [{k: v for k, v in row.items() if k not in timed} for row in rows(run)]
+    figures = [{k: v for k, v in row.items() if k not in timed} for row in rows(resumed)]
+    assert [row["step"] for row in figures] == [4, 5, 6]
+    assert figures == expected[3:]
+    assert min(row["policy/grad_norm"] for row in figures) > 1e-3, "nothing was trained"
+    newest = newest_checkpoint(resumed)
     assert newest is not None
     assert read_checkpoint_info(newest).version == PolicyVersion(2, 6)
 
 
-def test_a_checkpoint_of_two_ranks_goes_on_with_one_and_with_another_learning_rate(
-    tmp_path: Path,
+def test_a_checkpoint_of_two_ranks_goes_on_with_one(
+    straight: Callable[[str], tuple[Replays, Path]],
 ):
-    replays = Replays(tmp_path)
-    settings = ("learner.adam_epsilon=1e-3", EXPORT)  # Adam amplifies rounding
-    straight = replays.train("straight", *settings, *LAYOUTS["tp2"])
-    first = replays.train("first", *settings, *LAYOUTS["tp2"], "run.steps=3")
-    resume = f"run.resume_from={newest_checkpoint(first)}"
-    alone = replays.train("alone", *settings, resume)
-    assert largest_difference(weights(alone), weights(straight)) < 2e-5
+    replays, run = straight("tp2")
+    resume = f"run.resume_from={run / 'checkpoints' / 'step-000003'}"
+    alone = replays.train("alone", *SCHEDULE, resume)
+    assert largest_difference(weights(alone), weights(run)) < 2e-5
 
-    slower = replays.train("slower", *settings, resume, "learner.lr=0.0", "run.steps=4")
-    assert rows(slower)[0]["policy/lr"] == 0.0
-    assert largest_difference(weights(slower), weights(first)) == 0.0
+
+def test_settings_of_the_new_start_win_over_those_of_the_checkpoint(
+    straight: Callable[[str], tuple[Replays, Path]],
+):
+    replays, run = straight("one")
+    resume = f"run.resume_from={run / 'checkpoints' / 'step-000006'}"
+    resting = replays.train("resting", resume, "learner.lr=0.0", "run.steps=6", EXPORT)
+    assert rows(resting) == []
+    assert largest_difference(weights(resting), weights(run)) == 0.0
+    resume = f"run.resume_from={run / 'checkpoints' / 'step-000003'}"
+    resting = replays.train("resting-2", resume, "learner.lr=0.0", EXPORT)
+    assert [row["policy/lr"] for row in rows(resting)] == [0.0, 0.0, 0.0]
+    assert largest_difference(weights(resting), weights(run)) > 1e-4
 
 
 def test_what_cannot_be_resumed_from_is_refused_with_its_reason(tmp_path: Path):

@@ -1,0 +1,85 @@
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from deploy.resume import find_resume_point, resumed_table
+from wire.checkpoints import FORMAT_REVISION, INFO_FILE, CheckpointInfo, checkpoint_name
+from wire.errors import ConfigError
+from wire.run_settings import RunSection
+from wire.versions import PolicyVersion
+
+
+def save(run_folder: Path, step: int) -> Path:
+    folder = run_folder / "checkpoints" / checkpoint_name(step)
+    folder.mkdir(parents=True)
+    info = CheckpointInfo(
+        format_revision=FORMAT_REVISION,
+        run_name=run_folder.name,
+        version=PolicyVersion(1, step),
+        saved_at="2026-01-01T00:00:00Z",
+        model="/models/tiny",
+        architecture={},
+        parameters="",
+        ranks=1,
+        tensor_parallel=1,
+        packages={},
+        dtype="float32",
+    )
+    (folder / INFO_FILE).write_bytes(msgspec.json.encode(info))
+    return folder
+
+
+def section(folder: Path, steps: int = 100) -> RunSection:
+    return RunSection(name="first", dir=str(folder), steps=steps)
+
+
+def test_auto_takes_the_newest_checkpoint_of_the_newest_run_that_has_one(tmp_path: Path):
+    save(tmp_path / "first", 10)
+    save(tmp_path / "first-2", 4)
+    wanted = save(tmp_path / "first-2", 6)
+    (tmp_path / "first-3").mkdir()  # ended before its first checkpoint
+    save(tmp_path / "second", 50)
+    point = find_resume_point(section(tmp_path), "auto")
+    assert point is not None
+    assert (point.run_folder, point.checkpoint, point.step) == (tmp_path / "first-2", wanted, 6)
+
+
+def test_auto_begins_a_run_where_there_is_nothing_to_go_on_from(tmp_path: Path):
+    (tmp_path / "first").mkdir()
+    assert find_resume_point(section(tmp_path), "auto") is None
+
+
+def test_a_run_folder_and_a_checkpoint_can_be_named(tmp_path: Path):
+    early, late = save(tmp_path / "other", 2), save(tmp_path / "other", 4)
+    for wanted, checkpoint in ((tmp_path / "other", late), (early, early)):
+        point = find_resume_point(section(tmp_path), str(wanted))
+        assert point is not None
+        assert (point.run_folder, point.checkpoint) == (tmp_path / "other", checkpoint)
+
+
+def test_a_complete_run_says_what_to_raise(tmp_path: Path):
+    save(tmp_path / "first", 10)
+    with pytest.raises(ConfigError, match=r"step 10 of run\.steps = 10: raise run\.steps"):
+        find_resume_point(section(tmp_path, steps=10), "auto")
+
+
+def test_a_folder_without_checkpoint_is_refused(tmp_path: Path):
+    with pytest.raises(ConfigError, match="is no checkpoint"):
+        find_resume_point(section(tmp_path), str(tmp_path))
+
+
+def test_a_resumed_run_keeps_its_settings_and_goes_on_in_its_folder(tmp_path: Path):
+    checkpoint = save(tmp_path / "first-2", 6)
+    point = find_resume_point(section(tmp_path), "auto")
+    assert point is not None
+    table = resumed_table({"run": {"name": "first", "steps": 9}, "learner": {"lr": 0.1}}, point)
+    assert table == {
+        "run": {
+            "name": "first-2",
+            "steps": 9,
+            "dir": str(tmp_path),
+            "resume_from": str(checkpoint),
+        },
+        "learner": {"lr": 0.1},
+    }
