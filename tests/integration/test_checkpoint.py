@@ -101,12 +101,8 @@ def test_settings_of_the_new_start_win_over_those_of_the_checkpoint(
     straight: Callable[[str], tuple[Replays, Path]],
 ):
     replays, run = straight("one")
-    resume = f"run.resume_from={run / 'checkpoints' / 'step-000006'}"
-    resting = replays.train("resting", resume, "learner.lr=0.0", "run.steps=6", EXPORT)
-    assert rows(resting) == []
-    assert largest_difference(weights(resting), weights(run)) == 0.0
     resume = f"run.resume_from={run / 'checkpoints' / 'step-000003'}"
-    resting = replays.train("resting-2", resume, "learner.lr=0.0", EXPORT)
+    resting = replays.train("resting", resume, "learner.lr=0.0", EXPORT)
     assert [row["policy/lr"] for row in rows(resting)] == [0.0, 0.0, 0.0]
     assert largest_difference(weights(resting), weights(run)) > 1e-4
 
