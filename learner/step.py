@@ -47,9 +47,13 @@ def advantages_of(groups: Sequence[DeliveredGroup], algo: AlgoSection) -> list[f
 def train_step(
     policy: "Policy", minibatches: Sequence[Minibatch], algo: AlgoSection, clock: PhaseClock
 ) -> tuple[dict[str, float], list[list[Tensor]]]:
-    """Train and return (figures of the step, proximal logprobs [minibatch][microbatch] of [T])."""
+    """Train and return (figures of the step, proximal logprobs [minibatch][microbatch] of [T]).
+
+    The first minibatch is computed with the weights that the step starts from: its proximal
+    logprobs are its current ones, and need no forward pass of their own.
+    """
     with clock.phase("proximal"):
-        proximal = [policy.proximal_logprobs(minibatch.batches) for minibatch in minibatches]
+        proximal = [[], *(policy.proximal_logprobs(one.batches) for one in minibatches[1:])]
     clip = Clip(low=algo.clip_low, high=algo.clip_high)
     totals: Sums = {}
     norms: list[float] = []
@@ -67,13 +71,15 @@ def train_step(
 @dataclass(frozen=True, slots=True)
 class _Loss:
     global_num_tokens: int
-    proximal: Sequence[Tensor]
+    proximal: list[Tensor]  # by microbatch; filled from the forward passes where it is empty
     clip: Clip
     max_correction: float
 
     def __call__(
         self, number: int, batch: PackedBatch, logprobs: Tensor, entropy: Tensor
     ) -> tuple[Tensor, Sums]:
+        if number == len(self.proximal):
+            self.proximal.append(logprobs.detach())
         train_batch = TrainBatch(
             current_logprobs=logprobs,
             proximal_logprobs=self.proximal[number],
