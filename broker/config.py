@@ -23,7 +23,10 @@ TrackerName: TypeAlias = Literal["tensorboard", "wandb", "mlflow", "swanlab"]
 
 
 class DataSection(Section, frozen=True, kw_only=True):
-    """[data]: where prompts come from."""
+    """[data]: where prompts come from.
+
+    See [data.md](data.md).
+    """
 
     file: str = ""
     """JSONL or parquet file of prompts, if one file is all there is."""
@@ -62,7 +65,12 @@ class DashboardTable(Section, frozen=True, kw_only=True):
 
 
 class BrokerSection(Section, frozen=True, kw_only=True):
-    """[broker]: leases, limits and filters."""
+    """[broker]: leases, limits and filters.
+
+    The default of `broker.max_in_flight` is (S + 1) x G groups. Less than G is refused. A
+    `broker.redis.url` that holds a password is refused, because settings are written into
+    `resolved.toml`.
+    """
 
     lease_s: Positive = 30.0
     """A lease ends this long after its last heartbeat."""
@@ -83,7 +91,10 @@ class BrokerSection(Section, frozen=True, kw_only=True):
 
 
 class RewardSection(Section, frozen=True, kw_only=True):
-    """[reward]: how answers are scored."""
+    """[reward]: how answers are scored.
+
+    See the README for the signature. A path is relative to the folder the process was started in.
+    """
 
     function: str = "broker.rewards.exact_match:score"
     """MODULE:FUNCTION or FILE.py:FUNCTION."""
@@ -96,7 +107,11 @@ class RewardSection(Section, frozen=True, kw_only=True):
 
 
 class LoggingSection(Section, frozen=True, kw_only=True):
-    """[logging]: where the curves go, besides the page."""
+    """[logging]: where the curves go, besides the page.
+
+    A run that is resumed goes on under its id with each tracker (`trackers.json`). Keys and tokens
+    of a tracker do not belong here: it reads them from its own environment variables or files.
+    """
 
     trackers: tuple[TrackerName, ...] = ("tensorboard",)
     """Any of tensorboard, wandb, mlflow, swanlab; all but the first are installed apart."""

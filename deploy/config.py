@@ -16,7 +16,11 @@ from wire.settings import Section, Table, section, to_table
 
 
 class DeploySection(Section, frozen=True, kw_only=True):
-    """[deploy]: how `slipstream run` looks after the processes of one host."""
+    """[deploy]: how `slipstream run` looks after the processes of one host.
+
+    The broker and the learner are not restarted: when one of them fails the run ends, and
+    `--resume auto` goes on from its newest checkpoint. Several hosts are planned by `--dry-run` only.
+    """
 
     hosts: tuple[str, ...] = ("localhost",)
     """Hosts of the run: broker, learner and reward workers on the first, generators after it."""

@@ -28,7 +28,11 @@ _MAX_STOPS = 32  # that SGLang takes
 
 
 class GeneratorsSection(Section, frozen=True, kw_only=True):
-    """[generators]: the inference engines and their agents."""
+    """[generators]: the inference engines and their agents.
+
+    Names in `generators.sglang` are checked by the engine's server when it starts; an unknown one
+    ends the run. They win over the flags that Slipstream sets itself.
+    """
 
     count: AtLeast1 = 2
     """Generators that `slipstream run` starts."""

@@ -27,7 +27,13 @@ Schedule = Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"]
 
 
 class LearnerSection(Section, frozen=True, kw_only=True):
-    """[learner]: optimizer, parallel sizes, packing."""
+    """[learner]: optimizer, parallel sizes, packing.
+
+    With w = `learner.lr_warmup_steps`, step s of the warm-up (from 0) trains with
+    (s + 1) / (w + 1) of `learner.lr`, so that the first step is not lost. Names in
+    `learner.megatron` are checked when the model is built: unknown ones are refused, and so are
+    those that follow from the model or from other settings.
+    """
 
     ranks: AtLeast1 = 1
     """Processes of the learner on this node."""

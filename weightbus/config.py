@@ -7,7 +7,10 @@ from wire.settings import Section
 
 
 class WeightBusSection(Section, frozen=True, kw_only=True):
-    """[weightbus]: how versions reach the engines."""
+    """[weightbus]: how versions reach the engines.
+
+    `weightbus.host` is the address that the transfer's store listens on and that engines connect to.
+    """
 
     backend: Literal["auto", "gloo", "nccl"] = "auto"
     """Carries the buckets; auto is NCCL to an engine on a GPU and gloo to one on a CPU."""

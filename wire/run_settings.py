@@ -19,7 +19,13 @@ MAX_SOCKET_PATH = 100  # the kernel allows 107 bytes for the path of a Unix sock
 
 
 class RunSection(Section, frozen=True, kw_only=True):
-    """[run]: what run this is."""
+    """[run]: what run this is.
+
+    A run folder is `DIR/NAME`. `slipstream run` takes NAME-2, NAME-3, ... when the folder exists
+    already, unless it is told to `--resume`. With `run.socket_dir` empty it puts the sockets into a
+    private temporary folder of its own and notes it in `resolved.toml`. The run ends at whatever
+    comes first: `run.steps`, `run.epochs`, `run.max_hours`, `eval.target`, `eval.patience`.
+    """
 
     name: str = "run"
     """Name of the run; its folder is DIR/NAME."""
@@ -103,7 +109,10 @@ class RunSection(Section, frozen=True, kw_only=True):
 
 
 class SamplingSection(Section, frozen=True, kw_only=True):
-    """[sampling]: the distribution that training trajectories are sampled from, and its text."""
+    """[sampling]: the distribution that training trajectories are sampled from, and its text.
+
+    See [data.md](data.md) for prompts and chat templates.
+    """
 
     temperature: Positive = 1.0
     """Logits are divided by this, by the engine and by the learner alike."""
@@ -159,7 +168,10 @@ class SourceTable(Section, frozen=True, kw_only=True):
 
 
 class EvalSection(Section, frozen=True, kw_only=True):
-    """[eval]: held-out problems, answered through the same generators."""
+    """[eval]: held-out problems, answered through the same generators.
+
+    See [evaluation.md](evaluation.md).
+    """
 
     file: str = ""
     """Held-out problems, if one file is all there is."""
@@ -209,7 +221,10 @@ class EvalSection(Section, frozen=True, kw_only=True):
 
 
 class CheckpointSection(Section, frozen=True, kw_only=True):
-    """[checkpoint]: what a run can go on from."""
+    """[checkpoint]: what a run can go on from.
+
+    See [checkpoints.md](checkpoints.md).
+    """
 
     every_steps: AtLeast0 = 0
     """Save after every so many learner steps; 0 means only where asked below."""
