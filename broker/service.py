@@ -4,7 +4,7 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -111,7 +111,7 @@ async def serve(settings: BrokerSettings) -> None:
         password = redis_server.password if redis_server else _password(settings)
         store = await RedisStore.connect(url, run.name, password=password)
         cleanup.push_async_callback(store.close)
-        await _begin(ledger, store, settings)
+        await begin_run(ledger, store, settings)
         telemetry.versions["redis"] = await store.server_version()
         records = _records(settings, ledger)
         committer = GroupCommitter(store)
@@ -141,7 +141,7 @@ async def serve(settings: BrokerSettings) -> None:
                 committer.run(),
                 server.serve(context, run.endpoint("broker")),
                 _watch(redis_server),
-                _end_after(run.max_hours, server),
+                end_after(run.max_hours, server.plan_stop),
             )
         finally:
             telemetry.outcome = "finished" if ledger.finished else "stopped"
@@ -200,7 +200,7 @@ async def _watch(server: RedisServer | None) -> None:
             server.check_alive()
 
 
-async def _begin(ledger: Ledger, store: TrajectoryStore, settings: BrokerSettings) -> None:
+async def begin_run(ledger: Ledger, store: TrajectoryStore, settings: BrokerSettings) -> None:
     """Begin a new run, or go on from run.resume_from.
 
     Raises:
@@ -261,10 +261,12 @@ def _records(settings: BrokerSettings, ledger: Ledger) -> FolderRecords:
     )
 
 
-async def _end_after(hours: float, server: BrokerServer) -> None:
-    """End the run in order when its time is up."""
+async def end_after(
+    hours: float, plan_stop: Callable[[str], Awaitable[None]], *, every_s: float = _CLOCK_S
+) -> None:
+    """End the run in order when its time is up; 0 hours is no limit."""
     started = time.monotonic()
     while True:
-        await asyncio.sleep(_CLOCK_S)
+        await asyncio.sleep(every_s)
         if hours and time.monotonic() - started > hours * 3600:
-            await server.plan_stop(f"run.max_hours = {hours:g} have passed")
+            await plan_stop(f"run.max_hours = {hours:g} have passed")

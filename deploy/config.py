@@ -19,7 +19,8 @@ class DeploySection(Section, frozen=True, kw_only=True):
     """[deploy]: how `slipstream run` looks after the processes of one host.
 
     The broker and the learner are not restarted: when one of them fails the run ends, and
-    `--resume auto` goes on from its newest checkpoint. Several hosts are planned by `--dry-run` only.
+    `--resume auto` goes on from its newest checkpoint. Several hosts are planned by `--dry-run`
+    only.
     """
 
     hosts: tuple[str, ...] = ("localhost",)

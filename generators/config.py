@@ -102,6 +102,11 @@ def generator_settings(table: Table) -> GeneratorSettings:
             f"generators.max_sequences = {settings.generators.max_sequences} does not hold one "
             f"group of run.group_size = {settings.run.group_size}"
         )
+    if settings.eval.enabled and settings.generators.max_sequences < settings.eval.samples:
+        raise ConfigError(
+            f"generators.max_sequences = {settings.generators.max_sequences} does not hold the "
+            f"eval.samples = {settings.eval.samples} answers to one problem"
+        )
     _check_sglang(settings.generators.sglang)
     return settings
 

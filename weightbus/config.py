@@ -9,7 +9,7 @@ from wire.settings import Section
 class WeightBusSection(Section, frozen=True, kw_only=True):
     """[weightbus]: how versions reach the engines.
 
-    `weightbus.host` is the address that the transfer's store listens on and that engines connect to.
+    `weightbus.host` is the address that the transfer's store listens on and engines connect to.
     """
 
     backend: Literal["auto", "gloo", "nccl"] = "auto"

@@ -56,6 +56,11 @@ def test_a_run_without_further_settings_is_complete(table: Table):
         ("generators", {"max_cached_tokens": 100}, r"generators\.max_cached_tokens = 100"),
         ("broker", {"max_in_flight": 3}, r"broker\.max_in_flight is 3"),
         ("generators", {"max_sequences": 4}, r"does not hold one group of run\.group_size = 8"),
+        (
+            "eval",
+            {"file": "held_out.jsonl", "samples": 100, "temperature": 1.0},
+            r"does not hold the eval\.samples = 100 answers",
+        ),
         ("generators", {"sglang": {"tp_size": 2}}, r"generators\.sglang\.tp_size must be 1"),
         ("generators", {"sglang": {"api_key": "x"}}, r"api_key follows from other settings"),
         ("generators", {"sglang": {"log-level": "info"}}, r"with underscores, log_level"),

@@ -1,0 +1,124 @@
+"""How a broker begins: a new run, a used name, a checkpoint."""
+
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+
+from broker.config import BrokerSettings, broker_settings
+from broker.events import encode_event, encode_snapshot
+from broker.ledger import Ledger
+from broker.service import begin_run, build_ledger, end_after, load_prompts
+from broker.store import Changes, MemoryStore
+from wire.checkpoints import LEDGER_FILE
+from wire.errors import ConfigError
+from wire.settings import load_table
+from wire.versions import PolicyVersion
+
+
+def settings_in(folder: Path, *overrides: str) -> BrokerSettings:
+    rows = [{"prompt": f"{i}", "ground_truth": ""} for i in range(10)]
+    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "run.toml").write_text("")
+    base = [f"run.dir={folder}", f"data.file={folder / 'train.jsonl'}", "run.groups_per_step=1"]
+    return broker_settings(load_table(folder / "run.toml", [*base, *overrides]))
+
+
+def new_ledger(settings: BrokerSettings) -> Ledger:
+    return build_ledger(settings, load_prompts(settings))
+
+
+def checkpoint(folder: Path, ledger: Ledger) -> Path:
+    saved = folder / "step-000000"
+    saved.mkdir()
+    (saved / LEDGER_FILE).write_bytes(encode_snapshot(ledger.snapshot(ledger.version)))
+    return saved
+
+
+async def store_with(ledger: Ledger) -> MemoryStore:
+    store = MemoryStore()
+    events, _ = ledger.drain()
+    await store.commit(Changes(events=[encode_event(event) for event in events]))
+    return store
+
+
+def test_a_used_name_is_refused_with_what_to_do(tmp_path: Path):
+    settings = settings_in(tmp_path)
+    used = new_ledger(settings)
+    used.take_over(0)
+
+    async def body() -> None:
+        await begin_run(new_ledger(settings), await store_with(used), settings)
+
+    with pytest.raises(ConfigError, match="has begun already; go on with .*--resume auto"):
+        asyncio.run(body())
+
+
+def test_a_resumed_run_starts_above_every_epoch_that_was_granted(tmp_path: Path):
+    settings = settings_in(tmp_path)
+    first = new_ledger(settings)
+    first.take_over(0)
+    saved = checkpoint(tmp_path, first)
+    for _ in range(3):
+        first.take_over(0)  # learners that came after the checkpoint
+    resumed = settings_in(tmp_path, f"run.resume_from={saved}")
+    ledger = new_ledger(resumed)
+
+    async def body() -> int:
+        store = await store_with(first)
+        await begin_run(ledger, store, resumed)
+        return len([event async for event in store.replay()])
+
+    assert asyncio.run(body()) == 0, "what the abandoned life stored is still there"
+    assert ledger.take_over(0) == PolicyVersion(5, 0)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [(b"", "was trained without a broker"), (b"garbage", "its ledger cannot be read")],
+)
+def test_a_checkpoint_without_a_usable_ledger_is_refused(
+    tmp_path: Path, content: bytes, message: str
+):
+    saved = tmp_path / "step-000001"
+    saved.mkdir()
+    (saved / LEDGER_FILE).write_bytes(content)
+    settings = settings_in(tmp_path, f"run.resume_from={saved}")
+    with pytest.raises(ConfigError, match=message):
+        asyncio.run(begin_run(new_ledger(settings), MemoryStore(), settings))
+
+
+def test_epochs_bound_the_prompts(tmp_path: Path):
+    assert new_ledger(settings_in(tmp_path)).rules.max_prompts is None
+    assert new_ledger(settings_in(tmp_path, "run.epochs=1.5")).rules.max_prompts == 15
+
+
+def test_sync_mode_has_a_bound_of_zero(tmp_path: Path):
+    rules = new_ledger(settings_in(tmp_path, "run.mode=sync")).rules
+    assert (rules.bound.max_staleness_steps, rules.max_in_flight) == (0, 1)
+
+
+def test_the_run_ends_when_its_time_is_up():
+    reasons: list[str] = []
+
+    async def plan_stop(reason: str) -> None:
+        reasons.append(reason)
+
+    async def body() -> None:
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.2):
+                await end_after(0.05 / 3600, plan_stop, every_s=0.02)
+
+    asyncio.run(body())
+    assert reasons
+    assert "run.max_hours" in reasons[0]
+
+
+def test_an_eval_metric_that_cannot_exist_is_refused_at_the_start(tmp_path: Path):
+    (tmp_path / "held_out.jsonl").write_text('{"prompt": "1"}\n')
+    settings = settings_in(
+        tmp_path, f"eval.file={tmp_path / 'held_out.jsonl'}", "eval.metric=sums:mean"
+    )
+    with pytest.raises(ConfigError, match="the data sources are held_out"):
+        load_prompts(settings)
