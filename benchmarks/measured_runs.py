@@ -17,10 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
-import torch
-from safetensors.torch import save_file
 
 from deploy.addition import write_blank_model
+from tests.random_llama import write_random_weights
 
 ROOT = Path(__file__).parents[1]
 MEAN_TOKENS = 96  # of an answer, where nothing forces its length
@@ -35,43 +34,10 @@ def score(data_source, solution_str, ground_truth, extra_info):
 '''
 
 
-def write_policy(folder: Path, *, hidden: int, layers: int) -> None:
-    """Write a random Llama with as many tokens as an answer has on average."""
-    write_blank_model(folder, hidden=hidden, layers=layers)
-    path = folder / "config.json"
-    config = json.loads(path.read_text()) | {"vocab_size": MEAN_TOKENS}
-    path.write_text(json.dumps(config, indent=2) + "\n")
-    generator = torch.Generator().manual_seed(5)
-    inner, head = config["intermediate_size"], config["head_dim"]
-
-    def matrix(*shape: int) -> torch.Tensor:
-        return 0.02 * torch.randn(*shape, generator=generator)
-
-    tensors = {
-        "model.embed_tokens.weight": matrix(MEAN_TOKENS, hidden),
-        "model.norm.weight": torch.ones(hidden),
-    }
-    shapes = {
-        "self_attn.q_proj": (4 * head, hidden),
-        "self_attn.k_proj": (2 * head, hidden),
-        "self_attn.v_proj": (2 * head, hidden),
-        "self_attn.o_proj": (hidden, 4 * head),
-        "mlp.gate_proj": (inner, hidden),
-        "mlp.up_proj": (inner, hidden),
-        "mlp.down_proj": (hidden, inner),
-    }
-    for layer in range(layers):
-        prefix = f"model.layers.{layer}."
-        for norm in ("input_layernorm", "post_attention_layernorm"):
-            tensors[f"{prefix}{norm}.weight"] = torch.ones(hidden)
-        for name, shape in shapes.items():
-            tensors[f"{prefix}{name}.weight"] = matrix(*shape)
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-
-
 def write_inputs(folder: Path, *, hidden: int, layers: int) -> None:
     """Write policy, prompts and reward."""
-    write_policy(folder / "model", hidden=hidden, layers=layers)
+    write_blank_model(folder / "model", hidden=hidden, layers=layers, vocab_size=MEAN_TOKENS)
+    write_random_weights(folder / "model", scale=0.02, seed=5)
     rows = [{"prompt": f"{i % 100:02d}+{i // 100:02d}=", "ground_truth": "1"} for i in range(2000)]
     (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "reward.py").write_text(REWARD)

@@ -227,7 +227,9 @@ class BrokerServer:
                 return TookOver(version=version)
             case StepCommit():
                 await self._commit_step(request)
-                return StepCommitted(evaluations=tuple(self._ledger.eval_points))
+                return StepCommitted(
+                    evaluations=tuple(self._ledger.eval_points), last_step=self._ledger.last_step
+                )
             case GetLedgerSnapshot(version=version):
                 return LedgerSnapshotAnswer(data=encode_snapshot(self._ledger.snapshot(version)))
             case _:
@@ -355,7 +357,11 @@ class BrokerServer:
                 return (complete, _NO_FRAMES), True
             case NotYet(waiting_for):
                 self.telemetry.waiting_for = self._describe_wait(waiting_for)
-                answer = BatchNotReady(waiting_for=waiting_for, reason=self.telemetry.waiting_for)
+                answer = BatchNotReady(
+                    waiting_for=waiting_for,
+                    reason=self.telemetry.waiting_for,
+                    last_step=self._ledger.last_step,
+                )
                 return (answer, _NO_FRAMES), False
             case groups:
                 self.telemetry.waiting_for = ""

@@ -84,8 +84,13 @@ def _write_rows(path: Path, rows: list[dict[str, str]]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def write_blank_model(folder: Path, *, hidden: int = 128, layers: int = 4) -> None:
-    """Write the configuration and tokenizer of a small Llama without weights."""
+def write_blank_model(
+    folder: Path, *, hidden: int = 128, layers: int = 4, vocab_size: int | None = None
+) -> None:
+    """Write the configuration and tokenizer of a small Llama without weights.
+
+    A ``vocab_size`` above the tokenizer's pads the vocabulary with tokens that mean nothing.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     vocabulary = {token: i for i, token in enumerate([*_SPECIALS, *_CHARACTERS])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))  # noqa: S106 no secret
@@ -96,7 +101,7 @@ def write_blank_model(folder: Path, *, hidden: int = 128, layers: int = 4) -> No
     config = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
-        "vocab_size": len(vocabulary),
+        "vocab_size": vocab_size or len(vocabulary),
         "hidden_size": hidden,
         "intermediate_size": hidden * 11 // 4,
         "num_hidden_layers": layers,

@@ -221,6 +221,7 @@ class BatchNotReady(Message, frozen=True):
 
     waiting_for: tuple[int, ...]
     reason: str
+    last_step: int  # the run ends after so many learner steps, as far as is known by now
 
 
 class RunComplete(Message, frozen=True):
@@ -252,6 +253,7 @@ class StepCommitted(Message, frozen=True):
     """The commit is durable. Evaluations decide which checkpoint is the best."""
 
     evaluations: tuple[EvalPoint, ...]
+    last_step: int  # as in BatchNotReady
 
 
 class GetLedgerSnapshot(Message, frozen=True):

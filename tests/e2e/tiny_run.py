@@ -12,10 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-import torch
-from safetensors.torch import save_file
 
 from deploy.addition import write_blank_model
+from tests.random_llama import write_random_weights
 
 ROOT = Path(__file__).parents[2]
 REWARD = """
@@ -28,33 +27,7 @@ def score(data_source, solution_str, ground_truth, extra_info):
 def write_policy(folder: Path) -> None:
     """Write a random Llama of two layers with the quickstart's tokenizer."""
     write_blank_model(folder, hidden=64, layers=2)
-    config = json.loads((folder / "config.json").read_text())
-    hidden, inner, head = config["hidden_size"], config["intermediate_size"], config["head_dim"]
-    generator = torch.Generator().manual_seed(3)
-
-    def matrix(*shape: int) -> torch.Tensor:
-        return 0.15 * torch.randn(*shape, generator=generator)
-
-    tensors = {
-        "model.embed_tokens.weight": matrix(config["vocab_size"], hidden),
-        "model.norm.weight": torch.ones(hidden),
-    }
-    shapes = {
-        "self_attn.q_proj": (4 * head, hidden),
-        "self_attn.k_proj": (2 * head, hidden),
-        "self_attn.v_proj": (2 * head, hidden),
-        "self_attn.o_proj": (hidden, 4 * head),
-        "mlp.gate_proj": (inner, hidden),
-        "mlp.up_proj": (inner, hidden),
-        "mlp.down_proj": (hidden, inner),
-    }
-    for layer in range(config["num_hidden_layers"]):
-        prefix = f"model.layers.{layer}."
-        for norm in ("input_layernorm", "post_attention_layernorm"):
-            tensors[f"{prefix}{norm}.weight"] = torch.ones(hidden)
-        for name, shape in shapes.items():
-            tensors[f"{prefix}{name}.weight"] = matrix(*shape)
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    write_random_weights(folder, scale=0.15, seed=3)
 
 
 class TinyRun:

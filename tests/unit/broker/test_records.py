@@ -106,11 +106,7 @@ def test_rounds_of_before_a_resume_are_kept_and_not_logged_again(run: RunSection
     assert tracker.points == []
 
 
-def test_trained_batches_are_recorded_whole_up_to_a_size(run: RunSection):
-    path = run.folder / "rollouts" / "batches.trajectories"
-    records = FolderRecords(
-        run, ListTracker(), keep_answers=0, batches=TrajectoryFileWriter(path, max_bytes=900)
-    )
+def record_three_steps(records: FolderRecords) -> Ledger:
     ledger = make_ledger()
     ledger.take_over(0)
 
@@ -121,6 +117,15 @@ def test_trained_batches_are_recorded_whole_up_to_a_size(run: RunSection):
             await records.batch(step, [(group, frames(group)) for group in batch])
 
     asyncio.run(train_and_record())
+    return ledger
+
+
+def test_trained_batches_are_recorded_whole_up_to_a_size(run: RunSection):
+    path = run.folder / "rollouts" / "batches.trajectories"
+    records = FolderRecords(
+        run, ListTracker(), keep_answers=0, batches=TrajectoryFileWriter(path, max_bytes=900)
+    )
+    record_three_steps(records)
     recorded = list(read_groups(path))
     assert 0 < len(recorded) < 6
     assert path.stat().st_size <= 900
@@ -133,16 +138,7 @@ def test_a_resumed_run_records_its_steps_anew(run: RunSection):
     path = run.folder / "batches.trajectories"
     cut_from_step(path, 1)
     records = FolderRecords(run, ListTracker(), keep_answers=0, batches=TrajectoryFileWriter(path))
-    ledger = make_ledger()
-    ledger.take_over(0)
-
-    async def train_and_record() -> None:
-        for step in range(3):
-            make_ready(ledger, lease(ledger))
-            batch = train_step(ledger)
-            await records.batch(step, [(group, frames(group)) for group in batch])
-
-    asyncio.run(train_and_record())
+    ledger = record_three_steps(records)
     records.close(status_of(ledger, run))
     cut_from_step(path, 1)
     assert [group.step for group in read_groups(path)] == [0, 0]

@@ -51,7 +51,7 @@ def test_a_used_name_is_refused_with_what_to_do(tmp_path: Path):
     async def body() -> None:
         await begin_run(new_ledger(settings), await store_with(used), settings)
 
-    with pytest.raises(ConfigError, match="has begun already; go on with .*--resume auto"):
+    with pytest.raises(ConfigError, match=r"has begun already; go on with .*--resume auto"):
         asyncio.run(body())
 
 

@@ -146,9 +146,9 @@ ANSWERS: list[control.Answer] = [
             ),
         ),
     ),
-    control.BatchNotReady(waiting_for=(1,), reason="groups 1 (leased)"),
+    control.BatchNotReady(waiting_for=(1,), reason="groups 1 (leased)", last_step=9),
     control.RunComplete(evaluations=(EVALUATION,)),
-    control.StepCommitted(evaluations=(EVALUATION,)),
+    control.StepCommitted(evaluations=(EVALUATION,), last_step=9),
     control.LedgerSnapshotAnswer(data=b"ledger"),
     control.Payloads(num_frames=2),
 ]
