@@ -16,6 +16,7 @@ from benchmarks.bars import Bars
 from benchmarks.measured_runs import (
     MAX_TOKENS,
     MEAN_TOKENS,
+    TAIL,
     median,
     per_step,
     run_slipstream,
@@ -69,19 +70,19 @@ def _measure(
         name,
         {
             "run.mode": mode,
-            "run.steps": arguments.steps,
+            "run.steps": arguments.steps + TAIL,
             "run.group_size": 8,
             "run.groups_per_step": arguments.groups,
-            "run.max_staleness_steps": 2,
             "generators.max_sequences": 8 * arguments.groups,
             "generators.max_cached_tokens": 8 * arguments.groups * (MAX_TOKENS // 2),
             "deploy.cores": "{ generator = [0], learner = [1] }",
         },
     )
-    wall, _ = per_step(readings, skip=_SKIPPED)
+    wall, _ = per_step(readings, skip=_SKIPPED, until=arguments.steps)
     seconds = {role["name"]: role["phase_seconds"] for role in summary_of(folder, name)["roles"]}
-    g = seconds["generator-0"]["generate"] / arguments.steps
-    t = sum(seconds["learner"].get(phase, 0.0) for phase in _TRAIN_PHASES) / arguments.steps
+    steps = arguments.steps + TAIL
+    g = seconds["generator-0"]["generate"] / steps
+    t = sum(seconds["learner"].get(phase, 0.0) for phase in _TRAIN_PHASES) / steps
     return wall, g, t
 
 

@@ -24,6 +24,8 @@ from tests.random_llama import write_random_weights
 ROOT = Path(__file__).parents[1]
 MEAN_TOKENS = 96  # of an answer, where nothing forces its length
 MAX_TOKENS = 512
+BOUND = 2  # of staleness, in steps
+TAIL = BOUND + 1
 _POLL_S = 0.1
 REWARD = '''
 import zlib
@@ -85,6 +87,7 @@ def run_slipstream(folder: Path, name: str, settings: Mapping[str, object]) -> l
         "reward.function": f"{folder / 'reward.py'}:score",
         "sampling.max_prompt_tokens": 16,
         "sampling.max_response_tokens": MAX_TOKENS,
+        "run.max_staleness_steps": BOUND,
         "generators.count": 1,
         "learner.lr": 0.0,
         "learner.rollouts_per_step": 0,
@@ -96,7 +99,7 @@ def run_slipstream(folder: Path, name: str, settings: Mapping[str, object]) -> l
     summary = runs / name / "summary.json"
 
     def step_now() -> int:
-        return int(json.loads(summary.read_text())["steps"]) if summary.exists() else 0
+        return int(json.loads(summary.read_text()).get("steps", 0)) if summary.exists() else 0
 
     output = folder / f"{name}.txt"
     with output.open("w") as file:
@@ -144,9 +147,13 @@ def summary_of(folder: Path, name: str) -> dict[str, object]:
     return figures
 
 
-def per_step(readings: list[Reading], *, skip: int) -> tuple[float, float]:
-    """Return (wall seconds, CPU seconds) per step after the first ``skip`` steps."""
-    kept = [reading for reading in readings if reading.step >= skip]
+def per_step(readings: list[Reading], *, skip: int, until: int) -> tuple[float, float]:
+    """Return (wall seconds, CPU seconds) per step from step ``skip`` to step ``until``.
+
+    Both ends of a run differ from its middle: the pipeline fills, and at the end nothing is
+    generated for steps to come. Run TAIL steps more than are measured.
+    """
+    kept = [reading for reading in readings if skip <= reading.step <= until]
     first, last = kept[0], kept[-1]
     steps = last.step - first.step
     return (last.wall_s - first.wall_s) / steps, (last.cpu_s - first.cpu_s) / steps

@@ -5,7 +5,7 @@ threads at which it does best in CPU seconds (one per process), and TRL a second
 
 usage: pip install trl==1.16.0 datasets      (beside this project's environment; or --path DIR with
                                               what `pip install --target DIR --no-deps` put there)
-       python -m benchmarks.vs_trl [--steps 12] [--repeats 3] [--path DIR]
+       python -m benchmarks.vs_trl [--steps 16] [--repeats 3] [--path DIR]
 """
 
 import argparse
@@ -17,6 +17,7 @@ from pathlib import Path
 from benchmarks.bars import Bars
 from benchmarks.measured_runs import (
     MAX_TOKENS,
+    TAIL,
     Reading,
     median,
     per_step,
@@ -34,7 +35,7 @@ _BARS = (("fixed", 0.7), ("long-tailed", 1.0))
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=14)
+    parser.add_argument("--steps", type=int, default=16)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--path", default="", help="folder with trl and datasets")
     arguments = parser.parse_args()
@@ -73,7 +74,7 @@ def main() -> int:
 
 
 def _steady(readings: list[Reading]) -> tuple[float, float]:
-    return per_step(readings, skip=_SKIPPED)
+    return per_step(readings, skip=_SKIPPED, until=readings[-1].step - TAIL)
 
 
 def _slipstream(folder: Path, lengths: str, repeat: int, steps: int) -> list[Reading]:
@@ -85,7 +86,6 @@ def _slipstream(folder: Path, lengths: str, repeat: int, steps: int) -> list[Rea
             "run.steps": steps,
             "run.group_size": 8,
             "run.groups_per_step": 8,
-            "run.max_staleness_steps": 2,
             "sampling.max_response_tokens": limit,
             "sampling.min_response_tokens": limit if lengths == "fixed" else 0,
             "generators.max_sequences": 192,

@@ -11,7 +11,7 @@ import zmq.asyncio
 
 from wire.codec import Frame, decode_answer, encode
 from wire.control import Answer, Hello, Refusal, Request, Role, Welcome
-from wire.errors import PeerLostError, ProtocolError, RefusedError
+from wire.errors import ConfigError, PeerLostError, ProtocolError, RefusedError
 
 _log = logging.getLogger(__name__)
 A = TypeVar("A", bound=Answer)
@@ -47,7 +47,8 @@ class BrokerClient:
 
         Raises:
             PeerLostError: no broker answers within ``timeout_s``.
-            RefusedError: the broker does not want this client.
+            ConfigError: the broker does not want this client: another wire revision, another
+                tokenizer.
         """
         client = cls(endpoint, timeout_s=timeout_s)
         client._socket.connect(endpoint)
@@ -55,6 +56,9 @@ class BrokerClient:
         hello = Hello(role=role, name=name, packages=packages or {}, tokenizer=tokenizer)
         try:
             welcome, _ = await client.ask(hello, Welcome)
+        except RefusedError as error:
+            client.close()
+            raise ConfigError(str(error)) from error
         except BaseException:
             client.close()
             raise

@@ -42,6 +42,8 @@ class DataSection(Section, frozen=True, kw_only=True):
     """Ask text prompts as one turn of a user, through the model's chat template."""
     system_prompt: str = ""
     """First turn of every conversation that has no system turn."""
+    allow_change: bool = False
+    """Go on from a checkpoint although the prompts are others than those it was saved with."""
 
 
 class RedisTable(Section, frozen=True, kw_only=True):
@@ -156,6 +158,7 @@ def broker_settings(table: Table) -> BrokerSettings:
     )
     if not settings.data.sources:
         required(settings.data.file, "data.file")
+    _check_eval(settings.eval)
     address = settings.broker.redis.url.partition("://")[2]
     if "@" in address.partition("/")[0] or "password" in address:
         raise ConfigError(
@@ -173,3 +176,13 @@ def broker_settings(table: Table) -> BrokerSettings:
             f"got {settings.run.group_size}"
         )
     return settings
+
+
+def _check_eval(evaluation: EvalSection) -> None:
+    """Refuse what would silently never happen."""
+    asked = {"eval.target": evaluation.target is not None, "eval.patience": evaluation.patience > 0}
+    for setting, is_set in asked.items():
+        if is_set and not evaluation.enabled:
+            raise ConfigError(f"{setting} needs held-out problems: set eval.file or eval.sets")
+    if evaluation.patience and not evaluation.every_steps:
+        raise ConfigError("eval.patience counts evaluations while training: set eval.every_steps")

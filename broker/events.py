@@ -11,6 +11,7 @@ from wire.versions import PolicyVersion
 DropReason = Literal[
     "zero_variance",  # no gradient in it
     "overlong_prompt",
+    "bad_prompt",  # its chat template refuses it
     "overlong_response",
     "lease_exhausted",  # nobody managed to answer
     "reward_unavailable",  # nobody managed to score
@@ -113,6 +114,8 @@ class LedgerSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     """What a checkpoint keeps of the ledger. Answers in flight are not part of it."""
 
     version: PolicyVersion
+    prompts: str  # fingerprint of the training prompts and their order
+    problems: str  # fingerprint of the held-out problems
     cursor: int
     next_group_id: int
     next_lease_id: int

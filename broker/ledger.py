@@ -64,6 +64,8 @@ class LedgerRules:
     eval_plan: EvalPlan
     max_prompts: int | None = None  # the end of the data; None goes through it again and again
     drop_overlong: bool = False  # a group with an answer that was cut off
+    prompts_fingerprint: str = ""  # what the training prompts are, and their order
+    problems_fingerprint: str = ""  # what the held-out problems are
 
 
 class Ledger:
@@ -100,6 +102,7 @@ class Ledger:
         self.eval_points: list[EvalPoint] = []  # by step
         self.last_step = rules.total_steps
         self.stop_reason = ""
+        self.drops_in_a_row = 0  # groups dropped since the last one became ready
 
     # ---- what is true now ----------------------------------------------------
 
@@ -200,12 +203,16 @@ class Ledger:
     def _next_group(self, adopted: PolicyVersion, room: int) -> Group | None:
         for group in self.groups.values():
             lapsed = group.state == "issued" and group.attempts > 0
-            if lapsed and group.adopted_step <= adopted.step and len(group.missing) <= room:
+            if not lapsed or group.adopted_step > adopted.step:
+                continue
+            if len(group.missing) <= room:
                 return group
+            if group.item == "eval":
+                return None  # smaller work would take the lanes that it waits for
+        samples = self.rules.eval_plan.section.samples
         for step, eval_round in self.eval_rounds.items():
-            samples = self.rules.eval_plan.section.samples
-            if eval_round.unissued and adopted.step >= step and samples <= room:
-                return self._issue_eval(step, eval_round)
+            if eval_round.unissued and adopted.step >= step:
+                return self._issue_eval(step, eval_round) if samples <= room else None
         if self.rules.group_size > room or self.permits(adopted) == 0:
             return None
         for group in self.groups.values():
@@ -274,15 +281,18 @@ class Ledger:
 
     def release_all(self, holder: str, reason: str) -> None:
         """Take back everything that a generator held, because it started anew or left."""
-        for lease in [lease for lease in self.leases.values() if lease.holder == holder]:
-            self._end_lease(lease, reason)
+        self._end_leases([one for one in self.leases.values() if one.holder == holder], reason)
 
     def expire(self, now_s: float) -> int:
         """End the leases whose holder fell silent; return how many."""
         overdue = [lease for lease in self.leases.values() if lease.expires_s < now_s]
-        for lease in overdue:
-            self._end_lease(lease, "lapsed")
+        self._end_leases(overdue, "lapsed")
         return len(overdue)
+
+    def _end_leases(self, leases: list[Lease], reason: str) -> None:
+        for lease in leases:
+            if lease.lease_id in self.leases:  # the end of another may have ended the run
+                self._end_lease(lease, reason)
 
     def _end_lease(self, lease: Lease, reason: str) -> None:
         self._record(LeaseEnded(lease_id=lease.lease_id, reason=reason))
@@ -329,14 +339,18 @@ class Ledger:
 
     # ---- the end -------------------------------------------------------------
 
-    def plan_stop(self, reason: str, drop_as: DropReason = "run_ended") -> None:
-        """End the run in order: a batch in the learner's hands is the last one."""
+    def plan_stop(self, reason: str, drop_as: DropReason = "run_ended") -> bool:
+        """End the run in order: a batch in the learner's hands is the last one.
+
+        Returns False if nothing is left to end: the last step is trained or planned already.
+        """
         if self.step >= self.last_step or self.stop_reason:
-            return
+            return False
         self._record(StopPlanned(last_step=self.delivered_steps, reason=reason))
         self._drop_live(drop_as)
         if self.step == self.last_step:
             self._open_eval_if_due()
+        return True
 
     def _drop_live(self, reason: DropReason) -> None:
         for group in self._untrained:
@@ -423,6 +437,8 @@ class Ledger:
         """Return what a run needs to go on from the learner's present version."""
         self._require_current(version)
         return LedgerSnapshot(
+            prompts=self.rules.prompts_fingerprint,
+            problems=self.rules.problems_fingerprint,
             version=self.version,
             cursor=self.cursor,
             next_group_id=self.next_group_id,
@@ -528,6 +544,8 @@ class Ledger:
         elif score.reward is not None:
             self._sampled_reward += score.reward
             self._sampled_count += 1
+            if group.state == "ready" and len(set(group.rewards)) > 1:
+                self.drops_in_a_row = 0
 
     def _apply_eval_answers(self, group: Group) -> None:
         eval_round = self.eval_rounds[group.eval_step]
@@ -565,6 +583,7 @@ class Ledger:
             self.eval_rounds[group.eval_step].dropped.add(group.position)
         else:
             self.dropped[reason] += 1
+            self.drops_in_a_row += 1
         self._forget(group)
 
     def _apply_trained(self, version: PolicyVersion) -> None:

@@ -24,8 +24,9 @@ def main() -> int:
         ],
     )
     arguments = parser.parse_args()
+    from broker.beginning import load_prompts
     from broker.config import broker_settings
-    from broker.service import load_prompts, serve
+    from broker.service import serve
 
     try:
         settings = broker_settings(load_arguments(arguments))

@@ -10,7 +10,9 @@ rollouts/batches.trajectories   trained batches whole, if broker.record_batches
 import asyncio
 import json
 import logging
+import re
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import msgspec
 from typing_extensions import override
@@ -23,9 +25,13 @@ from broker.versions_file import write_versions
 from wire.codec import decode_transcript
 from wire.run_settings import RunSection
 from wire.status import EvalPoint, RunStatus, StepPoint
-from wire.trajectory_file import RecordedGroup, TrajectoryFileWriter
+from wire.trajectory_file import RecordedGroup, TrajectoryFileWriter, cut_from_step
 
 _log = logging.getLogger(__name__)
+BATCHES = Path("rollouts") / "batches.trajectories"
+_ROLLOUTS = Path("rollouts") / "trained.jsonl"
+_EVAL = Path("eval")
+_ANSWERS = re.compile(r"step-([0-9]+)\.jsonl")
 Frames = Sequence[StoredTrajectory]
 
 
@@ -66,7 +72,9 @@ class FolderRecords(RunRecords):
         self._batches = batches
         self._points = list(known)  # of before a resume: logged already
         self._num_answers: dict[int, int] = {}  # by step, in this life of the run
-        self._folder = run.folder / "eval"
+        self._folder = run.folder / _EVAL
+        if known:
+            self._write_results(known)
 
     @override
     def packages(self, versions: Mapping[str, str]) -> None:
@@ -89,6 +97,9 @@ class FolderRecords(RunRecords):
             if point.step not in known:
                 self._tracker.log(point.step, eval_figures(point))
         self._points = list(points)
+        self._write_results(points)
+
+    def _write_results(self, points: Sequence[EvalPoint]) -> None:
         self._folder.mkdir(exist_ok=True)
         lines = b"".join(msgspec.json.encode(point) + b"\n" for point in points)
         replace_text(self._folder / "results.jsonl", lines.decode())
@@ -116,26 +127,40 @@ class FolderRecords(RunRecords):
     def _record(
         self, file: TrajectoryFileWriter, step: int, groups: Sequence[tuple[Group, Frames]]
     ) -> None:
-        for group, frames in groups:
-            recorded = RecordedGroup(
+        recorded = [
+            RecordedGroup(
                 step=step,
                 group=as_delivered(group),
                 payloads=tuple(bytes(stored.payload) for stored in frames),
                 transcripts=tuple(bytes(stored.transcript) for stored in frames),
             )
-            if not file.append(recorded):
-                _log.warning("recording ends at step %d: broker.max_recorded_bytes", step)
-                file.close()
-                self._batches = None
-                return
+            for group, frames in groups
+        ]
+        if not file.append_step(recorded):
+            _log.warning("recording ends at step %d: broker.max_recorded_bytes", step)
+            file.close()
+            self._batches = None
 
     def close(self, status: RunStatus) -> None:
-        """Write how the run ended."""
+        """Write how the run ended. Whoever made the tracker closes it."""
         self.evaluations(status.eval)
-        self._tracker.close()
+        write_summary(self._run.summary_file, status)
         if self._batches is not None:
             self._batches.close()
-        write_summary(self._run.summary_file, status)
+
+
+def forget_after(run_folder: Path, step: int) -> None:
+    """Remove what an abandoned life of the run wrote about later steps than it goes on from."""
+    cut_from_step(run_folder / BATCHES, step)
+    for path in (run_folder / _EVAL).glob("step-*.jsonl"):
+        match = _ANSWERS.fullmatch(path.name)
+        if match is not None and int(match[1]) > step:
+            path.unlink()
+    rollouts = run_folder / _ROLLOUTS
+    if rollouts.is_file():
+        rows = rollouts.read_text().splitlines(keepends=True)
+        kept = [row for row in rows if row.endswith("\n") and json.loads(row)["step"] < step]
+        replace_text(rollouts, "".join(kept))
 
 
 def _answer(group: Group, sibling: int, stored: StoredTrajectory) -> dict[str, object]:

@@ -237,11 +237,9 @@ class BrokerServer:
 
     async def plan_stop(self, reason: str) -> None:
         """End the run in order, before the steps that were planned."""
-        if self._ledger.finished or self._ledger.stop_reason:
-            return
-        _log.info("the run ends: %s", reason)
-        self._ledger.plan_stop(reason)
-        await self._persist()
+        if self._ledger.plan_stop(reason):
+            _log.info("the run ends: %s", reason)
+            await self._persist()
 
     def _check_tokenizer(self, hello: Hello) -> None:
         if not hello.tokenizer:
@@ -372,7 +370,7 @@ class BrokerServer:
 
     def _describe_wait(self, group_ids: tuple[int, ...]) -> str:
         if not group_ids:
-            return f"no group is under way: {self._ledger.in_flight()}"
+            return f"no group is under way: {self._ledger.in_flight()}{self._barren()}"
         parts = []
         for group_id in group_ids[:3]:
             group = self._ledger.groups.get(group_id)
@@ -382,7 +380,15 @@ class BrokerServer:
             holder = f", held by {lease.holder}" if lease else ""
             parts.append(f"{group_id} ({group.state}{holder})")
         more = f" and {len(group_ids) - 3} more" if len(group_ids) > 3 else ""
-        return f"groups {', '.join(parts)}{more}"
+        return f"groups {', '.join(parts)}{more}{self._barren()}"
+
+    def _barren(self) -> str:
+        """Return a warning when nothing but drops comes, which a run could do for ever."""
+        drops = self._ledger.drops_in_a_row
+        if drops < 2 * self._ledger.rules.bound.groups_per_step:
+            return ""
+        reasons = ", ".join(f"{why}: {n}" for why, n in self._ledger.dropped.items())
+        return f"; the last {drops} groups were all dropped ({reasons})"
 
     # ---- requests that change the state --------------------------------------
 

@@ -1,97 +1,28 @@
-"""Builds a broker from its settings and runs it until it is asked to end."""
+"""Runs a broker until it is asked to end."""
 
 import asyncio
 import logging
-import math
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
 from pathlib import Path
 
-import msgspec
 import zmq.asyncio
 
-from broker.admission import StalenessBound
+from broker.beginning import begin_run, build_ledger, load_prompts, open_records, start_trackers
 from broker.commit import GroupCommitter
 from broker.config import BrokerSettings
 from broker.dashboard.web import Dashboard
-from broker.data.mixture import PromptSource
-from broker.data.sources import load_eval_problems, load_training_prompts
-from broker.evaluation import EvalPlan
-from broker.events import TakenOver, decode_event, decode_snapshot
-from broker.ledger import Ledger, LedgerRules
-from broker.records import FolderRecords
 from broker.redis_server import RedisServer
 from broker.redis_store import RedisStore
 from broker.scoring import ScoringQueue
 from broker.server import BrokerServer
-from broker.store import TrajectoryStore
 from broker.telemetry import Telemetry
-from broker.trackers.background import BackgroundTrackers
-from broker.trackers.loading import load_trackers
-from wire.checkpoints import read_ledger
 from wire.errors import ConfigError
-from wire.eval_metric import check_metric
 from wire.stopping import stop_event
-from wire.trajectory import Prompt
-from wire.trajectory_file import TrajectoryFileWriter, cut_from_step
-from wire.versions import PolicyVersion
 
 _log = logging.getLogger(__name__)
 _CLOCK_S = 1.0
-
-
-@dataclass(frozen=True, slots=True)
-class Prompts:
-    """All that the policy will be asked."""
-
-    training: PromptSource
-    held_out: Sequence[Prompt]
-
-    def counts(self) -> dict[str, int]:
-        """Return how many there are, and how many rows were left out."""
-        return {
-            "rows": self.training.num_rows,
-            "rows_skipped": self.training.num_skipped,
-            "eval_problems": len(self.held_out),
-        }
-
-
-def load_prompts(settings: BrokerSettings) -> Prompts:
-    """Read the training prompts and the held-out problems.
-
-    Raises:
-        ConfigError: a file is missing, empty or malformed; or eval.metric does not fit them.
-    """
-    training = load_training_prompts(settings.data, seed=settings.run.seed)
-    held_out = load_eval_problems(settings.eval, settings.data) if settings.eval.enabled else []
-    if held_out:
-        sources = {problem.data_source for problem in held_out}
-        check_metric(settings.eval.metric, samples=settings.eval.samples, sources=sources)
-    return Prompts(training, held_out)
-
-
-def build_ledger(settings: BrokerSettings, prompts: Prompts) -> Ledger:
-    """Return an empty ledger over the run's prompts."""
-    run = settings.run
-    max_prompts = math.ceil(run.epochs * prompts.training.num_rows) if run.epochs else None
-    rules = LedgerRules(
-        bound=StalenessBound(run.staleness_bound, run.groups_per_step),
-        group_size=run.group_size,
-        total_steps=run.steps,
-        max_attempts=settings.broker.max_attempts,
-        max_in_flight=settings.max_in_flight,
-        drop_zero_variance=settings.broker.drop_zero_variance,
-        lease_s=settings.broker.lease_s,
-        eval_plan=EvalPlan(
-            sources=tuple(problem.data_source for problem in prompts.held_out),
-            section=settings.eval,
-        ),
-        max_prompts=max_prompts,
-        drop_overlong=settings.sampling.overlong_responses == "drop",
-    )
-    return Ledger(rules, prompt_at=prompts.training.at, eval_prompt_at=prompts.held_out.__getitem__)
 
 
 async def serve(settings: BrokerSettings) -> None:
@@ -111,9 +42,11 @@ async def serve(settings: BrokerSettings) -> None:
         password = redis_server.password if redis_server else _password(settings)
         store = await RedisStore.connect(url, run.name, password=password)
         cleanup.push_async_callback(store.close)
+        trackers = await start_trackers(settings)
+        cleanup.callback(trackers.close)
         await begin_run(ledger, store, settings)
         telemetry.versions["redis"] = await store.server_version()
-        records = _records(settings, ledger)
+        records = open_records(settings, ledger, trackers)
         committer = GroupCommitter(store)
         server = BrokerServer(
             ledger=ledger,
@@ -200,67 +133,6 @@ async def _watch(server: RedisServer | None) -> None:
             server.check_alive()
 
 
-async def begin_run(ledger: Ledger, store: TrajectoryStore, settings: BrokerSettings) -> None:
-    """Begin a new run, or go on from run.resume_from.
-
-    Raises:
-        ConfigError: a run of this name has begun before, or the checkpoint cannot be used.
-    """
-    run = settings.run
-    begun, epoch = False, 0
-    async for data in store.replay():
-        begun = True
-        if isinstance(event := decode_event(data), TakenOver):
-            epoch = max(epoch, event.version.epoch)
-    if not run.resume_from:
-        if begun:
-            raise ConfigError(
-                f"run {run.name!r} has begun already; go on with `slipstream run --resume auto` "
-                "or choose another run.name"
-            )
-        return
-    folder = Path(run.resume_from)
-    data = read_ledger(folder)
-    if not data:
-        raise ConfigError(
-            f"{folder} was trained without a broker: export it and start a new run from it "
-            "(run.model)"
-        )
-    try:
-        snapshot = decode_snapshot(data)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{folder}: its ledger cannot be read: {error}") from error
-    version = PolicyVersion(max(epoch, snapshot.version.epoch), snapshot.version.step)
-    await store.clear()
-    ledger.restore(msgspec.structs.replace(snapshot, version=version))
-    _log.info(
-        "going on from step %d with %d prompts that were in flight",
-        version.step,
-        len(snapshot.waiting),
-    )
-
-
-def _records(settings: BrokerSettings, ledger: Ledger) -> FolderRecords:
-    run, broker = settings.run, settings.broker
-    resumed_at = ledger.step if run.resume_from else None
-    batches = None
-    if broker.record_batches:
-        path = run.folder / "rollouts" / "batches.trajectories"
-        if resumed_at is not None:
-            cut_from_step(path, resumed_at)
-        batches = TrajectoryFileWriter(path, broker.max_recorded_bytes)
-    trackers = load_trackers(
-        settings.logging, run, msgspec.to_builtins(settings), resumed_at=resumed_at
-    )
-    return FolderRecords(
-        run,
-        BackgroundTrackers(trackers),
-        keep_answers=settings.eval.keep_answers,
-        batches=batches,
-        known=ledger.eval_points,
-    )
-
-
 async def end_after(
     hours: float, plan_stop: Callable[[str], Awaitable[None]], *, every_s: float = _CLOCK_S
 ) -> None:
@@ -270,3 +142,4 @@ async def end_after(
         await asyncio.sleep(every_s)
         if hours and time.monotonic() - started > hours * 3600:
             await plan_stop(f"run.max_hours = {hours:g} have passed")
+            hours = 0.0  # said once

@@ -38,8 +38,8 @@ def run(path: Path, overrides: Sequence[str], dry_run: bool, resume: str | None 
         return 0
     if len(config.deploy.hosts) > 1:
         raise ConfigError(
-            f"deploy.hosts names {len(config.deploy.hosts)} hosts and `slipstream run` starts one; "
-            "--dry-run prints what to start on each"
+            f"deploy.hosts names {len(config.deploy.hosts)} hosts; roles meet at Unix sockets so "
+            "far, so a run stays on one host (--dry-run shows the plan)"
         )
     return run_locally(config, console)
 

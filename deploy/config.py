@@ -81,6 +81,10 @@ def run_config(table: Table) -> RunConfig:
             raise ConfigError(
                 f"deploy.cores.{name} = {list(cores)}: this process may use {sorted(available)}"
             )
+    if config.learner.checkpoint.keep_best and not config.broker.eval.enabled:
+        raise ConfigError(
+            "checkpoint.keep_best needs held-out problems: set eval.file or eval.sets"
+        )
     if config.deploy.share_gpus and config.learner.weightbus.backend != "gloo":
         raise ConfigError(
             "deploy.share_gpus needs weightbus.backend = gloo: NCCL connects no two processes on "

@@ -13,8 +13,9 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from broker.config import DataSection
+from broker.data.files import row_name
 from broker.data.sources import Source, eval_sources, load_source, training_sources
-from generators.prompting import TextCodec
+from generators.prompting import BadPromptError, TextCodec
 from wire.errors import ConfigError
 from wire.run_settings import EvalSection, RunSection, SamplingSection
 from wire.settings import Table, load_table, section
@@ -89,24 +90,29 @@ def _inspect(
     bad = list(loaded.bad_rows)
     report = SourceReport(source, len(loaded.prompts) + len(bad), loaded.prompts, bad)
     for prompt in loaded.prompts:
-        row = f"row {prompt.row}"
+        row = _row(source, prompt)
         if codec is None:
             report.lengths.append(len(prompt.text))
             continue
         try:
             length = len(codec.tokens(prompt))
-        except ConfigError as error:
-            report.bad.append((row, str(error)))
+        except BadPromptError as error:
+            report.bad.append((row, error.why))
             continue
         report.lengths.append(length)
-        if length == 0:
-            report.bad.append((row, "no tokens"))
         if length > sampling.max_prompt_tokens:
             why = f"{length} tokens, sampling.max_prompt_tokens is {sampling.max_prompt_tokens}"
             report.overlong.append((row, why))
     report.lengths.sort()
     report.example = _example(loaded.prompts[0], codec)
     return report
+
+
+def _row(source: Source, prompt: Prompt) -> str:
+    """Return how messages call a row, as where rows are read."""
+    if source.table.file:
+        return row_name(Path(source.table.file), prompt.row)
+    return f"row {prompt.row}"
 
 
 def _example(prompt: Prompt, codec: TextCodec | None) -> str:

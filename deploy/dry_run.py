@@ -28,6 +28,12 @@ def print_dry_run(config: RunConfig, plans: Sequence[RolePlan], console: Console
         table.add_row(plan.name, plan.host, gpus)
     console.print(table)
     console.print()
+    if hosts > 1:
+        console.print(
+            "roles meet at Unix sockets so far: processes on several hosts cannot be started yet",
+            style="yellow",
+        )
+    console.print("each reads the settings file that `slipstream run` writes:", style="dim")
     for plan in plans:
         variables = " ".join(f"{name}={value}" for name, value in plan.environment.items())
         command = f"{plan.host}: {variables} {shlex.join(plan.command)}"

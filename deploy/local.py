@@ -24,7 +24,7 @@ from deploy.observe import dashboard_address, status_now
 from deploy.plan import count_gpus, plan_roles
 from deploy.supervise import Supervisor
 from deploy.view import final_table, live_view, one_line
-from wire.checkpoints import best_checkpoint, newest_checkpoint
+from wire.checkpoints import best_checkpoint, newest_checkpoint, read_checkpoint_info
 from wire.command_line import (
     EXIT_BAD_SETTINGS,
     EXIT_FAILED,
@@ -69,7 +69,6 @@ def run_locally(config: RunConfig, console: Console) -> int:
             _run(config, supervisor, watcher, console, resolved)
     except _StopRequestedError as error:
         reason, code = f"stopped: {error}", EXIT_INTERRUPTED
-        _let_learner_save(config, supervisor, console)
     except ConfigError as error:
         reason, code = f"{_REFUSED}{error}", EXIT_BAD_SETTINGS
     except SlipstreamError as error:
@@ -82,6 +81,8 @@ def run_locally(config: RunConfig, console: Console) -> int:
             raise
         reason, code = f"{_REFUSED}{trouble}", EXIT_BAD_SETTINGS
     finally:
+        if code:
+            _let_learner_save(config, supervisor, watcher, console)
         with _signals_ignored():
             watcher.close()
             roles = [name for name in supervisor.children if name != "broker"]
@@ -93,13 +94,27 @@ def run_locally(config: RunConfig, console: Console) -> int:
     return code
 
 
-def _let_learner_save(config: RunConfig, supervisor: Supervisor, console: Console) -> None:
+def _let_learner_save(
+    config: RunConfig, supervisor: Supervisor, watcher: "_StatusWatcher", console: Console
+) -> None:
     """End the learner in order while the broker still answers; another signal ends it at once."""
-    if not config.learner.checkpoint.on_stop or "learner" not in supervisor.children:
+    if not config.learner.checkpoint.on_stop or not supervisor.runs("learner"):
         return
-    console.print("stopping: the learner saves a checkpoint (Ctrl-C again ends it at once)")
+    status = watcher.newest
+    if not supervisor.runs("broker") or status is None or status.steps == 0:
+        return
+    console.print("stopping: the learner saves a checkpoint (Ctrl-C ends it at once)")
     with suppress(_StopRequestedError), _signals_raise():
         supervisor.stop(["learner"], timeout_s=config.deploy.save_timeout_s)
+    newest = newest_checkpoint(config.run.folder)
+    step = read_checkpoint_info(newest).step if newest is not None else 0
+    if step < status.steps:
+        console.print(
+            f"no checkpoint of step {status.steps} was saved: steps after {step} are lost; see "
+            f"{config.run.logs / 'learner.log'}",
+            style="bold red",
+            soft_wrap=True,
+        )
 
 
 def _run(

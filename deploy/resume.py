@@ -50,11 +50,15 @@ def _newest_run(run: RunSection) -> Path | None:
 
 def _point(folder: Path, run: RunSection) -> ResumePoint:
     checkpoint = newest_checkpoint(folder)
+    run_folder = folder
     if checkpoint is None:
-        checkpoint, run_folder = folder, folder.parent.parent
-    else:
-        run_folder = folder
+        checkpoint, run_folder = folder, folder.absolute().parent.parent
     info = read_checkpoint_info(checkpoint)
+    if checkpoint.absolute().parent != run_folder.absolute() / "checkpoints":
+        raise ConfigError(
+            f"--resume {folder}: it lies in no run folder (RUN/checkpoints/step-...); to start a "
+            "new run from its weights, export it and name that folder as run.model"
+        )
     if info.step >= run.steps:
         raise ConfigError(
             f"{checkpoint} stands at step {info.step} of run.steps = {run.steps}: "

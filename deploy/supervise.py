@@ -67,6 +67,11 @@ class Supervisor:
                 elif code is not None:
                     self._failed(child, code)
 
+    def runs(self, name: str) -> bool:
+        """Tell whether a role was started and has not ended."""
+        child = self.children.get(name)
+        return child is not None and child.process is not None and child.process.poll() is None
+
     def finished(self, names: Iterable[str]) -> bool:
         """Tell whether all these roles ended in order."""
         return all(self.children[name].finished for name in names)

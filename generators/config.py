@@ -6,6 +6,7 @@ from typing import Literal
 
 import msgspec
 
+from broker.config import DataSection
 from weightbus.config import WeightBusSection
 from wire.errors import ConfigError
 from wire.run_settings import (
@@ -59,6 +60,7 @@ class GeneratorSettings(msgspec.Struct, frozen=True, kw_only=True):
     """All that one generator reads."""
 
     run: RunSection
+    data: DataSection
     sampling: SamplingSection
     eval: EvalSection
     generators: GeneratorsSection
@@ -77,6 +79,11 @@ class GeneratorSettings(msgspec.Struct, frozen=True, kw_only=True):
         return "cuda" if Path("/proc/driver/nvidia/gpus").exists() else "cpu"
 
     @property
+    def skips_bad_prompts(self) -> bool:
+        """Tell whether a row that is no prompt costs its group and not the run."""
+        return self.data.on_bad_row == "skip"
+
+    @property
     def dtype(self) -> str:
         """Return the type of the engine's weights."""
         if self.generators.dtype != "auto":
@@ -88,6 +95,7 @@ def generator_settings(table: Table) -> GeneratorSettings:
     """Decode and check the generators' sections."""
     settings = GeneratorSettings(
         run=run_section(table),
+        data=section(table, "data", DataSection),
         sampling=section(table, "sampling", SamplingSection),
         eval=section(table, "eval", EvalSection),
         generators=section(table, "generators", GeneratorsSection),

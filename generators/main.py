@@ -25,7 +25,9 @@ def _parser() -> argparse.ArgumentParser:
         action="store_true",
         help="no broker, no learner: answer and score the prompts of [data] into a file",
     )
-    parser.add_argument("--out", type=Path, metavar="FILE", help="with --offline: the new file")
+    parser.add_argument(
+        "--out", type=Path, metavar="FILE", help="with --offline: a new file, or one to go on with"
+    )
     parser.add_argument(
         "--num-prompts", type=int, default=0, metavar="N", help="with --offline; default is all"
     )

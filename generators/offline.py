@@ -1,50 +1,82 @@
 """Generate without a run: prompts, an engine and a reward function make a trajectory file.
 
-No broker, no learner: the policy is run.model, its tokens are labelled v0.0.
+No broker, no learner: the policy is run.model, its tokens are labelled v0.0. FILE.json beside the
+file notes the settings that it was generated with, so that a later start with the same ones can
+go on with the prompts that are not in it yet.
 """
 
 import asyncio
 import logging
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
-from broker.config import DataSection, RewardSection
+from broker.config import RewardSection
 from broker.data.mixture import PromptSource
 from broker.data.sources import load_training_prompts
 from broker.rewards.loading import Reward, load_reward
 from generators.config import GeneratorSettings, generator_settings
-from generators.prompting import TextCodec
+from generators.prompting import BadPromptError, OverlongPromptError, TextCodec
 from generators.rollout import Rollout, Sampler, run_rollouts
 from generators.running_engine import running_engine, sampling_by_item, watch
 from wire.codec import decode_transcript
-from wire.command_line import EXIT_INTERRUPTED
+from wire.command_line import EXIT_FAILED, EXIT_INTERRUPTED
 from wire.control import DeliveredGroup, DeliveredTrajectory, LeasedGroup, ScoringItem
-from wire.errors import ConfigError, SlipstreamError
+from wire.errors import ConfigError, EngineError
 from wire.settings import Table, section
 from wire.stopping import stop_event
 from wire.trajectory import Score
-from wire.trajectory_file import NOT_TRAINED, RecordedGroup, TrajectoryFileWriter
+from wire.trajectory_file import (
+    NOT_TRAINED,
+    RecordedGroup,
+    TrajectoryFileWriter,
+    read_groups,
+)
 from wire.versions import PolicyVersion
 
 _log = logging.getLogger(__name__)
 _VERSION = PolicyVersion(0, 0)
 _PROGRESS_S = 5.0
+_ENGINE_ATTEMPTS = 2
+_RETRY_AFTER_S = 2.0  # by then we know whether the engine's process has ended
 
 
 class OfflineSettings(msgspec.Struct, frozen=True, kw_only=True):
     """All that generating without a run reads."""
 
     generator: GeneratorSettings
-    data: DataSection
     reward: RewardSection
     out: Path
     num_prompts: int  # 0 is every prompt once
+
+    @property
+    def origin_file(self) -> Path:
+        """Return the file that says what the answers were generated with."""
+        return self.out.with_name(f"{self.out.name}.json")
+
+    @property
+    def origin(self) -> dict[str, Any]:
+        """Return all that decides the answers to a prompt, and which prompts there are."""
+        run = self.generator.run
+        return {
+            "run.model": str(self.generator.model.resolve()),
+            "run.seed": run.seed,
+            "run.group_size": run.group_size,
+            "reward.function": self.reward.function,
+            **_settings("data", self.generator.data),
+            **_settings("sampling", self.generator.sampling),
+        }
+
+
+def _settings(section_name: str, values: msgspec.Struct) -> dict[str, Any]:
+    plain: dict[str, Any] = msgspec.to_builtins(values)
+    return {f"{section_name}.{key}": value for key, value in plain.items()}
 
 
 def offline_settings(table: Table, out: Path, num_prompts: int) -> OfflineSettings:
@@ -55,15 +87,42 @@ def offline_settings(table: Table, out: Path, num_prompts: int) -> OfflineSettin
     """
     if num_prompts < 0:
         raise ConfigError(f"--num-prompts must be at least 1, got {num_prompts}")
-    if out.exists():
-        raise ConfigError(f"--out {out} exists; name another file or remove it")
-    return OfflineSettings(
+    settings = OfflineSettings(
         generator=generator_settings(table),
-        data=section(table, "data", DataSection),
         reward=section(table, "reward", RewardSection),
         out=out,
         num_prompts=num_prompts,
     )
+    if out.exists():
+        _refuse_other_origin(settings)
+    return settings
+
+
+def _refuse_other_origin(settings: OfflineSettings) -> None:
+    """See that the file is ours and was generated with these settings."""
+    out, path = settings.out, settings.origin_file
+    another = "name another file or remove it"
+    try:
+        there: dict[str, Any] = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+    except (OSError, msgspec.DecodeError) as error:
+        raise ConfigError(
+            f"--out {out} exists, and {path.name}, which says what it was generated with, cannot "
+            f"be read: {error}; {another}"
+        ) from error
+    ours: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(settings.origin))
+    for name in sorted({*there, *ours}):
+        if there.get(name) != ours.get(name):
+            raise ConfigError(
+                f"--out {out} exists and was generated with {name} = {there.get(name)!r}, now it "
+                f"is {ours.get(name)!r}; {another}"
+            )
+
+
+def answered_positions(path: Path) -> set[int]:
+    """Return the positions of the prompts whose groups are in a file; none if it is not there."""
+    if not path.exists():
+        return set()
+    return {recorded.group.group_id for recorded in read_groups(path)}
 
 
 async def generate(settings: OfflineSettings, name: str) -> int:
@@ -71,9 +130,12 @@ async def generate(settings: OfflineSettings, name: str) -> int:
     stop = stop_event()
     run = settings.generator.run
     codec = TextCodec(settings.generator.model, settings.generator.sampling)
-    source = load_training_prompts(settings.data, seed=run.seed)
+    source = load_training_prompts(settings.generator.data, seed=run.seed)
     reward = load_reward(settings.reward.function)
+    answered = answered_positions(settings.out)
     writer = TrajectoryFileWriter(settings.out)
+    origin = msgspec.json.format(msgspec.json.encode(settings.origin), indent=2)
+    settings.origin_file.write_bytes(origin + b"\n")
     stopping = asyncio.create_task(stop.wait())
     try:
         async with running_engine(settings.generator, name, stopping) as running:
@@ -87,14 +149,17 @@ async def generate(settings: OfflineSettings, name: str) -> int:
                 params=sampling_by_item(settings.generator),
                 run_seed=run.seed if settings.generator.sampling.seed_per_sibling else None,
             )
-            job = asyncio.create_task(_Generation(settings, source, sampler, reward, writer).run())
+            generation = Generation(settings, source, sampler, reward, writer, answered)
+            job = asyncio.create_task(generation.run())
             watching = asyncio.create_task(watch(process))
             try:
                 tasks = {stopping, job, watching}
                 done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
                 for task in done:
                     task.result()
-                return 0 if job in done else EXIT_INTERRUPTED
+                if job not in done:
+                    return EXIT_INTERRUPTED
+                return EXIT_FAILED if job.result() else 0
             finally:
                 for task in (job, watching):
                     task.cancel()
@@ -113,6 +178,7 @@ class _Progress:
     prompts: int = 0
     tokens: int = 0
     dropped: int = 0
+    failed: int = 0  # of those dropped: by the engine
     rewards: list[float] = field(default_factory=list)
 
     def line(self) -> str:
@@ -125,7 +191,7 @@ class _Progress:
         )
 
 
-class _Generation:
+class Generation:
     """Keeps the engine busy with whole groups."""
 
     def __init__(
@@ -135,27 +201,42 @@ class _Generation:
         sampler: Sampler,
         reward: Reward,
         writer: TrajectoryFileWriter,
+        answered: set[int],
+        *,
+        retry_after_s: float = _RETRY_AFTER_S,
     ) -> None:
+        """Prepare; ``answered`` are the positions of the prompts that are done already."""
+        self._retry_after_s = retry_after_s
         self._settings = settings
         self._source = source
         self._sampler = sampler
         self._reward = reward
         self._writer = writer
-        self._progress = _Progress(settings.num_prompts or source.num_rows)
+        total = settings.num_prompts or source.num_rows
+        self._open = [position for position in range(total) if position not in answered]
+        self._progress = _Progress(total, prompts=total - len(self._open))
 
-    async def run(self) -> None:
-        """Answer, score and record every prompt."""
+    async def run(self) -> int:
+        """Answer, score and record every prompt; return how many the engine failed at."""
         generator = self._settings.generator
         lanes = max(1, generator.generators.max_sequences // generator.run.group_size)
-        positions = iter(range(self._progress.total))
+        if self._progress.prompts:
+            _log.info("%d prompts are in the file already", self._progress.prompts)
+        positions = iter(self._open)
         report = asyncio.create_task(self._report())
         try:
             async with asyncio.TaskGroup() as group:
-                for _ in range(min(lanes, self._progress.total)):
+                for _ in range(min(lanes, len(self._open))):
                     group.create_task(self._lane(positions))
         finally:
             report.cancel()
             _log.info("%s, in %s", self._progress.line(), self._settings.out)
+        if self._progress.failed:
+            _log.error(
+                "the engine failed at %d prompts: start again to try them once more",
+                self._progress.failed,
+            )
+        return self._progress.failed
 
     async def _report(self) -> None:
         while True:
@@ -175,7 +256,11 @@ class _Generation:
         prompt = self._source.at(position)
         try:
             prompt_ids = self._sampler.codec.encode(prompt)
-        except ValueError as error:  # too long and to be dropped, or without tokens
+        except OverlongPromptError as error:
+            return str(error)
+        except BadPromptError as error:
+            if not self._settings.generator.skips_bad_prompts:
+                raise
             return str(error)
         siblings = tuple(range(self._settings.generator.run.group_size))
         work = LeasedGroup(
@@ -186,7 +271,11 @@ class _Generation:
             prompt=prompt,
             siblings=siblings,
         )
-        rollouts = await run_rollouts(self._sampler, work, siblings, prompt_ids)
+        try:
+            rollouts = await self._sampled(work, siblings, prompt_ids)
+        except EngineError as error:
+            self._progress.failed += 1
+            return str(error)
         cut_off = [r for r in rollouts if r.message.header.finish_reason == "length"]
         if cut_off and self._settings.generator.sampling.overlong_responses == "drop":
             return f"{len(cut_off)} responses were cut off (sampling.overlong_responses)"
@@ -210,6 +299,18 @@ class _Generation:
         )
         self._writer.append(group)
         return ""
+
+    async def _sampled(
+        self, work: LeasedGroup, siblings: Sequence[int], prompt_ids: list[int]
+    ) -> list[Rollout]:
+        """Return all siblings; an engine that fails at them is asked once more."""
+        for attempt in range(1, _ENGINE_ATTEMPTS):
+            try:
+                return await run_rollouts(self._sampler, work, siblings, prompt_ids)
+            except EngineError as error:
+                _log.warning("prompt %d, attempt %d: %s", work.position, attempt, error)
+                await asyncio.sleep(self._retry_after_s)
+        return await run_rollouts(self._sampler, work, siblings, prompt_ids)
 
     async def _scored(self, rollouts: list[Rollout]) -> list[Score]:
         """Score on a thread of its own: a function that hangs must not keep us from ending."""
@@ -237,8 +338,9 @@ class _Generation:
         try:
             async with asyncio.timeout(limit_s):
                 return await answer
-        except TimeoutError as error:
-            raise SlipstreamError(
-                f"{self._reward.name} took longer than reward.timeout_s = "
-                f"{self._settings.reward.timeout_s:g} per answer"
-            ) from error
+        except TimeoutError:
+            why = f"longer than reward.timeout_s = {self._settings.reward.timeout_s:g} per answer"
+            return [
+                Score(group_id=h.group_id, sibling=h.sibling, lease_id=h.lease_id, unavailable=why)
+                for h in (rollout.message.header for rollout in rollouts)
+            ]

@@ -19,6 +19,14 @@ class OverlongPromptError(ValueError):
     """A prompt has more tokens than sampling.max_prompt_tokens, and such prompts are dropped."""
 
 
+class BadPromptError(ConfigError):
+    """A prompt cannot become tokens, for a reason that lies in its row."""
+
+    def __init__(self, prompt: Prompt, why: str) -> None:
+        super().__init__(f"{_name(prompt)}: {why} (data.on_bad_row)")
+        self.why = why  # without the name of the row
+
+
 class TextCodec:
     """The policy's tokenizer and chat template."""
 
@@ -60,7 +68,8 @@ class TextCodec:
         """Return what the model is given: text as it is, turns through the chat template.
 
         Raises:
-            ConfigError: there is no chat template, or it refuses these turns.
+            ConfigError: there is no chat template.
+            BadPromptError: it refuses these turns.
         """
         if isinstance(prompt.prompt, str):
             return prompt.prompt
@@ -72,28 +81,32 @@ class TextCodec:
         try:
             return self._template.render(prompt.prompt)
         except ValueError as error:
-            raise ConfigError(
-                f"{_name(prompt)}: the chat template refuses it: {error} (sampling.chat_template)"
-            ) from error
+            why = f"the chat template refuses it: {error} (sampling.chat_template)"
+            raise BadPromptError(prompt, why) from error
 
     def tokens(self, prompt: Prompt) -> list[int]:
-        """Return a prompt's token ids, however many; a template brings its own special tokens."""
+        """Return a prompt's token ids, however many; a template brings its own special tokens.
+
+        Raises:
+            ConfigError: there is no chat template.
+            BadPromptError: it refuses the prompt, or nothing is left of it.
+        """
         is_text = isinstance(prompt.prompt, str)
         ids: list[int] = self._tokenizer.encode(self.text(prompt), add_special_tokens=is_text).ids
+        if not ids:
+            raise BadPromptError(prompt, "no tokens")
         return ids
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Return a prompt's token ids within sampling.max_prompt_tokens.
 
         Raises:
-            ConfigError: it is too long and sampling.overlong_prompts is error, or it cannot be
-                rendered.
+            ConfigError: it is too long and sampling.overlong_prompts is error, or there is no chat
+                template.
+            BadPromptError: the chat template refuses it, or it has no tokens.
             OverlongPromptError: it is too long and sampling.overlong_prompts is drop.
-            ValueError: it has no tokens.
         """
         ids = self.tokens(prompt)
-        if not ids:
-            raise ValueError(f"{_name(prompt)} has no tokens")
         limit = self._sampling.max_prompt_tokens
         if len(ids) <= limit:
             return ids

@@ -62,6 +62,7 @@ async def _work(
         ),
         max_sequences=settings.generators.max_sequences,
         siblings_together=settings.generators.siblings_together,
+        skips_bad_prompts=settings.skips_bad_prompts,
     )
     subscriber = Subscriber(
         engine,

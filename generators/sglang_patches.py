@@ -11,12 +11,16 @@ import os
 import random
 import sys
 from collections.abc import Callable, Sequence
+from importlib import metadata
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
 from typing_extensions import override
 
+from wire.errors import ConfigError
+
+SGLANG_VERSION = "0.5.23"  # that the corrections were written against
 GROUP_TIMEOUT_VARIABLE = "SLIPSTREAM_GROUP_TIMEOUT_S"
 SEEDS_VARIABLE = "SLIPSTREAM_SEEDS"  # 1: every request is sampled by a seed
 _GROUPS = "torch.distributed.distributed_c10d"
@@ -26,14 +30,47 @@ _SAMPLER = "sglang.srt.layers.sampler"
 
 
 def install() -> None:
-    """Correct the modules named here right after their import."""
+    """Correct the modules named here right after their import.
+
+    Raises:
+        ConfigError: this is another SGLang than the one that they were written for.
+    """
+    check_version(metadata.version("sglang"))
     corrections: dict[str, Callable[[ModuleType], None]] = {
         _MIN_NEW_TOKENS: _count_tokens_before_retraction,
         _GROUPS: _bound_waits_in_groups,
     }
     if os.environ.get(SEEDS_VARIABLE) == "1":  # noqa: TID251 reaches spawned processes
-        corrections |= {_SAMPLING_BATCH: _keep_seeds, _SAMPLER: _sample_by_seed}
+        corrections |= {_SAMPLING_BATCH: _keep_seeds, _SAMPLER: sample_by_seed}
     sys.meta_path.insert(0, _AfterImport(corrections))
+
+
+def check_version(found: str) -> None:
+    """Refuse an SGLang that may not read what is corrected here, or not need it any more.
+
+    Raises:
+        ConfigError: saying what to install.
+    """
+    if found.partition("+")[0] != SGLANG_VERSION:  # what follows + names a build
+        raise ConfigError(
+            f"SGLang {found} is installed, this version of Slipstream needs {SGLANG_VERSION}: "
+            f"pip install sglang=={SGLANG_VERSION} (its corrections in generators/"
+            "sglang_patches.py must be checked against another release)"
+        )
+
+
+def replace(owner: ModuleType | type, name: str, value: object) -> None:
+    """Replace what a module or class of a dependency has under this name.
+
+    Raises:
+        ConfigError: it has nothing of that name, so that nobody would ever read the new value.
+    """
+    if name not in vars(owner):
+        raise ConfigError(
+            f"{owner.__name__} has no {name}, which generators/sglang_patches.py replaces for "
+            f"SGLang {SGLANG_VERSION}: install that release as it was published"
+        )
+    setattr(owner, name, value)
 
 
 def _bound_waits_in_groups(module: ModuleType) -> None:
@@ -43,7 +80,7 @@ def _bound_waits_in_groups(module: ModuleType) -> None:
     """
     seconds = os.environ.get(GROUP_TIMEOUT_VARIABLE)  # noqa: TID251 reaches spawned processes
     if seconds:
-        module.__dict__["default_pg_timeout"] = datetime.timedelta(seconds=float(seconds))
+        replace(module, "default_pg_timeout", datetime.timedelta(seconds=float(seconds)))
 
 
 def _count_tokens_before_retraction(module: ModuleType) -> None:
@@ -64,7 +101,7 @@ def _count_tokens_before_retraction(module: ModuleType) -> None:
         device = self.orchestrator.device
         self.len_output_tokens = torch.tensor(lengths, dtype=torch.int32, device=device)
 
-    penalizer._prepare = prepare_from_output
+    replace(penalizer, "_prepare", prepare_from_output)
 
 
 def _keep_seeds(module: ModuleType) -> None:
@@ -87,10 +124,10 @@ def _keep_seeds(module: ModuleType) -> None:
             info.sampling_seed = torch.tensor(seeds, dtype=torch.int64).to(batch.device)
         return info
 
-    batch_info.from_schedule_batch = classmethod(from_schedule_batch)
+    replace(batch_info, "from_schedule_batch", classmethod(from_schedule_batch))
 
 
-def _sample_by_seed(module: ModuleType) -> None:
+def sample_by_seed(module: ModuleType) -> None:
     """Choose a token from its row's probabilities, seed and position.
 
     SGLang's own way needs a kernel that a CPU lacks, and noise for every token of the
@@ -99,9 +136,11 @@ def _sample_by_seed(module: ModuleType) -> None:
     """
     from generators import seeded_sampling  # torch, as above
 
-    module.__dict__["sampling_from_probs_torch"] = seeded_sampling.sampling_from_probs
-    module.__dict__["top_k_top_p_min_p_sampling_from_probs_torch"] = (
-        seeded_sampling.sampling_from_truncated_probs
+    replace(module, "sampling_from_probs_torch", seeded_sampling.sampling_from_probs)
+    replace(
+        module,
+        "top_k_top_p_min_p_sampling_from_probs_torch",
+        seeded_sampling.sampling_from_truncated_probs,
     )
 
 

@@ -11,9 +11,13 @@ import os
 import sys
 
 from generators import sglang_patches
+from wire.errors import ConfigError
 from wire.processes import die_with_parent
 
-sglang_patches.install()
+try:
+    sglang_patches.install()
+except ConfigError as refused:
+    raise SystemExit(str(refused)) from refused
 
 
 def _flags(settings: dict[str, str | int | float | bool]) -> list[str]:
@@ -65,4 +69,7 @@ def _fork_instead_of_spawn() -> None:
 
 if __name__ == "__main__":
     os.setsid()
-    main()
+    try:
+        main()
+    except ConfigError as refused:
+        raise SystemExit(str(refused)) from refused

@@ -8,9 +8,10 @@ adopt, what is in flight waits inside it.
 import asyncio
 import logging
 from contextlib import suppress
+from typing import Literal
 
 from broker.client import BrokerClient
-from generators.prompting import OverlongPromptError
+from generators.prompting import BadPromptError, OverlongPromptError
 from generators.rollout import Rollout, Sampler, run_rollouts
 from wire.control import (
     Done,
@@ -43,11 +44,13 @@ class GeneratorWorker:
         sampler: Sampler,
         max_sequences: int,
         siblings_together: bool,
+        skips_bad_prompts: bool,
     ) -> None:
         self._client = client
         self._sampler = sampler
         self._free = max_sequences
         self._together = siblings_together
+        self._skips_bad_prompts = skips_bad_prompts
         self._lane_freed = asyncio.Event()
         self._adopted: PolicyVersion | None = None
         self._situation_changed = asyncio.Event()
@@ -141,15 +144,22 @@ class GeneratorWorker:
         try:
             prompt_ids = self._sampler.codec.encode(work.prompt)
         except OverlongPromptError as error:
-            self._counters["rejected"] += 1
-            _log.info("group %d rejected: %s", work.group_id, error)
-            with suppress(RefusedError):
-                rejection = RejectPrompt(
-                    lease_id=work.lease_id, reason="overlong_prompt", detail=str(error)
-                )
-                await self._client.ask(rejection, Done)
-            return
-        await self._generate(work, prompt_ids)
+            await self._reject(work, "overlong_prompt", error)
+        except BadPromptError as error:
+            if not self._skips_bad_prompts:
+                raise
+            await self._reject(work, "bad_prompt", error)
+        else:
+            await self._generate(work, prompt_ids)
+
+    async def _reject(
+        self, work: LeasedGroup, reason: Literal["overlong_prompt", "bad_prompt"], error: Exception
+    ) -> None:
+        self._counters["rejected"] += 1
+        _log.info("group %d rejected: %s", work.group_id, error)
+        with suppress(RefusedError):
+            rejection = RejectPrompt(lease_id=work.lease_id, reason=reason, detail=str(error))
+            await self._client.ask(rejection, Done)
 
     async def _generate(self, work: LeasedGroup, prompt_ids: list[int]) -> None:
         """Sample the siblings, together or each by itself, and send each when it is there."""

@@ -32,7 +32,6 @@ from wire.control import (
 )
 from wire.errors import ProtocolError
 from wire.phases import PhaseClock
-from wire.status import EvalPoint
 from wire.tokenizer_hash import tokenizer_hash
 from wire.trajectory import TrajectoryPayload
 from wire.versions import PolicyVersion
@@ -95,6 +94,7 @@ class LeaderLink(PayloadLink):
         self._should_stop = should_stop
         self._tokens = 0
         self._version: PolicyVersion | None = None
+        self._last_step = settings.run.steps  # as the other ranks know it
         settings.run.make_socket_folder()
         self._publisher = loop.run(self._make_publisher(settings))
         loop.start(self._publisher.run(settings.run.endpoint("weightbus")))
@@ -122,9 +122,11 @@ class LeaderLink(PayloadLink):
             match answer:
                 case BatchDelivered() | RunComplete():
                     return answer
-                case BatchNotReady(reason=reason):
+                case BatchNotReady(reason=reason, last_step=last_step):
                     waited = time.monotonic() - since
-                    if waited > max_wait_s or self._should_stop():
+                    is_news = last_step != self._last_step
+                    self._last_step = last_step
+                    if is_news or waited > max_wait_s or self._should_stop():
                         return answer
                     if waited > _SAY_WAITING_AFTER_S and reason != said:
                         _log.info("no batch for %.0f s: waiting for %s", waited, reason)
@@ -134,13 +136,14 @@ class LeaderLink(PayloadLink):
 
     def commit(
         self, version: PolicyVersion, metrics: dict[str, float], num_tokens: int
-    ) -> tuple[EvalPoint, ...]:
-        """Tell the broker that the step is trained; returns all evaluations when it is durable."""
+    ) -> StepCommitted:
+        """Tell the broker that the step is trained; returns when that is durable."""
         self._tokens += num_tokens
         request = StepCommit(version=version, metrics=metrics)
         answer, _ = self._loop.run(self._client.ask(request, StepCommitted))
         self._version = version
-        return answer.evaluations
+        self._last_step = answer.last_step
+        return answer
 
     def ledger_snapshot(self, version: PolicyVersion) -> bytes:
         """Return the broker's ledger, for a checkpoint of ``version``."""

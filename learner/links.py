@@ -4,8 +4,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from weightbus.snapshot import WeightSnapshot
-from wire.control import BatchDelivered, BatchNotReady, RunComplete
-from wire.status import EvalPoint
+from wire.control import BatchDelivered, BatchNotReady, RunComplete, StepCommitted
 from wire.trajectory import TrajectoryPayload
 from wire.versions import PolicyVersion
 
@@ -31,12 +30,15 @@ class LeadingLink(RankLink, Protocol):
     def next_batch(
         self, version: PolicyVersion, *, max_wait_s: float
     ) -> BatchDelivered | BatchNotReady | RunComplete:
-        """Return the batch of the step that starts from ``version``, or why there is none."""
+        """Return the batch of the step that starts from ``version``, or why there is none.
+
+        News of the run's last step come at once, not after ``max_wait_s``.
+        """
 
     def commit(
         self, version: PolicyVersion, metrics: dict[str, float], num_tokens: int
-    ) -> tuple[EvalPoint, ...]:
-        """Record that a step is trained; return all evaluations so far."""
+    ) -> StepCommitted:
+        """Record that a step is trained; return all evaluations so far and the last step."""
 
     def publish(self, snapshot: WeightSnapshot) -> None:
         """Hand out a version; returns at once."""

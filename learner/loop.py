@@ -7,6 +7,7 @@ that no token is ever newer than the broker's learner step.
 
 import logging
 import time
+from typing import TypeVar
 
 import msgspec
 from tokenizers import Tokenizer
@@ -20,7 +21,7 @@ from learner.links import LeadingLink, RankLink
 from learner.plan import plan_step
 from learner.policy import Policy
 from learner.profiling import StepProfiler
-from learner.rollout_log import RolloutLog
+from learner.rollout_log import RolloutLog, TrainedPart
 from learner.saver import Saver
 from learner.step import Minibatch, advantages_of, batch_figures, train_step
 from learner.stop import StopRequest
@@ -35,6 +36,7 @@ from wire.versions import PolicyVersion
 
 _log = logging.getLogger(__name__)
 _encoder = msgspec.msgpack.Encoder()
+T = TypeVar("T")
 
 
 class StopTraining(Message, frozen=True):
@@ -86,6 +88,8 @@ class LearnerLoop:
         if leader is not None and settings.learner.rollouts_per_step:
             self._rollouts = RolloutLog(
                 folder / "rollouts",
+                per_step=settings.learner.rollouts_per_step,
+                seed=settings.run.seed,
                 max_bytes=settings.learner.max_rollout_bytes,
                 tokenizer=Tokenizer.from_file(str(settings.model / "tokenizer.json")),
             )
@@ -124,9 +128,10 @@ class LearnerLoop:
         if self._leader is not None:
             version = self._leader.take_over(step)
             _log.info("took over as %s", version.label)
-        version = self._agreed(version)
-        self._saver.started_from(version)
+        version = self._agreed(version, PolicyVersion)
         self._publish(version)
+        with self._clock.phase("checkpoint"):
+            self._saver.started_from(version)
         return version
 
     def _step(self, version: PolicyVersion, batch: BatchDelivered) -> PolicyVersion:
@@ -137,11 +142,15 @@ class LearnerLoop:
         figures["policy/lr"] = self._policy.lr
         self._policy.end_step()
         version = version.next()
+        last_step = 0
         if self._leader is not None:
             figures["time/step"] = time.monotonic() - started
             figures |= self._saver.figures()
             with self._clock.phase("commit"):
-                self._saver.note(self._leader.commit(version, figures, num_tokens))
+                committed = self._leader.commit(version, figures, num_tokens)
+                last_step = committed.last_step
+                self._saver.note(committed.evaluations)
+        last_step = self._agreed(last_step, int)
         self._publish(version)
         self._profiler.after(version.step)
         if self._leader is not None:
@@ -152,18 +161,22 @@ class LearnerLoop:
                 time.monotonic() - started,
             )
         with self._clock.phase("checkpoint"):
-            self._saver.after_step(version)
+            self._saver.save_if_due(version, last_step=last_step)
         return version
 
     def _next_batch(self, version: PolicyVersion) -> BatchDelivered | RunComplete | StopTraining:
         """Return the same batch on every rank, or why there will be none.
 
-        While there is none, rank 0 says so often enough that no rank takes it for dead.
+        While there is none, rank 0 says so often enough that no rank takes it for dead. What comes
+        after the last step are evaluations: the policy is saved before they are waited for.
         """
         while True:
             answer = self._decoded(self._asked(version))
             if not isinstance(answer, BatchNotReady):
                 return answer
+            if version.step >= answer.last_step:  # a stop was planned since the commit
+                with self._clock.phase("checkpoint"):
+                    self._saver.save_if_due(version, last_step=answer.last_step)
 
     def _asked(self, version: PolicyVersion) -> bytes | None:
         """Return what rank 0 says comes next, encoded; None on the others."""
@@ -178,10 +191,9 @@ class LearnerLoop:
     def _decoded(self, answer: bytes | None) -> _Answer:
         return _decoder.decode(self._broadcast(answer))
 
-    def _agreed(self, version: PolicyVersion) -> PolicyVersion:
-        """Return rank 0's version on every rank."""
-        data = self._broadcast(_encoder.encode(version))
-        return msgspec.msgpack.decode(data, type=PolicyVersion)
+    def _agreed(self, value: T, kind: type[T]) -> T:
+        """Return rank 0's value on every rank."""
+        return msgspec.msgpack.decode(self._broadcast(_encoder.encode(value)), type=kind)
 
     def _broadcast(self, data: bytes | None) -> bytes:
         topology = self._topology
@@ -222,8 +234,12 @@ class LearnerLoop:
         figures, proximal = train_step(self._policy, minibatches, self._settings.algo, self._clock)
         figures |= batch_figures(trajectories, batch.step)
         if self._rollouts is not None:
-            recorded = [trajectories[i] for i in mine[0][0][: settings.rollouts_per_step]]
-            self._rollouts.record(batch.step, recorded, minibatches[0].batches[0], proximal[0][0])
+            parts = [
+                TrainedPart(*part)
+                for indices, minibatch, anchors in zip(mine, minibatches, proximal, strict=True)
+                for part in zip(indices, minibatch.batches, anchors, strict=True)
+            ]
+            self._rollouts.record(batch.step, trajectories, parts)
         return figures, sum(header.num_response_tokens for header in headers)
 
     def _fetch(

@@ -1,21 +1,21 @@
 """Batches from a trajectory file, in place of a broker: training alone, without generators."""
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 
 import msgspec
 
 from learner.config import LearnerSettings
 from weightbus.snapshot import WeightSnapshot
-from wire.checkpoints import read_checkpoint_info
+from wire.checkpoints import checkpoints_in, read_checkpoint_info
 from wire.codec import decode_payload
-from wire.control import BatchDelivered, BatchNotReady, RunComplete
+from wire.control import BatchDelivered, BatchNotReady, RunComplete, StepCommitted
 from wire.errors import ConfigError
-from wire.status import EvalPoint
 from wire.trajectory import TrajectoryPayload
-from wire.trajectory_file import NOT_TRAINED, RecordedGroup, read_groups
+from wire.trajectory_file import NOT_TRAINED, RecordedGroup, read_groups, read_steps
 from wire.versions import PolicyVersion
 
 _log = logging.getLogger(__name__)
@@ -67,6 +67,37 @@ def _batch(
     return RecordedBatch(step, tuple(groups)) if step >= next_step else None
 
 
+def refuse_partial_steps(steps: Iterable[int], *, path: Path, until: int) -> None:
+    """See that a recording holds whole steps, one after the other.
+
+    Args:
+        steps: the step of each group of the file, in order.
+        path: the file.
+        until: this step and later ones are not trained, so they are not looked at.
+
+    Raises:
+        ConfigError: naming the step that is missing or was not recorded whole.
+    """
+    first: tuple[int, int] | None = None  # step, number of its groups
+    next_step = 0
+    for step, groups in groupby(steps):
+        if step == NOT_TRAINED or (first is not None and step < next_step):
+            continue  # of no step, or trained again
+        if step >= until:
+            return
+        if first is not None and step != next_step:
+            raise ConfigError(f"{path} holds step {step} but not step {next_step}")
+        count = sum(1 for _ in groups)
+        if first is None:
+            first = (step, count)
+        if count != first[1]:
+            raise ConfigError(
+                f"step {step} of {path} has {count} groups, step {first[0]} has {first[1]}: it was "
+                f"not recorded whole; run.steps={step} ends before it"
+            )
+        next_step = step + 1
+
+
 class ReplayLink:
     """One rank's view of a trajectory file. Rank 0 leads; all ranks read the same file.
 
@@ -80,8 +111,9 @@ class ReplayLink:
         """Open the file.
 
         Raises:
-            ConfigError: it cannot be read.
+            ConfigError: it cannot be read, or a step of it was not recorded whole.
         """
+        refuse_partial_steps(read_steps(path), path=path, until=settings.run.steps)
         self._path = path
         self._settings = settings
         self._batches = recorded_batches(
@@ -91,9 +123,11 @@ class ReplayLink:
         self._metrics = settings.run.folder / "replay" / "metrics.jsonl"
 
     def take_over(self, step: int) -> PolicyVersion:
-        """Begin at ``step``, in an epoch above that of the checkpoint."""
-        resumed = self._settings.resume_from
-        epoch = read_checkpoint_info(resumed).version.epoch if resumed is not None else 0
+        """Begin at ``step``, in an epoch above that of every checkpoint there is."""
+        known = checkpoints_in(self._settings.run.checkpoints)
+        if self._settings.resume_from is not None:
+            known.append(self._settings.resume_from)
+        epoch = max((read_checkpoint_info(path).version.epoch for path in known), default=0)
         self._metrics.parent.mkdir(parents=True, exist_ok=True)
         return PolicyVersion(epoch + 1, step)
 
@@ -142,12 +176,12 @@ class ReplayLink:
         version: PolicyVersion,
         metrics: dict[str, float],
         num_tokens: int,
-    ) -> tuple[EvalPoint, ...]:
+    ) -> StepCommitted:
         """Append the figures of a step to a file."""
         row = {"step": version.step, "tokens": num_tokens, **metrics}
         with self._metrics.open("ab") as file:
             file.write(msgspec.json.encode(row) + b"\n")
-        return ()
+        return StepCommitted(evaluations=(), last_step=self._settings.run.steps)
 
     def publish(self, snapshot: WeightSnapshot) -> None:
         """Do nothing: nobody waits for weights."""

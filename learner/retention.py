@@ -1,12 +1,21 @@
 """Pure: which steps are saved, which checkpoint is the best, which ones are removed."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from wire.checkpoints import CheckpointInfo
 from wire.eval_metric import metric_of
 from wire.run_settings import CheckpointSection, EvalSection
 from wire.status import EvalPoint
 from wire.versions import PolicyVersion
+
+
+@dataclass(frozen=True, slots=True)
+class Resumption:
+    """A learner went on from a checkpoint."""
+
+    checkpoint: PolicyVersion  # of the weights it began with
+    epoch: int  # that it was granted
 
 
 def is_save_due(step: int, checkpoint: CheckpointSection, evaluation: EvalSection) -> bool:
@@ -21,15 +30,31 @@ def is_final_save_due(checkpoint: CheckpointSection, evaluation: EvalSection) ->
     return checkpoint.at_end or (checkpoint.keep_best and evaluation.enabled and evaluation.at_end)
 
 
-def evaluation_of(info: CheckpointInfo, points: Sequence[EvalPoint]) -> EvalPoint | None:
+def is_overtaken(infos: Sequence[CheckpointInfo], resumption: Resumption) -> bool:
+    """Tell whether the learner went back: the newest checkpoint is of a life that was abandoned.
+
+    It stays the newest until the first save of the new epoch.
+    """
+    newest = max((info.version for info in infos), default=resumption.checkpoint)
+    return newest != resumption.checkpoint
+
+
+def evaluation_of(
+    info: CheckpointInfo, points: Sequence[EvalPoint], resumption: Resumption | None
+) -> EvalPoint | None:
     """Return the round that evaluated a checkpoint, None if there is none yet.
 
-    After going back to an earlier step there may be rounds of the same step but an older epoch;
-    those were answered by other weights.
+    After going back to an earlier step there may be rounds of the same step but of another epoch;
+    those were answered by other weights. The checkpoint that a learner went on from has the same
+    weights as the first version of the learner's epoch, so a round that was still open is answered
+    in that epoch.
     """
+    own = {info.version.epoch}
+    if resumption is not None and info.version == resumption.checkpoint:
+        own.add(resumption.epoch)
     for point in reversed(points):
         epochs = {version.epoch for version in point.versions}
-        if point.step == info.step and (not epochs or max(epochs) == info.version.epoch):
+        if point.step == info.step and (not epochs or max(epochs) in own):
             return point
     return None
 
@@ -49,7 +74,7 @@ def to_remove(
     checkpoint: CheckpointSection,
     evaluation: EvalSection,
     *,
-    resumed_from: PolicyVersion | None,
+    resumption: Resumption | None,
 ) -> list[CheckpointInfo]:
     """Return the checkpoints that no rule keeps.
 
@@ -57,13 +82,13 @@ def to_remove(
         infos: all there are.
         checkpoint: says how many of the newest to keep, and whether the best one.
         evaluation: says what is best, and whose evaluation is still to come.
-        resumed_from: the version that this learner started from, which stays until there is a
-            newer one.
+        resumption: what this learner went on from. Until its own epoch has a checkpoint nothing is
+            removed: what is newest may be of a life that was abandoned.
     """
     in_order = sorted(infos, key=lambda info: info.version)
-    kept = {info.version for info in in_order[-checkpoint.keep_last :]}
-    if in_order and resumed_from == in_order[-1].version:
+    if resumption is not None and all(info.version.epoch < resumption.epoch for info in in_order):
         return []
+    kept = {info.version for info in in_order[-checkpoint.keep_last :]}
     if checkpoint.keep_best:
         best = best_of(in_order, evaluation.metric)
         if best is not None:

@@ -1,7 +1,10 @@
 """Trained trajectories as JSON lines in the run folder: sampled, and capped in size."""
 
+import hashlib
 import json
 import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -16,49 +19,77 @@ _log = logging.getLogger(__name__)
 _DIGITS = 6
 
 
+@dataclass(frozen=True, slots=True)
+class TrainedPart:
+    """One microbatch that this rank trained."""
+
+    indices: Sequence[int]  # of its trajectories in the step, in the order of the batch
+    batch: PackedBatch
+    proximal: Tensor  # [T] logprobs of the policy at the start of the step
+
+
+def chosen(indices: Sequence[int], count: int, *, seed: int, step: int) -> list[int]:
+    """Return ``count`` of the trajectories of a step, in order.
+
+    A hash of seed, step and index decides, so every one has the same chance whatever its length,
+    and the same ones are chosen again.
+    """
+    return sorted(sorted(indices, key=lambda index: _lot(seed, step, index))[:count])
+
+
+def _lot(seed: int, step: int, index: int) -> bytes:
+    return hashlib.blake2b(f"{seed}/{step}/{index}".encode(), digest_size=16).digest()
+
+
 class RolloutLog:
     """Appends to rollouts/trained.jsonl until its size limit."""
 
-    def __init__(self, folder: Path, *, max_bytes: int, tokenizer: Tokenizer) -> None:
+    def __init__(
+        self, folder: Path, *, per_step: int, seed: int, max_bytes: int, tokenizer: Tokenizer
+    ) -> None:
         """Open the log.
 
         Args:
             folder: RUN/rollouts.
+            per_step: how many trajectories to record of a step.
+            seed: of the run; decides which.
             max_bytes: size of the file at which recording stops.
             tokenizer: turns token ids into the text that is recorded.
         """
         folder.mkdir(parents=True, exist_ok=True)
         self._path = folder / "trained.jsonl"
         self._tokenizer = tokenizer
+        self._per_step = per_step
+        self._seed = seed
         self._max_bytes = max_bytes
         self._room = max_bytes - (self._path.stat().st_size if self._path.exists() else 0)
 
     def record(
         self,
         step: int,
-        trajectories: list[DeliveredTrajectory],
-        batch: PackedBatch,
-        proximal: Tensor,
+        trajectories: Sequence[DeliveredTrajectory],
+        parts: Sequence[TrainedPart],
     ) -> None:
-        """Record the first ``len(trajectories)`` sequences of a packed batch.
+        """Record a sample of what this rank trained.
 
         Args:
             step: the learner step that trained them.
-            trajectories: their headers and rewards, in the order of the batch.
-            batch: the microbatch.
-            proximal: [T] logprobs of the policy at the start of the step.
+            trajectories: headers and rewards of the whole step.
+            parts: this rank's share of it.
         """
         if self._room <= 0:
             return
-        difference = proximal - batch.behavior_logprobs
+        places = {
+            index: (part, place) for part in parts for place, index in enumerate(part.indices)
+        }
         lines = []
-        for index, trajectory in enumerate(trajectories):
-            start, end = batch.cu_seqlens[index : index + 2].tolist()
-            row = self._row(
-                step, trajectory, batch.token_ids[start:end].tolist(), difference[start:end]
-            )
-            lines.append(json.dumps(row) + "\n")
-        text = "".join(lines)
+        for index in chosen(list(places), self._per_step, seed=self._seed, step=step):
+            part, place = places[index]
+            start, end = part.batch.cu_seqlens[place : place + 2].tolist()
+            token_ids = part.batch.token_ids[start:end].tolist()
+            difference = (part.proximal - part.batch.behavior_logprobs)[start:end]
+            lines.append(json.dumps(self._row(step, trajectories[index], token_ids, difference)))
+        text = "".join(line + "\n" for line in lines)
         if len(text) > self._room:
             self._room = 0
             _log.info("%s is full (learner.max_rollout_bytes = %d)", self._path, self._max_bytes)

@@ -1,15 +1,18 @@
 """When the learner saves, and which checkpoints it keeps; the decisions are in retention.py."""
 
 import logging
+import os
 import shutil
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
 from importlib.metadata import version as package_version
 from pathlib import Path
 
 import msgspec
 
+from learner.broadcast import any_rank
 from learner.checkpoint import (
     CheckpointError,
     architecture_of,
@@ -21,12 +24,21 @@ from learner.checkpoint import (
 )
 from learner.config import LearnerSettings
 from learner.policy import Policy
-from learner.retention import best_of, evaluation_of, is_final_save_due, is_save_due, to_remove
+from learner.retention import (
+    Resumption,
+    best_of,
+    evaluation_of,
+    is_final_save_due,
+    is_overtaken,
+    is_save_due,
+    to_remove,
+)
 from learner.topology import Topology
 from wire.checkpoints import (
     BEST_FILE,
     FORMAT_REVISION,
     INFO_FILE,
+    LEDGER_FILE,
     BestCheckpoint,
     CheckpointInfo,
     checkpoint_name,
@@ -34,6 +46,7 @@ from wire.checkpoints import (
     read_best,
     read_checkpoint_info,
 )
+from wire.errors import SlipstreamError
 from wire.status import EvalPoint
 from wire.versions import PolicyVersion
 
@@ -72,7 +85,8 @@ class Saver:
         self._infos: dict[Path, CheckpointInfo] = {}
         self._saved = PolicyVersion(0, 0)  # nothing is lost with the weights a run starts from
         resumed = settings.resume_from
-        self._resumed_from = read_checkpoint_info(resumed).version if resumed is not None else None
+        self._resumed = read_checkpoint_info(resumed) if resumed is not None else None
+        self._resumption: Resumption | None = None
         if topology.rank == 0:
             prepare_folder(self._folder)
             self._infos = {p: read_checkpoint_info(p) for p in checkpoints_in(self._folder)}
@@ -86,12 +100,34 @@ class Saver:
         return figures
 
     def started_from(self, version: PolicyVersion) -> None:
-        """Remember the weights that training starts from: they are saved already, or given."""
-        self._saved = version
+        """Remember the weights that training starts from: they are saved already, or given.
 
-    def after_step(self, version: PolicyVersion) -> None:
-        """Save if this step is due; a failure is a warning. Every rank calls this."""
-        if not is_save_due(version.step, self._settings.checkpoint, self._settings.eval):
+        They are saved again under the new version where a checkpoint of an abandoned life would
+        otherwise be the newest. Every rank calls this.
+
+        Raises:
+            CheckpointError: that could not be done.
+        """
+        self._saved = version
+        if self._resumed is None:
+            return
+        self._resumption = Resumption(self._resumed.version, version.epoch)
+        overtaken = self._topology.rank == 0 and is_overtaken(
+            list(self._infos.values()), self._resumption
+        )
+        if any_rank(overtaken, world_size=self._topology.world_size):
+            self._save(version, self._resumed.evaluation)
+
+    def save_if_due(self, version: PolicyVersion, *, last_step: int) -> None:
+        """Save if this step is due or the last; a failure is a warning. Every rank calls this.
+
+        The last one is tried again ``at_end``.
+        """
+        checkpoint, evaluation = self._settings.checkpoint, self._settings.eval
+        is_last = version.step >= last_step
+        due = is_save_due(version.step, checkpoint, evaluation)
+        due = due or (is_last and is_final_save_due(checkpoint, evaluation))
+        if not due or version == self._saved:
             return
         try:
             self._save(version)
@@ -102,12 +138,17 @@ class Saver:
     def at_end(self, version: PolicyVersion) -> None:
         """Save the policy that the run ends with, if asked and not done. Every rank calls this.
 
+        If it was saved before the last evaluations ended, its ledger is replaced by one that has
+        them.
+
         Raises:
             CheckpointError: it could not be saved.
         """
         due = is_final_save_due(self._settings.checkpoint, self._settings.eval)
         if due and version != self._saved:
             self._save(version)
+        elif self._topology.rank == 0:
+            self._renew_ledger(version)
 
     def on_stop(self, version: PolicyVersion) -> None:
         """Save before an early end, if not done. Every rank calls this.
@@ -123,20 +164,21 @@ class Saver:
         try:
             noted = False
             for path, info in self._infos.items():
-                point = evaluation_of(info, evaluations) if info.evaluation is None else None
+                if info.evaluation is not None:
+                    continue
+                point = evaluation_of(info, evaluations, self._resumption)
                 if point is not None:
                     self._infos[path] = msgspec.structs.replace(info, evaluation=point)
                     _replace_file(path / INFO_FILE, encode_info(self._infos[path]))
                     noted = True
             if noted:
-                self._mark_best()
-                self._remove_old()
+                self._settle()
         except OSError as error:
             _log.warning("cannot note evaluations in %s: %s", self._folder, error.strerror)
 
-    def _save(self, version: PolicyVersion) -> None:
+    def _save(self, version: PolicyVersion, evaluation: EvalPoint | None = None) -> None:
         started = time.monotonic()
-        info = self._describe(version)
+        info = self._describe(version, evaluation)
         path = save_checkpoint(
             self._policy, self._topology, self._folder, info, lambda: self._ledger(version)
         )
@@ -145,9 +187,18 @@ class Saver:
         if self._topology.rank == 0:
             _log.info("saved %s in %.2f s", path, self._seconds)
             self._infos[path] = info
-            self._remove_old()
+            self._settle()
 
-    def _describe(self, version: PolicyVersion) -> CheckpointInfo:
+    def _renew_ledger(self, version: PolicyVersion) -> None:
+        path = self._folder / checkpoint_name(version.step)
+        if path not in self._infos or self._infos[path].version != version:
+            return
+        try:
+            _replace_file(path / LEDGER_FILE, self._ledger(version))
+        except (OSError, SlipstreamError) as error:  # the older one is as good to go on from
+            _log.warning("cannot renew the ledger of %s: %s", path, error)
+
+    def _describe(self, version: PolicyVersion, evaluation: EvalPoint | None) -> CheckpointInfo:
         model = self._policy.model
         return CheckpointInfo(
             format_revision=FORMAT_REVISION,
@@ -161,29 +212,46 @@ class Saver:
             ranks=self._topology.world_size,
             tensor_parallel=self._topology.tensor_parallel,
             packages={name: package_version(name) for name in _PACKAGES},
+            evaluation=evaluation,
         )
 
-    def _remove_old(self) -> None:
+    def _settle(self) -> None:
+        """Remove what no rule keeps. best.json is settled first: it never names what is gone."""
         old = to_remove(
             list(self._infos.values()),
             self._settings.checkpoint,
             self._settings.eval,
-            resumed_from=self._resumed_from,
+            resumption=self._resumption,
         )
         versions = {info.version for info in old}
-        for path, info in list(self._infos.items()):
-            if info.version in versions:
-                del self._infos[path]
-                _remove(path)
+        doomed = [path for path, info in self._infos.items() if info.version in versions]
+        for path in doomed:
+            del self._infos[path]
+        try:
+            self._mark_best()
+        except OSError as error:
+            _log.warning("cannot mark the best in %s: %s", self._folder, error.strerror)
+            with suppress(OSError):
+                (self._folder / BEST_FILE).unlink(missing_ok=True)
+        for path in doomed:
+            _remove(path)
 
     def _mark_best(self) -> None:
         metric = self._settings.eval.metric
         best = best_of(sorted(self._infos.values(), key=lambda info: info.version), metric)
         if best is None:
+            (self._folder / BEST_FILE).unlink(missing_ok=True)
             return
         info, value = best
         name = checkpoint_name(info.step)
-        marked = BestCheckpoint(checkpoint=name, metric=metric, value=value)
+        answered = sorted(info.evaluation.versions) if info.evaluation is not None else []
+        marked = BestCheckpoint(
+            checkpoint=name,
+            metric=metric,
+            value=value,
+            oldest_version=answered[0].label if answered else "",
+            newest_version=answered[-1].label if answered else "",
+        )
         if read_best(self._folder) != marked:
             _replace_file(self._folder / BEST_FILE, msgspec.json.encode(marked))
             _log.info("%s is the best so far: %s %.4f", name, metric, value)
@@ -201,5 +269,8 @@ def _remove(path: Path) -> None:
 
 def _replace_file(path: Path, data: bytes) -> None:
     unfinished = path.with_name(f".{path.name}.unfinished")
-    unfinished.write_bytes(data)
+    with unfinished.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
     unfinished.replace(path)

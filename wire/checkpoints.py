@@ -35,7 +35,9 @@ class CheckpointInfo(msgspec.Struct, frozen=True, kw_only=True):
     ranks: int
     tensor_parallel: int
     packages: dict[str, str]
-    evaluation: EvalPoint | None = None  # of exactly these weights, once it is known
+    # The round of this step, once it is known; newer versions may have answered a part of it
+    # (docs/adr/0011), its ``versions`` say which.
+    evaluation: EvalPoint | None = None
 
     @property
     def step(self) -> int:
@@ -44,11 +46,13 @@ class CheckpointInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BestCheckpoint(msgspec.Struct, frozen=True, kw_only=True):
-    """What best.json says: the kept checkpoint with the highest evaluation."""
+    """What best.json says: of the checkpoints that are there, the one with the best evaluation."""
 
     checkpoint: str  # name of its folder
     metric: str  # as eval.metric
     value: float
+    oldest_version: str = ""  # label of the oldest and of the newest version that answered
+    newest_version: str = ""
 
 
 def checkpoint_name(step: int) -> str:

@@ -130,7 +130,7 @@ class RejectPrompt(Message, frozen=True):
     """No generator could answer this prompt: drop its group with a reason. Answered by Done."""
 
     lease_id: int
-    reason: Literal["overlong_prompt"]
+    reason: Literal["overlong_prompt", "bad_prompt"]
     detail: str
 
 

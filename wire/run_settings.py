@@ -38,9 +38,9 @@ class RunSection(Section, frozen=True, kw_only=True):
     steps: AtLeast1 = 100
     """Learner steps to train."""
     epochs: NotNegative = 0.0
-    """Passes over the training prompts after which no more are issued; 0 is no limit."""
+    """Issue this many times as many prompts as there are rows, then end; 0 is no limit."""
     max_hours: NotNegative = 0.0
-    """End the run in order after so many hours; 0 is no limit."""
+    """End the run in order so many hours after its start or resume; 0 is no limit."""
     group_size: AtLeast1 = 8
     """Trajectories per prompt (siblings)."""
     groups_per_step: AtLeast1 = 32

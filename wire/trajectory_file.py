@@ -7,9 +7,11 @@ what a killed process leaves behind is readable up to its last whole record.
 
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from io import FileIO
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, TypeVar
 
 import msgspec
 
@@ -20,6 +22,7 @@ _log = logging.getLogger(__name__)
 HEADER = b"SLIPSTREAM-TRAJECTORIES 1\n"
 _LENGTH_BYTES = 8
 NOT_TRAINED = -1
+T = TypeVar("T")
 
 
 class RecordedGroup(msgspec.Struct, frozen=True, kw_only=True):
@@ -39,8 +42,15 @@ class RecordedGroup(msgspec.Struct, frozen=True, kw_only=True):
             )
 
 
+class _StepOfGroup(msgspec.Struct, frozen=True):
+    """All that is decoded of a record where only its step is wanted."""
+
+    step: int
+
+
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(RecordedGroup)
+_step_decoder = msgspec.msgpack.Decoder(_StepOfGroup)
 
 
 class TrajectoryFileWriter:
@@ -55,7 +65,8 @@ class TrajectoryFileWriter:
         self._max_bytes = max_bytes
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._file: BinaryIO = path.open("r+b" if path.exists() else "x+b")
+            # Not buffered: a step is one write, and one that fails leaves nothing behind.
+            self._file = FileIO(path, "r+" if path.exists() else "x+")
         except OSError as error:
             raise ConfigError(f"cannot write trajectories to {path}: {error.strerror}") from error
         try:
@@ -68,7 +79,6 @@ class TrajectoryFileWriter:
         """Return where the next record goes; what a killed writer left there is cut off."""
         if self._file.seek(0, os.SEEK_END) == 0:
             self._file.write(HEADER)
-            self._file.flush()
             return len(HEADER)
         end = len(HEADER)
         for start, length in _records(self._file, path):
@@ -79,14 +89,30 @@ class TrajectoryFileWriter:
 
     def append(self, group: RecordedGroup) -> bool:
         """Write one group; False, and nothing written, when it does not fit into the limit."""
-        record = _encoder.encode(group)
-        size = self._size + _LENGTH_BYTES + len(record)
-        if 0 < self._max_bytes < size:
+        return self.append_step([group])
+
+    def append_step(self, groups: Sequence[RecordedGroup]) -> bool:
+        """Write the groups of one step, all or none; False when they do not fit into the limit.
+
+        Raises:
+            OSError: they could not be written; the file is as it was.
+        """
+        records = [_encoder.encode(group) for group in groups]
+        data = b"".join(
+            part
+            for record in records
+            for part in (len(record).to_bytes(_LENGTH_BYTES, "little"), record)
+        )
+        if 0 < self._max_bytes < self._size + len(data):
             return False
-        self._file.write(len(record).to_bytes(_LENGTH_BYTES, "little"))
-        self._file.write(record)
-        self._file.flush()
-        self._size = size
+        try:
+            _write_all(self._file, data)
+        except OSError:
+            with suppress(OSError):
+                self._file.truncate(self._size)
+                self._file.seek(self._size)
+            raise
+        self._size += len(data)
         return True
 
     def close(self) -> None:
@@ -115,6 +141,10 @@ def read_groups(path: Path) -> Iterator[RecordedGroup]:
     Raises:
         ConfigError: the file cannot be read, is not ours, or a record of it is damaged.
     """
+    yield from _read(path, _decoder)
+
+
+def _read(path: Path, decoder: msgspec.msgpack.Decoder[T]) -> Iterator[T]:
     try:
         file = path.open("rb")
     except OSError as error:
@@ -123,13 +153,28 @@ def read_groups(path: Path) -> Iterator[RecordedGroup]:
         for number, (start, length) in enumerate(_records(file, path)):
             file.seek(start)
             try:
-                group = _decoder.decode(file.read(length))
+                group = decoder.decode(file.read(length))
             except (msgspec.DecodeError, UnicodeDecodeError) as error:
                 raise ConfigError(f"record {number} of {path} is damaged: {error}") from error
             yield group
 
 
-def _records(file: BinaryIO, path: Path) -> Iterator[tuple[int, int]]:
+def read_steps(path: Path) -> Iterator[int]:
+    """Yield the step of every group of a file in order, without decoding anything else.
+
+    Raises:
+        ConfigError: as ``read_groups``.
+    """
+    yield from (group.step for group in _read(path, _step_decoder))
+
+
+def _write_all(file: FileIO, data: bytes) -> None:
+    rest = memoryview(data)
+    while rest:
+        rest = rest[file.write(rest) :]
+
+
+def _records(file: BinaryIO | FileIO, path: Path) -> Iterator[tuple[int, int]]:
     """Yield (offset, length) of every whole record."""
     size = file.seek(0, os.SEEK_END)
     file.seek(0)

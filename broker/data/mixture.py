@@ -1,10 +1,13 @@
 """Pure: the endless sequence of training prompts, as a function of seed and position."""
 
+import hashlib
 import random
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from itertools import accumulate
+
+import msgspec
 
 from wire.errors import ConfigError
 from wire.trajectory import Prompt
@@ -38,6 +41,11 @@ class PromptSource:
         self._order = lru_cache(maxsize=2 + 2 * len(sources))(self._shuffled)
         self._places = lru_cache(maxsize=2)(self._places_of_block)
 
+    def fingerprint(self) -> str:
+        """Return a hash of all prompts and of what decides their order."""
+        order = (self._seed, self._shuffle, self._counts)
+        return fingerprint_of([order, *self._sources])
+
     def at(self, cursor: int) -> Prompt:
         """Return the prompt at a position."""
         if not self._counts:
@@ -70,6 +78,14 @@ class PromptSource:
             places.append((source, seen[source]))
             seen[source] += 1
         return places
+
+
+def fingerprint_of(values: Iterable[object]) -> str:
+    """Return a hash of values that MessagePack can hold."""
+    digest = hashlib.sha256()
+    for value in values:
+        digest.update(msgspec.msgpack.encode(value))
+    return digest.hexdigest()[:16]
 
 
 def shares(weights: Sequence[float], total: int) -> list[int]:

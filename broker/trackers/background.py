@@ -3,14 +3,16 @@
 import logging
 import queue
 import threading
+import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 
 from broker.trackers.base import Tracker
 
 _log = logging.getLogger(__name__)
 _MAX_WAITING = 10_000
-_CLOSE_S = 30.0
+_CLOSE_S = 10.0  # less than deploy.stop_timeout_s
 _Point = tuple[int, Mapping[str, float]]
 
 
@@ -32,12 +34,11 @@ class BackgroundTrackers:
             self._lose("all trackers", f"{_MAX_WAITING} points wait")
 
     def close(self) -> None:
-        """Write out what is queued, for at most half a minute."""
-        try:
+        """Write out what is queued, for at most ten seconds."""
+        deadline = time.monotonic() + _CLOSE_S
+        with suppress(queue.Full):
             self._points.put(None, timeout=_CLOSE_S)
-        except queue.Full:
-            self._lose("all trackers", "they do not end")
-        self._thread.join(_CLOSE_S)
+        self._thread.join(max(0.0, deadline - time.monotonic()))
         if self._thread.is_alive():
             _log.warning("trackers did not end in %.0f s; their last points are lost", _CLOSE_S)
 

@@ -59,6 +59,11 @@ def load_trackers(
                 f"logging.trackers names {name}, which is not installed ({error}): "
                 f"pip install {adapter.PACKAGE}"
             ) from error
+        except Exception as error:
+            raise ConfigError(
+                f"logging.trackers: {name} does not start (logging.{name}): "
+                f"{' '.join(str(error).split())[:300] or type(error).__name__}"
+            ) from error
         trackers.append(tracker)
     if ids:
         replace_text(run.folder / IDS_FILE, json.dumps(ids, indent=2) + "\n")

@@ -26,6 +26,9 @@ def start(
     resumed_at: int | None,  # noqa: ARG001 the run id says it
 ) -> tuple[Tracker, str]:
     """Begin a run in the experiment ``project``, or go on with one; return adapter and id."""
+    unknown = set(options) - {"tracking_uri", "tags"}
+    if unknown:
+        raise ValueError(f"unknown option {min(unknown)}; known are tracking_uri and tags")
     from mlflow import MlflowClient
     from mlflow.entities import Param
 

@@ -76,8 +76,14 @@ def test_every_prompt_is_answered_scored_and_recorded(tmp_path: Path):
         assert first != second, sibling_seed(4, "train", group.group.group_id, 0)
 
     again = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert again.returncode == 2
-    assert "a.trajectories exists" in again.stderr
+    assert again.returncode == 0, again.stderr
+    assert "5 prompts are in the file already" in again.stderr
+    assert len(list(read_groups(tmp_path / "a.trajectories"))) == 5
+    other = subprocess.run(
+        [*command, "run.seed=5"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert other.returncode == 2
+    assert "a.trajectories exists and was generated with run.seed = 4, now it is 5" in other.stderr
 
 
 def test_ctrl_c_ends_it_and_leaves_no_process_behind(tmp_path: Path):

@@ -16,7 +16,17 @@ from hypothesis.stateful import (
     rule,
 )
 
-from broker.events import Delivered, Issued, TakenOver, Trained, decode_event, encode_event
+from broker.events import (
+    Delivered,
+    Issued,
+    TakenOver,
+    Trained,
+    decode_event,
+    decode_snapshot,
+    encode_event,
+    encode_snapshot,
+)
+from broker.groups import Lease
 from broker.ledger import Ledger
 from tests.unit.broker.ledger_driver import (
     eval_plan,
@@ -52,8 +62,9 @@ class Run(RuleBasedStateMachine):
         total_steps=st.integers(1, 6),
         held_out=st.integers(0, 2),
         every_steps=st.integers(0, 2),
-        samples=st.integers(1, 2),
+        samples=st.integers(1, 5),
         max_in_flight=st.sampled_from([100, 100, 0]),
+        max_prompts=st.sampled_from([None, None, None, 9]),
     )
     def begin(
         self,
@@ -65,6 +76,7 @@ class Run(RuleBasedStateMachine):
         every_steps: int,
         samples: int,
         max_in_flight: int,
+        max_prompts: int | None,
     ) -> None:
         self.rules_of_run = make_rules(
             max_staleness_steps=staleness,
@@ -74,6 +86,7 @@ class Run(RuleBasedStateMachine):
             max_attempts=MAX_ATTEMPTS,
             max_in_flight=max_in_flight or groups_per_step,
             plan=eval_plan(held_out, every_steps=every_steps, samples=samples),
+            max_prompts=max_prompts,
         )
         self.ledger: Ledger = make_ledger(self.rules_of_run)
         self.now_s = 0.0
@@ -190,6 +203,32 @@ class Run(RuleBasedStateMachine):
     def generator_restarts(self, holder: str) -> None:
         self.ledger.release_all(holder, "restarted")
 
+    @precondition(lambda self: self.ledger.leases)
+    @rule(data=st.data())
+    def reject(self, data: st.DataObject) -> None:
+        lease = data.draw(st.sampled_from(sorted(self.ledger.leases.values(), key=_lease_id)))
+        self.ledger.reject(lease.holder, lease.lease_id, "overlong_prompt")
+
+    @precondition(lambda self: self.ledger.step >= 2)
+    @rule()
+    def somebody_ends_the_run(self) -> None:
+        self.ledger.plan_stop("enough")
+
+    @rule()
+    def goes_on_from_a_checkpoint(self) -> None:
+        """Everybody dies; a new broker has what a checkpoint of this moment keeps."""
+        before = self.ledger
+        restored = make_ledger(self.rules_of_run)
+        self.stored_events_tell_one_story()
+        snapshot = decode_snapshot(encode_snapshot(before.snapshot(before.version)))
+        restored.restore(snapshot)
+        assert restored.unaccounted() == 0
+        kept = (restored.issued, restored.trained, restored.dropped, restored.cursor)
+        assert kept == (before.issued, before.trained, before.dropped, before.cursor)
+        self.ledger, self.work, self.log, self.delivered = restored, [], [], {}
+        self.take_over()
+        self.adopted = dict.fromkeys(GENERATORS, self.ledger.version)
+
     @rule(commits=st.sampled_from([0, 1, 1, 2]))
     def deliver_and_commit(self, commits: int) -> None:
         self._deliver(commits)
@@ -264,7 +303,8 @@ class Run(RuleBasedStateMachine):
         self.no_trained_token_is_older_than_the_bound()
         assert self.ledger.finished
         rules = self.rules_of_run
-        assert self.ledger.trained == rules.total_steps * rules.bound.groups_per_step
+        assert self.ledger.trained == self.ledger.step * rules.bound.groups_per_step
+        assert self.ledger.step == rules.total_steps or self.ledger.stop_reason
         assert self.ledger.groups == {}
         rebuilt = make_ledger(rules)
         for stored in self.log:
@@ -285,6 +325,10 @@ class Run(RuleBasedStateMachine):
                     self.ledger.submit(header(group.group_id, sibling, adopted))
             self._score_all()
             self._deliver(commits=1)
+
+
+def _lease_id(lease: Lease) -> int:
+    return lease.lease_id
 
 
 TestRun = Run.TestCase

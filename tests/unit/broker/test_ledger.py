@@ -304,6 +304,46 @@ def test_every_sample_of_a_problem_counts_and_belongs_to_one_item():
     assert metrics["pass@2"] == pytest.approx(1 - 1 / 6)
 
 
+def test_a_round_that_needs_many_lanes_waits_for_them_and_is_not_starved():
+    ledger = started(
+        make_ledger(
+            make_rules(group_size=2, total_steps=9, plan=eval_plan(1, samples=4, temperature=1.0))
+        )
+    )
+    assert lease(ledger, max_sequences=3) == [], "training took the lanes that the round needs"
+    (problem,) = lease(ledger, max_sequences=4)
+    assert (problem.item, len(problem.siblings)) == ("eval", 4)
+    ledger.release("generator-0", problem.lease_id, "failed")
+    assert lease(ledger, max_sequences=2) == []
+    assert lease(ledger, max_sequences=4)[0].item == "eval"
+
+
+def test_leases_that_lapse_together_may_end_the_run_between_them():
+    ledger = evaluated_ledger(num_problems=2, total_steps=9, target=0.0)
+    first, second, _ = lease(ledger)
+    generate(ledger, first)
+    for _ in range(2):  # the second problem is at its last attempt
+        lease_id = next(i for i, one in ledger.leases.items() if one.group_id == second.group_id)
+        ledger.release("generator-0", lease_id, "failed")
+        lease(ledger)
+    reward(ledger, first.group_id, [1.0])
+    assert len(ledger.leases) == 2
+    assert ledger.expire(1_000.0) == 2
+    assert "eval.target" in ledger.stop_reason
+    assert (ledger.leases, ledger.groups, ledger.unaccounted()) == ({}, {}, 0)
+
+
+def test_drops_in_a_row_are_counted_until_a_group_can_be_trained():
+    ledger = started(make_ledger(make_rules(groups_per_step=1, total_steps=9)))
+    for _ in range(3):
+        (group,) = lease(ledger, max_sequences=2)
+        generate(ledger, group)
+        reward(ledger, group.group_id, [1.0, 1.0])
+    assert ledger.drops_in_a_row == 3
+    make_ready(ledger, lease(ledger, max_sequences=2))
+    assert ledger.drops_in_a_row == 0
+
+
 # ---- the end -----------------------------------------------------------------
 
 

@@ -6,14 +6,17 @@ from pathlib import Path
 
 import pytest
 
+from broker.beginning import begin_run, build_ledger, load_prompts, start_trackers
 from broker.config import BrokerSettings, broker_settings
 from broker.events import encode_event, encode_snapshot
 from broker.ledger import Ledger
-from broker.service import begin_run, build_ledger, end_after, load_prompts
+from broker.service import end_after
 from broker.store import Changes, MemoryStore
+from tests.unit.broker.ledger_driver import header
 from wire.checkpoints import LEDGER_FILE
 from wire.errors import ConfigError
 from wire.settings import load_table
+from wire.trajectory import Score
 from wire.versions import PolicyVersion
 
 
@@ -72,6 +75,57 @@ def test_a_resumed_run_starts_above_every_epoch_that_was_granted(tmp_path: Path)
 
     assert asyncio.run(body()) == 0, "what the abandoned life stored is still there"
     assert ledger.take_over(0) == PolicyVersion(5, 0)
+
+
+def test_other_prompts_are_refused_unless_they_are_meant(tmp_path: Path):
+    first = new_ledger(settings_in(tmp_path))
+    first.take_over(0)
+    resume = f"run.resume_from={checkpoint(tmp_path, first)}"
+    changed = settings_in(tmp_path, resume, "run.seed=7")
+    with pytest.raises(ConfigError, match=r"\[data\] or run\.seed has changed.*allow_change"):
+        asyncio.run(begin_run(new_ledger(changed), MemoryStore(), changed))
+    meant = settings_in(tmp_path, resume, "run.seed=7", "data.allow_change=true")
+    asyncio.run(begin_run(new_ledger(meant), MemoryStore(), meant))
+
+
+def test_a_run_that_reached_its_target_says_what_to_change(tmp_path: Path):
+    (tmp_path / "held_out.jsonl").write_text('{"prompt": "1"}\n')
+    evaluated = (f"eval.file={tmp_path / 'held_out.jsonl'}", "eval.target=0.5")
+    first = new_ledger(settings_in(tmp_path, *evaluated))
+    first.take_over(0)
+    (problem,) = first.lease("g", first.version, max_sequences=1, now_s=0.0)
+    first.submit(header(problem.group_id, 0, first.version))
+    first.score(Score(group_id=problem.group_id, sibling=0, lease_id=0, reward=1.0))
+    assert first.finished
+    resume = f"run.resume_from={checkpoint(tmp_path, first)}"
+    again = settings_in(tmp_path, resume, *evaluated)
+    with pytest.raises(ConfigError, match=r"this run has ended: eval\.target"):
+        asyncio.run(begin_run(new_ledger(again), MemoryStore(), again))
+    higher = settings_in(tmp_path, resume, evaluated[0], "eval.target=2")
+    asyncio.run(begin_run(new_ledger(higher), MemoryStore(), higher))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (("eval.target=1",), r"eval\.target needs held-out problems"),
+        (("eval.file=x.jsonl", "eval.patience=2"), r"set eval\.every_steps"),
+        (("run.epochs=0.01", "run.groups_per_step=5"), r"fewer than the run\.groups_per_step = 5"),
+    ],
+)
+def test_what_would_never_happen_is_refused(
+    tmp_path: Path, overrides: tuple[str, ...], message: str
+):
+    with pytest.raises(ConfigError, match=message):
+        new_ledger(settings_in(tmp_path, *overrides))
+
+
+def test_a_tracker_that_does_not_start_is_named(tmp_path: Path):
+    settings = settings_in(
+        tmp_path, "logging.trackers=['mlflow']", "logging.mlflow.tracking_url='x'"
+    )
+    with pytest.raises(ConfigError, match=r"mlflow does not start.*unknown option tracking_url"):
+        asyncio.run(start_trackers(settings))
 
 
 @pytest.mark.parametrize(

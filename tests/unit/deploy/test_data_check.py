@@ -48,7 +48,8 @@ def test_bad_and_overlong_rows_are_named_and_fail_the_check(
     assert data_check([file, "sampling.max_prompt_tokens=3"], None, model) == 1
     shown = " ".join(capsys.readouterr().out.split())
     assert "prompt must be text or a list of turns, got int" in shown
-    assert "too long: row 2: 4 tokens, sampling.max_prompt_tokens is 3" in shown
+    name = f"too long: row 2 (line 3) of {file}: 4 tokens, sampling.max_prompt_tokens is 3"
+    assert name.replace(" ", "") in shown.replace(" ", "")
     assert "too long: 2 more" in shown
     assert "13 bad rows would end a run" in shown
     dropping = ["sampling.max_prompt_tokens=3", "sampling.overlong_prompts=drop"]
@@ -73,3 +74,21 @@ def test_a_runs_settings_name_all_files(
     assert "held_out 1" in shown
     with pytest.raises(ConfigError, match="name one FILE"):
         data_check([], None, None)
+
+
+def test_rows_that_the_template_refuses_are_named_as_those_that_cannot_be_read(
+    tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
+):
+    (model / "chat_template.jinja").write_text(
+        "{% if messages[0].role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}1"
+    )
+    refused = [{"role": "tool", "content": "3"}]
+    file = write(tmp_path / "a.jsonl", {"prompt": turn("1")}, {"prompt": 3}, {"prompt": refused})
+    assert data_check([file, "data.on_bad_row=skip"], None, model) == 1
+    shown = "".join(capsys.readouterr().out.split())
+    for name in (
+        f"bad: row 1 (line 2) of {file}: prompt must be text",
+        f"bad: row 2 (line 3) of {file}: the chat template refuses it: no tools",
+        "2 bad rows are skipped",
+    ):
+        assert name.replace(" ", "") in shown

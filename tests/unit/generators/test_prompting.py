@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from deploy.addition import write_blank_model
-from generators.prompting import OverlongPromptError, TextCodec, sibling_seed
+from generators.prompting import BadPromptError, OverlongPromptError, TextCodec, sibling_seed
 from wire.errors import ConfigError
 from wire.run_settings import SamplingSection
 from wire.trajectory import ChatMessage, Prompt
@@ -82,7 +82,7 @@ def test_a_longer_prompt_is_dropped_or_loses_its_beginning_where_asked(model: Pa
 
 
 def test_a_prompt_without_tokens_is_refused(model: Path):
-    with pytest.raises(ValueError, match="row 3 of default has no tokens"):
+    with pytest.raises(BadPromptError, match=r"row 3 of default: no tokens \(data\.on_bad_row\)"):
         codec(model).encode(asked("", row=3))
 
 

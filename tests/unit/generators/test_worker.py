@@ -1,7 +1,7 @@
 """The agent's loop against the broker's, over a real socket; the engine is scripted."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -17,7 +17,7 @@ from tests.unit.broker.test_server import Running, running
 from tests.unit.generators.test_rollout import ScriptedEngine
 from wire.errors import ConfigError
 from wire.run_settings import SamplingSection
-from wire.trajectory import Prompt
+from wire.trajectory import ChatMessage, Prompt
 from wire.versions import PolicyVersion
 
 VERSION = PolicyVersion(1, 0)
@@ -54,10 +54,24 @@ def prompt_at(cursor: int) -> Prompt:
     return Prompt(prompt="1+1=" if cursor else "100000+1=", row=cursor)
 
 
+def conversation_at(cursor: int) -> Prompt:
+    return Prompt(prompt=(ChatMessage("user" if cursor else "tool", "1+1="),), row=cursor)
+
+
+TEMPLATE = """{% if messages[0].role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}
+{{- messages[0].content }}"""
+
+
 def worker_of(
-    it: Running, client: object, folder: Path, overlong: str
+    it: Running,
+    client: object,
+    folder: Path,
+    overlong: str = "error",
+    *,
+    skips_bad_prompts: bool = False,
 ) -> tuple[GeneratorWorker, Counting]:
     write_blank_model(folder / "model", hidden=16, layers=1)
+    (folder / "model" / "chat_template.jinja").write_text(TEMPLATE)
     sampling = SamplingSection(max_prompt_tokens=6, overlong_prompts=overlong)  # type: ignore[arg-type]
     engine = Counting()
     sampler = Sampler(engine, TextCodec(folder / "model", sampling), {"train": PARAMS}, 9)
@@ -66,12 +80,13 @@ def worker_of(
         sampler=sampler,
         max_sequences=8,
         siblings_together=True,
+        skips_bad_prompts=skips_bad_prompts,
     )
     worker.adopted(it.ledger.version)
     return worker, engine
 
 
-def ledger() -> Ledger:
+def ledger(prompt_at: Callable[[int], Prompt] = prompt_at) -> Ledger:
     rules = make_rules(groups_per_step=1, max_staleness_steps=0, total_steps=1)
     return Ledger(rules, prompt_at=prompt_at, eval_prompt_at=prompt_at)
 
@@ -106,5 +121,42 @@ def test_a_prompt_that_is_too_long_ends_the_generator_by_default(tmp_path: Path)
                 async with asyncio.timeout(5.0):
                     await worker.run(heartbeat_s=5.0)
             assert engine.asked == []
+
+    asyncio.run(scenario())
+
+
+def test_a_prompt_that_the_chat_template_refuses_is_dropped_where_bad_rows_are_skipped(
+    tmp_path: Path,
+):
+    async def scenario() -> None:
+        async with running(tmp_path, ledger(conversation_at)) as it:
+            client = await it.client("generator", "generator-0")
+            worker, engine = worker_of(it, client, tmp_path, skips_bad_prompts=True)
+            job = asyncio.create_task(worker.run(heartbeat_s=5.0))
+            async with asyncio.timeout(5.0):
+                await engine.called.wait()
+            assert it.status.dropped == {"bad_prompt": 1}
+            ((prompt_ids, _, _, seeds),) = engine.asked
+            assert len(prompt_ids) == 4
+            assert seeds[0] == sibling_seed(9, "train", 1, 0), "not the second prompt"
+            job.cancel()
+            await asyncio.gather(job, return_exceptions=True)
+
+    asyncio.run(scenario())
+
+
+def test_a_prompt_that_the_chat_template_refuses_ends_the_generator_by_default(tmp_path: Path):
+    async def scenario() -> None:
+        async with running(tmp_path, ledger(conversation_at)) as it:
+            client = await it.client("generator", "generator-0")
+            worker, engine = worker_of(it, client, tmp_path)
+            with pytest.RaisesGroup(
+                pytest.RaisesExc(ConfigError, match=r"row 0 .* refuses it: no tools"),
+                flatten_subgroups=True,
+            ):
+                async with asyncio.timeout(5.0):
+                    await worker.run(heartbeat_s=5.0)
+            assert engine.asked == []
+            assert it.status.dropped == {}
 
     asyncio.run(scenario())

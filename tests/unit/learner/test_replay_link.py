@@ -1,7 +1,11 @@
 from collections.abc import Iterator
+from pathlib import Path
 
-from learner.replay_link import recorded_batches
+import pytest
+
+from learner.replay_link import recorded_batches, refuse_partial_steps
 from wire.control import DeliveredGroup
+from wire.errors import ConfigError
 from wire.trajectory_file import NOT_TRAINED, RecordedGroup
 
 
@@ -32,3 +36,26 @@ def test_a_step_that_was_trained_again_comes_once():
 
 def test_a_gap_is_kept_for_whoever_reads():
     assert batches(3, 3, 5) == [(3, [0, 1]), (5, [2])]
+
+
+def check(*steps: int, until: int = 100) -> None:
+    refuse_partial_steps(steps, path=Path("a.trajectories"), until=until)
+
+
+def test_a_recording_of_whole_steps_in_a_row_is_taken():
+    check()
+    check(3, 3, 4, 4, 5, 5)
+    check(0, 0, 1, 1, 0, 0, 1, 1, 2, 2)  # trained again after a failure
+    check(NOT_TRAINED, NOT_TRAINED, NOT_TRAINED)
+    check(0, 0, NOT_TRAINED)
+
+
+def test_a_step_that_was_not_recorded_whole_is_refused_unless_the_run_ends_before_it():
+    with pytest.raises(
+        ConfigError,
+        match=r"step 2 of a\.trajectories has 1 groups, step 0 has 2: .*; run\.steps=2 ends before",
+    ):
+        check(0, 0, 1, 1, 2)
+    check(0, 0, 1, 1, 2, until=2)
+    with pytest.raises(ConfigError, match=r"a\.trajectories holds step 5 but not step 4"):
+        check(3, 3, 5, 5)

@@ -1,9 +1,11 @@
 import pytest
 
 from learner.retention import (
+    Resumption,
     best_of,
     evaluation_of,
     is_final_save_due,
+    is_overtaken,
     is_save_due,
     to_remove,
 )
@@ -48,7 +50,7 @@ def saved(step: int, mean: float | None = None, *, epoch: int = 1) -> Checkpoint
 
 
 def removed(infos: list[CheckpointInfo], checkpoint: CheckpointSection) -> list[int]:
-    return [info.step for info in to_remove(infos, checkpoint, EVERY_10, resumed_from=None)]
+    return [info.step for info in to_remove(infos, checkpoint, EVERY_10, resumption=None)]
 
 
 @pytest.mark.parametrize(
@@ -75,10 +77,21 @@ def test_the_end_is_saved_where_asked_or_where_its_evaluation_may_be_the_best():
 
 def test_an_evaluation_belongs_to_the_checkpoint_of_its_step_and_epoch():
     points = [point(10, 0.1), point(20, 0.2), point(20, 0.3, epoch=2)]
-    assert evaluation_of(saved(20), points) == points[1]
-    assert evaluation_of(saved(20, epoch=2), points) == points[2]
-    assert evaluation_of(saved(10, epoch=2), points) is None
-    assert evaluation_of(saved(30), points) is None
+    assert evaluation_of(saved(20), points, None) == points[1]
+    assert evaluation_of(saved(20, epoch=2), points, None) == points[2]
+    assert evaluation_of(saved(10, epoch=2), points, None) is None
+    assert evaluation_of(saved(30), points, None) is None
+
+
+def test_a_round_that_was_open_when_a_run_was_stopped_belongs_to_what_it_goes_on_from():
+    stopped_at_20 = Resumption(PolicyVersion(1, 20), epoch=2)
+    answered = [point(10, 0.1), point(20, 0.2, epoch=2)]
+    assert evaluation_of(saved(20), answered, stopped_at_20) == answered[1]
+    assert evaluation_of(saved(20), answered, None) is None
+    went_back_to_10 = Resumption(PolicyVersion(1, 10), epoch=2)
+    assert evaluation_of(saved(20), answered, went_back_to_10) is None
+    later_life = Resumption(PolicyVersion(1, 20), epoch=3)
+    assert evaluation_of(saved(20), answered, later_life) is None
 
 
 @pytest.mark.parametrize("metric", ["mean", "addition:mean"])
@@ -113,12 +126,29 @@ def test_a_checkpoint_is_kept_until_its_evaluation_has_come():
 
 def test_what_was_resumed_from_stays_until_there_is_a_newer_one():
     checkpoint = CheckpointSection(keep_last=1)
-    resumed = PolicyVersion(1, 20)
+    resumption = Resumption(PolicyVersion(1, 20), epoch=2)
     before = [saved(10), saved(20)]
-    assert to_remove(before, checkpoint, EVERY_10, resumed_from=resumed) == []
+    assert to_remove(before, checkpoint, EVERY_10, resumption=resumption) == []
     after = [*before, saved(22, epoch=2)]
-    kept_out = to_remove(after, checkpoint, EVERY_10, resumed_from=resumed)
+    kept_out = to_remove(after, checkpoint, EVERY_10, resumption=resumption)
     assert [info.step for info in kept_out] == [10, 20]
+
+
+def test_after_going_back_nothing_is_removed_before_the_new_epoch_has_a_checkpoint():
+    checkpoint = CheckpointSection(keep_last=1)
+    resumption = Resumption(PolicyVersion(1, 40), epoch=3)
+    abandoned = [saved(40), saved(50), saved(60, epoch=2)]
+    assert to_remove(abandoned, checkpoint, EVERY_10, resumption=resumption) == []
+    after = [*abandoned, saved(40, epoch=3)]
+    gone = to_remove(after, checkpoint, EVERY_10, resumption=resumption)
+    assert [(info.version.epoch, info.step) for info in gone] == [(1, 40), (1, 50), (2, 60)]
+
+
+def test_who_goes_back_is_told_from_who_goes_on():
+    infos = [saved(40), saved(60)]
+    assert is_overtaken(infos, Resumption(PolicyVersion(1, 40), epoch=2))
+    assert not is_overtaken(infos, Resumption(PolicyVersion(1, 60), epoch=2))
+    assert not is_overtaken([], Resumption(PolicyVersion(1, 60), epoch=2)), "of another run"
 
 
 def test_after_going_back_the_newer_epoch_is_the_newest():

@@ -1,6 +1,8 @@
 """What was appended is read again, whatever happened to the writer."""
 
 import logging
+import resource
+import signal
 from pathlib import Path
 
 import pytest
@@ -8,7 +10,13 @@ import pytest
 from wire.control import DeliveredGroup, DeliveredTrajectory
 from wire.errors import ConfigError
 from wire.trajectory import TrajectoryHeader, VersionRun
-from wire.trajectory_file import HEADER, RecordedGroup, TrajectoryFileWriter, read_groups
+from wire.trajectory_file import (
+    HEADER,
+    RecordedGroup,
+    TrajectoryFileWriter,
+    read_groups,
+    read_steps,
+)
 from wire.versions import PolicyVersion
 
 
@@ -71,6 +79,41 @@ def test_past_the_limit_nothing_is_written(tmp_path: Path):
     room_for_one_more = 2 * size - len(HEADER)
     assert write(path, recorded(1), recorded(1), max_bytes=room_for_one_more) == [True, False]
     assert path.stat().st_size == room_for_one_more
+
+
+def test_a_step_is_written_whole_or_not_at_all(tmp_path: Path):
+    path = tmp_path / "a.trajectories"
+    steps = [[recorded(1, step=step), recorded(1, step=step)] for step in (0, 1)]
+    write(path, *steps[0])
+    whole = path.stat().st_size
+    room_for_three = whole + (whole - len(HEADER)) // 2
+    path.unlink()
+    writer = TrajectoryFileWriter(path, room_for_three)
+    assert [writer.append_step(step) for step in steps] == [True, False]
+    writer.close()
+    assert path.stat().st_size == whole
+    assert list(read_groups(path)) == steps[0]
+    assert list(read_steps(path)) == [0, 0]
+
+
+def test_a_step_that_the_disk_did_not_take_leaves_the_file_as_it_was(tmp_path: Path):
+    path = tmp_path / "a.trajectories"
+    write(path, recorded(1))
+    size = path.stat().st_size
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    writer = TrajectoryFileWriter(path)
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size + 10, limits[1]))
+        with pytest.raises(OSError, match="File too large"):
+            writer.append_step([recorded(2), recorded(3)])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, before)
+    assert path.stat().st_size == size
+    assert writer.append(recorded(4))
+    writer.close()
+    assert list(read_groups(path)) == [recorded(1), recorded(4)]
 
 
 def test_a_foreign_file_is_refused_and_left_as_it_is(tmp_path: Path):

@@ -1,0 +1,137 @@
+"""Generating without a run: what becomes of prompts that fail, and going on with a file."""
+
+import asyncio
+import json
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from broker.data.sources import load_training_prompts
+from broker.rewards.loading import load_reward
+from deploy.addition import write_blank_model
+from generators.engine import Completion, SamplingParams
+from generators.offline import Generation, OfflineSettings, answered_positions, offline_settings
+from generators.prompting import TextCodec
+from generators.rollout import Sampler
+from generators.running_engine import sampling_by_item
+from tests.unit.generators.test_rollout import ScriptedEngine, completion
+from wire.errors import ConfigError, EngineError
+from wire.trajectory_file import TrajectoryFileWriter, read_groups
+
+REFUSING = "{% if messages[0].content == '3' %}{{ raise_exception('no 3') }}{% endif %}1+1="
+
+
+class Failing(ScriptedEngine):
+    """Fails at its first calls."""
+
+    def __init__(self, failures: int) -> None:
+        super().__init__()
+        self.failures = failures
+
+    async def sample(
+        self,
+        prompt_ids: list[int],
+        params: SamplingParams,
+        *,
+        count: int,
+        seeds: Sequence[int] = (),
+    ) -> list[Completion]:
+        self.asked.append((prompt_ids, params, count, list(seeds)))
+        if len(self.asked) <= self.failures:
+            raise EngineError("out of memory")
+        return [completion(5, 2)] * count
+
+
+def settings_of(folder: Path, **overrides: object) -> OfflineSettings:
+    if not (folder / "model").exists():
+        write_blank_model(folder / "model", hidden=16, layers=1)
+        (folder / "model" / "chat_template.jinja").write_text(REFUSING)
+        rows = [{"prompt": str(i)} for i in range(5)]
+        (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    table: dict[str, dict[str, object]] = {
+        "run": {"name": "offline", "dir": str(folder), "model": str(folder / "model")},
+        "data": {"file": str(folder / "prompts.jsonl"), "shuffle": False},
+        "sampling": {"max_prompt_tokens": 8, "max_response_tokens": 8},
+        "generators": {"device": "cpu", "max_sequences": 2},
+    }
+    table["run"]["group_size"] = 2
+    for name, value in overrides.items():
+        section, key = name.split("__")
+        table.setdefault(section, {})[key] = value
+    return offline_settings(table, folder / "a.trajectories", 0)
+
+
+def generate(settings: OfflineSettings, engine: ScriptedEngine) -> int:
+    """Do what ``generate`` does around the engine; return how many prompts it failed at."""
+    generator = settings.generator
+    sampler = Sampler(
+        engine, TextCodec(generator.model, generator.sampling), sampling_by_item(generator), 4
+    )
+    source = load_training_prompts(generator.data, seed=generator.run.seed)
+    answered = answered_positions(settings.out)
+    writer = TrajectoryFileWriter(settings.out)
+    settings.origin_file.write_text(json.dumps(settings.origin))
+    reward = load_reward(settings.reward.function)
+    job = Generation(settings, source, sampler, reward, writer, answered, retry_after_s=0.0)
+    try:
+        return asyncio.run(job.run())
+    finally:
+        writer.close()
+
+
+def positions(settings: OfflineSettings) -> list[int]:
+    return [recorded.group.group_id for recorded in read_groups(settings.out)]
+
+
+def test_an_engine_that_fails_twice_costs_its_prompt_and_another_start_fills_the_gap(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    settings = settings_of(tmp_path)
+    with caplog.at_level(logging.INFO):
+        assert generate(settings, Failing(2)) == 1
+    assert "prompt 0 dropped: out of memory" in caplog.text
+    assert "5 of 5 prompts, 1 dropped, 8 answers" in caplog.text
+    assert positions(settings) == [1, 2, 3, 4]
+    again = Failing(0)
+    assert generate(settings_of(tmp_path), again) == 0
+    assert positions(settings) == [1, 2, 3, 4, 0]
+    assert len(again.asked) == 1, "a prompt was answered twice"
+
+
+def test_an_engine_that_fails_once_is_asked_again(tmp_path: Path):
+    settings, engine = settings_of(tmp_path), Failing(1)
+    assert generate(settings, engine) == 0
+    assert positions(settings) == [0, 1, 2, 3, 4]
+    assert engine.asked[0] == engine.asked[1], "the second attempt had other seeds"
+
+
+def test_a_file_of_other_settings_is_not_gone_on_with(tmp_path: Path):
+    settings = settings_of(tmp_path)
+    generate(settings, Failing(0))
+    size = settings.out.stat().st_size
+    with pytest.raises(
+        ConfigError, match=r"was generated with sampling\.temperature = 1\.0, now it is 0\.5"
+    ):
+        settings_of(tmp_path, sampling__temperature=0.5)
+    with pytest.raises(ConfigError, match=r"was generated with run\.seed = 0, now it is 9"):
+        settings_of(tmp_path, run__seed=9)
+    settings_of(tmp_path, generators__max_sequences=8)
+    settings.origin_file.unlink()
+    with pytest.raises(ConfigError, match=r"a\.trajectories exists, and a\.trajectories\.json"):
+        settings_of(tmp_path)
+    assert settings.out.stat().st_size == size
+
+
+@pytest.mark.parametrize("on_bad_row", ["skip", "error"])
+def test_a_row_that_the_template_refuses_is_skipped_or_ends_it(tmp_path: Path, on_bad_row: str):
+    settings = settings_of(tmp_path, data__as_chat=True, data__on_bad_row=on_bad_row)
+    if on_bad_row == "skip":
+        assert generate(settings, Failing(0)) == 0
+        assert positions(settings) == [0, 1, 2, 4]
+        return
+    with pytest.RaisesGroup(
+        pytest.RaisesExc(ConfigError, match=r"row 3 of default: the chat template refuses it: no 3")
+    ):
+        generate(settings, Failing(0))

@@ -1,0 +1,39 @@
+import types
+
+import pytest
+
+from generators import seeded_sampling
+from generators.sglang_patches import check_version, replace, sample_by_seed
+from wire.errors import ConfigError
+
+
+def test_only_the_release_that_the_corrections_were_written_for_is_taken():
+    check_version("0.5.23")
+    check_version("0.5.23+cpu")
+    for other in ("0.5.24", "0.5.23.post1", "0.6.0"):
+        with pytest.raises(ConfigError, match=rf"SGLang {other} is installed, .*==0\.5\.23"):
+            check_version(other)
+
+
+def test_what_is_not_there_is_not_replaced():
+    module = types.ModuleType("sampler")
+    module.__dict__["sample"] = len
+    replace(module, "sample", max)
+    assert vars(module)["sample"] is max
+    with pytest.raises(ConfigError, match=r"sampler has no sampling, which .* replaces"):
+        replace(module, "sampling", max)
+    assert "sampling" not in vars(module)
+
+
+NAMES = ("sampling_from_probs_torch", "top_k_top_p_min_p_sampling_from_probs_torch")
+
+
+def test_a_sampler_without_a_function_that_takes_seeds_is_refused():
+    module = types.ModuleType("sampler")
+    module.__dict__.update(dict.fromkeys(NAMES[:1], len))
+    with pytest.raises(ConfigError, match=f"sampler has no {NAMES[1]}"):
+        sample_by_seed(module)
+    module.__dict__.update(dict.fromkeys(NAMES, len))
+    sample_by_seed(module)
+    assert vars(module)[NAMES[0]] is seeded_sampling.sampling_from_probs
+    assert vars(module)[NAMES[1]] is seeded_sampling.sampling_from_truncated_probs

@@ -1,0 +1,83 @@
+"""Which trained trajectories are recorded, and that each row holds its own tokens."""
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from tokenizers import Tokenizer
+
+from deploy.addition import write_blank_model
+from learner.collate import TrainSequence, pack
+from learner.rollout_log import RolloutLog, TrainedPart, chosen
+from wire.control import DeliveredTrajectory
+from wire.trajectory import TrajectoryHeader, VersionRun
+from wire.versions import PolicyVersion
+
+
+def test_every_trajectory_has_the_same_chance_and_the_same_ones_are_chosen_again():
+    share = [9, 0, 4, 7, 2, 11]
+    counts = Counter(i for step in range(3000) for i in chosen(share, 2, seed=5, step=step))
+    assert set(counts) == set(share)
+    expected = 3000 * 2 / len(share)
+    chi_square = sum((count - expected) ** 2 / expected for count in counts.values())
+    assert chi_square < 20.5  # 5 degrees of freedom, 0.1%
+    assert chosen(share, 3, seed=5, step=8) == chosen(sorted(share), 3, seed=5, step=8)
+    assert [chosen(share, 3, seed=s, step=8) for s in range(4)] != [
+        chosen(share, 3, seed=5, step=8)
+    ] * 4
+    assert chosen(share, 100, seed=5, step=8) == sorted(share)
+
+
+def delivered(index: int, length: int) -> DeliveredTrajectory:
+    header = TrajectoryHeader(
+        group_id=index,
+        sibling=0,
+        lease_id=0,
+        num_prompt_tokens=1,
+        num_tokens=length,
+        version_runs=(VersionRun(1, PolicyVersion(1, 0)),),
+        temperature=1.0,
+        finish_reason="stop",
+    )
+    return DeliveredTrajectory(header=header, reward=float(index))
+
+
+def sequence(index: int, length: int) -> TrainSequence:
+    return TrainSequence(
+        token_ids=np.full(length, index, np.int32),
+        loss_mask=np.arange(length) > 0,
+        behavior_logprobs=np.zeros(length, np.float32),
+        advantage=0.0,
+        temperature=1.0,
+    )
+
+
+@pytest.fixture
+def tokenizer(tmp_path: Path) -> Tokenizer:
+    write_blank_model(tmp_path / "model", hidden=16, layers=1)
+    return Tokenizer.from_file(str(tmp_path / "model" / "tokenizer.json"))
+
+
+def test_rows_come_from_all_microbatches_with_their_own_tokens(
+    tmp_path: Path, tokenizer: Tokenizer
+):
+    lengths = {0: 3, 1: 9, 2: 4, 3: 8, 4: 2, 5: 7}  # of the step; 0 is another rank's
+    trajectories = [delivered(index, length) for index, length in lengths.items()]
+    parts = []
+    for indices in ([1], [3, 2], [5, 4]):
+        batch = pack([sequence(i, lengths[i]) for i in indices], torch.device("cpu"))
+        parts.append(TrainedPart(indices, batch, batch.token_ids.float()))
+    log = RolloutLog(tmp_path, per_step=2, seed=1, max_bytes=10_000_000, tokenizer=tokenizer)
+    for step in range(40):
+        log.record(step, trajectories, parts)
+    rows = [json.loads(line) for line in (tmp_path / "trained.jsonl").read_text().splitlines()]
+    assert Counter(row["step"] for row in rows) == dict.fromkeys(range(40), 2)
+    assert {row["group_id"] for row in rows} == {1, 2, 3, 4, 5}
+    for row in rows:
+        index = row["group_id"]
+        assert row["token_ids"] == [index] * lengths[index]
+        assert row["reward"] == index
+        assert row["logprob_diffs"] == [index] * (lengths[index] - 1)
