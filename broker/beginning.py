@@ -14,14 +14,14 @@ from broker.config import BrokerSettings
 from broker.data.mixture import PromptSource, fingerprint_of
 from broker.data.sources import load_eval_problems, load_training_prompts
 from broker.evaluation import EvalPlan
-from broker.events import LedgerSnapshot, TakenOver, decode_event, decode_snapshot
+from broker.events import LedgerSnapshot, Restored, TakenOver, decode_event, decode_snapshot
 from broker.ledger import Ledger, LedgerRules
 from broker.records import BATCHES, FolderRecords, forget_after
 from broker.store import TrajectoryStore
 from broker.trackers.background import BackgroundTrackers
 from broker.trackers.base import Tracker
 from broker.trackers.loading import load_trackers
-from wire.checkpoints import read_checkpoint_info, read_ledger
+from wire.checkpoints import checkpoints_in, read_checkpoint_info, read_ledger
 from wire.errors import ConfigError
 from wire.eval_metric import check_metric
 from wire.trajectory import Prompt
@@ -101,8 +101,11 @@ async def begin_run(ledger: Ledger, store: TrajectoryStore, settings: BrokerSett
     begun, epoch = False, 0
     async for data in store.replay():
         begun = True
-        if isinstance(event := decode_event(data), TakenOver):
-            epoch = max(epoch, event.version.epoch)
+        match decode_event(data):
+            case TakenOver(version=version) | Restored(snapshot=LedgerSnapshot(version=version)):
+                epoch = max(epoch, version.epoch)
+            case _:
+                continue
     if not run.resume_from:
         if begun:
             raise ConfigError(
@@ -124,7 +127,9 @@ async def begin_run(ledger: Ledger, store: TrajectoryStore, settings: BrokerSett
     _check_same_prompts(ledger, snapshot, settings)
     if reason := ledger.rules.eval_plan.verdict(snapshot.eval_points):
         raise ConfigError(f"this run has ended: {reason}; change that setting to train on")
-    version = PolicyVersion(max(epoch, snapshot.version.epoch), snapshot.version.step)
+    saved = (read_checkpoint_info(path).version.epoch for path in checkpoints_in(run.checkpoints))
+    epoch = max(epoch, snapshot.version.epoch, *saved)
+    version = PolicyVersion(epoch, snapshot.version.step)
     await store.clear()
     ledger.restore(msgspec.structs.replace(snapshot, version=version))
     forget_after(run.folder, version.step)

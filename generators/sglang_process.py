@@ -43,7 +43,7 @@ class SglangProcess:
     def start(cls, settings: GeneratorSettings, name: str) -> "SglangProcess":
         """Start a server; it answers some seconds later (see ``until_ready``)."""
         port = _free_port()
-        api_key = secrets.token_urlsafe(24)
+        api_key = random_api_key()
         scratch = Path(tempfile.mkdtemp(prefix=f"{name}-"))
         order = {
             "parent_pid": os.getpid(),
@@ -193,6 +193,11 @@ def server_flags(
             "sleep_on_idle": True,
         }
     return flags | generators.sglang
+
+
+def random_api_key() -> str:
+    """Return a key for one server; hexadecimal, since one that begins with - is read as a flag."""
+    return secrets.token_hex(24)
 
 
 def hash_seed(text: str) -> int:

@@ -56,17 +56,6 @@ def test_a_signal_ends_the_run_and_leaves_nothing(
     run.assert_nothing_left()
 
 
-def test_an_engine_that_dies_at_start_ends_the_run_with_its_last_words(
-    start_run: Callable[..., TinyRun],
-):
-    run = start_run(generators__sglang__nonsense=1, generators__count=1)
-    assert run.wait(120) == 1
-    assert "generator-0 ended with code 1 (failure 2)" in run.output
-    assert "generators.sglang.nonsense is not a setting of this SGLang" in run.output
-    assert run.summary()["outcome"].startswith("failed: generator-0")
-    run.assert_nothing_left()
-
-
 def test_a_broker_that_dies_ends_the_run(start_run: Callable[..., TinyRun]):
     run = start_run(run__steps=1000)
     run.wait_until(lambda: run.steps() >= 1, "first learner step")

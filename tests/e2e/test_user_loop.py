@@ -9,7 +9,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from safetensors.torch import load_file
+from tensorboard.backend.event_processing.plugin_event_accumulator import EventAccumulator
 
 from tests.e2e.tiny_run import ROOT, TinyRun
 from wire.trajectory_file import read_groups
@@ -68,6 +71,16 @@ def rows(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+def curves(folder: Path, *names: str) -> dict[str, dict[int, float]]:
+    """What TensorBoard shows, as float32, by step."""
+    events = EventAccumulator(str(folder), size_guidance={"tensors": 0})
+    events.Reload()
+    return {
+        name: {e.step: float(e.tensor_proto.float_val[0]) for e in events.Tensors(name)}
+        for name in names
+    }
+
+
 def test_a_run_is_stopped_resumed_exported_shown_and_replayed(tmp_path: Path):
     settings: dict[str, object] = {
         "run.steps": 8,
@@ -79,6 +92,7 @@ def test_a_run_is_stopped_resumed_exported_shown_and_replayed(tmp_path: Path):
         "checkpoint.keep_best": "true",
         "checkpoint.keep_last": 1,
         "broker.record_batches": "true",
+        "learner.deterministic": "true",
     }
     first = TinyRun(tmp_path, settings)
     first.wait_until(lambda: first.steps() >= 3, "third learner step")
@@ -126,11 +140,27 @@ def test_a_run_is_stopped_resumed_exported_shown_and_replayed(tmp_path: Path):
     assert "2 of" in shown
     assert answered[-1]["answer"] in slipstream("show", second.folder, "--eval", "--last", 1)
 
-    overrides = [f"run.dir={tmp_path / 'runs'}", "run.name=again", "run.group_size=2"]
-    overrides += [f"run.model={tmp_path / 'model'}", "run.groups_per_step=4", "run.steps=8"]
-    slipstream("replay", second.folder, "--config", tmp_path / "run.toml", *overrides)
-    replayed = rows(tmp_path / "runs/again-replay/replay/metrics.jsonl")
-    assert len(replayed) == 8
+    assert_replayed_to_the_bit(second, tmp_path)
+
+
+def assert_replayed_to_the_bit(run: TinyRun, folder: Path) -> None:
+    """Replay a run from the model that it started from: the same figures, the same weights."""
+    slipstream("replay", run.folder, "--config", run.folder / "resolved.toml")
+    replay = folder / "runs/tiny-replay"
+    replayed = {row["step"]: row for row in rows(replay / "replay/metrics.jsonl")}
+    trained = curves(run.folder / "tensorboard", "policy/loss", "policy/grad_norm", "reward/mean")
+    for name, curve in trained.items():
+        assert sorted(curve) == list(range(1, 9))
+        again = {step: float(np.float32(row[name])) for step, row in replayed.items()}
+        assert again == curve, f"{name} of the replay is not that of the run"
+    assert min(trained["policy/grad_norm"].values()) > 1e-4, "nothing was trained"
+    exact = run.summary()["last_step_metrics"]
+    assert all(exact[name] == replayed[8][name] for name in trained)
+    paths = (folder, run.folder, replay)
+    first, last, copy = (load_file(path / "model/model.safetensors") for path in paths)
+    assert copy.keys() == last.keys()
+    assert all(copy[name].equal(last[name]) for name in last)
+    assert any(not first[name].equal(last[name]) for name in last)
 
 
 def test_several_sets_are_sampled_scored_and_end_the_run_at_the_target(

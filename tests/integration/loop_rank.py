@@ -7,13 +7,12 @@ Rank 0 prints what was on disk whenever it asked for a batch.
 import json
 import sys
 from pathlib import Path
-from typing import Any
 
 import msgspec
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 from learner import device
-from learner.config import learner_settings
+from learner.config import LearnerSettings, learner_settings
 from learner.replay_link import ReplayLink
 from wire.checkpoints import newest_checkpoint, read_best, read_ledger
 from wire.control import BatchDelivered, BatchNotReady, RunComplete, StepCommitted
@@ -41,7 +40,7 @@ def point(step: int, version: PolicyVersion, mean: float) -> EvalPoint:
 class ScriptedLink(ReplayLink):
     """A trajectory file whose end comes as a broker says it: first evaluations, then the end."""
 
-    def __init__(self, path: Path, settings: Any, script: Script) -> None:
+    def __init__(self, path: Path, settings: LearnerSettings, script: Script) -> None:
         super().__init__(path, settings)
         self._run = settings.run
         self._script = script
@@ -109,7 +108,7 @@ def main(config: Path, file: Path, script: str, rank: int, overrides: list[str])
     link = ScriptedLink(file, settings, msgspec.json.decode(script, type=Script))
     leader = link if rank == 0 else None
     LearnerLoop(settings, topology, policy, link, leader, PhaseClock(), StopRequest()).run()
-    print(json.dumps(link.seen))
+    sys.stdout.write(json.dumps(link.seen))
     destroy_topology()
 
 

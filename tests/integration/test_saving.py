@@ -1,6 +1,7 @@
 """When the loop saves, what an evaluation is written to, and what is newest after going back."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,11 @@ EVERY_2 = ("checkpoint.every_steps=2", "eval.file=held_out.jsonl", "eval.every_s
 
 
 def train(
-    replays: Replays, *overrides: str, last_step: int, ends_at: int, means: Any = ()
+    replays: Replays,
+    *overrides: str,
+    last_step: int,
+    ends_at: int,
+    means: Sequence[object] = (),
 ) -> list[dict[str, Any]]:
     """Train run "a" with a scripted broker; return what rank 0 saw when it asked for batches."""
     script = json.dumps({"last_step": last_step, "ends_at": ends_at, "means": list(means)})
@@ -39,8 +44,7 @@ def train(
     return seen
 
 
-@pytest.mark.parametrize("layout", ["one", "tp2"])
-@pytest.mark.parametrize("planned", ["before", "while waiting"])
+@pytest.mark.parametrize(("layout", "planned"), [("one", "before"), ("tp2", "while waiting")])
 def test_the_last_step_is_saved_before_its_evaluations_are_waited_for(
     tmp_path: Path, layout: str, planned: str
 ):
@@ -99,16 +103,16 @@ def test_a_round_that_was_open_at_the_stop_is_written_to_what_the_run_goes_on_fr
     assert marked.newest_version == "v2.2"
 
 
-@pytest.mark.parametrize("layout", ["one", "dp2"])
-def test_after_going_back_the_abandoned_life_is_never_the_newest_again(tmp_path: Path, layout: str):
+def test_after_going_back_the_abandoned_life_is_never_the_newest_again(tmp_path: Path):
     replays = Replays(tmp_path)
-    many = (*LAYOUTS[layout], "checkpoint.every_steps=2", "checkpoint.keep_last=9")
+    many = ("checkpoint.every_steps=2", "checkpoint.keep_last=9")
     run = replays.train("a", *many)
     folder = run / "checkpoints"
     back_to = folder / "step-000002"
 
     # Ends before it has trained anything, as by Ctrl-C.
-    replays.train("a", *many, f"run.resume_from={back_to}", "run.steps=2")
+    two_ranks = LAYOUTS["dp2"]
+    replays.train("a", *many, *two_ranks, f"run.resume_from={back_to}", "run.steps=2")
     assert newest_checkpoint(run) == back_to
     assert read_checkpoint_info(back_to).version == PolicyVersion(2, 2)
     assert len(rows(run)) == 6, "something was trained"

@@ -6,7 +6,7 @@ import pytest
 from deploy.addition import write_blank_model
 from generators.config import generator_settings
 from generators.running_engine import sampling_by_item
-from generators.sglang_process import server_flags
+from generators.sglang_process import random_api_key, server_flags
 from wire.errors import ConfigError
 
 
@@ -91,3 +91,9 @@ def test_seeds_ask_for_the_sampler_that_takes_them(model: Path, seeded: bool, ba
     )
     flags = server_flags(settings, port=1, api_key="", seed_of="generator-0")
     assert flags.get("sampling_backend") == backend
+
+
+def test_no_key_is_taken_for_a_flag():
+    keys = {random_api_key() for _ in range(500)}
+    assert len(keys) == 500
+    assert all(key.isalnum() for key in keys)
