@@ -1,5 +1,6 @@
 """The supervisor over short real children. Its clock is ours; its children end by themselves."""
 
+import dataclasses
 import os
 import signal
 import sys
@@ -144,11 +145,16 @@ def test_what_a_dead_role_left_in_the_scratch_folder_is_removed(supervisor: Supe
     assert others.exists()
 
 
-def test_children_write_temporary_files_into_the_scratch_folder(supervisor: Supervisor):
-    supervisor.start(plan("import os; print(os.environ['TMPDIR'], os.environ['OMP_NUM_THREADS'])"))
+def test_children_get_the_scratch_folder_their_environment_and_their_cores(
+    supervisor: Supervisor,
+):
+    core = min(os.sched_getaffinity(0))
+    code = "import os; print(os.environ['TMPDIR'], os.environ['MINE'], os.sched_getaffinity(0))"
+    role = dataclasses.replace(plan(code), environment={"MINE": "1"}, cores=(core,))
+    supervisor.start(role)
     wait(supervisor)
     log = supervisor.children["worker"].log_file
-    assert log.read_text().split() == [str(supervisor.scratch), "1"]
+    assert log.read_text().split() == [str(supervisor.scratch), "1", f"{{{core}}}"]
 
 
 def test_stopping_asks_first_and_kills_who_does_not_listen(tmp_path: Path):
