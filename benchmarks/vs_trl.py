@@ -5,7 +5,7 @@ threads at which it does best in CPU seconds (one per process), and TRL a second
 
 usage: pip install trl==1.16.0 datasets      (beside this project's environment; or --path DIR with
                                               what `pip install --target DIR --no-deps` put there)
-       python -m benchmarks.vs_trl [--steps 16] [--repeats 3] [--path DIR]
+       python -m benchmarks.vs_trl [--steps 12] [--repeats 3] [--path DIR]
 """
 
 import argparse
@@ -35,10 +35,11 @@ _BARS = (("fixed", 0.7), ("long-tailed", 1.0))
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=16)
+    parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--path", default="", help="folder with trl and datasets")
     arguments = parser.parse_args()
+    steps = arguments.steps
     bars = Bars()
     with tempfile.TemporaryDirectory(prefix="vs-trl-") as name:
         for size, (lengths, needs) in itertools.product(_SIZES, _BARS):
@@ -51,16 +52,17 @@ def main() -> int:
             title = f"{size} {lengths}"
             ours: list[tuple[float, float]] = []
             theirs: list[tuple[float, float]] = []
-            for repeat in range(arguments.repeats):
-                ours.append(_steady(_slipstream(folder, lengths, repeat, arguments.steps)))
-                theirs.append(_steady(_trl(folder, lengths, arguments, threads=1)))
+            once = lengths == "long-tailed"  # TRL takes minutes
+            for repeat in range(1 if once else arguments.repeats):
+                ours.append(_steady(_slipstream(folder, lengths, repeat, steps), steps))
+                theirs.append(_steady(_trl(folder, lengths, arguments, threads=1), steps))
                 for system, (wall, cpu) in (("slipstream", ours[-1]), ("trl", theirs[-1])):
                     print(
                         f"{title} {system} {repeat}: {_SAMPLES / cpu:.1f} samples per CPU "
                         f"second, {wall:.2f} s a step",
                         flush=True,
                     )
-            two_threads, _ = _steady(_trl(folder, lengths, arguments, threads=2))
+            two_threads, _ = _steady(_trl(folder, lengths, arguments, threads=2), steps)
             ratio = median([cpu for _, cpu in theirs]) / median([cpu for _, cpu in ours])
             walls = [median([wall for wall, _ in one]) for one in (ours, theirs)]
             print(
@@ -73,8 +75,8 @@ def main() -> int:
     return bars.exit_code
 
 
-def _steady(readings: list[Reading]) -> tuple[float, float]:
-    return per_step(readings, skip=_SKIPPED, until=readings[-1].step - TAIL)
+def _steady(readings: list[Reading], steps: int) -> tuple[float, float]:
+    return per_step(readings, skip=_SKIPPED, until=steps)
 
 
 def _slipstream(folder: Path, lengths: str, repeat: int, steps: int) -> list[Reading]:
@@ -83,7 +85,7 @@ def _slipstream(folder: Path, lengths: str, repeat: int, steps: int) -> list[Rea
         folder,
         f"{lengths}-{repeat}",
         {
-            "run.steps": steps,
+            "run.steps": steps + TAIL,
             "run.group_size": 8,
             "run.groups_per_step": 8,
             "sampling.max_response_tokens": limit,
