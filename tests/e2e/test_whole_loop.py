@@ -70,7 +70,7 @@ def test_publishes_land_in_long_generations_and_every_token_keeps_its_policy(
     expected = digest_of(expected_checksums(final))
     assert publish["version"] == [1, 6]
     assert publish["engine_digests"] == {"generator-0": expected, "generator-1": expected}
-    assert summary["eval"][0]["num_answers"] == 64
+    assert summary["eval"][0]["overall"]["num_answers"] == 64
     run.assert_nothing_left()
 
 
