@@ -5,7 +5,7 @@ cluster. Synchronous training alternates: a step takes the time to generate, g, 
 train, t. Ideal asynchronous training takes max(g, t), a speed-up of (g + t) / max(g, t). The bar
 is the share of that speed-up which is reached. Runs of both modes alternate; medians are compared.
 
-usage: python -m benchmarks.async_vs_sync [--repeats 5] [--steps 10] [--groups 8] [--hidden 320]
+usage: python -m benchmarks.async_vs_sync [--repeats 5] [--steps 8] [--groups 6] [--hidden 320]
 """
 
 import argparse
@@ -31,8 +31,8 @@ _TRAIN_PHASES = ("fetch", "pack", "proximal", "train", "commit", "export")
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument("--groups", type=int, default=8, help="groups of 8 answers per step")
+    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--groups", type=int, default=6, help="groups of 8 answers per step")
     parser.add_argument("--hidden", type=int, default=320)
     parser.add_argument("--layers", type=int, default=4)
     arguments = parser.parse_args()
