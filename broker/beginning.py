@@ -16,7 +16,7 @@ from broker.data.sources import load_eval_problems, load_training_prompts
 from broker.evaluation import EvalPlan
 from broker.events import LedgerSnapshot, Restored, TakenOver, decode_event, decode_snapshot
 from broker.ledger import Ledger, LedgerRules
-from broker.records import BATCHES, FolderRecords, forget_after
+from broker.records import FolderRecords, forget_after
 from broker.store import TrajectoryStore
 from broker.trackers.background import BackgroundTrackers
 from broker.trackers.base import Tracker
@@ -24,8 +24,9 @@ from broker.trackers.loading import load_trackers
 from wire.checkpoints import checkpoints_in, read_checkpoint_info, read_ledger
 from wire.errors import ConfigError
 from wire.eval_metric import check_metric
+from wire.run_folder import BATCHES
 from wire.trajectory import Prompt
-from wire.trajectory_file import TrajectoryFileWriter, read_groups
+from wire.trajectory_file import TrajectoryFileWriter, read_steps
 from wire.versions import PolicyVersion
 
 _log = logging.getLogger(__name__)
@@ -198,4 +199,4 @@ def open_records(
 
 
 def _last_recorded(path: Path) -> int:
-    return max((group.step for group in read_groups(path)), default=-1) if path.exists() else -1
+    return max(read_steps(path), default=-1) if path.exists() else -1

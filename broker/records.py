@@ -10,7 +10,6 @@ rollouts/batches.trajectories   trained batches whole, if broker.record_batches
 import asyncio
 import json
 import logging
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -23,15 +22,12 @@ from broker.summary import replace_text, write_summary
 from broker.trackers.base import Tracker, eval_figures, step_figures
 from broker.versions_file import write_versions
 from wire.codec import decode_transcript
+from wire.run_folder import BATCHES, EVAL, TRAINED, answers_file, answers_files
 from wire.run_settings import RunSection
 from wire.status import EvalPoint, RunStatus, StepPoint
 from wire.trajectory_file import RecordedGroup, TrajectoryFileWriter, cut_from_step
 
 _log = logging.getLogger(__name__)
-BATCHES = Path("rollouts") / "batches.trajectories"
-_ROLLOUTS = Path("rollouts") / "trained.jsonl"
-_EVAL = Path("eval")
-_ANSWERS = re.compile(r"step-([0-9]+)\.jsonl")
 Frames = Sequence[StoredTrajectory]
 
 
@@ -72,7 +68,7 @@ class FolderRecords(RunRecords):
         self._batches = batches
         self._points = list(known)  # of before a resume: logged already
         self._num_answers: dict[int, int] = {}  # by step, in this life of the run
-        self._folder = run.folder / _EVAL
+        self._folder = run.folder / EVAL
         if known:
             self._write_results(known)
 
@@ -113,7 +109,7 @@ class FolderRecords(RunRecords):
             return
         self._num_answers[step] = written + group.size
         self._folder.mkdir(exist_ok=True)
-        path = self._folder / f"step-{step:06d}.jsonl"
+        path = answers_file(self._run.folder, step)
         with path.open("a" if written else "w") as file:
             for sibling, stored in enumerate(frames):
                 file.write(json.dumps(_answer(group, sibling, stored)) + "\n")
@@ -152,11 +148,10 @@ class FolderRecords(RunRecords):
 def forget_after(run_folder: Path, step: int) -> None:
     """Remove what an abandoned life of the run wrote about later steps than it goes on from."""
     cut_from_step(run_folder / BATCHES, step)
-    for path in (run_folder / _EVAL).glob("step-*.jsonl"):
-        match = _ANSWERS.fullmatch(path.name)
-        if match is not None and int(match[1]) > step:
+    for evaluated, path in answers_files(run_folder).items():
+        if evaluated > step:
             path.unlink()
-    rollouts = run_folder / _ROLLOUTS
+    rollouts = run_folder / TRAINED
     if rollouts.is_file():
         rows = rollouts.read_text().splitlines(keepends=True)
         kept = [row for row in rows if row.endswith("\n") and json.loads(row)["step"] < step]

@@ -9,10 +9,9 @@ from typing import NoReturn
 from deploy.config import free_name
 from learner.config import learner_settings
 from wire.errors import ConfigError
+from wire.run_folder import BATCHES
 from wire.run_settings import run_section
 from wire.settings import load_table
-
-RECORDED = Path("rollouts") / "batches.trajectories"
 
 
 def replay(target: Path, config: Path, overrides: Sequence[str], *, dry_run: bool) -> NoReturn:
@@ -50,10 +49,10 @@ def recorded_file(target: Path) -> Path:
     """
     if target.is_file():
         return target
-    file = target / RECORDED
+    file = target / BATCHES
     if not file.is_file():
         raise ConfigError(
-            f"{target} is no trajectory file and holds no {RECORDED}, which a run writes with "
+            f"{target} is no trajectory file and holds no {BATCHES}, which a run writes with "
             "broker.record_batches = true"
         )
     return file

@@ -12,8 +12,8 @@ from rich.panel import Panel
 from rich.text import Text
 
 from wire.errors import ConfigError
+from wire.run_folder import TRAINED, answers_files
 
-_TRAINED = Path("rollouts") / "trained.jsonl"
 Row = dict[str, Any]
 
 
@@ -42,7 +42,7 @@ def show(
     if evaluation:
         path, panel = _eval_file(run, step), _answer
     else:
-        path, panel = run / _TRAINED, _trajectory
+        path, panel = run / TRAINED, _trajectory
     wanted = deque(
         (
             row
@@ -61,12 +61,11 @@ def show(
 
 
 def _eval_file(run: Path, step: int | None) -> Path:
-    found = sorted((run / "eval").glob("step-*.jsonl"))
-    if step is not None:
-        found = [path for path in found if path.stem == f"step-{step:06d}"]
-    if not found:
+    found = answers_files(run)
+    newest = max(found, default=0) if step is None else step
+    if newest not in found:
         raise ConfigError(f"{run} holds no answers of an evaluation (eval.keep_answers)")
-    return found[-1]
+    return found[newest]
 
 
 def _rows(path: Path) -> Iterator[Row]:

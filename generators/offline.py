@@ -24,7 +24,7 @@ from broker.rewards.loading import Reward, load_reward
 from generators.config import GeneratorSettings, generator_settings
 from generators.prompting import BadPromptError, OverlongPromptError, TextCodec
 from generators.rollout import Rollout, Sampler, run_rollouts
-from generators.running_engine import running_engine, sampling_by_item, watch
+from generators.running_engine import make_sampler, running_engine, watch
 from wire.codec import decode_transcript
 from wire.command_line import EXIT_FAILED, EXIT_INTERRUPTED
 from wire.control import DeliveredGroup, DeliveredTrajectory, LeasedGroup, ScoringItem
@@ -143,12 +143,7 @@ async def generate(settings: OfflineSettings, name: str) -> int:
                 return EXIT_INTERRUPTED
             process, engine = running
             await engine.label(_VERSION)
-            sampler = Sampler(
-                engine=engine,
-                codec=codec,
-                params=sampling_by_item(settings.generator),
-                run_seed=run.seed if settings.generator.sampling.seed_per_sibling else None,
-            )
+            sampler = make_sampler(settings.generator, engine, codec)
             generation = Generation(settings, source, sampler, reward, writer, answered)
             job = asyncio.create_task(generation.run())
             watching = asyncio.create_task(watch(process))

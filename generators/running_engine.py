@@ -6,7 +6,9 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from generators.config import GeneratorSettings
-from generators.engine import SamplingParams
+from generators.engine import InferenceEngine, SamplingParams
+from generators.prompting import TextCodec
+from generators.rollout import Sampler
 from generators.sglang_engine import SglangEngine
 from generators.sglang_process import SglangProcess
 from wire.errors import ChildDiedError
@@ -36,6 +38,16 @@ def sampling_by_item(settings: GeneratorSettings) -> dict[ItemKind, SamplingPara
             stop_token_ids=sampling.stop_token_ids,
         ),
     }
+
+
+def make_sampler(settings: GeneratorSettings, engine: InferenceEngine, codec: TextCodec) -> Sampler:
+    """Return what turns leased groups into trajectories under these settings."""
+    return Sampler(
+        engine=engine,
+        codec=codec,
+        params=sampling_by_item(settings),
+        run_seed=settings.run.seed if settings.sampling.seed_per_sibling else None,
+    )
 
 
 @asynccontextmanager

@@ -8,8 +8,7 @@ from importlib.metadata import version
 from broker.client import BrokerClient
 from generators.config import GeneratorSettings
 from generators.prompting import TextCodec
-from generators.rollout import Sampler
-from generators.running_engine import running_engine, sampling_by_item, watch
+from generators.running_engine import make_sampler, running_engine, watch
 from generators.sglang_engine import SglangEngine
 from generators.sglang_process import SglangProcess
 from generators.worker import GeneratorWorker
@@ -54,12 +53,7 @@ async def _work(
     )
     worker = GeneratorWorker(
         client=client,
-        sampler=Sampler(
-            engine=engine,
-            codec=codec,
-            params=sampling_by_item(settings),
-            run_seed=settings.run.seed if settings.sampling.seed_per_sibling else None,
-        ),
+        sampler=make_sampler(settings, engine, codec),
         max_sequences=settings.generators.max_sequences,
         siblings_together=settings.generators.siblings_together,
         skips_bad_prompts=settings.skips_bad_prompts,

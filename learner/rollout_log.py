@@ -13,6 +13,7 @@ from torch import Tensor
 
 from learner.collate import PackedBatch
 from wire.control import DeliveredTrajectory
+from wire.run_folder import TRAINED
 from wire.trajectory import VersionRun
 
 _log = logging.getLogger(__name__)
@@ -57,7 +58,7 @@ class RolloutLog:
             tokenizer: turns token ids into the text that is recorded.
         """
         folder.mkdir(parents=True, exist_ok=True)
-        self._path = folder / "trained.jsonl"
+        self._path = folder / TRAINED.name
         self._tokenizer = tokenizer
         self._per_step = per_step
         self._seed = seed

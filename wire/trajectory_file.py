@@ -130,7 +130,7 @@ def cut_from_step(path: Path, step: int) -> None:
     with path.open("r+b") as file:
         for start, length in _records(file, path):
             file.seek(start)
-            if _decoder.decode(file.read(length)).step >= step:
+            if _step_decoder.decode(file.read(length)).step >= step:
                 file.truncate(start - _LENGTH_BYTES)
                 return
 

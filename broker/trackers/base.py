@@ -1,9 +1,23 @@
 """What the broker asks of an experiment tracker."""
 
 from collections.abc import Mapping
-from typing import Protocol
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
 
 from wire.status import EvalPoint, RunStatus, StepPoint
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrackedRun:
+    """What an adapter's ``start`` is given to begin a run with its tool, or to go on with one."""
+
+    project: str
+    name: str
+    folder: Path  # of the run
+    options: Mapping[str, Any]  # [logging.TRACKER]
+    settings: Mapping[str, object]  # of the whole run, to be shown
+    run_id: str | None  # the id it had before a resume
 
 
 class Tracker(Protocol):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from broker.config import LoggingSection
 from broker.summary import replace_text
-from broker.trackers.base import Tracker
+from broker.trackers.base import TrackedRun, Tracker
 from wire.errors import ConfigError
 from wire.run_settings import RunSection
 
@@ -43,17 +43,16 @@ def load_trackers(
             trackers.append(TensorBoardTracker(run.folder / "tensorboard", resumed_at=resumed_at))
             continue
         adapter = importlib.import_module(f"broker.trackers.{name}")
-        options = dict(getattr(logging, name))
+        tracked = TrackedRun(
+            project=logging.project,
+            name=run.name,
+            folder=run.folder,
+            options=getattr(logging, name),
+            settings=settings,
+            run_id=ids.get(name),
+        )
         try:
-            tracker, ids[name] = adapter.start(
-                project=logging.project,
-                name=run.name,
-                folder=run.folder,
-                options=options,
-                settings=settings,
-                run_id=ids.get(name),
-                resumed_at=resumed_at,
-            )
+            tracker, ids[name] = adapter.start(tracked)
         except ImportError as error:
             raise ConfigError(
                 f"logging.trackers names {name}, which is not installed ({error}): "

@@ -5,44 +5,36 @@ Without one MLflow decides: MLFLOW_TRACKING_URI, or a local database.
 
 import time
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
-from broker.trackers.base import Tracker
+from broker.trackers.base import TrackedRun, Tracker
 
 PACKAGE = "mlflow-skinny"
 _MAX_PARAMS = 100  # per request
 _MAX_VALUE = 500  # characters
 
 
-def start(
-    *,
-    project: str,
-    name: str,
-    folder: Path,  # noqa: ARG001 MLflow keeps its own
-    options: Mapping[str, Any],
-    settings: Mapping[str, object],
-    run_id: str | None,
-    resumed_at: int | None,  # noqa: ARG001 the run id says it
-) -> tuple[Tracker, str]:
+def start(run: TrackedRun) -> tuple[Tracker, str]:
     """Begin a run in the experiment ``project``, or go on with one; return adapter and id."""
-    unknown = set(options) - {"tracking_uri", "tags"}
+    unknown = set(run.options) - {"tracking_uri", "tags"}
     if unknown:
         raise ValueError(f"unknown option {min(unknown)}; known are tracking_uri and tags")
     from mlflow import MlflowClient
     from mlflow.entities import Param
 
-    client = MlflowClient(tracking_uri=options.get("tracking_uri"))
-    if run_id is not None:
-        client.update_run(run_id, status="RUNNING")
-        return MlflowTracker(client, run_id), run_id
-    experiment = client.get_experiment_by_name(project)
-    experiment_id = experiment.experiment_id if experiment else client.create_experiment(project)
-    run = client.create_run(experiment_id, run_name=name, tags=options.get("tags"))
-    params = [Param(key, text[:_MAX_VALUE]) for key, text in _flat(settings)]
+    client = MlflowClient(tracking_uri=run.options.get("tracking_uri"))
+    if run.run_id is not None:
+        client.update_run(run.run_id, status="RUNNING")
+        return MlflowTracker(client, run.run_id), run.run_id
+    experiment = client.get_experiment_by_name(run.project)
+    experiment_id = (
+        experiment.experiment_id if experiment else client.create_experiment(run.project)
+    )
+    created = client.create_run(experiment_id, run_name=run.name, tags=run.options.get("tags"))
+    params = [Param(key, text[:_MAX_VALUE]) for key, text in _flat(run.settings)]
     for first in range(0, len(params), _MAX_PARAMS):
-        client.log_batch(run.info.run_id, params=params[first : first + _MAX_PARAMS])
-    return MlflowTracker(client, run.info.run_id), run.info.run_id
+        client.log_batch(created.info.run_id, params=params[first : first + _MAX_PARAMS])
+    return MlflowTracker(client, created.info.run_id), created.info.run_id
 
 
 def _flat(settings: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, str]]:

@@ -1,39 +1,29 @@
 """SwanLab. Needs the swanlab package, and an account unless mode = "offline" or "local"."""
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
-from broker.trackers.base import Tracker
+from broker.trackers.base import TrackedRun, Tracker
 
 PACKAGE = "swanlab"
 
 
-def start(
-    *,
-    project: str,
-    name: str,
-    folder: Path,
-    options: Mapping[str, Any],
-    settings: Mapping[str, object],
-    run_id: str | None,
-    resumed_at: int | None,  # noqa: ARG001 the run id says it
-) -> tuple[Tracker, str]:
+def start(run: TrackedRun) -> tuple[Tracker, str]:
     """Begin an experiment, or go on with one; return its adapter and id."""
     import swanlab
 
-    run = swanlab.init(
+    begun = swanlab.init(
         **{
-            "project": project,
-            "name": name,
-            "log_dir": str(folder / "swanlab"),
-            "config": dict(settings),
-            "id": run_id,
-            "resume": "allow" if run_id else None,
-            **options,
+            "project": run.project,
+            "name": run.name,
+            "log_dir": str(run.folder / "swanlab"),
+            "config": dict(run.settings),
+            "id": run.run_id,
+            "resume": "allow" if run.run_id else None,
+            **run.options,
         }
     )
-    return SwanlabTracker(swanlab), str(run.id)
+    return SwanlabTracker(swanlab), str(begun.id)
 
 
 class SwanlabTracker:

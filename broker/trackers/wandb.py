@@ -1,43 +1,33 @@
 """Weights & Biases. Needs the wandb package, and an account unless mode = "offline"."""
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
-from broker.trackers.base import Tracker
+from broker.trackers.base import TrackedRun, Tracker
 
 PACKAGE = "wandb"
 _STEP = "learner_step"
 
 
-def start(
-    *,
-    project: str,
-    name: str,
-    folder: Path,
-    options: Mapping[str, Any],
-    settings: Mapping[str, object],
-    run_id: str | None,
-    resumed_at: int | None,  # noqa: ARG001 the run id says it
-) -> tuple[Tracker, str]:
+def start(run: TrackedRun) -> tuple[Tracker, str]:
     """Begin a run, or go on with one; return its adapter and id."""
     import wandb
 
-    run = wandb.init(
+    begun = wandb.init(
         **{
-            "project": project,
-            "name": name,
-            "dir": str(folder),
-            "config": dict(settings),
-            "id": run_id,
-            "resume": "allow" if run_id else None,
-            **options,
+            "project": run.project,
+            "name": run.name,
+            "dir": str(run.folder),
+            "config": dict(run.settings),
+            "id": run.run_id,
+            "resume": "allow" if run.run_id else None,
+            **run.options,
         }
     )
     # An evaluation ends when later steps are logged already, and W&B's own step only goes up.
-    run.define_metric(_STEP, hidden=True)
-    run.define_metric("*", step_metric=_STEP)
-    return WandbTracker(run), str(run.id)
+    begun.define_metric(_STEP, hidden=True)
+    begun.define_metric("*", step_metric=_STEP)
+    return WandbTracker(begun), str(begun.id)
 
 
 class WandbTracker:

@@ -1,0 +1,19 @@
+"""Where things stand in a run folder, for those who write and those who read them."""
+
+from pathlib import Path
+
+BATCHES = Path("rollouts") / "batches.trajectories"
+TRAINED = Path("rollouts") / "trained.jsonl"
+EVAL = Path("eval")
+
+
+def answers_file(run_folder: Path, step: int) -> Path:
+    """Return the file with the answers of the evaluation of a step."""
+    return run_folder / EVAL / f"step-{step:06d}.jsonl"
+
+
+def answers_files(run_folder: Path) -> dict[int, Path]:
+    """Return the files of answers that are there, by step, in order."""
+    files = (run_folder / EVAL).glob("step-*.jsonl")
+    steps = {path.stem.removeprefix("step-"): path for path in files}
+    return {int(step): steps[step] for step in sorted(steps) if step.isdecimal()}
