@@ -10,13 +10,19 @@ from typing import Literal, TypeAlias
 import msgspec
 
 from wire.bus import PublishRecord
+from wire.ledger_view import LedgerView
 from wire.status import EvalPoint, RunStatus
 from wire.trajectory import ItemKind, Prompt, Score, TrajectoryHeader
 from wire.versions import PolicyVersion
 
-WIRE_REVISION = 2
+WIRE_REVISION = 3
 
 Role = Literal["generator", "learner", "reward_worker", "observer"]
+RefusalCode = Literal[
+    "",
+    "hello_first",  # this broker does not know the connection: say hello, then ask again
+    "superseded",  # another process has said hello under the same name
+]
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag=str.lower):
@@ -27,10 +33,13 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag=s
 
 
 class Hello(Message, frozen=True):
-    """First message of every client; answered by Welcome."""
+    """First message of every client, and of every new connection; answered by Welcome."""
 
     role: Role
     name: str  # stable over restarts of the same role, e.g. generator-0
+    incarnation: str = ""  # differs after every restart of the role
+    reconnects: bool = False  # the same incarnation was welcome before; requests are sent again
+    held: tuple[int, ...] = ()  # leases of generation it still works on; all others are taken back
     wire_revision: int = WIRE_REVISION
     packages: dict[str, str] = {}  # versions worth recording, by package
     tokenizer: str = ""  # hash of the tokenizer that this role uses; empty uses none
@@ -60,6 +69,19 @@ class Refusal(Message, frozen=True):
     """The request was understood and refused."""
 
     reason: str
+    code: RefusalCode = ""
+
+
+class GetLedger(Message, frozen=True):
+    """Ask for the account of all items; answered by LedgerAnswer."""
+
+    num_items: int = 10  # how many of the oldest items to name
+
+
+class LedgerAnswer(Message, frozen=True):
+    """The account of all items."""
+
+    view: LedgerView
 
 
 class GetStatus(Message, frozen=True):
@@ -173,9 +195,13 @@ class SubmitScores(Message, frozen=True):
 
 
 class TakeOver(Message, frozen=True):
-    """A learner starts to train at ``step``; answered by TookOver with a new epoch."""
+    """A learner starts to train at ``step``; answered by TookOver with a new epoch.
+
+    Batches of that step and later ones that were delivered before are delivered again as they were.
+    """
 
     step: int
+    checkpoint: str = ""  # what it goes on from, for the record
 
 
 class TookOver(Message, frozen=True):
@@ -200,12 +226,15 @@ class DeliveredGroup(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RequestBatch(Message, frozen=True):
-    """Ask for the batch that step ``version.step`` trains; at the latest after ``wait_s``.
+    """Ask for the batch that ``step`` trains; answered at the latest after ``wait_s``.
 
-    Answered by BatchDelivered, BatchNotReady or RunComplete.
+    Answered by BatchDelivered, BatchNotReady or RunComplete. The step is that of ``version``, or
+    the one after it: a learner may fetch its next batch while it trains. Asked again, a step has
+    the same batch.
     """
 
     version: PolicyVersion  # the learner's own
+    step: int
     wait_s: float
 
 
@@ -240,6 +269,27 @@ class Payloads(Message, frozen=True):
     """Frames: one payload per trajectory, in the order asked."""
 
     num_frames: int
+
+
+class RejectBatch(Message, frozen=True):
+    """The batch of ``step`` was not trained, and must not be as it is; answered by Done.
+
+    The groups named are dropped for this reason and replaced, the others wait again.
+    """
+
+    version: PolicyVersion  # the learner's own
+    step: int
+    reason: Literal["nonfinite", "invalid"]  # of the loss or gradient; of a payload
+    groups: tuple[int, ...]
+    detail: str
+
+
+class SealSteps(Message, frozen=True):
+    """A durable checkpoint holds every step before ``step``; answered by Done."""
+
+    version: PolicyVersion  # the learner's own
+    step: int
+    oldest_kept: int  # step of the oldest checkpoint that is still there
 
 
 class StepCommit(Message, frozen=True):
@@ -278,6 +328,7 @@ Request: TypeAlias = (
     Hello
     | RoleReport
     | GetStatus
+    | GetLedger
     | LeaseGroups
     | Heartbeat
     | SubmitTrajectory
@@ -289,7 +340,9 @@ Request: TypeAlias = (
     | TakeOver
     | RequestBatch
     | FetchPayloads
+    | RejectBatch
     | StepCommit
+    | SealSteps
     | GetLedgerSnapshot
     | PublishReport
 )
@@ -298,6 +351,7 @@ Answer: TypeAlias = (
     | Done
     | Refusal
     | StatusAnswer
+    | LedgerAnswer
     | GroupsLeased
     | HeartbeatAnswer
     | ScoringLeased
