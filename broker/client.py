@@ -1,36 +1,77 @@
-"""How a role talks to the broker: one request, one answer, with deadlines."""
+"""How a role talks to the broker: one request, one answer, with deadlines.
+
+A broker that dies is waited for: when the connection is back, the client says hello again and
+repeats every request that was not answered. All requests may be repeated; an answer to the first
+sending that still arrives is ignored, so that what the client knows and what the broker granted
+agree again from the hello on.
+"""
 
 import asyncio
 import logging
-from collections.abc import Sequence
+import secrets
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from itertools import count
 from typing import Self, TypeVar
 
 import zmq
 import zmq.asyncio
+from zmq.utils.monitor import parse_monitor_message
 
 from wire.codec import Frame, decode_answer, encode
 from wire.control import Answer, Hello, Refusal, Request, Role, Welcome
-from wire.errors import ConfigError, PeerLostError, ProtocolError, RefusedError
+from wire.errors import (
+    ConfigError,
+    PeerLostError,
+    ProtocolError,
+    RefusedError,
+    SlipstreamError,
+    SupersededError,
+)
 
 _log = logging.getLogger(__name__)
 A = TypeVar("A", bound=Answer)
 _SEND_LIMIT = 1_000
+_REPEAT_S = 20.0  # an answer that is lost without a lost connection is asked for again
+_HELLO_S = 5.0
+OUTAGE_S = 300.0
+
+
+@dataclass(slots=True)
+class _Pending:
+    """A request that has no answer yet."""
+
+    request_id: bytes
+    frames: list[Frame]  # without the id
+    answer: "asyncio.Future[tuple[Answer, list[Frame]]]"
 
 
 class BrokerClient:
     """A DEALER socket with many requests in flight. Use it from one event loop."""
 
-    def __init__(self, endpoint: str, *, timeout_s: float = 60.0) -> None:
+    def __init__(self, endpoint: str, hello: Hello, *, timeout_s: float, outage_s: float) -> None:
         self._endpoint = endpoint
+        self._hello = hello
         self._timeout_s = timeout_s
+        self._outage_s = outage_s
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.SNDHWM, _SEND_LIMIT)
+        self._socket.setsockopt(zmq.RECONNECT_IVL, 50)
+        self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1_000)
+        self._monitor = self._socket.get_monitor_socket(
+            zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
+        )
         self._ids = count(1)
-        self._pending: dict[bytes, asyncio.Future[tuple[Answer, list[Frame]]]] = {}
-        self._receiver: asyncio.Task[None] | None = None
+        self._pending: dict[bytes, _Pending] = {}
+        self._tasks: list[asyncio.Task[None]] = []
+        self._returning: asyncio.Task[None] | None = None
+        self._is_welcome = False
+        self._failure: SlipstreamError | None = None
+        self.held: Callable[[], Iterable[int]] = tuple  # leases that this role works on
 
     @classmethod
     async def connect(
@@ -42,26 +83,47 @@ class BrokerClient:
         packages: dict[str, str] | None = None,
         tokenizer: str = "",
         timeout_s: float = 60.0,
+        outage_s: float = OUTAGE_S,
     ) -> tuple[Self, Welcome]:
-        """Return a client that the broker welcomed; ``tokenizer`` is a tokenizer_hash.
+        """Return a client that the broker welcomed.
+
+        Args:
+            endpoint: of the broker.
+            role: what this process is.
+            name: stable over restarts.
+            packages: versions worth recording.
+            tokenizer: a tokenizer_hash.
+            timeout_s: of the first hello, and of a request while the broker is there.
+            outage_s: how long a broker that is gone is waited for later.
 
         Raises:
             PeerLostError: no broker answers within ``timeout_s``.
             ConfigError: the broker does not want this client: another wire revision, another
                 tokenizer.
         """
-        client = cls(endpoint, timeout_s=timeout_s)
+        hello = Hello(
+            role=role,
+            name=name,
+            incarnation=secrets.token_hex(4),
+            packages=packages or {},
+            tokenizer=tokenizer,
+        )
+        client = cls(endpoint, hello, timeout_s=timeout_s, outage_s=outage_s)
         client._socket.connect(endpoint)
-        client._receiver = asyncio.create_task(client._receive())
-        hello = Hello(role=role, name=name, packages=packages or {}, tokenizer=tokenizer)
+        client._tasks = [
+            asyncio.create_task(client._receive()),
+            asyncio.create_task(client._watch()),
+        ]
         try:
-            welcome, _ = await client.ask(hello, Welcome)
+            answer, _ = await client._ask(hello, timeout_s)
+            welcome = _expect(answer, Welcome, hello)
         except RefusedError as error:
             client.close()
             raise ConfigError(str(error)) from error
         except BaseException:
             client.close()
             raise
+        client._is_welcome = True
         return client, welcome
 
     async def ask(
@@ -76,54 +138,144 @@ class BrokerClient:
 
         Raises:
             RefusedError: the broker refused, with its reason.
+            SupersededError: another process has said hello under this name.
             PeerLostError: no answer in time.
         """
         answer, attached = await self.ask_any(request, frames=frames, extra_wait_s=extra_wait_s)
-        if not isinstance(answer, kind):
-            raise ProtocolError(f"{type(request).__name__} was answered by {answer!r}")
-        return answer, attached
+        return _expect(answer, kind, request), attached
 
     async def ask_any(
         self, request: Request, *, frames: Sequence[Frame] = (), extra_wait_s: float = 0.0
     ) -> tuple[Answer, list[Frame]]:
         """Send a request that has answers of several kinds; a refusal is raised."""
-        request_id = next(self._ids).to_bytes(8, "big")
+        patience_s = max(self._timeout_s, self._outage_s) + extra_wait_s
+        return await self._ask(request, patience_s, frames, repeat_s=_REPEAT_S + extra_wait_s)
+
+    async def _ask(
+        self,
+        request: Request,
+        patience_s: float,
+        frames: Sequence[Frame] = (),
+        *,
+        repeat_s: float = float("inf"),
+    ) -> tuple[Answer, list[Frame]]:
+        if self._failure is not None:
+            raise self._failure
         future: asyncio.Future[tuple[Answer, list[Frame]]] = (
             asyncio.get_running_loop().create_future()
         )
-        self._pending[request_id] = future
+        pending = _Pending(b"", [encode(request), *frames], future)
+        deadline = time.monotonic() + patience_s
         what = type(request).__name__
         try:
-            async with asyncio.timeout(self._timeout_s + extra_wait_s):
-                await self._socket.send_multipart([request_id, encode(request), *frames])
-                answer, attached = await future
-        except TimeoutError as error:
-            raise PeerLostError(
-                f"the broker at {self._endpoint} did not answer {what} "
-                f"within {self._timeout_s + extra_wait_s:.0f} s"
-            ) from error
+            await self._send(pending, deadline)
+            while (left := deadline - time.monotonic()) > 0:
+                done, _ = await asyncio.wait({future}, timeout=min(left, repeat_s))
+                if done:
+                    break
+                if left > repeat_s and self._returning is None:
+                    await self._send(pending, deadline)
+            else:
+                raise PeerLostError(
+                    f"the broker at {self._endpoint} did not answer {what} "
+                    f"within {patience_s:.0f} s (run.outage_s)"
+                )
         finally:
-            self._pending.pop(request_id, None)
+            self._pending.pop(pending.request_id, None)
+            future.cancel()
+        answer, attached = future.result()
         if isinstance(answer, Refusal):
-            raise RefusedError(f"the broker refused {what}: {answer.reason}")
+            text = f"the broker refused {what}: {answer.reason}"
+            raise SupersededError(text) if answer.code == "superseded" else RefusedError(text)
         return answer, attached
+
+    async def _send(self, pending: _Pending, deadline: float) -> None:
+        """Send a request under a new id: from now on only the answer to this sending counts."""
+        self._pending.pop(pending.request_id, None)
+        pending.request_id = next(self._ids).to_bytes(8, "big")
+        self._pending[pending.request_id] = pending
+        with suppress(TimeoutError):
+            async with asyncio.timeout(deadline - time.monotonic()):
+                await self._socket.send_multipart([pending.request_id, *pending.frames])
 
     async def _receive(self) -> None:
         while True:
             request_id, body, *attached = await self._socket.recv_multipart(copy=False)
-            future = self._pending.get(request_id.bytes)
-            if future is None or future.done():
-                continue  # its deadline has passed
+            pending = self._pending.get(request_id.bytes)
+            if pending is None or pending.answer.done():
+                continue  # its deadline has passed, or it was sent again
             try:
                 answer = decode_answer(body.buffer)
             except ProtocolError as error:
-                future.set_exception(error)
+                pending.answer.set_exception(error)
+                continue
+            if isinstance(answer, Refusal) and answer.code == "hello_first" and self._is_welcome:
+                self._come_back()
+                continue
+            pending.answer.set_result((answer, [frame.buffer for frame in attached]))
+
+    # ---- a broker that was gone ----------------------------------------------
+
+    async def _watch(self) -> None:
+        """Say hello again on every new connection."""
+        while True:
+            event = parse_monitor_message(await self._monitor.recv_multipart())
+            if not self._is_welcome:
+                continue
+            if event["event"] == zmq.EVENT_DISCONNECTED:
+                _log.warning("the broker at %s is gone; waiting for it", self._endpoint)
             else:
-                future.set_result((answer, [frame.buffer for frame in attached]))
+                self._come_back()
+
+    def _come_back(self) -> None:
+        if self._returning is None or self._returning.done():
+            self._returning = asyncio.create_task(self._say_hello_again())
+
+    async def _say_hello_again(self) -> None:
+        waiting = [one for one in self._pending.values() if not one.answer.done()]
+        hello = Hello(
+            role=self._hello.role,
+            name=self._hello.name,
+            incarnation=self._hello.incarnation,
+            reconnects=True,
+            held=tuple(self.held()),
+            packages=self._hello.packages,
+            tokenizer=self._hello.tokenizer,
+        )
+        try:
+            await self._ask(hello, _HELLO_S)
+        except PeerLostError:
+            self._returning = None
+            self._come_back()
+            return
+        except SlipstreamError as error:
+            self._fail(error)
+            return
+        _log.info("the broker is back; %d requests are sent again", len(waiting))
+        deadline = time.monotonic() + self._outage_s
+        self._returning = None
+        for pending in [one for one in self._pending.values() if not one.answer.done()]:
+            await self._send(pending, deadline)
+
+    def _fail(self, error: SlipstreamError) -> None:
+        self._failure = error
+        for pending in list(self._pending.values()):
+            if not pending.answer.done():
+                pending.answer.set_exception(error)
 
     def close(self) -> None:
         """Drop the connection."""
-        if self._receiver is not None:
-            self._receiver.cancel()
+        if self._returning is not None:
+            self._returning.cancel()
+        for task in self._tasks:
+            task.cancel()
+        self._socket.disable_monitor()
+        self._monitor.close(0)
         self._socket.close()
         self._context.term()
+
+
+def _expect(answer: Answer, kind: type[A], request: Request) -> A:
+    if not isinstance(answer, kind):
+        raise ProtocolError(f"{type(request).__name__} was answered by {answer!r}")
+    return answer

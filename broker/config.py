@@ -19,6 +19,7 @@ from wire.run_settings import (
 from wire.settings import Section, Table, section
 from wire.trajectory import Json
 
+_BYTES_PER_TOKEN = 13  # id, logprob, mask, and four characters in the transcript
 TrackerName: TypeAlias = Literal["tensorboard", "wandb", "mlflow", "swanlab"]
 
 
@@ -82,6 +83,16 @@ class BrokerSection(Section, frozen=True, kw_only=True):
     """Most groups neither trained nor dropped; default is what the staleness bound allows."""
     drop_zero_variance: bool = True
     """Drop groups whose rewards are all equal (they carry no gradient) and issue others."""
+    zero_variance_of: str = ""
+    """Look at this named part of the reward instead, such as the one before shaping."""
+    high_water_bytes: AtLeast1 = 4 * 1024 * 1024 * 1024
+    """Past so much untrained payload no more groups are started than one step needs."""
+    replay_budget_bytes: AtLeast0 = 2 * 1024 * 1024 * 1024
+    """Trained payloads kept until a checkpoint holds their step; past it prompts alone are kept."""
+    cache_bytes: AtLeast0 = 256 * 1024 * 1024
+    """Payloads that the broker keeps in its own memory too, besides Redis."""
+    max_trail_bytes: AtLeast0 = 256 * 1024 * 1024
+    """Newest history of every item, for `slipstream ledger trace`; 0 writes none."""
     record_batches: bool = False
     """Record trained batches whole in rollouts/, for `slipstream replay`."""
     max_recorded_bytes: AtLeast0 = 1024 * 1024 * 1024
@@ -170,12 +181,26 @@ def broker_settings(table: Table) -> BrokerSettings:
             f"broker.max_in_flight is {settings.max_in_flight}, but a learner step needs "
             f"run.groups_per_step = {settings.run.groups_per_step} groups at once"
         )
+    _check_memory(settings)
     if settings.broker.drop_zero_variance and settings.run.group_size < 2:
         raise ConfigError(
             "run.group_size must be >= 2 while broker.drop_zero_variance is on, "
             f"got {settings.run.group_size}"
         )
     return settings
+
+
+def _check_memory(settings: BrokerSettings) -> None:
+    """Refuse a high water that one learner step would not fit under."""
+    run, sampling = settings.run, settings.sampling
+    longest = sampling.max_prompt_tokens + sampling.max_response_tokens
+    step_bytes = run.groups_per_step * run.group_size * longest * _BYTES_PER_TOKEN
+    if step_bytes > settings.broker.high_water_bytes:
+        raise ConfigError(
+            f"broker.high_water_bytes is {settings.broker.high_water_bytes}, but the "
+            f"run.groups_per_step = {run.groups_per_step} groups of one learner step can take "
+            f"{step_bytes} bytes ({run.group_size} x {longest} tokens each)"
+        )
 
 
 def _check_eval(evaluation: EvalSection) -> None:

@@ -4,14 +4,15 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from math import comb
 
+import msgspec
+
 from wire.eval_metric import metric_of, pass_counts
 from wire.run_settings import EvalSection
 from wire.status import EvalFigures, EvalPoint
 from wire.versions import PolicyVersion
 
 
-@dataclass(frozen=True, slots=True)
-class EvalAnswer:
+class EvalAnswer(msgspec.Struct, frozen=True):
     """One answer as far as figures go."""
 
     reward: float
@@ -19,16 +20,15 @@ class EvalAnswer:
     truncated: bool
 
 
-@dataclass(slots=True)
-class EvalRound:
+class EvalRound(msgspec.Struct):
     """One pass over the held-out problems."""
 
     step: int  # only generators that adopted this step or a newer one may answer
     num_problems: int
     next_problem: int = 0  # position of the next one to issue
-    answers: dict[int, list[EvalAnswer]] = field(default_factory=dict)  # by problem
-    versions: set[PolicyVersion] = field(default_factory=set)
-    dropped: set[int] = field(default_factory=set)
+    answers: dict[int, list[EvalAnswer]] = msgspec.field(default_factory=dict)  # by problem
+    versions: set[PolicyVersion] = msgspec.field(default_factory=set)
+    dropped: set[int] = msgspec.field(default_factory=set)
 
     @property
     def unissued(self) -> int:

@@ -4,7 +4,6 @@ from typing import Literal, TypeAlias
 
 import msgspec
 
-from wire.status import EvalPoint
 from wire.trajectory import ItemKind, Prompt, Score, TrajectoryHeader
 from wire.versions import PolicyVersion
 
@@ -14,7 +13,12 @@ DropReason = Literal[
     "bad_prompt",  # its chat template refuses it
     "overlong_response",
     "lease_exhausted",  # nobody managed to answer
+    "poison",  # nobody who tried to answer was heard of again
     "reward_unavailable",  # nobody managed to score
+    "stale",  # past its deadline, in drop mode
+    "orphaned",  # sampled by weights that a take-over from a checkpoint abandoned
+    "nonfinite",  # its learner step had no finite loss or gradient
+    "invalid",  # its payload is not what its header says
     "end_of_data",  # too few groups were left to fill a step
     "run_ended",  # not needed for the last step
 ]
@@ -43,17 +47,30 @@ class Leased(Event, frozen=True):
     adopted_step: int
 
 
+LeaseEnd = Literal[
+    "lapsed",  # no heartbeat
+    "restarted",  # its holder started anew
+    "failed",  # its holder handed it back
+    "left",  # its holder ended in order
+    "lost",  # the answer that granted it never arrived
+    "orphaned",  # its work was of weights that a take-over abandoned
+]
+FAULTS: tuple[LeaseEnd, ...] = ("lapsed", "restarted", "failed")  # count as an attempt
+DEATHS: tuple[LeaseEnd, ...] = ("lapsed", "restarted")
+
+
 class LeaseEnded(Event, frozen=True):
-    """A lease lapsed or was handed back before all siblings came."""
+    """A lease ended before all siblings came."""
 
     lease_id: int
-    reason: str
+    reason: LeaseEnd
 
 
 class Generated(Event, frozen=True):
     """One sibling is finished and its payload is stored."""
 
     header: TrajectoryHeader
+    num_bytes: int = 0  # of its payload and transcript
 
 
 class ScoringFailed(Event, frozen=True):
@@ -90,9 +107,14 @@ class EvalRoundClosed(Event, frozen=True):
 
 
 class TakenOver(Event, frozen=True):
-    """A learner owns the run under a new epoch."""
+    """A learner owns the run under a new epoch, maybe from an earlier step than the last one did.
+
+    Batches of that step and later ones are bound again as they were; where their payloads are gone,
+    their prompts are to be answered again.
+    """
 
     version: PolicyVersion
+    checkpoint: str = ""
 
 
 class StopPlanned(Event, frozen=True):
@@ -102,39 +124,6 @@ class StopPlanned(Event, frozen=True):
     reason: str
 
 
-class WaitingGroup(msgspec.Struct, frozen=True, kw_only=True):
-    """A prompt that was taken from its source and neither trained nor dropped."""
-
-    group_id: int
-    position: int
-    prompt: Prompt
-
-
-class LedgerSnapshot(msgspec.Struct, frozen=True, kw_only=True):
-    """What a checkpoint keeps of the ledger. Answers in flight are not part of it."""
-
-    version: PolicyVersion
-    prompts: str  # fingerprint of the training prompts and their order
-    problems: str  # fingerprint of the held-out problems
-    cursor: int
-    next_group_id: int
-    next_lease_id: int
-    issued: int
-    trained: int
-    dropped: dict[str, int]
-    lapsed_leases: dict[str, int]
-    staleness: dict[int, int]
-    eval_points: tuple[EvalPoint, ...]
-    open_rounds: tuple[int, ...]  # steps whose evaluation was not complete
-    waiting: tuple[WaitingGroup, ...]
-
-
-class Restored(Event, frozen=True):
-    """The run goes on from a checkpoint: first event of its new life."""
-
-    snapshot: LedgerSnapshot
-
-
 class Delivered(Event, frozen=True):
     """A batch is bound to a learner step."""
 
@@ -142,11 +131,30 @@ class Delivered(Event, frozen=True):
     group_ids: tuple[int, ...]
 
 
+class Unbound(Event, frozen=True):
+    """The batch of a step is taken apart: its groups wait again."""
+
+    step: int
+
+
 class Trained(Event, frozen=True):
     """A learner step was committed."""
 
     version: PolicyVersion
     metrics: dict[str, float]
+
+
+class Evicted(Event, frozen=True):
+    """The payloads of a trained step are kept no longer, though no checkpoint holds it yet."""
+
+    step: int
+
+
+class Sealed(Event, frozen=True):
+    """A durable checkpoint holds every step before ``step``."""
+
+    step: int
+    oldest_kept: int  # step of the oldest checkpoint that somebody could go back to
 
 
 LedgerEvent: TypeAlias = (
@@ -160,27 +168,16 @@ LedgerEvent: TypeAlias = (
     | EvalRoundOpened
     | EvalRoundClosed
     | StopPlanned
-    | Restored
     | TakenOver
     | Delivered
+    | Unbound
     | Trained
+    | Evicted
+    | Sealed
 )
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[LedgerEvent] = msgspec.msgpack.Decoder(LedgerEvent)
-
-
-_snapshots: msgspec.msgpack.Decoder[LedgerSnapshot] = msgspec.msgpack.Decoder(LedgerSnapshot)
-
-
-def encode_snapshot(snapshot: LedgerSnapshot) -> bytes:
-    """Return a snapshot as a checkpoint keeps it."""
-    return _encoder.encode(snapshot)
-
-
-def decode_snapshot(data: bytes) -> LedgerSnapshot:
-    """Return a snapshot from a checkpoint; raises msgspec.DecodeError if it is none."""
-    return _snapshots.decode(data)
 
 
 def encode_event(event: LedgerEvent) -> bytes:

@@ -1,75 +1,63 @@
-"""The life of every item, from the prompt to the learner step that trained it.
+"""What clients ask of the items, decided: each command checks, then records events.
 
-A pure state machine. Commands check and then record events; an event is the only thing that
-changes the state, so that replaying the stored events rebuilds it. Deadlines of leases are not
-part of it: after a replay every lease gets one full term again.
+A pure state machine: an event is the only thing that changes the state (broker/book.py), so that
+replaying the stored events rebuilds it. Time comes in as ``now_s``. Deadlines of leases are not
+stored: after a restart every lease gets one full term again.
 
 At every moment, for groups: issued = trained + dropped + in flight. The same holds for
 trajectories, counting a group as its ``group_size`` siblings.
 
-    issued -> leased -> generated -> ready -> delivered -> trained
-       ^         |          |          |
-       +- lapse -+          +----------+-> dropped(reason)
+    issued -> leased -> generated -> ready -> delivered -> trained -> sealed
+       ^         |          |          |          |           |
+       +- lapse -+          +----------+----------+-> dropped(reason)
+       +------------------------- take-over, payload gone ----+
 """
 
-from bisect import insort
-from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterable
+from itertools import islice
+from math import isfinite
+from typing import TypeAlias
 
-from broker.admission import Batch, LiveGroup, NotYet, StalenessBound, choose_batch
-from broker.evaluation import EvalAnswer, EvalPlan, EvalRound
+import msgspec
+
+from broker.admission import NotYet, choose_batch
+from broker.book import Book, BookState, LedgerRules, for_checkpoint
+from broker.evaluation import EvalRound
 from broker.events import (
     Delivered,
     Dropped,
     DropReason,
     EvalRoundClosed,
     EvalRoundOpened,
+    Evicted,
     Generated,
     Issued,
     Leased,
+    LeaseEnd,
     LeaseEnded,
     LedgerEvent,
-    LedgerSnapshot,
-    Restored,
     Scored,
     ScoringFailed,
+    Sealed,
     StopPlanned,
     TakenOver,
     Trained,
-    WaitingGroup,
+    Unbound,
 )
-from broker.groups import STATES, Group, Lease
-from broker.leases import extend
+from broker.groups import NOBODY, Group, Lease
+from broker.store import TrajectoryKey
 from wire.control import LeasedGroup
 from wire.errors import RefusedError
-from wire.status import EvalPoint
 from wire.trajectory import Prompt, Score, TrajectoryHeader
-from wire.versions import PolicyVersion, staleness_steps
+from wire.versions import PolicyVersion
 
-TrajectoryKey = tuple[int, int]  # group_id, sibling
-
-
-@dataclass(frozen=True, slots=True)
-class LedgerRules:
-    """The settings that the ledger obeys."""
-
-    bound: StalenessBound
-    group_size: int
-    total_steps: int
-    max_attempts: int
-    max_in_flight: int
-    drop_zero_variance: bool
-    lease_s: float
-    eval_plan: EvalPlan
-    max_prompts: int | None = None  # the end of the data; None goes through it again and again
-    drop_overlong: bool = False  # a group with an answer that was cut off
-    prompts_fingerprint: str = ""  # what the training prompts are, and their order
-    problems_fingerprint: str = ""  # what the held-out problems are
+Delivery: TypeAlias = list[Group] | NotYet | None  # None: the run is complete
+_LAPSED_TO_LOOK_AT = 64  # a generator whose lanes fit none of them gets other work
 
 
-class Ledger:
-    """Accounts for every item. All methods are immediate; time comes in as ``now_s``."""
+class Ledger(Book):
+    """Accounts for every item. All methods are immediate."""
 
     def __init__(
         self,
@@ -77,93 +65,53 @@ class Ledger:
         *,
         prompt_at: Callable[[int], Prompt],
         eval_prompt_at: Callable[[int], Prompt],
+        state: BookState | None = None,
     ) -> None:
-        self.rules = rules
-        self._prompt_at = prompt_at
+        super().__init__(rules, prompt_at=prompt_at, state=state)
         self._eval_prompt_at = eval_prompt_at
         self._events: list[LedgerEvent] = []
-        self._released: list[TrajectoryKey] = []
-        self.groups: dict[int, Group] = {}
-        self.leases: dict[int, Lease] = {}
-        self.deliveries: dict[int, tuple[int, ...]] = {}  # step -> group ids, until trained
-        self.version = PolicyVersion(0, 0)  # of the learner; epoch 0 is nobody
-        self.delivered_steps = 0
-        self.cursor = 0
-        self.next_group_id = 0
-        self.next_lease_id = 0
-        self.issued = 0
-        self.trained = 0
-        self.dropped: Counter[DropReason] = Counter()
-        self.lapsed_leases: Counter[str] = Counter()
-        self.staleness: Counter[int] = Counter()  # staleness in steps -> trained tokens
-        self._sampled_reward = 0.0  # of all groups scored since the last step
-        self._sampled_count = 0
-        self.eval_rounds: dict[int, EvalRound] = {}
-        self.eval_points: list[EvalPoint] = []  # by step
-        self.last_step = rules.total_steps
-        self.stop_reason = ""
-        self.drops_in_a_row = 0  # groups dropped since the last one became ready
+        self._expiry: OrderedDict[int, float] = OrderedDict()  # lease -> time, in order
 
-    # ---- what is true now ----------------------------------------------------
-
-    @property
-    def step(self) -> int:
-        """Return the number of learner steps completed."""
-        return self.version.step
-
-    @property
-    def finished(self) -> bool:
-        """Tell whether all steps are trained and all evaluations answered."""
-        return self.step >= self.last_step and not self.eval_rounds
-
-    @property
-    def live(self) -> list[Group]:
-        """Return the groups that took a permit, wait to be trained and are in no batch yet."""
-        return [g for g in self._untrained if g.adopted_step >= 0 and not g.delivered]
-
-    @property
-    def _untrained(self) -> list[Group]:
-        return [g for g in self.groups.values() if g.item == "train"]
-
-    @property
-    def out_of_prompts(self) -> bool:
-        """Tell whether the prompt source has reached its end."""
-        return self.rules.max_prompts is not None and self.cursor >= self.rules.max_prompts
-
-    def in_flight(self) -> dict[str, int]:
-        """Return how many groups to be trained stand in each state."""
-        states = Counter(g.state for g in self._untrained)
-        return {state: states[state] for state in STATES}
-
-    def unaccounted(self) -> int:
-        """Return issued - trained - dropped - in flight, which must be 0."""
-        in_flight = sum(self.in_flight().values())
-        return self.issued - self.trained - self.dropped.total() - in_flight
-
-    def sampled_reward(self) -> float | None:
-        """Return the mean reward of all training answers scored since the last step.
-
-        Unlike what is trained it holds the groups that a filter drops.
-        """
-        return self._sampled_reward / self._sampled_count if self._sampled_count else None
-
-    def permits(self, adopted: PolicyVersion) -> int:
-        """Return how many more groups a generator that runs ``adopted`` may start."""
-        live = len(self.live)
-        rules = self.rules
-        remaining = (self.last_step - self.delivered_steps) * rules.bound.groups_per_step
-        allowed = rules.bound.permits(
-            learner_step=self.delivered_steps, adopted_step=adopted.step, live=live
-        )
-        return max(0, min(allowed, remaining - live, rules.max_in_flight - live))
+    def _record(self, event: LedgerEvent) -> None:
+        self.apply(event)
+        self._events.append(event)
 
     def drain(self) -> tuple[list[LedgerEvent], list[TrajectoryKey]]:
         """Return the events not stored yet, and the payloads that nobody needs any more."""
         events, self._events = self._events, []
-        released, self._released = self._released, []
+        released, self.released = self.released, []
         return events, released
 
+    def restarted(self, now_s: float) -> None:
+        """Begin anew after a replay: nothing is to be stored, every lease has a full term."""
+        self.drain()
+        expires_s = now_s + self.rules.lease_s
+        self._expiry = OrderedDict.fromkeys(self.leases, expires_s)
+
+    def begin_anew(self, group: Group) -> None:
+        """Forget what was generated of a group; no event: the whole state is stored after it."""
+        self._forget(group)
+        again = group.prompt_only()
+        self.groups[group.group_id] = again
+        self.index.enter(again)
+
     # ---- generation ----------------------------------------------------------
+
+    def permits(self, adopted: PolicyVersion) -> int:
+        """Return how many more groups a generator that runs ``adopted`` may start."""
+        rules, state = self.rules, self.state
+        groups_per_step, live = rules.bound.groups_per_step, self.index.num_live
+        allowed = rules.bound.permits(
+            learner_step=self.free_step,
+            adopted_step=adopted.step,
+            live=live,
+            booked=state.batches,
+        )
+        remaining = (state.last_step - self.step - len(state.batches)) * groups_per_step - live
+        room = rules.max_in_flight - live
+        if state.untrained_bytes > rules.high_water_bytes:
+            room = min(room, groups_per_step - live)
+        return max(0, min(allowed, remaining, room))
 
     def lease(
         self, holder: str, adopted: PolicyVersion, *, max_sequences: int, now_s: float
@@ -178,16 +126,16 @@ class Ledger:
             if group is None:
                 break
             room -= len(group.missing)
+            lease_id = self.state.next_lease_id
             self._record(
                 Leased(
-                    lease_id=self.next_lease_id,
+                    lease_id=lease_id,
                     group_id=group.group_id,
                     holder=holder,
                     adopted_step=adopted.step,
                 )
             )
-            lease_id = self.next_lease_id - 1
-            self.leases[lease_id].expires_s = now_s + self.rules.lease_s
+            self._expiry[lease_id] = now_s + self.rules.lease_s
             granted.append(
                 LeasedGroup(
                     group_id=group.group_id,
@@ -201,33 +149,31 @@ class Ledger:
         return granted
 
     def _next_group(self, adopted: PolicyVersion, room: int) -> Group | None:
-        for group in self.groups.values():
-            lapsed = group.state == "issued" and group.attempts > 0
-            if not lapsed or group.adopted_step > adopted.step:
+        for group in islice(self.index.again.values(), _LAPSED_TO_LOOK_AT):
+            if group.adopted_step > adopted.step:
                 continue
             if len(group.missing) <= room:
                 return group
             if group.item == "eval":
                 return None  # smaller work would take the lanes that it waits for
         samples = self.rules.eval_plan.section.samples
-        for step, eval_round in self.eval_rounds.items():
+        for step, eval_round in self.state.eval_rounds.items():
             if eval_round.unissued and adopted.step >= step:
                 return self._issue_eval(step, eval_round) if samples <= room else None
         if self.rules.group_size > room or self.permits(adopted) == 0:
             return None
-        for group in self.groups.values():
-            if group.attempts == 0:  # restored from a checkpoint: it needs a permit again
-                return group
+        for group in self.index.fresh.values():
+            return group  # of before a take-over: its prompt was taken long ago
         return None if self.out_of_prompts else self._issue()
 
     def _issue(self) -> Group:
-        group_id = self.next_group_id
-        prompt = self._prompt_at(self.cursor)
-        self._record(Issued(group_id=group_id, item="train", prompt=prompt, cursor=self.cursor))
+        group_id, cursor = self.state.next_group_id, self.state.cursor
+        prompt = self._prompt_at(cursor)
+        self._record(Issued(group_id=group_id, item="train", prompt=prompt, cursor=cursor))
         return self.groups[group_id]
 
     def _issue_eval(self, step: int, eval_round: EvalRound) -> Group:
-        group_id = self.next_group_id
+        group_id = self.state.next_group_id
         cursor = eval_round.next_problem
         prompt = self._eval_prompt_at(cursor)
         self._record(
@@ -235,15 +181,26 @@ class Ledger:
         )
         return self.groups[group_id]
 
-    def heartbeat(self, holder: str, lease_ids: tuple[int, ...], *, now_s: float) -> list[int]:
+    def heartbeat(self, holder: str, lease_ids: Iterable[int], *, now_s: float) -> list[int]:
         """Extend leases; return those that the holder no longer has."""
-        return extend(self.leases, holder, lease_ids, expires_s=now_s + self.rules.lease_s)
+        lost = []
+        for lease_id in lease_ids:
+            lease = self.leases.get(lease_id)
+            if lease is None or lease.holder != holder:
+                lost.append(lease_id)
+            else:
+                self._expiry[lease_id] = now_s + self.rules.lease_s
+                self._expiry.move_to_end(lease_id)
+        return lost
 
-    def submit(self, header: TrajectoryHeader) -> bool:
+    def submit(self, header: TrajectoryHeader, num_bytes: int = 0) -> bool:
         """Take one finished sibling; return False for one that is there already.
 
         A late answer from a lapsed lease is as good as any, as long as its sibling is missing
         and no token of it is older than the group's deadline allows.
+
+        Raises:
+            RefusedError: its group has ended, or its tokens are of weights that it may not hold.
         """
         group = self.groups.get(header.group_id)
         if group is None:
@@ -252,20 +209,32 @@ class Ledger:
             raise RefusedError(f"sibling {header.sibling} of a group of {group.size}")
         if header.sibling in group.headers:
             return False
-        oldest = header.oldest_version
-        if oldest.epoch != self.version.epoch or oldest.step < group.adopted_step:
-            raise RefusedError(
-                f"token chosen by {oldest.label}, group {group.group_id} was admitted at "
-                f"v{self.version.epoch}.{group.adopted_step}"
-            )
-        newest = max(run.version for run in header.version_runs)
-        if newest > self.version:
-            raise RefusedError(f"token of {newest.label}, the learner is at {self.version.label}")
-        self._record(Generated(header=header))
+        self._check_versions(group, header)
+        self._record(Generated(header=header, num_bytes=num_bytes))
         overlong = header.finish_reason == "length" and group.item == "train"
         if overlong and self.rules.drop_overlong:
             self._drop(group, "overlong_response")
         return True
+
+    def _check_versions(self, group: Group, header: TrajectoryHeader) -> None:
+        oldest = header.oldest_version
+        newest = max(run.version for run in header.version_runs)
+        if newest > self.version:
+            raise RefusedError(f"token of {newest.label}, the learner is at {self.version.label}")
+        for run in header.version_runs:
+            if not self.is_ancestor(run.version):
+                lease = self.leases.get(group.lease_id)
+                if lease is not None and lease.lease_id == header.lease_id:
+                    self._end_lease(lease, "orphaned")
+                raise RefusedError(
+                    f"token chosen by {run.version.label}, which {self.version.label} does not "
+                    "descend from: a learner has gone back to an earlier checkpoint"
+                )
+        if group.adopted_step < 0 or oldest.step < group.adopted_step:
+            raise RefusedError(
+                f"token chosen by {oldest.label}, group {group.group_id} was admitted at "
+                f"v{self.version.epoch}.{group.adopted_step}"
+            )
 
     def reject(self, holder: str, lease_id: int, reason: DropReason) -> None:
         """Drop a group that no generator could answer."""
@@ -273,32 +242,37 @@ class Ledger:
         if lease is not None and lease.holder == holder:
             self._drop(self.groups[lease.group_id], reason)
 
-    def release(self, holder: str, lease_id: int, reason: str) -> None:
+    def release(self, holder: str, lease_id: int, reason: LeaseEnd) -> None:
         """Take back a lease before its end."""
         lease = self.leases.get(lease_id)
         if lease is not None and lease.holder == holder:
             self._end_lease(lease, reason)
 
-    def release_all(self, holder: str, reason: str) -> None:
-        """Take back everything that a generator held, because it started anew or left."""
-        self._end_leases([one for one in self.leases.values() if one.holder == holder], reason)
+    def release_all(self, holder: str, reason: LeaseEnd, keep: Collection[int] = ()) -> None:
+        """Take back what a generator held, because it started anew or left."""
+        for lease_id in [i for i in self.by_holder.get(holder, ()) if i not in keep]:
+            if lease_id in self.leases:  # the end of another may have ended the run
+                self._end_lease(self.leases[lease_id], reason)
 
     def expire(self, now_s: float) -> int:
         """End the leases whose holder fell silent; return how many."""
-        overdue = [lease for lease in self.leases.values() if lease.expires_s < now_s]
-        self._end_leases(overdue, "lapsed")
-        return len(overdue)
+        ended = 0
+        while self._expiry:
+            lease_id, expires_s = next(iter(self._expiry.items()))
+            if lease_id in self.leases:
+                if expires_s >= now_s:
+                    break
+                self._end_lease(self.leases[lease_id], "lapsed")
+                ended += 1
+            self._expiry.pop(lease_id, None)
+        return ended
 
-    def _end_leases(self, leases: list[Lease], reason: str) -> None:
-        for lease in leases:
-            if lease.lease_id in self.leases:  # the end of another may have ended the run
-                self._end_lease(lease, reason)
-
-    def _end_lease(self, lease: Lease, reason: str) -> None:
+    def _end_lease(self, lease: Lease, reason: LeaseEnd) -> None:
         self._record(LeaseEnded(lease_id=lease.lease_id, reason=reason))
+        self._expiry.pop(lease.lease_id, None)
         group = self.groups[lease.group_id]
         if group.attempts >= self.rules.max_attempts:
-            self._drop(group, "lease_exhausted")
+            self._drop(group, "poison" if group.deaths == group.attempts else "lease_exhausted")
 
     # ---- scoring -------------------------------------------------------------
 
@@ -307,6 +281,9 @@ class Ledger:
         group = self.groups.get(score.group_id)
         if group is None or score.sibling not in group.headers or score.sibling in group.scores:
             return  # it ended, or was scored already
+        if score.reward is not None and not isfinite(score.reward):
+            unavailable = f"invalid: the reward is {score.reward}"
+            score = msgspec.structs.replace(score, reward=None, unavailable=unavailable)
         if score.reward is None:
             self._record(
                 ScoringFailed(
@@ -319,12 +296,10 @@ class Ledger:
         self._record(Scored(score=score))
         if group.item == "eval":
             self._close_eval_if_complete(group.eval_step)
-        elif (
-            group.state == "ready"
-            and self.rules.drop_zero_variance
-            and max(group.rewards) == min(group.rewards)
-        ):
-            self._drop(group, "zero_variance")
+        elif group.state == "ready" and self.rules.drop_zero_variance:
+            values = group.values_of(self.rules.zero_variance_of)
+            if max(values) == min(values):
+                self._drop(group, "zero_variance")
 
     def _drop(self, group: Group, reason: DropReason) -> None:
         self._record(Dropped(group_id=group.group_id, reason=reason))
@@ -332,9 +307,9 @@ class Ledger:
             self._close_eval_if_complete(group.eval_step)
 
     def _close_eval_if_complete(self, step: int) -> None:
-        if self.eval_rounds[step].complete:
+        if self.state.eval_rounds[step].complete:
             self._record(EvalRoundClosed(step=step))
-            if reason := self.rules.eval_plan.verdict(self.eval_points):
+            if reason := self.rules.eval_plan.verdict(self.state.eval_points):
                 self.plan_stop(reason)
 
     # ---- the end -------------------------------------------------------------
@@ -344,86 +319,195 @@ class Ledger:
 
         Returns False if nothing is left to end: the last step is trained or planned already.
         """
-        if self.step >= self.last_step or self.stop_reason:
+        if self.step >= self.state.last_step or self.state.stop_reason:
             return False
-        self._record(StopPlanned(last_step=self.delivered_steps, reason=reason))
-        self._drop_live(drop_as)
-        if self.step == self.last_step:
-            self._open_eval_if_due()
+        self._stop_here(reason, drop_as)
         return True
 
-    def _drop_live(self, reason: DropReason) -> None:
-        for group in self._untrained:
-            if not group.delivered:
+    def _stop_here(self, reason: str, drop_as: DropReason) -> None:
+        """Make the last step that has its batch the last of the run."""
+        self._record(StopPlanned(last_step=self.free_step, reason=reason))
+        for step in sorted(s for s in self.state.batches if s > self.free_step):
+            self._record(Unbound(step=step))  # a gap stands before it
+        self._drop_unbound(drop_as)
+        if self.step == self.state.last_step:
+            self._open_eval_if_due()
+
+    def _drop_unbound(self, reason: DropReason) -> None:
+        for group in list(self.groups.values()):
+            if group.item == "train" and group.bound_to == NOBODY:
                 self._drop(group, reason)
 
     def _open_eval_if_due(self) -> None:
-        known = self.step in self.eval_rounds or any(p.step == self.step for p in self.eval_points)
-        if not known and self.rules.eval_plan.is_due(self.step, last_step=self.last_step):
+        known = {*self.state.eval_rounds, *(point.step for point in self.state.eval_points)}
+        due = self.rules.eval_plan.is_due(self.step, last_step=self.state.last_step)
+        if due and self.step not in known:
             self._record(EvalRoundOpened(step=self.step))
 
     # ---- the learner ---------------------------------------------------------
 
-    def take_over(self, step: int) -> PolicyVersion:
-        """Grant a new epoch to a learner that holds the weights after ``step`` steps."""
-        if step != self.step:
+    def take_over(self, step: int, checkpoint: str = "") -> PolicyVersion:
+        """Grant a new epoch to a learner that holds the weights after ``step`` steps.
+
+        Raises:
+            RefusedError: this run cannot go on from that step.
+        """
+        if not self.can_go_back_to(step):
+            known = min(self.state.history, default=self.step)
             raise RefusedError(
-                f"the learner holds step {step}, this run stands at step {self.step}; "
-                "start a new run (run.name) or bring the weights of that step"
+                f"the learner holds step {step}, this run stands at step {self.step} and knows its "
+                f"batches from step {known} on; go on from a checkpoint of one of these steps "
+                "(slipstream run --resume CHECKPOINT) or start a new run (run.name)"
             )
         version = PolicyVersion(self.version.epoch + 1, step)
-        self._record(TakenOver(version=version))
-        if step == 0 or step == self.last_step:
-            self._open_eval_if_due()
+        self._record(TakenOver(version=version, checkpoint=checkpoint))
+        self._drop_orphans()
+        self._open_eval_if_due()
         return version
 
-    def deliver(self, version: PolicyVersion) -> list[Group] | NotYet | None:
-        """Return the batch of the learner's next step, or what it waits for, or None at the end.
+    def _drop_orphans(self) -> None:
+        """Drop what was sampled, or is being sampled, by weights of the abandoned steps."""
+        for group in list(self.groups.values()):
+            if group.bound_to != NOBODY or group.item == "eval":
+                if group.item == "eval" and group.adopted_step > self.step:
+                    self._take_back(group)
+                continue
+            if not self._descends(group):
+                self._drop(group, "orphaned")
+
+    def _take_back(self, group: Group) -> None:
+        """Have an evaluation's problem answered anew."""
+        lease = self.leases.get(group.lease_id)
+        if lease is not None:
+            self._end_lease(lease, "orphaned")
+
+    def _descends(self, group: Group) -> bool:
+        """Tell whether all that a group holds is of ancestors of the learner's weights."""
+        return group.adopted_step <= self.step and all(
+            self.is_ancestor(run.version)
+            for header in group.headers.values()
+            for run in header.version_runs
+        )
+
+    def deliver(self, version: PolicyVersion, step: int | None = None) -> Delivery:
+        """Return the batch of a learner step, or what it waits for, or None at the end.
 
         The same step asked again gets the same batch.
+
+        Args:
+            version: the learner's own.
+            step: its next step, or the one after it; None is the next.
         """
         self._require_current(version)
+        step = version.step if step is None else step
+        if not version.step <= step <= version.step + 1:
+            raise RefusedError(f"batch of step {step} asked for by a learner at {version.label}")
         if self.finished:
             return None
-        if version.step in self.deliveries:
-            return [self.groups[group_id] for group_id in self.deliveries[version.step]]
-        if version.step >= self.last_step:
-            return NotYet(tuple(g.group_id for g in self.groups.values()))
+        if step in self.state.batches:
+            return [self.groups[group_id] for group_id in self.state.batches[step]]
+        if step >= self.state.last_step or step != self.free_step:
+            return NotYet(self.rules.bound.groups_per_step)
         choice = choose_batch(
             self.rules.bound,
-            learner_step=version.step,
-            live=[
-                LiveGroup(
-                    g.group_id,
-                    self.rules.bound.deadline(g.adopted_step),
-                    ready=g.state == "ready",
-                )
-                for g in self.live
-            ],
+            learner_step=step,
+            ready=self.index.ready,
+            due=self.index.due,
+            booked=self.state.batches,
         )
-        match choice:
-            case Batch(group_ids):
-                self._record(Delivered(step=version.step, group_ids=group_ids))
-                return [self.groups[group_id] for group_id in group_ids]
-            case NotYet():
-                if self.out_of_prompts and all(g.state == "ready" for g in self._untrained):
-                    self.plan_stop(
-                        f"run.epochs: all {self.cursor} prompts were used", "end_of_data"
-                    )
-                    return self.deliver(version)
+        if isinstance(choice, NotYet):
+            if not self._is_end_of_data():
                 return choice
+            return self._deliver_the_rest(version, step)
+        return self._bind_batch(step, choice)
+
+    def _bind_batch(self, step: int, take: dict[int, int]) -> list[Group]:
+        group_ids = self.index.nearest(take)
+        self._record(Delivered(step=step, group_ids=group_ids))
+        batch = [self.groups[group_id] for group_id in group_ids]
+        self._drop_stale()
+        return batch
+
+    def _drop_stale(self) -> None:
+        """In drop mode, let go of what no later step may train."""
+        if self.rules.bound.reserves or not self.index.any_due_before(self.free_step):
+            return
+        for group in list(self.groups.values()):
+            if group.is_live and self.rules.bound.deadline(group.adopted_step) < self.free_step:
+                self._drop(group, "stale")
+
+    def _is_end_of_data(self) -> bool:
+        """Tell whether nothing more will come than is ready."""
+        counts = self.index.in_flight()
+        return self.out_of_prompts and not any(
+            counts[state] for state in ("issued", "leased", "generated")
+        )
+
+    def _deliver_the_rest(self, version: PolicyVersion, step: int) -> Delivery:
+        """Make the last batch of what is ready, if that is enough, and plan the end."""
+        if later := [s for s in self.state.batches if s > step]:
+            self._take_apart(later)  # the run ends with the batch of this step
+            return self.deliver(version, step)
+        enough = self.index.in_flight()["ready"] >= self.rules.min_groups
+        batch = self._bind_batch(step, dict(self.index.ready)) if enough else None
+        used = f"run.epochs: all {self.state.cursor} prompts were used"
+        self._stop_here(self.state.stop_reason or used, "end_of_data")
+        return batch if batch is not None else self.deliver(version, step)
+
+    def _take_apart(self, steps: Iterable[int]) -> None:
+        """Have the groups of some batches wait again, if they may be trained before their step."""
+        for step in sorted(steps):
+            groups = [self.groups[group_id] for group_id in self.state.batches[step]]
+            self._record(Unbound(step=step))
+            for group in groups:
+                if not self._descends(group):
+                    self._drop(group, "orphaned")
+
+    def reject_batch(
+        self, version: PolicyVersion, step: int, reason: DropReason, group_ids: Collection[int]
+    ) -> None:
+        """Drop groups of a batch that must not be trained; the others wait again."""
+        self._require_current(version)
+        batch = self.state.batches.get(step)
+        if batch is None or not set(group_ids) & set(batch):
+            return  # said twice
+        groups = [self.groups[group_id] for group_id in batch]
+        self._record(Unbound(step=step))
+        for group in groups:
+            if group.group_id in group_ids:
+                self._drop(group, reason)
+            elif not self._descends(group):
+                self._drop(group, "orphaned")
 
     def commit(self, version: PolicyVersion, metrics: dict[str, float]) -> None:
         """Record that the learner trained the step that leads to ``version``."""
         if version == self.version:
             return  # said twice
         self._require_current(PolicyVersion(version.epoch, version.step - 1))
-        if self.step not in self.deliveries:
+        if self.step not in self.state.batches:
             raise RefusedError(f"commit of step {self.step}, which was never delivered")
         self._record(Trained(version=version, metrics=metrics))
-        if self.step == self.last_step:
-            self._drop_live("run_ended")  # only a resumed run has any
+        self._evict()
+        if self.step == self.state.last_step:
+            self._drop_unbound("run_ended")  # only a resumed run has any
         self._open_eval_if_due()
+
+    def _evict(self) -> None:
+        """Keep payloads of trained steps within their budget; the oldest go first."""
+        while self.state.replay_bytes > self.rules.replay_budget_bytes:
+            self._record(Evicted(step=min(self.state.replay)))
+
+    def seal(self, version: PolicyVersion, step: int, oldest_kept: int) -> None:
+        """Record that a durable checkpoint holds every step before ``step``."""
+        self._require_current(version)
+        if step > self.step or oldest_kept > step:
+            raise RefusedError(
+                f"checkpoints of steps {oldest_kept} to {step} cannot be sealed at "
+                f"{self.version.label}"
+            )
+        forgettable = any(s < min(step, oldest_kept) for s in self.state.history)
+        if step > self.state.sealed_step or forgettable:
+            self._record(Sealed(step=step, oldest_kept=oldest_kept))
 
     def _require_current(self, version: PolicyVersion) -> None:
         if version != self.version:
@@ -431,175 +515,23 @@ class Ledger:
                 f"the learner speaks for {version.label}, the run stands at {self.version.label}"
             )
 
-    # ---- checkpoints ---------------------------------------------------------
+    # ---- what is said of the state -------------------------------------------
 
-    def snapshot(self, version: PolicyVersion) -> LedgerSnapshot:
-        """Return what a run needs to go on from the learner's present version."""
+    def snapshot(self, version: PolicyVersion) -> BookState:
+        """Return what a checkpoint of the learner's present version keeps."""
         self._require_current(version)
-        return LedgerSnapshot(
-            prompts=self.rules.prompts_fingerprint,
-            problems=self.rules.problems_fingerprint,
-            version=self.version,
-            cursor=self.cursor,
-            next_group_id=self.next_group_id,
-            next_lease_id=self.next_lease_id,
-            issued=self.issued,
-            trained=self.trained,
-            dropped={str(reason): count for reason, count in self.dropped.items()},
-            lapsed_leases=dict(self.lapsed_leases),
-            staleness=dict(self.staleness),
-            eval_points=tuple(self.eval_points),
-            open_rounds=tuple(self.eval_rounds),
-            waiting=tuple(
-                WaitingGroup(group_id=g.group_id, position=g.position, prompt=g.prompt)
-                for g in self._untrained
-            ),
-        )
+        return for_checkpoint(self.state)
 
-    def restore(self, snapshot: LedgerSnapshot) -> None:
-        """Go on from a checkpoint; call it once, before anything else.
-
-        Prompts that were in flight are asked again: none is skipped, none is asked twice.
-        """
-        if self.next_group_id or self.version.epoch:
-            raise RefusedError("this run has begun already: a checkpoint can no longer be restored")
-        self._record(Restored(snapshot=snapshot))
-
-    # ---- events --------------------------------------------------------------
-
-    def _record(self, event: LedgerEvent) -> None:
-        self.apply(event)
-        self._events.append(event)
-
-    def apply(self, event: LedgerEvent) -> None:
-        """Change the state; used by every command and by replay."""
-        match event:
-            case Issued() | Leased() | LeaseEnded() | Generated():
-                self._apply_generation(event)
-            case ScoringFailed(group_id=group_id, sibling=sibling):
-                failed = self.groups[group_id].failed_scorings
-                failed[sibling] = failed.get(sibling, 0) + 1
-            case Scored(score=score):
-                self._apply_score(score)
-            case Dropped(group_id=group_id, reason=reason):
-                self._apply_drop(group_id, reason)
-            case EvalRoundOpened(step=step):
-                self.eval_rounds[step] = EvalRound(step, self.rules.eval_plan.num_problems)
-            case EvalRoundClosed(step=step):
-                point = self.rules.eval_plan.point(self.eval_rounds.pop(step))
-                insort(self.eval_points, point, key=lambda one: one.step)
-            case StopPlanned(last_step=step, reason=reason):
-                self.last_step, self.stop_reason = step, reason
-            case Restored(snapshot=snapshot):
-                self._apply_restored(snapshot)
-            case TakenOver(version=version):
-                self.version = version
-            case Delivered(step=step, group_ids=group_ids):
-                self.deliveries[step] = group_ids
-                self.delivered_steps = step + 1
-                for group_id in group_ids:
-                    self.groups[group_id].delivered = True
-            case Trained(version=version):
-                self._apply_trained(version)
-
-    def _apply_generation(self, event: Issued | Leased | LeaseEnded | Generated) -> None:
-        match event:
-            case Issued(group_id=group_id, item=item, prompt=prompt, eval_step=eval_step):
-                samples = self.rules.eval_plan.section.samples
-                size = self.rules.group_size if item == "train" else samples
-                self.groups[group_id] = Group(
-                    group_id, item, prompt, size, position=event.cursor, eval_step=eval_step
-                )
-                self.next_group_id = group_id + 1
-                if item == "train":
-                    self.cursor = event.cursor + 1
-                    self.issued += 1
-                else:
-                    self.eval_rounds[eval_step].next_problem = event.cursor + 1
-            case Leased(lease_id=lease_id, group_id=group_id, holder=holder):
-                group = self.groups[group_id]
-                if group.adopted_step < 0:
-                    group.adopted_step = event.adopted_step
-                group.attempts += 1
-                group.lease_id = lease_id
-                self.leases[lease_id] = Lease(lease_id, group_id, holder, expires_s=float("inf"))
-                self.next_lease_id = lease_id + 1
-            case LeaseEnded(lease_id=lease_id, reason=reason):
-                lease = self.leases.pop(lease_id)
-                self.groups[lease.group_id].lease_id = None
-                self.lapsed_leases[reason] += 1
-            case Generated(header=header):
-                group = self.groups[header.group_id]
-                group.headers[header.sibling] = header
-                if not group.missing and group.lease_id is not None:
-                    del self.leases[group.lease_id]
-                    group.lease_id = None
-
-    def _apply_score(self, score: Score) -> None:
-        group = self.groups[score.group_id]
-        group.scores[score.sibling] = score
-        if group.item == "eval":
-            if group.state == "ready":
-                self._apply_eval_answers(group)
-        elif score.reward is not None:
-            self._sampled_reward += score.reward
-            self._sampled_count += 1
-            if group.state == "ready" and len(set(group.rewards)) > 1:
-                self.drops_in_a_row = 0
-
-    def _apply_eval_answers(self, group: Group) -> None:
-        eval_round = self.eval_rounds[group.eval_step]
-        headers = [group.headers[sibling] for sibling in range(group.size)]
-        eval_round.answers[group.position] = [
-            EvalAnswer(reward, header.num_response_tokens, header.finish_reason == "length")
-            for reward, header in zip(group.rewards, headers, strict=True)
-        ]
-        for header in headers:
-            eval_round.versions.update(run.version for run in header.version_runs)
-        self._forget(group)
-
-    def _apply_restored(self, snapshot: LedgerSnapshot) -> None:
-        self.version = snapshot.version
-        self.delivered_steps = snapshot.version.step
-        self.cursor = snapshot.cursor
-        self.next_group_id = snapshot.next_group_id
-        self.next_lease_id = snapshot.next_lease_id
-        self.issued = snapshot.issued
-        self.trained = snapshot.trained
-        self.dropped = Counter(snapshot.dropped)  # type: ignore[arg-type]  # reasons as text
-        self.lapsed_leases = Counter(snapshot.lapsed_leases)
-        self.staleness = Counter(snapshot.staleness)
-        self.eval_points = list(snapshot.eval_points)
-        for step in snapshot.open_rounds:
-            self.eval_rounds[step] = EvalRound(step, self.rules.eval_plan.num_problems)
-        for one in snapshot.waiting:
-            self.groups[one.group_id] = Group(
-                one.group_id, "train", one.prompt, self.rules.group_size, position=one.position
+    def waiting_for(self, not_yet: NotYet) -> tuple[int, ...]:
+        """Name the groups that have to get ready (or end) before a batch can be delivered."""
+        deadline = self.rules.bound.deadline
+        return tuple(
+            group.group_id
+            for group in self.groups.values()
+            if group.item == "eval"
+            or (
+                group.bound_to == NOBODY
+                and group.state != "ready"
+                and (not_yet.overdue is None or deadline(group.adopted_step) <= not_yet.overdue)
             )
-
-    def _apply_drop(self, group_id: int, reason: DropReason) -> None:
-        group = self.groups[group_id]
-        if group.item == "eval":
-            self.eval_rounds[group.eval_step].dropped.add(group.position)
-        else:
-            self.dropped[reason] += 1
-            self.drops_in_a_row += 1
-        self._forget(group)
-
-    def _apply_trained(self, version: PolicyVersion) -> None:
-        for group_id in self.deliveries.pop(version.step - 1):
-            group = self.groups[group_id]
-            for header in group.headers.values():
-                for behavior, num_tokens in header.tokens_by_version():
-                    lag = staleness_steps(learner_step=version.step - 1, behavior=behavior)
-                    self.staleness[lag] += num_tokens
-            self.trained += 1
-            self._forget(group)
-        self.version = version
-        self._sampled_reward, self._sampled_count = 0.0, 0
-
-    def _forget(self, group: Group) -> None:
-        del self.groups[group.group_id]
-        if group.lease_id is not None:
-            del self.leases[group.lease_id]
-        self._released.extend((group.group_id, sibling) for sibling in group.headers)
+        )

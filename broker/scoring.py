@@ -3,8 +3,7 @@
 from collections import OrderedDict
 from dataclasses import dataclass
 
-from broker.leases import extend
-from broker.ledger import TrajectoryKey
+from broker.store import TrajectoryKey
 
 
 @dataclass(slots=True)
@@ -23,6 +22,8 @@ class ScoringQueue:
         self._lease_s = lease_s
         self._waiting: OrderedDict[TrajectoryKey, None] = OrderedDict()
         self._leases: dict[int, ScoringLease] = {}
+        self._lease_of: dict[TrajectoryKey, int] = {}
+        self._by_holder: dict[str, dict[int, None]] = {}
         self._next_lease_id = 0
 
     @property
@@ -35,56 +36,80 @@ class ScoringQueue:
         """Return how many trajectories are being scored."""
         return len(self._leases)
 
+    def holders(self) -> list[str]:
+        """Return who is scoring."""
+        return list(self._by_holder)
+
     def leases_of(self, holder: str) -> int:
         """Return how many trajectories one worker holds."""
-        return sum(lease.holder == holder for lease in self._leases.values())
+        return len(self._by_holder.get(holder, ()))
 
     def add(self, key: TrajectoryKey) -> None:
         """Queue a trajectory."""
-        self._waiting[key] = None
+        if key not in self._lease_of:
+            self._waiting[key] = None
 
     def discard(self, key: TrajectoryKey) -> None:
-        """Forget a trajectory whose group ended."""
+        """Forget a trajectory that has its reward, or whose group ended."""
         self._waiting.pop(key, None)
-        for lease_id in [i for i, lease in self._leases.items() if lease.key == key]:
-            del self._leases[lease_id]
+        if (lease_id := self._lease_of.get(key)) is not None:
+            self._end(lease_id)
 
     def lease(self, holder: str, credits_left: int, *, now_s: float) -> dict[int, TrajectoryKey]:
         """Grant up to ``credits_left`` trajectories; return them by lease."""
         granted: dict[int, TrajectoryKey] = {}
         while self._waiting and len(granted) < credits_left:
             key, _ = self._waiting.popitem(last=False)
-            lease = ScoringLease(key, holder, now_s + self._lease_s)
-            self._leases[self._next_lease_id] = lease
-            granted[self._next_lease_id] = key
+            lease_id = self._next_lease_id
+            self._leases[lease_id] = ScoringLease(key, holder, now_s + self._lease_s)
+            self._lease_of[key] = lease_id
+            self._by_holder.setdefault(holder, {})[lease_id] = None
+            granted[lease_id] = key
             self._next_lease_id += 1
         return granted
 
-    def finish(self, holder: str, lease_id: int) -> TrajectoryKey | None:
-        """End a lease with a result; None when this worker no longer holds it."""
+    def finish(self, holder: str, lease_id: int, key: TrajectoryKey) -> bool:
+        """End a lease with a result; False when this worker does not hold it, or not for that."""
         lease = self._leases.get(lease_id)
-        if lease is None or lease.holder != holder:
-            return None
-        del self._leases[lease_id]
-        return lease.key
+        if lease is None or lease.holder != holder or lease.key != key:
+            return False
+        self._end(lease_id)
+        return True
 
     def heartbeat(self, holder: str, lease_ids: tuple[int, ...], *, now_s: float) -> list[int]:
         """Extend leases; return those that the worker no longer has."""
-        return extend(self._leases, holder, lease_ids, expires_s=now_s + self._lease_s)
+        lost = []
+        for lease_id in lease_ids:
+            lease = self._leases.get(lease_id)
+            if lease is None or lease.holder != holder:
+                lost.append(lease_id)
+            else:
+                lease.expires_s = now_s + self._lease_s
+        return lost
 
     def release_all(self, holder: str) -> None:
         """Put back what a worker held."""
-        self._put_back([i for i, lease in self._leases.items() if lease.holder == holder])
+        for lease_id in list(self._by_holder.get(holder, ())):
+            self._put_back(lease_id)
 
     def expire(self, now_s: float) -> list[TrajectoryKey]:
         """Put back what silent workers held; return it, because an attempt ended."""
         overdue = [i for i, lease in self._leases.items() if lease.expires_s < now_s]
         keys = [self._leases[i].key for i in overdue]
-        self._put_back(overdue)
+        for lease_id in overdue:
+            self._put_back(lease_id)
         return keys
 
-    def _put_back(self, lease_ids: list[int]) -> None:
-        for lease_id in lease_ids:
-            key = self._leases.pop(lease_id).key
-            self._waiting[key] = None
-            self._waiting.move_to_end(key, last=False)
+    def _put_back(self, lease_id: int) -> None:
+        key = self._end(lease_id)
+        self._waiting[key] = None
+        self._waiting.move_to_end(key, last=False)
+
+    def _end(self, lease_id: int) -> TrajectoryKey:
+        lease = self._leases.pop(lease_id)
+        del self._lease_of[lease.key]
+        held = self._by_holder[lease.holder]
+        del held[lease_id]
+        if not held:
+            del self._by_holder[lease.holder]
+        return lease.key

@@ -1,33 +1,50 @@
-"""The broker's loop: a ROUTER socket around the ledger. Decode, decide, make durable, answer."""
+"""The broker's loop: decode, decide, make durable, answer.
+
+Consumes: requests of all roles. Produces: one answer each. Everything between the arrival of a
+message and the hand-over to the store happens at once, so that there is nothing to lock: requests
+that find no work wait in a WaitingRoom, answers that promise something wait for the store.
+"""
 
 import asyncio
 import logging
 import time
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from math import isfinite
-from typing import assert_never
+from typing import TypeAlias, assert_never
 
 import zmq
-import zmq.asyncio
 
+from broker.account import account_of
 from broker.admission import NotYet
+from broker.book import encode_state
 from broker.commit import GroupCommitter
-from broker.events import encode_event, encode_snapshot
+from broker.events import (
+    EvalRoundClosed,
+    Issued,
+    LedgerEvent,
+    TakenOver,
+    Trained,
+    encode_event,
+)
+from broker.frames import FrameCache
 from broker.groups import Group, as_delivered
-from broker.ledger import Ledger, TrajectoryKey
+from broker.ledger import Ledger
 from broker.records import RunRecords
+from broker.router import Router
 from broker.scoring import ScoringQueue
-from broker.store import Changes, StoredTrajectory
+from broker.sessions import Session, Sessions, name_of
+from broker.store import Changes, StoredTrajectory, TrajectoryKey, TrajectoryStore
 from broker.telemetry import Telemetry
+from broker.trail import Trail
+from broker.waiting import Parked, WaitingRoom
 from wire.codec import Frame, decode_request, encode, expect_frames
 from wire.control import (
-    WIRE_REVISION,
     Answer,
     BatchDelivered,
     BatchNotReady,
     Done,
     FetchPayloads,
+    GetLedger,
     GetLedgerSnapshot,
     GetStatus,
     Goodbye,
@@ -35,13 +52,15 @@ from wire.control import (
     Heartbeat,
     HeartbeatAnswer,
     Hello,
-    LeasedGroup,
     LeaseGroups,
     LeaseScoring,
+    LedgerAnswer,
     LedgerSnapshotAnswer,
     Payloads,
     PublishReport,
     Refusal,
+    RefusalCode,
+    RejectBatch,
     RejectPrompt,
     ReleaseLease,
     Request,
@@ -50,6 +69,7 @@ from wire.control import (
     RunComplete,
     ScoringItem,
     ScoringLeased,
+    SealSteps,
     StatusAnswer,
     StepCommit,
     StepCommitted,
@@ -59,17 +79,22 @@ from wire.control import (
     TookOver,
     Welcome,
 )
-from wire.errors import ProtocolError, RefusedError
+from wire.errors import ProtocolError, RefusedError, SupersededError
+from wire.ledger_view import LedgerView
 from wire.status import RunStatus
 from wire.trajectory import Score
 
 _log = logging.getLogger(__name__)
 
-MAX_PENDING_REQUESTS = 10_000
 MAX_WAIT_S = 30.0
-MAX_OBSERVERS = 64
+MAX_BACKLOG = 20_000  # changes that the store has not taken; past it nothing more is received
+MAX_BACKLOG_BYTES = 256 * 1024 * 1024
+_SNAPSHOT_AFTER_EVENTS = 20_000
+_EVENTS_PER_GROUP = 8  # a snapshot costs as much as so many events of every group in it
+_ITEMS_ON_FILE = 20
 _NO_FRAMES: tuple[Frame, ...] = ()
-Reply = tuple[Answer, Sequence[Frame]]
+Reply: TypeAlias = tuple[Answer, Sequence[Frame]]
+Job: TypeAlias = Coroutine[None, None, Reply]
 
 
 class BrokerServer:
@@ -81,70 +106,66 @@ class BrokerServer:
         ledger: Ledger,
         scoring: ScoringQueue,
         committer: GroupCommitter,
+        store: TrajectoryStore,
         telemetry: Telemetry,
         run_name: str,
         max_message_bytes: int,
+        cache_bytes: int = 1 << 28,
         records: RunRecords | None = None,
+        trail: Trail | None = None,
+        store_name: str = "",
+        generation: int = 0,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self._ledger = ledger
         self._scoring = scoring
         self._committer = committer
+        self._store = store
         self.telemetry = telemetry
         self._run_name = run_name
         self._max_message_bytes = max_message_bytes
         self._records = records or RunRecords()
+        self._trail = trail or Trail()
+        self._store_name = store_name
+        self._generation = generation
         self._now = now
-        self._frames: dict[TrajectoryKey, StoredTrajectory] = {}
-        self._names: dict[bytes, str] = {}  # routing id -> name said in hello
-        self._tokenizer: tuple[str, str] | None = None  # hash, and who said it first
-        self._observers: deque[bytes] = deque()  # they come and go without a word
-        self._turns: dict[str, int] = {}  # requests that wait, counted per client
-        self._changed = asyncio.Event()
-        self._tasks: set[asyncio.Task[None]] = set()
+        self.frames = FrameCache(cache_bytes)
+        self._sessions = Sessions()
+        self._router: Router | None = None
+        self._leases: WaitingRoom[LeaseGroups] = WaitingRoom(self._no_groups)
+        self._scorings: WaitingRoom[LeaseScoring] = WaitingRoom(self._no_scoring)
+        self._batches: WaitingRoom[RequestBatch] = WaitingRoom(self._no_batch)
+        self._settling: asyncio.Handle | None = None
+        self._events_since_snapshot = 0
+        self._issued_at: dict[int, float] = {}  # unix time, of groups that this process issued
+        self._jobs: asyncio.TaskGroup | None = None
+        self._alarm = ""
 
     # ---- the loop ------------------------------------------------------------
 
-    async def serve(self, context: zmq.asyncio.Context, endpoint: str) -> None:
+    async def serve(self, context: "zmq.Context[zmq.Socket[bytes]]", endpoint: str) -> None:
         """Answer requests until cancelled."""
-        socket = context.socket(zmq.ROUTER)
-        socket.setsockopt(zmq.LINGER, 0)
-        socket.setsockopt(zmq.MAXMSGSIZE, self._max_message_bytes)
-        socket.bind(endpoint)
+        for group in self._ledger.groups.values():
+            for sibling in group.unscored:
+                self._scoring.add((group.group_id, sibling))
         try:
-            async with asyncio.TaskGroup() as group:
-                group.create_task(self._expire_leases())
-                while True:
-                    frames = await socket.recv_multipart(copy=False)
-                    if len(self._tasks) >= MAX_PENDING_REQUESTS:
-                        self.telemetry.rejected["too_many_pending"] += 1
-                        continue  # the client learns it from its deadline
-                    task = group.create_task(self._answer(socket, frames))
-                    self._tasks.add(task)
-                    task.add_done_callback(self._tasks.discard)
+            async with asyncio.TaskGroup() as jobs:
+                self._jobs = jobs
+                self._router = Router(
+                    context,
+                    endpoint,
+                    max_message_bytes=self._max_message_bytes,
+                    on_message=self._receive,
+                )
+                await self._expire_leases()
         finally:
-            socket.close()
-
-    async def _answer(self, socket: zmq.asyncio.Socket, frames: Sequence[zmq.Frame]) -> None:
-        if len(frames) < 3:
-            self.telemetry.rejected["malformed"] += 1
-            return
-        peer, request_id = frames[0].bytes, frames[1].bytes
-        try:
-            request = decode_request(frames[2].buffer)
-            answer, attached = await self._handle(peer, request, [f.buffer for f in frames[3:]])
-        except ProtocolError as error:
-            self.telemetry.rejected["malformed"] += 1
-            answer, attached = Refusal(reason=str(error)), _NO_FRAMES
-        except RefusedError as error:
-            self.telemetry.rejected["refused"] += 1
-            answer, attached = Refusal(reason=str(error)), _NO_FRAMES
-        except (KeyError, ValueError, TypeError) as error:
-            # A fault of ours that one message brought to light must not end everybody's run.
-            _log.exception("request of %s failed", self._names.get(peer, "an unknown peer"))
-            self.telemetry.rejected["internal"] += 1
-            answer, attached = Refusal(reason=f"internal error: {error!r}"), _NO_FRAMES
-        await socket.send_multipart([peer, request_id, encode(answer), *attached], copy=False)
+            for room in (self._leases, self._scorings, self._batches):
+                room.close()
+            if self._settling is not None:
+                self._settling.cancel()
+            if self._router is not None:
+                self._router.close()
+                self._router = None
 
     async def _expire_leases(self) -> None:
         while True:
@@ -153,125 +174,256 @@ class BrokerServer:
             lapsed = self._ledger.expire(now)
             if lapsed:
                 _log.warning("%d leases lapsed: their holders sent no heartbeat", lapsed)
-            unscored = self._scoring.expire(now)
-            for group_id, sibling in unscored:
+            for group_id, sibling in self._scoring.expire(now):
                 reason = "the reward worker fell silent"
                 self._ledger.score(
                     Score(group_id=group_id, sibling=sibling, lease_id=-1, unavailable=reason)
                 )
-            if lapsed or unscored:
-                await self._persist()
+                self._settle_soon()
+            self._persist()
 
-    async def _handle(self, peer: bytes, request: Request, frames: list[Frame]) -> Reply:
-        name = self._names.get(peer)
+    def _receive(self, frames: Sequence[zmq.Frame]) -> None:
+        if len(frames) < 3:
+            self.telemetry.rejected["malformed"] += 1
+            return
+        peer, request_id = frames[0].bytes, frames[1].bytes
+        reply: Reply | None
+        try:
+            request = decode_request(frames[2].buffer)
+            put, reply = self._handle(peer, request_id, request, [f.buffer for f in frames[3:]])
+        except _ANSWERED as error:
+            put, reply = {}, self._refusal(peer, error)
+        if reply is None:
+            self._persist(put)
+        else:
+            self._answer(peer, request_id, reply, put)
+
+    def _refusal(self, peer: bytes, error: Exception) -> Reply:
+        code: RefusalCode = ""
+        reason = str(error)
+        match error:
+            case ProtocolError():
+                self.telemetry.rejected["malformed"] += 1
+            case SupersededError():
+                self.telemetry.rejected["superseded"] += 1
+                code = "superseded"
+            case _HelloFirstError():
+                code = "hello_first"
+            case RefusedError():
+                self.telemetry.rejected["refused"] += 1
+            case _:
+                # A fault of ours that one message brought to light must not end everybody's run.
+                session = self._sessions.find(peer)
+                name = session.name if session else "an unknown peer"
+                _log.error("request of %s failed", name, exc_info=error)
+                self.telemetry.rejected["internal"] += 1
+                reason = f"internal error: {error!r}"
+        return Refusal(reason=reason, code=code), _NO_FRAMES
+
+    def _answer(
+        self,
+        peer: bytes,
+        request_id: bytes,
+        reply: Reply,
+        put: dict[TrajectoryKey, StoredTrajectory] | None = None,
+    ) -> None:
+        """Send an answer as soon as everything that it may rest on is durable."""
+        answer, attached = reply
+        frames = [peer, request_id, encode(answer), *attached]
+        self._persist(put, lambda: self._send(frames, answer))
+
+    def _send(self, frames: Sequence[Frame], answer: Answer) -> None:
+        if self._router is None or self._router.send(frames):
+            return
+        self.telemetry.rejected["unreachable"] += 1
+        if isinstance(answer, GroupsLeased):
+            for granted in answer.groups:
+                lease = self._ledger.leases.get(granted.lease_id)
+                if lease is not None:
+                    self._ledger.release(lease.holder, lease.lease_id, "lost")
+            self._persist()
+
+    def _spawn(self, session: Session, request_id: bytes, job: Job) -> None:
+        """Answer when a job is done that waits for something."""
+
+        async def run() -> None:
+            try:
+                reply = await job
+            except _ANSWERED as error:
+                reply = self._refusal(session.peer, error)
+            self._answer(session.peer, request_id, reply)
+
+        if self._jobs is not None:
+            self._jobs.create_task(run())
+
+    # ---- what is recorded becomes durable ------------------------------------
+
+    def _persist(
+        self,
+        put: dict[TrajectoryKey, StoredTrajectory] | None = None,
+        then: Callable[[], None] | None = None,
+    ) -> None:
+        """Hand to the store what the ledger recorded; ``then`` follows when it is durable."""
+        first = self._ledger.state.num_events
+        events, released = self._ledger.drain()
+        encoded = [encode_event(event) for event in events]
+        changes = Changes(encoded, put or {}, released)
+        if events:
+            first -= len(events)
+            self._noticed(events)
+            changes.snapshot = self._snapshot_if_due(len(events))
+            if changes.snapshot is not None:
+                changes.events = []
+        for key in released:
+            self._scoring.discard(key)
+        self.frames.discard(released)
+        if changes.is_empty and not self._committer.backlog:
+            if then is not None:
+                then()
+            return
+        if changes.is_empty and then is None:
+            return
+        at_s = time.time()
+
+        def durable() -> None:
+            self._trail.append(first, at_s, encoded)
+            if then is not None:
+                then()
+            if self._router is not None and not self._is_flooded(0.5):
+                self._router.resume()
+
+        self._committer.add(changes, durable)
+        if self._router is not None and self._is_flooded(1.0):
+            self._router.pause()
+
+    def _is_flooded(self, share: float) -> bool:
+        committer = self._committer
+        return (
+            committer.backlog > MAX_BACKLOG * share
+            or committer.backlog_bytes > MAX_BACKLOG_BYTES * share
+        )
+
+    def _noticed(self, events: Iterable[LedgerEvent]) -> None:
+        self._settle_soon()
+        for event in events:
+            match event:
+                case Issued(group_id=group_id):
+                    self._issued_at[group_id] = time.time()
+                case Trained():
+                    groups = self._ledger.groups
+                    self._issued_at = {i: at for i, at in self._issued_at.items() if i in groups}
+                case EvalRoundClosed() | TakenOver():
+                    self._records.evaluations(self._ledger.state.eval_points)
+                case _:
+                    pass
+
+    def _snapshot_if_due(self, num_events: int) -> bytes | None:
+        """Return the state once there are as many events as it is worth."""
+        self._events_since_snapshot += num_events
+        state = self._ledger.state
+        held = len(state.groups) + sum(map(len, state.replay.values()))
+        if self._events_since_snapshot < max(_SNAPSHOT_AFTER_EVENTS, held * _EVENTS_PER_GROUP):
+            return None
+        self._events_since_snapshot = 0
+        return encode_state(state)
+
+    # ---- requests ------------------------------------------------------------
+
+    def _handle(
+        self, peer: bytes, request_id: bytes, request: Request, frames: list[Frame]
+    ) -> tuple[dict[TrajectoryKey, StoredTrajectory], Reply | None]:
+        """Carry out a request; return payloads to store, and the answer unless it comes later."""
         if isinstance(request, Hello):
-            return await self._hello(peer, request), _NO_FRAMES
-        if name is None:
-            raise RefusedError("say hello first")
-        self.telemetry.heard(name)
+            return {}, (self._hello(peer, request), _NO_FRAMES)
+        session = self._sessions.find(peer)
+        if session is None:
+            raise _HelloFirstError("say hello first")
+        self.telemetry.heard(session.name)
         match request:
-            case LeaseGroups() | LeaseScoring() | RequestBatch():
-                return await self._wait_and_handle(peer, name, request)
             case SubmitTrajectory():
-                return await self._submit(request, frames), _NO_FRAMES
-            case SubmitScores():
-                return await self._submit_scores(name, request), _NO_FRAMES
+                return self._submit(request, frames), (Done(), _NO_FRAMES)
+            case LeaseGroups():
+                self._leases.park(
+                    Parked(
+                        session,
+                        request_id,
+                        request,
+                        key=session.name,
+                        kind=(request.adopted, request.max_sequences),
+                    ),
+                    min(request.wait_s, MAX_WAIT_S),
+                )
+                self._settle_soon()
+            case LeaseScoring():
+                parked = Parked(session, request_id, request, key=session.name, kind=None)
+                self._scorings.park(parked, min(request.wait_s, MAX_WAIT_S))
+                self._settle_soon()
+            case RequestBatch():
+                self._request_batch(session, request_id, request)
             case FetchPayloads():
-                return self._fetch(request)
+                return {}, self._fetch(session, request_id, request)
+            case TakeOver() | StepCommit() | RejectBatch() | SealSteps() | GetLedgerSnapshot():
+                return {}, self._serve_learner(session, request_id, request)
+            case _:
+                return {}, (self._serve_any(session, request), _NO_FRAMES)
+        return {}, None
+
+    def _serve_any(
+        self,
+        session: Session,
+        request: Heartbeat
+        | SubmitScores
+        | ReleaseLease
+        | RejectPrompt
+        | Goodbye
+        | RoleReport
+        | PublishReport
+        | GetStatus
+        | GetLedger,
+    ) -> Answer:
+        match request:
             case Heartbeat(lease_ids=lease_ids):
                 now = self._now()
-                lost = set(self._ledger.heartbeat(name, lease_ids, now_s=now))
-                lost &= set(self._scoring.heartbeat(name, lease_ids, now_s=now))
-                return HeartbeatAnswer(lost=tuple(sorted(lost))), _NO_FRAMES
-            case TakeOver() | StepCommit() | GetLedgerSnapshot():
-                return await self._serve_learner(request), _NO_FRAMES
-            case GetStatus():
-                return StatusAnswer(status=self.status()), _NO_FRAMES
-            case _:
-                await self._take(name, request)
-                return Done(), _NO_FRAMES
-
-    async def _take(
-        self, name: str, request: ReleaseLease | RejectPrompt | Goodbye | RoleReport | PublishReport
-    ) -> None:
-        """Carry out a request that is answered by Done alone."""
-        match request:
+                lost = set(self._ledger.heartbeat(session.holder, lease_ids, now_s=now))
+                lost &= set(self._scoring.heartbeat(session.holder, lease_ids, now_s=now))
+                return HeartbeatAnswer(lost=tuple(sorted(lost)))
+            case SubmitScores():
+                self._submit_scores(session, request)
             case ReleaseLease(lease_id=lease_id, reason=reason):
-                _log.warning("%s handed back lease %d: %s", name, lease_id, reason)
-                self._ledger.release(name, lease_id, "failed")
-                await self._persist()
+                _log.warning("%s handed back lease %d: %s", session.name, lease_id, reason)
+                self._ledger.release(session.holder, lease_id, "failed")
             case RejectPrompt(lease_id=lease_id, reason=reason, detail=detail):
-                _log.warning("%s cannot answer a prompt: %s", name, detail)
-                self._ledger.reject(name, lease_id, reason)
-                await self._persist()
+                _log.warning("%s cannot answer a prompt: %s", session.name, detail)
+                self._ledger.reject(session.holder, lease_id, reason)
             case Goodbye():
-                self._ledger.release_all(name, "left")
-                self._scoring.release_all(name)
-                await self._persist()
-                self._notify()
+                self._ledger.release_all(session.holder, "left")
+                self._scoring.release_all(session.holder)
+                self._settle_soon()
             case RoleReport():
-                self.telemetry.report(name, request)
+                self.telemetry.report(session.name, request)
             case PublishReport(record=record):
                 self.telemetry.published(record)
+            case GetStatus():
+                return StatusAnswer(status=self.status())
+            case GetLedger(num_items=num_items):
+                return LedgerAnswer(view=self.account(num_items))
             case _:
                 assert_never(request)
+        return Done()
 
-    async def _serve_learner(
-        self, request: TakeOver | StepCommit | GetLedgerSnapshot
-    ) -> TookOver | StepCommitted | LedgerSnapshotAnswer:
-        match request:
-            case TakeOver(step=step):
-                version = self._ledger.take_over(step)
-                await self._persist()
-                self.telemetry.training_began()
-                return TookOver(version=version)
-            case StepCommit():
-                await self._commit_step(request)
-                return StepCommitted(
-                    evaluations=tuple(self._ledger.eval_points), last_step=self._ledger.last_step
-                )
-            case GetLedgerSnapshot(version=version):
-                return LedgerSnapshotAnswer(data=encode_snapshot(self._ledger.snapshot(version)))
-            case _:
-                assert_never(request)
-
-    async def plan_stop(self, reason: str) -> None:
-        """End the run in order, before the steps that were planned."""
-        if self._ledger.plan_stop(reason):
-            _log.info("the run ends: %s", reason)
-            await self._persist()
-
-    def _check_tokenizer(self, hello: Hello) -> None:
-        if not hello.tokenizer:
-            return
-        known, first = self._tokenizer or (hello.tokenizer, hello.name)
-        if hello.tokenizer != known:
-            raise RefusedError(
-                f"the tokenizer of {hello.name} ({hello.tokenizer}) is not that of {first} "
-                f"({known}): run.model must name the same files for every role"
-            )
-        self._tokenizer = (known, first)
-
-    async def _hello(self, peer: bytes, hello: Hello) -> Welcome:
-        if hello.wire_revision != WIRE_REVISION:
-            raise RefusedError(
-                f"{hello.name} speaks wire revision {hello.wire_revision}, "
-                f"this broker {WIRE_REVISION}: install the same version on both sides"
-            )
-        self._check_tokenizer(hello)
+    def _hello(self, peer: bytes, hello: Hello) -> Welcome:
+        session = self._sessions.hello(peer, hello)
         if hello.role != "observer":
-            for other in [i for i, known in self._names.items() if known == hello.name]:
-                del self._names[other]
-            self._ledger.release_all(hello.name, "restarted")
-            self._scoring.release_all(hello.name)
-            await self._persist()
-            self._notify()
-            _log.info("hello from %s", hello.name)
-        else:
-            self._observers.append(peer)
-            if len(self._observers) > MAX_OBSERVERS:
-                self._names.pop(self._observers.popleft(), None)
-        self._names[peer] = hello.name
+            for holder in [h for h in self._ledger.by_holder if name_of(h) == hello.name]:
+                own = holder == session.holder
+                self._ledger.release_all(
+                    holder, "lost" if own else "restarted", hello.held if own else ()
+                )
+            for holder in self._scoring.holders():
+                if name_of(holder) == hello.name and holder != session.holder:
+                    self._scoring.release_all(holder)
+            self._settle_soon()
+            _log.info("hello %sfrom %s", "again " * hello.reconnects, hello.name)
         self.telemetry.hello(hello)
         if hello.packages:
             self._records.packages(self.telemetry.versions)
@@ -283,185 +435,357 @@ class BrokerServer:
 
     # ---- requests that wait --------------------------------------------------
 
-    async def _wait_and_handle(
-        self, peer: bytes, name: str, request: LeaseGroups | LeaseScoring | RequestBatch
-    ) -> Reply:
-        """Answer as soon as there is something to say, at the latest after ``wait_s``."""
-        deadline = self._now() + min(request.wait_s, MAX_WAIT_S)
-        turn = self._take_turn(name, request)
-        while True:
-            if self._names.get(peer) != name:
-                raise RefusedError(f"another process said hello as {name}")
-            changed = self._changed
-            if self._turns[name] != turn and isinstance(request, LeaseGroups):
-                return (GroupsLeased(groups=()), _NO_FRAMES)
-            reply, worth_saying = self._try(name, request)
-            remaining = deadline - self._now()
-            if worth_saying or remaining <= 0:
-                await self._persist()
-                return reply
-            try:
-                await asyncio.wait_for(changed.wait(), remaining)
-            except TimeoutError:
-                continue
+    def _settle_soon(self) -> None:
+        if self._settling is None:
+            self._settling = asyncio.get_running_loop().call_soon(self._settle)
 
-    def _take_turn(self, name: str, request: LeaseGroups | LeaseScoring | RequestBatch) -> int:
-        """A newer request of the same client ends its older ones: it knows more by now."""
-        turn = self._turns.get(name, 0) + 1
-        self._turns[name] = turn
-        if turn > 1 and isinstance(request, LeaseGroups):
-            self._notify()
-        return turn
+    def _settle(self) -> None:
+        """Give work to those who wait for it."""
+        self._settling = None
+        for kind in self._leases.kinds():
+            for parked in self._leases.queue(kind):
+                answer = self._lease(parked.session, parked.request)
+                if answer is None:
+                    break
+                self._leases.take_out(parked)
+                self._answer(parked.session.peer, parked.request_id, (answer, _NO_FRAMES))
+        for asked in self._scorings.queue(None):
+            if not self._lease_scoring(asked):
+                break
+            self._scorings.take_out(asked)
+        for kind in self._batches.kinds():
+            for waiting in self._batches.queue(kind):
+                reply: Answer
+                try:
+                    reply = self._batch(waiting.request)
+                except RefusedError as error:
+                    reply, _ = self._refusal(waiting.session.peer, error)
+                if isinstance(reply, BatchNotReady):
+                    break
+                self._batches.take_out(waiting)
+                self._answer(waiting.session.peer, waiting.request_id, (reply, _NO_FRAMES))
 
-    def _notify(self) -> None:
-        self._changed.set()
-        self._changed = asyncio.Event()
-
-    def _try(
-        self, name: str, request: LeaseGroups | LeaseScoring | RequestBatch
-    ) -> tuple[Reply, bool]:
+    def _lease(self, session: Session, request: LeaseGroups) -> GroupsLeased | None:
+        if not self._sessions.is_current(session):
+            return GroupsLeased(groups=())
         finished = self._ledger.finished
-        match request:
-            case LeaseGroups():
-                groups: list[LeasedGroup] = []
-                if request.adopted is not None:
-                    groups = self._ledger.lease(
-                        name,
-                        request.adopted,
-                        max_sequences=request.max_sequences,
-                        now_s=self._now(),
-                    )
-                answer = GroupsLeased(groups=tuple(groups), finished=finished)
-                return (answer, _NO_FRAMES), bool(groups) or finished
-            case LeaseScoring():
-                leased = self._scoring.lease(name, request.credits, now_s=self._now())
-                items = tuple(
-                    ScoringItem(group_id=key[0], sibling=key[1], lease_id=lease_id)
-                    for lease_id, key in leased.items()
-                )
-                transcripts = [self._frames[key].transcript for key in leased.values()]
-                answer_s = ScoringLeased(items=items, finished=finished)
-                return (answer_s, transcripts), bool(items) or finished
-            case RequestBatch(version=version):
-                return self._try_batch(self._ledger.deliver(version))
-            case _:
-                assert_never(request)
+        groups = (
+            self._ledger.lease(
+                session.holder,
+                request.adopted,
+                max_sequences=request.max_sequences,
+                now_s=self._now(),
+            )
+            if request.adopted is not None
+            else []
+        )
+        if not groups and not finished:
+            return None
+        return GroupsLeased(groups=tuple(groups), finished=finished)
 
-    def _try_batch(self, batch: list[Group] | NotYet | None) -> tuple[Reply, bool]:
+    def _no_groups(self, parked: Parked[LeaseGroups]) -> None:
+        answer = GroupsLeased(groups=(), finished=self._ledger.finished)
+        self._answer(parked.session.peer, parked.request_id, (answer, _NO_FRAMES))
+
+    def _lease_scoring(self, parked: Parked[LeaseScoring]) -> bool:
+        session, finished = parked.session, self._ledger.finished
+        leased: dict[int, TrajectoryKey] = {}
+        if self._sessions.is_current(session):
+            leased = self._scoring.lease(session.holder, parked.request.credits, now_s=self._now())
+            if not leased and not finished:
+                return False
+        stored = [self.frames.get(key) for key in leased.values()]
+        if None in stored:
+            self._spawn(session, parked.request_id, self._fetch_transcripts(leased, finished))
+        else:
+            found = {key: one for key, one in zip(leased.values(), stored, strict=True) if one}
+            reply = _scoring_work(leased, found, finished)
+            self._answer(session.peer, parked.request_id, reply)
+        return True
+
+    async def _fetch_transcripts(self, leased: dict[int, TrajectoryKey], finished: bool) -> Reply:
+        found = await self._load(leased.values())
+        return _scoring_work(leased, found, finished)
+
+    def _no_scoring(self, parked: Parked[LeaseScoring]) -> None:
+        answer = ScoringLeased(items=(), finished=self._ledger.finished)
+        self._answer(parked.session.peer, parked.request_id, (answer, _NO_FRAMES))
+
+    def _request_batch(self, session: Session, request_id: bytes, request: RequestBatch) -> None:
+        reply = self._batch(request)
+        if not isinstance(reply, BatchNotReady):
+            self._answer(session.peer, request_id, (reply, _NO_FRAMES))
+            return
+        key = (session.name, request.step)
+        parked = Parked(session, request_id, request, key=key, kind=request.step)
+        self._batches.park(parked, min(request.wait_s, MAX_WAIT_S))
+
+    def _batch(self, request: RequestBatch) -> BatchDelivered | BatchNotReady | RunComplete:
+        batch = self._ledger.deliver(request.version, request.step)
+        state = self._ledger.state
+        is_next = request.step == state.version.step
         match batch:
             case None:
                 self.telemetry.waiting_for = ""
-                complete = RunComplete(evaluations=tuple(self._ledger.eval_points))
-                return (complete, _NO_FRAMES), True
-            case NotYet(waiting_for):
-                self.telemetry.waiting_for = self._describe_wait(waiting_for)
-                answer = BatchNotReady(
-                    waiting_for=waiting_for,
-                    reason=self.telemetry.waiting_for,
-                    last_step=self._ledger.last_step,
-                )
-                return (answer, _NO_FRAMES), False
+                return RunComplete(evaluations=tuple(state.eval_points))
+            case NotYet():
+                return BatchNotReady(waiting_for=(), reason="", last_step=state.last_step)
             case groups:
-                self.telemetry.waiting_for = ""
-                delivered = BatchDelivered(
-                    step=self._ledger.step, groups=tuple(as_delivered(g) for g in groups)
+                if is_next:
+                    self.telemetry.waiting_for = ""
+                return BatchDelivered(
+                    step=request.step, groups=tuple(as_delivered(g) for g in groups)
                 )
-                return (delivered, _NO_FRAMES), True
+
+    def _no_batch(self, parked: Parked[RequestBatch]) -> None:
+        """Answer a learner whose batch is not ready: say what it waits for."""
+        request = parked.request
+        reply: Answer
+        try:
+            batch = self._ledger.deliver(request.version, request.step)
+        except RefusedError as error:
+            reply, _ = self._refusal(parked.session.peer, error)
+        else:
+            reply = self._batch(request)
+            if isinstance(batch, NotYet):
+                waiting_for = self._ledger.waiting_for(batch)
+                reason = self._describe_wait(waiting_for)
+                if request.step == self._ledger.step:
+                    self.telemetry.waiting_for = reason
+                reply = BatchNotReady(
+                    waiting_for=waiting_for,
+                    reason=reason,
+                    last_step=self._ledger.state.last_step,
+                )
+        self._answer(parked.session.peer, parked.request_id, (reply, _NO_FRAMES))
 
     def _describe_wait(self, group_ids: tuple[int, ...]) -> str:
         if not group_ids:
             return f"no group is under way: {self._ledger.in_flight()}{self._barren()}"
         parts = []
         for group_id in group_ids[:3]:
-            group = self._ledger.groups.get(group_id)
-            if group is None:
-                continue
-            lease = self._ledger.leases.get(group.lease_id) if group.lease_id is not None else None
-            holder = f", held by {lease.holder}" if lease else ""
+            group = self._ledger.groups[group_id]
+            lease = self._ledger.leases.get(group.lease_id)
+            holder = f", held by {name_of(lease.holder)}" if lease else ""
             parts.append(f"{group_id} ({group.state}{holder})")
         more = f" and {len(group_ids) - 3} more" if len(group_ids) > 3 else ""
         return f"groups {', '.join(parts)}{more}{self._barren()}"
 
     def _barren(self) -> str:
         """Return a warning when nothing but drops comes, which a run could do for ever."""
-        drops = self._ledger.drops_in_a_row
-        if drops < 2 * self._ledger.rules.bound.groups_per_step:
+        state = self._ledger.state
+        if state.drops_in_a_row < 2 * self._ledger.rules.bound.groups_per_step:
             return ""
-        reasons = ", ".join(f"{why}: {n}" for why, n in self._ledger.dropped.items())
-        return f"; the last {drops} groups were all dropped ({reasons})"
+        reasons = ", ".join(f"{why}: {n}" for why, n in state.dropped.items())
+        return f"; the last {state.drops_in_a_row} groups were all dropped ({reasons})"
 
-    # ---- requests that change the state --------------------------------------
+    # ---- trajectories and scores ---------------------------------------------
 
-    async def _submit(self, request: SubmitTrajectory, frames: list[Frame]) -> Answer:
+    def _submit(
+        self, request: SubmitTrajectory, frames: list[Frame]
+    ) -> dict[TrajectoryKey, StoredTrajectory]:
         expect_frames(frames, 2, "SubmitTrajectory")
         header = request.header
         key = (header.group_id, header.sibling)
-        put = {}
-        if self._ledger.submit(header):
-            # Frames of a message stay alive as long as a view of them does.
-            stored = StoredTrajectory(payload=frames[0], transcript=frames[1])
-            self._frames[key] = put[key] = stored
-            self._scoring.add(key)
-        await self._persist(put)
-        return Done()
+        # Frames of a message stay alive as long as a view of them does.
+        stored = StoredTrajectory(payload=frames[0], transcript=frames[1])
+        if not self._ledger.submit(header, stored.num_bytes):
+            return {}
+        group = self._ledger.groups.get(header.group_id)
+        if group is None:
+            return {}  # dropped on arrival
+        if group.item == "eval":
+            self.frames.pin(key, stored)
+        else:
+            self.frames.put(key, stored)
+        self._scoring.add(key)
+        self._settle_soon()
+        return {key: stored}
 
-    async def _submit_scores(self, name: str, request: SubmitScores) -> Answer:
+    def _submit_scores(self, session: Session, request: SubmitScores) -> None:
         for score in request.scores:
-            key = self._scoring.finish(name, score.lease_id)
-            if key != (score.group_id, score.sibling):
+            key = (score.group_id, score.sibling)
+            holds = self._scoring.finish(session.holder, score.lease_id, key)
+            if score.reward is None and not holds:
                 continue  # lapsed meanwhile; whoever holds it now will answer
             group = self._ledger.groups.get(score.group_id)
             self._ledger.score(score)
             if group is not None and group.item == "eval" and group.state == "ready":
-                self._records.eval_answers(group, self._frames_of(group))
-            if score.reward is None and score.group_id in self._ledger.groups:
+                stored = [self.frames.get(one) for one in sorted(group.trajectory_keys())]
+                self._records.eval_answers(group, [one for one in stored if one is not None])
+            if score.reward is not None:
+                self._scoring.discard(key)
+            elif score.group_id in self._ledger.groups:
                 _log.warning("no reward for trajectory %d/%d: %s", *key, score.unavailable)
                 self._scoring.add(key)
-        await self._persist()
-        return Done()
+                self._settle_soon()
 
-    async def _commit_step(self, request: StepCommit) -> None:
+    async def _load(self, keys: Iterable[TrajectoryKey]) -> dict[TrajectoryKey, StoredTrajectory]:
+        """Return trajectories, from memory or from the store; those that ended are left out."""
+        wanted = list(keys)
+        found = {key: one for key in wanted if (one := self.frames.get(key)) is not None}
+        missing = [key for key in wanted if key not in found]
+        if missing:
+            await self._committer.commit(Changes())  # what is on its way there is there then
+        while missing:
+            try:
+                found |= dict(zip(missing, await self._store.fetch(missing), strict=True))
+            except KeyError as error:
+                missing = [key for key in missing if key != error.args[0]]
+            else:
+                break
+        return found
+
+    def _fetch(self, session: Session, request_id: bytes, request: FetchPayloads) -> Reply | None:
+        for group_id, sibling in request.keys:
+            group = self._ledger.groups.get(group_id)
+            if group is None or group.state != "delivered" or sibling not in group.headers:
+                raise RefusedError(f"trajectory {group_id}/{sibling} is in no delivered batch")
+        stored = [self.frames.get(key) for key in request.keys]
+        if None not in stored:
+            frames = [one.payload for one in stored if one is not None]
+            return Payloads(num_frames=len(frames)), frames
+        self._spawn(session, request_id, self._fetch_payloads(request))
+        return None
+
+    async def _fetch_payloads(self, request: FetchPayloads) -> Reply:
+        found = await self._load(request.keys)
+        gone = [key for key in request.keys if key not in found]
+        if gone:
+            raise RefusedError(f"the payload of trajectory {gone[0][0]}/{gone[0][1]} is gone")
+        return Payloads(num_frames=len(request.keys)), [found[k].payload for k in request.keys]
+
+    # ---- the learner ---------------------------------------------------------
+
+    def _serve_learner(
+        self,
+        session: Session,
+        request_id: bytes,
+        request: TakeOver | StepCommit | RejectBatch | SealSteps | GetLedgerSnapshot,
+    ) -> Reply | None:
+        answer: Answer = Done()
+        match request:
+            case TakeOver():
+                answer = self._take_over(request)
+            case StepCommit():
+                if self._records.wants_batches:
+                    self._spawn(session, request_id, self._record_and_commit(request))
+                    return None
+                answer = self._commit_step(request)
+            case RejectBatch(step=step, reason=reason, groups=groups, detail=detail):
+                _log.warning("step %d was not trained: %s (%s)", step, reason, detail)
+                self._ledger.reject_batch(request.version, step, reason, groups)
+            case SealSteps(version=version, step=step, oldest_kept=oldest_kept):
+                self._ledger.seal(version, step, oldest_kept)
+            case GetLedgerSnapshot(version=version):
+                data = encode_state(self._ledger.snapshot(version))
+                answer = LedgerSnapshotAnswer(data=data)
+            case _:
+                assert_never(request)
+        return answer, _NO_FRAMES
+
+    def _take_over(self, request: TakeOver) -> TookOver:
+        before = self._ledger.step
+        version = self._ledger.take_over(request.step, request.checkpoint)
+        _log.info(
+            "a learner took over as %s%s",
+            version.label,
+            f", {before - version.step} steps back" if version.step < before else "",
+        )
+        if version.step < before:
+            self.telemetry.went_back(version.step)
+            self._records.went_back(version.step)
+        self.telemetry.training_began()
+        return TookOver(version=version)
+
+    async def _record_and_commit(self, request: StepCommit) -> Reply:
+        """Keep the batch whole before its payloads may go."""
+        step = request.version.step - 1
+        ids = self._ledger.state.batches.get(step, ())
+        batch = [self._ledger.groups[group_id] for group_id in ids]
+        found = await self._load(key for group in batch for key in group.trajectory_keys())
+        answer = self._commit_step(request)
+        frames = [[found[key] for key in sorted(group.trajectory_keys())] for group in batch]
+        await self._records.batch(step, list(zip(batch, frames, strict=True)))
+        return answer, _NO_FRAMES
+
+    def _commit_step(self, request: StepCommit) -> StepCommitted:
         before = self._ledger.step
         metrics = {name: value for name, value in request.metrics.items() if isfinite(value)}
         sampled = self._ledger.sampled_reward()
         if sampled is not None:
             metrics["reward/sampled"] = sampled
-        delivered = self._ledger.deliveries.get(before, ())
-        batch = [(group, self._frames_of(group)) for group in map(self._group, delivered)]
+        batch = [self._group(i) for i in self._ledger.state.batches.get(before, ())]
         self._ledger.commit(request.version, metrics)
-        await self._persist()
+        state = self._ledger.state
         if self._ledger.step > before:
+            for group in batch:
+                self.frames.discard(group.trajectory_keys())  # the store has them until sealed
             point = self.telemetry.step(request.version.step, metrics)
-            self._records.step(point, self.status())
-            await self._records.batch(before, batch)
+            self._say_alarm()
+            self._records.step(point, self.status(), self.account(_ITEMS_ON_FILE))
+        return StepCommitted(evaluations=tuple(state.eval_points), last_step=state.last_step)
+
+    def _say_alarm(self) -> None:
+        """Warn once for as long as the survivorship meter is past its threshold."""
+        alarm = self.status().survivorship.alarm
+        if alarm and not self._alarm:
+            _log.warning("%s", alarm)
+        self._alarm = alarm
 
     def _group(self, group_id: int) -> Group:
         return self._ledger.groups[group_id]
 
-    def _frames_of(self, group: Group) -> list[StoredTrajectory]:
-        return [self._frames[group.group_id, sibling] for sibling in range(group.size)]
+    # ---- what others ask -----------------------------------------------------
 
-    def _fetch(self, request: FetchPayloads) -> Reply:
-        frames: list[Frame] = []
-        for group_id, sibling in request.keys:
-            group = self._ledger.groups.get(group_id)
-            if group is None or not group.delivered or sibling not in group.headers:
-                raise RefusedError(f"trajectory {group_id}/{sibling} is in no delivered batch")
-            frames.append(self._frames[group_id, sibling].payload)
-        return Payloads(num_frames=len(frames)), frames
+    def plan_stop(self, reason: str) -> None:
+        """End the run in order, before the steps that were planned."""
+        if self._ledger.plan_stop(reason):
+            _log.info("the run ends: %s", reason)
+            self._persist()
+
+    def close_records(self) -> None:
+        """Write how the run ended."""
+        self.telemetry.outcome = "finished" if self._ledger.finished else "stopped"
+        self._records.close(self.status(), self.account(_ITEMS_ON_FILE))
+        self._trail.close()
 
     def status(self) -> RunStatus:
         """Return the state of the run."""
         return self.telemetry.status(self._ledger, self._scoring)
 
-    async def _persist(self, put: dict[TrajectoryKey, StoredTrajectory] | None = None) -> None:
-        """Make durable what the ledger recorded, and wake whoever waits for a change."""
-        events, released = self._ledger.drain()
-        changes = Changes([encode_event(event) for event in events], put or {}, released)
-        for key in released:
-            self._frames.pop(key, None)
-            self._scoring.discard(key)
-        if events:
-            self._notify()
-        await self._committer.commit(changes)
-        self._records.evaluations(self._ledger.eval_points)
+    def account(self, num_items: int) -> LedgerView:
+        """Return the account of all items."""
+        return account_of(
+            self._ledger,
+            self._scoring,
+            run_name=self._run_name,
+            store=self._store_name,
+            generation=self._generation,
+            issued_at=self._issued_at,
+            num_items=num_items,
+            now=time.time(),
+        )
+
+
+class _HelloFirstError(RefusedError):
+    """A connection that nobody has said hello on."""
+
+
+_ANSWERED = (ProtocolError, RefusedError, SupersededError, KeyError, ValueError, TypeError)
+
+
+def _scoring_work(
+    leased: dict[int, TrajectoryKey],
+    found: dict[TrajectoryKey, StoredTrajectory],
+    finished: bool,
+) -> Reply:
+    items = {lease_id: key for lease_id, key in leased.items() if key in found}
+    answer = ScoringLeased(
+        items=tuple(
+            ScoringItem(group_id=key[0], sibling=key[1], lease_id=lease_id)
+            for lease_id, key in items.items()
+        ),
+        finished=finished,
+    )
+    return answer, [found[key].transcript for key in items.values()]

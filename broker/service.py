@@ -3,13 +3,20 @@
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Callable, Coroutine
 from contextlib import AsyncExitStack
 from pathlib import Path
 
-import zmq.asyncio
+import zmq
 
-from broker.beginning import begin_run, build_ledger, load_prompts, open_records, start_trackers
+from broker.beginning import (
+    Beginning,
+    Prompts,
+    begin_run,
+    load_prompts,
+    open_records,
+    start_trackers,
+)
 from broker.commit import GroupCommitter
 from broker.config import BrokerSettings
 from broker.dashboard.web import Dashboard
@@ -18,15 +25,23 @@ from broker.redis_store import RedisStore
 from broker.scoring import ScoringQueue
 from broker.server import BrokerServer
 from broker.telemetry import Telemetry
+from broker.trackers.background import BackgroundTrackers
+from broker.trail import FolderTrail, Trail
 from wire.errors import ConfigError
+from wire.run_folder import TRAIL
 from wire.stopping import stop_event
 
 _log = logging.getLogger(__name__)
 _CLOCK_S = 1.0
 
 
-async def serve(settings: BrokerSettings) -> None:
-    """Run the broker until SIGTERM or SIGINT; a child or task that fails ends it with an error."""
+async def serve(settings: BrokerSettings, *, restarted: bool = False) -> None:
+    """Run the broker until SIGTERM or SIGINT; a child or task that fails ends it with an error.
+
+    Args:
+        settings: the broker's.
+        restarted: it takes the place of one that died in the same run.
+    """
     stop = stop_event()
     run = settings.run
     run.logs.mkdir(parents=True, exist_ok=True)
@@ -34,52 +49,110 @@ async def serve(settings: BrokerSettings) -> None:
     telemetry = Telemetry(run)
     prompts = load_prompts(settings)
     telemetry.data = prompts.counts()
-    ledger = build_ledger(settings, prompts)
-    scoring = ScoringQueue(lease_s=settings.broker.lease_s)
     async with AsyncExitStack() as cleanup:
         redis_server = await _redis_server(settings, cleanup)
-        url = settings.broker.redis.url or (redis_server.url if redis_server else "")
-        password = redis_server.password if redis_server else _password(settings)
-        store = await RedisStore.connect(url, run.name, password=password)
+        store = await _open_store(settings, redis_server)
         cleanup.push_async_callback(store.close)
         trackers = await start_trackers(settings)
         cleanup.callback(trackers.close)
-        await begin_run(ledger, store, settings)
-        telemetry.versions["redis"] = await store.server_version()
-        records = open_records(settings, ledger, trackers)
-        committer = GroupCommitter(store)
-        server = BrokerServer(
-            ledger=ledger,
-            scoring=scoring,
-            committer=committer,
-            telemetry=telemetry,
-            run_name=run.name,
-            max_message_bytes=settings.broker.max_message_bytes,
-            records=records,
+        server, committer, beginning = await _make_server(
+            settings, prompts, store, telemetry, trackers, restarted=restarted
         )
+        cleanup.callback(server.close_records)
         if settings.broker.dashboard.enabled:
-            dashboard = Dashboard(server.status, port=settings.broker.dashboard.port)
-            cleanup.push_async_callback(dashboard.stop)
-            address = await dashboard.start()
-            address_file = run.folder / "dashboard.url"
-            address_file.touch(mode=0o600)
-            address_file.write_text(address + "\n")
-            cleanup.callback(address_file.unlink, missing_ok=True)
-            _log.info("dashboard at %s", address_file)
-        context = zmq.asyncio.Context()
+            await _open_dashboard(settings, server, cleanup)
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         cleanup.callback(context.term)
-        try:
-            await _run_until(
-                stop,
-                committer.run(),
-                server.serve(context, run.endpoint("broker")),
-                _watch(redis_server),
-                end_after(run.max_hours, server.plan_stop),
-            )
-        finally:
-            telemetry.outcome = "finished" if ledger.finished else "stopped"
-            records.close(server.status())
-            run.socket("broker").unlink(missing_ok=True)
+        cleanup.callback(run.socket("broker").unlink, missing_ok=True)
+        jobs = [
+            committer.run(),
+            _first_write(committer, beginning),
+            server.serve(context, run.endpoint("broker")),
+            end_after(run.max_hours, server.plan_stop),
+        ]
+        if redis_server is not None:
+            jobs.append(redis_server.keep_alive(outage_s=run.outage_s))
+        await _run_until(stop, *jobs)
+
+
+async def _make_server(
+    settings: BrokerSettings,
+    prompts: Prompts,
+    store: RedisStore,
+    telemetry: Telemetry,
+    trackers: BackgroundTrackers,
+    *,
+    restarted: bool,
+) -> tuple[BrokerServer, GroupCommitter, Beginning]:
+    """Read the ledger back, and build the server around it."""
+    run, broker = settings.run, settings.broker
+    started = time.monotonic()
+    beginning = await begin_run(settings, prompts, store, restarted=restarted)
+    ledger = beginning.ledger
+    telemetry.versions["redis"] = await store.server_version()
+    durability = await store.durability()
+    if "always" not in durability:
+        _log.warning("%s (broker.redis.fsync)", durability)
+    trail = Trail()
+    if broker.max_trail_bytes:
+        trail = FolderTrail(run.folder / TRAIL, broker.max_trail_bytes)
+        first = ledger.state.num_events - len(beginning.events)
+        trail.append(first, time.time(), beginning.events)
+    records = await open_records(settings, ledger, trackers, store)
+    committer = GroupCommitter(store)
+    server = BrokerServer(
+        ledger=ledger,
+        scoring=ScoringQueue(lease_s=broker.lease_s),
+        committer=committer,
+        store=store,
+        telemetry=telemetry,
+        run_name=run.name,
+        max_message_bytes=broker.max_message_bytes,
+        cache_bytes=broker.cache_bytes,
+        records=records,
+        trail=trail,
+        store_name=f"{telemetry.versions['redis']}, {durability}",
+        generation=beginning.generation,
+    )
+    ledger.restarted(time.monotonic())
+    for group in ledger.groups.values():
+        if group.item == "eval" and group.headers:  # what eval/ shows of them is kept in memory
+            keys = group.trajectory_keys()
+            for key, stored in zip(keys, await store.fetch(keys), strict=True):
+                server.frames.pin(key, stored)
+    _log.info(
+        "generation %d of the broker: %d groups under way, read in %.2f s",
+        beginning.generation,
+        len(ledger.groups),
+        time.monotonic() - started,
+    )
+    return server, committer, beginning
+
+
+async def _first_write(committer: GroupCommitter, beginning: Beginning) -> None:
+    """Store what the beginning changed; the committer keeps it before everything else."""
+    await committer.commit(beginning.stored)
+    await asyncio.Event().wait()
+
+
+async def _open_store(settings: BrokerSettings, server: RedisServer | None) -> RedisStore:
+    url = settings.broker.redis.url or (server.url if server else "")
+    password = server.password if server else _password(settings)
+    run = settings.run
+    return await RedisStore.connect(url, run.name, password=password, outage_s=run.outage_s)
+
+
+async def _open_dashboard(
+    settings: BrokerSettings, server: BrokerServer, cleanup: AsyncExitStack
+) -> None:
+    dashboard = Dashboard(server.status, port=settings.broker.dashboard.port)
+    cleanup.push_async_callback(dashboard.stop)
+    address = await dashboard.start()
+    address_file = settings.run.folder / "dashboard.url"
+    address_file.touch(mode=0o600)
+    address_file.write_text(address + "\n")
+    cleanup.callback(address_file.unlink, missing_ok=True)
+    _log.info("dashboard at %s", address_file)
 
 
 async def _run_until(stop: asyncio.Event, *jobs: Coroutine[None, None, None]) -> None:
@@ -126,20 +199,13 @@ def _password(settings: BrokerSettings) -> str | None:
         ) from error
 
 
-async def _watch(server: RedisServer | None) -> None:
-    while True:
-        await asyncio.sleep(1.0)
-        if server is not None:
-            server.check_alive()
-
-
 async def end_after(
-    hours: float, plan_stop: Callable[[str], Awaitable[None]], *, every_s: float = _CLOCK_S
+    hours: float, plan_stop: Callable[[str], None], *, every_s: float = _CLOCK_S
 ) -> None:
     """End the run in order when its time is up; 0 hours is no limit."""
     started = time.monotonic()
     while True:
         await asyncio.sleep(every_s)
         if hours and time.monotonic() - started > hours * 3600:
-            await plan_stop(f"run.max_hours = {hours:g} have passed")
+            plan_stop(f"run.max_hours = {hours:g} have passed")
             hours = 0.0  # said once

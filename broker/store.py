@@ -1,11 +1,13 @@
-"""Where the broker keeps what must survive it: events in order, and payloads by trajectory."""
+"""Where the broker keeps what must survive it: a snapshot, events in order, and payloads."""
 
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from broker.ledger import TrajectoryKey
 from wire.codec import Frame
+from wire.errors import SupersededError
+
+TrajectoryKey = tuple[int, int]  # group_id, sibling
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,81 +17,189 @@ class StoredTrajectory:
     payload: Frame
     transcript: Frame
 
+    @property
+    def num_bytes(self) -> int:
+        """Return the size of both frames."""
+        return len(self.payload) + len(self.transcript)
+
 
 @dataclass(slots=True)
 class Changes:
-    """What one group commit writes, all of it or nothing."""
+    """What one group commit writes, all of it or nothing.
+
+    A trajectory that one and the same change puts and removes is removed. A snapshot covers
+    everything recorded before it: the events of earlier commits go, ``events`` follow it.
+    """
 
     events: list[bytes] = field(default_factory=list)
     put: dict[TrajectoryKey, StoredTrajectory] = field(default_factory=dict)
     remove: list[TrajectoryKey] = field(default_factory=list)
+    snapshot: bytes | None = None
+
+    def __post_init__(self) -> None:
+        if gone := self.put.keys() & set(self.remove):
+            self.put = {key: stored for key, stored in self.put.items() if key not in gone}
+
+    @property
+    def is_empty(self) -> bool:
+        """Tell whether there is nothing to write."""
+        return not (self.events or self.put or self.remove) and self.snapshot is None
+
+    @property
+    def num_bytes(self) -> int:
+        """Return the size of the payloads, transcripts, events and the snapshot."""
+        return (
+            sum(stored.num_bytes for stored in self.put.values())
+            + sum(map(len, self.events))
+            + len(self.snapshot or b"")
+        )
 
     def merge(self, other: "Changes") -> None:
-        """Append what came later."""
+        """Append what came later.
+
+        The result holds a key in both ``put`` and ``remove`` if it was removed and put again.
+        """
+        if other.snapshot is not None:
+            self.snapshot = other.snapshot
+            self.events.clear()
         self.events.extend(other.events)
-        self.put.update(other.put)
+        for key in other.remove:
+            self.put.pop(key, None)
         self.remove.extend(other.remove)
+        self.put.update(other.put)
 
 
 class TrajectoryStore(Protocol):
-    """Durable storage. ``commit`` returns when the changes are as durable as configured."""
+    """Durable storage with one writer: whoever claimed last.
+
+    A handle that has not claimed does so with its first write.
+    """
+
+    async def claim(self) -> int:
+        """Become the only writer; return the broker generation, greater than all before."""
+        ...
 
     async def commit(self, changes: Changes) -> None:
-        """Write all changes in one transaction."""
+        """Write all changes in one transaction; on return they are as durable as configured.
+
+        Raises:
+            SupersededError: another broker has claimed since; nothing of this was stored.
+            StoreLostError: the store lacks commits that it acknowledged.
+            PeerLostError: the server was away for too long.
+        """
+        ...
+
+    async def snapshot(self) -> bytes | None:
+        """Return the newest snapshot."""
+        ...
+
+    def replay(self) -> AsyncIterator[bytes]:
+        """Yield the events after the snapshot in the order in which they were committed."""
         ...
 
     async def fetch(self, keys: Sequence[TrajectoryKey]) -> list[StoredTrajectory]:
         """Return stored trajectories; KeyError names one that is not there."""
         ...
 
-    def replay(self) -> AsyncIterator[bytes]:
-        """Yield all events in the order in which they were committed."""
-        ...
-
     async def clear(self) -> None:
-        """Forget everything of this run."""
+        """Forget everything of this run but the generation, in one transaction like a commit."""
         ...
 
     async def server_version(self) -> str:
         """Return the name and version of the server behind the store."""
         ...
 
+    async def durability(self) -> str:
+        """Say what an acknowledged commit survives."""
+        ...
+
+    async def figures(self) -> dict[str, int]:
+        """Return ``memory_bytes`` and ``aof_bytes`` of the server, where it tells them."""
+        ...
+
     async def close(self) -> None:
         """Let go of connections."""
         ...
+
+
+@dataclass(slots=True)
+class SharedMemory:
+    """What several MemoryStores may share, as several brokers share one server."""
+
+    generation: int = 0
+    snapshot: bytes | None = None
+    events: list[bytes] = field(default_factory=list)
+    trajectories: dict[TrajectoryKey, StoredTrajectory] = field(default_factory=dict)
 
 
 class MemoryStore:
     """Keeps everything in this process; for unit tests."""
 
-    def __init__(self) -> None:
-        self._events: list[bytes] = []
-        self._trajectories: dict[TrajectoryKey, StoredTrajectory] = {}
+    def __init__(self, shared: SharedMemory | None = None) -> None:
+        self._shared = shared if shared is not None else SharedMemory()
+        self._generation = 0
+
+    async def claim(self) -> int:
+        """Become the only writer; return the broker generation, greater than all before."""
+        self._shared.generation += 1
+        self._generation = self._shared.generation
+        return self._generation
 
     async def commit(self, changes: Changes) -> None:
         """Write all changes in one transaction."""
-        self._events.extend(changes.events)
-        self._trajectories.update(changes.put)
+        await self._hold_generation()
+        shared = self._shared
+        if changes.snapshot is not None:
+            shared.snapshot = changes.snapshot
+            shared.events.clear()
+        shared.events.extend(changes.events)
         for key in changes.remove:
-            self._trajectories.pop(key, None)
+            shared.trajectories.pop(key, None)
+        shared.trajectories.update(changes.put)
+
+    async def snapshot(self) -> bytes | None:
+        """Return the newest snapshot."""
+        return self._shared.snapshot
+
+    async def replay(self) -> AsyncIterator[bytes]:
+        """Yield the events after the snapshot in the order in which they were committed."""
+        for event in list(self._shared.events):
+            yield event
 
     async def fetch(self, keys: Sequence[TrajectoryKey]) -> list[StoredTrajectory]:
         """Return stored trajectories; KeyError names one that is not there."""
-        return [self._trajectories[key] for key in keys]
-
-    async def replay(self) -> AsyncIterator[bytes]:
-        """Yield all events in the order in which they were committed."""
-        for event in list(self._events):
-            yield event
+        return [self._shared.trajectories[key] for key in keys]
 
     async def clear(self) -> None:
-        """Forget everything of this run."""
-        self._events.clear()
-        self._trajectories.clear()
+        """Forget everything of this run but the generation."""
+        await self._hold_generation()
+        self._shared.snapshot = None
+        self._shared.events.clear()
+        self._shared.trajectories.clear()
 
     async def server_version(self) -> str:
         """Return the name and version of the server behind the store."""
         return "memory"
 
+    async def durability(self) -> str:
+        """Say what an acknowledged commit survives."""
+        return "memory: nothing outlives this process"
+
+    async def figures(self) -> dict[str, int]:
+        """Return the bytes held; there is no file."""
+        shared = self._shared
+        payloads = sum(stored.num_bytes for stored in shared.trajectories.values())
+        rest = sum(map(len, shared.events)) + len(shared.snapshot or b"")
+        return {"memory_bytes": payloads + rest, "aof_bytes": 0}
+
     async def close(self) -> None:
         """Let go of connections."""
+
+    async def _hold_generation(self) -> None:
+        if not self._generation:
+            await self.claim()
+        if self._generation != self._shared.generation:
+            raise SupersededError(
+                f"another broker has claimed the store: generation {self._shared.generation}, "
+                f"this one has {self._generation}"
+            )

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 
 from broker.ledger import Ledger
 from broker.scoring import ScoringQueue
+from broker.sessions import name_of
+from broker.survivorship import survivorship_of
 from wire.bus import PublishRecord
 from wire.control import Hello, RoleReport
 from wire.phases import WAIT, busy_share
@@ -91,6 +93,10 @@ class Telemetry:
         if (record := self._roles.get(name)) is not None:
             record.report = report
 
+    def went_back(self, step: int) -> None:
+        """A learner took over at an earlier step: what came after it did not happen."""
+        self._steps = deque((p for p in self._steps if p.step <= step), maxlen=_KEPT_STEPS)
+
     def training_began(self) -> None:
         """A learner took over: from here on throughput counts."""
         if self._training_since_s is None:
@@ -120,50 +126,54 @@ class Telemetry:
         rules = ledger.rules
         in_flight = ledger.in_flight()
         size = rules.group_size
-        leases = Counter(lease.holder for lease in ledger.leases.values())
+        leases = Counter({name_of(holder): len(held) for holder, held in ledger.by_holder.items()})
+        leases.update({name_of(h): scoring.leases_of(h) for h in scoring.holders()})
+        state = ledger.state
         roles = [
             self._own_status(now),
-            *(
-                record.status(now, leases[name] + scoring.leases_of(name))
-                for name, record in sorted(self._roles.items())
-            ),
+            *(record.status(now, leases[name]) for name, record in sorted(self._roles.items())),
         ]
         return RunStatus(
             run_name=self._run.name,
             outcome=self.outcome,
             finished=ledger.finished,
-            stop_reason=ledger.stop_reason,
+            stop_reason=state.stop_reason,
             elapsed_s=now - self._started_s,
             steps=ledger.step,
-            total_steps=ledger.last_step,
+            total_steps=state.last_step,
             max_staleness_steps=rules.bound.max_staleness_steps,
             group_size=size,
             groups_per_step=rules.bound.groups_per_step,
-            issued=ledger.issued,
-            trained=ledger.trained,
-            dropped={str(reason): count for reason, count in ledger.dropped.items()},
+            issued=state.issued,
+            trained=state.trained,
+            sealed=state.sealed,
+            requeued=state.requeued,
+            dropped={str(reason): count for reason, count in state.dropped.items()},
             in_flight=in_flight,
             unaccounted=ledger.unaccounted(),
             trajectories={
-                "issued": ledger.issued * size,
-                "trained": ledger.trained * size,
-                "dropped": ledger.dropped.total() * size,
+                "issued": state.issued * size,
+                "trained": state.trained * size,
+                "dropped": state.dropped.total() * size,
                 "in_flight": sum(in_flight.values()) * size,
             },
             staleness_histogram={
-                str(lag): tokens for lag, tokens in sorted(ledger.staleness.items())
+                str(lag): tokens for lag, tokens in sorted(state.staleness.items())
             },
+            survivorship=survivorship_of(
+                state.lengths, state.cancelled, drops=not rules.bound.reserves
+            ),
             queue={
                 "ready_groups": in_flight["ready"],
                 "leased_groups": in_flight["leased"],
                 "waiting_for_reward": scoring.num_waiting,
                 "being_scored": scoring.num_leased,
-                "eval_rounds": len(ledger.eval_rounds),
-                "lapsed_leases": ledger.lapsed_leases.total(),
+                "eval_rounds": len(state.eval_rounds),
+                "lapsed_leases": state.ended_leases["lapsed"],
                 "rejected_messages": self.rejected.total(),
             },
             waiting_for=self.waiting_for,
-            eval=ledger.eval_points,
+            eval=state.eval_points,
             steps_history=list(self._steps),
             publishes=self._forgotten_publishes + sum(map(_adopted, self._publishes)),
             publishes_while_generating=self._forgotten_while_generating

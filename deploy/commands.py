@@ -11,6 +11,7 @@ from deploy.config import RunConfig, free_name, run_config
 from deploy.data_check import data_check as data_check
 from deploy.dry_run import print_dry_run
 from deploy.export import export as export
+from deploy.ledger import newest_run, print_account, print_trace
 from deploy.local import run_locally
 from deploy.observe import dashboard_address, run_of_folder, status_now
 from deploy.plan import count_gpus, plan_roles
@@ -25,6 +26,7 @@ from wire.run_settings import run_section
 from wire.settings import load_table
 
 _QUICKSTART_FOLDER = Path(".cache/addition")
+_RUNS = Path("runs")
 
 
 def run(path: Path, overrides: Sequence[str], dry_run: bool, resume: str | None = None) -> int:
@@ -61,6 +63,19 @@ def status(folder: Path, *, as_json: bool) -> int:
     return 0
 
 
+def ledger(words: Sequence[str], *, num_items: int, as_json: bool) -> int:
+    """Print the account of all items of a run, or the life of one."""
+    if words[:1] == ["trace"]:
+        if len(words) not in {2, 3}:
+            raise ConfigError("slipstream ledger trace PROMPT [RUN] names one prompt")
+        folder = Path(words[2]) if len(words) == 3 else newest_run(_RUNS)
+        return print_trace(folder, words[1], Console(), as_json=as_json)
+    if len(words) > 1:
+        raise ConfigError(f"slipstream ledger takes one run folder, got {' '.join(words)}")
+    folder = Path(words[0]) if words else newest_run(_RUNS)
+    return print_account(folder, Console(), num_items=num_items, as_json=as_json)
+
+
 def show(folder: Path, *, count: int, step: int | None, group: int | None, evaluation: bool) -> int:
     """Print recorded trajectories, or answers of an evaluation."""
     return show_rows(folder, Console(), count=count, step=step, group=group, evaluation=evaluation)
@@ -72,7 +87,8 @@ def _load(path: Path, overrides: Sequence[str], resume: str | None, console: Con
     section = run_section(table)
     point = find_resume_point(section, resume) if resume else None
     if point is not None:
-        console.print(f"going on from {point.checkpoint}", soft_wrap=True)
+        start = point.checkpoint or f"the ledger of {point.run_folder}: no checkpoint was saved yet"
+        console.print(f"going on from {start}", soft_wrap=True)
         return run_config(resumed_table(table, point))
     if resume:
         console.print(f"nothing to go on from in {section.dir}: a new run begins", soft_wrap=True)

@@ -18,9 +18,9 @@ from wire.settings import Section, Table, section, to_table
 class DeploySection(Section, frozen=True, kw_only=True):
     """[deploy]: how `slipstream run` looks after the processes of one host.
 
-    The broker and the learner are not restarted: when one of them fails the run ends, and
-    `--resume auto` goes on from its newest checkpoint. Several hosts are planned by `--dry-run`
-    only.
+    A process that fails is started again: the broker reads its ledger back, the learner goes on
+    from its newest checkpoint, and what a generator or reward worker held is leased to others.
+    Several hosts are planned by `--dry-run` only.
     """
 
     hosts: tuple[str, ...] = ("localhost",)
@@ -33,8 +33,10 @@ class DeploySection(Section, frozen=True, kw_only=True):
     """Let generators run on the learner's GPUs when there are not enough of them."""
     cores: dict[str, tuple[AtLeast0, ...]] = msgspec.field(default_factory=dict)
     """CPU cores by role or process, such as { learner = [1], generator-0 = [2, 3] }."""
-    max_restarts: AtLeast0 = 1
-    """A generator or reward worker that fails more often than this ends the run."""
+    max_restarts: AtLeast0 = 3
+    """A process that fails more often than this within deploy.restart_window_s ends the run."""
+    restart_window_s: Positive = 600.0
+    """Failures longer ago than this are forgiven."""
     restart_backoff_s: Positive = 1.0
     """Pause before a restart; doubled each time."""
     save_timeout_s: Positive = 600.0

@@ -31,7 +31,7 @@ from wire.command_line import (
     EXIT_INTERRUPTED,
     disk_trouble,
 )
-from wire.errors import ChildDiedError, ConfigError, SlipstreamError
+from wire.errors import ChildDiedError, ConfigError, PeerLostError, SlipstreamError
 from wire.processes import last_lines
 from wire.run_settings import RunSection
 from wire.status import RunStatus
@@ -57,6 +57,7 @@ def run_locally(config: RunConfig, console: Console) -> int:
         logs=run.logs,
         scratch=scratch,
         max_restarts=config.deploy.max_restarts,
+        window_s=config.deploy.restart_window_s,
         backoff_s=config.deploy.restart_backoff_s,
         stop_timeout_s=config.deploy.stop_timeout_s,
     )
@@ -144,7 +145,7 @@ def _run(
                     ended.add(name)
                     left = [n for n in names if _kind(n) == _kind(name) and n not in ended]
                     if not left:
-                        _require_complete(watcher, name)
+                        _require_complete(supervisor, watcher, name)
             limit = config.deploy.time_limit_s
             if limit and time.monotonic() - started > limit:
                 raise ChildDiedError(f"the run took longer than deploy.time_limit_s = {limit:.0f}")
@@ -157,9 +158,19 @@ def _kind(name: str) -> str:
     return name.rstrip("0123456789")
 
 
-def _require_complete(watcher: "_StatusWatcher", name: str) -> None:
+def _require_complete(supervisor: Supervisor, watcher: "_StatusWatcher", name: str) -> None:
     """The last process of a role may end only when the run is over; others may leave."""
-    watcher.ask_once()
+    deadline = time.monotonic() + _BROKER_START_S
+    while True:
+        try:
+            watcher.ask_once()
+        except PeerLostError:
+            if time.monotonic() > deadline:
+                raise
+        else:
+            break
+        supervisor.check()  # the broker may be on its way back
+        time.sleep(_POLL_S)
     status = watcher.newest
     if status is None or not status.finished:
         steps = f"{status.steps} of {status.total_steps} steps" if status else "an unknown step"

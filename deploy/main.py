@@ -13,13 +13,20 @@ _EXAMPLES = """examples:
   slipstream run --config run.toml --dry-run             check the settings, print the processes
   slipstream run --config run.toml --resume auto         go on from the newest checkpoint
   slipstream show runs/quickstart --eval --last 3        what it answered in the newest evaluation
+  slipstream ledger runs/quickstart                      where every prompt went
+  slipstream ledger trace 17                             the life of one prompt
   slipstream status runs/quickstart --json               figures of a run that goes on
   slipstream export runs/quickstart --best --out DIR     a checkpoint as a Hugging Face folder
   slipstream data check train.parquet --model DIR        rows, lengths and problems of prompts
   slipstream replay runs/quickstart --config run.toml    train on recorded batches alone
 """
-
-
+_LEDGER_EXAMPLES = """examples:
+  slipstream ledger                        the newest run
+  slipstream ledger runs/demo --items 30   and the 30 oldest items
+  slipstream ledger trace 17 runs/demo     what became of the prompt at position 17
+  slipstream ledger trace g203 --json      what became of group 203
+  slipstream ledger trace "37+85="         of the newest item whose prompt holds this text
+"""
 _RESUME_HELP = "go on from the newest checkpoint of this run (auto), of a run folder, or from one"
 
 
@@ -55,6 +62,21 @@ def _add_readers(commands: "argparse._SubParsersAction[argparse.ArgumentParser]"
     show.add_argument("--step", type=int, help="of this learner step or evaluation")
     show.add_argument("--group", type=int, help="of this group, or evaluation problem")
     show.add_argument("--eval", action="store_true", help="answers to held-out problems")
+    ledger = commands.add_parser(
+        "ledger",
+        help="where every prompt went: the account of a run, or the life of one item",
+        epilog=_LEDGER_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    ledger.add_argument(
+        "words",
+        nargs="*",
+        metavar="[trace PROMPT] [RUN]",
+        help="PROMPT is a position in the data (17), a group (g17) or a piece of the prompt; "
+        "RUN is a run folder, default the newest one",
+    )
+    ledger.add_argument("--items", type=int, default=10, metavar="N", help="oldest items (10)")
+    ledger.add_argument("--json", action="store_true", help="everything, for programs")
     export = commands.add_parser("export", help="write a checkpoint as a Hugging Face folder")
     export.add_argument(
         "target", type=Path, nargs="?", metavar="RUN|CHECKPOINT", help="default: the newest run"
@@ -100,6 +122,10 @@ def main() -> int:
                     step=arguments.step,
                     group=arguments.group,
                     evaluation=arguments.eval,
+                )
+            case "ledger":
+                return bodies.ledger(
+                    arguments.words, num_items=arguments.items, as_json=arguments.json
                 )
             case "export":
                 return bodies.export(arguments.target, arguments.out, best=arguments.best)

@@ -2,15 +2,18 @@
 
 import asyncio
 from pathlib import Path
+from typing import TypeVar
 
 from broker.client import BrokerClient
-from wire.control import GetStatus, StatusAnswer
+from wire.control import Answer, GetLedger, GetStatus, LedgerAnswer, Request, StatusAnswer
 from wire.errors import ConfigError, PeerLostError
+from wire.ledger_view import LedgerView
 from wire.run_settings import RunSection, run_section
 from wire.settings import load_table
 from wire.status import RunStatus
 
 _TIMEOUT_S = 5.0
+A = TypeVar("A", bound=Answer)
 
 
 def run_of_folder(folder: Path) -> RunSection:
@@ -29,17 +32,27 @@ def dashboard_address(run: RunSection) -> str:
 
 async def fetch_status(run: RunSection, *, timeout_s: float = _TIMEOUT_S) -> RunStatus:
     """Ask the broker of a run once."""
+    return (await _ask(run, GetStatus(), StatusAnswer, timeout_s)).status
+
+
+async def _ask(run: RunSection, request: Request, kind: type[A], timeout_s: float) -> A:
     if not run.socket("broker").exists():
         raise PeerLostError(f"no broker runs for {run.folder}; see {run.summary_file}")
     endpoint = run.endpoint("broker")
     client, _ = await BrokerClient.connect(
-        endpoint, role="observer", name="observer", timeout_s=timeout_s
+        endpoint, role="observer", name="observer", timeout_s=timeout_s, outage_s=timeout_s
     )
     try:
-        answer, _ = await client.ask(GetStatus(), StatusAnswer)
+        answer, _ = await client.ask(request, kind)
     finally:
         client.close()
-    return answer.status
+    return answer
+
+
+def fetch_account(run: RunSection, num_items: int) -> LedgerView:
+    """Ask the broker of a run for the account of all items; PeerLostError if none answers."""
+    question = GetLedger(num_items=num_items)
+    return asyncio.run(_ask(run, question, LedgerAnswer, _TIMEOUT_S)).view
 
 
 def status_now(run: RunSection) -> RunStatus:

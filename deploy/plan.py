@@ -16,7 +16,7 @@ class RolePlan:
 
     name: str
     command: tuple[str, ...]
-    restartable: bool  # its work is leased, so another incarnation can go on
+    restart_arguments: tuple[str, ...] = ()  # that another incarnation is started with besides
     host: str = "localhost"
     gpus: tuple[int, ...] | None = None  # those it may see; None leaves them as they are
     environment: dict[str, str] = field(default_factory=dict)  # beside what it inherits
@@ -45,7 +45,7 @@ def plan_roles(config: RunConfig, resolved: Path, *, num_gpus: int) -> list[Role
     places = _places(config, config.deploy.gpus_per_host or num_gpus)
     first = config.deploy.hosts[0]
 
-    def role(name: str, module: str, *arguments: str, restartable: bool = False) -> RolePlan:
+    def role(name: str, module: str, *arguments: str, on_restart: tuple[str, ...] = ()) -> RolePlan:
         command = (sys.executable, "-m", module, "--config", str(resolved), *arguments)
         host, gpus = places.get(name, (first, None))
         environment = {"OMP_NUM_THREADS": "1"}
@@ -53,17 +53,17 @@ def plan_roles(config: RunConfig, resolved: Path, *, num_gpus: int) -> list[Role
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
         kind = name.rstrip("-0123456789")
         cores = config.deploy.cores.get(name, config.deploy.cores.get(kind, ()))
-        return RolePlan(name, command, restartable, host, gpus, environment, cores)
+        return RolePlan(name, command, on_restart, host, gpus, environment, cores)
 
     def named(name: str, module: str) -> RolePlan:
-        return role(name, module, "--name", name, restartable=True)
+        return role(name, module, "--name", name)
 
     generators = range(config.generators.generators.count)
     workers = range(config.broker.reward.workers)
     return [
-        role("broker", "broker.main"),
+        role("broker", "broker.main", on_restart=("--restarted",)),
         *(named(f"generator-{i}", "generators.main") for i in generators),
-        role("learner", "learner.main"),
+        role("learner", "learner.main", on_restart=("--resume", "auto")),
         *(named(f"reward-worker-{i}", "broker.reward_worker") for i in workers),
     ]
 

@@ -1,10 +1,12 @@
 """Which checkpoint `slipstream run --resume` goes on from."""
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 
 from wire.checkpoints import newest_checkpoint, read_checkpoint_info
 from wire.errors import ConfigError
+from wire.run_folder import SUMMARY, TRAIL
 from wire.run_settings import RunSection
 from wire.settings import Table
 
@@ -16,7 +18,7 @@ class ResumePoint:
     """A checkpoint, and the run folder that it belongs to."""
 
     run_folder: Path
-    checkpoint: Path
+    checkpoint: Path | None  # None: there is none yet, the ledger of the run is all there is
     step: int
 
 
@@ -25,8 +27,8 @@ def find_resume_point(run: RunSection, wanted: str) -> ResumePoint | None:
 
     Args:
         run: the section as the user wrote it.
-        wanted: "auto" for the newest of NAME, NAME-2, ... that has a checkpoint (None if there is
-            none: then the run begins), or a run folder, or a checkpoint folder.
+        wanted: "auto" for the newest of NAME, NAME-2, ... that has begun and not ended (None if
+            there is none: then the run begins), or a run folder, or a checkpoint folder.
 
     Raises:
         ConfigError: the folder named holds no checkpoint, or its run is complete.
@@ -35,6 +37,8 @@ def find_resume_point(run: RunSection, wanted: str) -> ResumePoint | None:
         folder = _newest_run(run)
         if folder is None:
             return None
+        if newest_checkpoint(folder) is None:
+            return ResumePoint(folder, None, 0)
         return _point(folder, run)
     return _point(Path(wanted), run)
 
@@ -45,7 +49,19 @@ def _newest_run(run: RunSection) -> Path | None:
     while (folder := Path(run.dir) / f"{run.name}-{number}").exists():
         folders.append(folder)
         number += 1
-    return next((f for f in reversed(folders) if newest_checkpoint(f) is not None), None)
+    for folder in reversed(folders):
+        if newest_checkpoint(folder) is not None or _has_ledger(folder):
+            return folder
+    return None
+
+
+def _has_ledger(folder: Path) -> bool:
+    """Tell whether a run was cut off before its first checkpoint, so that its store goes on."""
+    try:
+        outcome = json.loads((folder / SUMMARY).read_text())["outcome"]
+    except (OSError, ValueError, KeyError):
+        outcome = ""
+    return (folder / TRAIL).is_dir() and outcome != "finished"
 
 
 def _point(folder: Path, run: RunSection) -> ResumePoint:
@@ -73,6 +89,6 @@ def resumed_table(table: Table, point: ResumePoint) -> Table:
         **table.get("run", {}),
         "name": point.run_folder.name,
         "dir": str(point.run_folder.parent),
-        "resume_from": str(point.checkpoint),
+        "resume_from": str(point.checkpoint or ""),
     }
     return {**table, "run": run}

@@ -26,7 +26,8 @@ class Child:
     plan: RolePlan
     log_file: Path
     process: "subprocess.Popen[bytes] | None" = None
-    failures: int = 0
+    failed_at_s: list[float] = field(default_factory=list)  # within the window
+    num_starts: int = 0
     restart_at_s: float | None = None
     finished: bool = False
 
@@ -37,7 +38,8 @@ class Supervisor:
 
     logs: Path
     scratch: Path  # TMPDIR of all children
-    max_restarts: int
+    max_restarts: int  # of one role within the window
+    window_s: float
     backoff_s: float
     stop_timeout_s: float
     now: Callable[[], float] = time.monotonic
@@ -50,10 +52,10 @@ class Supervisor:
         self._spawn(child)
 
     def check(self) -> None:
-        """Note who ended; restart who may be restarted.
+        """Note who ended; start again who failed.
 
         Raises:
-            ChildDiedError: a role failed that cannot be restarted, or too often.
+            ChildDiedError: a role failed too often.
         """
         for child in self.children.values():
             if child.restart_at_s is not None:
@@ -99,9 +101,11 @@ class Supervisor:
     def _spawn(self, child: Child) -> None:
         environment = dict(os.environ)  # noqa: TID251 handed on to children
         environment |= {"TMPDIR": str(self.scratch), **child.plan.environment}
+        again = child.plan.restart_arguments if child.num_starts else ()
+        child.num_starts += 1
         with child.log_file.open("ab") as log:
             child.process = subprocess.Popen(  # noqa: S603 our own programs
-                child.plan.command,
+                [*child.plan.command, *again],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -116,16 +120,18 @@ class Supervisor:
         if code == EXIT_BAD_SETTINGS:
             reason = last_lines(child.log_file, 1).strip()
             raise ConfigError(f"{child.plan.name}: {reason}")
-        child.failures += 1
-        if not child.plan.restartable or child.failures > self.max_restarts:
-            often = "" if child.failures == 1 else f" (failure {child.failures})"
+        now = self.now()
+        child.failed_at_s = [at for at in child.failed_at_s if at > now - self.window_s] + [now]
+        failures = len(child.failed_at_s)
+        if failures > self.max_restarts:
+            often = "" if failures == 1 else f" (failure {failures})"
             raise ChildDiedError(
                 f"{child.plan.name} {_how(code)}{often}; {child.log_file} ends with:\n"
                 f"{last_lines(child.log_file)}"
             )
-        delay = self.backoff_s * 2 ** (child.failures - 1)
-        _log.warning("%s %s; starting it again in %.0f s", child.plan.name, _how(code), delay)
-        child.restart_at_s = self.now() + delay
+        delay = self.backoff_s * 2 ** (failures - 1)
+        _log.warning("%s %s; starting it again in %.1f s", child.plan.name, _how(code), delay)
+        child.restart_at_s = now + delay
 
     def _sweep(self, child: Child) -> None:
         """Remove what a role that was killed could not remove itself."""

@@ -141,6 +141,7 @@ def _flow(status: RunStatus) -> RenderableType:
         "groups": equation,
         "in flight": _counts(status.in_flight),
         "dropped": _counts(status.dropped) or "none",
+        "length of answers": _lengths(status),
         "waiting for a reward": str(status.queue.get("waiting_for_reward", 0)),
         "publishes": publishes,
         "learner waits for": status.waiting_for or "nothing",
@@ -148,6 +149,16 @@ def _flow(status: RunStatus) -> RenderableType:
     for name, value in rows.items():
         grid.add_row(Text(name, style="dim"), value)
     return grid
+
+
+def _lengths(status: RunStatus) -> str:
+    meter = status.survivorship
+    if not meter.quartiles:
+        return "-"
+    text = f"{meter.generated_mean:.0f} generated, {meter.trained_mean:.0f} trained"
+    shares = ", ".join(f"{q.dropped_share:.0%}" for q in meter.quartiles)
+    text += f"; dropped for their age, shortest to longest quarter: {shares}"
+    return f"{text}; {meter.alarm}" if meter.alarm else text
 
 
 def _by_source(status: RunStatus) -> dict[str, str]:

@@ -50,6 +50,7 @@ async def _work(
         name=name,
         packages={"sglang": version("sglang"), "torch": version("torch")},
         tokenizer=tokenizer_hash(settings.model),
+        outage_s=settings.run.outage_s,
     )
     worker = GeneratorWorker(
         client=client,

@@ -58,6 +58,7 @@ class GeneratorWorker:
         self._paused = False
         self._groups: dict[int, asyncio.Task[None]] = {}  # by lease
         self._generating: set[int] = set()  # leases whose siblings are not all sampled yet
+        client.held = lambda: tuple(self._groups)
         self._clock = PhaseClock()
         counted = ("tokens", "trajectories", "refused", "failed", "rejected")
         self._counters = dict.fromkeys(counted, 0.0)

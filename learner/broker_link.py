@@ -6,13 +6,17 @@ import time
 from collections.abc import Callable, Sequence
 from importlib.metadata import version as package_version
 
+from typing_extensions import override
+
 from broker.client import BrokerClient
 from learner.background import BackgroundLoop
 from learner.config import LearnerSettings
+from learner.orders import PayloadKey, Rejection, StepOrder, order_step
+from learner.prefetch import EarlyPlans, PayloadPrefetch
 from weightbus.publisher import Publisher
 from weightbus.snapshot import WeightSnapshot
 from wire.bus import PublishRecord
-from wire.codec import decode_payload
+from wire.codec import Frame
 from wire.control import (
     BatchDelivered,
     BatchNotReady,
@@ -22,33 +26,58 @@ from wire.control import (
     LedgerSnapshotAnswer,
     Payloads,
     PublishReport,
+    RejectBatch,
     RequestBatch,
     RoleReport,
     RunComplete,
+    SealSteps,
     StepCommit,
     StepCommitted,
     TakeOver,
     TookOver,
 )
-from wire.errors import ProtocolError
+from wire.errors import ProtocolError, RefusedError, SlipstreamError
 from wire.phases import PhaseClock
 from wire.tokenizer_hash import tokenizer_hash
-from wire.trajectory import TrajectoryPayload
 from wire.versions import PolicyVersion
 
 _log = logging.getLogger(__name__)
 _POLL_S = 1.0
+_LOOK_S = 0.05
 _REPORT_S = 1.0
 _SAY_WAITING_AFTER_S = 10.0
 
 
 class PayloadLink:
-    """What every rank needs: the payloads of its own trajectories."""
+    """What the fetching rank of every replica needs: the payloads of its trajectories."""
 
-    publishes = True
+    def __init__(
+        self,
+        loop: BackgroundLoop,
+        settings: LearnerSettings,
+        name: str,
+        *,
+        replica: int,
+        early: EarlyPlans | None,
+    ) -> None:
+        """Connect to the broker.
 
-    def __init__(self, loop: BackgroundLoop, settings: LearnerSettings, name: str) -> None:
+        Args:
+            loop: where the conversation goes on.
+            settings: the learner's.
+            name: of this client, stable over restarts.
+            replica: this rank's data-parallel replica.
+            early: how ranks learn of batches to come; None where there is one replica alone.
+
+        Raises:
+            PeerLostError: no broker answers.
+            ConfigError: the broker does not want this client.
+        """
         self._loop = loop
+        self._replica = replica
+        self._early = early
+        self._prefetched = PayloadPrefetch(self._ask_payloads)
+        self._search: asyncio.Task[None] | None = None
         self._client, _ = loop.run(
             BrokerClient.connect(
                 settings.run.endpoint("broker"),
@@ -62,25 +91,68 @@ class PayloadLink:
             )
         )
 
-    def fetch(self, keys: Sequence[tuple[int, int]]) -> list[TrajectoryPayload]:
+    def fetch(self, step: int, keys: Sequence[PayloadKey]) -> list[Frame]:
         """Return the payloads of delivered trajectories, in the order asked."""
-        request = FetchPayloads(keys=tuple(keys))
-        answer, frames = self._loop.run(self._client.ask(request, Payloads))
-        if answer.num_frames != len(keys) or len(frames) != len(keys):
-            raise ProtocolError(f"asked for {len(keys)} payloads, got {len(frames)}")
-        return [decode_payload(frame) for frame in frames]
+        return self._loop.run(self._fetched(step, keys))
+
+    def begin_prefetch(self, step: int) -> None:
+        """Look for the batch of a coming step in the background, and fetch its payloads."""
+        self._loop.run(self._begin_search(step))
 
     def close(self) -> None:
         """Drop the connection."""
         self._loop.run(self._closed())
 
+    async def _fetched(self, step: int, keys: Sequence[PayloadKey]) -> list[Frame]:
+        self._end_search()
+        found = await self._prefetched.take(step, keys)
+        missing = tuple(key for key in keys if key not in found)
+        if missing:
+            found |= zip(missing, await self._ask_payloads(missing), strict=True)
+        return [found[key] for key in keys]
+
+    async def _ask_payloads(self, keys: tuple[PayloadKey, ...]) -> list[Frame]:
+        answer, frames = await self._client.ask(FetchPayloads(keys=keys), Payloads)
+        if answer.num_frames != len(keys) or len(frames) != len(keys):
+            raise ProtocolError(f"asked for {len(keys)} payloads, got {len(frames)}")
+        return frames
+
+    async def _begin_search(self, step: int) -> None:
+        self._end_search()
+        self._prefetched.drop()
+        self._search = asyncio.create_task(self._searching(step))
+
+    def _end_search(self) -> None:
+        """Payloads that were found go on being fetched."""
+        if self._search is not None:
+            self._search.cancel()
+        self._search = None
+
+    async def _searching(self, step: int) -> None:
+        try:
+            await self._find(step)
+        except (SlipstreamError, RuntimeError) as error:  # the second is a torch store's
+            _log.warning("cannot prefetch step %d: %s", step, error)
+
+    async def _find(self, step: int) -> None:
+        """Wait until rank 0 has posted what this replica will want, and begin to fetch it."""
+        if self._early is None:
+            return
+        while (keys := self._early.read(step)) is None:  # noqa: ASYNC110 another process posts
+            await asyncio.sleep(_LOOK_S)
+        self._prefetched.begin(step, keys[self._replica])
+
     async def _closed(self) -> None:
+        self._end_search()
+        self._prefetched.drop()
         self._client.close()
-        await asyncio.sleep(0)  # lets the receiver see that it was cancelled
+        await asyncio.sleep(0)  # lets those that were cancelled see it
 
 
 class LeaderLink(PayloadLink):
     """What rank 0 needs besides: batches, commits, publishes, reports."""
+
+    publishes = True
 
     def __init__(
         self,
@@ -88,13 +160,31 @@ class LeaderLink(PayloadLink):
         settings: LearnerSettings,
         clock: PhaseClock,
         should_stop: Callable[[], bool],
+        *,
+        early: EarlyPlans | None = None,
     ) -> None:
-        super().__init__(loop, settings, "learner")
+        """Connect to the broker and open the weight bus.
+
+        Args:
+            loop: where both go on.
+            settings: the learner's.
+            clock: what the learner spends its time on, for its reports.
+            should_stop: whether the learner has been asked to end.
+            early: how the other ranks learn of batches to come; None where there are none.
+
+        Raises:
+            PeerLostError: no broker answers.
+            ConfigError: the broker does not want this client.
+        """
+        super().__init__(loop, settings, "learner", replica=0, early=early)
+        self._settings = settings
         self._clock = clock
         self._should_stop = should_stop
         self._tokens = 0
         self._version: PolicyVersion | None = None
         self._last_step = settings.run.steps  # as the other ranks know it
+        self._found: StepOrder | None = None  # of a coming step
+        self._posted: int | None = None  # the step that the other ranks were told of
         settings.run.make_socket_folder()
         self._publisher = loop.run(self._make_publisher(settings))
         loop.start(self._publisher.run(settings.run.endpoint("weightbus")))
@@ -103,26 +193,32 @@ class LeaderLink(PayloadLink):
     async def _make_publisher(self, settings: LearnerSettings) -> Publisher:
         return Publisher(settings.weightbus, on_record=self._report_publish)
 
-    def take_over(self, step: int) -> PolicyVersion:
+    def take_over(self, step: int, checkpoint: str) -> PolicyVersion:
         """Become the run's learner; return the version of the weights held."""
-        answer, _ = self._loop.run(self._client.ask(TakeOver(step=step), TookOver))
+        request = TakeOver(step=step, checkpoint=checkpoint)
+        answer, _ = self._loop.run(self._client.ask(request, TookOver))
         self._version = answer.version
         return answer.version
 
-    def next_batch(
+    def next_order(
         self, version: PolicyVersion, *, max_wait_s: float
-    ) -> BatchDelivered | BatchNotReady | RunComplete:
-        """Wait for the batch of the step that starts from ``version``, or until asked to stop."""
+    ) -> StepOrder | BatchNotReady | RunComplete:
+        """Wait for the batch of the step that starts from ``version``, or until asked to stop.
+
+        The broker is asked even where the batch was found in the background: what it says now
+        counts, and the same batch comes again at once.
+        """
+        self._loop.run(self._stop_searching())
         since = time.monotonic()
         said = ""
         while True:
             self._loop.check()
-            request = RequestBatch(version=version, wait_s=_POLL_S)
-            answer, _ = self._loop.run(self._client.ask_any(request, extra_wait_s=_POLL_S))
-            match answer:
-                case BatchDelivered() | RunComplete():
-                    return answer
-                case BatchNotReady(reason=reason, last_step=last_step):
+            match self._loop.run(self._request_batch(version, version.step)):
+                case BatchDelivered() as batch:
+                    return self._planned(batch)
+                case RunComplete() as complete:
+                    return complete
+                case BatchNotReady(reason=reason, last_step=last_step) as answer:
                     waited = time.monotonic() - since
                     is_news = last_step != self._last_step
                     self._last_step = last_step
@@ -131,8 +227,18 @@ class LeaderLink(PayloadLink):
                     if waited > _SAY_WAITING_AFTER_S and reason != said:
                         _log.info("no batch for %.0f s: waiting for %s", waited, reason)
                         said = reason
-                case _:
-                    raise ProtocolError(f"RequestBatch was answered by {answer!r}")
+
+    def reject_batch(self, version: PolicyVersion, rejection: Rejection) -> None:
+        """Tell the broker that the batch of this step was not trained; returns when durable."""
+        request = RejectBatch(
+            version=version,
+            step=version.step,
+            reason=rejection.reason,
+            groups=rejection.groups,
+            detail=rejection.detail,
+        )
+        self._loop.run(self._forget_next())
+        self._loop.run(self._client.ask(request, Done))
 
     def commit(
         self, version: PolicyVersion, metrics: dict[str, float], num_tokens: int
@@ -151,10 +257,88 @@ class LeaderLink(PayloadLink):
         answer, _ = self._loop.run(self._client.ask(request, LedgerSnapshotAnswer))
         return answer.data
 
+    def seal(self, version: PolicyVersion, *, step: int, oldest_kept: int) -> None:
+        """Tell the broker what it need not keep any more; returns when that is durable."""
+        request = SealSteps(version=version, step=step, oldest_kept=oldest_kept)
+        self._loop.run(self._client.ask(request, Done))
+
     def publish(self, snapshot: WeightSnapshot) -> None:
         """Hand a version to the weight bus; returns at once."""
         snapshot.check_finite()
         self._loop.call(self._publisher.submit, snapshot)
+
+    # ---- the next batch, on the event loop -----------------------------------
+
+    async def _request_batch(
+        self, version: PolicyVersion, step: int
+    ) -> BatchDelivered | BatchNotReady | RunComplete:
+        request = RequestBatch(version=version, step=step, wait_s=_POLL_S)
+        answer, _ = await self._client.ask_any(request, extra_wait_s=_POLL_S)
+        match answer:
+            case BatchDelivered() | BatchNotReady() | RunComplete():
+                return answer
+            case _:
+                raise ProtocolError(f"RequestBatch was answered by {answer!r}")
+
+    @override
+    async def _begin_search(self, step: int) -> None:
+        await self._forget_next()
+        if step < self._last_step:
+            await super()._begin_search(step)
+
+    @override
+    async def _find(self, step: int) -> None:
+        """Wait for the batch of a coming step, tell the other ranks, fetch this rank's share."""
+        batch = await self._find_batch(step)
+        if batch is None:
+            return
+        order = order_step(batch, self._settings.learner)
+        self._found = order
+        if self._early is not None:
+            replicas = range(len(order.plans[0].microbatches))
+            self._early.post(step, tuple(order.keys(replica) for replica in replicas))
+            self._posted = step
+        self._prefetched.begin(step, order.keys(self._replica))
+
+    async def _find_batch(self, step: int) -> BatchDelivered | None:
+        """Ask until there is a batch; None if there will be none."""
+        while True:
+            asked_at_s = time.monotonic()
+            if self._version is None:
+                return None
+            try:
+                answer = await self._request_batch(self._version, step)
+            except RefusedError as error:  # asked with the version before a commit
+                _log.debug("step %d is asked for again: %s", step, error)
+            else:
+                match answer:
+                    case BatchDelivered():
+                        return answer
+                    case BatchNotReady(last_step=last_step) if step < last_step:
+                        pass
+                    case _:
+                        return None
+            await asyncio.sleep(max(0.0, asked_at_s + _POLL_S - time.monotonic()))
+
+    async def _stop_searching(self) -> None:
+        self._end_search()
+
+    async def _forget_next(self) -> None:
+        self._end_search()
+        self._prefetched.drop()
+        self._found = None
+        if self._early is not None and self._posted is not None:
+            self._early.remove(self._posted)
+        self._posted = None
+
+    def _planned(self, batch: BatchDelivered) -> StepOrder:
+        """Return the plan of a batch: the one of its prefetch if it is the same batch."""
+        found = self._found
+        if found is not None and found.batch == batch:
+            return found
+        return order_step(batch, self._settings.learner)
+
+    # ---- reports -------------------------------------------------------------
 
     async def _report_publish(self, record: PublishRecord) -> None:
         for member, reason in record.failed.items():

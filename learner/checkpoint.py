@@ -16,6 +16,7 @@ import shutil
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from pickle import UnpicklingError  # noqa: TID251 what torch's reader raises
 from typing import Any, TypeVar
 
 import msgspec
@@ -59,6 +60,10 @@ T = TypeVar("T")
 
 class CheckpointError(SlipstreamError):
     """A checkpoint could not be written; those written before are untouched."""
+
+
+class DamagedCheckpointError(ConfigError):
+    """A checkpoint cannot be read: a part of it is missing or cut off."""
 
 
 def prepare_folder(folder: Path) -> None:
@@ -129,14 +134,24 @@ def load_checkpoint(policy: Policy, topology: Topology, folder: Path, info: Chec
     are the same; otherwise they stay as they were seeded.
 
     Raises:
-        ConfigError: it is of another model, or damaged.
+        ConfigError: it is of another model.
+        DamagedCheckpointError: on every rank, if any of them cannot read it.
     """
     refuse_other_model(policy.model, folder, info)
     same = (info.ranks, info.tensor_parallel) == (topology.world_size, topology.tensor_parallel)
     wanted = policy.sharded_state(is_loading=True)
     if same:
         wanted["rng"] = _rng(topology)
-    state = _load(wanted, folder)
+    failure: DamagedCheckpointError | None = None
+    state: dict[str, Any] = {}
+    try:
+        state = _load(wanted, folder)
+    except DamagedCheckpointError as error:
+        failure = error
+    if any_rank(failure is not None, world_size=topology.world_size):
+        raise failure or DamagedCheckpointError(
+            f"cannot read the checkpoint {folder}: another learner rank failed"
+        )
     policy.load_state(state)
     if same:
         _restore_rng(state["rng"])
@@ -153,7 +168,8 @@ def load_weights(model: GPTModel, folder: Path, info: CheckpointInfo) -> None:
     """Fill a model alone from a checkpoint of any layout.
 
     Raises:
-        ConfigError: it is of another model, or damaged.
+        ConfigError: it is of another model.
+        DamagedCheckpointError: it cannot be read.
     """
     refuse_other_model(model, folder, info)
     state = _load({"model": model.sharded_state_dict()}, folder)
@@ -323,17 +339,25 @@ def _sync(path: Path) -> None:
 
 
 def _load(wanted: dict[str, Any], folder: Path) -> dict[str, Any]:
+    if not (folder / COMMON_STATE_FNAME).is_file():  # Megatron's own complaint is no sentence
+        raise DamagedCheckpointError(
+            f"cannot read the checkpoint {folder}: no {COMMON_STATE_FNAME}"
+        )
     try:
         state: dict[str, Any] = dist_checkpointing.load(wanted, str(folder))
     except (
         OSError,
         RuntimeError,
+        ValueError,
         KeyError,
         EOFError,
+        UnpicklingError,
         CheckpointException,
         CheckpointingException,
     ) as error:
-        raise ConfigError(f"cannot read the checkpoint {folder}: {_reason(error)}") from error
+        raise DamagedCheckpointError(
+            f"cannot read the checkpoint {folder}: {_reason(error)}"
+        ) from error
     return state
 
 

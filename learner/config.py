@@ -1,7 +1,7 @@
 """Settings of the learner."""
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
 import msgspec
 
@@ -69,6 +69,10 @@ class LearnerSection(Section, frozen=True, kw_only=True):
     """Optimizer updates per learner step."""
     max_tokens_per_microbatch: AtLeast1 = 8192
     """Sequences are packed into microbatches of at most this many tokens."""
+    prefetch: bool = True
+    """Fetch the batch of the next step while one is trained."""
+    max_rejected_batches: AtLeast1 = 3
+    """End after so many batches in a row that could not be trained (loss or payload not finite)."""
     threads: AtLeast1 = 1
     """CPU threads per rank."""
     timeout_s: Positive = 300.0
@@ -119,14 +123,28 @@ class LearnerSettings(msgspec.Struct, frozen=True, kw_only=True):
         """Return the checkpoint to go on from."""
         return Path(self.run.resume_from) if self.run.resume_from else None
 
+    def resumed(self, checkpoint: Path) -> Self:
+        """Return the same settings, going on from a checkpoint."""
+        run = msgspec.structs.replace(self.run, resume_from=str(checkpoint))
+        return msgspec.structs.replace(self, run=run)
+
     @property
     def lr_decay_steps(self) -> int:
         """Return the learner step at which the learning rate has reached its lowest."""
         return self.learner.lr_decay_steps or self.run.steps
 
 
-def learner_settings(table: Table) -> LearnerSettings:
-    """Decode and check the learner's sections."""
+def learner_settings(table: Table, *, may_resume: bool = False) -> LearnerSettings:
+    """Decode and check the learner's sections.
+
+    Args:
+        table: of all settings.
+        may_resume: whether the run's own checkpoints go before run.resume_from, which by then may
+            have been removed.
+
+    Raises:
+        ConfigError: saying which setting is wrong.
+    """
     settings = LearnerSettings(
         run=run_section(table),
         learner=section(table, "learner", LearnerSection),
@@ -137,7 +155,7 @@ def learner_settings(table: Table) -> LearnerSettings:
         profile=section(table, "profile", ProfileSection),
     )
     model_folder(settings.run)
-    if settings.resume_from is not None:
+    if settings.resume_from is not None and not may_resume:
         read_checkpoint_info(settings.resume_from)
     _check_split(settings)
     _check_schedule(settings)

@@ -3,37 +3,54 @@
 from collections.abc import Sequence
 from typing import Protocol
 
+from learner.orders import PayloadKey, Rejection, StepOrder
 from weightbus.snapshot import WeightSnapshot
-from wire.control import BatchDelivered, BatchNotReady, RunComplete, StepCommitted
-from wire.trajectory import TrajectoryPayload
+from wire.codec import Frame
+from wire.control import BatchNotReady, RunComplete, StepCommitted
 from wire.versions import PolicyVersion
 
 
 class RankLink(Protocol):
-    """What every rank needs."""
+    """What the one rank of a replica needs that fetches its payloads."""
 
-    publishes: bool  # whether whole weights are wanted after each step
+    def fetch(self, step: int, keys: Sequence[PayloadKey]) -> list[Frame]:
+        """Return the payloads of delivered trajectories as they are, in the order asked.
 
-    def fetch(self, keys: Sequence[tuple[int, int]]) -> list[TrajectoryPayload]:
-        """Return the payloads of delivered trajectories by (group, sibling), in the order asked."""
+        What was prefetched for this step is used and the rest asked for; what was prefetched for
+        another step is thrown away.
+        """
+
+    def begin_prefetch(self, step: int) -> None:
+        """Look for the batch of a coming step in the background, and fetch its payloads.
+
+        At most one step is prefetched: whatever was before is thrown away. Nothing depends on it.
+        """
 
     def close(self) -> None:
-        """Let go of whatever is open."""
+        """Let go of whatever is open, and end what goes on in the background."""
 
 
 class LeadingLink(RankLink, Protocol):
     """What rank 0 needs besides."""
 
-    def take_over(self, step: int) -> PolicyVersion:
-        """Become the run's learner at ``step``; return the version of the weights held."""
+    publishes: bool  # whether whole weights are wanted after each step
 
-    def next_batch(
+    def take_over(self, step: int, checkpoint: str) -> PolicyVersion:
+        """Become the run's learner at ``step``; return the version of the weights held.
+
+        ``checkpoint`` is what it goes on from, empty if that is the policy the run began with.
+        """
+
+    def next_order(
         self, version: PolicyVersion, *, max_wait_s: float
-    ) -> BatchDelivered | BatchNotReady | RunComplete:
-        """Return the batch of the step that starts from ``version``, or why there is none.
+    ) -> StepOrder | BatchNotReady | RunComplete:
+        """Return the planned batch of the step that starts from ``version``, or why there is none.
 
         News of the run's last step come at once, not after ``max_wait_s``.
         """
+
+    def reject_batch(self, version: PolicyVersion, rejection: Rejection) -> None:
+        """Say that the step that starts from ``version`` was not trained; its batch changes."""
 
     def commit(
         self, version: PolicyVersion, metrics: dict[str, float], num_tokens: int
@@ -45,3 +62,6 @@ class LeadingLink(RankLink, Protocol):
 
     def ledger_snapshot(self, version: PolicyVersion) -> bytes:
         """Return what a checkpoint of ``version`` keeps of the broker."""
+
+    def seal(self, version: PolicyVersion, *, step: int, oldest_kept: int) -> None:
+        """Say that a durable checkpoint holds every step before ``step``."""

@@ -7,44 +7,63 @@ that no token is ever newer than the broker's learner step.
 
 import logging
 import time
+from dataclasses import dataclass
 from typing import TypeVar
 
 import msgspec
 from tokenizers import Tokenizer
 
 from learner.broadcast import any_rank, broadcast_bytes
-from learner.collate import TrainSequence, pack, unpack
+from learner.collate import TrainSequence, pack
 from learner.config import LearnerSettings
 from learner.device import device
 from learner.hf_weights import export_hf_weights, save_hf_folder
 from learner.links import LeadingLink, RankLink
-from learner.plan import plan_step
+from learner.orders import (
+    NonFiniteError,
+    Order,
+    Rejection,
+    StepOrder,
+    StopTraining,
+    decode_order,
+    encode_order,
+    groups_of,
+)
 from learner.policy import Policy
 from learner.profiling import StepProfiler
 from learner.rollout_log import RolloutLog, TrainedPart
 from learner.saver import Saver
-from learner.step import Minibatch, advantages_of, batch_figures, train_step
+from learner.share import fetch_share, unpack_share
+from learner.step import Minibatch, TrainedMinibatch, advantages_of, batch_figures, train_step
 from learner.stop import StopRequest
 from learner.topology import Topology
 from weightbus.snapshot import WeightSnapshot
 from wire.checkpoints import read_checkpoint_info
-from wire.control import BatchDelivered, BatchNotReady, Message, RunComplete
-from wire.errors import PeerLostError, SlipstreamError
+from wire.control import BatchNotReady, RunComplete
+from wire.errors import SlipstreamError
 from wire.phases import PhaseClock
-from wire.trajectory import TrajectoryHeader
 from wire.versions import PolicyVersion
 
 _log = logging.getLogger(__name__)
-_encoder = msgspec.msgpack.Encoder()
 T = TypeVar("T")
 
 
-class StopTraining(Message, frozen=True):
-    """Rank 0 to the other ranks: asked to end before the run is complete."""
+_ADVICE = {
+    "nonfinite": "look at learner.lr, at the advantages (rewards), and at the behavior logprobs",
+    "invalid": "look at the generators that sampled them",
+}
 
 
-_Answer = BatchDelivered | BatchNotReady | RunComplete | StopTraining
-_decoder: msgspec.msgpack.Decoder[_Answer] = msgspec.msgpack.Decoder(_Answer)
+class UntrainableError(SlipstreamError):
+    """Batch after batch could not be trained."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Trained:
+    """What the training of one batch came to."""
+
+    figures: dict[str, float]
+    num_tokens: int
 
 
 class LearnerLoop:
@@ -55,7 +74,7 @@ class LearnerLoop:
         settings: LearnerSettings,
         topology: Topology,
         policy: Policy,
-        link: RankLink,
+        link: RankLink | None,
         leader: LeadingLink | None,
         clock: PhaseClock,
         stop: StopRequest,
@@ -66,7 +85,7 @@ class LearnerLoop:
             settings: the learner's.
             topology: this rank's place.
             policy: what is trained, with the weights to start from.
-            link: where this rank's payloads come from.
+            link: where payloads come from, on one rank of each replica; None on the others.
             leader: where batches come from and results go, on rank 0 alone.
             clock: what this rank spends its time on.
             stop: whether rank 0 has been asked to end.
@@ -82,7 +101,9 @@ class LearnerLoop:
         self._clock = clock
         self._stop = stop
         folder = settings.run.folder
-        self._saver = Saver(settings, topology, policy, self._ledger)
+        self._publishes = False  # known when the run is taken over
+        self._rejected_in_a_row = 0
+        self._saver = Saver(settings, topology, policy, self._ledger, self._seal)
         self._profiler = StepProfiler(settings.profile, folder / "profile", rank=topology.rank)
         self._rollouts: RolloutLog | None = None
         if leader is not None and settings.learner.rollouts_per_step:
@@ -115,10 +136,10 @@ class LearnerLoop:
         """Train step after step; return the version at the end and why it ended."""
         version = self._begin()
         while True:
-            answer = self._next_batch(version)
-            if not isinstance(answer, BatchDelivered):
-                return version, answer
-            version = self._step(version, answer)
+            order = self._next_order(version)
+            if not isinstance(order, StepOrder):
+                return version, order
+            version = self._step(version, order)
 
     def _begin(self) -> PolicyVersion:
         """Take over the run at the step of the weights held, and publish them."""
@@ -126,19 +147,32 @@ class LearnerLoop:
         step = read_checkpoint_info(resumed).step if resumed is not None else 0
         version = PolicyVersion(0, step)
         if self._leader is not None:
-            version = self._leader.take_over(step)
+            version = self._leader.take_over(step, resumed.name if resumed is not None else "")
+            self._publishes = self._leader.publishes
             _log.info("took over as %s", version.label)
+        if self._rollouts is not None:
+            self._rollouts.forget_from(step)
         version = self._agreed(version, PolicyVersion)
+        self._publishes = self._agreed(self._publishes, bool)
         self._publish(version)
         with self._clock.phase("checkpoint"):
             self._saver.started_from(version)
         return version
 
-    def _step(self, version: PolicyVersion, batch: BatchDelivered) -> PolicyVersion:
-        """Train one batch, commit, publish, and save if it is due; return the new version."""
+    def _step(self, version: PolicyVersion, order: StepOrder) -> PolicyVersion:
+        """Train one batch, commit, publish, and save if it is due; return the new version.
+
+        It is the old one if the batch could not be trained.
+        """
         started = time.monotonic()
         self._profiler.before(version.step + 1)
-        figures, num_tokens = self._train(batch)
+        outcome = self._train(version, order)
+        if isinstance(outcome, Rejection):
+            self._reject(version, outcome)
+            return version
+        self._rejected_in_a_row = 0
+        any_rank(False, world_size=self._topology.world_size)  # all of them have trained it
+        figures = outcome.figures
         figures["policy/lr"] = self._policy.lr
         self._policy.end_step()
         version = version.next()
@@ -147,7 +181,7 @@ class LearnerLoop:
             figures["time/step"] = time.monotonic() - started
             figures |= self._saver.figures()
             with self._clock.phase("commit"):
-                committed = self._leader.commit(version, figures, num_tokens)
+                committed = self._leader.commit(version, figures, outcome.num_tokens)
                 last_step = committed.last_step
                 self._saver.note(committed.evaluations)
         last_step = self._agreed(last_step, int)
@@ -164,36 +198,50 @@ class LearnerLoop:
             self._saver.save_if_due(version, last_step=last_step)
         return version
 
-    def _next_batch(self, version: PolicyVersion) -> BatchDelivered | RunComplete | StopTraining:
-        """Return the same batch on every rank, or why there will be none.
+    def _reject(self, version: PolicyVersion, rejection: Rejection) -> None:
+        """Have the batch replaced; the version stays. Every rank calls this.
+
+        Raises:
+            UntrainableError: on every rank, if this was one too many in a row.
+        """
+        self._rejected_in_a_row += 1
+        if self._leader is not None:
+            _log.error("the batch of step %d is not trained: %s", version.step, rejection.detail)
+            self._leader.reject_batch(version, rejection)
+        if self._rejected_in_a_row >= self._settings.learner.max_rejected_batches:
+            raise UntrainableError(
+                f"step {version.step}: {self._rejected_in_a_row} batches in a row could not be "
+                f"trained (learner.max_rejected_batches), the last one because {rejection.detail}; "
+                + _ADVICE[rejection.reason]
+            )
+
+    def _next_order(self, version: PolicyVersion) -> StepOrder | RunComplete | StopTraining:
+        """Return the same planned batch on every rank, or why there will be none.
 
         While there is none, rank 0 says so often enough that no rank takes it for dead. What comes
         after the last step are evaluations: the policy is saved before they are waited for.
         """
         while True:
-            answer = self._decoded(self._asked(version))
-            if not isinstance(answer, BatchNotReady):
-                return answer
-            if version.step >= answer.last_step:  # a stop was planned since the commit
+            order = decode_order(self._broadcast(self._asked(version)))
+            if not isinstance(order, BatchNotReady):
+                return order
+            if version.step >= order.last_step:  # a stop was planned since the commit
                 with self._clock.phase("checkpoint"):
-                    self._saver.save_if_due(version, last_step=answer.last_step)
+                    self._saver.save_if_due(version, last_step=order.last_step)
 
     def _asked(self, version: PolicyVersion) -> bytes | None:
         """Return what rank 0 says comes next, encoded; None on the others."""
         if self._leader is None:
             return None
-        answer: _Answer = StopTraining()
+        order: Order = StopTraining()
         if not self._stop.requested:
             wait_s = self._settings.learner.timeout_s / 4
-            answer = self._leader.next_batch(version, max_wait_s=wait_s)
-        return _encoder.encode(answer)
-
-    def _decoded(self, answer: bytes | None) -> _Answer:
-        return _decoder.decode(self._broadcast(answer))
+            order = self._leader.next_order(version, max_wait_s=wait_s)
+        return encode_order(order)
 
     def _agreed(self, value: T, kind: type[T]) -> T:
         """Return rank 0's value on every rank."""
-        return msgspec.msgpack.decode(self._broadcast(_encoder.encode(value)), type=kind)
+        return msgspec.msgpack.decode(self._broadcast(msgspec.msgpack.encode(value)), type=kind)
 
     def _broadcast(self, data: bytes | None) -> bytes:
         topology = self._topology
@@ -202,65 +250,68 @@ class LearnerLoop:
     def _ledger(self, version: PolicyVersion) -> bytes:
         return self._leader.ledger_snapshot(version) if self._leader is not None else b""
 
-    def _train(self, batch: BatchDelivered) -> tuple[dict[str, float], int]:
-        settings = self._settings.learner
-        trajectories = [t for group in batch.groups for t in group.trajectories]
-        headers = [t.header for t in trajectories]
-        advantages = advantages_of(batch.groups, self._settings.algo)
-        plans = plan_step(
-            [header.num_tokens for header in headers],
-            replicas=self._topology.data_parallel,
-            minibatches=settings.minibatches,
-            max_tokens=settings.max_tokens_per_microbatch,
-        )
-        replica = self._topology.data_parallel_rank
-        mine = [plan.microbatches[replica] for plan in plans]
-        with self._clock.phase("fetch"):
-            wanted = [i for minibatch in mine for indices in minibatch for i in indices]
-            sequences = self._fetch(headers, advantages, wanted)
-        with self._clock.phase("pack"):
-            minibatches = [
-                Minibatch(
-                    [pack([sequences[i] for i in indices], device()) for indices in minibatch],
-                    sum(
-                        headers[i].num_response_tokens
-                        for share in plan.microbatches
-                        for indices in share
-                        for i in indices
-                    ),
-                )
-                for plan, minibatch in zip(plans, mine, strict=True)
-            ]
-        figures, proximal = train_step(self._policy, minibatches, self._settings.algo, self._clock)
-        figures |= batch_figures(trajectories, batch.step)
-        if self._rollouts is not None:
-            parts = [
-                TrainedPart(*part)
-                for indices, minibatch, anchors in zip(mine, minibatches, proximal, strict=True)
-                for part in zip(indices, minibatch.batches, anchors, strict=True)
-            ]
-            self._rollouts.record(batch.step, trajectories, parts)
-        return figures, sum(header.num_response_tokens for header in headers)
+    def _seal(self, version: PolicyVersion, step: int, oldest_kept: int) -> None:
+        if self._leader is not None:
+            self._leader.seal(version, step=step, oldest_kept=oldest_kept)
 
-    def _fetch(
-        self, headers: list[TrajectoryHeader], advantages: list[float], wanted: list[int]
-    ) -> dict[int, TrainSequence]:
-        """Return this rank's sequences by index; if any rank fails, all do, before the step."""
-        failure: SlipstreamError | None = None
-        sequences: dict[int, TrainSequence] = {}
+    def _train(self, version: PolicyVersion, order: StepOrder) -> _Trained | Rejection:
+        """Train a batch; every rank returns a rejection, and no weight has changed, or none."""
+        advantages = advantages_of(order.batch.groups, self._settings.algo)
+        with self._clock.phase("fetch"):
+            frames = fetch_share(order, self._topology, self._link)
+        if self._link is not None and self._settings.learner.prefetch:
+            self._link.begin_prefetch(version.step + 1)
+        with self._clock.phase("pack"):
+            sequences = unpack_share(order, self._topology, frames, advantages)
+            if isinstance(sequences, Rejection):
+                return sequences
+            minibatches = self._packed(order, sequences)
         try:
-            keys = [(headers[i].group_id, headers[i].sibling) for i in wanted]
-            for i, payload in zip(wanted, self._link.fetch(keys), strict=True):
-                sequences[i] = unpack(headers[i], payload, advantage=advantages[i])
-        except SlipstreamError as error:
-            failure = error
-        if any_rank(failure is not None, world_size=self._topology.world_size):
-            raise failure or PeerLostError("another learner rank could not fetch its payloads")
-        return sequences
+            figures, trained = train_step(
+                self._policy, minibatches, self._settings.algo, self._clock
+            )
+        except NonFiniteError as error:
+            everything = groups_of(order, range(len(order.headers)))
+            return Rejection("nonfinite", everything, str(error))
+        figures |= batch_figures(order.trajectories, order.step)
+        self._record(order, minibatches, trained)
+        return _Trained(figures, sum(header.num_response_tokens for header in order.headers))
+
+    def _packed(self, order: StepOrder, sequences: dict[int, TrainSequence]) -> list[Minibatch]:
+        headers = order.headers
+        return [
+            Minibatch(
+                [pack([sequences[i] for i in indices], device()) for indices in minibatch],
+                sum(
+                    headers[i].num_response_tokens
+                    for share in plan.microbatches
+                    for indices in share
+                    for i in indices
+                ),
+            )
+            for plan, minibatch in zip(
+                order.plans, order.share(self._topology.data_parallel_rank), strict=True
+            )
+        ]
+
+    def _record(
+        self, order: StepOrder, minibatches: list[Minibatch], trained: list[TrainedMinibatch]
+    ) -> None:
+        if self._rollouts is None:
+            return
+        share = order.share(self._topology.data_parallel_rank)
+        parts = [
+            TrainedPart(*part)
+            for one in trained
+            for part in zip(
+                share[one.number], minibatches[one.number].batches, one.proximal, strict=True
+            )
+        ]
+        self._rollouts.record(order.step, order.trajectories, parts)
 
     def _publish(self, version: PolicyVersion) -> None:
         """Copy this rank's weights out, whole tensors to rank 0; the transfer does not wait."""
-        if not self._link.publishes:
+        if not self._publishes:
             return
         with self._clock.phase("export"):
             tensors = {}

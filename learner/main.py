@@ -22,11 +22,17 @@ def main() -> int:
         [
             "start-learner --config run.toml",
             "start-learner --config run.toml learner.ranks=2 learner.lr=1e-6",
+            "start-learner --config run.toml --resume auto",
             "start-learner --config run.toml --replay runs/a/rollouts/batches.trajectories",
         ],
     )
     parser.add_argument(
         "--replay", type=Path, metavar="FILE", help="train on recorded batches, without a broker"
+    )
+    parser.add_argument(
+        "--resume",
+        choices=["auto"],
+        help="go on from the run's newest usable checkpoint, if there is one",
     )
     parser.add_argument("--rank", type=int, default=0, help="set by start-learner itself")
     parser.add_argument("--port", type=int, default=0, help="set by start-learner itself")
@@ -34,7 +40,9 @@ def main() -> int:
     from learner.config import learner_settings
 
     try:
-        settings = learner_settings(load_arguments(arguments))
+        settings = learner_settings(
+            load_arguments(arguments), may_resume=arguments.resume is not None
+        )
     except ConfigError as error:
         return refuse_settings(error)
     if arguments.dry_run:
@@ -49,13 +57,13 @@ def main() -> int:
         if arguments.rank == 0:
             stop.listen()
         device.prepare()
-        from learner.service import join_ranks, run_learner
+        from learner.service import Launch, join_ranks, run_learner
 
-        replay = arguments.replay
+        launch = Launch(replay=arguments.replay, resumes=arguments.resume is not None)
         if arguments.rank == 0:
-            run_learner(settings, sys.argv[1:], replay=replay, stop=stop)
+            run_learner(settings, sys.argv[1:], launch=launch, stop=stop)
         else:
-            join_ranks(settings, rank=arguments.rank, port=arguments.port, replay=replay)
+            join_ranks(settings, rank=arguments.rank, port=arguments.port, launch=launch)
         return 0
 
     return run_role(body)

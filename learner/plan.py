@@ -1,11 +1,10 @@
-"""Pure: which rank trains which trajectories, packed into which microbatches.
-
-Every rank computes the same plan from the same headers.
-"""
+"""Pure: which replica trains which trajectories, packed into which microbatches."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+
+from wire.errors import ConfigError
 
 Indices = tuple[int, ...]
 
@@ -22,9 +21,20 @@ def plan_step(
 ) -> tuple[MinibatchPlan, ...]:
     """Split trajectories into minibatches in order, balance each over replicas, and pack it.
 
-    No sequence is split: one that is longer than ``max_tokens`` has a microbatch to itself.
+    No sequence is split: one that is longer than ``max_tokens`` has a microbatch to itself. A batch
+    too small for so many minibatches, as the last one of a run may be, is split into fewer, so that
+    every replica has a part of each.
+
+    Raises:
+        ConfigError: there are fewer trajectories than replicas.
     """
     count = len(num_tokens)
+    if count < replicas:
+        raise ConfigError(
+            f"a batch of {count} trajectories cannot be split over {replicas} data-parallel "
+            "replicas, each needs one: raise run.min_groups or lower learner.ranks"
+        )
+    minibatches = min(minibatches, count // replicas)
     bounds = [count * i // minibatches for i in range(minibatches + 1)]
     plans = []
     for start, end in pairwise(bounds):

@@ -17,22 +17,19 @@ from megatron.core.transformer.module import Float16Module
 from torch import Tensor
 
 from algos.logprobs import vocab_parallel_logprobs
+from learner.broadcast import any_rank
 from learner.collate import PackedBatch
 from learner.config import LearnerSection
 from learner.model import packed_logits
+from learner.orders import NonFiniteError
 from learner.schedule import make_scheduler
 from learner.topology import Topology
-from wire.errors import SlipstreamError
 
 _BARRED_LOGIT = -1e30  # probability 0 without an infinity in the gradient
 
 Sums = dict[str, Tensor]
 LossFunction = Callable[[int, PackedBatch, Tensor, Tensor], tuple[Tensor, Sums]]
 """(microbatch number, batch, logprobs [T], entropy [T]) -> (loss [], sums to log)."""
-
-
-class NonFiniteError(SlipstreamError):
-    """A loss or gradient is NaN or inf; this optimizer update was not made."""
 
 
 class Policy:
@@ -120,7 +117,8 @@ class Policy:
         """Do one optimizer update; return the summed figures of all replicas, and the norm.
 
         Raises:
-            NonFiniteError: the loss or gradient is not finite; this update was not made.
+            NonFiniteError: on every rank, if the loss or gradient is not finite on any; weights and
+                optimizer are as they were.
         """
         self._ddp.zero_grad_buffer()
         self._optimizer.zero_grad()
@@ -154,12 +152,11 @@ class Policy:
             forward_only=False,
         )
         summed = self._sum_over_replicas(totals)
-        if not bool(summed["loss"].isfinite()):
-            raise NonFiniteError("the loss is not finite; learner.lr may be too high")
         overflow = self._optimizer.prepare_grads()
-        grad_norm = float(self._optimizer.get_grad_norm())
-        if overflow or not math.isfinite(grad_norm):
-            raise NonFiniteError(f"the gradient's norm is {grad_norm}; learner.lr may be too high")
+        loss, grad_norm = float(summed["loss"]), float(self._optimizer.get_grad_norm())
+        is_bad = overflow or not math.isfinite(loss) or not math.isfinite(grad_norm)
+        if any_rank(is_bad, world_size=self._topology.world_size):
+            raise NonFiniteError(f"the loss is {loss:g}, the norm of its gradient {grad_norm:g}")
         self._optimizer.step()
         return summed, grad_norm
 

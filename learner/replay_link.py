@@ -9,12 +9,13 @@ from pathlib import Path
 import msgspec
 
 from learner.config import LearnerSettings
+from learner.orders import PayloadKey, Rejection, StepOrder, order_step
+from learner.resume import readable_checkpoints
 from weightbus.snapshot import WeightSnapshot
-from wire.checkpoints import checkpoints_in, read_checkpoint_info
-from wire.codec import decode_payload
+from wire.checkpoints import read_checkpoint_info
+from wire.codec import Frame
 from wire.control import BatchDelivered, BatchNotReady, RunComplete, StepCommitted
 from wire.errors import ConfigError
-from wire.trajectory import TrajectoryPayload
 from wire.trajectory_file import NOT_TRAINED, RecordedGroup, read_groups, read_steps
 from wire.versions import PolicyVersion
 
@@ -68,7 +69,7 @@ def _batch(
 
 
 def refuse_partial_steps(steps: Iterable[int], *, path: Path, until: int) -> None:
-    """See that a recording holds whole steps, one after the other.
+    """See that a recording holds whole steps, one after the other; the last one may be smaller.
 
     Args:
         steps: the step of each group of the file, in order.
@@ -79,23 +80,33 @@ def refuse_partial_steps(steps: Iterable[int], *, path: Path, until: int) -> Non
         ConfigError: naming the step that is missing or was not recorded whole.
     """
     first: tuple[int, int] | None = None  # step, number of its groups
+    smaller: tuple[int, int] | None = None
     next_step = 0
     for step, groups in groupby(steps):
         if step == NOT_TRAINED or (first is not None and step < next_step):
             continue  # of no step, or trained again
+        if smaller is not None:
+            raise _not_whole(path, smaller, first)
         if step >= until:
             return
         if first is not None and step != next_step:
             raise ConfigError(f"{path} holds step {step} but not step {next_step}")
-        count = sum(1 for _ in groups)
-        if first is None:
-            first = (step, count)
-        if count != first[1]:
-            raise ConfigError(
-                f"step {step} of {path} has {count} groups, step {first[0]} has {first[1]}: it was "
-                f"not recorded whole; run.steps={step} ends before it"
-            )
+        present = (step, sum(1 for _ in groups))
+        first = first or present
+        if present[1] > first[1]:
+            raise _not_whole(path, present, first)
+        if present[1] < first[1]:
+            smaller = present
         next_step = step + 1
+
+
+def _not_whole(path: Path, bad: tuple[int, int], first: tuple[int, int] | None) -> ConfigError:
+    step, count = bad
+    than = f", step {first[0]} has {first[1]}" if first is not None else ""
+    return ConfigError(
+        f"step {step} of {path} has {count} groups{than}: it was not recorded whole; "
+        f"run.steps={step} ends before it"
+    )
 
 
 class ReplayLink:
@@ -122,21 +133,25 @@ class ReplayLink:
         self._present: RecordedBatch | None = None
         self._metrics = settings.run.folder / "replay" / "metrics.jsonl"
 
-    def take_over(self, step: int) -> PolicyVersion:
+    def take_over(
+        self,
+        step: int,
+        checkpoint: str,  # noqa: ARG002 nobody records it
+    ) -> PolicyVersion:
         """Begin at ``step``, in an epoch above that of every checkpoint there is."""
-        known = checkpoints_in(self._settings.run.checkpoints)
+        known = list(readable_checkpoints(self._settings.run.checkpoints).values())
         if self._settings.resume_from is not None:
-            known.append(self._settings.resume_from)
-        epoch = max((read_checkpoint_info(path).version.epoch for path in known), default=0)
+            known.append(read_checkpoint_info(self._settings.resume_from))
+        epoch = max((info.version.epoch for info in known), default=0)
         self._metrics.parent.mkdir(parents=True, exist_ok=True)
         return PolicyVersion(epoch + 1, step)
 
-    def next_batch(
+    def next_order(
         self,
         version: PolicyVersion,
         *,
         max_wait_s: float,  # noqa: ARG002 a file does not keep anyone waiting
-    ) -> BatchDelivered | BatchNotReady | RunComplete:
+    ) -> StepOrder | BatchNotReady | RunComplete:
         """Return the batch recorded for this step; the run is complete where the file ends.
 
         Raises:
@@ -150,26 +165,31 @@ class ReplayLink:
             return RunComplete()
         if batch.step != version.step:
             raise ConfigError(f"{self._path} holds step {batch.step} but not step {version.step}")
-        learner = self._settings.learner
-        shares = learner.ranks // learner.tensor_parallel * learner.minibatches
-        count = sum(len(group.payloads) for group in batch.groups)
-        if count < shares:
-            raise ConfigError(
-                f"step {batch.step} of {self._path} has {count} trajectories, which cannot be "
-                f"split into {shares} (learner.ranks, learner.minibatches)"
-            )
-        return BatchDelivered(step=batch.step, groups=tuple(g.group for g in batch.groups))
+        delivered = BatchDelivered(step=batch.step, groups=tuple(g.group for g in batch.groups))
+        return order_step(delivered, self._settings.learner)
 
-    def fetch(self, keys: Sequence[tuple[int, int]]) -> list[TrajectoryPayload]:
-        """Return payloads of the present batch, or of the first later one that has them."""
-        while True:
-            found = _payloads(self._present)
-            if all(key in found for key in keys):
-                return [decode_payload(memoryview(found[key])) for key in keys]
-            self._present = next(self._batches, None)
-            if self._present is None:
-                missing = [key for key in keys if key not in found]
-                raise ConfigError(f"{self._path} holds no trajectory {missing[0]}")
+    def fetch(self, step: int, keys: Sequence[PayloadKey]) -> list[Frame]:
+        """Return payloads of the batch recorded for this step."""
+        batch = self._advance(step)
+        found = _payloads(batch) if batch is not None and batch.step == step else {}
+        missing = [key for key in keys if key not in found]
+        if missing:
+            raise ConfigError(f"{self._path} holds no trajectory {missing[0]} at step {step}")
+        return [found[key] for key in keys]
+
+    def begin_prefetch(self, step: int) -> None:
+        """Do nothing: a file is there already."""
+
+    def reject_batch(self, version: PolicyVersion, rejection: Rejection) -> None:
+        """Refuse: a recording has one batch for each step.
+
+        Raises:
+            ConfigError: always.
+        """
+        raise ConfigError(
+            f"step {version.step} of {self._path} cannot be trained ({rejection.reason}): "
+            f"{rejection.detail}; run.steps={version.step} ends before it"
+        )
 
     def commit(
         self,
@@ -193,6 +213,9 @@ class ReplayLink:
         """Return nothing: there is no broker."""
         return b""
 
+    def seal(self, version: PolicyVersion, *, step: int, oldest_kept: int) -> None:
+        """Do nothing: a file keeps everything."""
+
     def close(self) -> None:
         """Do nothing: the file closes with its iterator."""
 
@@ -206,9 +229,7 @@ class ReplayLink:
         return self._present
 
 
-def _payloads(batch: RecordedBatch | None) -> dict[tuple[int, int], bytes]:
-    if batch is None:
-        return {}
+def _payloads(batch: RecordedBatch) -> dict[PayloadKey, bytes]:
     return {
         (recorded.group.group_id, trajectory.header.sibling): payload
         for recorded in batch.groups

@@ -24,6 +24,7 @@ from learner.checkpoint import (
 )
 from learner.config import LearnerSettings
 from learner.policy import Policy
+from learner.resume import readable_checkpoints
 from learner.retention import (
     Resumption,
     best_of,
@@ -42,7 +43,6 @@ from wire.checkpoints import (
     BestCheckpoint,
     CheckpointInfo,
     checkpoint_name,
-    checkpoints_in,
     read_best,
     read_checkpoint_info,
 )
@@ -63,6 +63,7 @@ class Saver:
         topology: Topology,
         policy: Policy,
         ledger: Callable[[PolicyVersion], bytes],
+        seal: Callable[[PolicyVersion, int, int], None],
     ) -> None:
         """Prepare the run's folder.
 
@@ -71,6 +72,8 @@ class Saver:
             topology: this rank's place.
             policy: what is saved.
             ledger: gives the broker's ledger; rank 0 calls it.
+            seal: tells the broker (own version, step of a durable checkpoint, step of the oldest
+                one that is kept); rank 0 calls it.
 
         Raises:
             ConfigError: on rank 0, if the folder cannot be written.
@@ -79,6 +82,7 @@ class Saver:
         self._topology = topology
         self._policy = policy
         self._ledger = ledger
+        self._tell_sealed = seal
         self._folder = settings.run.checkpoints
         self._num_failed = 0
         self._seconds: float | None = None
@@ -89,7 +93,7 @@ class Saver:
         self._resumption: Resumption | None = None
         if topology.rank == 0:
             prepare_folder(self._folder)
-            self._infos = {p: read_checkpoint_info(p) for p in checkpoints_in(self._folder)}
+            self._infos = readable_checkpoints(self._folder)
 
     def figures(self) -> dict[str, float]:
         """Return what a step's metrics say about the save before it."""
@@ -117,6 +121,8 @@ class Saver:
         )
         if any_rank(overtaken, world_size=self._topology.world_size):
             self._save(version, self._resumed.evaluation)
+        else:
+            self._seal(version)
 
     def save_if_due(self, version: PolicyVersion, *, last_step: int) -> None:
         """Save if this step is due or the last; a failure is a warning. Every rank calls this.
@@ -188,6 +194,20 @@ class Saver:
             _log.info("saved %s in %.2f s", path, self._seconds)
             self._infos[path] = info
             self._settle()
+            self._seal(version)
+
+    def _seal(self, version: PolicyVersion) -> None:
+        """Tell the broker that the steps before this version are in a durable checkpoint.
+
+        A failure is a warning: the next one says it too.
+        """
+        if self._topology.rank != 0:
+            return
+        oldest = min((info.step for info in self._infos.values()), default=version.step)
+        try:
+            self._tell_sealed(version, version.step, min(oldest, version.step))
+        except SlipstreamError as error:
+            _log.warning("cannot seal the steps before %d: %s", version.step, error)
 
     def _renew_ledger(self, version: PolicyVersion) -> None:
         path = self._folder / checkpoint_name(version.step)

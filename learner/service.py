@@ -5,17 +5,21 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 
+import msgspec
 import torch
 from torch.distributed import HashStore, Store, TCPStore  # type: ignore[attr-defined]  # not in torch's stubs
 
 from learner import device
 from learner.background import BackgroundLoop
+from learner.broadcast import broadcast_bytes
 from learner.broker_link import LeaderLink, PayloadLink
-from learner.checkpoint import load_checkpoint
+from learner.checkpoint import DamagedCheckpointError, load_checkpoint
 from learner.config import LearnerSettings
 from learner.hf_config import load_hf_config
 from learner.hf_weights import load_hf_weights
@@ -23,7 +27,9 @@ from learner.links import LeadingLink, RankLink
 from learner.loop import LearnerLoop
 from learner.model import build_model
 from learner.policy import Policy
+from learner.prefetch import EarlyPlans
 from learner.replay_link import ReplayLink
+from learner.resume import readable_checkpoints, resume_order
 from learner.stop import StopRequest
 from learner.topology import Topology, destroy_topology, init_topology
 from weightbus.rendezvous import open_store
@@ -36,15 +42,23 @@ _log = logging.getLogger(__name__)
 _HOST = "127.0.0.1"
 
 
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """How this start of a learner differs from others of the same settings."""
+
+    replay: Path | None = None  # trajectory file to train on in place of what a broker delivers
+    resumes: bool = False  # go on from the run's newest usable checkpoint
+
+
 def run_learner(
-    settings: LearnerSettings, argv: Sequence[str], *, replay: Path | None, stop: StopRequest
+    settings: LearnerSettings, argv: Sequence[str], *, launch: Launch, stop: StopRequest
 ) -> None:
     """Run rank 0 here and every other rank in a child process.
 
     Args:
         settings: the run's.
         argv: the command line that the children repeat.
-        replay: trajectory file to train on in place of what a broker delivers.
+        launch: how it starts.
         stop: whether this process has been asked to end.
 
     Raises:
@@ -52,12 +66,13 @@ def run_learner(
     """
     ranks = settings.learner.ranks
     if ranks == 1:
-        run_rank(settings, rank=0, store=HashStore(), replay=replay, stop=stop)
+        run_rank(settings, rank=0, store=HashStore(), early=None, launch=launch, stop=stop)
         return
     store = open_store(_HOST, world_size=ranks, timeout_s=settings.learner.timeout_s)
     children = [_start_rank(argv, rank, store.port) for rank in range(1, ranks)]
     try:
-        run_rank(settings, rank=0, store=store, replay=replay, stop=stop)
+        early = EarlyPlans(_join_store(settings, store.port))
+        run_rank(settings, rank=0, store=store, early=early, launch=launch, stop=stop)
         for rank, child in enumerate(children, start=1):
             try:
                 code = child.wait(settings.learner.timeout_s)
@@ -75,10 +90,21 @@ def run_learner(
             child.wait()
 
 
-def join_ranks(settings: LearnerSettings, *, rank: int, port: int, replay: Path | None) -> None:
+def join_ranks(settings: LearnerSettings, *, rank: int, port: int, launch: Launch) -> None:
     """Run one of the other ranks, in a process that rank 0 started."""
-    store = TCPStore(_HOST, port, is_master=False)
-    run_rank(settings, rank=rank, store=store, replay=replay, stop=StopRequest())
+    run_rank(
+        settings,
+        rank=rank,
+        store=_join_store(settings, port),
+        early=EarlyPlans(_join_store(settings, port)),
+        launch=launch,
+        stop=StopRequest(),
+    )
+
+
+def _join_store(settings: LearnerSettings, port: int) -> TCPStore:
+    timeout = timedelta(seconds=settings.learner.timeout_s)
+    return TCPStore(_HOST, port, is_master=False, timeout=timeout)
 
 
 def run_rank(
@@ -86,7 +112,8 @@ def run_rank(
     *,
     rank: int,
     store: Store,
-    replay: Path | None,
+    early: EarlyPlans | None,
+    launch: Launch,
     stop: StopRequest,
 ) -> None:
     """Build the policy on this rank and train."""
@@ -106,15 +133,49 @@ def run_rank(
         timeout_s=learner.timeout_s,
     )
     try:
-        policy = _build_policy(settings, topology)
+        settings, policy = begin_policy(settings, topology, resumes=launch.resumes)
         clock = PhaseClock()
         with (
-            _open_link(settings, rank, replay, clock, lambda: stop.requested) as (link, leader),
+            _open_link(settings, topology, early, launch.replay, clock, stop) as (link, leader),
             stop.deferred(when=settings.checkpoint.on_stop),
         ):
             LearnerLoop(settings, topology, policy, link, leader, clock, stop).run()
     finally:
         destroy_topology()
+
+
+def begin_policy(
+    settings: LearnerSettings, topology: Topology, *, resumes: bool
+) -> tuple[LearnerSettings, Policy]:
+    """Return the policy to start from, and the settings that say so. Every rank calls this.
+
+    A learner that resumes goes on from the newest checkpoint of its run that can be loaded; where
+    there is none it starts as the settings say.
+
+    Raises:
+        ConfigError: the checkpoint named by run.resume_from cannot be used, or one of the run's is
+            of another model.
+    """
+    if resumes:
+        for path in _resume_order(settings, topology):
+            chosen = settings.resumed(path)
+            try:
+                return chosen, _build_policy(chosen, topology)
+            except DamagedCheckpointError as error:
+                _log.error("%s; the one before it is tried", error)
+    return settings, _build_policy(settings, topology)
+
+
+def _resume_order(settings: LearnerSettings, topology: Topology) -> list[Path]:
+    """Return the run's own checkpoints to try, as rank 0 sees them."""
+    names: list[str] = []
+    if topology.rank == 0:
+        infos = {p.resolve(): i for p, i in readable_checkpoints(settings.run.checkpoints).items()}
+        named = settings.resume_from.resolve() if settings.resume_from is not None else None
+        names = [str(path) for path in resume_order(infos, named)]
+    data = msgspec.msgpack.encode(names)
+    said = broadcast_bytes(data, rank=topology.rank, world_size=topology.world_size)
+    return [Path(name) for name in msgspec.msgpack.decode(said, type=list[str])]
 
 
 def _build_policy(settings: LearnerSettings, topology: Topology) -> Policy:
@@ -139,23 +200,29 @@ def _build_policy(settings: LearnerSettings, topology: Topology) -> Policy:
 @contextmanager
 def _open_link(
     settings: LearnerSettings,
-    rank: int,
+    topology: Topology,
+    early: EarlyPlans | None,
     replay: Path | None,
     clock: PhaseClock,
-    should_stop: Callable[[], bool],
-) -> Iterator[tuple[RankLink, LeadingLink | None]]:
-    """Open this rank's link, and the same as the leading one on rank 0."""
+    stop: StopRequest,
+) -> Iterator[tuple[RankLink | None, LeadingLink | None]]:
+    """Open the link of a rank that fetches payloads, and the same as the leading one on rank 0."""
+    if topology.tensor_parallel_rank != 0:
+        yield None, None
+        return
     if replay is not None:
         file = ReplayLink(replay, settings)
-        yield file, file if rank == 0 else None
+        yield file, file if topology.rank == 0 else None
         return
     with BackgroundLoop() as loop:
         link: PayloadLink
         leader: LeaderLink | None = None
-        if rank == 0:
-            link = leader = LeaderLink(loop, settings, clock, should_stop)
+        if topology.rank == 0:
+            several = early if topology.data_parallel > 1 else None
+            link = leader = LeaderLink(loop, settings, clock, lambda: stop.requested, early=several)
         else:
-            link = PayloadLink(loop, settings, f"learner-rank-{rank}")
+            name, replica = f"learner-rank-{topology.rank}", topology.data_parallel_rank
+            link = PayloadLink(loop, settings, name, replica=replica, early=early)
         try:
             yield link, leader
         finally:

@@ -3,6 +3,7 @@
 proximal logprobs -> minibatches of packed microbatches -> optimizer updates.
 """
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -16,12 +17,14 @@ from algos.config import AlgoSection
 from algos.diagnostics import diagnostic_sums, effective_sample_share
 from algos.losses import Clip, decoupled_ppo_loss
 from learner.collate import PackedBatch
+from learner.orders import NonFiniteError
 from wire.control import DeliveredGroup, DeliveredTrajectory
 from wire.phases import PhaseClock
 
 if TYPE_CHECKING:
     from learner.policy import Policy
 
+_log = logging.getLogger(__name__)
 Sums = dict[str, Tensor]
 
 
@@ -44,28 +47,52 @@ def advantages_of(groups: Sequence[DeliveredGroup], algo: AlgoSection) -> list[f
     return values
 
 
+@dataclass(frozen=True, slots=True)
+class TrainedMinibatch:
+    """A minibatch that changed the weights."""
+
+    number: int  # of the minibatch in the step
+    proximal: Sequence[Tensor]  # logprobs [T] at the start of the step, by microbatch
+
+
 def train_step(
     policy: "Policy", minibatches: Sequence[Minibatch], algo: AlgoSection, clock: PhaseClock
-) -> tuple[dict[str, float], list[list[Tensor]]]:
-    """Train and return (figures of the step, proximal logprobs [minibatch][microbatch] of [T]).
+) -> tuple[dict[str, float], list[TrainedMinibatch]]:
+    """Train; return the figures of the step and the minibatches that it was made of.
 
     The first minibatch is computed with the weights that the step starts from: its proximal
-    logprobs are its current ones, and need no forward pass of their own.
+    logprobs are its current ones, and need no forward pass of their own. A minibatch whose loss or
+    gradient is not finite is skipped, and is in no figure but ``policy/skipped_minibatches``.
+
+    Raises:
+        NonFiniteError: all of them were; the weights are as they were.
     """
     with clock.phase("proximal"):
         proximal = [[], *(policy.proximal_logprobs(one.batches) for one in minibatches[1:])]
     clip = Clip(low=algo.clip_low, high=algo.clip_high)
     totals: Sums = {}
     norms: list[float] = []
+    trained: list[TrainedMinibatch] = []
+    failures: list[NonFiniteError] = []
     with clock.phase("train"):
-        for minibatch, anchors in zip(minibatches, proximal, strict=True):
+        for number, (minibatch, anchors) in enumerate(zip(minibatches, proximal, strict=True)):
             loss = _Loss(minibatch.global_num_tokens, anchors, clip, algo.max_correction)
-            sums, norm = policy.update(minibatch.batches, loss)
+            try:
+                sums, norm = policy.update(minibatch.batches, loss)
+            except NonFiniteError as error:
+                _log.warning("minibatch %d of %d is skipped: %s", number, len(minibatches), error)
+                failures.append(error)
+                continue
+            trained.append(TrainedMinibatch(number, anchors))
             norms.append(norm)
             for name, value in sums.items():
                 totals[name] = totals.get(name, torch.zeros_like(value)) + value
-    num_tokens = sum(minibatch.global_num_tokens for minibatch in minibatches)
-    return _figures(totals, norms, num_tokens), proximal
+    if not trained:
+        raise failures[0]
+    num_tokens = sum(minibatches[one.number].global_num_tokens for one in trained)
+    figures = _figures(totals, norms, num_tokens)
+    figures["policy/skipped_minibatches"] = float(len(failures))
+    return figures, trained
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,8 @@ SlipstreamError
     ChildDiedError    a process that we started ended before its time
     EngineError       an inference engine answered with an error
     PublishError      a weight transfer failed; the engine may be torn
+    SupersededError   another process has taken this one's place
+    StoreLostError    the store does not have what it acknowledged
 """
 
 
@@ -29,6 +31,14 @@ class RefusedError(SlipstreamError):
 
 class PeerLostError(SlipstreamError):
     """A peer missed its deadline."""
+
+
+class SupersededError(SlipstreamError):
+    """Another process has taken this one's place: it must not go on."""
+
+
+class StoreLostError(SlipstreamError):
+    """The store does not have what it acknowledged."""
 
 
 class ChildDiedError(SlipstreamError):

@@ -5,6 +5,9 @@ from pathlib import Path
 BATCHES = Path("rollouts") / "batches.trajectories"
 TRAINED = Path("rollouts") / "trained.jsonl"
 EVAL = Path("eval")
+SUMMARY = Path("summary.json")
+TRAIL = Path("ledger")  # what happened to every item
+ACCOUNT = TRAIL / "account.json"  # of all items, as of the newest learner step
 
 
 def answers_file(run_folder: Path, step: int) -> Path:

@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from wire.errors import ConfigError
+from wire.run_folder import SUMMARY
 from wire.settings import Section, Table, section
 from wire.trajectory import Json
 
@@ -47,6 +48,12 @@ class RunSection(Section, frozen=True, kw_only=True):
     """Groups that one learner step trains (G)."""
     max_staleness_steps: AtLeast0 = 2
     """Oldest data the learner may train on, in learner steps (S). 0 is synchronous."""
+    staleness_mode: Literal["wait", "drop"] = "wait"
+    """wait reserves a place in a batch for what is started; drop lets go of what gets too old."""
+    min_groups: AtLeast0 = 0
+    """Fewest groups that the last step of run.epochs may train; 0 is half of groups_per_step."""
+    outage_s: Positive = 300.0
+    """Roles wait this long for a broker that is gone, and the broker for its Redis."""
     seed: int = 0
     """Seed of prompts, sampling and the learner."""
     resume_from: str = ""
@@ -58,6 +65,11 @@ class RunSection(Section, frozen=True, kw_only=True):
     def staleness_bound(self) -> int:
         """Return the oldest data that the learner may train on, in learner steps."""
         return 0 if self.mode == "sync" else self.max_staleness_steps
+
+    @property
+    def fewest_groups(self) -> int:
+        """Return how many groups the last step of the data needs."""
+        return self.min_groups or max(1, self.groups_per_step // 2)
 
     @property
     def folder(self) -> Path:
@@ -77,7 +89,7 @@ class RunSection(Section, frozen=True, kw_only=True):
     @property
     def summary_file(self) -> Path:
         """Return the file with the run's figures."""
-        return self.folder / "summary.json"
+        return self.folder / SUMMARY
 
     @property
     def socket_folder(self) -> Path:
@@ -245,6 +257,11 @@ def run_section(table: Table) -> RunSection:
     run = section(table, "run", RunSection)
     if not run.name or "/" in run.name or run.name.startswith("."):
         raise ConfigError(f"run.name must be a plain folder name, got {run.name!r}")
+    if run.min_groups > run.groups_per_step:
+        raise ConfigError(
+            f"run.min_groups must be at most run.groups_per_step = {run.groups_per_step}, "
+            f"got {run.min_groups}"
+        )
     return run
 
 

@@ -34,6 +34,29 @@ class EvalPoint(msgspec.Struct, frozen=True, kw_only=True):
         return next(means, 0.0)
 
 
+class LengthQuartile(msgspec.Struct, frozen=True, kw_only=True):
+    """A quarter of the answers by length, the shortest first."""
+
+    up_to_tokens: int
+    trajectories: int
+    dropped_for_age: int
+
+    @property
+    def dropped_share(self) -> float:
+        """Return the share that was dropped for the time it took."""
+        return self.dropped_for_age / self.trajectories if self.trajectories else 0.0
+
+
+class Survivorship(msgspec.Struct, frozen=True, kw_only=True):
+    """Whether long answers are trained as often as short ones."""
+
+    generated_mean: float  # response tokens, of all answers that were trained or dropped
+    trained_mean: float
+    cancelled: int  # answers that were not finished when their group was dropped
+    quartiles: list[LengthQuartile]
+    alarm: str  # what is wrong and which setting changes it, or empty
+
+
 class RoleStatus(msgspec.Struct, frozen=True, kw_only=True):
     """One process of the run."""
 
@@ -71,11 +94,14 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
     groups_per_step: int
     issued: int  # groups of kind train, ever
     trained: int
+    sealed: int  # of trained: a durable checkpoint holds their step
+    requeued: int  # groups to be generated again because a lost step's payloads were gone
     dropped: dict[str, int]  # groups by reason
     in_flight: dict[str, int]  # groups by state, neither trained nor dropped
     unaccounted: int  # issued - trained - dropped - in_flight: must read 0
     trajectories: dict[str, int]  # the same equation per trajectory, flat
     staleness_histogram: dict[str, int]  # staleness in steps -> trained tokens
+    survivorship: Survivorship
     queue: dict[str, int]  # groups ready, trajectories waiting for a reward, ...
     waiting_for: str  # why the learner has no batch, or empty
     eval: list[EvalPoint]

@@ -13,9 +13,10 @@ from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 from learner import device
 from learner.config import LearnerSettings, learner_settings
+from learner.orders import StepOrder
 from learner.replay_link import ReplayLink
 from wire.checkpoints import newest_checkpoint, read_best, read_ledger
-from wire.control import BatchDelivered, BatchNotReady, RunComplete, StepCommitted
+from wire.control import BatchNotReady, RunComplete, StepCommitted
 from wire.settings import load_table
 from wire.status import EvalFigures, EvalPoint
 from wire.versions import PolicyVersion
@@ -47,15 +48,15 @@ class ScriptedLink(ReplayLink):
         self._asked_at_end = False
         self.seen: list[dict[str, object]] = []
 
-    def next_batch(
+    def next_order(
         self, version: PolicyVersion, *, max_wait_s: float
-    ) -> BatchDelivered | BatchNotReady | RunComplete:
+    ) -> StepOrder | BatchNotReady | RunComplete:
         newest, best = newest_checkpoint(self._run.folder), read_best(self._run.checkpoints)
         ledger = read_ledger(newest).decode() if newest is not None else ""
         row = {"step": version.step, "newest": newest and newest.name, "ledger": ledger}
         self.seen.append(row | {"best": best and best.checkpoint})
         if version.step < self._script.ends_at:
-            return super().next_batch(version, max_wait_s=max_wait_s)
+            return super().next_order(version, max_wait_s=max_wait_s)
         if self._asked_at_end:
             return RunComplete(evaluations=self._script.evaluations(sys.maxsize))
         self._asked_at_end = True
@@ -107,7 +108,8 @@ def main(config: Path, file: Path, script: str, rank: int, overrides: list[str])
         load_checkpoint(policy, topology, resumed, read_checkpoint_info(resumed))
     link = ScriptedLink(file, settings, msgspec.json.decode(script, type=Script))
     leader = link if rank == 0 else None
-    LearnerLoop(settings, topology, policy, link, leader, PhaseClock(), StopRequest()).run()
+    fetching = link if topology.tensor_parallel_rank == 0 else None
+    LearnerLoop(settings, topology, policy, fetching, leader, PhaseClock(), StopRequest()).run()
     sys.stdout.write(json.dumps(link.seen))
     destroy_topology()
 

@@ -10,7 +10,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.integration.ranks import outputs, reports, start
 from tests.integration.recorded import Replays, finish
+from tests.integration.tiny_models import write_tiny_model
 from wire.checkpoints import (
     best_checkpoint,
     checkpoints_in,
@@ -171,3 +173,13 @@ def test_a_folder_that_cannot_be_written_is_refused_at_the_start(tmp_path: Path)
     folder.write_text("not a folder")
     output = finish(replays.start("a"), code=2)
     assert f"cannot write checkpoints to {folder}: File exists" in output
+
+
+def test_a_checkpoint_with_a_part_missing_or_cut_off_is_damaged_and_says_which(tmp_path: Path):
+    model, work = write_tiny_model(tmp_path / "model", "llama"), tmp_path / "work"
+    work.mkdir()
+    outputs([start(work, "damaged_rank", model, work)])
+    (refused,) = reports(work, 1)
+    assert len(refused) == 16
+    for name, reason in refused.items():
+        assert f"cannot read the checkpoint {work / name}: " in reason, name

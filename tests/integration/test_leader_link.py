@@ -1,6 +1,7 @@
 """The learner's rank 0 against the broker's loop, over a real socket."""
 
 import asyncio
+import threading
 import time
 from pathlib import Path
 
@@ -9,20 +10,60 @@ import pytest
 from deploy.addition import write_blank_model
 from learner.background import BackgroundLoop
 from learner.broker_link import LeaderLink
-from learner.config import learner_settings
+from learner.config import LearnerSettings, learner_settings
+from learner.orders import Rejection, StepOrder
 from tests.unit.broker.ledger_driver import eval_plan, make_ledger, make_rules
-from tests.unit.broker.test_server import running
-from wire.control import BatchNotReady
+from tests.unit.broker.test_server import Running, running, submit
+from wire.control import (
+    BatchNotReady,
+    Done,
+    GroupsLeased,
+    LeaseGroups,
+    LeaseScoring,
+    RunComplete,
+    ScoringLeased,
+    SubmitScores,
+)
 from wire.phases import PhaseClock
+from wire.trajectory import Score
+from wire.versions import PolicyVersion
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(30)]
 PATIENCE_S = 20.0
 
 
+def settings_in(folder: Path, *, steps: int) -> LearnerSettings:
+    write_blank_model(folder / "model", hidden=16, layers=1)
+    run = {"model": str(folder / "model"), "socket_dir": str(folder), "steps": steps}
+    return learner_settings({"run": run})
+
+
+async def generate_for_ever(it: Running) -> None:
+    """Answer every prompt with the policy that the run began with, and reward the answers."""
+    generator = await it.client("generator", "generator-0")
+    worker = await it.client("reward_worker", "reward-worker-0")
+    adopted = PolicyVersion(1, 0)
+    while True:
+        request = LeaseGroups(adopted=adopted, max_sequences=8, wait_s=0.05)
+        leased, _ = await generator.ask(request, GroupsLeased)
+        for group in leased.groups:
+            for sibling in group.siblings:
+                await submit(generator, group.group_id, sibling)
+        scoring, _ = await worker.ask(LeaseScoring(credits=8, wait_s=0.05), ScoringLeased)
+        scores = tuple(
+            Score(
+                group_id=item.group_id,
+                sibling=item.sibling,
+                lease_id=item.lease_id,
+                reward=float(item.sibling),
+            )
+            for item in scoring.items
+        )
+        await worker.ask(SubmitScores(scores=scores), Done)
+
+
 def test_a_stop_that_was_planned_while_the_learner_waits_reaches_it_at_once(tmp_path: Path):
-    write_blank_model(tmp_path / "model", hidden=16, layers=1)
-    run = {"model": str(tmp_path / "model"), "socket_dir": str(tmp_path), "steps": 9}
-    settings = learner_settings({"run": run})
+    settings = settings_in(tmp_path, steps=9)
     ledger = make_ledger(make_rules(total_steps=9, plan=eval_plan(1)))
 
     def learner(
@@ -30,12 +71,12 @@ def test_a_stop_that_was_planned_while_the_learner_waits_reaches_it_at_once(tmp_
     ) -> tuple[float, list[BatchNotReady]]:
         with BackgroundLoop() as loop:
             link = LeaderLink(loop, settings, PhaseClock(), lambda: False)
-            version = link.take_over(0)
+            version = link.take_over(0, "")
             broker.call_soon_threadsafe(took_over.set)
             started = time.monotonic()
-            first = link.next_batch(version, max_wait_s=PATIENCE_S)
+            first = link.next_order(version, max_wait_s=PATIENCE_S)
             waited_s = time.monotonic() - started
-            second = link.next_batch(version, max_wait_s=0.0)
+            second = link.next_order(version, max_wait_s=0.0)
             link.close()
         assert isinstance(first, BatchNotReady)
         assert isinstance(second, BatchNotReady)
@@ -47,9 +88,70 @@ def test_a_stop_that_was_planned_while_the_learner_waits_reaches_it_at_once(tmp_
             broker = asyncio.get_running_loop()
             learning = asyncio.create_task(asyncio.to_thread(learner, took_over, broker))
             await took_over.wait()
-            await it.server.plan_stop("enough")
+            it.server.plan_stop("enough")
             waited_s, answers = await learning
             assert [answer.last_step for answer in answers] == [0, 0]
             assert waited_s < PATIENCE_S / 4
+
+    asyncio.run(scenario())
+
+
+def groups_of(order: object) -> list[int]:
+    assert isinstance(order, StepOrder), order
+    return [group.group_id for group in order.batch.groups]
+
+
+def test_batches_are_prefetched_rejected_and_sealed_at_the_broker(tmp_path: Path):
+    settings = settings_in(tmp_path, steps=3)
+    ledger = make_ledger(make_rules(groups_per_step=1, total_steps=3, max_staleness_steps=2))
+
+    def learner(is_bound: threading.Event) -> None:
+        with BackgroundLoop() as loop:
+            link = LeaderLink(loop, settings, PhaseClock(), lambda: False)
+            version = link.take_over(0, "")
+            first = link.next_order(version, max_wait_s=PATIENCE_S)
+            assert isinstance(first, StepOrder)
+            assert len(link.fetch(0, first.keys(0))) == 2
+            link.begin_prefetch(1)
+            assert is_bound.wait(PATIENCE_S), "the next batch was not asked for"
+            version = version.next()
+            link.commit(version, {}, 8)
+
+            second = link.next_order(version, max_wait_s=PATIENCE_S)
+            link.reject_batch(version, Rejection("nonfinite", tuple(groups_of(second)), "why not"))
+            instead = link.next_order(version, max_wait_s=PATIENCE_S)
+            assert set(groups_of(instead)).isdisjoint(groups_of(first) + groups_of(second))
+            assert isinstance(instead, StepOrder)
+            assert groups_of(link.next_order(version, max_wait_s=0.0)) == groups_of(instead)
+            payloads = link.fetch(1, instead.keys(0))
+            assert sorted(bytes(payload) for payload in payloads) == [b"payload 0", b"payload 1"]
+            link.begin_prefetch(2)
+            version = version.next()
+            link.commit(version, {}, 8)
+            link.seal(version, step=2, oldest_kept=2)
+
+            third = link.next_order(version, max_wait_s=PATIENCE_S)
+            assert isinstance(third, StepOrder)
+            link.fetch(2, third.keys(0))
+            link.begin_prefetch(3)
+            version = version.next()
+            link.commit(version, {}, 8)
+            assert isinstance(link.next_order(version, max_wait_s=PATIENCE_S), RunComplete)
+            link.close()
+
+    async def scenario() -> None:
+        async with running(tmp_path, ledger) as it:
+            is_bound = threading.Event()
+            learning = asyncio.create_task(asyncio.to_thread(learner, is_bound))
+            generating = asyncio.create_task(generate_for_ever(it))
+            while not learning.done():
+                if 1 in ledger.state.batches:
+                    is_bound.set()
+                await asyncio.sleep(0.01)
+            generating.cancel()
+            await learning
+            status = it.status
+            assert (status.steps, status.unaccounted) == (3, 0)
+            assert status.dropped == {"nonfinite": 1}
 
     asyncio.run(scenario())

@@ -1,7 +1,8 @@
 """No schedule of leases, answers, faults and deliveries breaks what the ledger promises.
 
-Time is a number that rules move. Learners die and are replaced, generators adopt late, answers
-come twice or after their lease; with the faults stopped, the run ends.
+Time is a number that rules move. Learners die and go back to a checkpoint, the broker dies and
+reads its snapshot and events, generators adopt late and are stopped, answers come twice, late and
+out of order, batches are fetched ahead and rejected; with the faults stopped, the run ends.
 """
 
 from collections import Counter
@@ -16,17 +17,19 @@ from hypothesis.stateful import (
     rule,
 )
 
+from broker.book import decode_state, encode_state
 from broker.events import (
     Delivered,
+    Evicted,
     Issued,
     TakenOver,
     Trained,
+    Unbound,
     decode_event,
-    decode_snapshot,
     encode_event,
-    encode_snapshot,
 )
 from broker.groups import Lease
+from broker.index import GroupIndex
 from broker.ledger import Ledger
 from tests.unit.broker.ledger_driver import (
     eval_plan,
@@ -65,6 +68,10 @@ class Run(RuleBasedStateMachine):
         samples=st.integers(1, 5),
         max_in_flight=st.sampled_from([100, 100, 0]),
         max_prompts=st.sampled_from([None, None, None, 9]),
+        min_groups=st.integers(1, 3),
+        reserves=st.sampled_from([True, True, True, False]),
+        replay_budget=st.sampled_from([1_000_000, 1_000_000, 100, 0]),
+        high_water=st.sampled_from([1_000_000, 50]),
     )
     def begin(
         self,
@@ -77,6 +84,10 @@ class Run(RuleBasedStateMachine):
         samples: int,
         max_in_flight: int,
         max_prompts: int | None,
+        min_groups: int,
+        reserves: bool,
+        replay_budget: int,
+        high_water: int,
     ) -> None:
         self.rules_of_run = make_rules(
             max_staleness_steps=staleness,
@@ -87,28 +98,67 @@ class Run(RuleBasedStateMachine):
             max_in_flight=max_in_flight or groups_per_step,
             plan=eval_plan(held_out, every_steps=every_steps, samples=samples),
             max_prompts=max_prompts,
+            min_groups=min(min_groups, groups_per_step),
+            reserves=reserves,
+            replay_budget_bytes=replay_budget,
+            high_water_bytes=high_water,
         )
         self.ledger: Ledger = make_ledger(self.rules_of_run)
         self.now_s = 0.0
         self.adopted = dict.fromkeys(GENERATORS, PolicyVersion(0, 0))
         self.work: list[tuple[LeasedGroup, PolicyVersion]] = []  # granted, ended or not
-        self.log: list[bytes] = []
-        self.trained: Counter[int] = Counter()
+        self.snapshot = encode_state(self.ledger.state)
+        self.log: list[bytes] = []  # events after the snapshot
+        self.stored: set[tuple[int, int]] = set()  # payloads
+        self.put: set[tuple[int, int]] = set()  # payloads that go with the events not stored yet
+        self.lineage: dict[int, tuple[int, ...]] = {}  # step -> groups in the weights
+        self.batches: dict[int, tuple[int, ...]] = {}
+        self.checkpoints = [0]  # steps; the first is the model that the run begins with
         self.last_version = PolicyVersion(0, 0)
-        self.take_over()
+        self.ledger_cursor = 0
+        self.take_over(0)
         self.adopted = dict.fromkeys(GENERATORS, self.ledger.version)
 
     # ---- what the roles do ---------------------------------------------------
 
-    def take_over(self) -> None:
-        self.ledger.take_over(self.ledger.step)
-        # as generators do: nothing sampled under the old epoch will be accepted
-        for holder in GENERATORS:
-            self.ledger.release_all(holder, "weights of another epoch")
+    def take_over(self, step: int) -> None:
+        self.ledger.take_over(step)
+        self.checkpoints = [one for one in self.checkpoints if one <= step]
+
+    @rule(back=st.integers(0, 2))
+    def learner_dies_and_is_replaced(self, back: int) -> None:
+        """It goes on from its newest checkpoint, or an older one if that is broken."""
+        known = [step for step in self.checkpoints if self.ledger.can_go_back_to(step)]
+        self.take_over(known[max(0, len(known) - 1 - back)])
 
     @rule()
-    def learner_dies_and_is_replaced(self) -> None:
-        self.take_over()
+    def learner_saves(self) -> None:
+        """And keeps two checkpoints."""
+        step = self.ledger.step
+        if step in self.checkpoints:
+            return
+        self.checkpoints = [*self.checkpoints, step][-2:]
+        for _ in range(2):
+            self.ledger.seal(self.ledger.version, step, min(self.checkpoints))
+
+    @rule(cuts_log=st.booleans())
+    def broker_dies_and_is_replaced(self, cuts_log: bool) -> None:
+        """What it had acknowledged is in its store; whoever asked meanwhile asks again."""
+        self.stored_events_tell_one_story()
+        if cuts_log:
+            self.snapshot, self.log = encode_state(self.ledger.state), []
+        rebuilt = self._rebuilt()
+        assert state_of(rebuilt) == state_of(self.ledger)
+        rebuilt.restarted(self.now_s)
+        assert rebuilt.drain() == ([], [])
+        assert rebuilt.expire(self.now_s) == 0, "every lease has a full term again"
+        self.ledger = rebuilt
+
+    def _rebuilt(self) -> Ledger:
+        rebuilt = make_ledger(self.rules_of_run, decode_state(self.snapshot))
+        for stored in self.log:
+            rebuilt.apply(decode_event(stored))
+        return rebuilt
 
     @rule(holder=st.sampled_from(GENERATORS))
     def adopt_newest(self, holder: str) -> None:
@@ -144,9 +194,11 @@ class Run(RuleBasedStateMachine):
         if newest_too and self.ledger.version > adopted:
             versions.append(self.ledger.version)
         try:
-            self.ledger.submit(header(group.group_id, sibling, *versions, lease_id=group.lease_id))
+            one = header(group.group_id, sibling, *versions, lease_id=group.lease_id)
+            if self.ledger.submit(one, num_bytes=20):
+                self.put.add((group.group_id, sibling))
         except RefusedError:
-            return  # it ended, or belongs to an older learner
+            return  # it ended, or an abandoned learner's weights chose a token of it
 
     @rule(data=st.data(), reward=st.sampled_from([0.0, 0.0, 1.0, None]))
     def score(self, data: st.DataObject, reward: float | None) -> None:
@@ -216,33 +268,49 @@ class Run(RuleBasedStateMachine):
 
     @rule()
     def goes_on_from_a_checkpoint(self) -> None:
-        """Everybody dies; a new broker has what a checkpoint of this moment keeps."""
+        """Everybody dies; a new broker has what a checkpoint of this moment keeps, and no more."""
         before = self.ledger
-        restored = make_ledger(self.rules_of_run)
         self.stored_events_tell_one_story()
-        snapshot = decode_snapshot(encode_snapshot(before.snapshot(before.version)))
-        restored.restore(snapshot)
+        self.snapshot = encode_state(before.snapshot(before.version))
+        restored = make_ledger(self.rules_of_run, decode_state(self.snapshot))
         assert restored.unaccounted() == 0
-        kept = (restored.issued, restored.trained, restored.dropped, restored.cursor)
-        assert kept == (before.issued, before.trained, before.dropped, before.cursor)
-        self.ledger, self.work, self.log, self.delivered = restored, [], [], {}
-        self.take_over()
+        for figure in ("issued", "trained", "dropped", "cursor"):
+            assert getattr(restored.state, figure) == getattr(before.state, figure)
+        assert restored.state.sealed == restored.state.trained
+        self.ledger, self.work, self.log, self.batches = restored, [], [], {}
+        self.stored.clear()
+        self.checkpoints = [before.step]
+        self.take_over(before.step)
         self.adopted = dict.fromkeys(GENERATORS, self.ledger.version)
 
-    @rule(commits=st.sampled_from([0, 1, 1, 2]))
-    def deliver_and_commit(self, commits: int) -> None:
-        self._deliver(commits)
+    @rule(ahead=st.booleans(), commits=st.sampled_from([0, 1, 1, 2]))
+    def deliver_and_commit(self, ahead: bool, commits: int) -> None:
+        self._deliver(commits, ahead=ahead)
 
-    def _deliver(self, commits: int) -> None:
+    @rule(data=st.data(), ahead=st.booleans())
+    def learner_rejects_a_batch(self, data: st.DataObject, ahead: bool) -> None:
+        step = self.ledger.step + ahead
+        batch = self.ledger.state.batches.get(step)
+        if batch is None:
+            return
+        named = data.draw(st.sets(st.sampled_from(batch), min_size=1))
+        for _ in range(2):
+            self.ledger.reject_batch(self.ledger.version, step, "nonfinite", named)
+
+    def _deliver(self, commits: int, *, ahead: bool = False) -> None:
         version = self.ledger.version
         batch = self.ledger.deliver(version)
         if not isinstance(batch, list):
             return
-        ids = [group.group_id for group in batch]
+        if ahead:
+            self.ledger.deliver(version, version.step + 1)
         again = self.ledger.deliver(version)
-        assert isinstance(again, list)
-        assert [group.group_id for group in again] == ids
-        assert len(ids) == self.rules_of_run.bound.groups_per_step
+        assert again == batch
+        size = self.rules_of_run.bound.groups_per_step
+        assert len(batch) == size or self.ledger.out_of_prompts
+        assert len(batch) >= self.rules_of_run.min_groups
+        self.stored_events_tell_one_story()
+        assert {key for group in batch for key in group.trajectory_keys()} <= self.stored
         for _ in range(commits):
             self.ledger.commit(version.next(), {})
 
@@ -250,47 +318,93 @@ class Run(RuleBasedStateMachine):
 
     @invariant()
     def every_group_is_accounted_for(self) -> None:
-        assert self.ledger.unaccounted() == 0
-        live = [group for group in self.ledger.groups.values() if group.item == "train"]
-        assert len(live) <= self.rules_of_run.max_in_flight
+        self.stored_events_tell_one_story()
+        ledger, rules = self.ledger, self.rules_of_run
+        assert ledger.unaccounted() == 0
+        groups = [group for group in ledger.groups.values() if group.item == "train"]
+        counted = Counter({state: n for state, n in ledger.in_flight().items() if n})
+        assert counted == Counter(group.state for group in groups)
+        assert ledger.state.trained == sum(map(len, self.lineage.values()))
+        live = [group for group in groups if group.is_live]
+        taken_apart = 2 * rules.bound.groups_per_step  # batches whose groups wait again
+        assert len(live) <= rules.max_in_flight + taken_apart
+        bytes_held = sum(group.num_bytes for group in ledger.groups.values())
+        assert ledger.state.untrained_bytes == bytes_held
+        assert ledger.state.replay_bytes <= rules.replay_budget_bytes
+        assert ledger.state.sealed <= ledger.state.trained
+
+    @invariant()
+    def the_views_are_what_a_walk_over_all_groups_would_find(self) -> None:
+        index = self.ledger.index
+        fresh = GroupIndex(self.rules_of_run.bound, self.ledger.groups.values())
+        for view in ("due", "ready", "num_live"):
+            assert getattr(index, view) == getattr(fresh, view), view
+        assert set(index.again) == set(fresh.again)
+        assert set(index.fresh) == set(fresh.fresh)
+        holders = Counter(lease.holder for lease in self.ledger.leases.values())
+        assert {name: len(held) for name, held in self.ledger.by_holder.items()} == holders
 
     @invariant()
     def no_trained_token_is_older_than_the_bound(self) -> None:
         bound = self.rules_of_run.bound.max_staleness_steps
-        assert all(0 <= lag <= bound for lag in self.ledger.staleness)
+        assert all(0 <= lag <= bound for lag in self.ledger.state.staleness)
 
     @invariant()
     def what_waits_can_still_be_trained_in_time(self) -> None:
         bound = self.rules_of_run.bound
-        due = [bound.deadline(group.adopted_step) for group in self.ledger.live]
-        step = self.ledger.delivered_steps
+        if not bound.reserves:
+            return
+        due = [bound.deadline(g.adopted_step) for g in self.ledger.groups.values() if g.is_live]
+        step, booked = self.ledger.free_step, self.ledger.state.batches
         assert all(deadline >= step for deadline in due)
-        for last in range(step, step + bound.max_staleness_steps + 1):
-            fits = (last - step + 1) * bound.groups_per_step
-            assert sum(deadline <= last for deadline in due) <= fits
+        for last in range(step, max(due, default=step) + 1):
+            assert sum(deadline <= last for deadline in due) <= bound.fits(step, last, booked)
 
     @invariant()
     def stored_events_tell_one_story(self) -> None:
-        events, _ = self.ledger.drain()
-        delivered: dict[int, tuple[int, ...]] = getattr(self, "delivered", {})
+        """And every group is trained once in the history of the learner's weights."""
+        events, released = self.ledger.drain()
         for event in events:
             match event:
-                case TakenOver(version=version) | Trained(version=version):
+                case TakenOver(version=version):
                     assert version > self.last_version
                     self.last_version = version
-                    self.trained.update(delivered.pop(version.step - 1, ()))
+                    self._go_back(version.step)
+                case Trained(version=version):
+                    assert version > self.last_version
+                    self.last_version = version
+                    self.lineage[version.step - 1] = self.batches.pop(version.step - 1)
                 case Delivered(step=step, group_ids=group_ids):
-                    assert step not in delivered
-                    delivered[step] = group_ids
+                    assert step not in self.batches
+                    self.batches[step] = group_ids
+                case Unbound(step=step):
+                    del self.batches[step]
+                case Evicted(step=step):
+                    assert step in self.lineage
                 case Issued(cursor=cursor, item="train"):
                     assert cursor == self.ledger_cursor
                     self.ledger_cursor = cursor + 1
-        self.delivered = delivered
         self.log.extend(encode_event(event) for event in events)
-        assert all(count == 1 for count in self.trained.values())
-        assert sum(self.trained.values()) == self.ledger.trained
+        self.stored |= self.put
+        self.stored -= set(released)
+        self.put = set()
+        trained = Counter(group_id for batch in self.lineage.values() for group_id in batch)
+        assert all(count == 1 for count in trained.values())
+        assert self.batches == self.ledger.state.batches
+        bound = {group_id for batch in self.batches.values() for group_id in batch}
+        assert not bound & set(trained)
+        held = [*self.ledger.groups.values()]
+        held += [group for groups in self.ledger.state.replay.values() for group in groups]
+        assert self.stored == {key for group in held for key in group.trajectory_keys()}
 
-    ledger_cursor = 0
+    def _go_back(self, step: int) -> None:
+        """What was trained from this step on is bound again, or on its way again."""
+        for lost in [one for one in self.lineage if one >= step]:
+            batch = self.lineage.pop(lost)
+            if self.ledger.state.batches.get(lost) == batch:
+                self.batches[lost] = batch
+            else:
+                assert all(group_id not in self.batches.get(lost, ()) for group_id in batch)
 
     # ---- and at the end ------------------------------------------------------
 
@@ -302,13 +416,16 @@ class Run(RuleBasedStateMachine):
         self.every_group_is_accounted_for()
         self.no_trained_token_is_older_than_the_bound()
         assert self.ledger.finished
-        rules = self.rules_of_run
-        assert self.ledger.trained == self.ledger.step * rules.bound.groups_per_step
-        assert self.ledger.step == rules.total_steps or self.ledger.stop_reason
+        rules, state = self.rules_of_run, self.ledger.state
         assert self.ledger.groups == {}
-        rebuilt = make_ledger(rules)
-        for stored in self.log:
-            rebuilt.apply(decode_event(stored))
+        assert state.issued == state.trained + state.dropped.total()
+        full = self.ledger.step * rules.bound.groups_per_step
+        assert state.trained == full or self.ledger.out_of_prompts
+        assert self.ledger.step == rules.total_steps or state.stop_reason
+        if rules.bound.reserves and not state.stop_reason:
+            assert not state.dropped["run_ended"], "more was issued than could be trained"
+            assert not state.dropped["stale"]
+        rebuilt = self._rebuilt()
         assert state_of(rebuilt) == state_of(self.ledger)
 
     def _finish_without_faults(self) -> None:
@@ -323,8 +440,9 @@ class Run(RuleBasedStateMachine):
             for group in self.ledger.lease(holder, adopted, max_sequences=100, now_s=self.now_s):
                 for sibling in group.siblings:
                     self.ledger.submit(header(group.group_id, sibling, adopted))
+                    self.put.add((group.group_id, sibling))
             self._score_all()
-            self._deliver(commits=1)
+            self._deliver(commits=1, ahead=True)
 
 
 def _lease_id(lease: Lease) -> int:

@@ -4,9 +4,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from broker.admission import StalenessBound
+from broker.book import BookState, LedgerRules, decode_state, encode_state
 from broker.evaluation import EvalPlan
 from broker.groups import Group
-from broker.ledger import Ledger, LedgerRules
+from broker.ledger import Ledger
 from wire.control import LeasedGroup
 from wire.run_settings import EvalSection
 from wire.trajectory import Prompt, Score, TrajectoryHeader, VersionRun
@@ -28,8 +29,10 @@ def make_rules(
     plan: EvalPlan | None = None,
     max_prompts: int | None = None,
     drop_overlong: bool = False,
+    reserves: bool = True,
+    **others: Any,  # noqa: ANN401 values of rules
 ) -> LedgerRules:
-    bound = StalenessBound(max_staleness_steps, groups_per_step)
+    bound = StalenessBound(max_staleness_steps, groups_per_step, reserves)
     return LedgerRules(
         bound=bound,
         group_size=group_size,
@@ -43,6 +46,7 @@ def make_rules(
         eval_plan=plan or EvalPlan(),
         max_prompts=max_prompts,
         drop_overlong=drop_overlong,
+        **others,
     )
 
 
@@ -61,8 +65,15 @@ def eval_prompt_at(cursor: int) -> Prompt:
     return Prompt(prompt=f"held out {cursor}", ground_truth=str(cursor))
 
 
-def make_ledger(rules: LedgerRules | None = None) -> Ledger:
-    return Ledger(rules or make_rules(), prompt_at=prompt_at, eval_prompt_at=eval_prompt_at)
+def make_ledger(rules: LedgerRules | None = None, state: BookState | None = None) -> Ledger:
+    return Ledger(
+        rules or make_rules(), prompt_at=prompt_at, eval_prompt_at=eval_prompt_at, state=state
+    )
+
+
+def stored(state: BookState) -> BookState:
+    """What comes back of a state that was written."""
+    return decode_state(encode_state(state))
 
 
 def lease(
@@ -125,25 +136,6 @@ def train_step(ledger: Ledger) -> list[Group]:
     return batch
 
 
-def state_of(ledger: Ledger) -> dict[str, object]:
-    """Everything but what is not stored: deadlines of leases and events not drained yet."""
-    return {
-        "groups": ledger.groups,
-        "leases": {i: (one.group_id, one.holder) for i, one in ledger.leases.items()},
-        "deliveries": ledger.deliveries,
-        "version": ledger.version,
-        "delivered_steps": ledger.delivered_steps,
-        "cursor": ledger.cursor,
-        "next_group_id": ledger.next_group_id,
-        "next_lease_id": ledger.next_lease_id,
-        "issued": ledger.issued,
-        "trained": ledger.trained,
-        "dropped": ledger.dropped,
-        "lapsed_leases": ledger.lapsed_leases,
-        "staleness": ledger.staleness,
-        "sampled_reward": ledger.sampled_reward(),
-        "eval_rounds": ledger.eval_rounds,
-        "eval_points": ledger.eval_points,
-        "last_step": ledger.last_step,
-        "stop_reason": ledger.stop_reason,
-    }
+def state_of(ledger: Ledger) -> BookState:
+    """Everything that is stored, as it was at this moment."""
+    return stored(ledger.state)

@@ -1,10 +1,12 @@
 """The life of an item, one decision at a time. Random schedules stand in tests/property."""
 
+from collections import Counter
+
 import msgspec
 import pytest
 
 from broker.admission import NotYet
-from broker.events import decode_event, decode_snapshot, encode_event, encode_snapshot
+from broker.events import decode_event, encode_event
 from broker.ledger import Ledger
 from tests.unit.broker.ledger_driver import (
     LEASE_S,
@@ -18,6 +20,7 @@ from tests.unit.broker.ledger_driver import (
     make_rules,
     reward,
     state_of,
+    stored,
     train_step,
 )
 from wire.errors import RefusedError
@@ -65,8 +68,8 @@ def test_a_group_goes_from_leased_to_trained_and_every_state_counts_it_once():
     assert [g.rewards for g in batch] == [[0.0, 1.0]]
     assert in_flight(ledger) == {"delivered": 1}
     ledger.commit(PolicyVersion(1, 1), {})
-    assert (in_flight(ledger), ledger.trained, ledger.issued) == ({}, 1, 1)
-    assert ledger.staleness == {0: 2 * RESPONSE_TOKENS}
+    assert (in_flight(ledger), ledger.state.trained, ledger.state.issued) == ({}, 1, 1)
+    assert ledger.state.staleness == {0: 2 * RESPONSE_TOKENS}
     assert ledger.finished
     assert ledger.deliver(ledger.version) is None
 
@@ -105,7 +108,7 @@ def test_a_lapsed_lease_is_granted_again_for_the_missing_siblings_only():
     (again,) = lease(ledger, "generator-1", max_sequences=2)
     assert (again.group_id, again.siblings) == (group.group_id, (0, 2))
     assert again.lease_id != group.lease_id
-    assert ledger.lapsed_leases == {"lapsed": 1}
+    assert ledger.state.ended_leases == {"lapsed": 1}
 
 
 def test_a_heartbeat_keeps_a_lease_and_names_the_ones_that_are_lost():
@@ -121,13 +124,13 @@ def test_a_heartbeat_keeps_a_lease_and_names_the_ones_that_are_lost():
 def test_handing_back_is_for_the_holder_only():
     ledger = started(make_ledger())
     first, second = lease(ledger, max_sequences=4)
-    ledger.release("generator-1", first.lease_id, "not mine")
+    ledger.release("generator-1", first.lease_id, "failed")
     assert len(ledger.leases) == 2
-    ledger.release("generator-0", first.lease_id, "engine failed")
+    ledger.release("generator-0", first.lease_id, "failed")
     assert list(ledger.leases) == [second.lease_id]
     ledger.release_all("generator-0", "restarted")
     assert ledger.leases == {}
-    assert ledger.lapsed_leases == {"engine failed": 1, "restarted": 1}
+    assert ledger.state.ended_leases == {"failed": 1, "restarted": 1}
 
 
 def test_a_group_that_nobody_finishes_is_dropped_after_max_attempts_and_replaced():
@@ -137,7 +140,7 @@ def test_a_group_that_nobody_finishes_is_dropped_after_max_attempts_and_replaced
         (group,) = lease(ledger, now_s=now)
         assert group.group_id == 0
         ledger.expire(now + 50.0)
-    assert ledger.dropped == {"lease_exhausted": 1}
+    assert ledger.state.dropped == {"poison": 1}
     assert ledger.unaccounted() == 0
     assert [g.prompt.prompt for g in lease(ledger)] == ["train 1"]
 
@@ -147,7 +150,7 @@ def test_a_lapsed_group_waits_for_a_generator_at_least_as_new_as_its_first():
     make_ready(ledger, lease(ledger, max_sequences=4))
     train_step(ledger)
     (group,) = lease(ledger, max_sequences=2)
-    ledger.release("generator-0", group.lease_id, "engine failed")
+    ledger.release("generator-0", group.lease_id, "failed")
     behind = lease(ledger, adopted=V0, max_sequences=2)
     assert [g.group_id for g in behind] == [group.group_id + 1]
     (again,) = lease(ledger, max_sequences=2)
@@ -203,7 +206,7 @@ def test_equal_rewards_drop_the_group_and_another_prompt_takes_its_place():
     assert lease(ledger) == []
     generate(ledger, group)
     reward(ledger, group.group_id, [1.0, 1.0])
-    assert ledger.dropped == {"zero_variance": 1}
+    assert ledger.state.dropped == {"zero_variance": 1}
     assert ledger.unaccounted() == 0
     (other,) = lease(ledger)
     assert other.prompt.prompt == "train 1"
@@ -236,9 +239,9 @@ def test_a_reward_that_stays_unavailable_drops_the_group_and_is_never_zero():
     for _ in range(2):
         ledger.score(no_reward)
     assert ledger.groups[group.group_id].rewards == []
-    assert ledger.dropped == {}
+    assert ledger.state.dropped == {}
     ledger.score(no_reward)
-    assert ledger.dropped == {"reward_unavailable": 1}
+    assert ledger.state.dropped == {"reward_unavailable": 1}
     assert ledger.unaccounted() == 0
 
 
@@ -254,7 +257,7 @@ def test_an_evaluation_takes_no_permit_and_goes_before_new_prompts():
         ("train", "train 0", (0, 1)),
     ]
     assert ledger.permits(V0) == 0
-    assert (ledger.issued, ledger.unaccounted()) == (1, 0)
+    assert (ledger.state.issued, ledger.unaccounted()) == (1, 0)
 
 
 def test_the_last_answer_closes_the_round_and_a_dropped_problem_is_not_a_wrong_answer():
@@ -264,16 +267,16 @@ def test_the_last_answer_closes_the_round_and_a_dropped_problem_is_not_a_wrong_a
         generate(ledger, group)
     reward(ledger, first.group_id, [1.0])
     reward(ledger, second.group_id, [0.0])
-    assert ledger.eval_points == []
+    assert ledger.state.eval_points == []
     for attempt in range(3):
         lease_id = third.lease_id if attempt == 0 else lease(ledger, max_sequences=1)[0].lease_id
-        ledger.release("generator-0", lease_id, "engine failed")
-    (point,) = ledger.eval_points
+        ledger.release("generator-0", lease_id, "failed")
+    (point,) = ledger.state.eval_points
     overall = point.overall
     assert (point.step, point.mean, overall.num_answers, overall.num_dropped) == (0, 0.5, 2, 1)
     assert point.versions == (V0,)
-    assert ledger.dropped == {}
-    assert ledger.eval_rounds == {}
+    assert ledger.state.dropped == {}
+    assert ledger.state.eval_rounds == {}
 
 
 def test_a_round_waits_for_a_generator_with_the_weights_of_its_step():
@@ -288,7 +291,7 @@ def test_a_round_waits_for_a_generator_with_the_weights_of_its_step():
     assert isinstance(ledger.deliver(ledger.version), NotYet)
     make_ready(ledger, [last])
     assert ledger.finished
-    assert [point.step for point in ledger.eval_points] == [0, 1]
+    assert [point.step for point in ledger.state.eval_points] == [0, 1]
 
 
 def test_every_sample_of_a_problem_counts_and_belongs_to_one_item():
@@ -297,9 +300,9 @@ def test_every_sample_of_a_problem_counts_and_belongs_to_one_item():
     assert (problem.item, problem.siblings) == ("eval", (0, 1, 2, 3))
     generate(ledger, problem)
     reward(ledger, problem.group_id, [1.0, 0.0, 0.0])
-    assert ledger.eval_points == []
+    assert ledger.state.eval_points == []
     ledger.score(Score(group_id=problem.group_id, sibling=3, lease_id=0, reward=1.0))
-    metrics = ledger.eval_points[0].overall.metrics
+    metrics = ledger.state.eval_points[0].overall.metrics
     assert (metrics["mean@4"], metrics["pass@1"], metrics["pass@4"]) == (0.5, 0.5, 1.0)
     assert metrics["pass@2"] == pytest.approx(1 - 1 / 6)
 
@@ -329,7 +332,7 @@ def test_leases_that_lapse_together_may_end_the_run_between_them():
     reward(ledger, first.group_id, [1.0])
     assert len(ledger.leases) == 2
     assert ledger.expire(1_000.0) == 2
-    assert "eval.target" in ledger.stop_reason
+    assert "eval.target" in ledger.state.stop_reason
     assert (ledger.leases, ledger.groups, ledger.unaccounted()) == ({}, {}, 0)
 
 
@@ -339,9 +342,9 @@ def test_drops_in_a_row_are_counted_until_a_group_can_be_trained():
         (group,) = lease(ledger, max_sequences=2)
         generate(ledger, group)
         reward(ledger, group.group_id, [1.0, 1.0])
-    assert ledger.drops_in_a_row == 3
+    assert ledger.state.drops_in_a_row == 3
     make_ready(ledger, lease(ledger, max_sequences=2))
-    assert ledger.drops_in_a_row == 0
+    assert ledger.state.drops_in_a_row == 0
 
 
 # ---- the end -----------------------------------------------------------------
@@ -354,8 +357,8 @@ def test_the_target_ends_the_run_with_the_batch_that_the_learner_holds():
     assert isinstance(ledger.deliver(V0), list)
     generate(ledger, problem)
     reward(ledger, problem.group_id, [1.0])
-    assert "eval.target" in ledger.stop_reason
-    assert ledger.last_step == 1
+    assert "eval.target" in ledger.state.stop_reason
+    assert ledger.state.last_step == 1
     assert lease(ledger) == []
     ledger.commit(PolicyVersion(1, 1), {})
     (last,) = lease(ledger)
@@ -363,7 +366,7 @@ def test_the_target_ends_the_run_with_the_batch_that_the_learner_holds():
     make_ready(ledger, [last])
     assert ledger.finished
     assert ledger.deliver(ledger.version) is None
-    assert (ledger.trained, ledger.issued, ledger.unaccounted()) == (1, 1, 0)
+    assert (ledger.state.trained, ledger.state.issued, ledger.unaccounted()) == (1, 1, 0)
 
 
 def test_a_stop_drops_what_nobody_will_train_and_accounts_for_it():
@@ -371,22 +374,27 @@ def test_a_stop_drops_what_nobody_will_train_and_accounts_for_it():
     granted = lease(ledger)
     make_ready(ledger, granted[:1])
     ledger.plan_stop("run.max_hours")
-    assert ledger.dropped == {"run_ended": 4}
+    assert ledger.state.dropped == {"run_ended": 4}
     assert (ledger.groups, ledger.leases, ledger.unaccounted()) == ({}, {}, 0)
     assert ledger.finished
     ledger.plan_stop("again")
-    assert ledger.stop_reason == "run.max_hours"
+    assert ledger.state.stop_reason == "run.max_hours"
 
 
-def test_the_end_of_the_data_ends_the_run_when_no_step_can_be_filled():
-    ledger = started(make_ledger(make_rules(groups_per_step=2, total_steps=9, max_prompts=5)))
+@pytest.mark.parametrize(("min_groups", "trained"), [(1, 5), (2, 4)])
+def test_the_last_step_of_the_data_takes_what_is_ready_if_that_is_enough(
+    min_groups: int, trained: int
+):
+    rules = make_rules(groups_per_step=2, total_steps=9, max_prompts=5, min_groups=min_groups)
+    ledger = started(make_ledger(rules))
     while not ledger.finished:
         make_ready(ledger, lease(ledger))
         if ledger.deliver(ledger.version) is not None:
             train_step(ledger)
-    assert (ledger.step, ledger.issued, ledger.trained) == (2, 5, 4)
-    assert ledger.dropped == {"end_of_data": 1}
-    assert "all 5 prompts" in ledger.stop_reason
+    assert (ledger.state.issued, ledger.state.trained) == (5, trained)
+    assert ledger.state.dropped == Counter({"end_of_data": 5 - trained})
+    assert ledger.unaccounted() == 0
+    assert "all 5 prompts" in ledger.state.stop_reason
 
 
 def test_data_that_ends_waits_for_what_is_still_being_answered():
@@ -394,7 +402,7 @@ def test_data_that_ends_waits_for_what_is_still_being_answered():
     first, second = lease(ledger)
     make_ready(ledger, [first])
     assert isinstance(ledger.deliver(V0), NotYet)
-    assert not ledger.stop_reason
+    assert not ledger.state.stop_reason
     make_ready(ledger, [second])
     assert len(train_step(ledger)) == 2
 
@@ -404,7 +412,7 @@ def test_a_cut_off_answer_drops_its_group_where_asked_and_another_prompt_is_issu
     (group,) = lease(ledger, max_sequences=2)
     cut_off = msgspec.structs.replace(header(group.group_id, 0, V0), finish_reason="length")
     ledger.submit(cut_off)
-    assert ledger.dropped == {"overlong_response": 1}
+    assert ledger.state.dropped == {"overlong_response": 1}
     assert ledger.heartbeat("generator-0", (group.lease_id,), now_s=0.0) == [group.lease_id]
     assert lease(ledger, max_sequences=2)[0].prompt.prompt == "train 1"
 
@@ -413,9 +421,9 @@ def test_a_rejected_prompt_is_dropped_at_once_by_whoever_holds_it():
     ledger = started(make_ledger())
     (group,) = lease(ledger, max_sequences=2)
     ledger.reject("generator-1", group.lease_id, "overlong_prompt")
-    assert ledger.dropped == {}
+    assert ledger.state.dropped == {}
     ledger.reject("generator-0", group.lease_id, "overlong_prompt")
-    assert ledger.dropped == {"overlong_prompt": 1}
+    assert ledger.state.dropped == {"overlong_prompt": 1}
     assert ledger.unaccounted() == 0
 
 
@@ -428,12 +436,11 @@ def test_a_restored_run_asks_what_was_in_flight_again_and_skips_no_prompt():
     train_step(ledger)
     make_ready(ledger, lease(ledger)[:1])
     ledger.deliver(ledger.version)
-    snapshot = decode_snapshot(encode_snapshot(ledger.snapshot(ledger.version)))
-    waiting = [one.group_id for one in snapshot.waiting]
+    snapshot = stored(ledger.snapshot(ledger.version))
+    waiting = list(snapshot.groups)
     assert waiting == [2, 3, 4, 5]
 
-    restored = make_ledger(ledger.rules)
-    restored.restore(snapshot)
+    restored = make_ledger(ledger.rules, stored(snapshot))
     assert restored.unaccounted() == 0
     assert restored.take_over(1) == PolicyVersion(2, 1)
     again = lease(restored)
@@ -443,10 +450,10 @@ def test_a_restored_run_asks_what_was_in_flight_again_and_skips_no_prompt():
         make_ready(restored, [*again, *lease(restored)])
         again = []
         train_step(restored)
-    assert (restored.step, restored.issued, restored.trained) == (4, 8, 8)
-    assert set(restored.staleness) <= {0, 1}
+    assert (restored.step, restored.state.issued, restored.state.trained) == (4, 8, 8)
+    assert set(restored.state.staleness) <= {0, 1}
 
-    rebuilt = make_ledger(ledger.rules)
+    rebuilt = make_ledger(ledger.rules, stored(snapshot))
     for event in restored.drain()[0]:
         rebuilt.apply(decode_event(encode_event(event)))
     assert state_of(rebuilt) == state_of(restored)
@@ -455,11 +462,10 @@ def test_a_restored_run_asks_what_was_in_flight_again_and_skips_no_prompt():
 def test_a_restored_run_with_a_smaller_bound_still_keeps_it():
     ledger = started(make_ledger(make_rules(max_staleness_steps=3, groups_per_step=1)))
     lease(ledger)
-    snapshot = ledger.snapshot(V0)
-    restored = make_ledger(make_rules(max_staleness_steps=0, groups_per_step=1))
-    restored.restore(snapshot)
+    snapshot = stored(ledger.snapshot(V0))
+    assert len(snapshot.groups) == 3
+    restored = make_ledger(make_rules(max_staleness_steps=0, groups_per_step=1), snapshot)
     restored.take_over(0)
-    assert len(snapshot.waiting) == 3
     assert len(lease(restored)) == 1
 
 
@@ -467,21 +473,17 @@ def test_a_restored_run_evaluates_again_what_was_not_complete_and_keeps_the_curv
     ledger = evaluated_ledger(num_problems=1, total_steps=2, every_steps=1)
     make_ready(ledger, lease(ledger))
     train_step(ledger)
-    assert ([p.step for p in ledger.eval_points], list(ledger.eval_rounds)) == ([0], [1])
-    restored = make_ledger(ledger.rules)
-    restored.restore(ledger.snapshot(ledger.version))
+    assert ([p.step for p in ledger.state.eval_points], list(ledger.state.eval_rounds)) == (
+        [0],
+        [1],
+    )
+    restored = make_ledger(ledger.rules, stored(ledger.snapshot(ledger.version)))
     restored.take_over(1)
     make_ready(restored, lease(restored))
     train_step(restored)
     make_ready(restored, lease(restored))
-    assert [p.step for p in restored.eval_points] == [0, 1, 2]
+    assert [p.step for p in restored.state.eval_points] == [0, 1, 2]
     assert restored.finished
-
-
-def test_a_run_that_has_begun_cannot_be_restored():
-    ledger = started(make_ledger())
-    with pytest.raises(RefusedError, match="has begun already"):
-        ledger.restore(ledger.snapshot(V0))
 
 
 # ---- the learner -------------------------------------------------------------
@@ -505,14 +507,16 @@ def test_a_learner_that_took_over_gets_the_batch_of_the_step_it_stands_at():
     assert isinstance(batch, list)
     assert [g.group_id for g in batch] == [0, 1]
     ledger.commit(version.next(), {})
-    assert ledger.staleness == {0: 2 * 2 * RESPONSE_TOKENS}
+    assert ledger.state.staleness == {0: 2 * 2 * RESPONSE_TOKENS}
 
 
 def test_no_batch_names_the_groups_that_have_to_get_ready():
     ledger = started(make_ledger())
     granted = lease(ledger, max_sequences=4)
     make_ready(ledger, granted[:1])
-    assert ledger.deliver(V0) == NotYet((1,))
+    not_yet = ledger.deliver(V0)
+    assert not_yet == NotYet(missing=1)
+    assert ledger.waiting_for(not_yet) == (1,)
 
 
 def test_a_commit_said_twice_counts_once():
@@ -520,7 +524,7 @@ def test_a_commit_said_twice_counts_once():
     make_ready(ledger, lease(ledger))
     train_step(ledger)
     ledger.commit(PolicyVersion(1, 1), {})
-    assert (ledger.step, ledger.trained) == (1, 2)
+    assert (ledger.step, ledger.state.trained) == (1, 2)
 
 
 def test_a_commit_of_what_was_never_delivered_is_refused():
@@ -550,19 +554,231 @@ def test_a_learner_of_an_older_epoch_is_refused_everywhere():
         ledger.commit(PolicyVersion(1, 1), {})
 
 
-def test_tokens_of_an_older_epoch_are_refused():
+def test_work_of_an_older_epoch_goes_on_while_its_weights_are_ancestors():
     ledger = started(make_ledger())
     (group,) = lease(ledger, max_sequences=2)
+    assert ledger.take_over(0) == PolicyVersion(2, 0)
+    assert ledger.submit(header(group.group_id, 0, V0))
+    assert ledger.submit(header(group.group_id, 1, V0, PolicyVersion(2, 0)))
+
+
+def test_what_abandoned_weights_sampled_is_dropped_refused_and_replaced():
+    ledger = started(make_ledger(make_rules(total_steps=9)))
+    make_ready(ledger, lease(ledger, max_sequences=6))  # the third group waits
+    train_step(ledger)
+    late = lease(ledger)
+    ledger.submit(header(late[0].group_id, 0, ledger.version))
+    assert len(late) == 3
+    version = ledger.take_over(0)
+    assert ledger.state.dropped == {"orphaned": 3}
+    assert (ledger.state.trained, ledger.free_step) == (0, 1)
+    with pytest.raises(RefusedError, match="has ended"):
+        ledger.submit(header(late[1].group_id, 0, PolicyVersion(1, 1)))
+    assert [g.group_id for g in train_step(ledger)] == [0, 1]
+    assert 2 in ledger.groups, "what ancestors sampled stays"
+    assert ledger.version == version.next()
+    assert len(lease(ledger)) == 3
+    assert ledger.unaccounted() == 0
+
+
+def test_a_sibling_with_a_token_of_abandoned_weights_is_answered_again():
+    ledger = started(make_ledger(make_rules(total_steps=9, max_staleness_steps=2)))
+    first, second, straggler = lease(ledger, max_sequences=6)
+    make_ready(ledger, [first, second])
+    train_step(ledger)
     ledger.take_over(0)
-    with pytest.raises(RefusedError, match=r"token chosen by v1\.0"):
-        ledger.submit(header(group.group_id, 0, V0))
+    mixed = header(straggler.group_id, 0, V0, PolicyVersion(1, 1), lease_id=straggler.lease_id)
+    with pytest.raises(RefusedError, match=r"v1\.1, which v2\.0 does not descend from"):
+        ledger.submit(mixed)
+    assert ledger.state.ended_leases == {"orphaned": 1}
+    (again, *_) = lease(ledger, "generator-1")
+    assert (again.group_id, again.siblings) == (straggler.group_id, (0, 1))
+    assert ledger.groups[straggler.group_id].attempts == 0
+
+
+# ---- going back --------------------------------------------------------------
+
+
+def trained_steps(ledger: Ledger, count: int) -> list[list[int]]:
+    """Train so many steps; return the groups of each."""
+    batches = []
+    for _ in range(count):
+        make_ready(ledger, lease(ledger))
+        batches.append([group.group_id for group in train_step(ledger)])
+    return batches
+
+
+def test_recorded_batches_are_delivered_again_as_they_were():
+    ledger = started(make_ledger(make_rules(total_steps=9)))
+    batches = trained_steps(ledger, 4)
+    before = dict(ledger.state.staleness)
+    _, released = ledger.drain()
+    assert released == [], "no checkpoint holds these steps"
+    ledger.take_over(1, "step-1")
+    assert (ledger.state.trained, ledger.in_flight()["delivered"]) == (2, 6)
+    assert trained_steps(ledger, 3) == batches[1:]
+    assert ledger.state.staleness == before
+    assert ledger.state.redelivered_steps == 3
+    assert (ledger.step, ledger.unaccounted()) == (4, 0)
+
+
+def test_a_checkpoint_seals_its_steps_and_lets_their_payloads_go():
+    ledger = started(make_ledger(make_rules(total_steps=9)))
+    trained_steps(ledger, 3)
+    ledger.drain()
+    ledger.seal(ledger.version, 2, oldest_kept=1)
+    ledger.seal(ledger.version, 2, oldest_kept=1)
+    events, released = ledger.drain()
+    assert [type(event).__name__ for event in events] == ["Sealed"]
+    assert sorted(released) == [(group, sibling) for group in range(4) for sibling in (0, 1)]
+    assert (ledger.state.sealed, ledger.state.trained) == (4, 6)
+    with pytest.raises(RefusedError, match="knows its batches from step 1 on"):
+        ledger.take_over(0)
+    ledger.take_over(1)
+    assert (ledger.state.sealed, ledger.state.trained) == (2, 2)
+    assert ledger.state.requeued == 2, "the payloads of step 1 are gone"
+    assert list(ledger.state.batches) == [2]
+    requeued = lease(ledger, max_sequences=4)
+    assert [group.prompt.prompt for group in requeued] == ["train 2", "train 3"]
+
+
+def test_past_the_replay_budget_the_oldest_steps_are_generated_again():
+    ledger = started(make_ledger(make_rules(total_steps=6, replay_budget_bytes=100)))
+    for _ in range(3):
+        for group in lease(ledger):
+            for sibling in group.siblings:
+                one = header(group.group_id, sibling, ledger.version)
+                ledger.submit(one, num_bytes=20)
+            reward(ledger, group.group_id, [0.0, 1.0])
+        train_step(ledger)
+    assert (list(ledger.state.replay), ledger.state.replay_bytes) == ([2], 80)
+    ledger.take_over(0)
+    assert (ledger.state.requeued, list(ledger.state.batches), ledger.free_step) == (4, [2], 0)
+    while not ledger.finished:
+        make_ready(ledger, lease(ledger))
+        train_step(ledger)
+    assert (ledger.state.trained, ledger.unaccounted()) == (12, 0)
+    assert ledger.state.dropped == {"orphaned": 2}, "sampled by step 2, which was abandoned"
+    assert set(ledger.state.staleness) <= {0, 1}
+
+
+def test_the_next_batch_may_be_bound_while_this_one_trains():
+    ledger = started(make_ledger(make_rules(total_steps=9)))
+    make_ready(ledger, lease(ledger))
+    now, following = ledger.deliver(V0), ledger.deliver(V0, 1)
+    assert isinstance(now, list)
+    assert isinstance(following, list)
+    assert [g.group_id for g in [*now, *following]] == [0, 1, 2, 3]
+    with pytest.raises(RefusedError, match="batch of step 2 asked for by a learner at"):
+        ledger.deliver(V0, 2)
+    assert lease(ledger) == [], "nothing sampled by v1.0 may be trained at step 2"
+    version = ledger.take_over(0)
+    assert [g.group_id for g in train_step(ledger)] == [0, 1]
+    assert [g.group_id for g in train_step(ledger)] == [2, 3]
+    assert ledger.version == PolicyVersion(version.epoch, 2)
+
+
+def test_a_rejected_batch_drops_what_is_named_and_the_others_wait_again():
+    ledger = started(make_ledger(make_rules(total_steps=9)))
+    make_ready(ledger, lease(ledger, max_sequences=4))
+    ledger.deliver(V0)
+    ledger.reject_batch(V0, 0, "invalid", [1])
+    ledger.reject_batch(V0, 0, "invalid", [1])
+    assert ledger.state.dropped == {"invalid": 1}
+    assert in_flight(ledger) == {"ready": 1}
+    make_ready(ledger, lease(ledger, max_sequences=2))
+    assert [g.group_id for g in train_step(ledger)] == [0, 2]
+    assert ledger.unaccounted() == 0
+
+
+def test_a_reject_leaves_the_batch_after_it_where_it_is():
+    ledger = started(make_ledger(make_rules(total_steps=3)))
+    make_ready(ledger, lease(ledger))
+    ledger.deliver(V0)
+    ledger.deliver(V0, 1)
+    ledger.reject_batch(V0, 0, "nonfinite", [0, 1])
+    assert (ledger.state.dropped, ledger.free_step) == ({"nonfinite": 2}, 0)
+    make_ready(ledger, lease(ledger, max_sequences=4))
+    assert [g.group_id for g in train_step(ledger)] == [4, 5]
+    assert [g.group_id for g in train_step(ledger)] == [2, 3]
+
+
+# ---- limits ------------------------------------------------------------------
+
+
+def test_drop_mode_lets_go_of_what_is_past_its_deadline_and_takes_other_prompts():
+    rules = make_rules(total_steps=9, max_staleness_steps=1, reserves=False, max_in_flight=6)
+    ledger = started(make_ledger(rules))
+    granted = lease(ledger)
+    assert len(granted) == 6, "nothing is reserved"
+    make_ready(ledger, granted[:4])
+    train_step(ledger)
+    assert ledger.state.dropped == {}
+    train_step(ledger)
+    assert ledger.state.dropped == {"stale": 2}
+    lost = ledger.heartbeat("generator-0", [g.lease_id for g in granted[4:]], now_s=0.0)
+    assert len(lost) == 2, "their generator is told"
+    assert [g.prompt.prompt for g in lease(ledger)] == [f"train {i}" for i in range(6, 12)]
+    assert ledger.unaccounted() == 0
+
+
+def test_past_the_high_water_no_more_groups_are_started_than_one_step_needs():
+    rules = make_rules(max_staleness_steps=3, total_steps=9, high_water_bytes=100)
+    ledger = started(make_ledger(rules))
+    (group,) = lease(ledger, max_sequences=2)
+    ledger.submit(header(group.group_id, 0, V0), num_bytes=101)
+    assert len(lease(ledger)) == 1
+
+
+def test_the_filter_may_look_at_a_part_of_the_reward():
+    ledger = started(make_ledger(make_rules(zero_variance_of="correct")))
+    for correct, shaped in (((1.0, 1.0), (0.5, 0.7)), ((0.0, 1.0), (0.5, 0.5))):
+        (group,) = lease(ledger, max_sequences=2)
+        generate(ledger, group)
+        for sibling in (0, 1):
+            parts = {"correct": correct[sibling]}
+            one = Score(
+                group_id=group.group_id,
+                sibling=sibling,
+                lease_id=0,
+                reward=shaped[sibling],
+                parts=parts,
+            )
+            ledger.score(one)
+    assert ledger.state.dropped == {"zero_variance": 1}
+    assert in_flight(ledger) == {"ready": 1}
+
+
+def test_a_reward_that_is_no_number_is_unavailable():
+    ledger = started(make_ledger(make_rules(max_attempts=1)))
+    (group,) = lease(ledger, max_sequences=2)
+    generate(ledger, group)
+    reward(ledger, group.group_id, [float("nan")])
+    assert ledger.state.dropped == {"reward_unavailable": 1}
+
+
+def test_attempts_that_were_handed_back_are_not_called_poison():
+    ledger = started(make_ledger())
+    for _ in range(3):
+        (group,) = lease(ledger, max_sequences=2)
+        ledger.release("generator-0", group.lease_id, "failed")
+    assert ledger.state.dropped == {"lease_exhausted": 1}
+
+
+def test_a_generator_that_leaves_or_never_heard_of_its_lease_costs_no_attempt():
+    ledger = started(make_ledger(make_rules(max_attempts=1)))
+    lease(ledger, max_sequences=4)
+    ledger.release_all("generator-0", "lost", keep=[0])
+    ledger.release_all("generator-0", "left")
+    assert ledger.state.dropped == {}
+    assert [g.group_id for g in lease(ledger, max_sequences=4)] == [1, 0]
 
 
 def test_the_end_of_the_run_admits_no_more_groups_than_the_last_steps_train():
     ledger = started(make_ledger(make_rules(max_staleness_steps=5, total_steps=2)))
     assert len(lease(ledger)) == 4
     make_ready(ledger, lease(ledger))
-    assert ledger.issued == 4
+    assert ledger.state.issued == 4
 
 
 def test_the_run_ends_with_exactly_the_groups_it_trained():
@@ -570,7 +786,7 @@ def test_the_run_ends_with_exactly_the_groups_it_trained():
     while not ledger.finished:
         make_ready(ledger, lease(ledger))
         train_step(ledger)
-    assert (ledger.step, ledger.issued, ledger.trained, ledger.groups) == (3, 6, 6, {})
+    assert (ledger.step, ledger.state.issued, ledger.state.trained, ledger.groups) == (3, 6, 6, {})
     assert lease(ledger) == []
 
 
@@ -593,7 +809,7 @@ def test_each_token_counts_under_the_staleness_of_the_version_that_chose_it():
     ledger.submit(header(second.group_id, 1, PolicyVersion(1, 1)))
     reward(ledger, second.group_id, [0.0, 1.0])
     train_step(ledger)
-    assert ledger.staleness == {0: 2 * RESPONSE_TOKENS + 7 + RESPONSE_TOKENS, 1: 3}
+    assert ledger.state.staleness == {0: 2 * RESPONSE_TOKENS + 7 + RESPONSE_TOKENS, 1: 3}
 
 
 # ---- events ------------------------------------------------------------------
@@ -614,9 +830,9 @@ def test_replaying_the_stored_events_rebuilds_an_equal_state():
 
     rebuilt = make_ledger(ledger.rules)
     for event in events:
-        stored = decode_event(encode_event(event))
-        assert stored == event
-        rebuilt.apply(stored)
+        read = decode_event(encode_event(event))
+        assert read == event
+        rebuilt.apply(read)
     assert state_of(rebuilt) == state_of(ledger)
 
 
@@ -632,7 +848,7 @@ def test_after_a_replay_the_run_goes_on_where_it_stood():
     make_ready(rebuilt, lease(rebuilt))
     train_step(rebuilt)
     assert rebuilt.finished
-    assert rebuilt.trained == 4
+    assert rebuilt.state.trained == 4
 
 
 def test_draining_hands_out_each_event_once():
@@ -647,8 +863,8 @@ def test_a_take_over_does_not_open_an_open_round_again():
     ledger = evaluated_ledger(num_problems=2)
     lease(ledger)
     ledger.take_over(0)
-    ledger.release_all("generator-0", "epoch")
+    ledger.release_all("generator-0", "restarted")
     evals = [group for group in lease(ledger) if group.item == "eval"]
     make_ready(ledger, evals)
     assert len(evals) == 2
-    assert ledger.eval_points[0].overall.num_answers == 2
+    assert ledger.state.eval_points[0].overall.num_answers == 2

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from broker.account import account_of
 from broker.groups import Group
 from broker.ledger import Ledger
 from broker.records import FolderRecords, forget_after
@@ -24,10 +25,11 @@ from tests.unit.broker.ledger_driver import (
     train_step,
 )
 from wire.codec import encode
+from wire.ledger_view import LedgerView
 from wire.run_settings import RunSection
 from wire.status import RunStatus
 from wire.trajectory import Score, Transcript
-from wire.trajectory_file import TrajectoryFileWriter, cut_from_step, read_groups
+from wire.trajectory_file import cut_from_step, read_groups
 
 
 class ListTracker:
@@ -53,6 +55,20 @@ def frames(group: Group) -> list[StoredTrajectory]:
 
 def status_of(ledger: Ledger, run: RunSection) -> RunStatus:
     return Telemetry(run, now=lambda: 0.0).status(ledger, ScoringQueue(lease_s=1.0))
+
+
+def account(ledger: Ledger) -> LedgerView:
+    queue = ScoringQueue(lease_s=1.0)
+    return account_of(
+        ledger,
+        queue,
+        run_name="run",
+        store="memory",
+        generation=1,
+        issued_at={},
+        num_items=3,
+        now=0.0,
+    )
 
 
 @pytest.fixture
@@ -82,7 +98,7 @@ def test_a_round_goes_to_the_trackers_once_and_into_its_files(run: RunSection):
     for group in ended:
         records.eval_answers(group, frames(group))
     for _ in range(2):
-        records.evaluations(ledger.eval_points)
+        records.evaluations(ledger.state.eval_points)
     (point,) = tracker.points
     assert point[0] == 0
     assert point[1]["eval/mean@1"] == 1.0
@@ -93,15 +109,17 @@ def test_a_round_goes_to_the_trackers_once_and_into_its_files(run: RunSection):
     ]
     results = (run.folder / "eval/results.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in results] == [0]
-    records.close(status_of(ledger, run))
+    records.close(status_of(ledger, run), account(ledger))
     assert json.loads((run.folder / "summary.json").read_text())["eval"][0]["step"] == 0
 
 
 def test_rounds_of_before_a_resume_are_kept_and_not_logged_again(run: RunSection):
     ledger, _ = evaluated(problems=1)
     tracker = ListTracker()
-    records = FolderRecords(run, tracker, keep_answers=0, batches=None, known=ledger.eval_points)
-    records.evaluations(ledger.eval_points)
+    records = FolderRecords(
+        run, tracker, keep_answers=0, batches=None, known=ledger.state.eval_points
+    )
+    records.evaluations(ledger.state.eval_points)
     assert tracker.points == []
 
 
@@ -121,9 +139,7 @@ def record_three_steps(records: FolderRecords) -> Ledger:
 
 def test_trained_batches_are_recorded_whole_up_to_a_size(run: RunSection):
     path = run.folder / "rollouts" / "batches.trajectories"
-    records = FolderRecords(
-        run, ListTracker(), keep_answers=0, batches=TrajectoryFileWriter(path, max_bytes=2500)
-    )
+    records = FolderRecords(run, ListTracker(), keep_answers=0, batches=path, max_batch_bytes=2500)
     record_three_steps(records)
     recorded = list(read_groups(path))
     assert [group.step for group in recorded] in ([0, 0], [0, 0, 1, 1]), "half a step"
@@ -136,11 +152,28 @@ def test_trained_batches_are_recorded_whole_up_to_a_size(run: RunSection):
 def test_a_resumed_run_records_its_steps_anew(run: RunSection):
     path = run.folder / "batches.trajectories"
     cut_from_step(path, 1)
-    records = FolderRecords(run, ListTracker(), keep_answers=0, batches=TrajectoryFileWriter(path))
+    records = FolderRecords(run, ListTracker(), keep_answers=0, batches=path)
     ledger = record_three_steps(records)
-    records.close(status_of(ledger, run))
+    records.close(status_of(ledger, run), account(ledger))
     cut_from_step(path, 1)
     assert [group.step for group in read_groups(path)] == [0, 0]
+
+
+def test_steps_that_a_learner_went_back_behind_are_recorded_anew(run: RunSection):
+    path = run.folder / "rollouts" / "batches.trajectories"
+    records = FolderRecords(run, ListTracker(), keep_answers=0, batches=path)
+    ledger = record_three_steps(records)
+    records.went_back(1)
+    assert [group.step for group in read_groups(path)] == [0, 0]
+    ledger.take_over(1)
+
+    async def train_and_record() -> None:
+        batch = train_step(ledger)
+        await records.batch(1, [(group, frames(group)) for group in batch])
+
+    asyncio.run(train_and_record())
+    records.close(status_of(ledger, run), account(ledger))
+    assert [group.step for group in read_groups(path)] == [0, 0, 1, 1]
 
 
 def test_a_resumed_run_forgets_what_an_abandoned_life_wrote(run: RunSection):

@@ -26,16 +26,17 @@ def test_what_lapses_goes_back_to_the_front_and_its_late_result_does_not_count()
     assert queue.expire(10.1) == [(0, 0)]
     again = queue.lease("worker-1", 1, now_s=11.0)
     assert list(again.values()) == [(0, 0)]
-    assert queue.finish("worker-0", lease_id) is None
-    assert queue.finish("worker-1", next(iter(again))) == (0, 0)
+    assert not queue.finish("worker-0", lease_id, (0, 0))
+    assert queue.finish("worker-1", next(iter(again)), (0, 0))
 
 
 def test_a_result_counts_once_and_for_the_holder_only():
     queue = filled((0, 0))
     (lease_id,) = queue.lease("worker-0", 1, now_s=0.0)
-    assert queue.finish("worker-1", lease_id) is None
-    assert queue.finish("worker-0", lease_id) == (0, 0)
-    assert queue.finish("worker-0", lease_id) is None
+    assert not queue.finish("worker-1", lease_id, (0, 0))
+    assert not queue.finish("worker-0", lease_id, (0, 1))
+    assert queue.finish("worker-0", lease_id, (0, 0))
+    assert not queue.finish("worker-0", lease_id, (0, 0))
 
 
 def test_a_heartbeat_extends_what_is_held_and_names_what_is_not():
@@ -62,4 +63,4 @@ def test_a_trajectory_whose_group_ended_is_forgotten_wherever_it_stands():
     queue.discard((0, 1))
     queue.discard((9, 9))
     assert (queue.num_waiting, queue.num_leased) == (0, 0)
-    assert queue.finish("worker-0", lease_id) is None
+    assert not queue.finish("worker-0", lease_id, (0, 0))

@@ -10,9 +10,10 @@ import pytest
 import zmq
 import zmq.asyncio
 
+from broker.book import decode_state
 from broker.client import BrokerClient
 from broker.commit import GroupCommitter
-from broker.events import decode_snapshot
+from broker.events import decode_event
 from broker.ledger import Ledger
 from broker.scoring import ScoringQueue
 from broker.server import BrokerServer
@@ -26,23 +27,28 @@ from wire.control import (
     BatchNotReady,
     Done,
     FetchPayloads,
+    GetLedger,
     GetLedgerSnapshot,
     GetStatus,
     GroupsLeased,
     Heartbeat,
     HeartbeatAnswer,
     Hello,
+    LeasedGroup,
     LeaseGroups,
     LeaseScoring,
+    LedgerAnswer,
     LedgerSnapshotAnswer,
     Payloads,
     Refusal,
+    RejectBatch,
     RejectPrompt,
     Request,
     RequestBatch,
     Role,
     RunComplete,
     ScoringLeased,
+    SealSteps,
     StatusAnswer,
     StepCommit,
     StepCommitted,
@@ -52,7 +58,8 @@ from wire.control import (
     TookOver,
     Welcome,
 )
-from wire.errors import PeerLostError, RefusedError
+from wire.errors import PeerLostError, RefusedError, SupersededError
+from wire.ledger_view import LedgerView
 from wire.run_settings import RunSection
 from wire.status import RunStatus
 from wire.trajectory import Score
@@ -81,19 +88,27 @@ class Running:
 
 
 @asynccontextmanager
-async def running(folder: Path, ledger: Ledger | None = None) -> AsyncIterator[Running]:
+async def running(
+    folder: Path,
+    ledger: Ledger | None = None,
+    *,
+    store: MemoryStore | None = None,
+    cache_bytes: int = 1 << 20,
+) -> AsyncIterator[Running]:
     owned = ledger or make_ledger(make_rules(groups_per_step=1, total_steps=1))
-    store = MemoryStore()
+    store = store or MemoryStore()
     committer = GroupCommitter(store)
     server = BrokerServer(
         ledger=owned,
         scoring=ScoringQueue(lease_s=10.0),
         committer=committer,
+        store=store,
         telemetry=Telemetry(RunSection(name="run")),
         run_name="run",
         max_message_bytes=1_000_000,
+        cache_bytes=cache_bytes,
     )
-    context = zmq.asyncio.Context()
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     endpoint = f"ipc://{folder}/broker.sock"
     task = asyncio.create_task(server.serve(context, endpoint))
     writer = asyncio.create_task(committer.run())
@@ -170,7 +185,9 @@ def test_a_run_of_one_step_goes_through_every_role(short_folder: Path):
                 for i in scoring.items
             )
             await worker.ask(SubmitScores(scores=scores), Done)
-            batch, _ = await learner.ask(RequestBatch(version=V0, wait_s=1.0), BatchDelivered)
+            batch, _ = await learner.ask(
+                RequestBatch(version=V0, step=V0.step, wait_s=1.0), BatchDelivered
+            )
             delivered = batch.groups[0].trajectories
             assert [t.reward for t in delivered] == [0.0, 1.0]
             keys = ((group.group_id, 1), (group.group_id, 0))
@@ -180,13 +197,18 @@ def test_a_run_of_one_step_goes_through_every_role(short_folder: Path):
             await learner.ask(commit, StepCommitted)
             question = GetLedgerSnapshot(version=V0.next())
             answer, _ = await learner.ask(question, LedgerSnapshotAnswer)
-            assert decode_snapshot(answer.data).version == V0.next()
-            await learner.ask(RequestBatch(version=V0.next(), wait_s=1.0), RunComplete)
+            assert decode_state(answer.data).version == V0.next()
+            await learner.ask(
+                RequestBatch(version=V0.next(), step=V0.next().step, wait_s=1.0), RunComplete
+            )
             finished, _ = await generator.ask(
                 LeaseGroups(adopted=V0, max_sequences=2, wait_s=1.0), GroupsLeased
             )
             assert finished.finished
             stored = [event async for event in it.store.replay()]
+            assert len(await it.store.fetch(keys)) == 2, "no checkpoint holds them yet"
+            seal = SealSteps(version=V0.next(), step=1, oldest_kept=1)
+            await learner.ask(seal, Done)
             with pytest.raises(KeyError):
                 await it.store.fetch(keys)
             return it.status, len(stored)
@@ -203,7 +225,7 @@ def test_a_client_that_did_not_say_hello_is_refused(short_folder: Path):
         async with running(short_folder) as it, bare_socket(it.endpoint) as ask:
             return await ask(b"1", encode(GetStatus()))
 
-    assert asyncio.run(body()) == Refusal(reason="say hello first")
+    assert asyncio.run(body()) == Refusal(reason="say hello first", code="hello_first")
 
 
 def test_another_wire_revision_is_refused_with_both_numbers(short_folder: Path):
@@ -213,7 +235,7 @@ def test_another_wire_revision_is_refused_with_both_numbers(short_folder: Path):
 
     answer = asyncio.run(body())
     assert isinstance(answer, Refusal)
-    assert "wire revision 99, this broker 2" in answer.reason
+    assert "wire revision 99, this broker 3" in answer.reason
 
 
 def test_another_tokenizer_is_refused_with_both_names(short_folder: Path):
@@ -255,8 +277,8 @@ def test_a_run_that_is_told_to_end_says_why(short_folder: Path):
         async with running(short_folder) as it:
             learner = await it.client("learner", "learner")
             await learner.ask(TakeOver(step=0), TookOver)
-            await it.server.plan_stop("run.max_hours = 1 have passed")
-            await learner.ask(RequestBatch(version=V0, wait_s=1.0), RunComplete)
+            it.server.plan_stop("run.max_hours = 1 have passed")
+            await learner.ask(RequestBatch(version=V0, step=V0.step, wait_s=1.0), RunComplete)
             return it.status
 
     status = asyncio.run(body())
@@ -289,7 +311,10 @@ def test_malformed_frames_are_counted_and_the_loop_goes_on(short_folder: Path):
     ("request_", "why"),
     [
         (TakeOver(step=3), "holds step 3, this run stands at step 0"),
-        (RequestBatch(version=V0, wait_s=0.0), "speaks for v1.0, the run stands at v0.0"),
+        (
+            RequestBatch(version=V0, step=V0.step, wait_s=0.0),
+            "speaks for v1.0, the run stands at v0.0",
+        ),
         (StepCommit(version=PolicyVersion(1, 1), metrics={}), "speaks for v1.0"),
         (FetchPayloads(keys=((0, 0),)), "trajectory 0/0 is in no delivered batch"),
     ],
@@ -338,7 +363,9 @@ def test_who_waits_in_vain_is_told_what_for(short_folder: Path):
             generator = await it.client("generator", "generator-0")
             await learner.ask(TakeOver(step=0), TookOver)
             await generator.ask(LeaseGroups(adopted=V0, max_sequences=2, wait_s=0.0), GroupsLeased)
-            answer, _ = await learner.ask(RequestBatch(version=V0, wait_s=0.0), BatchNotReady)
+            answer, _ = await learner.ask(
+                RequestBatch(version=V0, step=V0.step, wait_s=0.0), BatchNotReady
+            )
             assert it.status.waiting_for == answer.reason
             return answer
 
@@ -356,11 +383,11 @@ def test_a_generator_that_starts_anew_loses_its_leases_and_its_old_self_is_out(s
             await old.ask(work, GroupsLeased)
             new = await it.client("generator", "generator-0")
             again, _ = await new.ask(work, GroupsLeased)
-            with pytest.raises(RefusedError, match="say hello first"):
+            with pytest.raises(SupersededError, match="another process has said hello as gen"):
                 await old.ask(Heartbeat(lease_ids=(0,)), HeartbeatAnswer)
             lost, _ = await new.ask(Heartbeat(lease_ids=(0, 1)), HeartbeatAnswer)
             assert lost.lost == (0,)
-            return again.groups[0].group_id, dict(it.ledger.lapsed_leases)
+            return again.groups[0].group_id, dict(it.ledger.state.ended_leases)
 
     group_id, lapsed = asyncio.run(body())
     assert (group_id, lapsed) == (0, {"restarted": 1})
@@ -405,3 +432,172 @@ def test_a_broker_that_is_not_there_is_reported_by_its_address(short_folder: Pat
             await BrokerClient.connect(endpoint, role="learner", name="learner", timeout_s=0.05)
 
     asyncio.run(body())
+
+
+# ---- a broker that dies ------------------------------------------------------
+
+
+async def read_back(store: MemoryStore) -> Ledger:
+    """What the next broker finds in the store."""
+    data = await store.snapshot()
+    rules = make_rules(groups_per_step=1, total_steps=1)
+    ledger = make_ledger(rules, decode_state(data) if data else None)
+    async for event in store.replay():
+        ledger.apply(decode_event(event))
+    ledger.restarted(0.0)
+    return ledger
+
+
+async def one_group(learner: BrokerClient, generator: BrokerClient) -> LeasedGroup:
+    await learner.ask(TakeOver(step=0), TookOver)
+    work = LeaseGroups(adopted=V0, max_sequences=2, wait_s=1.0)
+    leased, _ = await generator.ask(work, GroupsLeased)
+    return leased.groups[0]
+
+
+def test_clients_come_back_to_a_new_broker_and_nothing_is_done_twice(short_folder: Path):
+    async def body() -> None:
+        store, asked = MemoryStore(), asyncio.Event()
+        async with running(short_folder, store=store) as first:
+            learner = await first.client("learner", "learner")
+            generator = await first.client("generator", "generator-0")
+            group = await one_group(learner, generator)
+            generator.held = lambda: [group.lease_id]
+            await submit(generator, group.group_id, 0)
+            batch = RequestBatch(version=V0, step=0, wait_s=20.0)
+            waiting = asyncio.create_task(learner.ask(batch, BatchDelivered, extra_wait_s=20.0))
+            asked.set()
+            await generator.ask(Heartbeat(lease_ids=(group.lease_id,)), HeartbeatAnswer)
+            first.clients.clear()  # they outlive this broker
+        late = asyncio.create_task(submit(generator, group.group_id, 1))
+        async with running(short_folder, await read_back(store), store=store) as second:
+            second.clients += [learner, generator]
+            await late
+            kept, _ = await generator.ask(Heartbeat(lease_ids=(group.lease_id,)), HeartbeatAnswer)
+            assert kept.lost == (group.lease_id,), "it ended with its last sibling"
+            assert dict(second.ledger.state.ended_leases) == {}
+            await submit(generator, group.group_id, 0)
+            worker = await second.client("reward_worker", "reward-worker-0")
+            work = LeaseScoring(credits=8, wait_s=1.0)
+            leased, transcripts = await worker.ask(work, ScoringLeased)
+            assert [bytes(t) for t in transcripts] == [b"transcript 0", b"transcript 1"]
+            scores = tuple(
+                Score(group_id=i.group_id, sibling=i.sibling, lease_id=99, reward=float(i.sibling))
+                for i in leased.items
+            )
+            await worker.ask(SubmitScores(scores=scores), Done)
+            delivered, _ = await asyncio.wait_for(waiting, 5.0)
+            assert delivered.groups[0].group_id == group.group_id
+            assert second.status.queue["being_scored"] == 0
+
+    asyncio.run(body())
+
+
+def test_a_lease_whose_grant_was_lost_with_the_broker_is_granted_again(short_folder: Path):
+    async def body() -> tuple[int, dict[str, int]]:
+        store = MemoryStore()
+        async with running(short_folder, store=store) as first:
+            learner = await first.client("learner", "learner")
+            generator = await first.client("generator", "generator-0")
+            await one_group(learner, generator)  # whose answer the generator never read
+            first.clients.clear()
+        async with running(short_folder, await read_back(store), store=store) as second:
+            second.clients += [learner, generator]
+            work = LeaseGroups(adopted=V0, max_sequences=2, wait_s=5.0)
+            leased, _ = await generator.ask(work, GroupsLeased)
+            return leased.groups[0].group_id, dict(second.ledger.state.ended_leases)
+
+    assert asyncio.run(body()) == (0, {"lost": 1})
+
+
+def test_a_process_that_was_replaced_while_the_broker_was_away_is_out(short_folder: Path):
+    async def body() -> None:
+        async with running(short_folder) as it:
+            old = await it.client("generator", "generator-0")
+            await it.client("generator", "generator-0")
+            with pytest.raises(SupersededError):
+                await old.ask(GetStatus(), StatusAnswer)
+            with pytest.raises(SupersededError):
+                await old.ask(GetStatus(), StatusAnswer)
+
+    asyncio.run(body())
+
+
+def test_what_is_not_in_memory_comes_from_the_store(short_folder: Path):
+    async def body() -> None:
+        async with running(short_folder, cache_bytes=0) as it:
+            learner = await it.client("learner", "learner")
+            generator = await it.client("generator", "generator-0")
+            group = await one_group(learner, generator)
+            for sibling in group.siblings:
+                await submit(generator, group.group_id, sibling)
+            assert it.server.frames.get((0, 0)) is None
+            worker = await it.client("reward_worker", "reward-worker-0")
+            work = LeaseScoring(credits=8, wait_s=1.0)
+            leased, transcripts = await worker.ask(work, ScoringLeased)
+            assert [bytes(t) for t in transcripts] == [b"transcript 0", b"transcript 1"]
+            scores = tuple(
+                Score(group_id=0, sibling=i.sibling, lease_id=i.lease_id, reward=float(i.sibling))
+                for i in leased.items
+            )
+            await worker.ask(SubmitScores(scores=scores), Done)
+            await learner.ask(RequestBatch(version=V0, step=0, wait_s=1.0), BatchDelivered)
+            _, payloads = await learner.ask(FetchPayloads(keys=((0, 1), (0, 0))), Payloads)
+            assert [bytes(p) for p in payloads] == [b"payload 1", b"payload 0"]
+
+    asyncio.run(body())
+
+
+def test_a_rejected_batch_is_answered_with_other_groups(short_folder: Path):
+    async def body() -> dict[str, int]:
+        async with running(short_folder) as it:
+            learner = await it.client("learner", "learner")
+            generator = await it.client("generator", "generator-0")
+            group = await one_group(learner, generator)
+            for sibling in group.siblings:
+                await submit(generator, group.group_id, sibling)
+            for sibling in group.siblings:
+                it.ledger.score(
+                    Score(group_id=0, sibling=sibling, lease_id=0, reward=float(sibling))
+                )
+            await learner.ask(RequestBatch(version=V0, step=0, wait_s=1.0), BatchDelivered)
+            reject = RejectBatch(
+                version=V0, step=0, reason="nonfinite", groups=(0,), detail="loss is nan"
+            )
+            await learner.ask(reject, Done)
+            work = LeaseGroups(adopted=V0, max_sequences=2, wait_s=1.0)
+            again, _ = await generator.ask(work, GroupsLeased)
+            assert again.groups[0].prompt.text == "train 1"
+            return it.status.dropped
+
+    assert asyncio.run(body()) == {"nonfinite": 1}
+
+
+def test_the_account_names_the_oldest_items_and_who_holds_what(short_folder: Path):
+    async def body() -> LedgerView:
+        async with running(short_folder) as it:
+            learner = await it.client("learner", "learner")
+            generator = await it.client("generator", "generator-0")
+            group = await one_group(learner, generator)
+            await submit(generator, group.group_id, 1)
+            answer, _ = await learner.ask(GetLedger(), LedgerAnswer)
+            return answer.view
+
+    view = asyncio.run(body())
+    (item,) = view.oldest
+    assert (item.state, item.holder, item.missing, item.unscored) == (
+        "leased",
+        "generator-0",
+        (0,),
+        (1,),
+    )
+    assert (item.prompt, item.deadline, item.age_s is not None) == ("train 0", 1, True)
+    (holder,) = view.holders
+    assert (holder.name, holder.work, holder.leases, holder.trajectories) == (
+        "generator-0",
+        "generation",
+        1,
+        1,
+    )
+    assert (view.issued, view.in_flight["leased"], view.unaccounted) == (1, 1, 0)
+    assert view.untrained_bytes == len(b"payload 1" + b"transcript 1")

@@ -6,9 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from broker.beginning import begin_run, build_ledger, load_prompts, start_trackers
+from broker.beginning import (
+    Beginning,
+    begin_run,
+    build_ledger,
+    load_prompts,
+    start_trackers,
+)
+from broker.book import encode_state
 from broker.config import BrokerSettings, broker_settings
-from broker.events import encode_event, encode_snapshot
 from broker.ledger import Ledger
 from broker.service import end_after
 from broker.store import Changes, MemoryStore
@@ -35,27 +41,113 @@ def new_ledger(settings: BrokerSettings) -> Ledger:
 def checkpoint(folder: Path, ledger: Ledger) -> Path:
     saved = folder / "step-000000"
     saved.mkdir()
-    (saved / LEDGER_FILE).write_bytes(encode_snapshot(ledger.snapshot(ledger.version)))
+    (saved / LEDGER_FILE).write_bytes(encode_state(ledger.snapshot(ledger.version)))
     return saved
 
 
 async def store_with(ledger: Ledger) -> MemoryStore:
     store = MemoryStore()
-    events, _ = ledger.drain()
-    await store.commit(Changes(events=[encode_event(event) for event in events]))
+    await store.commit(Changes(snapshot=encode_state(ledger.state)))
     return store
 
 
-def test_a_used_name_is_refused_with_what_to_do(tmp_path: Path):
+def begun(
+    settings: BrokerSettings, store: MemoryStore | None = None, *, restarted: bool = False
+) -> Beginning:
+    """Begin, and store what the beginning changed."""
+    owned = store or MemoryStore()
+
+    async def body() -> Beginning:
+        beginning = await begin_run(settings, load_prompts(settings), owned, restarted=restarted)
+        await owned.commit(beginning.stored)
+        return beginning
+
+    return asyncio.run(body())
+
+
+def trained(ledger: Ledger, steps: int) -> Ledger:
+    """Train so many steps of one group, and keep their payloads."""
+    for _ in range(steps):
+        (work,) = ledger.lease("g", ledger.version, max_sequences=8, now_s=0.0)
+        for sibling in work.siblings:
+            ledger.submit(header(work.group_id, sibling, ledger.version))
+            reward = float(sibling)
+            ledger.score(Score(group_id=work.group_id, sibling=sibling, lease_id=0, reward=reward))
+        assert isinstance(ledger.deliver(ledger.version), list)
+        ledger.commit(ledger.version.next(), {})
+    return ledger
+
+
+def test_a_broker_that_starts_again_goes_on_where_the_other_one_stood(tmp_path: Path):
     settings = settings_in(tmp_path)
+    first = new_ledger(settings)
+    first.take_over(0)
+    trained(first, 2)
+    state = first.state
+    again = begun(settings, asyncio.run(store_with(first)))
+    assert again.ledger.state == state
+    assert again.stored.is_empty
+    assert again.generation > 0
+
+
+def test_the_name_of_a_run_that_has_ended_is_refused_with_what_to_do(tmp_path: Path):
+    settings = settings_in(tmp_path, "run.steps=1")
     used = new_ledger(settings)
     used.take_over(0)
+    store = asyncio.run(store_with(trained(used, 1)))
+    with pytest.raises(ConfigError, match=r"has ended at step 1; go on with .*--resume auto"):
+        begun(settings, store)
+    assert begun(settings, store, restarted=True).ledger.finished
 
-    async def body() -> None:
-        await begin_run(new_ledger(settings), await store_with(used), settings)
 
-    with pytest.raises(ConfigError, match=r"has begun already; go on with .*--resume auto"):
-        asyncio.run(body())
+def test_a_resume_goes_back_in_the_store_where_that_reaches_back(tmp_path: Path):
+    settings = settings_in(tmp_path)
+    first = new_ledger(settings)
+    first.take_over(0)
+    saved = checkpoint(tmp_path, first)
+    store = asyncio.run(store_with(trained(first, 3)))
+    resumed = settings_in(tmp_path, f"run.resume_from={saved}")
+    ledger = begun(resumed, store).ledger
+    assert ledger.step == 3
+    ledger.take_over(0)
+    assert (sorted(ledger.state.batches), ledger.state.requeued) == ([0, 1, 2], 0)
+
+
+def test_a_resume_from_what_the_store_has_forgotten_begins_with_the_checkpoint(tmp_path: Path):
+    settings = settings_in(tmp_path)
+    first = new_ledger(settings)
+    first.take_over(0)
+    saved = checkpoint(tmp_path, first)
+    trained(first, 3)
+    first.seal(first.version, 3, oldest_kept=3)
+    store = asyncio.run(store_with(first))
+    resumed = settings_in(tmp_path, f"run.resume_from={saved}")
+    beginning = begun(resumed, store)
+    assert (beginning.ledger.step, beginning.ledger.state.cursor) == (0, 0)
+    assert beginning.ledger.take_over(0) == PolicyVersion(2, 0)
+    restarted = begun(resumed, store, restarted=True)
+    assert restarted.ledger.state.origin == str(saved)
+
+
+def test_under_another_bound_what_is_under_way_begins_anew(tmp_path: Path):
+    settings = settings_in(tmp_path)
+    first = new_ledger(settings)
+    first.take_over(0)
+    saved = checkpoint(tmp_path, first)
+    granted = first.lease("g", first.version, max_sequences=24, now_s=0.0)
+    first.submit(header(granted[0].group_id, 0, first.version))
+    store = asyncio.run(store_with(first))
+    with pytest.raises(ConfigError, match=r"other run\.max_staleness_steps.*--resume"):
+        begun(settings_in(tmp_path, "run.max_staleness_steps=0"), store)
+    changed = settings_in(tmp_path, f"run.resume_from={saved}", "run.max_staleness_steps=0")
+    beginning = begun(changed, store)
+    assert beginning.stored.remove == [(granted[0].group_id, 0)]
+    ledger = beginning.ledger
+    version = ledger.take_over(0)
+    assert len(granted) == 3
+    again = ledger.lease("g", version, max_sequences=99, now_s=0.0)
+    assert [g.group_id for g in again] == [granted[0].group_id]
+    assert ledger.unaccounted() == 0
 
 
 def test_a_resumed_run_starts_above_every_epoch_that_was_granted(tmp_path: Path):
@@ -66,14 +158,7 @@ def test_a_resumed_run_starts_above_every_epoch_that_was_granted(tmp_path: Path)
     for _ in range(3):
         first.take_over(0)  # learners that came after the checkpoint
     resumed = settings_in(tmp_path, f"run.resume_from={saved}")
-    ledger = new_ledger(resumed)
-
-    async def body() -> int:
-        store = await store_with(first)
-        await begin_run(ledger, store, resumed)
-        return len([event async for event in store.replay()])
-
-    assert asyncio.run(body()) == 0, "what the abandoned life stored is still there"
+    ledger = begun(resumed, asyncio.run(store_with(first))).ledger
     assert ledger.take_over(0) == PolicyVersion(5, 0)
 
 
@@ -83,9 +168,9 @@ def test_other_prompts_are_refused_unless_they_are_meant(tmp_path: Path):
     resume = f"run.resume_from={checkpoint(tmp_path, first)}"
     changed = settings_in(tmp_path, resume, "run.seed=7")
     with pytest.raises(ConfigError, match=r"\[data\] or run\.seed has changed.*allow_change"):
-        asyncio.run(begin_run(new_ledger(changed), MemoryStore(), changed))
+        begun(changed)
     meant = settings_in(tmp_path, resume, "run.seed=7", "data.allow_change=true")
-    asyncio.run(begin_run(new_ledger(meant), MemoryStore(), meant))
+    begun(meant)
 
 
 def test_a_run_that_reached_its_target_says_what_to_change(tmp_path: Path):
@@ -100,9 +185,9 @@ def test_a_run_that_reached_its_target_says_what_to_change(tmp_path: Path):
     resume = f"run.resume_from={checkpoint(tmp_path, first)}"
     again = settings_in(tmp_path, resume, *evaluated)
     with pytest.raises(ConfigError, match=r"this run has ended: eval\.target"):
-        asyncio.run(begin_run(new_ledger(again), MemoryStore(), again))
+        begun(again)
     higher = settings_in(tmp_path, resume, evaluated[0], "eval.target=2")
-    asyncio.run(begin_run(new_ledger(higher), MemoryStore(), higher))
+    begun(higher)
 
 
 @pytest.mark.parametrize(
@@ -140,7 +225,7 @@ def test_a_checkpoint_without_a_usable_ledger_is_refused(
     (saved / LEDGER_FILE).write_bytes(content)
     settings = settings_in(tmp_path, f"run.resume_from={saved}")
     with pytest.raises(ConfigError, match=message):
-        asyncio.run(begin_run(new_ledger(settings), MemoryStore(), settings))
+        begun(settings)
 
 
 def test_epochs_bound_the_prompts(tmp_path: Path):
@@ -156,13 +241,10 @@ def test_sync_mode_has_a_bound_of_zero(tmp_path: Path):
 def test_the_run_ends_when_its_time_is_up():
     reasons: list[str] = []
 
-    async def plan_stop(reason: str) -> None:
-        reasons.append(reason)
-
     async def body() -> None:
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.2):
-                await end_after(0.05 / 3600, plan_stop, every_s=0.02)
+                await end_after(0.05 / 3600, reasons.append, every_s=0.02)
 
     asyncio.run(body())
     assert reasons

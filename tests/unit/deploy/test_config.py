@@ -29,7 +29,7 @@ def changed(table: Table, section: str, **values: object) -> Table:
 def test_a_run_without_further_settings_is_complete(table: Table):
     config = run_config(table)
     assert config.run.name == "first"
-    assert config.deploy.max_restarts == 1
+    assert config.deploy.max_restarts == 3
 
 
 @pytest.mark.parametrize(
@@ -108,14 +108,14 @@ def test_a_run_is_a_broker_then_generators_a_learner_and_reward_workers(table: T
     wanted = changed(changed(table, "generators", count=3), "reward", workers=2)
     resolved = Path("resolved.toml")
     plans = plan_roles(run_config(wanted), resolved, num_gpus=0)
-    assert [(plan.name, plan.restartable) for plan in plans] == [
-        ("broker", False),
-        ("generator-0", True),
-        ("generator-1", True),
-        ("generator-2", True),
-        ("learner", False),
-        ("reward-worker-0", True),
-        ("reward-worker-1", True),
+    assert [(plan.name, plan.restart_arguments) for plan in plans] == [
+        ("broker", ("--restarted",)),
+        ("generator-0", ()),
+        ("generator-1", ()),
+        ("generator-2", ()),
+        ("learner", ("--resume", "auto")),
+        ("reward-worker-0", ()),
+        ("reward-worker-1", ()),
     ]
     shared = (sys.executable, "-m", "generators.main", "--config", "resolved.toml")
     assert plans[1].command == (*shared, "--name", "generator-0")

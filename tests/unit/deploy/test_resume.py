@@ -50,6 +50,22 @@ def test_auto_begins_a_run_where_there_is_nothing_to_go_on_from(tmp_path: Path):
     assert find_resume_point(section(tmp_path), "auto") is None
 
 
+@pytest.mark.parametrize(("outcome", "goes_on"), [("running", True), ("finished", False)])
+def test_auto_goes_on_with_the_ledger_of_a_run_that_was_cut_off_before_its_first_checkpoint(
+    tmp_path: Path, outcome: str, goes_on: bool
+):
+    (tmp_path / "first" / "ledger").mkdir(parents=True)
+    (tmp_path / "first" / "summary.json").write_text(f'{{"outcome": "{outcome}"}}')
+    point = find_resume_point(section(tmp_path), "auto")
+    if not goes_on:
+        assert point is None
+        return
+    assert point is not None
+    assert (point.run_folder, point.checkpoint) == (tmp_path / "first", None)
+    table = resumed_table({"run": {"name": "first"}}, point)
+    assert (table["run"]["name"], table["run"]["resume_from"]) == ("first", "")
+
+
 def test_a_run_folder_and_a_checkpoint_can_be_named(tmp_path: Path):
     early, late = save(tmp_path / "other", 2), save(tmp_path / "other", 4)
     for wanted, checkpoint in ((tmp_path / "other", late), (early, early)):

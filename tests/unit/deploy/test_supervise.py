@@ -37,6 +37,7 @@ def make_supervisor(folder: Path, time: Time, max_restarts: int = 1) -> Supervis
         logs=folder,
         scratch=scratch,
         max_restarts=max_restarts,
+        window_s=60.0,
         backoff_s=5.0,
         stop_timeout_s=3.0,
         now=time,
@@ -56,8 +57,8 @@ def supervisor(tmp_path: Path, time: Time) -> Iterator[Supervisor]:
     supervisor.stop()
 
 
-def plan(code: str, *, name: str = "worker", restartable: bool = True) -> RolePlan:
-    return RolePlan(name, (sys.executable, "-S", "-c", code), restartable)
+def plan(code: str, *, name: str = "worker", again: tuple[str, ...] = ()) -> RolePlan:
+    return RolePlan(name, (sys.executable, "-S", "-c", code), again)
 
 
 def wait(supervisor: Supervisor, name: str = "worker") -> int:
@@ -119,16 +120,38 @@ def test_the_pause_doubles_with_each_failure(tmp_path: Path, time: Time):
     assert pauses == [5.0, 10.0, 20.0]
 
 
-def test_a_role_that_may_not_restart_ends_the_run_at_once(supervisor: Supervisor):
-    supervisor.start(plan("raise SystemExit(7)", name="learner", restartable=False))
-    wait(supervisor, "learner")
-    with pytest.raises(ChildDiedError, match="learner ended with code 7; "):
+def test_failures_of_long_ago_are_forgiven(tmp_path: Path, time: Time):
+    supervisor = make_supervisor(tmp_path, time, max_restarts=1)
+    supervisor.start(plan("raise SystemExit(3)"))
+    for _ in range(3):
+        wait(supervisor)
         supervisor.check()
+        due_s = supervisor.children["worker"].restart_at_s
+        assert due_s == time.now_s + 5.0
+        time.now_s += 70.0
+        supervisor.check()
+    wait(supervisor)
+    supervisor.stop()
 
 
-def test_a_role_that_was_killed_is_reported_by_the_signal(supervisor: Supervisor):
+def test_another_incarnation_is_told_that_it_is_one(supervisor: Supervisor, time: Time):
+    code = "import sys; print(sys.argv[1:], flush=True); raise SystemExit(1)"
+    supervisor.start(plan(code, again=("--restarted",)))
+    for _ in range(2):
+        pid = wait(supervisor)
+        if supervisor.children["worker"].num_starts == 1:
+            supervisor.check()
+            time.now_s += 6.0
+            supervisor.check()
+    assert pid
+    log = (supervisor.logs / "worker.log").read_text().splitlines()
+    assert log == ["[]", "['--restarted']"]
+
+
+def test_a_role_that_was_killed_is_reported_by_the_signal(tmp_path: Path, time: Time):
+    supervisor = make_supervisor(tmp_path, time, max_restarts=0)
     kill_myself = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
-    supervisor.start(plan(kill_myself, restartable=False))
+    supervisor.start(plan(kill_myself))
     wait(supervisor)
     with pytest.raises(ChildDiedError, match="worker was killed by SIGKILL"):
         supervisor.check()

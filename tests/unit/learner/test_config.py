@@ -68,3 +68,10 @@ def test_traces_are_of_steps_in_order_and_of_ranks_there_are(run: Table):
 
 def test_what_to_resume_from_must_be_a_checkpoint(run: Table, tmp_path: Path):
     refused({**run, "resume_from": str(tmp_path / "none")}, "none is no checkpoint")
+
+
+def test_a_learner_that_looks_for_a_checkpoint_itself_needs_none_by_name(run: Table):
+    named = {**run, "resume_from": "/gone/step-000004"}
+    settings = learner_settings({"run": named}, may_resume=True)
+    assert settings.resume_from == Path("/gone/step-000004")
+    assert settings.resumed(Path("/there/step-000008")).run.resume_from == "/there/step-000008"

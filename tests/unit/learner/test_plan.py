@@ -3,6 +3,7 @@ from itertools import chain
 import pytest
 
 from learner.plan import MinibatchPlan, plan_step
+from wire.errors import ConfigError
 
 
 def loads(plan: MinibatchPlan, num_tokens: list[int]) -> list[int]:
@@ -50,3 +51,21 @@ def test_short_sequences_fill_what_long_ones_leave():
 def test_a_sequence_longer_than_a_microbatch_is_not_split():
     (plan,) = plan_step([500, 10], replicas=1, minibatches=1, max_tokens=100)
     assert plan.microbatches == (((0,), (1,)),)
+
+
+@pytest.mark.parametrize(
+    ("count", "replicas", "expected"), [(8, 2, 4), (7, 2, 3), (5, 2, 2), (3, 2, 1), (3, 1, 3)]
+)
+def test_a_batch_too_small_for_all_minibatches_has_fewer_and_no_replica_goes_without(
+    count: int, replicas: int, expected: int
+):
+    plans = plan_step([9] * count, replicas=replicas, minibatches=4, max_tokens=10)
+    assert len(plans) == expected
+    assert all(microbatches for plan in plans for microbatches in plan.microbatches)
+    everything = [i for plan in plans for share in plan.microbatches for m in share for i in m]
+    assert sorted(everything) == list(range(count))
+
+
+def test_a_batch_smaller_than_the_number_of_replicas_is_refused():
+    with pytest.raises(ConfigError, match=r"2 trajectories .* 3 data-parallel .* run\.min_groups"):
+        plan_step([9, 9], replicas=3, minibatches=1, max_tokens=10)

@@ -50,12 +50,19 @@ def test_a_recording_of_whole_steps_in_a_row_is_taken():
     check(0, 0, NOT_TRAINED)
 
 
+def test_the_last_step_may_be_smaller_as_at_the_end_of_the_data():
+    check(0, 0, 1, 1, 2)
+    check(0, 0, 0, 1, NOT_TRAINED)
+
+
 def test_a_step_that_was_not_recorded_whole_is_refused_unless_the_run_ends_before_it():
     with pytest.raises(
         ConfigError,
-        match=r"step 2 of a\.trajectories has 1 groups, step 0 has 2: .*; run\.steps=2 ends before",
+        match=r"step 1 of a\.trajectories has 1 groups, step 0 has 2: .*; run\.steps=1 ends before",
     ):
-        check(0, 0, 1, 1, 2)
-    check(0, 0, 1, 1, 2, until=2)
+        check(0, 0, 1, 2, 2)
+    with pytest.raises(ConfigError, match=r"step 1 of a\.trajectories has 3 groups, step 0 has 2"):
+        check(0, 0, 1, 1, 1)
+    check(0, 0, 1, 2, 2, until=1)
     with pytest.raises(ConfigError, match=r"a\.trajectories holds step 5 but not step 4"):
         check(3, 3, 5, 5)

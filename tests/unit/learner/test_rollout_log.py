@@ -81,3 +81,32 @@ def test_rows_come_from_all_microbatches_with_their_own_tokens(
         assert row["token_ids"] == [index] * lengths[index]
         assert row["reward"] == index
         assert row["logprob_diffs"] == [index] * (lengths[index] - 1)
+
+
+def test_steps_that_are_trained_again_are_forgotten_with_what_was_half_written(
+    tmp_path: Path, tokenizer: Tokenizer
+):
+    def make_log(max_bytes: int) -> RolloutLog:
+        return RolloutLog(tmp_path, per_step=2, seed=1, max_bytes=max_bytes, tokenizer=tokenizer)
+
+    def record(log: RolloutLog, step: int) -> None:
+        batch = pack([sequence(0, 5)], torch.device("cpu"))
+        log.record(step, [delivered(0, 5)], [TrainedPart([0], batch, batch.token_ids.float())])
+
+    file = tmp_path / "trained.jsonl"
+    log = make_log(10_000_000)
+    log.forget_from(0)
+    for step in (0, 1, 2, 3):
+        record(log, step)
+    row_bytes = file.stat().st_size // 4
+    with file.open("a") as rows:
+        rows.write('{"step": 1, "group_')  # as a killed learner leaves it
+    restarted = make_log(4 * row_bytes)
+    restarted.forget_from(2)
+    for step in (2, 3, 4):
+        record(restarted, step)
+    steps = [json.loads(line)["step"] for line in file.read_text().splitlines()]
+    assert steps == [0, 1, 2, 3], "there is room for four rows again"
+    assert [path.name for path in tmp_path.glob("*trained*")] == ["trained.jsonl"]
+    make_log(10_000_000).forget_from(0)
+    assert file.read_text() == ""

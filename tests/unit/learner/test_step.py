@@ -1,8 +1,15 @@
+from collections.abc import Sequence
+
 import pytest
+import torch
+from torch import Tensor
 
 from algos.config import AlgoSection
-from learner.step import advantages_of, batch_figures
+from learner.collate import PackedBatch
+from learner.orders import NonFiniteError
+from learner.step import Minibatch, advantages_of, batch_figures, train_step
 from wire.control import DeliveredGroup, DeliveredTrajectory
+from wire.phases import PhaseClock
 from wire.trajectory import TrajectoryHeader, VersionRun
 from wire.versions import PolicyVersion
 
@@ -50,3 +57,46 @@ def test_batch_figures_weigh_staleness_by_tokens():
     assert figures["staleness/oldest"] == 2
     # 6 tokens at lag 2, then 3 at 2 and 3 at 0, 6 at 0, 6 at 1
     assert figures["staleness/mean"] == pytest.approx((12 + 6 + 0 + 0 + 6) / 24)
+
+
+class CountingPolicy:
+    """Returns the number of tokens of each update; the updates named are not finite."""
+
+    def __init__(self, *bad: int) -> None:
+        self.updates = 0
+        self._bad = bad
+
+    def proximal_logprobs(self, batches: Sequence[PackedBatch]) -> list[Tensor]:
+        return [torch.zeros(1) for _ in batches]
+
+    def update(self, batches: object, loss: object) -> tuple[dict[str, Tensor], float]:  # noqa: ARG002
+        number, self.updates = self.updates, self.updates + 1
+        if number in self._bad:
+            raise NonFiniteError(f"update {number} is not finite")
+        names = ("loss", "policy/entropy", "staleness/correction", "staleness/correction_squared")
+        return {name: torch.tensor(10.0) for name in names}, 4.0
+
+
+def step_of(*bad: int) -> tuple[dict[str, float], list[int]]:
+    minibatches = [Minibatch([], global_num_tokens=10) for _ in range(3)]
+    policy = CountingPolicy(*bad)
+    figures, trained = train_step(policy, minibatches, AlgoSection(), PhaseClock())  # type: ignore[arg-type]  # a fake
+    assert policy.updates == 3, "a minibatch was not tried"
+    return figures, [one.number for one in trained]
+
+
+@pytest.mark.parametrize("bad", [(), (0,), (1,), (0, 2)])
+def test_minibatches_that_are_not_finite_are_counted_and_are_in_no_other_figure(
+    bad: tuple[int, ...],
+):
+    figures, trained = step_of(*bad)
+    assert trained == [number for number in range(3) if number not in bad]
+    assert figures["policy/skipped_minibatches"] == len(bad)
+    assert figures["policy/entropy"] == pytest.approx(1.0)
+    assert figures["policy/loss"] == pytest.approx(10.0)
+    assert figures["policy/grad_norm"] == pytest.approx(4.0)
+
+
+def test_a_step_of_which_no_minibatch_is_finite_is_none():
+    with pytest.raises(NonFiniteError, match="update 0 is not finite"):
+        step_of(0, 1, 2)

@@ -8,8 +8,17 @@ import pytest
 from wire import bus, codec, control
 from wire.arrays import PackedArray
 from wire.errors import ProtocolError
+from wire.ledger_view import HolderView, ItemView, LedgerView
 from wire.manifest import Bucket, TensorSpec, WeightManifest
-from wire.status import EvalFigures, EvalPoint, RoleStatus, RunStatus, StepPoint
+from wire.status import (
+    EvalFigures,
+    EvalPoint,
+    LengthQuartile,
+    RoleStatus,
+    RunStatus,
+    StepPoint,
+    Survivorship,
+)
 from wire.trajectory import (
     ChatMessage,
     Prompt,
@@ -63,11 +72,20 @@ STATUS = RunStatus(
     groups_per_step=2,
     issued=4,
     trained=2,
+    sealed=0,
+    requeued=0,
     dropped={"zero_variance": 1},
     in_flight={"leased": 1},
     unaccounted=0,
     trajectories={"issued": 8},
     staleness_histogram={"0": 7},
+    survivorship=Survivorship(
+        generated_mean=9.5,
+        trained_mean=8.0,
+        cancelled=1,
+        quartiles=[LengthQuartile(up_to_tokens=9, trajectories=4, dropped_for_age=1)],
+        alarm="",
+    ),
     queue={"ready_groups": 0},
     waiting_for="",
     eval=[
@@ -95,8 +113,49 @@ STATUS = RunStatus(
     versions={"torch": "2.11"},
 )
 
+LEDGER = LedgerView(
+    run_name="run",
+    version=VERSION,
+    last_step=9,
+    finished=False,
+    stop_reason="",
+    group_size=2,
+    issued=4,
+    trained=2,
+    sealed=1,
+    dropped={"zero_variance": 1},
+    in_flight={"leased": 1},
+    unaccounted=0,
+    trajectories={"issued": 8},
+    prompts_taken=4,
+    prompts=None,
+    requeued=0,
+    redelivered_steps=1,
+    untrained_bytes=10,
+    replay_bytes=20,
+    replay_steps=(4,),
+    broker_generation=2,
+    store="valkey 9.1.2, appendfsync always",
+    oldest=(
+        ItemView(
+            group_id=1,
+            item="train",
+            position=7,
+            prompt="1+1=",
+            state="leased",
+            age_s=None,
+            holder="generator-0",
+            missing=(1,),
+            deadline=6,
+        ),
+    ),
+    holders=(HolderView(name="generator-0", work="generation", leases=1, trajectories=1),),
+)
 REQUESTS: list[control.Request] = [
     control.Hello(role="generator", name="generator-0", packages={"torch": "2.11"}),
+    control.Hello(
+        role="generator", name="generator-0", incarnation="a1", reconnects=True, held=(4,)
+    ),
     control.RoleReport(phase_seconds={"wait": 1.0}, counters={"tokens": 3.0}, adopted=VERSION),
     control.GetStatus(),
     control.LeaseGroups(adopted=VERSION, max_sequences=8, wait_s=2.0),
@@ -112,8 +171,13 @@ REQUESTS: list[control.Request] = [
             Score(group_id=1, sibling=1, lease_id=3, unavailable="raised"),
         )
     ),
-    control.TakeOver(step=5),
-    control.RequestBatch(version=VERSION, wait_s=1.0),
+    control.TakeOver(step=5, checkpoint="step-000005"),
+    control.RequestBatch(version=VERSION, step=6, wait_s=1.0),
+    control.RejectBatch(
+        version=VERSION, step=5, reason="invalid", groups=(1,), detail="logprobs are nan"
+    ),
+    control.SealSteps(version=VERSION, step=5, oldest_kept=3),
+    control.GetLedger(num_items=3),
     control.FetchPayloads(keys=((1, 0), (1, 1))),
     control.StepCommit(version=VERSION, metrics={"policy/loss": -0.5}),
     control.GetLedgerSnapshot(version=VERSION),
@@ -122,7 +186,8 @@ REQUESTS: list[control.Request] = [
 ANSWERS: list[control.Answer] = [
     control.Welcome(run_name="run", learner_step=5, heartbeat_s=7.5),
     control.Done(),
-    control.Refusal(reason="say hello first"),
+    control.Refusal(reason="say hello first", code="hello_first"),
+    control.LedgerAnswer(view=LEDGER),
     control.StatusAnswer(status=STATUS),
     control.GroupsLeased(
         groups=(

@@ -1,0 +1,115 @@
+"""The account of all items, as a client asks for it."""
+
+import heapq
+from collections.abc import Mapping
+
+from broker.groups import NOBODY, Group
+from broker.ledger import Ledger
+from broker.scoring import ScoringQueue
+from broker.sessions import name_of
+from wire.ledger_view import HolderView, ItemView, LedgerView
+
+_PROMPT_CHARS = 60
+
+
+def account_of(
+    ledger: Ledger,
+    scoring: ScoringQueue,
+    *,
+    run_name: str,
+    store: str,
+    generation: int,
+    issued_at: Mapping[int, float],
+    num_items: int,
+    now: float,
+) -> LedgerView:
+    """Return counts, the equation, the oldest items and who holds what.
+
+    Args:
+        ledger: of the run.
+        scoring: its queue of trajectories without a reward.
+        run_name: of the run.
+        store: server behind the ledger and what a commit survives there.
+        generation: of this broker.
+        issued_at: unix time by group id, as far as known.
+        num_items: how many of the oldest items to name.
+        now: unix time.
+    """
+    state, size = ledger.state, ledger.rules.group_size
+    in_flight = ledger.in_flight()
+    oldest = heapq.nsmallest(num_items, ledger.groups.values(), key=lambda g: g.group_id)
+    return LedgerView(
+        run_name=run_name,
+        version=ledger.version,
+        last_step=state.last_step,
+        finished=ledger.finished,
+        stop_reason=state.stop_reason,
+        group_size=size,
+        issued=state.issued,
+        trained=state.trained,
+        sealed=state.sealed,
+        dropped=dict(state.dropped),
+        in_flight=in_flight,
+        unaccounted=ledger.unaccounted(),
+        trajectories={
+            "issued": state.issued * size,
+            "trained": state.trained * size,
+            "dropped": state.dropped.total() * size,
+            "in_flight": sum(in_flight.values()) * size,
+        },
+        prompts_taken=state.cursor,
+        prompts=ledger.rules.max_prompts,
+        requeued=state.requeued,
+        redelivered_steps=state.redelivered_steps,
+        untrained_bytes=state.untrained_bytes,
+        replay_bytes=state.replay_bytes,
+        replay_steps=tuple(sorted(state.replay)),
+        broker_generation=generation,
+        store=store,
+        oldest=tuple(_item(ledger, group, issued_at, now) for group in oldest),
+        holders=_holders(ledger, scoring),
+    )
+
+
+def _item(ledger: Ledger, group: Group, issued_at: Mapping[int, float], now: float) -> ItemView:
+    lease = ledger.leases.get(group.lease_id)
+    issued = issued_at.get(group.group_id)
+    deadline = None
+    if group.is_live:
+        deadline = ledger.rules.bound.deadline(group.adopted_step)
+    return ItemView(
+        group_id=group.group_id,
+        item=group.item,
+        position=group.position,
+        prompt=group.prompt.text[:_PROMPT_CHARS],
+        state=group.state,
+        age_s=None if issued is None else max(0.0, now - issued),
+        holder=name_of(lease.holder) if lease is not None else "",
+        missing=group.missing,
+        unscored=group.unscored,
+        attempts=group.attempts,
+        deadline=deadline,
+        bound_to=None if group.bound_to == NOBODY else group.bound_to,
+    )
+
+
+def _holders(ledger: Ledger, scoring: ScoringQueue) -> tuple[HolderView, ...]:
+    views = [
+        HolderView(
+            name=name_of(holder),
+            work="generation",
+            leases=len(leases),
+            trajectories=sum(len(ledger.groups[ledger.leases[i].group_id].missing) for i in leases),
+        )
+        for holder, leases in ledger.by_holder.items()
+    ]
+    views += [
+        HolderView(
+            name=name_of(holder),
+            work="scoring",
+            leases=scoring.leases_of(holder),
+            trajectories=scoring.leases_of(holder),
+        )
+        for holder in scoring.holders()
+    ]
+    return tuple(sorted(views, key=lambda view: (view.work, view.name)))

@@ -1,0 +1,526 @@
+"""What is true of every item, and how an event changes it. Nothing is decided here.
+
+The book is the sum of the events in order: a broker that starts again reads the newest snapshot
+and applies the events after it. A checkpoint keeps the same snapshot without what was in flight.
+"""
+
+from bisect import insort
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import msgspec
+
+from broker.admission import StalenessBound
+from broker.evaluation import EvalAnswer, EvalPlan, EvalRound
+from broker.events import (
+    DEATHS,
+    FAULTS,
+    Delivered,
+    Dropped,
+    DropReason,
+    EvalRoundClosed,
+    EvalRoundOpened,
+    Evicted,
+    Generated,
+    Issued,
+    Leased,
+    LeaseEnded,
+    LedgerEvent,
+    Scored,
+    ScoringFailed,
+    Sealed,
+    StopPlanned,
+    TakenOver,
+    Trained,
+    Unbound,
+)
+from broker.groups import NOBODY, Group, Lease
+from broker.index import GroupIndex
+from broker.store import TrajectoryKey
+from broker.survivorship import TRAINED, bucket_of
+from wire.status import EvalPoint
+from wire.trajectory import Prompt, Score
+from wire.versions import PolicyVersion, staleness_steps
+
+REVISION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class LedgerRules:
+    """The settings that the ledger obeys."""
+
+    bound: StalenessBound
+    group_size: int
+    total_steps: int
+    max_attempts: int
+    max_in_flight: int
+    drop_zero_variance: bool
+    lease_s: float
+    eval_plan: EvalPlan
+    max_prompts: int | None = None  # the end of the data; None goes through it again and again
+    min_groups: int = 1  # fewest groups that the last step of the data may train
+    zero_variance_of: str = ""  # a named part of the reward; empty is the reward itself
+    drop_overlong: bool = False  # a group with an answer that was cut off
+    high_water_bytes: int = 1 << 62  # of untrained payloads
+    replay_budget_bytes: int = 1 << 62  # of trained payloads that no checkpoint holds yet
+    prompts_fingerprint: str = ""  # what the training prompts are, and their order
+    problems_fingerprint: str = ""  # what the held-out problems are
+
+
+class TrainedStep(msgspec.Struct, frozen=True):
+    """What is remembered of a learner step while a learner could go back to before it."""
+
+    groups: tuple[tuple[int, int], ...]  # (group id, position of its prompt)
+    staleness: dict[int, int]  # staleness in steps -> tokens
+
+
+class BookState(msgspec.Struct, kw_only=True):
+    """All that is stored. Deadlines of leases are not: after a restart each gets a full term."""
+
+    revision: int = REVISION
+    num_events: int = 0  # that made this state
+    prompts: str  # fingerprint of the training prompts and their order
+    problems: str  # fingerprint of the held-out problems
+    group_size: int
+    bound: StalenessBound  # that the groups in flight were admitted under
+    last_step: int
+    stop_reason: str = ""
+    version: PolicyVersion = PolicyVersion(0, 0)  # of the learner; epoch 0 is nobody
+    origin: str = ""  # the checkpoint that this life of the run was read from
+    forks: dict[int, int] = msgspec.field(default_factory=dict)  # epoch -> step it began at
+    cursor: int = 0
+    next_group_id: int = 0
+    next_lease_id: int = 0
+    issued: int = 0
+    trained: int = 0
+    sealed: int = 0
+    sealed_step: int = 0
+    dropped: Counter[str] = msgspec.field(default_factory=Counter)
+    ended_leases: Counter[str] = msgspec.field(default_factory=Counter)
+    staleness: Counter[int] = msgspec.field(default_factory=Counter)  # in steps -> trained tokens
+    lengths: dict[str, dict[int, int]] = msgspec.field(default_factory=dict)  # see survivorship
+    cancelled: Counter[str] = msgspec.field(default_factory=Counter)
+    requeued: int = 0
+    redelivered_steps: int = 0
+    drops_in_a_row: int = 0  # groups dropped since the last one became ready
+    sampled_reward: float = 0.0  # sum over all groups scored since the last step
+    sampled_count: int = 0
+    untrained_bytes: int = 0
+    replay_bytes: int = 0
+    groups: dict[int, Group] = msgspec.field(default_factory=dict)
+    leases: dict[int, Lease] = msgspec.field(default_factory=dict)
+    batches: dict[int, tuple[int, ...]] = msgspec.field(default_factory=dict)  # step -> group ids
+    replay: dict[int, list[Group]] = msgspec.field(default_factory=dict)  # trained, payloads kept
+    history: dict[int, TrainedStep] = msgspec.field(default_factory=dict)
+    eval_rounds: dict[int, EvalRound] = msgspec.field(default_factory=dict)
+    eval_points: list[EvalPoint] = msgspec.field(default_factory=list)  # by step
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder: msgspec.msgpack.Decoder[BookState] = msgspec.msgpack.Decoder(
+    BookState, dec_hook=lambda _type, counts: Counter(counts)
+)
+
+
+def encode_state(state: BookState) -> bytes:
+    """Return a snapshot."""
+    return _encoder.encode(state)
+
+
+def decode_state(data: bytes) -> BookState:
+    """Return what a snapshot holds; raises msgspec.DecodeError if it is none of this revision."""
+    state = _decoder.decode(data)
+    if state.revision != REVISION:
+        raise msgspec.DecodeError(f"ledger revision {state.revision}, this broker reads {REVISION}")
+    return state
+
+
+def for_checkpoint(state: BookState) -> BookState:
+    """Return what a checkpoint of the learner's present step keeps.
+
+    Answers in flight are not part of it: their prompts are to be answered again.
+    """
+    waiting = [group for group in state.groups.values() if group.item == "train"]
+    return msgspec.structs.replace(
+        state,
+        sealed=state.trained,
+        sealed_step=state.version.step,
+        untrained_bytes=0,
+        replay_bytes=0,
+        groups={group.group_id: group.prompt_only() for group in waiting},
+        leases={},
+        batches={},
+        replay={},
+        eval_rounds={
+            step: EvalRound(step, one.num_problems) for step, one in state.eval_rounds.items()
+        },
+    )
+
+
+class Book:
+    """The state, the views of it, and what each event does to them."""
+
+    def __init__(
+        self,
+        rules: LedgerRules,
+        *,
+        prompt_at: Callable[[int], Prompt],
+        state: BookState | None = None,
+    ) -> None:
+        self.rules = rules
+        self._prompt_at = prompt_at
+        self.state = state or BookState(
+            prompts=rules.prompts_fingerprint,
+            problems=rules.problems_fingerprint,
+            group_size=rules.group_size,
+            bound=rules.bound,
+            last_step=rules.total_steps,
+        )
+        self.index = GroupIndex(rules.bound, self.state.groups.values())
+        self.by_holder: dict[str, dict[int, None]] = {}
+        for lease in self.state.leases.values():
+            self.by_holder.setdefault(lease.holder, {})[lease.lease_id] = None
+        self.released: list[TrajectoryKey] = []  # payloads that nobody needs any more
+        self._look_for_free_step()
+        self._newest_step = self._newest_steps()
+
+    # ---- what is true now ----------------------------------------------------
+
+    @property
+    def version(self) -> PolicyVersion:
+        """Return the version of the learner."""
+        return self.state.version
+
+    @property
+    def step(self) -> int:
+        """Return the number of learner steps completed."""
+        return self.state.version.step
+
+    @property
+    def groups(self) -> dict[int, Group]:
+        """Return the groups that are neither trained (or evaluated) nor dropped."""
+        return self.state.groups
+
+    @property
+    def leases(self) -> dict[int, Lease]:
+        """Return the leases of generation work."""
+        return self.state.leases
+
+    @property
+    def finished(self) -> bool:
+        """Tell whether all steps are trained and all evaluations answered."""
+        return self.step >= self.state.last_step and not self.state.eval_rounds
+
+    @property
+    def out_of_prompts(self) -> bool:
+        """Tell whether the prompt source has reached its end."""
+        return self.rules.max_prompts is not None and self.state.cursor >= self.rules.max_prompts
+
+    def in_flight(self) -> dict[str, int]:
+        """Return how many groups to be trained stand in each state."""
+        return self.index.in_flight()
+
+    def unaccounted(self) -> int:
+        """Return issued - trained - dropped - in flight, which must be 0."""
+        state = self.state
+        in_flight = sum(self.in_flight().values())
+        return state.issued - state.trained - state.dropped.total() - in_flight
+
+    def sampled_reward(self) -> float | None:
+        """Return the mean reward of all training answers scored since the last step.
+
+        Unlike what is trained it holds the groups that a filter drops.
+        """
+        state = self.state
+        return state.sampled_reward / state.sampled_count if state.sampled_count else None
+
+    def is_ancestor(self, version: PolicyVersion) -> bool:
+        """Tell whether the learner's present weights descend from these or are these."""
+        return version.step <= self._newest_step.get(version.epoch, -1)
+
+    def can_go_back_to(self, step: int) -> bool:
+        """Tell whether a learner may take over at this step."""
+        return min(self.state.history, default=self.step) <= step <= self.step
+
+    def _newest_steps(self) -> dict[int, int]:
+        """Return by epoch the last step whose weights are in the present lineage."""
+        newest: dict[int, int] = {}
+        limit = self.step
+        for epoch in range(self.version.epoch, -1, -1):
+            newest[epoch] = limit
+            limit = min(limit, self.state.forks.get(epoch, limit))
+        return newest
+
+    def _look_for_free_step(self) -> None:
+        step = self.step
+        while step in self.state.batches:
+            step += 1
+        self.free_step = step  # the first that has no batch
+
+    # ---- events --------------------------------------------------------------
+
+    def apply(self, event: LedgerEvent) -> None:
+        """Change the state; used by every command and by replay."""
+        self.state.num_events += 1
+        match event:
+            case Issued() | Leased() | LeaseEnded() | Generated():
+                self._apply_generation(event)
+            case ScoringFailed(group_id=group_id, sibling=sibling):
+                failed = self.groups[group_id].failed_scorings
+                failed[sibling] = failed.get(sibling, 0) + 1
+            case Scored(score=score):
+                self._apply_score(score)
+            case Dropped(group_id=group_id, reason=reason):
+                self._apply_drop(group_id, reason)
+            case EvalRoundOpened(step=step):
+                self._open_round(step)
+            case EvalRoundClosed(step=step):
+                point = self.rules.eval_plan.point(self.state.eval_rounds.pop(step))
+                insort(self.state.eval_points, point, key=lambda one: one.step)
+            case StopPlanned(last_step=step, reason=reason):
+                self.state.last_step, self.state.stop_reason = step, reason
+            case _:
+                self._apply_learner(event)
+
+    def _apply_learner(
+        self, event: TakenOver | Delivered | Unbound | Trained | Evicted | Sealed
+    ) -> None:
+        match event:
+            case TakenOver(version=version):
+                self._go_back(version.step)
+                self.state.version = version
+                self.state.forks[version.epoch] = version.step
+            case Delivered(step=step, group_ids=group_ids):
+                self.state.batches[step] = group_ids
+                for group_id in group_ids:
+                    self._bind(self.groups[group_id], step)
+            case Unbound(step=step):
+                for group_id in self.state.batches.pop(step):
+                    self._bind(self.groups[group_id], NOBODY)
+            case Trained(version=version):
+                self._apply_trained(version)
+            case Evicted(step=step):
+                self._release_replay(step)
+            case Sealed(step=step, oldest_kept=oldest_kept):
+                self._apply_sealed(step, oldest_kept)
+        self._look_for_free_step()
+        if not isinstance(event, Delivered | Unbound):
+            self._newest_step = self._newest_steps()
+
+    def _bind(self, group: Group, step: int) -> None:
+        self.index.leave(group)
+        group.bound_to = step
+        self.index.enter(group)
+
+    def _apply_generation(self, event: Issued | Leased | LeaseEnded | Generated) -> None:
+        state = self.state
+        match event:
+            case Issued():
+                self._apply_issued(event)
+            case Leased(lease_id=lease_id, group_id=group_id, holder=holder):
+                group = self.groups[group_id]
+                self.index.leave(group)
+                if group.adopted_step < 0:
+                    group.adopted_step = event.adopted_step
+                group.lease_id = lease_id
+                self.index.enter(group)
+                state.leases[lease_id] = Lease(lease_id, group_id, holder)
+                self.by_holder.setdefault(holder, {})[lease_id] = None
+                state.next_lease_id = lease_id + 1
+            case LeaseEnded(lease_id=lease_id, reason=reason):
+                group = self.groups[state.leases[lease_id].group_id]
+                self.index.leave(group)
+                self._forget_lease(group)
+                self.index.enter(group)
+                group.attempts += reason in FAULTS
+                group.deaths += reason in DEATHS
+                state.ended_leases[reason] += 1
+            case Generated(header=header, num_bytes=num_bytes):
+                group = self.groups[header.group_id]
+                is_last = len(group.headers) + 1 == group.size
+                if is_last:
+                    self.index.leave(group)
+                group.headers[header.sibling] = header
+                group.num_bytes += num_bytes
+                state.untrained_bytes += num_bytes
+                if is_last:
+                    self._forget_lease(group)
+                    self.index.enter(group)
+
+    def _apply_issued(self, event: Issued) -> None:
+        state = self.state
+        samples = self.rules.eval_plan.section.samples
+        group = Group(
+            group_id=event.group_id,
+            item=event.item,
+            prompt=event.prompt,
+            size=self.rules.group_size if event.item == "train" else samples,
+            position=event.cursor,
+            eval_step=event.eval_step,
+        )
+        state.groups[event.group_id] = group
+        state.next_group_id = event.group_id + 1
+        if event.item == "train":
+            state.cursor = event.cursor + 1
+            state.issued += 1
+        else:
+            state.eval_rounds[event.eval_step].next_problem = event.cursor + 1
+        self.index.enter(group)
+
+    def _forget_lease(self, group: Group) -> None:
+        if group.lease_id == NOBODY:
+            return
+        lease = self.state.leases.pop(group.lease_id)
+        held = self.by_holder[lease.holder]
+        del held[lease.lease_id]
+        if not held:
+            del self.by_holder[lease.holder]
+        group.lease_id = NOBODY
+
+    def _apply_score(self, score: Score) -> None:
+        state = self.state
+        group = self.groups[score.group_id]
+        is_last = len(group.scores) + 1 == group.size
+        if is_last:
+            self.index.leave(group)
+        group.scores[score.sibling] = score
+        if is_last:
+            self.index.enter(group)
+        if group.item == "eval":
+            if is_last:
+                self._apply_eval_answers(group)
+        elif score.reward is not None:
+            state.sampled_reward += score.reward
+            state.sampled_count += 1
+            if is_last and len(set(group.values_of(self.rules.zero_variance_of))) > 1:
+                state.drops_in_a_row = 0
+
+    def _apply_eval_answers(self, group: Group) -> None:
+        eval_round = self.state.eval_rounds[group.eval_step]
+        headers = [group.headers[sibling] for sibling in range(group.size)]
+        eval_round.answers[group.position] = [
+            EvalAnswer(reward, header.num_response_tokens, header.finish_reason == "length")
+            for reward, header in zip(group.rewards, headers, strict=True)
+        ]
+        for header in headers:
+            eval_round.versions.update(run.version for run in header.version_runs)
+        self._forget(group)
+
+    def _apply_drop(self, group_id: int, reason: DropReason) -> None:
+        group = self.groups[group_id]
+        if group.item == "eval":
+            if (eval_round := self.state.eval_rounds.get(group.eval_step)) is not None:
+                eval_round.dropped.add(group.position)
+        else:
+            self.state.dropped[reason] += 1
+            self.state.drops_in_a_row += 1
+            self._measure(group, reason)
+        self._forget(group)
+
+    def _measure(self, group: Group, fate: str) -> None:
+        """Count answers by length and by what became of them."""
+        counts = self.state.lengths.setdefault(fate, {})
+        for header in group.headers.values():
+            bucket = bucket_of(header.num_response_tokens)
+            counts[bucket] = counts.get(bucket, 0) + 1
+        if group.lease_id != NOBODY:
+            self.state.cancelled[fate] += group.size - len(group.headers)
+
+    def _open_round(self, step: int) -> None:
+        self.state.eval_rounds[step] = EvalRound(step, self.rules.eval_plan.num_problems)
+
+    def _forget(self, group: Group) -> None:
+        """Let go of a group that ended, and of its payloads."""
+        self._take_out(group)
+        self.released += group.trajectory_keys()
+
+    def _take_out(self, group: Group) -> None:
+        self.index.leave(group)
+        self._forget_lease(group)
+        del self.state.groups[group.group_id]
+        self.state.untrained_bytes -= group.num_bytes
+
+    # ---- learner steps -------------------------------------------------------
+
+    def _apply_trained(self, version: PolicyVersion) -> None:
+        state = self.state
+        step = version.step - 1
+        groups = [self.groups[group_id] for group_id in state.batches.pop(step)]
+        staleness: Counter[int] = Counter()
+        for group in groups:
+            for header in group.headers.values():
+                for behavior, num_tokens in header.tokens_by_version():
+                    lag = staleness_steps(learner_step=step, behavior=behavior)
+                    staleness[lag] += num_tokens
+            self._measure(group, TRAINED)
+            self._take_out(group)
+            state.replay_bytes += group.num_bytes
+        state.replay[step] = groups
+        state.history[step] = TrainedStep(
+            tuple((group.group_id, group.position) for group in groups), dict(staleness)
+        )
+        state.staleness += staleness
+        state.trained += len(groups)
+        state.version = version
+        state.sampled_reward, state.sampled_count = 0.0, 0
+
+    def _release_replay(self, step: int) -> None:
+        for group in self.state.replay.pop(step, ()):
+            self.state.replay_bytes -= group.num_bytes
+            self.released += group.trajectory_keys()
+
+    def _apply_sealed(self, step: int, oldest_kept: int) -> None:
+        state = self.state
+        for trained_step in [s for s in state.replay if s < step]:
+            self._release_replay(trained_step)
+        for trained_step in range(state.sealed_step, step):
+            if trained_step in state.history:
+                state.sealed += len(state.history[trained_step].groups)
+        state.sealed_step = max(step, state.sealed_step)
+        for trained_step in [s for s in state.history if s < min(step, oldest_kept)]:
+            del state.history[trained_step]
+
+    def _go_back(self, step: int) -> None:
+        """Undo the learner steps from ``step`` on: bind their batches again, or requeue them."""
+        state = self.state
+        for lost in sorted(s for s in state.history if s >= step):
+            record = state.history.pop(lost)
+            state.trained -= len(record.groups)
+            state.staleness -= Counter(record.staleness)
+            if lost < state.sealed_step:
+                state.sealed -= len(record.groups)
+            kept = state.replay.pop(lost, None)
+            if kept is not None:
+                self._bind_again(lost, kept)
+            else:
+                self._requeue(record)
+        state.sealed_step = min(state.sealed_step, step)
+        state.eval_points = [point for point in state.eval_points if point.step <= step]
+        for eval_step in [s for s in state.eval_rounds if s > step]:
+            del state.eval_rounds[eval_step]
+            for group in [g for g in self.groups.values() if g.eval_step == eval_step]:
+                self._forget(group)
+
+    def _bind_again(self, step: int, groups: list[Group]) -> None:
+        for group in groups:
+            group.bound_to = step
+            self.state.groups[group.group_id] = group
+            self.index.enter(group)
+            self.state.replay_bytes -= group.num_bytes
+            self.state.untrained_bytes += group.num_bytes
+        self.state.batches[step] = tuple(group.group_id for group in groups)
+        self.state.redelivered_steps += 1
+
+    def _requeue(self, record: TrainedStep) -> None:
+        for group_id, position in record.groups:
+            group = Group(
+                group_id=group_id,
+                item="train",
+                prompt=self._prompt_at(position),
+                size=self.rules.group_size,
+                position=position,
+            )
+            self.state.groups[group_id] = group
+            self.index.enter(group)
+            self.state.requeued += 1

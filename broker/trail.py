@@ -1,0 +1,103 @@
+"""What happened to every item, in the run folder: read by `slipstream ledger trace`.
+
+Segments of length-prefixed records (number of the event, unix time, event), written when the store
+has them. The oldest segment goes when all are too large. A broker that starts again knows from the
+numbers which of the stored events its predecessor did not write any more.
+"""
+
+import logging
+import struct
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import BinaryIO
+
+from typing_extensions import override
+
+_log = logging.getLogger(__name__)
+_HEAD = struct.Struct("<IQd")  # length of the event, its number, unix time
+_SEGMENTS = 8
+
+
+class Trail:
+    """This one keeps nothing."""
+
+    def append(self, first: int, at_s: float, events: Sequence[bytes]) -> None:
+        """Note events that are durable; ``first`` is the number of the first of them."""
+
+    def close(self) -> None:
+        """Let go of the file."""
+
+
+class FolderTrail(Trail):
+    """Writes segments into a folder, at most ``max_bytes`` in all."""
+
+    def __init__(self, folder: Path, max_bytes: int) -> None:
+        self._folder = folder
+        self._segment_bytes = max(max_bytes // _SEGMENTS, 1)
+        folder.mkdir(parents=True, exist_ok=True)
+        newest = segments_in(folder)[-1:]
+        numbers = [number for number, _, _ in _read(newest)]
+        self._next = max(numbers, default=-1) + 1  # number of the next event
+        self._file: BinaryIO | None = None
+        self._size = 0
+
+    @override
+    def append(self, first: int, at_s: float, events: Sequence[bytes]) -> None:
+        """Write the events that are not there yet; a disk that is full costs the trail alone."""
+        new = [(first + i, data) for i, data in enumerate(events) if first + i >= self._next]
+        if not new:
+            return
+        self._next = new[-1][0] + 1
+        records = b"".join(_HEAD.pack(len(data), n, at_s) + data for n, data in new)
+        try:
+            file = self._open()
+            file.write(records)
+            file.flush()
+        except OSError as error:
+            _log.warning(
+                "events %d to %d are not in %s: %s", first, self._next, self._folder, error
+            )
+            return
+        self._size += len(records)
+
+    def _open(self) -> BinaryIO:
+        if self._file is not None and self._size < self._segment_bytes:
+            return self._file
+        self.close()
+        segments = segments_in(self._folder)
+        for old in segments[: max(0, len(segments) - _SEGMENTS + 1)]:
+            old.unlink()
+        number = int(segments[-1].stem) + 1 if segments else 0
+        self._file = (self._folder / f"{number:06d}.events").open("ab")
+        self._size = 0
+        return self._file
+
+    @override
+    def close(self) -> None:
+        """Let go of the file."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+
+def segments_in(folder: Path) -> list[Path]:
+    """Return the segments of a trail, the oldest first."""
+    return sorted(folder.glob("*.events"))
+
+
+def read_trail(folder: Path) -> Iterator[tuple[int, float, bytes]]:
+    """Yield (number, unix time, event); a record that was cut off ends its segment."""
+    yield from _read(segments_in(folder))
+
+
+def _read(segments: Sequence[Path]) -> Iterator[tuple[int, float, bytes]]:
+    for segment in segments:
+        data = segment.read_bytes()
+        start = 0
+        while start + _HEAD.size <= len(data):
+            length, number, at_s = _HEAD.unpack_from(data, start)
+            start += _HEAD.size
+            if start + length > len(data):
+                break
+            yield number, at_s, data[start : start + length]
+            start += length

@@ -1,0 +1,96 @@
+"""Loads a checkpoint of which one file after the other is missing, empty or cut off.
+
+Usage: damaged_rank MODEL_FOLDER WORK_FOLDER
+Writes WORK_FOLDER/0.json: by file and damage, what loading it was refused with.
+"""
+
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import torch
+from torch.distributed import HashStore  # type: ignore[attr-defined]
+
+from learner import device
+from learner.collate import pack
+from learner.config import LearnerSection
+from tests.integration.policy_rank import train_sequences
+from wire.checkpoints import FORMAT_REVISION, CheckpointInfo
+from wire.versions import PolicyVersion
+
+
+def damage(path: Path, how: str) -> None:
+    data = path.read_bytes()
+    path.unlink()
+    if how != "missing":
+        path.write_bytes({"empty": b"", "half": data[: len(data) // 2], "tail": data[:-1]}[how])
+
+
+def main(folder: Path, work: Path) -> None:
+    device.prepare()
+    device.set_threads(1)
+    from algos.config import AlgoSection
+    from learner.checkpoint import (
+        DamagedCheckpointError,
+        architecture_of,
+        dtype_name,
+        load_checkpoint,
+        parameters_hash,
+        save_checkpoint,
+    )
+    from learner.hf_config import load_hf_config
+    from learner.hf_weights import load_hf_weights
+    from learner.model import build_model
+    from learner.policy import Policy
+    from learner.step import Minibatch, train_step
+    from learner.topology import destroy_topology, init_topology
+    from wire.phases import PhaseClock
+
+    topology = init_topology(
+        rank=0, world_size=1, tensor_parallel=1, store=HashStore(), seed=1, timeout_s=30.0
+    )
+
+    def policy() -> Policy:
+        model = build_model(load_hf_config(folder), dtype=torch.float32, extra={})
+        load_hf_weights(model, folder)
+        return Policy(model, LearnerSection(), topology)
+
+    trained = policy()
+    batch = Minibatch([pack(train_sequences(), device.device())], 50)
+    train_step(trained, [batch], AlgoSection(), PhaseClock())
+    info = CheckpointInfo(
+        format_revision=FORMAT_REVISION,
+        run_name="a",
+        version=PolicyVersion(1, 1),
+        saved_at="",
+        model=str(folder),
+        architecture=architecture_of(trained.model.hf_config),
+        parameters=parameters_hash(trained.model),
+        dtype=dtype_name(trained.model),
+        ranks=1,
+        tensor_parallel=1,
+        packages={},
+    )
+    whole = save_checkpoint(trained, topology, work, info, lambda: b"ledger")
+    load_checkpoint(policy(), topology, whole, info)
+    refused: dict[str, str] = {}
+    for file in sorted(whole.iterdir()):
+        if file.name in {"checkpoint.json", "ledger.bin"}:  # not what the learner loads
+            continue
+        for how in ("missing", "empty", "half", "tail"):
+            copy = work / f"{file.name}-{how}"
+            shutil.copytree(whole, copy)
+            damage(copy / file.name, how)
+            try:
+                load_checkpoint(policy(), topology, copy, info)
+            except DamagedCheckpointError as error:
+                refused[copy.name] = str(error)
+            else:
+                refused[copy.name] = "loaded"
+    (work / "0.json").write_text(json.dumps(refused))
+    destroy_topology()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]))

@@ -1,0 +1,277 @@
+"""Learners of one and two ranks over the real wire: who asks for what, and what is not trained."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+
+from tests.integration.recorded import GROUPS, SIBLINGS, Replays, finish, start_tool
+from tests.integration.scripted_broker import Batch, Script, ScriptedBroker, keys_of
+from tests.integration.test_checkpoint import LAYOUTS, weights
+from wire.checkpoints import checkpoints_in
+from wire.control import (
+    FetchPayloads,
+    Hello,
+    RejectBatch,
+    RequestBatch,
+    SealSteps,
+    StepCommit,
+    TakeOver,
+)
+from wire.trajectory_file import RecordedGroup, TrajectoryFileWriter, read_groups
+from wire.versions import PolicyVersion
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(120)]
+EXPORT = "checkpoint.export_at_end=true"
+TWO_MINIBATCHES = "learner.minibatches=2"
+SPARE = 100  # added to the ids of groups that take others' place
+
+
+class Learning:
+    """Recorded steps, a scripted broker's socket, and learners that connect to it."""
+
+    def __init__(self, folder: Path, sockets: Path) -> None:
+        self.replays = Replays(folder)
+        self.sockets = sockets
+        self.endpoint = f"ipc://{sockets / 'broker.sock'}"
+        self.run = folder / "runs" / "a"
+        self.processes: list[subprocess.Popen[str]] = []
+        groups = list(read_groups(self.replays.file))
+        self.batches = [groups[i : i + GROUPS] for i in range(0, len(groups), GROUPS)]
+
+    def start(self, *overrides: str, resumes: bool = False) -> subprocess.Popen[str]:
+        command = [sys.executable, "-m", "learner.main", "--config", str(self.replays.config)]
+        options = ["--resume", "auto"] if resumes else []
+        own = ("run.name=a", f"run.socket_dir={self.sockets}")
+        process = start_tool([*command, *options, *overrides, *own])
+        self.processes.append(process)
+        return process
+
+    def script(self, *batches: Batch) -> dict[int, list[Batch]]:
+        return {step: [batch] for step, batch in enumerate(batches)}
+
+    def weights_of(self, batches: list[Batch], *overrides: str) -> dict[str, torch.Tensor]:
+        """Return what training on these batches comes to, without a broker."""
+        self.replays.file = self.replays.folder / "expected.trajectories"
+        writer = TrajectoryFileWriter(self.replays.file)
+        for step, batch in enumerate(batches):
+            writer.append_step([msgspec.structs.replace(group, step=step) for group in batch])
+        writer.close()
+        settings = (*overrides, EXPORT, f"run.steps={len(batches)}")
+        return weights(self.replays.train("expected", *settings))
+
+
+@pytest.fixture
+def learning(tmp_path: Path) -> Iterator[Learning]:
+    with tempfile.TemporaryDirectory(prefix="learner-") as sockets:
+        learning = Learning(tmp_path, Path(sockets))
+        yield learning
+        for process in learning.processes:
+            if process.poll() is None:  # the test has failed
+                process.kill()
+                process.communicate()
+
+
+def with_reward(batch: Batch, group: int, reward: float) -> list[RecordedGroup]:
+    """Return a batch in which the first sibling of a group has another reward."""
+    first, *others = batch[group].group.trajectories
+    spoiled = (msgspec.structs.replace(first, reward=reward), *others)
+    delivered = msgspec.structs.replace(batch[group].group, trajectories=spoiled)
+    replaced = msgspec.structs.replace(batch[group], group=delivered)
+    return [replaced if i == group else other for i, other in enumerate(batch)]
+
+
+def renamed(batch: Batch) -> list[RecordedGroup]:
+    """Return the same groups under other ids."""
+    result = []
+    for recorded in batch:
+        number = recorded.group.group_id + SPARE
+        trajectories = tuple(
+            msgspec.structs.replace(t, header=msgspec.structs.replace(t.header, group_id=number))
+            for t in recorded.group.trajectories
+        )
+        group = msgspec.structs.replace(recorded.group, group_id=number, trajectories=trajectories)
+        result.append(msgspec.structs.replace(recorded, group=group))
+    return result
+
+
+def cut_off(batch: Batch, group: int) -> list[RecordedGroup]:
+    """Return a batch in which the last payload of a group does not decode."""
+    *others, last = batch[group].payloads
+    spoiled = msgspec.structs.replace(batch[group], payloads=(*others, last[: len(last) // 2]))
+    return [spoiled if i == group else other for i, other in enumerate(batch)]
+
+
+def group_ids(batch: Batch) -> tuple[int, ...]:
+    return tuple(recorded.group.group_id for recorded in batch)
+
+
+@pytest.mark.parametrize("layout", ["one", "dp2", "tp2"])
+def test_what_cannot_be_trained_changes_nothing_and_is_replaced(learning: Learning, layout: str):
+    zero, one, two, three = learning.batches[:4]
+    last = three[:1]
+    nonfinite, invalid = with_reward(renamed(one), 1, float("nan")), cut_off(renamed(two), 2)
+    batches: dict[int, list[Batch]] = {0: [zero], 1: [nonfinite, one], 2: [invalid, two], 3: [last]}
+    settings = (*LAYOUTS[layout], "run.steps=4", TWO_MINIBATCHES)
+    script = Script(batches=batches, steps=4, awaits_prefetch=True)
+    with ScriptedBroker(learning.endpoint, script) as broker:
+        output = finish(learning.start(*settings, EXPORT))
+
+    assert [(r.version, r.step, r.reason, r.groups) for r in broker.of(RejectBatch)] == [
+        (PolicyVersion(1, 1), 1, "nonfinite", group_ids(nonfinite)),
+        (PolicyVersion(1, 2), 2, "invalid", (invalid[2].group.group_id,)),
+    ]
+    assert f"trajectory {invalid[2].group.group_id}/{SIBLINGS - 1} is invalid" in output
+    commits = broker.of(StepCommit)
+    assert [commit.version.step for commit in commits] == [1, 2, 3, 4]
+    assert {commit.metrics["policy/skipped_minibatches"] for commit in commits} == {0.0}
+    expected = learning.weights_of([zero, one, two, last], *LAYOUTS[layout], TWO_MINIBATCHES)
+    trained = weights(learning.run)
+    assert all(trained[name].equal(tensor) for name, tensor in expected.items())
+    assert broker.of(SealSteps) == [
+        SealSteps(version=PolicyVersion(1, 4), step=4, oldest_kept=4),
+    ]
+
+
+@pytest.mark.parametrize("layout", ["dp2", "tp2"])
+def test_one_rank_of_a_replica_fetches_its_payloads_while_the_step_before_is_trained(
+    learning: Learning, layout: str
+):
+    batches = learning.batches[:3]
+    # A commit is answered only when all of the next batch has been asked for.
+    script = Script(batches=learning.script(*batches), steps=3, awaits_prefetch=True)
+    with ScriptedBroker(learning.endpoint, script) as broker:
+        finish(learning.start(*LAYOUTS[layout], "run.steps=3", "checkpoint.at_end=false"))
+
+    fetching = {"learner", "learner-rank-1"} if layout == "dp2" else {"learner"}
+    assert {name for name, _ in broker.requests} == fetching
+    others = [request for name, request in broker.requests if name != "learner"]
+    assert all(isinstance(request, Hello | FetchPayloads) for request in others)
+    asked = [key for name in fetching for key in broker.keys_asked(name)]
+    assert sorted(asked) == sorted(key for batch in batches for key in keys_of(batch)), (
+        "every payload is asked for once, by one rank"
+    )
+    assert len(broker.of(FetchPayloads)) == 3 * len(fetching)
+    early = [r for r in broker.of(RequestBatch) if r.step == r.version.step + 1]
+    assert {r.step for r in early} == {1, 2}, "nothing is asked for after the last step"
+
+
+def test_without_prefetch_a_batch_is_asked_for_when_its_step_begins(learning: Learning):
+    script = Script(batches=learning.script(*learning.batches[:2]), steps=2)
+    with ScriptedBroker(learning.endpoint, script) as broker:
+        finish(learning.start("learner.prefetch=false", "run.steps=2"))
+    assert all(request.step == request.version.step for request in broker.of(RequestBatch))
+    kinds = [type(r) for _, r in broker.requests if isinstance(r, FetchPayloads | StepCommit)]
+    assert kinds == [FetchPayloads, StepCommit] * 2
+
+
+def test_a_rank_that_cannot_fetch_makes_all_abandon_the_step(learning: Learning):
+    script = Script(
+        batches=learning.script(*learning.batches[:2]),
+        steps=2,
+        refuses_payloads_to="learner-rank-1",
+    )
+    with ScriptedBroker(learning.endpoint, script) as broker:
+        output = finish(learning.start(*LAYOUTS["dp2"]), code=1)
+    assert "step 0 is abandoned: its payloads cannot be fetched" in output
+    assert "the broker refused FetchPayloads: as the script says" in output
+    assert "step 0 is abandoned: another learner rank could not fetch its payloads" in output
+    assert broker.of(StepCommit) == []
+
+
+def test_a_minibatch_that_is_not_finite_is_skipped_and_the_others_are_trained(learning: Learning):
+    zero = learning.batches[0]
+    spoiled = with_reward(zero, 0, float("inf"))
+    script = Script(batches=learning.script(spoiled), steps=1)
+    with ScriptedBroker(learning.endpoint, script) as broker:
+        settings = ("run.steps=1", "learner.minibatches=3", "learner.rollouts_per_step=100")
+        output = finish(learning.start(*settings, EXPORT))
+    (commit,) = broker.of(StepCommit)
+    assert commit.metrics["policy/skipped_minibatches"] == 1.0
+    assert commit.metrics["policy/grad_norm"] > 1e-3
+    assert "minibatch 0 of 3 is skipped: the loss is nan" in output
+    lines = (learning.run / "rollouts" / "trained.jsonl").read_text().splitlines()
+    assert {json.loads(line)["group_id"] for line in lines} == set(group_ids(zero[1:]))
+    expected = learning.weights_of([zero[1:]], "learner.minibatches=2")
+    trained = weights(learning.run)
+    assert all(trained[name].equal(tensor) for name, tensor in expected.items())
+
+
+def test_batch_after_batch_that_cannot_be_trained_ends_the_learner(learning: Learning):
+    bad: list[Batch] = [with_reward(batch, 0, float("nan")) for batch in learning.batches]
+    script = Script(batches={0: list(bad)}, steps=2)
+    with ScriptedBroker(learning.endpoint, script) as broker:
+        output = finish(learning.start("learner.max_rejected_batches=2"), code=1)
+    assert [r.groups for r in broker.of(RejectBatch)] == [group_ids(batch) for batch in bad[:2]]
+    assert (
+        "step 0: 2 batches in a row could not be trained (learner.max_rejected_batches)" in output
+    )
+    assert "look at learner.lr, at the advantages (rewards), and at the behavior logprobs" in output
+    assert broker.of(StepCommit) == []
+
+
+def test_a_learner_that_is_asked_to_end_does_not_wait_for_what_it_prefetches(learning: Learning):
+    script = Script(batches=learning.script(learning.batches[0]), steps=9)
+    with ScriptedBroker(learning.endpoint, script) as broker:
+        process = learning.start("run.steps=9")
+        broker.wait_for(lambda: any(r.version.step == 1 for r in broker.of(RequestBatch)))
+        process.send_signal(signal.SIGTERM)
+        output = finish(process, timeout_s=15)
+    assert "ending in order" in output
+    assert [path.name for path in checkpoints_in(learning.run / "checkpoints")] == ["step-000001"]
+
+
+@pytest.mark.parametrize("layout", ["one", "tp2"])
+def test_a_learner_that_was_killed_goes_on_from_the_newest_checkpoint_that_can_be_read(
+    learning: Learning, layout: str
+):
+    batches = learning.batches[:5]
+    settings = (
+        *LAYOUTS[layout],
+        "run.steps=5",
+        "checkpoint.every_steps=1",
+        "checkpoint.keep_last=3",
+        "learner.rollouts_per_step=100",
+        EXPORT,
+    )
+    script = Script(batches=learning.script(*batches[:4]), steps=5)
+    with ScriptedBroker(learning.endpoint, script) as broker:
+        process = learning.start(*settings, resumes=True)  # there is nothing to resume
+        broker.wait_for(lambda: any(r.step == r.version.step == 4 for r in broker.of(RequestBatch)))
+        os.killpg(process.pid, signal.SIGKILL)
+        finish(process, code=-signal.SIGKILL)
+    assert broker.of(TakeOver) == [TakeOver(step=0)]
+    assert [(seal.step, seal.oldest_kept) for seal in broker.of(SealSteps)] == [
+        (1, 1),
+        (2, 1),
+        (3, 1),
+        (4, 2),
+    ]
+    newest = learning.run / "checkpoints" / "step-000004"
+    (newest / "common.pt").write_bytes((newest / "common.pt").read_bytes()[:100])
+    (learning.run / "checkpoints" / "step-000003" / "checkpoint.json").write_text("{")
+
+    script = Script(batches=learning.script(*batches), steps=5, epoch=1)
+    with ScriptedBroker(learning.endpoint, script) as broker:
+        output = finish(learning.start(*settings, resumes=True))
+    assert f"cannot read the checkpoint {newest.resolve()}" in output
+    assert "step-000003 is passed over" in output
+    assert broker.of(TakeOver) == [TakeOver(step=2, checkpoint="step-000002")]
+    assert [(seal.version, seal.step) for seal in broker.of(SealSteps)] == [
+        (PolicyVersion(2, step), step) for step in (2, 3, 4, 5)
+    ]
+    lines = (learning.run / "rollouts" / "trained.jsonl").read_text().splitlines()
+    rows = [(row["step"], row["group_id"], row["sibling"]) for row in map(json.loads, lines)]
+    assert len(rows) == len(set(rows)), "a step is recorded twice"
+    assert {step for step, _, _ in rows} == {0, 1, 2, 3, 4}
+    expected = learning.weights_of(batches, *LAYOUTS[layout])
+    trained = weights(learning.run)
+    assert all(trained[name].equal(tensor) for name, tensor in expected.items())

@@ -1,0 +1,649 @@
+"""The store and the private server through death, silence, full disks and rivals."""
+
+import asyncio
+import contextlib
+import logging
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import redis.asyncio as aioredis
+
+from broker.redis_server import RedisServer, find_server, packaged_server
+from broker.redis_store import RedisStore
+from broker.store import Changes, StoredTrajectory
+from wire.errors import (
+    ChildDiedError,
+    ConfigError,
+    PeerLostError,
+    StoreLostError,
+    SupersededError,
+)
+
+pytestmark = [pytest.mark.integration, pytest.mark.redis, pytest.mark.timeout(120)]
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """A private folder with a path short enough for Unix sockets."""
+    with tempfile.TemporaryDirectory(prefix="s-") as path:
+        yield Path(path)
+
+
+@pytest.fixture(params=["packaged", "debian"])
+def binary(request: pytest.FixtureRequest) -> Path:
+    if request.param == "packaged":
+        return packaged_server()
+    found = shutil.which("redis-server")
+    if found is None:
+        pytest.skip("redis-server is not on PATH")
+    return Path(found)
+
+
+def launch(folder: Path, *, fsync: str = "always", binary: Path | None = None) -> RedisServer:
+    return RedisServer.launch(
+        socket=folder / "r.sock",
+        folder=folder / "data",
+        log_file=folder / "redis.log",
+        fsync=fsync,
+        binary=binary if binary is not None else packaged_server(),
+    )
+
+
+def kill(server: RedisServer) -> None:
+    server.process.kill()
+    server.process.wait()
+
+
+@contextlib.contextmanager
+def running(server: RedisServer) -> Iterator[RedisServer]:
+    try:
+        yield server
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(server.process.pid, signal.SIGCONT)
+        server.stop()
+
+
+@asynccontextmanager
+async def connected(
+    server: RedisServer, *, outage_s: float = 60.0, timeout_s: float = 10.0, url: str = ""
+) -> AsyncIterator[RedisStore]:
+    await server.until_listening(server.socket)
+    store = await RedisStore.connect(
+        url or server.url,
+        "run",
+        password=server.password,
+        outage_s=outage_s,
+        socket_timeout_s=timeout_s,
+    )
+    try:
+        yield store
+    finally:
+        await store.close()
+
+
+@asynccontextmanager
+async def kept_alive(server: RedisServer, *, outage_s: float = 60.0) -> AsyncIterator[None]:
+    task = asyncio.create_task(server.keep_alive(outage_s=outage_s))
+    try:
+        yield
+        assert not task.done(), task.result()
+    finally:
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+
+
+@asynccontextmanager
+async def admin(server: RedisServer) -> AsyncIterator["aioredis.Redis"]:
+    client = aioredis.Redis.from_url(server.url, password=server.password)
+    try:
+        yield client
+    finally:
+        await client.aclose()
+
+
+def change(number: int, size: int = 100) -> Changes:
+    """One event and one trajectory, both named by the number."""
+    payload = number.to_bytes(4, "big") * (size // 4)
+    return Changes([b"%d" % number], {(number, 0): StoredTrajectory(payload, b"%d" % number)})
+
+
+async def events_of(store: RedisStore) -> list[int]:
+    return [int(event) async for event in store.replay()]
+
+
+async def check_whole(store: RedisStore, sizes: list[int]) -> None:
+    """All of changes 0, 1, ... are there exactly once and in order, and nothing else."""
+    assert await events_of(store) == list(range(len(sizes)))
+    found = await store.fetch([(number, 0) for number in range(len(sizes))])
+    expected = [change(number, size).put[number, 0] for number, size in enumerate(sizes)]
+    assert found == expected
+
+
+# ---- death -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_every_acknowledged_commit_survives_kill_9_exactly_once(
+    folder: Path, binary: Path, seed: int
+):
+    rng = random.Random(seed)
+    sizes = [rng.choice([10, 1_000, 50_000, 2_000_000]) for _ in range(150)]
+    kills = sorted(rng.sample(range(10, 140), 4))
+
+    async def kill_while_committing(server: RedisServer, number: int, store: RedisStore) -> None:
+        commit = asyncio.create_task(store.commit(change(number, sizes[number])))
+        await asyncio.sleep(rng.uniform(0, 0.008))
+        server.process.kill()
+        await commit
+
+    async def body(server: RedisServer) -> None:
+        async with connected(server) as store, kept_alive(server):
+            await store.claim()
+            for number, size in enumerate(sizes):
+                if number in kills:
+                    await kill_while_committing(server, number, store)
+                else:
+                    await store.commit(change(number, size))
+            await check_whole(store, sizes)
+
+    with running(launch(folder, binary=binary)) as server:
+        asyncio.run(body(server))
+
+
+def test_a_commit_that_nobody_waited_for_is_whole_or_absent(folder: Path):
+    rng = random.Random(5)
+
+    async def write(server: RedisServer, known: int) -> None:
+        async with connected(server) as store:
+            commit = asyncio.create_task(store.commit(change(known, 1_500_000)))
+            await asyncio.sleep(rng.uniform(0, 0.006))
+            kill(server)
+            commit.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await commit
+
+    async def count(server: RedisServer) -> int:
+        async with connected(server) as store:
+            num_events = len(await events_of(store))
+            await check_whole(store, [1_500_000] * num_events)
+            return num_events
+
+    known = 0
+    for _ in range(8):
+        with running(launch(folder)) as server:
+            asyncio.run(write(server, known))
+        with running(launch(folder)) as server:
+            found = asyncio.run(count(server))
+        assert found in {known, known + 1}
+        known = found
+
+
+def test_a_handle_whose_commit_was_cancelled_has_to_claim_again(folder: Path):
+    async def body(server: RedisServer) -> None:
+        async with connected(server) as store:
+            await store.commit(change(0))
+            os.kill(server.process.pid, signal.SIGSTOP)
+            commit = asyncio.create_task(store.commit(change(1)))
+            await asyncio.sleep(0.05)
+            commit.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await commit
+            os.kill(server.process.pid, signal.SIGCONT)
+            with pytest.raises(PeerLostError, match="claim the store anew"):
+                await store.commit(change(2))
+            await store.claim()
+            found = await events_of(store)
+            assert found in ([0], [0, 1])
+            await store.commit(change(2))
+            assert await events_of(store) == [*found, 2]
+
+    with running(launch(folder)) as server:
+        asyncio.run(body(server))
+
+
+def test_an_outage_is_said_once_and_ends_with_the_setting_to_change(
+    folder: Path, caplog: pytest.LogCaptureFixture
+):
+    caplog.set_level(logging.INFO)
+
+    async def body(server: RedisServer) -> None:
+        async with connected(server, outage_s=0.6) as store:
+            await store.commit(change(0))
+            kill(server)
+            began_s = time.monotonic()
+            with pytest.raises(PeerLostError, match=r"broker\.redis\.url"):
+                await store.commit(change(1))
+            assert 0.6 <= time.monotonic() - began_s < 3.0
+            with pytest.raises(PeerLostError):
+                await store.fetch([(0, 0)])
+
+    with running(launch(folder)) as server:
+        asyncio.run(body(server))
+    said = [record.getMessage() for record in caplog.records]
+    assert len([text for text in said if "nothing is acknowledged" in text]) == 1
+
+
+def test_reads_wait_for_a_server_that_comes_back(folder: Path, caplog: pytest.LogCaptureFixture):
+    caplog.set_level(logging.INFO)
+
+    async def body(server: RedisServer) -> None:
+        async with connected(server) as store:
+            await store.commit(Changes([b"0"], change(0).put, snapshot=b"snap"))
+            kill(server)
+            async with kept_alive(server):
+                found = await asyncio.gather(
+                    store.fetch([(0, 0)]), store.snapshot(), events_of(store)
+                )
+        assert found == [[change(0).put[0, 0]], b"snap", [0]]
+
+    with running(launch(folder)) as server:
+        asyncio.run(body(server))
+    assert "the Redis server is back after" in caplog.text
+    assert "starting it again in 0.1 s" in caplog.text
+
+
+def test_a_server_that_forgot_acknowledged_commits_is_not_written_to(folder: Path):
+    async def body(server: RedisServer) -> None:
+        async with connected(server) as store:
+            await store.claim()
+            await store.commit(change(0))
+            shutil.copytree(folder / "data", folder / "older")
+            await store.commit(change(1))
+            await store.commit(change(2))
+            kill(server)
+            shutil.rmtree(folder / "data")
+            shutil.copytree(folder / "older", folder / "data")
+            async with kept_alive(server):
+                with pytest.raises(StoreLostError, match="without 2 acknowledged commits"):
+                    await store.commit(change(3))
+                assert await events_of(store) == [0]
+
+    with running(launch(folder)) as server:
+        asyncio.run(body(server))
+
+
+def test_a_server_whose_folder_was_emptied_is_not_written_to(folder: Path):
+    async def body(server: RedisServer) -> None:
+        async with connected(server) as store:
+            for number in range(3):
+                await store.commit(change(number))
+            kill(server)
+            for path in (folder / "data").iterdir():
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+            async with kept_alive(server):
+                with pytest.raises(StoreLostError, match="without 3 acknowledged commits"):
+                    await store.commit(change(3))
+                assert await events_of(store) == []
+
+    with running(launch(folder)) as server:
+        asyncio.run(body(server))
+
+
+# ---- silence ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [10, 100_000, 3_000_000])
+def test_a_stopped_server_is_waited_for_and_applies_a_commit_once(
+    folder: Path, binary: Path, size: int, caplog: pytest.LogCaptureFixture
+):
+    async def body(server: RedisServer) -> None:
+        async with connected(server, timeout_s=0.2) as store:
+            for number in range(0, 4, 2):
+                await store.commit(change(number, size))
+                os.kill(server.process.pid, signal.SIGSTOP)
+                commit = asyncio.create_task(store.commit(change(number + 1, size)))
+                await asyncio.sleep(0.6)
+                assert not commit.done()
+                os.kill(server.process.pid, signal.SIGCONT)
+                await commit
+            await check_whole(store, [size] * 4)
+
+    with running(launch(folder, binary=binary)) as server:
+        asyncio.run(body(server))
+    assert "nothing is acknowledged" in caplog.text
+
+
+@dataclass
+class Proxy:
+    """Stands between a client and a server and can withhold what one connection says."""
+
+    target: Path
+    num_connections: int = 0
+    withheld: set[int] = field(default_factory=set)
+    held_bytes: dict[int, bytes] = field(default_factory=dict)
+    to_server: dict[int, asyncio.StreamWriter] = field(default_factory=dict)
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        number, self.num_connections = self.num_connections, self.num_connections + 1
+        from_server, self.to_server[number] = await asyncio.open_unix_connection(self.target)
+        back = asyncio.create_task(self._pump_back(from_server, writer))
+        while data := await reader.read(65536):
+            if number in self.withheld:
+                self.held_bytes[number] = self.held_bytes.get(number, b"") + data
+            else:
+                self.to_server[number].write(data)
+        if number not in self.withheld:
+            self.to_server[number].close()
+        await back
+        writer.close()
+
+    async def _pump_back(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(ConnectionError):
+            while data := await reader.read(65536):
+                writer.write(data)
+
+
+def test_a_copy_of_a_commit_that_arrives_late_is_not_applied_again(folder: Path):
+    async def body(server: RedisServer) -> None:
+        await server.until_listening(server.socket)
+        proxy = Proxy(server.socket)
+        listening = await asyncio.start_unix_server(proxy.serve, folder / "p.sock")
+        async with (
+            connected(server, url=f"unix://{folder}/p.sock", timeout_s=0.3) as store,
+            connected(server) as reader,
+        ):
+            await store.commit(change(0))
+            writing = proxy.num_connections - 1
+            proxy.withheld.add(writing)
+            await store.commit(change(1))  # times out, is sent again on another connection
+            assert await events_of(reader) == [0, 1]
+            assert b"EXEC" in proxy.held_bytes[writing]
+            proxy.to_server[writing].write(proxy.held_bytes[writing])
+            await asyncio.sleep(0.2)
+            assert await events_of(reader) == [0, 1]
+            await store.commit(change(2))
+            assert await events_of(reader) == [0, 1, 2]
+            proxy.to_server[writing].close()
+        listening.close()
+        await asyncio.sleep(0.1)  # the proxy's connections close themselves
+
+    with running(launch(folder)) as server:
+        asyncio.run(body(server))
+
+
+def test_a_broker_that_slept_while_another_claimed_cannot_write(folder: Path):
+    async def body(server: RedisServer) -> None:
+        async with connected(server) as stale, connected(server) as fresh:
+            await stale.claim()
+            await stale.commit(change(0))
+            await fresh.claim()
+            async with kept_alive(server):
+                server.process.kill()  # the stale one has to connect again as well
+                await fresh.commit(change(1))
+                with pytest.raises(SupersededError):
+                    await stale.commit(change(2))
+                assert await events_of(fresh) == [0, 1]
+
+    with running(launch(folder)) as server:
+        asyncio.run(body(server))
+
+
+def test_of_many_rivals_exactly_one_can_write(folder: Path):
+    async def body(server: RedisServer) -> None:
+        async with contextlib.AsyncExitStack() as stack:
+            stores = [await stack.enter_async_context(connected(server)) for _ in range(6)]
+            generations = await asyncio.gather(*(store.claim() for store in stores))
+            assert len(set(generations)) == 6
+            results = await asyncio.gather(
+                *(store.commit(change(i)) for i, store in enumerate(stores)),
+                return_exceptions=True,
+            )
+            winner = generations.index(max(generations))
+            assert [i for i, result in enumerate(results) if result is None] == [winner]
+            assert await events_of(stores[0]) == [winner]
+
+    with running(launch(folder)) as server:
+        asyncio.run(body(server))
+
+
+# ---- refusals --------------------------------------------------------------------
+
+
+def test_a_server_out_of_memory_is_waited_for(folder: Path, caplog: pytest.LogCaptureFixture):
+    async def body(server: RedisServer) -> None:
+        async with connected(server) as store, admin(server) as client:
+            await store.commit(change(0))
+            await client.config_set("maxmemory", "1")
+            commit = asyncio.create_task(store.commit(change(1)))
+            await asyncio.sleep(0.4)
+            assert not commit.done()
+            assert "OOM" in caplog.text or "maxmemory" in caplog.text
+            await client.config_set("maxmemory", "0")
+            await commit
+            await check_whole(store, [100, 100])
+
+    with running(launch(folder)) as server:
+        asyncio.run(body(server))
+
+
+def test_the_durability_of_the_server_is_said_in_words(folder: Path):
+    async def said(server: RedisServer) -> list[str]:
+        async with connected(server) as store, admin(server) as client:
+            texts = [await store.durability()]
+            await client.config_set("appendfsync", "no")
+            texts.append(await store.durability())
+            await client.config_set("appendonly", "no")
+            texts.append(await store.durability())
+            return texts
+
+    with running(launch(folder, fsync="everysec")) as server:
+        assert asyncio.run(said(server)) == [
+            "appendfsync everysec: a crash can lose the last second",
+            "appendfsync no: a crash of the machine can lose what was acknowledged",
+            "no append-only file: what was acknowledged is lost when the server ends",
+        ]
+
+
+def test_a_user_of_few_rights_is_served_or_told_what_is_missing(folder: Path):
+    rights = "~slipstream:* +@read +@write +@transaction +@connection"
+
+    async def body(server: RedisServer) -> None:
+        async with admin(server) as client:
+            await server.until_listening(server.socket)
+            for user, more in ("writer", ""), ("reader", "-@write"):
+                rules = ["on", f">{server.password}", *rights.split(), *more.split()]
+                await client.execute_command("ACL", "SETUSER", user, *rules)
+        for user in "writer", "reader":
+            url = f"unix://{user}@{server.socket}"
+            async with connected(server, url=url) as store:
+                assert await store.durability() == "unknown (CONFIG is not permitted)"
+                assert "INFO" in await store.server_version()
+                assert await store.figures() == {}
+                if user == "writer":
+                    await store.commit(change(0))
+                    await check_whole(store, [100])
+                else:
+                    with pytest.raises(ConfigError, match="does not permit"):
+                        await store.claim()
+
+    with running(launch(folder)) as server:
+        asyncio.run(body(server))
+
+
+def test_nobody_at_the_address_is_an_error_of_the_settings(folder: Path):
+    async def connect() -> None:
+        await RedisStore.connect(f"unix://{folder}/none.sock", "run")
+
+    with pytest.raises(ConfigError, match=r"broker\.redis\.url"):
+        asyncio.run(connect())
+
+
+# ---- the child -------------------------------------------------------------------
+
+
+def test_a_second_server_in_one_folder_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("broker.redis_server._LOCK_TIMEOUT_S", 0.3)
+    with running(launch(folder)) as server:
+        with pytest.raises(ConfigError, match=rf"pid {server.process.pid}\) runs in {folder}"):
+            launch(folder)
+
+        async def still_there() -> None:
+            async with connected(server) as store:
+                await store.commit(change(0))
+
+        asyncio.run(still_there())
+
+
+def test_a_second_server_waits_for_the_first_to_die(folder: Path):
+    first = launch(folder)
+    asyncio.run(first.until_listening(first.socket))
+    reaper = subprocess.Popen(["sh", "-c", f"sleep 0.5; kill -9 {first.process.pid}"])
+    began_s = time.monotonic()
+    with running(launch(folder)) as second:
+        assert time.monotonic() - began_s > 0.3
+        assert second.process.poll() is None
+    reaper.wait()
+    first.process.wait()
+
+
+def test_the_server_dies_with_the_process_that_launched_it(folder: Path):
+    program = f"""
+import sys, time
+sys.path.insert(0, {str(Path(__file__).parents[2])!r})
+from pathlib import Path
+from broker.redis_server import RedisServer
+folder = Path({str(folder)!r})
+server = RedisServer.launch(
+    socket=folder / "r.sock", folder=folder / "data", log_file=folder / "log", fsync="no"
+)
+print(server.process.pid, flush=True)
+time.sleep(60)
+"""
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as parent:
+        assert parent.stdout is not None
+        pid = int(parent.stdout.readline())
+        parent.kill()
+    deadline_s = time.monotonic() + 5.0
+    while Path(f"/proc/{pid}").exists() and time.monotonic() < deadline_s:
+        time.sleep(0.01)
+    assert not Path(f"/proc/{pid}").exists()
+    with running(launch(folder)) as server:
+        assert server.process.poll() is None
+
+
+def test_a_server_that_cannot_be_kept_up_ends_with_its_last_words(folder: Path):
+    async def body(server: RedisServer) -> None:
+        await server.until_listening(server.socket)
+        server.binary = Path("/bin/false")
+        kill(server)
+        began_s = time.monotonic()
+        with pytest.raises(ChildDiedError, match="ended with code"):
+            await server.keep_alive(outage_s=1.0)
+        assert 1.0 <= time.monotonic() - began_s < 5.0
+
+    server = launch(folder)
+    asyncio.run(body(server))
+
+
+def test_a_server_told_which_binary_to_use_uses_it(folder: Path, binary: Path):
+    assert find_server(binary) == binary
+    with pytest.raises(ConfigError, match="no server that can be started"):
+        find_server(folder / "nothing")
+
+
+@contextlib.contextmanager
+def small_disk(folder: Path) -> Iterator[Path]:
+    """A file system of 24 MiB."""
+    disk = folder / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=24m", "tmpfs", str(disk)]
+    if subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("mounting a small file system is not permitted here")
+    try:
+        yield disk
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
+
+
+@pytest.mark.parametrize("fsync", ["always", "everysec"])
+def test_a_full_disk_loses_nothing_and_is_outlived(
+    folder: Path, fsync: str, caplog: pytest.LogCaptureFixture
+):
+    caplog.set_level(logging.INFO)
+    sizes = [1_000_000] * 12
+
+    async def body(server: RedisServer, ballast: Path) -> int:
+        acknowledged = 0
+        async with connected(server) as store, kept_alive(server):
+
+            async def write_all() -> None:
+                nonlocal acknowledged
+                for number, size in enumerate(sizes):
+                    await store.commit(change(number, size))
+                    acknowledged += 1
+
+            writing = asyncio.create_task(write_all())
+            done, _ = await asyncio.wait([writing], timeout=2.5)
+            assert not done
+            before = acknowledged
+            ballast.unlink()  # noqa: ASYNC240
+            await asyncio.wait_for(writing, 30.0)
+            await check_whole(store, sizes)
+        return before
+
+    with small_disk(folder) as disk:
+        ballast = disk / "ballast"
+        ballast.write_bytes(bytes(19_000_000))
+        with running(launch(disk, fsync=fsync)) as server:
+            assert asyncio.run(body(server, ballast)) < 10
+        with running(launch(disk)) as server:
+            asyncio.run(check_after_restart(server, sizes))
+    if fsync == "always":
+        assert "the disk is full" in caplog.text
+        assert "nothing is acknowledged until there is room" in caplog.text
+    else:
+        assert "MISCONF" in caplog.text
+
+
+async def check_after_restart(server: RedisServer, sizes: list[int]) -> None:
+    async with connected(server) as store:
+        await check_whole(store, sizes)
+
+
+def test_a_disk_that_stays_full_is_an_error_of_the_settings(folder: Path):
+    async def body(server: RedisServer) -> None:
+        async with connected(server, outage_s=30.0) as store:
+            keeping = asyncio.create_task(server.keep_alive(outage_s=1.5))
+            writing = asyncio.create_task(store.commit(change(0, 8_000_000)))
+            with pytest.raises(ConfigError, match=r"the disk is full.*run\.dir"):
+                await asyncio.wait_for(keeping, 20.0)
+            assert not writing.done()
+            writing.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await writing
+
+    with small_disk(folder) as disk:
+        (disk / "ballast").write_bytes(bytes(20_000_000))
+        with running(launch(disk)) as server:
+            asyncio.run(body(server))
+
+
+def test_the_append_only_file_stays_bounded(folder: Path, binary: Path):
+    async def body(server: RedisServer) -> None:
+        async with connected(server) as store, admin(server) as client:
+            await client.config_set("auto-aof-rewrite-min-size", "4mb")
+            peak_bytes = 0
+            for number in range(150):
+                changes = change(number, 1_000_000)
+                changes.remove.append((number - 4, 0))
+                await store.commit(changes)
+                peak_bytes = max(peak_bytes, (await store.figures())["aof_bytes"])
+                await asyncio.sleep(0.02)  # the server looks at its size ten times a second
+            assert peak_bytes < 75_000_000
+            assert (await store.figures())["memory_bytes"] < 40_000_000
+
+    with running(launch(folder, fsync="no", binary=binary)) as server:
+        asyncio.run(body(server))

@@ -1,0 +1,96 @@
+"""The trail of events in the run folder, and the life of one item read from it."""
+
+from pathlib import Path
+
+from broker.events import encode_event
+from broker.ledger import Ledger
+from broker.trace import trace_item
+from broker.trail import FolderTrail, read_trail, segments_in
+from tests.unit.broker.ledger_driver import lease, make_ledger, make_ready, make_rules, train_step
+
+
+class Written:
+    """A ledger whose events go into a trail, a second apart."""
+
+    def __init__(self, folder: Path, max_bytes: int = 1 << 20) -> None:
+        self.folder = folder
+        self.ledger: Ledger = make_ledger(make_rules(total_steps=99))
+        self.trail = FolderTrail(folder, max_bytes)
+        self.now_s = 0.0
+        self.written = 0
+
+    def flush(self) -> None:
+        events, _ = self.ledger.drain()
+        self.now_s += 1.0
+        self.trail.append(self.written, self.now_s, [encode_event(event) for event in events])
+        self.written += len(events)
+
+
+def test_the_life_of_an_item_is_told_from_its_issue_to_its_checkpoint(tmp_path: Path):
+    it = Written(tmp_path / "ledger")
+    it.ledger.take_over(0)
+    granted = lease(it.ledger, max_sequences=4)
+    it.flush()
+    it.ledger.release("generator-0", granted[1].lease_id, "failed")
+    it.flush()
+    make_ready(it.ledger, [granted[0], *lease(it.ledger, "generator-1", max_sequences=2)])
+    train_step(it.ledger)
+    it.flush()
+    it.ledger.take_over(0, "step-000000")
+    train_step(it.ledger)
+    it.ledger.seal(it.ledger.version, 1, oldest_kept=1)
+    it.flush()
+    it.trail.close()
+
+    trace = trace_item(read_trail(it.folder), "1")
+    assert trace is not None
+    assert (trace.group_id, trace.position, trace.prompt) == (1, 1, "train 1")
+    assert [(moment.at_s, moment.what) for moment in trace.life] == [
+        (1.0, "issued for training"),
+        (1.0, "leased to generator-0, which runs step 0"),
+        (2.0, "lease ended: failed"),
+        (3.0, "leased to generator-1, which runs step 0"),
+        (3.0, "sibling 0: 4 by v1.0 (stop)"),
+        (3.0, "sibling 1: 4 by v1.0 (stop)"),
+        (3.0, "sibling 0: reward 0"),
+        (3.0, "sibling 1: reward 1"),
+        (3.0, "in the batch of step 0"),
+        (3.0, "trained by the step that made v1.1"),
+        (4.0, "a learner went back to step 0 (step-000000)"),
+        (4.0, "trained by the step that made v2.1"),
+        (4.0, "sealed by the checkpoint of step 1"),
+    ]
+    assert trace.outcome == "trained by the step that made v2.1"
+    for wanted in ("g1", "train 1"):
+        assert trace_item(read_trail(it.folder), wanted) == trace
+    assert trace_item(read_trail(it.folder), "g77") is None
+
+
+def test_a_broker_that_starts_again_writes_only_what_is_missing(tmp_path: Path):
+    it = Written(tmp_path)
+    it.ledger.take_over(0)
+    lease(it.ledger)
+    events, _ = it.ledger.drain()
+    stored = [encode_event(event) for event in events]
+    it.trail.append(0, 1.0, stored[:3])
+    it.trail.close()
+    segment = segments_in(tmp_path)[0]
+    segment.write_bytes(segment.read_bytes() + b"cut o")
+    again = FolderTrail(tmp_path, 1 << 20)
+    again.append(0, 2.0, stored)
+    again.close()
+    assert [number for number, _, _ in read_trail(tmp_path)] == list(range(len(stored)))
+
+
+def test_the_oldest_history_goes_when_there_is_too_much(tmp_path: Path):
+    it = Written(tmp_path, max_bytes=40_000)
+    it.ledger.take_over(0)
+    for _ in range(30):
+        make_ready(it.ledger, lease(it.ledger))
+        train_step(it.ledger)
+        it.flush()
+    it.trail.close()
+    assert sum(path.stat().st_size for path in tmp_path.iterdir()) <= 44_000
+    numbers = [number for number, _, _ in read_trail(tmp_path)]
+    assert numbers[0] > 0
+    assert numbers[-1] == it.written - 1
