@@ -36,6 +36,8 @@ A = TypeVar("A", bound=Answer)
 _SEND_LIMIT = 1_000
 _REPEAT_S = 20.0  # an answer that is lost without a lost connection is asked for again
 _HELLO_S = 5.0
+_HEARTBEAT_MS = 2_000  # of the connection, so that a broker that is stopped counts as gone
+_DEAD_AFTER_MS = 10_000
 OUTAGE_S = 300.0
 
 
@@ -60,6 +62,8 @@ class BrokerClient:
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.SNDHWM, _SEND_LIMIT)
+        self._socket.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
+        self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, _DEAD_AFTER_MS)
         self._socket.setsockopt(zmq.RECONNECT_IVL, 50)
         self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1_000)
         self._monitor = self._socket.get_monitor_socket(

@@ -7,7 +7,7 @@ from functools import partial
 
 from broker.store import Changes, TrajectoryStore
 
-_MAX_TRANSACTION_BYTES = 32 * 1024 * 1024
+_MAX_TRANSACTION_BYTES = 2 * 1024 * 1024
 
 
 class GroupCommitter:

@@ -29,10 +29,12 @@ from broker.trackers.background import BackgroundTrackers
 from broker.trail import FolderTrail, Trail
 from wire.errors import ConfigError
 from wire.run_folder import TRAIL
+from wire.run_settings import RunSection
 from wire.stopping import stop_event
 
 _log = logging.getLogger(__name__)
 _CLOCK_S = 1.0
+_SERVER_SPEAKS_FIRST_S = 15.0
 
 
 async def serve(settings: BrokerSettings, *, restarted: bool = False) -> None:
@@ -63,11 +65,12 @@ async def serve(settings: BrokerSettings, *, restarted: bool = False) -> None:
             await _open_dashboard(settings, server, cleanup)
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         cleanup.callback(context.term)
-        cleanup.callback(run.socket("broker").unlink, missing_ok=True)
+        own_socket = _point_to(run, beginning.generation)
+        cleanup.callback(_remove_own, run.socket("broker"), own_socket)
         jobs = [
             committer.run(),
             _first_write(committer, beginning),
-            server.serve(context, run.endpoint("broker")),
+            server.serve(context, f"ipc://{own_socket}"),
             end_after(run.max_hours, server.plan_stop),
         ]
         if redis_server is not None:
@@ -129,6 +132,26 @@ async def _make_server(
     return server, committer, beginning
 
 
+def _point_to(run: RunSection, generation: int) -> Path:
+    """Return this broker's socket, after making the one that all roles know a link to it.
+
+    A broker whose place was taken removes its own socket when it ends, not its successor's.
+    """
+    own, known = run.socket(f"broker-{generation}"), run.socket("broker")
+    own.unlink(missing_ok=True)
+    new = known.with_name(f".{own.name}")
+    new.unlink(missing_ok=True)
+    new.symlink_to(own.name)
+    new.replace(known)
+    return own
+
+
+def _remove_own(known: Path, own: Path) -> None:
+    own.unlink(missing_ok=True)
+    if known.is_symlink() and known.readlink().name == own.name:
+        known.unlink()
+
+
 async def _first_write(committer: GroupCommitter, beginning: Beginning) -> None:
     """Store what the beginning changed; the committer keeps it before everything else."""
     await committer.commit(beginning.stored)
@@ -139,7 +162,9 @@ async def _open_store(settings: BrokerSettings, server: RedisServer | None) -> R
     url = settings.broker.redis.url or (server.url if server else "")
     password = server.password if server else _password(settings)
     run = settings.run
-    return await RedisStore.connect(url, run.name, password=password, outage_s=run.outage_s)
+    # A private server that cannot be kept up says why; the store's own patience is a little longer.
+    outage_s = run.outage_s + (_SERVER_SPEAKS_FIRST_S if server else 0.0)
+    return await RedisStore.connect(url, run.name, password=password, outage_s=outage_s)
 
 
 async def _open_dashboard(

@@ -24,6 +24,7 @@ from deploy.observe import dashboard_address, status_now
 from deploy.plan import count_gpus, plan_roles
 from deploy.supervise import Supervisor
 from deploy.view import final_table, live_view, one_line
+from generators.sglang_process import remove_leftovers
 from wire.checkpoints import best_checkpoint, newest_checkpoint, read_checkpoint_info
 from wire.command_line import (
     EXIT_BAD_SETTINGS,
@@ -33,7 +34,8 @@ from wire.command_line import (
 )
 from wire.errors import ChildDiedError, ConfigError, PeerLostError, SlipstreamError
 from wire.processes import last_lines
-from wire.run_settings import RunSection
+from wire.run_settings import RunSection, run_section
+from wire.settings import load_table
 from wire.status import RunStatus
 
 _log = logging.getLogger(__name__)
@@ -41,6 +43,7 @@ _POLL_S = 0.2
 _LINE_EVERY_S = 10.0
 _BROKER_START_S = 60.0
 _REFUSED = "refused: "
+_SCRATCH = "slipstream-"
 
 
 class _StopRequestedError(SlipstreamError):
@@ -51,7 +54,8 @@ def run_locally(config: RunConfig, console: Console) -> int:
     """Run to the end; print one live view, then a table. Returns the exit code."""
     run = config.run
     lock = _lock(run)
-    scratch = Path(tempfile.mkdtemp(prefix="slipstream-"))
+    _remove_scratch_of_killed_run(run)
+    scratch = Path(tempfile.mkdtemp(prefix=_SCRATCH))
     config = _with_sockets(config, scratch)
     supervisor = Supervisor(
         logs=run.logs,
@@ -196,6 +200,21 @@ def _lock(run: RunSection) -> TextIO:
         lock.close()
         raise ConfigError(f"another process runs {run.folder}") from error
     return lock
+
+
+def _remove_scratch_of_killed_run(run: RunSection) -> None:
+    """Remove the temporary folder of a run that was killed in this run folder.
+
+    Nobody else uses it: we hold the lock of the run folder.
+    """
+    resolved = run.folder / "resolved.toml"
+    if not resolved.is_file():
+        return
+    folder = Path(run_section(load_table(resolved)).socket_dir)
+    if folder.name.startswith(_SCRATCH) and folder.parent == Path(tempfile.gettempdir()):
+        for left in folder.glob("*-*"):
+            remove_leftovers(left)
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _with_sockets(config: RunConfig, scratch: Path) -> RunConfig:

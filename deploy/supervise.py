@@ -11,7 +11,7 @@ from pathlib import Path
 
 from deploy.plan import RolePlan
 from generators.sglang_process import remove_leftovers
-from wire.command_line import EXIT_BAD_SETTINGS
+from wire.command_line import EXIT_BAD_SETTINGS, EXIT_SUPERSEDED
 from wire.errors import ChildDiedError, ConfigError
 from wire.processes import bound_to_me, last_lines
 
@@ -123,7 +123,7 @@ class Supervisor:
         now = self.now()
         child.failed_at_s = [at for at in child.failed_at_s if at > now - self.window_s] + [now]
         failures = len(child.failed_at_s)
-        if failures > self.max_restarts:
+        if failures > self.max_restarts or code == EXIT_SUPERSEDED:
             often = "" if failures == 1 else f" (failure {failures})"
             raise ChildDiedError(
                 f"{child.plan.name} {_how(code)}{often}; {child.log_file} ends with:\n"

@@ -1,30 +1,26 @@
-"""The learner's conversation with the broker and the weight bus, for a thread without a loop."""
+"""Rank 0's conversation with the broker and the weight bus, for a thread without a loop."""
 
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
-from importlib.metadata import version as package_version
+from collections.abc import Callable
 
 from typing_extensions import override
 
-from broker.client import BrokerClient
 from learner.background import BackgroundLoop
 from learner.config import LearnerSettings
-from learner.orders import PayloadKey, Rejection, StepOrder, order_step
-from learner.prefetch import EarlyPlans, PayloadPrefetch
+from learner.orders import Rejection, StepOrder, order_step
+from learner.payload_link import PayloadLink
+from learner.prefetch import EarlyPlans
 from weightbus.publisher import Publisher
 from weightbus.snapshot import WeightSnapshot
 from wire.bus import PublishRecord
-from wire.codec import Frame
 from wire.control import (
     BatchDelivered,
     BatchNotReady,
     Done,
-    FetchPayloads,
     GetLedgerSnapshot,
     LedgerSnapshotAnswer,
-    Payloads,
     PublishReport,
     RejectBatch,
     RequestBatch,
@@ -36,117 +32,14 @@ from wire.control import (
     TakeOver,
     TookOver,
 )
-from wire.errors import ProtocolError, RefusedError, SlipstreamError
+from wire.errors import ProtocolError, RefusedError
 from wire.phases import PhaseClock
-from wire.tokenizer_hash import tokenizer_hash
 from wire.versions import PolicyVersion
 
 _log = logging.getLogger(__name__)
 _POLL_S = 1.0
-_LOOK_S = 0.05
 _REPORT_S = 1.0
 _SAY_WAITING_AFTER_S = 10.0
-
-
-class PayloadLink:
-    """What the fetching rank of every replica needs: the payloads of its trajectories."""
-
-    def __init__(
-        self,
-        loop: BackgroundLoop,
-        settings: LearnerSettings,
-        name: str,
-        *,
-        replica: int,
-        early: EarlyPlans | None,
-    ) -> None:
-        """Connect to the broker.
-
-        Args:
-            loop: where the conversation goes on.
-            settings: the learner's.
-            name: of this client, stable over restarts.
-            replica: this rank's data-parallel replica.
-            early: how ranks learn of batches to come; None where there is one replica alone.
-
-        Raises:
-            PeerLostError: no broker answers.
-            ConfigError: the broker does not want this client.
-        """
-        self._loop = loop
-        self._replica = replica
-        self._early = early
-        self._prefetched = PayloadPrefetch(self._ask_payloads)
-        self._search: asyncio.Task[None] | None = None
-        self._client, _ = loop.run(
-            BrokerClient.connect(
-                settings.run.endpoint("broker"),
-                role="learner",
-                name=name,
-                packages={
-                    "torch": package_version("torch"),
-                    "megatron-core": package_version("megatron-core"),
-                },
-                tokenizer=tokenizer_hash(settings.model),
-            )
-        )
-
-    def fetch(self, step: int, keys: Sequence[PayloadKey]) -> list[Frame]:
-        """Return the payloads of delivered trajectories, in the order asked."""
-        return self._loop.run(self._fetched(step, keys))
-
-    def begin_prefetch(self, step: int) -> None:
-        """Look for the batch of a coming step in the background, and fetch its payloads."""
-        self._loop.run(self._begin_search(step))
-
-    def close(self) -> None:
-        """Drop the connection."""
-        self._loop.run(self._closed())
-
-    async def _fetched(self, step: int, keys: Sequence[PayloadKey]) -> list[Frame]:
-        self._end_search()
-        found = await self._prefetched.take(step, keys)
-        missing = tuple(key for key in keys if key not in found)
-        if missing:
-            found |= zip(missing, await self._ask_payloads(missing), strict=True)
-        return [found[key] for key in keys]
-
-    async def _ask_payloads(self, keys: tuple[PayloadKey, ...]) -> list[Frame]:
-        answer, frames = await self._client.ask(FetchPayloads(keys=keys), Payloads)
-        if answer.num_frames != len(keys) or len(frames) != len(keys):
-            raise ProtocolError(f"asked for {len(keys)} payloads, got {len(frames)}")
-        return frames
-
-    async def _begin_search(self, step: int) -> None:
-        self._end_search()
-        self._prefetched.drop()
-        self._search = asyncio.create_task(self._searching(step))
-
-    def _end_search(self) -> None:
-        """Payloads that were found go on being fetched."""
-        if self._search is not None:
-            self._search.cancel()
-        self._search = None
-
-    async def _searching(self, step: int) -> None:
-        try:
-            await self._find(step)
-        except (SlipstreamError, RuntimeError) as error:  # the second is a torch store's
-            _log.warning("cannot prefetch step %d: %s", step, error)
-
-    async def _find(self, step: int) -> None:
-        """Wait until rank 0 has posted what this replica will want, and begin to fetch it."""
-        if self._early is None:
-            return
-        while (keys := self._early.read(step)) is None:  # noqa: ASYNC110 another process posts
-            await asyncio.sleep(_LOOK_S)
-        self._prefetched.begin(step, keys[self._replica])
-
-    async def _closed(self) -> None:
-        self._end_search()
-        self._prefetched.drop()
-        self._client.close()
-        await asyncio.sleep(0)  # lets those that were cancelled see it
 
 
 class LeaderLink(PayloadLink):
@@ -208,7 +101,7 @@ class LeaderLink(PayloadLink):
         The broker is asked even where the batch was found in the background: what it says now
         counts, and the same batch comes again at once.
         """
-        self._loop.run(self._stop_searching())
+        self._loop.call(self._end_search)
         since = time.monotonic()
         said = ""
         while True:
@@ -319,9 +212,6 @@ class LeaderLink(PayloadLink):
                     case _:
                         return None
             await asyncio.sleep(max(0.0, asked_at_s + _POLL_S - time.monotonic()))
-
-    async def _stop_searching(self) -> None:
-        self._end_search()
 
     async def _forget_next(self) -> None:
         self._end_search()

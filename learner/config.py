@@ -72,7 +72,7 @@ class LearnerSection(Section, frozen=True, kw_only=True):
     prefetch: bool = True
     """Fetch the batch of the next step while one is trained."""
     max_rejected_batches: AtLeast1 = 3
-    """End after so many batches in a row that could not be trained (loss or payload not finite)."""
+    """End after so many batches in a row that could not be trained: not finite, or not valid."""
     threads: AtLeast1 = 1
     """CPU threads per rank."""
     timeout_s: Positive = 300.0

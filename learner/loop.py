@@ -46,8 +46,6 @@ from wire.versions import PolicyVersion
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
-
-
 _ADVICE = {
     "nonfinite": "look at learner.lr, at the advantages (rewards), and at the behavior logprobs",
     "invalid": "look at the generators that sampled them",

@@ -18,7 +18,7 @@ from torch.distributed import HashStore, Store, TCPStore  # type: ignore[attr-de
 from learner import device
 from learner.background import BackgroundLoop
 from learner.broadcast import broadcast_bytes
-from learner.broker_link import LeaderLink, PayloadLink
+from learner.broker_link import LeaderLink
 from learner.checkpoint import DamagedCheckpointError, load_checkpoint
 from learner.config import LearnerSettings
 from learner.hf_config import load_hf_config
@@ -26,6 +26,7 @@ from learner.hf_weights import load_hf_weights
 from learner.links import LeadingLink, RankLink
 from learner.loop import LearnerLoop
 from learner.model import build_model
+from learner.payload_link import PayloadLink
 from learner.policy import Policy
 from learner.prefetch import EarlyPlans
 from learner.replay_link import ReplayLink

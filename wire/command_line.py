@@ -9,11 +9,12 @@ from pathlib import Path
 
 import msgspec
 
-from wire.errors import ConfigError, SlipstreamError
+from wire.errors import ConfigError, SlipstreamError, SupersededError
 from wire.settings import Table, load_table
 
 EXIT_FAILED = 1
 EXIT_BAD_SETTINGS = 2
+EXIT_SUPERSEDED = 3  # another process does this one's work: it must not be started again
 EXIT_INTERRUPTED = 130
 
 
@@ -89,7 +90,7 @@ def _say(error: SlipstreamError) -> int:
     if isinstance(error, ConfigError):
         return refuse_settings(error)
     logging.getLogger("slipstream").error("%s: %s", type(error).__name__, error)
-    return EXIT_FAILED
+    return EXIT_SUPERSEDED if isinstance(error, SupersededError) else EXIT_FAILED
 
 
 def refuse_settings(error: SlipstreamError) -> int:

@@ -56,17 +56,6 @@ def test_a_signal_ends_the_run_and_leaves_nothing(
     run.assert_nothing_left()
 
 
-def test_a_broker_that_dies_ends_the_run(start_run: Callable[..., TinyRun]):
-    run = start_run(run__steps=1000)
-    run.wait_until(lambda: run.steps() >= 1, "first learner step")
-    broker = run.process_with("broker.main")
-    assert broker is not None
-    broker.kill()
-    assert run.wait(60) == 1
-    assert "broker was killed by SIGKILL" in run.output
-    run.assert_nothing_left()
-
-
 def test_a_learner_that_leaves_early_fails_the_run(start_run: Callable[..., TinyRun]):
     run = start_run(run__steps=1000, generators__count=1)
     run.wait_until(lambda: run.steps() >= 1, "first learner step")

@@ -88,6 +88,7 @@ class TinyRun:
                 env={**os.environ, "COLUMNS": "200"},  # noqa: TID251 handed on
             )
         self.descendants: set[psutil.Process] = set()
+        self._scratch: Path | None = None
 
     @property
     def output(self) -> str:
@@ -122,6 +123,27 @@ class TinyRun:
                 continue
         return None
 
+    def kill_redis(self) -> None:
+        """Kill the broker's private server."""
+        broker = self.process_with("broker.main")
+        assert broker is not None
+        names = ("redis", "valkey")
+        servers = [c for c in broker.children() if any(name in c.name() for name in names)]
+        assert servers, "the broker has no Redis"
+        servers[0].kill()
+
+    def log(self, role: str) -> str:
+        """Return what a role has logged."""
+        path = self.folder / "logs" / f"{role}.log"
+        return path.read_text(errors="replace") if path.exists() else ""
+
+    def scratch(self) -> Path:
+        """Return the folder of sockets and temporary files."""
+        if self._scratch is None:
+            resolved = (self.folder / "resolved.toml").read_text()
+            self._scratch = Path(resolved.split('socket_dir = "')[1].split('"')[0])
+        return self._scratch
+
     def wait(self, timeout_s: float = 170) -> int:
         """Return the exit code."""
         deadline = time.monotonic() + timeout_s
@@ -147,10 +169,8 @@ class TinyRun:
         gone, alive = psutil.wait_procs(list(self.descendants), timeout=5)
         assert not alive, f"{len(gone)} ended, these did not: {alive}"
         assert _shared_memory() <= self.shared_memory_before
-        resolved = (self.folder / "resolved.toml").read_text()
-        socket_dir = resolved.split('socket_dir = "')[1].split('"')[0]
-        assert socket_dir.startswith("/tmp")  # noqa: S108
-        assert not Path(socket_dir).exists()
+        assert self.scratch().is_relative_to("/tmp")  # noqa: S108
+        assert not self.scratch().exists()
         assert not list(self.folder.rglob("*.sock"))
 
 

@@ -11,6 +11,7 @@ import pytest
 
 from deploy.plan import RolePlan
 from deploy.supervise import Supervisor
+from wire.command_line import EXIT_SUPERSEDED
 from wire.errors import ChildDiedError
 
 
@@ -105,7 +106,7 @@ def test_a_role_that_fails_starts_again_after_a_pause_and_then_ends_the_run(
 
 def test_the_pause_doubles_with_each_failure(tmp_path: Path, time: Time):
     supervisor = make_supervisor(tmp_path, time, max_restarts=3)
-    supervisor.start(plan("raise SystemExit(3)"))
+    supervisor.start(plan("raise SystemExit(7)"))
     pauses = []
     for _ in range(3):
         wait(supervisor)
@@ -122,7 +123,7 @@ def test_the_pause_doubles_with_each_failure(tmp_path: Path, time: Time):
 
 def test_failures_of_long_ago_are_forgiven(tmp_path: Path, time: Time):
     supervisor = make_supervisor(tmp_path, time, max_restarts=1)
-    supervisor.start(plan("raise SystemExit(3)"))
+    supervisor.start(plan("raise SystemExit(7)"))
     for _ in range(3):
         wait(supervisor)
         supervisor.check()
@@ -132,6 +133,13 @@ def test_failures_of_long_ago_are_forgiven(tmp_path: Path, time: Time):
         supervisor.check()
     wait(supervisor)
     supervisor.stop()
+
+
+def test_a_role_whose_place_was_taken_is_not_started_again(supervisor: Supervisor):
+    supervisor.start(plan(f"raise SystemExit({EXIT_SUPERSEDED})", name="broker"))
+    wait(supervisor, "broker")
+    with pytest.raises(ChildDiedError, match="broker ended with code 3"):
+        supervisor.check()
 
 
 def test_another_incarnation_is_told_that_it_is_one(supervisor: Supervisor, time: Time):

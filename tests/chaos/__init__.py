@@ -1,0 +1,1 @@
+"""Runs whose processes are killed, stopped, cut off and lied to."""

@@ -1,0 +1,312 @@
+"""Starts a run of real processes under the real supervisor, and does things to it.
+
+Real: broker, its Redis, its store, its clients, reward worker, agents, tokenizer, supervisor.
+Scripted: the engine (tests/chaos/generator.py) and the weights (tests/chaos/trainer.py).
+"""
+
+import asyncio
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import psutil
+import pytest
+import tomli_w
+
+from broker.redis_server import RedisServer
+from deploy.addition import write_blank_model
+from deploy.plan import RolePlan
+from deploy.supervise import Supervisor
+from tests.chaos.trainer import Weights, chained
+from wire.ledger_view import LedgerView
+from wire.run_folder import ACCOUNT
+
+ROOT = Path(__file__).parents[2]
+REWARD = """
+def score(data_source, solution_str, ground_truth, extra_info):
+    return (sum(map(ord, solution_str)) % 5) / 4
+"""
+GROUP_SIZE = 2
+
+
+@dataclass
+class Chaos:
+    """One run; ``folder`` is short enough for Unix sockets."""
+
+    folder: Path
+    seed: int
+    supervisor: Supervisor
+    plans: dict[str, RolePlan]
+    stopped: dict[int, float] = field(default_factory=dict)  # pid -> when it goes on
+    done: Counter[str] = field(default_factory=Counter)  # what was done to whom
+
+    @property
+    def run_folder(self) -> Path:
+        return self.folder / "runs" / "chaos"
+
+    def start(self) -> None:
+        for plan in self.plans.values():
+            self.supervisor.start(plan)
+
+    def pid_of(self, role: str) -> int | None:
+        """Return a living process of a role; ``redis`` is the broker's child."""
+        if role == "redis":
+            broker = self.pid_of("broker")
+            if broker is None:
+                return None
+            with suppress(psutil.Error):
+                for child in psutil.Process(broker).children():
+                    if "redis" in child.name() or "valkey" in child.name():
+                        return child.pid
+            return None
+        process = self.supervisor.children[role].process
+        return process.pid if process is not None and process.poll() is None else None
+
+    def kill(self, role: str) -> bool:
+        """Kill -9; False if there was nobody to kill."""
+        return self._signal(role, signal.SIGKILL, "kill")
+
+    def stop(self, role: str, seconds: float) -> bool:
+        """SIGSTOP, and SIGCONT some time later."""
+        pid = self.pid_of(role)
+        if not self._signal(role, signal.SIGSTOP, "stop") or pid is None:
+            return False
+        self.stopped[pid] = time.monotonic() + seconds
+        return True
+
+    def _signal(self, role: str, signum: signal.Signals, what: str) -> bool:
+        pid = self.pid_of(role)
+        if pid is None or pid in self.stopped:
+            return False
+        with suppress(ProcessLookupError):
+            os.kill(pid, signum)
+            self.done[f"{what} {role}"] += 1
+            return True
+        return False
+
+    def look_after(self) -> None:
+        """Wake who slept long enough; have the supervisor start who died."""
+        now = time.monotonic()
+        for pid, until in list(self.stopped.items()):
+            if now >= until:
+                del self.stopped[pid]
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGCONT)
+        self.supervisor.check()
+
+    def wait_until(self, condition: Callable[[], bool], what: str, timeout_s: float = 60.0) -> None:
+        deadline = time.monotonic() + timeout_s
+        while not condition():
+            assert time.monotonic() < deadline, f"no {what} in {timeout_s:.0f} s\n{self.logs()}"
+            self.look_after()
+            time.sleep(0.02)
+
+    def finish(self, timeout_s: float) -> None:
+        """Wait for the end of the run, then end the broker in order."""
+        others = [name for name in self.plans if not name.startswith("broker")]
+        self.wait_until(lambda: self.supervisor.finished(others), "end of the run", timeout_s)
+        broker = next(plan.name for plan in self.plans.values() if plan.name not in others)
+        self.wait_until(lambda: self.pid_of(broker) is not None, "broker")
+        self.wait_until(lambda: self.broker_answers(), "answer of the broker")
+        self.supervisor.stop()
+
+    def broker_answers(self) -> bool:
+        return (self.folder / "sockets" / "broker.sock").exists()
+
+    def steps(self) -> int:
+        path = self.run_folder / "summary.json"
+        return int(json.loads(path.read_text())["steps"]) if path.exists() else -1
+
+    def account(self) -> LedgerView:
+        return msgspec.json.decode((self.run_folder / ACCOUNT).read_bytes(), type=LedgerView)
+
+    def weights(self) -> Weights:
+        return Weights.load(self.run_folder / "final.json")
+
+    def logs(self) -> str:
+        tails = []
+        for log in sorted((self.run_folder / "logs").glob("*.log")):
+            lines = log.read_text(errors="replace").splitlines()[-15:]
+            tails.append(f"---- {log.name}\n" + "\n".join(lines))
+        return "\n".join(tails)
+
+    def assert_nothing_was_lost(self, num_prompts: int) -> LedgerView:
+        """The equation, the bound, each prompt once, and weights that are what they say."""
+        assert not (self.run_folder / "complaints").exists(), (
+            self.run_folder / "complaints"
+        ).read_text()
+        view, weights = self.account(), self.weights()
+        assert view.finished, view
+        assert view.unaccounted == 0
+        assert sum(view.in_flight.values()) == 0
+        assert view.issued == num_prompts == view.trained + sum(view.dropped.values())
+        trained = [group for groups, _ in weights.lineage.values() for group in groups]
+        assert len(set(trained)) == len(trained) == view.trained
+        assert sorted(weights.lineage) == list(range(view.version.step))
+        digest = ""
+        for step in sorted(weights.lineage):
+            digest = chained(digest, *weights.lineage[step])
+        assert digest == weights.digest
+        summary = json.loads((self.run_folder / "summary.json").read_text())
+        bound = summary["max_staleness_steps"]
+        assert all(0 <= int(lag) <= bound for lag in summary["staleness_histogram"])
+        return view
+
+
+@contextmanager
+def chaos_run(
+    folder: Path,
+    *,
+    prompts: int,
+    seed: int = 0,
+    generators: int = 2,
+    broker_module: str = "broker.main",
+    broker_arguments: tuple[str, ...] = (),
+    trainer_arguments: tuple[str, ...] = (),
+    clients_sockets: str = "sockets",
+    **settings: object,
+) -> Iterator[Chaos]:
+    """Yield a run that has not been started; end everything afterwards.
+
+    ``settings`` are of the form ``broker__lease_s=1.0``.
+    """
+    write_blank_model(folder / "model", hidden=16, layers=1)
+    (folder / "reward.py").write_text(REWARD)
+    rows = [
+        {"prompt": f"{i % 100:02d}+{i // 100:02d}=", "ground_truth": str(i)} for i in range(prompts)
+    ]
+    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    table: dict[str, dict[str, Any]] = {
+        "run": {
+            "name": "chaos",
+            "dir": str(folder / "runs"),
+            "model": str(folder / "model"),
+            "group_size": GROUP_SIZE,
+            "groups_per_step": 4,
+            "steps": 1_000_000,
+            "epochs": 1.0,
+            "min_groups": 1,
+            "max_staleness_steps": 2,
+            "outage_s": 60.0,
+            "socket_dir": str(folder / "sockets"),
+        },
+        "data": {"file": str(folder / "train.jsonl")},
+        "reward": {"function": f"{folder / 'reward.py'}:score", "credits": 8},
+        "broker": {
+            "lease_s": 1.5,
+            "max_attempts": 1000,
+            "dashboard": {"enabled": False},
+        },
+        "logging": {"trackers": []},
+        "sampling": {"max_prompt_tokens": 16, "max_response_tokens": 200},
+        "generators": {"max_sequences": 16},
+    }
+    for key, value in settings.items():
+        section, name = key.split("__", 1)
+        table[section][name] = value
+    config = folder / "run.json.toml"
+    _write_toml(config, table)
+    clients = folder / "clients.toml"
+    table["run"]["socket_dir"] = str(folder / clients_sockets)
+    _write_toml(clients, table)
+    (folder / "runs" / "chaos" / "logs").mkdir(parents=True)
+    (folder / "scratch").mkdir()
+
+    def role(
+        name: str, module: str, path: Path, *arguments: str, again: tuple[str, ...] = ()
+    ) -> RolePlan:
+        command = (sys.executable, "-m", module, "--config", str(path), *arguments)
+        environment = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        return RolePlan(name, command, again, environment=environment)
+
+    plans = [
+        role("broker", broker_module, config, *broker_arguments, again=("--restarted",)),
+        role("learner", "tests.chaos.trainer", clients, *trainer_arguments),
+        role("reward-worker-0", "broker.reward_worker", clients, "--name", "reward-worker-0"),
+        *(
+            role(f"generator-{i}", "tests.chaos.generator", clients, "--name", f"generator-{i}")
+            for i in range(generators)
+        ),
+    ]
+    supervisor = Supervisor(
+        logs=folder / "runs" / "chaos" / "logs",
+        scratch=folder / "scratch",
+        max_restarts=1_000,
+        window_s=0.5,
+        backoff_s=0.05,
+        stop_timeout_s=10.0,
+    )
+    it = Chaos(folder, seed, supervisor, {plan.name: plan for plan in plans})
+    try:
+        yield it
+    finally:
+        for pid in it.stopped:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
+        supervisor.stop(timeout_s=5.0)
+
+
+def _write_toml(path: Path, table: dict[str, dict[str, Any]]) -> None:
+    path.write_text(tomli_w.dumps(table))
+
+
+def disturb(
+    it: Chaos, *, kills: int, stops: int = 0, every_s: tuple[float, float] = (0.3, 1.2)
+) -> None:
+    """Kill and stop roles at random moments, until so many were hit."""
+    rng = random.Random(it.seed)
+    roles = ["broker", "redis", "learner", "reward-worker-0", "generator-0", "generator-1"]
+    wanted = ["kill"] * kills + ["stop"] * stops
+    rng.shuffle(wanted)
+    for what in wanted:
+        pause_until = time.monotonic() + rng.uniform(*every_s)
+        it.wait_until(lambda: time.monotonic() > pause_until, "moment")  # noqa: B023
+        hit = False
+        deadline = time.monotonic() + 30.0
+        while not hit:
+            assert time.monotonic() < deadline, f"nobody to {what}\n{it.logs()}"
+            assert not it.supervisor.finished(["learner"]), "the run was over: make it longer"
+            role = rng.choice(roles)
+            hit = it.kill(role) if what == "kill" else it.stop(role, rng.uniform(0.2, 3.0))
+            it.look_after()
+
+
+@contextmanager
+def mounted(folder: Path, megabytes: int) -> Iterator[None]:
+    """Mount a small file system there; skip the test where that is not allowed."""
+    folder.mkdir(parents=True, exist_ok=True)
+    command = ["mount", "-t", "tmpfs", "-o", f"size={megabytes}m", "tmpfs", str(folder)]
+    if subprocess.run(command, check=False, capture_output=True).returncode != 0:
+        pytest.skip("a small disk cannot be mounted here")
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+@contextmanager
+def redis_server(folder: Path) -> Iterator[dict[str, str]]:
+    """Yield settings of a server that is nobody's child but ours."""
+    (folder / "redis").mkdir()
+    socket = folder / "redis.sock"
+    server = RedisServer.launch(
+        socket=socket, folder=folder / "redis", log_file=folder / "redis.log", fsync="always"
+    )
+    try:
+        asyncio.run(server.until_listening(socket))
+        password = folder / "redis.password"
+        password.write_text(server.password)
+        yield {"url": server.url, "password_file": str(password)}
+    finally:
+        server.stop()

@@ -1,0 +1,16 @@
+"""How the trainer of a chaos run tells its generators which version they are to run."""
+
+from pathlib import Path
+
+from wire.versions import PolicyVersion, parse_label
+
+
+def publish(folder: Path, version: PolicyVersion) -> None:
+    temporary = folder / ".published.new"
+    temporary.write_text(version.label)
+    temporary.replace(folder / "published")
+
+
+def published(folder: Path) -> PolicyVersion | None:
+    path = folder / "published"
+    return parse_label(path.read_text()) if path.exists() else None

@@ -1,0 +1,166 @@
+"""One kind of fault at a time, at the moment where it hurts most."""
+
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from deploy.plan import RolePlan
+from tests.chaos.harness import ROOT, Chaos, chaos_run, mounted, redis_server
+from wire.checkpoints import newest_checkpoint
+
+pytestmark = [pytest.mark.integration, pytest.mark.redis, pytest.mark.timeout(120)]
+
+
+def test_a_broker_killed_between_the_write_and_the_acknowledgement(folder: Path):
+    with chaos_run(folder, prompts=240, broker_module="tests.chaos.dying_broker") as it:
+        it.start()
+        it.finish(timeout_s=90)
+        view = it.assert_nothing_was_lost(240)
+        assert (folder / "broker-deaths").read_text() == "xxxx"
+        assert view.broker_generation == 5
+
+
+def test_messages_that_come_twice_late_and_in_another_order(folder: Path):
+    with chaos_run(folder, prompts=120, clients_sockets="front") as it:
+        sockets = (folder / "front" / "broker.sock", folder / "sockets" / "broker.sock")
+        arguments = ("--seed", "3", "--clients", str(sockets[0]), "--broker", str(sockets[1]))
+        command = (sys.executable, "-m", "tests.chaos.mischief", *arguments)
+        it.supervisor.start(RolePlan("mischief", command, environment={"PYTHONPATH": str(ROOT)}))
+        it.start()
+        it.finish(timeout_s=90)
+        it.assert_nothing_was_lost(120)
+
+
+@pytest.mark.parametrize(
+    "die_at",
+    [
+        ("commit:3", "commit:7"),  # committed, not published
+        ("publish:3", "publish:9"),  # published, in no checkpoint
+        ("save:5", "seal:10"),  # half a checkpoint; a checkpoint that nobody knows of
+        ("publish:8", "publish:8", "commit:6"),  # twice in a row from one checkpoint
+    ],
+    ids=["before-publish", "before-checkpoint", "while-saving", "twice-from-one-checkpoint"],
+)
+def test_a_learner_that_dies_trains_the_same_batches_again(folder: Path, die_at: tuple[str, ...]):
+    with chaos_run(folder, prompts=70, trainer_arguments=("--die-at", *die_at)) as it:
+        it.start()
+        it.finish(timeout_s=60)
+        view = it.assert_nothing_was_lost(70)
+        assert sorted((it.run_folder / "deaths").read_text().split()) == sorted(die_at)
+        assert view.version.epoch == 1 + len(die_at)
+        assert view.requeued == 0
+        assert view.redelivered_steps > 0 or die_at[0].startswith("save")
+
+
+def test_past_the_replay_budget_lost_steps_are_generated_again(folder: Path):
+    with chaos_run(
+        folder,
+        prompts=120,
+        trainer_arguments=("--save-every", "1000", "--die-at", "publish:12"),
+        broker__replay_budget_bytes=10_000,
+    ) as it:
+        it.start()
+        it.finish(timeout_s=60)
+        view = it.assert_nothing_was_lost(120)
+        assert view.requeued > 0
+
+
+def test_nothing_goes_on_while_the_disk_is_full_and_everything_afterwards(folder: Path):
+    disk = folder / "runs"
+    with mounted(disk, megabytes=24), chaos_run(folder, prompts=120, generators=1) as it:
+        it.start()
+        it.wait_until(lambda: it.steps() >= 3, "third step")
+        filler = disk / "filler"
+        fill(filler)
+        it.wait_until(lambda: "disk is full" in it.logs(), "word of the full disk", 30)
+        before = it.steps()
+        pause = time.monotonic() + 2.0
+        it.wait_until(lambda: time.monotonic() > pause, "pause")
+        assert it.steps() - before <= 1
+        filler.unlink()
+        it.finish(timeout_s=60)
+        it.assert_nothing_was_lost(120)
+
+
+def test_a_stopped_broker_that_comes_back_cannot_write(folder: Path):
+    with redis_server(folder) as url, chaos_run(folder, prompts=160, broker__redis=url) as it:
+        it.start()
+        it.wait_until(lambda: it.steps() >= 3, "third step")
+        stale = it.supervisor.children["broker"].process
+        assert stale is not None
+        stale.send_signal(signal.SIGSTOP)
+        second = it.plans["broker"]
+        name = "broker-2"
+        plan = RolePlan(name, (*second.command, "--restarted"), environment=second.environment)
+        it.supervisor.start(plan)
+        it.wait_until(lambda: it.steps() >= 6, "three steps more, by the second broker")
+        it.supervisor.children["broker"].finished = True  # its end is no failure to be repaired
+        stale.send_signal(signal.SIGCONT)
+        it.wait_until(lambda: stale.poll() is not None, "end of the stale broker", 30)
+        assert stale.returncode == 3
+        log = (it.run_folder / "logs" / "broker.log").read_text()
+        assert "another broker" in log
+        it.plans["broker"] = plan
+        it.finish(timeout_s=60)
+        it.assert_nothing_was_lost(160)
+
+
+def fill(path: Path) -> None:
+    """Write until the disk is full."""
+    with path.open("wb") as file, suppress(OSError):
+        while True:
+            file.write(b"x" * 65536)
+            file.flush()
+
+
+def kill_everything(it: Chaos) -> None:
+    for child in it.supervisor.children.values():
+        if child.process is not None:
+            child.process.kill()
+    for child in it.supervisor.children.values():
+        if child.process is not None:
+            child.process.wait()
+        child.restart_at_s = None
+
+
+def resumed(it: Chaos) -> None:
+    """Start every role again, as `slipstream run --resume auto` does."""
+    newest = newest_checkpoint(it.run_folder)
+    assert newest is not None
+    for name, plan in it.plans.items():
+        extra = (f"run.resume_from={newest}",) if name == "broker" else ()
+        it.supervisor.start(RolePlan(name, (*plan.command, *extra), environment=plan.environment))
+
+
+@pytest.mark.parametrize("redis_survives", [True, False], ids=["same-redis", "empty-redis"])
+def test_a_run_whose_processes_all_died_at_once_goes_on(folder: Path, redis_survives: bool):
+    with chaos_run(folder, prompts=120) as it:
+        it.start()
+        it.wait_until(lambda: it.steps() >= 8, "eighth step")
+        kill_everything(it)
+        if not redis_survives:
+            shutil.rmtree(it.run_folder / "redis")
+        resumed(it)
+        it.finish(timeout_s=60)
+        view = it.assert_nothing_was_lost(120)
+        assert (view.requeued, view.redelivered_steps > 0) == (0, redis_survives)
+
+
+def test_a_second_broker_does_not_start_beside_the_first(folder: Path):
+    with chaos_run(folder, prompts=400) as it:
+        it.start()
+        it.wait_until(lambda: it.steps() >= 2, "second step")
+        plan = it.plans["broker"]
+        second = subprocess.run(
+            plan.command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+        )
+        assert second.returncode == 2
+        assert "another Redis server" in second.stderr
+        before = it.steps()
+        it.wait_until(lambda: it.steps() > before, "one step more by the first")

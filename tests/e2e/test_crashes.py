@@ -1,0 +1,157 @@
+"""Real processes of real parts are killed; the run goes on, and every prompt is accounted for."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from safetensors.torch import load_file
+
+from tests.e2e.tiny_run import ROOT, TinyRun
+from wire.trajectory_file import read_groups
+
+pytestmark = [pytest.mark.e2e, pytest.mark.redis, pytest.mark.timeout(400)]
+
+
+def slipstream(*words: object) -> str:
+    done = subprocess.run(
+        [sys.executable, "-m", "deploy.main", *map(str, words)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=200,
+        env={**os.environ, "COLUMNS": "200"},  # noqa: TID251 handed on
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def account_of(run: TinyRun) -> dict[str, Any]:
+    view: dict[str, Any] = json.loads(slipstream("ledger", run.folder, "--json"))
+    return view
+
+
+def assert_every_prompt_is_accounted_for(run: TinyRun, prompts: int) -> None:
+    view = account_of(run)
+    dropped = sum(view["dropped"].values())
+    assert view["unaccounted"] == 0
+    assert view["prompts_taken"] == view["issued"] == prompts == view["trained"] + dropped
+    assert view["sealed"] == view["trained"], "the last checkpoint holds every step"
+    file = run.folder / "rollouts/batches.trajectories"
+    groups = [recorded.group.group_id for recorded in read_groups(file)]
+    assert len(set(groups)) == len(groups) == view["trained"]
+
+
+def kill_everything(run: TinyRun) -> None:
+    """The supervisor and all that it started, at once."""
+    run.remember_children()
+    for process in [psutil.Process(run.process.pid), *run.descendants]:
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
+    run.process.wait(10)
+    psutil.wait_procs(list(run.descendants), timeout=10)
+
+
+SETTINGS: dict[str, object] = {
+    "run.steps": 100,
+    "run.epochs": 1.0,
+    "run.max_staleness_steps": 1,
+    "sampling.max_response_tokens": 24,
+    "checkpoint.every_steps": 3,
+    "checkpoint.keep_last": 1,
+    "broker.record_batches": "true",
+    "broker.drop_zero_variance": "true",
+    "learner.deterministic": "true",
+    "deploy.restart_backoff_s": 0.2,
+    "deploy.max_restarts": 10,
+}
+
+
+def test_a_run_whose_learner_and_then_everything_is_killed_trains_every_prompt_once(
+    tmp_path: Path,
+):
+    first = TinyRun(tmp_path, SETTINGS | {"generators.count": 1})
+    first.wait_until(lambda: first.steps() >= 4, "fourth learner step")
+    learner = first.process_with("learner.main")
+    assert learner is not None
+    learner.kill()
+    first.wait_until(lambda: "v2." in first.log("learner"), "second learner", 60)
+    before = first.steps()
+    first.wait_until(lambda: first.steps() >= before + 1, "step of the second learner", 60)
+    kill_everything(first)
+    stood_at = first.steps()
+    assert stood_at < 9, "the run was over before the kill: make it longer"
+    stale = account_of(first)
+    assert stale["version"][1] == stood_at, "without a broker, as of the last step"
+
+    second = TinyRun(tmp_path, SETTINGS | {"generators.count": 1}, options=["--resume", "auto"])
+    assert second.wait() == 0, second.output
+    assert second.folder == first.folder
+    assert_every_prompt_is_accounted_for(second, 40)
+    assert account_of(second)["redelivered_steps"] > 0
+    assert not first.scratch().exists(), "what the killed run left behind was removed"
+    second.assert_nothing_left()
+
+    trace = slipstream("ledger", "trace", "3", second.folder)
+    assert "issued for training" in trace
+    assert "outcome: trained by the step" in trace or "outcome: dropped" in trace
+
+    slipstream("replay", second.folder, "--config", second.folder / "resolved.toml")
+    paths = (tmp_path, second.folder, tmp_path / "runs/tiny-replay")
+    start, last, copy = (load_file(path / "model/model.safetensors") for path in paths)
+    assert all(copy[name].equal(last[name]) for name in last), "not to the bit"
+    assert any(not start[name].equal(last[name]) for name in last), "nothing was trained"
+
+
+def kill_one(run: TinyRun, role: str) -> None:
+    process = run.process_with(role)
+    assert process is not None, f"no {role} to kill"
+    process.kill()
+
+
+@pytest.mark.parametrize("seed", [pytest.param(1, id="seed-1")])
+def test_a_broker_its_redis_a_generator_and_a_learner_are_killed_in_one_run(
+    start_run: Callable[..., TinyRun], seed: int
+):
+    rng = random.Random(seed)
+    run = start_run(
+        **{key.replace(".", "__"): value for key, value in SETTINGS.items()},
+        run__max_staleness_steps=2,
+        sampling__min_response_tokens=12,
+        broker__lease_s=4.0,
+    )
+    roles = ["broker.main", "redis", "--name generator-0", "learner.main"]
+    rng.shuffle(roles)
+    for number, role in enumerate(roles):
+        run.wait_until(lambda: run.steps() >= number + 1, "the step to kill at", 120)  # noqa: B023
+        if role == "redis":
+            run.kill_redis()
+        else:
+            kill_one(run, role)
+    assert run.wait(250) == 0, run.output
+    assert_every_prompt_is_accounted_for(run, 40)
+    summary = run.summary()
+    assert set(summary["staleness_histogram"]) <= {"0", "1", "2"}
+    for role in ("broker", "generator-0", "learner"):
+        assert f"{role} was killed by SIGKILL" in run.output
+    run.assert_nothing_left()
+
+
+def test_a_role_that_fails_again_and_again_ends_the_run(start_run: Callable[..., TinyRun]):
+    run = start_run(run__steps=1000, deploy__max_restarts=0)
+    run.wait_until(lambda: run.steps() >= 1, "first learner step")
+    broker = run.process_with("broker.main")
+    assert broker is not None
+    broker.send_signal(signal.SIGKILL)
+    assert run.wait(60) == 1
+    assert "broker was killed by SIGKILL" in run.output
+    run.assert_nothing_left()
