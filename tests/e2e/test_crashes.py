@@ -118,17 +118,19 @@ def kill_one(run: TinyRun, role: str) -> None:
     process.kill()
 
 
-@pytest.mark.parametrize("seed", [pytest.param(1, id="seed-1")])
+@pytest.mark.parametrize(
+    "seed", [1, *(pytest.param(seed, marks=pytest.mark.chaos) for seed in (2, 3, 4))]
+)
 def test_a_broker_its_redis_a_generator_and_a_learner_are_killed_in_one_run(
     start_run: Callable[..., TinyRun], seed: int
 ):
     rng = random.Random(seed)
-    run = start_run(
-        **{key.replace(".", "__"): value for key, value in SETTINGS.items()},
-        run__max_staleness_steps=2,
-        sampling__min_response_tokens=12,
-        broker__lease_s=4.0,
-    )
+    wanted = SETTINGS | {
+        "run.max_staleness_steps": 2,
+        "sampling.min_response_tokens": 12,
+        "broker.lease_s": 4.0,
+    }
+    run = start_run(**{key.replace(".", "__"): value for key, value in wanted.items()})
     roles = ["broker.main", "redis", "--name generator-0", "learner.main"]
     rng.shuffle(roles)
     for number, role in enumerate(roles):
