@@ -32,6 +32,7 @@ from wire.versions import PolicyVersion
 RATE = 500.0  # leases per second, of all generators together
 _NUM_DRIVERS = 2
 _GROUPS = 200_000
+_LATE_S = 0.0002  # a wait while all generators are waiting
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,12 +97,13 @@ def ask_on_schedule(
     while window.value < 2:
         now = time.monotonic()
         while due <= now:
-            one = chance.choice(generators)
-            if not one.asked:  # one of these at a time is all that the broker keeps
-                wanted = LeaseGroups(adopted=adopted, max_sequences=1, wait_s=5.0)
-                one.asked[one.peer.send(wanted)] = due
-                due += chance.expovariate(rate)
-                listen(one)
+            idle = [one for one in chance.sample(generators, min(5, count)) if not one.asked]
+            if not idle:
+                break  # the broker keeps one such request of each: ask as soon as one is answered
+            wanted = LeaseGroups(adopted=adopted, max_sequences=1, wait_s=5.0)
+            idle[0].asked[idle[0].peer.send(wanted)] = due
+            due += chance.expovariate(rate)
+            listen(idle[0])
         while beats[0][0] <= now:
             at, i = heapq.heappop(beats)
             one = generators[i]
@@ -109,7 +111,7 @@ def ask_on_schedule(
                 one.peer.send(Heartbeat(lease_ids=tuple(one.held)))
                 listen(one)
             heapq.heappush(beats, (at + heartbeat_s, i))
-        for fd, _ in poll.poll(max(0.0, min(due, beats[0][0]) - time.monotonic())):
+        for fd, _ in poll.poll(max(_LATE_S, min(due, beats[0][0]) - time.monotonic())):
             listen(by_fd[fd])
     for one in generators:
         one.peer.close()

@@ -210,6 +210,10 @@ class Driver:
             raise RuntimeError(f"a driver failed: {value}")
         return value
 
+    @property
+    def is_running(self) -> bool:
+        return self._process.is_alive() and not self._receiver.poll(0)
+
     def stop(self) -> None:
         if self._process.is_alive():
             self._process.kill()

@@ -178,10 +178,10 @@ class Scorer:
 class Learner:
     """Takes batches, fetches their payloads, commits; asks for the next batch meanwhile."""
 
-    def __init__(self, peer: Peer, *, seal_every: int) -> None:
+    def __init__(self, peer: Peer, *, step: int, seal_every: int) -> None:
         self.peer = peer
         self._seal_every = seal_every
-        self.version = peer.ask(TakeOver(step=0), TookOver).version
+        self.version = peer.ask(TakeOver(step=step), TookOver).version
         self.trained: list[tuple[float, int, int]] = []  # (monotonic, trajectories, bytes) so far
         self.fetched_bytes = 0
         self._num_trained = 0
@@ -277,36 +277,45 @@ def generate(
 
 def consume(
     endpoint: str,
-    version: Any,
-    stop: Any,
+    version: Any,  # noqa: ANN401 a shared number
+    stop: Any,  # noqa: ANN401 a shared number
     steps: int,
     score_limit: int,
     seal_every: int,
+    first_step: int = 0,
 ) -> list[tuple[float, int, int]]:
-    """Score, and train ``steps`` steps (0: until told to stop; -1: none at all).
+    """Score, and train; return (time, trajectories, bytes) after each step.
 
-    Without training it ends after ``score_limit`` scores.
+    Args:
+        endpoint: of the broker.
+        version: the learner's, for the generators.
+        stop: not 0 ends it.
+        steps: to train; 0 is until told to stop, -1 trains nothing.
+        score_limit: scores to give before it ends by itself.
+        seal_every: steps from one durable checkpoint to the next; 0 makes none.
+        first_step: where the learner goes on.
     """
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     scorer = Scorer(Peer(context, endpoint, "reward_worker", "reward-worker-0"))
-    poller = zmq.Poller()
-    poller.register(scorer.peer.socket, zmq.POLLIN)
+    peers = [scorer.peer]
     learner = None
     if steps >= 0:
-        learner = Learner(Peer(context, endpoint, "learner", "learner"), seal_every=seal_every)
-        poller.register(learner.peer.socket, zmq.POLLIN)
+        peer = Peer(context, endpoint, "learner", "learner")
+        learner = Learner(peer, step=first_step, seal_every=seal_every)
+        peers.append(learner.peer)
         version.value = pack(learner.version)
-    while not stop.value:
+    poller = zmq.Poller()
+    for peer in peers:
+        poller.register(peer.socket, zmq.POLLIN)
+    trains = learner is not None
+    while not stop.value and (trains or scorer.scored < score_limit):
         poller.poll(50)
         scorer.listen()
-        if learner is None:
-            if scorer.scored >= score_limit:
-                break
-            continue
-        if learner.listen():
+        if learner is not None and trains and learner.listen():
             version.value = pack(learner.version)
-            if steps and learner.version.step >= steps:
-                break
-    for peer in (scorer.peer, *((learner.peer,) if learner else ())):
+            trains = not steps or learner.version.step < first_step + steps
+            if not trains:
+                poller.unregister(learner.peer.socket)
+    for peer in peers:
         peer.close()
     return learner.trained if learner else []
