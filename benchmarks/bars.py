@@ -9,9 +9,15 @@ class Bars:
 
     def at_least(self, name: str, value: float, unit: str, *, needs: float) -> None:
         """Print a bar that must reach a value."""
-        ok = value >= needs
+        self._print(name, value, unit, f">= {needs:g}", value >= needs)
+
+    def at_most(self, name: str, value: float, unit: str, *, needs: float) -> None:
+        """Print a bar that must stay below a value."""
+        self._print(name, value, unit, f"<= {needs:g}", value <= needs)
+
+    def _print(self, name: str, value: float, unit: str, needs: str, ok: bool) -> None:
         self._short = self._short or not ok
-        print(f"bar {name}: {value:.3f} {unit} (needs >= {needs:g}): {'ok' if ok else 'short'}")
+        print(f"bar {name}: {value:.3f} {unit} (needs {needs}): {'ok' if ok else 'short'}", flush=True)
 
     @property
     def exit_code(self) -> int:

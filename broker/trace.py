@@ -90,7 +90,8 @@ class _Follower:
                 self._note(at_s, self._of_lease.pop(lease_id, -1), f"lease ended: {reason}")
             case Generated(header=header):
                 versions = ", ".join(
-                    f"{count} by {version.label}" for version, count in header.tokens_by_version()
+                    f"{count} tokens by {version.label}"
+                    for version, count in header.tokens_by_version()
                 )
                 self._note(
                     at_s,

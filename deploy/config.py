@@ -92,6 +92,14 @@ def run_config(table: Table) -> RunConfig:
             "deploy.share_gpus needs weightbus.backend = gloo: NCCL connects no two processes on "
             f"one GPU, got {config.learner.weightbus.backend}"
         )
+    replicas = config.learner.learner.ranks // config.learner.learner.tensor_parallel
+    smallest = config.run.fewest_groups * config.run.group_size
+    if config.run.epochs and smallest < replicas:
+        raise ConfigError(
+            f"the last step of run.epochs may hold run.min_groups = {config.run.fewest_groups} "
+            f"groups of {config.run.group_size}, but learner.ranks make {replicas} replicas that "
+            "need a trajectory each"
+        )
     sampling = config.generators.sampling
     longest = sampling.max_prompt_tokens + sampling.max_response_tokens
     if longest > config.learner.learner.max_tokens_per_microbatch:

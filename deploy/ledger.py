@@ -38,6 +38,8 @@ def print_account(folder: Path, console: Console, *, num_items: int, as_json: bo
     except PeerLostError:
         view = _account_on_file(folder)
         age = f"as of step {view.version.step}: no broker answers for {folder}"
+        if view.finished:
+            age = "the run has ended"
     if as_json:
         return print_json(view)
     if age:
@@ -87,7 +89,7 @@ def _equation(view: LedgerView) -> Table:
 def _reasons(view: LedgerView) -> Table:
     grid = Table.grid(padding=(0, 3))
     of = f" of {view.prompts}" if view.prompts is not None else ""
-    kept = f" in steps {_ranges(view.replay_steps)}" if view.replay_steps else ""
+    kept = f" ({_steps(view.replay_steps)})" if view.replay_steps else ""
     rows = {
         "in flight": _counts(view.in_flight) or "nothing",
         "dropped": _counts(view.dropped) or "nothing",
@@ -188,5 +190,5 @@ def _size(num_bytes: int) -> str:
     return f"{value:.1f} GiB"
 
 
-def _ranges(steps: Sequence[int]) -> str:
-    return f"{steps[0]} to {steps[-1]}" if len(steps) > 1 else str(steps[0])
+def _steps(steps: Sequence[int]) -> str:
+    return f"steps {steps[0]} to {steps[-1]}" if len(steps) > 1 else f"step {steps[0]}"

@@ -132,9 +132,8 @@ def kill_everything(it: Chaos) -> None:
 def resumed(it: Chaos) -> None:
     """Start every role again, as `slipstream run --resume auto` does."""
     newest = newest_checkpoint(it.run_folder)
-    assert newest is not None
     for name, plan in it.plans.items():
-        extra = (f"run.resume_from={newest}",) if name == "broker" else ()
+        extra = (f"run.resume_from={newest}",) if newest and name == "broker" else ()
         it.supervisor.start(RolePlan(name, (*plan.command, *extra), environment=plan.environment))
 
 
@@ -150,6 +149,17 @@ def test_a_run_whose_processes_all_died_at_once_goes_on(folder: Path, redis_surv
         it.finish(timeout_s=60)
         view = it.assert_nothing_was_lost(120)
         assert (view.requeued, view.redelivered_steps > 0) == (0, redis_survives)
+
+
+def test_a_run_that_died_before_its_first_checkpoint_goes_on(folder: Path):
+    with chaos_run(folder, prompts=80, trainer_arguments=("--save-every", "1000")) as it:
+        it.start()
+        it.wait_until(lambda: it.steps() >= 5, "fifth step")
+        kill_everything(it)
+        resumed(it)
+        it.finish(timeout_s=60)
+        view = it.assert_nothing_was_lost(80)
+        assert (view.requeued, view.redelivered_steps >= 5) == (0, True)
 
 
 def test_a_second_broker_does_not_start_beside_the_first(folder: Path):

@@ -1,0 +1,142 @@
+"""What every engine promises, asked of the scripted one and of a real SGLang."""
+
+import asyncio
+import tempfile
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from generators.config import generator_settings
+from generators.engine import Completion, InferenceEngine, SamplingParams
+from generators.scripted_engine import ScriptedEngine
+from generators.sglang_engine import SglangEngine
+from generators.sglang_process import SglangProcess
+from tests.e2e.tiny_run import write_policy
+from wire.versions import PolicyVersion
+
+pytestmark = pytest.mark.timeout(120)
+Scenario = Callable[[InferenceEngine], Awaitable[None]]
+OnEngine = Callable[[Scenario], None]
+OLD, NEW = PolicyVersion(1, 3), PolicyVersion(1, 4)
+PROMPT = [3, 4, 13]
+SHORT = SamplingParams(temperature=1.0, max_new_tokens=12, min_new_tokens=12)
+LONG = SamplingParams(temperature=1.0, max_new_tokens=300, min_new_tokens=300)
+
+
+@pytest.fixture(scope="module")
+def sglang() -> Iterator[SglangProcess]:
+    with tempfile.TemporaryDirectory(prefix="sp-", dir="/tmp") as name:
+        folder = Path(name)
+        write_policy(folder / "model")
+        settings = generator_settings(
+            {
+                "run": {"name": "p", "dir": name, "model": str(folder / "model")},
+                "sampling": {"max_prompt_tokens": 16, "max_response_tokens": 440},
+                "generators": {"device": "cpu", "max_cached_tokens": 4096},
+            }
+        )
+        process = SglangProcess.start(settings, "generator-0")
+        try:
+            asyncio.run(process.until_ready(90))
+            yield process
+        finally:
+            process.stop()
+
+
+@pytest.fixture(params=["scripted", pytest.param("sglang", marks=pytest.mark.integration)])
+def on_engine(request: pytest.FixtureRequest) -> OnEngine:
+    """Run a coroutine on an engine that is labelled OLD."""
+
+    async def run(scenario: Scenario) -> None:
+        if request.param == "scripted":
+            scripted = ScriptedEngine(vocabulary=40, end_token_id=2, tokens_per_second=500.0)
+            await scripted.label(OLD)
+            await scenario(scripted)
+            return
+        server: SglangProcess = request.getfixturevalue("sglang")
+        engine = SglangEngine(
+            server.url, server.api_key, request_timeout_s=60, control_timeout_s=20
+        )
+        try:
+            await engine.label(OLD)
+            await scenario(engine)
+        finally:
+            await engine.close()
+
+    if request.param == "sglang":
+        request.getfixturevalue("sglang")  # outside of the event loop
+    return lambda scenario: asyncio.run(run(scenario))
+
+
+def ids(completions: list[Completion]) -> list[list[int]]:
+    return [completion.token_ids for completion in completions]
+
+
+def test_there_are_as_many_answers_as_asked_for_each_with_a_logprob_per_token(on_engine: OnEngine):
+    async def scenario(engine: InferenceEngine) -> None:
+        answers = await engine.sample(PROMPT, SHORT, count=3, seeds=[1, 2, 3])
+        assert len(answers) == 3
+        for answer in answers:
+            assert len(answer.token_ids) == len(answer.logprobs) == 12
+            assert all(logprob <= 0.0 for logprob in answer.logprobs)
+            assert answer.version_starts == [(0, OLD)]
+            assert answer.finish_reason == "length"
+
+    on_engine(scenario)
+
+
+def test_a_seed_decides_an_answer_whatever_is_answered_beside_it(on_engine: OnEngine):
+    async def scenario(engine: InferenceEngine) -> None:
+        (alone,) = ids(await engine.sample(PROMPT, SHORT, count=1, seeds=[7]))
+        among = ids(await engine.sample(PROMPT, SHORT, count=3, seeds=[6, 7, 2**63 - 1]))
+        assert among[1] == alone
+        assert len({tuple(answer) for answer in among}) == 3
+        unseeded = ids(await engine.sample(PROMPT, SHORT, count=3))
+        assert len({tuple(answer) for answer in unseeded}) == 3
+
+    on_engine(scenario)
+
+
+def test_greedy_answers_are_equal(on_engine: OnEngine):
+    async def scenario(engine: InferenceEngine) -> None:
+        greedy = SamplingParams(temperature=0.0, max_new_tokens=12)
+        first, second = ids(await engine.sample(PROMPT, greedy, count=2))
+        assert first == second
+
+    on_engine(scenario)
+
+
+def test_a_version_that_comes_in_mid_answer_is_told_to_the_token(on_engine: OnEngine):
+    async def scenario(engine: InferenceEngine) -> None:
+        asked = asyncio.create_task(engine.sample(PROMPT, LONG, count=2, seeds=[1, 2]))
+        await asyncio.sleep(0.15)
+        assert await engine.pause() == 2
+        await asyncio.sleep(0.2)
+        assert not asked.done(), "an answer was finished in the pause"
+        await engine.label(NEW)
+        await engine.resume()
+        for answer in await asked:
+            (first, old), (second, new) = answer.version_starts
+            assert (first, old, new) == (0, OLD, NEW)
+            assert 0 < second < 300
+
+    on_engine(scenario)
+
+
+def test_an_answer_that_is_cancelled_ends(on_engine: OnEngine):
+    async def scenario(engine: InferenceEngine) -> None:
+        asked = asyncio.create_task(engine.sample(PROMPT, LONG, count=2, seeds=[1, 2]))
+        await asyncio.sleep(0.1)
+        asked.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asked
+        for _ in range(50):
+            await asyncio.sleep(0.05)
+            in_flight = await engine.pause()
+            await engine.resume()
+            if in_flight == 0:
+                return
+        pytest.fail(f"{in_flight} answers are still being written")
+
+    on_engine(scenario)
