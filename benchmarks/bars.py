@@ -17,7 +17,9 @@ class Bars:
 
     def _print(self, name: str, value: float, unit: str, needs: str, ok: bool) -> None:
         self._short = self._short or not ok
-        print(f"bar {name}: {value:.3f} {unit} (needs {needs}): {'ok' if ok else 'short'}", flush=True)
+        print(
+            f"bar {name}: {value:.3f} {unit} (needs {needs}): {'ok' if ok else 'short'}", flush=True
+        )
 
     @property
     def exit_code(self) -> int:

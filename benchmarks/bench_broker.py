@@ -56,11 +56,14 @@ def throughput(bars: Bars, ray_python: str) -> None:
             ours.append(broker_throughput(payload_bytes, _TURN_S))
             set_get.append(baselines.set_get_rate(num_bytes, best, _TURN_S / 2))
             xadd.append(baselines.xadd_rate(num_bytes, baselines.Way(64), _TURN_S / 2))
-            say(f"  {size} broker {ours[-1].rate:.0f}/s SET+GET {set_get[-1]:.0f} XADD {xadd[-1]:.0f}")
+            say(
+                f"  {size} broker {ours[-1].rate:.0f}/s, SET+GET {set_get[-1]:.0f}/s, "
+                f"XADD {xadd[-1]:.0f}/s"
+            )
         mid = median_of(ours)
         say(
-            f"  {size} broker: {mid.rate:.0f}/s, {mid.rate * payload_bytes / 1e6:.0f} MB/s; CPU per "
-            f"trajectory {mid.broker_us:.0f} us, Redis {mid.redis_us:.0f} us, "
+            f"  {size} broker: {mid.rate:.0f}/s, {mid.rate * payload_bytes / 1e6:.0f} MB/s; "
+            f"CPU per trajectory {mid.broker_us:.0f} us, Redis {mid.redis_us:.0f} us, "
             f"producer and consumer {mid.drivers_us:.0f} us"
         )
         ratio = statistics.median(a.rate / b for a, b in zip(ours, set_get, strict=True))
@@ -87,9 +90,7 @@ def against_ray(bars: Bars, size: str, num_bytes: int, rate: float, ray_python: 
 
 
 def against_http(bars: Bars, size: str, payload_bytes: int, rate: float) -> None:
-    rates = {
-        way: baselines.http_rate(payload_bytes, way, _TUNE_S) for way in baselines.HTTP_WAYS
-    }
+    rates = {way: baselines.http_rate(payload_bytes, way, _TUNE_S) for way in baselines.HTTP_WAYS}
     for way, other in rates.items():
         say(f"  {size} HTTP JSON, {baselines.describe_http(way)}: {other:.0f}/s")
     typed = max(other for way, other in rates.items() if way.typed)
@@ -109,7 +110,8 @@ def forwarding(bars: Bars, _ray_python: str) -> None:
             in_python = forwarding_cpu(payload_bytes, count, in_c=False)
             say(
                 f"  {size} CPU per trajectory in us: broker {1e6 * own:.0f} (its Redis "
-                f"{1e6 * redis:.0f}), zmq.proxy in C {1e6 * in_c:.0f}, Python loop {1e6 * in_python:.0f}"
+                f"{1e6 * redis:.0f}), zmq.proxy in C {1e6 * in_c:.0f}, "
+                f"Python loop {1e6 * in_python:.0f}"
             )
             ratios.append(own / min(in_c, in_python))
         bars.at_most(
@@ -159,8 +161,9 @@ def items(bars: Bars, _ray_python: str) -> None:
                 back = restart(broker, folder)
                 say(
                     f"  restart with payloads of {SMALL_BYTES} bytes: Redis alone "
-                    f"{back.redis_s:.2f} s for {back.aof_bytes / 1e6:.0f} MB, all {back.whole_s:.2f}"
-                    f" s; the broker's part is {back.broker_s / back.redis_s:.1f} x"
+                    f"{back.redis_s:.2f} s for {back.aof_bytes / 1e6:.0f} MB, "
+                    f"all {back.whole_s:.2f} s; the broker's part is "
+                    f"{back.broker_s / back.redis_s:.1f} x"
                 )
     bars.at_most("item_cpu_100000_vs_1000_in_flight", costs[_MANY] / costs[_FEW], "x", needs=1.3)
 

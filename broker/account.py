@@ -1,6 +1,5 @@
 """The account of all items, as a client asks for it."""
 
-import heapq
 from collections.abc import Mapping
 
 from broker.groups import NOBODY, Group
@@ -37,12 +36,12 @@ def account_of(
     """
     state, size = ledger.state, ledger.rules.group_size
     in_flight = ledger.in_flight()
-    oldest = heapq.nsmallest(num_items, ledger.groups.values(), key=lambda g: g.group_id)
+    oldest = [ledger.groups[group_id] for group_id in sorted(ledger.groups)[:num_items]]
     return LedgerView(
         run_name=run_name,
         version=ledger.version,
         last_step=state.last_step,
-        finished=ledger.finished,
+        finished=ledger.over,
         stop_reason=state.stop_reason,
         group_size=size,
         issued=state.issued,

@@ -14,11 +14,11 @@ from broker.book import BookState, LedgerRules, decode_state, encode_state
 from broker.config import BrokerSettings
 from broker.data.mixture import PromptSource, fingerprint_of
 from broker.data.sources import load_eval_problems, load_training_prompts
-from broker.evaluation import EvalPlan
+from broker.evaluation import EvalPlan, EvalRound
 from broker.events import decode_event
 from broker.ledger import Ledger
 from broker.records import FolderRecords, forget_after, last_recorded
-from broker.store import Changes, TrajectoryStore
+from broker.store import Changes, TrajectoryKey, TrajectoryStore
 from broker.trackers.background import BackgroundTrackers
 from broker.trackers.base import Tracker
 from broker.trackers.loading import load_trackers
@@ -27,10 +27,12 @@ from wire.errors import ConfigError
 from wire.eval_metric import check_metric
 from wire.run_folder import BATCHES
 from wire.trajectory import Prompt
+from wire.trajectory_file import cut_from_step
 from wire.versions import PolicyVersion
 
 _log = logging.getLogger(__name__)
 _TRACKERS_START_S = 40.0
+_ID_GAP = 1 << 20  # above all that an abandoned life can have given out since a checkpoint
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,11 +114,15 @@ class Beginning:
     ledger: Ledger
     generation: int  # of this broker
     events: list[bytes]  # the newest, as they were read back
-    stored: Changes  # what has to be written before anything else
 
 
 async def begin_run(
-    settings: BrokerSettings, prompts: Prompts, store: TrajectoryStore, *, restarted: bool = False
+    settings: BrokerSettings,
+    prompts: Prompts,
+    store: TrajectoryStore,
+    *,
+    restarted: bool = False,
+    first_event: int = 0,
 ) -> Beginning:
     """Begin a new run, or go on: with what the store holds, or from run.resume_from.
 
@@ -128,7 +134,8 @@ async def begin_run(
         settings: the broker's.
         prompts: of the run.
         store: of the run; from now on this broker is its only writer.
-        restarted: this process takes the place of one that died, whatever run.resume_from says.
+        restarted: this process takes the place of one that died, and has resumed if it was to.
+        first_event: number from which on events of a ledger without a store are counted.
 
     Raises:
         ConfigError: the run has ended, has other data, or its checkpoint cannot be used.
@@ -136,105 +143,157 @@ async def begin_run(
     generation = await store.claim()
     ledger, events = await _stored_ledger(settings, prompts, store)
     stored = Changes()
-    if settings.run.resume_from and not restarted:
-        ledger, stored = await _resumed(settings, prompts, store, ledger)
-        events = events if stored.snapshot is None else []
-    elif not ledger.state.num_events:
-        await store.clear()  # of a broker that nobody spoke to
-        ledger = build_ledger(settings, prompts)
+    resume_from = settings.run.resume_from
+    has_resumed = restarted and ledger is not None and ledger.state.origin == resume_from
+    if resume_from and not has_resumed:
+        ledger, stored = _resumed(settings, prompts, ledger, first_event)
+        events = []
+    elif ledger is None or not ledger.state.num_events:
+        ledger = build_ledger(settings, prompts)  # or a broker was there that nobody spoke to
         stored = Changes(snapshot=encode_state(ledger.state))
     else:
-        if ledger.finished and not restarted:
+        if ledger.over and not restarted:
             raise ConfigError(
                 f"run {settings.run.name!r} has ended at step {ledger.step}; go on with "
                 "`slipstream run --resume auto` or choose another run.name"
             )
         _check_same_run(ledger, settings)
         _log.info("going on with what the store holds, at step %d", ledger.step)
-    return Beginning(ledger, generation, events, stored)
+    if not stored.is_empty:
+        await store.commit(stored)  # all of it or nothing, before anybody is spoken to
+    return Beginning(ledger, generation, events)
 
 
 async def _stored_ledger(
     settings: BrokerSettings, prompts: Prompts, store: TrajectoryStore
-) -> tuple[Ledger, list[bytes]]:
-    """Return the ledger that the store holds, and the events after its snapshot."""
+) -> tuple[Ledger | None, list[bytes]]:
+    """Return the ledger that the store holds, if any, and the events after its snapshot."""
     data = await store.snapshot()
+    if data is None:
+        return None, []
     try:
-        ledger = build_ledger(settings, prompts, decode_state(data) if data else None)
+        ledger = build_ledger(settings, prompts, decode_state(data))
         events = []
         async for event in store.replay():
             ledger.apply(decode_event(event))
             events.append(event)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, LookupError) as error:
         raise ConfigError(
-            f"the store holds a ledger of run {settings.run.name!r} that cannot be read: {error}; "
-            "go on from a checkpoint on an empty Redis, or choose another run.name"
+            f"the store holds a ledger of run {settings.run.name!r} that cannot be read: "
+            f"{error!r}; go on from a checkpoint on an empty Redis, or choose another run.name"
         ) from error
     ledger.drain()
     return ledger, events
 
 
-async def _resumed(
-    settings: BrokerSettings, prompts: Prompts, store: TrajectoryStore, known: Ledger
+def _resumed(
+    settings: BrokerSettings, prompts: Prompts, known: Ledger | None, first_event: int
 ) -> tuple[Ledger, Changes]:
-    """Go on from run.resume_from: in the store if it reaches back to there, else without it."""
+    """Go on from run.resume_from: in the store if it reaches back to there, else without it.
+
+    Returns the ledger, and what makes it that of the store.
+    """
     run = settings.run
     folder = Path(run.resume_from)
-    data = read_ledger(folder)
-    if not data:
-        raise ConfigError(
-            f"{folder} was trained without a broker: export it and start a new run from it "
-            "(run.model)"
-        )
-    try:
-        saved = decode_state(data)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{folder}: its ledger cannot be read: {error}") from error
+    saved = _ledger_of(folder)
     version = saved.version
     goes_on = (
-        known.state.num_events > 0
+        known is not None
+        and known.state.num_events > 0
         and known.is_ancestor(version)
         and known.can_go_back_to(version.step)
         and known.state.group_size == run.group_size
     )
-    if goes_on:
-        ledger = known
-    else:
-        others = [read_checkpoint_info(path).version for path in checkpoints_in(run.checkpoints)]
-        epoch = max(one.epoch for one in (known.version, version, *others))
-        saved.version = PolicyVersion(epoch, version.step)
-        saved.origin = str(folder)
-        ledger = build_ledger(settings, prompts, saved)
+    ledger = known if known is not None and goes_on else build_ledger(settings, prompts, saved)
     state = ledger.state
     points = [point for point in state.eval_points if point.step <= version.step]
     if reason := ledger.rules.eval_plan.verdict(points):
         raise ConfigError(f"this run has ended: {reason}; change that setting to train on")
     _check_same_run(ledger, settings)
+    released: list[TrajectoryKey] = []
     if goes_on:
-        _log.info("going back from step %d to step %d", known.step, version.step)
+        _log.info("going back from step %d to step %d", ledger.step, version.step)
     else:
-        await store.clear()
+        released = _begin_apart(state, known, settings, first_event)
         forget_after(run.folder, version.step)
         count = len(state.groups)
         _log.info("going on from step %d, %d prompts were in flight", version.step, count)
+    state.origin, state.awaits_learner = run.resume_from, True
     state.stop_reason, state.last_step = "", run.steps
-    return ledger, _rewritten(ledger)
+    return ledger, _under_present_settings(ledger, released)
 
 
-def _rewritten(ledger: Ledger) -> Changes:
-    """Return the whole state as it is to be stored.
+def _ledger_of(checkpoint: Path) -> BookState:
+    data = read_ledger(checkpoint)
+    if not data:
+        raise ConfigError(
+            f"{checkpoint} was trained without a broker: export it and start a new run from it "
+            "(run.model)"
+        )
+    try:
+        return decode_state(data)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{checkpoint}: its ledger cannot be read: {error}") from error
 
-    Under another bound than it was admitted under, what is under way begins anew.
+
+def _begin_apart(
+    state: BookState, known: Ledger | None, settings: BrokerSettings, first_event: int
+) -> list[TrajectoryKey]:
+    """Make sure that nothing of an abandoned life is taken for something of this one.
+
+    Returns the payloads of that life that the store holds.
+    """
+    others = [
+        read_checkpoint_info(path).version for path in checkpoints_in(settings.run.checkpoints)
+    ]
+    epochs = [one.epoch for one in (state.version, *others)]
+    state.num_events = max(state.num_events, first_event)
+    state.next_group_id += _ID_GAP
+    state.next_lease_id += _ID_GAP
+    released: list[TrajectoryKey] = []
+    if known is not None:
+        before = known.state
+        epochs.append(known.version.epoch)
+        state.num_events = max(state.num_events, before.num_events)
+        state.next_group_id = max(state.next_group_id, before.next_group_id)
+        state.next_lease_id = max(state.next_lease_id, before.next_lease_id)
+        held = [*before.groups.values(), *(g for groups in before.replay.values() for g in groups)]
+        released = [key for group in held for key in group.trajectory_keys()]
+    state.version = PolicyVersion(max(epochs), state.version.step)
+    return released
+
+
+def _under_present_settings(ledger: Ledger, released: list[TrajectoryKey]) -> Changes:
+    """Return the whole state as it is to be stored, fit for the settings of now.
+
+    Under another bound or group size than it was admitted under, what is under way begins anew; so
+    do evaluations under other problems or samples.
     """
     state, rules = ledger.state, ledger.rules
-    if state.bound != rules.bound:
-        for group in list(ledger.groups.values()):
-            if group.is_live:
-                ledger.begin_anew(group)
-        state.bound = rules.bound
+    other_size = state.group_size != rules.group_size
+    for group in list(ledger.groups.values()):
+        if group.item == "train" and (other_size or (state.bound != rules.bound and group.is_live)):
+            ledger.begin_anew(group, rules.group_size)
+    _fit_evaluations(ledger)
+    state.bound, state.group_size = rules.bound, rules.group_size
     state.prompts, state.problems = rules.prompts_fingerprint, rules.problems_fingerprint
-    _, released = ledger.drain()
-    return Changes(remove=released, snapshot=encode_state(state))
+    _, freed = ledger.drain()
+    return Changes(remove=[*released, *freed], snapshot=encode_state(state))
+
+
+def _fit_evaluations(ledger: Ledger) -> None:
+    """Have open rounds answered from their beginning if they are not what they would be now."""
+    state, rules = ledger.state, ledger.rules
+    samples, count = rules.eval_plan.section.samples, rules.eval_plan.num_problems
+    groups = [group for group in ledger.groups.values() if group.item == "eval"]
+    same = state.problems == rules.problems_fingerprint and all(
+        group.size == samples for group in groups
+    )
+    if same and all(one.num_problems == count for one in state.eval_rounds.values()):
+        return
+    for group in groups:
+        ledger.forget(group)
+    state.eval_rounds = {step: EvalRound(step, count) for step in state.eval_rounds if count}
 
 
 def _check_same_run(ledger: Ledger, settings: BrokerSettings) -> None:
@@ -288,6 +347,8 @@ async def open_records(
     """
     run, broker = settings.run, settings.broker
     path = run.folder / BATCHES if broker.record_batches else None
+    if path is not None:
+        cut_from_step(path, ledger.step)  # a step that was recorded and not committed
     records = FolderRecords(
         run,
         trackers,
@@ -296,6 +357,7 @@ async def open_records(
         max_batch_bytes=broker.max_recorded_bytes,
         known=ledger.state.eval_points,
     )
+    records.goes_on_with(ledger.state.eval_rounds)
     if path is not None and ledger.step:
         for step in range(last_recorded(path) + 1, ledger.step):
             groups = ledger.state.replay.get(step)

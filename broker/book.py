@@ -6,7 +6,6 @@ and applies the events after it. A checkpoint keeps the same snapshot without wh
 
 from bisect import insort
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import msgspec
@@ -24,9 +23,11 @@ from broker.events import (
     Evicted,
     Generated,
     Issued,
+    LearnerLeft,
     Leased,
     LeaseEnded,
     LedgerEvent,
+    Requeued,
     Scored,
     ScoringFailed,
     Sealed,
@@ -40,7 +41,7 @@ from broker.index import GroupIndex
 from broker.store import TrajectoryKey
 from broker.survivorship import TRAINED, bucket_of
 from wire.status import EvalPoint
-from wire.trajectory import Prompt, Score
+from wire.trajectory import Score
 from wire.versions import PolicyVersion, staleness_steps
 
 REVISION = 1
@@ -87,7 +88,10 @@ class BookState(msgspec.Struct, kw_only=True):
     last_step: int
     stop_reason: str = ""
     version: PolicyVersion = PolicyVersion(0, 0)  # of the learner; epoch 0 is nobody
-    origin: str = ""  # the checkpoint that this life of the run was read from
+    learner: str = ""  # the incarnation that has the epoch
+    awaits_learner: bool = False  # this life of the run has none yet: nothing begins or ends
+    learner_left: bool = False  # in order, at the end
+    origin: str = ""  # the checkpoint that this life of the run goes on from
     forks: dict[int, int] = msgspec.field(default_factory=dict)  # epoch -> step it began at
     cursor: int = 0
     next_group_id: int = 0
@@ -113,6 +117,7 @@ class BookState(msgspec.Struct, kw_only=True):
     batches: dict[int, tuple[int, ...]] = msgspec.field(default_factory=dict)  # step -> group ids
     replay: dict[int, list[Group]] = msgspec.field(default_factory=dict)  # trained, payloads kept
     history: dict[int, TrainedStep] = msgspec.field(default_factory=dict)
+    lost: list[tuple[int, int]] = msgspec.field(default_factory=list)  # to be requeued at once
     eval_rounds: dict[int, EvalRound] = msgspec.field(default_factory=dict)
     eval_points: list[EvalPoint] = msgspec.field(default_factory=list)  # by step
 
@@ -161,15 +166,8 @@ def for_checkpoint(state: BookState) -> BookState:
 class Book:
     """The state, the views of it, and what each event does to them."""
 
-    def __init__(
-        self,
-        rules: LedgerRules,
-        *,
-        prompt_at: Callable[[int], Prompt],
-        state: BookState | None = None,
-    ) -> None:
+    def __init__(self, rules: LedgerRules, state: BookState | None = None) -> None:
         self.rules = rules
-        self._prompt_at = prompt_at
         self.state = state or BookState(
             prompts=rules.prompts_fingerprint,
             problems=rules.problems_fingerprint,
@@ -210,7 +208,14 @@ class Book:
     @property
     def finished(self) -> bool:
         """Tell whether all steps are trained and all evaluations answered."""
-        return self.step >= self.state.last_step and not self.state.eval_rounds
+        state = self.state
+        done = self.step >= state.last_step and not state.eval_rounds
+        return done and not state.awaits_learner
+
+    @property
+    def over(self) -> bool:
+        """Tell whether the learner, too, has done all it wanted: nothing will be asked again."""
+        return self.finished and self.state.learner_left
 
     @property
     def out_of_prompts(self) -> bool:
@@ -273,10 +278,10 @@ class Book:
                 self._apply_score(score)
             case Dropped(group_id=group_id, reason=reason):
                 self._apply_drop(group_id, reason)
-            case EvalRoundOpened(step=step):
-                self._open_round(step)
-            case EvalRoundClosed(step=step):
-                point = self.rules.eval_plan.point(self.state.eval_rounds.pop(step))
+            case EvalRoundOpened(step=step, num_problems=num_problems):
+                self.state.eval_rounds[step] = EvalRound(step, num_problems)
+            case EvalRoundClosed(step=step, point=point):
+                del self.state.eval_rounds[step]
                 insort(self.state.eval_points, point, key=lambda one: one.step)
             case StopPlanned(last_step=step, reason=reason):
                 self.state.last_step, self.state.stop_reason = step, reason
@@ -284,13 +289,23 @@ class Book:
                 self._apply_learner(event)
 
     def _apply_learner(
-        self, event: TakenOver | Delivered | Unbound | Trained | Evicted | Sealed
+        self,
+        event: TakenOver
+        | Requeued
+        | LearnerLeft
+        | Delivered
+        | Unbound
+        | Trained
+        | Evicted
+        | Sealed,
     ) -> None:
         match event:
-            case TakenOver(version=version):
-                self._go_back(version.step)
-                self.state.version = version
-                self.state.forks[version.epoch] = version.step
+            case TakenOver():
+                self._apply_taken_over(event)
+            case Requeued():
+                self._apply_requeued(event)
+            case LearnerLeft():
+                self.state.learner_left = True
             case Delivered(step=step, group_ids=group_ids):
                 self.state.batches[step] = group_ids
                 for group_id in group_ids:
@@ -307,6 +322,34 @@ class Book:
         self._look_for_free_step()
         if not isinstance(event, Delivered | Unbound):
             self._newest_step = self._newest_steps()
+
+    def _apply_taken_over(self, event: TakenOver) -> None:
+        state, version = self.state, event.version
+        self._go_back(version.step)
+        state.version = version
+        state.learner = event.learner
+        state.awaits_learner = state.learner_left = False
+        state.forks[version.epoch] = version.step
+        self._newest_step = self._newest_steps()
+        for group in [g for g in self.groups.values() if g.item == "eval"]:
+            if not self.descends(group):
+                self.begin_anew(group)
+
+    def descends(self, group: Group) -> bool:
+        """Tell whether all that a group holds is of ancestors of the learner's weights."""
+        return group.adopted_step <= self.step and all(
+            self.is_ancestor(run.version)
+            for header in group.headers.values()
+            for run in header.version_runs
+        )
+
+    def begin_anew(self, group: Group, size: int | None = None) -> None:
+        """Forget all that was done about a group, and have it leased as if it were new."""
+        self.forget(group)
+        again = group.prompt_only()
+        again.size = group.size if size is None else size
+        self.groups[group.group_id] = again
+        self.index.enter(again)
 
     def _bind(self, group: Group, step: int) -> None:
         self.index.leave(group)
@@ -350,12 +393,11 @@ class Book:
 
     def _apply_issued(self, event: Issued) -> None:
         state = self.state
-        samples = self.rules.eval_plan.section.samples
         group = Group(
             group_id=event.group_id,
             item=event.item,
             prompt=event.prompt,
-            size=self.rules.group_size if event.item == "train" else samples,
+            size=event.size,
             position=event.cursor,
             eval_step=event.eval_step,
         )
@@ -405,7 +447,7 @@ class Book:
         ]
         for header in headers:
             eval_round.versions.update(run.version for run in header.version_runs)
-        self._forget(group)
+        self.forget(group)
 
     def _apply_drop(self, group_id: int, reason: DropReason) -> None:
         group = self.groups[group_id]
@@ -416,7 +458,7 @@ class Book:
             self.state.dropped[reason] += 1
             self.state.drops_in_a_row += 1
             self._measure(group, reason)
-        self._forget(group)
+        self.forget(group)
 
     def _measure(self, group: Group, fate: str) -> None:
         """Count answers by length and by what became of them."""
@@ -427,10 +469,7 @@ class Book:
         if group.lease_id != NOBODY:
             self.state.cancelled[fate] += group.size - len(group.headers)
 
-    def _open_round(self, step: int) -> None:
-        self.state.eval_rounds[step] = EvalRound(step, self.rules.eval_plan.num_problems)
-
-    def _forget(self, group: Group) -> None:
+    def forget(self, group: Group) -> None:
         """Let go of a group that ended, and of its payloads."""
         self._take_out(group)
         self.released += group.trajectory_keys()
@@ -494,13 +533,13 @@ class Book:
             if kept is not None:
                 self._bind_again(lost, kept)
             else:
-                self._requeue(record)
+                state.lost += record.groups
         state.sealed_step = min(state.sealed_step, step)
         state.eval_points = [point for point in state.eval_points if point.step <= step]
         for eval_step in [s for s in state.eval_rounds if s > step]:
             del state.eval_rounds[eval_step]
             for group in [g for g in self.groups.values() if g.eval_step == eval_step]:
-                self._forget(group)
+                self.forget(group)
 
     def _bind_again(self, step: int, groups: list[Group]) -> None:
         for group in groups:
@@ -512,15 +551,17 @@ class Book:
         self.state.batches[step] = tuple(group.group_id for group in groups)
         self.state.redelivered_steps += 1
 
-    def _requeue(self, record: TrainedStep) -> None:
-        for group_id, position in record.groups:
-            group = Group(
-                group_id=group_id,
-                item="train",
-                prompt=self._prompt_at(position),
-                size=self.rules.group_size,
-                position=position,
-            )
-            self.state.groups[group_id] = group
-            self.index.enter(group)
-            self.state.requeued += 1
+    def _apply_requeued(self, event: Requeued) -> None:
+        state = self.state
+        state.lost.remove((event.of, event.position))
+        group = Group(
+            group_id=event.group_id,
+            item="train",
+            prompt=event.prompt,
+            size=event.size,
+            position=event.position,
+        )
+        state.groups[event.group_id] = group
+        state.next_group_id = event.group_id + 1
+        state.requeued += 1
+        self.index.enter(group)

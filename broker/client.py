@@ -172,13 +172,16 @@ class BrokerClient:
         deadline = time.monotonic() + patience_s
         what = type(request).__name__
         try:
-            await self._send(pending, deadline)
+            if self._returning is None or isinstance(request, Hello):
+                await self._send(pending, deadline)
+            else:  # it is sent after the hello that is under way
+                self._register(pending)
             while (left := deadline - time.monotonic()) > 0:
                 done, _ = await asyncio.wait({future}, timeout=min(left, repeat_s))
                 if done:
                     break
-                if left > repeat_s and self._returning is None:
-                    await self._send(pending, deadline)
+                if left > repeat_s:
+                    self._come_back()  # the hello says which grants have arrived
             else:
                 raise PeerLostError(
                     f"the broker at {self._endpoint} did not answer {what} "
@@ -195,12 +198,15 @@ class BrokerClient:
 
     async def _send(self, pending: _Pending, deadline: float) -> None:
         """Send a request under a new id: from now on only the answer to this sending counts."""
-        self._pending.pop(pending.request_id, None)
-        pending.request_id = next(self._ids).to_bytes(8, "big")
-        self._pending[pending.request_id] = pending
+        self._register(pending)
         with suppress(TimeoutError):
             async with asyncio.timeout(deadline - time.monotonic()):
                 await self._socket.send_multipart([pending.request_id, *pending.frames])
+
+    def _register(self, pending: _Pending) -> None:
+        self._pending.pop(pending.request_id, None)
+        pending.request_id = next(self._ids).to_bytes(8, "big")
+        self._pending[pending.request_id] = pending
 
     async def _receive(self) -> None:
         while True:
@@ -233,10 +239,26 @@ class BrokerClient:
 
     def _come_back(self) -> None:
         if self._returning is None or self._returning.done():
-            self._returning = asyncio.create_task(self._say_hello_again())
+            self._returning = asyncio.create_task(self._return())
 
-    async def _say_hello_again(self) -> None:
-        waiting = [one for one in self._pending.values() if not one.answer.done()]
+    async def _return(self) -> None:
+        """Say hello until the broker answers, then send again what has no answer."""
+        try:
+            while not await self._is_welcome_again():
+                _log.debug("the broker at %s does not answer yet", self._endpoint)
+            deadline = time.monotonic() + self._outage_s
+            waiting = [one for one in self._pending.values() if not one.answer.done()]
+            self._returning = None  # from here on requests are sent as they come
+            _log.info("the broker is back; %d requests are sent again", len(waiting))
+            for pending in waiting:
+                await self._send(pending, deadline)
+        except SlipstreamError as error:
+            self._fail(error)
+        finally:
+            if self._returning is asyncio.current_task():
+                self._returning = None
+
+    async def _is_welcome_again(self) -> bool:
         hello = Hello(
             role=self._hello.role,
             name=self._hello.name,
@@ -249,17 +271,8 @@ class BrokerClient:
         try:
             await self._ask(hello, _HELLO_S)
         except PeerLostError:
-            self._returning = None
-            self._come_back()
-            return
-        except SlipstreamError as error:
-            self._fail(error)
-            return
-        _log.info("the broker is back; %d requests are sent again", len(waiting))
-        deadline = time.monotonic() + self._outage_s
-        self._returning = None
-        for pending in [one for one in self._pending.values() if not one.answer.done()]:
-            await self._send(pending, deadline)
+            return False
+        return True
 
     def _fail(self, error: SlipstreamError) -> None:
         self._failure = error

@@ -4,6 +4,7 @@ from typing import Literal, TypeAlias
 
 import msgspec
 
+from wire.status import EvalPoint
 from wire.trajectory import ItemKind, Prompt, Score, TrajectoryHeader
 from wire.versions import PolicyVersion
 
@@ -35,6 +36,7 @@ class Issued(Event, frozen=True):
     item: ItemKind
     prompt: Prompt
     cursor: int  # position in the prompt source (train) or in the evaluation round (eval)
+    size: int  # siblings
     eval_step: int = -1
 
 
@@ -98,12 +100,14 @@ class EvalRoundOpened(Event, frozen=True):
     """Held-out problems are to be answered by the policy of this step or a newer one."""
 
     step: int
+    num_problems: int
 
 
 class EvalRoundClosed(Event, frozen=True):
     """Every item of the round has ended."""
 
     step: int
+    point: EvalPoint
 
 
 class TakenOver(Event, frozen=True):
@@ -115,6 +119,21 @@ class TakenOver(Event, frozen=True):
 
     version: PolicyVersion
     checkpoint: str = ""
+    learner: str = ""  # who it was granted to
+
+
+class Requeued(Event, frozen=True):
+    """A group of a lost step whose payload is gone is to be generated again, under another id."""
+
+    group_id: int
+    of: int  # its id so far
+    position: int
+    prompt: Prompt
+    size: int
+
+
+class LearnerLeft(Event, frozen=True):
+    """The run is complete and its learner has nothing to do any more: everybody may leave."""
 
 
 class StopPlanned(Event, frozen=True):
@@ -169,6 +188,8 @@ LedgerEvent: TypeAlias = (
     | EvalRoundClosed
     | StopPlanned
     | TakenOver
+    | Requeued
+    | LearnerLeft
     | Delivered
     | Unbound
     | Trained

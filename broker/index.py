@@ -19,8 +19,8 @@ class GroupIndex:
         self.num_live = 0
         self._heaps: dict[int, list[int]] = {}  # deadline -> ready groups, and some that were
         self._ready_ids: set[int] = set()
-        self.again: dict[int, Group] = {}  # leased before, in nobody's hands
-        self.fresh: dict[int, Group] = {}  # never leased
+        self.again: dict[int, Group] = {}  # leased before or for evaluation, in nobody's hands
+        self.fresh: dict[int, Group] = {}  # to be trained, never leased
         for group in groups:
             self.enter(group)
 
@@ -30,7 +30,7 @@ class GroupIndex:
         if group.item == "train":
             self._in_state[state] += 1
         if state == "issued":
-            (self.fresh if group.adopted_step < 0 else self.again)[group.group_id] = group
+            self._queue_of(group)[group.group_id] = group
         if group.is_live:
             deadline = self._bound.deadline(group.adopted_step)
             self.num_live += 1
@@ -46,7 +46,7 @@ class GroupIndex:
         if group.item == "train":
             self._in_state[state] -= 1
         if state == "issued":
-            (self.fresh if group.adopted_step < 0 else self.again).pop(group.group_id, None)
+            self._queue_of(group).pop(group.group_id, None)
         if group.is_live:
             deadline = self._bound.deadline(group.adopted_step)
             self.num_live -= 1
@@ -55,6 +55,11 @@ class GroupIndex:
                 self._ready_ids.discard(group.group_id)
                 if not self._count_down(self.ready, deadline):
                     self._heaps.pop(deadline, None)
+
+    def _queue_of(self, group: Group) -> dict[int, Group]:
+        """Return where a group waits to be leased; only what was never leased needs a permit."""
+        is_new = group.adopted_step < 0 and group.item == "train"
+        return self.fresh if is_new else self.again
 
     @staticmethod
     def _count_down(counts: Counter[int], deadline: int) -> bool:

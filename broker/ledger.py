@@ -33,10 +33,12 @@ from broker.events import (
     Evicted,
     Generated,
     Issued,
+    LearnerLeft,
     Leased,
     LeaseEnd,
     LeaseEnded,
     LedgerEvent,
+    Requeued,
     Scored,
     ScoringFailed,
     Sealed,
@@ -67,7 +69,8 @@ class Ledger(Book):
         eval_prompt_at: Callable[[int], Prompt],
         state: BookState | None = None,
     ) -> None:
-        super().__init__(rules, prompt_at=prompt_at, state=state)
+        super().__init__(rules, state)
+        self._prompt_at = prompt_at
         self._eval_prompt_at = eval_prompt_at
         self._events: list[LedgerEvent] = []
         self._expiry: OrderedDict[int, float] = OrderedDict()  # lease -> time, in order
@@ -83,17 +86,13 @@ class Ledger(Book):
         return events, released
 
     def restarted(self, now_s: float) -> None:
-        """Begin anew after a replay: nothing is to be stored, every lease has a full term."""
+        """Begin after a replay: nothing is to be stored, every lease has a full term."""
         self.drain()
-        expires_s = now_s + self.rules.lease_s
-        self._expiry = OrderedDict.fromkeys(self.leases, expires_s)
+        self.renew_leases(now_s)
 
-    def begin_anew(self, group: Group) -> None:
-        """Forget what was generated of a group; no event: the whole state is stored after it."""
-        self._forget(group)
-        again = group.prompt_only()
-        self.groups[group.group_id] = again
-        self.index.enter(again)
+    def renew_leases(self, now_s: float) -> None:
+        """Give every lease a full term: its holder could not have been heard."""
+        self._expiry = OrderedDict.fromkeys(self.leases, now_s + self.rules.lease_s)
 
     # ---- generation ----------------------------------------------------------
 
@@ -107,7 +106,8 @@ class Ledger(Book):
             live=live,
             booked=state.batches,
         )
-        remaining = (state.last_step - self.step - len(state.batches)) * groups_per_step - live
+        booked = sum(step < state.last_step for step in state.batches)
+        remaining = (state.last_step - self.step - booked) * groups_per_step - live
         room = rules.max_in_flight - live
         if state.untrained_bytes > rules.high_water_bytes:
             room = min(room, groups_per_step - live)
@@ -117,7 +117,7 @@ class Ledger(Book):
         self, holder: str, adopted: PolicyVersion, *, max_sequences: int, now_s: float
     ) -> list[LeasedGroup]:
         """Grant generation work: lapsed groups first, then evaluation, then new prompts."""
-        if adopted.epoch != self.version.epoch:
+        if adopted.epoch != self.version.epoch or self.state.awaits_learner:
             return []
         granted: list[LeasedGroup] = []
         room = max_sequences
@@ -156,9 +156,9 @@ class Ledger(Book):
                 return group
             if group.item == "eval":
                 return None  # smaller work would take the lanes that it waits for
-        samples = self.rules.eval_plan.section.samples
         for step, eval_round in self.state.eval_rounds.items():
             if eval_round.unissued and adopted.step >= step:
+                samples = self.rules.eval_plan.section.samples
                 return self._issue_eval(step, eval_round) if samples <= room else None
         if self.rules.group_size > room or self.permits(adopted) == 0:
             return None
@@ -169,7 +169,10 @@ class Ledger(Book):
     def _issue(self) -> Group:
         group_id, cursor = self.state.next_group_id, self.state.cursor
         prompt = self._prompt_at(cursor)
-        self._record(Issued(group_id=group_id, item="train", prompt=prompt, cursor=cursor))
+        size = self.rules.group_size
+        self._record(
+            Issued(group_id=group_id, item="train", prompt=prompt, cursor=cursor, size=size)
+        )
         return self.groups[group_id]
 
     def _issue_eval(self, step: int, eval_round: EvalRound) -> Group:
@@ -177,7 +180,14 @@ class Ledger(Book):
         cursor = eval_round.next_problem
         prompt = self._eval_prompt_at(cursor)
         self._record(
-            Issued(group_id=group_id, item="eval", prompt=prompt, cursor=cursor, eval_step=step)
+            Issued(
+                group_id=group_id,
+                item="eval",
+                prompt=prompt,
+                cursor=cursor,
+                size=self.rules.eval_plan.section.samples,
+                eval_step=step,
+            )
         )
         return self.groups[group_id]
 
@@ -307,8 +317,9 @@ class Ledger(Book):
             self._close_eval_if_complete(group.eval_step)
 
     def _close_eval_if_complete(self, step: int) -> None:
-        if self.state.eval_rounds[step].complete:
-            self._record(EvalRoundClosed(step=step))
+        eval_round = self.state.eval_rounds[step]
+        if eval_round.complete:
+            self._record(EvalRoundClosed(step=step, point=self.rules.eval_plan.point(eval_round)))
             if reason := self.rules.eval_plan.verdict(self.state.eval_points):
                 self.plan_stop(reason)
 
@@ -342,16 +353,22 @@ class Ledger(Book):
         known = {*self.state.eval_rounds, *(point.step for point in self.state.eval_points)}
         due = self.rules.eval_plan.is_due(self.step, last_step=self.state.last_step)
         if due and self.step not in known:
-            self._record(EvalRoundOpened(step=self.step))
+            num_problems = self.rules.eval_plan.num_problems
+            self._record(EvalRoundOpened(step=self.step, num_problems=num_problems))
 
     # ---- the learner ---------------------------------------------------------
 
-    def take_over(self, step: int, checkpoint: str = "") -> PolicyVersion:
+    def take_over(self, step: int, checkpoint: str = "", learner: str = "") -> PolicyVersion:
         """Grant a new epoch to a learner that holds the weights after ``step`` steps.
+
+        A learner takes over once in its life: asked again, it gets the epoch that it has.
 
         Raises:
             RefusedError: this run cannot go on from that step.
         """
+        if learner and learner == self.state.learner:
+            epoch = self.version.epoch
+            return PolicyVersion(epoch, self.state.forks[epoch])
         if not self.can_go_back_to(step):
             known = min(self.state.history, default=self.step)
             raise RefusedError(
@@ -360,34 +377,41 @@ class Ledger(Book):
                 "(slipstream run --resume CHECKPOINT) or start a new run (run.name)"
             )
         version = PolicyVersion(self.version.epoch + 1, step)
-        self._record(TakenOver(version=version, checkpoint=checkpoint))
-        self._drop_orphans()
+        self._record(TakenOver(version=version, checkpoint=checkpoint, learner=learner))
+        for group_id, position in list(self.state.lost):
+            self._requeue(group_id, position)
+        self._drop_past_the_end()
+        for group in list(self.groups.values()):
+            orphaned = group.bound_to == NOBODY and not self.descends(group)
+            if orphaned and group.item == "train":
+                self._drop(group, "orphaned")
         self._open_eval_if_due()
         return version
 
-    def _drop_orphans(self) -> None:
-        """Drop what was sampled, or is being sampled, by weights of the abandoned steps."""
-        for group in list(self.groups.values()):
-            if group.bound_to != NOBODY or group.item == "eval":
-                if group.item == "eval" and group.adopted_step > self.step:
-                    self._take_back(group)
-                continue
-            if not self._descends(group):
-                self._drop(group, "orphaned")
-
-    def _take_back(self, group: Group) -> None:
-        """Have an evaluation's problem answered anew."""
-        lease = self.leases.get(group.lease_id)
-        if lease is not None:
-            self._end_lease(lease, "orphaned")
-
-    def _descends(self, group: Group) -> bool:
-        """Tell whether all that a group holds is of ancestors of the learner's weights."""
-        return group.adopted_step <= self.step and all(
-            self.is_ancestor(run.version)
-            for header in group.headers.values()
-            for run in header.version_runs
+    def _requeue(self, group_id: int, position: int) -> None:
+        """Have a prompt of a lost step answered again: what was answered is gone."""
+        self._record(
+            Requeued(
+                group_id=self.state.next_group_id,
+                of=group_id,
+                position=position,
+                prompt=self._prompt_at(position),
+                size=self.rules.group_size,
+            )
         )
+
+    def _drop_past_the_end(self) -> None:
+        """Let go of batches that the run, which was made shorter, does not reach any more."""
+        for step in sorted(s for s in self.state.batches if s >= self.state.last_step):
+            groups = [self.groups[group_id] for group_id in self.state.batches[step]]
+            self._record(Unbound(step=step))
+            for group in groups:
+                self._drop(group, "run_ended")
+
+    def learner_leaves(self) -> None:
+        """Record that the learner of a run that is complete has nothing left to do."""
+        if self.finished and not self.state.learner_left:
+            self._record(LearnerLeft())
 
     def deliver(self, version: PolicyVersion, step: int | None = None) -> Delivery:
         """Return the batch of a learner step, or what it waits for, or None at the end.
@@ -460,8 +484,14 @@ class Ledger(Book):
             groups = [self.groups[group_id] for group_id in self.state.batches[step]]
             self._record(Unbound(step=step))
             for group in groups:
-                if not self._descends(group):
-                    self._drop(group, "orphaned")
+                self._put_back(group, step)
+
+    def _put_back(self, group: Group, step: int) -> None:
+        """Have a group of a batch that was taken apart wait again, if it may still be trained."""
+        if not self.descends(group):
+            self._drop(group, "orphaned")
+        elif self.rules.bound.deadline(group.adopted_step) < step:
+            self._drop(group, "stale")  # delivered again under a smaller bound
 
     def reject_batch(
         self, version: PolicyVersion, step: int, reason: DropReason, group_ids: Collection[int]
@@ -476,8 +506,8 @@ class Ledger(Book):
         for group in groups:
             if group.group_id in group_ids:
                 self._drop(group, reason)
-            elif not self._descends(group):
-                self._drop(group, "orphaned")
+            else:
+                self._put_back(group, step)
 
     def commit(self, version: PolicyVersion, metrics: dict[str, float]) -> None:
         """Record that the learner trained the step that leads to ``version``."""
@@ -528,9 +558,9 @@ class Ledger(Book):
         return tuple(
             group.group_id
             for group in self.groups.values()
-            if group.item == "eval"
+            if (group.item == "eval" and self.step >= self.state.last_step)
             or (
-                group.bound_to == NOBODY
+                group.is_live
                 and group.state != "ready"
                 and (not_yet.overdue is None or deadline(group.adopted_step) <= not_yet.overdue)
             )

@@ -11,7 +11,8 @@ rollouts/batches.trajectories   trained batches whole, if broker.record_batches
 import asyncio
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
@@ -55,8 +56,8 @@ class RunRecords:
     def evaluations(self, points: Sequence[EvalPoint]) -> None:
         """These are all evaluation rounds so far."""
 
-    def eval_answers(self, group: Group, frames: Frames) -> None:
-        """All answers to one held-out problem have their rewards."""
+    def eval_answers(self, group: Group, frames: Mapping[int, StoredTrajectory]) -> None:
+        """All answers to one held-out problem have their rewards; frames by sibling."""
 
     async def batch(self, step: int, groups: Sequence[tuple[Group, Frames]]) -> None:
         """A learner step trained these groups."""
@@ -90,6 +91,7 @@ class FolderRecords(RunRecords):
         self._open_batches()
         self._points = list(known)  # of before a resume: logged already
         self._num_answers: dict[int, int] = {}  # by step, in this life of the run
+        self._last_step = -1  # the newest whose batch is recorded
         self._folder = run.folder / EVAL
         if known:
             self._write_results(known)
@@ -103,6 +105,14 @@ class FolderRecords(RunRecords):
     def _open_batches(self) -> None:
         if self._batches_file is not None:
             self._batches = TrajectoryFileWriter(self._batches_file, self._max_batch_bytes)
+            self._last_step = last_recorded(self._batches_file)
+
+    def goes_on_with(self, eval_steps: Iterable[int]) -> None:
+        """Add to the answers of evaluations that another broker began, and do not begin anew."""
+        files = answers_files(self._run.folder)
+        for step in eval_steps:
+            if step in files:
+                self._num_answers[step] = len(files[step].read_text().splitlines())
 
     def end_batches(self) -> None:
         """Record no more batches."""
@@ -113,7 +123,8 @@ class FolderRecords(RunRecords):
     @override
     def packages(self, versions: Mapping[str, str]) -> None:
         """Replace versions.json."""
-        write_versions(self._run, versions)
+        with _full_disk_tolerated("versions.json"):
+            write_versions(self._run, versions)
 
     @override
     def step(self, point: StepPoint, status: RunStatus, account: LedgerView) -> None:
@@ -136,10 +147,11 @@ class FolderRecords(RunRecords):
     def _write_results(self, points: Sequence[EvalPoint]) -> None:
         self._folder.mkdir(exist_ok=True)
         lines = b"".join(msgspec.json.encode(point) + b"\n" for point in points)
-        replace_text(self._folder / "results.jsonl", lines.decode())
+        with _full_disk_tolerated("eval/results.jsonl"):
+            replace_text(self._folder / "results.jsonl", lines.decode())
 
     @override
-    def eval_answers(self, group: Group, frames: Frames) -> None:
+    def eval_answers(self, group: Group, frames: Mapping[int, StoredTrajectory]) -> None:
         """Write the answers to one problem."""
         step = group.eval_step
         written = self._num_answers.get(step, 0)
@@ -148,15 +160,22 @@ class FolderRecords(RunRecords):
         self._num_answers[step] = written + group.size
         self._folder.mkdir(exist_ok=True)
         path = answers_file(self._run.folder, step)
-        with path.open("a" if written else "w") as file:
-            for sibling, stored in enumerate(frames):
-                file.write(json.dumps(_answer(group, sibling, stored)) + "\n")
+        rows = (json.dumps(_answer(group, sibling, one)) for sibling, one in frames.items())
+        text = "".join(f"{row}\n" for row in rows)
+        with _full_disk_tolerated(str(path)), path.open("a" if written else "w") as file:
+            file.write(text)
 
     @override
     async def batch(self, step: int, groups: Sequence[tuple[Group, Frames]]) -> None:
-        """Record a trained batch whole, off the event loop."""
-        if self._batches is not None:
+        """Record a trained batch whole, off the event loop; once, however often it is told."""
+        if self._batches is None or step <= self._last_step:
+            return
+        self._last_step = step
+        try:
             await asyncio.to_thread(self._record, self._batches, step, groups)
+        except OSError as error:
+            _log.warning("recording ends at step %d: %s", step, error)
+            self.end_batches()
 
     def _record(
         self, file: TrajectoryFileWriter, step: int, groups: Sequence[tuple[Group, Frames]]
@@ -193,10 +212,20 @@ class FolderRecords(RunRecords):
         self.end_batches()
 
     def _write_figures(self, status: RunStatus, account: LedgerView) -> None:
-        write_summary(self._run.summary_file, status)
         file = self._run.folder / ACCOUNT
-        file.parent.mkdir(exist_ok=True)
-        replace_text(file, msgspec.json.encode(account).decode() + "\n")
+        with _full_disk_tolerated("summary.json and ledger/account.json"):
+            write_summary(self._run.summary_file, status)
+            file.parent.mkdir(exist_ok=True)
+            replace_text(file, msgspec.json.encode(account).decode() + "\n")
+
+
+@contextmanager
+def _full_disk_tolerated(what: str) -> Iterator[None]:
+    """Warn where a file cannot be written: it must not keep the ledger from going on."""
+    try:
+        yield
+    except OSError as error:
+        _log.warning("%s was not written: %s", what, error.strerror)
 
 
 def last_recorded(path: Path) -> int:

@@ -9,6 +9,9 @@ from wire.codec import Frame
 
 _BURST = 64  # messages handed over before other work gets its turn
 _SEND_LIMIT = 100_000  # answers that wait for one peer; it asked for every one of them
+_NOW = int(zmq.NOBLOCK)  # plain numbers: joining flags of an enum costs more than a small send
+_NOW_AND_MORE = int(zmq.NOBLOCK | zmq.SNDMORE)
+_LARGE_BYTES = 8 * 1024
 OnMessage = Callable[[Sequence[zmq.Frame]], None]
 
 
@@ -43,8 +46,10 @@ class Router:
 
     def send(self, frames: Sequence[Frame]) -> bool:
         """Send one message; False if its peer is gone or reads nothing."""
+        last = len(frames) - 1
         try:
-            self._socket.send_multipart(frames, zmq.NOBLOCK, copy=False)
+            for i, frame in enumerate(frames):
+                self._send_part(frame, _NOW if i == last else _NOW_AND_MORE)
         except zmq.ZMQError as error:
             if error.errno in {zmq.EHOSTUNREACH, zmq.EAGAIN}:
                 return False
@@ -53,14 +58,30 @@ class Router:
             self._look()
         return True
 
+    def _send_part(self, frame: Frame, flags: int) -> None:
+        if len(frame) < _LARGE_BYTES:
+            self._socket.send(frame, flags)
+        elif isinstance(frame, memoryview) and _is_whole(frame.obj, len(frame)):
+            self._socket.send(frame.obj, flags, copy=False)  # shared, not copied
+        else:
+            self._socket.send(frame, flags, copy=False)
+
+    @property
+    def is_paused(self) -> bool:
+        """Tell whether nothing is received."""
+        return self._is_paused
+
     def pause(self) -> None:
         """Receive nothing more: what peers send waits with them."""
-        self._is_paused = True
+        if not self._is_paused:
+            self._is_paused = True
+            self._loop.remove_reader(self._fd)  # what arrives would wake the loop all the time
 
     def resume(self) -> None:
         """Receive again."""
         if self._is_paused:
             self._is_paused = False
+            self._loop.add_reader(self._fd, self._receive)
             self._look()
 
     def close(self) -> None:
@@ -83,8 +104,15 @@ class Router:
             if self._is_paused:
                 return
             try:
-                frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+                frames = [self._socket.recv(_NOW, copy=False)]
             except zmq.Again:
                 return
+            while frames[-1].more:
+                frames.append(self._socket.recv(_NOW, copy=False))
             self._on_message(frames)
         self._look()
+
+
+def _is_whole(source: object, num_bytes: int) -> bool:
+    """Tell whether a view of so many bytes is all of a frame that was received."""
+    return isinstance(source, zmq.Frame) and len(source) == num_bytes

@@ -87,6 +87,11 @@ class ScoringQueue:
                 lease.expires_s = now_s + self._lease_s
         return lost
 
+    def renew_leases(self, now_s: float) -> None:
+        """Give every lease a full term: its holder could not have been heard."""
+        for lease in self._leases.values():
+            lease.expires_s = now_s + self._lease_s
+
     def release_all(self, holder: str) -> None:
         """Put back what a worker held."""
         for lease_id in list(self._by_holder.get(holder, ())):

@@ -10,7 +10,7 @@ import logging
 import time
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from math import isfinite
-from typing import TypeAlias, assert_never
+from typing import TypeAlias, TypeVar, assert_never
 
 import zmq
 
@@ -19,15 +19,15 @@ from broker.admission import NotYet
 from broker.book import encode_state
 from broker.commit import GroupCommitter
 from broker.events import (
+    Dropped,
     EvalRoundClosed,
     Issued,
     LedgerEvent,
     TakenOver,
     Trained,
-    encode_event,
 )
 from broker.frames import FrameCache
-from broker.groups import Group, as_delivered
+from broker.groups import as_delivered
 from broker.ledger import Ledger
 from broker.records import RunRecords
 from broker.router import Router
@@ -37,6 +37,7 @@ from broker.store import Changes, StoredTrajectory, TrajectoryKey, TrajectorySto
 from broker.telemetry import Telemetry
 from broker.trail import Trail
 from broker.waiting import Parked, WaitingRoom
+from broker.writer import LedgerWriter
 from wire.codec import Frame, decode_request, encode, expect_frames
 from wire.control import (
     Answer,
@@ -87,12 +88,10 @@ from wire.trajectory import Score
 _log = logging.getLogger(__name__)
 
 MAX_WAIT_S = 30.0
-MAX_BACKLOG = 20_000  # changes that the store has not taken; past it nothing more is received
-MAX_BACKLOG_BYTES = 256 * 1024 * 1024
-_SNAPSHOT_AFTER_EVENTS = 20_000
-_EVENTS_PER_GROUP = 8  # a snapshot costs as much as so many events of every group in it
 _ITEMS_ON_FILE = 20
+_PROMISE_NOTHING = (HeartbeatAnswer, StatusAnswer, LedgerAnswer)  # do not wait for the store
 _NO_FRAMES: tuple[Frame, ...] = ()
+R = TypeVar("R")
 Reply: TypeAlias = tuple[Answer, Sequence[Frame]]
 Job: TypeAlias = Coroutine[None, None, Reply]
 
@@ -126,6 +125,7 @@ class BrokerServer:
         self._max_message_bytes = max_message_bytes
         self._records = records or RunRecords()
         self._trail = trail or Trail()
+        self._writer = LedgerWriter(ledger.state, committer, self._trail, self._flooded)
         self._store_name = store_name
         self._generation = generation
         self._now = now
@@ -136,7 +136,6 @@ class BrokerServer:
         self._scorings: WaitingRoom[LeaseScoring] = WaitingRoom(self._no_scoring)
         self._batches: WaitingRoom[RequestBatch] = WaitingRoom(self._no_batch)
         self._settling: asyncio.Handle | None = None
-        self._events_since_snapshot = 0
         self._issued_at: dict[int, float] = {}  # unix time, of groups that this process issued
         self._jobs: asyncio.TaskGroup | None = None
         self._alarm = ""
@@ -168,9 +167,17 @@ class BrokerServer:
                 self._router = None
 
     async def _expire_leases(self) -> None:
+        every_s = min(1.0, self._ledger.rules.lease_s / 4)
+        due_s = self._now() + every_s
         while True:
-            await asyncio.sleep(min(1.0, self._ledger.rules.lease_s / 4))
+            await asyncio.sleep(max(0.0, due_s - self._now()))
             now = self._now()
+            was_deaf = now - due_s > every_s or self._writer.is_flooded
+            due_s = now + every_s
+            if was_deaf:  # heartbeats that came meanwhile are still unread
+                self._ledger.renew_leases(now)
+                self._scoring.renew_leases(now)
+                continue
             lapsed = self._ledger.expire(now)
             if lapsed:
                 _log.warning("%d leases lapsed: their holders sent no heartbeat", lapsed)
@@ -195,6 +202,9 @@ class BrokerServer:
             put, reply = {}, self._refusal(peer, error)
         if reply is None:
             self._persist(put)
+        elif isinstance(reply[0], _PROMISE_NOTHING):
+            self._persist(put)
+            self._send([peer, request_id, encode(reply[0])], reply[0])
         else:
             self._answer(peer, request_id, reply, put)
 
@@ -264,44 +274,22 @@ class BrokerServer:
         then: Callable[[], None] | None = None,
     ) -> None:
         """Hand to the store what the ledger recorded; ``then`` follows when it is durable."""
-        first = self._ledger.state.num_events
         events, released = self._ledger.drain()
-        encoded = [encode_event(event) for event in events]
-        changes = Changes(encoded, put or {}, released)
-        if events:
-            first -= len(events)
-            self._noticed(events)
-            changes.snapshot = self._snapshot_if_due(len(events))
-            if changes.snapshot is not None:
-                changes.events = []
+        self._writer.write(events, put or {}, released, then)
         for key in released:
             self._scoring.discard(key)
         self.frames.discard(released)
-        if changes.is_empty and not self._committer.backlog:
-            if then is not None:
-                then()
-            return
-        if changes.is_empty and then is None:
-            return
-        at_s = time.time()
+        if events:
+            self._noticed(events)
 
-        def durable() -> None:
-            self._trail.append(first, at_s, encoded)
-            if then is not None:
-                then()
-            if self._router is not None and not self._is_flooded(0.5):
-                self._router.resume()
-
-        self._committer.add(changes, durable)
-        if self._router is not None and self._is_flooded(1.0):
+    def _flooded(self, is_flooded: bool) -> None:
+        """Take no more while the store lags far behind."""
+        if self._router is None:
+            return
+        if is_flooded:
             self._router.pause()
-
-    def _is_flooded(self, share: float) -> bool:
-        committer = self._committer
-        return (
-            committer.backlog > MAX_BACKLOG * share
-            or committer.backlog_bytes > MAX_BACKLOG_BYTES * share
-        )
+        else:
+            self._router.resume()
 
     def _noticed(self, events: Iterable[LedgerEvent]) -> None:
         self._settle_soon()
@@ -309,23 +297,17 @@ class BrokerServer:
             match event:
                 case Issued(group_id=group_id):
                     self._issued_at[group_id] = time.time()
-                case Trained():
+                case Dropped(group_id=group_id):
+                    self._issued_at.pop(group_id, None)
+                case Trained(version=version):
+                    for group_id, _ in self._ledger.state.history[version.step - 1].groups:
+                        self._issued_at.pop(group_id, None)
+                case EvalRoundClosed() | TakenOver():
                     groups = self._ledger.groups
                     self._issued_at = {i: at for i, at in self._issued_at.items() if i in groups}
-                case EvalRoundClosed() | TakenOver():
                     self._records.evaluations(self._ledger.state.eval_points)
                 case _:
                     pass
-
-    def _snapshot_if_due(self, num_events: int) -> bytes | None:
-        """Return the state once there are as many events as it is worth."""
-        self._events_since_snapshot += num_events
-        state = self._ledger.state
-        held = len(state.groups) + sum(map(len, state.replay.values()))
-        if self._events_since_snapshot < max(_SNAPSHOT_AFTER_EVENTS, held * _EVENTS_PER_GROUP):
-            return None
-        self._events_since_snapshot = 0
-        return encode_state(state)
 
     # ---- requests ------------------------------------------------------------
 
@@ -396,6 +378,8 @@ class BrokerServer:
                 _log.warning("%s cannot answer a prompt: %s", session.name, detail)
                 self._ledger.reject(session.holder, lease_id, reason)
             case Goodbye():
+                if session.role == "learner":
+                    self._ledger.learner_leaves()
                 self._ledger.release_all(session.holder, "left")
                 self._scoring.release_all(session.holder)
                 self._settle_soon()
@@ -420,7 +404,7 @@ class BrokerServer:
                     holder, "lost" if own else "restarted", hello.held if own else ()
                 )
             for holder in self._scoring.holders():
-                if name_of(holder) == hello.name and holder != session.holder:
+                if name_of(holder) == hello.name:  # what it has scored it sends again
                     self._scoring.release_all(holder)
             self._settle_soon()
             _log.info("hello %sfrom %s", "again " * hello.reconnects, hello.name)
@@ -442,33 +426,39 @@ class BrokerServer:
     def _settle(self) -> None:
         """Give work to those who wait for it."""
         self._settling = None
-        for kind in self._leases.kinds():
-            for parked in self._leases.queue(kind):
-                answer = self._lease(parked.session, parked.request)
-                if answer is None:
-                    break
-                self._leases.take_out(parked)
-                self._answer(parked.session.peer, parked.request_id, (answer, _NO_FRAMES))
-        for asked in self._scorings.queue(None):
-            if not self._lease_scoring(asked):
-                break
-            self._scorings.take_out(asked)
-        for kind in self._batches.kinds():
-            for waiting in self._batches.queue(kind):
-                reply: Answer
+        self._settle_room(self._leases, self._try_leases)
+        self._settle_room(self._scorings, self._try_scoring)
+        self._settle_room(self._batches, self._try_batch)
+
+    def _settle_room(
+        self, room: WaitingRoom[R], attempt: Callable[[Parked[R]], Answer | bool]
+    ) -> None:
+        """Answer requests, queue by queue, until there is nothing for the next one."""
+        for kind in room.kinds():
+            for parked in room.queue(kind):
+                outcome: Answer | bool
                 try:
-                    reply = self._batch(waiting.request)
-                except RefusedError as error:
-                    reply, _ = self._refusal(waiting.session.peer, error)
-                if isinstance(reply, BatchNotReady):
+                    outcome = attempt(parked)
+                except _ANSWERED as error:
+                    outcome, _ = self._refusal(parked.session.peer, error)
+                if outcome is False:
                     break
-                self._batches.take_out(waiting)
-                self._answer(waiting.session.peer, waiting.request_id, (reply, _NO_FRAMES))
+                room.take_out(parked)
+                if outcome is not True:
+                    reply = (outcome, _NO_FRAMES)
+                    self._answer(parked.session.peer, parked.request_id, reply)
+
+    def _try_leases(self, parked: Parked[LeaseGroups]) -> Answer | bool:
+        return self._lease(parked.session, parked.request) or False
+
+    def _try_batch(self, parked: Parked[RequestBatch]) -> Answer | bool:
+        answer = self._batch(parked.request)
+        return False if isinstance(answer, BatchNotReady) else answer
 
     def _lease(self, session: Session, request: LeaseGroups) -> GroupsLeased | None:
         if not self._sessions.is_current(session):
             return GroupsLeased(groups=())
-        finished = self._ledger.finished
+        finished = self._ledger.over
         groups = (
             self._ledger.lease(
                 session.holder,
@@ -484,11 +474,11 @@ class BrokerServer:
         return GroupsLeased(groups=tuple(groups), finished=finished)
 
     def _no_groups(self, parked: Parked[LeaseGroups]) -> None:
-        answer = GroupsLeased(groups=(), finished=self._ledger.finished)
+        answer = GroupsLeased(groups=(), finished=self._ledger.over)
         self._answer(parked.session.peer, parked.request_id, (answer, _NO_FRAMES))
 
-    def _lease_scoring(self, parked: Parked[LeaseScoring]) -> bool:
-        session, finished = parked.session, self._ledger.finished
+    def _try_scoring(self, parked: Parked[LeaseScoring]) -> bool:
+        session, finished = parked.session, self._ledger.over
         leased: dict[int, TrajectoryKey] = {}
         if self._sessions.is_current(session):
             leased = self._scoring.lease(session.holder, parked.request.credits, now_s=self._now())
@@ -508,7 +498,7 @@ class BrokerServer:
         return _scoring_work(leased, found, finished)
 
     def _no_scoring(self, parked: Parked[LeaseScoring]) -> None:
-        answer = ScoringLeased(items=(), finished=self._ledger.finished)
+        answer = ScoringLeased(items=(), finished=self._ledger.over)
         self._answer(parked.session.peer, parked.request_id, (answer, _NO_FRAMES))
 
     def _request_batch(self, session: Session, request_id: bytes, request: RequestBatch) -> None:
@@ -538,26 +528,24 @@ class BrokerServer:
                 )
 
     def _no_batch(self, parked: Parked[RequestBatch]) -> None:
-        """Answer a learner whose batch is not ready: say what it waits for."""
+        """Answer a learner whose time is up; say what it waits for."""
         request = parked.request
         reply: Answer
         try:
-            batch = self._ledger.deliver(request.version, request.step)
-        except RefusedError as error:
-            reply, _ = self._refusal(parked.session.peer, error)
-        else:
             reply = self._batch(request)
-            if isinstance(batch, NotYet):
-                waiting_for = self._ledger.waiting_for(batch)
-                reason = self._describe_wait(waiting_for)
-                if request.step == self._ledger.step:
-                    self.telemetry.waiting_for = reason
-                reply = BatchNotReady(
-                    waiting_for=waiting_for,
-                    reason=reason,
-                    last_step=self._ledger.state.last_step,
-                )
+            if isinstance(reply, BatchNotReady):
+                reply = self._with_reason(request, reply)
+        except _ANSWERED as error:
+            reply, _ = self._refusal(parked.session.peer, error)
         self._answer(parked.session.peer, parked.request_id, (reply, _NO_FRAMES))
+
+    def _with_reason(self, request: RequestBatch, reply: BatchNotReady) -> BatchNotReady:
+        not_yet = self._ledger.deliver(request.version, request.step)
+        waiting_for = self._ledger.waiting_for(not_yet) if isinstance(not_yet, NotYet) else ()
+        reason = self._describe_wait(waiting_for)
+        if request.step == self._ledger.step:
+            self.telemetry.waiting_for = reason
+        return BatchNotReady(waiting_for=waiting_for, reason=reason, last_step=reply.last_step)
 
     def _describe_wait(self, group_ids: tuple[int, ...]) -> str:
         if not group_ids:
@@ -611,8 +599,8 @@ class BrokerServer:
             group = self._ledger.groups.get(score.group_id)
             self._ledger.score(score)
             if group is not None and group.item == "eval" and group.state == "ready":
-                stored = [self.frames.get(one) for one in sorted(group.trajectory_keys())]
-                self._records.eval_answers(group, [one for one in stored if one is not None])
+                stored = {i: self.frames.get((group.group_id, i)) for i in range(group.size)}
+                self._records.eval_answers(group, {i: one for i, one in stored.items() if one})
             if score.reward is not None:
                 self._scoring.discard(key)
             elif score.group_id in self._ledger.groups:
@@ -666,7 +654,7 @@ class BrokerServer:
         answer: Answer = Done()
         match request:
             case TakeOver():
-                answer = self._take_over(request)
+                answer = self._take_over(session, request)
             case StepCommit():
                 if self._records.wants_batches:
                     self._spawn(session, request_id, self._record_and_commit(request))
@@ -684,9 +672,12 @@ class BrokerServer:
                 assert_never(request)
         return answer, _NO_FRAMES
 
-    def _take_over(self, request: TakeOver) -> TookOver:
+    def _take_over(self, session: Session, request: TakeOver) -> TookOver:
         before = self._ledger.step
-        version = self._ledger.take_over(request.step, request.checkpoint)
+        learner = session.holder if session.incarnation else ""
+        version = self._ledger.take_over(request.step, request.checkpoint, learner)
+        if version.step != self._ledger.step:
+            return TookOver(version=version)  # said twice
         _log.info(
             "a learner took over as %s%s",
             version.label,
@@ -715,26 +706,23 @@ class BrokerServer:
         sampled = self._ledger.sampled_reward()
         if sampled is not None:
             metrics["reward/sampled"] = sampled
-        batch = [self._group(i) for i in self._ledger.state.batches.get(before, ())]
+        batch = [self._ledger.groups[i] for i in self._ledger.state.batches.get(before, ())]
         self._ledger.commit(request.version, metrics)
         state = self._ledger.state
         if self._ledger.step > before:
             for group in batch:
                 self.frames.discard(group.trajectory_keys())  # the store has them until sealed
             point = self.telemetry.step(request.version.step, metrics)
-            self._say_alarm()
-            self._records.step(point, self.status(), self.account(_ITEMS_ON_FILE))
+            status = self.status()
+            self._say_alarm(status.survivorship.alarm)
+            self._records.step(point, status, self.account(_ITEMS_ON_FILE))
         return StepCommitted(evaluations=tuple(state.eval_points), last_step=state.last_step)
 
-    def _say_alarm(self) -> None:
+    def _say_alarm(self, alarm: str) -> None:
         """Warn once for as long as the survivorship meter is past its threshold."""
-        alarm = self.status().survivorship.alarm
         if alarm and not self._alarm:
             _log.warning("%s", alarm)
         self._alarm = alarm
-
-    def _group(self, group_id: int) -> Group:
-        return self._ledger.groups[group_id]
 
     # ---- what others ask -----------------------------------------------------
 
@@ -748,6 +736,7 @@ class BrokerServer:
         """Write how the run ended."""
         self.telemetry.outcome = "finished" if self._ledger.finished else "stopped"
         self._records.close(self.status(), self.account(_ITEMS_ON_FILE))
+        self._writer.close()
         self._trail.close()
 
     def status(self) -> RunStatus:
@@ -772,7 +761,7 @@ class _HelloFirstError(RefusedError):
     """A connection that nobody has said hello on."""
 
 
-_ANSWERED = (ProtocolError, RefusedError, SupersededError, KeyError, ValueError, TypeError)
+_ANSWERED = (ProtocolError, RefusedError, SupersededError, LookupError, ValueError, TypeError)
 
 
 def _scoring_work(

@@ -1,6 +1,7 @@
 """Runs a broker until it is asked to end."""
 
 import asyncio
+import gc
 import logging
 import time
 from collections.abc import Callable, Coroutine
@@ -27,13 +28,14 @@ from broker.server import BrokerServer
 from broker.telemetry import Telemetry
 from broker.trackers.background import BackgroundTrackers
 from broker.trail import FolderTrail, Trail
-from wire.errors import ConfigError
+from wire.errors import ConfigError, PeerLostError
 from wire.run_folder import TRAIL
 from wire.run_settings import RunSection
 from wire.stopping import stop_event
 
 _log = logging.getLogger(__name__)
 _CLOCK_S = 1.0
+_GARBAGE_AFTER = (20_000, 10, 50)  # items hold no cycles, and a look at all of them stops the loop
 _SERVER_SPEAKS_FIRST_S = 15.0
 
 
@@ -45,6 +47,7 @@ async def serve(settings: BrokerSettings, *, restarted: bool = False) -> None:
         restarted: it takes the place of one that died in the same run.
     """
     stop = stop_event()
+    gc.disable()  # what is read back stays
     run = settings.run
     run.logs.mkdir(parents=True, exist_ok=True)
     run.make_socket_folder()
@@ -53,7 +56,7 @@ async def serve(settings: BrokerSettings, *, restarted: bool = False) -> None:
     telemetry.data = prompts.counts()
     async with AsyncExitStack() as cleanup:
         redis_server = await _redis_server(settings, cleanup)
-        store = await _open_store(settings, redis_server)
+        store = await _open_store(settings, redis_server, restarted=restarted)
         cleanup.push_async_callback(store.close)
         trackers = await start_trackers(settings)
         cleanup.callback(trackers.close)
@@ -61,6 +64,9 @@ async def serve(settings: BrokerSettings, *, restarted: bool = False) -> None:
             settings, prompts, store, telemetry, trackers, restarted=restarted
         )
         cleanup.callback(server.close_records)
+        gc.freeze()
+        gc.set_threshold(*_GARBAGE_AFTER)
+        gc.enable()
         if settings.broker.dashboard.enabled:
             await _open_dashboard(settings, server, cleanup)
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -69,7 +75,6 @@ async def serve(settings: BrokerSettings, *, restarted: bool = False) -> None:
         cleanup.callback(_remove_own, run.socket("broker"), own_socket)
         jobs = [
             committer.run(),
-            _first_write(committer, beginning),
             server.serve(context, f"ipc://{own_socket}"),
             end_after(run.max_hours, server.plan_stop),
         ]
@@ -90,17 +95,21 @@ async def _make_server(
     """Read the ledger back, and build the server around it."""
     run, broker = settings.run, settings.broker
     started = time.monotonic()
-    beginning = await begin_run(settings, prompts, store, restarted=restarted)
+    trail = Trail()
+    first_event = 0
+    if broker.max_trail_bytes:
+        trail = folder_trail = FolderTrail(run.folder / TRAIL, broker.max_trail_bytes)
+        first_event = folder_trail.next_event
+    beginning = await begin_run(
+        settings, prompts, store, restarted=restarted, first_event=first_event
+    )
     ledger = beginning.ledger
     telemetry.versions["redis"] = await store.server_version()
     durability = await store.durability()
     if "always" not in durability:
         _log.warning("%s (broker.redis.fsync)", durability)
-    trail = Trail()
-    if broker.max_trail_bytes:
-        trail = FolderTrail(run.folder / TRAIL, broker.max_trail_bytes)
-        first = ledger.state.num_events - len(beginning.events)
-        trail.append(first, time.time(), beginning.events)
+    first = ledger.state.num_events - len(beginning.events)
+    trail.append(first, time.time(), beginning.events)
     records = await open_records(settings, ledger, trackers, store)
     committer = GroupCommitter(store)
     server = BrokerServer(
@@ -138,7 +147,8 @@ def _point_to(run: RunSection, generation: int) -> Path:
     A broker whose place was taken removes its own socket when it ends, not its successor's.
     """
     own, known = run.socket(f"broker-{generation}"), run.socket("broker")
-    own.unlink(missing_ok=True)
+    for left in known.parent.glob("broker-*.sock"):
+        left.unlink()  # of brokers that were killed
     new = known.with_name(f".{own.name}")
     new.unlink(missing_ok=True)
     new.symlink_to(own.name)
@@ -152,19 +162,24 @@ def _remove_own(known: Path, own: Path) -> None:
         known.unlink()
 
 
-async def _first_write(committer: GroupCommitter, beginning: Beginning) -> None:
-    """Store what the beginning changed; the committer keeps it before everything else."""
-    await committer.commit(beginning.stored)
-    await asyncio.Event().wait()
-
-
-async def _open_store(settings: BrokerSettings, server: RedisServer | None) -> RedisStore:
+async def _open_store(
+    settings: BrokerSettings, server: RedisServer | None, *, restarted: bool
+) -> RedisStore:
     url = settings.broker.redis.url or (server.url if server else "")
     password = server.password if server else _password(settings)
     run = settings.run
     # A private server that cannot be kept up says why; the store's own patience is a little longer.
     outage_s = run.outage_s + (_SERVER_SPEAKS_FIRST_S if server else 0.0)
-    return await RedisStore.connect(url, run.name, password=password, outage_s=outage_s)
+    deadline = time.monotonic() + (run.outage_s if restarted else 0.0)
+    while True:
+        try:
+            return await RedisStore.connect(url, run.name, password=password, outage_s=outage_s)
+        except ConfigError as error:
+            if not restarted:
+                raise
+            if time.monotonic() > deadline:
+                raise PeerLostError(f"{error} for {run.outage_s:.0f} s (run.outage_s)") from error
+            await asyncio.sleep(_CLOCK_S)  # it was there before and may come back
 
 
 async def _open_dashboard(

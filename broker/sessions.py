@@ -3,7 +3,7 @@
 from collections import OrderedDict
 from dataclasses import dataclass
 
-from wire.control import WIRE_REVISION, Hello
+from wire.control import WIRE_REVISION, Hello, Role
 from wire.errors import RefusedError, SupersededError
 
 MAX_OBSERVERS = 64
@@ -16,6 +16,7 @@ class Session:
     name: str
     incarnation: str
     peer: bytes
+    role: Role
 
     @property
     def holder(self) -> str:
@@ -63,7 +64,7 @@ class Sessions:
                 f"this broker {WIRE_REVISION}: install the same version on both sides"
             )
         self._check_tokenizer(hello)
-        session = Session(hello.name, hello.incarnation, peer)
+        session = Session(hello.name, hello.incarnation, peer, hello.role)
         if hello.role == "observer":
             self._observers[peer] = None
             if len(self._observers) > MAX_OBSERVERS:

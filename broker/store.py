@@ -4,14 +4,15 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import msgspec
+
 from wire.codec import Frame
 from wire.errors import SupersededError
 
 TrajectoryKey = tuple[int, int]  # group_id, sibling
 
 
-@dataclass(frozen=True, slots=True)
-class StoredTrajectory:
+class StoredTrajectory(msgspec.Struct, frozen=True):
     """The opaque frames of one trajectory."""
 
     payload: Frame
@@ -37,7 +38,7 @@ class Changes:
     snapshot: bytes | None = None
 
     def __post_init__(self) -> None:
-        if gone := self.put.keys() & set(self.remove):
+        if self.put and self.remove and (gone := self.put.keys() & set(self.remove)):
             self.put = {key: stored for key, stored in self.put.items() if key not in gone}
 
     @property
@@ -62,11 +63,11 @@ class Changes:
         if other.snapshot is not None:
             self.snapshot = other.snapshot
             self.events.clear()
-        self.events.extend(other.events)
+        self.events += other.events
         for key in other.remove:
             self.put.pop(key, None)
-        self.remove.extend(other.remove)
-        self.put.update(other.put)
+        self.remove += other.remove
+        self.put |= other.put
 
 
 class TrajectoryStore(Protocol):

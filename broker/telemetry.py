@@ -136,7 +136,7 @@ class Telemetry:
         return RunStatus(
             run_name=self._run.name,
             outcome=self.outcome,
-            finished=ledger.finished,
+            finished=ledger.over,
             stop_reason=state.stop_reason,
             elapsed_s=now - self._started_s,
             steps=ledger.step,

@@ -13,6 +13,7 @@ from broker.events import (
     Leased,
     LeaseEnded,
     LedgerEvent,
+    Requeued,
     Scored,
     ScoringFailed,
     Sealed,
@@ -66,6 +67,7 @@ class _Follower:
         self._of_lease: dict[int, int] = {}  # lease -> group
         self._bound: dict[int, int] = {}  # group -> learner step whose batch it is in
         self._trained: set[int] = set()  # groups whose step is committed and not sealed
+        self._gone: set[int] = set()  # groups whose payload is kept no longer
         self.newest: ItemTrace | None = None
 
     def _fits(self, event: Issued) -> bool:
@@ -82,6 +84,11 @@ class _Follower:
             case Issued():
                 if self._fits(event):
                     self._begin(at_s, event)
+            case Requeued(group_id=group_id, of=old):
+                if (item := self._items.pop(old, None)) is not None:
+                    item.group_id = group_id
+                    self._items[group_id] = item
+                    self._note(at_s, group_id, f"to be answered again, as g{group_id}")
             case Leased(lease_id=lease_id, group_id=group_id, holder=holder):
                 self._of_lease[lease_id] = group_id
                 running = f"which runs step {event.adopted_step}"
@@ -131,6 +138,8 @@ class _Follower:
                     self._trained.discard(group_id)
                     again = f"a learner went back to step {version.step}{source}"
                     self._note(at_s, group_id, again, outcome="on its way")
+                    if group_id in self._gone:
+                        del self._bound[group_id]
             case _:
                 self._hear_keeping(at_s, event)
 
@@ -138,10 +147,12 @@ class _Follower:
         match event:
             case Evicted(step=step):
                 for group_id in self._in_step(step):
+                    self._gone.add(group_id)
                     self._note(at_s, group_id, "its payload is kept no longer (replay budget)")
             case Sealed(step=step):
                 for group_id in [g for g in self._trained if self._bound[g] < step]:
                     self._trained.discard(group_id)
+                    self._gone.add(group_id)
                     self._note(at_s, group_id, f"sealed by the checkpoint of step {step}")
             case _:
                 pass  # evaluations and the end of the run

@@ -21,8 +21,16 @@ _SEGMENTS = 8
 class Trail:
     """This one keeps nothing."""
 
-    def append(self, first: int, at_s: float, events: Sequence[bytes]) -> None:
+    def note(self, first: int, at_s: float, events: Sequence[bytes]) -> None:
         """Note events that are durable; ``first`` is the number of the first of them."""
+
+    def write(self) -> None:
+        """Write what was noted."""
+
+    def append(self, first: int, at_s: float, events: Sequence[bytes]) -> None:
+        """Note events and write them."""
+        self.note(first, at_s, events)
+        self.write()
 
     def close(self) -> None:
         """Let go of the file."""
@@ -36,26 +44,39 @@ class FolderTrail(Trail):
         self._segment_bytes = max(max_bytes // _SEGMENTS, 1)
         folder.mkdir(parents=True, exist_ok=True)
         newest = segments_in(folder)[-1:]
-        numbers = [number for number, _, _ in _read(newest)]
-        self._next = max(numbers, default=-1) + 1  # number of the next event
+        records = list(_read(newest))
+        self.next_event = max((number for number, _, _ in records), default=-1) + 1
         self._file: BinaryIO | None = None
-        self._size = 0
+        self._size = sum(_HEAD.size + len(data) for _, _, data in records)
+        if newest and self._size < self._segment_bytes:
+            self._file = newest[0].open("r+b")
+            self._file.truncate(self._size)  # a record that was cut off
+            self._file.seek(self._size)
+        self._noted: list[bytes] = []
 
     @override
-    def append(self, first: int, at_s: float, events: Sequence[bytes]) -> None:
-        """Write the events that are not there yet; a disk that is full costs the trail alone."""
-        new = [(first + i, data) for i, data in enumerate(events) if first + i >= self._next]
-        if not new:
+    def note(self, first: int, at_s: float, events: Sequence[bytes]) -> None:
+        """Keep the events that are not there yet until they are written."""
+        for number, data in enumerate(events, first):
+            if number >= self.next_event:
+                self._noted += (_HEAD.pack(len(data), number, at_s), data)
+                self.next_event = number + 1
+
+    @override
+    def write(self) -> None:
+        """Write what was noted; a disk that is full costs the trail alone."""
+        if not self._noted:
             return
-        self._next = new[-1][0] + 1
-        records = b"".join(_HEAD.pack(len(data), n, at_s) + data for n, data in new)
+        records = b"".join(self._noted)
+        first = self.next_event - len(self._noted) // 2
+        self._noted.clear()
         try:
             file = self._open()
             file.write(records)
             file.flush()
         except OSError as error:
             _log.warning(
-                "events %d to %d are not in %s: %s", first, self._next, self._folder, error
+                "events %d to %d are not in %s: %s", first, self.next_event, self._folder, error
             )
             return
         self._size += len(records)
@@ -63,10 +84,10 @@ class FolderTrail(Trail):
     def _open(self) -> BinaryIO:
         if self._file is not None and self._size < self._segment_bytes:
             return self._file
-        self.close()
+        self._let_go()
         segments = segments_in(self._folder)
-        for old in segments[: max(0, len(segments) - _SEGMENTS + 1)]:
-            old.unlink()
+        while len(segments) >= _SEGMENTS:
+            segments.pop(0).unlink()
         number = int(segments[-1].stem) + 1 if segments else 0
         self._file = (self._folder / f"{number:06d}.events").open("ab")
         self._size = 0
@@ -74,7 +95,11 @@ class FolderTrail(Trail):
 
     @override
     def close(self) -> None:
-        """Let go of the file."""
+        """Write what was noted and let go of the file."""
+        self.write()
+        self._let_go()
+
+    def _let_go(self) -> None:
         if self._file is not None:
             self._file.close()
             self._file = None

@@ -138,7 +138,6 @@ def _run(
         supervisor.start(plan)
     watcher.start()
     names = [plan.name for plan in others]
-    dashboard = dashboard_address(run)
     started = time.monotonic()
     ended: set[str] = set()
     with _display(console) as show:
@@ -154,7 +153,7 @@ def _run(
             if limit and time.monotonic() - started > limit:
                 raise ChildDiedError(f"the run took longer than deploy.time_limit_s = {limit:.0f}")
             if watcher.newest is not None:
-                show(watcher.newest, dashboard)
+                show(watcher.newest, dashboard_address(run))  # another broker has another
             time.sleep(_POLL_S)
 
 

@@ -20,6 +20,7 @@ from wire.control import (
     BatchNotReady,
     Done,
     GetLedgerSnapshot,
+    Goodbye,
     LedgerSnapshotAnswer,
     PublishReport,
     RejectBatch,
@@ -149,6 +150,10 @@ class LeaderLink(PayloadLink):
         request = GetLedgerSnapshot(version=version)
         answer, _ = self._loop.run(self._client.ask(request, LedgerSnapshotAnswer))
         return answer.data
+
+    def leave(self) -> None:
+        """Let everybody else leave; returns when that is durable."""
+        self._loop.run(self._client.ask(Goodbye(), Done))
 
     def seal(self, version: PolicyVersion, *, step: int, oldest_kept: int) -> None:
         """Tell the broker what it need not keep any more; returns when that is durable."""

@@ -63,5 +63,8 @@ class LeadingLink(RankLink, Protocol):
     def ledger_snapshot(self, version: PolicyVersion) -> bytes:
         """Return what a checkpoint of ``version`` keeps of the broker."""
 
+    def leave(self) -> None:
+        """Say that the run is complete and nothing will be asked of anybody any more."""
+
     def seal(self, version: PolicyVersion, *, step: int, oldest_kept: int) -> None:
         """Say that a durable checkpoint holds every step before ``step``."""

@@ -126,6 +126,7 @@ class LearnerLoop:
             self._saver.at_end(version)
         if self._leader is not None:
             self._saver.note(answer.evaluations)
+            self._leader.leave()
         if self._settings.checkpoint.export_at_end:
             folder = self._settings.run.folder / "model"
             save_hf_folder(self._policy.model, folder, self._settings.model)

@@ -213,6 +213,9 @@ class ReplayLink:
         """Return nothing: there is no broker."""
         return b""
 
+    def leave(self) -> None:
+        """Do nothing: nobody waits."""
+
     def seal(self, version: PolicyVersion, *, step: int, oldest_kept: int) -> None:
         """Do nothing: a file keeps everything."""
 

@@ -11,7 +11,7 @@ import pickle
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -19,9 +19,11 @@ from pathlib import Path
 from typing import Any
 
 import redis
+from typing_extensions import override
 
 from benchmarks.broker.process import (
     Driver,
+    SharedNumber,
     bare_redis,
     drivers,
     shared_number,
@@ -48,6 +50,7 @@ class Way:
     connections: int = 1
     typed: bool = False
 
+    @override
     def __str__(self) -> str:
         return f"{self.batch} to a batch" + ", MULTI/EXEC" * self.transaction
 
@@ -68,9 +71,9 @@ def set_blobs(
     password: str,
     num_bytes: int,
     way: Way,
-    sent: Any,
-    taken: Any,
-    stop: Any,  # noqa: ANN401
+    sent: SharedNumber,
+    taken: SharedNumber,
+    stop: SharedNumber,
 ) -> None:
     """Producer: SET, ``way.batch`` to a pipeline; ``sent`` counts what Redis acknowledged."""
     client, blob = _connect(socket, password), os.urandom(num_bytes)
@@ -93,9 +96,9 @@ def get_blobs(
     password: str,
     num_bytes: int,
     way: Way,
-    sent: Any,
-    taken: Any,
-    stop: Any,  # noqa: ANN401
+    sent: SharedNumber,
+    taken: SharedNumber,
+    stop: SharedNumber,
 ) -> None:
     """Consumer: GET what was acknowledged, ``way.batch`` to a pipeline."""
     client = _connect(socket, password)
@@ -118,9 +121,9 @@ def add_pickles(
     password: str,
     num_bytes: int,
     _way: Way,
-    sent: Any,
-    taken: Any,
-    stop: Any,  # noqa: ANN401
+    sent: SharedNumber,
+    taken: SharedNumber,
+    stop: SharedNumber,
 ) -> None:
     """Producer: one XADD of one pickle per message."""
     client, blob = _connect(socket, password), os.urandom(num_bytes - HEADER_BYTES)
@@ -142,9 +145,9 @@ def read_pickles(
     password: str,
     _num_bytes: int,
     way: Way,
-    _sent: Any,
-    taken: Any,
-    stop: Any,  # noqa: ANN401
+    _sent: SharedNumber,
+    taken: SharedNumber,
+    stop: SharedNumber,
 ) -> None:
     """Consumer: XREAD and unpickle."""
     client = _connect(socket, password)
@@ -177,7 +180,7 @@ def redis_rate(
     return rate
 
 
-def _rate_of(taken: Any, seconds: float) -> float:  # noqa: ANN401
+def _rate_of(taken: SharedNumber, seconds: float) -> float:
     """Count while it runs, from some time after the first blob on."""
     deadline = time.monotonic() + 30
     while not taken.value:
@@ -238,7 +241,7 @@ def lists_of(payload_bytes: int) -> dict[str, object]:
     }
 
 
-def serve_http(port: Any, typed: bool) -> None:  # noqa: ANN401
+def serve_http(port: SharedNumber, typed: bool) -> None:
     """A queue behind POST and GET; uvicorn with uvloop and httptools where they are installed."""
     from benchmarks.broker.http_queue import run_server
 
@@ -250,8 +253,8 @@ def http_client(
     payload_bytes: int,
     way: Way,
     produces: bool,
-    count: Any,
-    stop: Any,  # noqa: ANN401
+    count: SharedNumber,
+    stop: SharedNumber,
 ) -> None:
     """Producer or consumer with several connections that are kept."""
     from benchmarks.broker.http_queue import run_client
@@ -300,6 +303,3 @@ def ray_python_or_reason(python: str) -> tuple[str, str]:
         if not found.returncode:
             return candidate, ""
     return "", f"{candidates[0]} has no ray: give --ray-python PATH"
-
-
-Coroutines = Coroutine[Any, Any, None]

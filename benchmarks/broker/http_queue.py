@@ -12,6 +12,9 @@ import uvicorn
 from fastapi import FastAPI, Request, Response
 from pydantic import BaseModel
 
+from benchmarks.broker.baselines import Way
+from benchmarks.broker.process import SharedNumber
+
 _WINDOW = 256
 _POLL_S = 0.0005
 
@@ -49,7 +52,7 @@ def _plain(app: FastAPI, queue: deque[Any]) -> None:
         return Response(orjson.dumps(taken), media_type="application/json")
 
 
-def run_server(port: Any, *, typed: bool) -> None:  # noqa: ANN401 a shared number
+def run_server(port: SharedNumber, *, typed: bool) -> None:
     """Serve until killed; the port goes into ``port``."""
     app, queue = FastAPI(), deque[Any]()
     (_typed if typed else _plain)(app, queue)
@@ -62,10 +65,10 @@ def run_server(port: Any, *, typed: bool) -> None:  # noqa: ANN401 a shared numb
 async def run_client(
     port: int,
     trajectory: dict[str, object],
-    way: Any,
+    way: Way,
     produces: bool,
-    count: Any,
-    stop: Any,  # noqa: ANN401
+    count: SharedNumber,
+    stop: SharedNumber,
 ) -> None:
     """Post trajectories as long as the queue is short, or take them, on several connections."""
     url = f"http://127.0.0.1:{port}/trajectories"

@@ -46,7 +46,9 @@ def filled(num_items: int, payload_bytes: int) -> Iterator[tuple[BrokerProcess, 
         stop = shared_number()
         number = shared_number(pack(version))
         with drivers(
-            Driver(generate, broker.endpoint, payload_bytes, number, stop, num_items, "generator-0"),
+            Driver(
+                generate, broker.endpoint, payload_bytes, number, stop, num_items, "generator-0"
+            ),
             Driver(consume, broker.endpoint, number, stop, -1, num_items, 0),
         ) as running:
             for driver in running:
@@ -64,17 +66,20 @@ def _take_over(broker: BrokerProcess) -> PolicyVersion:
         context.term()
 
 
-def cpu_per_item(
-    broker: BrokerProcess, *, steps: int, first_step: int = 0
-) -> tuple[float, float]:
+def cpu_per_item(broker: BrokerProcess, *, steps: int, first_step: int = 0) -> tuple[float, float]:
     """Train so many steps and have each replaced; CPU microseconds per item: broker, Redis."""
     stop, number = shared_number(), shared_number()
     count = steps * GROUPS_PER_STEP
-    before = cpu_s(broker.pid), cpu_s(broker.redis_pid)
     with drivers(
         Driver(consume, broker.endpoint, number, stop, steps, count, 4, first_step),
         Driver(generate, broker.endpoint, SMALL_BYTES, number, stop, count, "generator-0"),
     ) as running:
+        deadline = time.monotonic() + 60
+        while not number.value:  # taking over looks at every item, once
+            if time.monotonic() > deadline:
+                raise TimeoutError("the learner did not come up")
+            time.sleep(0.0005)
+        before = cpu_s(broker.pid), cpu_s(broker.redis_pid)
         for driver in running:
             driver.result(_FILL_S)
     after = cpu_s(broker.pid), cpu_s(broker.redis_pid)
@@ -174,5 +179,5 @@ def push_through(budget_bytes: int, payload_bytes: int, *, times: int) -> Kept:
             client.close()
     third = len(seen) // 3
     middle, last = (max(map(sum, part)) for part in (seen[third : 2 * third], seen[2 * third :]))
-    most = (max(one[i] for one in seen) for i in range(3))
-    return Kept(trained[-1][2], *most, last / middle)
+    rss, used, aof = (max(one[i] for one in seen) for i in range(3))
+    return Kept(trained[-1][2], rss, used, aof, last / middle)

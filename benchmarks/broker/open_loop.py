@@ -6,7 +6,6 @@ import select
 import statistics
 import time
 from dataclasses import dataclass
-from typing import Any
 
 import zmq
 
@@ -14,6 +13,7 @@ from benchmarks.broker.peer import Peer
 from benchmarks.broker.process import (
     BrokerProcess,
     Driver,
+    SharedNumber,
     cpu_s,
     drivers,
     shared_number,
@@ -55,7 +55,13 @@ class _Generator:
 
 
 def ask_on_schedule(
-    endpoint: str, first: int, count: int, rate: float, version: int, begun: Any, window: Any  # noqa: ANN401
+    endpoint: str,
+    first: int,
+    count: int,
+    rate: float,
+    version: int,
+    begun: SharedNumber,
+    window: SharedNumber,
 ) -> list[float]:
     """Lease at random moments (Poisson) until ``window`` is 2; return latencies while it is 1.
 

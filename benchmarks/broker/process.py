@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import psutil
 import redis
@@ -180,9 +180,15 @@ def redis_client(server: RedisServer) -> redis.Redis:
 _spawn = multiprocessing.get_context("spawn")
 
 
-def shared_number(start: int = 0) -> Any:  # noqa: ANN401 multiprocessing has no public type
+class SharedNumber(Protocol):
     """An integer that drivers share."""
-    return _spawn.Value("q", start, lock=False)
+
+    value: int
+
+
+def shared_number(start: int = 0) -> SharedNumber:
+    number: SharedNumber = _spawn.Value("q", start, lock=False)
+    return number
 
 
 class Driver:

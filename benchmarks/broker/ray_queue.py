@@ -35,10 +35,7 @@ def take(queue: Queue, batch: int, seconds: float) -> float:
     taken, began, end = 0, 0.0, time.monotonic() + seconds
     while (now := time.monotonic()) < end:
         try:
-            if batch == 1:
-                got = [queue.get(timeout=1.0)]
-            else:
-                got = queue.get_nowait_batch(batch)
+            got = [queue.get(timeout=1.0)] if batch == 1 else queue.get_nowait_batch(batch)
         except Empty:
             time.sleep(0.001)
             continue

@@ -8,11 +8,11 @@ import os
 import time
 from collections import deque
 from dataclasses import dataclass
-from typing import Any
 
 import zmq
 
 from benchmarks.broker.peer import Peer
+from benchmarks.broker.process import SharedNumber
 from wire.codec import encode
 from wire.control import (
     BatchDelivered,
@@ -257,8 +257,8 @@ class Learner:
 def generate(
     endpoint: str,
     payload_bytes: int,
-    version: Any,
-    stop: Any,
+    version: SharedNumber,
+    stop: SharedNumber,
     limit: int,
     name: str,
 ) -> int:
@@ -277,8 +277,8 @@ def generate(
 
 def consume(
     endpoint: str,
-    version: Any,  # noqa: ANN401 a shared number
-    stop: Any,  # noqa: ANN401 a shared number
+    version: SharedNumber,
+    stop: SharedNumber,
     steps: int,
     score_limit: int,
     seal_every: int,

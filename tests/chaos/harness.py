@@ -26,11 +26,16 @@ import tomli_w
 
 from broker.redis_server import RedisServer
 from deploy.addition import write_blank_model
+from deploy.observe import fetch_account
 from deploy.plan import RolePlan
 from deploy.supervise import Supervisor
 from tests.chaos.trainer import Weights, chained
+from wire.errors import PeerLostError
 from wire.ledger_view import LedgerView
-from wire.run_folder import ACCOUNT
+from wire.run_folder import ACCOUNT, BATCHES
+from wire.run_settings import run_section
+from wire.settings import load_table
+from wire.trajectory_file import read_groups
 
 ROOT = Path(__file__).parents[2]
 REWARD = """
@@ -122,7 +127,17 @@ class Chaos:
         self.supervisor.stop()
 
     def broker_answers(self) -> bool:
-        return (self.folder / "sockets" / "broker.sock").exists()
+        run = run_section(load_table(self.folder / "run.json.toml"))
+        try:
+            fetch_account(run, 0)
+        except PeerLostError:
+            return False
+        return True
+
+    def recorded(self) -> list[tuple[int, int]]:
+        """Return (step, group) of every group in the recorded batches."""
+        groups = read_groups(self.run_folder / BATCHES)
+        return [(one.step, one.group.group_id) for one in groups]
 
     def steps(self) -> int:
         path = self.run_folder / "summary.json"
@@ -158,6 +173,9 @@ class Chaos:
         for step in sorted(weights.lineage):
             digest = chained(digest, *weights.lineage[step])
         assert digest == weights.digest
+        harmless = {"zero_variance", "orphaned", "nonfinite", "stale", "end_of_data"}
+        unanswered = {why: n for why, n in view.dropped.items() if why not in harmless}
+        assert sum(unanswered.values()) <= 0.02 * num_prompts, view.dropped
         summary = json.loads((self.run_folder / "summary.json").read_text())
         bound = summary["max_staleness_steps"]
         assert all(0 <= int(lag) <= bound for lag in summary["staleness_histogram"])
@@ -187,6 +205,7 @@ def chaos_run(
         {"prompt": f"{i % 100:02d}+{i // 100:02d}=", "ground_truth": str(i)} for i in range(prompts)
     ]
     (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "held_out.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[:6]))
     table: dict[str, dict[str, Any]] = {
         "run": {
             "name": "chaos",
@@ -205,10 +224,11 @@ def chaos_run(
         "reward": {"function": f"{folder / 'reward.py'}:score", "credits": 8},
         "broker": {
             "lease_s": 1.5,
-            "max_attempts": 1000,
+            "max_attempts": 10,
             "dashboard": {"enabled": False},
         },
         "logging": {"trackers": []},
+        "eval": {},
         "sampling": {"max_prompt_tokens": 16, "max_response_tokens": 200},
         "generators": {"max_sequences": 16},
     }

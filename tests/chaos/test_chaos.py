@@ -1,5 +1,6 @@
 """Kills and stops at random moments: the run completes, and every prompt is accounted for."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -17,11 +18,46 @@ def test_a_run_that_nobody_disturbs_completes(folder: Path):
         assert view.redelivered_steps == view.requeued == 0
 
 
+def test_every_role_may_be_stopped_for_longer_than_a_lease(folder: Path):
+    with chaos_run(folder, prompts=600) as it:
+        it.start()
+        roles = ["generator-0", "reward-worker-0", "redis", "learner", "broker", "generator-1"]
+        for number, role in enumerate(roles):
+            it.wait_until(lambda: it.steps() >= 2 * number + 2, "a step")  # noqa: B023
+            # The broker longer than its connections live without a heartbeat.
+            assert it.stop(role, seconds=12.0 if role == "broker" else 2.5)
+            it.wait_until(lambda: not it.stopped, "end of the stop")
+        it.finish(timeout_s=120)
+        it.assert_nothing_was_lost(600)
+        assert set(it.done) == {f"stop {role}" for role in roles}
+
+
 def test_a_run_of_twelve_kills_and_three_stops_loses_nothing(folder: Path):
-    with chaos_run(folder, prompts=500, seed=1) as it:
+    with chaos_run(
+        folder,
+        prompts=500,
+        seed=1,
+        broker__record_batches=True,
+        eval__file=str(folder / "held_out.jsonl"),
+        eval__every_steps=5,
+        eval__samples=2,
+        eval__temperature=1.0,
+    ) as it:
         it.start()
         disturb(it, kills=12, stops=3)
         it.finish(timeout_s=150)
         view = it.assert_nothing_was_lost(500)
         assert sum(n for what, n in it.done.items() if what.startswith("kill")) == 12
         assert view.broker_generation > 1
+        lineage = it.weights().lineage
+        trained = sorted((step, g) for step, (groups, _) in lineage.items() for g in groups)
+        assert sorted(it.recorded()) == trained, "the recording is not what was trained"
+        summary = json.loads((it.run_folder / "summary.json").read_text())
+        evaluated = [point["step"] for point in summary["eval"]]
+        assert evaluated == sorted({*range(0, view.version.step, 5), view.version.step})
+        assert all(point["overall"]["num_answers"] == 12 for point in summary["eval"])
+        for step in evaluated:
+            answers = it.run_folder / "eval" / f"step-{step:06d}.jsonl"
+            rows = [json.loads(line) for line in answers.read_text().splitlines()]
+            said = {(row["problem"], row["sample"]) for row in rows}
+            assert len(said) == 12, f"answers of step {step}: {len(said)} of 12"

@@ -36,6 +36,7 @@ from wire.control import (
     Done,
     FetchPayloads,
     GetLedgerSnapshot,
+    Goodbye,
     LedgerSnapshotAnswer,
     Payloads,
     RejectBatch,
@@ -117,6 +118,7 @@ class Trainer:
             await asyncio.gather(ahead, return_exceptions=True)
         await self.save()
         (self.run.folder / "final.json").write_text(json.dumps(self.weights.dump()))
+        await self.client.ask(Goodbye(), Done)
 
     async def begin(self) -> None:
         known = sorted(checkpoints_in(self.run.checkpoints), key=_version)

@@ -17,11 +17,12 @@ from hypothesis.stateful import (
     rule,
 )
 
-from broker.book import decode_state, encode_state
+from broker.book import LedgerRules, decode_state, encode_state
 from broker.events import (
     Delivered,
     Evicted,
     Issued,
+    Requeued,
     TakenOver,
     Trained,
     Unbound,
@@ -116,6 +117,7 @@ class Run(RuleBasedStateMachine):
         self.checkpoints = [0]  # steps; the first is the model that the run begins with
         self.last_version = PolicyVersion(0, 0)
         self.ledger_cursor = 0
+        self.position_of: dict[int, int] = {}  # group -> prompt
         self.take_over(0)
         self.adopted = dict.fromkeys(GENERATORS, self.ledger.version)
 
@@ -154,8 +156,8 @@ class Run(RuleBasedStateMachine):
         assert rebuilt.expire(self.now_s) == 0, "every lease has a full term again"
         self.ledger = rebuilt
 
-    def _rebuilt(self) -> Ledger:
-        rebuilt = make_ledger(self.rules_of_run, decode_state(self.snapshot))
+    def _rebuilt(self, rules: LedgerRules | None = None) -> Ledger:
+        rebuilt = make_ledger(rules or self.rules_of_run, decode_state(self.snapshot))
         for stored in self.log:
             rebuilt.apply(decode_event(stored))
         return rebuilt
@@ -381,15 +383,21 @@ class Run(RuleBasedStateMachine):
                     del self.batches[step]
                 case Evicted(step=step):
                     assert step in self.lineage
-                case Issued(cursor=cursor, item="train"):
+                case Issued(cursor=cursor, item="train", group_id=group_id):
                     assert cursor == self.ledger_cursor
                     self.ledger_cursor = cursor + 1
+                    self.position_of[group_id] = cursor
+                case Requeued(group_id=group_id, of=old, position=position):
+                    assert self.position_of[old] == position
+                    self.position_of[group_id] = position
         self.log.extend(encode_event(event) for event in events)
         self.stored |= self.put
         self.stored -= set(released)
         self.put = set()
         trained = Counter(group_id for batch in self.lineage.values() for group_id in batch)
         assert all(count == 1 for count in trained.values())
+        positions = [self.position_of[group_id] for group_id in trained]
+        assert len(set(positions)) == len(positions), "a prompt was trained twice"
         assert self.batches == self.ledger.state.batches
         bound = {group_id for batch in self.batches.values() for group_id in batch}
         assert not bound & set(trained)
@@ -416,6 +424,10 @@ class Run(RuleBasedStateMachine):
         self.every_group_is_accounted_for()
         self.no_trained_token_is_older_than_the_bound()
         assert self.ledger.finished
+        assert not self.ledger.over
+        self.ledger.learner_leaves()
+        assert self.ledger.over
+        self.stored_events_tell_one_story()
         rules, state = self.rules_of_run, self.ledger.state
         assert self.ledger.groups == {}
         assert state.issued == state.trained + state.dropped.total()
@@ -425,8 +437,9 @@ class Run(RuleBasedStateMachine):
         if rules.bound.reserves and not state.stop_reason:
             assert not state.dropped["run_ended"], "more was issued than could be trained"
             assert not state.dropped["stale"]
-        rebuilt = self._rebuilt()
-        assert state_of(rebuilt) == state_of(self.ledger)
+        assert state_of(self._rebuilt()) == state_of(self.ledger)
+        others = make_rules(group_size=7, max_staleness_steps=9, plan=eval_plan(1, samples=6))
+        assert state_of(self._rebuilt(others)) == state_of(self.ledger), "settings are in no event"
 
     def _finish_without_faults(self) -> None:
         """One generator works, everything is scored, the learner trains: it has to end."""

@@ -543,6 +543,15 @@ def test_each_take_over_grants_the_next_epoch_and_a_learner_at_another_step_is_r
         ledger.take_over(4)
 
 
+def test_a_take_over_that_arrives_twice_is_granted_once():
+    ledger = make_ledger(make_rules(total_steps=9))
+    version = ledger.take_over(0, learner="learner@a1")
+    trained_steps(ledger, 2)
+    assert ledger.take_over(0, learner="learner@a1") == version
+    assert ledger.step == 2
+    assert ledger.take_over(0, learner="learner@b2") == PolicyVersion(2, 0)
+
+
 def test_a_learner_of_an_older_epoch_is_refused_everywhere():
     ledger = started(make_ledger())
     make_ready(ledger, lease(ledger))
@@ -849,6 +858,51 @@ def test_after_a_replay_the_run_goes_on_where_it_stood():
     train_step(rebuilt)
     assert rebuilt.finished
     assert rebuilt.state.trained == 4
+
+
+def test_a_problem_answered_by_abandoned_weights_is_answered_anew():
+    rules = make_rules(
+        total_steps=9, groups_per_step=1, plan=eval_plan(1, every_steps=1, samples=2)
+    )
+    ledger = started(make_ledger(rules))
+    make_ready(ledger, lease(ledger))
+    train_step(ledger)
+    problem = next(group for group in lease(ledger) if group.item == "eval")
+    train_step(ledger)
+    ledger.submit(header(problem.group_id, 0, ledger.version))
+    ledger.take_over(1)
+    (again,) = [group for group in lease(ledger) if group.item == "eval"]
+    assert (again.group_id, again.siblings) == (problem.group_id, (0, 1))
+
+
+def test_a_run_that_was_made_shorter_lets_go_of_what_it_does_not_reach():
+    ledger = started(make_ledger(make_rules(total_steps=9)))
+    trained_steps(ledger, 4)
+    state = stored(ledger.state)
+    state.last_step = 3
+    shorter = make_ledger(ledger.rules, state)
+    shorter.take_over(2)
+    assert list(shorter.state.batches) == [2]
+    train_step(shorter)
+    assert shorter.finished
+    assert (shorter.state.trained, shorter.unaccounted(), shorter.groups) == (6, 0, {})
+
+
+def test_nothing_is_leased_and_nothing_has_ended_while_a_resumed_run_awaits_its_learner():
+    ledger = started(make_ledger(make_rules(total_steps=1)))
+    trained_steps(ledger, 1)
+    assert ledger.finished
+    state = stored(ledger.state)
+    state.awaits_learner = True
+    resumed = make_ledger(ledger.rules, state)
+    assert not resumed.finished
+    assert lease(resumed) == []
+    resumed.take_over(0)
+    trained_steps(resumed, 1)
+    assert resumed.finished
+    assert not resumed.over
+    resumed.learner_leaves()
+    assert resumed.over
 
 
 def test_draining_hands_out_each_event_once():

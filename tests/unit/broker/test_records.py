@@ -96,7 +96,7 @@ def test_a_round_goes_to_the_trackers_once_and_into_its_files(run: RunSection):
     records = FolderRecords(run, tracker, keep_answers=2, batches=None)
     ledger, ended = evaluated(problems=3)
     for group in ended:
-        records.eval_answers(group, frames(group))
+        records.eval_answers(group, dict(enumerate(frames(group))))
     for _ in range(2):
         records.evaluations(ledger.state.eval_points)
     (point,) = tracker.points

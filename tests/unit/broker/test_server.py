@@ -30,6 +30,7 @@ from wire.control import (
     GetLedger,
     GetLedgerSnapshot,
     GetStatus,
+    Goodbye,
     GroupsLeased,
     Heartbeat,
     HeartbeatAnswer,
@@ -201,9 +202,11 @@ def test_a_run_of_one_step_goes_through_every_role(short_folder: Path):
             await learner.ask(
                 RequestBatch(version=V0.next(), step=V0.next().step, wait_s=1.0), RunComplete
             )
-            finished, _ = await generator.ask(
-                LeaseGroups(adopted=V0, max_sequences=2, wait_s=1.0), GroupsLeased
-            )
+            work = LeaseGroups(adopted=V0, max_sequences=2, wait_s=0.0)
+            not_yet, _ = await generator.ask(work, GroupsLeased)
+            assert not not_yet.finished, "its learner may still go back"
+            await learner.ask(Goodbye(), Done)
+            finished, _ = await generator.ask(work, GroupsLeased)
             assert finished.finished
             stored = [event async for event in it.store.replay()]
             assert len(await it.store.fetch(keys)) == 2, "no checkpoint holds them yet"
@@ -216,8 +219,8 @@ def test_a_run_of_one_step_goes_through_every_role(short_folder: Path):
     status, num_events = asyncio.run(body())
     assert (status.steps, status.trained, status.unaccounted) == (1, 1, 0)
     assert status.steps_history[0].metrics == {"policy/loss": 1.0, "reward/sampled": 0.5}
-    # taken over, issued, leased, 2 generated, 2 scored, delivered, trained
-    assert num_events == 9
+    # taken over, issued, leased, 2 generated, 2 scored, delivered, trained, left
+    assert num_events == 10
 
 
 def test_a_client_that_did_not_say_hello_is_refused(short_folder: Path):
@@ -279,6 +282,7 @@ def test_a_run_that_is_told_to_end_says_why(short_folder: Path):
             await learner.ask(TakeOver(step=0), TookOver)
             it.server.plan_stop("run.max_hours = 1 have passed")
             await learner.ask(RequestBatch(version=V0, step=V0.step, wait_s=1.0), RunComplete)
+            await learner.ask(Goodbye(), Done)
             return it.status
 
     status = asyncio.run(body())

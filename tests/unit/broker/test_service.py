@@ -54,15 +54,8 @@ async def store_with(ledger: Ledger) -> MemoryStore:
 def begun(
     settings: BrokerSettings, store: MemoryStore | None = None, *, restarted: bool = False
 ) -> Beginning:
-    """Begin, and store what the beginning changed."""
     owned = store or MemoryStore()
-
-    async def body() -> Beginning:
-        beginning = await begin_run(settings, load_prompts(settings), owned, restarted=restarted)
-        await owned.commit(beginning.stored)
-        return beginning
-
-    return asyncio.run(body())
+    return asyncio.run(begin_run(settings, load_prompts(settings), owned, restarted=restarted))
 
 
 def trained(ledger: Ledger, steps: int) -> Ledger:
@@ -86,7 +79,6 @@ def test_a_broker_that_starts_again_goes_on_where_the_other_one_stood(tmp_path: 
     state = first.state
     again = begun(settings, asyncio.run(store_with(first)))
     assert again.ledger.state == state
-    assert again.stored.is_empty
     assert again.generation > 0
 
 
@@ -94,7 +86,8 @@ def test_the_name_of_a_run_that_has_ended_is_refused_with_what_to_do(tmp_path: P
     settings = settings_in(tmp_path, "run.steps=1")
     used = new_ledger(settings)
     used.take_over(0)
-    store = asyncio.run(store_with(trained(used, 1)))
+    trained(used, 1).learner_leaves()
+    store = asyncio.run(store_with(used))
     with pytest.raises(ConfigError, match=r"has ended at step 1; go on with .*--resume auto"):
         begun(settings, store)
     assert begun(settings, store, restarted=True).ledger.finished
@@ -140,14 +133,64 @@ def test_under_another_bound_what_is_under_way_begins_anew(tmp_path: Path):
     with pytest.raises(ConfigError, match=r"other run\.max_staleness_steps.*--resume"):
         begun(settings_in(tmp_path, "run.max_staleness_steps=0"), store)
     changed = settings_in(tmp_path, f"run.resume_from={saved}", "run.max_staleness_steps=0")
-    beginning = begun(changed, store)
-    assert beginning.stored.remove == [(granted[0].group_id, 0)]
-    ledger = beginning.ledger
+    ledger = begun(changed, store).ledger
     version = ledger.take_over(0)
     assert len(granted) == 3
     again = ledger.lease("g", version, max_sequences=99, now_s=0.0)
     assert [g.group_id for g in again] == [granted[0].group_id]
     assert ledger.unaccounted() == 0
+
+
+def test_a_broker_that_died_before_it_had_resumed_is_replaced_by_one_that_does(tmp_path: Path):
+    settings = settings_in(tmp_path)
+    first = new_ledger(settings)
+    first.take_over(0)
+    saved = checkpoint(tmp_path, first)
+    trained(first, 3).plan_stop("enough")
+    store = asyncio.run(store_with(first))
+    resumed = settings_in(tmp_path, f"run.resume_from={saved}")
+    ledger = begun(resumed, store, restarted=True).ledger
+    assert (ledger.state.stop_reason, ledger.state.awaits_learner) == ("", True)
+    ledger.take_over(0)
+    store = asyncio.run(store_with(ledger))
+    again = begun(resumed, store, restarted=True).ledger
+    assert not again.state.awaits_learner, "resumed twice"
+
+
+def test_what_is_under_way_takes_the_group_size_of_now(tmp_path: Path):
+    settings = settings_in(tmp_path, "run.group_size=4")
+    first = new_ledger(settings)
+    first.take_over(0)
+    first.lease("g", first.version, max_sequences=4, now_s=0.0)
+    saved = checkpoint(tmp_path, first)
+    store = asyncio.run(store_with(first))
+    resumed = settings_in(tmp_path, f"run.resume_from={saved}", "run.group_size=2")
+    ledger = begun(resumed, store).ledger
+    version = ledger.take_over(0)
+    (work, *_) = ledger.lease("g", version, max_sequences=8, now_s=0.0)
+    assert (work.position, work.siblings) == (0, (0, 1))
+    assert begun(resumed, store, restarted=True).ledger.state.group_size == 2
+
+
+@pytest.mark.parametrize("samples", [0, 1, 3], ids=["off", "as-before", "more"])
+def test_open_evaluations_are_those_of_the_settings_of_now(tmp_path: Path, samples: int):
+    (tmp_path / "held_out.jsonl").write_text('{"prompt": "1"}\n{"prompt": "2"}\n')
+    held_out = f"eval.file={tmp_path / 'held_out.jsonl'}"
+    settings = settings_in(tmp_path, held_out, "eval.every_steps=1")
+    first = new_ledger(settings)
+    first.take_over(0)
+    (problem,) = first.lease("g", first.version, max_sequences=1, now_s=0.0)
+    first.submit(header(problem.group_id, 0, first.version))
+    saved = checkpoint(tmp_path, first)
+    store = asyncio.run(store_with(first))
+    now = [held_out, f"eval.samples={samples}", "eval.temperature=1.0"] if samples else []
+    resumed = settings_in(tmp_path, f"run.resume_from={saved}", *now)
+    ledger = begun(resumed, store).ledger
+    version = ledger.take_over(0)
+    work = ledger.lease("g", version, max_sequences=99, now_s=0.0)
+    evals = [(one.position, one.siblings) for one in work if one.item == "eval"]
+    expected = {0: [], 1: [(1, (0,))], 3: [(0, (0, 1, 2)), (1, (0, 1, 2))]}
+    assert evals == expected[samples]
 
 
 def test_a_resumed_run_starts_above_every_epoch_that_was_granted(tmp_path: Path):
