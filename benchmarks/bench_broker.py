@@ -156,7 +156,7 @@ def items(bars: Bars, _ray_python: str) -> None:
                     f"its issue to its sealing (Redis {redis:.0f} us), "
                     f"{steps * GROUPS_PER_STEP} items"
                 )
-            costs[count] = statistics.median(runs)
+            costs[count] = statistics.mean(runs)  # with the snapshots that fall into some turns
             if count == _MANY:
                 back = restart(broker, folder)
                 say(

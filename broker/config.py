@@ -80,7 +80,7 @@ class BrokerSection(Section, frozen=True, kw_only=True):
     max_attempts: AtLeast1 = 3
     """Attempts to generate and to score before a group is dropped."""
     max_in_flight: int | None = None
-    """Most groups neither trained nor dropped; default is what the staleness bound allows."""
+    """Most groups started and in no batch yet; default is what the staleness bound allows."""
     drop_zero_variance: bool = True
     """Drop groups whose rewards are all equal (they carry no gradient) and issue others."""
     zero_variance_of: str = ""

@@ -25,7 +25,9 @@ def main() -> int:
         ],
     )
     parser.add_argument(
-        "--from-checkpoint", metavar="FOLDER", help="go on from it, also on an empty Redis"
+        "--from-checkpoint",
+        metavar="FOLDER",
+        help="go on from it, also on an empty Redis; the same as run.resume_from=FOLDER",
     )
     parser.add_argument(
         "--restarted",

@@ -198,6 +198,10 @@ class RedisStore:
         settings = await self._told(lambda: self._client.config_get("append*"))
         if settings is None:
             return "unknown (CONFIG is not permitted)"
+        limits = await self._told(lambda: self._client.config_get("maxmemory*")) or {}
+        policy = limits.get("maxmemory-policy", "noeviction")
+        if limits.get("maxmemory", "0") != "0" and policy != "noeviction":
+            return f"maxmemory-policy {policy}: a full server forgets what was acknowledged"
         if settings.get("appendonly") != "yes":
             return "no append-only file: what was acknowledged is lost when the server ends"
         match settings.get("appendfsync"):

@@ -13,7 +13,7 @@ from broker.trail import Trail
 MAX_BACKLOG = 20_000  # changes that the store has not taken; past it nothing more is received
 MAX_BACKLOG_BYTES = 256 * 1024 * 1024
 _SNAPSHOT_AFTER_EVENTS = 20_000
-_EVENTS_PER_GROUP = 1  # a snapshot costs as much as so many events of every group in it
+_EVENTS_PER_GROUP = 2  # a snapshot costs as much as so many events of every group in it
 
 
 class LedgerWriter:

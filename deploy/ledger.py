@@ -88,11 +88,16 @@ def _equation(view: LedgerView) -> Table:
 
 def _reasons(view: LedgerView) -> Table:
     grid = Table.grid(padding=(0, 3))
+    flat = view.trajectories
     of = f" of {view.prompts}" if view.prompts is not None else ""
     kept = f" ({_steps(view.replay_steps)})" if view.replay_steps else ""
     rows = {
         "in flight": _counts(view.in_flight) or "nothing",
         "dropped": _counts(view.dropped) or "nothing",
+        "trajectories": _counts(
+            {name: flat[name] for name in ("to_generate", "to_score", "scored")}
+        )
+        or "none in flight",
         "prompts taken": f"{view.prompts_taken}{of}",
         "payloads": f"{_size(view.untrained_bytes)} untrained, {_size(view.replay_bytes)} trained "
         f"and not sealed{kept}",

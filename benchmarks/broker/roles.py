@@ -96,7 +96,7 @@ def header_of(
 class Generator:
     """Leases groups and submits their siblings, at most ``window`` unacknowledged."""
 
-    def __init__(self, peer: Peer, sent: Bytes, *, window: int = 256, lanes: int = 256) -> None:
+    def __init__(self, peer: Peer, sent: Bytes, *, window: int = 512, lanes: int = 512) -> None:
         self.peer = peer
         self._sent = sent
         self._window = window

@@ -437,6 +437,9 @@ def test_the_durability_of_the_server_is_said_in_words(folder: Path):
             texts.append(await store.durability())
             await client.config_set("appendonly", "no")
             texts.append(await store.durability())
+            await client.config_set("maxmemory", "1gb")
+            await client.config_set("maxmemory-policy", "allkeys-lru")
+            texts.append(await store.durability())
             return texts
 
     with running(launch(folder, fsync="everysec")) as server:
@@ -444,6 +447,7 @@ def test_the_durability_of_the_server_is_said_in_words(folder: Path):
             "appendfsync everysec: a crash can lose the last second",
             "appendfsync no: a crash of the machine can lose what was acknowledged",
             "no append-only file: what was acknowledged is lost when the server ends",
+            "maxmemory-policy allkeys-lru: a full server forgets what was acknowledged",
         ]
 
 

@@ -604,4 +604,6 @@ def test_the_account_names_the_oldest_items_and_who_holds_what(short_folder: Pat
         1,
     )
     assert (view.issued, view.in_flight["leased"], view.unaccounted) == (1, 1, 0)
+    flat = view.trajectories
+    assert (flat["in_flight"], flat["to_generate"], flat["to_score"]) == (2, 1, 1)
     assert view.untrained_bytes == len(b"payload 1" + b"transcript 1")

@@ -1,0 +1,53 @@
+"""What the broker's benchmark computes without running anything."""
+
+import pytest
+
+from benchmarks.bars import Bars
+from benchmarks.broker.baselines import lists_of
+from benchmarks.broker.roles import BYTES_PER_TOKEN, header_of, pack, trajectory_bytes, unpack
+from benchmarks.broker.throughput import GROUP_SIZE, groups_per_step
+from wire.codec import decode_transcript
+from wire.control import LeasedGroup
+from wire.trajectory import Prompt
+from wire.versions import PolicyVersion
+
+
+def test_a_version_survives_being_shared_as_a_number():
+    for version in (PolicyVersion(0, 0), PolicyVersion(3, 12_345)):
+        assert unpack(pack(version)) == version
+
+
+@pytest.mark.parametrize("payload_bytes", [256, 16 * 1024, 128 * 1024])
+def test_a_simulated_trajectory_has_a_header_that_the_wire_accepts(payload_bytes: int):
+    sent = trajectory_bytes(payload_bytes)
+    group = LeasedGroup(
+        group_id=1, lease_id=2, item="train", position=0, prompt=Prompt(prompt="x"), siblings=(0,)
+    )
+    header = header_of(group, 0, sent.num_tokens, PolicyVersion(1, 0))
+    assert header.num_response_tokens > 0
+    assert len(sent.payload) == payload_bytes
+    assert decode_transcript(sent.transcript).finish_reason == "stop"
+
+
+def test_every_transport_carries_the_same_number_of_tokens():
+    payload_bytes = 16 * 1024
+    tokens = lists_of(payload_bytes)["token_ids"]
+    assert isinstance(tokens, list)
+    assert len(tokens) == trajectory_bytes(payload_bytes).num_tokens
+    assert len(tokens) == payload_bytes // BYTES_PER_TOKEN
+
+
+def test_a_step_of_large_trajectories_has_fewer_groups_but_some():
+    assert groups_per_step(16 * 1024) > groups_per_step(128 * 1024) >= GROUP_SIZE
+
+
+def test_a_bar_that_is_missed_makes_the_benchmark_fail(capsys: pytest.CaptureFixture[str]):
+    bars = Bars()
+    bars.at_most("cost", 1.0, "x", needs=1.3)
+    assert bars.exit_code == 0
+    bars.at_least("speed", 0.5, "x", needs=0.6)
+    assert bars.exit_code == 1
+    assert capsys.readouterr().out.splitlines() == [
+        "bar cost: 1.000 x (needs <= 1.3): ok",
+        "bar speed: 0.500 x (needs >= 0.6): short",
+    ]
