@@ -1,6 +1,6 @@
 """The account of all items, as a client asks for it."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import islice
 
 from broker.groups import NOBODY, Group
@@ -78,6 +78,25 @@ def _oldest(groups: Mapping[int, Group], count: int) -> list[int]:
     Ids lie all over the memory: to sort 100,000 takes 15 ms, at every step.
     """
     return list(islice(groups if len(groups) > _SORTED_UP_TO else sorted(groups), count))
+
+
+def describe_wait(ledger: Ledger, group_ids: Sequence[int]) -> str:
+    """Say which groups a batch waits for and who holds them; warn if nothing but drops comes."""
+    state = ledger.state
+    barren = ""
+    if state.drops_in_a_row >= 2 * ledger.rules.bound.groups_per_step:  # it could be so for ever
+        reasons = ", ".join(f"{why}: {n}" for why, n in state.dropped.items())
+        barren = f"; the last {state.drops_in_a_row} groups were all dropped ({reasons})"
+    if not group_ids:
+        return f"no group is under way: {ledger.in_flight()}{barren}"
+    parts = []
+    for group_id in group_ids[:3]:
+        group = ledger.groups[group_id]
+        lease = ledger.leases.get(group.lease_id)
+        holder = f", held by {name_of(lease.holder)}" if lease else ""
+        parts.append(f"{group_id} ({group.state}{holder})")
+    more = f" and {len(group_ids) - 3} more" if len(group_ids) > 3 else ""
+    return f"groups {', '.join(parts)}{more}{barren}"
 
 
 def _trajectories_in_flight(ledger: Ledger) -> dict[str, int]:

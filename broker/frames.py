@@ -3,14 +3,17 @@
 from collections import OrderedDict
 from collections.abc import Iterable
 
-from broker.store import StoredTrajectory, TrajectoryKey
+from broker.commit import GroupCommitter
+from broker.store import Changes, StoredTrajectory, TrajectoryKey, TrajectoryStore
 
 
 class FrameCache:
     """The newest trajectories. Frames of a message stay alive as long as they are here."""
 
-    def __init__(self, max_bytes: int) -> None:
+    def __init__(self, max_bytes: int, store: TrajectoryStore, committer: GroupCommitter) -> None:
         self._max_bytes = max_bytes
+        self._store = store
+        self._committer = committer
         self._pinned: dict[TrajectoryKey, StoredTrajectory] = {}
         self._frames: OrderedDict[TrajectoryKey, StoredTrajectory] = OrderedDict()
         self.num_bytes = 0
@@ -31,6 +34,22 @@ class FrameCache:
     def get(self, key: TrajectoryKey) -> StoredTrajectory | None:
         """Return a trajectory that is here."""
         return self._frames.get(key) or self._pinned.get(key)
+
+    async def load(self, keys: Iterable[TrajectoryKey]) -> dict[TrajectoryKey, StoredTrajectory]:
+        """Return trajectories, from here or from the store; those that ended are left out."""
+        wanted = list(keys)
+        found = {key: one for key in wanted if (one := self.get(key)) is not None}
+        missing = [key for key in wanted if key not in found]
+        if missing:
+            await self._committer.commit(Changes())  # what is on its way there is there then
+        while missing:
+            try:
+                found |= dict(zip(missing, await self._store.fetch(missing), strict=True))
+            except KeyError as error:
+                missing = [key for key in missing if key != error.args[0]]
+            else:
+                break
+        return found
 
     def discard(self, keys: Iterable[TrajectoryKey]) -> None:
         """Forget trajectories."""

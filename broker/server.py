@@ -14,7 +14,7 @@ from typing import TypeAlias, TypeVar, assert_never
 
 import zmq
 
-from broker.account import account_of
+from broker.account import account_of, describe_wait
 from broker.admission import NotYet
 from broker.book import encode_state
 from broker.commit import GroupCommitter
@@ -33,7 +33,7 @@ from broker.records import RunRecords
 from broker.router import Router
 from broker.scoring import ScoringQueue
 from broker.sessions import Session, Sessions, name_of
-from broker.store import Changes, StoredTrajectory, TrajectoryKey, TrajectoryStore
+from broker.store import StoredTrajectory, TrajectoryKey, TrajectoryStore
 from broker.telemetry import Telemetry
 from broker.trail import Trail
 from broker.waiting import Parked, WaitingRoom
@@ -119,7 +119,6 @@ class BrokerServer:
         self._ledger = ledger
         self._scoring = scoring
         self._committer = committer
-        self._store = store
         self.telemetry = telemetry
         self._run_name = run_name
         self._max_message_bytes = max_message_bytes
@@ -129,7 +128,7 @@ class BrokerServer:
         self._store_name = store_name
         self._generation = generation
         self._now = now
-        self.frames = FrameCache(cache_bytes)
+        self.frames = FrameCache(cache_bytes, store, committer)
         self._sessions = Sessions()
         self._router: Router | None = None
         self._leases: WaitingRoom[LeaseGroups] = WaitingRoom(self._no_groups)
@@ -494,7 +493,7 @@ class BrokerServer:
         return True
 
     async def _fetch_transcripts(self, leased: dict[int, TrajectoryKey], finished: bool) -> Reply:
-        found = await self._load(leased.values())
+        found = await self.frames.load(leased.values())
         return _scoring_work(leased, found, finished)
 
     def _no_scoring(self, parked: Parked[LeaseScoring]) -> None:
@@ -542,30 +541,10 @@ class BrokerServer:
     def _with_reason(self, request: RequestBatch, reply: BatchNotReady) -> BatchNotReady:
         not_yet = self._ledger.deliver(request.version, request.step)
         waiting_for = self._ledger.waiting_for(not_yet) if isinstance(not_yet, NotYet) else ()
-        reason = self._describe_wait(waiting_for)
+        reason = describe_wait(self._ledger, waiting_for)
         if request.step == self._ledger.step:
             self.telemetry.waiting_for = reason
         return BatchNotReady(waiting_for=waiting_for, reason=reason, last_step=reply.last_step)
-
-    def _describe_wait(self, group_ids: tuple[int, ...]) -> str:
-        if not group_ids:
-            return f"no group is under way: {self._ledger.in_flight()}{self._barren()}"
-        parts = []
-        for group_id in group_ids[:3]:
-            group = self._ledger.groups[group_id]
-            lease = self._ledger.leases.get(group.lease_id)
-            holder = f", held by {name_of(lease.holder)}" if lease else ""
-            parts.append(f"{group_id} ({group.state}{holder})")
-        more = f" and {len(group_ids) - 3} more" if len(group_ids) > 3 else ""
-        return f"groups {', '.join(parts)}{more}{self._barren()}"
-
-    def _barren(self) -> str:
-        """Return a warning when nothing but drops comes, which a run could do for ever."""
-        state = self._ledger.state
-        if state.drops_in_a_row < 2 * self._ledger.rules.bound.groups_per_step:
-            return ""
-        reasons = ", ".join(f"{why}: {n}" for why, n in state.dropped.items())
-        return f"; the last {state.drops_in_a_row} groups were all dropped ({reasons})"
 
     # ---- trajectories and scores ---------------------------------------------
 
@@ -608,22 +587,6 @@ class BrokerServer:
                 self._scoring.add(key)
                 self._settle_soon()
 
-    async def _load(self, keys: Iterable[TrajectoryKey]) -> dict[TrajectoryKey, StoredTrajectory]:
-        """Return trajectories, from memory or from the store; those that ended are left out."""
-        wanted = list(keys)
-        found = {key: one for key in wanted if (one := self.frames.get(key)) is not None}
-        missing = [key for key in wanted if key not in found]
-        if missing:
-            await self._committer.commit(Changes())  # what is on its way there is there then
-        while missing:
-            try:
-                found |= dict(zip(missing, await self._store.fetch(missing), strict=True))
-            except KeyError as error:
-                missing = [key for key in missing if key != error.args[0]]
-            else:
-                break
-        return found
-
     def _fetch(self, session: Session, request_id: bytes, request: FetchPayloads) -> Reply | None:
         for group_id, sibling in request.keys:
             group = self._ledger.groups.get(group_id)
@@ -637,7 +600,7 @@ class BrokerServer:
         return None
 
     async def _fetch_payloads(self, request: FetchPayloads) -> Reply:
-        found = await self._load(request.keys)
+        found = await self.frames.load(request.keys)
         gone = [key for key in request.keys if key not in found]
         if gone:
             raise RefusedError(f"the payload of trajectory {gone[0][0]}/{gone[0][1]} is gone")
@@ -694,7 +657,7 @@ class BrokerServer:
         step = request.version.step - 1
         ids = self._ledger.state.batches.get(step, ())
         batch = [self._ledger.groups[group_id] for group_id in ids]
-        found = await self._load(key for group in batch for key in group.trajectory_keys())
+        found = await self.frames.load(key for group in batch for key in group.trajectory_keys())
         answer = self._commit_step(request)
         frames = [[found[key] for key in sorted(group.trajectory_keys())] for group in batch]
         await self._records.batch(step, list(zip(batch, frames, strict=True)))
