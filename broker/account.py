@@ -100,16 +100,13 @@ def describe_wait(ledger: Ledger, group_ids: Sequence[int]) -> str:
 
 
 def _trajectories_in_flight(ledger: Ledger) -> dict[str, int]:
-    """Count siblings one by one: in all, and those to generate, to score, and scored."""
-    groups = [group for group in ledger.groups.values() if group.item == "train"]
-    generated = sum(len(group.headers) for group in groups)
-    scored = sum(len(group.scores) for group in groups)
-    in_all = sum(group.size for group in groups)
+    """Return the siblings in all, and those to generate, to score, and scored."""
+    index = ledger.index
     return {
-        "in_flight": in_all,
-        "to_generate": in_all - generated,
-        "to_score": generated - scored,
-        "scored": scored,
+        "in_flight": index.num_siblings,
+        "to_generate": index.num_siblings - index.num_generated,
+        "to_score": index.num_generated - index.num_scored,
+        "scored": index.num_scored,
     }
 
 

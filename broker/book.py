@@ -390,6 +390,8 @@ class Book:
                 if is_last:
                     self._forget_lease(group)
                     self.index.enter(group)
+                else:
+                    self.index.sibling_came(group, generated=1)
 
     def _apply_issued(self, event: Issued) -> None:
         state = self.state
@@ -429,6 +431,8 @@ class Book:
         group.scores[score.sibling] = score
         if is_last:
             self.index.enter(group)
+        else:
+            self.index.sibling_came(group, scored=1)
         if group.item == "eval":
             if is_last:
                 self._apply_eval_answers(group)

@@ -17,6 +17,9 @@ class GroupIndex:
         self.due: Counter[int] = Counter()  # deadline -> live groups
         self.ready: Counter[int] = Counter()  # deadline -> live groups that are ready
         self.num_live = 0
+        self.num_siblings = 0  # of groups to be trained
+        self.num_generated = 0
+        self.num_scored = 0
         self._heaps: dict[int, list[int]] = {}  # deadline -> ready groups, and some that were
         self._ready_ids: set[int] = set()
         self.again: dict[int, Group] = {}  # leased before or for evaluation, in nobody's hands
@@ -29,6 +32,7 @@ class GroupIndex:
         state = group.state
         if group.item == "train":
             self._in_state[state] += 1
+            self._count_siblings(group, 1)
         if state == "issued":
             self._queue_of(group)[group.group_id] = group
         if group.is_live:
@@ -45,6 +49,7 @@ class GroupIndex:
         state = group.state
         if group.item == "train":
             self._in_state[state] -= 1
+            self._count_siblings(group, -1)
         if state == "issued":
             self._queue_of(group).pop(group.group_id, None)
         if group.is_live:
@@ -55,6 +60,17 @@ class GroupIndex:
                 self._ready_ids.discard(group.group_id)
                 if not self._count_down(self.ready, deadline):
                     self._heaps.pop(deadline, None)
+
+    def sibling_came(self, group: Group, *, generated: int = 0, scored: int = 0) -> None:
+        """Count what a group has got that stays in every view that it is in."""
+        if group.item == "train":
+            self.num_generated += generated
+            self.num_scored += scored
+
+    def _count_siblings(self, group: Group, sign: int) -> None:
+        self.num_siblings += sign * group.size
+        self.num_generated += sign * len(group.headers)
+        self.num_scored += sign * len(group.scores)
 
     def _queue_of(self, group: Group) -> dict[int, Group]:
         """Return where a group waits to be leased; only what was never leased needs a permit."""

@@ -37,6 +37,7 @@ def work_folder() -> Iterator[Path]:
         yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+        os.sync()  # what is freed must not hold up the writes that are measured next
 
 
 def cpu_s(pid: int) -> float:

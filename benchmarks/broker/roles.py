@@ -176,22 +176,29 @@ class Scorer:
 
 
 class Learner:
-    """Takes batches, fetches their payloads, commits; asks for the next batch meanwhile."""
+    """Takes batches, fetches their payloads, commits; takes and fetches the next one meanwhile."""
 
     def __init__(self, peer: Peer, *, step: int, seal_every: int) -> None:
         self.peer = peer
         self._seal_every = seal_every
         self.version = peer.ask(TakeOver(step=step), TookOver).version
         self.trained: list[tuple[float, int, int]] = []  # (monotonic, trajectories, bytes) so far
-        self.fetched_bytes = 0
         self._num_trained = 0
-        self._missing = 0
-        self._batches: dict[int, list[tuple[int, int]]] = {}
-        self._fetching = -1
+        self._fetched_bytes = 0
+        self._sizes: dict[int, int] = {}  # step -> trajectories of its batch
+        self._missing: dict[int, int] = {}  # step -> payloads that have not come yet
+        self._fetches: dict[bytes, int] = {}  # request -> step
         self._requested: bytes | None = None
-        self._request(self.version.step)
+        self._committing = -1
+        self._request()
 
-    def _request(self, step: int) -> None:
+    def _request(self) -> None:
+        """Ask for the first batch that is not here, of this step and the next one."""
+        step = self.version.step
+        if step in self._sizes:
+            step += 1
+        if step in self._sizes:
+            return
         if self._requested is not None:
             self.peer.may_refuse.add(self._requested)  # for a version that is over
         self._requested = self.peer.send(
@@ -204,54 +211,50 @@ class Learner:
         while (received := self.peer.receive(0.0)) is not None:
             request_id, answer, frames = received
             match answer:
-                case BatchDelivered(step=step, groups=groups):
+                case BatchDelivered(step=step, groups=groups) if step not in self._sizes:
                     keys = [
                         (t.header.group_id, t.header.sibling)
                         for g in groups
                         for t in g.trajectories
                     ]
-                    self._batches[step] = keys
-                    self._fetch_next()
+                    if step >= self.version.step:
+                        self._fetch(step, keys)
+                        self._request()
                 case BatchNotReady() if request_id == self._requested:
-                    self._request(self._wanted())
+                    self._request()
                 case Payloads():
-                    self._missing -= len(frames)
-                    self.fetched_bytes += sum(len(frame) for frame in frames)
-                    if not self._missing:
-                        self.peer.send(StepCommit(version=self.version.next(), metrics={}))
+                    self._missing[self._fetches.pop(request_id)] -= len(frames)
+                    self._fetched_bytes += sum(len(frame) for frame in frames)
+                    self._commit()
                 case StepCommitted():
                     self._committed()
                 case _:
                     pass
         return self.version != before
 
-    def _wanted(self) -> int:
-        step = self.version.step
-        return step + 1 if step in self._batches else step
-
-    def _fetch_next(self) -> None:
-        step = self.version.step
-        if self._fetching == step or step not in self._batches:
-            return
-        self._fetching = step
-        keys = self._batches[step]
-        self._missing = len(keys)
+    def _fetch(self, step: int, keys: list[tuple[int, int]]) -> None:
+        self._sizes[step] = self._missing[step] = len(keys)
         for start in range(0, len(keys), _KEYS_PER_FETCH):
-            self.peer.send(FetchPayloads(keys=tuple(keys[start : start + _KEYS_PER_FETCH])))
-        if step + 1 not in self._batches:
-            self._request(step + 1)
+            wanted = FetchPayloads(keys=tuple(keys[start : start + _KEYS_PER_FETCH]))
+            self._fetches[self.peer.send(wanted)] = step
+
+    def _commit(self) -> None:
+        step = self.version.step
+        if self._committing < step and self._missing.get(step) == 0:
+            self._committing = step
+            self.peer.send(StepCommit(version=self.version.next(), metrics={}))
 
     def _committed(self) -> None:
         step = self.version.step
-        self._num_trained += len(self._batches.pop(step))
+        del self._missing[step]
+        self._num_trained += self._sizes.pop(step)
         self.version = self.version.next()
-        self.trained.append((time.monotonic(), self._num_trained, self.fetched_bytes))
+        self.trained.append((time.monotonic(), self._num_trained, self._fetched_bytes))
         if self._seal_every and (step + 1) % self._seal_every == 0:
             seal = SealSteps(version=self.version, step=step + 1, oldest_kept=step + 1)
             self.peer.send(seal)
-        if self.version.step not in self._batches:
-            self._request(self.version.step)
-        self._fetch_next()
+        self._request()
+        self._commit()
 
 
 def generate(

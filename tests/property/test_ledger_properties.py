@@ -339,7 +339,8 @@ class Run(RuleBasedStateMachine):
     def the_views_are_what_a_walk_over_all_groups_would_find(self) -> None:
         index = self.ledger.index
         fresh = GroupIndex(self.rules_of_run.bound, self.ledger.groups.values())
-        for view in ("due", "ready", "num_live"):
+        counts = ("num_siblings", "num_generated", "num_scored")
+        for view in ("due", "ready", "num_live", *counts):
             assert getattr(index, view) == getattr(fresh, view), view
         assert set(index.again) == set(fresh.again)
         assert set(index.fresh) == set(fresh.fresh)
