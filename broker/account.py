@@ -36,7 +36,7 @@ def account_of(
         num_items: how many of the oldest items to name.
         now: unix time.
     """
-    state, size = ledger.state, ledger.rules.group_size
+    state = ledger.state
     in_flight = ledger.in_flight()
     oldest = [ledger.groups[group_id] for group_id in _oldest(ledger.groups, num_items)]
     return LedgerView(
@@ -45,19 +45,14 @@ def account_of(
         last_step=state.last_step,
         finished=ledger.over,
         stop_reason=state.stop_reason,
-        group_size=size,
+        group_size=ledger.rules.group_size,
         issued=state.issued,
         trained=state.trained,
         sealed=state.sealed,
         dropped=dict(state.dropped),
         in_flight=in_flight,
         unaccounted=ledger.unaccounted(),
-        trajectories={
-            "issued": state.issued * size,
-            "trained": state.trained * size,
-            "dropped": state.dropped.total() * size,
-            **_trajectories_in_flight(ledger),
-        },
+        trajectories={**ledger.trajectories(), **_trajectories_in_flight(ledger)},
         prompts_taken=state.cursor,
         prompts=ledger.rules.max_prompts,
         requeued=state.requeued,
@@ -100,10 +95,9 @@ def describe_wait(ledger: Ledger, group_ids: Sequence[int]) -> str:
 
 
 def _trajectories_in_flight(ledger: Ledger) -> dict[str, int]:
-    """Return the siblings in all, and those to generate, to score, and scored."""
+    """Return how many siblings are to be generated, to be scored, and scored."""
     index = ledger.index
     return {
-        "in_flight": index.num_siblings,
         "to_generate": index.num_siblings - index.num_generated,
         "to_score": index.num_generated - index.num_scored,
         "scored": index.num_scored,

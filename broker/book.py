@@ -38,6 +38,7 @@ from broker.events import (
 )
 from broker.groups import NOBODY, Group, Lease
 from broker.index import GroupIndex
+from broker.leases import Holdings
 from broker.store import TrajectoryKey
 from broker.survivorship import TRAINED, bucket_of
 from wire.status import EvalPoint
@@ -176,9 +177,9 @@ class Book:
             last_step=rules.total_steps,
         )
         self.index = GroupIndex(rules.bound, self.state.groups.values())
-        self.by_holder: dict[str, dict[int, None]] = {}
+        self.by_holder = Holdings()
         for lease in self.state.leases.values():
-            self.by_holder.setdefault(lease.holder, {})[lease.lease_id] = None
+            self.by_holder.add(lease.holder, lease.lease_id)
         self.released: list[TrajectoryKey] = []  # payloads that nobody needs any more
         self._look_for_free_step()
         self._newest_step = self._newest_steps()
@@ -225,6 +226,16 @@ class Book:
     def in_flight(self) -> dict[str, int]:
         """Return how many groups to be trained stand in each state."""
         return self.index.in_flight()
+
+    def trajectories(self) -> dict[str, int]:
+        """Return the equation of groups for trajectories."""
+        state, size = self.state, self.rules.group_size
+        return {
+            "issued": state.issued * size,
+            "trained": state.trained * size,
+            "dropped": state.dropped.total() * size,
+            "in_flight": self.index.num_siblings,
+        }
 
     def unaccounted(self) -> int:
         """Return issued - trained - dropped - in flight, which must be 0."""
@@ -369,7 +380,7 @@ class Book:
                 group.lease_id = lease_id
                 self.index.enter(group)
                 state.leases[lease_id] = Lease(lease_id, group_id, holder)
-                self.by_holder.setdefault(holder, {})[lease_id] = None
+                self.by_holder.add(holder, lease_id)
                 state.next_lease_id = lease_id + 1
             case LeaseEnded(lease_id=lease_id, reason=reason):
                 group = self.groups[state.leases[lease_id].group_id]
@@ -416,10 +427,7 @@ class Book:
         if group.lease_id == NOBODY:
             return
         lease = self.state.leases.pop(group.lease_id)
-        held = self.by_holder[lease.holder]
-        del held[lease.lease_id]
-        if not held:
-            del self.by_holder[lease.holder]
+        self.by_holder.remove(lease.holder, lease.lease_id)
         group.lease_id = NOBODY
 
     def _apply_score(self, score: Score) -> None:

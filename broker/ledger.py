@@ -13,7 +13,6 @@ trajectories, counting a group as its ``group_size`` siblings.
        +------------------------- take-over, payload gone ----+
 """
 
-from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable
 from itertools import islice
 from math import isfinite
@@ -48,6 +47,7 @@ from broker.events import (
     Unbound,
 )
 from broker.groups import NOBODY, Group, Lease
+from broker.leases import LeaseTerms
 from broker.store import TrajectoryKey
 from wire.control import LeasedGroup
 from wire.errors import RefusedError
@@ -73,7 +73,7 @@ class Ledger(Book):
         self._prompt_at = prompt_at
         self._eval_prompt_at = eval_prompt_at
         self._events: list[LedgerEvent] = []
-        self._expiry: OrderedDict[int, float] = OrderedDict()  # lease -> time, in order
+        self._terms = LeaseTerms(rules.lease_s)
 
     def _record(self, event: LedgerEvent) -> None:
         self.apply(event)
@@ -92,7 +92,7 @@ class Ledger(Book):
 
     def renew_leases(self, now_s: float) -> None:
         """Give every lease a full term: its holder could not have been heard."""
-        self._expiry = OrderedDict.fromkeys(self.leases, now_s + self.rules.lease_s)
+        self._terms.begin_all(self.leases, now_s)
 
     # ---- generation ----------------------------------------------------------
 
@@ -135,7 +135,7 @@ class Ledger(Book):
                     adopted_step=adopted.step,
                 )
             )
-            self._expiry[lease_id] = now_s + self.rules.lease_s
+            self._terms.begin(lease_id, now_s)
             granted.append(
                 LeasedGroup(
                     group_id=group.group_id,
@@ -193,15 +193,7 @@ class Ledger(Book):
 
     def heartbeat(self, holder: str, lease_ids: Iterable[int], *, now_s: float) -> list[int]:
         """Extend leases; return those that the holder no longer has."""
-        lost = []
-        for lease_id in lease_ids:
-            lease = self.leases.get(lease_id)
-            if lease is None or lease.holder != holder:
-                lost.append(lease_id)
-            else:
-                self._expiry[lease_id] = now_s + self.rules.lease_s
-                self._expiry.move_to_end(lease_id)
-        return lost
+        return self._terms.extend(self.leases, holder, lease_ids, now_s)
 
     def submit(self, header: TrajectoryHeader, num_bytes: int = 0) -> bool:
         """Take one finished sibling; return False for one that is there already.
@@ -267,19 +259,15 @@ class Ledger(Book):
     def expire(self, now_s: float) -> int:
         """End the leases whose holder fell silent; return how many."""
         ended = 0
-        while self._expiry:
-            lease_id, expires_s = next(iter(self._expiry.items()))
-            if lease_id in self.leases:
-                if expires_s >= now_s:
-                    break
+        for lease_id in self._terms.overdue(now_s):
+            if lease_id in self.leases:  # the end of another may have ended the run
                 self._end_lease(self.leases[lease_id], "lapsed")
                 ended += 1
-            self._expiry.pop(lease_id, None)
         return ended
 
     def _end_lease(self, lease: Lease, reason: LeaseEnd) -> None:
         self._record(LeaseEnded(lease_id=lease.lease_id, reason=reason))
-        self._expiry.pop(lease.lease_id, None)
+        self._terms.end(lease.lease_id)
         group = self.groups[lease.group_id]
         if group.attempts >= self.rules.max_attempts:
             self._drop(group, "poison" if group.deaths == group.attempts else "lease_exhausted")

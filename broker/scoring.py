@@ -3,27 +3,27 @@
 from collections import OrderedDict
 from dataclasses import dataclass
 
+from broker.leases import Holdings, LeaseTerms
 from broker.store import TrajectoryKey
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class ScoringLease:
     """One trajectory in the hands of one reward worker."""
 
     key: TrajectoryKey
     holder: str
-    expires_s: float
 
 
 class ScoringQueue:
     """First come, first scored; what lapses goes back to the front."""
 
     def __init__(self, *, lease_s: float) -> None:
-        self._lease_s = lease_s
+        self._terms = LeaseTerms(lease_s)
         self._waiting: OrderedDict[TrajectoryKey, None] = OrderedDict()
         self._leases: dict[int, ScoringLease] = {}
         self._lease_of: dict[TrajectoryKey, int] = {}
-        self._by_holder: dict[str, dict[int, None]] = {}
+        self._by_holder = Holdings()
         self._next_lease_id = 0
 
     @property
@@ -61,9 +61,10 @@ class ScoringQueue:
         while self._waiting and len(granted) < credits_left:
             key, _ = self._waiting.popitem(last=False)
             lease_id = self._next_lease_id
-            self._leases[lease_id] = ScoringLease(key, holder, now_s + self._lease_s)
+            self._leases[lease_id] = ScoringLease(key, holder)
+            self._terms.begin(lease_id, now_s)
             self._lease_of[key] = lease_id
-            self._by_holder.setdefault(holder, {})[lease_id] = None
+            self._by_holder.add(holder, lease_id)
             granted[lease_id] = key
             self._next_lease_id += 1
         return granted
@@ -78,19 +79,11 @@ class ScoringQueue:
 
     def heartbeat(self, holder: str, lease_ids: tuple[int, ...], *, now_s: float) -> list[int]:
         """Extend leases; return those that the worker no longer has."""
-        lost = []
-        for lease_id in lease_ids:
-            lease = self._leases.get(lease_id)
-            if lease is None or lease.holder != holder:
-                lost.append(lease_id)
-            else:
-                lease.expires_s = now_s + self._lease_s
-        return lost
+        return self._terms.extend(self._leases, holder, lease_ids, now_s)
 
     def renew_leases(self, now_s: float) -> None:
         """Give every lease a full term: its holder could not have been heard."""
-        for lease in self._leases.values():
-            lease.expires_s = now_s + self._lease_s
+        self._terms.begin_all(self._leases, now_s)
 
     def release_all(self, holder: str) -> None:
         """Put back what a worker held."""
@@ -99,22 +92,18 @@ class ScoringQueue:
 
     def expire(self, now_s: float) -> list[TrajectoryKey]:
         """Put back what silent workers held; return it, because an attempt ended."""
-        overdue = [i for i, lease in self._leases.items() if lease.expires_s < now_s]
-        keys = [self._leases[i].key for i in overdue]
-        for lease_id in overdue:
-            self._put_back(lease_id)
-        return keys
+        overdue = [i for i in self._terms.overdue(now_s) if i in self._leases]
+        return [self._put_back(lease_id) for lease_id in overdue]
 
-    def _put_back(self, lease_id: int) -> None:
+    def _put_back(self, lease_id: int) -> TrajectoryKey:
         key = self._end(lease_id)
         self._waiting[key] = None
         self._waiting.move_to_end(key, last=False)
+        return key
 
     def _end(self, lease_id: int) -> TrajectoryKey:
         lease = self._leases.pop(lease_id)
         del self._lease_of[lease.key]
-        held = self._by_holder[lease.holder]
-        del held[lease_id]
-        if not held:
-            del self._by_holder[lease.holder]
+        self._terms.end(lease_id)
+        self._by_holder.remove(lease.holder, lease_id)
         return lease.key

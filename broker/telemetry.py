@@ -125,7 +125,6 @@ class Telemetry:
         now = self._now()
         rules = ledger.rules
         in_flight = ledger.in_flight()
-        size = rules.group_size
         leases = Counter({name_of(holder): len(held) for holder, held in ledger.by_holder.items()})
         leases.update({name_of(h): scoring.leases_of(h) for h in scoring.holders()})
         state = ledger.state
@@ -142,7 +141,7 @@ class Telemetry:
             steps=ledger.step,
             total_steps=state.last_step,
             max_staleness_steps=rules.bound.max_staleness_steps,
-            group_size=size,
+            group_size=rules.group_size,
             groups_per_step=rules.bound.groups_per_step,
             issued=state.issued,
             trained=state.trained,
@@ -151,12 +150,7 @@ class Telemetry:
             dropped={str(reason): count for reason, count in state.dropped.items()},
             in_flight=in_flight,
             unaccounted=ledger.unaccounted(),
-            trajectories={
-                "issued": state.issued * size,
-                "trained": state.trained * size,
-                "dropped": state.dropped.total() * size,
-                "in_flight": sum(in_flight.values()) * size,
-            },
+            trajectories=ledger.trajectories(),
             staleness_histogram={
                 str(lag): tokens for lag, tokens in sorted(state.staleness.items())
             },
