@@ -323,24 +323,8 @@ class BrokerServer:
         match request:
             case SubmitTrajectory():
                 return self._submit(request, frames), (Done(), _NO_FRAMES)
-            case LeaseGroups():
-                self._leases.park(
-                    Parked(
-                        session,
-                        request_id,
-                        request,
-                        key=session.name,
-                        kind=(request.adopted, request.max_sequences),
-                    ),
-                    min(request.wait_s, MAX_WAIT_S),
-                )
-                self._settle_soon()
-            case LeaseScoring():
-                parked = Parked(session, request_id, request, key=session.name, kind=None)
-                self._scorings.park(parked, min(request.wait_s, MAX_WAIT_S))
-                self._settle_soon()
-            case RequestBatch():
-                self._request_batch(session, request_id, request)
+            case LeaseGroups() | LeaseScoring() | RequestBatch():
+                self._park(session, request_id, request)
             case FetchPayloads():
                 return {}, self._fetch(session, request_id, request)
             case TakeOver() | StepCommit() | RejectBatch() | SealSteps() | GetLedgerSnapshot():
@@ -418,6 +402,29 @@ class BrokerServer:
 
     # ---- requests that wait --------------------------------------------------
 
+    def _park(
+        self,
+        session: Session,
+        request_id: bytes,
+        request: LeaseGroups | LeaseScoring | RequestBatch,
+    ) -> None:
+        """Have a request wait for what it asks for, which may be there already."""
+        wait_s = min(request.wait_s, MAX_WAIT_S)
+        name = session.name
+        match request:
+            case LeaseGroups(adopted=adopted, max_sequences=room):
+                asked = Parked(session, request_id, request, key=name, kind=(adopted, room))
+                self._leases.park(asked, wait_s)
+            case LeaseScoring():
+                self._scorings.park(
+                    Parked(session, request_id, request, key=name, kind=None), wait_s
+                )
+            case RequestBatch(step=step):
+                self._batches.park(
+                    Parked(session, request_id, request, key=(name, step), kind=step), wait_s
+                )
+        self._settle_soon()
+
     def _settle_soon(self) -> None:
         if self._settling is None:
             self._settling = asyncio.get_running_loop().call_soon(self._settle)
@@ -452,7 +459,7 @@ class BrokerServer:
 
     def _try_batch(self, parked: Parked[RequestBatch]) -> Answer | bool:
         answer = self._batch(parked.request)
-        return False if isinstance(answer, BatchNotReady) else answer
+        return False if isinstance(answer, NotYet) else answer
 
     def _lease(self, session: Session, request: LeaseGroups) -> GroupsLeased | None:
         if not self._sessions.is_current(session):
@@ -500,51 +507,35 @@ class BrokerServer:
         answer = ScoringLeased(items=(), finished=self._ledger.over)
         self._answer(parked.session.peer, parked.request_id, (answer, _NO_FRAMES))
 
-    def _request_batch(self, session: Session, request_id: bytes, request: RequestBatch) -> None:
-        reply = self._batch(request)
-        if not isinstance(reply, BatchNotReady):
-            self._answer(session.peer, request_id, (reply, _NO_FRAMES))
-            return
-        key = (session.name, request.step)
-        parked = Parked(session, request_id, request, key=key, kind=request.step)
-        self._batches.park(parked, min(request.wait_s, MAX_WAIT_S))
-
-    def _batch(self, request: RequestBatch) -> BatchDelivered | BatchNotReady | RunComplete:
+    def _batch(self, request: RequestBatch) -> BatchDelivered | RunComplete | NotYet:
         batch = self._ledger.deliver(request.version, request.step)
-        state = self._ledger.state
-        is_next = request.step == state.version.step
-        match batch:
-            case None:
-                self.telemetry.waiting_for = ""
-                return RunComplete(evaluations=tuple(state.eval_points))
-            case NotYet():
-                return BatchNotReady(waiting_for=(), reason="", last_step=state.last_step)
-            case groups:
-                if is_next:
-                    self.telemetry.waiting_for = ""
-                return BatchDelivered(
-                    step=request.step, groups=tuple(as_delivered(g) for g in groups)
-                )
+        if isinstance(batch, NotYet):
+            return batch
+        if batch is None:
+            self.telemetry.waiting_for = ""
+            return RunComplete(evaluations=tuple(self._ledger.state.eval_points))
+        if request.step == self._ledger.step:
+            self.telemetry.waiting_for = ""
+        return BatchDelivered(step=request.step, groups=tuple(as_delivered(g) for g in batch))
 
     def _no_batch(self, parked: Parked[RequestBatch]) -> None:
         """Answer a learner whose time is up; say what it waits for."""
-        request = parked.request
         reply: Answer
         try:
-            reply = self._batch(request)
-            if isinstance(reply, BatchNotReady):
-                reply = self._with_reason(request, reply)
+            batch = self._batch(parked.request)
+            reply = self._not_ready(parked.request, batch) if isinstance(batch, NotYet) else batch
         except _ANSWERED as error:
             reply, _ = self._refusal(parked.session.peer, error)
         self._answer(parked.session.peer, parked.request_id, (reply, _NO_FRAMES))
 
-    def _with_reason(self, request: RequestBatch, reply: BatchNotReady) -> BatchNotReady:
-        not_yet = self._ledger.deliver(request.version, request.step)
-        waiting_for = self._ledger.waiting_for(not_yet) if isinstance(not_yet, NotYet) else ()
+    def _not_ready(self, request: RequestBatch, not_yet: NotYet) -> BatchNotReady:
+        waiting_for = self._ledger.waiting_for(not_yet)
         reason = describe_wait(self._ledger, waiting_for)
         if request.step == self._ledger.step:
             self.telemetry.waiting_for = reason
-        return BatchNotReady(waiting_for=waiting_for, reason=reason, last_step=reply.last_step)
+        return BatchNotReady(
+            waiting_for=waiting_for, reason=reason, last_step=self._ledger.state.last_step
+        )
 
     # ---- trajectories and scores ---------------------------------------------
 
