@@ -297,7 +297,7 @@ def _fit_evaluations(ledger: Ledger) -> None:
 
 
 def _check_same_run(ledger: Ledger, settings: BrokerSettings) -> None:
-    """The cursor of a ledger means nothing in other data; its groups have a size."""
+    """The cursor of a ledger means nothing in other data, nor its deadlines under another bound."""
     rules, state = ledger.rules, ledger.state
     where = settings.run.resume_from or f"run {settings.run.name!r}"
     if state.prompts != rules.prompts_fingerprint and not settings.data.allow_change:

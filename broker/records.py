@@ -28,6 +28,7 @@ from wire.ledger_view import LedgerView
 from wire.run_folder import ACCOUNT, BATCHES, EVAL, TRAINED, answers_file, answers_files
 from wire.run_settings import RunSection
 from wire.status import EvalPoint, RunStatus, StepPoint
+from wire.trained_rows import cut_rows_from
 from wire.trajectory_file import (
     RecordedGroup,
     TrajectoryFileWriter,
@@ -239,11 +240,7 @@ def forget_after(run_folder: Path, step: int) -> None:
     for evaluated, path in answers_files(run_folder).items():
         if evaluated > step:
             path.unlink()
-    rollouts = run_folder / TRAINED
-    if rollouts.is_file():
-        rows = rollouts.read_text().splitlines(keepends=True)
-        kept = [row for row in rows if row.endswith("\n") and json.loads(row)["step"] < step]
-        replace_text(rollouts, "".join(kept))
+    cut_rows_from(run_folder / TRAINED, step)
 
 
 def _answer(group: Group, sibling: int, stored: StoredTrajectory) -> dict[str, object]:

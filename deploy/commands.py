@@ -11,7 +11,7 @@ from deploy.config import RunConfig, free_name, run_config
 from deploy.data_check import data_check as data_check
 from deploy.dry_run import print_dry_run
 from deploy.export import export as export
-from deploy.ledger import newest_run, print_account, print_trace
+from deploy.ledger import newest_started, print_account, print_trace
 from deploy.local import run_locally
 from deploy.observe import dashboard_address, run_of_folder, status_now
 from deploy.plan import count_gpus, plan_roles
@@ -68,11 +68,11 @@ def ledger(words: Sequence[str], *, num_items: int, as_json: bool) -> int:
     if words[:1] == ["trace"]:
         if len(words) not in {2, 3}:
             raise ConfigError("slipstream ledger trace PROMPT [RUN] names one prompt")
-        folder = Path(words[2]) if len(words) == 3 else newest_run(_RUNS)
+        folder = Path(words[2]) if len(words) == 3 else newest_started(_RUNS)
         return print_trace(folder, words[1], Console(), as_json=as_json)
     if len(words) > 1:
         raise ConfigError(f"slipstream ledger takes one run folder, got {' '.join(words)}")
-    folder = Path(words[0]) if words else newest_run(_RUNS)
+    folder = Path(words[0]) if words else newest_started(_RUNS)
     return print_account(folder, Console(), num_items=num_items, as_json=as_json)
 
 

@@ -18,7 +18,7 @@ from wire.ledger_view import ItemView, LedgerView
 from wire.run_folder import ACCOUNT, TRAIL
 
 
-def newest_run(runs: Path) -> Path:
+def newest_started(runs: Path) -> Path:
     """Return the run folder whose settings were written last.
 
     Raises:

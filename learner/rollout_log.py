@@ -3,12 +3,10 @@
 import hashlib
 import json
 import logging
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import msgspec
 import torch
 from tokenizers import Tokenizer
 from torch import Tensor
@@ -16,6 +14,7 @@ from torch import Tensor
 from learner.collate import PackedBatch
 from wire.control import DeliveredTrajectory
 from wire.run_folder import TRAINED
+from wire.trained_rows import cut_rows_from
 from wire.trajectory import VersionRun
 
 _log = logging.getLogger(__name__)
@@ -65,20 +64,18 @@ class RolloutLog:
         self._per_step = per_step
         self._seed = seed
         self._max_bytes = max_bytes
-        self._room = max_bytes - (self._path.stat().st_size if self._path.exists() else 0)
+        self._room = self._room_left()
+
+    def _room_left(self) -> int:
+        return self._max_bytes - (self._path.stat().st_size if self._path.exists() else 0)
 
     def forget_from(self, step: int) -> None:
         """Remove the rows of this step and later ones: they are trained again.
 
         A row that a killed learner left half written goes with them.
         """
-        if not self._path.exists():
-            return
-        unfinished = self._path.with_name(f".{self._path.name}.unfinished")
-        with self._path.open("rb") as rows, unfinished.open("wb") as kept:
-            kept.writelines(row for row in rows if _step_of(row) < step)
-        unfinished.replace(self._path)
-        self._room = self._max_bytes - self._path.stat().st_size
+        cut_rows_from(self._path, step)
+        self._room = self._room_left()
 
     def record(
         self,
@@ -141,23 +138,6 @@ class RolloutLog:
             # proximal - behavior of each response token
             "logprob_diffs": [round(value, _DIGITS) + 0.0 for value in difference[first:].tolist()],
         }
-
-
-class _Row(msgspec.Struct, frozen=True):
-    """All that is decoded of a row where only its step is wanted."""
-
-    step: int
-
-
-_row_decoder = msgspec.json.Decoder(_Row)
-
-
-def _step_of(row: bytes) -> int:
-    """Return the step of a row, a very late one if the row is not whole."""
-    try:
-        return _row_decoder.decode(row).step if row.endswith(b"\n") else sys.maxsize
-    except (msgspec.DecodeError, UnicodeDecodeError):
-        return sys.maxsize
 
 
 def _run(run: VersionRun) -> dict[str, object]:

@@ -1,18 +1,15 @@
 """What every engine promises, asked of the scripted one and of a real SGLang."""
 
 import asyncio
-import tempfile
 from collections.abc import Awaitable, Callable, Iterator
-from pathlib import Path
 
 import pytest
 
-from generators.config import generator_settings
 from generators.engine import Completion, InferenceEngine, SamplingParams
 from generators.scripted_engine import ScriptedEngine
 from generators.sglang_engine import SglangEngine
 from generators.sglang_process import SglangProcess
-from tests.e2e.tiny_run import write_policy
+from tests.e2e.tiny_run import sglang_server
 from wire.versions import PolicyVersion
 
 pytestmark = pytest.mark.timeout(120)
@@ -26,22 +23,8 @@ LONG = SamplingParams(temperature=1.0, max_new_tokens=300, min_new_tokens=300)
 
 @pytest.fixture(scope="module")
 def sglang() -> Iterator[SglangProcess]:
-    with tempfile.TemporaryDirectory(prefix="sp-", dir="/tmp") as name:
-        folder = Path(name)
-        write_policy(folder / "model")
-        settings = generator_settings(
-            {
-                "run": {"name": "p", "dir": name, "model": str(folder / "model")},
-                "sampling": {"max_prompt_tokens": 16, "max_response_tokens": 440},
-                "generators": {"device": "cpu", "max_cached_tokens": 4096},
-            }
-        )
-        process = SglangProcess.start(settings, "generator-0")
-        try:
-            asyncio.run(process.until_ready(90))
-            yield process
-        finally:
-            process.stop()
+    with sglang_server() as process:
+        yield process
 
 
 @pytest.fixture(params=["scripted", pytest.param("sglang", marks=pytest.mark.integration)])

@@ -1,11 +1,8 @@
 """Real processes of real parts are killed; the run goes on, and every prompt is accounted for."""
 
 import json
-import os
 import random
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -15,24 +12,10 @@ import psutil
 import pytest
 from safetensors.torch import load_file
 
-from tests.e2e.tiny_run import ROOT, TinyRun
+from tests.e2e.tiny_run import TinyRun, slipstream
 from wire.trajectory_file import read_groups
 
 pytestmark = [pytest.mark.e2e, pytest.mark.redis, pytest.mark.timeout(400)]
-
-
-def slipstream(*words: object) -> str:
-    done = subprocess.run(
-        [sys.executable, "-m", "deploy.main", *map(str, words)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=200,
-        env={**os.environ, "COLUMNS": "200"},  # noqa: TID251 handed on
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
 
 
 def account_of(run: TinyRun) -> dict[str, Any]:

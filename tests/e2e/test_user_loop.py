@@ -14,7 +14,7 @@ import pytest
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.plugin_event_accumulator import EventAccumulator
 
-from tests.e2e.tiny_run import ROOT, TinyRun
+from tests.e2e.tiny_run import ROOT, TinyRun, slipstream
 from wire.trajectory_file import read_groups
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
@@ -35,20 +35,6 @@ for prompt in json.load(sys.stdin):
     answers.append(tokenizer.decode(out[0, ids.shape[1]:], skip_special_tokens=True))
 print(json.dumps(answers))
 """
-
-
-def slipstream(*arguments: object) -> str:
-    command = [sys.executable, "-m", "deploy.main", *map(str, arguments)]
-    done = subprocess.run(
-        command,
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "COLUMNS": "200", "OMP_NUM_THREADS": "1"},  # noqa: TID251 handed on
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
 
 
 def greedy_answers(folder: Path, prompts: Sequence[str], *, limit: int) -> list[str]:

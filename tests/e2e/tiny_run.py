@@ -1,19 +1,23 @@
 """A random tiny policy, a reward of its own, and `slipstream run` as a child process."""
 
+import asyncio
 import json
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import psutil
 
 from deploy.addition import write_blank_model
+from generators.config import generator_settings
+from generators.sglang_process import SglangProcess
 from tests.random_llama import write_random_weights
 
 ROOT = Path(__file__).parents[2]
@@ -24,10 +28,46 @@ def score(data_source, solution_str, ground_truth, extra_info):
 """
 
 
+@contextmanager
+def sglang_server() -> Iterator[SglangProcess]:
+    """Yield a real server of the tiny policy."""
+    with tempfile.TemporaryDirectory(prefix="sp-", dir="/tmp") as name:
+        folder = Path(name)
+        write_policy(folder / "model")
+        settings = generator_settings(
+            {
+                "run": {"name": "p", "dir": name, "model": str(folder / "model")},
+                "sampling": {"max_prompt_tokens": 16, "max_response_tokens": 440},
+                "generators": {"device": "cpu", "max_cached_tokens": 4096},
+            }
+        )
+        process = SglangProcess.start(settings, "generator-0")
+        try:
+            asyncio.run(process.until_ready(90))
+            yield process
+        finally:
+            process.stop()
+
+
 def write_policy(folder: Path) -> None:
     """Write a random Llama of two layers with the quickstart's tokenizer."""
     write_blank_model(folder, hidden=64, layers=2)
     write_random_weights(folder, scale=0.15, seed=3)
+
+
+def slipstream(*words: object) -> str:
+    """Return what a command prints that succeeds."""
+    done = subprocess.run(
+        [sys.executable, "-m", "deploy.main", *map(str, words)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=200,
+        env={**os.environ, "COLUMNS": "200", "OMP_NUM_THREADS": "1"},  # noqa: TID251 handed on
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
 
 
 class TinyRun:

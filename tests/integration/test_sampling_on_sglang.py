@@ -2,18 +2,15 @@
 
 import asyncio
 import math
-import tempfile
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
-from pathlib import Path
 
 import pytest
 
-from generators.config import generator_settings
 from generators.engine import Completion, SamplingParams
 from generators.sglang_engine import SglangEngine
 from generators.sglang_process import SglangProcess
-from tests.e2e.tiny_run import write_policy
+from tests.e2e.tiny_run import sglang_server
 from wire.versions import PolicyVersion
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(120)]
@@ -25,22 +22,8 @@ NUCLEUS = SamplingParams(temperature=1.0, max_new_tokens=60, min_new_tokens=60, 
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[SglangProcess]:
-    with tempfile.TemporaryDirectory(prefix="sp-", dir="/tmp") as name:
-        folder = Path(name)
-        write_policy(folder / "model")
-        settings = generator_settings(
-            {
-                "run": {"name": "p", "dir": name, "model": str(folder / "model")},
-                "sampling": {"max_prompt_tokens": 16, "max_response_tokens": 440},
-                "generators": {"device": "cpu", "max_cached_tokens": 4096},
-            }
-        )
-        process = SglangProcess.start(settings, "generator-0")
-        try:
-            asyncio.run(process.until_ready(90))
-            yield process
-        finally:
-            process.stop()
+    with sglang_server() as process:
+        yield process
 
 
 def on(server: SglangProcess, scenario: Callable[[SglangEngine], Awaitable[None]]) -> None:

@@ -1,0 +1,36 @@
+"""rollouts/trained.jsonl: one JSON object per line, each with the learner step that trained it."""
+
+import sys
+from pathlib import Path
+
+import msgspec
+
+
+class _Row(msgspec.Struct, frozen=True):
+    """All that is decoded of a row where only its step is wanted."""
+
+    step: int
+
+
+_decoder = msgspec.json.Decoder(_Row)
+
+
+def cut_rows_from(path: Path, step: int) -> None:
+    """Remove the rows of this step and later ones, in one rename.
+
+    A row that a killed writer left half written goes with them.
+    """
+    if not path.is_file():
+        return
+    unfinished = path.with_name(f".{path.name}.unfinished")
+    with path.open("rb") as rows, unfinished.open("wb") as kept:
+        kept.writelines(row for row in rows if _step_of(row) < step)
+    unfinished.replace(path)
+
+
+def _step_of(row: bytes) -> int:
+    """Return the step of a row, a very late one if the row is not whole."""
+    try:
+        return _decoder.decode(row).step if row.endswith(b"\n") else sys.maxsize
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return sys.maxsize
