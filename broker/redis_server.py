@@ -67,8 +67,8 @@ def packaged_server() -> Path:
 class Restarts:
     """Decides how long to wait before a server is started again. Times in seconds.
 
-    A server that came up counts as well only after ``_STEADY_S`` of answering: on a full disk it
-    starts, answers and ends at the first write, over and over.
+    A server that came up counts as well only after ``_STEADY_S`` of answering with room on its
+    disk: on a full one it starts, answers and ends at the first write, over and over.
     """
 
     down_since: float | None = None
@@ -167,7 +167,12 @@ class RedisServer:
             await asyncio.sleep(_POLL_S)
             if self.process.poll() is not None:
                 await self._start_again(restarts, outage_s)
-            elif restarts.down_since is not None and await self._answers():
+            elif restarts.down_since is None or not await self._answers():
+                continue
+            elif not self._has_room():
+                if restarts.down_s(time.monotonic()) >= outage_s:
+                    raise ConfigError(f"the disk is full: {self.folder} (run.dir)")
+            else:
                 if restarts.answering_since is None:
                     away_s = restarts.down_s(time.monotonic())
                     _log.info("the Redis server is back after %.1f s", away_s)
@@ -239,8 +244,10 @@ class RedisServer:
     def _disk_is_full(self) -> bool:
         """Tell why the server ended; its log may be cut short by the full disk itself."""
         tail = last_lines(self.log_file, 8)
-        room = shutil.disk_usage(self.folder).free
-        return room < _ROOM_BYTES or any(sign in tail for sign in _FULL_DISK)
+        return not self._has_room() or any(sign in tail for sign in _FULL_DISK)
+
+    def _has_room(self) -> bool:
+        return shutil.disk_usage(self.folder).free >= _ROOM_BYTES
 
     def _end(self) -> str:
         """Describe how the server ended."""

@@ -154,7 +154,7 @@ def test_a_run_whose_processes_all_died_at_once_goes_on(folder: Path, redis_surv
 def test_a_run_that_died_before_its_first_checkpoint_goes_on(folder: Path):
     with chaos_run(folder, prompts=80, trainer_arguments=("--save-every", "1000")) as it:
         it.start()
-        it.wait_until(lambda: it.steps() >= 5, "fifth step")
+        it.wait_until(lambda: it.steps() >= 6, "sixth step")  # so the fifth was acknowledged
         kill_everything(it)
         resumed(it)
         it.finish(timeout_s=60)

@@ -148,5 +148,13 @@ def test_a_disk_that_cannot_be_written_is_named(
 def test_a_disk_that_fills_up_later_ends_the_run_in_order(
     small_disk: Callable[[str], Path], tmp_path: Path
 ):
-    run = TinyRun(tmp_path, {"run.dir": small_disk("size=600k"), "run.steps": 500})
+    run = TinyRun(
+        tmp_path,
+        {
+            "run.dir": small_disk("size=600k"),
+            "run.steps": 500,
+            "run.outage_s": 8,
+            "deploy.stop_timeout_s": 8,
+        },
+    )
     assert_refused(run, r"disk is full|No space left on device")

@@ -3,7 +3,6 @@
 import asyncio
 import json
 import os
-import signal
 import subprocess
 import sys
 import tempfile
@@ -191,10 +190,16 @@ class TinyRun:
             self.remember_children()
             time.sleep(0.2)
         if self.process.poll() is None:
-            self.process.send_signal(signal.SIGTERM)
-            self.process.wait(60)
+            self.kill()
             raise AssertionError(f"the run did not end in {timeout_s} s:\n{self.output}")
         return int(self.process.returncode)
+
+    def kill(self) -> None:
+        """End every process at once, so that a test that failed leaves none to the next."""
+        for process in [psutil.Process(self.process.pid), *self.remember_children()]:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+        self.process.wait()
 
     def summary(self) -> dict[str, Any]:
         figures: dict[str, Any] = json.loads((self.folder / "summary.json").read_text())
