@@ -103,20 +103,47 @@ class BrokerSection(Section, frozen=True, kw_only=True):
     dashboard: DashboardTable = DashboardTable()
 
 
+class RewardTable(Section, frozen=True, kw_only=True):
+    """[reward.sources.NAME]: the reward of one data source."""
+
+    function: str
+    """MODULE:NAME or FILE.py:NAME of a function or class."""
+    options: dict[str, Json] = msgspec.field(default_factory=dict)
+    """Keyword arguments of the function, or of the class."""
+
+
 class RewardSection(Section, frozen=True, kw_only=True):
     """[reward]: how answers are scored.
 
-    See the README for the signature. A path is relative to the folder the process was started in.
+    See [rewards.md](rewards.md). A path is relative to the folder the process was started in.
     """
 
     function: str = "broker.rewards.exact_match:score"
-    """MODULE:FUNCTION or FILE.py:FUNCTION."""
-    workers: AtLeast1 = 1
-    """Reward workers that `slipstream run` starts."""
-    timeout_s: Positive = 60.0
-    """A function that takes longer over one answer has failed; its worker is replaced."""
+    """MODULE:NAME or FILE.py:NAME of a function or class."""
+    options: dict[str, Json] = msgspec.field(default_factory=dict)
+    """Keyword arguments of the function, or of the class."""
+    sources: dict[str, RewardTable] = msgspec.field(default_factory=dict)
+    """Other rewards for some data sources, by data_source."""
+    workers: AtLeast0 = 1
+    """Reward workers that `slipstream run` starts; 0 if they are started by hand."""
+    inline: bool = False
+    """Score in the generators first; workers get what has no reward then."""
+    processes: AtLeast1 = 1
+    """Child processes in which one worker runs the function."""
+    concurrency: AtLeast1 = 16
+    """Answers that one child works on at a time where the function is async."""
     credits: AtLeast1 = 64
     """Trajectories that one worker leases at a time."""
+    timeout_s: Positive = 60.0
+    """A call that takes longer has failed: its child is replaced, the answer scored elsewhere."""
+    cpu_s: Positive = 60.0
+    """Processor seconds that one call may take."""
+    memory_mb: AtLeast1 = 4096
+    """Memory of one child and all that it starts; past it the child is replaced."""
+    max_processes: AtLeast1 = 64
+    """Processes and threads of one child and all that it starts."""
+    sandbox: Literal["namespaces", "none"] = "namespaces"
+    """How code that a model wrote is run; none runs it unprotected and is for tests alone."""
 
 
 class LoggingSection(Section, frozen=True, kw_only=True):

@@ -135,7 +135,9 @@ class Score(msgspec.Struct, frozen=True, kw_only=True):
     reward: float | None = None
     unavailable: str = ""  # why there is no reward; never a reward of 0
     parts: dict[str, float] = {}  # named parts of the reward, for metrics
-    function: str = ""  # identity and version of the reward function
+    function: str = ""  # MODULE:NAME or FILE.py:NAME of the reward function
+    version: str = ""  # of the reward function: as it declares, else a hash of its file
+    excerpt: str = ""  # the beginning of an answer that got no reward, for whoever looks at it
 
     def __post_init__(self) -> None:
         if (self.reward is None) == (not self.unavailable):

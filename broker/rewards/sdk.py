@@ -1,0 +1,47 @@
+"""What a custom reward is written with.
+
+    from broker.rewards.sdk import Transcript, Unavailable, reward
+
+    @reward(version="2")
+    async def polite(transcript: Transcript, *, word: str = "please") -> float:
+        return float(word in transcript.response)
+
+A reward is a function or a class, sync or async. Without the decorator a function has the
+signature of verl, ``(data_source, solution_str, ground_truth, extra_info, **options)``.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Literal, TypeAlias, TypeVar
+
+from wire.trajectory import Prompt, Transcript
+
+__all__ = ["Prompt", "RewardResult", "Takes", "Transcript", "Unavailable", "reward"]
+
+Takes = Literal["answer", "batch", "group"]
+RewardResult: TypeAlias = float | int | bool | Mapping[str, float]
+DECLARED = "__slipstream_reward__"  # attribute of a decorated function or class
+F = TypeVar("F", bound=Callable[..., object])
+
+
+class Unavailable(Exception):  # noqa: N818 it is a result, not a fault
+    """Raised by a reward that cannot tell now, with the reason: it is asked again elsewhere."""
+
+
+def reward(*, takes: Takes = "answer", version: str = "") -> Callable[[F], F]:
+    """Declare a function, or a class with a method ``score``, to be a reward.
+
+    Args:
+        takes: ``answer``: called with one Transcript, returns one result. ``batch``: called with
+            a list of Transcripts, of any groups, returns a list of as many results. ``group``: the
+            same with all siblings of one group, in order.
+        version: goes on every score; by default a hash of the file that it stands in.
+
+    A result is a number, or a mapping whose ``score`` is the reward and whose other numbers become
+    metrics. Options of ``[reward.options]`` are keyword arguments of the function, or of the class.
+    """
+
+    def declare(target: F) -> F:
+        setattr(target, DECLARED, (takes, version))
+        return target
+
+    return declare
