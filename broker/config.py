@@ -106,8 +106,8 @@ class BrokerSection(Section, frozen=True, kw_only=True):
 class RewardTable(Section, frozen=True, kw_only=True):
     """[reward.sources.NAME]: the reward of one data source."""
 
-    function: str
-    """MODULE:NAME or FILE.py:NAME of a function or class."""
+    function: str = ""
+    """MODULE:NAME or FILE.py:NAME of a function or class; needed."""
     options: dict[str, Json] = msgspec.field(default_factory=dict)
     """Keyword arguments of the function, or of the class."""
 
