@@ -55,6 +55,8 @@ def account_of(
         trajectories={**ledger.trajectories(), **_trajectories_in_flight(ledger)},
         prompts_taken=state.cursor,
         prompts=ledger.rules.max_prompts,
+        dead_letters=len(state.dead_letters),
+        retried=state.retried,
         requeued=state.requeued,
         redelivered_steps=state.redelivered_steps,
         untrained_bytes=state.untrained_bytes,

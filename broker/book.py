@@ -27,7 +27,9 @@ from broker.events import (
     Leased,
     LeaseEnded,
     LedgerEvent,
+    LetterDropped,
     Requeued,
+    Retried,
     Scored,
     ScoringFailed,
     Sealed,
@@ -41,11 +43,13 @@ from broker.index import GroupIndex
 from broker.leases import Holdings
 from broker.store import TrajectoryKey
 from broker.survivorship import TRAINED, bucket_of
+from wire.dead_letters import DeadLetter, DeadReason, Failure, is_dead
 from wire.status import EvalPoint
 from wire.trajectory import Score
 from wire.versions import PolicyVersion, staleness_steps
 
-REVISION = 1
+REVISION = 2
+MAX_DEAD_LETTERS = 1_000  # the oldest make room, and are counted
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +110,9 @@ class BookState(msgspec.Struct, kw_only=True):
     staleness: Counter[int] = msgspec.field(default_factory=Counter)  # in steps -> trained tokens
     lengths: dict[str, dict[int, int]] = msgspec.field(default_factory=dict)  # see survivorship
     cancelled: Counter[str] = msgspec.field(default_factory=Counter)
+    dead_letters: dict[int, DeadLetter] = msgspec.field(default_factory=dict)  # by group
+    letters_forgotten: int = 0  # there was no room for them
+    retried: int = 0
     requeued: int = 0
     redelivered_steps: int = 0
     drops_in_a_row: int = 0  # groups dropped since the last one became ready
@@ -282,9 +289,8 @@ class Book:
         match event:
             case Issued() | Leased() | LeaseEnded() | Generated():
                 self._apply_generation(event)
-            case ScoringFailed(group_id=group_id, sibling=sibling):
-                failed = self.groups[group_id].failed_scorings
-                failed[sibling] = failed.get(sibling, 0) + 1
+            case ScoringFailed():
+                self._apply_scoring_failed(event)
             case Scored(score=score):
                 self._apply_score(score)
             case Dropped(group_id=group_id, reason=reason):
@@ -296,6 +302,8 @@ class Book:
                 insort(self.state.eval_points, point, key=lambda one: one.step)
             case StopPlanned(last_step=step, reason=reason):
                 self.state.last_step, self.state.stop_reason = step, reason
+            case Retried() | LetterDropped():
+                self._apply_letter(event)
             case _:
                 self._apply_learner(event)
 
@@ -383,12 +391,15 @@ class Book:
                 self.by_holder.add(holder, lease_id)
                 state.next_lease_id = lease_id + 1
             case LeaseEnded(lease_id=lease_id, reason=reason):
-                group = self.groups[state.leases[lease_id].group_id]
+                lease = state.leases[lease_id]
+                group = self.groups[lease.group_id]
                 self.index.leave(group)
                 self._forget_lease(group)
                 self.index.enter(group)
                 group.attempts += reason in FAULTS
                 group.deaths += reason in DEATHS
+                if reason in FAULTS:
+                    group.note(Failure(by=lease.holder, reason=f"its lease of generation {reason}"))
                 state.ended_leases[reason] += 1
             case Generated(header=header, num_bytes=num_bytes):
                 group = self.groups[header.group_id]
@@ -461,8 +472,66 @@ class Book:
             eval_round.versions.update(run.version for run in header.version_runs)
         self.forget(group)
 
+    def _apply_scoring_failed(self, event: ScoringFailed) -> None:
+        group = self.groups[event.group_id]
+        failed = group.failed_scorings
+        failed[event.sibling] = failed.get(event.sibling, 0) + 1
+        group.note(
+            Failure(
+                sibling=event.sibling,
+                by=event.by,
+                reason=event.reason,
+                function=event.function,
+                version=event.version,
+                excerpt=event.excerpt,
+            )
+        )
+
+    # ---- dead letters --------------------------------------------------------
+
+    def _bury(self, group: Group, reason: DeadReason) -> None:
+        """Keep what was given up where somebody can look at it."""
+        letters = self.state.dead_letters
+        letters[group.group_id] = DeadLetter(
+            group_id=group.group_id,
+            item=group.item,
+            position=group.position,
+            prompt=group.prompt,
+            reason=reason,
+            step=self.step,
+            failures=tuple(group.failures),
+            retry_of=group.retry_of,
+        )
+        if len(letters) > MAX_DEAD_LETTERS:
+            del letters[next(iter(letters))]
+            self.state.letters_forgotten += 1
+
+    def _apply_letter(self, event: Retried | LetterDropped) -> None:
+        state = self.state
+        if isinstance(event, LetterDropped):
+            del state.dead_letters[event.group_id]
+            return
+        letter = state.dead_letters.pop(event.of)
+        group = Group(
+            group_id=event.group_id,
+            item="train",
+            prompt=letter.prompt,
+            size=event.size,
+            position=letter.position,
+            retry_of=event.of,
+        )
+        state.groups[event.group_id] = group
+        state.next_group_id = event.group_id + 1
+        state.issued += 1
+        state.retried += 1
+        self.index.enter(group)
+
+    # ---- drops ---------------------------------------------------------------
+
     def _apply_drop(self, group_id: int, reason: DropReason) -> None:
         group = self.groups[group_id]
+        if is_dead(reason):
+            self._bury(group, reason)
         if group.item == "eval":
             if (eval_round := self.state.eval_rounds.get(group.eval_step)) is not None:
                 eval_round.dropped.add(group.position)

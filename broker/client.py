@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count
+from pathlib import Path
+from random import random
 from typing import Self, TypeVar
 
 import zmq
@@ -24,18 +26,23 @@ from wire.codec import Frame, decode_answer, encode
 from wire.control import Answer, Hello, Refusal, Request, Role, Welcome
 from wire.errors import (
     ConfigError,
+    ForbiddenError,
     PeerLostError,
     ProtocolError,
     RefusedError,
     SlipstreamError,
+    SlowDownError,
     SupersededError,
 )
+from wire.keys import ClientKey, read_client_key
 
 _log = logging.getLogger(__name__)
 A = TypeVar("A", bound=Answer)
 _SEND_LIMIT = 1_000
 _REPEAT_S = 20.0  # an answer that is lost without a lost connection is asked for again
 _HELLO_S = 5.0
+_SLOW_DOWN_S = 0.2  # and up to twice that
+_EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 _HEARTBEAT_MS = 2_000  # of the connection, so that a broker that is stopped counts as gone
 _DEAD_AFTER_MS = 10_000
 OUTAGE_S = 300.0
@@ -46,14 +53,23 @@ class _Pending:
     """A request that has no answer yet."""
 
     request_id: bytes
-    frames: list[Frame]  # without the id
+    frames: list[Frame]  # without the id and the session
+    is_hello: bool
     answer: "asyncio.Future[tuple[Answer, list[Frame]]]"
 
 
 class BrokerClient:
     """A DEALER socket with many requests in flight. Use it from one event loop."""
 
-    def __init__(self, endpoint: str, hello: Hello, *, timeout_s: float, outage_s: float) -> None:
+    def __init__(
+        self,
+        endpoint: str,
+        hello: Hello,
+        *,
+        timeout_s: float,
+        outage_s: float,
+        key: ClientKey | None = None,
+    ) -> None:
         self._endpoint = endpoint
         self._hello = hello
         self._timeout_s = timeout_s
@@ -66,9 +82,14 @@ class BrokerClient:
         self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, _DEAD_AFTER_MS)
         self._socket.setsockopt(zmq.RECONNECT_IVL, 50)
         self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1_000)
-        self._monitor = self._socket.get_monitor_socket(
-            zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
-        )
+        self._key = key
+        if key is not None:
+            self._socket.curve_serverkey = key.broker.encode()
+            self._socket.curve_publickey = key.public.encode()
+            self._socket.curve_secretkey = key.secret.encode()
+        self._monitor = self._socket.get_monitor_socket(_EVENTS)
+        self._session = b""
+        self._sending_again: set[asyncio.Task[None]] = set()
         self._ids = count(1)
         self._pending: dict[bytes, _Pending] = {}
         self._tasks: list[asyncio.Task[None]] = []
@@ -88,6 +109,7 @@ class BrokerClient:
         tokenizer: str = "",
         timeout_s: float = 60.0,
         outage_s: float = OUTAGE_S,
+        key_file: str = "",
     ) -> tuple[Self, Welcome]:
         """Return a client that the broker welcomed.
 
@@ -99,12 +121,21 @@ class BrokerClient:
             tokenizer: a tokenizer_hash.
             timeout_s: of the first hello, and of a request while the broker is there.
             outage_s: how long a broker that is gone is waited for later.
+            key_file: what this host proves itself with; needed for a broker on another host.
 
         Raises:
             PeerLostError: no broker answers within ``timeout_s``.
             ConfigError: the broker does not want this client: another wire revision, another
-                tokenizer.
+                tokenizer, a key that it does not know. Or there is no key to show.
         """
+        key = None
+        if not endpoint.startswith("ipc://"):
+            if not key_file:
+                raise ConfigError(
+                    f"{endpoint} is not on this host: run.key_file must name a key that "
+                    "`slipstream keys make` wrote on the broker's host"
+                )
+            key = read_client_key(Path(key_file))
         hello = Hello(
             role=role,
             name=name,
@@ -112,8 +143,12 @@ class BrokerClient:
             packages=packages or {},
             tokenizer=tokenizer,
         )
-        client = cls(endpoint, hello, timeout_s=timeout_s, outage_s=outage_s)
-        client._socket.connect(endpoint)
+        client = cls(endpoint, hello, timeout_s=timeout_s, outage_s=outage_s, key=key)
+        try:
+            client._socket.connect(endpoint)
+        except zmq.ZMQError as error:
+            client.close()
+            raise ConfigError(f"{endpoint} is no address of a broker (run.broker)") from error
         client._tasks = [
             asyncio.create_task(client._receive()),
             asyncio.create_task(client._watch()),
@@ -127,6 +162,7 @@ class BrokerClient:
         except BaseException:
             client.close()
             raise
+        client._session = welcome.session
         client._is_welcome = True
         return client, welcome
 
@@ -168,11 +204,12 @@ class BrokerClient:
         future: asyncio.Future[tuple[Answer, list[Frame]]] = (
             asyncio.get_running_loop().create_future()
         )
-        pending = _Pending(b"", [encode(request), *frames], future)
+        is_hello = isinstance(request, Hello)
+        pending = _Pending(b"", [encode(request), *frames], is_hello, future)
         deadline = time.monotonic() + patience_s
         what = type(request).__name__
         try:
-            if self._returning is None or isinstance(request, Hello):
+            if self._returning is None or is_hello:
                 await self._send(pending, deadline)
             else:  # it is sent after the hello that is under way
                 self._register(pending)
@@ -185,23 +222,28 @@ class BrokerClient:
             else:
                 raise PeerLostError(
                     f"the broker at {self._endpoint} did not answer {what} "
-                    f"within {patience_s:.0f} s (run.outage_s)"
+                    f"within {patience_s:.0f} s (run.outage_s){self._hint()}"
                 )
         finally:
             self._pending.pop(pending.request_id, None)
             future.cancel()
         answer, attached = future.result()
         if isinstance(answer, Refusal):
-            text = f"the broker refused {what}: {answer.reason}"
-            raise SupersededError(text) if answer.code == "superseded" else RefusedError(text)
+            raise _refused(answer, what)
         return answer, attached
+
+    def _hint(self) -> str:
+        if self._key is None:
+            return ""
+        return "; is run.broker its address, and run.key_file a key that this very broker made?"
 
     async def _send(self, pending: _Pending, deadline: float) -> None:
         """Send a request under a new id: from now on only the answer to this sending counts."""
         self._register(pending)
         with suppress(TimeoutError):
             async with asyncio.timeout(deadline - time.monotonic()):
-                await self._socket.send_multipart([pending.request_id, *pending.frames])
+                session = b"" if pending.is_hello else self._session
+                await self._socket.send_multipart([pending.request_id, session, *pending.frames])
 
     def _register(self, pending: _Pending) -> None:
         self._pending.pop(pending.request_id, None)
@@ -222,7 +264,18 @@ class BrokerClient:
             if isinstance(answer, Refusal) and answer.code == "hello_first" and self._is_welcome:
                 self._come_back()
                 continue
+            if isinstance(answer, Refusal) and answer.code == "slow_down":
+                task = asyncio.create_task(self._send_later(pending))
+                self._sending_again.add(task)
+                task.add_done_callback(self._sending_again.discard)
+                continue
             pending.answer.set_result((answer, [frame.buffer for frame in attached]))
+
+    async def _send_later(self, pending: _Pending) -> None:
+        """Send a request again that came too early; its own deadline goes on."""
+        await asyncio.sleep(_SLOW_DOWN_S * (1 + random()))  # noqa: S311 so that not all come at once
+        if not pending.answer.done():
+            await self._send(pending, time.monotonic() + self._timeout_s)
 
     # ---- a broker that was gone ----------------------------------------------
 
@@ -230,6 +283,13 @@ class BrokerClient:
         """Say hello again on every new connection."""
         while True:
             event = parse_monitor_message(await self._monitor.recv_multipart())
+            if event["event"] == zmq.EVENT_HANDSHAKE_FAILED_AUTH and self._key is not None:
+                self._fail(
+                    ForbiddenError(
+                        f"the broker at {self._endpoint} does not take the key {self._key.name} "
+                        "(run.key_file): it was revoked, or made for another run"
+                    )
+                )
             if not self._is_welcome:
                 continue
             if event["event"] == zmq.EVENT_DISCONNECTED:
@@ -269,9 +329,10 @@ class BrokerClient:
             tokenizer=self._hello.tokenizer,
         )
         try:
-            await self._ask(hello, _HELLO_S)
+            answer, _ = await self._ask(hello, _HELLO_S)
         except PeerLostError:
             return False
+        self._session = _expect(answer, Welcome, hello).session
         return True
 
     def _fail(self, error: SlipstreamError) -> None:
@@ -284,12 +345,25 @@ class BrokerClient:
         """Drop the connection."""
         if self._returning is not None:
             self._returning.cancel()
-        for task in self._tasks:
+        for task in (*self._tasks, *self._sending_again):
             task.cancel()
         self._socket.disable_monitor()
         self._monitor.close(0)
         self._socket.close()
         self._context.term()
+
+
+def _refused(refusal: Refusal, what: str) -> SlipstreamError:
+    text = f"the broker refused {what}: {refusal.reason}"
+    match refusal.code:
+        case "superseded":
+            return SupersededError(text)
+        case "forbidden":
+            return ForbiddenError(text)
+        case "slow_down":
+            return SlowDownError(text)
+        case _:
+            return RefusedError(text)
 
 
 def _expect(answer: Answer, kind: type[A], request: Request) -> A:

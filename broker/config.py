@@ -1,5 +1,6 @@
 """Settings of the broker, its data and its reward workers."""
 
+from pathlib import Path
 from typing import Annotated, Literal, TypeAlias
 
 import msgspec
@@ -51,7 +52,11 @@ class RedisTable(Section, frozen=True, kw_only=True):
     """[broker.redis]: where events and payloads are kept."""
 
     url: str = ""
-    """An existing server, redis:// or unix://; empty starts a private one in the run folder."""
+    """An existing server, redis://, rediss:// (TLS) or unix://; empty starts a private one."""
+    username: str = ""
+    """ACL user of an existing server; empty is its default user."""
+    ca_file: str = ""
+    """Certificates that a rediss:// server must be signed by; empty is those of the system."""
     password_file: str = ""
     """File with the password of an existing server; passwords do not belong into settings."""
     fsync: Annotated[str, msgspec.Meta(pattern="^(always|everysec|no)$")] = "always"
@@ -99,6 +104,12 @@ class BrokerSection(Section, frozen=True, kw_only=True):
     """Recording stops at this size; 0 is no limit."""
     max_message_bytes: AtLeast1 = 256 * 1024 * 1024
     """Larger messages are refused by the socket."""
+    max_requests_per_s: Positive = 20_000.0
+    """Requests of one client in the long run; past it it is told to slow down."""
+    listen: str = ""
+    """Where roles on other hosts connect, tcp://ADDRESS:PORT; they need keys. Empty is nowhere."""
+    keys: str = ""
+    """Folder of the keys for that; empty is DIR/NAME/keys. A folder outside serves many runs."""
     redis: RedisTable = RedisTable()
     dashboard: DashboardTable = DashboardTable()
 
@@ -177,6 +188,11 @@ class BrokerSettings(msgspec.Struct, frozen=True, kw_only=True):
     logging: LoggingSection
 
     @property
+    def keys_folder(self) -> Path:
+        """Return the folder of the broker's and its clients' keys."""
+        return Path(self.broker.keys) if self.broker.keys else self.run.folder / "keys"
+
+    @property
     def max_in_flight(self) -> int:
         """Return the most groups neither trained nor dropped."""
         allowed = (self.run.staleness_bound + 1) * self.run.groups_per_step
@@ -197,6 +213,9 @@ def broker_settings(table: Table) -> BrokerSettings:
     if not settings.data.sources:
         required(settings.data.file, "data.file")
     _check_eval(settings.eval)
+    listen = settings.broker.listen
+    if listen and not listen.startswith("tcp://"):
+        raise ConfigError(f"broker.listen must be tcp://ADDRESS:PORT, got {listen!r}")
     address = settings.broker.redis.url.partition("://")[2]
     if "@" in address.partition("/")[0] or "password" in address:
         raise ConfigError(

@@ -81,6 +81,10 @@ class ScoringFailed(Event, frozen=True):
     group_id: int
     sibling: int
     reason: str
+    by: str = ""  # who tried
+    function: str = ""
+    version: str = ""
+    excerpt: str = ""  # the beginning of the answer
 
 
 class Scored(Event, frozen=True):
@@ -130,6 +134,20 @@ class Requeued(Event, frozen=True):
     position: int
     prompt: Prompt
     size: int
+
+
+class Retried(Event, frozen=True):
+    """The prompt of a dead letter is issued again."""
+
+    group_id: int
+    of: int  # the group that was dropped
+    size: int  # siblings
+
+
+class LetterDropped(Event, frozen=True):
+    """A dead letter is forgotten."""
+
+    group_id: int
 
 
 class LearnerLeft(Event, frozen=True):
@@ -189,6 +207,8 @@ LedgerEvent: TypeAlias = (
     | StopPlanned
     | TakenOver
     | Requeued
+    | Retried
+    | LetterDropped
     | LearnerLeft
     | Delivered
     | Unbound

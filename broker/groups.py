@@ -5,11 +5,13 @@ from typing import Literal
 import msgspec
 
 from wire.control import DeliveredGroup, DeliveredTrajectory
+from wire.dead_letters import Failure
 from wire.trajectory import ItemKind, Prompt, Score, TrajectoryHeader
 
 GroupState = Literal["issued", "leased", "generated", "ready", "delivered"]
 STATES: tuple[GroupState, ...] = ("issued", "leased", "generated", "ready", "delivered")
 NOBODY = -1
+_MAX_FAILURES = 8  # that are remembered of a group
 
 
 class Group(msgspec.Struct, kw_only=True):
@@ -30,6 +32,8 @@ class Group(msgspec.Struct, kw_only=True):
     headers: dict[int, TrajectoryHeader] = msgspec.field(default_factory=dict)
     scores: dict[int, Score] = msgspec.field(default_factory=dict)
     failed_scorings: dict[int, int] = msgspec.field(default_factory=dict)
+    failures: list[Failure] = msgspec.field(default_factory=list)  # the last ones
+    retry_of: int = NOBODY  # the dead letter that it repeats
 
     @property
     def missing(self) -> tuple[int, ...]:
@@ -67,6 +71,10 @@ class Group(msgspec.Struct, kw_only=True):
         scores = (self.scores[sibling] for sibling in sorted(self.scores))
         return [s.parts.get(metric, s.reward) for s in scores if s.reward is not None]
 
+    def note(self, failure: Failure) -> None:
+        """Remember why an attempt failed."""
+        self.failures = [*self.failures, failure][-_MAX_FAILURES:]
+
     def trajectory_keys(self) -> list[tuple[int, int]]:
         """Return the trajectories that are there."""
         return [(self.group_id, sibling) for sibling in self.headers]
@@ -80,6 +88,7 @@ class Group(msgspec.Struct, kw_only=True):
             size=self.size,
             position=self.position,
             eval_step=self.eval_step,
+            retry_of=self.retry_of,
         )
 
 

@@ -15,10 +15,7 @@ trajectories, counting a group as its ``group_size`` siblings.
 
 from collections.abc import Callable, Collection, Iterable
 from itertools import islice
-from math import isfinite
 from typing import TypeAlias
-
-import msgspec
 
 from broker.admission import NotYet, choose_batch
 from broker.book import Book, BookState, LedgerRules, for_checkpoint
@@ -37,7 +34,9 @@ from broker.events import (
     LeaseEnd,
     LeaseEnded,
     LedgerEvent,
+    LetterDropped,
     Requeued,
+    Retried,
     Scored,
     ScoringFailed,
     Sealed,
@@ -48,6 +47,7 @@ from broker.events import (
 )
 from broker.groups import NOBODY, Group, Lease
 from broker.leases import LeaseTerms
+from broker.scores import tidied
 from broker.store import TrajectoryKey
 from wire.control import LeasedGroup
 from wire.errors import RefusedError
@@ -274,18 +274,22 @@ class Ledger(Book):
 
     # ---- scoring -------------------------------------------------------------
 
-    def score(self, score: Score) -> None:
+    def score(self, score: Score, by: str = "") -> None:
         """Take the outcome of one attempt to score a trajectory."""
         group = self.groups.get(score.group_id)
         if group is None or score.sibling not in group.headers or score.sibling in group.scores:
             return  # it ended, or was scored already
-        if score.reward is not None and not isfinite(score.reward):
-            unavailable = f"invalid: the reward is {score.reward}"
-            score = msgspec.structs.replace(score, reward=None, unavailable=unavailable)
+        score = tidied(score)
         if score.reward is None:
             self._record(
                 ScoringFailed(
-                    group_id=score.group_id, sibling=score.sibling, reason=score.unavailable
+                    group_id=score.group_id,
+                    sibling=score.sibling,
+                    reason=score.unavailable,
+                    by=by,
+                    function=score.function,
+                    version=score.version,
+                    excerpt=score.excerpt,
                 )
             )
             if group.failed_scorings[score.sibling] >= self.rules.max_attempts:
@@ -310,6 +314,38 @@ class Ledger(Book):
             self._record(EvalRoundClosed(step=step, point=self.rules.eval_plan.point(eval_round)))
             if reason := self.rules.eval_plan.verdict(self.state.eval_points):
                 self.plan_stop(reason)
+
+    # ---- dead letters --------------------------------------------------------
+
+    def retry(self, group_ids: Iterable[int]) -> tuple[dict[int, int], dict[int, str]]:
+        """Issue the prompts of dead letters again; return new groups, and why others were not."""
+        done: dict[int, int] = {}
+        refused: dict[int, str] = {}
+        for group_id in group_ids:
+            letter = self.state.dead_letters.get(group_id)
+            if letter is None:
+                refused[group_id] = "no such dead letter"
+            elif letter.item == "eval":
+                refused[group_id] = "it belongs to an evaluation that is over"
+            elif self.state.stop_reason or self.step >= self.state.last_step:
+                refused[group_id] = "the run takes no more prompts"
+            else:
+                new = self.state.next_group_id
+                self._record(Retried(group_id=new, of=group_id, size=self.rules.group_size))
+                done[group_id] = new
+        return done, refused
+
+    def drop_letters(self, group_ids: Iterable[int]) -> tuple[dict[int, int], dict[int, str]]:
+        """Forget dead letters; return those that there were, and why others were not."""
+        done: dict[int, int] = {}
+        refused: dict[int, str] = {}
+        for group_id in group_ids:
+            if group_id in self.state.dead_letters:
+                self._record(LetterDropped(group_id=group_id))
+                done[group_id] = NOBODY
+            else:
+                refused[group_id] = "no such dead letter"
+        return done, refused
 
     # ---- the end -------------------------------------------------------------
 

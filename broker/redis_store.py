@@ -91,7 +91,9 @@ class RedisStore:
         url: str,
         run_name: str,
         *,
+        username: str | None = None,
         password: str | None = None,
+        ca_file: str | None = None,
         outage_s: float = 300.0,
         socket_timeout_s: float = 10.0,
     ) -> "RedisStore":
@@ -100,7 +102,9 @@ class RedisStore:
         Args:
             url: redis://, rediss:// or unix://.
             run_name: other runs on this server do not see this one.
-            password: of the user that the URL names, or of the default one.
+            username: of an ACL user; None is the server's default one.
+            password: of that user.
+            ca_file: certificates that a rediss:// server must be signed by.
             outage_s: how long an operation waits for a server that went away.
             socket_timeout_s: a server silent for this long went away.
 
@@ -109,9 +113,12 @@ class RedisStore:
         """
         # The library's own timeouts go through asyncio.wait_for, which can swallow a cancellation
         # before Python 3.12; every wait here is inside an asyncio.timeout instead.
+        tls = {"ssl_ca_certs": ca_file} if ca_file and url.startswith("rediss://") else {}
         client = aioredis.Redis.from_url(
             url,
+            username=username,
             password=password,
+            **tls,
             socket_timeout=None,
             socket_connect_timeout=None,
             retry=Retry(NoBackoff(), 0),

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import zmq
 
@@ -12,7 +13,23 @@ _SEND_LIMIT = 100_000  # answers that wait for one peer; it asked for every one 
 _NOW = int(zmq.NOBLOCK)  # plain numbers: joining flags of an enum costs more than a small send
 _NOW_AND_MORE = int(zmq.NOBLOCK | zmq.SNDMORE)
 _LARGE_BYTES = 8 * 1024
-OnMessage = Callable[[Sequence[zmq.Frame]], None]
+_HANDSHAKE_MS = 5_000  # whoever has connected has so long to prove its key
+_BACKLOG = 1_024  # connections that wait to be taken
+
+
+class Peer(NamedTuple):
+    """One connection. ``key`` is the public key that it proved; empty on a Unix socket."""
+
+    router: "Router"
+    routing_id: bytes
+    key: str = ""
+
+    def send(self, frames: Sequence[Frame]) -> bool:
+        """Send one message; False if nobody is there or reads it."""
+        return self.router.send([self.routing_id, *frames])
+
+
+OnMessage = Callable[[Peer, Sequence[zmq.Frame]], None]
 
 
 class Router:
@@ -29,8 +46,19 @@ class Router:
         *,
         max_message_bytes: int,
         on_message: OnMessage,
+        secret_key: bytes = b"",
     ) -> None:
+        """Bind a socket.
+
+        Args:
+            context: of the process.
+            endpoint: where clients connect.
+            max_message_bytes: a connection that sends a larger frame is closed.
+            on_message: is given each message without its routing id.
+            secret_key: of the broker; if given, connections have to prove a key of their own.
+        """
         self._on_message = on_message
+        self._is_secure = bool(secret_key)
         self._loop = asyncio.get_running_loop()
         self._look_again: asyncio.Handle | None = None
         self._is_paused = False
@@ -39,7 +67,14 @@ class Router:
         self._socket.setsockopt(zmq.MAXMSGSIZE, max_message_bytes)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # an answer to nobody is an error
         self._socket.setsockopt(zmq.SNDHWM, _SEND_LIMIT)
+        self._socket.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
+        self._socket.setsockopt(zmq.BACKLOG, _BACKLOG)
+        if secret_key:
+            self._socket.curve_secretkey = secret_key
+            self._socket.curve_server = True
+            self._socket.zap_domain = b"slipstream"
         self._socket.bind(endpoint)
+        self.endpoint = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
         self._fd = int(self._socket.getsockopt(zmq.FD))
         self._loop.add_reader(self._fd, self._receive)
         self._look()
@@ -109,7 +144,8 @@ class Router:
                 return
             while frames[-1].more:
                 frames.append(self._socket.recv(_NOW, copy=False))
-            self._on_message(frames)
+            key = str(frames[0].get("User-Id")) if self._is_secure else ""
+            self._on_message(Peer(self, frames[0].bytes, key), frames[1:])
         self._look()
 
 

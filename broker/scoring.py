@@ -1,10 +1,15 @@
 """Which trajectories wait for a reward, and who is scoring which. Rebuilt from the ledger."""
 
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from broker.leases import Holdings, LeaseTerms
+from broker.sessions import name_of
 from broker.store import TrajectoryKey
+
+_FIRST_LEASE_ID = 1 << 40  # leases of generation count from 0: one heartbeat may name both
+_LOOK_AHEAD = 256  # trajectories passed over in search of some that a worker may have
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,15 +21,22 @@ class ScoringLease:
 
 
 class ScoringQueue:
-    """First come, first scored; what lapses goes back to the front."""
+    """First come, first scored; what lapses goes back to the front.
+
+    What one worker could not score is kept for others, as long as there are any.
+    """
 
     def __init__(self, *, lease_s: float) -> None:
         self._terms = LeaseTerms(lease_s)
+        self._lease_s = lease_s
         self._waiting: OrderedDict[TrajectoryKey, None] = OrderedDict()
+        self._waiting_of: dict[int, dict[int, None]] = {}  # group -> siblings that wait
         self._leases: dict[int, ScoringLease] = {}
         self._lease_of: dict[TrajectoryKey, int] = {}
         self._by_holder = Holdings()
-        self._next_lease_id = 0
+        self._next_lease_id = _FIRST_LEASE_ID
+        self._failed_with: dict[TrajectoryKey, set[str]] = {}  # names of workers
+        self._seen: dict[str, float] = {}  # worker -> when it last asked for work
 
     @property
     def num_waiting(self) -> int:
@@ -47,27 +59,80 @@ class ScoringQueue:
     def add(self, key: TrajectoryKey) -> None:
         """Queue a trajectory."""
         if key not in self._lease_of:
-            self._waiting[key] = None
+            self._enqueue(key)
 
     def discard(self, key: TrajectoryKey) -> None:
         """Forget a trajectory that has its reward, or whose group ended."""
-        self._waiting.pop(key, None)
+        self._dequeue(key)
+        self._failed_with.pop(key, None)
         if (lease_id := self._lease_of.get(key)) is not None:
             self._end(lease_id)
 
-    def lease(self, holder: str, credits_left: int, *, now_s: float) -> dict[int, TrajectoryKey]:
-        """Grant up to ``credits_left`` trajectories; return them by lease."""
-        granted: dict[int, TrajectoryKey] = {}
-        while self._waiting and len(granted) < credits_left:
-            key, _ = self._waiting.popitem(last=False)
-            lease_id = self._next_lease_id
-            self._leases[lease_id] = ScoringLease(key, holder)
-            self._terms.begin(lease_id, now_s)
-            self._lease_of[key] = lease_id
-            self._by_holder.add(holder, lease_id)
-            granted[lease_id] = key
-            self._next_lease_id += 1
-        return granted
+    def failed(self, key: TrajectoryKey, name: str) -> None:
+        """Queue a trajectory again that a worker could not score."""
+        self._failed_with.setdefault(key, set()).add(name)
+        self.add(key)
+
+    def lease(
+        self,
+        holder: str,
+        credits_left: int,
+        *,
+        now_s: float,
+        is_whole: Callable[[int], bool] | None = None,
+    ) -> dict[int, TrajectoryKey]:
+        """Grant up to ``credits_left`` trajectories; return them by lease.
+
+        Args:
+            holder: who asks.
+            credits_left: how many it can take on.
+            now_s: the time.
+            is_whole: tells whether all siblings of a group have been generated. If given, groups
+                are granted whole or not at all; a first group may be larger than the credits.
+        """
+        name = name_of(holder)
+        self._seen[name] = now_s
+        chosen: list[TrajectoryKey] = []
+        groups: set[int] = set()
+        passed = 0
+        for key in self._waiting:
+            if len(chosen) >= credits_left or passed >= _LOOK_AHEAD:
+                break
+            if key[0] in groups:
+                continue  # all of it was chosen
+            work = [key]
+            if is_whole is not None:
+                work = [(key[0], sibling) for sibling in sorted(self._waiting_of[key[0]])]
+                groups.add(key[0])
+            fits = not chosen or len(chosen) + len(work) <= credits_left
+            whole = is_whole is None or is_whole(key[0])
+            if fits and whole and not any(self._is_for_others(one, name, now_s) for one in work):
+                chosen += work
+            else:
+                passed += 1
+        return {self._grant(key, holder, now_s): key for key in chosen}
+
+    def _is_for_others(self, key: TrajectoryKey, name: str, now_s: float) -> bool:
+        failed_with = self._failed_with.get(key)
+        return (
+            failed_with is not None
+            and name in failed_with
+            and any(
+                now_s - seen_s <= self._lease_s
+                for other, seen_s in self._seen.items()
+                if other not in failed_with
+            )
+        )
+
+    def _grant(self, key: TrajectoryKey, holder: str, now_s: float) -> int:
+        self._dequeue(key)
+        lease_id = self._next_lease_id
+        self._leases[lease_id] = ScoringLease(key, holder)
+        self._terms.begin(lease_id, now_s)
+        self._lease_of[key] = lease_id
+        self._by_holder.add(holder, lease_id)
+        self._next_lease_id += 1
+        return lease_id
 
     def finish(self, holder: str, lease_id: int, key: TrajectoryKey) -> bool:
         """End a lease with a result; False when this worker does not hold it, or not for that."""
@@ -86,20 +151,25 @@ class ScoringQueue:
         self._terms.begin_all(self._leases, now_s)
 
     def release_all(self, holder: str) -> None:
-        """Put back what a worker held."""
+        """Put back what a worker held that is gone, or begins anew."""
+        self._seen.pop(name_of(holder), None)
         for lease_id in list(self._by_holder.get(holder, ())):
             self._put_back(lease_id)
 
-    def expire(self, now_s: float) -> list[TrajectoryKey]:
-        """Put back what silent workers held; return it, because an attempt ended."""
+    def expire(self, now_s: float) -> list[tuple[TrajectoryKey, str]]:
+        """Put back what silent workers held; return it with them, because an attempt ended."""
         overdue = [i for i in self._terms.overdue(now_s) if i in self._leases]
-        return [self._put_back(lease_id) for lease_id in overdue]
+        ended = [(self._leases[i].key, self._leases[i].holder) for i in overdue]
+        for lease_id in overdue:
+            self._put_back(lease_id)
+        for key, holder in ended:
+            self._failed_with.setdefault(key, set()).add(name_of(holder))
+        return ended
 
-    def _put_back(self, lease_id: int) -> TrajectoryKey:
+    def _put_back(self, lease_id: int) -> None:
         key = self._end(lease_id)
-        self._waiting[key] = None
+        self._enqueue(key)
         self._waiting.move_to_end(key, last=False)
-        return key
 
     def _end(self, lease_id: int) -> TrajectoryKey:
         lease = self._leases.pop(lease_id)
@@ -107,3 +177,16 @@ class ScoringQueue:
         self._terms.end(lease_id)
         self._by_holder.remove(lease.holder, lease_id)
         return lease.key
+
+    def _enqueue(self, key: TrajectoryKey) -> None:
+        self._waiting[key] = None
+        self._waiting_of.setdefault(key[0], {})[key[1]] = None
+
+    def _dequeue(self, key: TrajectoryKey) -> None:
+        if key not in self._waiting:
+            return
+        del self._waiting[key]
+        siblings = self._waiting_of[key[0]]
+        del siblings[key[1]]
+        if not siblings:
+            del self._waiting_of[key[0]]

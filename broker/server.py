@@ -8,29 +8,35 @@ that find no work wait in a WaitingRoom, answers that promise something wait for
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from math import isfinite
 from typing import TypeAlias, TypeVar, assert_never
 
 import zmq
+from msgspec.structs import replace
 
 from broker.account import account_of, describe_wait
 from broker.admission import NotYet
-from broker.book import encode_state
+from broker.book import MAX_DEAD_LETTERS, encode_state
 from broker.commit import GroupCommitter
 from broker.events import (
     Dropped,
     EvalRoundClosed,
     Issued,
+    LeaseEnd,
     LedgerEvent,
     TakenOver,
     Trained,
 )
 from broker.frames import FrameCache
 from broker.groups import as_delivered
+from broker.keyring import BrokerKey, KeyRing
 from broker.ledger import Ledger
+from broker.limits import MAX_FRAMES, RateLimit, max_bytes
+from broker.permissions import may_say
 from broker.records import RunRecords
-from broker.router import Router
+from broker.router import Peer, Router
 from broker.scoring import ScoringQueue
 from broker.sessions import Session, Sessions, name_of
 from broker.store import StoredTrajectory, TrajectoryKey, TrajectoryStore
@@ -40,11 +46,16 @@ from broker.waiting import Parked, WaitingRoom
 from broker.writer import LedgerWriter
 from wire.codec import Frame, decode_request, encode, expect_frames
 from wire.control import (
+    WIRE_REVISION,
     Answer,
     BatchDelivered,
     BatchNotReady,
+    DeadLetters,
+    DeadLettersHandled,
     Done,
+    DropDeadLetters,
     FetchPayloads,
+    GetDeadLetters,
     GetLedger,
     GetLedgerSnapshot,
     GetStatus,
@@ -66,6 +77,7 @@ from wire.control import (
     ReleaseLease,
     Request,
     RequestBatch,
+    RetryDeadLetters,
     RoleReport,
     RunComplete,
     ScoringItem,
@@ -80,7 +92,14 @@ from wire.control import (
     TookOver,
     Welcome,
 )
-from wire.errors import ProtocolError, RefusedError, SupersededError
+from wire.errors import (
+    ConfigError,
+    ForbiddenError,
+    ProtocolError,
+    RefusedError,
+    SlowDownError,
+    SupersededError,
+)
 from wire.ledger_view import LedgerView
 from wire.status import RunStatus
 from wire.trajectory import Score
@@ -89,8 +108,16 @@ _log = logging.getLogger(__name__)
 
 MAX_WAIT_S = 30.0
 _ITEMS_ON_FILE = 20
-_PROMISE_NOTHING = (HeartbeatAnswer, StatusAnswer, LedgerAnswer)  # do not wait for the store
+_MAX_JOBS = 64  # requests of one client that wait for payloads at a time
+_MAX_LETTERS = 100  # dead letters in one answer
+_PROMISE_NOTHING = (HeartbeatAnswer, StatusAnswer, LedgerAnswer, DeadLetters)  # not of the store
+MAX_CREDITS = 4_096
+_MAX_ID_BYTES = 64
 _NO_FRAMES: tuple[Frame, ...] = ()
+_OLD_REVISION = Refusal(  # before revision 4 a message had no session
+    reason=f"this broker speaks wire revision {WIRE_REVISION}, you one before 4: "
+    "install the same version on both sides"
+)
 R = TypeVar("R")
 Reply: TypeAlias = tuple[Answer, Sequence[Frame]]
 Job: TypeAlias = Coroutine[None, None, Reply]
@@ -109,6 +136,8 @@ class BrokerServer:
         telemetry: Telemetry,
         run_name: str,
         max_message_bytes: int,
+        max_requests_per_s: float = 10_000.0,
+        keys: KeyRing | None = None,
         cache_bytes: int = 1 << 28,
         records: RunRecords | None = None,
         trail: Trail | None = None,
@@ -122,6 +151,8 @@ class BrokerServer:
         self.telemetry = telemetry
         self._run_name = run_name
         self._max_message_bytes = max_message_bytes
+        self._rate: RateLimit[Peer] = RateLimit(max_requests_per_s)
+        self._keys = keys
         self._records = records or RunRecords()
         self._trail = trail or Trail()
         self._writer = LedgerWriter(ledger.state, committer, self._trail, self._flooded)
@@ -129,41 +160,77 @@ class BrokerServer:
         self._generation = generation
         self._now = now
         self.frames = FrameCache(cache_bytes, store, committer)
-        self._sessions = Sessions()
-        self._router: Router | None = None
+        self._sessions = Sessions(keys.holder if keys is not None else lambda _key: None)
+        self._routers: list[Router] = []
         self._leases: WaitingRoom[LeaseGroups] = WaitingRoom(self._no_groups)
         self._scorings: WaitingRoom[LeaseScoring] = WaitingRoom(self._no_scoring)
         self._batches: WaitingRoom[RequestBatch] = WaitingRoom(self._no_batch)
         self._settling: asyncio.Handle | None = None
         self._issued_at: dict[int, float] = {}  # unix time, of groups that this process issued
         self._jobs: asyncio.TaskGroup | None = None
+        self._jobs_of: Counter[str] = Counter()
         self._alarm = ""
 
     # ---- the loop ------------------------------------------------------------
 
-    async def serve(self, context: "zmq.Context[zmq.Socket[bytes]]", endpoint: str) -> None:
-        """Answer requests until cancelled."""
+    async def serve(
+        self,
+        context: "zmq.Context[zmq.Socket[bytes]]",
+        endpoint: str,
+        *,
+        listen: str = "",
+        key: BrokerKey | None = None,
+    ) -> None:
+        """Answer requests until cancelled.
+
+        Args:
+            context: of the process.
+            endpoint: a Unix socket in a private folder.
+            listen: an address for other hosts, where clients have to prove a key.
+            key: of the broker, for that address.
+
+        Raises:
+            ConfigError: an address cannot be listened at.
+        """
         for group in self._ledger.groups.values():
             for sibling in group.unscored:
                 self._scoring.add((group.group_id, sibling))
         try:
             async with asyncio.TaskGroup() as jobs:
                 self._jobs = jobs
-                self._router = Router(
-                    context,
-                    endpoint,
-                    max_message_bytes=self._max_message_bytes,
-                    on_message=self._receive,
-                )
+                self._listen(context, endpoint, b"")
+                if listen and key is not None:
+                    self._listen(context, listen, key.secret)
+                    _log.info("other hosts find this broker at %s", self._routers[-1].endpoint)
                 await self._expire_leases()
         finally:
             for room in (self._leases, self._scorings, self._batches):
                 room.close()
             if self._settling is not None:
                 self._settling.cancel()
-            if self._router is not None:
-                self._router.close()
-                self._router = None
+            for router in self._routers:
+                router.close()
+            self._routers.clear()
+
+    def _listen(
+        self, context: "zmq.Context[zmq.Socket[bytes]]", endpoint: str, secret: bytes
+    ) -> None:
+        try:
+            router = Router(
+                context,
+                endpoint,
+                max_message_bytes=self._max_message_bytes,
+                on_message=self._receive,
+                secret_key=secret,
+            )
+        except zmq.ZMQError as error:
+            raise ConfigError(f"cannot listen at {endpoint} (broker.listen): {error}") from error
+        self._routers.append(router)
+
+    @property
+    def addresses(self) -> list[str]:
+        """Return where it listens."""
+        return [router.endpoint for router in self._routers]
 
     async def _expire_leases(self) -> None:
         every_s = min(1.0, self._ledger.rules.lease_s / 4)
@@ -173,6 +240,7 @@ class BrokerServer:
             now = self._now()
             was_deaf = now - due_s > every_s or self._writer.is_flooded
             due_s = now + every_s
+            self._look_at_keys()
             if was_deaf:  # heartbeats that came meanwhile are still unread
                 self._ledger.renew_leases(now)
                 self._scoring.renew_leases(now)
@@ -180,34 +248,69 @@ class BrokerServer:
             lapsed = self._ledger.expire(now)
             if lapsed:
                 _log.warning("%d leases lapsed: their holders sent no heartbeat", lapsed)
-            for group_id, sibling in self._scoring.expire(now):
+            for (group_id, sibling), holder in self._scoring.expire(now):
                 reason = "the reward worker fell silent"
-                self._ledger.score(
-                    Score(group_id=group_id, sibling=sibling, lease_id=-1, unavailable=reason)
-                )
+                score = Score(group_id=group_id, sibling=sibling, lease_id=-1, unavailable=reason)
+                self._ledger.score(score, holder)
                 self._settle_soon()
             self._persist()
 
-    def _receive(self, frames: Sequence[zmq.Frame]) -> None:
-        if len(frames) < 3:
-            self.telemetry.rejected["malformed"] += 1
+    def _look_at_keys(self) -> None:
+        """Take note of keys that were made or revoked, and take back what revoked ones hold."""
+        if self._keys is None:
             return
-        peer, request_id = frames[0].bytes, frames[1].bytes
+        try:
+            revoked = self._keys.refresh()
+        except (ConfigError, OSError) as error:
+            _log.error("%s", error)
+            return
+        for holder in revoked:
+            _log.warning("the key %s (%s) was revoked", holder.name, holder.role)
+            for session in self._sessions.end(holder.public):
+                self._release(session.holder, "left")
+
+    def _receive(self, peer: Peer, frames: Sequence[zmq.Frame]) -> None:
+        if not 3 <= len(frames) <= MAX_FRAMES or len(frames[0]) > _MAX_ID_BYTES:
+            self.telemetry.rejected["malformed"] += 1
+            if len(frames) == 2 and len(frames[0]) <= _MAX_ID_BYTES:
+                self._answer(peer, frames[0].bytes, (_OLD_REVISION, _NO_FRAMES))
+            return
+        request_id = frames[0].bytes
         reply: Reply | None
         try:
+            session = self._admit(peer, frames)
             request = decode_request(frames[2].buffer)
-            put, reply = self._handle(peer, request_id, request, [f.buffer for f in frames[3:]])
+            attached: list[Frame] = [frame.buffer for frame in frames[3:]]
+            put, reply = self._handle(peer, session, request_id, request, attached)
         except _ANSWERED as error:
             put, reply = {}, self._refusal(peer, error)
         if reply is None:
             self._persist(put)
         elif isinstance(reply[0], _PROMISE_NOTHING):
             self._persist(put)
-            self._send([peer, request_id, encode(reply[0])], reply[0])
+            self._send(peer, [request_id, encode(reply[0])], reply[0])
         else:
             self._answer(peer, request_id, reply, put)
 
-    def _refusal(self, peer: bytes, error: Exception) -> Reply:
+    def _admit(self, peer: Peer, frames: Sequence[zmq.Frame]) -> Session | None:
+        """Return who sent a message; None who has not said hello on this connection.
+
+        Raises:
+            SlowDownError: it asks too much at a time.
+            ForbiddenError: its key was revoked.
+            ProtocolError: the message is too large for its role.
+        """
+        if not self._rate.takes(peer, self._now()):
+            raise SlowDownError("more requests at a time than broker.max_requests_per_s allows")
+        session = self._sessions.find(frames[1].bytes, peer)
+        limit = max_bytes(session.role if session else None, self._max_message_bytes)
+        size = sum(map(len, frames))
+        if size > limit:
+            who = session.role if session else "client that has not said hello"
+            raise ProtocolError(f"a message of {size} bytes; a {who} may send {limit}")
+        return session
+
+    def _refusal(self, peer: Peer, error: Exception) -> Reply:
         code: RefusalCode = ""
         reason = str(error)
         match error:
@@ -218,31 +321,36 @@ class BrokerServer:
                 code = "superseded"
             case _HelloFirstError():
                 code = "hello_first"
+            case ForbiddenError():
+                self.telemetry.rejected["forbidden"] += 1
+                code = "forbidden"
+                _log.warning("%s: %s", self._sessions.named(peer), reason)
+            case SlowDownError():
+                self.telemetry.rejected["slow_down"] += 1
+                code = "slow_down"
             case RefusedError():
                 self.telemetry.rejected["refused"] += 1
             case _:
                 # A fault of ours that one message brought to light must not end everybody's run.
-                session = self._sessions.find(peer)
-                name = session.name if session else "an unknown peer"
-                _log.error("request of %s failed", name, exc_info=error)
+                _log.error("request of %s failed", self._sessions.named(peer), exc_info=error)
                 self.telemetry.rejected["internal"] += 1
                 reason = f"internal error: {error!r}"
         return Refusal(reason=reason, code=code), _NO_FRAMES
 
     def _answer(
         self,
-        peer: bytes,
+        peer: Peer,
         request_id: bytes,
         reply: Reply,
         put: dict[TrajectoryKey, StoredTrajectory] | None = None,
     ) -> None:
         """Send an answer as soon as everything that it may rest on is durable."""
         answer, attached = reply
-        frames = [peer, request_id, encode(answer), *attached]
-        self._persist(put, lambda: self._send(frames, answer))
+        frames = [request_id, encode(answer), *attached]
+        self._persist(put, lambda: self._send(peer, frames, answer))
 
-    def _send(self, frames: Sequence[Frame], answer: Answer) -> None:
-        if self._router is None or self._router.send(frames):
+    def _send(self, peer: Peer, frames: Sequence[Frame], answer: Answer) -> None:
+        if not self._routers or peer.send(frames):
             return
         self.telemetry.rejected["unreachable"] += 1
         if isinstance(answer, GroupsLeased):
@@ -254,16 +362,23 @@ class BrokerServer:
 
     def _spawn(self, session: Session, request_id: bytes, job: Job) -> None:
         """Answer when a job is done that waits for something."""
+        if self._jobs is None or self._jobs_of[session.holder] >= _MAX_JOBS:
+            job.close()
+            raise SlowDownError(f"{_MAX_JOBS} requests of {session.name} wait for payloads")
+        self._jobs_of[session.holder] += 1
 
         async def run() -> None:
             try:
                 reply = await job
             except _ANSWERED as error:
                 reply = self._refusal(session.peer, error)
+            finally:
+                self._jobs_of[session.holder] -= 1
+                if not self._jobs_of[session.holder]:
+                    del self._jobs_of[session.holder]
             self._answer(session.peer, request_id, reply)
 
-        if self._jobs is not None:
-            self._jobs.create_task(run())
+        self._jobs.create_task(run())
 
     # ---- what is recorded becomes durable ------------------------------------
 
@@ -283,12 +398,11 @@ class BrokerServer:
 
     def _flooded(self, is_flooded: bool) -> None:
         """Take no more while the store lags far behind."""
-        if self._router is None:
-            return
-        if is_flooded:
-            self._router.pause()
-        else:
-            self._router.resume()
+        for router in self._routers:
+            if is_flooded:
+                router.pause()
+            else:
+                router.resume()
 
     def _noticed(self, events: Iterable[LedgerEvent]) -> None:
         self._settle_soon()
@@ -311,18 +425,28 @@ class BrokerServer:
     # ---- requests ------------------------------------------------------------
 
     def _handle(
-        self, peer: bytes, request_id: bytes, request: Request, frames: list[Frame]
+        self,
+        peer: Peer,
+        session: Session | None,
+        request_id: bytes,
+        request: Request,
+        frames: list[Frame],
     ) -> tuple[dict[TrajectoryKey, StoredTrajectory], Reply | None]:
         """Carry out a request; return payloads to store, and the answer unless it comes later."""
         if isinstance(request, Hello):
+            expect_frames(frames, 0, "Hello")
             return {}, (self._hello(peer, request), _NO_FRAMES)
-        session = self._sessions.find(peer)
         if session is None:
             raise _HelloFirstError("say hello first")
+        if not may_say(session.role, request):
+            kind = type(request).__name__
+            raise ForbiddenError(f"{session.name} is a {session.role}, which may not send {kind}")
         self.telemetry.heard(session.name)
+        if not isinstance(request, SubmitTrajectory):
+            expect_frames(frames, 0, type(request).__name__)
         match request:
             case SubmitTrajectory():
-                return self._submit(request, frames), (Done(), _NO_FRAMES)
+                return self._submit(session, request, frames), (Done(), _NO_FRAMES)
             case LeaseGroups() | LeaseScoring() | RequestBatch():
                 self._park(session, request_id, request)
             case FetchPayloads():
@@ -344,7 +468,10 @@ class BrokerServer:
         | RoleReport
         | PublishReport
         | GetStatus
-        | GetLedger,
+        | GetLedger
+        | GetDeadLetters
+        | RetryDeadLetters
+        | DropDeadLetters,
     ) -> Answer:
         match request:
             case Heartbeat(lease_ids=lease_ids):
@@ -363,9 +490,7 @@ class BrokerServer:
             case Goodbye():
                 if session.role == "learner":
                     self._ledger.learner_leaves()
-                self._ledger.release_all(session.holder, "left")
-                self._scoring.release_all(session.holder)
-                self._settle_soon()
+                self._release(session.holder, "left")
             case RoleReport():
                 self.telemetry.report(session.name, request)
             case PublishReport(record=record):
@@ -374,13 +499,40 @@ class BrokerServer:
                 return StatusAnswer(status=self.status())
             case GetLedger(num_items=num_items):
                 return LedgerAnswer(view=self.account(num_items))
+            case GetDeadLetters() | RetryDeadLetters() | DropDeadLetters():
+                return self._letters(request)
             case _:
                 assert_never(request)
         return Done()
 
-    def _hello(self, peer: bytes, hello: Hello) -> Welcome:
+    def _letters(
+        self, request: GetDeadLetters | RetryDeadLetters | DropDeadLetters
+    ) -> DeadLetters | DeadLettersHandled:
+        state = self._ledger.state
+        match request:
+            case GetDeadLetters(after=after, limit=limit):
+                found = [one for one in state.dead_letters.values() if one.group_id > after]
+                return DeadLetters(
+                    letters=tuple(found[: max(0, min(limit, _MAX_LETTERS))]),
+                    total=len(state.dead_letters),
+                    forgotten=state.letters_forgotten,
+                )
+            case RetryDeadLetters(groups=groups):
+                done, refused = self._ledger.retry(groups[:MAX_DEAD_LETTERS])
+            case _:
+                groups = request.groups
+                done, refused = self._ledger.drop_letters(groups[:MAX_DEAD_LETTERS])
+        return DeadLettersHandled(done=done, refused=refused)
+
+    def _release(self, holder: str, reason: LeaseEnd) -> None:
+        """Give to others what a client held that is gone."""
+        self._ledger.release_all(holder, reason)
+        self._scoring.release_all(holder)
+        self._settle_soon()
+
+    def _hello(self, peer: Peer, hello: Hello) -> Welcome:
         session = self._sessions.hello(peer, hello)
-        if hello.role != "observer":
+        if hello.role not in {"observer", "operator"}:
             for holder in [h for h in self._ledger.by_holder if name_of(h) == hello.name]:
                 own = holder == session.holder
                 self._ledger.release_all(
@@ -396,6 +548,7 @@ class BrokerServer:
             self._records.packages(self.telemetry.versions)
         return Welcome(
             run_name=self._run_name,
+            session=session.token,
             learner_step=self._ledger.step,
             heartbeat_s=self._ledger.rules.lease_s / 4,
         )
@@ -487,7 +640,12 @@ class BrokerServer:
         session, finished = parked.session, self._ledger.over
         leased: dict[int, TrajectoryKey] = {}
         if self._sessions.is_current(session):
-            leased = self._scoring.lease(session.holder, parked.request.credits, now_s=self._now())
+            leased = self._scoring.lease(
+                session.holder,
+                min(parked.request.credits, MAX_CREDITS),
+                now_s=self._now(),
+                is_whole=self._is_whole if parked.request.whole_groups else None,
+            )
             if not leased and not finished:
                 return False
         stored = [self.frames.get(key) for key in leased.values()]
@@ -498,6 +656,10 @@ class BrokerServer:
             reply = _scoring_work(leased, found, finished)
             self._answer(session.peer, parked.request_id, reply)
         return True
+
+    def _is_whole(self, group_id: int) -> bool:
+        group = self._ledger.groups.get(group_id)
+        return group is not None and not group.missing
 
     async def _fetch_transcripts(self, leased: dict[int, TrajectoryKey], finished: bool) -> Reply:
         found = await self.frames.load(leased.values())
@@ -540,7 +702,7 @@ class BrokerServer:
     # ---- trajectories and scores ---------------------------------------------
 
     def _submit(
-        self, request: SubmitTrajectory, frames: list[Frame]
+        self, session: Session, request: SubmitTrajectory, frames: list[Frame]
     ) -> dict[TrajectoryKey, StoredTrajectory]:
         expect_frames(frames, 2, "SubmitTrajectory")
         header = request.header
@@ -557,6 +719,9 @@ class BrokerServer:
         else:
             self.frames.put(key, stored)
         self._scoring.add(key)
+        if request.score is not None:
+            score = replace(request.score, group_id=key[0], sibling=key[1])
+            self._take_score(session, score)
         self._settle_soon()
         return {key: stored}
 
@@ -564,19 +729,22 @@ class BrokerServer:
         for score in request.scores:
             key = (score.group_id, score.sibling)
             holds = self._scoring.finish(session.holder, score.lease_id, key)
-            if score.reward is None and not holds:
-                continue  # lapsed meanwhile; whoever holds it now will answer
-            group = self._ledger.groups.get(score.group_id)
-            self._ledger.score(score)
-            if group is not None and group.item == "eval" and group.state == "ready":
-                stored = {i: self.frames.get((group.group_id, i)) for i in range(group.size)}
-                self._records.eval_answers(group, {i: one for i, one in stored.items() if one})
-            if score.reward is not None:
-                self._scoring.discard(key)
-            elif score.group_id in self._ledger.groups:
-                _log.warning("no reward for trajectory %d/%d: %s", *key, score.unavailable)
-                self._scoring.add(key)
-                self._settle_soon()
+            if holds or (score.reward is not None and isfinite(score.reward)):
+                self._take_score(session, score)  # a late reward is as good as any
+
+    def _take_score(self, session: Session, score: Score) -> None:
+        key = (score.group_id, score.sibling)
+        group = self._ledger.groups.get(score.group_id)
+        self._ledger.score(score, session.holder)
+        if group is not None and group.item == "eval" and group.state == "ready":
+            stored = {i: self.frames.get((group.group_id, i)) for i in range(group.size)}
+            self._records.eval_answers(group, {i: one for i, one in stored.items() if one})
+        if group is not None and score.sibling in group.scores:
+            self._scoring.discard(key)
+        elif score.group_id in self._ledger.groups:
+            _log.warning("no reward for trajectory %d/%d: %s", *key, score.unavailable)
+            self._scoring.failed(key, session.name)
+            self._settle_soon()
 
     def _fetch(self, session: Session, request_id: bytes, request: FetchPayloads) -> Reply | None:
         for group_id, sibling in request.keys:

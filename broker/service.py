@@ -9,6 +9,7 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 
 import zmq
+from zmq.auth.asyncio import AsyncioAuthenticator
 
 from broker.beginning import (
     Beginning,
@@ -21,6 +22,7 @@ from broker.beginning import (
 from broker.commit import GroupCommitter
 from broker.config import BrokerSettings
 from broker.dashboard.web import Dashboard
+from broker.keyring import BrokerKey, KeyRing, broker_key
 from broker.redis_server import RedisServer
 from broker.redis_store import RedisStore
 from broker.scoring import ScoringQueue
@@ -29,6 +31,7 @@ from broker.telemetry import Telemetry
 from broker.trackers.background import BackgroundTrackers
 from broker.trail import FolderTrail, Trail
 from wire.errors import ConfigError, PeerLostError
+from wire.keys import read_private
 from wire.run_folder import TRAIL
 from wire.run_settings import RunSection
 from wire.stopping import stop_event
@@ -60,8 +63,11 @@ async def serve(settings: BrokerSettings, *, restarted: bool = False) -> None:
         cleanup.push_async_callback(store.close)
         trackers = await start_trackers(settings)
         cleanup.callback(trackers.close)
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        cleanup.callback(context.term)
+        ring, key = await _open_to_others(settings, context, cleanup)
         server, committer, beginning = await _make_server(
-            settings, prompts, store, telemetry, trackers, restarted=restarted
+            settings, prompts, store, telemetry, trackers, ring, restarted=restarted
         )
         cleanup.callback(server.close_records)
         gc.freeze()
@@ -69,13 +75,11 @@ async def serve(settings: BrokerSettings, *, restarted: bool = False) -> None:
         gc.enable()
         if settings.broker.dashboard.enabled:
             await _open_dashboard(settings, server, cleanup)
-        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        cleanup.callback(context.term)
         own_socket = _point_to(run, beginning.generation)
         cleanup.callback(_remove_own, run.socket("broker"), own_socket)
         jobs = [
             committer.run(),
-            server.serve(context, f"ipc://{own_socket}"),
+            server.serve(context, f"ipc://{own_socket}", listen=settings.broker.listen, key=key),
             end_after(run.max_hours, server.plan_stop),
         ]
         if redis_server is not None:
@@ -89,6 +93,7 @@ async def _make_server(
     store: RedisStore,
     telemetry: Telemetry,
     trackers: BackgroundTrackers,
+    ring: KeyRing | None,
     *,
     restarted: bool,
 ) -> tuple[BrokerServer, GroupCommitter, Beginning]:
@@ -120,6 +125,8 @@ async def _make_server(
         telemetry=telemetry,
         run_name=run.name,
         max_message_bytes=broker.max_message_bytes,
+        max_requests_per_s=broker.max_requests_per_s,
+        keys=ring,
         cache_bytes=broker.cache_bytes,
         records=records,
         trail=trail,
@@ -166,14 +173,22 @@ async def _open_store(
     settings: BrokerSettings, server: RedisServer | None, *, restarted: bool
 ) -> RedisStore:
     url = settings.broker.redis.url or (server.url if server else "")
-    password = server.password if server else _password(settings)
+    redis = settings.broker.redis
+    password = server.password if server else _password(redis.password_file)
     run = settings.run
     # A private server that cannot be kept up says why; the store's own patience is a little longer.
     outage_s = run.outage_s + (_SERVER_SPEAKS_FIRST_S if server else 0.0)
     deadline = time.monotonic() + (run.outage_s if restarted else 0.0)
     while True:
         try:
-            return await RedisStore.connect(url, run.name, password=password, outage_s=outage_s)
+            return await RedisStore.connect(
+                url,
+                run.name,
+                username=redis.username or None,
+                password=password,
+                ca_file=redis.ca_file or None,
+                outage_s=outage_s,
+            )
         except ConfigError as error:
             if not restarted:
                 raise
@@ -227,16 +242,23 @@ async def _redis_server(settings: BrokerSettings, cleanup: AsyncExitStack) -> Re
     return server
 
 
-def _password(settings: BrokerSettings) -> str | None:
-    path = settings.broker.redis.password_file
-    if not path:
-        return None
-    try:
-        return Path(path).read_text().strip()
-    except OSError as error:
-        raise ConfigError(
-            f"cannot read broker.redis.password_file = {path}: {error.strerror}"
-        ) from error
+def _password(path: str) -> str | None:
+    return read_private(Path(path), "broker.redis.password_file").strip() if path else None
+
+
+async def _open_to_others(
+    settings: BrokerSettings, context: "zmq.Context[zmq.Socket[bytes]]", cleanup: AsyncExitStack
+) -> tuple[KeyRing | None, BrokerKey | None]:
+    """Start to check keys, if roles on other hosts may connect."""
+    if not settings.broker.listen:
+        return None, None
+    folder = settings.keys_folder
+    key, ring = broker_key(folder), KeyRing(folder)
+    doorkeeper = AsyncioAuthenticator(context)
+    doorkeeper.start()
+    cleanup.callback(doorkeeper.stop)
+    doorkeeper.configure_curve_callback("slipstream", credentials_provider=ring)
+    return ring, key
 
 
 async def end_after(

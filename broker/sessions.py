@@ -1,12 +1,19 @@
 """Who is on the other side of each connection."""
 
+import secrets
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass
 
+from broker.keyring import Holder
+from broker.router import Peer
 from wire.control import WIRE_REVISION, Hello, Role
-from wire.errors import RefusedError, SupersededError
+from wire.errors import ForbiddenError, RefusedError, SupersededError
 
-MAX_OBSERVERS = 64
+MAX_READERS = 64  # observers and operators; they leave without a word
+MAX_CLIENTS = 10_000
+_MAX_NAME = 100  # characters
+_SESSION_BYTES = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,8 +22,9 @@ class Session:
 
     name: str
     incarnation: str
-    peer: bytes
+    peer: Peer
     role: Role
+    token: bytes
 
     @property
     def holder(self) -> str:
@@ -35,50 +43,123 @@ def name_of(holder: str) -> str:
 
 
 class Sessions:
-    """Connections by routing id. A routing id says nothing until its owner has said hello."""
+    """Clients by the token that their hello was answered with.
 
-    def __init__(self) -> None:
-        self._by_peer: dict[bytes, Session] = {}
+    A routing id says nothing: who comes under one that another had must say hello. Neither does a
+    token on another connection than that of its hello.
+    """
+
+    def __init__(self, key_of: Callable[[str], Holder | None] = lambda _key: None) -> None:
+        """Make an empty list.
+
+        Args:
+            key_of: returns who a public key was made for; None if nobody, or no longer.
+        """
+        self._key_of = key_of
+        self._by_token: dict[bytes, Session] = {}
+        self._by_peer: dict[Peer, Session] = {}
         self._by_name: dict[str, Session] = {}
-        self._observers: OrderedDict[bytes, None] = OrderedDict()  # they leave without a word
+        self._readers: OrderedDict[bytes, None] = OrderedDict()  # tokens
         self._tokenizer: tuple[str, str] | None = None  # hash, and who said it first
 
-    def find(self, peer: bytes) -> Session | None:
-        """Return who speaks on a connection."""
-        return self._by_peer.get(peer)
+    def find(self, token: bytes, peer: Peer) -> Session | None:
+        """Return who speaks on a connection.
+
+        Raises:
+            ForbiddenError: its key was revoked.
+        """
+        session = self._by_token.get(token)
+        if session is None or session.peer != peer:
+            return None
+        if peer.key:
+            self._holder_of(peer.key, session.name)
+        return session
+
+    def named(self, peer: Peer) -> str:
+        """Return what to call a connection in a log."""
+        session = self._by_peer.get(peer)
+        return session.name if session else "an unknown peer"
 
     def is_current(self, session: Session) -> bool:
         """Tell whether nobody has said hello under this name since."""
-        return self._by_peer.get(session.peer) is session
+        return self._by_token.get(session.token) is session
 
-    def hello(self, peer: bytes, hello: Hello) -> Session:
+    def hello(self, peer: Peer, hello: Hello) -> Session:
         """Take note of a connection.
 
         Raises:
             RefusedError: it does not fit to the others.
+            ForbiddenError: its key is not for this role, or for this name.
             SupersededError: a newer process has this name.
         """
         if hello.wire_revision != WIRE_REVISION:
             raise RefusedError(
-                f"{hello.name} speaks wire revision {hello.wire_revision}, "
+                f"{hello.name[:_MAX_NAME]} speaks wire revision {hello.wire_revision}, "
                 f"this broker {WIRE_REVISION}: install the same version on both sides"
             )
+        _check_name(hello)
+        if peer.key:
+            self._check_key(peer, hello)
         self._check_tokenizer(hello)
-        session = Session(hello.name, hello.incarnation, peer, hello.role)
-        if hello.role == "observer":
-            self._observers[peer] = None
-            if len(self._observers) > MAX_OBSERVERS:
-                gone, _ = self._observers.popitem(last=False)
-                self._by_peer.pop(gone, None)
+        token = secrets.token_bytes(_SESSION_BYTES)
+        session = Session(hello.name, hello.incarnation, peer, hello.role, token)
+        if (same := self._by_peer.get(peer)) is not None:
+            self._forget(same)
+        if hello.role in {"observer", "operator"}:
+            self._readers[token] = None
+            if len(self._readers) > MAX_READERS:
+                self._forget(self._by_token[next(iter(self._readers))])
         else:
-            before = self._by_name.get(hello.name)
-            if before is not None:
-                if hello.reconnects and before.incarnation != hello.incarnation:
-                    raise SupersededError(f"another process has said hello as {hello.name}")
-                self._by_peer.pop(before.peer, None)
-            self._by_name[hello.name] = session
-        self._by_peer[peer] = session
+            self._take_name(session, hello)
+        self._by_token[token] = self._by_peer[peer] = session
         return session
+
+    def end(self, key: str) -> list[Session]:
+        """Forget all connections with a key; return who they were."""
+        ended = [one for one in self._by_token.values() if one.peer.key == key]
+        for session in ended:
+            self._forget(session)
+        return ended
+
+    def _take_name(self, session: Session, hello: Hello) -> None:
+        before = self._by_name.get(hello.name)
+        if before is None:
+            if len(self._by_name) >= MAX_CLIENTS:
+                raise RefusedError(f"{MAX_CLIENTS} clients have said hello, and that is the limit")
+        elif hello.reconnects and before.incarnation != hello.incarnation:
+            raise SupersededError(f"another process has said hello as {hello.name}")
+        else:
+            self._forget(before)
+        self._by_name[hello.name] = session
+
+    def _forget(self, session: Session) -> None:
+        self._by_token.pop(session.token, None)
+        self._readers.pop(session.token, None)
+        if self._by_peer.get(session.peer) is session:
+            del self._by_peer[session.peer]
+
+    # ---- keys ----------------------------------------------------------------
+
+    def _holder_of(self, key: str, name: str) -> Holder:
+        holder = self._key_of(key)
+        if holder is None:
+            raise ForbiddenError(f"the key of {name} was revoked")
+        return holder
+
+    def _check_key(self, peer: Peer, hello: Hello) -> None:
+        holder = self._holder_of(peer.key, hello.name)
+        roles = {holder.role, "observer"} if holder.role == "operator" else {holder.role}
+        if hello.role not in roles:
+            raise ForbiddenError(
+                f"the key {holder.name} was made for the role {holder.role}, not {hello.role}"
+            )
+        before = self._by_name.get(hello.name)
+        if before is None or before.peer.key == peer.key:
+            return
+        if not before.peer.key or self._key_of(before.peer.key) is not None:
+            raise ForbiddenError(
+                f"the name {hello.name} belongs to a client with another key: take another name"
+            )
 
     def _check_tokenizer(self, hello: Hello) -> None:
         if not hello.tokenizer:
@@ -90,3 +171,14 @@ class Sessions:
                 f"({known}): run.model must name the same files for every role"
             )
         self._tokenizer = (known, first)
+
+
+def _check_name(hello: Hello) -> None:
+    name = hello.name
+    if not name or len(name) > _MAX_NAME or not name.isprintable() or "@" in name:
+        raise RefusedError(
+            f"a client's name is 1 to {_MAX_NAME} printable characters without @, "
+            f"got {name[:_MAX_NAME]!r}"
+        )
+    if len(hello.incarnation) > _MAX_NAME or "@" in hello.incarnation:
+        raise RefusedError(f"an incarnation is at most {_MAX_NAME} characters without @")

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from broker.client import BrokerClient
-from wire.control import Answer, GetLedger, GetStatus, LedgerAnswer, Request, StatusAnswer
+from wire.control import Answer, GetLedger, GetStatus, LedgerAnswer, Request, Role, StatusAnswer
 from wire.errors import ConfigError, PeerLostError
 from wire.ledger_view import LedgerView
 from wire.run_settings import RunSection, run_section
@@ -35,12 +35,23 @@ async def fetch_status(run: RunSection, *, timeout_s: float = _TIMEOUT_S) -> Run
     return (await _ask(run, GetStatus(), StatusAnswer, timeout_s)).status
 
 
-async def _ask(run: RunSection, request: Request, kind: type[A], timeout_s: float) -> A:
-    if not run.socket("broker").exists():
+def ask_broker(run: RunSection, request: Request, kind: type[A], *, role: Role = "observer") -> A:
+    """Ask the broker of a run once; PeerLostError if none answers."""
+    return asyncio.run(_ask(run, request, kind, _TIMEOUT_S, role))
+
+
+async def _ask(
+    run: RunSection, request: Request, kind: type[A], timeout_s: float, role: Role = "observer"
+) -> A:
+    if not run.broker and not run.socket("broker").exists():
         raise PeerLostError(f"no broker runs for {run.folder}; see {run.summary_file}")
-    endpoint = run.endpoint("broker")
     client, _ = await BrokerClient.connect(
-        endpoint, role="observer", name="observer", timeout_s=timeout_s, outage_s=timeout_s
+        run.broker_endpoint,
+        role=role,
+        name=role,
+        timeout_s=timeout_s,
+        outage_s=timeout_s,
+        key_file=run.key_file,
     )
     try:
         answer, _ = await client.ask(request, kind)
@@ -51,8 +62,7 @@ async def _ask(run: RunSection, request: Request, kind: type[A], timeout_s: floa
 
 def fetch_account(run: RunSection, num_items: int) -> LedgerView:
     """Ask the broker of a run for the account of all items; PeerLostError if none answers."""
-    question = GetLedger(num_items=num_items)
-    return asyncio.run(_ask(run, question, LedgerAnswer, _TIMEOUT_S)).view
+    return ask_broker(run, GetLedger(num_items=num_items), LedgerAnswer).view
 
 
 def status_now(run: RunSection) -> RunStatus:

@@ -45,12 +45,13 @@ async def _work(
 ) -> None:
     process, engine = running
     client, welcome = await BrokerClient.connect(
-        settings.run.endpoint("broker"),
+        settings.run.broker_endpoint,
         role="generator",
         name=name,
         packages={"sglang": version("sglang"), "torch": version("torch")},
         tokenizer=tokenizer_hash(settings.model),
         outage_s=settings.run.outage_s,
+        key_file=settings.run.key_file,
     )
     worker = GeneratorWorker(
         client=client,

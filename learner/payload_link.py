@@ -58,7 +58,7 @@ class PayloadLink:
         self._search: asyncio.Task[None] | None = None
         self._client, _ = loop.run(
             BrokerClient.connect(
-                settings.run.endpoint("broker"),
+                settings.run.broker_endpoint,
                 role="learner",
                 name=name,
                 packages={
@@ -67,6 +67,7 @@ class PayloadLink:
                 },
                 tokenizer=tokenizer_hash(settings.model),
                 outage_s=_patience(settings),
+                key_file=settings.run.key_file,
             )
         )
 

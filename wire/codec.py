@@ -11,6 +11,7 @@ from wire.errors import ProtocolError
 from wire.trajectory import TrajectoryPayload, Transcript
 
 T = TypeVar("T")
+_UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError, OverflowError)
 Frame = bytes | memoryview
 
 _encoder = msgspec.msgpack.Encoder()
@@ -60,7 +61,7 @@ def decode_transcript(frame: Frame) -> Transcript:
 def _decode(decoder: msgspec.msgpack.Decoder[T], frame: Frame, what: str) -> T:
     try:
         return decoder.decode(frame)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except _UNREADABLE as error:
         raise ProtocolError(f"not a valid {what}: {error}") from error
 
 

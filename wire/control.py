@@ -10,18 +10,21 @@ from typing import Literal, TypeAlias
 import msgspec
 
 from wire.bus import PublishRecord
+from wire.dead_letters import DeadLetter
 from wire.ledger_view import LedgerView
 from wire.status import EvalPoint, RunStatus
 from wire.trajectory import ItemKind, Prompt, Score, TrajectoryHeader
 from wire.versions import PolicyVersion
 
-WIRE_REVISION = 3
+WIRE_REVISION = 4
 
-Role = Literal["generator", "learner", "reward_worker", "observer"]
+Role = Literal["generator", "learner", "reward_worker", "observer", "operator"]
 RefusalCode = Literal[
     "",
     "hello_first",  # this broker does not know the connection: say hello, then ask again
     "superseded",  # another process has said hello under the same name
+    "forbidden",  # not with this key, or not in this role
+    "slow_down",  # more than a peer may ask at a time: ask again a little later
 ]
 
 
@@ -46,9 +49,10 @@ class Hello(Message, frozen=True):
 
 
 class Welcome(Message, frozen=True):
-    """The client is known; its session goes into nothing but the broker's records."""
+    """The client is known. Its session stands on every request that follows on the connection."""
 
     run_name: str
+    session: bytes  # 16 random bytes; on another connection they are worth nothing
     learner_step: int
     heartbeat_s: float  # send a heartbeat at least this often
 
@@ -139,6 +143,7 @@ class SubmitTrajectory(Message, frozen=True):
     """One finished sibling; frames: payload, transcript. Answered by Done or Refusal."""
 
     header: TrajectoryHeader
+    score: Score | None = None  # where the generator has scored it
 
 
 class ReleaseLease(Message, frozen=True):
@@ -174,8 +179,9 @@ class ScoringItem(msgspec.Struct, frozen=True, kw_only=True):
 class LeaseScoring(Message, frozen=True):
     """Ask for scoring work up to ``credits``; answered by ScoringLeased."""
 
-    credits: int
+    credits: int  # trajectories that it can take on besides those that it has
     wait_s: float
+    whole_groups: bool = False  # all siblings of a group at once, when they are all there
 
 
 class ScoringLeased(Message, frozen=True):
@@ -189,6 +195,43 @@ class SubmitScores(Message, frozen=True):
     """Outcomes of scoring; answered by Done."""
 
     scores: tuple[Score, ...]
+
+
+# ---- operators ---------------------------------------------------------------
+
+
+class GetDeadLetters(Message, frozen=True):
+    """Ask for what was given up; answered by DeadLetters."""
+
+    after: int = -1  # groups with a greater id only
+    limit: int = 100
+
+
+class DeadLetters(Message, frozen=True):
+    """What was given up, by group id."""
+
+    letters: tuple[DeadLetter, ...]
+    total: int
+    forgotten: int  # older ones that there was no room for
+
+
+class RetryDeadLetters(Message, frozen=True):
+    """Issue the prompts of these groups again, as new items; answered by DeadLettersHandled."""
+
+    groups: tuple[int, ...]
+
+
+class DropDeadLetters(Message, frozen=True):
+    """Forget these dead letters; answered by DeadLettersHandled."""
+
+    groups: tuple[int, ...]
+
+
+class DeadLettersHandled(Message, frozen=True):
+    """What was done, and what was not."""
+
+    done: dict[int, int]  # group -> the new item; -1 where it was forgotten
+    refused: dict[int, str]  # group -> why
 
 
 # ---- learner -----------------------------------------------------------------
@@ -337,6 +380,9 @@ Request: TypeAlias = (
     | Goodbye
     | LeaseScoring
     | SubmitScores
+    | GetDeadLetters
+    | RetryDeadLetters
+    | DropDeadLetters
     | TakeOver
     | RequestBatch
     | FetchPayloads
@@ -355,6 +401,8 @@ Answer: TypeAlias = (
     | GroupsLeased
     | HeartbeatAnswer
     | ScoringLeased
+    | DeadLetters
+    | DeadLettersHandled
     | TookOver
     | BatchDelivered
     | BatchNotReady

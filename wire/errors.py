@@ -4,6 +4,8 @@ SlipstreamError
     ConfigError       the run cannot start with these settings
     ProtocolError     a peer sent something we do not speak
     RefusedError      a peer understood the request and refused it, with a reason
+        ForbiddenError    not with this key, or not in this role
+        SlowDownError     more than a peer may ask at a time
     PeerLostError     a peer missed its deadline
     ChildDiedError    a process that we started ended before its time
     EngineError       an inference engine answered with an error
@@ -27,6 +29,14 @@ class ProtocolError(SlipstreamError):
 
 class RefusedError(SlipstreamError):
     """A peer understood the request and refused it, with a reason."""
+
+
+class ForbiddenError(RefusedError):
+    """A peer may not ask this: not with its key, or not in its role."""
+
+
+class SlowDownError(RefusedError):
+    """A peer asks more than it may at a time."""
 
 
 class PeerLostError(SlipstreamError):

@@ -54,6 +54,8 @@ class LedgerView(msgspec.Struct, frozen=True, kw_only=True):
     prompts: int | None  # the source ends there; None goes round
     requeued: int  # groups that went back to be generated again because their payload was gone
     redelivered_steps: int  # recorded batches that were handed out again after a take-over
+    dead_letters: int  # groups given up that somebody may look at and try again
+    retried: int  # dead letters that were issued again
     untrained_bytes: int
     replay_bytes: int  # payloads of trained steps that no checkpoint holds yet
     replay_steps: tuple[int, ...]  # the steps they belong to

@@ -60,6 +60,10 @@ class RunSection(Section, frozen=True, kw_only=True):
     """Checkpoint folder to go on from; `slipstream run --resume` fills it in."""
     socket_dir: str = ""
     """Private folder for this run's sockets; empty means DIR/NAME/sockets."""
+    broker: str = ""
+    """Where the broker listens, for roles on other hosts: tcp://HOST:PORT."""
+    key_file: str = ""
+    """Key that this host shows to such a broker; `slipstream keys make` writes it."""
 
     @property
     def staleness_bound(self) -> int:
@@ -114,6 +118,11 @@ class RunSection(Section, frozen=True, kw_only=True):
                 "set run.socket_dir to a short private folder"
             )
         return path
+
+    @property
+    def broker_endpoint(self) -> str:
+        """Return the ZeroMQ endpoint where this role finds the broker."""
+        return self.broker or self.endpoint("broker")
 
     def endpoint(self, name: str) -> str:
         """Return the ZeroMQ endpoint of one of this run's Unix sockets."""

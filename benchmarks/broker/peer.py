@@ -28,6 +28,7 @@ class Peer:
         hello_s: float = 30.0,
     ) -> None:
         self._ids = count(1)
+        self._session = b""
         self.may_refuse: set[bytes] = set()  # requests whose refusal is an answer
         self.socket = context.socket(zmq.DEALER)
         self.socket.setsockopt(zmq.LINGER, 0)
@@ -38,6 +39,7 @@ class Peer:
         hello = Hello(role=role, name=name, incarnation=secrets.token_hex(4))
         try:
             self.welcome = self.ask(hello, Welcome, timeout_s=hello_s)
+            self._session = self.welcome.session
         except BaseException:
             self.close()
             raise
@@ -46,7 +48,7 @@ class Peer:
         """Send a request; return its id."""
         request_id = next(self._ids).to_bytes(8, "big")
         large = bool(frames)
-        self.socket.send_multipart([request_id, encode(request), *frames], copy=not large)
+        self.socket.send_multipart([request_id, self._session, encode(request), *frames], copy=not large)
         return request_id
 
     def receive(self, timeout_s: float) -> Received | None:

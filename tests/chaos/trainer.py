@@ -242,7 +242,7 @@ def _version(checkpoint: Path) -> PolicyVersion:
 
 async def serve(run: RunSection, save_every: int, die_at: list[str]) -> None:
     client, _ = await BrokerClient.connect(
-        run.endpoint("broker"), role="learner", name="learner", outage_s=run.outage_s
+        run.broker_endpoint, role="learner", name="learner", outage_s=run.outage_s
     )
     try:
         await Trainer(run, client, save_every=save_every, die_at=die_at).work()

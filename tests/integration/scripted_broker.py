@@ -121,7 +121,7 @@ class ScriptedBroker:
     def _serve(self) -> None:
         while not self._stop.is_set():
             if self._socket.poll(50):
-                peer, request_id, body, *_ = self._socket.recv_multipart()
+                peer, request_id, _session, body, *_ = self._socket.recv_multipart()
                 request = decode_request(body)
                 if isinstance(request, Hello):
                     self._names[peer] = request.name
@@ -158,7 +158,7 @@ class ScriptedBroker:
     def _control(self, request: Request) -> Answer:
         match request:
             case Hello():
-                return Welcome(run_name="a", learner_step=self._step, heartbeat_s=5.0)
+                return Welcome(run_name="a", session=b"s" * 16, learner_step=self._step, heartbeat_s=5.0)
             case TakeOver(step=step):
                 self._epoch, self._step = self._epoch + 1, step
                 return TookOver(version=PolicyVersion(self._epoch, step))

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 import zmq
 import zmq.asyncio
 
-from broker.router import Router
+from broker.router import Peer, Router
 from wire.codec import Frame
 
 SMALL, LARGE = b"header", bytes(range(256)) * 512
@@ -17,15 +17,12 @@ async def _answers(
 ) -> list[list[bytes]]:
     """Send one message to a router that answers it so many times."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    routers: list[Router] = []
 
-    def on_message(received: Sequence[zmq.Frame]) -> None:
+    def on_message(peer: Peer, received: Sequence[zmq.Frame]) -> None:
         for _ in range(count):
-            routers[0].send([received[0].bytes, *answer(received[1:])])
+            peer.send(answer(received))
 
-    routers.append(
-        Router(context, "inproc://router", max_message_bytes=1 << 20, on_message=on_message)
-    )
+    router = Router(context, "inproc://router", max_message_bytes=1 << 20, on_message=on_message)
     client = zmq.asyncio.Context(context).socket(zmq.DEALER)
     try:
         client.connect("inproc://router")
@@ -34,7 +31,7 @@ async def _answers(
             return [await client.recv_multipart() for _ in range(count)]
     finally:
         client.close(0)
-        routers[0].close()
+        router.close()
         context.term()
 
 

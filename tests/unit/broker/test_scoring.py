@@ -23,7 +23,7 @@ def test_what_lapses_goes_back_to_the_front_and_its_late_result_does_not_count()
     queue = filled((0, 0), (1, 0))
     (lease_id,) = queue.lease("worker-0", 1, now_s=0.0)
     assert queue.expire(10.0) == []
-    assert queue.expire(10.1) == [(0, 0)]
+    assert queue.expire(10.1) == [((0, 0), "worker-0")]
     again = queue.lease("worker-1", 1, now_s=11.0)
     assert list(again.values()) == [(0, 0)]
     assert not queue.finish("worker-0", lease_id, (0, 0))
@@ -44,7 +44,7 @@ def test_a_heartbeat_extends_what_is_held_and_names_what_is_not():
     first, second = queue.lease("worker-0", 2, now_s=0.0)
     assert queue.heartbeat("worker-0", (first, 77), now_s=8.0) == [77]
     assert queue.heartbeat("worker-1", (second,), now_s=8.0) == [second]
-    assert queue.expire(12.0) == [(0, 1)]
+    assert queue.expire(12.0) == [((0, 1), "worker-0")]
     assert queue.leases_of("worker-0") == 1
 
 

@@ -22,6 +22,7 @@ from broker.telemetry import Telemetry
 from tests.unit.broker.ledger_driver import header, make_ledger, make_rules
 from wire.codec import decode_answer, encode
 from wire.control import (
+    WIRE_REVISION,
     Answer,
     BatchDelivered,
     BatchNotReady,
@@ -135,14 +136,20 @@ async def bare_socket(endpoint: str) -> AsyncIterator[Callable[..., Awaitable[An
     socket.setsockopt(zmq.LINGER, 0)
     socket.connect(endpoint)
 
+    session = b""
+
     async def ask(*frames: bytes, answered: bool = True) -> Answer:
-        await socket.send_multipart(frames)
+        nonlocal session
+        await socket.send_multipart([frames[0], session, *frames[1:]])
         if not answered:
             return Done()
         async with asyncio.timeout(5.0):
             request_id, body = await socket.recv_multipart()
         assert request_id == frames[0]
-        return decode_answer(body)
+        answer = decode_answer(body)
+        if isinstance(answer, Welcome):
+            session = answer.session
+        return answer
 
     try:
         yield ask
@@ -238,7 +245,7 @@ def test_another_wire_revision_is_refused_with_both_numbers(short_folder: Path):
 
     answer = asyncio.run(body())
     assert isinstance(answer, Refusal)
-    assert "wire revision 99, this broker 3" in answer.reason
+    assert f"wire revision 99, this broker {WIRE_REVISION}" in answer.reason
 
 
 def test_another_tokenizer_is_refused_with_both_names(short_folder: Path):
@@ -308,7 +315,7 @@ def test_malformed_frames_are_counted_and_the_loop_goes_on(short_folder: Path):
     refused, malformed, welcome = asyncio.run(body())
     assert all(isinstance(answer, Refusal) for answer in refused)
     assert malformed == 5
-    assert welcome == Welcome(run_name="run", learner_step=0, heartbeat_s=2.5)
+    assert (welcome.run_name, welcome.learner_step, welcome.heartbeat_s) == ("run", 0, 2.5)
 
 
 @pytest.mark.parametrize(

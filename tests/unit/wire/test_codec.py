@@ -7,6 +7,7 @@ import pytest
 
 from wire import bus, codec, control
 from wire.arrays import PackedArray
+from wire.dead_letters import DeadLetter, Failure
 from wire.errors import ProtocolError
 from wire.ledger_view import HolderView, ItemView, LedgerView
 from wire.manifest import Bucket, TensorSpec, WeightManifest
@@ -129,6 +130,8 @@ LEDGER = LedgerView(
     trajectories={"issued": 8},
     prompts_taken=4,
     prompts=None,
+    dead_letters=1,
+    retried=1,
     requeued=0,
     redelivered_steps=1,
     untrained_bytes=10,
@@ -163,8 +166,15 @@ REQUESTS: list[control.Request] = [
     control.Goodbye(),
     control.RejectPrompt(lease_id=4, reason="overlong_prompt", detail="row 3 has 99 tokens"),
     control.SubmitTrajectory(header=HEADER),
+    control.SubmitTrajectory(
+        header=HEADER, score=Score(group_id=1, sibling=0, lease_id=-1, reward=1.0, version="1")
+    ),
     control.ReleaseLease(lease_id=1, reason="engine failed"),
     control.LeaseScoring(credits=4, wait_s=1.0),
+    control.LeaseScoring(credits=4, wait_s=1.0, whole_groups=True),
+    control.GetDeadLetters(after=3, limit=10),
+    control.RetryDeadLetters(groups=(1,)),
+    control.DropDeadLetters(groups=(1, 2)),
     control.SubmitScores(
         scores=(
             Score(group_id=1, sibling=0, lease_id=2, reward=0.5, parts={"format": 1.0}),
@@ -184,7 +194,7 @@ REQUESTS: list[control.Request] = [
     control.PublishReport(record=RECORD),
 ]
 ANSWERS: list[control.Answer] = [
-    control.Welcome(run_name="run", learner_step=5, heartbeat_s=7.5),
+    control.Welcome(run_name="run", session=b"0" * 16, learner_step=5, heartbeat_s=7.5),
     control.Done(),
     control.Refusal(reason="say hello first", code="hello_first"),
     control.LedgerAnswer(view=LEDGER),
@@ -199,6 +209,22 @@ ANSWERS: list[control.Answer] = [
     ),
     control.HeartbeatAnswer(lost=(2,)),
     control.ScoringLeased(items=(control.ScoringItem(group_id=1, sibling=0, lease_id=2),)),
+    control.DeadLetters(
+        letters=(
+            DeadLetter(
+                group_id=1,
+                item="train",
+                position=7,
+                prompt=PROMPT,
+                reason="reward_unavailable",
+                step=5,
+                failures=(Failure(sibling=0, by="worker", reason="raised", excerpt="42"),),
+            ),
+        ),
+        total=1,
+        forgotten=0,
+    ),
+    control.DeadLettersHandled(done={1: 9}, refused={2: "no such dead letter"}),
     control.TookOver(version=VERSION),
     control.BatchDelivered(
         step=5,

@@ -1,0 +1,158 @@
+"""The keys that a broker knows: makes, lists and revokes them. One folder, one file per key.
+
+keys/broker.key             the broker's own, 0600
+keys/clients/NAME.key       what is carried to a client's host, 0600
+keys/authorized/NAME.toml   public half, name and role: who may connect
+keys/revoked/NAME.toml      who may no longer
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import get_args
+
+import msgspec
+import zmq
+from typing_extensions import override
+from zmq.utils import z85
+
+from wire.control import Role
+from wire.errors import ConfigError
+from wire.keys import ClientKey, read_private, write_client_key, write_private
+
+
+class Holder(msgspec.Struct, frozen=True, kw_only=True):
+    """Who a key was made for."""
+
+    name: str
+    role: Role
+    public: str
+
+
+@dataclass(frozen=True, slots=True)
+class BrokerKey:
+    """The key pair that the broker proves itself with."""
+
+    public: bytes
+    secret: bytes
+
+    @override
+    def __repr__(self) -> str:
+        """Return it without its secret."""
+        return f"BrokerKey({self.public!r})"
+
+
+class KeyRing:
+    """The keys in a folder. ``refresh`` notices keys that were made or revoked meanwhile."""
+
+    def __init__(self, folder: Path) -> None:
+        """Read the keys that are there.
+
+        Raises:
+            ConfigError: a file is no key.
+        """
+        self.folder = folder
+        self._by_public: dict[str, Holder] = {}
+        self._seen_ns = -1
+        self.refresh()
+
+    def holder(self, public: str) -> Holder | None:
+        """Return who a public key was made for; None if nobody, or no longer."""
+        return self._by_public.get(public)
+
+    def callback(self, _domain: str, key: bytes) -> bool:
+        """Tell whether a connection that proved this key may begin (zmq.auth)."""
+        return z85.encode(key).decode() in self._by_public
+
+    def refresh(self) -> list[Holder]:
+        """Read the folder again if it has changed; return whose keys were revoked.
+
+        Raises:
+            ConfigError: a file is no key.
+        """
+        authorized = self.folder / "authorized"
+        try:
+            changed_ns = authorized.stat().st_mtime_ns
+        except FileNotFoundError:
+            changed_ns = 0
+        if changed_ns == self._seen_ns:
+            return []
+        before, self._by_public = self._by_public, {}
+        for holder in holders(self.folder):
+            self._by_public[holder.public] = holder
+        self._seen_ns = changed_ns
+        return [holder for public, holder in before.items() if public not in self._by_public]
+
+
+def broker_key(folder: Path) -> BrokerKey:
+    """Return the broker's own key, which is made the first time.
+
+    Raises:
+        ConfigError: its file can be read by others, or is no key.
+    """
+    path = folder / "broker.key"
+    if not path.exists():
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        folder.chmod(0o700)
+        public, secret = zmq.curve_keypair()
+        write_private(path, f"{public.decode()}\n{secret.decode()}\n")
+    words = read_private(path, "broker.keys").split()
+    if [len(word) for word in words] != [40, 40]:
+        raise ConfigError(f"{path} is no key of a broker: remove it to have another made")
+    return BrokerKey(words[0].encode(), words[1].encode())
+
+
+def make_client_key(folder: Path, name: str, role: Role) -> Path:
+    """Make a key and authorize it; return the file to carry to the client's host.
+
+    Raises:
+        ConfigError: there is a key of that name, or the name is none for a file.
+    """
+    if not name or "/" in name or not name.isprintable() or name.startswith("."):
+        raise ConfigError(f"{name!r} cannot be the name of a key: take the name of its host")
+    if role not in get_args(Role):
+        raise ConfigError(f"role {role!r} is none of {', '.join(get_args(Role))}")
+    known = folder / "authorized" / f"{name}.toml"
+    if known.exists():
+        raise ConfigError(f"there is a key {name} already; revoke it first, or take another name")
+    public, secret = (half.decode() for half in zmq.curve_keypair())
+    own = broker_key(folder)
+    for place in ("authorized", "clients"):
+        (folder / place).mkdir(exist_ok=True, mode=0o700)
+    carried = folder / "clients" / f"{name}.key"
+    broker = own.public.decode()
+    write_client_key(
+        carried, ClientKey(name=name, role=role, public=public, secret=secret, broker=broker)
+    )
+    write_private(known, f'name = "{name}"\nrole = "{role}"\npublic = "{public}"\n')
+    return carried
+
+
+def revoke(folder: Path, name: str) -> None:
+    """Take a key's rights away; a broker that runs notices within a second.
+
+    Raises:
+        ConfigError: there is no such key.
+    """
+    known = folder / "authorized" / f"{name}.toml"
+    if not known.exists():
+        raise ConfigError(f"there is no key {name} in {folder}")
+    (folder / "revoked").mkdir(exist_ok=True, mode=0o700)
+    known.replace(folder / "revoked" / known.name)
+    (folder / "clients" / f"{name}.key").unlink(missing_ok=True)
+
+
+def holders(folder: Path, place: str = "authorized") -> list[Holder]:
+    """Return who has a key, by name.
+
+    Raises:
+        ConfigError: a file is no key.
+    """
+    found = []
+    for path in sorted((folder / place).glob("*.toml")):
+        try:
+            found.append(msgspec.toml.decode(path.read_bytes(), type=Holder))
+        except FileNotFoundError:
+            continue  # revoked at this moment
+        except msgspec.DecodeError as error:
+            raise ConfigError(f"{path} is no key: {error}") from error
+    return found

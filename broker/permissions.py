@@ -1,0 +1,67 @@
+"""Who may say what: the roles that each kind of message is taken from."""
+
+from wire.control import (
+    DropDeadLetters,
+    FetchPayloads,
+    GetDeadLetters,
+    GetLedger,
+    GetLedgerSnapshot,
+    GetStatus,
+    Goodbye,
+    Heartbeat,
+    Hello,
+    LeaseGroups,
+    LeaseScoring,
+    PublishReport,
+    RejectBatch,
+    RejectPrompt,
+    ReleaseLease,
+    Request,
+    RequestBatch,
+    RetryDeadLetters,
+    Role,
+    RoleReport,
+    SealSteps,
+    StepCommit,
+    SubmitScores,
+    SubmitTrajectory,
+    TakeOver,
+)
+
+_WORKERS: frozenset[Role] = frozenset({"generator", "learner", "reward_worker"})
+_READERS: frozenset[Role] = frozenset({"observer", "operator"})
+_GENERATOR: frozenset[Role] = frozenset({"generator"})
+_LEARNER: frozenset[Role] = frozenset({"learner"})
+_SCORERS: frozenset[Role] = frozenset({"reward_worker", "generator"})  # a generator scores inline
+_OPERATOR: frozenset[Role] = frozenset({"operator"})
+
+ALLOWED: dict[type[Request], frozenset[Role]] = {
+    Hello: _WORKERS | _READERS,
+    Goodbye: _WORKERS,
+    RoleReport: _WORKERS,
+    GetStatus: _WORKERS | _READERS,
+    GetLedger: _WORKERS | _READERS,
+    GetDeadLetters: _READERS,
+    RetryDeadLetters: _OPERATOR,
+    DropDeadLetters: _OPERATOR,
+    LeaseGroups: _GENERATOR,
+    SubmitTrajectory: _GENERATOR,
+    ReleaseLease: _GENERATOR,
+    RejectPrompt: _GENERATOR,
+    Heartbeat: _SCORERS,
+    LeaseScoring: _SCORERS,
+    SubmitScores: _SCORERS,
+    TakeOver: _LEARNER,
+    RequestBatch: _LEARNER,
+    FetchPayloads: _LEARNER,
+    RejectBatch: _LEARNER,
+    StepCommit: _LEARNER,
+    SealSteps: _LEARNER,
+    GetLedgerSnapshot: _LEARNER,
+    PublishReport: _LEARNER,
+}
+
+
+def may_say(role: Role, request: Request) -> bool:
+    """Tell whether a request is taken from this role."""
+    return role in ALLOWED[type(request)]

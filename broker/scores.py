@@ -1,0 +1,39 @@
+"""What a reward worker sent, made fit to be kept: it may be wrong, or not one of ours."""
+
+from itertools import islice
+from math import isfinite
+
+import msgspec
+
+from wire.dead_letters import MAX_EXCERPT
+from wire.trajectory import Score
+
+MAX_PARTS = 64  # metrics of one reward
+_MAX_NAME = 100
+_MAX_REASON = 500
+_UNCHANGED = 100  # characters; nearly all scores are short
+
+
+def tidied(score: Score) -> Score:
+    """Return a score with a finite reward or none, finite parts, and texts of a bounded length."""
+    if score.reward is not None and not isfinite(score.reward):
+        unavailable = f"invalid: the reward is {score.reward}"
+        score = msgspec.structs.replace(score, reward=None, unavailable=unavailable)
+    parts = score.parts
+    if len(parts) > MAX_PARTS or not all(map(isfinite, parts.values())) or _is_long(parts):
+        kept = ((name[:_MAX_NAME], part) for name, part in parts.items() if isfinite(part))
+        score = msgspec.structs.replace(score, parts=dict(islice(kept, MAX_PARTS)))
+    texts = (score.unavailable, score.function, score.version, score.excerpt)
+    if any(len(text) > _UNCHANGED for text in texts):
+        score = msgspec.structs.replace(
+            score,
+            unavailable=score.unavailable[:_MAX_REASON],
+            function=score.function[-_MAX_REASON:],
+            version=score.version[:_MAX_NAME],
+            excerpt=score.excerpt[:MAX_EXCERPT],
+        )
+    return score
+
+
+def _is_long(parts: dict[str, float]) -> bool:
+    return any(len(name) > _MAX_NAME for name in parts)

@@ -1,0 +1,588 @@
+"""Reward functions in real children: every shape, and whatever a trusted function may do wrong."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from broker.config import RewardSection, RewardTable
+from broker.rewards import pool as pool_module
+from broker.rewards.pool import RewardPool
+from wire.control import ScoringItem
+from wire.errors import ConfigError
+from wire.trajectory import Prompt, Score, Transcript
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(60)]
+ROOT = Path(__file__).parents[2]
+MARK = "reward-pool-test-"  # in the arguments of what hostile functions start
+
+REWARDS = '''
+import asyncio, ctypes, math, os, subprocess, sys, time
+from broker.rewards.sdk import Transcript, Unavailable, reward
+import neighbor
+
+def verl(data_source, solution_str, ground_truth, extra_info, *, bonus=0.0):
+    return {"score": len(solution_str) + bonus, "six": 6}
+
+async def verl_async(data_source, solution_str, ground_truth, extra_info, **kwargs):
+    await asyncio.sleep(0)
+    return len(solution_str) + kwargs.get("bonus", 0.0)
+
+def by_position(source, answer, truth, extra):
+    return len(answer)
+
+@reward(version="2")
+def answer(transcript: Transcript, *, bonus=0.0):
+    return len(transcript.response) + bonus
+
+@reward()
+async def answer_async(transcript, bonus=0.0):
+    await asyncio.sleep(0.001)
+    return len(transcript.response) + bonus
+
+@reward(takes="batch")
+def batch(transcripts, *, bonus=0.0):
+    return [{"score": len(t.response) + bonus, "size": len(transcripts)} for t in transcripts]
+
+@reward(takes="batch")
+async def batch_async(transcripts, *, bonus=0.0):
+    await asyncio.sleep(0.001)
+    return [len(t.response) + bonus for t in transcripts]
+
+@reward(takes="group")
+def group(transcripts, *, bonus=0.0):
+    return [{"score": len(t.response) + bonus, "first": len(transcripts[0].response)} for t in transcripts]
+
+class Plain:
+    def __init__(self, bonus=0.0):
+        self.bonus = bonus
+    def score(self, transcript):
+        return len(transcript.response) + self.bonus
+
+@reward(takes="group", version="seven")
+class Grouped:
+    def __init__(self, *, bonus=0.0):
+        self.bonus = bonus
+    async def score(self, transcripts):
+        return [len(t.response) + self.bonus for t in transcripts]
+
+class Closing:
+    def score(self, transcript):
+        return 1.0
+
+def sandboxed(data_source, solution_str, ground_truth, extra_info, sandbox="?"):
+    return {"score": 1.0, "none": float(sandbox == "none")}
+
+def where(data_source, solution_str, ground_truth, extra_info):
+    return neighbor.VALUE
+
+def leave_a_daemon(twice):
+    if os.fork() == 0:
+        os.setsid()
+        if not twice or os.fork() == 0:
+            os.execv(sys.executable, [sys.executable, "-c", "import time; time.sleep(600)", "MARK"])
+        os._exit(0)
+
+def recurse_for_ever(depth=0):
+    while True:
+        os.fork()
+
+def faulty(data_source, solution_str, ground_truth, extra_info):
+    match solution_str:
+        case "sleeps": time.sleep(600)
+        case "blocks signals":
+            import signal
+            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+                signal.signal(number, signal.SIG_IGN)
+            time.sleep(600)
+        case "daemon": leave_a_daemon(False)
+        case "setsid twice": leave_a_daemon(True); time.sleep(0.3)
+        case "fork bomb": recurse_for_ever()
+        case "memory":
+            kept = []
+            while True: kept.append(bytearray(16 << 20)); time.sleep(0.005)
+        case "child's memory":
+            code = "x=[]\\nimport time\\nwhile 1: x.append(bytearray(16<<20)); time.sleep(.005)"
+            subprocess.run([sys.executable, "-c", code, "MARK"])
+        case "raises": raise ValueError("no number")
+        case "nan": return math.nan
+        case "prints":
+            for _ in range(64): sys.stdout.write("x" * (4 << 20) + "\\n")
+        case "closes 0-2": os.closerange(0, 3)
+        case "closes all": os.closerange(0, 4096)
+        case "closes all and sleeps": os.closerange(0, 4096); time.sleep(600)
+        case "replaces all":
+            for fd in range(3, 64):
+                try: os.dup2(os.open("/dev/null", os.O_RDWR), fd)
+                except OSError: pass
+        case "burns": 
+            while True: pass
+        case "a child burns": subprocess.run([sys.executable, "-c", "while 1: pass", "MARK"])
+        case "_exit": os._exit(3)
+        case "_exit 0": os._exit(0)
+        case "sys.exit": sys.exit(4)
+        case "segfault": ctypes.string_at(0)
+        case "returns twice": os.fork()
+        case "kills its parent": os.kill(os.getppid(), 9); time.sleep(0.5)
+        case "unavailable": raise Unavailable("the judge is busy")
+        case "threads":
+            import threading
+            for _ in range(200): threading.Thread(target=time.sleep, args=(600,), daemon=True).start()
+            time.sleep(600)
+        case "deep": return faulty_deep()
+        case "interrupt": raise KeyboardInterrupt
+    return len(solution_str)
+
+def faulty_deep():
+    return faulty_deep()
+
+async def faulty_async(data_source, solution_str, ground_truth, extra_info):
+    match solution_str:
+        case "sleeps": await asyncio.sleep(600)
+        case "will not be cancelled":
+            while True:
+                try: await asyncio.sleep(600)
+                except asyncio.CancelledError: pass
+        case "blocks": time.sleep(600)
+        case "_exit": await asyncio.sleep(0.05); os._exit(3)
+        case "raises": raise ValueError("no number")
+        case "sys.exit": sys.exit(4)
+        case _: await asyncio.sleep(0.2)
+    return len(solution_str)
+
+@reward(takes="batch")
+def too_few(transcripts):
+    return [1.0] * (len(transcripts) - 1)
+
+@reward(takes="group")
+def sleeps_in_a_group(transcripts):
+    if any(t.response == "sleeps" for t in transcripts): time.sleep(600)
+    return [1.0 for _ in transcripts]
+
+def slow(data_source, solution_str, ground_truth, extra_info):
+    time.sleep(0.02)
+    return os.getpid()
+'''.replace("MARK", MARK)
+
+
+@pytest.fixture(scope="module")
+def rewards(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("rewards")
+    (folder / "neighbor.py").write_text("VALUE = 42\n")
+    path = folder / "mine.py"
+    path.write_text(REWARDS)
+    return path
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left() -> Iterator[None]:
+    before = set(psutil.Process().children(recursive=True))
+    descriptors = psutil.Process().num_fds()
+    yield
+    left = set(psutil.Process().children(recursive=True)) - before
+    assert left == set(), "processes are left"
+    assert marked() == [], "daemons are left"
+    assert psutil.Process().num_fds() <= descriptors + 1, "descriptors are left"
+
+
+@pytest.fixture(params=["namespace", "keeper"])
+def isolation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Run with PID namespaces, and as on a machine that has none."""
+    if request.param == "keeper":
+        monkeypatch.setattr(pool_module, "pid_namespaces_work", lambda: False)
+    elif not pool_module.pid_namespaces_work():
+        pytest.skip("this machine has no PID namespaces")
+    return str(request.param)
+
+
+def marked() -> list[psutil.Process]:
+    found = []
+    for process in psutil.process_iter(["cmdline", "status"]):
+        words = process.info["cmdline"] or []
+        if MARK in words and process.info["status"] != psutil.STATUS_ZOMBIE:
+            found.append(process)
+    return found
+
+
+def work(*answers: str, groups: int = 1) -> list[tuple[ScoringItem, Transcript]]:
+    """Return answers, dealt out to groups one by one."""
+    return [
+        (
+            ScoringItem(group_id=number % groups, sibling=number // groups, lease_id=number),
+            Transcript(
+                prompt=Prompt(prompt="1+1=", ground_truth="2", data_source="add"),
+                response=answer,
+                num_response_tokens=1,
+                finish_reason="stop",
+            ),
+        )
+        for number, answer in enumerate(answers)
+    ]
+
+
+def settings(rewards: Path, function: str, **changes: object) -> RewardSection:
+    return RewardSection(function=f"{rewards}:{function}", **changes)  # type: ignore[arg-type]
+
+
+async def score_all(
+    pool: RewardPool, todo: list[tuple[ScoringItem, Transcript]]
+) -> list[Score]:
+    """Return the scores in the order of the answers; one each."""
+    scores = {}
+    async for score in pool.score(todo):
+        assert score.lease_id not in scores, "an answer has two scores"
+        scores[score.lease_id] = score
+    return [scores[item.lease_id] for item, _ in todo]
+
+
+def scored(
+    section: RewardSection, *answers: str, groups: int = 1
+) -> tuple[list[Score], RewardPool]:
+    async def body() -> tuple[list[Score], RewardPool]:
+        pool = await RewardPool.start(section)
+        try:
+            return await score_all(pool, work(*answers, groups=groups)), pool
+        finally:
+            await pool.close()
+
+    return asyncio.run(body())
+
+
+# ---- shapes --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("function", "takes", "version"),
+    [
+        ("verl", "answer", ""),
+        ("verl_async", "answer", ""),
+        ("answer", "answer", "2"),
+        ("answer_async", "answer", ""),
+        ("batch", "batch", ""),
+        ("batch_async", "batch", ""),
+        ("group", "group", ""),
+        ("Plain", "answer", ""),
+        ("Grouped", "group", "seven"),
+    ],
+)
+def test_every_shape_of_a_reward_scores_every_answer(
+    rewards: Path, function: str, takes: str, version: str
+):
+    section = settings(rewards, function, options={"bonus": 0.5}, processes=2)
+    answers = ["a", "bb", "ccc", "dddd", "eeeee"]
+    scores, pool = scored(section, *answers, groups=2)
+    assert [score.reward for score in scores] == [1.5, 2.5, 3.5, 4.5, 5.5]
+    info = pool.functions[0]
+    assert (info.name, info.takes) == (section.function, takes)
+    assert info.version == version if version else len(info.version) == 12
+    assert {(score.function, score.version) for score in scores} == {(info.name, info.version)}
+    assert pool.needs_groups == (takes == "group")
+    assert not pool.replaced
+    if function == "group":
+        assert [score.parts["first"] for score in scores] == [1, 2, 1, 2, 1]
+    if function == "verl":
+        assert scores[0].parts == {"score": 1.5, "six": 6.0}
+
+
+def test_functions_go_by_data_source_and_a_file_sees_its_neighbors(rewards: Path):
+    section = RewardSection(
+        function=f"{rewards}:by_position",
+        sources={
+            "add": RewardTable(function=f"{rewards}:where"),
+            "other": RewardTable(function=f"{rewards}:sandboxed"),
+        },
+        sandbox="none",
+    )
+    todo = work("a", "a", "aaa")
+    for number, source in enumerate(["add", "other", "unknown"]):
+        item, transcript = todo[number]
+        prompt = Prompt(prompt="?", data_source=source)
+        todo[number] = item, Transcript(
+            prompt=prompt,
+            response=transcript.response,
+            num_response_tokens=1,
+            finish_reason="stop",
+        )
+
+    async def body() -> list[Score]:
+        pool = await RewardPool.start(section)
+        try:
+            return await score_all(pool, todo)
+        finally:
+            await pool.close()
+
+    add, other, unknown = asyncio.run(body())
+    assert (add.reward, unknown.reward) == (42.0, 3.0)
+    assert other.parts["none"] == 1.0, "reward.sandbox did not reach a function that names it"
+
+
+@pytest.mark.parametrize(
+    ("function", "options", "why"),
+    [
+        ("nobody", {}, "has no attribute 'nobody'"),
+        ("verl", {"bonsu": 1}, r"reward\.options\.bonsu: .*:verl has no such argument; .*bonus"),
+    ],
+)
+def test_what_cannot_be_loaded_is_a_clear_error(
+    rewards: Path, function: str, options: dict[str, object], why: str
+):
+    with pytest.raises(ConfigError, match=why):
+        scored(settings(rewards, function, options=options), "a")
+
+
+def test_a_file_that_ends_the_process_while_it_is_loaded_is_a_clear_error(tmp_path: Path):
+    (tmp_path / "ends.py").write_text("import os; os._exit(5)\n")
+    with pytest.raises(ConfigError, match="ended with exit code 5 while it was loaded"):
+        scored(RewardSection(function=f"{tmp_path / 'ends.py'}:score"), "a")
+
+
+# ---- faults --------------------------------------------------------------------
+
+FAULTS = [
+    # answer, reason, why the child was replaced
+    ("sleeps", r"took longer than reward\.timeout_s = 1", "timeout"),
+    ("blocks signals", r"took longer than reward\.timeout_s = 1", "timeout"),
+    ("fork bomb", r"killed: it had \d+ processes and threads, reward.max_processes", "processes"),
+    ("threads", r"killed: it had \d+ processes and threads, reward.max_processes", "processes"),
+    ("memory", r"killed: it used \d+ MB, reward.memory_mb = 300", "memory"),
+    ("child's memory", r"killed: it used \d+ MB, reward.memory_mb = 300", "memory"),
+    ("burns", r"killed: it used more than reward\.cpu_s = 0\.4", "cpu"),
+    ("a child burns", r"killed: it used more than reward\.cpu_s = 0\.4", "cpu"),
+    ("closes all", "killed: it closed the descriptors of its process", "broken"),
+    ("closes all and sleeps", "killed: it closed|took longer", ""),
+    ("replaces all", "killed: it closed the descriptors of its process", "broken"),
+    ("_exit", "killed: its process ended with exit code 3", "died"),
+    ("_exit 0", "killed: its process ended with exit code 0", "died"),
+    ("segfault", "killed: its process was killed by SIGSEGV", "died"),
+    ("raises", "raised ValueError: no number", None),
+    ("nan", "invalid: returned nan", None),
+    ("sys.exit", "raised SystemExit: 4", None),
+    ("interrupt", "raised KeyboardInterrupt", None),
+    ("deep", "raised RecursionError", None),
+    ("unavailable", "^the judge is busy$", None),
+    ("daemon", None, None),
+    ("setsid twice", None, None),
+    ("prints", None, None),
+    ("closes 0-2", None, None),
+    ("returns twice", None, None),
+]
+
+
+@pytest.mark.parametrize(("answer", "reason", "fault"), FAULTS, ids=[f[0] for f in FAULTS])
+def test_a_fault_costs_its_own_answer_and_nothing_else(
+    rewards: Path, isolation: str, answer: str, reason: str | None, fault: str | None
+):
+    section = settings(
+        rewards,
+        "faulty",
+        processes=1,
+        timeout_s=1.0,
+        cpu_s=0.4 if "burns" in answer else 5.0,
+        memory_mb=300 if "memory" in answer else 4096,
+        max_processes=40,
+    )
+    section_scores, pool = scored(section, "before", answer, "after", "last one")
+    before, faulty, after, last = section_scores
+    assert (before.reward, after.reward, last.reward) == (6.0, 5.0, 8.0)
+    if reason is None:
+        assert faulty.reward == len(answer)
+    else:
+        assert faulty.reward is None
+        assert pytest.approx(1) == 1
+        assert_matches(reason, faulty.unavailable)
+        assert faulty.excerpt == answer
+    if fault != "":
+        assert pool.replaced == ({fault: 1} if fault else {})
+    if answer == "setsid twice":
+        assert pool.left_behind >= 1, "a daemon was found only at the end"
+
+
+def assert_matches(pattern: str, text: str) -> None:
+    import re
+
+    assert re.search(pattern, text), text
+
+
+def test_a_function_that_prints_gigabytes_fills_neither_memory_nor_the_log(
+    rewards: Path, caplog: pytest.LogCaptureFixture
+):
+    process = psutil.Process()
+    before = process.memory_info().rss
+    with caplog.at_level("INFO"):
+        scored(settings(rewards, "faulty"), *["prints"] * 4)
+    assert sum(len(record.getMessage()) for record in caplog.records) < 100_000
+    assert "bytes more" in caplog.text
+    assert process.memory_info().rss - before < 64 << 20
+
+
+@pytest.mark.parametrize(
+    ("answer", "reason", "fault"),
+    [
+        ("sleeps", "took longer", None),
+        ("will not be cancelled", "took longer", "timeout"),
+        ("_exit", "killed: its process ended with exit code 3", "died"),
+        ("raises", "raised ValueError", None),
+        ("sys.exit", "raised SystemExit", None),
+    ],
+)
+def test_an_async_function_that_fails_does_not_harm_those_that_run_beside_it(
+    rewards: Path, answer: str, reason: str, fault: str | None
+):
+    section = settings(rewards, "faulty_async", timeout_s=0.5)
+    answers = ["a"] * 5 + [answer] + ["a"] * 5
+    scores, pool = scored(section, *answers)
+    assert [score.reward for score in scores] == [1.0] * 5 + [None] + [1.0] * 5
+    assert reason in scores[5].unavailable
+    assert sum(pool.replaced.values()) == {None: 0, "timeout": 1, "died": 2}[fault]
+
+
+def test_async_answers_of_one_child_run_at_the_same_time(rewards: Path):
+    async def body() -> float:
+        pool = await RewardPool.start(settings(rewards, "faulty_async", concurrency=8))
+        try:
+            await score_all(pool, work("first"))
+            began_s = time.monotonic()
+            await score_all(pool, work(*["a"] * 16))
+            return time.monotonic() - began_s
+        finally:
+            await pool.close()
+
+    assert 0.4 <= asyncio.run(body()) < 1.5  # two times eight; one by one it takes 3.2 s
+
+
+def test_a_batch_with_a_wrong_number_of_results_is_invalid_as_a_whole(rewards: Path):
+    scores, pool = scored(settings(rewards, "too_few"), "a", "b", "c")
+    assert {score.unavailable for score in scores} == {"invalid: returned 2 results for 3 answers"}
+    assert not pool.replaced
+
+
+def test_a_group_that_hangs_is_lost_and_other_groups_are_not(rewards: Path):
+    section = settings(rewards, "sleeps_in_a_group", timeout_s=0.5)
+    scores, _ = scored(section, "a", "sleeps", "b", "c", groups=2)
+    assert [score.reward for score in scores] == [1.0, None, 1.0, None]
+
+
+def test_a_batch_is_split_among_idle_children(rewards: Path):
+    async def body() -> list[Score]:
+        pool = await RewardPool.start(settings(rewards, "batch", processes=3))
+        try:
+            while sum(slot.is_idle for slot in pool._slots) < 3:
+                await asyncio.sleep(0.01)
+            return await score_all(pool, work(*["a"] * 8))
+        finally:
+            await pool.close()
+
+    sizes = sorted(score.parts["size"] for score in asyncio.run(body()))
+    assert sizes == [2.0, 2.0, 3.0, 3.0, 3.0, 3.0, 3.0, 3.0]
+
+
+def test_callers_take_turns(rewards: Path):
+    finished: list[str] = []
+
+    async def ask(pool: RewardPool, name: str, count: int) -> None:
+        await score_all(pool, work(*["a"] * count))
+        finished.append(name)
+
+    async def body() -> None:
+        pool = await RewardPool.start(settings(rewards, "slow", processes=1))
+        try:
+            await asyncio.gather(ask(pool, "long", 40), ask(pool, "short", 3))
+        finally:
+            await pool.close()
+
+    asyncio.run(body())
+    assert finished == ["short", "long"]
+
+
+def test_a_caller_that_leaves_gives_up_what_has_not_begun(rewards: Path):
+    async def body() -> tuple[list[Score], float]:
+        pool = await RewardPool.start(settings(rewards, "slow"))
+        try:
+            scores = pool.score(work(*["a"] * 200))
+            await anext(scores)
+            await scores.aclose()  # type: ignore[attr-defined]  # it is a generator
+            began_s = time.monotonic()
+            return await score_all(pool, work("b")), time.monotonic() - began_s
+        finally:
+            await pool.close()
+
+    (score,), took_s = asyncio.run(body())
+    assert score.reward is not None
+    assert took_s < 1.0, "it waited for answers that nobody wants"
+
+
+def test_closing_answers_everything_that_waits(rewards: Path):
+    async def body() -> list[Score]:
+        pool = await RewardPool.start(settings(rewards, "faulty"))
+        asking = asyncio.create_task(score_all(pool, work("sleeps", "a", "b")))
+        await asyncio.sleep(0.2)
+        await pool.close()
+        return await asking
+
+    scores = asyncio.run(body())
+    assert [score.unavailable for score in scores] == ["the reward pool was closed"] * 3
+
+
+WORKER = """
+import asyncio, sys
+from broker.config import RewardSection
+from broker.rewards import pool as module
+from broker.rewards.pool import RewardPool
+from tests.integration.test_reward_pool import score_all, work
+
+async def main():
+    if sys.argv[2] == "keeper":
+        module.pid_namespaces_work = lambda: False
+    pool = await RewardPool.start(RewardSection(function=sys.argv[1], processes=2, timeout_s=60))
+    await score_all(pool, work("daemon", "setsid twice", "a"))
+    print("ready", flush=True)
+    await score_all(pool, work("daemon", "sleeps"))
+
+asyncio.run(main())
+"""
+
+
+def test_nothing_is_left_of_a_worker_that_is_killed(rewards: Path, isolation: str):
+    command = [sys.executable, "-c", WORKER, f"{rewards}:faulty", isolation]
+    worker = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    assert worker.stdout is not None
+    assert worker.stdout.readline() == "ready\n"
+    deadline_s = time.monotonic() + 5
+    while not marked() and time.monotonic() < deadline_s:
+        time.sleep(0.02)
+    family = psutil.Process(worker.pid).children(recursive=True) + marked()
+    assert marked(), "the daemon did not start"
+    os.kill(worker.pid, signal.SIGKILL)
+    worker.wait(5)
+    worker.stdout.close()
+    _, alive = psutil.wait_procs(family, timeout=5)
+    assert alive == []
+
+
+def test_a_key_file_is_not_seen_where_namespaces_work(tmp_path: Path):
+    if not pool_module.pid_namespaces_work():
+        pytest.skip("this machine has no PID namespaces")
+    key = tmp_path / "worker.key"
+    key.write_text("secret")
+    (tmp_path / "reads.py").write_text(
+        f"def score(d, s, g, e): return len(open({str(key)!r}).read())\n"
+    )
+
+    async def body(hide: list[Path]) -> Score:
+        section = RewardSection(function=f"{tmp_path / 'reads.py'}:score")
+        pool = await RewardPool.start(section, hide=hide)
+        try:
+            return (await score_all(pool, work("a")))[0]
+        finally:
+            await pool.close()
+
+    assert asyncio.run(body([])).reward == 6.0
+    assert asyncio.run(body([key])).reward == 0.0
+    assert key.read_text() == "secret"

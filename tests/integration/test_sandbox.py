@@ -1,0 +1,511 @@
+import ctypes
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from base64 import b64decode, b64encode
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+
+import psutil
+import pytest
+
+from broker.rewards import sandbox
+from broker.rewards.sandbox import Limits, Outcome, jailed, pid_namespaces_work
+
+pytestmark = pytest.mark.integration
+needs_namespaces = pytest.mark.skipif(
+    not pid_namespaces_work(), reason="this machine refuses new namespaces"
+)
+
+SMALL = Limits(wall_s=1.5, cpu_s=1.0, memory_bytes=96 << 20, max_processes=12)
+NOBODY = 65534
+SUBREAPER = 36
+ROOT = Path(sandbox.__file__).parents[2]
+COPIED = (
+    "wire/__init__.py",
+    "wire/errors.py",
+    "broker/__init__.py",
+    "broker/rewards/__init__.py",
+    "broker/rewards/jail.py",
+    "broker/rewards/sandbox.py",
+)
+SERVED = """
+import json, sys
+from base64 import b64decode, b64encode
+from dataclasses import asdict
+from broker.rewards import sandbox
+asked = json.load(sys.stdin)
+outcome = asdict(sandbox.run(
+    asked["source"], stdin=b64decode(asked["stdin"]), limits=sandbox.Limits(**asked["limits"])
+))
+print(json.dumps(outcome | {k: b64encode(outcome[k]).decode() for k in ("stdout", "stderr")}))
+"""
+Runner = Callable[..., Outcome]
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left() -> Iterator[None]:
+    """Orphans come back to us, not to init, so that every process a test leaves is found."""
+    ctypes.CDLL(None).prctl(SUBREAPER, 1, 0, 0, 0)
+    before = left_here()
+    yield
+    after = left_here()
+    assert after == before
+
+
+def left_here() -> dict[str, object]:
+    return {
+        "processes": {process.pid for process in psutil.Process().children(recursive=True)},
+        "mounts": Path("/proc/self/mountinfo").read_text(),
+        "descriptors": len(os.listdir("/proc/self/fd")),
+        "folders": sorted(Path(tempfile.gettempdir()).glob("slipstream-*")),
+        "code's files": sorted(Path("/tmp").glob("left-by-code*")),
+    }
+
+
+@pytest.fixture(scope="module")
+def readable_copy() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="s-copy-") as folder:
+        for name in COPIED:
+            target = Path(folder, name)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, target)
+        for path in (Path(folder), *Path(folder).rglob("*")):
+            path.chmod(0o755)
+        yield Path(folder)
+
+
+def python_for_nobody() -> str:
+    """An interpreter that every user may start; "" if there is none."""
+    for python in (sys.executable, "/usr/bin/python3", "/usr/local/bin/python3"):
+        new_enough = "import sys; raise SystemExit(sys.version_info < (3, 11))"
+        try:
+            subprocess.run([python, "-c", new_enough], user=NOBODY, check=True, timeout=20)
+        except (OSError, subprocess.SubprocessError):
+            continue
+        return python
+    return ""
+
+
+@pytest.fixture(scope="module")
+def nobodys_runner(readable_copy: Path) -> Runner:
+    if os.getuid() != 0:
+        pytest.skip("only root can become somebody else")
+    python = python_for_nobody()
+    if not python:
+        pytest.skip("no Python >= 3.11 that another user may start")
+
+    def run(source: str, *, stdin: bytes = b"", limits: Limits = SMALL) -> Outcome:
+        asked = {"source": source, "stdin": b64encode(stdin).decode(), "limits": asdict(limits)}
+        done = subprocess.run(
+            [python, "-c", SERVED],
+            input=json.dumps(asked).encode(),
+            capture_output=True,
+            user=NOBODY,
+            group=NOBODY,
+            extra_groups=[],
+            cwd=readable_copy,
+            timeout=30,
+            check=False,
+        )
+        if b"SandboxUnavailableError" in done.stderr:
+            pytest.skip(done.stderr.decode().splitlines()[-1])
+        answer = json.loads(done.stdout or done.stderr.decode())
+        return Outcome(
+            **(answer | {name: b64decode(answer[name]) for name in ("stdout", "stderr")})
+        )
+
+    return run
+
+
+@pytest.fixture(params=["this user", "a user without rights"])
+def run(request: pytest.FixtureRequest) -> Runner:
+    if not pid_namespaces_work():
+        pytest.skip("this machine refuses new namespaces")
+    if request.param == "this user":
+        return lambda source, *, stdin=b"", limits=SMALL: sandbox.run(
+            source, stdin=stdin, limits=limits
+        )
+    runner: Runner = request.getfixturevalue("nobodys_runner")
+    return runner
+
+
+DAEMON = """
+import os, time
+if not os.fork():
+    open('/tmp/left-by-code', 'w').write('x')
+    time.sleep(1000)
+"""
+DOUBLE_FORK = """
+import os, time
+if not os.fork():
+    os.setsid()
+    if not os.fork():
+        os.closerange(0, 100)
+        time.sleep(1000)
+    os._exit(0)
+os.wait()
+print("done")
+"""
+BOMB = """
+import os
+while True:
+    try:
+        os.fork()
+    except OSError:
+        pass
+"""
+THREADS = """
+import threading, time
+for _ in range(100):
+    threading.Thread(target=time.sleep, args=(1000,)).start()
+"""
+EATS_TOGETHER = """
+import os, time
+for _ in range(6):
+    if not os.fork():
+        held = bytearray(os.urandom(1 << 20)) * 30
+        time.sleep(1000)
+time.sleep(1000)
+"""
+FAULTS = {
+    "sleeps": ("import time; time.sleep(1000)", "timeout"),
+    "burns": ("while True: pass", "timeout"),
+    "burns in children": ("import os\nos.fork(); os.fork()\nwhile True: pass", "timeout"),
+    "ignores signals": (
+        "import signal, time\nfor n in range(1, 32):\n    try: signal.signal(n, signal.SIG_IGN)\n"
+        "    except OSError: pass\nwhile True: time.sleep(1)",
+        "timeout",
+    ),
+    "daemon": (DAEMON, "ok"),
+    "double fork": (DOUBLE_FORK, "ok"),
+    "bomb": (BOMB, "processes"),
+    "threads": (THREADS, "processes"),
+    "eats memory": ("held = []\nwhile True: held.append(bytearray(1 << 20))", "memory"),
+    "eats at once": ("held = bytearray(1 << 40)", "memory"),
+    "eats together": (EATS_TOGETHER, "memory"),
+    "prints gigabytes": ("while True: print('x' * 100_000)", "output"),
+    "complains gigabytes": ("import os\nwhile True: os.write(2, b'x' * 100_000)", "output"),
+    "closes everything": ("import os, time\nos.closerange(0, 1000); time.sleep(1000)", "timeout"),
+    "raises": ("raise ValueError('no')", "failed"),
+    "fills the disk": ("open('f', 'wb').write(bytes(64 << 20))", "failed"),
+    "dumps core": ("import os; os.abort()", "failed"),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_is_named_and_leaves_nothing(run: Runner, name: str):
+    source, expected = FAULTS[name]
+
+    outcome = run(source)
+
+    assert outcome.status == expected, outcome
+    assert outcome.wall_s < 6
+    assert len(outcome.stdout) <= SMALL.max_output_bytes
+    assert outcome.peak_bytes < 4 * SMALL.memory_bytes
+
+
+def test_output_input_and_exit_code_are_passed_on(run: Runner):
+    good = run("import sys; print(input()[::-1]); print('e', file=sys.stderr)", stdin=b"abc\n")
+    assert (good.status, good.exit_code, good.text, good.stderr) == ("ok", 0, "cba\n", b"e\n")
+
+    three = run("raise SystemExit(3)")
+    assert (three.status, three.exit_code) == ("failed", 3)
+
+    killed = run("import os; os.kill(os.getpid(), 9)")
+    assert (killed.status, killed.exit_code) == ("failed", -signal.SIGKILL)
+
+
+def test_memory_that_forked_children_share_is_counted_once(run: Runner):
+    source = """
+import os, time
+held = bytearray(os.urandom(1 << 20)) * 40
+for _ in range(5):
+    if not os.fork():
+        time.sleep(0.5)
+        os._exit(0)
+for _ in range(5):
+    os.wait()
+"""
+    assert run(source).status == "ok"
+
+
+def test_the_environment_is_empty(run: Runner, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("API_KEY", "hunter2")
+    source = """
+import os, glob
+print(sorted(os.environ))
+for path in glob.glob('/proc/[0-9]*/environ') + glob.glob('/proc/[0-9]*/cmdline'):
+    try:
+        print(open(path).read())
+    except OSError:
+        pass
+"""
+    outcome = run(source)
+
+    assert "hunter2" not in outcome.text
+    assert outcome.text.startswith("['HOME', 'LANG', 'PATH']\n")
+
+
+def test_files_of_the_host_are_not_there(run: Runner):
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder).chmod(0o755)
+        for name, mode in {"private.key": 0o600, "public.key": 0o644}.items():
+            Path(folder, name).write_text("hunter2")
+            Path(folder, name).chmod(mode)
+        source = f"""
+import os
+print([os.path.exists({folder!r} + name) for name in ('', '/private.key', '/public.key')])
+print([p for p in ('/home', '/etc', '/var', '/run', '/sys', '/host', {str(ROOT)!r}) if os.path.exists(p)])
+print(sorted(os.listdir('/tmp')), sorted(os.listdir('.')), sorted(os.listdir('/dev')))
+"""
+        lines = run(source).text.splitlines()
+
+    assert lines[0] == "[False, False, False]"
+    assert lines[1] == "[]"
+    devices = ["fd", "null", "random", "stderr", "stdin", "stdout", "urandom", "zero"]
+    assert lines[2] == f"[] ['main.py'] {devices}"
+
+
+def test_no_descriptor_is_inherited(run: Runner):
+    held = os.open("/etc/passwd", os.O_RDONLY)
+    os.set_inheritable(held, True)
+    try:
+        listed = (
+            "import os; print([n for n in range(1000) if os.path.exists(f'/proc/self/fd/{n}')])"
+        )
+        assert run(listed).text == "[0, 1, 2]\n"
+    finally:
+        os.close(held)
+
+
+def test_no_socket_of_the_host_is_reached(run: Runner, short_folder: Path):
+    short_folder.chmod(0o755)
+    addresses = [
+        (socket.AF_INET, ("127.0.0.1", 0)),
+        (socket.AF_UNIX, str(short_folder / "s")),
+        (socket.AF_UNIX, f"\0sandbox-test-{os.getpid()}"),
+    ]
+    listeners = []
+    for family, address in addresses:
+        listener = socket.socket(family)
+        listener.bind(address)
+        listener.listen()
+        listeners.append((int(family), listener.getsockname()))
+        listeners[-1] += (listener,)
+    source = f"""
+import socket
+for family, address in {[(family, address) for family, address, _ in listeners]!r}:
+    try:
+        socket.socket(family).connect(address)
+        print('connected')
+    except OSError as error:
+        print('refused')
+"""
+    try:
+        assert run(source).text == "refused\n" * 3
+        for family, address, _ in listeners:  # and they can be reached from here
+            with socket.socket(family) as peer:
+                peer.connect(address)
+    finally:
+        for *_, listener in listeners:
+            listener.close()
+
+
+ESCAPES = """
+import ctypes, os
+libc = ctypes.CDLL(None, use_errno=True)
+def tried(name, call):
+    try:
+        if (call() or 0) >= 0:
+            print(name, 'done')
+    except OSError:
+        pass
+tried('kill outside', lambda: os.kill(VICTIM, 9))
+tried('write /usr', lambda: open('/usr/f', 'w').close())
+tried('write /', lambda: open('/f', 'w').close())
+tried('write python', lambda: open(os.__file__, 'a').close())
+tried('write proc', lambda: open('/proc/sys/kernel/hostname', 'w').write('x'))
+tried('mount', lambda: libc.mount(b'tmpfs', b'/tmp', b'tmpfs', 0, None))
+tried('bind', lambda: libc.mount(b'/usr', b'/tmp', None, 4096, None))
+tried('unmount', lambda: libc.umount2(b'/usr', 2))
+tried('users', lambda: libc.unshare(0x10000000))
+tried('clone users', lambda: libc.syscall(56, 0x10000000 | 17, 0, 0, 0, 0))
+tried('ptrace', lambda: libc.ptrace(16, 1, 0, 0))
+tried('memory of init', lambda: open('/proc/1/mem', 'rb').read(1) and 0)
+tried('descriptors of init', lambda: len(os.listdir('/proc/1/fd')))
+tried('root of init', lambda: len(os.listdir('/proc/1/root')))
+tried('become root', lambda: os.setuid(0))
+tried('memfd', lambda: os.memfd_create('x'))
+tried('shared memory', lambda: libc.shmget(0, 1 << 30, 0o1666))
+tried('chroot', lambda: os.chroot('/tmp'))
+try:
+    os.kill(1, 9)
+except OSError:
+    pass
+print(sorted(name for name in os.listdir('/proc') if name.isdigit()))
+print([line.split()[1] for line in open('/proc/self/status') if line.startswith('Cap')])
+"""
+
+
+def test_nothing_outside_is_touched_and_no_right_is_gained(run: Runner):
+    victim = subprocess.Popen(["sleep", "100"])
+    try:
+        outcome = run(ESCAPES.replace("VICTIM", str(victim.pid)))
+        assert victim.poll() is None
+    finally:
+        victim.kill()
+        victim.wait()
+
+    assert outcome.text.splitlines() == ["['1', '2']", str(["0" * 16] * 5)], outcome.stderr
+
+
+def test_a_killed_owner_takes_the_code_with_it(tmp_path: Path):
+    if not pid_namespaces_work():
+        pytest.skip("this machine refuses new namespaces")
+    script = "from broker.rewards import sandbox; sandbox.run('import time; time.sleep(1000)')"
+    owner = subprocess.Popen([sys.executable, "-c", script], cwd=ROOT)
+    deadline = time.monotonic() + 10
+    while len(psutil.Process(owner.pid).children(recursive=True)) < 3:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    owner.kill()
+    owner.wait()
+
+    wait_until_alone()
+
+
+def wait_until_alone() -> None:
+    deadline = time.monotonic() + 5
+    while children := psutil.Process().children(recursive=True):
+        for child in children:
+            if child.ppid() == os.getpid() and child.status() == psutil.STATUS_ZOMBIE:
+                os.waitpid(child.pid, 0)
+        assert time.monotonic() < deadline, children
+        time.sleep(0.005)
+
+
+@pytest.mark.parametrize("name", sorted(set(FAULTS) - {"bomb", "burns in children"}))
+def test_without_namespaces_faults_are_named_and_nothing_is_left(name: str):
+    source, expected = FAULTS[name]
+    try:
+        assert sandbox.run(source, limits=SMALL, mode="none").status == expected
+    finally:
+        Path("/tmp/left-by-code").unlink(missing_ok=True)
+
+
+@needs_namespaces
+def test_a_preflight_passes_where_the_sandbox_works():
+    sandbox.check("namespaces")
+    sandbox.check("none")
+
+
+@needs_namespaces
+def test_runs_at_the_same_time_do_not_count_each_other():
+    from concurrent.futures import ThreadPoolExecutor
+
+    source = "import os, time\nfor _ in range(8):\n    os.fork() or (time.sleep(0.5), os._exit(0))"
+    with ThreadPoolExecutor(4) as pool:
+        outcomes = list(pool.map(lambda _: sandbox.run(source, limits=SMALL), range(4)))
+
+    assert [outcome.status for outcome in outcomes] == ["ok"] * 4
+
+
+# ---- trusted commands in a PID namespace ---------------------------------------
+
+
+@needs_namespaces
+def test_a_jailed_command_keeps_descriptors_environment_and_exit_code(tmp_path: Path):
+    read, write = os.pipe()
+    script = (
+        f"import os; os.write({write}, os.environ['WORD'].encode()); "
+        "print(os.getcwd()); raise SystemExit(7)"
+    )
+    command = jailed([sys.executable, "-c", script])
+    done = subprocess.run(
+        command,
+        pass_fds=[write],
+        env={"WORD": "kept"},
+        cwd=tmp_path,
+        capture_output=True,
+        check=False,
+    )
+    os.close(write)
+
+    assert (done.returncode, done.stdout) == (7, f"{tmp_path}\n".encode())
+    assert os.read(read, 100) == b"kept"
+    assert os.read(read, 100) == b""  # nobody else holds it
+    os.close(read)
+
+
+@needs_namespaces
+def test_a_jailed_command_that_closes_a_descriptor_is_seen_to():
+    read, write = os.pipe()
+    script = f"import os, time; os.close({write}); time.sleep(1000)"
+    process = subprocess.Popen(jailed([sys.executable, "-c", script]), pass_fds=[write])
+    os.close(write)
+    assert os.read(read, 1) == b""
+    assert process.poll() is None
+    os.close(read)
+    process.kill()
+    process.wait()
+
+    wait_until_alone()
+
+
+@needs_namespaces
+def test_hidden_files_and_folders_are_empty_for_a_jailed_command(tmp_path: Path):
+    (tmp_path / "keys").mkdir()
+    (tmp_path / "keys" / "a.key").write_text("hunter2")
+    (tmp_path / "b.key").write_text("hunter2")
+    (tmp_path / "seen").write_text("seen")
+    script = "import os; print(os.listdir('keys'), repr(open('b.key').read()), open('seen').read())"
+    hide = [tmp_path / "keys", tmp_path / "b.key", tmp_path / "absent"]
+    done = subprocess.run(
+        jailed([sys.executable, "-c", script], hide=hide),
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+    assert done.stdout == "[] '' seen\n", done.stderr
+    assert (tmp_path / "b.key").read_text() == "hunter2"
+
+
+@needs_namespaces
+@pytest.mark.parametrize("who", ["outer", "init"])
+def test_killing_the_jail_kills_daemons_below_it(who: str):
+    script = DOUBLE_FORK + "\ntime.sleep(1000)"
+    process = subprocess.Popen(
+        jailed([sys.executable, "-c", script]), stdout=subprocess.PIPE, start_new_session=True
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == b"done\n"
+    init = psutil.Process(process.pid).children()[0]
+    (process if who == "outer" else init).kill()
+    process.wait()
+    process.stdout.close()
+
+    wait_until_alone()
+
+
+@needs_namespaces
+def test_a_sandbox_starts_inside_a_jail():
+    script = "from broker.rewards import sandbox; print(sandbox.run('print(1)').text)"
+    done = subprocess.run(
+        jailed([sys.executable, "-c", script]),
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+    assert done.stdout == "1\n\n", done.stderr
