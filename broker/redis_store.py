@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from functools import partial
 from types import TracebackType
-from typing import TypeAlias, TypeVar, cast
+from typing import Any, TypeAlias, TypeVar, cast
 from urllib.parse import quote
 
 import redis.asyncio as aioredis
@@ -113,7 +113,9 @@ class RedisStore:
         """
         # The library's own timeouts go through asyncio.wait_for, which can swallow a cancellation
         # before Python 3.12; every wait here is inside an asyncio.timeout instead.
-        tls = {"ssl_ca_certs": ca_file} if ca_file and url.startswith("rediss://") else {}
+        tls: dict[str, Any] = {}
+        if ca_file and url.startswith("rediss://"):
+            tls["ssl_ca_certs"] = ca_file
         client = aioredis.Redis.from_url(
             url,
             username=username,

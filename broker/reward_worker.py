@@ -1,179 +1,156 @@
 """`start-reward-worker`: leases trajectories, scores them, answers."""
 
+import argparse
 import asyncio
 import logging
-import threading
-from collections.abc import Sequence
+import os
+import socket
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 from broker.client import BrokerClient
-from broker.config import RewardSection, broker_settings
-from broker.rewards.loading import Reward, load_reward
-from wire.codec import decode_transcript
+from broker.config import RewardSection
+from broker.rewards.pool import RewardPool
+from broker.scorer import Scorer
 from wire.command_line import load_arguments, refuse_settings, role_parser, run_role
-from wire.control import (
-    Done,
-    Heartbeat,
-    HeartbeatAnswer,
-    LeaseScoring,
-    RoleReport,
-    ScoringItem,
-    ScoringLeased,
-    SubmitScores,
-)
+from wire.control import Done, Goodbye, RoleReport
 from wire.errors import ConfigError, SlipstreamError
 from wire.logs import start_logging
-from wire.phases import PhaseClock
+from wire.run_settings import RunSection, run_section
+from wire.settings import section
 from wire.stopping import stop_event
-from wire.trajectory import Score, Transcript
 
 _log = logging.getLogger(__name__)
-_POLL_S = 2.0
-
-
-class RewardHangsError(SlipstreamError):
-    """A reward function did not return in time; the thread that runs it cannot be ended."""
+_REPORT_S = 1.0
+_DRAIN_S = 10.0  # what is being scored when the worker is asked to end may take so long
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
-    """What a worker allows itself."""
+class WorkerSettings:
+    """All that a reward worker reads."""
 
-    max_credits: int  # trajectories leased at a time
-    timeout_s: float  # for one answer
-    heartbeat_s: float
-
-
-async def work(client: BrokerClient, reward: Reward, limits: Limits) -> None:
-    """Score until the broker says that no work will come again.
-
-    The function runs on a thread, so that a slow one does not delay the connection.
-    """
-    clock = PhaseClock()
-    scored = unavailable = 0
-    while True:
-        leased, frames = await client.ask(
-            LeaseScoring(credits=limits.max_credits, wait_s=_POLL_S),
-            ScoringLeased,
-            extra_wait_s=_POLL_S,
-        )
-        if leased.items:
-            with clock.phase("score"):
-                transcripts = [decode_transcript(frame) for frame in frames]
-                pairs = list(zip(leased.items, transcripts, strict=True))
-                scores = await _score_all(client, reward, pairs, limits)
-                await client.ask(SubmitScores(scores=tuple(scores)), Done)
-            scored += len(scores)
-            unavailable += sum(score.reward is None for score in scores)
-        counters = {"scored": float(scored), "unavailable": float(unavailable)}
-        await client.ask(RoleReport(phase_seconds=clock.seconds(), counters=counters), Done)
-        if leased.finished:
-            return
+    run: RunSection
+    reward: RewardSection
+    function: str  # instead of reward.function; empty is that
 
 
-async def _score_all(
-    client: BrokerClient,
-    reward: Reward,
-    pairs: Sequence[tuple[ScoringItem, Transcript]],
-    limits: Limits,
-) -> list[Score]:
-    """Score on a thread, and keep the leases meanwhile.
-
-    Raises:
-        RewardHangsError: one answer took too long. What was scored before it is sent.
-    """
-    scores: asyncio.Queue[Score] = asyncio.Queue()
-    loop = asyncio.get_running_loop()
-
-    def score_in_order() -> None:
-        for item, text in pairs:
-            score = reward.score(item, text)
-            with suppress(RuntimeError):  # the loop is closed: this worker gave up on us
-                loop.call_soon_threadsafe(scores.put_nowait, score)
-
-    # A daemon: a function that hangs must not keep the process from ending.
-    threading.Thread(target=score_in_order, name="reward", daemon=True).start()
-    lease_ids = tuple(item.lease_id for item, _ in pairs)
-    heartbeats = asyncio.create_task(_heartbeats(client, lease_ids, limits.heartbeat_s))
-    done: list[Score] = []
+async def serve(settings: WorkerSettings, name: str) -> None:
+    """Score for the broker until the run is over, or until SIGTERM or SIGINT."""
+    stop = stop_event()
+    run, reward = settings.run, settings.reward
+    hide = [path for path in (Path(run.key_file),) if run.key_file]
+    hide += [run.folder / "keys"]
+    pool = await RewardPool.start(reward, function=settings.function, hide=hide)
     try:
-        while len(done) < len(pairs):
-            async with asyncio.timeout(limits.timeout_s):
-                done.append(await scores.get())
-    except TimeoutError as error:
-        item = pairs[len(done)][0]
-        reason = f"took longer than reward.timeout_s = {limits.timeout_s:g}"
-        hung = Score(
-            group_id=item.group_id,
-            sibling=item.sibling,
-            lease_id=item.lease_id,
-            unavailable=reason,
-            function=reward.name,
+        client, welcome = await BrokerClient.connect(
+            run.broker_endpoint,
+            role="reward_worker",
+            name=name,
+            packages={f"reward {one.name}": one.version for one in pool.functions},
+            outage_s=run.outage_s,
+            key_file=run.key_file,
         )
-        await client.ask(SubmitScores(scores=(*done, hung)), Done)
-        raise RewardHangsError(f"{reward.name} {reason}; this worker ends") from error
+        try:
+            scorer = Scorer(
+                client, pool, max_credits=reward.credits, heartbeat_s=welcome.heartbeat_s
+            )
+            functions = ", ".join(f"{one.name} ({one.version})" for one in pool.functions)
+            _log.info("scoring for run %s with %s", welcome.run_name, functions)
+            await _work(client, pool, scorer, stop)
+        finally:
+            client.close()
     finally:
-        heartbeats.cancel()
-    return done
+        await pool.close()
 
 
-async def _heartbeats(client: BrokerClient, lease_ids: tuple[int, ...], every_s: float) -> None:
-    while True:
-        await asyncio.sleep(every_s)
-        await client.ask(Heartbeat(lease_ids=lease_ids), HeartbeatAnswer)
-
-
-async def _serve(
-    endpoint: str, name: str, reward: Reward, settings: RewardSection, outage_s: float
+async def _work(
+    client: BrokerClient, pool: RewardPool, scorer: Scorer, stop: asyncio.Event
 ) -> None:
-    client, welcome = await BrokerClient.connect(
-        endpoint, role="reward_worker", name=name, outage_s=outage_s
-    )
-    stop = asyncio.create_task(stop_event().wait())
-    limits = Limits(settings.credits, settings.timeout_s, welcome.heartbeat_s)
-    job = asyncio.create_task(work(client, reward, limits))
+    async def report() -> None:
+        counters = dict(scorer.counters)
+        counters |= {f"replaced_{why}": float(n) for why, n in pool.replaced.items()}
+        await client.ask(RoleReport(phase_seconds=scorer.clock.seconds(), counters=counters), Done)
+
+    async def report_forever() -> None:
+        while True:
+            await report()
+            await asyncio.sleep(_REPORT_S)
+
+    stopping = asyncio.create_task(stop.wait())
+    job = asyncio.create_task(scorer.run())
+    reports = asyncio.create_task(report_forever())
     try:
-        await asyncio.wait({stop, job}, return_when=asyncio.FIRST_COMPLETED)
-        if job.done():
-            job.result()
+        await asyncio.wait({stopping, job, reports}, return_when=asyncio.FIRST_COMPLETED)
+        if stopping.done():
+            scorer.stop()
+            await asyncio.wait({job}, timeout=_DRAIN_S)
+        for done in (job, reports):
+            if done.done():
+                done.result()
+        async with asyncio.timeout(_REPORT_S):
+            await report()
+            await client.ask(Goodbye(), Done)
+    except TimeoutError:
+        _log.info("the broker is gone already")
     finally:
-        for task in (stop, job):
+        for task in (stopping, job, reports):
             task.cancel()
-            with suppress(asyncio.CancelledError):
-                await task
-        client.close()
+        with suppress(asyncio.CancelledError, SlipstreamError):
+            await asyncio.gather(stopping, job, reports, return_exceptions=True)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = role_parser(
+        "start-reward-worker",
+        "Score trajectories for the broker of a run, on its host or on any other.",
+        [
+            "start-reward-worker --config run.toml",
+            "start-reward-worker --config run.toml --reward my_pkg.rewards:score --name worker-1",
+            "start-reward-worker --broker tcp://10.0.0.1:5555 --key gpu7.key --reward my.py:score",
+        ],
+        needs_config=False,
+    )
+    parser.add_argument(
+        "--reward", default="", metavar="MODULE:NAME", help="or FILE.py:NAME; wins over the file"
+    )
+    parser.add_argument("--broker", metavar="tcp://HOST:PORT", help="the same as run.broker=...")
+    parser.add_argument("--key", metavar="FILE", help="the same as run.key_file=...")
+    parser.add_argument("--name", default="", help="unique within the run; default HOST-PID")
+    return parser
+
+
+def _settings(arguments: argparse.Namespace) -> WorkerSettings:
+    if arguments.broker:
+        arguments.overrides.append(f"run.broker={arguments.broker}")
+    if arguments.key:
+        arguments.overrides.append(f"run.key_file={arguments.key}")
+    table = load_arguments(arguments)
+    settings = WorkerSettings(
+        run_section(table), section(table, "reward", RewardSection), arguments.reward
+    )
+    if arguments.config is None and not settings.run.broker:
+        raise ConfigError("which broker? give --config RUN.toml, or --broker tcp://HOST:PORT")
+    return settings
 
 
 def main() -> int:
     """Parse, check, run."""
-    parser = role_parser(
-        "start-reward-worker",
-        "Score trajectories for the broker of a run.",
-        [
-            "start-reward-worker --config run.toml",
-            "start-reward-worker --config run.toml --reward my_pkg.rewards:score --name worker-1",
-        ],
-    )
-    parser.add_argument("--reward", metavar="MODULE:FUNCTION", help="instead of reward.function")
-    parser.add_argument("--name", default="reward-worker-0", help="unique within the run")
-    arguments = parser.parse_args()
-
+    arguments = _parser().parse_args()
+    name = arguments.name or f"{socket.gethostname()}-{os.getpid()}"
     try:
-        settings = broker_settings(load_arguments(arguments))
-        reward = load_reward(arguments.reward or settings.reward.function)
-        endpoint = settings.run.endpoint("broker")
+        settings = _settings(arguments)
+        endpoint = settings.run.broker_endpoint
     except ConfigError as error:
         return refuse_settings(error)
     if arguments.dry_run:
-        print(f"would score with {reward.name} for {endpoint}")  # noqa: T201
+        function = settings.function or settings.reward.function
+        print(f"would score with {function} for {endpoint}")  # noqa: T201
         return 0
-    start_logging(arguments.name)
+    start_logging(name)
 
     def body() -> int:
-        asyncio.run(
-            _serve(endpoint, arguments.name, reward, settings.reward, settings.run.outage_s)
-        )
+        asyncio.run(serve(settings, name))
         return 0
 
     return run_role(body)

@@ -9,13 +9,16 @@ from broker.summary import summary_of
 from deploy.addition import prepare
 from deploy.config import RunConfig, free_name, run_config
 from deploy.data_check import data_check as data_check
+from deploy.dead_letters import dead_letters as dead_letters
 from deploy.dry_run import print_dry_run
 from deploy.export import export as export
+from deploy.keys import keys as keys
 from deploy.ledger import newest_started, print_account, print_trace
 from deploy.local import run_locally
 from deploy.observe import dashboard_address, run_of_folder, status_now
 from deploy.plan import count_gpus, plan_roles
 from deploy.replay import replay as replay
+from deploy.reward_test import reward_test as reward_test
 from deploy.resume import find_resume_point, resumed_table
 from deploy.show import show as show_rows
 from deploy.view import live_view

@@ -103,6 +103,7 @@ def _reasons(view: LedgerView) -> Table:
         f"and not sealed{kept}",
         "after failures": f"{view.redelivered_steps} batches delivered again, "
         f"{view.requeued} groups generated again",
+        "dead letters": f"{view.dead_letters}, {view.retried} issued again",
         "store": f"{view.store}; generation {view.broker_generation} of the broker",
     }
     for name, value in rows.items():

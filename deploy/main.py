@@ -15,6 +15,9 @@ _EXAMPLES = """examples:
   slipstream show runs/quickstart --eval --last 3        what it answered in the newest evaluation
   slipstream ledger runs/quickstart                      where every prompt went
   slipstream ledger trace 17                             the life of one prompt
+  slipstream dead-letters list                           what nobody could answer or score
+  slipstream reward test --reward my.py:score --data train.parquet    score rows without a run
+  slipstream keys make gpu7 --role generator             a key for a role on another host
   slipstream status runs/quickstart --json               figures of a run that goes on
   slipstream export runs/quickstart --best --out DIR     a checkpoint as a Hugging Face folder
   slipstream data check train.parquet --model DIR        rows, lengths and problems of prompts
@@ -26,6 +29,18 @@ _LEDGER_EXAMPLES = """examples:
   slipstream ledger trace 17 runs/demo     what became of the prompt at position 17
   slipstream ledger trace g203 --json      what became of group 203
   slipstream ledger trace "37+85="         of the newest item whose prompt holds this text
+"""
+_LETTERS_EXAMPLES = """examples:
+  slipstream dead-letters list                   of the newest run
+  slipstream dead-letters show g17               its prompt, its answers and why they have no reward
+  slipstream dead-letters retry all              issue the prompts again, as new items
+  slipstream dead-letters drop g17 g21           forget them
+"""
+_KEYS_EXAMPLES = """examples:
+  slipstream keys make gpu7 --role generator --config run.toml
+  slipstream keys make judge-1 judge-2 --role reward_worker --keys /srv/keys
+  slipstream keys list --config run.toml
+  slipstream keys revoke judge-1 --config run.toml     a broker that runs notices within a second
 """
 _RESUME_HELP = "go on from the newest checkpoint of this run (auto), of a run folder, or from one"
 
@@ -88,12 +103,52 @@ def _add_readers(commands: "argparse._SubParsersAction[argparse.ArgumentParser]"
     replay.add_argument("--config", type=Path, required=True, metavar="RUN.toml")
     replay.add_argument("--dry-run", action="store_true", help="check and print the settings")
     replay.add_argument("overrides", nargs="*", metavar="section.key=value")
+    _add_dead_letters(commands)
+    _add_keys(commands)
     data = commands.add_parser("data", help="look at prompts before a run")
     checks = data.add_subparsers(dest="action", required=True, metavar="check")
     check = checks.add_parser("check", help="rows, lengths and problems of prompt files")
     check.add_argument("overrides", nargs="*", metavar="FILE section.key=value")
     check.add_argument("--config", type=Path, metavar="RUN.toml", help="default: all defaults")
     check.add_argument("--model", type=Path, metavar="DIR", help="default: run.model")
+    reward = commands.add_parser("reward", help="try a reward function without a run")
+    trials = reward.add_subparsers(dest="action", required=True, metavar="test")
+    test = trials.add_parser("test", help="score answers to rows of a file")
+    test.add_argument("--reward", default="", metavar="MODULE:NAME", help="or FILE.py:NAME")
+    test.add_argument("--data", required=True, metavar="FILE", help="or reasoning_gym:NAME")
+    test.add_argument("--answers", type=Path, metavar="FILE", help="JSONL with the answers")
+    test.add_argument("--n", type=int, default=20, metavar="N", help="rows to score (20)")
+    test.add_argument("--config", type=Path, metavar="RUN.toml", help="for [reward] and [data]")
+    test.add_argument("--json", action="store_true", help="everything, for programs")
+    test.add_argument("overrides", nargs="*", metavar="section.key=value")
+
+
+def _add_dead_letters(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    letters = commands.add_parser(
+        "dead-letters",
+        help="what nobody could answer or score: list, show, retry, drop",
+        epilog=_LETTERS_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    letters.add_argument("action", choices=("list", "show", "retry", "drop"))
+    letters.add_argument("words", nargs="*", metavar="GROUP", help="g17, or all")
+    letters.add_argument("--run", type=Path, metavar="runs/NAME", help="default: the newest run")
+    letters.add_argument("--json", action="store_true", help="everything, for programs")
+
+
+def _add_keys(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    keys = commands.add_parser(
+        "keys",
+        help="keys for roles on other hosts: make, list, revoke",
+        epilog=_KEYS_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    keys.add_argument("action", choices=("make", "list", "revoke"))
+    keys.add_argument("names", nargs="*", metavar="NAME", help="one per host and role")
+    keys.add_argument("--role", default="reward_worker", help="what a new key is for")
+    keys.add_argument("--keys", type=Path, metavar="DIR", help="folder of the keys")
+    keys.add_argument("--config", type=Path, metavar="RUN.toml", help="whose broker.keys to use")
+    keys.add_argument("--json", action="store_true", help="for programs")
 
 
 def main() -> int:
@@ -135,6 +190,32 @@ def main() -> int:
                     arguments.config,
                     arguments.overrides,
                     dry_run=arguments.dry_run,
+                )
+            case "dead-letters":
+                return bodies.dead_letters(
+                    arguments.action,
+                    arguments.words,
+                    folder=arguments.run,
+                    as_json=arguments.json,
+                )
+            case "reward":
+                return bodies.reward_test(
+                    arguments.overrides,
+                    reward=arguments.reward,
+                    data=arguments.data,
+                    count=arguments.n,
+                    answers=arguments.answers,
+                    config=arguments.config,
+                    as_json=arguments.json,
+                )
+            case "keys":
+                return bodies.keys(
+                    arguments.action,
+                    arguments.names,
+                    role=arguments.role,
+                    folder=arguments.keys,
+                    config=arguments.config,
+                    as_json=arguments.json,
                 )
             case "data":
                 return bodies.data_check(arguments.overrides, arguments.config, arguments.model)

@@ -6,7 +6,7 @@ from typing import Literal
 
 import msgspec
 
-from broker.config import DataSection
+from broker.config import DataSection, RewardSection
 from weightbus.config import WeightBusSection
 from wire.errors import ConfigError
 from wire.run_settings import (
@@ -65,6 +65,7 @@ class GeneratorSettings(msgspec.Struct, frozen=True, kw_only=True):
     eval: EvalSection
     generators: GeneratorsSection
     weightbus: WeightBusSection
+    reward: RewardSection
 
     @property
     def model(self) -> Path:
@@ -100,6 +101,7 @@ def generator_settings(table: Table) -> GeneratorSettings:
         eval=section(table, "eval", EvalSection),
         generators=section(table, "generators", GeneratorsSection),
         weightbus=section(table, "weightbus", WeightBusSection),
+        reward=section(table, "reward", RewardSection),
     )
     folder = model_folder(settings.run)
     _check_sampling(settings.sampling)

@@ -7,20 +7,18 @@ go on with the prompts that are not in it yet.
 
 import asyncio
 import logging
-import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
 from broker.config import RewardSection
 from broker.data.mixture import PromptSource
 from broker.data.sources import load_training_prompts
-from broker.rewards.loading import Reward, load_reward
+from broker.rewards.pool import RewardPool
 from generators.config import GeneratorSettings, generator_settings
 from generators.prompting import BadPromptError, OverlongPromptError, TextCodec
 from generators.rollout import Rollout, Sampler, run_rollouts
@@ -31,7 +29,7 @@ from wire.control import DeliveredGroup, DeliveredTrajectory, LeasedGroup, Scori
 from wire.errors import ConfigError, EngineError
 from wire.settings import Table, section
 from wire.stopping import stop_event
-from wire.trajectory import Score
+from wire.trajectory import Score, Transcript
 from wire.trajectory_file import (
     NOT_TRAINED,
     RecordedGroup,
@@ -69,9 +67,26 @@ class OfflineSettings(msgspec.Struct, frozen=True, kw_only=True):
             "run.seed": run.seed,
             "run.group_size": run.group_size,
             "reward.function": self.reward.function,
+            **self._further_rewards,
             **_settings("data", self.generator.data),
             **_settings("sampling", self.generator.sampling),
         }
+
+    @property
+    def _further_rewards(self) -> dict[str, Any]:
+        """Return what else decides the rewards, where it is set."""
+        further = {"options": self.reward.options, "sources": self.reward.sources}
+        return {
+            f"reward.{key}": msgspec.to_builtins(value) for key, value in further.items() if value
+        }
+
+
+class Scorer(Protocol):
+    """What gives rewards: a RewardPool."""
+
+    def score(self, work: Sequence[tuple[ScoringItem, Transcript]], /) -> AsyncIterator[Score]:
+        """Yield one score per answer, in any order."""
+        ...
 
 
 def _settings(section_name: str, values: msgspec.Struct) -> dict[str, Any]:
@@ -127,11 +142,24 @@ def answered_positions(path: Path) -> set[int]:
 
 async def generate(settings: OfflineSettings, name: str) -> int:
     """Write the file; return the exit code. What was finished before Ctrl-C is in it."""
-    stop = stop_event()
     run = settings.generator.run
     codec = TextCodec(settings.generator.model, settings.generator.sampling)
     source = load_training_prompts(settings.generator.data, seed=run.seed)
-    reward = load_reward(settings.reward.function)
+    pool = await RewardPool.start(settings.reward)
+    try:
+        return await _generate_with(settings, name, source, codec, pool)
+    finally:
+        await pool.close()
+
+
+async def _generate_with(
+    settings: OfflineSettings,
+    name: str,
+    source: PromptSource,
+    codec: TextCodec,
+    pool: RewardPool,
+) -> int:
+    stop = stop_event()
     answered = answered_positions(settings.out)
     writer = TrajectoryFileWriter(settings.out)
     origin = msgspec.json.format(msgspec.json.encode(settings.origin), indent=2)
@@ -144,7 +172,7 @@ async def generate(settings: OfflineSettings, name: str) -> int:
             process, engine = running
             await engine.label(_VERSION)
             sampler = make_sampler(settings.generator, engine, codec)
-            generation = Generation(settings, source, sampler, reward, writer, answered)
+            generation = Generation(settings, source, sampler, pool, writer, answered)
             job = asyncio.create_task(generation.run())
             watching = asyncio.create_task(watch(process))
             try:
@@ -194,7 +222,7 @@ class Generation:
         settings: OfflineSettings,
         source: PromptSource,
         sampler: Sampler,
-        reward: Reward,
+        scorer: Scorer,
         writer: TrajectoryFileWriter,
         answered: set[int],
         *,
@@ -205,7 +233,7 @@ class Generation:
         self._settings = settings
         self._source = source
         self._sampler = sampler
-        self._reward = reward
+        self._scorer = scorer
         self._writer = writer
         total = settings.num_prompts or source.num_rows
         self._open = [position for position in range(total) if position not in answered]
@@ -308,34 +336,14 @@ class Generation:
         return await run_rollouts(self._sampler, work, siblings, prompt_ids)
 
     async def _scored(self, rollouts: list[Rollout]) -> list[Score]:
-        """Score on a thread of its own: a function that hangs must not keep us from ending."""
-        loop = asyncio.get_running_loop()
-        answer: asyncio.Future[list[Score]] = loop.create_future()
-
-        def finish(scores: list[Score]) -> None:
-            if not answer.done():
-                answer.set_result(scores)
-
-        def score() -> None:
-            scores = [
-                self._reward.score(
-                    ScoringItem(group_id=h.group_id, sibling=h.sibling, lease_id=h.lease_id),
-                    decode_transcript(rollout.frames[1]),
-                )
-                for rollout in rollouts
-                for h in (rollout.message.header,)
-            ]
-            with suppress(RuntimeError):  # the loop is closed: we were asked to end
-                loop.call_soon_threadsafe(finish, scores)
-
-        threading.Thread(target=score, name="reward", daemon=True).start()
-        limit_s = self._settings.reward.timeout_s * len(rollouts)
-        try:
-            async with asyncio.timeout(limit_s):
-                return await answer
-        except TimeoutError:
-            why = f"longer than reward.timeout_s = {self._settings.reward.timeout_s:g} per answer"
-            return [
-                Score(group_id=h.group_id, sibling=h.sibling, lease_id=h.lease_id, unavailable=why)
-                for h in (rollout.message.header for rollout in rollouts)
-            ]
+        """Return the scores in the order of the answers."""
+        work = [
+            (
+                ScoringItem(group_id=h.group_id, sibling=h.sibling, lease_id=h.lease_id),
+                decode_transcript(rollout.frames[1]),
+            )
+            for rollout in rollouts
+            for h in (rollout.message.header,)
+        ]
+        by_sibling = {score.sibling: score async for score in self._scorer.score(work)}
+        return [by_sibling[item.sibling] for item, _ in work]

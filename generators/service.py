@@ -3,9 +3,12 @@
 import asyncio
 import logging
 import secrets
+from contextlib import AsyncExitStack
 from importlib.metadata import version
+from pathlib import Path
 
 from broker.client import BrokerClient
+from broker.rewards.pool import RewardPool
 from generators.config import GeneratorSettings
 from generators.prompting import TextCodec
 from generators.running_engine import make_sampler, running_engine, watch
@@ -15,6 +18,7 @@ from generators.worker import GeneratorWorker
 from weightbus.subscriber import Subscriber
 from weightbus.tensor_set import model_shapes
 from wire.bus import Join
+from wire.errors import ConfigError
 from wire.stopping import stop_event
 from wire.tokenizer_hash import tokenizer_hash
 
@@ -44,6 +48,43 @@ async def _work(
     stopping: "asyncio.Task[object]",
 ) -> None:
     process, engine = running
+    async with AsyncExitStack() as cleanup:
+        rewards = await _inline_rewards(settings, cleanup)
+        await _generate(settings, name, process, engine, codec, shapes, stopping, rewards)
+
+
+async def _inline_rewards(
+    settings: GeneratorSettings, cleanup: AsyncExitStack
+) -> RewardPool | None:
+    """Start what scores answers before they are sent, if that is wanted.
+
+    Raises:
+        ConfigError: a function wants whole groups, which no answer that is just finished has.
+    """
+    if not settings.reward.inline:
+        return None
+    run = settings.run
+    hide = [Path(run.key_file)] if run.key_file else []
+    pool = await RewardPool.start(settings.reward, hide=[*hide, run.folder / "keys"])
+    cleanup.push_async_callback(pool.close)
+    if pool.needs_groups:
+        raise ConfigError(
+            "reward.inline scores answers one by one, but a reward function takes whole groups: "
+            "leave it to reward workers (reward.inline = false)"
+        )
+    return pool
+
+
+async def _generate(
+    settings: GeneratorSettings,
+    name: str,
+    process: SglangProcess,
+    engine: SglangEngine,
+    codec: TextCodec,
+    shapes: dict[str, tuple[int, ...]],
+    stopping: "asyncio.Task[object]",
+    rewards: RewardPool | None,
+) -> None:
     client, welcome = await BrokerClient.connect(
         settings.run.broker_endpoint,
         role="generator",
@@ -59,6 +100,8 @@ async def _work(
         max_sequences=settings.generators.max_sequences,
         siblings_together=settings.generators.siblings_together,
         skips_bad_prompts=settings.skips_bad_prompts,
+        rewards=rewards,
+        max_credits=settings.reward.credits,
     )
     subscriber = Subscriber(
         engine,

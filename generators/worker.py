@@ -11,8 +11,10 @@ from contextlib import suppress
 from typing import Literal
 
 from broker.client import BrokerClient
+from broker.scorer import Rewards, Scorer
 from generators.prompting import BadPromptError, OverlongPromptError
 from generators.rollout import Rollout, Sampler, run_rollouts
+from wire.codec import decode_transcript
 from wire.control import (
     Done,
     Goodbye,
@@ -24,9 +26,12 @@ from wire.control import (
     RejectPrompt,
     ReleaseLease,
     RoleReport,
+    ScoringItem,
+    SubmitTrajectory,
 )
 from wire.errors import EngineError, RefusedError
 from wire.phases import WAIT, PhaseClock
+from wire.trajectory import NO_SCORING_LEASE, Score
 from wire.versions import PolicyVersion
 
 _log = logging.getLogger(__name__)
@@ -45,7 +50,23 @@ class GeneratorWorker:
         max_sequences: int,
         siblings_together: bool,
         skips_bad_prompts: bool,
+        rewards: Rewards | None = None,
+        max_credits: int = 64,
     ) -> None:
+        """Begin without weights.
+
+        Args:
+            client: of the broker.
+            sampler: how answers are sampled.
+            max_sequences: answers that the engine works on at a time.
+            siblings_together: send a group at once instead of answer by answer.
+            skips_bad_prompts: drop prompts that the chat template refuses, instead of failing.
+            rewards: scores answers before they are sent, and those that another generator could
+                not score; None leaves it to reward workers.
+            max_credits: of such answers, how many at a time.
+        """
+        self._max_credits = max_credits
+        self._rewards = rewards
         self._client = client
         self._sampler = sampler
         self._free = max_sequences
@@ -57,10 +78,11 @@ class GeneratorWorker:
         self._finished = False
         self._paused = False
         self._groups: dict[int, asyncio.Task[None]] = {}  # by lease
+        self._lanes: dict[int, int] = {}  # by lease: those that it still takes
         self._generating: set[int] = set()  # leases whose siblings are not all sampled yet
         client.held = lambda: tuple(self._groups)
         self._clock = PhaseClock()
-        counted = ("tokens", "trajectories", "refused", "failed", "rejected")
+        counted = ("tokens", "trajectories", "refused", "failed", "rejected", "unavailable")
         self._counters = dict.fromkeys(counted, 0.0)
 
     # ---- told by the weight bus ----------------------------------------------
@@ -91,6 +113,14 @@ class GeneratorWorker:
                 group.create_task(self._heartbeats(heartbeat_s)),
                 group.create_task(self._reports()),
             ]
+            if self._rewards is not None:
+                scorer = Scorer(
+                    self._client,
+                    self._rewards,
+                    max_credits=self._max_credits,
+                    heartbeat_s=heartbeat_s,
+                )
+                group.create_task(scorer.run())
             try:
                 await self._lease_forever(group)
             finally:
@@ -118,6 +148,7 @@ class GeneratorWorker:
         )
         for work in leased.groups:
             self._free -= len(work.siblings)
+            self._lanes[work.lease_id] = len(work.siblings)
             task = group.create_task(self._run_group(work))
             self._groups[work.lease_id] = task
             self._generating.add(work.lease_id)
@@ -137,9 +168,14 @@ class GeneratorWorker:
         finally:
             del self._groups[work.lease_id]
             self._generating.discard(work.lease_id)
-            self._free += len(work.siblings)
-            self._lane_freed.set()
+            self._free_lanes(work, self._lanes[work.lease_id])
+            del self._lanes[work.lease_id]
             self._tell_clock()
+
+    def _free_lanes(self, work: LeasedGroup, num_lanes: int) -> None:
+        self._lanes[work.lease_id] -= num_lanes
+        self._free += num_lanes
+        self._lane_freed.set()
 
     async def _encode_and_generate(self, work: LeasedGroup) -> None:
         try:
@@ -171,6 +207,7 @@ class GeneratorWorker:
             nonlocal unfinished
             rollouts = await run_rollouts(self._sampler, work, siblings, prompt_ids)
             unfinished -= len(siblings)
+            self._free_lanes(work, len(siblings))  # scoring and sending take none
             if unfinished == 0:
                 self._generating.discard(work.lease_id)  # the broker ends the lease by itself
             await asyncio.gather(*(self._send(rollout) for rollout in rollouts))
@@ -182,11 +219,27 @@ class GeneratorWorker:
     async def _send(self, rollout: Rollout) -> None:
         self._counters["tokens"] += rollout.num_response_tokens
         self._counters["trajectories"] += 1
+        message = rollout.message
+        if self._rewards is not None:
+            score = await self._scored(self._rewards, rollout)
+            message = SubmitTrajectory(header=message.header, score=score)
         try:
-            await self._client.ask(rollout.message, Done, frames=rollout.frames)
+            await self._client.ask(message, Done, frames=rollout.frames)
         except RefusedError as error:
             self._counters["refused"] += 1
             _log.warning("%s", error)
+
+    async def _scored(self, rewards: Rewards, rollout: Rollout) -> Score | None:
+        """Score an answer here; one that gets no reward is scored elsewhere."""
+        header = rollout.message.header
+        item = ScoringItem(
+            group_id=header.group_id, sibling=header.sibling, lease_id=NO_SCORING_LEASE
+        )
+        found = None
+        async for score in rewards.score([(item, decode_transcript(rollout.frames[1]))]):
+            self._counters["unavailable"] += score.reward is None
+            found = score
+        return found
 
     async def _heartbeats(self, every_s: float) -> None:
         while True:

@@ -18,7 +18,9 @@ EXIT_SUPERSEDED = 3  # another process does this one's work: it must not be star
 EXIT_INTERRUPTED = 130
 
 
-def role_parser(prog: str, description: str, examples: Sequence[str]) -> argparse.ArgumentParser:
+def role_parser(
+    prog: str, description: str, examples: Sequence[str], *, needs_config: bool = True
+) -> argparse.ArgumentParser:
     """Return a parser with the options that every role takes."""
     epilog = "examples:\n" + "\n".join(f"  {example}" for example in examples)
     parser = argparse.ArgumentParser(
@@ -28,7 +30,7 @@ def role_parser(prog: str, description: str, examples: Sequence[str]) -> argpars
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "--config", type=Path, required=True, metavar="RUN.toml", help="the run's settings"
+        "--config", type=Path, required=needs_config, metavar="RUN.toml", help="the run's settings"
     )
     parser.add_argument(
         "--dry-run", action="store_true", help="resolve and check the settings, print them, exit"

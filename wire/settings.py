@@ -40,26 +40,29 @@ class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Base of every section."""
 
 
-def load_table(path: Path, overrides: Sequence[str] = ()) -> Table:
-    """Return the file's sections with ``section.key=value`` overrides applied.
+def load_table(path: Path | None, overrides: Sequence[str] = ()) -> Table:
+    """Return the file's sections with ``section.key=value`` overrides applied; None is no file.
 
     Raises:
         ConfigError: the file cannot be read or parsed, or names an unknown section.
     """
+    table: Table = {}
     try:
-        with path.open("rb") as file:
-            table: Table = tomllib.load(file)
+        if path is not None:
+            with path.open("rb") as file:
+                table = tomllib.load(file)
     except OSError as error:
         raise ConfigError(f"cannot read the run's settings {path}: {error.strerror}") from error
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path} is not valid TOML: {error}") from error
     for override in overrides:
         _apply_override(table, override)
+    where = f" in {path}" if path is not None else ""
     for name, section in table.items():
         if name not in SECTIONS:
-            raise ConfigError(f"unknown section [{name}] in {path}{_nearest(name, SECTIONS)}")
+            raise ConfigError(f"unknown section [{name}]{where}{_nearest(name, SECTIONS)}")
         if not isinstance(section, dict):
-            raise ConfigError(f"{name} must be a section, got {section!r} in {path}")
+            raise ConfigError(f"{name} must be a section, got {section!r}{where}")
     return table
 
 

@@ -126,6 +126,9 @@ class Transcript(msgspec.Struct, frozen=True, kw_only=True):
     finish_reason: FinishReason
 
 
+NO_SCORING_LEASE = -1  # of a score that nobody had leased
+
+
 class Score(msgspec.Struct, frozen=True, kw_only=True):
     """The outcome of scoring one trajectory: a reward, or why there is none."""
 

@@ -1,105 +1,235 @@
-"""Find a reward function by name, and turn what it returns into a score that can be trusted."""
+"""Find a reward by its name: a function or a class, decorated or with verl's signature."""
 
+import hashlib
 import importlib
 import importlib.util
-import math
-from collections.abc import Callable, Mapping
+import inspect
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
-from wire.control import ScoringItem
+from broker.rewards.outcomes import FunctionInfo
+from broker.rewards.sdk import DECLARED, Takes, Transcript
 from wire.errors import ConfigError
-from wire.trajectory import Json, Score, Transcript
+from wire.trajectory import Json
 
-RewardResult = float | int | bool | Mapping[str, float]
-RewardFunction = Callable[[str, str, Json, Mapping[str, Json]], RewardResult]
+_VERL_ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
+_VERSION_DIGITS = 12
+Target = Callable[..., object]
 
 
 @dataclass(frozen=True, slots=True)
-class Reward:
-    """A reward function and its identity, which goes on every score."""
+class RewardFunction:
+    """A reward function that is ready to be called."""
 
-    name: str
-    function: RewardFunction
-
-    def score(self, item: ScoringItem, transcript: Transcript) -> Score:
-        """Score one trajectory. Whatever goes wrong is ``unavailable``, never a reward of 0."""
-        prompt = transcript.prompt
-        try:
-            result = self.function(
-                prompt.data_source, transcript.response, prompt.ground_truth, prompt.extra_info
-            )
-        except (Exception, SystemExit) as error:  # noqa: BLE001 foreign code may raise anything
-            return self._unavailable(item, f"raised {type(error).__name__}: {error}")
-        parts: dict[object, object] = {}
-        value: object = result
-        if isinstance(result, Mapping):
-            parts.update(result)
-            value = parts.get("score")
-        reward = _finite(value)
-        if reward is None:
-            return self._unavailable(item, f"invalid: returned {result!r}"[:500])
-        numbers = {name: _finite(part) for name, part in parts.items() if isinstance(name, str)}
-        return Score(
-            group_id=item.group_id,
-            sibling=item.sibling,
-            lease_id=item.lease_id,
-            reward=reward,
-            parts={name: part for name, part in numbers.items() if part is not None},
-            function=self.name,
-        )
-
-    def _unavailable(self, item: ScoringItem, reason: str) -> Score:
-        return Score(
-            group_id=item.group_id,
-            sibling=item.sibling,
-            lease_id=item.lease_id,
-            unavailable=reason,
-            function=self.name,
-        )
+    info: FunctionInfo
+    call: Callable[[Sequence[Transcript]], object]  # one answer, or all of a batch or group
+    is_async: bool
+    close: Callable[[], object]
 
 
-def _finite(value: object) -> float | None:
-    """Return a number as a float; None for anything else, NaN, infinities and what overflows."""
-    if not isinstance(value, int | float):
-        return None
-    try:
-        number = float(value)
-    except OverflowError:
-        return None
-    return number if math.isfinite(number) else None
+def load_function(
+    name: str,
+    options: Mapping[str, Json],
+    *,
+    setting: str = "reward",
+    offered: Mapping[str, Json] | None = None,
+) -> RewardFunction:
+    """Return the reward that ``MODULE:NAME`` or ``FILE.py:NAME`` names.
 
-
-def load_reward(name: str) -> Reward:
-    """Return the function that ``MODULE:FUNCTION`` or ``FILE.py:FUNCTION`` names.
+    Args:
+        name: of a function or class; the folder of a file is put on ``sys.path``.
+        options: keyword arguments of the function, or of the class.
+        setting: where name and options stand, for messages.
+        offered: further arguments, passed where the function names them.
 
     Raises:
-        ConfigError: there is no such module, file or function.
+        ConfigError: there is no such module, file, function or option.
     """
-    where, colon, attribute = name.rpartition(":")
-    if not (colon and where and attribute):
-        raise ConfigError(f"reward.function {name!r} is not MODULE:FUNCTION or FILE.py:FUNCTION")
+    target, file = _resolve(name, setting)
+    takes, version = _declared(target)
+    wanted = _accepted(target, options, offered or {}, f"{setting}.options", name)
+    version = version or _digest(target, file)
+    info = FunctionInfo(name=name, version=version, takes=takes or "answer")
+    if inspect.isclass(target):
+        return _of_class(target, info, wanted, setting)
+    call = _of_function(target, info, wanted) if takes else _of_verl(target, wanted, name, setting)
+    return RewardFunction(info, call, _is_async(target), _nothing)
+
+
+def _nothing() -> None:
+    """Close nothing."""
+
+
+def _of_class(
+    target: Target, info: FunctionInfo, options: Mapping[str, Json], setting: str
+) -> RewardFunction:
     try:
-        module = _load_file(Path(where)) if where.endswith(".py") else _load_module(where)
-        function = getattr(module, attribute)
+        instance = target(**options)
     except Exception as error:
         raise ConfigError(
-            f"cannot load reward.function {name!r}: {type(error).__name__}: {error}"
+            f"{setting}.function {info.name!r} cannot be made with {setting}.options = "
+            f"{dict(options)}: {type(error).__name__}: {error}"
         ) from error
-    if not callable(function):
-        raise ConfigError(f"reward.function {name!r} is not callable")
-    return Reward(name, function)
+    score: object = getattr(instance, "score", None)
+    if not callable(score):
+        raise ConfigError(f"{setting}.function {info.name!r} is a class without a method score")
+    close = getattr(instance, "close", None)
+    call = _of_function(score, info, {})
+    return RewardFunction(info, call, _is_async(score), close if callable(close) else _nothing)
 
 
-def _load_module(name: str) -> ModuleType:
-    return importlib.import_module(name)
+def _of_function(
+    target: Target, info: FunctionInfo, options: Mapping[str, Json]
+) -> Callable[[Sequence[Transcript]], object]:
+    if info.takes == "answer":
+        return lambda transcripts: target(transcripts[0], **options)
+    return lambda transcripts: target(list(transcripts), **options)
 
 
-def _load_file(path: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(path.stem, path)
+def _of_verl(
+    target: Target, options: Mapping[str, Json], name: str, setting: str
+) -> Callable[[Sequence[Transcript]], object]:
+    """Call by keyword as verl does, or by position where the arguments have other names."""
+    signature = _signature(target, name, setting)
+    for by_keyword in (True, False):
+        try:
+            if by_keyword:
+                signature.bind(**dict.fromkeys(_VERL_ARGUMENTS), **options)
+            else:
+                signature.bind(*_VERL_ARGUMENTS, **options)
+        except TypeError:
+            continue
+        call = _call_by_keyword if by_keyword else _call_by_position
+        return lambda transcripts: call(target, transcripts[0], options)
+    raise ConfigError(
+        f"{setting}.function {name!r} takes {signature}, expected "
+        f"({', '.join(_VERL_ARGUMENTS)}) and what {setting}.options sets, or a function decorated "
+        "with @reward"
+    )
+
+
+def _call_by_keyword(target: Target, transcript: Transcript, options: Mapping[str, Json]) -> object:
+    return target(**dict(zip(_VERL_ARGUMENTS, _values(transcript), strict=True)), **options)
+
+
+def _call_by_position(
+    target: Target, transcript: Transcript, options: Mapping[str, Json]
+) -> object:
+    return target(*_values(transcript), **options)
+
+
+def _values(transcript: Transcript) -> tuple[Json, ...]:
+    prompt = transcript.prompt
+    return prompt.data_source, transcript.response, prompt.ground_truth, prompt.extra_info
+
+
+# ---- what it is --------------------------------------------------------------
+
+
+def _declared(target: Target) -> tuple[Takes | None, str]:
+    """Return what the decorator says; a class needs none, its method takes one answer."""
+    declared: tuple[Takes, str] | None = getattr(target, DECLARED, None)
+    if declared is not None:
+        return declared
+    return ("answer" if inspect.isclass(target) else None), ""
+
+
+def _is_async(target: Target) -> bool:
+    called = getattr(target, "__call__", None)  # noqa: B004 of an instance it may be async
+    return inspect.iscoroutinefunction(target) or inspect.iscoroutinefunction(called)
+
+
+def _signature(target: Target, name: str, setting: str) -> inspect.Signature:
+    try:
+        return inspect.signature(target)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{setting}.function {name!r}: {error}") from error
+
+
+def _accepted(
+    target: Target,
+    options: Mapping[str, Json],
+    offered: Mapping[str, Json],
+    setting: str,
+    name: str,
+) -> dict[str, Json]:
+    """Return the options, and those offered that are named; refuse what nothing accepts."""
+    where = setting.removesuffix(".options")
+    parameters = list(_signature(target, name, where).parameters.values())
+    is_verl = _declared(target)[0] is None
+    given = 0 if is_verl or inspect.isclass(target) else 1  # the answer or answers come first
+    by_name = [
+        parameter.name
+        for parameter in parameters[given:]
+        if parameter.kind in {parameter.KEYWORD_ONLY, parameter.POSITIONAL_OR_KEYWORD}
+        and not (is_verl and parameter.name in _VERL_ARGUMENTS)
+    ]
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+    for key in options:
+        if key not in by_name and not takes_any:
+            known = f"it takes {', '.join(by_name)}" if by_name else "it takes no options"
+            raise ConfigError(f"{setting}.{key}: {name} has no such argument; {known}")
+    extra = {key: value for key, value in offered.items() if key in by_name}
+    return {**extra, **options}
+
+
+def _digest(target: Target, file: str) -> str:
+    try:
+        source = inspect.getsourcefile(inspect.unwrap(target)) or file
+    except TypeError:
+        source = file
+    try:
+        return hashlib.sha256(Path(source).read_bytes()).hexdigest()[:_VERSION_DIGITS]
+    except OSError:
+        return ""
+
+
+# ---- where it is -------------------------------------------------------------
+
+
+def _resolve(name: str, setting: str) -> tuple[Target, str]:
+    """Return what a name stands for, and the file of its module."""
+    where, colon, attribute = name.rpartition(":")
+    if not (colon and where and attribute):
+        raise ConfigError(f"{setting}.function {name!r} is not MODULE:FUNCTION or FILE.py:FUNCTION")
+    try:
+        module = _file(Path(where)) if where.endswith(".py") else importlib.import_module(where)
+        target: object = module
+        for part in attribute.split("."):
+            target = getattr(target, part)
+    except (Exception, SystemExit) as error:
+        raise ConfigError(
+            f"cannot load {setting}.function {name!r}: {type(error).__name__}: {error}"
+        ) from error
+    if not callable(target):
+        raise ConfigError(f"{setting}.function {name!r} is not callable")
+    return target, module.__file__ or ""
+
+
+def _file(path: Path) -> ModuleType:
+    """Import a file as a script would be: it can import its neighbors."""
+    path = path.resolve()
+    if not path.is_file():
+        raise FileNotFoundError(f"No such file: {path}")
+    name = path.stem
+    known = sys.modules.get(name)
+    if known is not None:
+        if getattr(known, "__file__", None) == str(path):
+            return known
+        name = f"{name}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
+    if str(path.parent) not in sys.path:
+        sys.path.insert(0, str(path.parent))
+    spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
         raise ImportError(f"{path} is not a Python file")
     module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    sys.modules[name] = module  # dataclasses and pickle look it up there
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
     return module

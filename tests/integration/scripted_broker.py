@@ -158,7 +158,9 @@ class ScriptedBroker:
     def _control(self, request: Request) -> Answer:
         match request:
             case Hello():
-                return Welcome(run_name="a", session=b"s" * 16, learner_step=self._step, heartbeat_s=5.0)
+                return Welcome(
+                    run_name="a", session=b"s" * 16, learner_step=self._step, heartbeat_s=5.0
+                )
             case TakeOver(step=step):
                 self._epoch, self._step = self._epoch + 1, step
                 return TookOver(version=PolicyVersion(self._epoch, step))

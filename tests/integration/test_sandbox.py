@@ -1,3 +1,4 @@
+import contextlib
 import ctypes
 import json
 import os
@@ -10,6 +11,7 @@ import tempfile
 import time
 from base64 import b64decode, b64encode
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 
@@ -20,13 +22,12 @@ from broker.rewards import sandbox
 from broker.rewards.sandbox import Limits, Outcome, jailed, pid_namespaces_work
 
 pytestmark = pytest.mark.integration
-needs_namespaces = pytest.mark.skipif(
-    not pid_namespaces_work(), reason="this machine refuses new namespaces"
-)
+needs_namespaces = pytest.mark.usefixtures("_namespaces")
 
 SMALL = Limits(wall_s=1.5, cpu_s=1.0, memory_bytes=96 << 20, max_processes=12)
 NOBODY = 65534
 SUBREAPER = 36
+LEFT = Path("/tmp/left-by-code")  # noqa: S108 what the code in DAEMON writes
 ROOT = Path(sandbox.__file__).parents[2]
 COPIED = (
     "wire/__init__.py",
@@ -50,6 +51,12 @@ print(json.dumps(outcome | {k: b64encode(outcome[k]).decode() for k in ("stdout"
 Runner = Callable[..., Outcome]
 
 
+@pytest.fixture
+def _namespaces() -> None:
+    if not pid_namespaces_work():
+        pytest.skip("this machine refuses new namespaces")
+
+
 @pytest.fixture(autouse=True)
 def _nothing_is_left() -> Iterator[None]:
     """Orphans come back to us, not to init, so that every process a test leaves is found."""
@@ -64,9 +71,9 @@ def left_here() -> dict[str, object]:
     return {
         "processes": {process.pid for process in psutil.Process().children(recursive=True)},
         "mounts": Path("/proc/self/mountinfo").read_text(),
-        "descriptors": len(os.listdir("/proc/self/fd")),
-        "folders": sorted(Path(tempfile.gettempdir()).glob("slipstream-*")),
-        "code's files": sorted(Path("/tmp").glob("left-by-code*")),
+        "descriptors": len(list(Path("/proc/self/fd").iterdir())),
+        "folders": sorted(Path(tempfile.gettempdir()).glob("slipstream-code-*")),
+        "code's files": LEFT.exists(),
     }
 
 
@@ -127,8 +134,7 @@ def nobodys_runner(readable_copy: Path) -> Runner:
 
 @pytest.fixture(params=["this user", "a user without rights"])
 def run(request: pytest.FixtureRequest) -> Runner:
-    if not pid_namespaces_work():
-        pytest.skip("this machine refuses new namespaces")
+    request.getfixturevalue("_namespaces")
     if request.param == "this user":
         return lambda source, *, stdin=b"", limits=SMALL: sandbox.run(
             source, stdin=stdin, limits=limits
@@ -263,7 +269,8 @@ def test_files_of_the_host_are_not_there(run: Runner):
         source = f"""
 import os
 print([os.path.exists({folder!r} + name) for name in ('', '/private.key', '/public.key')])
-print([p for p in ('/home', '/etc', '/var', '/run', '/sys', '/host', {str(ROOT)!r}) if os.path.exists(p)])
+hidden = ('/home', '/etc', '/var', '/run', '/sys', '/host', {str(ROOT)!r})
+print([path for path in hidden if os.path.exists(path)])
 print(sorted(os.listdir('/tmp')), sorted(os.listdir('.')), sorted(os.listdir('/dev')))
 """
         lines = run(source).text.splitlines()
@@ -286,8 +293,14 @@ def test_no_descriptor_is_inherited(run: Runner):
         os.close(held)
 
 
+@pytest.fixture
+def short_folder() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="s-") as folder:
+        Path(folder).chmod(0o755)
+        yield Path(folder)
+
+
 def test_no_socket_of_the_host_is_reached(run: Runner, short_folder: Path):
-    short_folder.chmod(0o755)
     addresses = [
         (socket.AF_INET, ("127.0.0.1", 0)),
         (socket.AF_UNIX, str(short_folder / "s")),
@@ -298,8 +311,10 @@ def test_no_socket_of_the_host_is_reached(run: Runner, short_folder: Path):
         listener = socket.socket(family)
         listener.bind(address)
         listener.listen()
-        listeners.append((int(family), listener.getsockname()))
-        listeners[-1] += (listener,)
+        name = listener.getsockname()
+        listeners.append(
+            (int(family), name.decode() if isinstance(name, bytes) else name, listener)
+        )
     source = f"""
 import socket
 for family, address in {[(family, address) for family, address, _ in listeners]!r}:
@@ -367,9 +382,21 @@ def test_nothing_outside_is_touched_and_no_right_is_gained(run: Runner):
     assert outcome.text.splitlines() == ["['1', '2']", str(["0" * 16] * 5)], outcome.stderr
 
 
-def test_a_killed_owner_takes_the_code_with_it(tmp_path: Path):
-    if not pid_namespaces_work():
-        pytest.skip("this machine refuses new namespaces")
+def test_code_that_ends_process_1_has_failed_and_the_sandbox_is_not_missing(run: Runner):
+    source = """
+import resource
+try:
+    resource.prlimit(1, resource.RLIMIT_CPU, (0, 0))
+except OSError:
+    raise SystemExit(1)
+while True:
+    pass
+"""
+    assert run(source).status in ("failed", "timeout")
+
+
+@needs_namespaces
+def test_a_killed_owner_takes_the_code_with_it():
     script = "from broker.rewards import sandbox; sandbox.run('import time; time.sleep(1000)')"
     owner = subprocess.Popen([sys.executable, "-c", script], cwd=ROOT)
     deadline = time.monotonic() + 10
@@ -386,19 +413,21 @@ def wait_until_alone() -> None:
     deadline = time.monotonic() + 5
     while children := psutil.Process().children(recursive=True):
         for child in children:
-            if child.ppid() == os.getpid() and child.status() == psutil.STATUS_ZOMBIE:
-                os.waitpid(child.pid, 0)
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if child.ppid() == os.getpid() and child.status() == psutil.STATUS_ZOMBIE:
+                    os.waitpid(child.pid, 0)
         assert time.monotonic() < deadline, children
         time.sleep(0.005)
 
 
+# Not the bomb: it is what namespaces are needed for.
 @pytest.mark.parametrize("name", sorted(set(FAULTS) - {"bomb", "burns in children"}))
 def test_without_namespaces_faults_are_named_and_nothing_is_left(name: str):
     source, expected = FAULTS[name]
     try:
         assert sandbox.run(source, limits=SMALL, mode="none").status == expected
     finally:
-        Path("/tmp/left-by-code").unlink(missing_ok=True)
+        LEFT.unlink(missing_ok=True)
 
 
 @needs_namespaces
@@ -409,13 +438,44 @@ def test_a_preflight_passes_where_the_sandbox_works():
 
 @needs_namespaces
 def test_runs_at_the_same_time_do_not_count_each_other():
-    from concurrent.futures import ThreadPoolExecutor
-
     source = "import os, time\nfor _ in range(8):\n    os.fork() or (time.sleep(0.5), os._exit(0))"
     with ThreadPoolExecutor(4) as pool:
         outcomes = list(pool.map(lambda _: sandbox.run(source, limits=SMALL), range(4)))
 
     assert [outcome.status for outcome in outcomes] == ["ok"] * 4
+
+
+def test_a_machine_without_namespaces_is_told_apart_by_setting_and_reason():
+    script = """
+from broker.rewards import sandbox
+print(sandbox.pid_namespaces_work(), sandbox.run("print(1)", mode="none").text)
+try:
+    sandbox.check("namespaces")
+except sandbox.SandboxUnavailableError as error:
+    print(error)
+"""
+    refusing = (
+        "echo 0 > /proc/sys/user/max_user_namespaces && "
+        'exec setpriv --bounding-set=-sys_admin "$0" -c "$1"'
+    )
+    try:
+        done = subprocess.run(
+            ["unshare", "-Ur", "sh", "-c", refusing, sys.executable, script],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=30,
+            check=False,
+        )
+    except FileNotFoundError:
+        pytest.skip("no unshare from util-linux to make such a machine with")
+    if not done.stdout:
+        pytest.skip(f"such a machine cannot be made here: {done.stderr.strip()[-200:]}")
+
+    assert done.stdout.startswith("False 1\n")
+    assert "reward.sandbox" in done.stdout
+    assert "user.max_user_namespaces = 0" in done.stdout
+    assert "unshare" in done.stdout
 
 
 # ---- trusted commands in a PID namespace ---------------------------------------
@@ -495,6 +555,21 @@ def test_killing_the_jail_kills_daemons_below_it(who: str):
     process.stdout.close()
 
     wait_until_alone()
+
+
+@needs_namespaces
+def test_a_jail_asked_to_end_does_so_when_all_below_it_is_gone():
+    script = DOUBLE_FORK + "\ntime.sleep(1000)"
+    process = subprocess.Popen(jailed([sys.executable, "-c", script]), stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    assert process.stdout.readline() == b"done\n"
+    below = psutil.Process(process.pid).children(recursive=True)
+    process.terminate()
+    process.wait()
+    process.stdout.close()
+
+    assert len(below) == 3
+    assert not any(child.is_running() for child in below)
 
 
 @needs_namespaces

@@ -23,6 +23,7 @@ from broker.events import (
     Evicted,
     Issued,
     Requeued,
+    Retried,
     TakenOver,
     Trained,
     Unbound,
@@ -264,6 +265,15 @@ class Run(RuleBasedStateMachine):
         self.ledger.reject(lease.holder, lease.lease_id, "overlong_prompt")
 
     @precondition(lambda self: self.ledger.step >= 2)
+    @rule(drops=st.booleans())
+    def somebody_looks_at_the_dead_letters(self, drops: bool) -> None:
+        letters = list(self.ledger.state.dead_letters)[:3]
+        if drops:
+            self.ledger.drop_letters(letters)
+        else:
+            done, _ = self.ledger.retry(letters)
+            assert not set(done) & set(self.ledger.state.dead_letters)
+
     @rule()
     def somebody_ends_the_run(self) -> None:
         self.ledger.plan_stop("enough")
@@ -388,6 +398,8 @@ class Run(RuleBasedStateMachine):
                     assert cursor == self.ledger_cursor
                     self.ledger_cursor = cursor + 1
                     self.position_of[group_id] = cursor
+                case Retried(group_id=group_id, of=old):
+                    self.position_of[group_id] = self.position_of[old]
                 case Requeued(group_id=group_id, of=old, position=position):
                     assert self.position_of[old] == position
                     self.position_of[group_id] = position

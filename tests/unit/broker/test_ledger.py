@@ -922,3 +922,99 @@ def test_a_take_over_does_not_open_an_open_round_again():
     make_ready(ledger, evals)
     assert len(evals) == 2
     assert ledger.state.eval_points[0].overall.num_answers == 2
+
+
+# ---- dead letters ------------------------------------------------------------
+
+
+def with_a_dead_letter() -> tuple[Ledger, int]:
+    """A ledger whose first group got no reward, and the group."""
+    ledger = started(make_ledger(make_rules(groups_per_step=1, max_attempts=2)))
+    (group,) = lease(ledger, max_sequences=2)
+    generate(ledger, group)
+    for worker in ("a@1", "b@1"):
+        failed = Score(
+            group_id=group.group_id,
+            sibling=1,
+            lease_id=0,
+            unavailable="raised ValueError",
+            function="my:score",
+            version="7",
+            excerpt="x" * 9_000,
+        )
+        ledger.score(failed, worker)
+    return ledger, group.group_id
+
+
+def test_a_group_without_a_reward_becomes_a_dead_letter_that_says_who_tried_what():
+    ledger, group_id = with_a_dead_letter()
+    assert ledger.state.dropped == {"reward_unavailable": 1}
+    letter = stored(ledger.state).dead_letters[group_id]
+    assert (letter.reason, letter.prompt.prompt, letter.step) == (
+        "reward_unavailable",
+        "train 0",
+        0,
+    )
+    assert [(one.by, one.sibling, one.version) for one in letter.failures] == [
+        ("a@1", 1, "7"),
+        ("b@1", 1, "7"),
+    ]
+    assert len(letter.failures[0].excerpt) == 500
+
+
+def test_a_dead_letter_is_issued_again_as_a_new_item_and_every_count_holds():
+    ledger, group_id = with_a_dead_letter()
+    done, refused = ledger.retry([group_id, 77])
+    assert refused == {77: "no such dead letter"}
+    new = done[group_id]
+    assert (ledger.groups[new].retry_of, ledger.state.dead_letters) == (group_id, {})
+    assert (ledger.state.issued, ledger.unaccounted()) == (2, 0)
+    (again,) = lease(ledger, max_sequences=2)
+    assert (again.group_id, again.prompt.prompt, again.position) == (new, "train 0", 0)
+    make_ready(ledger, [again])
+    (trained,) = train_step(ledger)
+    assert trained.group_id == new
+    assert ledger.state.retried == 1
+
+
+def test_a_dead_letter_is_not_issued_again_when_the_run_takes_no_more_prompts():
+    ledger, group_id = with_a_dead_letter()
+    ledger.plan_stop("enough")
+    assert ledger.retry([group_id]) == ({}, {group_id: "the run takes no more prompts"})
+    assert ledger.drop_letters([group_id, 5]) == ({group_id: -1}, {5: "no such dead letter"})
+    assert ledger.state.dead_letters == {}
+
+
+def test_a_poisonous_prompt_is_a_dead_letter_that_names_whom_it_killed():
+    ledger = started(make_ledger(make_rules(groups_per_step=1, max_attempts=2)))
+    for holder in ("generator-0@1", "generator-1@1"):
+        lease(ledger, holder, max_sequences=2)
+        ledger.release_all(holder, "restarted")
+    (letter,) = ledger.state.dead_letters.values()
+    assert letter.reason == "poison"
+    assert [one.by for one in letter.failures] == ["generator-0@1", "generator-1@1"]
+
+
+def test_the_oldest_dead_letters_make_room_and_are_counted(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("broker.book.MAX_DEAD_LETTERS", 1)
+    ledger, first = with_a_dead_letter()
+    (group,) = lease(ledger, max_sequences=2)
+    generate(ledger, group)
+    for _ in range(2):
+        ledger.score(Score(group_id=group.group_id, sibling=0, lease_id=0, unavailable="no"))
+    assert list(ledger.state.dead_letters) == [group.group_id] != [first]
+    assert ledger.state.letters_forgotten == 1
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_a_reward_that_is_no_number_is_no_reward_and_parts_that_are_none_are_left_out(value: float):
+    ledger = started(make_ledger(make_rules(groups_per_step=1)))
+    (group,) = lease(ledger, max_sequences=2)
+    generate(ledger, group)
+    ledger.score(Score(group_id=group.group_id, sibling=0, lease_id=0, reward=value))
+    assert ledger.groups[group.group_id].scores == {}
+    assert ledger.groups[group.group_id].failed_scorings == {0: 1}
+    parts = {"format": 1.0, "bad": value, "n" * 300: 2.0}
+    ledger.score(Score(group_id=group.group_id, sibling=0, lease_id=0, reward=1.0, parts=parts))
+    kept = ledger.groups[group.group_id].scores[0].parts
+    assert kept == {"format": 1.0, "n" * 100: 2.0}

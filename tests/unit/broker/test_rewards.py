@@ -1,16 +1,36 @@
+"""Rewards by name, and what their results mean."""
+
+import hashlib
 import math
-from collections.abc import Mapping
+import sys
+from collections.abc import Callable
+from decimal import Decimal
 from pathlib import Path
 
 import pytest
 
+from broker.config import RewardSection, RewardTable
 from broker.rewards import exact_match
-from broker.rewards.loading import Reward, load_reward
-from wire.control import ScoringItem
+from broker.rewards.choice import RewardChoice
+from broker.rewards.loading import RewardFunction, load_function
+from broker.rewards.outcomes import (
+    MAX_PARTS,
+    FunctionInfo,
+    by_sibling,
+    failure,
+    outcome_of,
+    outcomes_of,
+    score_of,
+    unavailable,
+)
+from broker.rewards.sdk import Unavailable
+from wire.codec import encode
+from wire.control import ScoringItem, SubmitScores
 from wire.errors import ConfigError
-from wire.trajectory import Prompt, Score, Transcript
+from wire.trajectory import Prompt, Transcript
 
 ITEM = ScoringItem(group_id=3, sibling=1, lease_id=9)
+FUNCTION = FunctionInfo(name="test:function", version="7")
 
 
 def transcript(response: str) -> Transcript:
@@ -22,21 +42,14 @@ def transcript(response: str) -> Transcript:
     )
 
 
-def score_with(result: object) -> Score:
-    def function(_source: str, _solution: str, _truth: str, _extra: Mapping[str, object]) -> object:
-        if isinstance(result, Exception):
-            raise result
-        return result
-
-    return Reward("test:function", function).score(ITEM, transcript("122"))
+# ---- built in ------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("response", "value"), [(" 122\n", 1.0), ("121", 0.0), ("", 0.0)])
 def test_exact_match_ignores_white_space_at_both_ends(response: str, value: float):
-    score = load_reward("broker.rewards.exact_match:score").score(ITEM, transcript(response))
-    assert (score.group_id, score.sibling, score.lease_id) == (3, 1, 9)
-    assert (score.reward, score.unavailable) == (value, "")
-    assert score.function == "broker.rewards.exact_match:score"
+    function = load_function("broker.rewards.exact_match:score", {})
+    assert function.call([transcript(response)]) == value
+    assert function.info.name == "broker.rewards.exact_match:score"
 
 
 @pytest.mark.parametrize(
@@ -55,45 +68,282 @@ def test_exact_match_compares_with_any_json_truth(truth: object, response: str, 
     assert exact_match.score("s", response, truth, {}) == value
 
 
-def test_a_function_of_a_file_sees_all_four_arguments(tmp_path: Path):
-    path = tmp_path / "mine.py"
-    path.write_text(
-        "def length(data_source, solution_str, ground_truth, extra_info):\n"
-        "    assert (data_source, ground_truth, dict(extra_info)) == ('add', '122', {})\n"
-        "    return len(solution_str)\n"
+# ---- results -------------------------------------------------------------------
+
+
+class Scalar:
+    """A scalar of numpy or torch, as far as anybody can tell."""
+
+    def __init__(self, value: object) -> None:
+        self.value = value
+
+    def __float__(self) -> float:
+        if not isinstance(self.value, float):
+            raise TypeError("only one element tensors can be converted to scalars")
+        return self.value
+
+    def __repr__(self) -> str:
+        return "tensor"
+
+
+class Text(str):
+    __slots__ = ()
+
+    def __float__(self) -> float:
+        return 1.0
+
+
+class Unprintable:
+    def __repr__(self) -> str:
+        raise RuntimeError("no")
+
+
+class TextlessError(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no")
+
+
+@pytest.mark.parametrize(
+    ("result", "value"),
+    [
+        (2, 2.0),
+        (True, 1.0),
+        (-0.5, -0.5),
+        (0, 0.0),
+        (Scalar(0.25), 0.25),
+        (Decimal("0.5"), 0.5),
+        ({"score": Scalar(0.75)}, 0.75),
+    ],
+)
+def test_a_number_is_the_reward(result: object, value: float):
+    outcome = outcome_of(result)
+    assert (outcome.reward, outcome.unavailable) == (value, "")
+
+
+def test_a_mapping_carries_its_parts_as_far_as_they_are_finite_numbers():
+    outcome = outcome_of(
+        {"score": 0.5, "format": 1, "note": "fine", "broken": math.nan, "big": math.inf, 3: 4.0}
+        | {"t": Scalar(2.0), "x" * 201: 1.0, "\ud800": 1.0, "": 1.0}
     )
-    assert load_reward(f"{path}:length").score(ITEM, transcript("1234")).reward == 4.0
-
-
-@pytest.mark.parametrize(("result", "value"), [(2, 2.0), (True, 1.0), (-0.5, -0.5), (0, 0.0)])
-def test_a_number_is_the_reward(result: float, value: float):
-    assert score_with(result).reward == value
-
-
-def test_a_dictionary_carries_its_parts():
-    score = score_with({"score": 0.5, "format": 1, "note": "fine", "broken": math.nan})
-    assert score.reward == 0.5
-    assert score.parts == {"score": 0.5, "format": 1.0}
+    assert outcome.reward == 0.5
+    assert outcome.parts == {"score": 0.5, "format": 1.0, "t": 2.0}
 
 
 @pytest.mark.parametrize(
     ("result", "why"),
     [
-        (ValueError("no number"), "raised ValueError: no number"),
         (math.nan, "invalid: returned nan"),
-        (math.inf, "invalid: returned inf"),
+        (-math.inf, "invalid: returned -inf"),
+        (Scalar(math.nan), "invalid: returned tensor"),
+        (Scalar([1.0, 2.0]), "invalid: returned tensor"),
+        (10**400, "invalid: returned 1000"),
         (None, "invalid: returned None"),
         ("1.0", "invalid: returned '1.0'"),
+        (Text("1.0"), "invalid: returned '1.0'"),
+        (b"1", "invalid: returned b'1'"),
+        (1 + 2j, "invalid: returned (1+2j)"),
         ({"format": 1.0}, "invalid: returned {'format': 1.0}"),
         ({"score": None}, "invalid: returned {'score': None}"),
-        ([1.0], r"invalid: returned [1.0]"),
+        ([1.0], "invalid: returned [1.0]"),
+        (Unprintable(), "invalid: returned a Unprintable"),
+        ({"score": 1.0} | {str(i): 1.0 for i in range(MAX_PARTS)}, "invalid: returned 257 parts"),
     ],
 )
 def test_what_is_no_reward_is_unavailable_and_never_zero(result: object, why: str):
-    score = score_with(result)
-    assert score.reward is None
-    assert score.unavailable == why
-    assert score.function == "test:function"
+    outcome = outcome_of(result)
+    assert outcome.reward is None
+    assert outcome.unavailable.startswith(why)
+    assert len(outcome.unavailable) <= 500
+    assert outcome.parts == {}
+
+
+@pytest.mark.parametrize("results", [[1.0, math.nan], (1.0, None), iter([1, "1"])])
+def test_each_result_of_a_batch_stands_for_itself(results: object):
+    good, bad = outcomes_of(results, 2)
+    assert good.reward == 1.0
+    assert bad.unavailable.startswith("invalid: returned ")
+
+
+def for_ever():
+    while True:
+        yield 1.0
+
+
+@pytest.mark.parametrize(
+    ("results", "why"),
+    [
+        ([1.0], "invalid: returned 1 results for 2 answers"),
+        ([], "invalid: returned 0 results for 2 answers"),
+        ([1.0] * 3, "invalid: returned more than 2 results for 2 answers"),
+        (for_ever(), "invalid: returned more than 2 results for 2 answers"),
+        (1.0, "invalid: returned 1.0, expected a list of 2 results"),
+        ("11", "invalid: returned '11', expected a list of 2 results"),
+        ({0: 1.0, 1: 1.0}, "invalid: returned {0: 1.0, 1: 1.0}, expected a list of 2 results"),
+        (None, "invalid: returned None, expected a list of 2 results"),
+    ],
+)
+def test_a_batch_of_the_wrong_count_or_kind_is_invalid_as_a_whole(results: object, why: str):
+    assert [outcome.unavailable for outcome in outcomes_of(results, 2)] == [why, why]
+
+
+@pytest.mark.parametrize(
+    ("error", "why"),
+    [
+        (ValueError("no number"), "raised ValueError: no number"),
+        (SystemExit(3), "raised SystemExit: 3"),
+        (KeyboardInterrupt(), "raised KeyboardInterrupt: "),
+        (Unavailable("the judge is busy"), "the judge is busy"),
+        (Unavailable(), "the reward function gave no reason"),
+        (TextlessError(), "raised TextlessError: "),
+        (ValueError("\ud800"), "raised ValueError: \\ud800"),
+    ],
+)
+def test_an_exception_is_unavailable_with_its_reason(error: BaseException, why: str):
+    outcome = failure(error)
+    assert (outcome.reward, outcome.unavailable) == (None, why)
+
+
+def test_reasons_and_excerpts_are_bounded_and_only_a_failed_answer_has_an_excerpt():
+    long = score_of(ITEM, transcript("y" * 5000), unavailable("x" * 5000), FUNCTION)
+    assert (long.unavailable, long.excerpt) == ("x" * 500, "y" * 2000)
+    fine = score_of(ITEM, transcript("y" * 5000), outcome_of(1.0), FUNCTION)
+    assert (fine.reward, fine.excerpt) == (1.0, "")
+    assert (fine.group_id, fine.sibling, fine.lease_id) == (3, 1, 9)
+    assert (fine.function, fine.version) == ("test:function", "7")
+    assert encode(SubmitScores(scores=(long, fine)))
+
+
+def test_siblings_of_a_group_come_together_and_in_order():
+    order = [(7, 2), (5, 0), (7, 0), (5, 1)]
+    work = [
+        (ScoringItem(group_id=group, sibling=sibling, lease_id=0), transcript(""))
+        for group, sibling in order
+    ]
+    assert by_sibling(work) == [[2, 0], [1, 3]]
+
+
+# ---- names ---------------------------------------------------------------------
+
+SOURCE = """
+from broker.rewards.sdk import reward
+import friend
+
+def verl(data_source, solution_str, ground_truth, extra_info):
+    return [data_source, solution_str, ground_truth, extra_info]
+
+def verl_options(data_source, solution_str, ground_truth, extra_info=None, *, bonus, scale=1):
+    return bonus * scale
+
+def verl_any(solution_str, **kwargs):
+    return sorted(kwargs)
+
+def positions(a, b, c, d):
+    return [a, b, c, d]
+
+def two(a, b):
+    return 0
+
+@reward(version="2")
+def one(transcript, bonus=0):
+    return transcript.response, bonus
+
+@reward(takes="batch")
+async def many(transcripts, **options):
+    return len(transcripts)
+
+class Made:
+    def __init__(self, bonus=0):
+        if bonus < 0:
+            raise ValueError("below 0")
+        self.bonus = bonus
+        self.closed = False
+    async def score(self, transcript):
+        return self.bonus
+    def close(self):
+        self.closed = True
+
+class Scoreless:
+    pass
+
+number = 3
+"""
+
+
+@pytest.fixture
+def load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., RewardFunction]:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(sys, "modules", dict(sys.modules))
+    (tmp_path / "friend.py").write_text("VALUE = 1\n")
+    path = tmp_path / "source.py"
+    path.write_text(SOURCE)
+
+    def load_it(name: str, /, **options: object) -> RewardFunction:
+        return load_function(f"{path}:{name}", options)
+
+    return load_it
+
+
+def test_verls_four_arguments_are_passed_by_keyword_or_where_names_differ_by_position(
+    load: Callable[..., RewardFunction],
+):
+    asked = ["add", "122!", "122", {}]
+    assert load("verl").call([transcript("122!")]) == asked
+    assert load("positions").call([transcript("122!")]) == asked
+    assert load("verl_any", bonus=1).call([transcript("")]) == [
+        "bonus", "data_source", "extra_info", "ground_truth",
+    ]  # fmt: skip
+    assert load("verl_options", bonus=3, scale=2).call([transcript("")]) == 6
+
+
+def test_a_decorated_function_says_what_it_takes_and_its_version(
+    load: Callable[..., RewardFunction], tmp_path: Path
+):
+    one, many = load("one", bonus=5), load("many", anything=1)
+    assert one.call([transcript("a")]) == ("a", 5)
+    assert (one.info.takes, one.info.version, one.is_async) == ("answer", "2", False)
+    digest = hashlib.sha256((tmp_path / "source.py").read_bytes()).hexdigest()[:12]
+    assert (many.info.takes, many.info.version, many.is_async) == ("batch", digest, True)
+
+
+def test_a_class_is_made_with_its_options_and_closed(load: Callable[..., RewardFunction]):
+    made = load("Made", bonus=4)
+    assert (made.info.takes, made.is_async) == ("answer", True)
+    made.close()
+
+
+def test_an_offered_argument_goes_to_functions_that_name_it_and_options_win(
+    load: Callable[..., RewardFunction], tmp_path: Path
+):
+    load("one")
+    name = f"{tmp_path / 'source.py'}:one"
+    offered = load_function(name, {}, offered={"bonus": 8, "sandbox": "none"})
+    assert offered.call([transcript("a")]) == ("a", 8)
+    asked = load_function(name, {"bonus": 9}, offered={"bonus": 8})
+    assert asked.call([transcript("a")]) == ("a", 9)
+    anything = load_function(f"{tmp_path / 'source.py'}:verl_any", {}, offered={"sandbox": "x"})
+    assert "sandbox" not in anything.call([transcript("")])  # type: ignore[operator]  # a list
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "why"),
+    [
+        ("verl", {"bonus": 1}, r"reward\.options\.bonus: .*:verl has no such .*; it takes no opt"),
+        ("one", {"bonsu": 1}, r"reward\.options\.bonsu: .*; it takes bonus$"),
+        ("one", {"transcript": 1}, r"reward\.options\.transcript: .*; it takes bonus$"),
+        ("Made", {"bonsu": 1}, r"reward\.options\.bonsu: .*; it takes bonus$"),
+        ("Made", {"bonus": -1}, r"cannot be made with .*'bonus': -1.*ValueError: below 0"),
+        ("verl_options", {}, r"takes \(data_source, .*, expected \(data_source, solution_str"),
+        ("two", {}, r"takes \(a, b\), expected \(data_source, solution_str"),
+        ("Scoreless", {}, "is a class without a method score"),
+        ("number", {}, "is not callable"),
+        ("grade", {}, "has no attribute 'grade'"),
+    ],
+)
+def test_what_does_not_fit_is_named(
+    load: Callable[..., RewardFunction], name: str, options: dict[str, object], why: str
+):
+    with pytest.raises(ConfigError, match=why):
+        load(name, **options)
 
 
 @pytest.mark.parametrize(
@@ -101,36 +351,46 @@ def test_what_is_no_reward_is_unavailable_and_never_zero(result: object, why: st
     [
         ("broker.rewards.exact_match", "is not MODULE:FUNCTION"),
         ("no_such_module_at_all:score", "No module named"),
-        ("broker.rewards.exact_match:grade", "has no attribute 'grade'"),
         ("no_such_file.py:score", "No such file"),
-        ("broker.rewards.loading:__name__", "is not callable"),
     ],
 )
 def test_a_function_that_is_not_there_is_named(name: str, why: str):
     with pytest.raises(ConfigError, match=why) as caught:
-        load_reward(name)
+        load_function(name, {}, setting="reward.sources.math")
     assert repr(name) in str(caught.value)
+    assert "reward.sources.math.function" in str(caught.value)
 
 
-def test_a_number_too_large_for_a_reward_is_unavailable():
-    assert score_with(10**400).reward is None
+@pytest.mark.parametrize("body", ["1 / 0", "raise SystemExit(3)", "def ("])
+def test_a_file_that_fails_at_import_is_a_clear_error_and_can_be_mended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str
+):
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    path = tmp_path / f"broken_{abs(hash(body))}.py"
+    path.write_text(body + "\n")
+    with pytest.raises(ConfigError, match=r"ZeroDivisionError|SystemExit|SyntaxError"):
+        load_function(f"{path}:score", {})
+    assert path.stem not in sys.modules
 
 
-def test_a_function_that_exits_is_unavailable_and_does_not_end_the_worker():
-    def leave(*_arguments: object) -> float:
-        raise SystemExit(3)
+# ---- several rewards -----------------------------------------------------------
 
-    item = ScoringItem(group_id=1, sibling=0, lease_id=2)
-    transcript = Transcript(
-        prompt=Prompt(prompt="1+1="), response="2", num_response_tokens=1, finish_reason="stop"
+
+def test_a_data_source_has_its_own_reward_and_all_others_the_first():
+    settings = RewardSection(
+        function="a:b",
+        options={"x": 1},
+        sources={"code": RewardTable(function="c:d", options={"y": 2})},
     )
-    score = Reward("leave", leave).score(item, transcript)
-    assert score.reward is None
-    assert "SystemExit" in score.unavailable
+    choice = RewardChoice(settings)
+    assert [(r.setting, r.function, r.options) for r in choice.rewards] == [
+        ("reward", "a:b", {"x": 1}),
+        ("reward.sources.code", "c:d", {"y": 2}),
+    ]
+    assert [choice.index_of(source) for source in ("code", "math", "")] == [1, 0, 0]
+    assert RewardChoice(settings, function="e:f").rewards[0].function == "e:f"
 
 
-def test_a_file_that_fails_at_import_is_a_clear_error(tmp_path: Path):
-    broken = tmp_path / "broken.py"
-    broken.write_text("1 / 0\n")
-    with pytest.raises(ConfigError, match="ZeroDivisionError"):
-        load_reward(f"{broken}:score")
+def test_a_data_source_without_a_function_is_refused():
+    with pytest.raises(ConfigError, match=r"reward\.sources\.code\.function is not set"):
+        RewardChoice(RewardSection(sources={"code": RewardTable()}))

@@ -64,3 +64,41 @@ def test_a_trajectory_whose_group_ended_is_forgotten_wherever_it_stands():
     queue.discard((9, 9))
     assert (queue.num_waiting, queue.num_leased) == (0, 0)
     assert not queue.finish("worker-0", lease_id, (0, 0))
+
+
+def test_groups_are_granted_whole_or_not_at_all_and_the_first_whatever_its_size():
+    queue = filled((0, 0), (1, 0), (1, 1), (2, 0), (2, 1))
+
+    def whole(group_id: int) -> bool:
+        return group_id != 0  # a sibling of group 0 is still being generated
+
+    first = queue.lease("worker", 1, now_s=0.0, is_whole=whole)
+    assert list(first.values()) == [(1, 0), (1, 1)]
+    assert queue.lease("worker", 4, now_s=0.0, is_whole=whole) != {}
+    assert queue.lease("worker", 4, now_s=0.0, is_whole=whole) == {}
+    assert list(queue.lease("other", 4, now_s=0.0).values()) == [(0, 0)]
+
+
+def test_what_one_worker_could_not_score_is_kept_for_another_as_long_as_there_is_one():
+    queue = filled((0, 0), (0, 1))
+    queue.lease("b@1", 1, now_s=0.0)
+    (lease_id, *_) = queue.lease("a@1", 1, now_s=0.0)
+    assert queue.finish("a@1", lease_id, (0, 1))
+    queue.failed((0, 1), "a")
+    assert queue.lease("a@2", 1, now_s=1.0) == {}
+    assert list(queue.lease("b@1", 1, now_s=2.0).values()) == [(0, 1)]
+    queue.release_all("b@1")  # it left: nobody else is there
+    assert list(queue.lease("a@2", 2, now_s=3.0).values()) == [(0, 1), (0, 0)]
+
+
+def test_another_worker_that_fell_silent_keeps_nobody_from_trying_again():
+    queue = filled((0, 0))
+    queue.lease("b@1", 0, now_s=0.0)
+    queue.failed((0, 0), "a")
+    assert queue.lease("a@1", 1, now_s=9.0) == {}
+    assert list(queue.lease("a@1", 1, now_s=10.1).values()) == [(0, 0)]
+
+
+def test_leases_of_scoring_and_of_generation_have_different_numbers():
+    (lease_id,) = filled((0, 0)).lease("worker", 1, now_s=0.0)
+    assert lease_id >= 1 << 40

@@ -3,13 +3,14 @@
 import asyncio
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
 import pytest
 
 from broker.data.sources import load_training_prompts
-from broker.rewards.loading import load_reward
+from broker.rewards.loading import load_function
+from broker.rewards.outcomes import Outcome, outcome_of, score_of, unavailable
 from deploy.addition import write_blank_model
 from generators.engine import Completion, SamplingParams
 from generators.offline import Generation, OfflineSettings, answered_positions, offline_settings
@@ -17,7 +18,9 @@ from generators.prompting import TextCodec
 from generators.rollout import Sampler
 from generators.running_engine import sampling_by_item
 from tests.unit.generators.test_rollout import ScriptedEngine, completion
+from wire.control import ScoringItem
 from wire.errors import ConfigError, EngineError
+from wire.trajectory import Score, Transcript
 from wire.trajectory_file import TrajectoryFileWriter, read_groups
 
 REFUSING = "{% if messages[0].content == '3' %}{{ raise_exception('no 3') }}{% endif %}1+1="
@@ -44,6 +47,26 @@ class Failing(ScriptedEngine):
         return [completion(5, 2)] * count
 
 
+class InProcess:
+    """Scores by exact match, last sibling first; some answers have no reward."""
+
+    def __init__(self, *unavailable_groups: int) -> None:
+        self.function = load_function("broker.rewards.exact_match:score", {})
+        self.unavailable_groups = unavailable_groups
+
+    async def score(
+        self, work: Sequence[tuple[ScoringItem, Transcript]], /
+    ) -> AsyncIterator[Score]:
+        for item, transcript in reversed(work):
+            outcome = self._outcome(item, transcript)
+            yield score_of(item, transcript, outcome, self.function.info)
+
+    def _outcome(self, item: ScoringItem, transcript: Transcript) -> Outcome:
+        if item.group_id in self.unavailable_groups:
+            return unavailable("raised ValueError: no number")
+        return outcome_of(self.function.call([transcript]))
+
+
 def settings_of(folder: Path, **overrides: object) -> OfflineSettings:
     if not (folder / "model").exists():
         write_blank_model(folder / "model", hidden=16, layers=1)
@@ -63,7 +86,9 @@ def settings_of(folder: Path, **overrides: object) -> OfflineSettings:
     return offline_settings(table, folder / "a.trajectories", 0)
 
 
-def generate(settings: OfflineSettings, engine: ScriptedEngine) -> int:
+def generate(
+    settings: OfflineSettings, engine: ScriptedEngine, scorer: InProcess | None = None
+) -> int:
     """Do what ``generate`` does around the engine; return how many prompts it failed at."""
     generator = settings.generator
     sampler = Sampler(
@@ -73,8 +98,8 @@ def generate(settings: OfflineSettings, engine: ScriptedEngine) -> int:
     answered = answered_positions(settings.out)
     writer = TrajectoryFileWriter(settings.out)
     settings.origin_file.write_text(json.dumps(settings.origin))
-    reward = load_reward(settings.reward.function)
-    job = Generation(settings, source, sampler, reward, writer, answered, retry_after_s=0.0)
+    scorer = scorer or InProcess()
+    job = Generation(settings, source, sampler, scorer, writer, answered, retry_after_s=0.0)
     try:
         return asyncio.run(job.run())
     finally:
@@ -107,6 +132,16 @@ def test_an_engine_that_fails_once_is_asked_again(tmp_path: Path):
     assert engine.asked[0] == engine.asked[1], "the second attempt had other seeds"
 
 
+def test_a_prompt_whose_answers_have_no_reward_is_left_out_with_the_reason(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    settings = settings_of(tmp_path)
+    with caplog.at_level(logging.INFO):
+        assert generate(settings, Failing(0), InProcess(1, 3)) == 0
+    assert "prompt 3 dropped: reward unavailable: raised ValueError: no number" in caplog.text
+    assert positions(settings) == [0, 2, 4]
+
+
 def test_a_file_of_other_settings_is_not_gone_on_with(tmp_path: Path):
     settings = settings_of(tmp_path)
     generate(settings, Failing(0))
@@ -117,6 +152,8 @@ def test_a_file_of_other_settings_is_not_gone_on_with(tmp_path: Path):
         settings_of(tmp_path, sampling__temperature=0.5)
     with pytest.raises(ConfigError, match=r"was generated with run\.seed = 0, now it is 9"):
         settings_of(tmp_path, run__seed=9)
+    with pytest.raises(ConfigError, match=r"with reward\.options = None, now it is {'x': 1}"):
+        settings_of(tmp_path, reward__options={"x": 1})
     settings_of(tmp_path, generators__max_sequences=8)
     settings.origin_file.unlink()
     with pytest.raises(ConfigError, match=r"a\.trajectories exists, and a\.trajectories\.json"):

@@ -1,0 +1,68 @@
+"""What reward functions print, as log lines; no more of it than anybody would read."""
+
+import logging
+import os
+import time
+from collections.abc import Callable
+
+_log = logging.getLogger(__name__)
+_BURST_BYTES = 16 * 1024
+_BYTES_PER_S = 4 * 1024
+_RESUMES_BYTES = 8 * 1024  # once something was dropped; not one line between two gaps
+_READ_BYTES = 1 << 20
+_LINE_CHARACTERS = 500
+
+
+class OutputLog:
+    """Logs what comes out of one child; drops and counts what comes too fast."""
+
+    def __init__(self, name: str, *, now: Callable[[], float] = time.monotonic) -> None:
+        self._name = name
+        self._now = now
+        self._allowed = float(_BURST_BYTES)
+        self._filled_s = now()
+        self._dropped_since = 0
+        self.dropped_bytes = 0
+
+    def read(self, descriptor: int) -> bool:
+        """Log what is there now; return whether there may be more."""
+        try:
+            data = os.read(descriptor, _READ_BYTES)
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+        self.add(data)
+        return bool(data)
+
+    def add(self, data: bytes) -> None:
+        """Log as much as is allowed."""
+        now_s = self._now()
+        self._allowed += (now_s - self._filled_s) * _BYTES_PER_S
+        self._allowed = min(self._allowed, float(_BURST_BYTES))
+        self._filled_s = now_s
+        if self._dropped_since and self._allowed < _RESUMES_BYTES:
+            self._drop(len(data))
+            return
+        kept = data[: int(self._allowed)]
+        self._allowed -= len(kept)
+        if kept and self._dropped_since:
+            self.tell_dropped()
+        for line in kept.decode(errors="replace").splitlines():
+            _log.info("%s printed: %s", self._name, _printable(line[:_LINE_CHARACTERS]))
+        self._drop(len(data) - len(kept))
+
+    def _drop(self, num_bytes: int) -> None:
+        self._dropped_since += num_bytes
+        self.dropped_bytes += num_bytes
+
+    def tell_dropped(self) -> None:
+        """Say how much was left out since the last time."""
+        if self._dropped_since:
+            _log.warning("%s printed %d bytes more", self._name, self._dropped_since)
+        self._dropped_since = 0
+
+
+def _printable(line: str) -> str:
+    """Return a line without the characters that a terminal obeys."""
+    return "".join(c if c.isprintable() or c == "\t" else ascii(c)[1:-1] for c in line)

@@ -1,0 +1,31 @@
+"""Pure: which of several reward functions scores an answer."""
+
+from broker.config import RewardSection
+from broker.rewards.child_messages import NamedReward
+from wire.errors import ConfigError
+
+
+class RewardChoice:
+    """The functions of [reward], and which of them a data source has."""
+
+    def __init__(self, settings: RewardSection, *, function: str = "") -> None:
+        """Take the functions of the settings; ``function`` stands for reward.function.
+
+        Raises:
+            ConfigError: a data source names no function.
+        """
+        name = function or settings.function
+        self.rewards = [NamedReward(setting="reward", function=name, options=settings.options)]
+        self._by_source: dict[str, int] = {}
+        for source, table in settings.sources.items():
+            setting = f"reward.sources.{source}"
+            if not table.function:
+                raise ConfigError(f"{setting}.function is not set")
+            self._by_source[source] = len(self.rewards)
+            self.rewards.append(
+                NamedReward(setting=setting, function=table.function, options=table.options)
+            )
+
+    def index_of(self, data_source: str) -> int:
+        """Return the place in ``rewards`` of the function for a data source."""
+        return self._by_source.get(data_source, 0)

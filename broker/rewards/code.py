@@ -1,0 +1,300 @@
+"""Runs the program in an answer against test cases, in the sandbox.
+
+    [reward]
+    function = "broker.rewards.code:score"
+
+``ground_truth`` of a row is one of these, or its JSON as text:
+
+    {"inputs": ["1 2", ...], "outputs": ["3", ...]}            what it reads and prints
+    {"fn_name": "add", "inputs": [[1, 2], ...], "outputs": [3, ...]}     calls of its function
+    {"asserts": "assert add(1, 2) == 3"}, or a list of such texts        assertions
+
+Expected values are compared here, outside of the sandbox; assertions are checked in the sandbox by
+a process that the answer cannot reach (``tester.py``).
+"""
+
+import contextlib
+import json
+import re
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from broker.rewards import sandbox as sandboxes
+from broker.rewards import tester
+from broker.rewards.sdk import Transcript, Unavailable, reward
+from wire.trajectory import Json
+
+_FENCE = re.compile(r"```[ \t]*([^\s`]*)[^\n]*\n(.*?)(?:\n[ \t]*)?```", re.DOTALL)
+_PYTHON = ("python", "python3", "py")
+_MAX_PROCESSES = 16
+_MIB = 1024 * 1024
+
+
+@dataclass(frozen=True)
+class Tests:
+    """Test cases of one row; exactly one kind is there."""
+
+    inputs: tuple[bytes, ...] = ()
+    outputs: tuple[str, ...] = ()
+    function: str = ""
+    calls: tuple[tuple[list[Json], Json], ...] = ()  # arguments, expected result
+    texts: tuple[str, ...] = ()  # of assertions
+
+    def __len__(self) -> int:
+        """Return the number of test cases."""
+        statements = sum(is_test for text in self.texts for _, is_test in tester.split(text))
+        return len(self.inputs) + len(self.calls) + statements
+
+
+@dataclass
+class Budget:
+    """What is left of the time for one answer."""
+
+    test_s: float
+    deadline_s: float
+    memory_bytes: int
+    mode: sandboxes.Mode
+
+    def limits(self, num_tests: int) -> sandboxes.Limits | None:
+        """Return the limits of a run of some tests; None when no time is left."""
+        left_s = self.deadline_s - time.monotonic()
+        if left_s <= 0:
+            return None
+        wall_s = min(left_s, self.test_s * num_tests)
+        return sandboxes.Limits(
+            wall_s=wall_s,
+            cpu_s=wall_s,
+            memory_bytes=self.memory_bytes,
+            max_processes=_MAX_PROCESSES,
+        )
+
+
+@reward(version="1")
+def score(
+    transcript: Transcript,
+    *,
+    require_fence: bool = True,
+    all_or_nothing: bool = False,
+    test_s: float = 5.0,
+    total_s: float = 30.0,
+    memory_mb: int = 512,
+    sandbox: Literal["namespaces", "none"] = "namespaces",
+) -> dict[str, float]:
+    """Return the fraction of the test cases that the answer's last program passes.
+
+    Args:
+        transcript: the answer; ``prompt.ground_truth`` holds the test cases.
+        require_fence: without a fence of three backticks there is no program; else the whole
+            answer is one.
+        all_or_nothing: 1.0 if every test passes, else 0.0.
+        test_s: what one test may take.
+        total_s: what all may take; tests that there was no time for have failed. Keep it well
+            under reward.timeout_s.
+        memory_mb: memory of one run.
+        sandbox: reward.sandbox; ``none`` runs the program unprotected.
+
+    Raises:
+        Unavailable: there is no sandbox on this machine.
+        ValueError: ``ground_truth`` holds no test cases.
+    """
+    tests = parse_tests(transcript.prompt.ground_truth)
+    program = find_program(transcript.response, require_fence=require_fence)
+    if program is None:
+        return {"score": 0.0, "passed": 0, "ran": 0, "formatted": 0}
+    budget = Budget(test_s, time.monotonic() + total_s, memory_mb * _MIB, sandbox)
+    try:
+        if tests.inputs:
+            passed, ran = _run_programs(program, tests, budget, stop_early=all_or_nothing)
+        else:
+            passed, ran = _run_tester(program, tests, budget)
+    except sandboxes.SandboxUnavailableError as error:
+        raise Unavailable(str(error)) from error
+    fraction = passed / len(tests)
+    return {
+        "score": float(fraction == 1.0) if all_or_nothing else fraction,
+        "passed": passed,
+        "ran": int(ran),
+        "formatted": int(_FENCE.search(transcript.response) is not None),
+    }
+
+
+# ---- what is run, and against what ---------------------------------------------
+
+
+def find_program(answer: str, *, require_fence: bool) -> str | None:
+    """Return the last fence that says Python, else the last one, else all of it or None."""
+    fences = _FENCE.findall(answer)
+    python = [text for language, text in fences if language.lower() in _PYTHON]
+    if python or fences:
+        return str(python[-1] if python else fences[-1][1])
+    return None if require_fence else answer
+
+
+def parse_tests(ground_truth: Json) -> Tests:
+    """Read the test cases of a row.
+
+    Raises:
+        ValueError: there are none, or we do not understand them.
+    """
+    truth: Any = ground_truth
+    if isinstance(truth, str):
+        try:
+            truth = json.loads(truth)
+        except ValueError:
+            truth = [truth]
+    if isinstance(truth, Mapping) and "asserts" in truth:
+        truth = truth["asserts"]
+        truth = [truth] if isinstance(truth, str) else truth
+    if isinstance(truth, Mapping):
+        tests = _parse_pairs(truth)
+    elif isinstance(truth, Sequence) and all(isinstance(item, str) for item in truth):
+        try:
+            tests = Tests(texts=tuple(truth))
+            len(tests)
+        except SyntaxError as error:
+            raise ValueError(f"ground_truth: the assertions are no Python: {error}") from error
+    else:
+        raise ValueError(f"ground_truth: expected test cases, got {_shortened(truth)}")
+    if not len(tests):
+        raise ValueError(f"ground_truth: expected at least one test case, got {_shortened(truth)}")
+    return tests
+
+
+def _parse_pairs(truth: Mapping[str, Any]) -> Tests:
+    """Read inputs and outputs of a program, or of a function."""
+    inputs, outputs, function = (truth.get(name) for name in ("inputs", "outputs", "fn_name"))
+    if not isinstance(inputs, list) or not isinstance(outputs, list):
+        raise ValueError(  # noqa: TRY004 a value of a data file
+            f"ground_truth: expected lists inputs and outputs, got {_shortened(truth)}"
+        )
+    if len(inputs) != len(outputs):
+        raise ValueError(
+            "ground_truth: expected as many outputs as inputs, "
+            f"got {len(outputs)} and {len(inputs)}"
+        )
+    if function is None:
+        given = tuple(_lines(item).encode(errors="replace") for item in inputs)
+        return Tests(inputs=given, outputs=tuple(map(_lines, outputs)))
+    calls = zip(map(_arguments, inputs), map(_value, outputs), strict=True)
+    return Tests(function=str(function), calls=tuple(calls))
+
+
+def _lines(item: Any) -> str:  # noqa: ANN401
+    """Return text; a list is its lines."""
+    return "\n".join(map(str, item)) if isinstance(item, list) else str(item)
+
+
+def _arguments(item: Any) -> list[Json]:  # noqa: ANN401
+    """Return a call's arguments: a list, or text with one JSON value a line."""
+    if isinstance(item, str):
+        try:
+            return [json.loads(line) for line in item.splitlines() if line.strip()]
+        except ValueError as error:
+            raise ValueError(f"ground_truth: expected JSON in inputs: {error}") from error
+    return item if isinstance(item, list) else [item]
+
+
+def _value(item: Any) -> Json:  # noqa: ANN401
+    """Return what a call should return: JSON as text is read, other text is itself."""
+    if isinstance(item, str):
+        try:
+            return json.loads(item)
+        except ValueError:
+            return item
+    return item
+
+
+def _shortened(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 200 else text[:200] + "..."
+
+
+# ---- running -------------------------------------------------------------------
+
+
+def _run_programs(
+    program: str, tests: Tests, budget: Budget, *, stop_early: bool
+) -> tuple[int, bool]:
+    """Run the program once for each input; return how often it was right, and if it ever ended."""
+    passed, ran = 0, False
+    for given, expected in zip(tests.inputs, tests.outputs, strict=True):
+        limits = budget.limits(1)
+        if limits is None:
+            break
+        outcome = sandboxes.run(program, stdin=given, limits=limits, mode=budget.mode)
+        ran = ran or outcome.status == "ok"
+        if outcome.status == "ok" and same_lines(outcome.text, expected):
+            passed += 1
+        elif stop_early:
+            break
+    return passed, ran
+
+
+def same_lines(printed: str, expected: str) -> bool:
+    """Compare text line by line, without white space at either end of a line or of the text."""
+    ours, theirs = ([line.strip() for line in text.split("\n")] for text in (printed, expected))
+    return "\n".join(ours).strip() == "\n".join(theirs).strip()
+
+
+def _run_tester(program: str, tests: Tests, budget: Budget) -> tuple[int, bool]:
+    """Run calls or assertions in one sandbox; return how many passed, and if any came to an end."""
+    limits = budget.limits(len(tests) + 1)
+    if limits is None:
+        return 0, False
+    request: dict[str, Any] = {"test_s": budget.test_s}
+    if tests.calls:
+        request |= {"function": tests.function, "calls": [given for given, _ in tests.calls]}
+    else:
+        request["texts"] = tests.texts
+    outcome = sandboxes.run(
+        Path(tester.__file__).read_text(),
+        stdin=json.dumps(request).encode(),
+        files={"answer.py": program.encode(errors="replace")},
+        limits=limits,
+        mode=budget.mode,
+    )
+    passed, ran = 0, False
+    for message in _messages(outcome.text):
+        if "value" in message and tests.calls:
+            _, expected = tests.calls[message["test"]]
+            passed += same_value(message["value"], expected)
+        passed += "passed" in message
+        ran = ran or "error" not in message
+    return passed, ran
+
+
+def _messages(text: str) -> list[dict[str, Any]]:
+    """Return what the tester wrote; a line cut short by a limit, or too deep, is left out."""
+    messages = []
+    for line in text.rpartition("\n")[0].splitlines():
+        with contextlib.suppress(ValueError, RecursionError):
+            message = json.loads(line)
+            message = json.loads(line)
+            if "value" in message:
+                message["value"] = as_json(message["value"])
+            messages.append(message)
+    return messages
+
+
+def as_json(encoded: Any) -> Any:  # noqa: ANN401
+    """Return a result of the tester as JSON would hold it: tuples are lists, keys are text."""
+    if not isinstance(encoded, list):
+        return encoded
+    tag, content = encoded
+    if tag in ("list", "tuple"):
+        return [as_json(item) for item in content]
+    if tag == "dict":
+        return {
+            key if isinstance(key, str) else json.dumps(key): as_json(value)
+            for key, value in content
+        }
+    return encoded  # a set, bytes: equal to nothing in JSON
+
+
+def same_value(result: Any, expected: Any) -> bool:  # noqa: ANN401
+    """Compare a result; some data sets wrap the expected value into a list of one."""
+    wrapped = isinstance(expected, list) and len(expected) == 1
+    return bool(result == expected or (wrapped and result == expected[0]))

@@ -1,0 +1,136 @@
+"""Pure: what a reward function returned or raised becomes a score that can be trusted."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Literal, SupportsFloat
+
+import msgspec
+
+from broker.rewards.sdk import Takes, Unavailable
+from wire.control import ScoringItem
+from wire.trajectory import Score, Transcript
+
+MAX_REASON_CHARACTERS = 500
+MAX_EXCERPT_CHARACTERS = 2000
+MAX_PARTS = 256
+_MAX_PART_NAME_CHARACTERS = 200
+Fault = Literal["timeout", "memory", "cpu", "processes", "died", "broken"]
+
+
+class FunctionInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """What a reward function is; name and version go on every score."""
+
+    name: str  # MODULE:NAME or FILE.py:NAME
+    version: str  # as it declares, else 12 hexadecimal digits of the SHA-256 of its file
+    takes: Takes = "answer"
+
+
+class Outcome(msgspec.Struct, frozen=True, kw_only=True):
+    """What one answer is worth: a reward, or why there is none."""
+
+    reward: float | None = None
+    unavailable: str = ""
+    parts: dict[str, float] = {}
+
+
+def outcome_of(result: object) -> Outcome:
+    """Return what one result means: a finite number, or a mapping with a finite ``score``."""
+    parts: Mapping[object, object] = result if isinstance(result, Mapping) else {}
+    reward = finite(parts.get("score") if isinstance(result, Mapping) else result)
+    if reward is None:
+        return unavailable(f"invalid: returned {_shown(result)}")
+    if len(parts) > MAX_PARTS:
+        return unavailable(f"invalid: returned {len(parts)} parts, at most {MAX_PARTS} are kept")
+    numbers = {
+        name: number
+        for name, part in parts.items()
+        if isinstance(name, str)
+        and 0 < len(name) <= _MAX_PART_NAME_CHARACTERS
+        and name.isprintable()  # a lone surrogate is not
+        and (number := finite(part)) is not None
+    }
+    return Outcome(reward=reward, parts=numbers)
+
+
+def outcomes_of(results: object, count: int) -> list[Outcome]:
+    """Return what the results of ``count`` answers mean; all are invalid if they do not fit."""
+    if isinstance(results, Mapping | str | bytes) or not hasattr(results, "__iter__"):
+        problem = f"invalid: returned {_shown(results)}, expected a list of {count} results"
+        return [unavailable(problem)] * count
+    values: list[object] = []
+    for value in results:
+        values.append(value)
+        if len(values) > count:  # it may never end
+            problem = f"invalid: returned more than {count} results for {count} answers"
+            return [unavailable(problem)] * count
+    if len(values) < count:
+        problem = f"invalid: returned {len(values)} results for {count} answers"
+        return [unavailable(problem)] * count
+    return [outcome_of(value) for value in values]
+
+
+def failure(error: BaseException) -> Outcome:
+    """Return what an exception of a reward function means."""
+    if isinstance(error, Unavailable):
+        return unavailable(_text_of(error) or "the reward function gave no reason")
+    return unavailable(f"raised {type(error).__name__}: {_text_of(error)}")
+
+
+def unavailable(reason: str) -> Outcome:
+    """Return that there is no reward, and why; never a reward of 0."""
+    readable = reason.encode(errors="backslashreplace").decode()  # lone surrogates do not travel
+    return Outcome(unavailable=readable[:MAX_REASON_CHARACTERS])
+
+
+def score_of(
+    item: ScoringItem, transcript: Transcript, outcome: Outcome, function: FunctionInfo
+) -> Score:
+    """Return what the broker is told about one answer."""
+    excerpt = transcript.response[:MAX_EXCERPT_CHARACTERS] if outcome.unavailable else ""
+    return Score(
+        group_id=item.group_id,
+        sibling=item.sibling,
+        lease_id=item.lease_id,
+        reward=outcome.reward,
+        unavailable=outcome.unavailable,
+        parts=outcome.parts,
+        function=function.name,
+        version=function.version,
+        excerpt=excerpt,
+    )
+
+
+def finite(value: object) -> float | None:
+    """Return a number as a float; None for anything else, NaN, infinities and what overflows.
+
+    Scalars of numpy and torch are numbers, whatever text or bytes may look like.
+    """
+    if isinstance(value, str | bytes | bytearray) or not isinstance(value, SupportsFloat):
+        return None
+    try:
+        number = float(value)
+    except Exception:  # noqa: BLE001 a foreign __float__ may raise anything
+        return None
+    return number if math.isfinite(number) else None
+
+
+def by_sibling(work: Sequence[tuple[ScoringItem, Transcript]]) -> list[list[int]]:
+    """Return the positions of each group's answers, siblings in order, groups as they come."""
+    groups: dict[int, list[int]] = {}
+    for position, (item, _) in enumerate(work):
+        groups.setdefault(item.group_id, []).append(position)
+    return [sorted(group, key=lambda at: work[at][0].sibling) for group in groups.values()]
+
+
+def _shown(value: object) -> str:
+    try:
+        return repr(value)[:MAX_REASON_CHARACTERS]
+    except Exception:  # noqa: BLE001 a foreign __repr__ may raise anything
+        return f"a {type(value).__name__}"
+
+
+def _text_of(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception:  # noqa: BLE001 a foreign __str__ may raise anything
+        return ""

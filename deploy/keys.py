@@ -1,0 +1,89 @@
+"""`slipstream keys`: make, list and revoke the keys that roles on other hosts need."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import get_args
+
+from rich.console import Console
+from rich.table import Table as RichTable
+
+from broker.config import BrokerSection
+from broker.keyring import holders, make_client_key, revoke
+from deploy.ledger import newest_started
+from wire.command_line import print_json
+from wire.control import Role
+from wire.errors import ConfigError
+from wire.run_settings import run_section
+from wire.settings import load_table, section
+
+_RUNS = Path("runs")
+
+
+def keys(
+    action: str,
+    names: Sequence[str],
+    *,
+    role: str,
+    folder: Path | None,
+    config: Path | None,
+    as_json: bool,
+) -> int:
+    """Make, list or revoke keys.
+
+    Args:
+        action: make, list or revoke.
+        names: of the keys, one per host and role.
+        role: that a new key is for.
+        folder: of the keys; None is that of ``config``, or of the newest run.
+        config: the run's settings.
+        as_json: print for programs.
+    """
+    folder = folder or _keys_folder(config)
+    console = Console()
+    match action:
+        case "make":
+            _make(names, role, folder, console)
+        case "revoke":
+            for name in names:
+                revoke(folder, name)
+                console.print(f"revoked {name}: its connections end within a second")
+        case _:
+            return _list(folder, console, as_json=as_json)
+    return 0
+
+
+def _make(names: Sequence[str], role: str, folder: Path, console: Console) -> None:
+    if not names:
+        raise ConfigError("slipstream keys make NAME --role ROLE: name the host that it is for")
+    for name in names:
+        for known in get_args(Role):
+            if role == known:
+                path = make_client_key(folder, name, known)
+                console.print(
+                    f"{path}\n  carry it to its host by scp, keep it at 0600, and start there with "
+                    f"run.key_file={path.name}",
+                    soft_wrap=True,
+                )
+                break
+        else:
+            raise ConfigError(f"--role {role}: expected one of {', '.join(get_args(Role))}")
+
+
+def _list(folder: Path, console: Console, *, as_json: bool) -> int:
+    found = {place: holders(folder, place) for place in ("authorized", "revoked")}
+    if as_json:
+        return print_json(found)
+    table = RichTable("name", "role", "public key", "", title=str(folder), title_justify="left")
+    for place, all_of_it in found.items():
+        for holder in all_of_it:
+            table.add_row(holder.name, holder.role, holder.public, place)
+    console.print(table if table.row_count else f"no keys in {folder}")
+    return 0
+
+
+def _keys_folder(config: Path | None) -> Path:
+    if config is None:
+        return newest_started(_RUNS) / "keys"
+    table = load_table(config)
+    named = section(table, "broker", BrokerSection).keys
+    return Path(named) if named else run_section(table).folder / "keys"

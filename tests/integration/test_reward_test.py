@@ -1,0 +1,78 @@
+"""`slipstream reward test`: the answers it finds, what it prints, and its exit code."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from deploy.reward_test import reward_test
+from wire.errors import ConfigError
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(60)]
+
+
+@pytest.fixture
+def rows(tmp_path: Path) -> Path:
+    path = tmp_path / "rows.jsonl"
+    problems: list[dict[str, object]] = [
+        {"prompt": "1+1=", "ground_truth": "2", "data_source": "add"},
+        {"prompt": "2+1=", "ground_truth": 3},
+        {"prompt": "2+2=", "ground_truth": [4, "four"]},
+        {"prompt": "2+3=", "ground_truth": 5, "response": "6"},
+    ]
+    path.write_text("".join(json.dumps(problem) + "\n" for problem in problems))
+    return path
+
+
+def test_without_answers_the_truth_and_an_empty_text_are_scored(
+    rows: Path, capsys: pytest.CaptureFixture[str]
+):
+    assert reward_test([], data=str(rows), as_json=True) == 0
+    said = json.loads(capsys.readouterr().out)
+    scored = [(a["row"], a["answer"], a["reward"]) for a in said["answers"]]
+    assert scored == [
+        (0, "2", 1.0), (0, "", 0.0), (1, "3", 1.0), (1, "", 0.0), (2, "", 0.0), (3, "6", 0.0),
+    ]  # fmt: skip
+    assert said["mean"] == pytest.approx(1 / 3)
+    assert said["functions"][0]["name"] == "broker.rewards.exact_match:score"
+
+
+def test_answers_of_a_file_are_scored_by_row(
+    rows: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    answers = tmp_path / "answers.jsonl"
+    answers.write_text('"2"\n{"response": "9"}\n{"row": 2, "solution": "four"}\n')
+    assert reward_test([], data=str(rows), count=3, answers=answers, as_json=True) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert [(a["row"], a["reward"]) for a in said["answers"]] == [(0, 1.0), (1, 0.0), (2, 1.0)]
+
+
+def test_an_unavailable_score_is_shown_with_its_reason_and_fails(
+    rows: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    (tmp_path / "mine.py").write_text(
+        "def score(data_source, solution_str, ground_truth, extra_info, least=0):\n"
+        "    if len(solution_str) < least: raise ValueError('too short')\n"
+        "    return {'score': 1, 'length': len(solution_str)}\n"
+    )
+    reward = f"{tmp_path}/mine.py:score"
+    words = ["reward.options.least=1"]
+    assert reward_test(words, reward=reward, data=str(rows), count=2) == 1
+    said = capsys.readouterr().out
+    assert "4 answers, mean 1.000, 2 unavailable" in said
+    assert "unavailable 2 times: raised ValueError: too short" in said
+    assert "length 1" in said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        ({"count": 0}, r"--n must be at least 1, got 0"),
+        ({"data": "nowhere.jsonl"}, r"cannot read --data = nowhere\.jsonl"),
+        ({"reward": "nowhere.py:score"}, r"cannot load reward\.function 'nowhere\.py:score'"),
+        ({"answers": Path("nowhere.jsonl")}, r"cannot read --answers nowhere\.jsonl"),
+    ],
+)
+def test_what_cannot_be_used_is_named(rows: Path, arguments: dict[str, object], why: str):
+    with pytest.raises(ConfigError, match=why):
+        reward_test([], **{"data": str(rows), **arguments})  # type: ignore[arg-type]

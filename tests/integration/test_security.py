@@ -1,0 +1,337 @@
+"""A broker that listens to other hosts: who is let in, and who may say what."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import zmq
+import zmq.asyncio
+from zmq.auth.asyncio import AsyncioAuthenticator
+
+from broker.client import BrokerClient
+from broker.commit import GroupCommitter
+from broker.keyring import KeyRing, broker_key, make_client_key, revoke
+from broker.ledger import Ledger
+from broker.scoring import ScoringQueue
+from broker.server import BrokerServer
+from broker.store import MemoryStore
+from broker.telemetry import Telemetry
+from tests.unit.broker.ledger_driver import make_ledger, make_rules
+from wire.codec import decode_answer, encode
+from wire.control import (
+    Done,
+    GetStatus,
+    Heartbeat,
+    HeartbeatAnswer,
+    Hello,
+    LeaseScoring,
+    Refusal,
+    Role,
+    RoleReport,
+    ScoringLeased,
+    StatusAnswer,
+    StepCommit,
+    StepCommitted,
+    TakeOver,
+    TookOver,
+    Welcome,
+)
+from wire.errors import ConfigError, ForbiddenError
+from wire.keys import ClientKey, read_client_key, write_client_key
+from wire.run_settings import RunSection
+from wire.versions import PolicyVersion
+
+pytestmark = pytest.mark.integration
+
+
+@dataclass(slots=True)
+class Secured:
+    """A broker with a Unix socket and a TCP port."""
+
+    server: BrokerServer
+    ledger: Ledger
+    keys: Path
+    unix: str
+    clients: list[BrokerClient] = field(default_factory=list)
+
+    @property
+    def tcp(self) -> str:
+        return self.server.addresses[1]
+
+    def key(self, name: str, role: Role) -> Path:
+        path = make_client_key(self.keys, name, role)
+        self.server._look_at_keys()  # it would, within a second
+        return path
+
+    async def client(self, role: Role, name: str, key: Path | None = None) -> BrokerClient:
+        client, _ = await BrokerClient.connect(
+            self.tcp if key else self.unix,
+            role=role,
+            name=name,
+            timeout_s=3.0,
+            outage_s=3.0,
+            key_file=str(key or ""),
+        )
+        self.clients.append(client)
+        return client
+
+    def rejected(self, why: str) -> int:
+        return self.server.telemetry.rejected[why]
+
+
+@asynccontextmanager
+async def secured(folder: Path, *, max_requests_per_s: float = 10_000.0) -> AsyncIterator[Secured]:
+    keys = folder / "keys"
+    key, ring = broker_key(keys), KeyRing(keys)
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    doorkeeper = AsyncioAuthenticator(context)
+    doorkeeper.start()
+    doorkeeper.configure_curve_callback("slipstream", credentials_provider=ring)
+    ledger = make_ledger(make_rules(groups_per_step=1, total_steps=1))
+    committer = GroupCommitter(MemoryStore())
+    server = BrokerServer(
+        ledger=ledger,
+        scoring=ScoringQueue(lease_s=10.0),
+        committer=committer,
+        store=MemoryStore(),
+        telemetry=Telemetry(RunSection(name="run")),
+        run_name="run",
+        max_message_bytes=1_000_000,
+        max_requests_per_s=max_requests_per_s,
+        keys=ring,
+    )
+    unix = f"ipc://{folder}/broker.sock"
+    tasks = [
+        asyncio.create_task(server.serve(context, unix, listen="tcp://127.0.0.1:*", key=key)),
+        asyncio.create_task(committer.run()),
+    ]
+    await asyncio.sleep(0.05)
+    it = Secured(server, ledger, keys, unix)
+    try:
+        yield it
+        assert not any(task.done() for task in tasks), "the broker's loop ended"
+    finally:
+        for client in it.clients:
+            client.close()
+        for task in tasks:
+            task.cancel()
+            with suppress(asyncio.CancelledError):
+                await task
+        doorkeeper.stop()
+        context.term()
+
+
+def test_a_client_with_a_key_works_over_tcp_and_one_without_keys_over_a_unix_socket(
+    short_folder: Path,
+):
+    async def body() -> tuple[ScoringLeased, TookOver]:
+        async with secured(short_folder) as it:
+            worker = await it.client("reward_worker", "w", it.key("hostb", "reward_worker"))
+            learner = await it.client("learner", "learner")
+            leased, _ = await worker.ask(LeaseScoring(credits=4, wait_s=0.05), ScoringLeased)
+            took, _ = await learner.ask(TakeOver(step=0), TookOver)
+            return leased, took
+
+    leased, took = asyncio.run(body())
+    assert (leased.items, took.version) == ((), PolicyVersion(1, 0))
+
+
+def test_a_reward_workers_key_cannot_commit_a_step_and_the_attempt_is_counted(short_folder: Path):
+    async def body() -> tuple[int, int]:
+        async with secured(short_folder) as it:
+            worker = await it.client("reward_worker", "w", it.key("hostb", "reward_worker"))
+            commit = StepCommit(version=PolicyVersion(1, 1), metrics={})
+            with pytest.raises(ForbiddenError, match="w is a reward_worker, which may not send"):
+                await worker.ask(commit, StepCommitted)
+            return it.rejected("forbidden"), it.ledger.step
+
+    assert asyncio.run(body()) == (1, 0)
+
+
+def test_a_key_is_good_for_its_own_role_alone(short_folder: Path):
+    async def body() -> None:
+        async with secured(short_folder) as it:
+            key = it.key("hostb", "reward_worker")
+            with pytest.raises(ConfigError, match="was made for the role reward_worker, not learn"):
+                await it.client("learner", "learner", key)
+            operator = it.key("desk", "operator")
+            reader = await it.client("observer", "o", operator)
+            assert isinstance((await reader.ask(GetStatus(), StatusAnswer))[0], StatusAnswer)
+
+    asyncio.run(body())
+
+
+def test_a_name_in_use_with_one_key_is_not_taken_by_another_key(short_folder: Path):
+    async def body() -> None:
+        async with secured(short_folder) as it:
+            await it.client("reward_worker", "w", it.key("a", "reward_worker"))
+            with pytest.raises(ConfigError, match="belongs to a client with another key"):
+                await it.client("reward_worker", "w", it.key("b", "reward_worker"))
+            revoke(it.keys, "a")
+            it.server._look_at_keys()
+            await it.client("reward_worker", "w", it.key("c", "reward_worker"))
+
+    asyncio.run(body())
+
+
+async def work_forever(worker: BrokerClient) -> None:
+    while True:
+        await worker.ask(Heartbeat(lease_ids=()), HeartbeatAnswer)
+        await asyncio.sleep(0.05)
+
+
+def test_a_revoked_key_ends_a_connection_that_stands_and_none_can_be_made_with_it(
+    short_folder: Path,
+):
+    async def body() -> tuple[int, float]:
+        async with secured(short_folder) as it:
+            key = it.key("hostb", "reward_worker")
+            copied = short_folder / "copied.key"
+            write_client_key(copied, read_client_key(key))
+            worker = await it.client("reward_worker", "w", key)
+            revoke(it.keys, "hostb")
+            began = time.monotonic()
+            with pytest.raises(ForbiddenError):
+                await work_forever(worker)
+            noticed_s = time.monotonic() - began
+            with pytest.raises((ConfigError, ForbiddenError), match="the key hostb"):
+                await it.client("reward_worker", "w", copied)
+            return it.rejected("forbidden"), noticed_s
+
+    forbidden, noticed_s = asyncio.run(body())
+    assert forbidden >= 1
+    assert noticed_s < 3.0
+
+
+def test_a_key_of_another_broker_is_refused_and_says_so(short_folder: Path):
+    async def body() -> None:
+        async with secured(short_folder) as it:
+            own = read_client_key(it.key("hostb", "generator"))
+            strange_public, strange_secret = (half.decode() for half in zmq.curve_keypair())
+            strange = ClientKey(
+                name="strange",
+                role="generator",
+                public=strange_public,
+                secret=strange_secret,
+                broker=own.broker,
+            )
+            path = short_folder / "strange.key"
+            write_client_key(path, strange)
+            with pytest.raises(ConfigError, match=r"does not take the key strange \(run.key_f"):
+                await it.client("generator", "g", path)
+
+    asyncio.run(body())
+
+
+def test_without_a_key_nobody_speaks_over_tcp(short_folder: Path):
+    async def body() -> int:
+        async with secured(short_folder) as it:
+            with pytest.raises(ConfigError, match=r"run\.key_file must name a key"):
+                await BrokerClient.connect(it.tcp, role="observer", name="o", timeout_s=1.0)
+            context = zmq.asyncio.Context()
+            socket = context.socket(zmq.DEALER)
+            socket.setsockopt(zmq.LINGER, 0)
+            socket.connect(it.tcp)
+            await socket.send_multipart([b"1", b"", encode(Hello(role="observer", name="o"))])
+            answered = await socket.poll(500)
+            socket.close()
+            context.term()
+            good = await it.client("observer", "o", it.key("desk", "observer"))
+            await good.ask(GetStatus(), StatusAnswer)
+            return answered
+
+    assert asyncio.run(body()) == 0
+
+
+@asynccontextmanager
+async def bare(endpoint: str, routing_id: bytes = b"") -> AsyncIterator["zmq.asyncio.Socket"]:
+    context = zmq.asyncio.Context()
+    socket = context.socket(zmq.DEALER)
+    socket.setsockopt(zmq.LINGER, 0)
+    if routing_id:
+        socket.setsockopt(zmq.ROUTING_ID, routing_id)
+    socket.connect(endpoint)
+    try:
+        yield socket
+    finally:
+        socket.close()
+        context.term()
+
+
+async def answer_to(socket: "zmq.asyncio.Socket", *frames: bytes) -> object:
+    await socket.send_multipart(frames)
+    async with asyncio.timeout(3.0):
+        _, body = await socket.recv_multipart()
+    return decode_answer(body)
+
+
+def test_a_session_is_worth_nothing_on_another_connection_nor_a_routing_id_without_it(
+    short_folder: Path,
+):
+    """Neither who knows a token nor who comes back under a routing id is who said hello."""
+
+    async def body() -> list[object]:
+        async with secured(short_folder) as it:
+            hello = encode(Hello(role="learner", name="learner"))
+            async with bare(it.unix, b"mine") as first:
+                welcome = await answer_to(first, b"1", b"", hello)
+                assert isinstance(welcome, Welcome)
+                take_over = encode(TakeOver(step=0))
+                async with bare(it.unix) as other:
+                    stolen = await answer_to(other, b"2", welcome.session, take_over)
+            async with bare(it.unix, b"mine") as again:
+                await asyncio.sleep(0.1)
+                borrowed = await answer_to(again, b"3", b"", take_over)
+            return [stolen, borrowed]
+
+    for answer in asyncio.run(body()):
+        assert isinstance(answer, Refusal)
+        assert answer.code == "hello_first"
+
+
+def test_older_and_newer_peers_are_told_both_revisions(short_folder: Path):
+    async def body() -> list[object]:
+        async with secured(short_folder) as it, bare(it.unix) as socket:
+            old = encode(Hello(role="learner", name="learner", wire_revision=3))
+            new = encode(Hello(role="learner", name="learner", wire_revision=5))
+            return [
+                await answer_to(socket, b"1", old),  # revision 3 had no session
+                await answer_to(socket, b"2", b"", old),
+                await answer_to(socket, b"3", b"", new),
+            ]
+
+    answers = asyncio.run(body())
+    assert all(isinstance(answer, Refusal) for answer in answers)
+    reasons = [answer.reason for answer in answers if isinstance(answer, Refusal)]
+    assert "wire revision 4, you one before 4" in reasons[0]
+    assert "speaks wire revision 3, this broker 4" in reasons[1]
+    assert "speaks wire revision 5, this broker 4" in reasons[2]
+
+
+def test_who_asks_too_much_is_slowed_down_and_loses_nothing(short_folder: Path):
+    async def body() -> tuple[int, int]:
+        async with secured(short_folder, max_requests_per_s=50) as it:
+            client = await it.client("generator", "g")
+            report = RoleReport(phase_seconds={}, counters={})
+            answers = await asyncio.gather(*(client.ask(report, Done) for _ in range(130)))
+            return len(answers), it.rejected("slow_down")
+
+    answered, slowed = asyncio.run(body())
+    assert answered == 130
+    assert slowed >= 20
+
+
+def test_a_message_too_large_for_its_role_is_refused(short_folder: Path):
+    async def body() -> tuple[object, int]:
+        async with secured(short_folder) as it, bare(it.unix) as socket:
+            answer = await answer_to(socket, b"1", b"", b"x" * 100_000)
+            return answer, it.rejected("malformed")
+
+    answer, malformed = asyncio.run(body())
+    assert isinstance(answer, Refusal)
+    assert "a client that has not said hello may send 65536" in answer.reason
+    assert malformed == 1

@@ -1,0 +1,239 @@
+import json
+from typing import Any
+
+import pytest
+
+from broker.rewards import code, sandbox, tester
+from broker.rewards.code import find_program, parse_tests, same_lines, same_value, score
+from broker.rewards.sdk import Unavailable
+from wire.trajectory import Json, Prompt, Transcript
+
+needs_namespaces = pytest.mark.usefixtures("_namespaces")
+SUMS: dict[str, Json] = {"inputs": ["1 2\n", "3 4\n"], "outputs": ["3\n", "7\n"]}
+CALLS: dict[str, Json] = {"fn_name": "add", "inputs": [[1, 2], [3, 4]], "outputs": [3, 7]}
+ASSERTS: dict[str, Json] = {"asserts": "assert add(1, 2) == 3\nassert add(3, 4) == 7"}
+RIGHT = "def add(a, b):\n    return a + b\n"
+
+
+@pytest.fixture
+def _namespaces() -> None:
+    if not sandbox.pid_namespaces_work():
+        pytest.skip("this machine refuses new namespaces")
+
+
+def scored(program: str, truth: Json, **options: Any) -> dict[str, float]:  # noqa: ANN401
+    return score(transcript(f"Here:\n```python\n{program}\n```\n", truth), **options)
+
+
+def transcript(answer: str, truth: Json) -> Transcript:
+    prompt = Prompt(prompt="", ground_truth=truth)
+    return Transcript(prompt=prompt, response=answer, num_response_tokens=1, finish_reason="stop")
+
+
+# ---- reading answers and test cases --------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("answer", "expected"),
+    [
+        ("```python\na\n```\nbetter:\n```python\nb\n```", "b"),
+        ("```python\na\n```\nwhich prints\n```\n3\n```", "a"),
+        ("```\na\nb\n```", "a\nb"),
+        ("```py\na\n```", "a"),
+        ("no fence", None),
+        ("```python\nnever closed", None),
+    ],
+)
+def test_the_last_program_is_taken(answer: str, expected: str | None):
+    assert find_program(answer, require_fence=True) == expected
+
+
+def test_without_fences_all_of_the_answer_is_the_program():
+    assert find_program("print(1)", require_fence=False) == "print(1)"
+
+
+def test_test_cases_are_read_in_all_their_shapes():
+    assert parse_tests(SUMS) == parse_tests(json.dumps(SUMS))
+    assert parse_tests(SUMS).inputs == (b"1 2\n", b"3 4\n")
+    assert parse_tests(CALLS).calls == (([1, 2], 3), ([3, 4], 7))
+    as_text: Json = {"fn_name": "f", "inputs": ['[1, 2]\n"a"'], "outputs": ['"b"']}
+    assert parse_tests(as_text).calls == (([[1, 2], "a"], "b"),)
+    assert len(parse_tests(ASSERTS)) == 2
+    assert len(parse_tests(["assert f(1)", "assert f(2)"])) == 2
+    assert len(parse_tests("def check(f):\n    assert f(1)\n    assert f(2)\ncheck(g)")) == 1
+    assert len(parse_tests("s = Stack()\ns.push(1)\nassert s.pop() == 1")) == 1
+
+
+@pytest.mark.parametrize(
+    "truth",
+    [
+        "",
+        "no python",
+        [],
+        7,
+        {"inputs": ["1"]},
+        {"inputs": [], "outputs": []},
+        {"inputs": ["1"], "outputs": []},
+        {"fn_name": "f", "inputs": ["not json"], "outputs": ["1"]},
+    ],
+)
+def test_what_is_no_test_case_is_refused(truth: Json):
+    with pytest.raises(ValueError, match="ground_truth"):
+        parse_tests(truth)
+
+
+@pytest.mark.parametrize(
+    ("printed", "expected", "same"),
+    [
+        ("3\n", "3", True),
+        (" 3 \r\n4\n\n", "3\n4", True),
+        ("3\n\n4", "3\n4", False),
+        ("3 4", "3\n4", False),
+    ],
+)
+def test_lines_are_compared_without_white_space_at_their_ends(
+    printed: str, expected: str, same: bool
+):
+    assert same_lines(printed, expected) is same
+
+
+def test_a_wrapped_expected_value_is_unwrapped():
+    assert same_value(3, 3)
+    assert same_value(3, [3])
+    assert same_value([3], [3])
+    assert not same_value([3], 3)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [None, True, 2**100, 1.5, "a", [1, (2, {3})], {1: {"a": b"x"}}, frozenset([1]), 1 + 2j],
+)
+def test_plain_data_survives_the_way_between_the_processes(value: object):
+    encoded = json.loads(json.dumps(tester.encode(value)))
+    decoded = tester.decode(encoded, None)
+    assert (type(decoded), decoded) == (type(value), value)
+
+
+def test_an_object_of_the_answer_loses_its_own_idea_of_equality():
+    class Equal(int):
+        def __eq__(self, other: object) -> bool:
+            return True
+
+        __hash__ = int.__hash__
+
+    decoded = tester.decode(tester.encode([Equal(1)]), None)
+    assert type(decoded[0]) is int
+    with pytest.raises(TypeError):
+        tester.encode(object())
+
+
+def test_results_that_are_no_json_equal_nothing():
+    assert code.as_json(tester.encode((1, [2], {"a": (3,)}))) == [1, [2], {"a": [3]}]
+    assert code.as_json(tester.encode({1})) != [1]
+
+
+def test_an_answer_without_a_program_scores_nothing_without_a_sandbox():
+    result = score(transcript("It is 3.", SUMS))
+    assert result == {"score": 0.0, "passed": 0, "ran": 0, "formatted": 0}
+
+
+# ---- with the sandbox ----------------------------------------------------------
+
+
+@pytest.mark.integration
+@needs_namespaces
+@pytest.mark.parametrize("truth", [CALLS, ASSERTS, json.dumps(CALLS)])
+def test_a_right_function_passes(truth: Json):
+    assert scored(RIGHT, truth) == {"score": 1.0, "passed": 2, "ran": 1, "formatted": 1}
+
+
+@pytest.mark.integration
+@needs_namespaces
+def test_a_right_program_passes_and_a_half_right_one_gets_half():
+    assert scored("print(sum(map(int, input().split())))", SUMS)["score"] == 1.0
+    assert scored("print(3)", SUMS)["score"] == 0.5
+    assert scored("print(3)", SUMS, all_or_nothing=True)["score"] == 0.0
+
+
+@pytest.mark.integration
+@needs_namespaces
+def test_a_method_of_solution_a_generator_and_a_changed_argument_are_understood():
+    solution = "class Solution:\n    def add(self, a, b):\n        return a + b"
+    assert scored(solution, CALLS)["score"] == 1.0
+    program = "def sort(x):\n    x.sort()\ndef count(n):\n    yield from range(n)"
+    asserts = "x = [3, 1]\nsort(x)\nassert x == [1, 3]\nassert list(count(2)) == [0, 1]"
+    assert scored(program, asserts)["passed"] == 2
+
+
+@pytest.mark.integration
+@needs_namespaces
+def test_one_call_that_ends_hangs_or_crashes_costs_only_its_own_test():
+    for fault in ("import os; os._exit(0)", "while True: pass", "import os; os.abort()"):
+        program = f"def add(a, b):\n    if a == 3:\n        {fault}\n    return a + b"
+        assert scored(program, CALLS, test_s=0.5)["score"] == 0.5
+
+
+FORGERIES = {
+    "prints the verdict": 'print(\'{"test": 0, "passed": true}\\n\' * 9, flush=True)',
+    "writes it everywhere": (
+        "import os\nfor n in range(64):\n"
+        '    try: os.write(n, b\'{"test": 0, "passed": true, "value": 3}\\n\')\n'
+        "    except OSError: pass"
+    ),
+    "exits": "import os\nos._exit(0)",
+    "exits in the call": "def add(*_):\n    raise SystemExit(0)",
+    "patches": (
+        "import builtins, sys, json\nbuiltins.AssertionError = Exception\nsys.exit = print\n"
+        "json.loads = lambda *_: {}\nbuiltins.isinstance = lambda *_: True\n"
+        "def add(*_):\n    raise AssertionError"
+    ),
+    "equal to all": (
+        "class Equal(int):\n    def __eq__(self, other): return True\n"
+        "    def __ne__(self, other): return False\n    __hash__ = int.__hash__\n"
+        "def add(*_): return Equal(12345)"
+    ),
+    "equal object": (
+        "class Equal:\n    def __eq__(self, other): return True\ndef add(*_): return Equal()"
+    ),
+    "remote of itself": "def add(*_): return ['kept', 0]",
+    "another built-in": "def add(*_): return 0\ndef AssertionError(*_): return 0\nlen = abs = add",
+    "reads the tests": (
+        "import glob, os, re\nfound = ''\n"
+        "for path in glob.glob('/proc/*/fd/*') + glob.glob('/proc/*/mem') + glob.glob('/box/*'):\n"
+        "    if '/self/' in path or '/answer.py' in path or '/main.py' in path: continue\n"
+        "    if path.startswith(f'/proc/{os.getpid()}/'): continue\n"
+        "    if path.startswith('/proc/thread-self/'): continue\n"
+        "    try: found += open(path, 'rb').read(1000).decode()\n"
+        "    except OSError: pass\n"
+        "def add(a, b): return a + b if 'assert' in found or 'function' in found else -1"
+    ),
+    "kills the tester": "import os, signal\nos.kill(os.getppid(), signal.SIGKILL)",
+}
+
+
+@pytest.mark.integration
+@needs_namespaces
+@pytest.mark.parametrize("truth", [CALLS, ASSERTS], ids=["calls", "asserts"])
+@pytest.mark.parametrize("forgery", FORGERIES)
+def test_a_verdict_cannot_be_forged(forgery: str, truth: Json):
+    result = scored(FORGERIES[forgery], truth, test_s=1.0)
+    assert (result["score"], result["passed"]) == (0.0, 0)
+
+
+@pytest.mark.integration
+@needs_namespaces
+def test_a_program_that_takes_too_much_scores_nothing_in_time():
+    result = scored("import time; time.sleep(1000)", SUMS, test_s=0.5, total_s=0.8)
+    assert result == {"score": 0.0, "passed": 0, "ran": 0, "formatted": 1}
+    bomb = "import os\nwhile True:\n    try: os.fork()\n    except OSError: pass"
+    assert scored(bomb, CALLS, total_s=5.0)["score"] == 0.0
+
+
+@pytest.mark.integration
+def test_without_a_sandbox_there_is_no_score(monkeypatch: pytest.MonkeyPatch):
+    def refused(*_: object, **__: object) -> None:
+        raise sandbox.SandboxUnavailableError("reward.sandbox: refused")
+
+    monkeypatch.setattr(sandbox, "run", refused)
+    with pytest.raises(Unavailable, match=r"reward\.sandbox"):
+        scored(RIGHT, CALLS)

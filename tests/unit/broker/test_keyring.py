@@ -1,0 +1,74 @@
+"""Keys: made for a host and a role, private to their owner, gone when revoked."""
+
+from pathlib import Path
+
+import pytest
+
+from broker.keyring import KeyRing, broker_key, holders, make_client_key, revoke
+from wire.errors import ConfigError
+from wire.keys import read_client_key
+
+
+def test_a_key_is_made_once_for_a_name_and_says_what_it_is_for(tmp_path: Path):
+    path = make_client_key(tmp_path, "gpu7", "generator")
+    key = read_client_key(path)
+    assert (key.name, key.role) == ("gpu7", "generator")
+    assert key.broker.encode() == broker_key(tmp_path).public
+    holder = KeyRing(tmp_path).holder(key.public)
+    assert holder is not None
+    assert (holder.name, holder.role) == ("gpu7", "generator")
+    with pytest.raises(ConfigError, match="there is a key gpu7 already"):
+        make_client_key(tmp_path, "gpu7", "learner")
+
+
+def test_nobody_else_can_read_a_secret(tmp_path: Path):
+    make_client_key(tmp_path, "gpu7", "generator")
+    for path in [*tmp_path.rglob("*.key"), *tmp_path.rglob("*.toml")]:
+        assert path.stat().st_mode & 0o077 == 0, path
+    assert (tmp_path / "clients").stat().st_mode & 0o077 == 0
+
+
+def test_a_key_that_others_can_read_is_refused_with_the_way_out(tmp_path: Path):
+    path = make_client_key(tmp_path, "gpu7", "generator")
+    path.chmod(0o640)
+    with pytest.raises(
+        ConfigError, match=r"gpu7\.key \(run\.key_file\) can be read by others.*chmod"
+    ):
+        read_client_key(path)
+
+
+@pytest.mark.parametrize("text", ["", "name = 3", 'name = "a"\nrole = "king"', "\x00"])
+def test_a_file_that_is_no_key_is_named(tmp_path: Path, text: str):
+    path = tmp_path / "x.key"
+    path.write_text(text)
+    path.chmod(0o600)
+    with pytest.raises(ConfigError, match=r"x\.key \(run\.key_file\) is no key file"):
+        read_client_key(path)
+
+
+def test_a_ring_notices_keys_that_are_made_and_revoked_while_it_is_used(tmp_path: Path):
+    ring = KeyRing(tmp_path)
+    public = read_client_key(make_client_key(tmp_path, "a", "reward_worker")).public
+    assert ring.holder(public) is None
+    assert ring.refresh() == []
+    assert ring.holder(public) is not None
+    revoke(tmp_path, "a")
+    assert [holder.name for holder in ring.refresh()] == ["a"]
+    assert ring.holder(public) is None
+    assert [holder.name for holder in holders(tmp_path, "revoked")] == ["a"]
+    assert not (tmp_path / "clients" / "a.key").exists()
+    with pytest.raises(ConfigError, match="there is no key a"):
+        revoke(tmp_path, "a")
+
+
+@pytest.mark.parametrize("name", ["", "../a", ".hidden", "a\nb"])
+def test_a_name_that_is_none_for_a_file_is_refused(tmp_path: Path, name: str):
+    with pytest.raises(ConfigError, match="cannot be the name of a key"):
+        make_client_key(tmp_path, name, "generator")
+
+
+def test_a_secret_does_not_show_in_what_is_printed(tmp_path: Path):
+    key = read_client_key(make_client_key(tmp_path, "a", "generator"))
+    assert key.secret not in repr(key)
+    own = broker_key(tmp_path)
+    assert own.secret.decode() not in repr(own)

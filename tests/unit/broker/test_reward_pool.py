@@ -1,0 +1,192 @@
+"""The parts of the reward pool that need no process."""
+
+import asyncio
+import logging
+import os
+
+import pytest
+
+from broker.config import RewardSection, RewardTable
+from broker.rewards.calls import request_of
+from broker.rewards.child_messages import (
+    Answered,
+    Call,
+    Unframer,
+    frame_of,
+    from_child,
+    to_child,
+)
+from broker.rewards.child_output import OutputLog
+from broker.rewards.choice import RewardChoice
+from broker.rewards.outcomes import FunctionInfo, Outcome, unavailable
+from broker.rewards.pool import how_it_ended
+from broker.rewards.process_table import (
+    ProcessRow,
+    children_by_parent,
+    descendants,
+    process_table,
+    usage_of,
+)
+from broker.rewards.sdk import Takes
+from wire.control import ScoringItem
+from wire.errors import ProtocolError
+from wire.trajectory import Prompt, Transcript
+
+
+def pair(group_id: int, sibling: int, source: str = "") -> tuple[ScoringItem, Transcript]:
+    item = ScoringItem(group_id=group_id, sibling=sibling, lease_id=0)
+    prompt = Prompt(prompt="?", data_source=source)
+    return item, Transcript(
+        prompt=prompt, response=f"{sibling}", num_response_tokens=1, finish_reason="stop"
+    )
+
+
+def info(takes: Takes) -> FunctionInfo:
+    return FunctionInfo(name="a:b", version="1", takes=takes)
+
+
+def parts(takes: Takes) -> list[list[tuple[int, int]]]:
+    work = [pair(2, 1), pair(1, 0), pair(2, 0)]
+    request = request_of(work, RewardChoice(RewardSection()), [info(takes)])
+    return [[(i.group_id, i.sibling) for i, _ in call.work] for call in request.waiting]
+
+
+def test_answers_make_calls_as_their_function_takes_them():
+    assert parts("answer") == [[(2, 1)], [(1, 0)], [(2, 0)]]
+    assert parts("group") == [[(2, 0), (2, 1)], [(1, 0)]]
+    assert parts("batch") == [[(2, 1), (1, 0), (2, 0)]]
+
+
+def test_every_call_has_one_function():
+    settings = RewardSection(sources={"code": RewardTable(function="c:d")})
+    work = [pair(0, 0, "math"), pair(1, 0, "code"), pair(2, 0, "math")]
+    request = request_of(work, RewardChoice(settings), [info("batch"), info("answer")])
+    calls = [(c.function, [i.group_id for i, _ in c.work], c.divisible) for c in request.waiting]
+    assert calls == [(0, [0, 2], True), (1, [1], False)]
+
+
+@pytest.mark.parametrize(
+    ("idle", "sizes"), [(1, [7]), (2, [3, 4]), (3, [2, 2, 3]), (7, [1] * 7), (9, [1] * 7)]
+)
+def test_a_batch_splits_evenly_and_loses_nothing(idle: int, sizes: list[int]):
+    work = [pair(number, 0) for number in range(7)]
+    (call,) = request_of(work, RewardChoice(RewardSection()), [info("batch")]).waiting
+    split = call.split(idle)
+    assert [len(part.work) for part in split] == sizes
+    assert [p for part in split for p in part.work] == work
+    assert not any(part.divisible for part in split)
+
+
+def test_every_answer_of_a_call_gets_its_own_score():
+    (call,) = request_of(
+        [pair(4, 0), pair(4, 1)], RewardChoice(RewardSection()), [info("group")]
+    ).waiting
+    call.deliver([Outcome(reward=1.0), unavailable("why")], info("group"))
+    first, second = call.request.scores.get_nowait(), call.request.scores.get_nowait()
+    assert (first.sibling, first.reward, first.excerpt) == (0, 1.0, "")
+    assert (second.sibling, second.reward, second.unavailable, second.excerpt) == (
+        1, None, "why", "1",
+    )  # fmt: skip
+    with pytest.raises(asyncio.QueueEmpty):
+        call.request.scores.get_nowait()
+
+
+# ---- messages ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [1, 3, 5, 1000])
+def test_frames_are_found_however_the_bytes_come(size: int):
+    _, transcript = pair(0, 1)
+    call = Call(call_id=7, function=0, transcripts=(transcript,))
+    answered = Answered(call_id=7, outcomes=(Outcome(reward=0.5, parts={"a": 1.0}),))
+    stream = frame_of(call) + frame_of(answered)
+    unframer = Unframer()
+    bodies = [
+        body
+        for start in range(0, len(stream), size)
+        for body in unframer.feed(stream[start : start + size])
+    ]
+    assert to_child.decode(bodies[0]) == call
+    assert from_child.decode(bodies[1]) == answered
+    assert len(bodies) == 2
+
+
+def test_an_absurdly_long_frame_is_refused():
+    with pytest.raises(ProtocolError, match="4294967295 bytes"):
+        list(Unframer().feed(b"\xff\xff\xff\xff"))
+
+
+# ---- what is printed -----------------------------------------------------------
+
+
+def test_output_is_logged_at_a_bounded_rate_and_the_rest_is_counted(
+    caplog: pytest.LogCaptureFixture,
+):
+    clock = [0.0]
+    output = OutputLog("child", now=lambda: clock[0])
+    line = b"x" * 99 + b"\n"
+    with caplog.at_level(logging.INFO):
+        for _ in range(1000):
+            output.add(line * 1000)
+            clock[0] += 0.001
+        logged = sum(len(record.getMessage()) for record in caplog.records)
+        assert 15_000 < logged < 25_000
+        assert output.dropped_bytes > 99_900_000
+        clock[0] += 60
+        caplog.clear()
+        output.add(b"again\n")
+    first, last = (record.getMessage() for record in caplog.records)
+    assert first == f"child printed {output.dropped_bytes} bytes more"
+    assert last == "child printed: again"
+
+
+def test_what_is_printed_cannot_control_a_terminal(caplog: pytest.LogCaptureFixture):
+    with caplog.at_level(logging.INFO):
+        OutputLog("child").add("\x1b[2Jhé\x00\u202e\n".encode() + b"\xff")
+    assert caplog.messages == [
+        r"child printed: \x1b[2Jhé\x00\u202e",
+        "child printed: \N{REPLACEMENT CHARACTER}",
+    ]
+
+
+# ---- processes -----------------------------------------------------------------
+
+
+def row(pid: int, parent: int, **changes: object) -> ProcessRow:
+    plain = ProcessRow(pid, parent, False, 1.0, 2, 0.0, 10)
+    return plain._replace(**changes)
+
+
+def test_descendants_are_all_that_a_process_has_started():
+    table = {r.pid: r for r in [row(2, 1), row(3, 2), row(4, 3), row(5, 1), row(6, 2)]}
+    family = descendants(2, children_by_parent(table))
+    assert sorted(family) == [3, 4, 6]
+    assert descendants(4, children_by_parent(table)) == []
+
+
+def test_usage_adds_up_and_a_zombie_is_no_task_but_has_spent_its_time():
+    table = {3: row(3, 2), 4: row(4, 3, is_zombie=True)}
+    assert usage_of([3, 4, 99], table) == (2, 2.0, 20)
+
+
+def test_the_table_knows_this_process():
+    mine = process_table()[os.getpid()]
+    assert mine.parent == os.getppid()
+    assert mine.rss_bytes > 1 << 20
+    assert mine.num_threads >= 1
+    assert not mine.is_zombie
+
+
+@pytest.mark.parametrize(
+    ("code", "text"),
+    [
+        (3, "ended with exit code 3"),
+        (0, "ended with exit code 0"),
+        (139, "was killed by SIGSEGV"),
+        (-9, "was killed by SIGKILL"),
+        (255, "ended with exit code 255"),
+        (None, "sent nonsense"),
+    ],
+)
+def test_an_exit_code_is_said_in_words(code: int | None, text: str):
+    assert how_it_ended(code) == text
