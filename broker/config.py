@@ -109,7 +109,7 @@ class BrokerSection(Section, frozen=True, kw_only=True):
     listen: str = ""
     """Where roles on other hosts connect, tcp://ADDRESS:PORT; they need keys. Empty is nowhere."""
     keys: str = ""
-    """Folder of the keys for that; empty is DIR/NAME/keys. A folder outside serves many runs."""
+    """Folder of the keys for that; empty is DIR/keys, which all runs share."""
     redis: RedisTable = RedisTable()
     dashboard: DashboardTable = DashboardTable()
 
@@ -190,13 +190,18 @@ class BrokerSettings(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def keys_folder(self) -> Path:
         """Return the folder of the broker's and its clients' keys."""
-        return Path(self.broker.keys) if self.broker.keys else self.run.folder / "keys"
+        return keys_folder(self.run, self.broker)
 
     @property
     def max_in_flight(self) -> int:
         """Return the most groups neither trained nor dropped."""
         allowed = (self.run.staleness_bound + 1) * self.run.groups_per_step
         return allowed if self.broker.max_in_flight is None else self.broker.max_in_flight
+
+
+def keys_folder(run: RunSection, broker: BrokerSection) -> Path:
+    """Return the folder of the broker's and its clients' keys."""
+    return Path(broker.keys) if broker.keys else Path(run.dir) / "keys"
 
 
 def broker_settings(table: Table) -> BrokerSettings:

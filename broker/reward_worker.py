@@ -40,7 +40,7 @@ async def serve(settings: WorkerSettings, name: str) -> None:
     stop = stop_event()
     run, reward = settings.run, settings.reward
     hide = [path for path in (Path(run.key_file),) if run.key_file]
-    hide += [run.folder / "keys"]
+    hide += [Path(run.dir) / "keys"]
     pool = await RewardPool.start(reward, function=settings.function, hide=hide)
     try:
         client, welcome = await BrokerClient.connect(

@@ -18,8 +18,8 @@ from deploy.local import run_locally
 from deploy.observe import dashboard_address, run_of_folder, status_now
 from deploy.plan import count_gpus, plan_roles
 from deploy.replay import replay as replay
-from deploy.reward_test import reward_test as reward_test
 from deploy.resume import find_resume_point, resumed_table
+from deploy.reward_test import reward_test as reward_test
 from deploy.show import show as show_rows
 from deploy.view import live_view
 from wire.command_line import print_json

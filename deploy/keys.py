@@ -7,16 +7,13 @@ from typing import get_args
 from rich.console import Console
 from rich.table import Table as RichTable
 
-from broker.config import BrokerSection
+from broker.config import BrokerSection, keys_folder
 from broker.keyring import holders, make_client_key, revoke
-from deploy.ledger import newest_started
 from wire.command_line import print_json
 from wire.control import Role
 from wire.errors import ConfigError
 from wire.run_settings import run_section
 from wire.settings import load_table, section
-
-_RUNS = Path("runs")
 
 
 def keys(
@@ -34,8 +31,8 @@ def keys(
         action: make, list or revoke.
         names: of the keys, one per host and role.
         role: that a new key is for.
-        folder: of the keys; None is that of ``config``, or of the newest run.
-        config: the run's settings.
+        folder: of the keys; None is that of ``config``.
+        config: the run's settings; None is all defaults.
         as_json: print for programs.
     """
     folder = folder or _keys_folder(config)
@@ -82,8 +79,5 @@ def _list(folder: Path, console: Console, *, as_json: bool) -> int:
 
 
 def _keys_folder(config: Path | None) -> Path:
-    if config is None:
-        return newest_started(_RUNS) / "keys"
     table = load_table(config)
-    named = section(table, "broker", BrokerSection).keys
-    return Path(named) if named else run_section(table).folder / "keys"
+    return keys_folder(run_section(table), section(table, "broker", BrokerSection))

@@ -136,6 +136,12 @@ def _run(
     _await_broker(supervisor, run)
     for plan in others:
         supervisor.start(plan)
+    if listen := config.broker.broker.listen:
+        console.print(
+            f"roles on other hosts connect to {listen}, with keys in {config.broker.keys_folder} "
+            "(slipstream keys make)",
+            soft_wrap=True,
+        )
     watcher.start()
     names = [plan.name for plan in others]
     started = time.monotonic()

@@ -65,7 +65,7 @@ async def _inline_rewards(
         return None
     run = settings.run
     hide = [Path(run.key_file)] if run.key_file else []
-    pool = await RewardPool.start(settings.reward, hide=[*hide, run.folder / "keys"])
+    pool = await RewardPool.start(settings.reward, hide=[*hide, Path(run.dir) / "keys"])
     cleanup.push_async_callback(pool.close)
     if pool.needs_groups:
         raise ConfigError(

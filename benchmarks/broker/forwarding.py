@@ -79,7 +79,8 @@ def push(
     socket.setsockopt(zmq.SNDHWM, 0)
     socket.connect(f"ipc://{folder}/front")
     sent = trajectory_bytes(payload_bytes)
-    frames = [os.urandom(8), os.urandom(16), os.urandom(HEADER_BYTES), sent.payload, sent.transcript]
+    ids = [os.urandom(8), os.urandom(16)]
+    frames = [*ids, os.urandom(HEADER_BYTES), sent.payload, sent.transcript]
     socket.send_multipart(frames, copy=False)
     socket.recv_multipart()
     begun.value = 1

@@ -48,7 +48,8 @@ class Peer:
         """Send a request; return its id."""
         request_id = next(self._ids).to_bytes(8, "big")
         large = bool(frames)
-        self.socket.send_multipart([request_id, self._session, encode(request), *frames], copy=not large)
+        message = [request_id, self._session, encode(request), *frames]
+        self.socket.send_multipart(message, copy=not large)
         return request_id
 
     def receive(self, timeout_s: float) -> Received | None:

@@ -193,6 +193,8 @@ def chaos_run(
     broker_arguments: tuple[str, ...] = (),
     trainer_arguments: tuple[str, ...] = (),
     clients_sockets: str = "sockets",
+    reward: str = REWARD,
+    reward_workers: int = 1,
     **settings: object,
 ) -> Iterator[Chaos]:
     """Yield a run that has not been started; end everything afterwards.
@@ -200,7 +202,7 @@ def chaos_run(
     ``settings`` are of the form ``broker__lease_s=1.0``.
     """
     write_blank_model(folder / "model", hidden=16, layers=1)
-    (folder / "reward.py").write_text(REWARD)
+    (folder / "reward.py").write_text(reward)
     rows = [
         {"prompt": f"{i % 100:02d}+{i // 100:02d}=", "ground_truth": str(i)} for i in range(prompts)
     ]
@@ -253,7 +255,16 @@ def chaos_run(
     plans = [
         role("broker", broker_module, config, *broker_arguments, again=("--restarted",)),
         role("learner", "tests.chaos.trainer", clients, *trainer_arguments),
-        role("reward-worker-0", "broker.reward_worker", clients, "--name", "reward-worker-0"),
+        *(
+            role(
+                f"reward-worker-{i}",
+                "broker.reward_worker",
+                clients,
+                "--name",
+                f"reward-worker-{i}",
+            )
+            for i in range(reward_workers)
+        ),
         *(
             role(f"generator-{i}", "tests.chaos.generator", clients, "--name", f"generator-{i}")
             for i in range(generators)
@@ -326,6 +337,7 @@ def redis_server(folder: Path) -> Iterator[dict[str, str]]:
     try:
         asyncio.run(server.until_listening(socket))
         password = folder / "redis.password"
+        password.touch(mode=0o600)
         password.write_text(server.password)
         yield {"url": server.url, "password_file": str(password)}
     finally:

@@ -1,0 +1,41 @@
+r"""Pure: where the final answer stands in what a model wrote: ``\boxed{}``, tags, ``####``."""
+
+import re
+
+_BOXED = "\\boxed{"
+_TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+_HASHES = "####"
+_THOUGHT_ENDS = "</think>"
+
+
+def marked_answer(text: str) -> str | None:
+    r"""Return what is marked as the answer, the last one of its kind; None if nothing is.
+
+    ``\boxed{...}`` goes before ``<answer>...</answer>``, and that before what follows ``####`` on
+    its line.
+
+    Example: ``marked_answer("so \\boxed{\\frac{1}{2}}")`` is ``"\\frac{1}{2}"``.
+    """
+    boxed = _last_boxed(text)
+    if boxed is not None:
+        return boxed
+    tagged: list[str] = _TAGGED.findall(text)
+    if tagged:
+        return tagged[-1].strip()
+    _, hashes, rest = text.rpartition(_HASHES)
+    return rest.strip().partition("\n")[0] if hashes else None
+
+
+def after_thought(text: str) -> str:
+    """Return what follows the last ``</think>``; all of it where there is none."""
+    return text.rpartition(_THOUGHT_ENDS)[2]
+
+
+def _last_boxed(text: str) -> str | None:
+    start = text.rfind(_BOXED)
+    depth = 0
+    for at in range(start + len(_BOXED) - 1, len(text)) if start >= 0 else ():
+        depth += {"{": 1, "}": -1}.get(text[at], 0)
+        if not depth:
+            return text[start + len(_BOXED) : at]
+    return None

@@ -1,0 +1,157 @@
+"""A sum of several rewards, each with a weight and each a metric.
+
+[reward]
+function = "broker.rewards.weighted:Weighted"
+
+[reward.options]
+shaping = ["overlong"]
+
+[reward.options.parts.right]
+function = "broker.rewards.numeric:score"
+
+[reward.options.parts.overlong]
+function = "broker.rewards.lengths:overlong"
+weight = 0.5
+options = { max_tokens = 4096, cache_tokens = 512 }
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import msgspec
+
+from broker.rewards.loading import RewardFunction, load_function
+from broker.rewards.outcomes import Outcome, failure, outcome_of
+from broker.rewards.sdk import Transcript, Unavailable, reward
+from wire.errors import ConfigError
+from wire.trajectory import Json
+
+_RESERVED = ("score", "unshaped")
+_SETTING = "reward.options.parts"
+
+
+class PartTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One reward of the sum."""
+
+    function: str  # MODULE:NAME or FILE.py:NAME; takes answers
+    weight: float = 1.0
+    options: Annotated[dict[str, Json], msgspec.Meta(description="keyword arguments")] = {}
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    name: str
+    weight: float
+    function: RewardFunction
+
+
+@reward()
+class Weighted:
+    """The reward is the sum of ``weight * part``.
+
+    Metrics: every part by its name and without its weight, the parts of a part as
+    ``name.its_part``, and ``unshaped``, the sum without those that ``shaping`` names:
+    ``broker.zero_variance_of = "unshaped"`` keeps penalties from hiding that all siblings are
+    right, or wrong. While one part is unavailable, the sum is.
+    """
+
+    score: Callable[[Transcript], dict[str, float] | Awaitable[dict[str, float]]]
+
+    def __init__(
+        self,
+        *,
+        parts: Mapping[str, Mapping[str, Json]],
+        shaping: Sequence[str] = (),
+        sandbox: str = "namespaces",
+    ) -> None:
+        """Load the parts.
+
+        Args:
+            parts: by name: function, weight (1.0) and options.
+            shaping: names of parts that are penalties or the like.
+            sandbox: reward.sandbox, for parts that run code.
+
+        Raises:
+            ConfigError: a part cannot be loaded, or ``shaping`` names none.
+        """
+        if not parts:
+            raise ConfigError(f"{_SETTING} is empty: name at least one reward")
+        unknown = set(shaping) - set(parts)
+        if isinstance(shaping, str) or unknown:
+            raise ConfigError(
+                f"reward.options.shaping must be a list of names out of {sorted(parts)}, "
+                f"got {shaping!r}"
+            )
+        self._shaping = frozenset(shaping)
+        self._parts = [_load(name, table, {"sandbox": sandbox}) for name, table in parts.items()]
+        is_async = any(part.function.is_async for part in self._parts)
+        self.score = self._score_together if is_async else self._score_in_turn
+
+    async def close(self) -> None:
+        """Close all parts."""
+        for part in self._parts:
+            result = part.function.close()
+            if isinstance(result, Awaitable):
+                await result
+
+    def _score_in_turn(self, transcript: Transcript) -> dict[str, float]:
+        outcomes = []
+        for part in self._parts:
+            try:
+                outcome = outcome_of(part.function.call([transcript]))
+            except Exception as error:  # noqa: BLE001 foreign code may raise anything
+                outcome = failure(error)
+            _check(part, outcome)
+            outcomes.append(outcome)
+        return self._sum(outcomes)
+
+    async def _score_together(self, transcript: Transcript) -> dict[str, float]:
+        outcomes = await asyncio.gather(*(_outcome(part, transcript) for part in self._parts))
+        for part, outcome in zip(self._parts, outcomes, strict=True):
+            _check(part, outcome)
+        return self._sum(outcomes)
+
+    def _sum(self, outcomes: Sequence[Outcome]) -> dict[str, float]:
+        total = unshaped = 0.0
+        found: dict[str, float] = {}
+        for part, outcome in zip(self._parts, outcomes, strict=True):
+            value = outcome.reward if outcome.reward is not None else 0.0  # checked before
+            total += part.weight * value
+            if part.name not in self._shaping:
+                unshaped += part.weight * value
+            inner = outcome.parts.items()
+            found |= {f"{part.name}.{key}": number for key, number in inner if key != "score"}
+            found[part.name] = value
+        return found | {"score": total, "unshaped": unshaped}
+
+
+async def _outcome(part: _Part, transcript: Transcript) -> Outcome:
+    try:
+        result = part.function.call([transcript])
+        return outcome_of(await result if isinstance(result, Awaitable) else result)
+    except Exception as error:  # noqa: BLE001 foreign code may raise anything
+        return failure(error)
+
+
+def _check(part: _Part, outcome: Outcome) -> None:
+    if outcome.reward is None:
+        raise Unavailable(f"{part.name}: {outcome.unavailable}")
+
+
+def _load(name: str, given: Any, offered: Mapping[str, Json]) -> _Part:  # noqa: ANN401
+    setting = f"{_SETTING}.{name}"
+    if name in _RESERVED:
+        raise ConfigError(f"{setting}: a part must not be called {' or '.join(_RESERVED)}")
+    try:
+        table = msgspec.convert(given, PartTable)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{setting}: {error}") from error
+    function = load_function(table.function, table.options, setting=setting, offered=offered)
+    if function.info.takes != "answer":
+        raise ConfigError(
+            f"{setting}.function {table.function!r} takes a {function.info.takes}, "
+            "expected one that takes an answer"
+        )
+    return _Part(name, table.weight, function)

@@ -1,0 +1,484 @@
+"""Whatever a client sends: the broker counts it, forgets it, and goes on serving.
+
+The broker is real and keeps its store in memory; clients are bare sockets that have said hello in
+every role, or in none. What is malformed, forbidden or of a stranger must leave the ledger as it is,
+byte for byte. What is damaged and still allowed must leave it in balance.
+"""
+
+import asyncio
+import gc
+import logging
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from random import Random
+from typing import get_args
+
+import msgspec
+import psutil
+import pytest
+import zmq
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from zmq.auth.asyncio import AsyncioAuthenticator
+
+from broker import sessions
+from broker.book import encode_state
+from broker.client import BrokerClient
+from broker.commit import GroupCommitter
+from broker.keyring import KeyRing, broker_key
+from broker.ledger import Ledger
+from broker.scoring import ScoringQueue
+from broker.server import BrokerServer
+from broker.store import MemoryStore
+from broker.telemetry import Telemetry
+from tests.fuzzing import MAX_MESSAGE_BYTES, Attacker, Frames, Mutator, verdict
+from tests.unit.broker.ledger_driver import header, make_ledger, make_rules
+from tests.wire_samples import DECODERS, FAMILIES, REQUESTS
+from wire.codec import decode_answer, encode
+from wire.control import (
+    BatchDelivered,
+    Done,
+    FetchPayloads,
+    GetStatus,
+    GroupsLeased,
+    Heartbeat,
+    Hello,
+    LeaseGroups,
+    LeaseScoring,
+    Refusal,
+    ReleaseLease,
+    Request,
+    RequestBatch,
+    Role,
+    ScoringLeased,
+    StatusAnswer,
+    StepCommit,
+    StepCommitted,
+    SubmitScores,
+    SubmitTrajectory,
+    TakeOver,
+    TookOver,
+    Welcome,
+)
+from wire.errors import ProtocolError
+from wire.run_settings import RunSection
+from wire.trajectory import Score
+
+PROFILE = settings(
+    derandomize=True,
+    deadline=None,
+    database=None,
+    phases=[Phase.generate],
+    suppress_health_check=list(HealthCheck),
+)
+RANDOMS = st.randoms(use_true_random=True)
+MAX_GROWTH_MB = 48  # of this process, which holds the broker, the clients and hypothesis
+PER_BATCH = 100  # sequences
+MAX_ANSWER_S = 1.0
+PARTNERS: tuple[Role | None, ...] = (*get_args(Role), *get_args(Role), None, None)
+
+
+# ---- decoders ----------------------------------------------------------------
+
+
+@pytest.mark.integration
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("family", DECODERS)
+def test_a_decoder_takes_a_message_or_raises_a_protocol_error(family: str):
+    corpus = [(encode(sample), []) for samples in FAMILIES.values() for sample in samples.values()]
+    outcomes: Counter[str] = Counter()
+
+    @settings(PROFILE, max_examples=40)
+    @given(random=RANDOMS)
+    def decode_many(random: Random) -> None:
+        mutator = Mutator(random, corpus)
+        for _ in range(PER_BATCH):
+            body = mutator.body()
+            try:
+                DECODERS[family](body)
+            except ProtocolError:
+                outcomes["refused"] += 1
+            except BaseException as error:
+                error.add_note(f"body: {body[:400].hex()}")
+                raise
+            else:
+                outcomes["taken"] += 1
+
+    decode_many()
+    assert outcomes["refused"] >= 2_000
+
+
+# ---- a broker and those who are after it -------------------------------------
+
+
+@dataclass(slots=True)
+class Fuzzed:
+    """A broker in this process."""
+
+    server: BrokerServer
+    ledger: Ledger
+    scoring: ScoringQueue
+    store: MemoryStore
+    unix: str
+    tasks: list["asyncio.Task[None]"]
+    faults: list[dict[str, object]] = field(default_factory=list)  # that reached the event loop
+
+    @property
+    def rejected(self) -> Counter[str]:
+        return self.server.telemetry.rejected
+
+    def assert_well(self) -> None:
+        assert not self.faults, self.faults[0]
+        assert not any(task.done() for task in self.tasks), "the broker's loop ended"
+        assert self.rejected["internal"] == 0
+        assert self.ledger.unaccounted() == 0
+        encode_state(self.ledger.state)
+
+    def sizes(self) -> dict[str, int]:
+        server = self.server
+        return {
+            "sessions": len(server._sessions._by_token),
+            "names": len(server._sessions._by_name),
+            "readers": len(server._sessions._readers),
+            "roles": len(server.telemetry._roles),
+            "packages": len(server.telemetry.versions),
+            "buckets": len(server._rate),
+            "leases": len(server._leases),
+            "scorings": len(server._scorings),
+            "batches": len(server._batches),
+            "jobs": sum(server._jobs_of.values()),
+            "waiting": self.scoring.num_waiting + self.scoring.num_leased,
+            "groups": len(self.ledger.groups),
+            "state": len(encode_state(self.ledger.state)),
+        }
+
+
+MOST = {
+    "sessions": sessions.MAX_CLIENTS,
+    "names": sessions.MAX_CLIENTS,
+    "readers": sessions.MAX_READERS,
+    "roles": 4_096,
+    "packages": 1_000,
+    "buckets": 4_096,
+    "leases": 4_096,
+    "scorings": 4_096,
+    "batches": 64,
+    "jobs": 1_024,
+    "waiting": 1_000,
+    "groups": 1_000,
+    "state": 4_000_000,
+}
+
+
+@asynccontextmanager
+async def fuzzed(folder: Path, *, listens: bool = False) -> AsyncIterator[Fuzzed]:
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    key, ring = None, None
+    doorkeeper = AsyncioAuthenticator(context)
+    if listens:
+        key, ring = broker_key(folder / "keys"), KeyRing(folder / "keys")
+        doorkeeper.start()
+        doorkeeper.configure_curve_callback("slipstream", credentials_provider=ring)
+    rules = make_rules(total_steps=1_000_000, replay_budget_bytes=1_000_000)
+    ledger, store = make_ledger(rules), MemoryStore()
+    ledger._terms._lease_s = 3_600.0  # what changes by itself would hide what a message changed
+    scoring, committer = ScoringQueue(lease_s=3_600.0), GroupCommitter(store)
+    server = BrokerServer(
+        ledger=ledger,
+        scoring=scoring,
+        committer=committer,
+        store=store,
+        telemetry=Telemetry(RunSection(name="run")),
+        run_name="run",
+        max_message_bytes=MAX_MESSAGE_BYTES,
+        max_requests_per_s=1e6,
+        keys=ring,
+        cache_bytes=1 << 20,
+    )
+    unix = f"ipc://{folder}/broker.sock"
+    listen = "tcp://127.0.0.1:*" if listens else ""
+    tasks = [
+        asyncio.create_task(server.serve(context, unix, listen=listen, key=key)),
+        asyncio.create_task(committer.run()),
+    ]
+    it = Fuzzed(server, ledger, scoring, store, unix, tasks)
+    asyncio.get_running_loop().set_exception_handler(lambda _, what: it.faults.append(what))
+    await asyncio.sleep(0.05)
+    try:
+        yield it
+        it.assert_well()
+    finally:
+        for task in tasks:
+            task.cancel()
+            with suppress(asyncio.CancelledError):
+                await task
+        if listens:
+            doorkeeper.stop()
+        context.term()
+
+
+class Bare:
+    """A DEALER socket that sends what it is told to."""
+
+    def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", unix: str, name: str) -> None:
+        self.attacker = Attacker(None)
+        self._name = name
+        self._socket = context.socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.SNDHWM, 0)
+        self._socket.setsockopt(zmq.RCVHWM, 0)
+        self._socket.connect(unix)
+
+    def send(self, frames: Sequence[bytes]) -> None:
+        self._socket.send_multipart(frames, zmq.NOBLOCK)
+
+    async def ask(self, frames: Sequence[bytes]) -> tuple[object, float]:
+        """Send, and pass over all answers up to the one to this; return it and its seconds."""
+        began = time.monotonic()
+        self.send(frames)
+        while time.monotonic() - began < 10.0:
+            try:
+                got = self._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                await asyncio.sleep(0.0005)
+                continue
+            if got[0] == frames[0]:
+                return decode_answer(got[1]), time.monotonic() - began
+        raise TimeoutError(f"no answer to {frames[0]!r}")
+
+    async def hello(self, role: Role) -> None:
+        body = encode(Hello(role=role, name=self._name, incarnation="a"))
+        answer, _ = await self.ask([b"hello", b"", body])
+        assert isinstance(answer, Welcome), answer
+        if self.attacker.session:
+            self.attacker.others = [self.attacker.session, *self.attacker.others][:8]
+        self.attacker.role, self.attacker.session = role, answer.session
+
+    async def catch_up(self) -> float:
+        """Return when the broker has done with all that this socket sent."""
+        body = encode(GetStatus())
+        _, seconds = await self.ask([b"probe", self.attacker.session, body])
+        return seconds
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+class Siege:
+    """Every role, twice, and two strangers."""
+
+    def __init__(self, it: Fuzzed) -> None:
+        self._it = it
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._bare = [
+            Bare(self._context, it.unix, f"{role}-{at}") for at, role in enumerate(PARTNERS)
+        ]
+        self._honest = Bare(self._context, it.unix, "honest")
+        self.sent: Counter[str] = Counter()
+        self.slowest_s = 0.0
+
+    async def begin(self) -> None:
+        for bare, role in zip(self._bare, PARTNERS, strict=True):
+            if role is not None:
+                await bare.hello(role)
+        sessions_ = [bare.attacker.session for bare in self._bare if bare.attacker.session]
+        for bare in self._bare:
+            old = [one for one in bare.attacker.others if one not in sessions_][:4]
+            bare.attacker.others = [s for s in sessions_ if s != bare.attacker.session] + old
+
+    async def attack(self, random: Random) -> None:
+        """Send a hundred sequences: first what has to change nothing, then the others."""
+        mutator = Mutator(random, corpus_of(self._it.ledger, random))
+        harmless: list[tuple[Bare, Frames]] = []
+        allowed: list[tuple[Bare, Frames]] = []
+        expected: Counter[str] = Counter()
+        for _ in range(PER_BATCH):
+            bare = random.choice(self._bare)
+            for frames in mutator.sequence(bare.attacker):
+                what = verdict(frames, bare.attacker)
+                expected[what] += 1
+                (allowed if what == "allowed" else harmless).append((bare, frames))
+        self.sent += expected
+        self.sent["sequences"] += PER_BATCH
+        await self._without_a_trace(harmless, expected)
+        await self._send(allowed)
+        await self.begin()  # some have said hello as somebody else
+        self._it.assert_well()
+        await self._assert_serves()
+
+    async def _without_a_trace(
+        self, messages: list[tuple[Bare, Frames]], expected: Counter[str]
+    ) -> None:
+        it = self._it
+        before, counted = encode_state(it.ledger.state), it.rejected.copy()
+        strangers = sum(bare.attacker.role is None for bare in self._bare)
+        await self._send(messages)
+        assert encode_state(it.ledger.state) == before, "a message that is no request acted"
+        new = it.rejected - counted
+        expected = +expected
+        del expected["allowed"]
+        expected["hello_first"] += strangers  # who caught up
+        assert new == +expected
+
+    async def _send(self, messages: list[tuple[Bare, Frames]]) -> None:
+        for bare, frames in messages:
+            bare.send(frames)
+        for bare in self._bare:
+            self.slowest_s = max(self.slowest_s, await bare.catch_up())
+        await asyncio.sleep(0)
+
+    async def _assert_serves(self) -> None:
+        if not self._honest.attacker.session:
+            await self._honest.hello("generator")
+        answer, seconds = await self._honest.ask(
+            [b"honest", self._honest.attacker.session, encode(GetStatus())]
+        )
+        if isinstance(answer, Refusal) and answer.code in {"hello_first", "superseded"}:
+            await self._honest.hello("generator")  # somebody took its name
+            return
+        assert isinstance(answer, StatusAnswer), answer
+        assert answer.status.unaccounted == 0
+        assert seconds < MAX_ANSWER_S
+
+    def close(self) -> None:
+        for bare in (*self._bare, self._honest):
+            bare.close()
+        self._context.term()
+
+
+def corpus_of(ledger: Ledger, random: Random) -> list[tuple[bytes, Frames]]:
+    """Return messages that mean something to this ledger as it is, beside all samples."""
+    version = ledger.version
+    live: list[Request] = [
+        TakeOver(step=version.step),
+        RequestBatch(version=version, step=version.step, wait_s=0.0),
+        StepCommit(version=version.next(), metrics={"policy/loss": 0.5}),
+        LeaseGroups(adopted=version, max_sequences=4, wait_s=0.0),
+        LeaseScoring(credits=4, wait_s=0.0),
+        Heartbeat(lease_ids=tuple(ledger.leases)[:4]),
+        *(ReleaseLease(lease_id=i, reason="no") for i in list(ledger.leases)[:1]),
+    ]
+    groups = list(ledger.groups.values())
+    for group in random.sample(groups, min(3, len(groups))):
+        for sibling in range(group.size):
+            chosen_by = msgspec.structs.replace(version, step=max(0, group.adopted_step))
+            sent = header(group.group_id, sibling, chosen_by, lease_id=group.lease_id)
+            score = Score(group_id=group.group_id, sibling=sibling, lease_id=-1, reward=sibling)
+            live += [SubmitTrajectory(header=sent), SubmitScores(scores=(score,))]
+        live.append(FetchPayloads(keys=tuple(group.trajectory_keys())[:2]))
+    return [(encode(one), _attached(one)) for one in (*REQUESTS, *live)]
+
+
+def _attached(request: Request) -> Frames:
+    return [b"payload", b"transcript"] if isinstance(request, SubmitTrajectory) else []
+
+
+def rss_mb() -> float:
+    gc.collect()
+    return psutil.Process().memory_info().rss / 2**20
+
+
+def lay_siege(folder: Path, num_sequences: int) -> None:
+    """Send so many sequences and see that nothing grows."""
+    logging.getLogger("broker").setLevel(logging.CRITICAL)
+    logging.getLogger("broker.server").setLevel(logging.CRITICAL)
+    batches = num_sequences // PER_BATCH
+    figures: list[float] = []
+    began = time.monotonic()
+    with asyncio.Runner() as runner:
+        manager = fuzzed(folder)
+        it = runner.run(manager.__aenter__())
+        siege = Siege(it)
+        runner.run(siege.begin())
+
+        @settings(PROFILE, max_examples=batches)
+        @given(random=RANDOMS)
+        def attack(random: Random) -> None:
+            runner.run(siege.attack(random))
+            if siege.sent["sequences"] % (PER_BATCH * max(1, batches // 10)) == 0:
+                figures.append(rss_mb())
+            sizes = it.sizes()
+            over = {name: n for name, n in sizes.items() if n > MOST[name]}
+            assert not over, f"grew past {MOST}: {over}"
+
+        try:
+            attack()
+            runner.run(one_step(it))
+            sizes = it.sizes()
+        finally:
+            siege.close()
+            runner.run(manager.__aexit__(None, None, None))
+    seconds = time.monotonic() - began
+    sent = siege.sent
+    print(  # noqa: T201 the figures of docs/wire.md
+        f"\n{sent['sequences']} sequences in {seconds:.0f} s ({sent['sequences'] / seconds:.0f}/s): "
+        f"{dict(sent)}; slowest {siege.slowest_s:.3f} s; resident MB "
+        f"{', '.join(f'{one:.0f}' for one in figures)}; {sizes}; {dict(it.rejected)}"
+    )
+    assert sent["sequences"] >= num_sequences
+    assert min(sent[what] for what in ("malformed", "forbidden", "hello_first", "allowed")) > 100
+    warm = figures[len(figures) // 5]
+    assert figures[-1] - warm < MAX_GROWTH_MB, f"resident MB: {figures}"
+
+
+async def one_step(it: Fuzzed) -> None:
+    """After all that, honest roles train a step."""
+    clients = []
+
+    async def client(role: Role, name: str) -> BrokerClient:
+        one, _ = await BrokerClient.connect(it.unix, role=role, name=name, timeout_s=5.0)
+        clients.append(one)
+        return one
+
+    learner, generator = await client("learner", "L"), await client("generator", "G")
+    took, _ = await learner.ask(TakeOver(step=it.ledger.step), TookOver)
+    for name in list(it.ledger.by_holder):
+        it.ledger.release_all(name, "left")  # those who were there are gone
+    for _ in range(50):
+        leased, _ = await generator.ask(
+            LeaseGroups(adopted=took.version, max_sequences=64, wait_s=0.1), GroupsLeased
+        )
+        for group in leased.groups:
+            for sibling in group.siblings:
+                sent = header(group.group_id, sibling, took.version, lease_id=group.lease_id)
+                await generator.ask(
+                    SubmitTrajectory(header=sent), Done, frames=[b"payload", b"transcript"]
+                )
+        leased_scoring, _ = await generator.ask(LeaseScoring(credits=99, wait_s=0.0), ScoringLeased)
+        scores = tuple(
+            Score(
+                group_id=i.group_id, sibling=i.sibling, lease_id=i.lease_id, reward=float(i.sibling)
+            )
+            for i in leased_scoring.items
+        )
+        await generator.ask(SubmitScores(scores=scores), Done)
+        answer, _ = await learner.ask_any(
+            RequestBatch(version=took.version, step=took.version.step, wait_s=0.1)
+        )
+        if isinstance(answer, BatchDelivered):
+            commit = StepCommit(version=took.version.next(), metrics={})
+            await learner.ask(commit, StepCommitted)
+            break
+    for one in clients:
+        one.close()
+    assert it.ledger.version == took.version.next()
+
+
+@pytest.mark.integration
+@pytest.mark.timeout(240)
+def test_ten_thousand_hostile_sequences_change_nothing_and_leave_nothing_behind(
+    short_folder: Path,
+):
+    lay_siege(short_folder, 10_000)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3_000)
+def test_a_hundred_thousand_hostile_sequences_change_nothing_and_leave_nothing_behind(
+    short_folder: Path,
+):
+    lay_siege(short_folder, 100_000)

@@ -1,0 +1,127 @@
+"""Built-in rewards on recorded answers: right, wrong and malformed ones, each with its score.
+
+The problems are reasoning-gym's (seed 0), or such as a data set of programs has.
+"""
+
+import asyncio
+import json
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from broker.config import RewardSection, RewardTable
+from broker.data.gym import gym_rows
+from broker.rewards.pool import RewardPool
+from deploy.reward_test import reward_test
+from wire.control import ScoringItem
+from wire.trajectory import Prompt, Transcript
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(90)]
+GOLDEN = Path(__file__).parents[1] / "golden" / "rewards"
+FUNCTIONS = {
+    "math": "broker.rewards.math_answer:score",
+    "code": "broker.rewards.code:score",
+}
+
+
+def lines(name: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (GOLDEN / f"{name}.jsonl").read_text().splitlines()]
+
+
+def section(name: str) -> RewardSection:
+    options = {"test_s": 2.0} if name == "code" else {}
+    return RewardSection(function=FUNCTIONS[name], options=options, processes=2, timeout_s=30)
+
+
+@pytest.mark.parametrize("name", list(FUNCTIONS))
+def test_recorded_answers_get_their_scores_from_a_pool(name: str):
+    rows, answers = lines(name), lines(f"{name}_answers")
+    work = [
+        (
+            ScoringItem(group_id=answer["row"], sibling=number, lease_id=number),
+            Transcript(
+                prompt=Prompt(**rows[answer["row"]]),
+                response=answer["response"],
+                num_response_tokens=1 + len(answer["response"]),
+                finish_reason="stop",
+            ),
+        )
+        for number, answer in enumerate(answers)
+    ]
+
+    async def body() -> dict[int, float | str]:
+        pool = await RewardPool.start(section(name))
+        try:
+            return {
+                score.sibling: score.unavailable if score.reward is None else score.reward
+                async for score in pool.score(work)
+            }
+        finally:
+            await pool.close()
+
+    found = asyncio.run(body())
+    expected = {number: answer["score"] for number, answer in enumerate(answers)}
+    assert found == pytest.approx(expected)
+    assert {0.0, 1.0} <= set(expected.values())
+
+
+@pytest.mark.parametrize("name", list(FUNCTIONS))
+def test_recorded_answers_get_their_scores_from_the_command(
+    name: str, capsys: pytest.CaptureFixture[str]
+):
+    rows, answers = lines(name), lines(f"{name}_answers")
+    code = reward_test(
+        ["reward.options.test_s=2.0"] if name == "code" else [],
+        reward=FUNCTIONS[name],
+        data=str(GOLDEN / f"{name}.jsonl"),
+        count=len(rows),
+        answers=GOLDEN / f"{name}_answers.jsonl",
+        as_json=True,
+    )
+    found = json.loads(capsys.readouterr().out)
+    scores = [answer["reward"] for answer in found["answers"]]
+    assert scores == pytest.approx([answer["score"] for answer in answers])
+    assert (code, found["unavailable"]) == (0, {})
+
+
+def test_each_data_source_may_have_its_own_reward():
+    rows = [lines("math")[0], lines("code")[0]]
+    answers = [lines("math_answers")[0], lines("code_answers")[0]]
+    settings = RewardSection(
+        function=FUNCTIONS["math"],
+        sources={rows[1]["data_source"]: RewardTable(function=FUNCTIONS["code"])},
+    )
+    work = [
+        (
+            ScoringItem(group_id=number, sibling=0, lease_id=number),
+            Transcript(
+                prompt=Prompt(**row),
+                response=answer["response"],
+                num_response_tokens=9,
+                finish_reason="stop",
+            ),
+        )
+        for number, (row, answer) in enumerate(zip(rows, answers, strict=True))
+    ]
+
+    async def body() -> dict[str, float | None]:
+        pool = await RewardPool.start(settings)
+        try:
+            return {score.function: score.reward async for score in pool.score(work)}
+        finally:
+            await pool.close()
+
+    assert asyncio.run(body()) == {FUNCTIONS["math"]: 1.0, FUNCTIONS["code"]: 1.0}
+
+
+@pytest.mark.parametrize("name", ["simple_equations", "fraction_simplification", "gsm_symbolic"])
+def test_the_recorded_problems_are_those_of_reasoning_gym(name: str):
+    recorded = [row for row in lines("math") if row["data_source"] == name]
+    size = len(recorded)
+    generated = gym_rows(name, size=size, seed=0, options={}, setting="data")
+    for row, raw in zip(recorded, islice(generated, size), strict=True):
+        assert raw.values is not None
+        assert row["prompt"] == raw.values["prompt"]
+        assert row["ground_truth"] == raw.values["ground_truth"]

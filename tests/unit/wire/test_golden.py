@@ -1,0 +1,117 @@
+"""Bytes that an installed version of this wire revision sends are read, and written, as ever."""
+
+from typing import get_args
+
+import msgspec
+import pytest
+
+from tests.golden.make_wire import FOLDER, READABLE, TODAY, golden_files, readable
+from tests.wire_samples import AGENT_MESSAGES, ANSWERS, COMMANDS, DECODERS, FAMILIES, REQUESTS
+from wire import bus, control
+from wire.codec import decode_request, encode
+from wire.control import WIRE_REVISION
+from wire.errors import ProtocolError
+
+CHANGED = (
+    "the wire format is not what it was: if that is meant, raise WIRE_REVISION in wire/control.py, "
+    "run `python -m tests.golden.make_wire`, and say in CHANGELOG.md under Wire what changed; "
+    "docs/wire.md says what may change without a new revision"
+)
+SAMPLES = [(family, name) for family, samples in FAMILIES.items() for name in samples]
+CONTROL = [(family, name) for family, name in SAMPLES if family not in {"payload", "transcript"}]
+
+
+def golden(family: str, name: str) -> bytes:
+    path = TODAY / f"{family}.{name}.msgpack"
+    assert path.exists(), f"{path.name} is missing: run `python -m tests.golden.make_wire`"
+    return path.read_bytes()
+
+
+def test_there_is_a_folder_for_todays_revision_and_no_file_in_it_is_left_over():
+    assert TODAY.is_dir(), f"run `python -m tests.golden.make_wire`; {CHANGED}"
+    expected = {*golden_files(), READABLE}
+    assert {path.name for path in TODAY.iterdir()} == expected, CHANGED
+    assert (TODAY / READABLE).read_text() == readable(), CHANGED
+
+
+def test_no_revision_is_newer_than_todays():
+    revisions = [int(path.name.removeprefix("revision-")) for path in FOLDER.glob("revision-*")]
+    assert max(revisions) == WIRE_REVISION
+
+
+@pytest.mark.parametrize(("family", "name"), SAMPLES)
+def test_golden_bytes_are_read_as_what_was_sent(family: str, name: str):
+    got = DECODERS[family](golden(family, name))
+    assert msgspec.to_builtins(got) == msgspec.to_builtins(FAMILIES[family][name]), CHANGED
+    assert type(got) is type(FAMILIES[family][name]), CHANGED
+
+
+@pytest.mark.parametrize(("family", "name"), SAMPLES)
+def test_what_is_sent_today_is_golden(family: str, name: str):
+    assert encode(FAMILIES[family][name]) == golden(family, name), CHANGED
+
+
+@pytest.mark.parametrize(
+    ("union", "samples"),
+    [
+        (control.Request, REQUESTS),
+        (control.Answer, ANSWERS),
+        (bus.Command, COMMANDS),
+        (bus.AgentMessage, AGENT_MESSAGES),
+    ],
+)
+def test_every_kind_of_message_has_golden_bytes(union: object, samples: list[object]):
+    assert {type(sample) for sample in samples} == set(get_args(union))
+
+
+OPTIONAL = [
+    (family, name, field)
+    for family, name in CONTROL
+    for field in msgspec.structs.fields(FAMILIES[family][name])
+    if not field.required
+]
+
+
+@pytest.mark.parametrize(
+    ("family", "name", "field"), OPTIONAL, ids=[f"{n}.{f.name}" for _, n, f in OPTIONAL]
+)
+def test_a_message_of_before_a_field_was_added_has_its_default(
+    family: str, name: str, field: msgspec.structs.FieldInfo
+):
+    default = field.default if field.default is not msgspec.NODEFAULT else field.default_factory()
+    raw = msgspec.msgpack.decode(golden(family, name), strict=False)
+    del raw[field.encode_name]
+    sample = FAMILIES[family][name]
+    expected = msgspec.structs.replace(sample, **{field.name: default})
+    assert DECODERS[family](msgspec.msgpack.encode(raw)) == expected
+
+
+@pytest.mark.parametrize(("family", "name"), CONTROL)
+def test_a_field_of_a_newer_version_is_passed_over(family: str, name: str):
+    raw = msgspec.msgpack.decode(golden(family, name)) | {"a_field_of_tomorrow": {"x": [1, None]}}
+    assert DECODERS[family](msgspec.msgpack.encode(raw)) == FAMILIES[family][name]
+
+
+@pytest.mark.parametrize(("family", "name"), CONTROL)
+def test_a_required_field_is_required(family: str, name: str):
+    raw = msgspec.msgpack.decode(golden(family, name))
+    for field in msgspec.structs.fields(FAMILIES[family][name]):
+        if field.required:
+            less = {key: value for key, value in raw.items() if key != field.encode_name}
+            with pytest.raises(ProtocolError, match=f"`{field.encode_name}`"):
+                DECODERS[family](msgspec.msgpack.encode(less))
+
+
+@pytest.mark.parametrize(("family", "name"), CONTROL)
+def test_a_message_of_one_family_is_none_of_another(family: str, name: str):
+    for other, decode in DECODERS.items():
+        if other != family:
+            with pytest.raises(ProtocolError, match="not a valid"):
+                decode(golden(family, name))
+
+
+@pytest.mark.parametrize("kind", ["gossip", "", "HELLO", "hello ", 7, None])
+def test_an_unknown_kind_is_a_protocol_error(kind: object):
+    raw = msgspec.msgpack.decode(golden("request", "hello")) | {"kind": kind}
+    with pytest.raises(ProtocolError, match="not a valid request"):
+        decode_request(msgspec.msgpack.encode(raw))
