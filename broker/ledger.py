@@ -119,6 +119,8 @@ class Ledger(Book):
         """Grant generation work: lapsed groups first, then evaluation, then new prompts."""
         if adopted.epoch != self.version.epoch or self.state.awaits_learner:
             return []
+        if adopted.step > self.step:
+            return []  # no learner has made these weights: a deadline that far would never come
         granted: list[LeasedGroup] = []
         room = max_sequences
         while room > 0:

@@ -24,6 +24,7 @@ from broker.summary import replace_text, write_summary
 from broker.trackers.base import Tracker, eval_figures, step_figures
 from broker.versions_file import write_versions
 from wire.codec import decode_transcript
+from wire.errors import ProtocolError
 from wire.ledger_view import LedgerView
 from wire.run_folder import ACCOUNT, BATCHES, EVAL, TRAINED, answers_file, answers_files
 from wire.run_settings import RunSection
@@ -244,14 +245,17 @@ def forget_after(run_folder: Path, step: int) -> None:
 
 
 def _answer(group: Group, sibling: int, stored: StoredTrajectory) -> dict[str, object]:
-    transcript = decode_transcript(stored.transcript)
+    try:
+        answer = decode_transcript(stored.transcript).response
+    except ProtocolError as error:  # what a generator sent is not looked at before
+        answer = f"({error})"
     header, score = group.headers[sibling], group.scores[sibling]
     return {
         "problem": group.position,
         "sample": sibling,
         "data_source": group.prompt.data_source,
         "prompt": group.prompt.text,
-        "answer": transcript.response,
+        "answer": answer,
         "ground_truth": group.prompt.ground_truth,
         "reward": score.reward,
         "parts": score.parts,

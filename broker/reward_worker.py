@@ -10,12 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from broker.client import BrokerClient
-from broker.config import RewardSection
+from broker.config import BrokerSection, RewardSection, keys_folder
 from broker.rewards.pool import RewardPool
 from broker.scorer import Scorer
 from wire.command_line import load_arguments, refuse_settings, role_parser, run_role
 from wire.control import Done, Goodbye, RoleReport
 from wire.errors import ConfigError, SlipstreamError
+from wire.keys import read_client_key
 from wire.logs import start_logging
 from wire.run_settings import RunSection, run_section
 from wire.settings import section
@@ -33,6 +34,7 @@ class WorkerSettings:
     run: RunSection
     reward: RewardSection
     function: str  # instead of reward.function; empty is that
+    keys: Path  # folder of keys, which a function must not see
 
 
 async def serve(settings: WorkerSettings, name: str) -> None:
@@ -40,17 +42,29 @@ async def serve(settings: WorkerSettings, name: str) -> None:
     stop = stop_event()
     run, reward = settings.run, settings.reward
     hide = [path for path in (Path(run.key_file),) if run.key_file]
-    hide += [Path(run.dir) / "keys"]
+    hide += [settings.keys]
+    if run.key_file:
+        read_client_key(Path(run.key_file))  # before anything that takes long
     pool = await RewardPool.start(reward, function=settings.function, hide=hide)
     try:
-        client, welcome = await BrokerClient.connect(
-            run.broker_endpoint,
-            role="reward_worker",
-            name=name,
-            packages={f"reward {one.name}": one.version for one in pool.functions},
-            outage_s=run.outage_s,
-            key_file=run.key_file,
+        connecting = asyncio.create_task(
+            BrokerClient.connect(
+                run.broker_endpoint,
+                role="reward_worker",
+                name=name,
+                packages={f"reward {one.name}": one.version for one in pool.functions},
+                outage_s=run.outage_s,
+                key_file=run.key_file,
+            )
         )
+        stopping = asyncio.create_task(stop.wait())
+        await asyncio.wait({connecting, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        stopping.cancel()
+        if not connecting.done():
+            connecting.cancel()
+            await asyncio.gather(connecting, return_exceptions=True)
+            return
+        client, welcome = connecting.result()
         try:
             scorer = Scorer(
                 client, pool, max_credits=reward.credits, heartbeat_s=welcome.heartbeat_s
@@ -126,8 +140,12 @@ def _settings(arguments: argparse.Namespace) -> WorkerSettings:
     if arguments.key:
         arguments.overrides.append(f"run.key_file={arguments.key}")
     table = load_arguments(arguments)
+    run = run_section(table)
     settings = WorkerSettings(
-        run_section(table), section(table, "reward", RewardSection), arguments.reward
+        run,
+        section(table, "reward", RewardSection),
+        arguments.reward,
+        keys_folder(run, section(table, "broker", BrokerSection)),
     )
     if arguments.config is None and not settings.run.broker:
         raise ConfigError("which broker? give --config RUN.toml, or --broker tcp://HOST:PORT")

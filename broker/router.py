@@ -145,7 +145,11 @@ class Router:
             while frames[-1].more:
                 frames.append(self._socket.recv(_NOW, copy=False))
             key = str(frames[0].get("User-Id")) if self._is_secure else ""
-            self._on_message(Peer(self, frames[0].bytes, key), frames[1:])
+            try:
+                self._on_message(Peer(self, frames[0].bytes, key), frames[1:])
+            except BaseException:
+                self._look()  # nothing else would tell of what waits behind this message
+                raise
         self._look()
 
 

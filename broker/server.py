@@ -110,6 +110,7 @@ MAX_WAIT_S = 30.0
 _ITEMS_ON_FILE = 20
 _MAX_JOBS = 64  # requests of one client that wait for payloads at a time
 _MAX_LETTERS = 100  # dead letters in one answer
+_MAX_ITEMS = 1_000  # of the ledger, named in one answer
 _PROMISE_NOTHING = (HeartbeatAnswer, StatusAnswer, LedgerAnswer, DeadLetters)  # not of the store
 MAX_CREDITS = 4_096
 _MAX_ID_BYTES = 64
@@ -320,6 +321,7 @@ class BrokerServer:
                 self.telemetry.rejected["superseded"] += 1
                 code = "superseded"
             case _HelloFirstError():
+                self.telemetry.rejected["hello_first"] += 1
                 code = "hello_first"
             case ForbiddenError():
                 self.telemetry.rejected["forbidden"] += 1
@@ -498,7 +500,7 @@ class BrokerServer:
             case GetStatus():
                 return StatusAnswer(status=self.status())
             case GetLedger(num_items=num_items):
-                return LedgerAnswer(view=self.account(num_items))
+                return LedgerAnswer(view=self.account(max(0, min(num_items, _MAX_ITEMS))))
             case GetDeadLetters() | RetryDeadLetters() | DropDeadLetters():
                 return self._letters(request)
             case _:
@@ -562,7 +564,7 @@ class BrokerServer:
         request: LeaseGroups | LeaseScoring | RequestBatch,
     ) -> None:
         """Have a request wait for what it asks for, which may be there already."""
-        wait_s = min(request.wait_s, MAX_WAIT_S)
+        wait_s = max(0.0, min(MAX_WAIT_S, request.wait_s))  # in this order NaN is MAX_WAIT_S
         name = session.name
         match request:
             case LeaseGroups(adopted=adopted, max_sequences=room):
@@ -883,7 +885,10 @@ class _HelloFirstError(RefusedError):
     """A connection that nobody has said hello on."""
 
 
-_ANSWERED = (ProtocolError, RefusedError, SupersededError, LookupError, ValueError, TypeError)
+_ANSWERED = (
+    *(ProtocolError, RefusedError, SupersededError),
+    *(LookupError, ValueError, TypeError, ArithmeticError),
+)
 
 
 def _scoring_work(

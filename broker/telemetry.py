@@ -2,8 +2,11 @@
 
 import time
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from itertools import islice
+
+from msgspec.structs import replace
 
 from broker.ledger import Ledger
 from broker.scoring import ScoringQueue
@@ -17,6 +20,9 @@ from wire.status import RoleStatus, RunStatus, StepPoint
 
 _KEPT_PUBLISHES = 200
 _KEPT_STEPS = 2_000
+_MOST_NAMES = 256  # figures of a report, packages of the run, members of a publish
+_MOST_CHARS = 100  # of such a name, and of a package's version
+_MOST = 1e15  # of a figure; a sum of some is a number still
 
 
 @dataclass(slots=True)
@@ -74,14 +80,17 @@ class Telemetry:
 
     def hello(self, hello: Hello) -> None:
         """A role came up, for the first time or again."""
-        if hello.role == "observer":
-            return
+        if hello.role in {"observer", "operator"}:
+            return  # they come and go without a word
         if (before := self._roles.get(hello.name)) is not None:
             tokens = before.report.counters.get("tokens", 0.0)
             self._ended_tokens[before.hello.role] += int(tokens)
         now = self._now()
-        self._roles[hello.name] = RoleRecord(hello, now, now)
-        self.versions.update(hello.packages)
+        known = replace(hello, packages={}, held=())
+        self._roles[hello.name] = RoleRecord(known, now, now)
+        for package, version in hello.packages.items():
+            if package in self.versions or len(self.versions) < _MOST_NAMES:
+                self.versions[package[:_MOST_CHARS]] = version[:_MOST_CHARS]
 
     def heard(self, name: str) -> None:
         """A role sent anything at all."""
@@ -91,7 +100,11 @@ class Telemetry:
     def report(self, name: str, report: RoleReport) -> None:
         """A role told what it did so far."""
         if (record := self._roles.get(name)) is not None:
-            record.report = report
+            record.report = RoleReport(
+                phase_seconds=_figures(report.phase_seconds),
+                counters=_figures(report.counters),
+                adopted=report.adopted,
+            )
 
     def went_back(self, step: int) -> None:
         """A learner took over at an earlier step: what came after it did not happen."""
@@ -204,6 +217,12 @@ class Telemetry:
             phase_seconds=phases,
             tokens_per_second=0.0,
         )
+
+
+def _figures(values: Mapping[str, float]) -> dict[str, float]:
+    """Return what can be added up and shown; a client may have sent anything."""
+    sane = ((name[:_MOST_CHARS], value) for name, value in values.items() if 0 <= value <= _MOST)
+    return dict(islice(sane, _MOST_NAMES))
 
 
 def _adopted(record: PublishRecord) -> bool:

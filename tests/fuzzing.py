@@ -1,8 +1,8 @@
 """Hostile frames, made of real messages, and what is to become of each.
 
-A sequence is a few messages that one client sends one after the other. ``Mutator`` damages real ones
-or sends them where they do not belong. ``verdict`` says from outside what the broker has to count
-each message as, or that it may act on it.
+A sequence is a few messages that one client sends one after the other. ``Mutator`` damages real
+ones or sends them where they do not belong. ``verdict`` says from outside what the broker has to
+count each message as, or that it may act on it.
 """
 
 from collections.abc import Callable, Sequence

@@ -7,6 +7,7 @@ a reward function reads.
 Shapes: T tokens, prompt first.
 """
 
+from math import inf
 from typing import Any, Literal, TypeAlias
 
 import msgspec
@@ -17,6 +18,7 @@ from wire.versions import PolicyVersion
 Json: TypeAlias = Any  # null, bool, number, text, list or object
 FinishReason = Literal["stop", "length"]
 ItemKind = Literal["train", "eval"]
+MAX_TOKENS = 2**31 - 1  # of a trajectory
 
 
 class VersionRun(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -41,11 +43,13 @@ class TrajectoryHeader(msgspec.Struct, frozen=True, kw_only=True):
     end_token_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        if not 0 < self.num_prompt_tokens < self.num_tokens:
+        if not 0 < self.num_prompt_tokens < self.num_tokens <= MAX_TOKENS:
             raise ValueError(
-                f"a trajectory needs prompt and response tokens, got {self.num_prompt_tokens} "
-                f"prompt tokens of {self.num_tokens}"
+                f"a trajectory needs prompt and response tokens, at most {MAX_TOKENS} of both, "
+                f"got {self.num_prompt_tokens} prompt tokens of {self.num_tokens}"
             )
+        if not 0 <= self.temperature < inf:
+            raise ValueError(f"temperature must be a number >= 0, got {self.temperature}")
         starts = [run.first_token for run in self.version_runs]
         in_order = starts == sorted(set(starts)) and starts[-1:] < [self.num_tokens]
         if not starts or starts[0] != self.num_prompt_tokens or not in_order:

@@ -54,6 +54,44 @@ def write_policy(folder: Path) -> None:
     write_random_weights(folder, scale=0.15, seed=3)
 
 
+def tiny_inputs(folder: Path) -> None:
+    """Write a policy, a reward and prompts."""
+    write_policy(folder / "model")
+    (folder / "reward.py").write_text(REWARD)
+    for name, count in (("train", 40), ("held_out", 64)):
+        rows = [{"prompt": f"{i:02d}+{i + 7:02d}=", "ground_truth": "1"} for i in range(count)]
+        text = "".join(json.dumps(row) + "\n" for row in rows)
+        (folder / f"{name}.jsonl").write_text(text)
+
+
+def tiny_settings(folder: Path) -> dict[str, object]:
+    """Return settings of a run on these inputs that takes a minute."""
+    return {
+        "run.name": "tiny",
+        "run.dir": folder / "runs",
+        "run.model": folder / "model",
+        "run.group_size": 2,
+        "run.groups_per_step": 4,
+        "run.steps": 4,
+        "data.file": folder / "train.jsonl",
+        "reward.function": f"{folder / 'reward.py'}:score",
+        "broker.drop_zero_variance": False,
+        "broker.lease_s": 8.0,
+        "sampling.max_prompt_tokens": 16,
+        "sampling.max_response_tokens": 64,
+        "generators.max_cached_tokens": 8192,
+        "generators.max_sequences": 8,
+        "learner.lr": 1e-3,
+        "learner.rollouts_per_step": 100,
+        "checkpoint.export_at_end": True,
+        "deploy.time_limit_s": 150,
+    }
+
+
+def _as_text(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
 def slipstream(*words: object) -> str:
     """Return what a command prints that succeeds."""
     done = subprocess.run(
@@ -82,35 +120,11 @@ class TinyRun:
     ) -> None:
         """Start a run; ``before`` may spoil the inputs in ``folder``."""
         self.folder = folder / "runs" / "tiny"
-        write_policy(folder / "model")
-        (folder / "reward.py").write_text(REWARD)
-        for name, count in (("train", 40), ("held_out", 64)):
-            rows = [{"prompt": f"{i:02d}+{i + 7:02d}=", "ground_truth": "1"} for i in range(count)]
-            text = "".join(json.dumps(row) + "\n" for row in rows)
-            (folder / f"{name}.jsonl").write_text(text)
+        tiny_inputs(folder)
         config = folder / "run.toml"
         config.write_text("")
-        defaults: dict[str, object] = {
-            "run.name": "tiny",
-            "run.dir": folder / "runs",
-            "run.model": folder / "model",
-            "run.group_size": 2,
-            "run.groups_per_step": 4,
-            "run.steps": 4,
-            "data.file": folder / "train.jsonl",
-            "reward.function": f"{folder / 'reward.py'}:score",
-            "broker.drop_zero_variance": "false",
-            "broker.lease_s": 8.0,
-            "sampling.max_prompt_tokens": 16,
-            "sampling.max_response_tokens": 64,
-            "generators.max_cached_tokens": 8192,
-            "generators.max_sequences": 8,
-            "learner.lr": 1e-3,
-            "learner.rollouts_per_step": 100,
-            "checkpoint.export_at_end": "true",
-            "deploy.time_limit_s": 150,
-        }
-        overrides = [f"{key}={value}" for key, value in (defaults | dict(settings)).items()]
+        merged = tiny_settings(folder) | dict(settings)
+        overrides = [f"{key}={_as_text(value)}" for key, value in merged.items()]
         before(folder)
         self.output_file = folder / "output.txt"
         self.shared_memory_before = _shared_memory()
