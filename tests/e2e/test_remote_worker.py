@@ -143,6 +143,7 @@ def test_a_worker_on_another_host_scores_a_run_as_the_document_says(hosts: tuple
     assert "judge-1.key" in said
     running = head.start(run.strip(), head.folder / "run.log")
     worker = None
+    shown: set[str] = set()
     try:
         tested = far.run(prepare)
         assert "digits" in tested
@@ -150,6 +151,7 @@ def test_a_worker_on_another_host_scores_a_run_as_the_document_says(hosts: tuple
         worker = far.start(start.strip(), far.folder / "worker.log")
         deadline = time.monotonic() + 180
         while running.poll() is None and time.monotonic() < deadline:
+            shown |= arguments_and_environments(running.pid, worker.pid)
             time.sleep(0.2)
         logs = (head.folder / "run.log").read_text() + (far.folder / "worker.log").read_text()
         assert running.poll() == 0, logs
@@ -162,14 +164,55 @@ def test_a_worker_on_another_host_scores_a_run_as_the_document_says(hosts: tuple
     account = json.loads((folder / ACCOUNT).read_text())
     assert (account["finished"], account["unaccounted"]) == (True, 0)
     assert account["trained"] == 3 * 4
-    rows = [json.loads(line) for line in (folder / "rollouts" / "trained.jsonl").open()]
-    assert rows
+    text = (folder / "rollouts" / "trained.jsonl").read_text()
+    rows = [json.loads(line) for line in text.splitlines()]
+    assert len(rows) == 3 * 4 * 2
     for row in rows:
-        text = row["response"]
-        assert row["reward"] == pytest.approx(sum(map(str.isdigit, text)) / max(1, len(text)))
+        assert row["parts"]["digits"] == sum(map(str.isdigit, row["answer"]))
+        assert row["parts"]["score"] == row["reward"]
     assert (
         "scoring for run tiny with my_rewards.py:score" in (far.folder / "worker.log").read_text()
     )
+
+    assert_no_secret(secrets_of(head.folder / "runs" / "keys"), shown, [head.folder, far.folder])
+
+
+def arguments_and_environments(*pids: int) -> set[str]:
+    """Return what others on a machine could read of these processes and their children."""
+    texts = set()
+    for pid in pids:
+        with suppress(psutil.NoSuchProcess):
+            root = psutil.Process(pid)
+            for process in [root, *root.children(recursive=True)]:
+                with suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
+                    texts.add(" ".join(process.cmdline()))
+                    texts.update(f"{k}={v}" for k, v in process.environ().items())
+    return texts
+
+
+def secrets_of(keys: Path) -> list[str]:
+    """Return the secret halves of all keys."""
+    found = re.findall(r'secret = "(.{40})"', (keys / "clients" / "judge-1.key").read_text())
+    return [*found, (keys / "broker.key").read_text().split()[1]]
+
+
+def assert_no_secret(secrets: list[str], shown: set[str], folders: list[Path]) -> None:
+    """No key stands where others could read it; passwords have no arguments at all."""
+    assert len(secrets) == 2
+    assert shown
+    files = [path for folder in folders for path in folder.rglob("*") if path.is_file()]
+    texts = {
+        str(path): path.read_text(errors="replace")
+        for path in files
+        if path.suffix in {".log", ".toml", ".json", ".jsonl", ".url"} and "keys" not in path.parts
+    }
+    assert any(path.endswith("resolved.toml") for path in texts)
+    assert any(path.endswith("broker.log") for path in texts)
+    for secret in secrets:
+        assert not [text for text in shown if secret in text]
+        assert not [path for path, text in texts.items() if secret in text]
+    hints = ("api-key", "api_key", "requirepass", "--password")
+    assert not [text for text in shown for hint in hints if hint in text.lower()]
 
 
 def toml_of(settings: dict[str, object]) -> str:

@@ -50,7 +50,7 @@ async def endpoint(handler: Callable[[web.Request], Awaitable[web.StreamResponse
 
 
 def asked(
-    reply: Callable[[dict[str, Any]], web.Response], **options: Any
+    reply: Callable[[dict[str, Any]], web.Response], **options: object
 ) -> tuple[float | str, list[dict[str, Any]]]:
     """Return the reward or why there is none, and what the server was asked."""
     seen: list[dict[str, Any]] = []
@@ -65,7 +65,7 @@ def asked(
 
     async def body() -> float | str:
         async with endpoint(handler) as url:
-            judge = LlmJudge(url=url, **options)
+            judge = LlmJudge(url=url, **options)  # type: ignore[arg-type]  # any options
             try:
                 return await judge.score(transcript())
             except Unavailable as why:

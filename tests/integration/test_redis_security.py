@@ -1,0 +1,130 @@
+"""A Redis of the user's own: an ACL user, and TLS."""
+
+import asyncio
+import shutil
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from broker.redis_store import RedisStore
+from broker.store import Changes
+from wire.errors import ConfigError
+
+pytestmark = [pytest.mark.integration, pytest.mark.redis]
+RULES = "on >secret-of-the-user ~slipstream:* +@all -@dangerous +info +config|get"
+
+
+def make_certificates(folder: Path) -> None:
+    """A certificate authority, and a server's certificate for 127.0.0.1."""
+    if shutil.which("openssl") is None:
+        pytest.skip("TLS needs the command openssl to make certificates")
+
+    def openssl(*words: str) -> None:
+        subprocess.run(["openssl", *words], cwd=folder, check=True, capture_output=True)
+
+    openssl(
+        *("req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=authority"),
+        *("-keyout", "ca.key", "-out", "ca.crt"),
+    )
+    openssl(
+        *("req", "-newkey", "rsa:2048", "-nodes", "-subj", "/CN=redis"),
+        *("-keyout", "server.key", "-out", "server.csr"),
+    )
+    (folder / "names").write_text("subjectAltName=IP:127.0.0.1\n")
+    openssl(
+        *("x509", "-req", "-in", "server.csr", "-CA", "ca.crt", "-CAkey", "ca.key"),
+        *("-CAcreateserial", "-days", "2", "-extfile", "names", "-out", "server.crt"),
+    )
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path]]:
+    """A Debian redis-server that speaks TLS only, with one user who may do little."""
+    binary = shutil.which("redis-server")
+    if binary is None:
+        pytest.skip("needs a redis-server with TLS on PATH")
+    folder = tmp_path_factory.mktemp("redis")
+    make_certificates(folder)
+    port = _free_port()
+    (folder / "redis.conf").write_text(
+        f"port 0\ntls-port {port}\nbind 127.0.0.1\ndir {folder}\n"
+        f"tls-cert-file {folder}/server.crt\ntls-key-file {folder}/server.key\n"
+        f"tls-ca-cert-file {folder}/ca.crt\n"
+        "tls-auth-clients no\nappendonly yes\nappendfsync always\n"
+        f"user default off\nuser slipstream {RULES}\n"
+    )
+    with (folder / "redis.log").open("wb") as log:
+        process = subprocess.Popen([binary, str(folder / "redis.conf")], stdout=log, stderr=log)
+        deadline = time.monotonic() + 10
+        while b"Ready to accept connections" not in (text := (folder / "redis.log").read_bytes()):
+            if process.poll() is not None and b"tls-port" in text:
+                pytest.skip("this redis-server was built without TLS")
+            assert process.poll() is None, text.decode()
+            assert time.monotonic() < deadline, text.decode()
+            time.sleep(0.02)
+        try:
+            yield f"rediss://127.0.0.1:{port}", folder
+        finally:
+            process.terminate()
+            process.wait(10)
+
+
+def _free_port() -> int:
+    import socket
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def test_a_store_works_over_tls_with_the_rights_that_the_document_grants(
+    server: tuple[str, Path],
+):
+    url, folder = server
+    documented = Path(__file__).parents[2].joinpath("docs", "security.md").read_text()
+    assert RULES.replace("secret-of-the-user", "PASSWORD") in documented
+
+    async def body() -> tuple[int, bytes | None, str]:
+        store = await RedisStore.connect(
+            url,
+            "run",
+            username="slipstream",
+            password="secret-of-the-user",  # noqa: S106 of this test's server
+            ca_file=str(folder / "ca.crt"),
+        )
+        try:
+            generation = await store.claim()
+            await store.commit(Changes(snapshot=b"state"))
+            return generation, await store.snapshot(), await store.durability()
+        finally:
+            await store.close()
+
+    assert asyncio.run(body()) == (1, b"state", "appendfsync always")
+
+
+@pytest.mark.parametrize(
+    ("username", "password", "trusts", "why"),
+    [
+        ("slipstream", "wrong", True, "WRONGPASS|invalid username-password"),
+        (None, "secret-of-the-user", True, "WRONGPASS|invalid username-password|NOAUTH|disabled"),
+        ("slipstream", "secret-of-the-user", False, "CERTIFICATE_VERIFY_FAILED"),
+    ],
+    ids=["password", "no-user", "unknown-authority"],
+)
+def test_who_proves_nothing_is_not_let_in_and_no_secret_is_printed(
+    server: tuple[str, Path], username: str | None, password: str, trusts: bool, why: str
+):
+    url, folder = server
+    connecting = RedisStore.connect(
+        url,
+        "run",
+        username=username,
+        password=password,
+        ca_file=str(folder / "ca.crt") if trusts else None,
+    )
+    with pytest.raises(ConfigError, match=why) as caught:
+        asyncio.run(connecting)
+    assert password not in str(caught.value)
