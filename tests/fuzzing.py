@@ -50,6 +50,7 @@ class Mutator:
         self._random = random
         self._corpus = corpus
         self._next_id = 0
+        self._fit: dict[Role, Sequence[tuple[bytes, Frames]]] = {}
 
     def sequence(self, attacker: Attacker) -> list[Frames]:
         """Return the messages of one sequence."""
@@ -64,12 +65,21 @@ class Mutator:
     def message(self, attacker: Attacker) -> Frames:
         """Return one message, damaged in one or a few ways or not at all."""
         body, attached = self._random.choice(self._corpus)
+        if attacker.role is not None and self._random.random() < 0.6:
+            body, attached = self._random.choice(self._fit_for(attacker.role))
         self._next_id += 1
         frames = [b"f" + self._next_id.to_bytes(7, "big"), attacker.session, body, *attached]
         for _ in range(self._random.choice((0, 1, 1, 1, 2, 4))):
             how = self._random.choice(_WAYS)
             how(self, frames, attacker)
         return frames
+
+    def _fit_for(self, role: Role) -> Sequence[tuple[bytes, Frames]]:
+        """Return the messages that a role may send."""
+        if role not in self._fit:
+            kinds = ((decode_request(one[0]), one) for one in self._corpus)
+            self._fit[role] = [one for request, one in kinds if role in ALLOWED[type(request)]]
+        return self._fit[role]
 
     def body(self) -> bytes:
         """Return one damaged body."""
@@ -206,7 +216,11 @@ _BODY_WAYS: tuple[_Way, ...] = (
     Mutator.retyped,
     Mutator.retyped,
 )
-_WAYS: tuple[_Way, ...] = (*_BODY_WAYS, Mutator.retyped, Mutator.reframed, Mutator.identity)
+_WAYS: tuple[_Way, ...] = (
+    *_BODY_WAYS,
+    *(Mutator.retyped, Mutator.retyped, Mutator.retyped),
+    *(Mutator.reframed, Mutator.identity),
+)
 
 
 def verdict(frames: Frames, attacker: Attacker) -> Verdict:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
+from broker.rewards import sandbox
 from broker.rewards.outcomes import FunctionInfo
 from broker.rewards.sdk import DECLARED, Takes, Transcript
 from wire.errors import ConfigError
@@ -46,11 +47,14 @@ def load_function(
         offered: further arguments, passed where the function names them.
 
     Raises:
-        ConfigError: there is no such module, file, function or option.
+        ConfigError: there is no such module, file, function or option; or it wants to run code in a
+            sandbox that this machine does not have.
     """
     target, file = _resolve(name, setting)
     takes, version = _declared(target)
     wanted = _accepted(target, options, offered or {}, f"{setting}.options", name)
+    if "sandbox" in wanted:
+        sandbox.check(wanted["sandbox"])
     version = version or _digest(target, file)
     info = FunctionInfo(name=name, version=version, takes=takes or "answer")
     if inspect.isclass(target):

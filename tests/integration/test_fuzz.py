@@ -1,8 +1,8 @@
 """Whatever a client sends: the broker counts it, forgets it, and goes on serving.
 
 The broker is real and keeps its store in memory; clients are bare sockets that have said hello in
-every role, or in none. What is malformed, forbidden or of a stranger must leave the ledger as it is, byte for
-byte. What is damaged and still allowed must leave it in balance.
+every role, or in none. What is malformed, forbidden or of a stranger must leave the ledger as it
+is, byte for byte. What is damaged and still allowed must leave it in balance.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ from broker import sessions
 from broker.book import encode_state
 from broker.client import BrokerClient
 from broker.commit import GroupCommitter
-from broker.keyring import KeyRing, broker_key
+from broker.keyring import KeyRing, broker_key, make_client_key
 from broker.ledger import Ledger
 from broker.scoring import ScoringQueue
 from broker.server import BrokerServer
@@ -492,3 +492,90 @@ def test_a_hundred_thousand_hostile_sequences_change_nothing_and_leave_nothing_b
     short_folder: Path,
 ):
     lay_siege(short_folder, 100_000)
+
+
+# ---- what is no ZMTP at all ---------------------------------------------------
+
+NUM_STREAMS = 300
+SILENT = 40
+GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00"  # signature and version of ZMTP 3.0
+MECHANISMS = (b"CURVE", b"NULL", b"PLAIN", b"GSSAPI", b"\xff" * 20)
+
+
+def stream_of(random: Random) -> bytes:
+    """Return what a stranger sends into the port: noise, or the beginning of a handshake."""
+    greeting = GREETING + random.choice(MECHANISMS).ljust(20, b"\0") + bytes(32)
+    command = bytes([4, 200]) + b"\x05HELLO" + random.randbytes(194)
+    huge = b"\x06" + b"\x7f" + b"\xff" * 7 + b"\x05HELLO"  # a command that is said to be very long
+    http = b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"
+    start = random.choice((b"", http, greeting, greeting, greeting + command, greeting + huge))
+    return start[: random.randrange(len(start) + 1)] + random.randbytes(
+        random.choice((0, 9, 3_000))
+    )
+
+
+async def sent(port: int, stream: bytes, *, then_close: bool) -> float:
+    """Send a stream; return how long the broker kept the connection."""
+    began = time.monotonic()
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    with suppress(ConnectionError):
+        writer.write(stream)
+        if then_close:
+            await writer.drain()
+        else:
+            async with asyncio.timeout(15.0):
+                while await reader.read(4_096):
+                    pass
+    writer.close()
+    return time.monotonic() - began
+
+
+@pytest.mark.integration
+@pytest.mark.timeout(60)
+def test_streams_that_prove_no_key_reach_nobody_and_are_closed_in_time(short_folder: Path):
+    """Noise, half a handshake and then silence, a client without keys: none gets to the loop."""
+
+    async def body() -> tuple[int, int, float, float]:
+        async with fuzzed(short_folder, listens=True) as it:
+            address = it.server.addresses[1]
+            port = int(address.rpartition(":")[2])
+            key = make_client_key(short_folder / "keys", "hostb", "observer")
+            it.server._look_at_keys()
+            honest, _ = await BrokerClient.connect(
+                address, role="observer", name="o", timeout_s=5.0, key_file=str(key)
+            )
+            seen = it.server.telemetry
+            random, process = Random(4), psutil.Process()
+            before, state = process.num_fds(), encode_state(it.ledger.state)
+            null: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+            keyless = null.socket(zmq.DEALER)
+            keyless.setsockopt(zmq.LINGER, 0)
+            keyless.connect(address)
+            keyless.send_multipart([b"1", b"", encode(Hello(role="learner", name="l"))])
+            for _ in range(NUM_STREAMS // 20):
+                some = (sent(port, stream_of(random), then_close=True) for _ in range(20))
+                await asyncio.gather(*some)
+                async with asyncio.timeout(MAX_ANSWER_S):
+                    await honest.ask(GetStatus(), StatusAnswer)
+            silent = [GREETING + b"CURVE".ljust(20, b"\0") + bytes(32), b"", GREETING]
+            kept = await asyncio.gather(
+                *(sent(port, silent[i % 3], then_close=False) for i in range(SILENT))
+            )
+            began = time.monotonic()
+            await honest.ask(GetStatus(), StatusAnswer)
+            took_s = time.monotonic() - began
+            assert keyless.poll(0) == 0
+            keyless.close()
+            null.term()
+            honest.close()
+            await asyncio.sleep(0.3)
+            assert encode_state(it.ledger.state) == state
+            assert not +seen.rejected
+            assert len(it.server._sessions._by_token) == 1
+            return before, process.num_fds(), max(kept), took_s
+
+    before, after, kept_s, took_s = asyncio.run(body())
+    print(f"\n{NUM_STREAMS} streams, {SILENT} silent ones kept {kept_s:.1f} s")  # noqa: T201
+    assert after <= before, "connections were not closed"
+    assert kept_s < 8.0
+    assert took_s < MAX_ANSWER_S
