@@ -7,10 +7,11 @@ from typing import Generic, TypeVar
 from wire.control import Role
 
 P = TypeVar("P")
-MAX_FRAMES = 8  # of one message, the routing id included
+MAX_FRAMES = 8  # of one message, without the routing id
 _MAX_STRANGERS = 4_096  # connections that are remembered; the quietest is forgotten first
 _SMALL_BYTES = 16 * 1024 * 1024
 _TINY_BYTES = 64 * 1024
+_BODY_BYTES = 1024 * 1024
 
 
 @dataclass(slots=True)
@@ -57,3 +58,9 @@ def max_bytes(role: Role | None, max_message_bytes: int) -> int:
             return min(_SMALL_BYTES, max_message_bytes)
         case _:
             return min(_TINY_BYTES, max_message_bytes)
+
+
+def max_body_bytes(role: Role | None, max_message_bytes: int) -> int:
+    """Return how large the body may be: it is kept in memory, what is attached in the store."""
+    limit = max_bytes(role, max_message_bytes)
+    return min(_BODY_BYTES, limit) if role == "generator" else limit

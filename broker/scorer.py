@@ -59,6 +59,7 @@ class Scorer:
         self._client = client
         self._rewards = rewards
         self._max_credits = max_credits
+        self._few = max(1, max_credits // 4)
         self._heartbeat_s = heartbeat_s
         self._poll_s = poll_s
         self._held: dict[int, None] = {}  # leases whose score is not sent yet
@@ -90,7 +91,7 @@ class Scorer:
         try:
             while not stopping.done():
                 free = self._max_credits - len(self._held)
-                if free <= 0:
+                if free < self._few:  # asking for each one apart would cost more than it brings
                     await self._until_some_are_sent()
                     continue
                 question = asyncio.create_task(self._ask(free))

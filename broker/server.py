@@ -33,7 +33,7 @@ from broker.frames import FrameCache
 from broker.groups import as_delivered
 from broker.keyring import BrokerKey, KeyRing
 from broker.ledger import Ledger
-from broker.limits import MAX_FRAMES, RateLimit, max_bytes
+from broker.limits import MAX_FRAMES, RateLimit, max_body_bytes, max_bytes
 from broker.permissions import may_say
 from broker.records import RunRecords
 from broker.router import Peer, Router
@@ -114,6 +114,7 @@ _MAX_ITEMS = 1_000  # of the ledger, named in one answer
 _PROMISE_NOTHING = (HeartbeatAnswer, StatusAnswer, LedgerAnswer, DeadLetters)  # not of the store
 MAX_CREDITS = 4_096
 _MAX_ID_BYTES = 64
+_MAX_SAID = 500  # characters of a client's text in the log
 _NO_FRAMES: tuple[Frame, ...] = ()
 _OLD_REVISION = Refusal(  # before revision 4 a message had no session
     reason=f"this broker speaks wire revision {WIRE_REVISION}, you one before 4: "
@@ -304,11 +305,14 @@ class BrokerServer:
         if not self._rate.takes(peer, self._now()):
             raise SlowDownError("more requests at a time than broker.max_requests_per_s allows")
         session = self._sessions.find(frames[1].bytes, peer)
-        limit = max_bytes(session.role if session else None, self._max_message_bytes)
+        role = session.role if session else None
+        limit = max_bytes(role, self._max_message_bytes)
         size = sum(map(len, frames))
         if size > limit:
-            who = session.role if session else "client that has not said hello"
+            who = role or "client that has not said hello"
             raise ProtocolError(f"a message of {size} bytes; a {who} may send {limit}")
+        if len(frames[2]) > max_body_bytes(role, self._max_message_bytes):
+            raise ProtocolError(f"{len(frames[2])} bytes before the frames that carry the data")
         return session
 
     def _refusal(self, peer: Peer, error: Exception) -> Reply:
@@ -484,10 +488,10 @@ class BrokerServer:
             case SubmitScores():
                 self._submit_scores(session, request)
             case ReleaseLease(lease_id=lease_id, reason=reason):
-                _log.warning("%s handed back lease %d: %s", session.name, lease_id, reason)
+                _log.warning("%s handed back lease %d: %s", session.name, lease_id, _said(reason))
                 self._ledger.release(session.holder, lease_id, "failed")
             case RejectPrompt(lease_id=lease_id, reason=reason, detail=detail):
-                _log.warning("%s cannot answer a prompt: %s", session.name, detail)
+                _log.warning("%s cannot answer a prompt: %s", session.name, _said(detail))
                 self._ledger.reject(session.holder, lease_id, reason)
             case Goodbye():
                 if session.role == "learner":
@@ -749,6 +753,8 @@ class BrokerServer:
             self._settle_soon()
 
     def _fetch(self, session: Session, request_id: bytes, request: FetchPayloads) -> Reply | None:
+        if len(set(request.keys)) < len(request.keys):
+            raise RefusedError("FetchPayloads names a trajectory twice")
         for group_id, sibling in request.keys:
             group = self._ledger.groups.get(group_id)
             if group is None or group.state != "delivered" or sibling not in group.headers:
@@ -785,7 +791,7 @@ class BrokerServer:
                     return None
                 answer = self._commit_step(request)
             case RejectBatch(step=step, reason=reason, groups=groups, detail=detail):
-                _log.warning("step %d was not trained: %s (%s)", step, reason, detail)
+                _log.warning("step %d was not trained: %s (%s)", step, reason, _said(detail))
                 self._ledger.reject_batch(request.version, step, reason, groups)
             case SealSteps(version=version, step=step, oldest_kept=oldest_kept):
                 self._ledger.seal(version, step, oldest_kept)
@@ -889,6 +895,11 @@ _ANSWERED = (
     *(ProtocolError, RefusedError, SupersededError),
     *(LookupError, ValueError, TypeError, ArithmeticError),
 )
+
+
+def _said(text: str) -> str:
+    """Return what a client said as one short line of a log."""
+    return "".join(c if c.isprintable() else " " for c in text[:_MAX_SAID])
 
 
 def _scoring_work(

@@ -103,14 +103,17 @@ class Sessions:
         self._check_tokenizer(hello)
         token = secrets.token_bytes(_SESSION_BYTES)
         session = Session(hello.name, hello.incarnation, peer, hello.role, token)
+        reads = hello.role in {"observer", "operator"}
+        if not reads:
+            self._take_name(session, hello)  # it may refuse, and then all stays as it was
+        if hello.tokenizer and self._tokenizer is None:
+            self._tokenizer = (hello.tokenizer, hello.name)
         if (same := self._by_peer.get(peer)) is not None:
             self._forget(same)
-        if hello.role in {"observer", "operator"}:
+        if reads:
             self._readers[token] = None
             if len(self._readers) > MAX_READERS:
                 self._forget(self._by_token[next(iter(self._readers))])
-        else:
-            self._take_name(session, hello)
         self._by_token[token] = self._by_peer[peer] = session
         return session
 
@@ -170,7 +173,6 @@ class Sessions:
                 f"the tokenizer of {hello.name} ({hello.tokenizer}) is not that of {first} "
                 f"({known}): run.model must name the same files for every role"
             )
-        self._tokenizer = (known, first)
 
 
 def _check_name(hello: Hello) -> None:

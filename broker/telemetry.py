@@ -20,8 +20,9 @@ from wire.status import RoleStatus, RunStatus, StepPoint
 
 _KEPT_PUBLISHES = 200
 _KEPT_STEPS = 2_000
-_MOST_NAMES = 256  # figures of a report, packages of the run, members of a publish
+_MOST_NAMES = 256  # figures of a report, packages of the run
 _MOST_CHARS = 100  # of such a name, and of a package's version
+_MOST_MEMBERS = 4_096  # of a publish
 _MOST = 1e15  # of a figure; a sum of some is a number still
 
 
@@ -125,13 +126,13 @@ class Telemetry:
         """A member was brought to a version, or left out of it."""
         for index in reversed(range(len(self._publishes))):
             if self._publishes[index].version == record.version:
-                self._publishes[index] = merged(self._publishes[index], record)
+                self._publishes[index] = _bounded(merged(self._publishes[index], record))
                 return
         if len(self._publishes) == _KEPT_PUBLISHES:
             oldest = self._publishes.popleft()
             self._forgotten_publishes += _adopted(oldest)
             self._forgotten_while_generating += _while_generating(oldest)
-        self._publishes.append(record)
+        self._publishes.append(_bounded(record))
 
     def status(self, ledger: Ledger, scoring: ScoringQueue) -> RunStatus:
         """Return the state of the run."""
@@ -223,6 +224,15 @@ def _figures(values: Mapping[str, float]) -> dict[str, float]:
     """Return what can be added up and shown; a client may have sent anything."""
     sane = ((name[:_MOST_CHARS], value) for name, value in values.items() if 0 <= value <= _MOST)
     return dict(islice(sane, _MOST_NAMES))
+
+
+def _bounded(record: PublishRecord) -> PublishRecord:
+    """Return a record without more members than there can be."""
+    names = ("adopted_by", "failed", "num_in_flight", "engine_digests", "phase_seconds")
+    if all(len(getattr(record, name)) <= _MOST_MEMBERS for name in names):
+        return record
+    cut = {name: dict(islice(getattr(record, name).items(), _MOST_MEMBERS)) for name in names}
+    return replace(record, **cut)
 
 
 def _adopted(record: PublishRecord) -> bool:

@@ -12,7 +12,7 @@ from typing import Literal, TypeAlias
 
 import msgspec
 
-from broker.limits import MAX_FRAMES, max_bytes
+from broker.limits import MAX_FRAMES, max_body_bytes, max_bytes
 from broker.permissions import ALLOWED
 from wire.codec import decode_request
 from wire.control import Hello, Role, SubmitTrajectory
@@ -230,6 +230,8 @@ def verdict(frames: Frames, attacker: Attacker) -> Verdict:
     known = bool(attacker.session) and frames[1] == attacker.session
     role = attacker.role if known else None
     if sum(map(len, frames)) > max_bytes(role, MAX_MESSAGE_BYTES):
+        return "malformed"
+    if len(frames[2]) > max_body_bytes(role, MAX_MESSAGE_BYTES):
         return "malformed"
     try:
         request = decode_request(frames[2])

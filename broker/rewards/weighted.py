@@ -18,7 +18,7 @@ options = { max_tokens = 4096, cache_tokens = 512 }
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
 
@@ -37,7 +37,7 @@ class PartTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     function: str  # MODULE:NAME or FILE.py:NAME; takes answers
     weight: float = 1.0
-    options: Annotated[dict[str, Json], msgspec.Meta(description="keyword arguments")] = {}
+    options: dict[str, Json] = {}  # keyword arguments
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,15 +1,18 @@
 """Rewards that fail and reward workers that die: no reward is lost, and none is made up."""
 
 import asyncio
+import shutil
 from pathlib import Path
 
 import msgspec
 import pytest
 
+from deploy.dead_letters import dead_letters
 from deploy.observe import ask_broker
 from tests.chaos.harness import Chaos, chaos_run
 from wire.codec import decode_transcript
-from wire.control import DeadLetters, DeadLettersHandled, GetDeadLetters, RetryDeadLetters
+from wire.control import DeadLetters, GetDeadLetters
+from wire.errors import ConfigError
 from wire.run_folder import BATCHES
 from wire.run_settings import run_section
 from wire.settings import load_table
@@ -94,7 +97,9 @@ def test_all_workers_may_be_gone_for_a_while(folder: Path):
         assert_rewards_are_true(it)
 
 
-def test_what_cannot_be_scored_becomes_a_dead_letter_that_can_be_tried_again(folder: Path):
+def test_what_cannot_be_scored_becomes_a_dead_letter_that_can_be_tried_again(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+):
     with chaos_run(
         folder,
         prompts=40,
@@ -105,18 +110,25 @@ def test_what_cannot_be_scored_becomes_a_dead_letter_that_can_be_tried_again(fol
         reward__timeout_s=1.0,
     ) as it:
         it.start()
-        run = run_section(load_table(folder / "run.json.toml"))
+        shutil.copy(folder / "run.json.toml", it.run_folder / "resolved.toml")
         it.wait_until(it.broker_answers, "broker")
         it.wait_until(lambda: len(letters(it).letters) >= 4, "dead letters")
         first = letters(it).letters[0]
+        name = f"g{first.group_id}"
         assert {one.by.partition("@")[0] for one in first.failures} == {
             "reward-worker-0",
             "reward-worker-1",
         }
-        handled = ask_broker(
-            run, RetryDeadLetters(groups=(first.group_id,)), DeadLettersHandled, role="operator"
-        )
-        assert list(handled.done) == [first.group_id]
+        assert dead_letters("list", [], folder=it.run_folder, as_json=False) == 0
+        assert name in capsys.readouterr().out
+        assert dead_letters("show", [name], folder=it.run_folder, as_json=False) == 0
+        shown = capsys.readouterr().out
+        assert "reward_unavailable" in shown
+        assert "no idea" in shown or "invalid" in shown
+        assert dead_letters("retry", [name], folder=it.run_folder, as_json=False) == 0
+        assert f"{name}: issued again as g" in capsys.readouterr().out
+        with pytest.raises(ConfigError, match=f"no dead letter {name}"):
+            dead_letters("drop", [name], folder=it.run_folder, as_json=False)
         it.finish(timeout_s=90)
         view = it.account()
         assert (view.unaccounted, sum(view.in_flight.values())) == (0, 0)

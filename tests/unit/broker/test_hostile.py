@@ -1,0 +1,267 @@
+"""What clients may send and must not matter: faults that fuzzing found, one test each."""
+
+import asyncio
+import logging
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+import pytest
+import zmq
+import zmq.asyncio
+
+from broker.groups import Group
+from broker.limits import max_body_bytes
+from broker.records import FolderRecords
+from broker.router import Peer, Router
+from broker.sessions import Sessions
+from broker.store import StoredTrajectory
+from broker.telemetry import Telemetry
+from tests.unit.broker.ledger_driver import (
+    eval_plan,
+    generate,
+    header,
+    lease,
+    make_ledger,
+    make_rules,
+    reward,
+)
+from tests.unit.broker.test_server import V0, bare_socket, running, submit
+from wire.codec import encode
+from wire.control import (
+    Answer,
+    BatchDelivered,
+    FetchPayloads,
+    GetLedger,
+    GetStatus,
+    GroupsLeased,
+    Hello,
+    LeaseGroups,
+    LeaseScoring,
+    LedgerAnswer,
+    Refusal,
+    ReleaseLease,
+    Request,
+    RequestBatch,
+    Role,
+    RoleReport,
+    ScoringLeased,
+    StatusAnswer,
+    SubmitScores,
+    TakeOver,
+)
+from wire.errors import RefusedError, SupersededError
+from wire.run_settings import RunSection
+from wire.trajectory import Score
+from wire.versions import PolicyVersion
+
+NAN, INF = float("nan"), float("inf")
+
+
+class Silent:
+    def log(self, step: int, figures: Mapping[str, float]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def answers_to(folder: Path, role: Role, *requests: Request) -> list[Answer]:
+    """The answers to a few requests of one client that has said hello."""
+
+    async def body() -> list[Answer]:
+        async with running(folder) as it, bare_socket(it.endpoint) as ask:
+            await ask(b"0", encode(Hello(role=role, name="x", incarnation="a")))
+            found = [await ask(b"%d" % i, encode(one)) for i, one in enumerate(requests)]
+            assert it.server.telemetry.rejected["internal"] == 0
+            return found
+
+    return asyncio.run(body())
+
+
+def test_whoever_has_not_said_hello_is_counted(short_folder: Path):
+    async def body() -> int:
+        async with running(short_folder) as it, bare_socket(it.endpoint) as ask:
+            await ask(b"1", encode(GetStatus()))
+            return it.server.telemetry.rejected["hello_first"]
+
+    assert asyncio.run(body()) == 1
+
+
+@pytest.mark.parametrize("num_items", [-1, -(2**63), 2**63])
+def test_any_number_of_items_may_be_asked_for(short_folder: Path, num_items: int):
+    (answer,) = answers_to(short_folder, "observer", GetLedger(num_items=num_items))
+    assert isinstance(answer, LedgerAnswer)
+
+
+def test_a_wait_that_is_no_number_is_the_longest_one_and_others_are_answered_in_time(
+    short_folder: Path,
+):
+    async def body() -> tuple[Answer, int]:
+        async with running(short_folder) as it, bare_socket(it.endpoint) as ask:
+            await ask(b"0", encode(Hello(role="generator", name="g")))
+            strange = LeaseScoring(credits=1, wait_s=NAN)
+            await ask(b"1", encode(strange), answered=False)
+            answer = await ask(b"2", encode(LeaseGroups(adopted=V0, max_sequences=1, wait_s=-INF)))
+            return answer, len(it.server._scorings)
+
+    answer, still_waiting = asyncio.run(body())
+    assert isinstance(answer, GroupsLeased)
+    assert still_waiting == 1
+
+
+@pytest.mark.parametrize("tokens", [NAN, INF, -INF, 1e308])
+def test_a_report_of_no_number_leaves_the_state_of_the_run_readable(
+    short_folder: Path, tokens: float
+):
+    report = RoleReport(phase_seconds={"wait": tokens}, counters={"tokens": tokens})
+    told = [TakeOver(step=0), report, Hello(role="learner", name="x", incarnation="b")]
+    *_, answer = answers_to(short_folder, "learner", *told, report, GetStatus())
+    assert isinstance(answer, StatusAnswer)
+    assert answer.status.tokens_per_second.get("learner", 0.0) == 0.0
+
+
+def test_what_is_remembered_of_a_hello_is_bounded():
+    telemetry = Telemetry(RunSection(name="run"))
+    for i in range(300):
+        packages = {f"package-{i}": "1" * 1_000, "torch": str(i)}
+        telemetry.hello(Hello(role="operator", name=f"operator-{i}", packages=packages))
+        telemetry.hello(Hello(role="generator", name="g", packages=packages, held=(1,) * 1_000))
+    assert list(telemetry._roles) == ["g"]
+    assert telemetry._roles["g"].hello == Hello(role="generator", name="g")
+    assert len(telemetry.versions) == 256
+    assert telemetry.versions["torch"] == "299"
+    assert max(map(len, telemetry.versions.values())) == 100
+
+
+@pytest.mark.parametrize("step", [1, 2**63])
+def test_no_work_is_granted_for_weights_that_no_learner_has_made(step: int):
+    ledger = make_ledger()
+    version = ledger.take_over(0)
+    ahead = msgspec.structs.replace(version, step=step)
+    assert lease(ledger, adopted=ahead) == []
+    assert len(lease(ledger, adopted=version)) == 4
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"num_tokens": 2**31}, {"temperature": NAN}, {"temperature": -1.0}]
+)
+def test_a_header_with_numbers_that_cannot_be_is_refused(wrong: dict[str, float]):
+    good = header(0, 0, PolicyVersion(1, 0))
+    fields = msgspec.to_builtins(good) | wrong
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.convert(fields, type(good))
+
+
+def test_an_evaluated_answer_whose_text_cannot_be_read_is_recorded_all_the_same(tmp_path: Path):
+    ledger = make_ledger(make_rules(plan=eval_plan(1, samples=1, every_steps=1, before_train=True)))
+    ledger.take_over(0)
+    group = next(one for one in lease(ledger) if one.item == "eval")
+    generate(ledger, group)
+    held: Group = ledger.groups[group.group_id]
+    reward(ledger, group.group_id, [1.0])
+    run = RunSection(name="run", dir=str(tmp_path))
+    run.folder.mkdir()
+    records = FolderRecords(run, Silent(), keep_answers=9, batches=None)
+    records.eval_answers(held, {0: StoredTrajectory(payload=b"", transcript=b"\xc1garbage")})
+    (path,) = (run.folder / "eval").iterdir()
+    assert '"answer": "(not a valid transcript' in path.read_text()
+
+
+def test_a_text_of_a_client_is_one_short_line_of_the_log(
+    short_folder: Path, caplog: pytest.LogCaptureFixture
+):
+    reason = "no\n2026-01-01 ERROR forged \x1b[2J" + "x" * 100_000
+    with caplog.at_level(logging.WARNING):
+        answers_to(short_folder, "generator", ReleaseLease(lease_id=1, reason=reason))
+    (line,) = (one.getMessage() for one in caplog.records if "handed back" in one.getMessage())
+    assert len(line) < 600
+    assert line.isprintable()
+
+
+def test_a_payload_is_not_sent_twice_in_one_answer(short_folder: Path):
+    async def body() -> None:
+        async with running(short_folder) as it:
+            learner = await it.client("learner", "learner")
+            generator = await it.client("generator", "generator-0")
+            await learner.ask_any(TakeOver(step=0))
+            leased, _ = await generator.ask(
+                LeaseGroups(adopted=V0, max_sequences=2, wait_s=1.0), GroupsLeased
+            )
+            group_id = leased.groups[0].group_id
+            for sibling in (0, 1):
+                await submit(generator, group_id, sibling)
+            scoring, _ = await generator.ask(LeaseScoring(credits=2, wait_s=1.0), ScoringLeased)
+            scores = tuple(
+                Score(group_id=group_id, sibling=i, lease_id=one.lease_id, reward=float(i))
+                for i, one in enumerate(scoring.items)
+            )
+            await generator.ask_any(SubmitScores(scores=scores))
+            await learner.ask(RequestBatch(version=V0, step=0, wait_s=1.0), BatchDelivered)
+            with pytest.raises(RefusedError, match="names a trajectory twice"):
+                await learner.ask_any(FetchPayloads(keys=((group_id, 0),) * 2))
+
+    asyncio.run(body())
+
+
+def test_a_generators_body_is_small_though_its_payload_may_be_large():
+    assert max_body_bytes("generator", 1 << 30) == 1 << 20
+    assert max_body_bytes("reward_worker", 1 << 30) == 16 << 20
+    assert max_body_bytes("generator", 1000) == 1000
+
+
+def test_a_hello_that_is_refused_decides_nothing():
+    sessions = Sessions()
+    first, second = (Peer(None, one) for one in (b"1", b"2"))  # type: ignore[arg-type]  # not used
+    known = sessions.hello(first, Hello(role="generator", name="g", incarnation="b"))
+    late = Hello(role="generator", name="g", incarnation="a", reconnects=True, tokenizer="wrong")
+    own = sessions.hello(second, Hello(role="observer", name="o"))
+    with pytest.raises(SupersededError):
+        sessions.hello(second, late)
+    assert sessions.find(own.token, second) is own
+    assert sessions.find(known.token, first) is known
+    sessions.hello(first, Hello(role="generator", name="g", incarnation="b", tokenizer="right"))
+
+
+def test_a_message_that_brings_a_fault_to_light_does_not_hold_up_those_behind_it(
+    short_folder: Path,
+):
+    """The socket tells of changes only, so the router has to look again by itself."""
+
+    async def body() -> list[bytes]:
+        heard: list[bytes] = []
+        is_good = asyncio.Event()
+
+        def on_message(_peer: Peer, frames: list[zmq.Frame]) -> None:
+            heard.append(frames[0].bytes)
+            if frames[0].bytes == b"bad":
+                raise RuntimeError
+            is_good.set()
+
+        asyncio.get_running_loop().set_exception_handler(lambda *_: None)
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        endpoint = f"ipc://{short_folder}/r.sock"
+        router = Router(context, endpoint, max_message_bytes=1_000, on_message=on_message)
+        client = context.socket(zmq.DEALER)
+        client.connect(endpoint)
+        for text in (b"bad", b"bad", b"good"):
+            client.send(text)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(2.0):
+                await is_good.wait()
+        router.close()
+        client.close(0)
+        context.term()
+        return heard
+
+    assert asyncio.run(body()) == [b"bad", b"bad", b"good"]
+
+
+def test_a_message_that_is_too_large_is_refused_with_both_sizes(short_folder: Path):
+    async def body() -> Answer:
+        async with running(short_folder) as it, bare_socket(it.endpoint) as ask:
+            await ask(b"0", encode(Hello(role="observer", name="o")))
+            return await ask(b"1", b"x" * 70_000)
+
+    answer = asyncio.run(body())
+    assert isinstance(answer, Refusal)
+    assert "a observer may send 65536" in answer.reason
