@@ -425,13 +425,16 @@ class Book:
             position=event.cursor,
             eval_step=event.eval_step,
         )
-        state.groups[event.group_id] = group
-        state.next_group_id = event.group_id + 1
         if event.item == "train":
             state.cursor = event.cursor + 1
             state.issued += 1
         else:
             state.eval_rounds[event.eval_step].next_problem = event.cursor + 1
+        self._add(group)
+
+    def _add(self, group: Group) -> None:
+        self.state.groups[group.group_id] = group
+        self.state.next_group_id = group.group_id + 1
         self.index.enter(group)
 
     def _forget_lease(self, group: Group) -> None:
@@ -520,11 +523,9 @@ class Book:
             position=letter.position,
             retry_of=event.of,
         )
-        state.groups[event.group_id] = group
-        state.next_group_id = event.group_id + 1
         state.issued += 1
         state.retried += 1
-        self.index.enter(group)
+        self._add(group)
 
     # ---- drops ---------------------------------------------------------------
 
@@ -642,7 +643,5 @@ class Book:
             size=event.size,
             position=event.position,
         )
-        state.groups[event.group_id] = group
-        state.next_group_id = event.group_id + 1
         state.requeued += 1
-        self.index.enter(group)
+        self._add(group)

@@ -741,11 +741,13 @@ class BrokerServer:
     def _take_score(self, session: Session, score: Score) -> None:
         key = (score.group_id, score.sibling)
         group = self._ledger.groups.get(score.group_id)
+        if group is None or score.sibling not in group.headers:
+            return  # it ended, or nobody has answered yet
         self._ledger.score(score, session.holder)
-        if group is not None and group.item == "eval" and group.state == "ready":
+        if group.item == "eval" and group.state == "ready":
             stored = {i: self.frames.get((group.group_id, i)) for i in range(group.size)}
             self._records.eval_answers(group, {i: one for i, one in stored.items() if one})
-        if group is not None and score.sibling in group.scores:
+        if score.sibling in group.scores:
             self._scoring.discard(key)
         elif score.group_id in self._ledger.groups:
             _log.warning("no reward for trajectory %d/%d: %s", *key, score.unavailable)

@@ -137,6 +137,13 @@ class Fuzzed:
         assert self.rejected["internal"] == 0
         assert self.ledger.unaccounted() == 0
         encode_state(self.ledger.state)
+        groups = self.ledger.groups
+        unscored = {(i, sibling) for i, group in groups.items() for sibling in group.unscored}
+        queue = self.scoring
+        assert {*queue._waiting, *queue._lease_of} == unscored, "the scoring queue is another"
+        assert set(queue._failed_with) <= unscored
+        assert set(self.server._issued_at) <= set(groups)
+        assert {key[0] for key in self.server.frames._frames} <= set(groups)
 
     def sizes(self) -> dict[str, int]:
         server = self.server

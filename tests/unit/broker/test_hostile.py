@@ -265,3 +265,23 @@ def test_a_message_that_is_too_large_is_refused_with_both_sizes(short_folder: Pa
     answer = asyncio.run(body())
     assert isinstance(answer, Refusal)
     assert "a observer may send 65536" in answer.reason
+
+
+def test_a_score_of_what_nobody_has_generated_queues_nothing(short_folder: Path):
+    async def body() -> int:
+        async with running(short_folder) as it:
+            learner = await it.client("learner", "learner")
+            generator = await it.client("generator", "generator-0")
+            await learner.ask_any(TakeOver(step=0))
+            leased, _ = await generator.ask(
+                LeaseGroups(adopted=V0, max_sequences=2, wait_s=1.0), GroupsLeased
+            )
+            group_id = leased.groups[0].group_id
+            scores = tuple(
+                Score(group_id=group_id, sibling=sibling, lease_id=1, reward=1.0)
+                for sibling in (0, -1, 7)
+            )
+            await generator.ask_any(SubmitScores(scores=scores))
+            return it.server._scoring.num_waiting
+
+    assert asyncio.run(body()) == 0

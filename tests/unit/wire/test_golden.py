@@ -8,7 +8,7 @@ import pytest
 from tests.golden.make_wire import FOLDER, READABLE, TODAY, golden_files, readable
 from tests.wire_samples import AGENT_MESSAGES, ANSWERS, COMMANDS, DECODERS, FAMILIES, REQUESTS
 from wire import bus, control
-from wire.codec import decode_request, encode
+from wire.codec import decode_answer, decode_request, encode
 from wire.control import WIRE_REVISION
 from wire.errors import ProtocolError
 
@@ -115,3 +115,14 @@ def test_an_unknown_kind_is_a_protocol_error(kind: object):
     raw = msgspec.msgpack.decode(golden("request", "hello")) | {"kind": kind}
     with pytest.raises(ProtocolError, match="not a valid request"):
         decode_request(msgspec.msgpack.encode(raw))
+
+
+@pytest.mark.parametrize("field", ["code", "reason"])
+def test_a_refusal_code_of_tomorrow_is_a_new_revision(field: str):
+    """An older client could not read it; a new reason is only a text."""
+    raw = msgspec.msgpack.decode(golden("answer", "refusal")) | {field: "moody"}
+    if field == "code":
+        with pytest.raises(ProtocolError, match="code"):
+            decode_answer(msgspec.msgpack.encode(raw))
+    else:
+        assert decode_answer(msgspec.msgpack.encode(raw)).reason == "moody"
