@@ -1,0 +1,94 @@
+"""docs/wire.md says what the code does: kinds, roles, answers, codes and limits."""
+
+from pathlib import Path
+from typing import get_args
+
+from broker import client, limits, router, server, sessions
+from broker.permissions import ALLOWED
+from tests.wire_samples import HEADER
+from wire import bus, control
+from wire.control import WIRE_REVISION, RefusalCode, Role, SubmitTrajectory
+from wire.trajectory import MAX_TOKENS
+
+PAGE = (Path(__file__).parents[3] / "docs" / "wire.md").read_text("utf-8")
+
+
+def table(heading: str) -> list[list[str]]:
+    """The rows of the first table under a heading, cells without backticks."""
+    section = PAGE.split(f"## {heading}\n")[1].split("\n## ")[0]
+    lines = [line for line in section.splitlines() if line.startswith("|")][2:]
+    return [
+        [cell.strip().replace("`", "") for cell in line.strip("|").split("|")] for line in lines
+    ]
+
+
+def words(cell: str) -> set[str]:
+    return {word.strip() for word in cell.split(",")}
+
+
+def test_the_revision_is_todays():
+    assert f"Today's revision is **{WIRE_REVISION}**" in PAGE
+
+
+def test_every_kind_of_request_is_taken_from_the_roles_that_the_table_names():
+    everybody = set(get_args(Role))
+    told = {row[0]: everybody if row[1] == "all" else words(row[1]) for row in table("Requests")}
+    assert told == {kind.__name__: set(roles) for kind, roles in ALLOWED.items()}
+
+
+def test_every_kind_of_answer_answers_something():
+    told = set().union(*(words(row[2]) for row in table("Requests")))
+    assert told | {"Refusal"} == {kind.__name__ for kind in get_args(control.Answer)}
+
+
+def test_each_answer_is_what_the_requests_own_text_names():
+    for kind, _, answers, *_ in table("Requests"):
+        text = getattr(control, kind).__doc__
+        if "nswered by" in text:
+            assert any(answer in text for answer in words(answers)), kind
+
+
+def test_trajectories_alone_come_with_attached_frames():
+    attached = {row[0]: row[3] for row in table("Requests") if row[3] and "answer" not in row[3]}
+    assert attached == {"SubmitTrajectory": "payload, transcript"}
+    assert "payload, transcript" in (SubmitTrajectory.__doc__ or "")
+
+
+def test_every_message_of_the_weight_bus_is_named():
+    for kind in (*get_args(bus.Command), *get_args(bus.AgentMessage)):
+        assert f"`{kind.__name__}`" in PAGE
+
+
+def test_every_code_of_a_refusal_is_explained():
+    codes = {row[0].replace("(empty)", "") for row in table("Refusals")}
+    assert codes == set(get_args(RefusalCode))
+
+
+def test_limits_are_those_of_the_code():
+    told = {row[0]: row[1] for row in table("Limits")}
+    most = 1 << 40
+    assert told["a message of a learner or reward worker"] == "16 MiB"
+    assert limits.max_bytes("learner", most) == limits.max_bytes("reward_worker", most) == 16 << 20
+    assert told["a message of an observer, an operator or before the hello"] == "64 KiB"
+    assert limits.max_bytes("operator", most) == limits.max_bytes(None, most) == 64 << 10
+    assert told["a message of a generator"] == "broker.max_message_bytes, its body 1 MiB"
+    assert limits.max_body_bytes("generator", most) == 1 << 20
+    assert told["frames of a message"] == str(limits.MAX_FRAMES)
+    assert told["requests that wait for payloads, per client"] == str(server._MAX_JOBS)
+    assert told["names of clients, over a broker's life"] == f"{sessions.MAX_CLIENTS:,}"
+    assert told["observers and operators at a time"] == str(sessions.MAX_READERS)
+    assert told["scoring credits at a time"] == f"{server.MAX_CREDITS:,}"
+    assert told["time to prove a key on a new connection"] == f"{router._HANDSHAKE_MS / 1000:.0f} s"
+    assert told["answers that a client does not read"] == f"{router._SEND_LIMIT:,}"
+    assert HEADER.num_tokens < MAX_TOKENS == 2**31 - 1
+
+
+def test_a_client_comes_back_as_it_says():
+    section = PAGE.split("## A broker that is gone")[1].split("\n## ")[0]
+    for said in (
+        f"no answer for {client._REPEAT_S:.0f} s",
+        f"for {client._DEAD_AFTER_MS / 1000:.0f} s",
+        f"({client.OUTAGE_S:.0f} s)",
+    ):
+        assert said in " ".join(section.split())
+    assert f"lasts {server.MAX_WAIT_S:.0f} s at most" in " ".join(PAGE.split())
