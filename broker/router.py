@@ -9,7 +9,7 @@ import zmq
 from wire.codec import Frame
 
 _BURST = 64  # messages handed over before other work gets its turn
-_SEND_LIMIT = 100_000  # answers that wait for one peer; it asked for every one of them
+_SEND_LIMIT = 4_000  # answers that wait for one peer; it asked for every one of them
 _NOW = int(zmq.NOBLOCK)  # plain numbers: joining flags of an enum costs more than a small send
 _NOW_AND_MORE = int(zmq.NOBLOCK | zmq.SNDMORE)
 _LARGE_BYTES = 8 * 1024

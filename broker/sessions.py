@@ -127,12 +127,14 @@ class Sessions:
     def _take_name(self, session: Session, hello: Hello) -> None:
         before = self._by_name.get(hello.name)
         if before is None:
-            if len(self._by_name) >= MAX_CLIENTS:
-                raise RefusedError(f"{MAX_CLIENTS} clients have said hello, and that is the limit")
+            if len(self._by_name) >= MAX_CLIENTS:  # if it is still there it says hello again
+                oldest = next(iter(self._by_name))
+                self._forget(self._by_name.pop(oldest))
         elif hello.reconnects and before.incarnation != hello.incarnation:
             raise SupersededError(f"another process has said hello as {hello.name}")
         else:
             self._forget(before)
+        self._by_name.pop(hello.name, None)  # the one that said hello last stands last
         self._by_name[hello.name] = session
 
     def _forget(self, session: Session) -> None:

@@ -75,7 +75,7 @@ def test_limits_are_those_of_the_code():
     assert limits.max_body_bytes("generator", most) == 1 << 20
     assert told["frames of a message"] == str(limits.MAX_FRAMES)
     assert told["requests that wait for payloads, per client"] == str(server._MAX_JOBS)
-    assert told["names of clients, over a broker's life"] == f"{sessions.MAX_CLIENTS:,}"
+    assert told["clients at a time, by name"] == f"{sessions.MAX_CLIENTS:,}"
     assert told["observers and operators at a time"] == str(sessions.MAX_READERS)
     assert told["scoring credits at a time"] == f"{server.MAX_CREDITS:,}"
     assert told["time to prove a key on a new connection"] == f"{router._HANDSHAKE_MS / 1000:.0f} s"

@@ -1,0 +1,52 @@
+"""Who is on the other side of each connection."""
+
+from typing import cast
+
+import pytest
+
+from broker import sessions
+from broker.router import Peer, Router
+from broker.sessions import Sessions
+from wire.control import Hello
+
+NOWHERE = cast("Router", None)  # a session never sends
+
+
+def peer(number: int) -> Peer:
+    return Peer(NOWHERE, str(number).encode())
+
+
+def hello(name: str, **fields: object) -> Hello:
+    return Hello(role="reward_worker", name=name, **fields)  # type: ignore[arg-type]
+
+
+def test_a_token_is_good_on_its_own_connection_alone():
+    known = Sessions()
+    session = known.hello(peer(1), hello("a"))
+    assert known.find(session.token, peer(1)) is session
+    assert known.find(session.token, peer(2)) is None
+    assert known.find(b"", peer(1)) is None
+
+
+def test_a_second_hello_on_a_connection_ends_the_first_session():
+    known = Sessions()
+    first = known.hello(peer(1), hello("a"))
+    second = known.hello(peer(1), hello("a"))
+    assert known.find(first.token, peer(1)) is None
+    assert known.find(second.token, peer(1)) is second
+
+
+def test_where_there_is_no_room_the_oldest_client_says_hello_again(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setattr(sessions, "MAX_CLIENTS", 2)
+    known = Sessions()
+    oldest = known.hello(peer(1), hello("a"))
+    kept = known.hello(peer(2), hello("b"))
+    known.hello(peer(3), hello("c"))
+    assert known.find(oldest.token, peer(1)) is None
+    assert known.find(kept.token, peer(2)) is kept
+    known.hello(peer(2), hello("b", reconnects=True))  # now it is the youngest
+    known.hello(peer(4), hello("d"))
+    assert known.find(known.hello(peer(2), hello("b")).token, peer(2)) is not None
+    assert len(known._by_name) == len(known._by_token) == 2
