@@ -86,7 +86,7 @@ def test_a_role_that_ends_in_order_is_finished(supervisor: Supervisor):
 def test_a_role_that_fails_starts_again_after_a_pause_and_then_ends_the_run(
     supervisor: Supervisor, time: Time
 ):
-    supervisor.start(plan("print('reading'); raise SystemExit('no engine here')"))
+    supervisor.start(plan("print('reading', flush=True); raise SystemExit('no engine here')"))
     first = wait(supervisor)
     supervisor.check()
     time.now_s = 4.9
