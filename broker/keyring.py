@@ -6,6 +6,10 @@ keys/authorized/NAME.toml   public half, name and role: who may connect
 keys/revoked/NAME.toml      who may no longer
 """
 
+import logging
+import os
+import re
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import get_args
@@ -17,6 +21,9 @@ from typing_extensions import override
 from wire.control import Role
 from wire.errors import ConfigError
 from wire.keys import ClientKey, read_private, write_client_key, write_private
+
+_log = logging.getLogger(__name__)
+_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,60}")
 
 
 class Holder(msgspec.Struct, frozen=True, kw_only=True):
@@ -44,14 +51,10 @@ class KeyRing:
     """The keys in a folder. ``refresh`` notices keys that were made or revoked meanwhile."""
 
     def __init__(self, folder: Path) -> None:
-        """Read the keys that are there.
-
-        Raises:
-            ConfigError: a file is no key.
-        """
+        """Read the keys that are there."""
         self.folder = folder
         self._by_public: dict[str, Holder] = {}
-        self._seen_ns = -1
+        self._seen: list[tuple[str, int, int]] | None = None
         self.refresh()
 
     def holder(self, public: str) -> Holder | None:
@@ -66,20 +69,23 @@ class KeyRing:
         """Read the folder again if it has changed; return whose keys were revoked.
 
         Raises:
-            ConfigError: a file is no key.
+            OSError: the folder cannot be read; the keys known so far stay.
         """
-        authorized = self.folder / "authorized"
-        try:
-            changed_ns = authorized.stat().st_mtime_ns
-        except FileNotFoundError:
-            changed_ns = 0
-        if changed_ns == self._seen_ns:
+        seen = _listing(self.folder / "authorized")
+        if seen == self._seen:
             return []
-        before, self._by_public = self._by_public, {}
-        for holder in holders(self.folder):
-            self._by_public[holder.public] = holder
-        self._seen_ns = changed_ns
-        return [holder for public, holder in before.items() if public not in self._by_public]
+        now = {holder.public: holder for holder in holders(self.folder)}
+        before, self._by_public, self._seen = self._by_public, now, seen
+        return [holder for public, holder in before.items() if public not in now]
+
+
+def _listing(folder: Path) -> list[tuple[str, int, int]]:
+    """Return what tells whether any file was made, replaced or removed."""
+    if not folder.is_dir():
+        return []
+    with os.scandir(folder) as entries:
+        stats = [(entry.name, entry.stat()) for entry in entries]
+    return sorted((name, stat.st_mtime_ns, stat.st_ino) for name, stat in stats)
 
 
 def broker_key(folder: Path) -> BrokerKey:
@@ -91,9 +97,12 @@ def broker_key(folder: Path) -> BrokerKey:
     path = folder / "broker.key"
     if not path.exists():
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        folder.chmod(0o700)
         public, secret = zmq.curve_keypair()
-        write_private(path, f"{public.decode()}\n{secret.decode()}\n")
+        own = folder / f".broker-{os.getpid()}.key"
+        write_private(own, f"{public.decode()}\n{secret.decode()}\n")
+        with suppress(FileExistsError):  # another process was quicker: its key it is
+            path.hardlink_to(own)
+        own.unlink()
     words = read_private(path, "broker.keys").split()
     if [len(word) for word in words] != [40, 40]:
         raise ConfigError(f"{path} is no key of a broker: remove it to have another made")
@@ -106,8 +115,11 @@ def make_client_key(folder: Path, name: str, role: Role) -> Path:
     Raises:
         ConfigError: there is a key of that name, or the name is none for a file.
     """
-    if not name or "/" in name or not name.isprintable() or name.startswith("."):
-        raise ConfigError(f"{name!r} cannot be the name of a key: take the name of its host")
+    if not _NAME.fullmatch(name):
+        raise ConfigError(
+            f"{name!r} cannot be the name of a key: take the name of its host, of letters, digits, "
+            "dots, dashes and underscores"
+        )
     if role not in get_args(Role):
         raise ConfigError(f"role {role!r} is none of {', '.join(get_args(Role))}")
     known = folder / "authorized" / f"{name}.toml"
@@ -141,17 +153,13 @@ def revoke(folder: Path, name: str) -> None:
 
 
 def holders(folder: Path, place: str = "authorized") -> list[Holder]:
-    """Return who has a key, by name.
-
-    Raises:
-        ConfigError: a file is no key.
-    """
+    """Return who has a key, by name. What is no key is left out, and said in the log."""
     found = []
     for path in sorted((folder / place).glob("*.toml")):
         try:
             found.append(msgspec.toml.decode(path.read_bytes(), type=Holder))
         except FileNotFoundError:
             continue  # revoked at this moment
-        except msgspec.DecodeError as error:
-            raise ConfigError(f"{path} is no key: {error}") from error
+        except (msgspec.DecodeError, ValueError) as error:
+            _log.warning("%s is no key, nobody gets in with it: %s", path, error)
     return found

@@ -8,7 +8,7 @@ from wire.control import Role
 
 P = TypeVar("P")
 MAX_FRAMES = 8  # of one message, without the routing id
-_MAX_STRANGERS = 4_096  # connections that are remembered; the quietest is forgotten first
+_MAX_STRANGERS = 4_096  # clients that are remembered; the quietest is forgotten first
 _SMALL_BYTES = 16 * 1024 * 1024
 _TINY_BYTES = 64 * 1024
 _BODY_BYTES = 1024 * 1024
@@ -21,7 +21,7 @@ class _Bucket:
 
 
 class RateLimit(Generic[P]):
-    """A token bucket per connection: ``per_s`` requests in the long run, twice that at once."""
+    """A token bucket per client: ``per_s`` requests in the long run, twice that at once."""
 
     def __init__(self, per_s: float) -> None:
         self._per_s = per_s

@@ -32,7 +32,7 @@ _WORKERS: frozenset[Role] = frozenset({"generator", "learner", "reward_worker"})
 _READERS: frozenset[Role] = frozenset({"observer", "operator"})
 _GENERATOR: frozenset[Role] = frozenset({"generator"})
 _LEARNER: frozenset[Role] = frozenset({"learner"})
-_SCORERS: frozenset[Role] = frozenset({"reward_worker", "generator"})  # a generator scores inline
+_SCORERS: frozenset[Role] = frozenset({"reward_worker", "generator"})
 _OPERATOR: frozenset[Role] = frozenset({"operator"})
 
 ALLOWED: dict[type[Request], frozenset[Role]] = {
@@ -62,6 +62,20 @@ ALLOWED: dict[type[Request], frozenset[Role]] = {
 }
 
 
-def may_say(role: Role, request: Request) -> bool:
-    """Tell whether a request is taken from this role."""
+def may_say(role: Role, request: Request, *, scores_inline: bool = True) -> bool:
+    """Tell whether a request is taken from this role.
+
+    Args:
+        role: of the client.
+        request: what it asks.
+        scores_inline: generators may score (reward.inline).
+    """
+    if role == "generator" and not scores_inline and _is_scoring(request):
+        return False
     return role in ALLOWED[type(request)]
+
+
+def _is_scoring(request: Request) -> bool:
+    if isinstance(request, SubmitTrajectory):
+        return request.score is not None
+    return isinstance(request, LeaseScoring | SubmitScores)

@@ -27,7 +27,7 @@ from wire.trajectory import Score, Transcript
 
 _log = logging.getLogger(__name__)
 _POLL_S = 2.0
-_MAX_SCORES = 256  # in one message
+_MAX_SCORES = 64  # in one message, which stays small however much a reward has to say
 Work = Sequence[tuple[ScoringItem, Transcript]]
 
 

@@ -5,12 +5,8 @@ from math import isfinite
 
 import msgspec
 
-from wire.dead_letters import MAX_EXCERPT
-from wire.trajectory import Score
+from wire.trajectory import MAX_EXCERPT, MAX_PART_NAME, MAX_PARTS, MAX_REASON, Score
 
-MAX_PARTS = 64  # metrics of one reward
-_MAX_NAME = 100
-_MAX_REASON = 500
 _UNCHANGED = 100  # characters; nearly all scores are short
 
 
@@ -21,19 +17,19 @@ def tidied(score: Score) -> Score:
         score = msgspec.structs.replace(score, reward=None, unavailable=unavailable)
     parts = score.parts
     if len(parts) > MAX_PARTS or not all(map(isfinite, parts.values())) or _is_long(parts):
-        kept = ((name[:_MAX_NAME], part) for name, part in parts.items() if isfinite(part))
+        kept = ((name[:MAX_PART_NAME], part) for name, part in parts.items() if isfinite(part))
         score = msgspec.structs.replace(score, parts=dict(islice(kept, MAX_PARTS)))
     texts = (score.unavailable, score.function, score.version, score.excerpt)
     if any(len(text) > _UNCHANGED for text in texts):
         score = msgspec.structs.replace(
             score,
-            unavailable=score.unavailable[:_MAX_REASON],
-            function=score.function[-_MAX_REASON:],
-            version=score.version[:_MAX_NAME],
+            unavailable=score.unavailable[:MAX_REASON],
+            function=score.function[-MAX_REASON:],
+            version=score.version[:MAX_PART_NAME],
             excerpt=score.excerpt[:MAX_EXCERPT],
         )
     return score
 
 
 def _is_long(parts: dict[str, float]) -> bool:
-    return any(len(name) > _MAX_NAME for name in parts)
+    return any(len(name) > MAX_PART_NAME for name in parts)

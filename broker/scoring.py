@@ -1,7 +1,8 @@
 """Which trajectories wait for a reward, and who is scoring which. Rebuilt from the ledger."""
 
+import secrets
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from broker.leases import Holdings, LeaseTerms
@@ -10,6 +11,8 @@ from broker.store import TrajectoryKey
 
 _FIRST_LEASE_ID = 1 << 40  # leases of generation count from 0: one heartbeat may name both
 _LOOK_AHEAD = 256  # trajectories passed over in search of some that a worker may have
+_FIRST_PAUSE_S = 1.0  # before a second try; then four times as long, and so on
+_LONGEST_PAUSE_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,10 +23,19 @@ class ScoringLease:
     holder: str
 
 
+@dataclass(slots=True)
+class _Failures:
+    """What is known of a trajectory that could not be scored."""
+
+    names: set[str]  # of workers that tried
+    count: int = 0
+    not_before_s: float = 0.0
+
+
 class ScoringQueue:
     """First come, first scored; what lapses goes back to the front.
 
-    What one worker could not score is kept for others, as long as there are any.
+    What one worker could not score is kept for others, as long as there are any, and for a while.
     """
 
     def __init__(self, *, lease_s: float) -> None:
@@ -34,8 +46,10 @@ class ScoringQueue:
         self._leases: dict[int, ScoringLease] = {}
         self._lease_of: dict[TrajectoryKey, int] = {}
         self._by_holder = Holdings()
-        self._next_lease_id = _FIRST_LEASE_ID
-        self._failed_with: dict[TrajectoryKey, set[str]] = {}  # names of workers
+        # Another broker's leases have other numbers: its workers may still speak of them.
+        self._next_lease_id = _FIRST_LEASE_ID + (secrets.randbits(20) << 32)
+        self._lapsed: dict[TrajectoryKey, set[int]] = {}  # leases whose result may still come
+        self._failures: dict[TrajectoryKey, _Failures] = {}
         self._seen: dict[str, float] = {}  # worker -> when it last asked for work
 
     @property
@@ -64,13 +78,18 @@ class ScoringQueue:
     def discard(self, key: TrajectoryKey) -> None:
         """Forget a trajectory that has its reward, or whose group ended."""
         self._dequeue(key)
-        self._failed_with.pop(key, None)
+        self._failures.pop(key, None)
+        self._lapsed.pop(key, None)
         if (lease_id := self._lease_of.get(key)) is not None:
             self._end(lease_id)
 
-    def failed(self, key: TrajectoryKey, name: str) -> None:
-        """Queue a trajectory again that a worker could not score."""
-        self._failed_with.setdefault(key, set()).add(name)
+    def failed(self, key: TrajectoryKey, name: str, *, now_s: float) -> None:
+        """Queue a trajectory again that a worker could not score; it is granted a little later."""
+        failures = self._failures.setdefault(key, _Failures(set()))
+        failures.names.add(name)
+        pause_s = min(_FIRST_PAUSE_S * 4**failures.count, _LONGEST_PAUSE_S)
+        failures.count += 1
+        failures.not_before_s = now_s + pause_s
         self.add(key)
 
     def lease(
@@ -79,7 +98,7 @@ class ScoringQueue:
         credits_left: int,
         *,
         now_s: float,
-        is_whole: Callable[[int], bool] | None = None,
+        siblings_of: Callable[[int], tuple[int, ...]] | None = None,
     ) -> dict[int, TrajectoryKey]:
         """Grant up to ``credits_left`` trajectories; return them by lease.
 
@@ -87,8 +106,9 @@ class ScoringQueue:
             holder: who asks.
             credits_left: how many it can take on.
             now_s: the time.
-            is_whole: tells whether all siblings of a group have been generated. If given, groups
-                are granted whole or not at all; a first group may be larger than the credits.
+            siblings_of: returns all siblings of a group, and none before all are generated. If
+                given, groups are granted whole or not at all, with siblings that have their reward
+                already; a first group may be larger than the credits.
         """
         name = name_of(holder)
         self._seen[name] = now_s
@@ -101,27 +121,29 @@ class ScoringQueue:
             if key[0] in groups:
                 continue  # all of it was chosen
             work = [key]
-            if is_whole is not None:
-                work = [(key[0], sibling) for sibling in sorted(self._waiting_of[key[0]])]
+            if siblings_of is not None:
+                work = [(key[0], sibling) for sibling in siblings_of(key[0])]
                 groups.add(key[0])
             fits = not chosen or len(chosen) + len(work) <= credits_left
-            whole = is_whole is None or is_whole(key[0])
-            if fits and whole and not any(self._is_for_others(one, name, now_s) for one in work):
+            if work and fits and all(self._may_have(one, name, now_s) for one in work):
                 chosen += work
             else:
                 passed += 1
         return {self._grant(key, holder, now_s): key for key in chosen}
 
-    def _is_for_others(self, key: TrajectoryKey, name: str, now_s: float) -> bool:
-        failed_with = self._failed_with.get(key)
-        return (
-            failed_with is not None
-            and name in failed_with
-            and any(
-                now_s - seen_s <= self._lease_s
-                for other, seen_s in self._seen.items()
-                if other not in failed_with
-            )
+    def _may_have(self, key: TrajectoryKey, name: str, now_s: float) -> bool:
+        """Tell whether nobody has it, and a worker may try it now."""
+        if key in self._lease_of:
+            return False
+        failures = self._failures.get(key)
+        if failures is None:
+            return True
+        if now_s < failures.not_before_s:
+            return False
+        return name not in failures.names or not any(
+            now_s - seen_s <= self._lease_s
+            for other, seen_s in self._seen.items()
+            if other not in failures.names
         )
 
     def _grant(self, key: TrajectoryKey, holder: str, now_s: float) -> int:
@@ -142,6 +164,10 @@ class ScoringQueue:
         self._end(lease_id)
         return True
 
+    def lapsed(self, lease_id: int, key: TrajectoryKey) -> bool:
+        """Tell whether this very trajectory was leased so and the lease ended without a result."""
+        return lease_id in self._lapsed.get(key, ())
+
     def heartbeat(self, holder: str, lease_ids: tuple[int, ...], *, now_s: float) -> list[int]:
         """Extend leases; return those that the worker no longer has."""
         return self._terms.extend(self._leases, holder, lease_ids, now_s)
@@ -150,11 +176,16 @@ class ScoringQueue:
         """Give every lease a full term: its holder could not have been heard."""
         self._terms.begin_all(self._leases, now_s)
 
-    def release_all(self, holder: str) -> None:
-        """Put back what a worker held that is gone, or begins anew."""
+    def release_all(self, holder: str) -> list[TrajectoryKey]:
+        """Put back what a worker held that is gone, or begins anew; return it."""
         self._seen.pop(name_of(holder), None)
-        for lease_id in list(self._by_holder.get(holder, ())):
-            self._put_back(lease_id)
+        return [self._put_back(i) for i in list(self._by_holder.get(holder, ()))]
+
+    def release(self, lease_ids: Iterable[int]) -> None:
+        """Put back leases that never arrived."""
+        for lease_id in lease_ids:
+            if lease_id in self._leases:
+                self._put_back(lease_id)
 
     def expire(self, now_s: float) -> list[tuple[TrajectoryKey, str]]:
         """Put back what silent workers held; return it with them, because an attempt ended."""
@@ -163,13 +194,15 @@ class ScoringQueue:
         for lease_id in overdue:
             self._put_back(lease_id)
         for key, holder in ended:
-            self._failed_with.setdefault(key, set()).add(name_of(holder))
+            self._failures.setdefault(key, _Failures(set())).names.add(name_of(holder))
         return ended
 
-    def _put_back(self, lease_id: int) -> None:
+    def _put_back(self, lease_id: int) -> TrajectoryKey:
         key = self._end(lease_id)
+        self._lapsed.setdefault(key, set()).add(lease_id)
         self._enqueue(key)
         self._waiting.move_to_end(key, last=False)
+        return key
 
     def _end(self, lease_id: int) -> TrajectoryKey:
         lease = self._leases.pop(lease_id)

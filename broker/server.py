@@ -102,12 +102,14 @@ from wire.errors import (
 )
 from wire.ledger_view import LedgerView
 from wire.status import RunStatus
-from wire.trajectory import Score
+from wire.trajectory import NO_SCORING_LEASE, Score
 
 _log = logging.getLogger(__name__)
 
 MAX_WAIT_S = 30.0
 _ITEMS_ON_FILE = 20
+_COMPLAIN_EVERY_S = 10.0  # about one client
+_MAX_COMPLAINTS = 1_000  # clients
 _MAX_JOBS = 64  # requests of one client that wait for payloads at a time
 _MAX_LETTERS = 100  # dead letters in one answer
 _MAX_ITEMS = 1_000  # of the ledger, named in one answer
@@ -140,6 +142,7 @@ class BrokerServer:
         max_message_bytes: int,
         max_requests_per_s: float = 10_000.0,
         keys: KeyRing | None = None,
+        scores_inline: bool = False,
         cache_bytes: int = 1 << 28,
         records: RunRecords | None = None,
         trail: Trail | None = None,
@@ -153,7 +156,9 @@ class BrokerServer:
         self.telemetry = telemetry
         self._run_name = run_name
         self._max_message_bytes = max_message_bytes
-        self._rate: RateLimit[Peer] = RateLimit(max_requests_per_s)
+        self._rate: RateLimit[Peer | str] = RateLimit(max_requests_per_s)  # keys have one each
+        self._scores_inline = scores_inline
+        self._complained_s: dict[str, float] = {}  # client -> when its refusals were logged last
         self._keys = keys
         self._records = records or RunRecords()
         self._trail = trail or Trail()
@@ -250,12 +255,22 @@ class BrokerServer:
             lapsed = self._ledger.expire(now)
             if lapsed:
                 _log.warning("%d leases lapsed: their holders sent no heartbeat", lapsed)
-            for (group_id, sibling), holder in self._scoring.expire(now):
-                reason = "the reward worker fell silent"
-                score = Score(group_id=group_id, sibling=sibling, lease_id=-1, unavailable=reason)
-                self._ledger.score(score, holder)
-                self._settle_soon()
+            for key, holder in self._scoring.expire(now):
+                self._scoring_ended([key], holder, "the reward worker fell silent")
+            if self._scoring.num_waiting:
+                self._settle_soon()  # what could not be scored may be due again
             self._persist()
+
+    def _scoring_ended(self, keys: Iterable[TrajectoryKey], holder: str, reason: str) -> None:
+        """Count an attempt to score that ended without an answer."""
+        for group_id, sibling in keys:
+            score = Score(
+                group_id=group_id,
+                sibling=sibling,
+                lease_id=NO_SCORING_LEASE,
+                unavailable=reason,
+            )
+            self._ledger.score(score, holder)
 
     def _look_at_keys(self) -> None:
         """Take note of keys that were made or revoked, and take back what revoked ones hold."""
@@ -263,8 +278,8 @@ class BrokerServer:
             return
         try:
             revoked = self._keys.refresh()
-        except (ConfigError, OSError) as error:
-            _log.error("%s", error)
+        except OSError as error:
+            _log.error("keys cannot be read: %s", error)
             return
         for holder in revoked:
             _log.warning("the key %s (%s) was revoked", holder.name, holder.role)
@@ -302,7 +317,7 @@ class BrokerServer:
             ForbiddenError: its key was revoked.
             ProtocolError: the message is too large for its role.
         """
-        if not self._rate.takes(peer, self._now()):
+        if not self._rate.takes(peer.key or peer, self._now()):
             raise SlowDownError("more requests at a time than broker.max_requests_per_s allows")
         session = self._sessions.find(frames[1].bytes, peer)
         role = session.role if session else None
@@ -330,7 +345,7 @@ class BrokerServer:
             case ForbiddenError():
                 self.telemetry.rejected["forbidden"] += 1
                 code = "forbidden"
-                _log.warning("%s: %s", self._sessions.named(peer), reason)
+                self._complain(self._sessions.named(peer), reason)
             case SlowDownError():
                 self.telemetry.rejected["slow_down"] += 1
                 code = "slow_down"
@@ -342,6 +357,15 @@ class BrokerServer:
                 self.telemetry.rejected["internal"] += 1
                 reason = f"internal error: {error!r}"
         return Refusal(reason=reason, code=code), _NO_FRAMES
+
+    def _complain(self, name: str, reason: str) -> None:
+        """Log what a client may not do; once in a while, for it may try very often."""
+        now = self._now()
+        if now - self._complained_s.get(name, -_COMPLAIN_EVERY_S) >= _COMPLAIN_EVERY_S:
+            if len(self._complained_s) > _MAX_COMPLAINTS:
+                self._complained_s.clear()
+            self._complained_s[name] = now
+            _log.warning("%s: %s", name, reason)
 
     def _answer(
         self,
@@ -365,6 +389,9 @@ class BrokerServer:
                 if lease is not None:
                     self._ledger.release(lease.holder, lease.lease_id, "lost")
             self._persist()
+        elif isinstance(answer, ScoringLeased):
+            self._scoring.release(item.lease_id for item in answer.items)
+            self._settle_soon()
 
     def _spawn(self, session: Session, request_id: bytes, job: Job) -> None:
         """Answer when a job is done that waits for something."""
@@ -444,7 +471,7 @@ class BrokerServer:
             return {}, (self._hello(peer, request), _NO_FRAMES)
         if session is None:
             raise _HelloFirstError("say hello first")
-        if not may_say(session.role, request):
+        if not may_say(session.role, request, scores_inline=self._scores_inline):
             kind = type(request).__name__
             raise ForbiddenError(f"{session.name} is a {session.role}, which may not send {kind}")
         self.telemetry.heard(session.name)
@@ -517,17 +544,18 @@ class BrokerServer:
         state = self._ledger.state
         match request:
             case GetDeadLetters(after=after, limit=limit):
-                found = [one for one in state.dead_letters.values() if one.group_id > after]
+                letters = sorted(state.dead_letters.values(), key=lambda one: one.group_id)
+                found = [one for one in letters if one.group_id > after]
                 return DeadLetters(
                     letters=tuple(found[: max(0, min(limit, _MAX_LETTERS))]),
                     total=len(state.dead_letters),
                     forgotten=state.letters_forgotten,
                 )
             case RetryDeadLetters(groups=groups):
-                done, refused = self._ledger.retry(groups[:MAX_DEAD_LETTERS])
+                done, refused = self._ledger.retry(_not_too_many(groups))
             case _:
                 groups = request.groups
-                done, refused = self._ledger.drop_letters(groups[:MAX_DEAD_LETTERS])
+                done, refused = self._ledger.drop_letters(_not_too_many(groups))
         return DeadLettersHandled(done=done, refused=refused)
 
     def _release(self, holder: str, reason: LeaseEnd) -> None:
@@ -539,17 +567,19 @@ class BrokerServer:
     def _hello(self, peer: Peer, hello: Hello) -> Welcome:
         session = self._sessions.hello(peer, hello)
         if hello.role not in {"observer", "operator"}:
-            for holder in [h for h in self._ledger.by_holder if name_of(h) == hello.name]:
+            name = session.name
+            for holder in [h for h in self._ledger.by_holder if name_of(h) == name]:
                 own = holder == session.holder
                 self._ledger.release_all(
                     holder, "lost" if own else "restarted", hello.held if own else ()
                 )
-            for holder in self._scoring.holders():
-                if name_of(holder) == hello.name:  # what it has scored it sends again
-                    self._scoring.release_all(holder)
+            for holder in [h for h in self._scoring.holders() if name_of(h) == name]:
+                leased = self._scoring.release_all(holder)
+                if holder != session.holder:  # else what it has scored it sends again
+                    self._scoring_ended(leased, holder, "the reward worker died")
             self._settle_soon()
-            _log.info("hello %sfrom %s", "again " * hello.reconnects, hello.name)
-        self.telemetry.hello(hello)
+            _log.info("hello %sfrom %s", "again " * hello.reconnects, name)
+        self.telemetry.hello(replace(hello, name=session.name))
         if hello.packages:
             self._records.packages(self.telemetry.versions)
         return Welcome(
@@ -576,7 +606,7 @@ class BrokerServer:
                 self._leases.park(asked, wait_s)
             case LeaseScoring():
                 self._scorings.park(
-                    Parked(session, request_id, request, key=name, kind=None), wait_s
+                    Parked(session, request_id, request, key=name, kind=name), wait_s
                 )
             case RequestBatch(step=step):
                 self._batches.park(
@@ -617,7 +647,7 @@ class BrokerServer:
         return self._lease(parked.session, parked.request) or False
 
     def _try_batch(self, parked: Parked[RequestBatch]) -> Answer | bool:
-        answer = self._batch(parked.request)
+        answer = self._batch(parked)
         return False if isinstance(answer, NotYet) else answer
 
     def _lease(self, session: Session, request: LeaseGroups) -> GroupsLeased | None:
@@ -650,7 +680,7 @@ class BrokerServer:
                 session.holder,
                 min(parked.request.credits, MAX_CREDITS),
                 now_s=self._now(),
-                is_whole=self._is_whole if parked.request.whole_groups else None,
+                siblings_of=self._siblings_of if parked.request.whole_groups else None,
             )
             if not leased and not finished:
                 return False
@@ -663,9 +693,9 @@ class BrokerServer:
             self._answer(session.peer, parked.request_id, reply)
         return True
 
-    def _is_whole(self, group_id: int) -> bool:
+    def _siblings_of(self, group_id: int) -> tuple[int, ...]:
         group = self._ledger.groups.get(group_id)
-        return group is not None and not group.missing
+        return tuple(range(group.size)) if group is not None and not group.missing else ()
 
     async def _fetch_transcripts(self, leased: dict[int, TrajectoryKey], finished: bool) -> Reply:
         found = await self.frames.load(leased.values())
@@ -675,7 +705,10 @@ class BrokerServer:
         answer = ScoringLeased(items=(), finished=self._ledger.over)
         self._answer(parked.session.peer, parked.request_id, (answer, _NO_FRAMES))
 
-    def _batch(self, request: RequestBatch) -> BatchDelivered | RunComplete | NotYet:
+    def _batch(self, parked: Parked[RequestBatch]) -> BatchDelivered | RunComplete | NotYet:
+        if not self._sessions.is_current(parked.session):
+            raise _HelloFirstError("say hello first")
+        request = parked.request
         batch = self._ledger.deliver(request.version, request.step)
         if isinstance(batch, NotYet):
             return batch
@@ -690,7 +723,7 @@ class BrokerServer:
         """Answer a learner whose time is up; say what it waits for."""
         reply: Answer
         try:
-            batch = self._batch(parked.request)
+            batch = self._batch(parked)
             reply = self._not_ready(parked.request, batch) if isinstance(batch, NotYet) else batch
         except _ANSWERED as error:
             reply, _ = self._refusal(parked.session.peer, error)
@@ -735,8 +768,9 @@ class BrokerServer:
         for score in request.scores:
             key = (score.group_id, score.sibling)
             holds = self._scoring.finish(session.holder, score.lease_id, key)
-            if holds or (score.reward is not None and isfinite(score.reward)):
-                self._take_score(session, score)  # a late reward is as good as any
+            late = score.reward is not None and self._scoring.lapsed(score.lease_id, key)
+            if holds or late:  # a late reward is as good as any
+                self._take_score(session, score)
 
     def _take_score(self, session: Session, score: Score) -> None:
         key = (score.group_id, score.sibling)
@@ -751,7 +785,7 @@ class BrokerServer:
             self._scoring.discard(key)
         elif score.group_id in self._ledger.groups:
             _log.warning("no reward for trajectory %d/%d: %s", *key, score.unavailable)
-            self._scoring.failed(key, session.name)
+            self._scoring.failed(key, session.name, now_s=self._now())
             self._settle_soon()
 
     def _fetch(self, session: Session, request_id: bytes, request: FetchPayloads) -> Reply | None:
@@ -902,6 +936,12 @@ _ANSWERED = (
 def _said(text: str) -> str:
     """Return what a client said as one short line of a log."""
     return "".join(c if c.isprintable() else " " for c in text[:_MAX_SAID])
+
+
+def _not_too_many(groups: tuple[int, ...]) -> tuple[int, ...]:
+    if len(groups) > MAX_DEAD_LETTERS:
+        raise RefusedError(f"{len(groups)} groups at a time; there are {MAX_DEAD_LETTERS} at most")
+    return groups
 
 
 def _scoring_work(

@@ -11,7 +11,7 @@ from wire.control import WIRE_REVISION, Hello, Role
 from wire.errors import ForbiddenError, RefusedError, SupersededError
 
 MAX_READERS = 64  # observers and operators; they leave without a word
-MAX_CLIENTS = 10_000
+MAX_CLIENTS = 10_000  # with one key, or on the Unix socket
 _MAX_NAME = 100  # characters
 _SESSION_BYTES = 16
 
@@ -58,7 +58,7 @@ class Sessions:
         self._key_of = key_of
         self._by_token: dict[bytes, Session] = {}
         self._by_peer: dict[Peer, Session] = {}
-        self._by_name: dict[str, Session] = {}
+        self._by_name: dict[str, dict[str, Session]] = {}  # by key, in the order of hello
         self._readers: OrderedDict[bytes, None] = OrderedDict()  # tokens
         self._tokenizer: tuple[str, str] | None = None  # hash, and who said it first
 
@@ -89,7 +89,7 @@ class Sessions:
 
         Raises:
             RefusedError: it does not fit to the others.
-            ForbiddenError: its key is not for this role, or for this name.
+            ForbiddenError: its key is not for this role.
             SupersededError: a newer process has this name.
         """
         if hello.wire_revision != WIRE_REVISION:
@@ -98,16 +98,15 @@ class Sessions:
                 f"this broker {WIRE_REVISION}: install the same version on both sides"
             )
         _check_name(hello)
-        if peer.key:
-            self._check_key(peer, hello)
+        name = f"{self._key_name(peer, hello)}/{hello.name}" if peer.key else hello.name
         self._check_tokenizer(hello)
         token = secrets.token_bytes(_SESSION_BYTES)
-        session = Session(hello.name, hello.incarnation, peer, hello.role, token)
+        session = Session(name, hello.incarnation, peer, hello.role, token)
         reads = hello.role in {"observer", "operator"}
         if not reads:
             self._take_name(session, hello)  # it may refuse, and then all stays as it was
         if hello.tokenizer and self._tokenizer is None:
-            self._tokenizer = (hello.tokenizer, hello.name)
+            self._tokenizer = (hello.tokenizer, name)
         if (same := self._by_peer.get(peer)) is not None:
             self._forget(same)
         if reads:
@@ -122,20 +121,21 @@ class Sessions:
         ended = [one for one in self._by_token.values() if one.peer.key == key]
         for session in ended:
             self._forget(session)
+        self._by_name.pop(key, None)
         return ended
 
     def _take_name(self, session: Session, hello: Hello) -> None:
-        before = self._by_name.get(hello.name)
+        names = self._by_name.setdefault(session.peer.key, {})
+        before = names.get(session.name)
         if before is None:
-            if len(self._by_name) >= MAX_CLIENTS:  # if it is still there it says hello again
-                oldest = next(iter(self._by_name))
-                self._forget(self._by_name.pop(oldest))
+            if len(names) >= MAX_CLIENTS:  # if it is still there it says hello again
+                self._forget(names.pop(next(iter(names))))
         elif hello.reconnects and before.incarnation != hello.incarnation:
             raise SupersededError(f"another process has said hello as {hello.name}")
         else:
             self._forget(before)
-        self._by_name.pop(hello.name, None)  # the one that said hello last stands last
-        self._by_name[hello.name] = session
+        names.pop(session.name, None)  # the one that said hello last stands last
+        names[session.name] = session
 
     def _forget(self, session: Session) -> None:
         self._by_token.pop(session.token, None)
@@ -151,20 +151,15 @@ class Sessions:
             raise ForbiddenError(f"the key of {name} was revoked")
         return holder
 
-    def _check_key(self, peer: Peer, hello: Hello) -> None:
+    def _key_name(self, peer: Peer, hello: Hello) -> str:
+        """Return the name of a key, which its clients' names begin with: nobody takes another's."""
         holder = self._holder_of(peer.key, hello.name)
         roles = {holder.role, "observer"} if holder.role == "operator" else {holder.role}
         if hello.role not in roles:
             raise ForbiddenError(
                 f"the key {holder.name} was made for the role {holder.role}, not {hello.role}"
             )
-        before = self._by_name.get(hello.name)
-        if before is None or before.peer.key == peer.key:
-            return
-        if not before.peer.key or self._key_of(before.peer.key) is not None:
-            raise ForbiddenError(
-                f"the name {hello.name} belongs to a client with another key: take another name"
-            )
+        return holder.name
 
     def _check_tokenizer(self, hello: Hello) -> None:
         if not hello.tokenizer:
@@ -179,9 +174,9 @@ class Sessions:
 
 def _check_name(hello: Hello) -> None:
     name = hello.name
-    if not name or len(name) > _MAX_NAME or not name.isprintable() or "@" in name:
+    if not name or len(name) > _MAX_NAME or not name.isprintable() or set(name) & set("@/"):
         raise RefusedError(
-            f"a client's name is 1 to {_MAX_NAME} printable characters without @, "
+            f"a client's name is 1 to {_MAX_NAME} printable characters without @ and /, "
             f"got {name[:_MAX_NAME]!r}"
         )
     if len(hello.incarnation) > _MAX_NAME or "@" in hello.incarnation:

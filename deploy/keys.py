@@ -43,7 +43,7 @@ def keys(
         case "revoke":
             for name in names:
                 revoke(folder, name)
-                console.print(f"revoked {name}: its connections end within a second")
+                console.print(f"revoked {name}: it is refused from the next second on")
         case _:
             return _list(folder, console, as_json=as_json)
     return 0

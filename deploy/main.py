@@ -17,7 +17,7 @@ _EXAMPLES = """examples:
   slipstream ledger trace 17                             the life of one prompt
   slipstream dead-letters list                           what nobody could answer or score
   slipstream reward test --reward my.py:score --data train.parquet    score rows without a run
-  slipstream keys make gpu7 --role generator             a key for a role on another host
+  slipstream keys make judge-1 --role reward_worker      a key for a worker on another host
   slipstream status runs/quickstart --json               figures of a run that goes on
   slipstream export runs/quickstart --best --out DIR     a checkpoint as a Hugging Face folder
   slipstream data check train.parquet --model DIR        rows, lengths and problems of prompts
@@ -37,7 +37,7 @@ _LETTERS_EXAMPLES = """examples:
   slipstream dead-letters drop g17 g21           forget them
 """
 _KEYS_EXAMPLES = """examples:
-  slipstream keys make gpu7 --role generator --config run.toml
+  slipstream keys make desk --role operator --config run.toml
   slipstream keys make judge-1 judge-2 --role reward_worker --keys /srv/keys
   slipstream keys list --config run.toml
   slipstream keys revoke judge-1 --config run.toml     a broker that runs notices within a second

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from broker.config import DataSection, RewardSection
+from broker.config import BrokerSection, DataSection, RewardSection, keys_folder
 from broker.data.files import RawRow, read_rows
 from broker.data.gym import gym_rows
 from broker.data.rows import BadRowError, RowRules, prompt_from_row
@@ -21,6 +21,7 @@ from broker.rewards.pool import RewardPool
 from wire.command_line import print_json
 from wire.control import ScoringItem
 from wire.errors import ConfigError
+from wire.run_settings import run_section
 from wire.settings import Table, load_table, section
 from wire.trajectory import Json, Prompt, Score, Transcript
 
@@ -86,16 +87,22 @@ def reward_test(
         raise ConfigError(f"--n must be at least 1, got {count}")
     table = load_table(config or Path(os.devnull), words)
     settings = section(table, "reward", RewardSection)
-    if reward:
-        settings = msgspec.structs.replace(settings, function=reward, sources={})
     samples = _samples(table, data, count, answers)
-    tested, seconds = asyncio.run(_score(settings, samples))
+    tested, seconds = asyncio.run(_score(settings, reward, _hidden(table), samples))
     failed = any(answer.reward is None for answer in tested)
     if as_json:
         print_json({"answers": tested, "seconds": seconds, **_summary(tested)})
     else:
         _show(tested, seconds, Console())
     return EXIT_UNAVAILABLE if failed else 0
+
+
+def _hidden(table: Table) -> list[Path]:
+    """Return the keys of the run that are there; to try a function makes no folder for them."""
+    run = run_section(table)
+    keys = [keys_folder(run, section(table, "broker", BrokerSection))]
+    keys += [Path(run.key_file)] if run.key_file else []
+    return [path for path in keys if path.exists()]
 
 
 # ---- what to score -------------------------------------------------------------
@@ -189,10 +196,10 @@ def _answers_by_row(path: Path) -> dict[int, list[str]]:
 
 
 async def _score(
-    settings: RewardSection, samples: Sequence[_Sample]
+    settings: RewardSection, function: str, hide: Sequence[Path], samples: Sequence[_Sample]
 ) -> tuple[list[TestedAnswer], float]:
     """Return what the answers are worth, in order, and the seconds that it took."""
-    pool = await RewardPool.start(settings)
+    pool = await RewardPool.start(settings, function=function, hide=hide)
     try:
         groups: dict[int, list[_Sample]] = {}
         for sample in samples:

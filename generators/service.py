@@ -63,9 +63,8 @@ async def _inline_rewards(
     """
     if not settings.reward.inline:
         return None
-    run = settings.run
-    hide = [Path(run.key_file)] if run.key_file else []
-    pool = await RewardPool.start(settings.reward, hide=[*hide, Path(run.dir) / "keys"])
+    hide = [Path(settings.run.key_file)] if settings.run.key_file else []
+    pool = await RewardPool.start(settings.reward, hide=[*hide, settings.keys])
     cleanup.push_async_callback(pool.close)
     if pool.needs_groups:
         raise ConfigError(

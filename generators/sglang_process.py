@@ -12,7 +12,7 @@ import sys
 import tempfile
 import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import aiohttp
@@ -35,7 +35,7 @@ class SglangProcess:
 
     process: "subprocess.Popen[bytes]"
     url: str
-    api_key: str
+    api_key: str = field(repr=False)
     log_file: Path
     scratch: Path  # private folder for its temporary files
 

@@ -31,7 +31,7 @@ from wire.control import (
 )
 from wire.errors import EngineError, RefusedError
 from wire.phases import WAIT, PhaseClock
-from wire.trajectory import NO_SCORING_LEASE, Score
+from wire.trajectory import NO_SCORING_LEASE
 from wire.versions import PolicyVersion
 
 _log = logging.getLogger(__name__)
@@ -201,45 +201,47 @@ class GeneratorWorker:
     async def _generate(self, work: LeasedGroup, prompt_ids: list[int]) -> None:
         """Sample the siblings, together or each by itself, and send each when it is there."""
         together = [work.siblings] if self._together else [(s,) for s in work.siblings]
-        unfinished = len(work.siblings)
+        unsent = len(work.siblings)
+
+        async def score_and_send(rollout: Rollout) -> None:
+            nonlocal unsent
+            message = await self._scored(rollout)
+            unsent -= 1
+            if unsent == 0:
+                self._generating.discard(work.lease_id)  # the broker ends the lease by itself
+            await self._send(rollout, message)
 
         async def sample_and_send(siblings: tuple[int, ...]) -> None:
-            nonlocal unfinished
             rollouts = await run_rollouts(self._sampler, work, siblings, prompt_ids)
-            unfinished -= len(siblings)
             self._free_lanes(work, len(siblings))  # scoring and sending take none
-            if unfinished == 0:
-                self._generating.discard(work.lease_id)  # the broker ends the lease by itself
-            await asyncio.gather(*(self._send(rollout) for rollout in rollouts))
+            await asyncio.gather(*map(score_and_send, rollouts))
 
         async with asyncio.TaskGroup() as group:  # one that fails ends its siblings too
             for siblings in together:
                 group.create_task(sample_and_send(siblings))
 
-    async def _send(self, rollout: Rollout) -> None:
+    async def _send(self, rollout: Rollout, message: SubmitTrajectory) -> None:
         self._counters["tokens"] += rollout.num_response_tokens
         self._counters["trajectories"] += 1
-        message = rollout.message
-        if self._rewards is not None:
-            score = await self._scored(self._rewards, rollout)
-            message = SubmitTrajectory(header=message.header, score=score)
         try:
             await self._client.ask(message, Done, frames=rollout.frames)
         except RefusedError as error:
             self._counters["refused"] += 1
             _log.warning("%s", error)
 
-    async def _scored(self, rewards: Rewards, rollout: Rollout) -> Score | None:
-        """Score an answer here; one that gets no reward is scored elsewhere."""
+    async def _scored(self, rollout: Rollout) -> SubmitTrajectory:
+        """Score an answer here, if that is wanted; one that gets no reward is scored elsewhere."""
+        if self._rewards is None:
+            return rollout.message
         header = rollout.message.header
         item = ScoringItem(
             group_id=header.group_id, sibling=header.sibling, lease_id=NO_SCORING_LEASE
         )
         found = None
-        async for score in rewards.score([(item, decode_transcript(rollout.frames[1]))]):
+        async for score in self._rewards.score([(item, decode_transcript(rollout.frames[1]))]):
             self._counters["unavailable"] += score.reward is None
             found = score
-        return found
+        return SubmitTrajectory(header=header, score=found)
 
     async def _heartbeats(self, every_s: float) -> None:
         while True:

@@ -7,7 +7,6 @@ import msgspec
 from wire.trajectory import ItemKind, Prompt
 
 DeadReason: TypeAlias = Literal["reward_unavailable", "lease_exhausted", "poison"]
-MAX_EXCERPT = 500  # characters of an answer
 
 
 def is_dead(reason: str) -> TypeGuard[DeadReason]:

@@ -130,6 +130,10 @@ class Transcript(msgspec.Struct, frozen=True, kw_only=True):
     finish_reason: FinishReason
 
 
+MAX_PARTS = 64  # metrics of one reward
+MAX_PART_NAME = 100  # characters
+MAX_REASON = 500  # characters of why there is no reward
+MAX_EXCERPT = 500  # characters of the answer that has none
 NO_SCORING_LEASE = -1  # of a score that nobody had leased
 
 

@@ -1,7 +1,8 @@
 """Pure: which calls the answers of a request make, and whose turn it is.
 
 An answer that runs when its child ends may be to blame. If it ran by itself, it is; if it did not,
-it becomes a suspect, and runs once more, alone in a child.
+it becomes a suspect, and runs once more, alone in a child. A batch that fails is halved until the
+answer that is to blame runs by itself.
 """
 
 import asyncio
@@ -12,6 +13,7 @@ from itertools import pairwise
 
 from broker.rewards.choice import RewardChoice
 from broker.rewards.outcomes import FunctionInfo, Outcome, by_sibling, score_of
+from broker.rewards.process_table import now_s
 from wire.control import ScoringItem
 from wire.trajectory import Score, Transcript
 
@@ -49,6 +51,7 @@ class ScoringRequest:
 
     waiting: deque[PendingCall] = field(default_factory=deque)
     scores: asyncio.Queue[Score] = field(default_factory=asyncio.Queue)
+    asked_s: float = field(default_factory=now_s)
     abandoned: bool = False  # nobody listens any more
 
 

@@ -27,8 +27,16 @@ from broker.rewards.child_messages import (
     to_child,
 )
 from broker.rewards.loading import RewardFunction, load_function
-from broker.rewards.outcomes import Outcome, failure, outcome_of, outcomes_of, unavailable
+from broker.rewards.outcomes import (
+    Outcome,
+    all_or_none,
+    failure,
+    outcome_of,
+    outcomes_of,
+    unavailable,
+)
 from broker.rewards.process_table import kill_descendants
+from broker.rewards.sdk import Unavailable
 from wire.errors import ConfigError
 from wire.processes import die_with_parent
 
@@ -113,11 +121,13 @@ class Runner:
 
     def serve(self) -> None:
         """Answer calls until the worker is gone."""
-        while (call := self._link.receive()) is not None:
+        handed_back: Call | None = None
+        while (call := handed_back or self._link.receive()) is not None:
+            handed_back = None
             if not isinstance(call, Call):
                 continue
             if self._functions[call.function].is_async:
-                self._asyncio().run(self._together(call))
+                handed_back = self._asyncio().run(self._together(call))
             else:
                 self._link.send(self._run(call))
 
@@ -138,8 +148,12 @@ class Runner:
         except BaseException as error:  # noqa: BLE001 foreign code may raise anything
             return _failed(call, error)
 
-    async def _together(self, first: Call) -> None:
-        """Run calls at the same time; return when none is running."""
+    async def _together(self, first: Call) -> Call | None:
+        """Run calls at the same time; return when none is running.
+
+        A call of a function that is not async ends this, and is handed back: the function may want
+        an event loop of its own.
+        """
         import asyncio
 
         running = {asyncio.create_task(self._run_async(first))}
@@ -152,9 +166,14 @@ class Runner:
             call = asking.result()
             if not isinstance(call, Call):
                 break
+            if not self._functions[call.function].is_async:
+                if running:
+                    await asyncio.wait(running)
+                return call
             running.add(asyncio.create_task(self._run_async(call)))
             asking = asyncio.create_task(self._link.received())
         asking.cancel()
+        return None
 
     async def _run_async(self, call: Call) -> None:
         import asyncio
@@ -171,7 +190,7 @@ class Runner:
             answered = _failed(call, error)
             if limit.expired() and isinstance(error, TimeoutError):
                 outcome = unavailable(took_too_long(self._timeout_s))
-                answered = _same(call, outcome)
+                answered = _same(call, outcome, failed=True)
         self._link.send(answered)
 
     def _asyncio(self) -> "asyncio.Runner":
@@ -195,15 +214,18 @@ def _answer(call: Call, function: RewardFunction, result: object) -> Answered:
     if function.info.takes == "answer":
         return Answered(call_id=call.call_id, outcomes=(outcome_of(result),))
     outcomes = outcomes_of(result, len(call.transcripts))
+    if function.info.takes == "group":
+        outcomes = all_or_none(outcomes)
     return Answered(call_id=call.call_id, outcomes=tuple(outcomes))
 
 
 def _failed(call: Call, error: BaseException) -> Answered:
-    return _same(call, failure(error))
+    return _same(call, failure(error), failed=not isinstance(error, Unavailable))
 
 
-def _same(call: Call, outcome: Outcome) -> Answered:
-    return Answered(call_id=call.call_id, outcomes=(outcome,) * len(call.transcripts))
+def _same(call: Call, outcome: Outcome, *, failed: bool) -> Answered:
+    outcomes = (outcome,) * len(call.transcripts)
+    return Answered(call_id=call.call_id, outcomes=outcomes, failed=failed)
 
 
 # ---- process -----------------------------------------------------------------

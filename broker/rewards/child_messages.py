@@ -62,6 +62,7 @@ class Answered(_Message, frozen=True):
 
     call_id: int
     outcomes: tuple[Outcome, ...]
+    failed: bool = False  # as a whole, and not by saying Unavailable
 
 
 ToChild: TypeAlias = Load | Call

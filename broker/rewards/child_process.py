@@ -147,28 +147,30 @@ class ChildProcess(asyncio.Protocol):
         """Return whether its process has ended."""
         return self._gone.is_set()
 
-    @property
-    def _pid(self) -> int:
-        return self._process.pid if self._process is not None else 0
-
     def measure(self, table: Mapping[int, ProcessRow]) -> Usage:
         """Return what the child and all that it has started take."""
         children = children_by_parent(table)
         reaper = self._reaper(children)
-        family = descendants(self._pid, children)
+        if self._process is None:
+            return usage_of((), table)
+        family = descendants(self._process.pid, children)
         return usage_of((pid for pid in family if pid != reaper), table)
 
     def remember_loaded(self, table: Mapping[int, ProcessRow]) -> None:
         """Take what runs now as what the functions need all the time."""
         children = children_by_parent(table)
-        self._at_load = set(children.get(self._reaper(children), ()))
+        reaper = self._reaper(children)
+        self._at_load = set(children.get(reaper, ()) if reaper is not None else ())
 
     def kill_left_behind(self, table: Mapping[int, ProcessRow], *, before_s: float) -> int:
         """Kill what has left the child's own tree, started before; return how many."""
         children = children_by_parent(table)
+        reaper = self._reaper(children)
+        if reaper is None:
+            return 0
         orphans = [
             pid
-            for pid in children.get(self._reaper(children), ())
+            for pid in children.get(reaper, ())
             if pid not in self._at_load and table[pid].started_s < before_s
         ]
         doomed = [pid for orphan in orphans for pid in (orphan, *descendants(orphan, children))]
@@ -176,11 +178,16 @@ class ChildProcess(asyncio.Protocol):
             kill(pid)
         return len(doomed)
 
-    def _reaper(self, children: Mapping[int, list[int]]) -> int:
-        """Return the process that gets the orphans of the functions."""
+    def _reaper(self, children: Mapping[int, list[int]]) -> int | None:
+        """Return the process that gets the orphans of the functions; None if it has ended.
+
+        Never 0, which is the parent of process 1 and so has the whole host below it.
+        """
+        if self._process is None:
+            return None
         if not self._jailed:
-            return self._pid
-        return next(iter(children.get(self._pid, ())), 0)
+            return self._process.pid
+        return next(iter(children.get(self._process.pid, ())), None)
 
     async def end(self, *, in_order: bool = False) -> None:
         """Kill it with all that it has started; return when nothing is left.
@@ -197,7 +204,8 @@ class ChildProcess(asyncio.Protocol):
                 async with asyncio.timeout(_PUT_AWAY_S):
                     await self._gone.wait()
         table = process_table()
-        family = descendants(process.pid, children_by_parent(table))
+        # Once it is reaped, its PID may be that of another process.
+        family = () if self.is_gone else descendants(process.pid, children_by_parent(table))
         started = {pid: table[pid].started_s for pid in family}
         with suppress(ProcessLookupError):
             # A keeper kills what it keeps; a jail takes all down with it.

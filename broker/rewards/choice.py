@@ -9,7 +9,9 @@ class RewardChoice:
     """The functions of [reward], and which of them a data source has."""
 
     def __init__(self, settings: RewardSection, *, function: str = "") -> None:
-        """Take the functions of the settings; ``function`` stands for reward.function.
+        """Take the functions of the settings, or ``function`` for every data source.
+
+        ``function`` gets reward.options; reward.sources are ignored then.
 
         Raises:
             ConfigError: a data source names no function.
@@ -17,7 +19,7 @@ class RewardChoice:
         name = function or settings.function
         self.rewards = [NamedReward(setting="reward", function=name, options=settings.options)]
         self._by_source: dict[str, int] = {}
-        for source, table in settings.sources.items():
+        for source, table in settings.sources.items() if not function else ():
             setting = f"reward.sources.{source}"
             if not table.function:
                 raise ConfigError(f"{setting}.function is not set")

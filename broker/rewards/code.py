@@ -97,7 +97,7 @@ def score(
         sandbox: reward.sandbox; ``none`` runs the program unprotected.
 
     Raises:
-        Unavailable: there is no sandbox on this machine.
+        Unavailable: there is no sandbox on this machine, or it did not start in time.
         ValueError: ``ground_truth`` holds no test cases.
     """
     tests = parse_tests(transcript.prompt.ground_truth)
@@ -271,7 +271,6 @@ def _messages(text: str) -> list[dict[str, Any]]:
     messages = []
     for line in text.rpartition("\n")[0].splitlines():
         with contextlib.suppress(ValueError, RecursionError):
-            message = json.loads(line)
             message = json.loads(line)
             if "value" in message:
                 message["value"] = as_json(message["value"])

@@ -168,7 +168,7 @@ def become(spec: Spec, command: list[str]) -> NoReturn:
 
 
 def execute(spec: Spec, command: list[str]) -> NoReturn:
-    """Turn into code that nobody trusts: no descriptors, no environment."""
+    """Turn into code that nobody trusts: no descriptors, no environment of ours."""
     close_all(keep=spec["report"])
     os.set_inheritable(spec["report"], False)
     report(spec, {"started": True})

@@ -49,6 +49,7 @@ class _Message(msgspec.Struct):
 class _Choice(msgspec.Struct):
     message: _Message | None = None
     text: str | None = None
+    finish_reason: str | None = None
 
 
 class _Reply(msgspec.Struct):
@@ -59,8 +60,8 @@ class _Reply(msgspec.Struct):
 class LlmJudge:
     """Asks for a number and returns it divided by ``scale``.
 
-    Whatever keeps it from a number - an error, silence, a reply without one, one out of range - is
-    Unavailable, never 0.
+    Whatever keeps it from a number - an error, silence, a reply without one or cut off, a number
+    out of range - is Unavailable, never 0.
     """
 
     def __init__(
@@ -205,7 +206,10 @@ def _text_of(body: bytes) -> str:
     if not choices:
         raise Unavailable("the judge's reply holds no choices")
     message = choices[0].message
-    return (message.content if message is not None else choices[0].text) or ""
+    text = (message.content if message is not None else choices[0].text) or ""
+    if choices[0].finish_reason == "length":  # a number in it may be no more than a thought
+        raise Unavailable(f"the judge's reply was cut off, raise max_tokens: {_shown(text)}")
+    return text
 
 
 def _number(text: str | None) -> float | None:

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
+import msgspec
+
 from broker.rewards import sandbox
 from broker.rewards.outcomes import FunctionInfo
 from broker.rewards.sdk import DECLARED, Takes, Transcript
@@ -55,10 +57,11 @@ def load_function(
     wanted = _accepted(target, options, offered or {}, f"{setting}.options", name)
     if "sandbox" in wanted:
         sandbox.check(wanted["sandbox"])
-    version = version or _digest(target, file)
-    info = FunctionInfo(name=name, version=version, takes=takes or "answer")
+    info = FunctionInfo(
+        name=name, version=version or _digest(target, file), takes=takes or "answer"
+    )
     if inspect.isclass(target):
-        return _of_class(target, info, wanted, setting)
+        return _of_class(target, info, wanted, setting, is_versioned=bool(version))
     call = _of_function(target, info, wanted) if takes else _of_verl(target, wanted, name, setting)
     return RewardFunction(info, call, _is_async(target), _nothing)
 
@@ -68,7 +71,12 @@ def _nothing() -> None:
 
 
 def _of_class(
-    target: Target, info: FunctionInfo, options: Mapping[str, Json], setting: str
+    target: Target,
+    info: FunctionInfo,
+    options: Mapping[str, Json],
+    setting: str,
+    *,
+    is_versioned: bool,
 ) -> RewardFunction:
     try:
         instance = target(**options)
@@ -80,6 +88,9 @@ def _of_class(
     score: object = getattr(instance, "score", None)
     if not callable(score):
         raise ConfigError(f"{setting}.function {info.name!r} is a class without a method score")
+    version: object = getattr(instance, "version", None)
+    if not is_versioned and isinstance(version, str) and version:
+        info = msgspec.structs.replace(info, version=version)
     close = getattr(instance, "close", None)
     call = _of_function(score, info, {})
     return RewardFunction(info, call, _is_async(score), close if callable(close) else _nothing)

@@ -16,7 +16,7 @@ from functools import lru_cache
 from types import FrameType
 from typing import Any
 
-from broker.rewards.final_answer import after_thought
+from broker.rewards.final_answer import after_thought, marked_answer
 from broker.rewards.sdk import Transcript, reward
 from wire.trajectory import Json
 
@@ -27,12 +27,17 @@ except ImportError as error:
         "broker.rewards.math_answer needs the package math-verify: pip install slipstream[rewards]"
     ) from error
 
-_POWER = re.compile(r"\^|\*\*")
+_POWER = re.compile(r"\^")
 _TOO_BIG = re.compile(
     r"\d{4,}\s*[})]*\s*!|!\s*[})]*\s*!"  # factorials
-    r"|(?:\^|\*\*)[\s({]*-?\d{3,}[\s})]*[})][\s})]*(?:\^|\*\*)[\s({]*-?\d{3,}"
+    r"|\^[\s({]*-?\d{3,}[\s})]*[})][\s})]*\^[\s({]*-?\d{3,}"
     r"|\d{400,}"
 )
+_SYMBOL = r"0-9A-Za-z\u0370-\u03ff"  # not those that write without blanks between words
+_LEFT, _RIGHT = rf"[{_SYMBOL})\]}}!]", rf"[+-]?(?:[{_SYMBOL}({{\[\\]|\.\d)"
+_BOLD_WORD = re.compile(rf"\*\*([^*\s]+)\*\*(?!{_RIGHT})")
+_PYTHON_POWER = re.compile(rf"(?<={_LEFT})\*\*(?={_RIGHT})|(?<={_LEFT} )\*\* (?={_RIGHT})")
+_STARS = re.compile(r"\*{2,}")
 _COMMAND = re.compile(r"\\[a-zA-Z]+")
 _MAX_EXPONENT_DIGITS = 4
 _BRACKETS = {"{": 1, "(": 1, "}": -1, ")": -1}
@@ -60,9 +65,9 @@ def score(
     Raises:
         ValueError: ``ground_truth`` cannot be read.
     """
-    answer = after_thought(transcript.response)[-max_characters:]
+    answer = evaluable(after_thought(transcript.response)[-max_characters:])
     truths = _truths(transcript.prompt.ground_truth)
-    if is_too_big(answer):
+    if answer is None:
         return {"score": 0.0, "parsed": 0.0, "timed_out": 0.0}
     parsed: list[Any] = []
     try:
@@ -76,10 +81,29 @@ def score(
     return {"score": float(right), "parsed": float(bool(parsed)), "timed_out": 0.0}
 
 
+def evaluable(answer: str) -> str | None:
+    """Return what may be parsed of an answer: all of it, or else what is marked as final.
+
+    None is nothing: there is a number that is too big.
+    """
+    text = with_powers(answer)
+    if not is_too_big(text):
+        return text
+    final = marked_answer(text)
+    return None if final is None or is_too_big(final) else _marked(final)
+
+
+def with_powers(text: str) -> str:
+    """Return text with ``^`` for every ``**`` between operands, and without those for bold."""
+    text = _BOLD_WORD.sub(r" \1 ", text)
+    return _STARS.sub(" ", _PYTHON_POWER.sub("^", text))
+
+
 def is_too_big(text: str) -> bool:
     """Tell whether a number in the text would take so long that no timer could stop it.
 
-    Such are factorials of 4 digits, powers of 5 digits, and powers of powers of numbers.
+    The text comes from ``with_powers``. Such are factorials of 4 digits, powers of 5 digits, and
+    powers of powers of numbers.
     """
     return bool(_TOO_BIG.search(text)) or any(
         _is_big_exponent(_operand(text, match.end())) for match in _POWER.finditer(text)
@@ -119,14 +143,18 @@ def _truths(truth: Json) -> list[list[Any]]:
 
 @lru_cache(maxsize=4096)
 def _parsed_truth(text: str) -> list[Any]:
+    return _parse(_marked(with_powers(text)))
+
+
+def _marked(text: str) -> str:
     is_marked = "$" in text or "\\boxed{" in text or "\\(" in text or "\\[" in text
-    return _parse(text if is_marked else f"\\boxed{{{text}}}")
+    return text if is_marked else f"\\boxed{{{text}}}"
 
 
 def _parse(text: str) -> list[Any]:
     # Its own timers are off: there is one of ours for all, and the pool's.
     logging.getLogger("math_verify").setLevel(logging.ERROR)
-    parsed: list[Any] = math_verify.parse(text.replace("**", "^"), parsing_timeout=None)
+    parsed: list[Any] = math_verify.parse(text, parsing_timeout=None)
     return parsed
 
 

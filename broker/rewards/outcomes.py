@@ -2,19 +2,27 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from itertools import islice
 from typing import Literal, SupportsFloat
 
 import msgspec
 
 from broker.rewards.sdk import Takes, Unavailable
 from wire.control import ScoringItem
-from wire.trajectory import Score, Transcript
+from wire.trajectory import (
+    MAX_EXCERPT,
+    MAX_PART_NAME,
+    MAX_PARTS,
+    MAX_REASON,
+    Score,
+    Transcript,
+)
 
-MAX_REASON_CHARACTERS = 500
-MAX_EXCERPT_CHARACTERS = 2000
-MAX_PARTS = 256
-_MAX_PART_NAME_CHARACTERS = 200
 Fault = Literal["timeout", "memory", "cpu", "processes", "died", "broken"]
+
+
+class InvalidResultsError(ValueError):
+    """What a function returned is not one result per answer; the text is the whole reason."""
 
 
 class FunctionInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -31,6 +39,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     reward: float | None = None
     unavailable: str = ""
     parts: dict[str, float] = {}
+    left_out: int = 0  # parts past the first MAX_PARTS
 
 
 def outcome_of(result: object) -> Outcome:
@@ -39,38 +48,53 @@ def outcome_of(result: object) -> Outcome:
     reward = finite(parts.get("score") if isinstance(result, Mapping) else result)
     if reward is None:
         return unavailable(f"invalid: returned {_shown(result)}")
-    if len(parts) > MAX_PARTS:
-        return unavailable(f"invalid: returned {len(parts)} parts, at most {MAX_PARTS} are kept")
     numbers = {
         name: number
         for name, part in parts.items()
         if isinstance(name, str)
-        and 0 < len(name) <= _MAX_PART_NAME_CHARACTERS
+        and 0 < len(name) <= MAX_PART_NAME
         and name.isprintable()  # a lone surrogate is not
         and (number := finite(part)) is not None
     }
-    return Outcome(reward=reward, parts=numbers)
+    kept = dict(islice(numbers.items(), MAX_PARTS))
+    return Outcome(reward=reward, parts=kept, left_out=len(numbers) - len(kept))
 
 
 def outcomes_of(results: object, count: int) -> list[Outcome]:
-    """Return what the results of ``count`` answers mean; all are invalid if they do not fit."""
+    """Return what the results of ``count`` answers mean.
+
+    Raises:
+        InvalidResultsError: they are no list, or one of another length.
+    """
     if isinstance(results, Mapping | str | bytes) or not hasattr(results, "__iter__"):
-        problem = f"invalid: returned {_shown(results)}, expected a list of {count} results"
-        return [unavailable(problem)] * count
+        raise InvalidResultsError(
+            f"invalid: returned {_shown(results)}, expected a list of {count} results"
+        )
     values: list[object] = []
     for value in results:
         values.append(value)
         if len(values) > count:  # it may never end
-            problem = f"invalid: returned more than {count} results for {count} answers"
-            return [unavailable(problem)] * count
+            raise InvalidResultsError(
+                f"invalid: returned more than {count} results for {count} answers"
+            )
     if len(values) < count:
-        problem = f"invalid: returned {len(values)} results for {count} answers"
-        return [unavailable(problem)] * count
+        raise InvalidResultsError(f"invalid: returned {len(values)} results for {count} answers")
     return [outcome_of(value) for value in values]
+
+
+def all_or_none(outcomes: Sequence[Outcome]) -> list[Outcome]:
+    """Return the outcomes of a group; one that is missing leaves no other to be trusted."""
+    for number, outcome in enumerate(outcomes, start=1):
+        if outcome.reward is None:
+            reason = f"answer {number} of {len(outcomes)}: {outcome.unavailable}"
+            return [unavailable(reason)] * len(outcomes)
+    return list(outcomes)
 
 
 def failure(error: BaseException) -> Outcome:
     """Return what an exception of a reward function means."""
+    if isinstance(error, InvalidResultsError):
+        return unavailable(_text_of(error))
     if isinstance(error, Unavailable):
         return unavailable(_text_of(error) or "the reward function gave no reason")
     return unavailable(f"raised {type(error).__name__}: {_text_of(error)}")
@@ -79,14 +103,14 @@ def failure(error: BaseException) -> Outcome:
 def unavailable(reason: str) -> Outcome:
     """Return that there is no reward, and why; never a reward of 0."""
     readable = reason.encode(errors="backslashreplace").decode()  # lone surrogates do not travel
-    return Outcome(unavailable=readable[:MAX_REASON_CHARACTERS])
+    return Outcome(unavailable=readable[:MAX_REASON])
 
 
 def score_of(
     item: ScoringItem, transcript: Transcript, outcome: Outcome, function: FunctionInfo
 ) -> Score:
     """Return what the broker is told about one answer."""
-    excerpt = transcript.response[:MAX_EXCERPT_CHARACTERS] if outcome.unavailable else ""
+    excerpt = transcript.response[:MAX_EXCERPT] if outcome.unavailable else ""
     return Score(
         group_id=item.group_id,
         sibling=item.sibling,
@@ -124,7 +148,7 @@ def by_sibling(work: Sequence[tuple[ScoringItem, Transcript]]) -> list[list[int]
 
 def _shown(value: object) -> str:
     try:
-        return repr(value)[:MAX_REASON_CHARACTERS]
+        return repr(value)[:MAX_REASON]
     except Exception:  # noqa: BLE001 a foreign __repr__ may raise anything
         return f"a {type(value).__name__}"
 

@@ -23,11 +23,11 @@ from broker.rewards.child import EXIT_BROKEN, took_too_long
 from broker.rewards.child_messages import Answered, Call, FromChild, Load, Loaded, LoadFailed
 from broker.rewards.child_process import ChildProcess
 from broker.rewards.choice import RewardChoice
-from broker.rewards.outcomes import Fault, FunctionInfo, unavailable
+from broker.rewards.outcomes import Fault, FunctionInfo, Outcome, unavailable
 from broker.rewards.process_table import ProcessRow, Usage, now_s, process_table
 from broker.rewards.sandbox import pid_namespaces_work
 from wire.errors import ConfigError
-from wire.trajectory import Score
+from wire.trajectory import MAX_PARTS, Score
 
 _log = logging.getLogger(__name__)
 _IMPORT_S = 120.0
@@ -81,6 +81,9 @@ class RewardPool:
         self._slots = [_Slot(number) for number in range(settings.processes)]
         self._requests: deque[ScoringRequest] = deque()
         self._last_call_id = 0
+        self._last_ready_s = now_s()  # when a child was ready, at the last look
+        self._why_none_starts = ""
+        self._shortened: set[int] = set()  # functions that have been warned about
         self._tasks: set[asyncio.Task[None]] = set()
         self._endings: set[asyncio.Task[None]] = set()  # never cancelled: they leave nothing
         self._working = asyncio.Event()
@@ -98,14 +101,16 @@ class RewardPool:
             settings: the section [reward].
             function: instead of reward.function.
             hide: files and folders that the functions must not see, such as keys; they are covered
-                where the kernel allows PID namespaces.
+                where the kernel allows PID namespaces. A folder that is not there yet is made.
 
         Raises:
             ConfigError: a function cannot be loaded.
         """
         pool = cls(settings, RewardChoice(settings, function=function), hide)
         pool._jailed = await asyncio.to_thread(pid_namespaces_work)
-        if not pool._jailed:
+        if pool._jailed:
+            _make_folders(hide)
+        else:
             _log.info("no PID namespaces here: reward functions can see the files that we can")
         try:
             loaded = await pool._start_child(pool._slots[0])
@@ -222,16 +227,30 @@ class RewardPool:
             case LoadFailed(message=why):
                 if slot.loaded is not None and not slot.loaded.done():
                     slot.loaded.set_exception(ConfigError(why))
-            case Answered(call_id=call_id, outcomes=outcomes):
+            case Answered(call_id=call_id, outcomes=outcomes, failed=failed):
                 running = slot.running.get(call_id)
                 if running is None or len(outcomes) != len(running.call.work):
                     self._replace(slot, "broken", "killed: its process answered nonsense")
                     return
                 del slot.running[call_id]
-                running.call.deliver(outcomes, self.functions[running.call.function])
+                if not (failed and self._halve(running.call)):
+                    self._deliver(running.call, outcomes)
                 self._dispatch()
             case _:
                 assert_never(message)
+
+    def _deliver(self, call: PendingCall, outcomes: Sequence[Outcome]) -> None:
+        function = self.functions[call.function]
+        left_out = max(outcome.left_out for outcome in outcomes)
+        if left_out and call.function not in self._shortened:
+            self._shortened.add(call.function)
+            _log.warning(
+                "reward function %s returned %d parts, only the first %d are kept",
+                function.name,
+                MAX_PARTS + left_out,
+                MAX_PARTS,
+            )
+        call.deliver(outcomes, function)
 
     def _ended(self, slot: _Slot, child: ChildProcess, code: int | None) -> None:
         """A child has ended by itself (its exit code), or talks nonsense (None)."""
@@ -260,16 +279,13 @@ class RewardPool:
         guilty = set(blamed) or (set(running) if len(running) == 1 else set())
         again = [run.call for call_id, run in running.items() if call_id not in guilty]
         for call_id in guilty:
-            self._give_up(running[call_id].call, reason)
-        for call in reversed(again):
-            if call.request.abandoned:
-                continue
+            if not self._halve(running[call_id].call, alone=True):
+                self._give_up(running[call_id].call, reason)
+        for call in again:
             call.suspect = True
-            call.request.waiting.appendleft(call)
-            if call.request not in self._requests:
-                self._requests.appendleft(call.request)
+        self._wait_again(again)
         _log.warning(
-            "reward child %d is replaced (%s): %s; %d calls failed, %d run again",
+            "reward child %d is replaced (%s): %s; %d calls are to blame, %d run again",
             slot.number,
             fault,
             reason,
@@ -280,6 +296,29 @@ class RewardPool:
         self._endings.add(ending)
         ending.add_done_callback(self._endings.discard)
         self._dispatch()
+
+    def _halve(self, call: PendingCall, *, alone: bool = False) -> bool:
+        """Let the halves of a batch that failed run; False if this is no batch of several answers.
+
+        So one bad answer costs its neighbors nothing: n answers make 2n - 1 calls at most, and
+        none of them is halved more than log2(n) times, rounded up.
+        """
+        if len(call.work) < 2 or self.functions[call.function].takes != "batch":
+            return False
+        halves = call.split(2)
+        for half in halves:
+            half.suspect = alone
+        self._wait_again(halves)
+        return True
+
+    def _wait_again(self, calls: Sequence[PendingCall]) -> None:
+        """Put calls before all others of their callers."""
+        for call in reversed(calls):
+            if call.request.abandoned:
+                continue
+            call.request.waiting.appendleft(call)
+            if call.request not in self._requests:
+                self._requests.appendleft(call.request)
 
     async def _end_and_fill(self, slot: _Slot, child: ChildProcess) -> None:
         await child.end()
@@ -295,9 +334,8 @@ class RewardPool:
                 await self._start_child(slot)
             except (ConfigError, OSError) as error:
                 slot.failures += 1
+                self._why_none_starts = f"the reward function cannot be loaded: {error}"
                 _log.error("reward child %d does not start: %s", slot.number, error)
-                if not any(other.ready for other in self._slots):
-                    self._fail_waiting(f"the reward function cannot be loaded: {error}")
             else:
                 self._dispatch()
                 return
@@ -359,10 +397,9 @@ class RewardPool:
         outcome = unavailable(reason)
         call.deliver([outcome] * len(call.work), self.functions[call.function])
 
-    def _fail_waiting(self, reason: str) -> None:
-        while self._requests:
-            request = self._requests.popleft()
-            while request.waiting:
+    def _fail_waiting(self, reason: str, *, asked_before_s: float = math.inf) -> None:
+        for request in self._requests:
+            while request.waiting and request.asked_s < asked_before_s:
                 self._give_up(request.waiting.popleft(), reason)
 
     def _in_background(self, job: Coroutine[object, object, None]) -> None:
@@ -390,9 +427,19 @@ class RewardPool:
             await asyncio.sleep(pause_s if self._working.is_set() else 0)
 
     def _look(self, table: dict[int, ProcessRow]) -> None:
+        self._end_waiting()
         for slot in self._slots:
             if slot.ready and slot.child is not None:
                 self._check(slot, slot.child, table)
+
+    def _end_waiting(self) -> None:
+        """While no child can be started, answers wait for one as long as a call may take."""
+        now = now_s()
+        if any(slot.ready for slot in self._slots):
+            self._last_ready_s = now
+        due_s = now - self._settings.timeout_s
+        if self._last_ready_s < due_s and all(slot.failures for slot in self._slots):
+            self._fail_waiting(self._why_none_starts, asked_before_s=due_s)
 
     def _check(self, slot: _Slot, child: ChildProcess, table: dict[int, ProcessRow]) -> None:
         """Replace a child that takes too much or too long; kill what calls have left behind."""
@@ -438,6 +485,14 @@ class RewardPool:
             if now - running.started_s
             > self._settings.timeout_s + _GRACE_S * self._are_async[running.call.function]
         ]
+
+
+def _make_folders(hide: Iterable[Path]) -> None:
+    """Make the folders that are missing, for nothing can be laid over what is not there."""
+    for path in hide:
+        if not path.suffix:
+            with suppress(OSError):  # it is for another user to make, and to protect
+                path.mkdir(mode=0o700, parents=True, exist_ok=True)
 
 
 def how_it_ended(code: int | None) -> str:

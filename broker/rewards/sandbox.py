@@ -51,7 +51,7 @@ _KERNEL_SETTINGS = (
 
 
 class SandboxUnavailableError(ConfigError):
-    """This machine does not let us enter the namespaces that the sandbox is made of."""
+    """The sandbox did not start: namespaces are refused here, or the machine is too busy."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,7 +147,8 @@ def run(
     """Run Python source with the base interpreter, without its site-packages; block until it ends.
 
     The code sees the system's libraries, its own work folder and nothing else: no network, no
-    files of ours, no environment, no descriptors but 0, 1 and 2. Nothing of it is left afterwards.
+    files of ours, no environment but PATH, HOME and LANG, no descriptors but 0, 1 and 2. Nothing
+    of it is left afterwards.
 
     Args:
         source: a module, run as ``__main__`` from a file in the work folder.
@@ -157,7 +158,7 @@ def run(
         mode: ``none`` gives limits but no protection.
 
     Raises:
-        SandboxUnavailableError: the namespaces cannot be entered here.
+        SandboxUnavailableError: the namespaces cannot be entered here, or not in time.
         ValueError: a name in ``files`` leaves the work folder.
     """
     everything = {**files, "main.py": source.encode(errors="replace")}
@@ -324,8 +325,14 @@ class _Run:
         for line in self._report.splitlines():
             said |= json.loads(line)
         stderr = bytes(self._output["stderr"])
-        if "error" in said or (status is None and "started" not in said):
-            raise SandboxUnavailableError(_why_not(str(said.get("error", stderr.decode()[-300:]))))
+        shown = str(said.get("error", stderr.decode(errors="replace")[-300:]))
+        if status == "timeout" and "started" not in said and "error" not in said:
+            waited_s = _START_S + self._limits.wall_s
+            raise SandboxUnavailableError(
+                f"the sandbox did not start within {waited_s:g} s: {shown.strip() or 'no output'}"
+            )
+        if "error" in said or "started" not in said:
+            raise SandboxUnavailableError(_why_not(shown))
         exit_code = said.get("exit")
         code = exit_code if isinstance(exit_code, int) and status is None else None
         if status is None:

@@ -34,7 +34,8 @@ def reward(*, takes: Takes = "answer", version: str = "") -> Callable[[F], F]:
         takes: ``answer``: called with one Transcript, returns one result. ``batch``: called with
             a list of Transcripts, of any groups, returns a list of as many results. ``group``: the
             same with all siblings of one group, in order.
-        version: goes on every score; by default a hash of the file that it stands in.
+        version: goes on every score; by default a class's own attribute ``version``, else a hash
+            of the file that it stands in.
 
     A result is a number, or a mapping whose ``score`` is the reward and whose other numbers become
     metrics. Options of ``[reward.options]`` are keyword arguments of the function, or of the class.

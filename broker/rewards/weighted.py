@@ -16,6 +16,7 @@ options = { max_tokens = 4096, cache_tokens = 512 }
 """
 
 import asyncio
+import hashlib
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -30,6 +31,7 @@ from wire.trajectory import Json
 
 _RESERVED = ("score", "unshaped")
 _SETTING = "reward.options.parts"
+_VERSION_DIGITS = 12
 
 
 class PartTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -54,7 +56,8 @@ class Weighted:
     Metrics: every part by its name and without its weight, the parts of a part as
     ``name.its_part``, and ``unshaped``, the sum without those that ``shaping`` names:
     ``broker.zero_variance_of = "unshaped"`` keeps penalties from hiding that all siblings are
-    right, or wrong. While one part is unavailable, the sum is.
+    right, or wrong. While one part is unavailable, the sum is. Its version is a hash of the names,
+    versions and weights of its parts.
     """
 
     score: Callable[[Transcript], dict[str, float] | Awaitable[dict[str, float]]]
@@ -86,6 +89,7 @@ class Weighted:
             )
         self._shaping = frozenset(shaping)
         self._parts = [_load(name, table, {"sandbox": sandbox}) for name, table in parts.items()]
+        self.version = _version_of(self._parts)
         is_async = any(part.function.is_async for part in self._parts)
         self.score = self._score_together if is_async else self._score_in_turn
 
@@ -115,16 +119,28 @@ class Weighted:
 
     def _sum(self, outcomes: Sequence[Outcome]) -> dict[str, float]:
         total = unshaped = 0.0
-        found: dict[str, float] = {}
+        values: dict[str, float] = {}
+        details: dict[str, float] = {}
         for part, outcome in zip(self._parts, outcomes, strict=True):
             value = outcome.reward if outcome.reward is not None else 0.0  # checked before
             total += part.weight * value
             if part.name not in self._shaping:
                 unshaped += part.weight * value
             inner = outcome.parts.items()
-            found |= {f"{part.name}.{key}": number for key, number in inner if key != "score"}
-            found[part.name] = value
-        return found | {"score": total, "unshaped": unshaped}
+            details |= {f"{part.name}.{key}": number for key, number in inner if key != "score"}
+            values[part.name] = value
+        # In this order: of very many parts the first are kept.
+        return {"score": total, "unshaped": unshaped, **values} | {
+            key: number for key, number in details.items() if key not in values
+        }
+
+
+def _version_of(parts: Sequence[_Part]) -> str:
+    described = [
+        (part.name, part.function.info.name, part.function.info.version, part.weight)
+        for part in parts
+    ]
+    return hashlib.sha256(msgspec.json.encode(described)).hexdigest()[:_VERSION_DIGITS]
 
 
 async def _outcome(part: _Part, transcript: Transcript) -> Outcome:

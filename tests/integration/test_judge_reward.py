@@ -76,10 +76,12 @@ def asked(
     return asyncio.run(body()), seen
 
 
-def saying(text: str | None) -> Callable[[dict[str, Any]], web.Response]:
-    return lambda _: web.json_response(
-        {"id": "x", "choices": [{"message": {"role": "assistant", "content": text}}]}
-    )
+def saying(
+    text: str | None, finish_reason: str = "stop"
+) -> Callable[[dict[str, Any]], web.Response]:
+    message = {"role": "assistant", "content": text}
+    choice = {"message": message, "finish_reason": finish_reason}
+    return lambda _: web.json_response({"id": "x", "choices": [choice]})
 
 
 def SILENCE(_: dict[str, Any]) -> web.Response:  # noqa: N802 a constant of the tests
@@ -121,6 +123,11 @@ def test_a_completions_judge_gets_a_prompt():
     [
         (saying("very good"), "no number: very good"),
         (saying(None), "no number"),
+        (saying("Score: 8. But wait", "length"), "cut off, raise max_tokens: Score: 8. But wait"),
+        (
+            lambda _: web.json_response({"choices": [{"text": "7", "finish_reason": "length"}]}),
+            "cut off",
+        ),
         (saying("Score: 11"), r"11 is not in \[0, 10\]"),
         (saying("Score: -1"), r"-1 is not in \[0, 10\]"),
         (lambda _: web.Response(status=500, text="out of memory"), "HTTP 500: out of memory"),
@@ -183,12 +190,12 @@ def test_a_model_of_sglang_grades(server: SglangProcess, key_file: str):
             "scale": 9,
             "max_tokens": 64,
             "api_key_file": key_file,
-            "extra": {"ignore_eos": True},
+            "extra": {"ignore_eos": True, "stop": list("0123456789"), "no_stop_trim": True},
         }
     )
     assert len(found) == 4
     for score in found:
-        assert (score.reward is not None) or "holds no number" in score.unavailable
+        assert (score.reward is not None) or "the judge's reply" in score.unavailable
     assert any(score.reward is not None for score in found), found
 
 
@@ -203,7 +210,9 @@ def test_a_model_of_sglang_that_talks_nonsense_gives_no_reward(
         "api_key_file": key_file,
     }
     for score in scores(options):
-        assert score.unavailable.startswith("the judge's reply holds no number")
+        assert score.unavailable.startswith(
+            ("the judge's reply holds no number", "the judge's reply was cut off")
+        )
 
 
 def test_sglang_without_the_key_gives_no_reward(server: SglangProcess):

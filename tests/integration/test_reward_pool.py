@@ -175,6 +175,37 @@ def sleeps_in_a_group(transcripts):
     if any(t.response == "sleeps" for t in transcripts): time.sleep(600)
     return [1.0 for _ in transcripts]
 
+def batch_results(transcripts, path, fault):
+    with open(path, "a") as file:
+        file.write(f"{len(transcripts)}\\n")
+    if any(t.response == "bad" for t in transcripts):
+        match fault:
+            case "raises": raise ValueError("no number")
+            case "too many": return [1.0] * (len(transcripts) + 1)
+            case "_exit": os._exit(3)
+            case "sleeps": return None
+            case "unavailable": raise Unavailable("the judge is busy")
+    return [1.0 for _ in transcripts]
+
+@reward(takes="batch")
+def batch_with_a_fault(transcripts, *, path, fault):
+    results = batch_results(transcripts, path, fault)
+    if results is None: time.sleep(600)
+    return results
+
+@reward(takes="batch")
+async def async_batch_with_a_fault(transcripts, *, path, fault):
+    results = batch_results(transcripts, path, fault)
+    if results is None: await asyncio.sleep(600)
+    return results
+
+@reward(takes="group")
+def group_with_a_fault(transcripts):
+    return [math.nan if t.response == "bad" else 1.0 for t in transcripts]
+
+def wide(data_source, solution_str, ground_truth, extra_info):
+    return {"score": 1.0} | {f"m{n}": n for n in range(70)}
+
 def slow(data_source, solution_str, ground_truth, extra_info):
     time.sleep(0.02)
     return os.getpid()
@@ -480,10 +511,70 @@ def test_async_answers_of_one_child_run_at_the_same_time(rewards: Path):
     assert 0.4 <= asyncio.run(body()) < 1.5  # two times eight; one by one it takes 3.2 s
 
 
-def test_a_batch_with_a_wrong_number_of_results_is_invalid_as_a_whole(rewards: Path):
+def test_a_batch_that_never_has_the_right_number_of_results_is_invalid(rewards: Path):
     scores, pool = scored(settings(rewards, "too_few"), "a", "b", "c")
-    assert {score.unavailable for score in scores} == {"invalid: returned 2 results for 3 answers"}
+    assert {score.unavailable for score in scores} == {"invalid: returned 0 results for 1 answers"}
     assert not pool.replaced
+
+
+@pytest.mark.parametrize(
+    ("function", "fault", "reason"),
+    [
+        ("batch_with_a_fault", "raises", "raised ValueError: no number"),
+        ("batch_with_a_fault", "too many", "invalid: returned more than 1 results for 1 answers"),
+        ("batch_with_a_fault", "_exit", "killed: its process ended with exit code 3"),
+        ("batch_with_a_fault", "sleeps", "took longer than reward.timeout_s = 0.4"),
+        ("async_batch_with_a_fault", "raises", "raised ValueError: no number"),
+        ("async_batch_with_a_fault", "_exit", "killed: its process ended with exit code 3"),
+        ("async_batch_with_a_fault", "sleeps", "took longer than reward.timeout_s = 0.4"),
+    ],
+)
+def test_a_bad_answer_in_a_batch_costs_its_neighbors_nothing(
+    rewards: Path, tmp_path: Path, function: str, fault: str, reason: str
+):
+    options = {"path": str(tmp_path / "calls"), "fault": fault}
+    timeout_s = 0.4 if fault == "sleeps" else 10.0
+    section = settings(rewards, function, options=options, timeout_s=timeout_s)
+    scores, _ = scored(section, *["a"] * 5, "bad", "a", "a")
+    assert [score.reward for score in scores] == [1.0] * 5 + [None, 1.0, 1.0]
+    assert scores[5].unavailable == reason
+    calls = [int(line) for line in (tmp_path / "calls").read_text().split()]
+    assert sorted(calls) == [1, 1, 2, 2, 4, 4, 8]
+
+
+def test_a_batch_of_bad_answers_is_asked_twice_as_often_as_it_has_answers(
+    rewards: Path, tmp_path: Path
+):
+    options = {"path": str(tmp_path / "calls"), "fault": "raises"}
+    section = settings(rewards, "batch_with_a_fault", options=options)
+    scores, _ = scored(section, *["bad"] * 11)
+    assert {score.unavailable for score in scores} == {"raised ValueError: no number"}
+    assert len((tmp_path / "calls").read_text().split()) == 2 * 11 - 1
+
+
+def test_a_batch_that_says_it_is_unavailable_is_not_asked_again(rewards: Path, tmp_path: Path):
+    options = {"path": str(tmp_path / "calls"), "fault": "unavailable"}
+    section = settings(rewards, "batch_with_a_fault", options=options)
+    scores, _ = scored(section, "a", "bad", "a")
+    assert [score.unavailable for score in scores] == ["the judge is busy"] * 3
+    assert (tmp_path / "calls").read_text() == "3\n"
+
+
+def test_a_group_in_which_one_answer_has_no_reward_has_none(rewards: Path):
+    scores, _ = scored(settings(rewards, "group_with_a_fault"), "a", "b", "bad", "c", groups=2)
+    assert [score.reward for score in scores] == [None, 1.0, None, 1.0]
+    assert {scores[0].unavailable, scores[2].unavailable} == {
+        "answer 2 of 2: invalid: returned nan"
+    }
+
+
+def test_parts_past_the_limit_are_left_out_with_one_warning(
+    rewards: Path, caplog: pytest.LogCaptureFixture
+):
+    scores, _ = scored(settings(rewards, "wide"), "a", "b", "c")
+    assert [(score.reward, len(score.parts)) for score in scores] == [(1.0, 64)] * 3
+    said = [line for line in caplog.messages if "parts" in line]
+    assert said == [f"reward function {rewards}:wide returned 71 parts, only the first 64 are kept"]
 
 
 def test_a_group_that_hangs_is_lost_and_other_groups_are_not(rewards: Path):
@@ -579,6 +670,46 @@ def test_model_written_code_runs_in_a_sandbox_below_the_child():
     assert (right.reward, wrong.reward) == (1.0, 0.0), (right, wrong)
 
 
+FRAGILE = """
+import os
+if os.path.exists(f"{__file__}.broken"):
+    raise RuntimeError("not now")
+def score(data_source, solution_str, ground_truth, extra_info):
+    if solution_str == "ends":
+        os._exit(3)
+    return 1.0
+"""
+
+
+@pytest.mark.parametrize("mended", [True, False])
+def test_answers_wait_while_no_child_can_be_started_and_not_for_ever(tmp_path: Path, mended: bool):
+    (tmp_path / "fragile.py").write_text(FRAGILE)
+    broken = tmp_path / "fragile.py.broken"
+
+    async def body() -> tuple[list[Score], float]:
+        section = RewardSection(function=f"{tmp_path}/fragile.py:score", timeout_s=2.0)
+        pool = await RewardPool.start(section)
+        try:
+            broken.touch()
+            await score_all(pool, work("ends"))
+            began_s = time.monotonic()
+            asking = asyncio.create_task(score_all(pool, work("a", "b")))
+            await until(lambda: pool._slots[0].failures > 0)
+            if mended:
+                broken.unlink()
+            return await asking, time.monotonic() - began_s
+        finally:
+            await pool.close()
+
+    scores, took_s = asyncio.run(body())
+    if mended:
+        assert [score.reward for score in scores] == [1.0, 1.0]
+    else:
+        assert "cannot be loaded" in scores[0].unavailable
+        assert "RuntimeError: not now" in scores[0].unavailable
+        assert took_s >= 2.0
+
+
 WORKER = """
 import asyncio, sys
 from broker.config import RewardSection
@@ -635,3 +766,25 @@ def test_a_key_file_is_not_seen_where_namespaces_work(tmp_path: Path):
     assert asyncio.run(body([])).reward == 6.0
     assert asyncio.run(body([key])).reward == 0.0
     assert key.read_text() == "secret"
+
+
+def test_a_folder_of_keys_that_is_made_later_is_not_seen_either(tmp_path: Path):
+    if not pool_module.pid_namespaces_work():
+        pytest.skip("this machine has no PID namespaces")
+    keys = tmp_path / "runs" / "keys"
+    (tmp_path / "lists.py").write_text(
+        f"import os\ndef score(d, s, g, e): return len(os.listdir({str(keys)!r}))\n"
+    )
+
+    async def body() -> Score:
+        section = RewardSection(function=f"{tmp_path / 'lists.py'}:score")
+        pool = await RewardPool.start(section, hide=[keys, tmp_path / "none.key"])
+        try:
+            (keys / "broker.key").write_text("secret")
+            return (await score_all(pool, work("a")))[0]
+        finally:
+            await pool.close()
+
+    assert asyncio.run(body()).reward == 0.0
+    assert keys.stat().st_mode & 0o777 == 0o700
+    assert not (tmp_path / "none.key").exists()

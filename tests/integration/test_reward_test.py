@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from broker.rewards.sandbox import pid_namespaces_work
 from deploy.reward_test import reward_test
 from wire.errors import ConfigError
 
@@ -62,6 +63,44 @@ def test_an_unavailable_score_is_shown_with_its_reason_and_fails(
     assert "4 answers, mean 1.000, 2 unavailable" in said
     assert "unavailable 2 times: raised ValueError: too short" in said
     assert "length 1" in said
+
+
+def test_a_function_that_is_asked_for_scores_every_data_source(
+    rows: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    (tmp_path / "ones.py").write_text("def score(d, s, g, e): return 1\n")
+    config = tmp_path / "run.toml"
+    config.write_text("[reward.sources.add]\nfunction = 'broker.rewards.numeric:score'\n")
+    reward = f"{tmp_path}/ones.py:score"
+    assert reward_test([], config=config, reward=reward, data=str(rows), as_json=True) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert [function["name"] for function in said["functions"]] == [reward]
+    assert said["mean"] == 1.0
+
+
+@pytest.mark.skipif(not pid_namespaces_work(), reason="this machine has no PID namespaces")
+def test_keys_are_not_seen_and_no_folder_is_made_for_them(
+    rows: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    (tmp_path / "peeks.py").write_text(
+        "import os\n"
+        "def score(d, s, g, e, *, keys, key):\n"
+        "    return len(os.listdir(keys)) + len(open(key).read()) if os.path.exists(keys) else -1\n"
+    )
+    keys, key = tmp_path / "keys", tmp_path / "worker.key"
+    words = [f"run.dir={tmp_path}", f"run.key_file={key}"]
+    words += [f"reward.options.keys={keys}", f"reward.options.key={key}"]
+
+    def mean() -> float:
+        reward = f"{tmp_path}/peeks.py:score"
+        assert reward_test(words, reward=reward, data=str(rows), count=1, as_json=True) == 0
+        return float(json.loads(capsys.readouterr().out)["mean"])
+
+    assert mean() == -1.0
+    keys.mkdir()
+    for path in (keys / "broker.key", key):
+        path.write_text("secret")
+    assert mean() == 0.0
 
 
 @pytest.mark.parametrize(

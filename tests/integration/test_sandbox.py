@@ -430,6 +430,25 @@ def test_without_namespaces_faults_are_named_and_nothing_is_left(name: str):
         LEFT.unlink(missing_ok=True)
 
 
+@pytest.mark.parametrize("mode", ["none", "namespaces"])
+@pytest.mark.parametrize(
+    ("jail", "why"),
+    [
+        ("import time; time.sleep(60)", r"did not start within 0\.3 s"),
+        ("import os\nwhile True: os.write(2, b'x' * 4096)", "xxx"),
+    ],
+    ids=["hangs", "prints"],
+)
+def test_a_sandbox_that_does_not_start_is_missing_and_no_fault_of_the_code(
+    mode: sandbox.Mode, jail: str, why: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    (tmp_path / "jail.py").write_text(jail)
+    monkeypatch.setattr(sandbox, "_JAIL", tmp_path / "jail.py")
+    monkeypatch.setattr(sandbox, "_START_S", 0.1)
+    with pytest.raises(sandbox.SandboxUnavailableError, match=why):
+        sandbox.run("print(1)", limits=Limits(wall_s=0.2, max_output_bytes=10_000), mode=mode)
+
+
 @needs_namespaces
 def test_a_preflight_passes_where_the_sandbox_works():
     sandbox.check("namespaces")

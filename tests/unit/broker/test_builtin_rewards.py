@@ -1,5 +1,6 @@
 import asyncio
 import contextlib
+import re
 import sys
 import threading
 from collections.abc import Awaitable
@@ -157,6 +158,17 @@ def test_a_row_without_a_number_gets_no_reward(truth: Json):
         ("no idea", 42, 0.0),
         (r"\boxed{\frac{1}{", 42, 0.0),
         (r"\boxed{2} hmm </think> \boxed{3}", 2, 0.0),
+        (r"So **12** apples. $\boxed{12}$", 12, 1.0),
+        ("The answer is **42**.", 42, 1.0),
+        (r"**1.** do it. $\boxed{3}$", 3, 1.0),
+        (r"**(1)** and \boxed{5}", 5, 1.0),
+        ("**Total:**12345", 12345, 1.0),
+        ("that is**12345**.", 12345, 1.0),
+        ("***7***", 7, 1.0),
+        (r"**So** \boxed{x**2}", "x^2", 1.0),
+        (r"\boxed{2 ** 3}", 8, 1.0),
+        (r"Far less than $10^{100000}$: \boxed{3}", 3, 1.0),
+        ("Far less than $10^{100000}$, hence\n#### 3", 3, 1.0),
     ],
 )
 @pytest.mark.timeout(20)
@@ -169,6 +181,9 @@ def test_mathematics_is_compared_by_value(answer: str, truth: Json, score: float
     [
         r"\boxed{9^{9^{9^9}}}",
         r"\boxed{9**9**9}",
+        r"**So** \boxed{**9** 9 ** 9 ** 9}",
+        r"\boxed{9**99999}",
+        r"$9^{9^9}$ and \boxed{9^{9^9}}",
         r"\boxed{10^{999999999}}",
         r"\boxed{10^{9999 \cdot 9999}}",
         r"\boxed{10^{\frac{9999}{1} \cdot 9999}}",
@@ -364,6 +379,38 @@ def _mine(folder: Path, name: str = "two") -> str:
         "    def close(self): Path(self.path).write_text('closed')\n"
     )
     return f"{folder / 'mine.py'}:{name}"
+
+
+def test_the_version_of_a_sum_is_that_of_its_parts_and_weights(tmp_path: Path):
+    def version(**parts: Json) -> str:
+        return load_function(WEIGHTED, {"parts": parts}).info.version
+
+    (tmp_path / "versioned.py").write_text(
+        "from broker.rewards.sdk import reward\n"
+        "@reward(version='1')\ndef one(transcript): return 0\n"
+        "@reward(version='2')\ndef two(transcript): return 0\n"
+    )
+    one, two = ({"function": f"{tmp_path / 'versioned.py'}:{name}"} for name in ("one", "two"))
+    versions = [
+        version(a=one, b=RIGHT),
+        version(a=two, b=RIGHT),
+        version(a={**one, "weight": 2}, b=RIGHT),
+        version(a=one, c=RIGHT),
+    ]
+    assert len(set(versions)) == len(versions)
+    assert all(re.fullmatch("[0-9a-f]{12}", one) for one in versions)
+    assert version(a=one, b=RIGHT) == versions[0]
+
+
+def test_a_sum_of_very_many_parts_keeps_its_own_numbers(tmp_path: Path):
+    (tmp_path / "wide.py").write_text(
+        "def wide(data_source, solution_str, ground_truth, extra_info):\n"
+        "    return {'score': 1} | {f'm{n}': n for n in range(100)}\n"
+    )
+    parts = {"wide": {"function": f"{tmp_path / 'wide.py'}:wide"}, "right": RIGHT}
+    found = outcome(WEIGHTED, transcript("12", 12), parts=parts)
+    assert found.left_out > 0
+    assert [found.parts[name] for name in ("unshaped", "wide", "right")] == [2.0, 1.0, 1.0]
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,5 @@
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -227,6 +228,18 @@ def test_a_program_that_takes_too_much_scores_nothing_in_time():
     assert result == {"score": 0.0, "passed": 0, "ran": 0, "formatted": 1}
     bomb = "import os\nwhile True:\n    try: os.fork()\n    except OSError: pass"
     assert scored(bomb, CALLS, total_s=5.0)["score"] == 0.0
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("truth", [SUMS, CALLS], ids=["program", "calls"])
+def test_a_sandbox_that_does_not_start_in_time_is_no_failed_test(
+    truth: Json, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    (tmp_path / "jail.py").write_text("import time; time.sleep(60)")
+    monkeypatch.setattr(sandbox, "_JAIL", tmp_path / "jail.py")
+    monkeypatch.setattr(sandbox, "_START_S", 0.1)
+    with pytest.raises(Unavailable, match="did not start within"):
+        scored(RIGHT, truth, test_s=0.1)
 
 
 @pytest.mark.integration

@@ -1,5 +1,6 @@
 """Keys: made for a host and a role, private to their owner, gone when revoked."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -61,10 +62,44 @@ def test_a_ring_notices_keys_that_are_made_and_revoked_while_it_is_used(tmp_path
         revoke(tmp_path, "a")
 
 
-@pytest.mark.parametrize("name", ["", "../a", ".hidden", "a\nb"])
+@pytest.mark.parametrize("name", ["", "../a", ".hidden", "a\nb", 'a"b', "a/b", "x" * 70])
 def test_a_name_that_is_none_for_a_file_is_refused(tmp_path: Path, name: str):
     with pytest.raises(ConfigError, match="cannot be the name of a key"):
         make_client_key(tmp_path, name, "generator")
+
+
+def test_one_bad_file_shuts_out_nobody_else(tmp_path: Path):
+    ring = KeyRing(tmp_path)
+    public = read_client_key(make_client_key(tmp_path, "good", "generator")).public
+    (tmp_path / "authorized" / "bad.toml").write_bytes(b"\xff\xfe")
+    (tmp_path / "authorized" / "worse.toml").write_text("name = ")
+    assert ring.refresh() == []
+    assert ring.holder(public) is not None
+    assert KeyRing(tmp_path).holder(public) is not None
+
+
+def test_a_revocation_right_after_another_change_is_noticed(tmp_path: Path):
+    """Two changes within one tick of the file system's clock."""
+    ring = KeyRing(tmp_path)
+    keys = [read_client_key(make_client_key(tmp_path, name, "generator")) for name in "abc"]
+    ring.refresh()
+    folder = tmp_path / "authorized"
+    before = folder.stat()
+    revoke(tmp_path, "a")
+    os.utime(folder, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert [holder.name for holder in ring.refresh()] == ["a"]
+    revoke(tmp_path, "b")
+    os.utime(folder, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert [holder.name for holder in ring.refresh()] == ["b"]
+    assert ring.holder(keys[2].public) is not None
+
+
+def test_the_brokers_key_is_made_once_and_the_folder_of_a_user_stays_as_it_is(tmp_path: Path):
+    tmp_path.chmod(0o755)
+    first = broker_key(tmp_path)
+    assert broker_key(tmp_path) == first
+    assert tmp_path.stat().st_mode & 0o777 == 0o755
+    assert [path.name for path in tmp_path.iterdir()] == ["broker.key"]
 
 
 def test_a_secret_does_not_show_in_what_is_printed(tmp_path: Path):

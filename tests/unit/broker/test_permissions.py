@@ -5,6 +5,7 @@ from typing import get_args
 import pytest
 
 from broker.permissions import ALLOWED, may_say
+from tests.unit.broker.ledger_driver import header
 from wire.control import (
     GetLedger,
     LeaseScoring,
@@ -13,8 +14,11 @@ from wire.control import (
     RetryDeadLetters,
     Role,
     StepCommit,
+    SubmitScores,
+    SubmitTrajectory,
     TakeOver,
 )
+from wire.trajectory import Score
 from wire.versions import PolicyVersion
 
 V0 = PolicyVersion(1, 0)
@@ -38,3 +42,16 @@ def test_every_kind_of_request_lists_its_roles():
 )
 def test_a_request_is_taken_from_its_roles_alone(request_: Request, roles: set[Role]):
     assert {role for role in get_args(Role) if may_say(role, request_)} == roles
+
+
+def test_a_generator_scores_only_where_that_is_wanted():
+    score = Score(group_id=0, sibling=0, lease_id=-1, reward=1.0)
+    scoring: list[Request] = [
+        LeaseScoring(credits=1, wait_s=0.0),
+        SubmitScores(scores=(score,)),
+        SubmitTrajectory(header=header(0, 0, V0), score=score),
+    ]
+    assert all(may_say("generator", one, scores_inline=True) for one in scoring)
+    assert not any(may_say("generator", one, scores_inline=False) for one in scoring)
+    assert may_say("generator", SubmitTrajectory(header=header(0, 0, V0)), scores_inline=False)
+    assert may_say("reward_worker", scoring[1], scores_inline=False)

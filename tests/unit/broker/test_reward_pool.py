@@ -3,14 +3,22 @@
 import asyncio
 import logging
 import os
+import socket
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from broker.config import RewardSection, RewardTable
+from broker.rewards import child_process
 from broker.rewards.calls import request_of
+from broker.rewards.child import Link, Runner
 from broker.rewards.child_messages import (
     Answered,
     Call,
+    Load,
     Unframer,
     frame_of,
     from_child,
@@ -18,6 +26,7 @@ from broker.rewards.child_messages import (
 )
 from broker.rewards.child_output import OutputLog
 from broker.rewards.choice import RewardChoice
+from broker.rewards.loading import load_function
 from broker.rewards.outcomes import FunctionInfo, Outcome, unavailable
 from broker.rewards.pool import how_it_ended
 from broker.rewards.process_table import (
@@ -116,6 +125,57 @@ def test_an_absurdly_long_frame_is_refused():
         list(Unframer().feed(b"\xff\xff\xff\xff"))
 
 
+# ---- a child -------------------------------------------------------------------
+
+FUNCTIONS = """
+import asyncio
+
+async def waits(data_source, solution_str, ground_truth, extra_info):
+    await asyncio.sleep(0.05)
+    return 1.0
+
+def has_a_loop(data_source, solution_str, ground_truth, extra_info):
+    return asyncio.run(waits("", "", "", {})) + 1
+"""
+
+
+def test_a_function_that_is_not_async_never_runs_in_the_event_loop_of_those_that_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    path = tmp_path / "two_functions.py"
+    path.write_text(FUNCTIONS)
+    functions = [load_function(f"{path}:{name}", {}) for name in ("waits", "has_a_loop")]
+    ours, theirs = socket.socketpair()
+    ours.settimeout(10)
+    _, text = pair(0, 0)
+    answers: list[tuple[int, float | None, str]] = []
+
+    def worker() -> None:
+        frames = Unframer()
+        while len(answers) < 4:
+            for body in frames.feed(ours.recv(1 << 16)):
+                said = from_child.decode(body)
+                assert isinstance(said, Answered)
+                outcome = said.outcomes[0]
+                answers.append((said.call_id, outcome.reward, outcome.unavailable))
+        ours.shutdown(socket.SHUT_WR)
+
+    with ours, ThreadPoolExecutor() as threads:
+        for call_id, function in enumerate([0, 0, 1, 0]):  # there before the first has begun
+            call = Call(call_id=call_id, function=function, transcripts=(text,))
+            ours.sendall(frame_of(call))
+        done = threads.submit(worker)
+        load = Load(rewards=(), offered={}, timeout_s=5.0)
+        link = Link(theirs.detach())
+        runner = Runner(link, load, functions)
+        runner.serve()
+        done.result()
+        link._socket.close()
+        runner._asyncio().close()
+    assert answers == [(0, 1.0, ""), (1, 1.0, ""), (2, 2.0, ""), (3, 1.0, "")]
+
+
 # ---- what is printed -----------------------------------------------------------
 
 
@@ -175,6 +235,31 @@ def test_the_table_knows_this_process():
     assert mine.rss_bytes > 1 << 20
     assert mine.num_threads >= 1
     assert not mine.is_zombie
+
+
+@pytest.mark.parametrize(
+    ("jailed", "rows", "doomed"),
+    [
+        (True, [row(50, 1), row(51, 50), row(52, 51), row(60, 51), row(61, 60)], [60, 61]),
+        (True, [row(50, 1), row(99, 1)], []),
+        (True, [row(99, 1)], []),
+        (False, [row(50, 1), row(52, 50), row(60, 50), row(99, 1)], [60]),
+        (False, [row(99, 1)], []),
+    ],
+    ids=["jailed", "its init has ended", "it is gone", "kept", "its keeper is gone"],
+)
+def test_nothing_outside_of_a_child_is_killed_even_while_it_ends(
+    jailed: bool, rows: list[ProcessRow], doomed: list[int], monkeypatch: pytest.MonkeyPatch
+):
+    killed: list[int] = []
+    monkeypatch.setattr(child_process, "kill", killed.append)
+    child = child_process.ChildProcess("child", lambda _: None, lambda _: None)
+    child._process, child._jailed = SimpleNamespace(pid=50), jailed  # type: ignore[assignment]
+    child._at_load = {52}
+    table = {one.pid: one for one in [row(1, 0), row(2, 0), row(7, 1), *rows]}
+    assert child.kill_left_behind(table, before_s=1e9) == len(doomed)
+    assert killed == doomed
+    child.measure(table)
 
 
 @pytest.mark.parametrize(

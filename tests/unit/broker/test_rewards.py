@@ -14,8 +14,9 @@ from broker.rewards import exact_match
 from broker.rewards.choice import RewardChoice
 from broker.rewards.loading import RewardFunction, load_function
 from broker.rewards.outcomes import (
-    MAX_PARTS,
     FunctionInfo,
+    InvalidResultsError,
+    all_or_none,
     by_sibling,
     failure,
     outcome_of,
@@ -24,10 +25,11 @@ from broker.rewards.outcomes import (
     unavailable,
 )
 from broker.rewards.sdk import Unavailable
+from broker.scores import tidied
 from wire.codec import encode
 from wire.control import ScoringItem, SubmitScores
 from wire.errors import ConfigError
-from wire.trajectory import Prompt, Transcript
+from wire.trajectory import MAX_EXCERPT, MAX_PARTS, MAX_REASON, Prompt, Transcript
 
 ITEM = ScoringItem(group_id=3, sibling=1, lease_id=9)
 FUNCTION = FunctionInfo(name="test:function", version="7")
@@ -123,7 +125,7 @@ def test_a_number_is_the_reward(result: object, value: float):
 def test_a_mapping_carries_its_parts_as_far_as_they_are_finite_numbers():
     outcome = outcome_of(
         {"score": 0.5, "format": 1, "note": "fine", "broken": math.nan, "big": math.inf, 3: 4.0}
-        | {"t": Scalar(2.0), "x" * 201: 1.0, "\ud800": 1.0, "": 1.0}
+        | {"t": Scalar(2.0), "x" * 101: 1.0, "\ud800": 1.0, "": 1.0}
     )
     assert outcome.reward == 0.5
     assert outcome.parts == {"score": 0.5, "format": 1.0, "t": 2.0}
@@ -146,7 +148,6 @@ def test_a_mapping_carries_its_parts_as_far_as_they_are_finite_numbers():
         ({"score": None}, "invalid: returned {'score': None}"),
         ([1.0], "invalid: returned [1.0]"),
         (Unprintable(), "invalid: returned a Unprintable"),
-        ({"score": 1.0} | {str(i): 1.0 for i in range(MAX_PARTS)}, "invalid: returned 257 parts"),
     ],
 )
 def test_what_is_no_reward_is_unavailable_and_never_zero(result: object, why: str):
@@ -155,6 +156,14 @@ def test_what_is_no_reward_is_unavailable_and_never_zero(result: object, why: st
     assert outcome.unavailable.startswith(why)
     assert len(outcome.unavailable) <= 500
     assert outcome.parts == {}
+
+
+def test_of_too_many_parts_the_first_are_kept_and_the_reward_counts():
+    outcome = outcome_of({"score": 1.0, "text": "x"} | {f"m{n}": n for n in range(MAX_PARTS + 5)})
+    assert (outcome.reward, outcome.left_out) == (1.0, 6)
+    assert list(outcome.parts) == ["score", *(f"m{n}" for n in range(MAX_PARTS - 1))]
+    score = score_of(ITEM, transcript("a"), outcome, FUNCTION)
+    assert tidied(score) == score, "the broker would keep less than a function may return"
 
 
 @pytest.mark.parametrize("results", [[1.0, math.nan], (1.0, None), iter([1, "1"])])
@@ -183,7 +192,17 @@ def for_ever():
     ],
 )
 def test_a_batch_of_the_wrong_count_or_kind_is_invalid_as_a_whole(results: object, why: str):
-    assert [outcome.unavailable for outcome in outcomes_of(results, 2)] == [why, why]
+    with pytest.raises(InvalidResultsError) as caught:
+        outcomes_of(results, 2)
+    assert failure(caught.value).unavailable == why
+
+
+def test_a_group_with_an_answer_that_has_no_reward_has_none_at_all():
+    fine = [outcome_of(1.0), outcome_of(0.0)]
+    assert all_or_none(fine) == fine
+    mixed = all_or_none([outcome_of(1.0), outcome_of(math.nan), outcome_of(None)])
+    assert [one.unavailable for one in mixed] == ["answer 2 of 3: invalid: returned nan"] * 3
+    assert {one.reward for one in mixed} == {None}
 
 
 @pytest.mark.parametrize(
@@ -205,7 +224,8 @@ def test_an_exception_is_unavailable_with_its_reason(error: BaseException, why: 
 
 def test_reasons_and_excerpts_are_bounded_and_only_a_failed_answer_has_an_excerpt():
     long = score_of(ITEM, transcript("y" * 5000), unavailable("x" * 5000), FUNCTION)
-    assert (long.unavailable, long.excerpt) == ("x" * 500, "y" * 2000)
+    assert (long.unavailable, long.excerpt) == ("x" * MAX_REASON, "y" * MAX_EXCERPT)
+    assert tidied(long) == long
     fine = score_of(ITEM, transcript("y" * 5000), outcome_of(1.0), FUNCTION)
     assert (fine.reward, fine.excerpt) == (1.0, "")
     assert (fine.group_id, fine.sibling, fine.lease_id) == (3, 1, 9)
@@ -262,6 +282,16 @@ class Made:
     def close(self):
         self.closed = True
 
+class Versioned:
+    def __init__(self, model="a"):
+        self.version = f"judge {model}"
+    def score(self, transcript):
+        return 0.0
+
+@reward(version="9")
+class Declared(Versioned):
+    pass
+
 class Scoreless:
     pass
 
@@ -309,6 +339,15 @@ def test_a_class_is_made_with_its_options_and_closed(load: Callable[..., RewardF
     made = load("Made", bonus=4)
     assert (made.info.takes, made.is_async) == ("answer", True)
     made.close()
+
+
+def test_an_instance_may_say_its_version_where_its_class_does_not(
+    load: Callable[..., RewardFunction],
+):
+    assert load("Versioned").info.version == "judge a"
+    assert load("Versioned", model="b").info.version == "judge b"
+    assert load("Declared").info.version == "9"
+    assert len(load("Made").info.version) == 12
 
 
 def test_an_offered_argument_goes_to_functions_that_name_it_and_options_win(
@@ -388,7 +427,15 @@ def test_a_data_source_has_its_own_reward_and_all_others_the_first():
         ("reward.sources.code", "c:d", {"y": 2}),
     ]
     assert [choice.index_of(source) for source in ("code", "math", "")] == [1, 0, 0]
-    assert RewardChoice(settings, function="e:f").rewards[0].function == "e:f"
+
+
+def test_a_function_that_is_asked_for_scores_every_data_source():
+    settings = RewardSection(
+        function="a:b", options={"x": 1}, sources={"code": RewardTable(function="c:d")}
+    )
+    choice = RewardChoice(settings, function="e:f")
+    assert [(r.function, r.options) for r in choice.rewards] == [("e:f", {"x": 1})]
+    assert [choice.index_of(source) for source in ("code", "math")] == [0, 0]
 
 
 def test_a_data_source_without_a_function_is_refused():

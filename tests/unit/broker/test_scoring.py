@@ -67,16 +67,23 @@ def test_a_trajectory_whose_group_ended_is_forgotten_wherever_it_stands():
 
 
 def test_groups_are_granted_whole_or_not_at_all_and_the_first_whatever_its_size():
-    queue = filled((0, 0), (1, 0), (1, 1), (2, 0), (2, 1))
+    queue = filled((0, 0), (1, 0), (1, 1), (2, 1))
 
-    def whole(group_id: int) -> bool:
-        return group_id != 0  # a sibling of group 0 is still being generated
+    def siblings_of(group_id: int) -> tuple[int, ...]:
+        return () if group_id == 0 else (0, 1)  # group 0 is still being generated
 
-    first = queue.lease("worker", 1, now_s=0.0, is_whole=whole)
+    first = queue.lease("worker", 1, now_s=0.0, siblings_of=siblings_of)
     assert list(first.values()) == [(1, 0), (1, 1)]
-    assert queue.lease("worker", 4, now_s=0.0, is_whole=whole) != {}
-    assert queue.lease("worker", 4, now_s=0.0, is_whole=whole) == {}
+    again = queue.lease("worker", 4, now_s=0.0, siblings_of=siblings_of)
+    assert list(again.values()) == [(2, 0), (2, 1)], "with the sibling that has its reward"
+    assert queue.lease("worker", 4, now_s=0.0, siblings_of=siblings_of) == {}
     assert list(queue.lease("other", 4, now_s=0.0).values()) == [(0, 0)]
+
+
+def test_a_group_of_which_somebody_has_a_part_is_not_granted_whole():
+    queue = filled((0, 0), (0, 1))
+    queue.lease("a", 1, now_s=0.0)
+    assert queue.lease("b", 4, now_s=0.0, siblings_of=lambda _group: (0, 1)) == {}
 
 
 def test_what_one_worker_could_not_score_is_kept_for_another_as_long_as_there_is_one():
@@ -84,17 +91,45 @@ def test_what_one_worker_could_not_score_is_kept_for_another_as_long_as_there_is
     queue.lease("b@1", 1, now_s=0.0)
     (lease_id, *_) = queue.lease("a@1", 1, now_s=0.0)
     assert queue.finish("a@1", lease_id, (0, 1))
-    queue.failed((0, 1), "a")
-    assert queue.lease("a@2", 1, now_s=1.0) == {}
+    queue.failed((0, 1), "a", now_s=0.0)
+    assert queue.lease("a@2", 1, now_s=2.0) == {}
     assert list(queue.lease("b@1", 1, now_s=2.0).values()) == [(0, 1)]
     queue.release_all("b@1")  # it left: nobody else is there
     assert list(queue.lease("a@2", 2, now_s=3.0).values()) == [(0, 1), (0, 0)]
 
 
+def test_a_failure_is_tried_again_after_longer_and_longer_pauses():
+    queue = filled((0, 0))
+    now_s = 0.0
+    for pause_s in (1.0, 4.0, 16.0, 30.0, 30.0):
+        (lease_id,) = queue.lease("a", 1, now_s=now_s)
+        assert queue.finish("a", lease_id, (0, 0))
+        queue.failed((0, 0), "a", now_s=now_s)
+        assert queue.lease("a", 1, now_s=now_s + pause_s - 0.1) == {}
+        now_s += pause_s
+
+
+def test_a_late_result_counts_for_what_was_leased_so_and_is_still_there():
+    queue = filled((0, 0))
+    (lease_id,) = queue.lease("a", 1, now_s=0.0)
+    assert not queue.lapsed(lease_id, (0, 0)), "it is held"
+    queue.expire(10.1)
+    assert queue.lapsed(lease_id, (0, 0))
+    assert not queue.lapsed(lease_id, (0, 1))
+    queue.discard((0, 0))  # its group ended, or was begun anew under the same number
+    assert not queue.lapsed(lease_id, (0, 0))
+
+
+def test_what_was_granted_and_never_arrived_waits_again_without_an_attempt():
+    queue = filled((0, 0), (0, 1))
+    queue.release(queue.lease("a", 2, now_s=0.0))
+    assert set(queue.lease("a", 2, now_s=0.0).values()) == {(0, 0), (0, 1)}
+
+
 def test_another_worker_that_fell_silent_keeps_nobody_from_trying_again():
     queue = filled((0, 0))
     queue.lease("b@1", 0, now_s=0.0)
-    queue.failed((0, 0), "a")
+    queue.failed((0, 0), "a", now_s=0.0)
     assert queue.lease("a@1", 1, now_s=9.0) == {}
     assert list(queue.lease("a@1", 1, now_s=10.1).values()) == [(0, 0)]
 

@@ -6,6 +6,7 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import msgspec
 import pytest
 import zmq
 import zmq.asyncio
@@ -26,8 +27,10 @@ from wire.control import (
     Answer,
     BatchDelivered,
     BatchNotReady,
+    DeadLetters,
     Done,
     FetchPayloads,
+    GetDeadLetters,
     GetLedger,
     GetLedgerSnapshot,
     GetStatus,
@@ -108,6 +111,7 @@ async def running(
         telemetry=Telemetry(RunSection(name="run")),
         run_name="run",
         max_message_bytes=1_000_000,
+        scores_inline=True,
         cache_bytes=cache_bytes,
     )
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -414,7 +418,7 @@ def test_a_trajectory_without_reward_is_scored_again(short_folder: Path):
             worker = await it.client("reward_worker", "reward-worker-0")
             siblings = []
             for _ in range(2):
-                leased, _ = await worker.ask(LeaseScoring(credits=8, wait_s=0.0), ScoringLeased)
+                leased, _ = await worker.ask(LeaseScoring(credits=8, wait_s=5.0), ScoringLeased)
                 (item,) = leased.items
                 siblings.append(item.sibling)
                 none = Score(group_id=0, sibling=1, lease_id=item.lease_id, unavailable="raised")
@@ -493,7 +497,12 @@ def test_clients_come_back_to_a_new_broker_and_nothing_is_done_twice(short_folde
             leased, transcripts = await worker.ask(work, ScoringLeased)
             assert [bytes(t) for t in transcripts] == [b"transcript 0", b"transcript 1"]
             scores = tuple(
-                Score(group_id=i.group_id, sibling=i.sibling, lease_id=99, reward=float(i.sibling))
+                Score(
+                    group_id=i.group_id,
+                    sibling=i.sibling,
+                    lease_id=i.lease_id,
+                    reward=float(i.sibling),
+                )
                 for i in leased.items
             )
             await worker.ask(SubmitScores(scores=scores), Done)
@@ -614,3 +623,63 @@ def test_the_account_names_the_oldest_items_and_who_holds_what(short_folder: Pat
     flat = view.trajectories
     assert (flat["in_flight"], flat["to_generate"], flat["to_score"]) == (2, 1, 1)
     assert view.untrained_bytes == len(b"payload 1" + b"transcript 1")
+
+
+def test_more_dead_letters_than_one_answer_holds_are_all_listed_in_order(short_folder: Path):
+    async def body() -> list[int]:
+        ledger = make_ledger(make_rules(groups_per_step=200, max_attempts=1, group_size=1))
+        ledger.take_over(0)
+        leased = ledger.lease("g", ledger.version, max_sequences=240, now_s=0.0)
+        for group in reversed(leased):
+            ledger.reject("g", group.lease_id, "poison")
+        async with running(short_folder, ledger) as it:
+            operator = await it.client("operator", "operator")
+            found: list[int] = []
+            while True:
+                after = found[-1] if found else -1
+                page, _ = await operator.ask(GetDeadLetters(after=after), DeadLetters)
+                if not page.letters:
+                    return found
+                found += [letter.group_id for letter in page.letters]
+
+    assert asyncio.run(body()) == list(range(240))
+
+
+def test_a_late_reward_counts_once_and_one_that_nobody_leased_does_not(short_folder: Path):
+    async def body() -> tuple[int, int]:
+        async with running(short_folder) as it:
+            learner = await it.client("learner", "learner")
+            generator = await it.client("generator", "generator-0")
+            group = await one_group(learner, generator)
+            for sibling in group.siblings:
+                await submit(generator, group.group_id, sibling)
+            worker = await it.client("reward_worker", "w")
+            leased, _ = await worker.ask(LeaseScoring(credits=8, wait_s=1.0), ScoringLeased)
+            it.server._scoring.expire(it.server._now() + 11.0)
+            scores = {
+                item.sibling: Score(
+                    group_id=item.group_id, sibling=item.sibling, lease_id=item.lease_id, reward=1.0
+                )
+                for item in leased.items
+            }
+            made_up = msgspec.structs.replace(scores[1], lease_id=scores[1].lease_id + 77)
+            await worker.ask(SubmitScores(scores=(scores[0], scores[0], made_up)), Done)
+            known = it.ledger.groups[group.group_id].scores
+            return len(known), known[0].lease_id - scores[0].lease_id
+
+    assert asyncio.run(body()) == (1, 0)
+
+
+def test_a_worker_that_died_with_work_has_used_up_an_attempt(short_folder: Path):
+    async def body() -> dict[int, int]:
+        async with running(short_folder) as it:
+            learner = await it.client("learner", "learner")
+            generator = await it.client("generator", "generator-0")
+            group = await one_group(learner, generator)
+            await submit(generator, group.group_id, 0)
+            worker = await it.client("reward_worker", "w")
+            await worker.ask(LeaseScoring(credits=8, wait_s=1.0), ScoringLeased)
+            await it.client("reward_worker", "w")  # another incarnation
+            return dict(it.ledger.groups[group.group_id].failed_scorings)
+
+    assert asyncio.run(body()) == {0: 1}

@@ -5,15 +5,17 @@ from typing import cast
 import pytest
 
 from broker import sessions
+from broker.keyring import Holder
 from broker.router import Peer, Router
 from broker.sessions import Sessions
 from wire.control import Hello
+from wire.errors import RefusedError
 
 NOWHERE = cast("Router", None)  # a session never sends
 
 
-def peer(number: int) -> Peer:
-    return Peer(NOWHERE, str(number).encode())
+def peer(number: int, key: str = "") -> Peer:
+    return Peer(NOWHERE, str(number).encode(), key)
 
 
 def hello(name: str, **fields: object) -> Hello:
@@ -49,4 +51,36 @@ def test_where_there_is_no_room_the_oldest_client_says_hello_again(
     known.hello(peer(2), hello("b", reconnects=True))  # now it is the youngest
     known.hello(peer(4), hello("d"))
     assert known.find(known.hello(peer(2), hello("b")).token, peer(2)) is not None
-    assert len(known._by_name) == len(known._by_token) == 2
+    assert len(known._by_name[""]) == len(known._by_token) == 2
+
+
+def test_names_belong_to_their_key():
+    holders = {
+        "A": Holder(name="judge-1", role="reward_worker", public="A"),
+        "B": Holder(name="judge-2", role="reward_worker", public="B"),
+    }
+    known = Sessions(holders.get)
+    learner = known.hello(peer(0), Hello(role="learner", name="learner"))
+    first = known.hello(peer(1, "A"), hello("learner"))
+    second = known.hello(peer(2, "B"), hello("learner"))
+    assert [s.name for s in (learner, first, second)] == [
+        "learner",
+        "judge-1/learner",
+        "judge-2/learner",
+    ]
+    assert all(known.is_current(session) for session in (learner, first, second))
+
+
+def test_one_key_pushes_out_nobody_elses_clients(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(sessions, "MAX_CLIENTS", 2)
+    known = Sessions({"A": Holder(name="a", role="reward_worker", public="A")}.get)
+    learner = known.hello(peer(0), Hello(role="learner", name="learner"))
+    mine = [known.hello(peer(i, "A"), hello(f"w{i}")) for i in range(1, 6)]
+    assert known.is_current(learner)
+    assert [known.is_current(session) for session in mine] == [False] * 3 + [True] * 2
+
+
+@pytest.mark.parametrize("name", ["", "a/b", "a@b", "a\nb", "x" * 101])
+def test_a_name_that_could_be_taken_for_another_is_refused(name: str):
+    with pytest.raises(RefusedError, match="a client's name is"):
+        Sessions().hello(peer(0), hello(name))

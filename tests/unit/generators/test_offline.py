@@ -12,6 +12,7 @@ from broker.data.sources import load_training_prompts
 from broker.rewards.loading import load_function
 from broker.rewards.outcomes import Outcome, outcome_of, score_of, unavailable
 from deploy.addition import write_blank_model
+from generators import offline
 from generators.engine import Completion, SamplingParams
 from generators.offline import Generation, OfflineSettings, answered_positions, offline_settings
 from generators.prompting import TextCodec
@@ -123,6 +124,22 @@ def test_an_engine_that_fails_twice_costs_its_prompt_and_another_start_fills_the
     assert generate(settings_of(tmp_path), again) == 0
     assert positions(settings) == [1, 2, 3, 4, 0]
     assert len(again.asked) == 1, "a prompt was answered twice"
+
+
+def test_keys_are_hidden_from_the_reward_function(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    hidden: list[Path] = []
+
+    async def start(_: object, *, hide: Sequence[Path] = ()) -> None:
+        hidden.extend(hide)
+        raise ConfigError("far enough")
+
+    monkeypatch.setattr(offline.RewardPool, "start", start)
+    for broker in ({}, {"broker__keys": "/elsewhere/keys"}):
+        settings = settings_of(tmp_path, run__key_file="/etc/generator.key", **broker)
+        with pytest.raises(ConfigError, match="far enough"):
+            asyncio.run(offline.generate(settings, "generator-1"))
+    key = Path("/etc/generator.key")
+    assert hidden == [tmp_path / "keys", key, Path("/elsewhere/keys"), key]
 
 
 def test_an_engine_that_fails_once_is_asked_again(tmp_path: Path):

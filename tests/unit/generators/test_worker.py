@@ -1,12 +1,13 @@
 """The agent's loop against the broker's, over a real socket; the engine is scripted."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 
 import pytest
 
 from broker.ledger import Ledger
+from broker.scorer import Rewards
 from deploy.addition import write_blank_model
 from generators.engine import Completion, SamplingParams
 from generators.prompting import TextCodec, sibling_seed
@@ -15,9 +16,10 @@ from generators.worker import GeneratorWorker
 from tests.unit.broker.ledger_driver import make_rules
 from tests.unit.broker.test_server import Running, running
 from tests.unit.generators.test_rollout import ScriptedEngine
+from wire.control import ScoringItem
 from wire.errors import ConfigError
 from wire.run_settings import SamplingSection
-from wire.trajectory import ChatMessage, Prompt
+from wire.trajectory import ChatMessage, Prompt, Score, Transcript
 from wire.versions import PolicyVersion
 
 VERSION = PolicyVersion(1, 0)
@@ -69,6 +71,7 @@ def worker_of(
     overlong: str = "error",
     *,
     skips_bad_prompts: bool = False,
+    rewards: Rewards | None = None,
 ) -> tuple[GeneratorWorker, Counting]:
     write_blank_model(folder / "model", hidden=16, layers=1)
     (folder / "model" / "chat_template.jinja").write_text(TEMPLATE)
@@ -81,6 +84,7 @@ def worker_of(
         max_sequences=8,
         siblings_together=True,
         skips_bad_prompts=skips_bad_prompts,
+        rewards=rewards,
     )
     worker.adopted(it.ledger.version)
     return worker, engine
@@ -158,5 +162,52 @@ def test_a_prompt_that_the_chat_template_refuses_ends_the_generator_by_default(t
                     await worker.run(heartbeat_s=5.0)
             assert engine.asked == []
             assert it.status.dropped == {}
+
+    asyncio.run(scenario())
+
+
+class Slow:
+    """A reward that takes its time."""
+
+    needs_groups = False
+
+    def __init__(self) -> None:
+        self.begun = asyncio.Event()
+        self.may_end = asyncio.Event()
+
+    async def score(self, work: Sequence[tuple[ScoringItem, Transcript]]) -> AsyncIterator[Score]:
+        for item, _ in work:
+            self.begun.set()
+            await self.may_end.wait()
+            yield Score(
+                group_id=item.group_id,
+                sibling=item.sibling,
+                lease_id=item.lease_id,
+                reward=float(item.sibling),
+            )
+
+
+def test_a_lease_is_kept_while_its_answers_are_scored_inline(tmp_path: Path):
+    async def scenario() -> None:
+        own = ledger(lambda _cursor: Prompt(prompt="1+1="))
+        own.take_over(0)
+        async with running(tmp_path, own) as it:
+            client = await it.client("generator", "generator-0")
+            rewards = Slow()
+            worker, _ = worker_of(it, client, tmp_path, rewards=rewards)
+            job = asyncio.create_task(worker.run(heartbeat_s=0.02))
+            async with asyncio.timeout(5.0):
+                await rewards.begun.wait()
+                (lease,) = it.ledger.leases.values()
+                ends_s = it.ledger._terms._ends[lease.lease_id]
+                await asyncio.sleep(0.2)
+                assert it.ledger._terms._ends[lease.lease_id] > ends_s, "no heartbeat came"
+                rewards.may_end.set()
+                while it.status.in_flight.get("ready") != 1:  # noqa: ASYNC110 the broker is asked
+                    await asyncio.sleep(0.01)
+            (group,) = it.ledger.groups.values()
+            assert group.rewards == [0.0, 1.0]
+            job.cancel()
+            await asyncio.gather(job, return_exceptions=True)
 
     asyncio.run(scenario())

@@ -1,0 +1,50 @@
+"""No secret of a child stands where others on the machine, or readers of its log, would see it."""
+
+import asyncio
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+import pytest
+
+from broker.redis_server import RedisServer
+from tests.e2e.tiny_run import sglang_server
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(90)]
+
+
+def shown(pid: int) -> str:
+    """Return arguments and environments of a process and all that it has started."""
+    texts = []
+    root = psutil.Process(pid)
+    for process in [root, *root.children(recursive=True)]:
+        with suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
+            texts += [*process.cmdline(), str(process.environ())]
+    assert texts
+    return "\n".join(texts)
+
+
+def test_the_password_of_the_private_redis(short_folder: Path):
+    socket, log = short_folder / "redis.sock", short_folder / "redis.log"
+    server = RedisServer.launch(
+        socket=socket, folder=short_folder / "redis", log_file=log, fsync="always"
+    )
+    try:
+        asyncio.run(server.until_listening(socket))
+        assert server.password not in shown(server.process.pid)
+        files = [path for path in short_folder.rglob("*") if path.is_file()]
+        assert log in files
+        assert not [path for path in files if server.password.encode() in path.read_bytes()]
+        assert server.password not in repr(server)
+    finally:
+        server.stop()
+
+
+def test_the_api_key_of_sglang():
+    with sglang_server() as server:
+        assert len(server.api_key) >= 16
+        assert server.api_key not in shown(server.process.pid)
+        assert server.api_key not in repr(server)
+        log = server.log_file.read_text(errors="replace")
+        assert log
+        assert server.api_key not in log
