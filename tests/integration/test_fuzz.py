@@ -141,7 +141,8 @@ class Fuzzed:
         unscored = {(i, sibling) for i, group in groups.items() for sibling in group.unscored}
         queue = self.scoring
         assert {*queue._waiting, *queue._lease_of} == unscored, "the scoring queue is another"
-        assert set(queue._failed_with) <= unscored
+        assert set(queue._failures) <= unscored
+        assert set(queue._lapsed) <= unscored
         assert set(self.server._issued_at) <= set(groups)
         assert {key[0] for key in self.server.frames._frames} <= set(groups)
 
@@ -201,6 +202,7 @@ async def fuzzed(folder: Path, *, listens: bool = False) -> AsyncIterator[Fuzzed
         store=store,
         telemetry=Telemetry(RunSection(name="run")),
         run_name="run",
+        scores_inline=True,
         max_message_bytes=MAX_MESSAGE_BYTES,
         max_requests_per_s=1e6,
         keys=ring,

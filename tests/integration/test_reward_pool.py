@@ -23,7 +23,7 @@ from wire.trajectory import Prompt, Score, Transcript
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(60)]
 ROOT = Path(__file__).parents[2]
-MARK = "reward-pool-test-"  # in the arguments of what hostile functions start
+MARK = f"reward-pool-test-{os.getpid()}"  # in the arguments of what hostile functions start
 
 REWARDS = """
 import asyncio, ctypes, math, os, subprocess, sys, time
