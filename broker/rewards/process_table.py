@@ -78,7 +78,13 @@ def children_by_parent(table: Mapping[int, ProcessRow]) -> dict[int, list[int]]:
 
 
 def descendants(root: int, children: Mapping[int, list[int]]) -> list[int]:
-    """Return all that a process has started, and what that has started; not itself."""
+    """Return all that a process has started, and what that has started; not itself.
+
+    Raises:
+        ValueError: ``root`` is 0 or less, below which the whole host would be.
+    """
+    if root <= 0:
+        raise ValueError(f"process {root} has no descendants that are ours")
     found: list[int] = []
     open_ = list(children.get(root, ()))
     while open_:
