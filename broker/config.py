@@ -204,6 +204,13 @@ def keys_folder(run: RunSection, broker: BrokerSection) -> Path:
     return Path(broker.keys) if broker.keys else Path(run.dir) / "keys"
 
 
+def key_paths(table: Table) -> tuple[Path, ...]:
+    """Return where this host's keys are: what a reward function must not see."""
+    run = run_section(table)
+    own = (Path(run.key_file),) if run.key_file else ()
+    return (keys_folder(run, section(table, "broker", BrokerSection)), *own)
+
+
 def broker_settings(table: Table) -> BrokerSettings:
     """Decode and check the broker's sections."""
     settings = BrokerSettings(

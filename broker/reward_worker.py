@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from broker.client import BrokerClient
-from broker.config import BrokerSection, RewardSection, keys_folder
+from broker.config import RewardSection, key_paths
 from broker.rewards.pool import RewardPool
 from broker.scorer import Scorer
 from wire.command_line import load_arguments, refuse_settings, role_parser, run_role
@@ -34,18 +34,16 @@ class WorkerSettings:
     run: RunSection
     reward: RewardSection
     function: str  # instead of reward.function; empty is that
-    keys: Path  # folder of keys, which a function must not see
+    keys: tuple[Path, ...]  # which a function must not see
 
 
 async def serve(settings: WorkerSettings, name: str) -> None:
     """Score for the broker until the run is over, or until SIGTERM or SIGINT."""
     stop = stop_event()
     run, reward = settings.run, settings.reward
-    hide = [path for path in (Path(run.key_file),) if run.key_file]
-    hide += [settings.keys]
     if run.key_file:
         read_client_key(Path(run.key_file))  # before anything that takes long
-    pool = await RewardPool.start(reward, function=settings.function, hide=hide)
+    pool = await RewardPool.start(reward, function=settings.function, hide=settings.keys)
     try:
         connecting = asyncio.create_task(
             BrokerClient.connect(
@@ -140,12 +138,11 @@ def _settings(arguments: argparse.Namespace) -> WorkerSettings:
     if arguments.key:
         arguments.overrides.append(f"run.key_file={arguments.key}")
     table = load_arguments(arguments)
-    run = run_section(table)
     settings = WorkerSettings(
-        run,
+        run_section(table),
         section(table, "reward", RewardSection),
         arguments.reward,
-        keys_folder(run, section(table, "broker", BrokerSection)),
+        key_paths(table),
     )
     if arguments.config is None and not settings.run.broker:
         raise ConfigError("which broker? give --config RUN.toml, or --broker tcp://HOST:PORT")

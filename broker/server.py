@@ -167,7 +167,7 @@ class BrokerServer:
         self._generation = generation
         self._now = now
         self.frames = FrameCache(cache_bytes, store, committer)
-        self._sessions = Sessions(keys.holder if keys is not None else lambda _key: None)
+        self._sessions = Sessions() if keys is None else Sessions(keys.holder)
         self._routers: list[Router] = []
         self._leases: WaitingRoom[LeaseGroups] = WaitingRoom(self._no_groups)
         self._scorings: WaitingRoom[LeaseScoring] = WaitingRoom(self._no_scoring)

@@ -67,4 +67,4 @@ def fetch_account(run: RunSection, num_items: int) -> LedgerView:
 
 def status_now(run: RunSection) -> RunStatus:
     """Ask the broker of a run once, from a thread without an event loop."""
-    return asyncio.run(fetch_status(run))
+    return ask_broker(run, GetStatus(), StatusAnswer).status

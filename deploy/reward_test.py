@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from broker.config import BrokerSection, DataSection, RewardSection, keys_folder
+from broker.config import DataSection, RewardSection, key_paths
 from broker.data.files import RawRow, read_rows
 from broker.data.gym import gym_rows
 from broker.data.rows import BadRowError, RowRules, prompt_from_row
@@ -21,7 +21,6 @@ from broker.rewards.pool import RewardPool
 from wire.command_line import print_json
 from wire.control import ScoringItem
 from wire.errors import ConfigError
-from wire.run_settings import run_section
 from wire.settings import Table, load_table, section
 from wire.trajectory import Json, Prompt, Score, Transcript
 
@@ -99,10 +98,7 @@ def reward_test(
 
 def _hidden(table: Table) -> list[Path]:
     """Return the keys of the run that are there; to try a function makes no folder for them."""
-    run = run_section(table)
-    keys = [keys_folder(run, section(table, "broker", BrokerSection))]
-    keys += [Path(run.key_file)] if run.key_file else []
-    return [path for path in keys if path.exists()]
+    return [path for path in key_paths(table) if path.exists()]
 
 
 # ---- what to score -------------------------------------------------------------

@@ -6,7 +6,7 @@ from typing import Literal
 
 import msgspec
 
-from broker.config import BrokerSection, DataSection, RewardSection, keys_folder
+from broker.config import DataSection, RewardSection, key_paths
 from weightbus.config import WeightBusSection
 from wire.errors import ConfigError
 from wire.run_settings import (
@@ -66,7 +66,7 @@ class GeneratorSettings(msgspec.Struct, frozen=True, kw_only=True):
     generators: GeneratorsSection
     weightbus: WeightBusSection
     reward: RewardSection
-    keys: Path  # folder of keys, which a reward function must not see
+    keys: tuple[Path, ...]  # which a reward function must not see
 
     @property
     def model(self) -> Path:
@@ -103,7 +103,7 @@ def generator_settings(table: Table) -> GeneratorSettings:
         generators=section(table, "generators", GeneratorsSection),
         weightbus=section(table, "weightbus", WeightBusSection),
         reward=section(table, "reward", RewardSection),
-        keys=keys_folder(run_section(table), section(table, "broker", BrokerSection)),
+        keys=key_paths(table),
     )
     folder = model_folder(settings.run)
     _check_sampling(settings.sampling)

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from broker.config import BrokerSection, RewardSection, keys_folder
+from broker.config import RewardSection
 from broker.data.mixture import PromptSource
 from broker.data.sources import load_training_prompts
 from broker.rewards.pool import RewardPool
@@ -52,7 +52,6 @@ class OfflineSettings(msgspec.Struct, frozen=True, kw_only=True):
     reward: RewardSection
     out: Path
     num_prompts: int  # 0 is every prompt once
-    keys: tuple[Path, ...]  # files and folders that a reward function must not see
 
     @property
     def origin_file(self) -> Path:
@@ -104,15 +103,11 @@ def offline_settings(table: Table, out: Path, num_prompts: int) -> OfflineSettin
     if num_prompts < 0:
         raise ConfigError(f"--num-prompts must be at least 1, got {num_prompts}")
     generator = generator_settings(table)
-    run = generator.run
-    keys = [keys_folder(run, section(table, "broker", BrokerSection))]
-    keys += [Path(run.key_file)] if run.key_file else []
     settings = OfflineSettings(
         generator=generator,
         reward=section(table, "reward", RewardSection),
         out=out,
         num_prompts=num_prompts,
-        keys=tuple(keys),
     )
     if out.exists():
         _refuse_other_origin(settings)
@@ -151,7 +146,7 @@ async def generate(settings: OfflineSettings, name: str) -> int:
     run = settings.generator.run
     codec = TextCodec(settings.generator.model, settings.generator.sampling)
     source = load_training_prompts(settings.generator.data, seed=run.seed)
-    pool = await RewardPool.start(settings.reward, hide=settings.keys)
+    pool = await RewardPool.start(settings.reward, hide=settings.generator.keys)
     try:
         return await _generate_with(settings, name, source, codec, pool)
     finally:

@@ -5,7 +5,6 @@ import logging
 import secrets
 from contextlib import AsyncExitStack
 from importlib.metadata import version
-from pathlib import Path
 
 from broker.client import BrokerClient
 from broker.rewards.pool import RewardPool
@@ -63,8 +62,7 @@ async def _inline_rewards(
     """
     if not settings.reward.inline:
         return None
-    hide = [Path(settings.run.key_file)] if settings.run.key_file else []
-    pool = await RewardPool.start(settings.reward, hide=[*hide, settings.keys])
+    pool = await RewardPool.start(settings.reward, hide=settings.keys)
     cleanup.push_async_callback(pool.close)
     if pool.needs_groups:
         raise ConfigError(

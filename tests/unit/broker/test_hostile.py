@@ -27,7 +27,7 @@ from tests.unit.broker.ledger_driver import (
     make_rules,
     reward,
 )
-from tests.unit.broker.test_server import V0, bare_socket, running, submit
+from tests.unit.broker.test_server import V0, bare_socket, one_group, running, submit
 from wire.codec import encode
 from wire.control import (
     Answer,
@@ -185,11 +185,7 @@ def test_a_payload_is_not_sent_twice_in_one_answer(short_folder: Path):
         async with running(short_folder) as it:
             learner = await it.client("learner", "learner")
             generator = await it.client("generator", "generator-0")
-            await learner.ask_any(TakeOver(step=0))
-            leased, _ = await generator.ask(
-                LeaseGroups(adopted=V0, max_sequences=2, wait_s=1.0), GroupsLeased
-            )
-            group_id = leased.groups[0].group_id
+            group_id = (await one_group(learner, generator)).group_id
             for sibling in (0, 1):
                 await submit(generator, group_id, sibling)
             scoring, _ = await generator.ask(LeaseScoring(credits=2, wait_s=1.0), ScoringLeased)
@@ -274,11 +270,7 @@ def test_a_score_of_what_nobody_has_generated_queues_nothing(short_folder: Path)
         async with running(short_folder) as it:
             learner = await it.client("learner", "learner")
             generator = await it.client("generator", "generator-0")
-            await learner.ask_any(TakeOver(step=0))
-            leased, _ = await generator.ask(
-                LeaseGroups(adopted=V0, max_sequences=2, wait_s=1.0), GroupsLeased
-            )
-            group_id = leased.groups[0].group_id
+            group_id = (await one_group(learner, generator)).group_id
             scores = tuple(
                 Score(group_id=group_id, sibling=sibling, lease_id=1, reward=1.0)
                 for sibling in (0, -1, 7)
