@@ -16,10 +16,10 @@ a process that the answer cannot reach (``tester.py``).
 import contextlib
 import json
 import re
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal
 
 from broker.rewards import sandbox as sandboxes
@@ -51,25 +51,34 @@ class Tests:
 
 @dataclass
 class Budget:
-    """What is left of the time for one answer."""
+    """What is left of the time for one answer. The time that sandboxes take to start is not its."""
 
     test_s: float
-    deadline_s: float
+    left_s: float
     memory_bytes: int
     mode: sandboxes.Mode
 
-    def limits(self, num_tests: int) -> sandboxes.Limits | None:
-        """Return the limits of a run of some tests; None when no time is left."""
-        left_s = self.deadline_s - time.monotonic()
-        if left_s <= 0:
+    def run(
+        self,
+        source: str,
+        *,
+        stdin: bytes,
+        num_tests: int = 1,
+        files: Mapping[str, bytes] = MappingProxyType({}),
+    ) -> sandboxes.Outcome | None:
+        """Run what makes some tests and take its time; None when none is left."""
+        if self.left_s <= 0:
             return None
-        wall_s = min(left_s, self.test_s * num_tests)
-        return sandboxes.Limits(
+        wall_s = min(self.left_s, self.test_s * num_tests)
+        limits = sandboxes.Limits(
             wall_s=wall_s,
             cpu_s=wall_s,
             memory_bytes=self.memory_bytes,
             max_processes=_MAX_PROCESSES,
         )
+        outcome = sandboxes.run(source, stdin=stdin, files=files, limits=limits, mode=self.mode)
+        self.left_s -= outcome.wall_s
+        return outcome
 
 
 @reward(version="1")
@@ -104,7 +113,7 @@ def score(
     program = find_program(transcript.response, require_fence=require_fence)
     if program is None:
         return {"score": 0.0, "passed": 0, "ran": 0, "formatted": 0}
-    budget = Budget(test_s, time.monotonic() + total_s, memory_mb * _MIB, sandbox)
+    budget = Budget(test_s, total_s, memory_mb * _MIB, sandbox)
     try:
         if tests.inputs:
             passed, ran = _run_programs(program, tests, budget, stop_early=all_or_nothing)
@@ -221,10 +230,9 @@ def _run_programs(
     """Run the program once for each input; return how often it was right, and if it ever ended."""
     passed, ran = 0, False
     for given, expected in zip(tests.inputs, tests.outputs, strict=True):
-        limits = budget.limits(1)
-        if limits is None:
+        outcome = budget.run(program, stdin=given)
+        if outcome is None:
             break
-        outcome = sandboxes.run(program, stdin=given, limits=limits, mode=budget.mode)
         ran = ran or outcome.status == "ok"
         if outcome.status == "ok" and same_lines(outcome.text, expected):
             passed += 1
@@ -241,22 +249,20 @@ def same_lines(printed: str, expected: str) -> bool:
 
 def _run_tester(program: str, tests: Tests, budget: Budget) -> tuple[int, bool]:
     """Run calls or assertions in one sandbox; return how many passed, and if any came to an end."""
-    limits = budget.limits(len(tests) + 1)
-    if limits is None:
-        return 0, False
     request: dict[str, Any] = {"test_s": budget.test_s}
     if tests.calls:
         request |= {"function": tests.function, "calls": [given for given, _ in tests.calls]}
     else:
         request["texts"] = tests.texts
-    outcome = sandboxes.run(
+    outcome = budget.run(
         Path(tester.__file__).read_text(),
         stdin=json.dumps(request).encode(),
+        num_tests=len(tests) + 1,
         files={"answer.py": program.encode(errors="replace")},
-        limits=limits,
-        mode=budget.mode,
     )
     passed, ran = 0, False
+    if outcome is None:
+        return passed, ran
     for message in _messages(outcome.text):
         if "value" in message and tests.calls:
             _, expected = tests.calls[message["test"]]

@@ -1,4 +1,5 @@
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -250,3 +251,24 @@ def test_without_a_sandbox_there_is_no_score(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(sandbox, "run", refused)
     with pytest.raises(Unavailable, match=r"reward\.sandbox"):
         scored(RIGHT, CALLS)
+
+
+@pytest.mark.parametrize(("code_s", "expected"), [(0.001, 1.0), (0.03, 0.5)])
+def test_only_the_time_of_the_program_is_taken_from_its_budget(
+    monkeypatch: pytest.MonkeyPatch, code_s: float, expected: float
+):
+    def slow_to_start(*_: object, stdin: bytes, **__: object) -> sandbox.Outcome:
+        time.sleep(0.05)  # more than total_s: the sandbox, not the program
+        total = sum(map(int, stdin.split()))
+        return sandbox.Outcome(
+            status="ok",
+            exit_code=0,
+            stdout=f"{total}\n".encode(),
+            stderr=b"",
+            wall_s=code_s,
+            cpu_s=code_s,
+            peak_bytes=0,
+        )
+
+    monkeypatch.setattr(sandbox, "run", slow_to_start)
+    assert scored("sums", SUMS, total_s=0.03)["score"] == expected
