@@ -15,6 +15,7 @@ from wire.control import (
     PublishReport,
     RejectBatch,
     RejectPrompt,
+    RelayReport,
     ReleaseLease,
     Request,
     RequestBatch,
@@ -32,13 +33,14 @@ _WORKERS: frozenset[Role] = frozenset({"generator", "learner", "reward_worker"})
 _READERS: frozenset[Role] = frozenset({"observer", "operator"})
 _GENERATOR: frozenset[Role] = frozenset({"generator"})
 _LEARNER: frozenset[Role] = frozenset({"learner"})
+_RELAY: frozenset[Role] = frozenset({"relay"})
 _SCORERS: frozenset[Role] = frozenset({"reward_worker", "generator"})
 _OPERATOR: frozenset[Role] = frozenset({"operator"})
 
 ALLOWED: dict[type[Request], frozenset[Role]] = {
-    Hello: _WORKERS | _READERS,
+    Hello: _WORKERS | _READERS | _RELAY,
     Goodbye: _WORKERS,
-    RoleReport: _WORKERS,
+    RoleReport: _WORKERS | _RELAY,
     GetStatus: _WORKERS | _READERS,
     GetLedger: _WORKERS | _READERS,
     GetDeadLetters: _READERS,
@@ -58,7 +60,8 @@ ALLOWED: dict[type[Request], frozenset[Role]] = {
     StepCommit: _LEARNER,
     SealSteps: _LEARNER,
     GetLedgerSnapshot: _LEARNER,
-    PublishReport: _LEARNER,
+    PublishReport: _RELAY,
+    RelayReport: _RELAY,
 }
 
 

@@ -74,6 +74,7 @@ from wire.control import (
     RefusalCode,
     RejectBatch,
     RejectPrompt,
+    RelayReport,
     ReleaseLease,
     Request,
     RequestBatch,
@@ -490,7 +491,7 @@ class BrokerServer:
                 return {}, (self._serve_any(session, request), _NO_FRAMES)
         return {}, None
 
-    def _serve_any(
+    def _serve_any(  # noqa: PLR0912 one branch per kind
         self,
         session: Session,
         request: Heartbeat
@@ -500,6 +501,7 @@ class BrokerServer:
         | Goodbye
         | RoleReport
         | PublishReport
+        | RelayReport
         | GetStatus
         | GetLedger
         | GetDeadLetters
@@ -528,6 +530,8 @@ class BrokerServer:
                 self.telemetry.report(session.name, request)
             case PublishReport(record=record):
                 self.telemetry.published(record)
+            case RelayReport(members=members):
+                self.telemetry.members(members)
             case GetStatus():
                 return StatusAnswer(status=self.status())
             case GetLedger(num_items=num_items):

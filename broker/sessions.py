@@ -13,6 +13,7 @@ from wire.errors import ForbiddenError, RefusedError, SupersededError
 MAX_READERS = 64  # observers and operators; they leave without a word
 MAX_CLIENTS = 10_000  # with one key, or on the Unix socket
 _MAX_NAME = 100  # characters
+_ALSO: dict[Role, tuple[Role, ...]] = {"operator": ("observer",), "learner": ("relay",)}
 _SESSION_BYTES = 16
 
 
@@ -154,8 +155,7 @@ class Sessions:
     def _key_name(self, peer: Peer, hello: Hello) -> str:
         """Return the name of a key, which its clients' names begin with: nobody takes another's."""
         holder = self._holder_of(peer.key, hello.name)
-        roles = {holder.role, "observer"} if holder.role == "operator" else {holder.role}
-        if hello.role not in roles:
+        if hello.role not in {holder.role, *_ALSO.get(holder.role, ())}:
             raise ForbiddenError(
                 f"the key {holder.name} was made for the role {holder.role}, not {hello.role}"
             )

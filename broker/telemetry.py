@@ -12,7 +12,7 @@ from broker.ledger import Ledger
 from broker.scoring import ScoringQueue
 from broker.sessions import name_of
 from broker.survivorship import survivorship_of
-from wire.bus import PublishRecord
+from wire.bus import MemberState, PublishRecord
 from wire.control import Hello, RoleReport
 from wire.phases import WAIT, busy_share
 from wire.run_settings import RunSection
@@ -71,6 +71,7 @@ class Telemetry:
         self._ended_tokens: Counter[str] = Counter()  # of earlier incarnations, by role
         self._steps: deque[StepPoint] = deque(maxlen=_KEPT_STEPS)
         self._publishes: deque[PublishRecord] = deque()
+        self._members: list[MemberState] = []
         self._forgotten_publishes = 0
         self._forgotten_while_generating = 0
         self.versions: dict[str, str] = {}
@@ -134,6 +135,10 @@ class Telemetry:
             self._forgotten_while_generating += _while_generating(oldest)
         self._publishes.append(_bounded(record))
 
+    def members(self, members: list[MemberState]) -> None:
+        """The relay told what each engine holds."""
+        self._members = members[:_MOST_MEMBERS]
+
     def status(self, ledger: Ledger, scoring: ScoringQueue) -> RunStatus:
         """Return the state of the run."""
         now = self._now()
@@ -189,6 +194,7 @@ class Telemetry:
             publishes_while_generating=self._forgotten_while_generating
             + sum(map(_while_generating, self._publishes)),
             publish_history=list(self._publishes),
+            members=self._members,
             tokens_per_second=self._tokens_per_second(now),
             busy=_mean_busy(roles),
             roles=roles,
@@ -230,7 +236,14 @@ def _figures(values: Mapping[str, float]) -> dict[str, float]:
 
 def _bounded(record: PublishRecord) -> PublishRecord:
     """Return a record without more members than there can be."""
-    names = ("adopted_by", "failed", "num_in_flight", "engine_digests", "phase_seconds")
+    names = (
+        "adopted_by",
+        "failed",
+        "num_in_flight",
+        "engine_digests",
+        "phase_seconds",
+        "transports",
+    )
     if all(len(getattr(record, name)) <= _MOST_MEMBERS for name in names):
         return record
     cut = {name: dict(islice(getattr(record, name).items(), _MOST_MEMBERS)) for name in names}

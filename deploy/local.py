@@ -33,8 +33,8 @@ from wire.command_line import (
     disk_trouble,
 )
 from wire.errors import ChildDiedError, ConfigError, PeerLostError, SlipstreamError
-from wire.processes import last_lines
-from wire.run_settings import RunSection, run_section
+from wire.processes import is_locked, last_lines
+from wire.run_settings import RunSection, relay_lock, run_section
 from wire.settings import load_table
 from wire.status import RunStatus
 
@@ -42,6 +42,7 @@ _log = logging.getLogger(__name__)
 _POLL_S = 0.2
 _LINE_EVERY_S = 10.0
 _BROKER_START_S = 60.0
+_RELAY_END_S = 10.0
 _REFUSED = "refused: "
 _SCRATCH = "slipstream-"
 
@@ -93,10 +94,22 @@ def run_locally(config: RunConfig, console: Console) -> int:
             roles = [name for name in supervisor.children if name != "broker"]
             supervisor.stop(roles)
             supervisor.stop(["broker"])
+            supervisor.let_go()
+            _await_relay(config.run)
             shutil.rmtree(scratch, ignore_errors=True)
             lock.close()
     _finish(run, watcher.newest, reason, console)
     return code
+
+
+def _await_relay(run: RunSection) -> None:
+    """Wait for the weight relay to end; nobody but the learner knows its process."""
+    deadline = time.monotonic() + _RELAY_END_S
+    while is_locked(relay_lock(run)):
+        if time.monotonic() > deadline:
+            _log.warning("the weight relay of %s has not ended in %g s", run.name, _RELAY_END_S)
+            return
+        time.sleep(_POLL_S)
 
 
 def _let_learner_save(

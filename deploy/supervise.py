@@ -13,7 +13,7 @@ from deploy.plan import RolePlan
 from generators.sglang_process import remove_leftovers
 from wire.command_line import EXIT_BAD_SETTINGS, EXIT_SUPERSEDED
 from wire.errors import ChildDiedError, ConfigError
-from wire.processes import bound_to_me, last_lines
+from wire.processes import LIFELINE_VARIABLE, bound_to_me, last_lines
 
 _log = logging.getLogger(__name__)
 _POLL_S = 0.05
@@ -44,6 +44,7 @@ class Supervisor:
     stop_timeout_s: float
     now: Callable[[], float] = time.monotonic
     children: dict[str, Child] = field(default_factory=dict)
+    _lifeline: tuple[int, int] = field(default_factory=os.pipe)
 
     def start(self, plan: RolePlan) -> None:
         """Start a role."""
@@ -98,9 +99,16 @@ class Supervisor:
         for child in children:
             self._sweep(child)
 
+    def let_go(self) -> None:
+        """Cut the lifeline of what outlives a role; so does the end of this process."""
+        for descriptor in self._lifeline:
+            os.close(descriptor)
+
     def _spawn(self, child: Child) -> None:
         environment = dict(os.environ)  # noqa: TID251 handed on to children
-        environment |= {"TMPDIR": str(self.scratch), **child.plan.environment}
+        lifeline, _ = self._lifeline
+        environment |= {"TMPDIR": str(self.scratch), LIFELINE_VARIABLE: str(lifeline)}
+        environment |= child.plan.environment
         again = child.plan.restart_arguments if child.num_starts else ()
         child.num_starts += 1
         with child.log_file.open("ab") as log:
@@ -112,6 +120,7 @@ class Supervisor:
                 env=environment,
                 preexec_fn=bound_to_me(child.plan.cores),
                 process_group=0,
+                pass_fds=[lifeline],
             )
         _log.info("%s is process %d", child.plan.name, child.process.pid)
 

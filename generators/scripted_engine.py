@@ -9,8 +9,10 @@ import asyncio
 import math
 import random
 from collections.abc import Sequence
+from pathlib import Path
 
 from generators.engine import Completion, SamplingParams
+from generators.weight_files import check_weight_files
 from wire.manifest import Bucket
 from wire.versions import PolicyVersion
 
@@ -99,7 +101,7 @@ class ScriptedEngine:
     # ---- weights, of which there are none ------------------------------------
 
     async def open_group(
-        self, *, host: str, port: int, group_name: str, world_size: int, backend: str
+        self, *, host: str, port: int, group_name: str, rank: int, world_size: int, backend: str
     ) -> None:
         """Do nothing."""
 
@@ -119,6 +121,10 @@ class ScriptedEngine:
 
     async def end_update(self) -> None:
         """Do nothing."""
+
+    async def load_folder(self, folder: Path) -> None:
+        """Check that the folder holds whole safetensors files."""
+        await asyncio.to_thread(check_weight_files, folder)
 
     async def checksums(self) -> dict[str, str]:
         """Return the checksums of no tensors."""

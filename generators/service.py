@@ -14,8 +14,9 @@ from generators.running_engine import make_sampler, running_engine, watch
 from generators.sglang_engine import SglangEngine
 from generators.sglang_process import SglangProcess
 from generators.worker import GeneratorWorker
+from weightbus.compatibility import installed_libraries
 from weightbus.subscriber import Subscriber
-from weightbus.tensor_set import model_shapes
+from weightbus.tensor_set import TensorSet, model_tensors
 from wire.bus import Join
 from wire.errors import ConfigError
 from wire.stopping import stop_event
@@ -28,12 +29,12 @@ async def serve(settings: GeneratorSettings, name: str) -> None:
     """Run a generator. An engine that ends takes the generator with it."""
     stop = stop_event()
     codec = TextCodec(settings.model, settings.sampling)
-    shapes = model_shapes(settings.model)
+    tensors = model_tensors(settings.model, dtype=settings.dtype)
     stopping = asyncio.create_task(stop.wait())
     try:
         async with running_engine(settings, name, stopping) as running:
             if running is not None:
-                await _work(settings, name, running, codec, shapes, stopping)
+                await _work(settings, name, running, codec, tensors, stopping)
     finally:
         stopping.cancel()
 
@@ -43,13 +44,13 @@ async def _work(
     name: str,
     running: tuple[SglangProcess, SglangEngine],
     codec: TextCodec,
-    shapes: dict[str, tuple[int, ...]],
+    tensors: TensorSet,
     stopping: "asyncio.Task[object]",
 ) -> None:
     process, engine = running
     async with AsyncExitStack() as cleanup:
         rewards = await _inline_rewards(settings, cleanup)
-        await _generate(settings, name, process, engine, codec, shapes, stopping, rewards)
+        await _generate(settings, name, process, engine, codec, tensors, stopping, rewards)
 
 
 async def _inline_rewards(
@@ -78,7 +79,7 @@ async def _generate(
     process: SglangProcess,
     engine: SglangEngine,
     codec: TextCodec,
-    shapes: dict[str, tuple[int, ...]],
+    tensors: TensorSet,
     stopping: "asyncio.Task[object]",
     rewards: RewardPool | None,
 ) -> None:
@@ -100,21 +101,29 @@ async def _generate(
         rewards=rewards,
         max_credits=settings.reward.credits,
     )
+    libraries = installed_libraries()
     subscriber = Subscriber(
         engine,
         join=Join(
             name=name,
             incarnation=secrets.token_hex(4),
             device=settings.device,
-            torch_version=version("torch"),
+            torch_version=libraries.torch_version,
+            nccl_version=libraries.nccl_version,
+            transport=settings.weightbus.transport,
         ),
-        shapes=shapes,
+        tensors=tensors,
+        staging=settings.run.socket_folder / f"{name}-weights",
+        silence_s=settings.weightbus.member_silence_s,
+        fetch_timeout_s=settings.weightbus.timeout_s,
         on_pause=worker.pausing,
         on_adopt=worker.adopted,
     )
     job = asyncio.create_task(worker.run(heartbeat_s=welcome.heartbeat_s))
     others = [
-        asyncio.create_task(subscriber.run(settings.run.endpoint("weightbus"))),
+        asyncio.create_task(
+            subscriber.run(settings.run.endpoint("weightbus"), settings.run.endpoint("weights"))
+        ),
         asyncio.create_task(watch(process)),
     ]
     try:

@@ -2,18 +2,23 @@
 
 SGLang answers "success" to unknown tensor names and to missing ones, and it relabels on every
 update: whoever calls this checks the tensor set before and the checksums after, and sets the
-label last.
+label last. It answers a pause before its scheduler has paused, but carries out requests and
+commands in the order of their arrival: no token that is chosen after a pause was answered and
+before the next command can get the label that a later command sets.
 """
 
+import asyncio
 import logging
 from collections.abc import Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 import aiohttp
 import msgspec
 
 from generators.engine import Completion, SamplingParams
 from generators.version_runs import version_starts
+from generators.weight_files import check_weight_files
 from wire.errors import EngineError
 from wire.manifest import Bucket
 from wire.versions import PolicyVersion
@@ -25,9 +30,26 @@ class SglangEngine:
     """HTTP client of one server. Use it inside one event loop, as a context manager."""
 
     def __init__(
-        self, url: str, api_key: str, *, request_timeout_s: float, control_timeout_s: float
+        self,
+        url: str,
+        api_key: str,
+        *,
+        request_timeout_s: float,
+        control_timeout_s: float,
+        in_flight: Literal["retract", "in_place"] = "retract",
     ) -> None:
+        """Connect to a server.
+
+        Args:
+            url: of its HTTP interface.
+            api_key: that it was started with.
+            request_timeout_s: a request for responses that takes longer has failed.
+            control_timeout_s: a command that takes longer has failed.
+            in_flight: what a pause does to responses in the making (weightbus.in_flight); the
+                server of an engine that is in_place must cache no prefixes.
+        """
         self._url = url
+        self._in_flight = in_flight
         self._http = aiohttp.ClientSession(
             headers={"Authorization": f"Bearer {api_key}"},
             connector=aiohttp.TCPConnector(limit=0),
@@ -69,15 +91,15 @@ class SglangEngine:
     # ---- weights -------------------------------------------------------------
 
     async def open_group(
-        self, *, host: str, port: int, group_name: str, world_size: int, backend: str
+        self, *, host: str, port: int, group_name: str, rank: int, world_size: int, backend: str
     ) -> None:
-        """Join a process group as all ranks but 0; returns once joined."""
+        """Join a process group with this engine's first rank as ``rank``; returns once joined."""
         await self._control(
             "/init_weights_update_group",
             {
                 "master_address": host,
                 "master_port": port,
-                "rank_offset": 1,
+                "rank_offset": rank,
                 "world_size": world_size,
                 "group_name": group_name,
                 "backend": backend,
@@ -96,9 +118,15 @@ class SglangEngine:
                 _log.info("%s", error)
 
     async def pause(self) -> int:
-        """Stop generating; return how many generations are in flight."""
+        """Stop generating; return how many generations are in flight.
+
+        They are counted here, where SGLang counts none: those that wait in its queue are in it.
+        retract gives up their keys and values, to be computed again from prompt and response so
+        far when the engine resumes. in_place keeps them: the tokens that follow attend to keys
+        and values of the old weights, and so does a prompt that was half computed.
+        """
         num_in_flight = self._num_in_flight
-        await self._control("/pause_generation", {"mode": "retract"})
+        await self._control("/pause_generation", {"mode": self._in_flight})
         return num_in_flight
 
     async def begin_update(self) -> None:
@@ -115,7 +143,7 @@ class SglangEngine:
                 "shapes": [tensor.shape for tensor in bucket.tensors],
                 "group_name": group_name,
                 "load_format": "flattened_bucket",
-                "flush_cache": last,
+                "flush_cache": last and self._forgets_prefixes,
                 "weight_version": None,
             },
         )
@@ -123,6 +151,34 @@ class SglangEngine:
     async def end_update(self) -> None:
         """Close an update."""
         await self._control("/end_weight_update", {})
+
+    async def load_folder(self, folder: Path) -> None:
+        """Load all tensors from the safetensors files in a folder; forget cached prefixes.
+
+        The folder needs neither a config.json nor, for one file, an index; the file may be a link
+        to memory. SGLang has no way back from a load that fails half-way: it reads the same
+        files once more, calling that a roll-back, and its scheduler dies when this fails too.
+        So the files are checked before.
+        """
+        await asyncio.to_thread(check_weight_files, folder)
+        await self._control(
+            "/update_weights_from_disk",
+            {
+                "model_path": str(folder),
+                "load_format": "safetensors",
+                "flush_cache": self._forgets_prefixes,
+                "weight_version": None,
+            },
+        )
+
+    @property
+    def _forgets_prefixes(self) -> bool:
+        """Tell whether an update flushes the prefix cache: in_place there is none.
+
+        With responses in flight that keep their keys and values, SGLang refuses to flush, and
+        answers that the update failed.
+        """
+        return self._in_flight == "retract"
 
     async def checksums(self) -> dict[str, str]:
         """Return the checksum of every tensor by the engine's own name (first rank)."""

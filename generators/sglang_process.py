@@ -180,6 +180,8 @@ def server_flags(
         "random_seed": hash_seed(f"{settings.run.seed}/{seed_of}"),
         "log_level": "warning",
     }
+    if settings.weightbus.in_flight == "in_place":
+        flags["disable_radix_cache"] = True  # its prefixes cannot be forgotten amid responses
     if settings.sampling.seed_per_sibling:
         flags["sampling_backend"] = "pytorch"  # the one that takes seeds
     if settings.device == "cpu":

@@ -12,9 +12,7 @@ from learner.config import LearnerSettings
 from learner.orders import Rejection, StepOrder, order_step
 from learner.payload_link import PayloadLink
 from learner.prefetch import EarlyPlans
-from weightbus.publisher import Publisher
-from weightbus.snapshot import WeightSnapshot
-from wire.bus import PublishRecord
+from learner.relay_link import RelayLaunch, RelayLink
 from wire.control import (
     BatchDelivered,
     BatchNotReady,
@@ -22,7 +20,6 @@ from wire.control import (
     GetLedgerSnapshot,
     Goodbye,
     LedgerSnapshotAnswer,
-    PublishReport,
     RejectBatch,
     RequestBatch,
     RoleReport,
@@ -34,6 +31,7 @@ from wire.control import (
     TookOver,
 )
 from wire.errors import ProtocolError, RefusedError
+from wire.manifest import WeightManifest
 from wire.phases import PhaseClock
 from wire.versions import PolicyVersion
 
@@ -55,15 +53,17 @@ class LeaderLink(PayloadLink):
         clock: PhaseClock,
         should_stop: Callable[[], bool],
         *,
+        relay: RelayLaunch,
         early: EarlyPlans | None = None,
     ) -> None:
-        """Connect to the broker and open the weight bus.
+        """Connect to the broker and start the weight relay.
 
         Args:
             loop: where both go on.
             settings: the learner's.
             clock: what the learner spends its time on, for its reports.
             should_stop: whether the learner has been asked to end.
+            relay: how its weight relay is started.
             early: how the other ranks learn of batches to come; None where there are none.
 
         Raises:
@@ -80,12 +80,12 @@ class LeaderLink(PayloadLink):
         self._found: StepOrder | None = None  # of a coming step
         self._posted: int | None = None  # the step that the other ranks were told of
         settings.run.make_socket_folder()
-        self._publisher = loop.run(self._make_publisher(settings))
-        loop.start(self._publisher.run(settings.run.endpoint("weightbus")))
+        self._relay = loop.run(self._make_relay(settings, relay))
+        loop.start(self._relay.run())
         loop.start(self._reports())
 
-    async def _make_publisher(self, settings: LearnerSettings) -> Publisher:
-        return Publisher(settings.weightbus, on_record=self._report_publish)
+    async def _make_relay(self, settings: LearnerSettings, relay: RelayLaunch) -> RelayLink:
+        return RelayLink(settings.run.endpoint("relay"), relay)
 
     def take_over(self, step: int, checkpoint: str) -> PolicyVersion:
         """Become the run's learner; return the version of the weights held."""
@@ -160,10 +160,22 @@ class LeaderLink(PayloadLink):
         request = SealSteps(version=version, step=step, oldest_kept=oldest_kept)
         self._loop.run(self._client.ask(request, Done))
 
-    def publish(self, snapshot: WeightSnapshot) -> None:
-        """Hand a version to the weight bus; returns at once."""
-        snapshot.check_finite()
-        self._loop.call(self._publisher.submit, snapshot)
+    def open_weights(self, path: str, layout: WeightManifest) -> None:
+        """Tell the relay where versions will be written."""
+        self._loop.run(self._relay.open(path, layout))
+
+    def reserve(self, version: PolicyVersion) -> int:
+        """Return the slot to write a version into."""
+        self._loop.check()
+        return self._loop.run(self._relay.reserve(version))
+
+    def publish(self, version: PolicyVersion, slot: int) -> None:
+        """Hand a version to the relay; the transfer does not wait."""
+        self._loop.run(self._relay.written(version, slot))
+
+    def end(self) -> None:
+        """End the relay: this learner goes in order, and no other will follow."""
+        self._loop.run(self._relay.end())
 
     # ---- the next batch, on the event loop -----------------------------------
 
@@ -234,11 +246,6 @@ class LeaderLink(PayloadLink):
         return order_step(batch, self._settings.learner)
 
     # ---- reports -------------------------------------------------------------
-
-    async def _report_publish(self, record: PublishRecord) -> None:
-        for member, reason in record.failed.items():
-            _log.warning("%s not adopted by %s: %s", record.version.label, member, reason)
-        await self._client.ask(PublishReport(record=record), Done)
 
     async def _reports(self) -> None:
         while True:

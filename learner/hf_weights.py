@@ -21,9 +21,8 @@ from weightbus.names import (
     fuse_gate_up,
     fuse_qkv,
     hf_mapping,
-    split_gate_up,
-    split_qkv,
 )
+from weightbus.shards import Geometry, Shard, write_shard
 from wire.errors import ConfigError
 
 WEIGHTS = "model.safetensors"
@@ -63,6 +62,19 @@ def export_hf_weights(model: GPTModel) -> Iterator[tuple[str, Tensor]]:
     for name, parameter in _own_parameters(model):
         mapping = _mapping(model, name)
         yield from zip(mapping.names, _whole(mapping, parameter, model.hf_config), strict=True)
+
+
+def shards_of(model: GPTModel) -> Iterator[tuple[str, Shard]]:
+    """Yield this rank's share of each parameter with its Megatron name; tied embeddings once."""
+    ranks = parallel_state.get_tensor_model_parallel_world_size()
+    rank = parallel_state.get_tensor_model_parallel_rank()
+    for name, parameter in _own_parameters(model):
+        dim = _split_dim(parameter)
+        mapping = _mapping(model, name)
+        if dim is None:
+            yield name, Shard(mapping, parameter)
+        else:
+            yield name, Shard(mapping, parameter, dim, rank, ranks)
 
 
 def hf_shapes(model: GPTModel) -> dict[str, tuple[int, ...]]:
@@ -238,30 +250,25 @@ def _read(
             return parts[0]
 
 
-def _whole(mapping: HfMapping, parameter: torch.nn.Parameter, hf: HfConfig) -> tuple[Tensor, ...]:
+def geometry_of(hf: HfConfig) -> Geometry:
+    """Return the sizes that a fused parameter does not tell by itself."""
+    return Geometry(
+        num_query_groups=hf.num_query_groups,
+        queries_per_group=hf.num_attention_heads // hf.num_query_groups,
+        head_dim=hf.kv_channels,
+    )
+
+
+def _whole(mapping: HfMapping, parameter: torch.nn.Parameter, hf: HfConfig) -> list[Tensor]:
     """Return the Hugging Face tensors of a parameter; gathers it over tensor parallelism."""
     dim = _split_dim(parameter)
-    shards = [parameter.detach()] if dim is None else _gather(parameter.detach())
-    if mapping.kind == "gate_up":
-        halves = [split_gate_up(shard) for shard in shards]
-        return tuple(_join(list(parts), 0) for parts in zip(*halves, strict=True))
-    whole = _join(shards, dim if dim is not None else 0)
-    match mapping.kind:
-        case "qkv":
-            return split_qkv(
-                whole,
-                num_heads=hf.num_attention_heads,
-                num_groups=hf.num_query_groups,
-                head_dim=hf.kv_channels,
-            )
-        case "vocab":
-            return (whole[: hf.vocab_size],)
-        case "copy":
-            return (whole,)
-
-
-def _join(shards: list[Tensor], dim: int) -> Tensor:
-    return shards[0] if len(shards) == 1 else torch.cat(shards, dim)
+    tensor = parameter.detach()
+    shards = [tensor] if dim is None else _gather(tensor)
+    wholes = [tensor.new_empty(shape) for shape in _whole_shapes(mapping, parameter, hf)]
+    for rank, shard in enumerate(shards):
+        part = Shard(mapping, shard, dim, rank, len(shards))
+        write_shard(part, wholes, geometry_of(hf))
+    return wholes
 
 
 def _gather(shard: Tensor) -> list[Tensor]:

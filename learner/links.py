@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from learner.orders import PayloadKey, Rejection, StepOrder
-from weightbus.snapshot import WeightSnapshot
 from wire.codec import Frame
 from wire.control import BatchNotReady, RunComplete, StepCommitted
+from wire.manifest import WeightManifest
 from wire.versions import PolicyVersion
 
 
@@ -57,14 +57,23 @@ class LeadingLink(RankLink, Protocol):
     ) -> StepCommitted:
         """Record that a step is trained; return all evaluations so far and the last step."""
 
-    def publish(self, snapshot: WeightSnapshot) -> None:
-        """Hand out a version; returns at once."""
+    def open_weights(self, path: str, layout: WeightManifest) -> None:
+        """Say where versions will be written, before the first is."""
+
+    def reserve(self, version: PolicyVersion) -> int:
+        """Return the slot to write a version into."""
+
+    def publish(self, version: PolicyVersion, slot: int) -> None:
+        """Hand out a version that was written whole; returns at once."""
 
     def ledger_snapshot(self, version: PolicyVersion) -> bytes:
         """Return what a checkpoint of ``version`` keeps of the broker."""
 
     def leave(self) -> None:
         """Say that the run is complete and nothing will be asked of anybody any more."""
+
+    def end(self) -> None:
+        """Say that this learner ends in order and that no other follows it."""
 
     def seal(self, version: PolicyVersion, *, step: int, oldest_kept: int) -> None:
         """Say that a durable checkpoint holds every step before ``step``."""

@@ -17,7 +17,7 @@ from learner.broadcast import any_rank, broadcast_bytes
 from learner.collate import TrainSequence, pack
 from learner.config import LearnerSettings
 from learner.device import device
-from learner.hf_weights import export_hf_weights, save_hf_folder
+from learner.hf_weights import save_hf_folder
 from learner.links import LeadingLink, RankLink
 from learner.orders import (
     NonFiniteError,
@@ -37,10 +37,10 @@ from learner.share import fetch_share, unpack_share
 from learner.step import Minibatch, TrainedMinibatch, advantages_of, batch_figures, train_step
 from learner.stop import StopRequest
 from learner.topology import Topology
-from weightbus.snapshot import WeightSnapshot
+from learner.weight_writer import WeightWriter
 from wire.checkpoints import read_checkpoint_info
 from wire.control import BatchNotReady, RunComplete
-from wire.errors import SlipstreamError
+from wire.errors import PublishError, SlipstreamError
 from wire.phases import PhaseClock
 from wire.versions import PolicyVersion
 
@@ -99,6 +99,7 @@ class LearnerLoop:
         self._clock = clock
         self._stop = stop
         folder = settings.run.folder
+        self._writer: WeightWriter | None = None
         self._publishes = False  # known when the run is taken over
         self._rejected_in_a_row = 0
         self._saver = Saver(settings, topology, policy, self._ledger, self._seal)
@@ -121,12 +122,15 @@ class LearnerLoop:
             self._profiler.close()
         if isinstance(answer, StopTraining):
             self._saver.on_stop(version)
+            if self._leader is not None:
+                self._leader.end()
             return
         with self._clock.phase("checkpoint"):
             self._saver.at_end(version)
         if self._leader is not None:
             self._saver.note(answer.evaluations)
             self._leader.leave()
+            self._leader.end()
         if self._settings.checkpoint.export_at_end:
             folder = self._settings.run.folder / "model"
             save_hf_folder(self._policy.model, folder, self._settings.model)
@@ -309,13 +313,30 @@ class LearnerLoop:
         self._rollouts.record(order.step, order.trajectories, parts)
 
     def _publish(self, version: PolicyVersion) -> None:
-        """Copy this rank's weights out, whole tensors to rank 0; the transfer does not wait."""
+        """Copy this rank's weights out; the transfer does not wait.
+
+        Raises:
+            PublishError: on every rank, if a tensor holds NaN or inf.
+        """
         if not self._publishes:
             return
         with self._clock.phase("export"):
-            tensors = {}
-            for name, tensor in export_hf_weights(self._policy.model):  # all ranks gather
-                if self._leader is not None:
-                    tensors[name] = tensor.detach().clone()
+            writer = self._writer or self._open_weights()
+            slot = self._agreed(self._leader.reserve(version) if self._leader else 0, int)
+            bad = writer.write(slot)
+            if any_rank(bool(bad), world_size=self._topology.world_size):
+                name = bad or "a tensor that another learner rank's log names"
+                raise PublishError(f"{version.label} is not published: {name} holds NaN or inf")
             if self._leader is not None:
-                self._leader.publish(WeightSnapshot(version, tensors))
+                self._leader.publish(version, slot)
+
+    def _open_weights(self) -> WeightWriter:
+        self._writer = writer = WeightWriter(
+            self._policy.model,
+            self._topology,
+            bucket_bytes=self._settings.weightbus.bucket_bytes,
+            agree=lambda path: self._agreed(path, str),
+        )
+        if self._leader is not None:
+            self._leader.open_weights(writer.path, writer.layout)
+        return writer

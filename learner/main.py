@@ -1,5 +1,6 @@
 """`start-learner`: trains on what the broker delivers and publishes versioned weights."""
 
+import os
 import sys
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from wire.command_line import (
 )
 from wire.errors import ConfigError
 from wire.logs import start_logging
+from wire.processes import LIFELINE_VARIABLE
 
 
 def main() -> int:
@@ -57,9 +59,15 @@ def main() -> int:
         if arguments.rank == 0:
             stop.listen()
         device.prepare()
+        from learner.relay_link import RelayLaunch
         from learner.service import Launch, join_ranks, run_learner
 
-        launch = Launch(replay=arguments.replay, resumes=arguments.resume is not None)
+        lifeline = os.environ.get(LIFELINE_VARIABLE)  # noqa: TID251 from who started us
+        launch = Launch(
+            replay=arguments.replay,
+            resumes=arguments.resume is not None,
+            relay=RelayLaunch(sys.argv[1:], int(lifeline) if lifeline else None),
+        )
         if arguments.rank == 0:
             run_learner(settings, sys.argv[1:], launch=launch, stop=stop)
         else:

@@ -11,11 +11,11 @@ import msgspec
 from learner.config import LearnerSettings
 from learner.orders import PayloadKey, Rejection, StepOrder, order_step
 from learner.resume import readable_checkpoints
-from weightbus.snapshot import WeightSnapshot
 from wire.checkpoints import read_checkpoint_info
 from wire.codec import Frame
 from wire.control import BatchDelivered, BatchNotReady, RunComplete, StepCommitted
 from wire.errors import ConfigError
+from wire.manifest import WeightManifest
 from wire.trajectory_file import NOT_TRAINED, RecordedGroup, read_groups, read_steps
 from wire.versions import PolicyVersion
 
@@ -203,7 +203,17 @@ class ReplayLink:
             file.write(msgspec.json.encode(row) + b"\n")
         return StepCommitted(evaluations=(), last_step=self._settings.run.steps)
 
-    def publish(self, snapshot: WeightSnapshot) -> None:
+    def open_weights(self, path: str, layout: WeightManifest) -> None:
+        """Do nothing: there are no engines."""
+
+    def reserve(
+        self,
+        version: PolicyVersion,  # noqa: ARG002 nothing is published
+    ) -> int:
+        """Return the first slot: nobody reads."""
+        return 0
+
+    def publish(self, version: PolicyVersion, slot: int) -> None:
         """Do nothing: nobody waits for weights."""
 
     def ledger_snapshot(
@@ -218,6 +228,9 @@ class ReplayLink:
 
     def seal(self, version: PolicyVersion, *, step: int, oldest_kept: int) -> None:
         """Do nothing: a file keeps everything."""
+
+    def end(self) -> None:
+        """Do nothing: there is no relay."""
 
     def close(self) -> None:
         """Do nothing: the file closes with its iterator."""

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 
@@ -29,6 +29,7 @@ from learner.model import build_model
 from learner.payload_link import PayloadLink
 from learner.policy import Policy
 from learner.prefetch import EarlyPlans
+from learner.relay_link import RelayLaunch
 from learner.replay_link import ReplayLink
 from learner.resume import readable_checkpoints, resume_order
 from learner.stop import StopRequest
@@ -49,6 +50,7 @@ class Launch:
 
     replay: Path | None = None  # trajectory file to train on in place of what a broker delivers
     resumes: bool = False  # go on from the run's newest usable checkpoint
+    relay: RelayLaunch = field(default_factory=RelayLaunch)
 
 
 def run_learner(
@@ -137,7 +139,7 @@ def run_rank(
         settings, policy = begin_policy(settings, topology, resumes=launch.resumes)
         clock = PhaseClock()
         with (
-            _open_link(settings, topology, early, launch.replay, clock, stop) as (link, leader),
+            _open_link(settings, topology, early, launch, clock, stop) as (link, leader),
             stop.deferred(when=settings.checkpoint.on_stop),
         ):
             LearnerLoop(settings, topology, policy, link, leader, clock, stop).run()
@@ -203,7 +205,7 @@ def _open_link(
     settings: LearnerSettings,
     topology: Topology,
     early: EarlyPlans | None,
-    replay: Path | None,
+    launch: Launch,
     clock: PhaseClock,
     stop: StopRequest,
 ) -> Iterator[tuple[RankLink | None, LeadingLink | None]]:
@@ -211,8 +213,8 @@ def _open_link(
     if topology.tensor_parallel_rank != 0:
         yield None, None
         return
-    if replay is not None:
-        file = ReplayLink(replay, settings)
+    if launch.replay is not None:
+        file = ReplayLink(launch.replay, settings)
         yield file, file if topology.rank == 0 else None
         return
     with BackgroundLoop() as loop:
@@ -220,12 +222,18 @@ def _open_link(
         leader: LeaderLink | None = None
         if topology.rank == 0:
             several = early if topology.data_parallel > 1 else None
-            link = leader = LeaderLink(loop, settings, clock, lambda: stop.requested, early=several)
+            link = leader = LeaderLink(
+                loop, settings, clock, lambda: stop.requested, relay=launch.relay, early=several
+            )
         else:
             name, replica = f"learner-rank-{topology.rank}", topology.data_parallel_rank
             link = PayloadLink(loop, settings, name, replica=replica, early=early)
         try:
             yield link, leader
+        except SystemExit:  # asked to end at once
+            if leader is not None:
+                leader.end()
+            raise
         finally:
             link.close()
 

@@ -1,5 +1,6 @@
 """What the weight bus needs from an inference engine."""
 
+from pathlib import Path
 from typing import Protocol
 
 from wire.manifest import Bucket
@@ -9,13 +10,15 @@ from wire.versions import PolicyVersion
 class EngineWeights(Protocol):
     """Control over the weights of a running engine. Every method raises EngineError on failure.
 
-    Between ``pause`` and ``resume`` nothing is generated; requests in flight wait.
+    Between ``pause`` and ``resume`` nothing is generated; requests in flight wait. Weights change
+    in one of two ways: ``begin_update``, a ``load_bucket`` for each bucket, ``end_update``; or
+    ``load_folder``. If either fails on its way, the engine holds a mixture.
     """
 
     async def open_group(
-        self, *, host: str, port: int, group_name: str, world_size: int, backend: str
+        self, *, host: str, port: int, group_name: str, rank: int, world_size: int, backend: str
     ) -> None:
-        """Join a process group as all ranks but 0; returns once joined."""
+        """Join a process group with this engine's first rank as ``rank``; returns once joined."""
         ...
 
     async def close_group(self, group_name: str) -> None:
@@ -36,6 +39,10 @@ class EngineWeights(Protocol):
 
     async def end_update(self) -> None:
         """Close an update."""
+        ...
+
+    async def load_folder(self, folder: Path) -> None:
+        """Load all tensors from the safetensors files in a folder; forget cached prefixes."""
         ...
 
     async def checksums(self) -> dict[str, str]:

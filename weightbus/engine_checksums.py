@@ -7,11 +7,10 @@ there the publish record keeps a digest per engine, to be compared with each oth
 """
 
 import hashlib
+from collections.abc import Mapping
 
-from torch import Tensor, cat
+from torch import Tensor, uint8
 from torch.nn.functional import pad
-
-from weightbus.snapshot import raw_bytes
 
 _EMBEDDING, _OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
 _VOCABULARY_MULTIPLE = 64
@@ -25,30 +24,44 @@ _FUSED = {  # part -> (whole, position)
 }
 
 
-def expected_checksums(tensors: dict[str, Tensor]) -> dict[str, str]:
-    """Return the checksum of every tensor of an engine with one rank, by the engine's name."""
-    checksums: dict[str, str] = {}
-    parts: dict[str, dict[int, Tensor]] = {}
+def expected_checksums(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    """Return the checksum of every tensor of an engine with one rank, by the engine's name.
+
+    Args:
+        tensors: by Hugging Face name. They are read where they lie: none is fused or copied.
+    """
+    wholes: dict[str, dict[int, Tensor]] = {}
     for name, tensor in tensors.items():
-        if name in {_EMBEDDING, _OUTPUT}:
-            rows = -len(tensor) % _VOCABULARY_MULTIPLE
-            checksums[name] = _checksum(pad(tensor, (0, 0, 0, rows)))
-            continue
-        if name.endswith(".down_proj.weight"):
-            columns = -tensor.shape[1] % _INNER_MULTIPLE
-            checksums[name] = _checksum(pad(tensor, (0, columns)))
-            continue
         part = next((p for p in _FUSED if f".{p}." in name), None)
-        if part is None:
-            checksums[name] = _checksum(tensor)
-        else:
-            whole, position = _FUSED[part]
-            rows = -len(tensor) % _INNER_MULTIPLE if whole == "gate_up_proj" else 0
-            padded = pad(tensor, (0, 0, 0, rows)) if rows else tensor
-            parts.setdefault(name.replace(part, whole), {})[position] = padded
-    for name, pieces in parts.items():
-        checksums[name] = _checksum(cat([pieces[position] for position in sorted(pieces)]))
-    return checksums
+        whole, position = (name, 0) if part is None else _FUSED[part]
+        pieces = wholes.setdefault(name if part is None else name.replace(part, whole), {})
+        pieces[position] = _padded(name, whole, tensor)
+    return {name: _checksum(pieces) for name, pieces in wholes.items()}
+
+
+def _checksum(pieces: dict[int, Tensor]) -> str:
+    digest = hashlib.sha256()
+    for position in sorted(pieces):
+        digest.update(_raw(pieces[position]))
+    return digest.digest()[:8].hex()
+
+
+def _padded(name: str, whole: str, tensor: Tensor) -> Tensor:
+    """Return a tensor as SGLang keeps it; itself where it needs no padding."""
+    rows = columns = 0
+    if name in {_EMBEDDING, _OUTPUT}:
+        rows = -len(tensor) % _VOCABULARY_MULTIPLE
+    elif name.endswith(".down_proj.weight"):
+        columns = -tensor.shape[1] % _INNER_MULTIPLE
+    elif whole == "gate_up_proj":
+        rows = -len(tensor) % _INNER_MULTIPLE
+    return pad(tensor, (0, columns, 0, rows)) if rows or columns else tensor
+
+
+def _raw(tensor: Tensor) -> memoryview:
+    """Return a tensor's elements as they lie in memory."""
+    flat = tensor.detach().cpu().contiguous().flatten()
+    return flat.view(uint8).numpy().data
 
 
 def differing(expected: dict[str, str], found: dict[str, str]) -> list[str]:
@@ -72,7 +85,3 @@ def digest_of(checksums: dict[str, str]) -> str:
         names.remove(_OUTPUT)
     text = "\n".join(f"{name} {checksums[name]}" for name in names)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
-
-
-def _checksum(tensor: Tensor) -> str:
-    return hashlib.sha256(raw_bytes(tensor)).digest()[:8].hex()

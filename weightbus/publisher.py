@@ -1,77 +1,129 @@
-"""Learner side of the weight bus: brings every engine that joined to the newest version.
+"""The relay's side of the weight bus: brings every engine that joined to the newest version.
 
-Newest wins: a version that is ready before the older one left replaces it. Each member is served
-by a task of its own over a group of its own, so that its slowness or death concerns nobody else.
+Newest wins: a version that is ready before the older one left replaces it. A member gets its first
+version, and a whole one after any failure, by itself over TCP (or from disk), which disturbs
+nobody; the members of a party get the following ones together.
 """
 
 import asyncio
 import logging
+import secrets
 import time
 from collections.abc import Awaitable, Callable
 
 import zmq
 import zmq.asyncio
 
+from weightbus.bulk import serve_buckets
+from weightbus.collective_transport import Collective
+from weightbus.compatibility import Libraries, why_no_collective
 from weightbus.config import WeightBusSection
-from weightbus.member import Member, Publish
-from weightbus.snapshot import WeightSnapshot
-from wire.bus import Join, Leave, Outcome, PublishRecord
-from wire.codec import decode_agent_message
+from weightbus.member import Member
+from weightbus.staged_transports import OverDisk, OverTcp
+from weightbus.transaction import Transaction
+from weightbus.transport import Transport
+from weightbus.versions import Versions
+from wire.bus import Heard, Join, Leave, MemberState, Outcome, PublishRecord, TransportName
+from wire.codec import decode_agent_message, encode
 from wire.errors import ProtocolError
+from wire.versions import PolicyVersion
 
 _log = logging.getLogger(__name__)
 _RETRY_S = 1.0
 _WATCH_S = 1.0
+_MAX_MEMBERS = 10_000
+_BULK_HIGH_WATER = 8
+
+
+class Party:
+    """Engines that share one collective."""
+
+    def __init__(self, settings: WeightBusSection) -> None:
+        self.members: list[Member] = []
+        self.collective = Collective(settings)
+        self.task: asyncio.Task[None] | None = None
+        self.is_idle = True
+
+    def has_room(self, member: Member, most: int) -> bool:
+        """Tell whether a member may come in: only engines on like devices share a collective."""
+        is_alike = all(one.join.device == member.join.device for one in self.members)
+        return is_alike and len(self.members) < most
 
 
 class Publisher:
-    """Serves the newest snapshot to every engine that joined. Lives in one event loop."""
+    """Serves the newest version to every engine that joined. Lives in one event loop."""
 
     def __init__(
         self,
         settings: WeightBusSection,
+        versions: Versions,
         *,
         on_record: Callable[[PublishRecord], Awaitable[None]],
+        libraries: Libraries,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
+        """Serve nobody yet.
+
+        Args:
+            settings: of the weight bus.
+            versions: what there is to be served.
+            on_record: is told of every publish.
+            libraries: that collectives of this process use.
+            now: monotonic seconds.
+        """
         self._settings = settings
+        self._versions = versions
         self._on_record = on_record
+        self._libraries = libraries
         self._now = now
+        self._incarnation = secrets.token_hex(8)
         self._members: dict[str, Member] = {}
-        self._serving: dict[str, asyncio.Task[None]] = {}
-        self._newest: asyncio.Task[Publish] | None = None
-        self._changed = asyncio.Event()
+        self._alone: dict[Member, asyncio.Task[None]] = {}
+        self._parties: list[Party] = []
 
-    def submit(self, snapshot: WeightSnapshot) -> None:
-        """Offer a version; returns at once. Call it on the loop's thread."""
-        self._newest = asyncio.create_task(asyncio.to_thread(self._prepare, snapshot))
-        self._changed.set()
-        self._changed = asyncio.Event()
-
-    def _prepare(self, snapshot: WeightSnapshot) -> Publish:
-        return Publish(snapshot, snapshot.manifest(bucket_bytes=self._settings.bucket_bytes))
-
-    async def run(self, endpoint: str) -> None:
+    async def run(self, endpoint: str, bulk_endpoint: str) -> None:
         """Serve until cancelled."""
         context = zmq.asyncio.Context()
-        socket = context.socket(zmq.ROUTER)
-        socket.setsockopt(zmq.LINGER, 0)
-        socket.bind(endpoint)
+        socket, bulk = context.socket(zmq.ROUTER), context.socket(zmq.ROUTER)
+        for one in (socket, bulk):
+            one.setsockopt(zmq.LINGER, 0)
+        bulk.setsockopt(zmq.SNDHWM, _BULK_HIGH_WATER)
         try:
+            socket.bind(endpoint)
+            bulk.bind(bulk_endpoint)
             async with asyncio.TaskGroup() as group:
                 group.create_task(self._watch())
+                group.create_task(serve_buckets(bulk, self._versions))
                 while True:
                     peer, *frames = await socket.recv_multipart()
-                    self._take(peer, b"".join(frames), socket, group)
+                    await self._take(peer, b"".join(frames), socket, group)
         finally:
-            for name in list(self._members):
-                self._forget(name, "is left: the publisher ends")
+            for member in list(self._members.values()):
+                self._forget(member, "is left: the relay ends")
+            for party in self._parties:
+                party.collective.close()
             socket.close()
+            bulk.close()
             context.term()
+
+    def states(self) -> list[MemberState]:
+        """Return what each member holds, by name."""
+        newest = self._versions.newest
+        return [
+            MemberState(
+                name=name,
+                state=member.state(newest),
+                version=member.adopted,
+                since_s=member.since_s,
+                transport=member.transport,
+                reason=member.failure,
+            )
+            for name, member in sorted(self._members.items())
+        ]
 
     # ---- membership ----------------------------------------------------------
 
-    def _take(
+    async def _take(
         self, peer: bytes, frame: bytes, socket: zmq.asyncio.Socket, group: asyncio.TaskGroup
     ) -> None:
         try:
@@ -82,9 +134,11 @@ class Publisher:
         match message:
             case Join():
                 self._joined(peer, message, socket, group)
+                await socket.send_multipart([peer, encode(Heard(relay=self._incarnation))])
             case Leave(name=name):
-                if name in self._members:
-                    self._forget(name, "left")
+                member = self._members.get(name)
+                if member is not None and member.peer == peer:
+                    self._forget(member, "left")
             case Outcome():
                 for member in self._members.values():
                     if member.peer == peer:
@@ -95,42 +149,129 @@ class Publisher:
     ) -> None:
         known = self._members.get(join.name)
         if known is not None and known.join.incarnation == join.incarnation:
-            known.heard_s = self._now()
-            known.peer = peer
+            known.heard(peer, join)
             return
         if known is not None:
-            self._forget(join.name, "restarted")
-        _log.info("%s joined the weight bus", join.name)
-        member = Member(peer, join, socket, self._settings, now=self._now)
+            self._forget(known, "restarted")
+        if len(self._members) >= _MAX_MEMBERS:
+            _log.error("%s is refused: %d engines are on the weight bus", join.name, _MAX_MEMBERS)
+            return
+        member = Member(
+            peer,
+            join,
+            socket,
+            transport=self._transport_for(join),
+            timeout_s=self._settings.timeout_s,
+            now=self._now,
+        )
+        _log.info("%s joined the weight bus (%s)", join.name, member.transport)
         self._members[join.name] = member
-        self._serving[join.name] = group.create_task(self._serve(member))
+        self._serve_alone(member, group)
 
-    def _forget(self, name: str, why: str) -> None:
-        _log.info("%s %s", name, why)
-        self._serving.pop(name).cancel()
-        self._members.pop(name).leave(why)
+    def _transport_for(self, join: Join) -> TransportName:
+        """Return how a member gets versions: as it asks, or over TCP where that cannot be."""
+        if join.transport != "collective":
+            return join.transport
+        why = why_no_collective(join, self._libraries)
+        if why:
+            _log.warning("%s gets its weights over tcp instead of a collective: %s", join.name, why)
+            return "tcp"
+        return "collective"
+
+    def _forget(self, member: Member, why: str) -> None:
+        _log.info("%s %s", member.name, why)
+        del self._members[member.name]
+        if (task := self._alone.pop(member, None)) is not None:
+            task.cancel()
+        for party in list(self._parties):
+            if member in party.members:
+                self._take_out(member, party)
+        member.leave(why)
 
     async def _watch(self) -> None:
         """Leave out who fell silent, whatever is going on with it."""
         while True:
             await asyncio.sleep(_WATCH_S)
             limit = self._now() - self._settings.member_silence_s
-            for name in [n for n, m in self._members.items() if m.heard_s < limit]:
-                self._forget(name, f"was silent for {self._settings.member_silence_s:.0f} s")
+            for member in [m for m in self._members.values() if m.heard_s < limit]:
+                self._forget(member, f"was silent for {self._settings.member_silence_s:g} s")
 
-    # ---- publishes -----------------------------------------------------------
+    # ---- one member by itself ------------------------------------------------
 
-    async def _serve(self, member: Member) -> None:
-        """Keep one member on the newest version."""
+    def _serve_alone(self, member: Member, group: asyncio.TaskGroup) -> None:
+        """Serve one member by itself, if need be until it can be in a party."""
+        self._alone[member] = group.create_task(self._alone_loop(member, group))
+
+    async def _alone_loop(self, member: Member, group: asyncio.TaskGroup) -> None:
         while True:
-            changed = self._changed
-            newest = self._newest
-            publish = await asyncio.shield(newest) if newest is not None else None
-            if publish is None or member.adopted == publish.snapshot.version:
-                await changed.wait()
-                continue
-            record = await member.bring_to(publish)
-            await self._on_record(record)
-            if record.failed:
-                _log.warning("%s: %s", publish.snapshot.version.label, record.failed)
+            if member.failure:
                 await asyncio.sleep(_RETRY_S)
+            if member.transport == "collective" and member.adopted is not None:
+                del self._alone[member]
+                self._admit(member, group)
+                return
+            async with self._versions.read_newest(lambda v: v != member.adopted) as publication:
+                transport = self._staged(member)
+                transaction = Transaction(
+                    publication, [member], transport, self._settings.engine_check_every
+                )
+                record = await transaction.run()
+            await self._finished(record)
+            if member.transport == "disk":
+                await self._versions.clean_disk()
+
+    def _staged(self, member: Member) -> Transport:
+        chosen = OverDisk if member.transport == "disk" else OverTcp
+        return chosen(timeout_s=self._settings.receive_timeout_s)
+
+    async def _finished(self, record: PublishRecord) -> None:
+        for name, why in record.failed.items():
+            _log.warning("%s does not run %s: %s", name, record.version.label, why)
+        await self._on_record(record)
+
+    # ---- parties -------------------------------------------------------------
+
+    def _admit(self, member: Member, group: asyncio.TaskGroup) -> None:
+        """Put a member into a party, whose next publish it takes part in."""
+        most = self._settings.engines_per_group
+        party = next((p for p in self._parties if p.has_room(member, most)), None)
+        if party is None:
+            party = Party(self._settings)
+            self._parties.append(party)
+            party.task = group.create_task(self._party_loop(party, group))
+        party.members.append(member)
+        self._versions.wake()
+
+    async def _party_loop(self, party: Party, group: asyncio.TaskGroup) -> None:
+        """Bring a party to version after version; who fails is served alone from then on."""
+
+        def is_wanted(version: PolicyVersion) -> bool:
+            return any(member.adopted != version for member in party.members)
+
+        while True:
+            async with self._versions.read_newest(is_wanted) as publication:
+                party.is_idle = False
+                transaction = Transaction(
+                    publication, party.members, party.collective, self._settings.engine_check_every
+                )
+                record = await transaction.run()
+                party.is_idle = True
+            await self._finished(record)
+            for member in [m for m in party.members if m.name in record.failed]:
+                self._take_out(member, party)
+                self._serve_alone(member, group)
+            if not party.members:
+                self._dissolve(party)
+                return
+
+    def _take_out(self, member: Member, party: Party) -> None:
+        party.members.remove(member)
+        if not party.members and party.is_idle and party.task is not None:
+            self._dissolve(party)
+
+    def _dissolve(self, party: Party) -> None:
+        if party in self._parties:
+            self._parties.remove(party)
+        party.collective.close()
+        if party.task is not None and party.task is not asyncio.current_task():
+            party.task.cancel()

@@ -1,25 +1,33 @@
-"""Generator side of the weight bus: joins, obeys the publisher's commands, reports outcomes."""
+"""Generator side of the weight bus: joins, obeys the relay's commands, reports outcomes."""
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable
+from pathlib import Path
 
+import msgspec
 import zmq
 import zmq.asyncio
 
 from weightbus.engine import EngineWeights
-from weightbus.tensor_set import Shapes, mismatch
+from weightbus.fetcher import BucketFetcher
+from weightbus.staging import Staging, check_folder
+from weightbus.tensor_set import TensorSet, mismatch
 from wire.bus import (
-    CloseGroup,
+    Abandon,
     Command,
     Commit,
+    Heard,
     Join,
     Leave,
     LoadBucket,
+    LoadReceived,
     Offer,
     OpenGroup,
     Outcome,
     Pause,
+    Receive,
     Verify,
 )
 from wire.codec import decode_command, encode
@@ -30,6 +38,7 @@ from wire.versions import PolicyVersion
 _log = logging.getLogger(__name__)
 _HEARTBEAT_S = 1.0
 _MAX_FAILURES = 5
+_MAX_COMMANDS = 64  # that wait; the relay sends a few ahead
 
 
 class Subscriber:
@@ -40,21 +49,51 @@ class Subscriber:
         engine: EngineWeights,
         *,
         join: Join,
-        shapes: Shapes,
+        tensors: TensorSet,
+        staging: Path,
+        silence_s: float,
+        fetch_timeout_s: float,
         on_pause: Callable[[], None],
         on_adopt: Callable[[PolicyVersion], None],
+        now: Callable[[], float] = time.monotonic,
     ) -> None:
+        """Prepare to join.
+
+        Args:
+            engine: whose weights are kept up to date.
+            join: how it is announced; ``adopted`` is filled in.
+            tensors: that the engine's model has.
+            staging: folder of its own for versions that are received before they are loaded.
+            silence_s: a relay that says nothing for so long is gone.
+            fetch_timeout_s: a bucket that takes longer has failed.
+            on_pause: is called before the engine pauses.
+            on_adopt: is called with the version that it generates with from now on.
+            now: monotonic seconds.
+        """
         self._engine = engine
         self._join = join
-        self._shapes = shapes
+        self._tensors = tensors
+        self._staging_folder = staging
+        self._staging: Staging | None = None
+        self._silence_s = silence_s
+        self._fetch_timeout_s = fetch_timeout_s
         self._on_pause = on_pause
         self._on_adopt = on_adopt
+        self._now = now
         self._manifest: WeightManifest | None = None
+        self._received: Path | None = None
+        self._group = ""  # that the engine is in
+        self._before: PolicyVersion | None = None  # what a paused engine ran
+        self._is_paused = False
+        self._is_torn = False
         self._failures: list[str] = []  # of publishes since the last one that was adopted
+        self._relay = ""  # which one we obey
+        self._heard_s = now()
+        self._fetcher: BucketFetcher | None = None
         self.adopted: PolicyVersion | None = None
 
-    async def run(self, endpoint: str) -> None:
-        """Serve the publisher until cancelled.
+    async def run(self, endpoint: str, bulk_endpoint: str) -> None:
+        """Serve the relay until cancelled.
 
         Raises:
             PublishError: the engine took part in too many publishes that failed.
@@ -63,101 +102,184 @@ class Subscriber:
         socket = context.socket(zmq.DEALER)
         socket.setsockopt(zmq.LINGER, 200)
         socket.connect(endpoint)
+        self._fetcher = BucketFetcher(context, bulk_endpoint, timeout_s=self._fetch_timeout_s)
+        commands: asyncio.Queue[Command] = asyncio.Queue(_MAX_COMMANDS)
         try:
             async with asyncio.TaskGroup() as group:
                 group.create_task(self._heartbeat(socket))
-                while True:
-                    (frame,) = await socket.recv_multipart()
-                    command = decode_command(frame)
-                    outcome = await self._carry_out(command)
-                    await socket.send(encode(outcome))
-                    if len(self._failures) >= _MAX_FAILURES:
-                        raise PublishError(
-                            f"{_MAX_FAILURES} publishes in a row failed; the last: "
-                            f"{self._failures[-1]}"
-                        )
+                group.create_task(self._read(socket, commands))
+                group.create_task(self._obey_all(socket, commands))
+        except* PublishError as errors:
+            raise PublishError(str(errors.exceptions[0])) from errors
         finally:
             socket.send(encode(Leave(name=self._join.name)), zmq.NOBLOCK)
             socket.close()
+            self._fetcher.close()
             context.term()
+            if self._staging is not None:
+                self._staging.close()
+
+    # ---- the relay -----------------------------------------------------------
 
     async def _heartbeat(self, socket: zmq.asyncio.Socket) -> None:
-        join = self._join
         while True:
-            await socket.send(
-                encode(
-                    Join(
-                        name=join.name,
-                        incarnation=join.incarnation,
-                        device=join.device,
-                        torch_version=join.torch_version,
-                        num_ranks=join.num_ranks,
-                        adopted=self.adopted,
-                    )
-                )
-            )
+            await socket.send(encode(msgspec.structs.replace(self._join, adopted=self.adopted)))
             await asyncio.sleep(_HEARTBEAT_S)
 
+    async def _read(self, socket: zmq.asyncio.Socket, commands: asyncio.Queue[Command]) -> None:
+        """Note that the relay lives, whatever the engine is doing, and queue what it wants."""
+        while True:
+            (frame,) = await socket.recv_multipart()
+            command = decode_command(frame)
+            self._heard_s = self._now()
+            if not isinstance(command, Heard):
+                await commands.put(command)
+            elif command.relay != self._relay:
+                if self._relay:
+                    _log.warning("another relay serves the weights now")
+                self._relay = command.relay
+                await commands.put(command)
+
+    async def _obey_all(self, socket: zmq.asyncio.Socket, commands: asyncio.Queue[Command]) -> None:
+        while True:
+            try:
+                command = await asyncio.wait_for(commands.get(), _HEARTBEAT_S)
+            except TimeoutError:
+                if self._is_paused and self._heard_s < self._now() - self._silence_s:
+                    await self._abandon(f"the relay was silent for {self._silence_s:g} s")
+                continue
+            if isinstance(command, Heard):
+                if self._is_paused:
+                    await self._abandon("the relay that paused it has been replaced")
+                continue
+            await socket.send(encode(await self._carry_out(command)))
+            if len(self._failures) >= _MAX_FAILURES:
+                raise PublishError(
+                    f"{_MAX_FAILURES} publishes in a row failed; the last: {self._failures[-1]}"
+                )
+
+    # ---- commands ------------------------------------------------------------
+
     async def _carry_out(self, command: Command) -> Outcome:
-        number = command.command_id
+        number = 0 if isinstance(command, Heard) else command.command_id
         try:
             match command:
                 case Pause():
                     return Outcome(command_id=number, num_in_flight=await self._pause())
-                case Verify():
-                    await self._engine.end_update()
-                    return Outcome(command_id=number, checksums=await self._engine.checksums())
-                case _:
-                    await self._obey(command)
+                case Verify(wants_checksums=wanted):
+                    if self._group and self._received is None:
+                        await self._engine.end_update()
+                    checksums = await self._engine.checksums() if wanted else {}
+                    return Outcome(command_id=number, checksums=checksums)
+                case Offer():
+                    self._offer(command)
+                case OpenGroup():
+                    await self._open_group(command)
+                case Receive(path=path):
+                    self._received = await self._receive(path)
+                case LoadBucket(index=index, group_name=group_name):
+                    await self._load_bucket(index, group_name)
+                case LoadReceived():
+                    await self._load_received()
+                case Commit():
+                    await self._commit()
+                case Abandon(reason=reason):
+                    await self._abandon(reason)
+                    self._failures.append(reason)
+                case Heard():
+                    pass
         except (EngineError, PublishError) as error:
             _log.warning("%s failed: %s", type(command).__name__, error)
             return Outcome(command_id=number, error=str(error))
         return Outcome(command_id=number)
 
+    def _offer(self, offer: Offer) -> None:
+        manifest = offer.manifest
+        if difference := mismatch(manifest, self._tensors):
+            raise PublishError(f"refused {manifest.version.label}: {difference}")
+        if self.adopted is not None and manifest.version < self.adopted:
+            raise PublishError(
+                f"refused {manifest.version.label}: this engine runs {self.adopted.label}"
+            )
+        self._manifest = manifest
+        self._received = None
+
+    async def _open_group(self, command: OpenGroup) -> None:
+        await self._leave_group()
+        await self._engine.open_group(
+            host=command.host,
+            port=command.port,
+            group_name=command.group_name,
+            rank=command.rank,
+            world_size=command.world_size,
+            backend=command.backend,
+        )
+        self._group = command.group_name
+
+    async def _leave_group(self) -> None:
+        if self._group:
+            group, self._group = self._group, ""
+            await self._engine.close_group(group)
+
+    async def _receive(self, path: str) -> Path:
+        manifest = self._offered
+        if path:
+            await asyncio.to_thread(check_folder, Path(path), manifest)
+            return Path(path)
+        fetcher = self._fetcher
+        if fetcher is None:
+            raise PublishError("the weight bus is not running")
+        if self._staging is None:
+            self._staging = Staging(self._staging_folder)
+        version = manifest.version
+        return await self._staging.receive(manifest, lambda index: fetcher.fetch(version, index))
+
     async def _pause(self) -> int:
         self._on_pause()
-        num_in_flight = await self._engine.pause()
-        await self._engine.begin_update()
-        return num_in_flight
+        if not self._is_paused:
+            self._before = self.adopted
+        self._is_paused = True
+        self.adopted = None
+        return await self._engine.pause()
 
-    async def _obey(self, command: OpenGroup | CloseGroup | Offer | LoadBucket | Commit) -> None:
-        match command:
-            case OpenGroup(host=host, port=port, group_name=group_name, backend=backend):
-                await self._engine.open_group(
-                    host=host,
-                    port=port,
-                    group_name=group_name,
-                    world_size=1 + self._join.num_ranks,
-                    backend=backend,
-                )
-            case CloseGroup(group_name=group_name, reason=reason):
-                await self._engine.close_group(group_name)
-                self._failures.append(reason)
-            case Offer(manifest=manifest):
-                self._check(manifest)
-                self._manifest = manifest
-            case LoadBucket(index=index, group_name=group_name):
-                buckets = self._offered.buckets
-                last = index == len(buckets) - 1
-                await self._engine.load_bucket(buckets[index], group_name=group_name, last=last)
-            case Commit():
-                version = self._offered.version
-                await self._engine.label(version)
-                await self._engine.resume()
-                self._failures.clear()
-                self.adopted = version
-                self._on_adopt(version)
+    async def _load_bucket(self, index: int, group_name: str) -> None:
+        buckets = self._offered.buckets
+        if not self._is_paused or group_name != self._group:
+            raise PublishError(f"bucket {index} comes out of order")
+        if index == 0:
+            self._is_torn = True
+            await self._engine.begin_update()
+        last = index == len(buckets) - 1
+        await self._engine.load_bucket(buckets[index], group_name=group_name, last=last)
+
+    async def _load_received(self) -> None:
+        if not self._is_paused or self._received is None:
+            raise PublishError("nothing was received, or the engine is not paused")
+        self._is_torn = True
+        await self._engine.load_folder(self._received)
+
+    async def _commit(self) -> None:
+        version = self._offered.version
+        await self._engine.label(version)
+        self._is_torn = False
+        await self._resume(version)
+        self._failures.clear()
+
+    async def _resume(self, version: PolicyVersion) -> None:
+        await self._engine.resume()
+        self._is_paused = False
+        self.adopted = version
+        self._on_adopt(version)
+
+    async def _abandon(self, why: str) -> None:
+        """Free the engine from a publish that failed; it generates again if no byte has moved."""
+        _log.warning("publish abandoned: %s", why)
+        await self._leave_group()
+        if self._is_paused and not self._is_torn and self._before is not None:
+            await self._resume(self._before)
 
     @property
     def _offered(self) -> WeightManifest:
         if self._manifest is None:
             raise PublishError("no version was offered")
         return self._manifest
-
-    def _check(self, manifest: WeightManifest) -> None:
-        if difference := mismatch(manifest, self._shapes):
-            raise PublishError(f"refused {manifest.version.label}: {difference}")
-        if self.adopted is not None and manifest.version < self.adopted:
-            raise PublishError(
-                f"refused {manifest.version.label}: this engine runs {self.adopted.label}"
-            )

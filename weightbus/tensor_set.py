@@ -2,16 +2,30 @@
 
 import json
 import struct
+from dataclasses import dataclass
 from pathlib import Path
 
 from wire.errors import ConfigError
 from wire.manifest import WeightManifest
 
 Shapes = dict[str, tuple[int, ...]]
+_OPTIONAL = {"lm_head.weight"}
 
 
-def model_shapes(folder: Path) -> Shapes:
-    """Return the shape of every tensor of a Hugging Face folder.
+@dataclass(frozen=True, slots=True)
+class TensorSet:
+    """What an engine's model consists of: shapes by Hugging Face name, and the type of all."""
+
+    shapes: Shapes
+    dtype: str  # as in float32
+
+
+def model_tensors(folder: Path, *, dtype: str) -> TensorSet:
+    """Return the tensors of an engine that was started from a Hugging Face folder.
+
+    Args:
+        folder: with safetensors files.
+        dtype: that the engine runs with, whatever type the files have.
 
     Raises:
         ConfigError: no safetensors file there, or one that cannot be read.
@@ -29,21 +43,28 @@ def model_shapes(folder: Path) -> Shapes:
                 shapes[name] = tuple(entry["shape"])
     if not shapes:
         raise ConfigError(f"no safetensors files in {folder} (run.model)")
-    return shapes
+    return TensorSet(shapes, dtype)
 
 
-def mismatch(manifest: WeightManifest, shapes: Shapes) -> str:
+def mismatch(manifest: WeightManifest, expected: TensorSet) -> str:
     """Say how a manifest differs from the model's tensors; empty if it does not.
 
     A tied output layer may be left out or sent.
     """
-    offered = {t.name: t.shape for bucket in manifest.buckets for t in bucket.tensors}
-    optional = {"lm_head.weight"}
-    missing = sorted(shapes.keys() - offered.keys() - optional)
-    surplus = sorted(offered.keys() - shapes.keys() - optional)
+    shapes = expected.shapes
+    offered = {spec.name: spec for spec in manifest.tensors}
+    if len(offered) != len(manifest.tensors):
+        return "manifest names a tensor twice"
+    missing = sorted(shapes.keys() - offered.keys() - _OPTIONAL)
+    surplus = sorted(offered.keys() - shapes.keys() - _OPTIONAL)
     if missing or surplus:
         return f"manifest lacks {missing[:3]} and has unknown {surplus[:3]}"
-    for name, shape in offered.items():
-        if name in shapes and shapes[name] != shape:
-            return f"{name} has shape {shape}, the model has {shapes[name]}"
+    for name, spec in offered.items():
+        if name in shapes and shapes[name] != spec.shape:
+            return f"{name} has shape {spec.shape}, the model has {shapes[name]}"
+        if spec.dtype != expected.dtype:
+            return (
+                f"{name} has type {spec.dtype}, the engine {expected.dtype} "
+                "(learner.dtype, generators.dtype)"
+            )
     return ""

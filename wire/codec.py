@@ -5,9 +5,10 @@ from typing import TypeVar
 
 import msgspec
 
-from wire.bus import AgentMessage, BusMessage, Command
+from wire.bus import AgentMessage, BucketAnswer, BusMessage, Command, FetchBucket
 from wire.control import Answer, Message, Request
 from wire.errors import ProtocolError
+from wire.relay import RelayAnswer, RelayMessage, RelayRequest
 from wire.trajectory import TrajectoryPayload, Transcript
 
 T = TypeVar("T")
@@ -19,11 +20,15 @@ _requests: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
 _answers: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
 _commands: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command)
 _agent_messages: msgspec.msgpack.Decoder[AgentMessage] = msgspec.msgpack.Decoder(AgentMessage)
+_fetches = msgspec.msgpack.Decoder(FetchBucket)
+_bucket_answers = msgspec.msgpack.Decoder(BucketAnswer)
+_relay_requests: msgspec.msgpack.Decoder[RelayRequest] = msgspec.msgpack.Decoder(RelayRequest)
+_relay_answers: msgspec.msgpack.Decoder[RelayAnswer] = msgspec.msgpack.Decoder(RelayAnswer)
 _payloads = msgspec.msgpack.Decoder(TrajectoryPayload)
 _transcripts = msgspec.msgpack.Decoder(Transcript)
 
 
-def encode(message: Message | BusMessage | TrajectoryPayload | Transcript) -> bytes:
+def encode(message: Message | BusMessage | RelayMessage | TrajectoryPayload | Transcript) -> bytes:
     """Return the bytes of any message of this project."""
     return _encoder.encode(message)
 
@@ -39,13 +44,33 @@ def decode_answer(frame: Frame) -> Answer:
 
 
 def decode_command(frame: Frame) -> Command:
-    """Return what the publisher wants of an agent."""
+    """Return what the relay wants of an agent."""
     return _decode(_commands, frame, "weight bus command")
 
 
 def decode_agent_message(frame: Frame) -> AgentMessage:
-    """Return what an agent tells the publisher."""
+    """Return what an agent tells the relay."""
     return _decode(_agent_messages, frame, "weight bus message")
+
+
+def decode_fetch(frame: Frame) -> FetchBucket:
+    """Return which bucket an agent wants."""
+    return _decode(_fetches, frame, "request for a bucket")
+
+
+def decode_bucket_answer(frame: Frame) -> BucketAnswer:
+    """Return which bucket the relay sends."""
+    return _decode(_bucket_answers, frame, "answer with a bucket")
+
+
+def decode_relay_request(frame: Frame) -> RelayRequest:
+    """Return what the learner asks of its relay."""
+    return _decode(_relay_requests, frame, "request to the relay")
+
+
+def decode_relay_answer(frame: Frame) -> RelayAnswer:
+    """Return what the relay answers."""
+    return _decode(_relay_answers, frame, "answer of the relay")
 
 
 def decode_payload(frame: Frame) -> TrajectoryPayload:

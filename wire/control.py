@@ -9,16 +9,16 @@ from typing import Literal, TypeAlias
 
 import msgspec
 
-from wire.bus import PublishRecord
+from wire.bus import MemberState, PublishRecord
 from wire.dead_letters import DeadLetter
 from wire.ledger_view import LedgerView
 from wire.status import EvalPoint, RunStatus
 from wire.trajectory import ItemKind, Prompt, Score, TrajectoryHeader
 from wire.versions import PolicyVersion
 
-WIRE_REVISION = 4
+WIRE_REVISION = 5
 
-Role = Literal["generator", "learner", "reward_worker", "observer", "operator"]
+Role = Literal["generator", "learner", "relay", "reward_worker", "observer", "operator"]
 RefusalCode = Literal[
     "",
     "hello_first",  # this broker does not know the connection: say hello, then ask again
@@ -367,6 +367,12 @@ class PublishReport(Message, frozen=True):
     record: PublishRecord
 
 
+class RelayReport(Message, frozen=True):
+    """What each engine holds, as the relay knows it; said again and again; answered by Done."""
+
+    members: list[MemberState]
+
+
 Request: TypeAlias = (
     Hello
     | RoleReport
@@ -391,6 +397,7 @@ Request: TypeAlias = (
     | SealSteps
     | GetLedgerSnapshot
     | PublishReport
+    | RelayReport
 )
 Answer: TypeAlias = (
     Welcome

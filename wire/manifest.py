@@ -1,8 +1,13 @@
-"""What a published policy version consists of."""
+"""What a published policy version consists of, and where its bytes lie."""
+
+import math
+from typing import Literal
 
 import msgspec
 
 from wire.versions import PolicyVersion
+
+ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
@@ -13,6 +18,11 @@ class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
     shape: tuple[int, ...]
     digest: str = ""  # xxh3-128 of its bytes, hexadecimal
 
+    @property
+    def num_bytes(self) -> int:
+        """Return its size; KeyError if the type is none that travels."""
+        return math.prod(self.shape) * ITEM_BYTES[self.dtype]
+
 
 class Bucket(msgspec.Struct, frozen=True, array_like=True):
     """Tensors that travel in one transfer, laid end to end in this order."""
@@ -22,12 +32,17 @@ class Bucket(msgspec.Struct, frozen=True, array_like=True):
 
 
 class WeightManifest(msgspec.Struct, frozen=True, kw_only=True):
-    """All tensors of one version, in the buckets in which they travel."""
+    """All tensors of one version, in the buckets in which they travel, end to end."""
 
     version: PolicyVersion
     buckets: tuple[Bucket, ...]
     parent: PolicyVersion | None = None
-    encoding: str = "full"
+    encoding: Literal["full"] = "full"
+
+    @property
+    def tensors(self) -> tuple[TensorSpec, ...]:
+        """Return all tensors in the order in which they lie."""
+        return tuple(spec for bucket in self.buckets for spec in bucket.tensors)
 
     @property
     def num_bytes(self) -> int:

@@ -1,12 +1,14 @@
 """How our processes start children and end: a child dies with its parent, nobody is orphaned."""
 
 import ctypes
+import fcntl
 import os
 import signal
 import sys
 from collections.abc import Callable, Collection
 from pathlib import Path
 
+LIFELINE_VARIABLE = "SLIPSTREAM_LIFELINE"  # descriptor; its end of file ends what outlives a role
 _PR_SET_PDEATHSIG = 1
 
 
@@ -35,6 +37,18 @@ def bound_to_me(cores: Collection[int] = ()) -> Callable[[], None]:
             os.sched_setaffinity(0, cores)
 
     return prepare
+
+
+def is_locked(path: Path) -> bool:
+    """Tell whether a living process holds the lock on a file."""
+    try:
+        with path.open("r") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except FileNotFoundError:
+        return False
+    except BlockingIOError:
+        return True
+    return False
 
 
 def last_lines(log_file: Path, count: int = 12) -> str:

@@ -129,6 +129,11 @@ class RunSection(Section, frozen=True, kw_only=True):
         return f"ipc://{self.socket(name)}"
 
 
+def relay_lock(run: RunSection) -> Path:
+    """Return the file that the run's weight relay holds locked as long as it lives."""
+    return run.socket("relay").with_suffix(".lock")
+
+
 class SamplingSection(Section, frozen=True, kw_only=True):
     """[sampling]: the distribution that training trajectories are sampled from, and its text.
 

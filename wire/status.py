@@ -2,7 +2,7 @@
 
 import msgspec
 
-from wire.bus import PublishRecord
+from wire.bus import MemberState, PublishRecord
 from wire.versions import PolicyVersion
 
 
@@ -109,6 +109,7 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
     publishes: int  # versions that at least one engine adopted
     publishes_while_generating: int
     publish_history: list[PublishRecord]
+    members: list[MemberState]  # what each engine holds
     tokens_per_second: dict[str, float]  # by role, over the whole run
     busy: dict[str, float]  # by role, mean over its processes
     roles: list[RoleStatus]

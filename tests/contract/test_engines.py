@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
 
 import pytest
 
@@ -9,7 +10,8 @@ from generators.engine import Completion, InferenceEngine, SamplingParams
 from generators.scripted_engine import ScriptedEngine
 from generators.sglang_engine import SglangEngine
 from generators.sglang_process import SglangProcess
-from tests.e2e.tiny_run import sglang_server
+from tests.e2e.tiny_run import sglang_server, write_policy
+from wire.errors import EngineError
 from wire.versions import PolicyVersion
 
 pytestmark = pytest.mark.timeout(120)
@@ -103,6 +105,57 @@ def test_a_version_that_comes_in_mid_answer_is_told_to_the_token(on_engine: OnEn
             (first, old), (second, new) = answer.version_starts
             assert (first, old, new) == (0, OLD, NEW)
             assert 0 < second < 300
+
+    on_engine(scenario)
+
+
+def test_a_version_is_loaded_from_a_folder_in_mid_answer(on_engine: OnEngine, tmp_path: Path):
+    write_policy(tmp_path / "policy")
+    folder = tmp_path / "version"
+    folder.mkdir()
+    (folder / "model.safetensors").symlink_to(tmp_path / "policy" / "model.safetensors")
+
+    async def scenario(engine: InferenceEngine) -> None:
+        checksums = await engine.checksums()
+        asked = asyncio.create_task(engine.sample(PROMPT, LONG, count=2, seeds=[1, 2]))
+        await asyncio.sleep(0.15)
+        assert await engine.pause() == 2
+        await engine.load_folder(folder)
+        await engine.label(NEW)
+        assert not asked.done(), "an answer was finished in the pause"
+        await engine.resume()
+        for answer in await asked:
+            assert [version for _, version in answer.version_starts] == [OLD, NEW]
+            assert len(answer.token_ids) == len(answer.logprobs) == 300
+        assert await engine.checksums() == checksums, "the same weights were loaded"
+
+    on_engine(scenario)
+
+
+@pytest.mark.parametrize("damage", ["no file", "a bare name", "cut off", "too long", "no header"])
+def test_a_folder_without_whole_files_is_refused_and_the_engine_lives(
+    on_engine: OnEngine, tmp_path: Path, damage: str
+):
+    write_policy(tmp_path / "policy")
+    whole = (tmp_path / "policy" / "model.safetensors").read_bytes()
+    file = tmp_path / "model.safetensors"
+    match damage:
+        case "a bare name":
+            file.symlink_to(tmp_path / "gone")
+        case "cut off":
+            file.write_bytes(whole[:-1])
+        case "too long":
+            file.write_bytes(whole + b"0")
+        case "no header":
+            file.write_bytes(b"not safetensors at all")
+
+    async def scenario(engine: InferenceEngine) -> None:
+        await engine.pause()
+        with pytest.raises(EngineError, match=str(tmp_path)):
+            await engine.load_folder(tmp_path)
+        await engine.resume()
+        (answer,) = await engine.sample(PROMPT, SHORT, count=1)
+        assert answer.version_starts == [(0, OLD)]
 
     on_engine(scenario)
 

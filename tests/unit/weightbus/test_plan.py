@@ -1,6 +1,6 @@
 import pytest
-
 from weightbus.plan import plan_buckets
+
 from wire.manifest import TensorSpec
 
 

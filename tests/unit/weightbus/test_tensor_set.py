@@ -3,8 +3,8 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
-
 from weightbus.plan import plan_buckets
+
 from weightbus.tensor_set import Shapes, mismatch, model_shapes
 from wire.errors import ConfigError
 from wire.manifest import TensorSpec, WeightManifest

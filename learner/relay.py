@@ -1,0 +1,271 @@
+"""The weight relay: serves the learner's versions to the engines, and outlives the learner.
+
+A program of its own that the learner starts: ``python -m learner.relay --config RUN.toml``. It ends
+when the learner says so, when its lifeline is cut, or when no learner has been there for a while.
+"""
+
+import asyncio
+import contextlib
+import fcntl
+import logging
+import os
+import signal
+import time
+from collections.abc import Iterator
+from importlib.metadata import version
+from pathlib import Path
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from broker.client import BrokerClient
+from weightbus.compatibility import installed_libraries
+from weightbus.config import WeightBusSection
+from weightbus.disk import forget_versions
+from weightbus.publisher import Publisher
+from weightbus.versions import Versions
+from wire.bus import PublishRecord
+from wire.codec import decode_relay_request, encode
+from wire.command_line import load_arguments, refuse_settings, role_parser, run_role
+from wire.control import Done, PublishReport, RelayReport
+from wire.errors import ConfigError, ProtocolError, PublishError
+from wire.logs import start_logging
+from wire.phases import PhaseClock
+from wire.relay import (
+    Alive,
+    EndRelay,
+    Ok,
+    OpenMemory,
+    RelayAnswer,
+    RelayRequest,
+    Reserve,
+    Reserved,
+    Written,
+)
+from wire.run_settings import RunSection, relay_lock, run_section
+from wire.settings import Table, section
+from wire.stopping import stop_event
+
+_log = logging.getLogger(__name__)
+_REPORT_S = 1.0
+_LOCK_POLL_S = 0.1
+_LOCK_PATIENCE = 20  # polls before a relay that holds the lock is ended
+_LOCK_ATTEMPTS = 60
+_MAX_RECORDS = 1_000  # that wait for a broker that is gone
+
+
+class RelaySettings(msgspec.Struct, frozen=True, kw_only=True):
+    """All that a relay reads."""
+
+    run: RunSection
+    weightbus: WeightBusSection
+
+    @property
+    def folder(self) -> Path:
+        """Return where versions for the disk transport stand."""
+        chosen = self.weightbus.folder
+        return Path(chosen).resolve() if chosen else self.run.folder.resolve() / "weights"
+
+
+def relay_settings(table: Table) -> RelaySettings:
+    """Decode and check the relay's sections."""
+    return RelaySettings(
+        run=run_section(table), weightbus=section(table, "weightbus", WeightBusSection)
+    )
+
+
+class Relay:
+    """One relay, in one event loop."""
+
+    def __init__(self, settings: RelaySettings, *, stop: asyncio.Event) -> None:
+        """Serve nothing yet.
+
+        Args:
+            settings: of the run.
+            stop: ends the relay; it may set it itself.
+        """
+        self._settings = settings
+        self._stop = stop
+        self._versions = Versions(settings.folder)
+        self._records: asyncio.Queue[PublishRecord] = asyncio.Queue(_MAX_RECORDS)
+        self._num_lost_records = 0
+        self._heard_s = time.monotonic()  # of a learner
+        self._clock = PhaseClock()
+        self._publisher = Publisher(
+            settings.weightbus,
+            self._versions,
+            on_record=self._keep,
+            libraries=installed_libraries(),
+        )
+
+    async def run(self) -> None:
+        """Serve until told to stop."""
+        run = self._settings.run
+        run.make_socket_folder()
+        await asyncio.to_thread(forget_versions, self._settings.folder, keep=set())
+        jobs = [
+            self._serve_learner(run.endpoint("relay")),
+            self._publisher.run(run.endpoint("weightbus"), run.endpoint("weights")),
+            self._watch_learner(),
+            self._report(),
+        ]
+        tasks = [asyncio.create_task(job) for job in jobs]
+        stopping = asyncio.create_task(self._stop.wait())
+        try:
+            done, _ = await asyncio.wait([stopping, *tasks], return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+        finally:
+            for task in (stopping, *tasks):
+                task.cancel()
+            await asyncio.gather(stopping, *tasks, return_exceptions=True)
+            forget_versions(self._settings.folder, keep=set())
+
+    # ---- the learner ---------------------------------------------------------
+
+    async def _serve_learner(self, endpoint: str) -> None:
+        context = zmq.asyncio.Context()
+        socket = context.socket(zmq.ROUTER)
+        socket.setsockopt(zmq.LINGER, 200)
+        try:
+            socket.bind(endpoint)
+            while True:
+                peer, frame = await socket.recv_multipart()
+                try:
+                    answer = self._answer(decode_relay_request(frame))
+                except (ProtocolError, PublishError) as error:
+                    _log.warning("refused: %s", error)
+                    answer = Ok(error=str(error))
+                await socket.send_multipart([peer, encode(answer)])
+        finally:
+            socket.close()
+            context.term()
+
+    def _answer(self, request: RelayRequest) -> RelayAnswer:
+        self._heard_s = time.monotonic()
+        match request:
+            case OpenMemory():
+                self._versions.open(request)
+            case Reserve():
+                return Reserved(slot=self._versions.reserve())
+            case Written(version=written, slot=slot):
+                self._versions.written(slot, written)
+            case EndRelay():
+                _log.info("the learner needs no relay any more")
+                self._stop.set()
+            case Alive():
+                pass
+        return Ok(pid=os.getpid())
+
+    async def _watch_learner(self) -> None:
+        """End when no learner has come for a while."""
+        linger_s = self._settings.weightbus.linger_s
+        while (left_s := self._heard_s + linger_s - time.monotonic()) > 0:  # noqa: ASYNC110
+            await asyncio.sleep(left_s)
+        _log.warning("no learner for %g s (weightbus.linger_s): the relay ends", linger_s)
+        self._stop.set()
+
+    # ---- the broker ----------------------------------------------------------
+
+    async def _keep(self, record: PublishRecord) -> None:
+        if self._records.full():
+            self._num_lost_records += 1
+            _log.error(
+                "%d records of publishes are lost: the broker takes none", self._num_lost_records
+            )
+            self._records.get_nowait()
+        self._records.put_nowait(record)
+
+    async def _report(self) -> None:
+        """Tell the broker what became of publishes, and who holds what."""
+        run = self._settings.run
+        client, _ = await BrokerClient.connect(
+            run.broker_endpoint,
+            role="relay",
+            name="relay",
+            packages={"torch": version("torch")},
+            outage_s=run.outage_s,
+            key_file=run.key_file,
+        )
+        try:
+            while True:
+                with contextlib.suppress(TimeoutError):
+                    record = await asyncio.wait_for(self._records.get(), _REPORT_S)
+                    await client.ask(PublishReport(record=record), Done)
+                    if not self._records.empty():
+                        continue
+                await client.ask(RelayReport(members=self._publisher.states()), Done)
+        finally:
+            client.close()
+
+
+@contextlib.contextmanager
+def _only_one(path: Path) -> Iterator[None]:
+    """Be the run's only relay; one that hangs is ended.
+
+    Raises:
+        ConfigError: another one holds the place and does not go.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    with path.open("a+") as file:
+        for attempt in range(_LOCK_ATTEMPTS):
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                file.seek(0)
+                holder = file.read().strip()
+                if attempt == _LOCK_PATIENCE and holder.isdecimal():
+                    _log.warning("relay %s of this run hangs and is ended", holder)
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(int(holder), signal.SIGKILL)
+                time.sleep(_LOCK_POLL_S)
+        else:
+            raise ConfigError(f"another relay of this run holds {path}")
+        file.truncate(0)
+        file.write(str(os.getpid()))
+        file.flush()
+        yield
+
+
+async def _serve(settings: RelaySettings, lifeline: int | None) -> None:
+    stop = stop_event()
+    if lifeline is not None:
+        loop = asyncio.get_running_loop()
+
+        def cut() -> None:
+            loop.remove_reader(lifeline)
+            stop.set()
+
+        loop.add_reader(lifeline, cut)
+    await Relay(settings, stop=stop).run()
+
+
+def main() -> int:
+    """Parse, check, run."""
+    parser = role_parser(
+        "learner.relay",
+        "Hand the learner's weights to the engines; start-learner starts it.",
+        ["python -m learner.relay --config run.toml"],
+    )
+    parser.add_argument("--replay", help="of start-learner, without meaning here")
+    parser.add_argument("--resume", help="of start-learner, without meaning here")
+    parser.add_argument("--lifeline", type=int, help="descriptor whose end of file ends the relay")
+    arguments = parser.parse_args()
+    try:
+        settings = relay_settings(load_arguments(arguments))
+    except ConfigError as error:
+        return refuse_settings(error)
+    start_logging("relay")
+
+    def body() -> int:
+        with _only_one(relay_lock(settings.run)):
+            asyncio.run(_serve(settings, arguments.lifeline))
+        return 0
+
+    return run_role(body)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,39 @@
+from pathlib import Path
+
+import pytest
+
+from deploy.addition import write_blank_model
+from generators.config import generator_settings
+from generators.sglang_process import server_flags
+from wire.errors import ConfigError
+
+
+def flags(model: Path, in_flight: str, **sglang: bool) -> dict[str, str | int | float | bool]:
+    write_blank_model(model, hidden=16, layers=1)
+    settings = generator_settings(
+        {
+            "run": {"model": str(model)},
+            "sampling": {"max_prompt_tokens": 100, "max_response_tokens": 100},
+            "generators": {"device": "cpu", "sglang": sglang},
+            "weightbus": {"in_flight": in_flight},
+        }
+    )
+    return server_flags(settings, port=1, api_key="", seed_of="generator-0")
+
+
+def test_prefixes_are_cached_unless_answers_keep_what_was_computed_under_old_weights(
+    tmp_path: Path,
+):
+    assert "disable_radix_cache" not in flags(tmp_path, "retract")
+    assert flags(tmp_path, "in_place")["disable_radix_cache"] is True
+    assert flags(tmp_path, "retract", disable_radix_cache=True)["disable_radix_cache"] is True
+
+
+def test_a_prefix_cache_cannot_be_asked_for_beside_in_place(tmp_path: Path):
+    with pytest.raises(ConfigError, match=r"disable_radix_cache = false: .* only be switched on"):
+        flags(tmp_path, "in_place", disable_radix_cache=False)
+
+
+def test_version_runs_are_exact_whatever_a_change_does_to_answers(tmp_path: Path):
+    for in_flight in ("retract", "in_place"):
+        assert flags(tmp_path, in_flight)["disable_overlap_schedule"] is True

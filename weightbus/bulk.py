@@ -1,0 +1,40 @@
+"""The relay's bulk socket: the bytes of buckets, to whoever asks for one."""
+
+import logging
+
+import zmq.asyncio
+
+from weightbus.versions import Versions
+from wire.bus import BucketAnswer, FetchBucket
+from wire.codec import decode_fetch, encode
+from wire.errors import ProtocolError
+
+_log = logging.getLogger(__name__)
+MAX_UNDER_WAY = 4  # buckets on their way to one agent; what it asks for beyond them is dropped
+
+
+async def serve_buckets(socket: zmq.asyncio.Socket, versions: Versions) -> None:
+    """Answer requests for buckets until cancelled."""
+    while True:
+        peer, *frames = await socket.recv_multipart()
+        try:
+            request = decode_fetch(b"".join(frames))
+        except ProtocolError as error:
+            _log.warning("malformed request on the bulk socket: %s", error)
+            continue
+        data = _find(request, versions)
+        answer = BucketAnswer(
+            version=request.version,
+            index=request.index,
+            error="" if data is not None else "it is not served any more",
+        )
+        parts = [peer, encode(answer)] + ([data] if data is not None else [])
+        await socket.send_multipart(parts, copy=False)
+
+
+def _find(request: FetchBucket, versions: Versions) -> memoryview | None:
+    """Return a bucket where it lies."""
+    publication = versions.find(request.version)
+    if publication is None or not 0 <= request.index < len(publication.snapshot.layout.buckets):
+        return None
+    return publication.snapshot.bucket(request.index).numpy().data

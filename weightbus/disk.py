@@ -1,0 +1,88 @@
+"""Versions as safetensors files in a folder that every host sees. The folder is ours alone."""
+
+import contextlib
+import os
+import shutil
+from pathlib import Path
+
+from weightbus.layout import safetensors_header
+from wire.errors import PublishError
+from wire.manifest import WeightManifest
+
+WEIGHTS = "model.safetensors"
+_UNFINISHED = ".unfinished"
+_CHUNK = 64 * 1024 * 1024
+
+
+def write_version(parent: Path, manifest: WeightManifest, data: memoryview) -> Path:
+    """Write a version durably; its folder appears whole or not at all.
+
+    Args:
+        parent: where the folder of the version is made.
+        manifest: what is written.
+        data: its bytes.
+
+    Raises:
+        PublishError: the disk refuses.
+    """
+    folder = parent / manifest.version.label
+    unfinished = parent / f".{manifest.version.label}{_UNFINISHED}"
+    try:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        unfinished.mkdir(parents=True, mode=0o700)
+        with (unfinished / WEIGHTS).open("xb", buffering=0) as file:
+            file.write(safetensors_header(manifest))
+            for start in range(0, len(data), _CHUNK):
+                part = data[start : start + _CHUNK]
+                while part:
+                    part = part[file.write(part) :]
+            os.fsync(file.fileno())
+        shutil.rmtree(folder, ignore_errors=True)
+        unfinished.rename(folder)
+        _sync_folder(parent)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            shutil.rmtree(unfinished)
+        raise PublishError(
+            f"cannot write {manifest.version.label} to {parent} (weightbus.folder): {error}"
+        ) from error
+    return folder
+
+
+def forget_versions(parent: Path, *, keep: set[str]) -> None:
+    """Remove the folders of all versions but those whose labels are to be kept."""
+    with contextlib.suppress(FileNotFoundError):
+        for path in list(parent.iterdir()):
+            if path.name not in keep and (
+                path.name.startswith("v") or path.name.endswith(_UNFINISHED)
+            ):
+                shutil.rmtree(path, ignore_errors=True)
+
+
+def data_start(folder: Path, manifest: WeightManifest) -> int:
+    """Return where the bytes of a version begin in its file.
+
+    Raises:
+        PublishError: there is no such file, or it holds other tensors.
+    """
+    header = safetensors_header(manifest)
+    try:
+        with (folder / WEIGHTS).open("rb") as file:
+            found = file.read(len(header))
+            size = os.fstat(file.fileno()).st_size
+    except OSError as error:
+        raise PublishError(
+            f"cannot read {folder / WEIGHTS}: {error.strerror} (is weightbus.folder the same "
+            "folder on every host?)"
+        ) from error
+    if found != header or size != len(header) + manifest.num_bytes:
+        raise PublishError(f"{folder / WEIGHTS} does not hold what was offered")
+    return len(header)
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

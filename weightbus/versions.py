@@ -1,0 +1,152 @@
+"""The versions that a relay can serve: what lies in the learner's memory, and who reads it."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from weightbus.disk import forget_versions
+from weightbus.memory import SharedSlots
+from weightbus.publication import Publication
+from weightbus.slots import Slots
+from weightbus.snapshot import WeightSnapshot
+from wire.errors import PublishError
+from wire.manifest import WeightManifest
+from wire.relay import OpenMemory
+from wire.versions import PolicyVersion
+
+
+class _Source:
+    """One learner's memory."""
+
+    def __init__(self, memory: SharedSlots, layout: WeightManifest, num_slots: int) -> None:
+        self.memory = memory
+        self.layout = layout
+        self.slots = Slots(num_slots)
+        self.publications: dict[int, Publication] = {}
+
+
+class Versions:
+    """Whole versions, the newest of which is served. Use it inside one event loop."""
+
+    def __init__(self, folder: Path) -> None:
+        """Know no version yet.
+
+        Args:
+            folder: where versions for the disk transport stand.
+        """
+        self._folder = folder
+        self._sources: list[_Source] = []  # the newest learner's last; an old one until it is idle
+        self._changed = asyncio.Event()
+
+    @property
+    def newest(self) -> PolicyVersion | None:
+        """Return the newest whole version."""
+        source = self._serving()
+        if source is None or source.slots.newest is None:
+            return None
+        return source.slots.version(source.slots.newest)
+
+    def open(self, message: OpenMemory) -> None:
+        """Serve what is written into this memory, as soon as there is a whole version.
+
+        Raises:
+            PublishError: the memory cannot be mapped.
+        """
+        layout = message.layout
+        memory = SharedSlots.open(
+            message.path, slot_bytes=layout.num_bytes, num_slots=message.num_slots
+        )
+        self._sources.append(_Source(memory, layout, message.num_slots))
+        if message.whole is not None:
+            self.written(message.slot, message.whole)
+
+    def reserve(self) -> int:
+        """Return the slot to write next.
+
+        Raises:
+            PublishError: there is no memory.
+        """
+        source = self._writing()
+        slot = source.slots.reserve()
+        source.publications.pop(slot, None)
+        return slot
+
+    def written(self, slot: int, version: PolicyVersion) -> None:
+        """Serve a version that is whole now.
+
+        Raises:
+            PublishError: there is no memory, or nobody may have written that slot.
+        """
+        source = self._writing()
+        try:
+            source.slots.written(slot, version)
+        except ValueError as error:
+            raise PublishError(str(error)) from error
+        snapshot = WeightSnapshot(version, source.layout, source.memory.slot(slot))
+        source.publications[slot] = Publication(snapshot, folder=self._folder)
+        for old in self._sources[:-1]:
+            old.memory.close()
+        self._sources = self._sources[-1:]  # transactions of an old one keep what they read
+        self.wake()
+
+    @asynccontextmanager
+    async def read_newest(
+        self, is_wanted: Callable[[PolicyVersion], bool]
+    ) -> AsyncIterator[Publication]:
+        """Wait until the newest version is wanted; keep it from being overwritten meanwhile."""
+        while True:
+            changed = self._changed
+            source = self._serving()
+            newest = self.newest
+            slot = None
+            if source is not None and newest is not None and is_wanted(newest):
+                slot = source.slots.begin()
+            if source is not None and slot is not None:
+                break
+            await changed.wait()
+        publication = source.publications[slot]
+        try:
+            yield publication
+        finally:
+            await self._end(source, slot, publication)
+
+    async def _end(self, source: _Source, slot: int, publication: Publication) -> None:
+        """Let a slot go once nothing of ours reads it any more, even if we are being cancelled."""
+        settled = asyncio.ensure_future(publication.settled())
+        settled.add_done_callback(lambda _: self._ended(source, slot))
+        await asyncio.shield(settled)
+
+    def _ended(self, source: _Source, slot: int) -> None:
+        source.slots.end(slot)
+        self.wake()
+
+    def find(self, version: PolicyVersion) -> Publication | None:
+        """Return a version that is being read, or the newest."""
+        for source in reversed(self._sources):
+            for slot, publication in source.publications.items():
+                if publication.version == version and source.slots.version(slot) == version:
+                    return publication
+        return None
+
+    async def clean_disk(self) -> None:
+        """Remove from disk what nobody can want any more."""
+        keep = {
+            publication.version.label
+            for source in self._sources
+            for publication in source.publications.values()
+        }
+        await asyncio.to_thread(forget_versions, self._folder, keep=keep)
+
+    def _serving(self) -> _Source | None:
+        return next((s for s in reversed(self._sources) if s.slots.newest is not None), None)
+
+    def _writing(self) -> _Source:
+        if not self._sources:
+            raise PublishError("the learner has not said where its weights are")
+        return self._sources[-1]
+
+    def wake(self) -> None:
+        """Have all who wait look again whether the newest version is wanted."""
+        self._changed.set()
+        self._changed = asyncio.Event()

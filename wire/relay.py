@@ -1,0 +1,64 @@
+"""Messages between the learner's rank 0 and its relay, over a Unix socket. No tensor is in them.
+
+Weights are in a memory that the learner owns and the relay maps: some slots of equal size, each for
+one version. A slot is written between ``Reserve`` and ``Written`` and at no other time.
+"""
+
+from typing import TypeAlias
+
+import msgspec
+
+from wire.manifest import WeightManifest
+from wire.versions import PolicyVersion
+
+
+class RelayMessage(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag=str.lower):
+    """Base of all messages between learner and relay."""
+
+
+class OpenMemory(RelayMessage, frozen=True):
+    """Serve what will be written here; ``whole`` names what is there already."""
+
+    path: str
+    layout: WeightManifest  # names, types, shapes and buckets; its version means nothing
+    num_slots: int
+    whole: PolicyVersion | None = None
+    slot: int = 0  # of the whole version
+
+
+class Reserve(RelayMessage, frozen=True):
+    """Which slot may be written with this version?"""
+
+    version: PolicyVersion
+
+
+class Written(RelayMessage, frozen=True):
+    """The slot holds the whole version."""
+
+    version: PolicyVersion
+    slot: int
+
+
+class Alive(RelayMessage, frozen=True):
+    """The learner lives; said again and again."""
+
+
+class EndRelay(RelayMessage, frozen=True):
+    """No version will follow, and none is needed any more."""
+
+
+class Reserved(RelayMessage, frozen=True):
+    """The answer to Reserve."""
+
+    slot: int
+
+
+class Ok(RelayMessage, frozen=True):
+    """The answer to everything else; ``error`` says why it was not done."""
+
+    error: str = ""
+    pid: int = 0  # of the relay
+
+
+RelayRequest: TypeAlias = OpenMemory | Reserve | Written | Alive | EndRelay
+RelayAnswer: TypeAlias = Reserved | Ok
