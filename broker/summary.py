@@ -6,7 +6,12 @@ from typing import Any
 
 import msgspec
 
+from broker.publishes import newest
 from wire.status import RunStatus
+
+PUBLISHES = "newest_publishes"
+_KEPT_PUBLISHES = 50
+_KEPT_MEMBERS = 1_000  # of these publishes together
 
 
 def summary_of(status: RunStatus) -> dict[str, Any]:
@@ -15,6 +20,7 @@ def summary_of(status: RunStatus) -> dict[str, Any]:
     plain.pop("steps_history")
     publishes: list[dict[str, Any]] = plain.pop("publish_history")
     plain["last_publish"] = publishes[-1] if publishes else {}
+    plain[PUBLISHES] = _newest_publishes(status)
     plain["publish_seconds"] = _publish_seconds(status)
     last = status.steps_history[-1:] or []
     plain["last_step_metrics"] = last[0].metrics if last else {}
@@ -27,6 +33,15 @@ def summary_of(status: RunStatus) -> dict[str, Any]:
         "in_flight": in_flight,
         "unaccounted": status.unaccounted,
     }
+    return plain
+
+
+def _newest_publishes(status: RunStatus) -> list[dict[str, Any]]:
+    """Return the newest publishes without the digests of what engines held."""
+    kept = newest(status.publish_history, most=_KEPT_PUBLISHES, most_members=_KEPT_MEMBERS)
+    plain: list[dict[str, Any]] = msgspec.to_builtins([*kept])
+    for record in plain:
+        del record["engine_digests"]
     return plain
 
 

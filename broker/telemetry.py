@@ -2,13 +2,14 @@
 
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from itertools import islice
 
 from msgspec.structs import replace
 
+from broker.bounds import MAX_CHARS, MAX_NAMES, figures
 from broker.ledger import Ledger
+from broker.publishes import PublishHistory, bounded_members
 from broker.scoring import ScoringQueue
 from broker.sessions import name_of
 from broker.survivorship import survivorship_of
@@ -18,12 +19,7 @@ from wire.phases import WAIT, busy_share
 from wire.run_settings import RunSection
 from wire.status import RoleStatus, RunStatus, StepPoint
 
-_KEPT_PUBLISHES = 200
 _KEPT_STEPS = 2_000
-_MOST_NAMES = 256  # figures of a report, packages of the run
-_MOST_CHARS = 100  # of such a name, and of a package's version
-_MOST_MEMBERS = 4_096  # of a publish
-_MOST = 1e15  # of a figure; a sum of some is a number still
 
 
 @dataclass(slots=True)
@@ -70,10 +66,8 @@ class Telemetry:
         self._roles: dict[str, RoleRecord] = {}
         self._ended_tokens: Counter[str] = Counter()  # of earlier incarnations, by role
         self._steps: deque[StepPoint] = deque(maxlen=_KEPT_STEPS)
-        self._publishes: deque[PublishRecord] = deque()
+        self._publishes = PublishHistory()
         self._members: list[MemberState] = []
-        self._forgotten_publishes = 0
-        self._forgotten_while_generating = 0
         self.versions: dict[str, str] = {}
         self.rejected: Counter[str] = Counter()  # malformed or refused messages by reason
         self.waiting_for = ""
@@ -91,8 +85,8 @@ class Telemetry:
         known = replace(hello, packages={}, held=())
         self._roles[hello.name] = RoleRecord(known, now, now)
         for package, version in hello.packages.items():
-            if package in self.versions or len(self.versions) < _MOST_NAMES:
-                self.versions[package[:_MOST_CHARS]] = version[:_MOST_CHARS]
+            if package in self.versions or len(self.versions) < MAX_NAMES:
+                self.versions[package[:MAX_CHARS]] = version[:MAX_CHARS]
 
     def heard(self, name: str) -> None:
         """A role sent anything at all."""
@@ -103,8 +97,8 @@ class Telemetry:
         """A role told what it did so far."""
         if (record := self._roles.get(name)) is not None:
             record.report = RoleReport(
-                phase_seconds=_figures(report.phase_seconds),
-                counters=_figures(report.counters),
+                phase_seconds=figures(report.phase_seconds),
+                counters=figures(report.counters),
                 adopted=report.adopted,
             )
 
@@ -124,20 +118,12 @@ class Telemetry:
         return point
 
     def published(self, record: PublishRecord) -> None:
-        """A member was brought to a version, or left out of it."""
-        for index in reversed(range(len(self._publishes))):
-            if self._publishes[index].version == record.version:
-                self._publishes[index] = _bounded(merged(self._publishes[index], record))
-                return
-        if len(self._publishes) == _KEPT_PUBLISHES:
-            oldest = self._publishes.popleft()
-            self._forgotten_publishes += _adopted(oldest)
-            self._forgotten_while_generating += _while_generating(oldest)
-        self._publishes.append(_bounded(record))
+        """Some members were brought to a version, or left out of it."""
+        self._publishes.add(record)
 
     def members(self, members: list[MemberState]) -> None:
         """The relay told what each engine holds."""
-        self._members = members[:_MOST_MEMBERS]
+        self._members = bounded_members(members)
 
     def status(self, ledger: Ledger, scoring: ScoringQueue) -> RunStatus:
         """Return the state of the run."""
@@ -190,10 +176,9 @@ class Telemetry:
             waiting_for=self.waiting_for,
             eval=state.eval_points,
             steps_history=list(self._steps),
-            publishes=self._forgotten_publishes + sum(map(_adopted, self._publishes)),
-            publishes_while_generating=self._forgotten_while_generating
-            + sum(map(_while_generating, self._publishes)),
-            publish_history=list(self._publishes),
+            publishes=self._publishes.adopted,
+            publishes_while_generating=self._publishes.while_generating,
+            publish_history=self._publishes.records,
             members=self._members,
             tokens_per_second=self._tokens_per_second(now),
             busy=_mean_busy(roles),
@@ -226,56 +211,6 @@ class Telemetry:
             phase_seconds=phases,
             tokens_per_second=0.0,
         )
-
-
-def _figures(values: Mapping[str, float]) -> dict[str, float]:
-    """Return what can be added up and shown; a client may have sent anything."""
-    sane = ((name[:_MOST_CHARS], value) for name, value in values.items() if 0 <= value <= _MOST)
-    return dict(islice(sane, _MOST_NAMES))
-
-
-def _bounded(record: PublishRecord) -> PublishRecord:
-    """Return a record without more members than there can be."""
-    names = (
-        "adopted_by",
-        "failed",
-        "num_in_flight",
-        "engine_digests",
-        "phase_seconds",
-        "transports",
-    )
-    if all(len(getattr(record, name)) <= _MOST_MEMBERS for name in names):
-        return record
-    cut = {name: dict(islice(getattr(record, name).items(), _MOST_MEMBERS)) for name in names}
-    return replace(record, **cut)
-
-
-def _adopted(record: PublishRecord) -> bool:
-    return bool(record.adopted_by)
-
-
-def _while_generating(record: PublishRecord) -> bool:
-    return bool(record.adopted_by) and any(record.num_in_flight.values())
-
-
-def merged(first: PublishRecord, later: PublishRecord) -> PublishRecord:
-    """Join two records of one version; a member that failed first and adopted then adopted."""
-    adopted = first.adopted_by | later.adopted_by
-    failed = {n: why for n, why in (first.failed | later.failed).items() if n not in adopted}
-    phases = {
-        name: max(first.phase_seconds.get(name, 0.0), later.phase_seconds.get(name, 0.0))
-        for name in first.phase_seconds | later.phase_seconds
-    }
-    return PublishRecord(
-        version=first.version,
-        at_s=first.at_s,
-        adopted_by=adopted,
-        failed=failed,
-        num_in_flight=first.num_in_flight | later.num_in_flight,
-        engine_digests=first.engine_digests | later.engine_digests,
-        phase_seconds=phases,
-        num_bytes=max(first.num_bytes, later.num_bytes),
-    )
 
 
 def _mean_busy(roles: list[RoleStatus]) -> dict[str, float]:

@@ -21,6 +21,7 @@ from deploy.replay import replay as replay
 from deploy.resume import find_resume_point, resumed_table
 from deploy.reward_test import reward_test as reward_test
 from deploy.show import show as show_rows
+from deploy.versions import print_versions
 from deploy.view import live_view
 from wire.command_line import print_json
 from wire.errors import ConfigError
@@ -77,6 +78,11 @@ def ledger(words: Sequence[str], *, num_items: int, as_json: bool) -> int:
         raise ConfigError(f"slipstream ledger takes one run folder, got {' '.join(words)}")
     folder = Path(words[0]) if words else newest_started(_RUNS)
     return print_account(folder, Console(), num_items=num_items, as_json=as_json)
+
+
+def versions(folder: Path | None, *, count: int, as_json: bool) -> int:
+    """Print which weights each engine holds, and how the publishes went."""
+    return print_versions(folder or newest_started(_RUNS), Console(), count=count, as_json=as_json)
 
 
 def show(folder: Path, *, count: int, step: int | None, group: int | None, evaluation: bool) -> int:

@@ -15,6 +15,7 @@ _EXAMPLES = """examples:
   slipstream show runs/quickstart --eval --last 3        what it answered in the newest evaluation
   slipstream ledger runs/quickstart                      where every prompt went
   slipstream ledger trace 17                             the life of one prompt
+  slipstream versions                                    which weights each engine holds
   slipstream dead-letters list                           what nobody could answer or score
   slipstream reward test --reward my.py:score --data train.parquet    score rows without a run
   slipstream keys make judge-1 --role reward_worker      a key for a worker on another host
@@ -29,6 +30,14 @@ _LEDGER_EXAMPLES = """examples:
   slipstream ledger trace 17 runs/demo     what became of the prompt at position 17
   slipstream ledger trace g203 --json      what became of group 203
   slipstream ledger trace "37+85="         of the newest item whose prompt holds this text
+"""
+_VERSIONS_EXAMPLES = """examples:
+  slipstream versions                       of the newest run
+  slipstream versions runs/demo --last 30   and its 30 newest publishes
+  slipstream versions runs/demo --json      everything, for programs
+
+An engine is current, behind (it runs an older version, or has none yet), receiving, or torn: it may
+hold parts of two versions, and generates nothing until it holds a whole one.
 """
 _LETTERS_EXAMPLES = """examples:
   slipstream dead-letters list                   of the newest run
@@ -92,6 +101,17 @@ def _add_readers(commands: "argparse._SubParsersAction[argparse.ArgumentParser]"
     )
     ledger.add_argument("--items", type=int, default=10, metavar="N", help="oldest items (10)")
     ledger.add_argument("--json", action="store_true", help="everything, for programs")
+    versions = commands.add_parser(
+        "versions",
+        help="which weights each engine holds since when, and how the publishes went",
+        epilog=_VERSIONS_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    versions.add_argument(
+        "folder", type=Path, nargs="?", metavar="RUN", help="a run folder, default the newest one"
+    )
+    versions.add_argument("--last", type=int, default=10, metavar="N", help="publishes (10)")
+    versions.add_argument("--json", action="store_true", help="everything, for programs")
     export = commands.add_parser("export", help="write a checkpoint as a Hugging Face folder")
     export.add_argument(
         "target", type=Path, nargs="?", metavar="RUN|CHECKPOINT", help="default: the newest run"
@@ -181,6 +201,10 @@ def main() -> int:
             case "ledger":
                 return bodies.ledger(
                     arguments.words, num_items=arguments.items, as_json=arguments.json
+                )
+            case "versions":
+                return bodies.versions(
+                    arguments.folder, count=arguments.last, as_json=arguments.json
                 )
             case "export":
                 return bodies.export(arguments.target, arguments.out, best=arguments.best)

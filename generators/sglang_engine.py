@@ -2,9 +2,9 @@
 
 SGLang answers "success" to unknown tensor names and to missing ones, and it relabels on every
 update: whoever calls this checks the tensor set before and the checksums after, and sets the
-label last. It answers a pause before its scheduler has paused, but carries out requests and
-commands in the order of their arrival: no token that is chosen after a pause was answered and
-before the next command can get the label that a later command sets.
+label last. It answers a pause before its scheduler has paused; but the scheduler carries out
+commands in the order in which they were sent, so that no token gets a label that was set after it
+was chosen.
 """
 
 import asyncio
@@ -187,7 +187,7 @@ class SglangEngine:
         return checksums
 
     async def label(self, version: PolicyVersion) -> None:
-        """Report tokens chosen from now on as chosen by ``version``."""
+        """Report tokens chosen from now on as chosen by ``version``; before ``resume``."""
         body = {"new_version": version.label, "abort_all_requests": False}
         await self._control("/update_weight_version", body)
 

@@ -29,7 +29,7 @@ from wire.bus import PublishRecord
 from wire.codec import decode_relay_request, encode
 from wire.command_line import load_arguments, refuse_settings, role_parser, run_role
 from wire.control import Done, PublishReport, RelayReport
-from wire.errors import ConfigError, ProtocolError, PublishError
+from wire.errors import ConfigError, PeerLostError, ProtocolError, PublishError
 from wire.logs import start_logging
 from wire.phases import PhaseClock
 from wire.relay import (
@@ -178,7 +178,17 @@ class Relay:
         self._records.put_nowait(record)
 
     async def _report(self) -> None:
-        """Tell the broker what became of publishes, and who holds what."""
+        """Tell the broker what became of publishes, and who holds what.
+
+        Engines are served whether there is a broker or not.
+        """
+        while True:
+            try:
+                await self._report_to_broker()
+            except PeerLostError as error:
+                _log.warning("%s; it is looked for again", error)
+
+    async def _report_to_broker(self) -> None:
         run = self._settings.run
         client, _ = await BrokerClient.connect(
             run.broker_endpoint,

@@ -6,9 +6,11 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 import zmq
 import zmq.asyncio
@@ -35,7 +37,7 @@ _ANSWER_S = 5.0
 _FIRST_ANSWER_S = 1.0  # of a relay that an earlier learner left
 _START_S = 120.0
 _WATCH_S = 1.0
-_POLL_S = 0.1
+_POLL_S = 0.02
 _MAX_STARTS_IN_A_ROW = 5
 
 
@@ -74,6 +76,8 @@ class RelayLink:
         self._pid = 0  # of the relay that answers; a former learner may have started it
         self._memory: OpenMemory | None = None
         self._is_up = False
+        self._is_down = asyncio.Event()
+        self._is_ending = False
         self._starts_in_a_row = 0
 
     async def run(self) -> None:
@@ -87,19 +91,18 @@ class RelayLink:
                 await self._ask(Alive(), timeout_s=_FIRST_ANSWER_S)
                 _log.info("process %d, a relay of an earlier learner, goes on", self._pid)
                 await self._bring_up()
-            while True:
+            while not self._is_ending:
                 if not self._is_up:
                     await self._start()
-                await asyncio.sleep(_WATCH_S)
-                await self._look()
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(self._is_down.wait(), _WATCH_S)
+                if self._is_up and not self._is_ending:
+                    await self._look()
         finally:
             self._close_socket()
             self._context.term()
 
     async def _look(self) -> None:
-        if self._process is not None and self._process.poll() is not None:
-            self._lost(f"ended with code {self._process.returncode}")
-            return
         try:
             await self._ask(Alive())
             self._starts_in_a_row = 0
@@ -137,13 +140,19 @@ class RelayLink:
 
     async def _bring_up(self) -> None:
         """Show a relay the memory, if there is one yet; from then on it decides about slots."""
-        if self._memory is not None:
-            await self._tell(self._memory)
+        while True:
+            memory = self._memory
+            if memory is not None:
+                await self._tell(memory)
+            if memory is self._memory:  # nothing was written while we said it
+                break
+        self._is_down.clear()
         self._is_up = True
 
     def _lost(self, why: str) -> None:
         _log.warning("the weight relay %s; another is started", why)
         self._is_up = False
+        self._is_down.set()
 
     def _kill(self) -> None:
         """End a relay that does not answer: what we write next, it must not read."""
@@ -196,6 +205,7 @@ class RelayLink:
 
     async def end(self) -> None:
         """End the relay in order: no version will follow."""
+        self._is_ending = True
         if not self._is_up:
             self._kill()
             return
@@ -229,16 +239,26 @@ class RelayLink:
         """
         async with self._one_at_a_time:
             socket = self._socket or self._connect()
-            try:
-                await socket.send(encode(request), zmq.NOBLOCK)
-                frame = await asyncio.wait_for(socket.recv(), timeout_s)
-            except (TimeoutError, zmq.Again) as error:
-                self._close_socket()  # an answer that comes late must not answer the next request
-                raise PublishError(f"does not answer {type(request).__name__}") from error
-            answer = decode_relay_answer(frame)
+            await socket.send(encode(request))
+            receiving = asyncio.ensure_future(socket.recv())
+            deadline_s = time.monotonic() + timeout_s
+            while not receiving.done():
+                await asyncio.wait({receiving}, timeout=_POLL_S)
+                if not receiving.done() and (self._has_ended() or time.monotonic() > deadline_s):
+                    receiving.cancel()
+                    self._close_socket()  # a late answer must not answer the next request
+                    how = "has ended" if self._has_ended() else f"gave no answer in {timeout_s:g} s"
+                    raise PublishError(f"{how} ({type(request).__name__})")
+            answer = decode_relay_answer(receiving.result())
             if isinstance(answer, Ok) and answer.pid:
                 self._pid = answer.pid
             return answer
+
+    def _has_ended(self) -> bool:
+        """Tell whether the process of the relay is gone."""
+        if self._process is not None:
+            return self._process.poll() is not None
+        return bool(self._pid) and not Path(f"/proc/{self._pid}").exists()
 
     def _connect(self) -> zmq.asyncio.Socket:
         self._socket = socket = self._context.socket(zmq.DEALER)

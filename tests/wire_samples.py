@@ -8,7 +8,7 @@ from typing import TypeVar
 
 import msgspec
 
-from wire import bus, codec, control
+from wire import bus, codec, control, relay
 from wire.arrays import PackedArray
 from wire.dead_letters import DeadLetter, Failure
 from wire.ledger_view import HolderView, ItemView, LedgerView
@@ -53,8 +53,29 @@ HEADER = TrajectoryHeader(
     finish_reason="length",
 )
 RECORD = bus.PublishRecord(
-    version=VERSION, at_s=1.5, adopted_by={"generator-0": 0.25}, failed={"generator-1": "gone"}
+    version=VERSION,
+    at_s=1.5,
+    adopted_by={"generator-0": 0.25},
+    failed={"generator-1": "gone"},
+    num_in_flight={"generator-0": 3},
+    engine_digests={"generator-0": "00ff"},
+    phase_seconds={"receive": 0.125, "load": 0.0625},
+    num_bytes=16,
+    transports={"generator-0": "tcp", "generator-1": "collective"},
 )
+MEMBERS = [
+    bus.MemberState(
+        name="generator-0", state="current", version=VERSION, since_s=2.5, transport="tcp"
+    ),
+    bus.MemberState(
+        name="generator-1",
+        state="torn",
+        version=None,
+        since_s=3.5,
+        transport="collective",
+        reason="gone",
+    ),
+]
 MANIFEST = WeightManifest(
     version=VERSION,
     buckets=(Bucket((TensorSpec("model.norm.weight", "float32", (4,), "ab"),), 16),),
@@ -100,6 +121,7 @@ STATUS = RunStatus(
     publishes=1,
     publishes_while_generating=0,
     publish_history=[RECORD],
+    members=MEMBERS,
     tokens_per_second={"generator": 10.0},
     busy={"learner": 0.5},
     roles=[
@@ -196,6 +218,7 @@ REQUESTS: list[control.Request] = [
     control.StepCommit(version=VERSION, metrics={"policy/loss": -0.5}),
     control.GetLedgerSnapshot(version=VERSION),
     control.PublishReport(record=RECORD),
+    control.RelayReport(members=MEMBERS),
 ]
 ANSWERS: list[control.Answer] = [
     control.Welcome(run_name="run", session=b"0" * 16, learner_step=5, heartbeat_s=7.5),
@@ -248,20 +271,56 @@ ANSWERS: list[control.Answer] = [
     control.Payloads(num_frames=2),
 ]
 COMMANDS: list[bus.Command] = [
-    bus.OpenGroup(command_id=1, host="127.0.0.1", port=5, group_name="g", backend="gloo"),
-    bus.CloseGroup(command_id=2, group_name="g", reason="the engine stopped receiving"),
-    bus.Offer(command_id=3, manifest=MANIFEST),
-    bus.Pause(command_id=4),
-    bus.LoadBucket(command_id=5, index=0, group_name="g"),
-    bus.Verify(command_id=6),
-    bus.Commit(command_id=7),
+    bus.Heard(relay="r1"),
+    bus.OpenGroup(
+        command_id=1,
+        host="127.0.0.1",
+        port=5,
+        group_name="g",
+        backend="gloo",
+        rank=2,
+        world_size=3,
+    ),
+    bus.Abandon(command_id=2, reason="the engine stopped receiving"),
+    bus.Offer(command_id=3, manifest=MANIFEST, transport="disk"),
+    bus.Receive(command_id=4, path="/weights/v2.5"),
+    bus.Pause(command_id=5),
+    bus.LoadBucket(command_id=6, index=0, group_name="g"),
+    bus.LoadReceived(command_id=7),
+    bus.Verify(command_id=8, wants_checksums=False),
+    bus.Commit(command_id=9),
 ]
 AGENT_MESSAGES: list[bus.AgentMessage] = [
     bus.Join(
-        name="generator-0", incarnation="a1", device="cpu", torch_version="2.11", adopted=VERSION
+        name="generator-0",
+        incarnation="a1",
+        device="cuda",
+        torch_version="2.11",
+        nccl_version="2.27.5",
+        num_ranks=2,
+        transport="tcp",
+        adopted=VERSION,
     ),
     bus.Leave(name="generator-0"),
-    bus.Outcome(command_id=1, error="", num_in_flight=3, checksums={"norm": "00ff"}),
+    bus.Outcome(command_id=1, error="refused", num_in_flight=3, checksums={"norm": "00ff"}),
+]
+FETCHES = [bus.FetchBucket(version=VERSION, index=1)]
+BUCKET_ANSWERS = [
+    bus.BucketAnswer(version=VERSION, index=1),
+    bus.BucketAnswer(version=VERSION, index=1, error="it is not served any more"),
+]
+RELAY_REQUESTS: list[relay.RelayRequest] = [
+    relay.OpenMemory(
+        path="/proc/1/fd/9", layout=MANIFEST, num_slots=3, whole=PolicyVersion(2, 4), slot=1
+    ),
+    relay.Reserve(version=VERSION),
+    relay.Written(version=VERSION, slot=2),
+    relay.Alive(),
+    relay.EndRelay(),
+]
+RELAY_ANSWERS: list[relay.RelayAnswer] = [
+    relay.Reserved(slot=2),
+    relay.Ok(error="the learner has not said where its weights are", pid=7),
 ]
 
 
@@ -292,6 +351,10 @@ FAMILIES: dict[str, Mapping[str, msgspec.Struct]] = {
     "answer": named(ANSWERS),
     "command": named(COMMANDS),
     "agent_message": named(AGENT_MESSAGES),
+    "fetch": named(FETCHES),
+    "bucket_answer": named(BUCKET_ANSWERS),
+    "relay_request": named(RELAY_REQUESTS),
+    "relay_answer": named(RELAY_ANSWERS),
     "payload": {"trajectorypayload": PAYLOAD},
     "transcript": {"transcript": TRANSCRIPT},
 }
@@ -300,6 +363,10 @@ DECODERS = {
     "answer": codec.decode_answer,
     "command": codec.decode_command,
     "agent_message": codec.decode_agent_message,
+    "fetch": codec.decode_fetch,
+    "bucket_answer": codec.decode_bucket_answer,
+    "relay_request": codec.decode_relay_request,
+    "relay_answer": codec.decode_relay_answer,
     "payload": codec.decode_payload,
     "transcript": codec.decode_transcript,
 }

@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import Callable
-from functools import cached_property
 from pathlib import Path
 from typing import TypeVar
 
@@ -16,7 +15,10 @@ T = TypeVar("T")
 
 
 class Publication:
-    """One version on its way to the engines. Use it inside one event loop."""
+    """One version on its way to the engines. Use it inside one event loop.
+
+    Whoever waits for a part may be cancelled; the others get it all the same.
+    """
 
     def __init__(self, snapshot: WeightSnapshot, *, folder: Path) -> None:
         """Prepare nothing yet.
@@ -28,40 +30,43 @@ class Publication:
         self.snapshot = snapshot
         self.gpu_digests: set[str] = set()  # at most one: what the first engine on a GPU held
         self._folder = folder
+        self._manifest: asyncio.Future[WeightManifest] | None = None
+        self._expected: asyncio.Future[dict[str, str]] | None = None
+        self._on_disk: asyncio.Future[Path] | None = None
 
     @property
     def version(self) -> PolicyVersion:
         """Return which version it is."""
         return self.snapshot.version
 
-    @cached_property
-    def manifest(self) -> asyncio.Future[WeightManifest]:
+    async def manifest(self) -> WeightManifest:
         """Return what is sent, with a digest per tensor."""
-        return _once(self.snapshot.manifest)
+        self._manifest = self._manifest or _in_thread(self.snapshot.manifest)
+        return await asyncio.shield(self._manifest)
 
-    @cached_property
-    def expected(self) -> asyncio.Future[dict[str, str]]:
+    async def expected(self) -> dict[str, str]:
         """Return the checksums of an engine on a CPU that holds this version."""
-        return _once(lambda: expected_checksums(self.snapshot.tensors))
+        tensors = self.snapshot.tensors
+        self._expected = self._expected or _in_thread(lambda: expected_checksums(tensors))
+        return await asyncio.shield(self._expected)
 
-    @cached_property
-    def on_disk(self) -> asyncio.Future[Path]:
-        """Return the folder that holds this version, whole and durable."""
-        return asyncio.ensure_future(self._write())
+    async def on_disk(self) -> Path:
+        """Return the folder that holds this version, whole and durable.
 
-    async def _write(self) -> Path:
-        manifest = await self.manifest
-        return await asyncio.to_thread(
-            write_version, self._folder, manifest, self.snapshot.memory.numpy().data
+        Raises:
+            PublishError: the disk refuses.
+        """
+        manifest, data = await self.manifest(), self.snapshot.memory.numpy().data
+        self._on_disk = self._on_disk or _in_thread(
+            lambda: write_version(self._folder, manifest, data)
         )
+        return await asyncio.shield(self._on_disk)
 
     async def settled(self) -> None:
-        """Wait until nothing reads the memory any more for this version."""
-        parts = [
-            self.__dict__[n] for n in ("manifest", "expected", "on_disk") if n in self.__dict__
-        ]
-        await asyncio.gather(*parts, return_exceptions=True)
+        """Wait until nothing that was begun here reads the memory any more."""
+        begun = (self._manifest, self._expected, self._on_disk)
+        await asyncio.gather(*(one for one in begun if one is not None), return_exceptions=True)
 
 
-def _once(work: Callable[[], T]) -> asyncio.Future[T]:
+def _in_thread(work: Callable[[], T]) -> asyncio.Future[T]:
     return asyncio.ensure_future(asyncio.to_thread(work))

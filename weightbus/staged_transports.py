@@ -66,4 +66,4 @@ class OverDisk(_Staged):
 
     @override
     async def _path(self, publication: Publication) -> str:
-        return str(await publication.on_disk)
+        return str(await publication.on_disk())

@@ -215,6 +215,7 @@ class Subscriber:
             backend=command.backend,
         )
         self._group = command.group_name
+        _log.info("in a collective of %d", command.world_size)
 
     async def _leave_group(self) -> None:
         if self._group:

@@ -69,7 +69,7 @@ class Transaction:
         )
 
     async def _phases(self, laps: Laps) -> None:
-        manifest = await self._publication.manifest
+        manifest = await self._publication.manifest()
         laps.lap("digest")
         name = self._transport.name
         await self._each(
@@ -128,7 +128,7 @@ class Transaction:
         self._digests[member.name] = digest
         publication = self._publication
         if member.join.device == "cpu":
-            wrong = differing(await publication.expected, outcome.checksums)
+            wrong = differing(await publication.expected(), outcome.checksums)
             if wrong:
                 raise PublishError(f"{len(wrong)} tensors differ in the engine: {wrong[:3]}")
         elif publication.gpu_digests and digest not in publication.gpu_digests:

@@ -11,7 +11,6 @@ from weightbus.publication import Publication
 from weightbus.slots import Slots
 from weightbus.snapshot import WeightSnapshot
 from wire.errors import PublishError
-from wire.manifest import WeightManifest
 from wire.relay import OpenMemory
 from wire.versions import PolicyVersion
 
@@ -19,10 +18,11 @@ from wire.versions import PolicyVersion
 class _Source:
     """One learner's memory."""
 
-    def __init__(self, memory: SharedSlots, layout: WeightManifest, num_slots: int) -> None:
+    def __init__(self, memory: SharedSlots, message: OpenMemory) -> None:
         self.memory = memory
-        self.layout = layout
-        self.slots = Slots(num_slots)
+        self.path = message.path
+        self.layout = message.layout
+        self.slots = Slots(message.num_slots)
         self.publications: dict[int, Publication] = {}
 
 
@@ -54,10 +54,14 @@ class Versions:
             PublishError: the memory cannot be mapped.
         """
         layout = message.layout
+        if self._sources and self._sources[-1].path == message.path:
+            if message.whole is not None:
+                self.written(message.slot, message.whole)
+            return
         memory = SharedSlots.open(
             message.path, slot_bytes=layout.num_bytes, num_slots=message.num_slots
         )
-        self._sources.append(_Source(memory, layout, message.num_slots))
+        self._sources.append(_Source(memory, message))
         if message.whole is not None:
             self.written(message.slot, message.whole)
 
@@ -79,6 +83,8 @@ class Versions:
             PublishError: there is no memory, or nobody may have written that slot.
         """
         source = self._writing()
+        if source.slots.version(slot) == version:
+            return
         try:
             source.slots.written(slot, version)
         except ValueError as error:

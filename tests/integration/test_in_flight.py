@@ -1,8 +1,9 @@
 """Weights that change under answers in the making, on real SGLang, against independent models.
 
-Every change is loaded from a link to memory, as the tcp transport does it. Two unrelated models,
-so that a token under the wrong label is off by about 1 nat. Not covered: prompts that SGLang
-computes in several chunks, answers that it gives up because its cache is full.
+Changes are loaded from a link to memory, as the tcp transport does it, and in buckets, as the
+collective does. The versions are unrelated models, so that a token under the wrong label is off by
+about 1 nat. Not covered: prompts that SGLang computes in several chunks, answers that it gives up
+because its cache is full.
 """
 
 import asyncio
@@ -15,12 +16,15 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Literal
 
 import aiohttp
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from deploy.addition import write_blank_model
 from generators.config import generator_settings
@@ -29,13 +33,18 @@ from generators.sglang_engine import SglangEngine
 from generators.sglang_process import SglangProcess
 from tests.integration.ranks import ROOT
 from tests.random_llama import write_random_weights
+from weightbus.collective_transport import EngineGroup
+from weightbus.layout import plan_layout
 from wire.errors import EngineError
+from wire.manifest import TensorSpec
 from wire.versions import PolicyVersion
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(120)]
 Mode = Literal["retract", "in_place"]
+Way = Callable[[SglangEngine, Path], Awaitable[None]]
 Starts = Sequence[tuple[int, PolicyVersion]]
-V0, V1, V2 = (PolicyVersion(1, step) for step in range(3))
+Weights = dict[PolicyVersion, Path]
+V0, V1, V2 = VERSIONS = tuple(PolicyVersion(1, step) for step in range(3))
 TOLERANCE = 2e-5  # of float32 logprobs
 SEQUENCES = 8  # that an engine generates at a time
 END = 2  # barred: no answer ends early
@@ -46,20 +55,13 @@ PROMPTS = [[3, 4, 13], [7, 8, 9, 10, 13, 5], [12] * 5, [4]]
 PREFIX = [3 + (7 * i * i + 3 * i) % 17 for i in range(96)]  # long enough to be cached
 
 
-@dataclass(frozen=True)
-class Models:
-    """Two folders with one configuration."""
-
-    a: Path
-    b: Path
-
-
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
-    folders = Models(*(tmp_path_factory.mktemp(name) for name in "ab"))
-    for folder, seed in ((folders.a, 3), (folders.b, 4)):
+def weights(tmp_path_factory: pytest.TempPathFactory) -> Weights:
+    """Return a folder per version; they have one configuration."""
+    folders = {version: tmp_path_factory.mktemp(version.label) for version in VERSIONS}
+    for version, folder in folders.items():
         write_blank_model(folder, hidden=64, layers=2)
-        write_random_weights(folder, scale=0.2, seed=seed)
+        write_random_weights(folder, scale=0.2, seed=version.step)
     return folders
 
 
@@ -87,9 +89,7 @@ class Oracle:
             for values, answer in zip(logprobs, answers, strict=True)
         ]
 
-    def over_kept_cache(
-        self, answer: "Answer", starts: Starts, weights: dict[PolicyVersion, Path]
-    ) -> list[float]:
+    def over_kept_cache(self, answer: "Answer", starts: Starts, weights: Weights) -> list[float]:
         """Return what is right for an answer whose keys and values outlived their weights."""
         runs = [
             (len(answer.prompt) + first if first else 1, str(weights[version]))
@@ -100,9 +100,9 @@ class Oracle:
 
 
 @pytest.fixture(scope="module")
-def oracle(models: Models) -> Iterator[Oracle]:
+def oracle(weights: Weights) -> Iterator[Oracle]:
     process = subprocess.Popen(
-        [sys.executable, "-m", "tests.integration.in_flight_oracle", str(END), models.a, models.b],
+        [sys.executable, "-m", "tests.integration.in_flight_oracle", str(END), *weights.values()],
         cwd=ROOT,
         env={"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
         stdin=subprocess.PIPE,
@@ -141,14 +141,14 @@ def server(model: Path, mode: Mode) -> Iterator[SglangProcess]:
 
 # Ask for the oracle before a server: its process imports while the server starts.
 @pytest.fixture(scope="module")
-def retracting(models: Models) -> Iterator[SglangProcess]:
-    with server(models.a, "retract") as process:
+def retracting(weights: Weights) -> Iterator[SglangProcess]:
+    with server(weights[V0], "retract") as process:
         yield process
 
 
 @pytest.fixture(scope="module")
-def keeping(models: Models) -> Iterator[SglangProcess]:
-    with server(models.a, "in_place") as process:
+def keeping(weights: Weights) -> Iterator[SglangProcess]:
+    with server(weights[V0], "in_place") as process:
         yield process
 
 
@@ -194,18 +194,46 @@ def in_memory(model: Path) -> Iterator[Path]:
         os.close(descriptor)
 
 
-async def change(engine: SglangEngine, model: Path, version: PolicyVersion) -> int:
-    """Change weights as a publish does; return what was in flight."""
-    num_in_flight = await engine.pause()
-    await load(engine, model)
-    await engine.label(version)
-    await engine.resume()
-    return num_in_flight
-
-
 async def load(engine: SglangEngine, model: Path) -> None:
     with in_memory(model) as folder:
         await engine.load_folder(folder)
+
+
+async def receive(engine: SglangEngine, model: Path) -> None:
+    """Send the weights over a group of two; the engine is in it."""
+    tensors = load_file(model / "model.safetensors")
+    specs = [TensorSpec(name, "float32", tuple(tensors[name].shape)) for name in tensors]
+    buckets = plan_layout(specs, bucket_bytes=64 * 1024).buckets
+    group = EngineGroup("of-two", host="127.0.0.1", world_size=2, timeout_s=20)
+    address = {"host": "127.0.0.1", "port": group.port, "group_name": group.name}
+    joined = asyncio.create_task(asyncio.to_thread(group.join, "gloo"))
+    await engine.open_group(**address, rank=1, world_size=2, backend="gloo")
+    await joined
+    await engine.begin_update()
+    for bucket in buckets:
+        flat = torch.cat([tensors[spec.name].flatten() for spec in bucket.tensors])
+        loading = engine.load_bucket(bucket, group_name=group.name, last=bucket is buckets[-1])
+        loaded = asyncio.create_task(loading)
+        await group.broadcast(flat.view(torch.uint8), peer_failed=partial(has_failed, loaded))
+        await loaded
+    await engine.end_update()
+    group.close()
+    await engine.close_group(group.name)
+
+
+def has_failed(task: "asyncio.Task[None]") -> bool:
+    return task.done() and task.exception() is not None
+
+
+async def change(
+    engine: SglangEngine, model: Path, version: PolicyVersion, *, by: Way = load
+) -> int:
+    """Change weights as a publish does; return what was in flight."""
+    num_in_flight = await engine.pause()
+    await by(engine, model)
+    await engine.label(version)
+    await engine.resume()
+    return num_in_flight
 
 
 @dataclass(frozen=True)
@@ -238,18 +266,18 @@ async def ask(
     return [Answer(prompt, one) for one in await engine.sample(prompt, params, count=count)]
 
 
-async def changed_twice(engine: SglangEngine, models: Models) -> list[Answer]:
-    """Return long answers over which A became B and B became A; one had to wait in the queue."""
-    await change(engine, models.a, V0)
+async def changed_twice(engine: SglangEngine, weights: Weights) -> list[Answer]:
+    """Return long answers in which the weights changed twice; one had to wait in the queue."""
+    await change(engine, weights[V0], V0)
     started = time.monotonic()
     await asyncio.gather(*(ask(engine, prompt, LONG, 2) for prompt in PROMPTS))
     lap_s = time.monotonic() - started
     asked = [asyncio.create_task(ask(engine, prompt, LONG, 2)) for prompt in PROMPTS]
     await asyncio.sleep(0.05)
     asked.append(asyncio.create_task(ask(engine, [5, 5], LONG, 1)))
-    for model, version in ((models.b, V1), (models.a, V2)):
+    for version, way in ((V1, load), (V2, receive)):
         await asyncio.sleep(0.2 * lap_s)
-        assert await change(engine, model, version) == SEQUENCES + 1
+        assert await change(engine, weights[version], version, by=way) == SEQUENCES + 1
     answers = [answer for answers in await asyncio.gather(*asked) for answer in answers]
     assert V0 not in answers[-1].versions, "nothing had to wait in the queue"
     num_thrice = sum(answer.versions == [V0, V1, V2] for answer in answers)
@@ -274,14 +302,21 @@ def picked(by_version: dict[PolicyVersion, list[float]], starts: Starts) -> list
     return values
 
 
+def by_learner(
+    oracle: Oracle, weights: Weights, answers: Sequence[Answer]
+) -> Iterator[tuple[Answer, dict[PolicyVersion, list[float]]]]:
+    """Yield each answer with what the learner's own model says of it, by version."""
+    columns = [oracle.by_learner(weights[version], answers) for version in VERSIONS]
+    for answer, *row in zip(answers, *columns, strict=True):
+        yield answer, dict(zip(VERSIONS, row, strict=True))
+
+
 def test_a_retracted_answer_has_the_learners_logprobs_of_the_version_that_each_run_names(
-    models: Models, oracle: Oracle, retracting: SglangProcess
+    weights: Weights, oracle: Oracle, retracting: SglangProcess
 ):
     async def scenario(engine: SglangEngine) -> None:
-        answers = await changed_twice(engine, models)
-        of_a, of_b = (oracle.by_learner(model, answers) for model in (models.a, models.b))
-        for answer, by_a, by_b in zip(answers, of_a, of_b, strict=True):
-            by_version = {V0: by_a, V1: by_b, V2: by_a}
+        answers = await changed_twice(engine, weights)
+        for answer, by_version in by_learner(oracle, weights, answers):
             assert answer.error(picked(by_version, answer.starts)) < TOLERANCE
             for starts in moved(answer.starts):
                 assert answer.error(picked(by_version, starts)) > TOLERANCE
@@ -290,39 +325,31 @@ def test_a_retracted_answer_has_the_learners_logprobs_of_the_version_that_each_r
 
 
 def test_an_answer_changed_in_place_goes_on_over_the_keys_and_values_that_it_has(
-    models: Models, oracle: Oracle, keeping: SglangProcess
+    weights: Weights, oracle: Oracle, keeping: SglangProcess
 ):
-    weights = {V0: models.a, V1: models.b, V2: models.a}
-
     async def scenario(engine: SglangEngine) -> None:
-        answers = await changed_twice(engine, models)
-        of_a, of_b = (oracle.by_learner(model, answers) for model in (models.a, models.b))
-        num_mixed = 0
-        for answer, by_a, by_b in zip(answers, of_a, of_b, strict=True):
-            expected = oracle.over_kept_cache(answer, answer.starts, weights)
-            assert answer.error(expected) < TOLERANCE
+        answers = await changed_twice(engine, weights)
+        off_the_learners = []
+        for answer, by_version in by_learner(oracle, weights, answers):
+            assert answer.error(oracle.over_kept_cache(answer, answer.starts, weights)) < TOLERANCE
             for starts in moved(answer.starts):
                 assert answer.error(oracle.over_kept_cache(answer, starts, weights)) > TOLERANCE
-            by_version = {V0: by_a, V1: by_b, V2: by_a}
-            if len(answer.starts) > 1:
-                first_run = slice(0, answer.starts[1][0])
-                for got, value in zip(
-                    answer.completion.logprobs[first_run], by_a[first_run], strict=True
-                ):
-                    assert got == pytest.approx(value, abs=TOLERANCE)
-                num_mixed += answer.error(picked(by_version, answer.starts)) > 0.01
-        assert num_mixed, "no answer shows that its keys and values were kept"
+            end = [*answer.starts, (LENGTH, None)][1][0]
+            of_the_learner = by_version[answer.versions[0]][:end]
+            assert answer.completion.logprobs[:end] == pytest.approx(of_the_learner, abs=TOLERANCE)
+            off_the_learners.append(answer.error(picked(by_version, answer.starts)))
+        assert max(off_the_learners) > 0.01, "no answer shows that keys and values were kept"
 
     on(keeping, "in_place", scenario)
 
 
 def test_no_answer_of_a_version_is_read_from_prefixes_of_another(
-    models: Models, oracle: Oracle, either: tuple[SglangProcess, Mode]
+    weights: Weights, oracle: Oracle, either: tuple[SglangProcess, Mode]
 ):
     process, mode = either
 
     async def scenario(engine: SglangEngine) -> None:
-        await change(engine, models.a, V0)
+        await change(engine, weights[V0], V0)
         before = await ask(engine, PREFIX, SHORT, 3)
         cached = await num_cached(process, PREFIX)
         assert cached >= 64 if mode == "retract" else cached == 0
@@ -333,68 +360,64 @@ def test_no_answer_of_a_version_is_read_from_prefixes_of_another(
         assert await engine.pause() == SEQUENCES + 2
         in_pause = asyncio.create_task(ask(engine, PREFIX, SHORT, 2))
         await asyncio.sleep(0.1)
-        await load(engine, models.b)
+        await load(engine, weights[V1])
         await engine.label(V1)
         await engine.resume()
         at_once = await ask(engine, PREFIX, SHORT, 3)
-        under_b = [*await queued, *await in_pause, *at_once, *await ask(engine, PREFIX, SHORT, 1)]
+        changed = [*await queued, *await in_pause, *at_once, *await ask(engine, PREFIX, SHORT, 1)]
         assert {tuple(one.versions) for one in await running} == {(V0, V1)}
-        await change(engine, models.a, V2)
+        await change(engine, weights[V2], V2)
         after = await ask(engine, PREFIX, SHORT, 3)
 
-        for model, version, answers in (
-            (models.a, V0, before),
-            (models.b, V1, under_b),
-            (models.a, V2, after),
-        ):
-            for answer, expected in zip(answers, oracle.by_learner(model, answers), strict=True):
+        for version, answers in ((V0, before), (V1, changed), (V2, after)):
+            for answer, by_version in by_learner(oracle, weights, answers):
                 assert answer.versions == [version]
-                assert answer.error(expected) < TOLERANCE
+                assert answer.error(by_version[version]) < TOLERANCE
 
     on(process, mode, scenario)
 
 
 def test_a_change_that_leaves_cached_prefixes_would_be_seen(
-    models: Models, oracle: Oracle, retracting: SglangProcess
+    weights: Weights, oracle: Oracle, retracting: SglangProcess
 ):
     """An engine that keeps keys and values must not cache prefixes: here its server does."""
 
     async def scenario(engine: SglangEngine) -> None:
-        await change(engine, models.a, V0)
+        await change(engine, weights[V0], V0)
         await ask(engine, PREFIX, SHORT, 2)
         async with client(retracting, "in_place") as careless:
-            await change(careless, models.b, V1)
+            await change(careless, weights[V1], V1)
         stale = await ask(engine, PREFIX, SHORT, 2)
-        for model in (models.a, models.b):
-            for answer, expected in zip(stale, oracle.by_learner(model, stale), strict=True):
-                assert answer.versions == [V1]
+        for answer, by_version in by_learner(oracle, weights, stale):
+            assert answer.versions == [V1]
+            for expected in by_version.values():
                 assert answer.error(expected) > 0.01
                 assert abs(answer.completion.logprobs[0] - expected[0]) > TOLERANCE
 
-        await change(engine, models.b, V2)
+        await change(engine, weights[V1], V2)
         clean = await ask(engine, PREFIX, SHORT, 2)
-        for answer, expected in zip(clean, oracle.by_learner(models.b, clean), strict=True):
-            assert answer.error(expected) < TOLERANCE
+        for answer, by_version in by_learner(oracle, weights, clean):
+            assert answer.error(by_version[V1]) < TOLERANCE
 
     on(retracting, "retract", scenario)
 
 
 def test_a_folder_that_lacks_a_file_of_its_index_is_refused_before_a_tensor_is_loaded(
-    models: Models, oracle: Oracle, retracting: SglangProcess, tmp_path: Path
+    weights: Weights, oracle: Oracle, retracting: SglangProcess, tmp_path: Path
 ):
-    (tmp_path / "model.safetensors").symlink_to(models.b / "model.safetensors")
+    (tmp_path / "model.safetensors").symlink_to(weights[V1] / "model.safetensors")
     index = {"weight_map": {"lm_head.weight": "model-2.safetensors"}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
 
     async def scenario(engine: SglangEngine) -> None:
-        await change(engine, models.a, V0)
+        await change(engine, weights[V0], V0)
         await engine.pause()
         with pytest.raises(EngineError, match=r"model-2\.safetensors"):
             await engine.load_folder(tmp_path)
         await engine.resume()
         answers = await ask(engine, PREFIX, SHORT, 1)
-        (expected,) = oracle.by_learner(models.a, answers)
-        assert answers[0].error(expected) < TOLERANCE
+        for answer, by_version in by_learner(oracle, weights, answers):
+            assert answer.error(by_version[V0]) < TOLERANCE
 
     on(retracting, "retract", scenario)
 

@@ -21,6 +21,6 @@ def test_strangers_take_no_more_room_than_there_is():
 
 def test_a_message_is_as_large_as_its_role_needs():
     assert max_bytes("generator", 1 << 30) == 1 << 30
-    assert max_bytes("reward_worker", 1 << 30) == 16 << 20
+    assert max_bytes("relay", 1 << 30) == max_bytes("reward_worker", 1 << 30) == 16 << 20
     assert max_bytes("observer", 1 << 30) == max_bytes(None, 1 << 30) == 64 << 10
     assert max_bytes("learner", 1000) == 1000

@@ -6,13 +6,18 @@ import pytest
 
 from broker.permissions import ALLOWED, may_say
 from tests.unit.broker.ledger_driver import header
+from wire.bus import PublishRecord
 from wire.control import (
     GetLedger,
+    Hello,
     LeaseScoring,
+    PublishReport,
+    RelayReport,
     Request,
     RequestBatch,
     RetryDeadLetters,
     Role,
+    RoleReport,
     StepCommit,
     SubmitScores,
     SubmitTrajectory,
@@ -37,11 +42,18 @@ def test_every_kind_of_request_lists_its_roles():
         (RequestBatch(version=V0, step=0, wait_s=0.0), {"learner"}),
         (LeaseScoring(credits=1, wait_s=0.0), {"reward_worker", "generator"}),
         (RetryDeadLetters(groups=(1,)), {"operator"}),
-        (GetLedger(), set(get_args(Role))),
+        (PublishReport(record=PublishRecord(version=V0, at_s=0.0, adopted_by={})), {"relay"}),
+        (RelayReport(members=[]), {"relay"}),
+        (GetLedger(), {*get_args(Role)} - {"relay"}),
     ],
 )
 def test_a_request_is_taken_from_its_roles_alone(request_: Request, roles: set[Role]):
     assert {role for role in get_args(Role) if may_say(role, request_)} == roles
+
+
+def test_a_relay_says_hello_and_what_the_weight_bus_does_and_nothing_else():
+    said = {kind for kind, roles in ALLOWED.items() if "relay" in roles}
+    assert said == {Hello, RoleReport, PublishReport, RelayReport}
 
 
 def test_a_generator_scores_only_where_that_is_wanted():

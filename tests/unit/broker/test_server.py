@@ -21,6 +21,7 @@ from broker.server import BrokerServer
 from broker.store import MemoryStore
 from broker.telemetry import Telemetry
 from tests.unit.broker.ledger_driver import header, make_ledger, make_rules
+from tests.wire_samples import MEMBERS, RECORD
 from wire.codec import decode_answer, encode
 from wire.control import (
     WIRE_REVISION,
@@ -45,9 +46,11 @@ from wire.control import (
     LedgerAnswer,
     LedgerSnapshotAnswer,
     Payloads,
+    PublishReport,
     Refusal,
     RejectBatch,
     RejectPrompt,
+    RelayReport,
     Request,
     RequestBatch,
     Role,
@@ -63,7 +66,7 @@ from wire.control import (
     TookOver,
     Welcome,
 )
-from wire.errors import PeerLostError, RefusedError, SupersededError
+from wire.errors import ForbiddenError, PeerLostError, RefusedError, SupersededError
 from wire.ledger_view import LedgerView
 from wire.run_settings import RunSection
 from wire.status import RunStatus
@@ -438,6 +441,34 @@ def test_an_observer_changes_nothing(short_folder: Path):
     status = asyncio.run(body())
     names = [role.name for role in status.roles]
     assert (status.run_name, names, status.issued) == ("run", ["broker"], 0)
+
+
+def test_what_the_relay_says_about_engines_reaches_whoever_asks_and_nobody_else_may_say_it(
+    short_folder: Path,
+):
+    reports: list[Request] = [PublishReport(record=RECORD), RelayReport(members=MEMBERS)]
+
+    async def body() -> tuple[RunStatus, int]:
+        async with running(short_folder) as it:
+            relay = await it.client("relay", "relay")
+            others: tuple[Role, ...] = ("learner", "generator", "reward_worker", "operator")
+            for role in others:
+                client = await it.client(role, role)
+                for report in reports:
+                    with pytest.raises(ForbiddenError, match=f"is a {role}, which may not send"):
+                        await client.ask(report, Done)
+            assert (it.status.members, it.status.publish_history) == ([], [])
+            for report in reports:
+                await relay.ask(report, Done)
+            with pytest.raises(ForbiddenError, match="is a relay, which may not send TakeOver"):
+                await relay.ask(TakeOver(step=0), TookOver)
+            answer, _ = await (await it.client("observer", "o")).ask(GetStatus(), StatusAnswer)
+            return answer.status, it.server.telemetry.rejected["forbidden"]
+
+    status, forbidden = asyncio.run(body())
+    assert (status.members, status.publish_history) == (MEMBERS, [RECORD])
+    assert forbidden == 9
+    assert next(one.role for one in status.roles if one.name == "relay") == "relay"
 
 
 def test_a_broker_that_is_not_there_is_reported_by_its_address(short_folder: Path):

@@ -8,8 +8,8 @@ from broker import sessions
 from broker.keyring import Holder
 from broker.router import Peer, Router
 from broker.sessions import Sessions
-from wire.control import Hello
-from wire.errors import RefusedError
+from wire.control import Hello, Role
+from wire.errors import ForbiddenError, RefusedError
 
 NOWHERE = cast("Router", None)  # a session never sends
 
@@ -78,6 +78,31 @@ def test_one_key_pushes_out_nobody_elses_clients(monkeypatch: pytest.MonkeyPatch
     mine = [known.hello(peer(i, "A"), hello(f"w{i}")) for i in range(1, 6)]
     assert known.is_current(learner)
     assert [known.is_current(session) for session in mine] == [False] * 3 + [True] * 2
+
+
+def test_the_relay_of_a_learner_has_the_learners_key():
+    known = Sessions({"A": Holder(name="train-1", role="learner", public="A")}.get)
+    learner = known.hello(peer(1, "A"), Hello(role="learner", name="learner"))
+    relay = known.hello(peer(2, "A"), Hello(role="relay", name="relay"))
+    assert (relay.name, relay.role) == ("train-1/relay", "relay")
+    assert known.is_current(learner)
+
+
+@pytest.mark.parametrize(
+    ("made_for", "said"),
+    [
+        ("relay", "learner"),
+        ("generator", "relay"),
+        ("reward_worker", "relay"),
+        ("operator", "relay"),
+        ("learner", "generator"),
+        ("learner", "operator"),
+    ],
+)
+def test_a_key_is_good_for_no_role_beyond_its_own(made_for: Role, said: Role):
+    known = Sessions({"A": Holder(name="a", role=made_for, public="A")}.get)
+    with pytest.raises(ForbiddenError, match=f"was made for the role {made_for}, not {said}"):
+        known.hello(peer(1, "A"), Hello(role=said, name="x"))
 
 
 @pytest.mark.parametrize("name", ["", "a/b", "a@b", "a\nb", "x" * 101])

@@ -1,8 +1,11 @@
 import json
+import math
 from pathlib import Path
 
+import msgspec
 import pytest
 
+from broker import publishes
 from broker.ledger import Ledger
 from broker.scoring import ScoringQueue
 from broker.summary import summary_of, write_summary
@@ -15,7 +18,7 @@ from tests.unit.broker.ledger_driver import (
     reward,
     train_step,
 )
-from wire.bus import PublishRecord
+from wire.bus import MemberState, PublishRecord
 from wire.control import Hello, RoleReport
 from wire.run_settings import RunSection
 from wire.versions import PolicyVersion
@@ -182,20 +185,51 @@ def test_the_broker_is_busy_for_the_time_it_is_on_a_core(ledger: Ledger):
     assert broker.busy == pytest.approx(0.25)
 
 
-def test_members_of_one_version_share_a_record_even_when_they_come_late(
+def test_members_are_as_the_relay_said_last(telemetry: Telemetry, ledger: Ledger):
+    one = MemberState(
+        name="generator-0", state="behind", version=None, since_s=5.0, transport="tcp"
+    )
+    telemetry.members([one, msgspec.structs.replace(one, name="generator-1")])
+    telemetry.members([one])
+    assert telemetry.status(ledger, ScoringQueue(lease_s=1.0)).members == [one]
+
+
+def test_what_a_relay_says_about_members_is_bounded(telemetry: Telemetry, ledger: Ledger):
+    hostile = [
+        MemberState(
+            name="n" * 999,
+            state="torn",
+            version=None,
+            since_s=since_s,
+            transport="tcp",
+            reason="r" * 999,
+        )
+        for since_s in (math.nan, -math.inf, 1e300, -1.0) * 2_000
+    ]
+    telemetry.members(hostile)
+    members = telemetry.status(ledger, ScoringQueue(lease_s=1.0)).members
+    assert len(members) == publishes.MAX_MEMBERS
+    assert {one.since_s for one in members} == {0.0}
+    assert {(len(one.name), len(one.reason)) for one in members} == {(100, 500)}
+
+
+def test_the_summary_keeps_the_newest_publishes_and_no_digests_of_old_ones(
     telemetry: Telemetry, ledger: Ledger
 ):
-    def adopted_by(name: str, step: int) -> PublishRecord:
-        return PublishRecord(
-            version=PolicyVersion(1, step),
-            at_s=0.0,
-            adopted_by={name: 0.1},
-            engine_digests={name: "d"},
-        )
+    for step in range(60):
+        published = record(PolicyVersion(1, step))
+        telemetry.published(msgspec.structs.replace(published, engine_digests={"g": "00ff"}))
+    summary = summary_of(telemetry.status(ledger, ScoringQueue(lease_s=1.0)))
+    kept = msgspec.convert(summary["newest_publishes"], list[PublishRecord])
+    assert [one.version.step for one in kept] == list(range(10, 60))
+    assert not any(one.engine_digests for one in kept)
+    assert summary["last_publish"]["engine_digests"] == {"g": "00ff"}
 
-    telemetry.published(adopted_by("a", 0))
-    telemetry.published(adopted_by("a", 1))
-    telemetry.published(adopted_by("b", 0))
-    status = telemetry.status(ledger, ScoringQueue(lease_s=1.0))
-    assert status.publishes == 2
-    assert status.publish_history[0].engine_digests == {"a": "d", "b": "d"}
+
+def test_the_summary_of_a_large_fleet_stays_small(telemetry: Telemetry, ledger: Ledger):
+    for step in range(60):
+        published = record(PolicyVersion(1, step))
+        fleet = dict.fromkeys((f"generator-{i}" for i in range(300)), 0.5)
+        telemetry.published(msgspec.structs.replace(published, adopted_by=fleet))
+    summary = summary_of(telemetry.status(ledger, ScoringQueue(lease_s=1.0)))
+    assert [one["version"] for one in summary["newest_publishes"]] == [[1, 57], [1, 58], [1, 59]]

@@ -8,14 +8,18 @@ import pytest
 from tests.wire_samples import (
     AGENT_MESSAGES,
     ANSWERS,
+    BUCKET_ANSWERS,
     COMMANDS,
+    FETCHES,
     HEADER,
     PAYLOAD,
+    RELAY_ANSWERS,
+    RELAY_REQUESTS,
     REQUESTS,
     TRANSCRIPT,
     array,
 )
-from wire import bus, codec, control
+from wire import bus, codec, control, relay
 from wire.errors import ProtocolError
 from wire.trajectory import TrajectoryPayload
 
@@ -44,6 +48,26 @@ def test_a_message_of_an_agent_survives_the_wire(message: bus.AgentMessage):
     assert codec.decode_agent_message(codec.encode(message)) == message
 
 
+@pytest.mark.parametrize("fetch", FETCHES, ids=name_of)
+def test_a_request_for_a_bucket_survives_the_wire(fetch: bus.FetchBucket):
+    assert codec.decode_fetch(codec.encode(fetch)) == fetch
+
+
+@pytest.mark.parametrize("answer", BUCKET_ANSWERS, ids=name_of)
+def test_an_answer_with_a_bucket_survives_the_wire(answer: bus.BucketAnswer):
+    assert codec.decode_bucket_answer(memoryview(codec.encode(answer))) == answer
+
+
+@pytest.mark.parametrize("request_", RELAY_REQUESTS, ids=name_of)
+def test_a_request_of_the_learner_to_its_relay_survives_the_wire(request_: relay.RelayRequest):
+    assert codec.decode_relay_request(codec.encode(request_)) == request_
+
+
+@pytest.mark.parametrize("answer", RELAY_ANSWERS, ids=name_of)
+def test_an_answer_of_the_relay_survives_the_wire(answer: relay.RelayAnswer):
+    assert codec.decode_relay_answer(codec.encode(answer)) == answer
+
+
 @pytest.mark.parametrize(
     ("union", "samples"),
     [
@@ -51,6 +75,8 @@ def test_a_message_of_an_agent_survives_the_wire(message: bus.AgentMessage):
         (control.Answer, ANSWERS),
         (bus.Command, COMMANDS),
         (bus.AgentMessage, AGENT_MESSAGES),
+        (relay.RelayRequest, RELAY_REQUESTS),
+        (relay.RelayAnswer, RELAY_ANSWERS),
     ],
 )
 def test_no_kind_of_message_is_missing_above(union: object, samples: list[object]):
@@ -92,6 +118,10 @@ def test_a_transcript_survives_the_wire():
         (codec.decode_answer, "answer of the broker"),
         (codec.decode_command, "weight bus command"),
         (codec.decode_agent_message, "weight bus message"),
+        (codec.decode_fetch, "request for a bucket"),
+        (codec.decode_bucket_answer, "answer with a bucket"),
+        (codec.decode_relay_request, "request to the relay"),
+        (codec.decode_relay_answer, "answer of the relay"),
     ],
 )
 def test_an_unknown_kind_is_named(decode: "type[object]", what: str):

@@ -1,12 +1,14 @@
 """docs/wire.md says what the code does: kinds, roles, answers, codes and limits."""
 
+from itertools import dropwhile, takewhile
 from pathlib import Path
 from typing import get_args
 
 from broker import client, limits, router, server, sessions
 from broker.permissions import ALLOWED
+from learner import relay_link
 from tests.wire_samples import HEADER
-from wire import bus, control
+from wire import bus, control, relay
 from wire.control import WIRE_REVISION, RefusalCode, Role, SubmitTrajectory
 from wire.trajectory import MAX_TOKENS
 
@@ -16,10 +18,9 @@ PAGE = (Path(__file__).parents[3] / "docs" / "wire.md").read_text("utf-8")
 def table(heading: str) -> list[list[str]]:
     """The rows of the first table under a heading, cells without backticks."""
     section = PAGE.split(f"## {heading}\n")[1].split("\n## ")[0]
-    lines = [line for line in section.splitlines() if line.startswith("|")][2:]
-    return [
-        [cell.strip().replace("`", "") for cell in line.strip("|").split("|")] for line in lines
-    ]
+    lines = dropwhile(lambda line: not line.startswith("|"), section.splitlines())
+    rows = list(takewhile(lambda line: line.startswith("|"), lines))[2:]
+    return [[cell.strip().replace("`", "") for cell in row.strip("|").split("|")] for row in rows]
 
 
 def words(cell: str) -> set[str]:
@@ -30,9 +31,17 @@ def test_the_revision_is_todays():
     assert f"Today's revision is **{WIRE_REVISION}**" in PAGE
 
 
-def test_every_kind_of_request_is_taken_from_the_roles_that_the_table_names():
+def roles(cell: str) -> set[str]:
     everybody = set(get_args(Role))
-    told = {row[0]: everybody if row[1] == "all" else words(row[1]) for row in table("Requests")}
+    if cell == "all":
+        return everybody
+    if cell.startswith("all but "):
+        return everybody - words(cell.removeprefix("all but "))
+    return words(cell)
+
+
+def test_every_kind_of_request_is_taken_from_the_roles_that_the_table_names():
+    told = {row[0]: roles(row[1]) for row in table("Requests")}
     assert told == {kind.__name__: set(roles) for kind, roles in ALLOWED.items()}
 
 
@@ -54,9 +63,27 @@ def test_trajectories_alone_come_with_attached_frames():
     assert "payload, transcript" in (SubmitTrajectory.__doc__ or "")
 
 
-def test_every_message_of_the_weight_bus_is_named():
-    for kind in (*get_args(bus.Command), *get_args(bus.AgentMessage)):
-        assert f"`{kind.__name__}`" in PAGE
+def names(union: object) -> set[str]:
+    return {kind.__name__ for kind in get_args(union)}
+
+
+def test_every_socket_of_the_weight_bus_stands_with_what_is_said_over_it():
+    said = {row[0]: words(row[2]) for row in table("The weight bus")}
+    answered = {row[0]: words(row[3]) for row in table("The weight bus")}
+    assert said == {
+        "weightbus": names(bus.AgentMessage),
+        "weights": {bus.FetchBucket.__name__},
+        "relay": names(relay.RelayRequest),
+    }
+    assert answered == {
+        "weightbus": names(bus.Command),
+        "weights": {bus.BucketAnswer.__name__},
+        "relay": names(relay.RelayAnswer),
+    }
+
+
+def test_a_learner_waits_for_its_relay_as_long_as_it_says():
+    assert f"| learner | `Reserved`, `Ok` | {relay_link._ANSWER_S:.0f} s |" in PAGE
 
 
 def test_every_code_of_a_refusal_is_explained():
@@ -67,8 +94,9 @@ def test_every_code_of_a_refusal_is_explained():
 def test_limits_are_those_of_the_code():
     told = {row[0]: row[1] for row in table("Limits")}
     most = 1 << 40
-    assert told["a message of a learner or reward worker"] == "16 MiB"
-    assert limits.max_bytes("learner", most) == limits.max_bytes("reward_worker", most) == 16 << 20
+    assert told["a message of a learner, relay or reward worker"] == "16 MiB"
+    workers: tuple[Role, ...] = ("learner", "relay", "reward_worker")
+    assert {limits.max_bytes(role, most) for role in workers} == {16 << 20}
     assert told["a message of an observer, an operator or before the hello"] == "64 KiB"
     assert limits.max_bytes("operator", most) == limits.max_bytes(None, most) == 64 << 10
     assert told["a message of a generator"] == "broker.max_message_bytes, its body 1 MiB"

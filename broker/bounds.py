@@ -1,0 +1,30 @@
+"""How much is kept of what clients report about themselves; they may have sent anything."""
+
+from collections.abc import Mapping
+from itertools import islice
+from typing import TypeVar
+
+N = TypeVar("N", int, float)
+MAX_CHARS = 100  # of a name
+MAX_NAMES = 256  # figures of a report
+MAX_REASON_CHARS = 500
+_MOST = 1e15  # of a figure; a sum of some is a number still
+_LAST_MOMENT_S = 1e11  # unix time; calendars end later
+
+
+def figures(values: Mapping[str, N], *, most: int = MAX_NAMES) -> dict[str, N]:
+    """Return what can be added up and shown."""
+    sane = ((name[:MAX_CHARS], value) for name, value in values.items() if 0 <= value <= _MOST)
+    return dict(islice(sane, most))
+
+
+def texts(values: Mapping[str, str], *, most: int) -> dict[str, str]:
+    """Return texts by name that a person can read."""
+    return {
+        name[:MAX_CHARS]: text[:MAX_REASON_CHARS] for name, text in islice(values.items(), most)
+    }
+
+
+def moment(unix_s: float) -> float:
+    """Return a unix time that a calendar knows; what is none becomes 0."""
+    return unix_s if 0 <= unix_s <= _LAST_MOMENT_S else 0.0
