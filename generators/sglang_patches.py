@@ -27,6 +27,7 @@ _GROUPS = "torch.distributed.distributed_c10d"
 _MIN_NEW_TOKENS = "sglang.srt.sampling.penaltylib.min_new_tokens"
 _SAMPLING_BATCH = "sglang.srt.sampling.sampling_batch_info"
 _SAMPLER = "sglang.srt.layers.sampler"
+_WEIGHT_UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater"
 
 
 def install() -> None:
@@ -39,6 +40,7 @@ def install() -> None:
     corrections: dict[str, Callable[[ModuleType], None]] = {
         _MIN_NEW_TOKENS: _count_tokens_before_retraction,
         _GROUPS: _bound_waits_in_groups,
+        _WEIGHT_UPDATER: _answer_failed_loads,
     }
     if os.environ.get(SEEDS_VARIABLE) == "1":  # noqa: TID251 reaches spawned processes
         corrections |= {_SAMPLING_BATCH: _keep_seeds, _SAMPLER: sample_by_seed}
@@ -81,6 +83,25 @@ def _bound_waits_in_groups(module: ModuleType) -> None:
     seconds = os.environ.get(GROUP_TIMEOUT_VARIABLE)  # noqa: TID251 reaches spawned processes
     if seconds:
         replace(module, "default_pg_timeout", datetime.timedelta(seconds=float(seconds)))
+
+
+def _answer_failed_loads(module: ModuleType) -> None:
+    """Answer that weights could not be loaded from disk, instead of ending the server.
+
+    SGLang means to go back to what it had, but reads the same damaged file again for it, and dies.
+    Whoever asked takes the engine to hold a mixture and loads a whole version next. Remove when
+    SGLang answers by itself.
+    """
+    updater = module.WeightUpdater
+    load = updater.update_weights_from_disk
+
+    def update_weights_from_disk(self: Any, *arguments: Any, **named: Any) -> Any:  # noqa: ANN401
+        try:
+            return load(self, *arguments, **named)
+        except Exception as error:  # noqa: BLE001 whatever it is, the engine can be repaired
+            return False, f"Failed to update weights: {error}"
+
+    replace(updater, "update_weights_from_disk", update_weights_from_disk)
 
 
 def _count_tokens_before_retraction(module: ModuleType) -> None:

@@ -28,10 +28,10 @@ from weightbus.versions import Versions
 from wire.bus import PublishRecord
 from wire.codec import decode_relay_request, encode
 from wire.command_line import load_arguments, refuse_settings, role_parser, run_role
-from wire.control import Done, PublishReport, RelayReport
+from wire.control import Done, PublishReport, RelayReport, RoleReport
 from wire.errors import ConfigError, PeerLostError, ProtocolError, PublishError
 from wire.logs import start_logging
-from wire.phases import PhaseClock
+from wire.phases import WAIT
 from wire.relay import (
     Alive,
     EndRelay,
@@ -91,7 +91,7 @@ class Relay:
         self._records: asyncio.Queue[PublishRecord] = asyncio.Queue(_MAX_RECORDS)
         self._num_lost_records = 0
         self._heard_s = time.monotonic()  # of a learner
-        self._clock = PhaseClock()
+        self._started_s = time.monotonic()
         self._publisher = Publisher(
             settings.weightbus,
             self._versions,
@@ -131,9 +131,9 @@ class Relay:
         try:
             socket.bind(endpoint)
             while True:
-                peer, frame = await socket.recv_multipart()
+                peer, *frames = await socket.recv_multipart()
                 try:
-                    answer = self._answer(decode_relay_request(frame))
+                    answer = self._answer(decode_relay_request(b"".join(frames)))
                 except (ProtocolError, PublishError) as error:
                     _log.warning("refused: %s", error)
                     answer = Ok(error=str(error))
@@ -206,8 +206,15 @@ class Relay:
                     if not self._records.empty():
                         continue
                 await client.ask(RelayReport(members=self._publisher.states()), Done)
+                await client.ask(RoleReport(phase_seconds=self._phases(), counters={}), Done)
         finally:
             client.close()
+
+    def _phases(self) -> dict[str, float]:
+        """Return how the time was spent: an event loop and its threads are busy when on a core."""
+        age_s = time.monotonic() - self._started_s
+        busy_s = min(time.process_time(), age_s)
+        return {"serve": busy_s, WAIT: age_s - busy_s}
 
 
 @contextlib.contextmanager

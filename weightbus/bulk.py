@@ -10,7 +10,6 @@ from wire.codec import decode_fetch, encode
 from wire.errors import ProtocolError
 
 _log = logging.getLogger(__name__)
-MAX_UNDER_WAY = 4  # buckets on their way to one agent; what it asks for beyond them is dropped
 
 
 async def serve_buckets(socket: zmq.asyncio.Socket, versions: Versions) -> None:

@@ -11,22 +11,26 @@ from wire.manifest import WeightManifest
 
 WEIGHTS = "model.safetensors"
 _UNFINISHED = ".unfinished"
+_COPY = "-"
 _CHUNK = 64 * 1024 * 1024
 
 
-def write_version(parent: Path, manifest: WeightManifest, data: memoryview) -> Path:
+def write_version(
+    parent: Path, manifest: WeightManifest, data: memoryview, *, number: int = 1
+) -> Path:
     """Write a version durably; its folder appears whole or not at all.
 
     Args:
         parent: where the folder of the version is made.
         manifest: what is written.
         data: its bytes.
+        number: of this copy; a later one stands beside an earlier one.
 
     Raises:
         PublishError: the disk refuses.
     """
-    folder = parent / manifest.version.label
-    unfinished = parent / f".{manifest.version.label}{_UNFINISHED}"
+    folder = parent / f"{manifest.version.label}{_COPY}{number}"
+    unfinished = parent / f".{folder.name}{_UNFINISHED}"
     try:
         shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.mkdir(parents=True, mode=0o700)
@@ -50,12 +54,11 @@ def write_version(parent: Path, manifest: WeightManifest, data: memoryview) -> P
 
 
 def forget_versions(parent: Path, *, keep: set[str]) -> None:
-    """Remove the folders of all versions but those whose labels are to be kept."""
+    """Remove the copies of all versions but those whose labels are to be kept."""
     with contextlib.suppress(FileNotFoundError):
         for path in list(parent.iterdir()):
-            if path.name not in keep and (
-                path.name.startswith("v") or path.name.endswith(_UNFINISHED)
-            ):
+            label, copy, _ = path.name.partition(_COPY)
+            if copy and label not in keep:
                 shutil.rmtree(path, ignore_errors=True)
 
 

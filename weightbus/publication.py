@@ -33,6 +33,7 @@ class Publication:
         self._manifest: asyncio.Future[WeightManifest] | None = None
         self._expected: asyncio.Future[dict[str, str]] | None = None
         self._on_disk: asyncio.Future[Path] | None = None
+        self._num_writes = 0
 
     @property
     def version(self) -> PolicyVersion:
@@ -57,10 +58,17 @@ class Publication:
             PublishError: the disk refuses.
         """
         manifest, data = await self.manifest(), self.snapshot.memory.numpy().data
-        self._on_disk = self._on_disk or _in_thread(
-            lambda: write_version(self._folder, manifest, data)
-        )
+        if self._on_disk is None:
+            self._num_writes += 1
+            number = self._num_writes
+            self._on_disk = _in_thread(
+                lambda: write_version(self._folder, manifest, data, number=number)
+            )
         return await asyncio.shield(self._on_disk)
+
+    def write_again(self) -> None:
+        """Have the next reader get another copy on disk: somebody found this one damaged."""
+        self._on_disk = None
 
     async def settled(self) -> None:
         """Wait until nothing that was begun here reads the memory any more."""

@@ -65,5 +65,14 @@ class OverDisk(_Staged):
     name: TransportName = "disk"
 
     @override
+    async def prepare(self, publication: Publication, members: Sequence[Member]) -> None:
+        """Have the agents check the version on disk; if they refuse it, it is written again."""
+        try:
+            await super().prepare(publication, members)
+        except MembersFailedError:
+            publication.write_again()
+            raise
+
+    @override
     async def _path(self, publication: Publication) -> str:
         return str(await publication.on_disk())

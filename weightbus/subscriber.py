@@ -31,7 +31,7 @@ from wire.bus import (
     Verify,
 )
 from wire.codec import decode_command, encode
-from wire.errors import EngineError, PublishError
+from wire.errors import EngineError, ProtocolError, PublishError
 from wire.manifest import WeightManifest
 from wire.versions import PolicyVersion
 
@@ -129,8 +129,12 @@ class Subscriber:
     async def _read(self, socket: zmq.asyncio.Socket, commands: asyncio.Queue[Command]) -> None:
         """Note that the relay lives, whatever the engine is doing, and queue what it wants."""
         while True:
-            (frame,) = await socket.recv_multipart()
-            command = decode_command(frame)
+            frames = await socket.recv_multipart()
+            try:
+                command = decode_command(b"".join(frames))
+            except ProtocolError as error:
+                _log.error("the relay wants something unreadable: %s", error)
+                continue  # it runs into its deadline, and leaves us out
             self._heard_s = self._now()
             if not isinstance(command, Heard):
                 await commands.put(command)

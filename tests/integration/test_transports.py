@@ -1,0 +1,240 @@
+"""The contract of the transports, with a real SGLang server as receiver.
+
+What may fail on the way is in test_weight_bus.py, with engines that can be told to.
+"""
+
+import asyncio
+import itertools
+import tempfile
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from generators.engine import SamplingParams
+from generators.sglang_engine import SglangEngine
+from generators.sglang_process import SglangProcess
+from tests.e2e.tiny_run import sglang_server, write_policy
+from weightbus import publication
+from weightbus.compatibility import installed_libraries
+from weightbus.config import WeightBusSection
+from weightbus.disk import WEIGHTS
+from weightbus.engine_checksums import differing, expected_checksums
+from weightbus.layout import plan_layout
+from weightbus.memory import SharedSlots
+from weightbus.publisher import Publisher
+from weightbus.slots import NUM_SLOTS
+from weightbus.snapshot import WeightSnapshot, tensor_spec, tensor_views
+from weightbus.subscriber import Subscriber
+from weightbus.tensor_set import model_tensors
+from weightbus.versions import Versions
+from wire.bus import Join, PublishRecord, TransportName
+from wire.manifest import WeightManifest
+from wire.relay import OpenMemory
+from wire.versions import PolicyVersion
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(120)]
+LONG = SamplingParams(temperature=1.0, max_new_tokens=420, min_new_tokens=400)
+SHORT = SamplingParams(temperature=1.0, max_new_tokens=8)
+TRANSPORTS: tuple[TransportName, ...] = ("collective", "tcp", "disk")
+_epochs = itertools.count(1)  # one server serves all tests, and its version never goes back
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[SglangProcess]:
+    with sglang_server() as process:
+        yield process
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="sp-", dir="/tmp") as name:
+        write_policy(Path(name) / "model")
+        yield Path(name)
+
+
+class Bus:
+    """A learner's memory and a publisher of it, with one engine that is subscribed to it."""
+
+    def __init__(self, engine: SglangEngine, folder: Path, transport: TransportName) -> None:
+        self.engine = engine
+        self.tensors = load_file(folder / "model" / "model.safetensors")
+        self.epoch = next(_epochs)
+        self.records: asyncio.Queue[PublishRecord] = asyncio.Queue()
+        self.versions = Versions(folder / "weights")
+        settings = WeightBusSection(timeout_s=20)
+        self.publisher = Publisher(
+            settings, self.versions, on_record=self.records.put, libraries=installed_libraries()
+        )
+        self.subscriber = Subscriber(
+            engine,
+            join=Join(
+                name="generator-0",
+                incarnation="a",
+                device="cpu",
+                torch_version=installed_libraries().torch_version,
+                transport=transport,
+            ),
+            tensors=model_tensors(folder / "model", dtype="float32"),
+            staging=folder / "received",
+            silence_s=10,
+            fetch_timeout_s=10,
+            on_pause=lambda: None,
+            on_adopt=lambda _version: None,
+        )
+        self._layout: WeightManifest
+        self._memory: SharedSlots
+
+    def moved(self, by: float) -> dict[str, Tensor]:
+        return {name: tensor + by for name, tensor in self.tensors.items()}
+
+    def open_memory(self, tensors: dict[str, Tensor]) -> None:
+        specs = [tensor_spec(*item) for item in tensors.items()]
+        self._layout = plan_layout(specs, bucket_bytes=64 * 1024)
+        size = self._layout.num_bytes
+        self._memory = SharedSlots.make(slot_bytes=size, num_slots=NUM_SLOTS)
+        self.versions.open(
+            OpenMemory(path=self._memory.path, layout=self._layout, num_slots=NUM_SLOTS)
+        )
+
+    async def publish(self, step: int, tensors: dict[str, Tensor]) -> PublishRecord:
+        """Publish a version and return the record of the first attempt."""
+        slot = self.versions.reserve()
+        views = tensor_views(self._layout, self._memory.slot(slot))
+        for name, view in views.items():
+            view.copy_(tensors[name])
+        self.versions.written(slot, PolicyVersion(self.epoch, step))
+        return await self.record_of(step)
+
+    async def record_of(self, step: int) -> PublishRecord:
+        while True:
+            record = await asyncio.wait_for(self.records.get(), 30)
+            if record.version == PolicyVersion(self.epoch, step):
+                return record
+
+
+@asynccontextmanager
+async def running_bus(
+    server: SglangProcess, folder: Path, transport: TransportName
+) -> AsyncIterator[Bus]:
+    engine = SglangEngine(server.url, server.api_key, request_timeout_s=60, control_timeout_s=20)
+    bus = Bus(engine, folder, transport)
+    bus.open_memory(bus.tensors)
+    endpoints = (f"ipc://{folder}/bus", f"ipc://{folder}/bulk")
+    tasks = [
+        asyncio.create_task(bus.publisher.run(*endpoints)),
+        asyncio.create_task(bus.subscriber.run(*endpoints)),
+    ]
+    try:
+        yield bus
+    finally:
+        for task in reversed(tasks):
+            task.cancel()
+            with suppress(asyncio.CancelledError):
+                await task
+        await engine.close()
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_publish_into_a_running_generation_is_labelled_verified_and_exact(
+    server: SglangProcess, folder: Path, transport: TransportName
+):
+    async def scenario() -> None:
+        async with running_bus(server, folder, transport) as bus:
+            first = await bus.publish(0, bus.tensors)
+            assert first.transports == {"generator-0": "disk" if transport == "disk" else "tcp"}
+
+            generation = asyncio.create_task(bus.engine.sample([3, 4, 13], LONG, count=2))
+            await asyncio.sleep(0.4)
+            newer = bus.moved(by=0.01)
+            record = await bus.publish(1, newer)
+            assert record.transports == {"generator-0": transport}
+            assert record.num_in_flight == {"generator-0": 2}
+            assert record.num_bytes == sum(tensor.nbytes for tensor in newer.values())
+            for completion in await generation:
+                steps = [version.step for _, version in completion.version_starts]
+                assert steps == [0, 1]
+                assert completion.version_starts[1][0] > 0
+                assert len(completion.token_ids) >= 400
+            assert differing(expected_checksums(newer), await bus.engine.checksums()) == []
+
+            for step in range(2, 8):
+                record = await bus.publish(step, bus.moved(by=0.01 * step))
+                assert record.adopted_by, record.failed
+            last = expected_checksums(bus.moved(by=0.07))
+            assert differing(last, await bus.engine.checksums()) == []
+
+            incomplete = dict(newer)
+            del incomplete["model.norm.weight"]
+            bus.open_memory(incomplete)
+            refused = await bus.publish(8, incomplete)
+            assert "lacks ['model.norm.weight']" in refused.failed["generator-0"]
+            (answer,) = await bus.engine.sample([3, 4, 13], SHORT, count=1)
+            assert answer.version_starts == [(0, PolicyVersion(bus.epoch, 7))]
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_bytes_that_change_on_the_way_are_never_served(
+    server: SglangProcess,
+    folder: Path,
+    transport: TransportName,
+    monkeypatch: pytest.MonkeyPatch,
+):
+    async def scenario() -> None:
+        async with running_bus(server, folder, transport) as bus:
+            await bus.publish(0, bus.tensors)
+            honest = bus.moved(by=0.02)
+            with monkeypatch.context() as patch:
+                _damage(patch, transport)
+                record = await bus.publish(1, honest)
+                why = record.failed["generator-0"]
+                waiting = asyncio.create_task(bus.engine.sample([3, 4, 13], SHORT, count=1))
+                if transport == "collective":
+                    assert "tensors differ in the engine" in why
+                    await asyncio.sleep(0.3)
+                    assert not waiting.done(), "served while torn"
+                else:
+                    assert "arrived with digest" in why
+                    (answer,) = await waiting  # it was never paused
+                    assert answer.version_starts == [(0, PolicyVersion(bus.epoch, 0))]
+            repaired = await bus.record_of(1)
+            while repaired.failed:
+                repaired = await bus.record_of(1)
+            (answer,) = await waiting
+            if transport == "collective":
+                assert answer.version_starts == [(0, PolicyVersion(bus.epoch, 1))]
+            assert differing(expected_checksums(honest), await bus.engine.checksums()) == []
+
+    asyncio.run(scenario())
+
+
+def _damage(patch: pytest.MonkeyPatch, transport: TransportName) -> None:
+    """Have a bit change behind the digests."""
+    if transport == "disk":
+        write: Callable[..., Path] = publication.write_version
+
+        def written(*arguments: object, **named: object) -> Path:
+            folder = write(*arguments, **named)
+            with (folder / WEIGHTS).open("r+b") as file:
+                file.seek(-1, 2)
+                last = file.read(1)
+                file.seek(-1, 2)
+                file.write(bytes([last[0] ^ 1]))
+            return folder
+
+        patch.setattr(publication, "write_version", written)
+        return
+    bucket = WeightSnapshot.bucket
+
+    def damaged(self: WeightSnapshot, index: int) -> Tensor:
+        sent: Tensor = bucket(self, index).clone()
+        sent[:4] ^= torch.tensor(1, dtype=torch.uint8)
+        return sent
+
+    patch.setattr(WeightSnapshot, "bucket", damaged)
