@@ -64,8 +64,9 @@ class RelaySettings(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def folder(self) -> Path:
         """Return where versions for the disk transport stand."""
-        chosen = self.weightbus.folder
-        return Path(chosen).resolve() if chosen else self.run.folder.resolve() / "weights"
+        if self.weightbus.folder:
+            return Path(self.weightbus.folder).resolve() / self.run.name
+        return self.run.folder.resolve() / "weights"
 
 
 def relay_settings(table: Table) -> RelaySettings:

@@ -40,6 +40,7 @@ class WeightBusSection(Section, frozen=True, kw_only=True):
     host: str = "127.0.0.1"
     """Interface of a collective's sockets: a trusted network, they know no authentication."""
     folder: str = ""
-    """Where the disk transport writes versions, seen by every host; empty is DIR/NAME/weights."""
+    """Where the disk transport writes versions, in a folder of the run's name, seen by every host;
+    empty is DIR/NAME/weights."""
     linger_s: Positive = 60.0
     """The relay outlives a learner that died for so long."""

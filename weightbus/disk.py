@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import shutil
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from wire.manifest import WeightManifest
 WEIGHTS = "model.safetensors"
 _UNFINISHED = ".unfinished"
 _COPY = "-"
+_OURS = re.compile(r"\.?(v[0-9]+\.[0-9]+)-[0-9]+(?:\.unfinished)?")
 _CHUNK = 64 * 1024 * 1024
 
 
@@ -57,8 +59,8 @@ def forget_versions(parent: Path, *, keep: set[str]) -> None:
     """Remove the copies of all versions but those whose labels are to be kept."""
     with contextlib.suppress(FileNotFoundError):
         for path in list(parent.iterdir()):
-            label, copy, _ = path.name.partition(_COPY)
-            if copy and label not in keep:
+            found = _OURS.fullmatch(path.name)
+            if found is not None and found[1] not in keep:
                 shutil.rmtree(path, ignore_errors=True)
 
 

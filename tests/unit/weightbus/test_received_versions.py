@@ -1,0 +1,148 @@
+"""What an agent accepts: every byte of the manifest's, or nothing."""
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from weightbus.disk import WEIGHTS, forget_versions, write_version
+from weightbus.memory import SharedSlots
+from weightbus.snapshot import WeightSnapshot
+from weightbus.staging import Staging, check_folder
+from wire.codec import Frame
+from wire.errors import PublishError
+from wire.versions import PolicyVersion
+
+
+def snapshot(step: int = 1, count: int = 5) -> WeightSnapshot:
+    tensors = {f"t{i}": torch.full((7, 3), float(step * 10 + i)) for i in range(count)}
+    return WeightSnapshot.of(PolicyVersion(1, step), tensors, bucket_bytes=200)
+
+
+def receive(staging: Staging, sent: WeightSnapshot, change: dict[int, bytes] | None = None) -> Path:
+    buckets = {i: sent.bucket(i).numpy().data for i in range(len(sent.layout.buckets))}
+
+    async def fetch(index: int) -> Frame:
+        await asyncio.sleep(0)
+        return (change or {}).get(index, buckets[index])
+
+    return asyncio.run(staging.receive(sent.manifest(), fetch))
+
+
+def test_what_was_received_is_a_folder_that_can_be_loaded_again_and_again(tmp_path: Path):
+    staging = Staging(tmp_path / "received")
+    for step, count in ((1, 5), (2, 5), (3, 2), (4, 9)):
+        sent = snapshot(step, count)
+        folder = receive(staging, sent)
+        loaded = load_file(folder / WEIGHTS)
+        assert loaded.keys() == sent.tensors.keys()
+        assert all(torch.equal(loaded[name], sent.tensors[name]) for name in loaded)
+    staging.close()
+    assert not (tmp_path / "received").exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (lambda data: bytes([data[0] ^ 1]) + data[1:], "t0 arrived with digest"),
+        (lambda data: data[:-1], "bucket 0 has 167 bytes, expected 168"),
+        (lambda data: data + b"0", "bucket 0 has 169 bytes, expected 168"),
+    ],
+    ids=["flipped", "short", "long"],
+)
+def test_other_bytes_than_those_of_the_manifest_are_refused(
+    tmp_path: Path, change: Callable[[bytes], bytes], why: str
+):
+    sent = snapshot()
+    staging = Staging(tmp_path / "received")
+    with pytest.raises(PublishError, match=why):
+        receive(staging, sent, {0: change(bytes(sent.bucket(0).numpy()))})
+    staging.close()
+
+
+def write(folder: Path, sent: WeightSnapshot, number: int = 1) -> Path:
+    return write_version(folder, sent.manifest(), sent.memory.numpy().data, number=number)
+
+
+def test_a_version_on_disk_is_whole_and_checked(tmp_path: Path):
+    sent = snapshot()
+    folder = write(tmp_path, sent)
+    check_folder(folder, sent.manifest())
+    assert torch.equal(load_file(folder / WEIGHTS)["t3"], sent.tensors["t3"])
+    assert write(tmp_path, sent, number=2) != folder
+
+
+@pytest.mark.parametrize(
+    ("damage", "why"),
+    [
+        (lambda data: data[:-1] + bytes([data[-1] ^ 1]), "t4 arrived with digest"),
+        (lambda data: data[:-1], "does not hold what was offered"),
+        (lambda data: data + b"0", "does not hold what was offered"),
+        (lambda data: data[:9] + b"!" + data[10:], "does not hold what was offered"),
+        (None, "cannot read .* same folder on every host"),
+    ],
+    ids=["flipped", "short", "long", "header", "gone"],
+)
+def test_a_damaged_version_on_disk_is_refused(
+    tmp_path: Path, damage: Callable[[bytes], bytes] | None, why: str
+):
+    sent = snapshot()
+    folder = write(tmp_path, sent)
+    file = folder / WEIGHTS
+    if damage is None:
+        file.unlink()
+    else:
+        file.write_bytes(damage(file.read_bytes()))
+    with pytest.raises(PublishError, match=why):
+        check_folder(folder, sent.manifest())
+
+
+def test_old_versions_are_removed_and_nothing_of_anybody_else(tmp_path: Path):
+    for step in (1, 2, 3):
+        write(tmp_path, snapshot(step))
+    for name in ("my-model", "v1", "v2.1", "notes-v1.2-3"):
+        (tmp_path / name).mkdir()
+    (tmp_path / ".v1.9-1.unfinished").mkdir()
+    forget_versions(tmp_path, keep={"v1.3"})
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "my-model",
+        "notes-v1.2-3",
+        "v1",
+        "v1.3-1",
+        "v2.1",
+    ]
+    forget_versions(tmp_path / "nowhere", keep=set())
+
+
+def test_a_disk_that_refuses_is_named_with_its_setting(tmp_path: Path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(PublishError, match=r"cannot write v1\.1 .*weightbus\.folder"):
+        write(tmp_path / "file", snapshot())
+
+
+# ---- the learner's memory ------------------------------------------------------
+
+
+def test_another_mapping_sees_what_is_written_and_keeps_it_after_the_writer_has_gone():
+    memory = SharedSlots.make(slot_bytes=100, num_slots=3)
+    mapped = SharedSlots.open(memory.path, slot_bytes=100, num_slots=3)
+    memory.slot(1).fill_(7)
+    assert mapped.slot(1).tolist() == [7] * 100
+    assert mapped.slot(0).sum() == mapped.slot(2).sum() == 0
+    path = memory.path
+    memory.close()
+    assert mapped.slot(1).tolist() == [7] * 100
+    with pytest.raises(PublishError, match="cannot map the weights at"):
+        SharedSlots.open(path, slot_bytes=100, num_slots=3)
+    mapped.close()
+
+
+def test_a_memory_of_another_size_is_refused():
+    memory = SharedSlots.make(slot_bytes=100, num_slots=3)
+    with pytest.raises(PublishError, match="expected"):
+        SharedSlots.open(memory.path, slot_bytes=100, num_slots=2)
+    assert Path(memory.path).stat().st_size == 3 * 2 * 1024 * 1024
+    memory.close()
