@@ -56,7 +56,7 @@ class LeaderLink(PayloadLink):
         relay: RelayLaunch,
         early: EarlyPlans | None = None,
     ) -> None:
-        """Connect to the broker and start the weight relay.
+        """Connect to the broker; the weight relay is started with ``open_weights``.
 
         Args:
             loop: where both go on.
@@ -81,7 +81,6 @@ class LeaderLink(PayloadLink):
         self._posted: int | None = None  # the step that the other ranks were told of
         settings.run.make_socket_folder()
         self._relay = loop.run(self._make_relay(settings, relay))
-        loop.start(self._relay.run())
         loop.start(self._reports())
 
     async def _make_relay(self, settings: LearnerSettings, relay: RelayLaunch) -> RelayLink:
@@ -161,7 +160,8 @@ class LeaderLink(PayloadLink):
         self._loop.run(self._client.ask(request, Done))
 
     def open_weights(self, path: str, layout: WeightManifest) -> None:
-        """Tell the relay where versions will be written."""
+        """Start the relay and tell it where versions will be written."""
+        self._loop.start(self._relay.run())
         self._loop.run(self._relay.open(path, layout))
 
     def reserve(self, version: PolicyVersion) -> int:

@@ -278,6 +278,8 @@ def main() -> int:
     start_logging("relay")
 
     def body() -> int:
+        if settings.weightbus.host.startswith("127."):
+            os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # noqa: TID251 read by gloo, which has no setting
         with _only_one(relay_lock(settings.run)):
             asyncio.run(_serve(settings, arguments.lifeline))
         return 0

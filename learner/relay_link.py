@@ -69,7 +69,7 @@ class RelayLink:
         """
         self._endpoint = endpoint
         self._launch = launch
-        self._context = zmq.asyncio.Context()
+        self._context: zmq.asyncio.Context | None = None
         self._socket: zmq.asyncio.Socket | None = None
         self._one_at_a_time = asyncio.Lock()
         self._process: subprocess.Popen[bytes] | None = None
@@ -100,7 +100,8 @@ class RelayLink:
                     await self._look()
         finally:
             self._close_socket()
-            self._context.term()
+            if self._context is not None:
+                self._context.term()
 
     async def _look(self) -> None:
         try:
@@ -261,6 +262,7 @@ class RelayLink:
         return bool(self._pid) and not Path(f"/proc/{self._pid}").exists()
 
     def _connect(self) -> zmq.asyncio.Socket:
+        self._context = self._context or zmq.asyncio.Context()
         self._socket = socket = self._context.socket(zmq.DEALER)
         socket.setsockopt(zmq.LINGER, 0)
         socket.connect(self._endpoint)

@@ -41,6 +41,7 @@ class WeightBus:
         timeout_s: float = 4.0,
         linger_s: float = 20.0,
         sizes: Sequence[str] = (),
+        bucket_bytes: int = 2 * 4096 * 4,
     ) -> None:
         """Start a learner, which starts its relay.
 
@@ -50,11 +51,13 @@ class WeightBus:
             timeout_s: weightbus.timeout_s.
             linger_s: weightbus.linger_s.
             sizes: --count and --size of the model.
+            bucket_bytes: weightbus.bucket_bytes.
         """
         self.folder = folder
         self.agents: dict[str, subprocess.Popen[str]] = {}
         self.sizes = list(sizes)
         self._epoch = 0
+        self._bucket_bytes = str(bucket_bytes)
         self._digests: dict[str, str] = {}
         self.learner: subprocess.Popen[str]
         config = CONFIG.format(
@@ -74,7 +77,11 @@ class WeightBus:
         self._epoch += 1
         with (self.folder / "learner.log").open("a") as log:
             self.learner = subprocess.Popen(
-                [*_program("bus_learner", self.folder), "--epoch", str(self._epoch), *self.sizes],
+                [
+                    *_program("bus_learner", self.folder),
+                    *("--epoch", str(self._epoch), "--bucket-bytes", self._bucket_bytes),
+                    *self.sizes,
+                ],
                 cwd=ROOT,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
@@ -111,14 +118,22 @@ class WeightBus:
 
     @property
     def relay(self) -> int:
-        """Return the process of the relay."""
-        return int((self.folder / "sockets" / "relay.lock").read_text())
+        """Return the process of the relay, 0 if there was none yet."""
+        with suppress(OSError, ValueError):
+            return int((self.folder / "sockets" / "relay.lock").read_text())
+        return 0
 
     def kill_relay(self, signum: signal.Signals = signal.SIGKILL) -> None:
         os.kill(self.relay, signum)
 
+    def relay_memory(self, kind: str) -> int:
+        """Return bytes of the relay's memory of a kind, as in /proc/PID/status."""
+        status = Path(f"/proc/{self.relay}/status").read_text()
+        line = next(line for line in status.splitlines() if line.startswith(f"{kind}:"))
+        return int(line.split()[1]) * 1024
+
     def relay_lives(self) -> bool:
-        with suppress(OSError, ValueError):
+        with suppress(OSError):
             return Path(f"/proc/{self.relay}/stat").read_text().split()[2] != "Z"
         return False
 

@@ -85,18 +85,24 @@ class Collective(Transport):
 
     @override
     async def load(self, publication: Publication, members: Sequence[Member]) -> None:
-        """Broadcast every bucket; engines are told of the next one while one is under way."""
+        """Broadcast every bucket; the next one stands ready while one is under way."""
         group = self._group
         if group is None:
             raise MembersFailedError(dict.fromkeys(members, "it is in no group"))
         sent = _Sent(members, group.name, len(publication.snapshot.layout.buckets))
         try:
+            moving: dist.Work | None = None
             for index in range(sent.num_buckets):
                 await sent.tell(up_to=index + _AHEAD)
-                await group.broadcast(
-                    publication.snapshot.bucket(index), peer_failed=sent.has_failures
-                )
-                await sent.loaded(index)
+                # It waits for engines behind the one before: no pause between two buckets.
+                following = group.start(publication.snapshot.bucket(index))
+                if moving is not None:
+                    await group.finish(moving, peer_failed=sent.has_failures)
+                    await sent.loaded(index - 1)
+                moving = following
+            if moving is not None:
+                await group.finish(moving, peer_failed=sent.has_failures)
+                await sent.loaded(sent.num_buckets - 1)
         except PublishError as error:
             self.close()
             others = error.reasons if isinstance(error, MembersFailedError) else {}
@@ -144,9 +150,8 @@ class _Sent:
 
     def has_failures(self) -> bool:
         """Tell whether somebody could not load a bucket."""
-        return any(
-            _has_failed(f) for outcomes in self._outcomes[-_AHEAD:] for f in outcomes.values()
-        )
+        recent = self._outcomes[-_AHEAD - 1 :]  # and the one that may not have been loaded yet
+        return any(_has_failed(future) for outcomes in recent for future in outcomes.values())
 
 
 def _load_bucket(index: int, group_name: str, number: int) -> Command:
@@ -203,11 +208,22 @@ class EngineGroup:
 
     async def broadcast(self, flat: Tensor, *, peer_failed: Callable[[], bool]) -> None:
         """Send ``flat`` ([num_bytes] uint8); gives up as soon as a peer reports a failure."""
+        await self.finish(self.start(flat), peer_failed=peer_failed)
+
+    def start(self, flat: Tensor) -> dist.Work:
+        """Begin to send ``flat`` ([num_bytes] uint8) after what was begun before."""
         if self._group is None:
             raise PublishError(f"group {self.name} is not open")
         try:
             sent = flat.to(self._device, non_blocking=True)
-            work = dist.broadcast(sent, src=0, group=self._group, async_op=True)
+            work: dist.Work = dist.broadcast(sent, src=0, group=self._group, async_op=True)
+        except RuntimeError as error:
+            raise PublishError(f"broadcast to group {self.name} failed: {error}") from error
+        return work
+
+    async def finish(self, work: dist.Work, *, peer_failed: Callable[[], bool]) -> None:
+        """Wait until something is sent; gives up as soon as a peer reports a failure."""
+        try:
             while not work.is_completed():
                 if peer_failed():
                     raise PublishError(f"an engine of group {self.name} stopped receiving")

@@ -39,6 +39,7 @@ def main(folder: Path, work: Path, rank: int, world_size: int, tensor_parallel: 
     original = load_file(folder / "model.safetensors")
     exported = [(name, torch.equal(t, original[name])) for name, t in export_hf_weights(model)]
     save_hf_folder(model, work / "exported", folder)
+    written, refused = published(model, topology, original)
     report = {
         "data_parallel": topology.data_parallel,
         "logprobs": logprobs,
@@ -47,6 +48,8 @@ def main(folder: Path, work: Path, rank: int, world_size: int, tensor_parallel: 
         "exported": sorted(name for name, is_equal in exported if is_equal),
         "num_exported": len(exported),
         "original": sorted(original),
+        "written": written,
+        "refused": refused,
     }
     (work / f"{rank}.json").write_text(json.dumps(report))
     dist.barrier()
@@ -73,6 +76,31 @@ def forward_backward(model, topology):  # noqa: ANN001 - known only after prepar
         {i: part[:-1].tolist() for i, part in zip(numbers, values.split(lengths), strict=True)}
         for values in (logprobs, entropy)
     )
+
+
+def published(model, topology, original):  # noqa: ANN001 - known only after prepare()
+    """Return what is right in the memory that all ranks wrote, and what a rank then refuses."""
+    from learner.broadcast import broadcast_bytes
+    from learner.weight_writer import WeightWriter
+    from weightbus.snapshot import tensor_views
+
+    def agree(text: str) -> str:
+        said = broadcast_bytes(text.encode(), rank=topology.rank, world_size=topology.world_size)
+        return said.decode()
+
+    writer = WeightWriter(model, topology, bucket_bytes=4096, agree=agree)
+    bad = writer.write(1)
+    assert not bad, bad
+    dist.barrier()
+    views = tensor_views(writer.layout, writer._memory.slot(1))
+    right = sorted(name for name, view in views.items() if torch.equal(view, original[name]))
+    untouched = int(writer._memory.slot(0).sum()) + int(writer._memory.slot(2).sum())
+    assert untouched == 0
+    dist.barrier()
+    if topology.rank == topology.world_size - 1:
+        with torch.no_grad():
+            model.decoder.layers[-1].mlp.linear_fc2.weight[0, 0] = float("nan")
+    return right, writer.write(0)
 
 
 def gradient_norm(model, topology):  # noqa: ANN001 - known only after prepare()

@@ -12,6 +12,7 @@ from learner.background import BackgroundLoop
 from learner.broker_link import LeaderLink
 from learner.config import LearnerSettings, learner_settings
 from learner.orders import Rejection, StepOrder
+from learner.relay_link import RelayLaunch
 from tests.unit.broker.ledger_driver import eval_plan, make_ledger, make_rules
 from tests.unit.broker.test_server import Running, running, submit
 from wire.control import (
@@ -70,7 +71,7 @@ def test_a_stop_that_was_planned_while_the_learner_waits_reaches_it_at_once(tmp_
         took_over: asyncio.Event, broker: asyncio.AbstractEventLoop
     ) -> tuple[float, list[BatchNotReady]]:
         with BackgroundLoop() as loop:
-            link = LeaderLink(loop, settings, PhaseClock(), lambda: False)
+            link = LeaderLink(loop, settings, PhaseClock(), lambda: False, relay=RelayLaunch())
             version = link.take_over(0, "")
             broker.call_soon_threadsafe(took_over.set)
             started = time.monotonic()
@@ -107,7 +108,7 @@ def test_batches_are_prefetched_rejected_and_sealed_at_the_broker(tmp_path: Path
 
     def learner(is_bound: threading.Event) -> None:
         with BackgroundLoop() as loop:
-            link = LeaderLink(loop, settings, PhaseClock(), lambda: False)
+            link = LeaderLink(loop, settings, PhaseClock(), lambda: False, relay=RelayLaunch())
             version = link.take_over(0, "")
             first = link.next_order(version, max_wait_s=PATIENCE_S)
             assert isinstance(first, StepOrder)

@@ -33,6 +33,8 @@ def test_logprobs_are_those_of_transformers_and_the_export_is_bit_equal(
     assert by_token(report, "logprobs") == pytest.approx(expected, abs=2e-5)
     assert report["exported"] == report["original"]
     assert report["num_exported"] == len(report["original"])
+    assert report["written"] == report["original"]
+    assert report["refused"] == "decoder.layers.1.mlp.linear_fc2.weight"
     assert (work / "exported" / "tokenizer.json").read_text() == "{}"
     assert not list(work.glob(".exported*"))
 
@@ -55,6 +57,10 @@ def test_two_ranks_compute_what_one_computes(tmp_path: Path, tensor_parallel: in
         assert report["data_parallel"] == 2 // tensor_parallel
         assert report["gradient_norm"] == pytest.approx(alone["gradient_norm"], rel=1e-5)
         assert report["exported"] == report["original"]
+        assert report["written"] == report["original"]
+    assert split[0]["refused"] == ""
+    of_first_replica = tensor_parallel == 2
+    assert bool(split[1]["refused"]) is of_first_replica, "only who writes looks"
     written = load_file(two / "exported" / "model.safetensors")
     original = load_file(model / "model.safetensors")
     assert written.keys() == original.keys()

@@ -4,7 +4,10 @@ The engines are plain tensors (tests/bus_engine.py), so that they can be told to
 test_transports.py does the same publishes with SGLang.
 """
 
+import os
 import signal
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -12,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.bus_harness import WeightBus, until, weight_bus
+from tests.bus_harness import ROOT, WeightBus, until, weight_bus
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(120)]
 TRANSPORTS = ("collective", "tcp", "disk")
@@ -97,6 +100,25 @@ def test_another_tensor_set_is_refused_before_a_byte_moves(
     until(lambda: why in bus.log_of("other"), 20, lambda: bus.log_of("other"))
     assert "paused" not in bus.log_of("other")
     assert bus.newest_label("other") == ""
+
+
+def test_beyond_the_slots_a_publish_takes_no_memory_in_the_relay(folder: Path):
+    mib = 1024 * 1024
+    sizes = ("--count", "16", "--size", str(2 * mib // 4))  # 32 MiB
+    with weight_bus(folder, sizes=sizes, bucket_bytes=4 * mib) as bus:
+        for name in TRANSPORTS:
+            bus.start(name, name, "--token-s", "0.2")
+        until(lambda: "disk joined" in (folder / "learner.log").read_text(), 30)
+        bus.publish(0)
+        before = bus.relay_memory("RssAnon")
+        for step in range(1, 5):
+            bus.publish(step)
+            for name in TRANSPORTS:
+                bus.wait_for(name, step)
+        grown = bus.relay_memory("RssAnon") - before
+        assert grown < 16 * mib, f"{grown / mib:.0f} MiB: it holds a copy of the version"
+        assert bus.relay_memory("RssShmem") <= 3 * 33 * mib
+        bus.check_tokens()
 
 
 # ---- engines that fail ---------------------------------------------------------
@@ -296,6 +318,30 @@ def test_the_relay_ends_some_time_after_a_learner_that_died(folder: Path):
         assert bus.relay_lives()
         until(lambda: not bus.relay_lives(), 10)
         assert "weightbus.linger_s" in (folder / "learner.log").read_text()
+
+
+def test_the_relay_ends_when_its_lifeline_is_cut(bus: WeightBus):
+    bus.publish(0)
+    until(bus.relay_lives, 20)
+    bus.tell("end")
+    assert bus.learner.wait(10) == 0
+    read, write = os.pipe()
+    config = str(bus.folder / "run.toml")
+    relay = subprocess.Popen(
+        [sys.executable, "-m", "learner.relay", "--config", config, "--lifeline", str(read)],
+        cwd=ROOT,
+        pass_fds=[read],
+    )
+    os.close(read)
+    try:
+        until(lambda: bus.relay == relay.pid, 20)
+        time.sleep(1.0)
+        assert relay.poll() is None
+        os.close(write)
+        assert relay.wait(5) == 0
+    finally:
+        relay.kill()
+        relay.wait()
 
 
 def test_a_relay_that_hangs_is_replaced(bus: WeightBus):

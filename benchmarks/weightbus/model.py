@@ -1,0 +1,81 @@
+"""The tensors that are published: shapes of SmolLM2-135M, and of a Llama of 1B parameters."""
+
+from dataclasses import dataclass
+
+import torch
+
+from weightbus.layout import plan_layout
+from weightbus.memory import SharedSlots
+from weightbus.slots import NUM_SLOTS
+from weightbus.snapshot import WeightSnapshot, tensor_views
+from wire.manifest import TensorSpec, WeightManifest
+from wire.versions import PolicyVersion
+
+MIB = 1024 * 1024
+BUCKET_BYTES = 16 * MIB  # weightbus.bucket_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """A Llama with a tied output layer."""
+
+    layers: int
+    hidden: int
+    inner: int
+    heads: int
+    groups: int
+    vocabulary: int
+
+    def specs(self, dtype: str = "bfloat16") -> list[TensorSpec]:
+        """Return its tensors, without digests."""
+        head = self.hidden // self.heads
+        shapes: dict[str, tuple[int, ...]] = {
+            "model.embed_tokens.weight": (self.vocabulary, self.hidden)
+        }
+        for layer in range(self.layers):
+            prefix = f"model.layers.{layer}."
+            shapes |= {
+                prefix + "input_layernorm.weight": (self.hidden,),
+                prefix + "self_attn.q_proj.weight": (self.heads * head, self.hidden),
+                prefix + "self_attn.k_proj.weight": (self.groups * head, self.hidden),
+                prefix + "self_attn.v_proj.weight": (self.groups * head, self.hidden),
+                prefix + "self_attn.o_proj.weight": (self.hidden, self.heads * head),
+                prefix + "post_attention_layernorm.weight": (self.hidden,),
+                prefix + "mlp.gate_proj.weight": (self.inner, self.hidden),
+                prefix + "mlp.up_proj.weight": (self.inner, self.hidden),
+                prefix + "mlp.down_proj.weight": (self.hidden, self.inner),
+            }
+        shapes["model.norm.weight"] = (self.hidden,)
+        return [TensorSpec(name, dtype, shape) for name, shape in shapes.items()]
+
+    def layout(self, bucket_bytes: int = BUCKET_BYTES, dtype: str = "bfloat16") -> WeightManifest:
+        return plan_layout(self.specs(dtype), bucket_bytes=bucket_bytes)
+
+
+SMOLLM2 = Sizes(layers=30, hidden=576, inner=1536, heads=9, groups=3, vocabulary=49152)
+ONE_BILLION = Sizes(layers=16, hidden=2048, inner=8192, heads=32, groups=8, vocabulary=32768)
+QUICK = Sizes(layers=8, hidden=576, inner=1536, heads=9, groups=3, vocabulary=8192)
+
+
+def written_slots(sizes: Sizes, dtype: str = "bfloat16", *, slots: int = NUM_SLOTS) -> SharedSlots:
+    """Return a learner's memory whose slots hold random versions."""
+    layout = sizes.layout(dtype=dtype)
+    memory = SharedSlots.make(slot_bytes=layout.num_bytes, num_slots=slots)
+    for slot in range(slots):
+        for view in tensor_views(layout, memory.slot(slot)).values():
+            view.normal_(std=0.02)
+    return memory
+
+
+def snapshot_of(
+    sizes: Sizes, memory: SharedSlots, *, bucket_bytes: int, step: int
+) -> WeightSnapshot:
+    return WeightSnapshot(PolicyVersion(1, step), sizes.layout(bucket_bytes), memory.slot(0))
+
+
+def random_tensors(specs: list[TensorSpec]) -> dict[str, torch.Tensor]:
+    """Return tensors of their own, small and finite."""
+    return {
+        spec.name: torch.empty(spec.shape, dtype=getattr(torch, spec.dtype)).normal_(std=0.02)
+        for spec in specs
+    }

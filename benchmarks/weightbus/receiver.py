@@ -1,0 +1,112 @@
+"""A light agent: joins groups and receives into memory that lies ready, as the relay tells it.
+
+It obeys the relay's commands over the relay's kind of socket, and between them orders of the
+benchmark, which begin with an exclamation mark and are JSON.
+"""
+
+import datetime
+import json
+import time
+
+import torch
+import torch.distributed as dist
+import zmq
+from torch.distributed import TCPStore
+from torch.distributed import distributed_c10d as c10d
+
+from benchmarks.weightbus.model import Sizes
+from wire.bus import LoadBucket, OpenGroup, Outcome
+from wire.codec import decode_command, encode
+from wire.manifest import WeightManifest
+
+TIMEOUT_S = 60.0
+RAW_GROUP = "raw-{}"  # of so many processes
+
+
+def join_group(store: TCPStore, name: str, *, rank: int, world_size: int) -> dist.ProcessGroup:
+    """Join a group beside the default one."""
+    group, _ = c10d._new_process_group_helper(
+        world_size,
+        rank,
+        [],
+        c10d.Backend("gloo"),
+        c10d.PrefixStore(name, store),
+        group_name=c10d.GroupName(name),
+        timeout=datetime.timedelta(seconds=TIMEOUT_S),
+    )
+    c10d._world.pg_group_ranks[group] = {r: r for r in range(world_size)}
+    return group
+
+
+def raw_broadcasts(memory: torch.Tensor, group: dist.ProcessGroup, bucket_bytes: int) -> None:
+    """Broadcast a memory from rank 0, so many bytes at a time, and nothing else."""
+    for start in range(0, len(memory), bucket_bytes):
+        dist.broadcast(memory[start : start + bucket_bytes], src=0, group=group)
+
+
+def receive(endpoint: str, name: str, sizes: Sizes) -> None:
+    """Serve until told to end."""
+    torch.set_num_threads(1)
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    socket = context.socket(zmq.DEALER)
+    socket.setsockopt(zmq.IDENTITY, name.encode())
+    socket.setsockopt(zmq.LINGER, 1000)
+    socket.connect(endpoint)
+    receiver = _Receiver(sizes)
+    socket.send(b"!{}")
+    while True:
+        frame = b"".join(socket.recv_multipart())
+        if not frame.startswith(b"!"):
+            socket.send(encode(receiver.obey(frame)))
+            continue
+        order = json.loads(frame[1:])
+        if order["do"] == "end":
+            break
+        socket.send(b"!" + json.dumps(receiver.carry_out(order)).encode())
+    context.destroy(linger=100)
+
+
+class _Receiver:
+    def __init__(self, sizes: Sizes) -> None:
+        self._sizes = sizes
+        self._layout: WeightManifest = sizes.layout()
+        self._memory = torch.zeros(self._layout.num_bytes, dtype=torch.uint8)
+        self._groups: dict[str, dist.ProcessGroup] = {}
+        self._at = 0
+        self._ended_s = 0.0
+
+    def obey(self, frame: bytes) -> Outcome:
+        match command := decode_command(frame):
+            case OpenGroup(group_name=name):
+                self._join(command.host, command.port, name, command.rank, command.world_size)
+            case LoadBucket(index=index, group_name=name):
+                self._at = 0 if index == 0 else self._at
+                size = self._layout.buckets[index].num_bytes
+                flat = self._memory[self._at : self._at + size]
+                dist.broadcast(flat, src=0, group=self._groups[name])
+                self._at += size
+                self._ended_s = time.monotonic()
+            case _:
+                raise ValueError(f"{command} is not for a light agent")
+        return Outcome(command_id=command.command_id)
+
+    def carry_out(self, order: dict[str, object]) -> dict[str, float]:
+        match order:
+            case {"do": "join", "port": int(port), "rank": int(rank), "world_size": int(size)}:
+                self._join("127.0.0.1", port, RAW_GROUP.format(size), rank, size)
+            case {"do": "layout", "bucket_bytes": int(bucket_bytes)}:
+                self._layout = self._sizes.layout(bucket_bytes)
+            case {"do": "raw", "bucket_bytes": int(bucket_bytes)}:
+                raw_broadcasts(self._memory, self._raw_group(), bucket_bytes)
+                self._ended_s = time.monotonic()
+            case {"do": "sum"}:
+                return {"sum": float(self._memory.view(torch.int64).sum().item() % 2**40)}
+        return {"ended_s": self._ended_s, "cpu_s": time.process_time()}
+
+    def _raw_group(self) -> dist.ProcessGroup:
+        return next(group for name, group in self._groups.items() if name.startswith("raw"))
+
+    def _join(self, host: str, port: int, name: str, rank: int, world_size: int) -> None:
+        limit = datetime.timedelta(seconds=TIMEOUT_S)
+        store = TCPStore(host, port, is_master=False, timeout=limit)
+        self._groups[name] = join_group(store, name, rank=rank, world_size=world_size)

@@ -1,0 +1,409 @@
+"""Publishes into a real SGLang: control calls, end to end, and what generation loses."""
+
+import asyncio
+import functools
+import json
+import mmap
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from typing_extensions import override
+
+from benchmarks.weightbus.figures import loss_beyond_pause, pause_s
+from benchmarks.weightbus.light_bus import copy_checked
+from benchmarks.weightbus.model import BUCKET_BYTES
+from deploy.addition import write_blank_model
+from generators.config import generator_settings
+from generators.engine import SamplingParams
+from generators.sglang_engine import SglangEngine
+from generators.sglang_process import SglangProcess
+from tests.random_llama import write_random_weights
+from weightbus.compatibility import installed_libraries
+from weightbus.config import WeightBusSection
+from weightbus.layout import plan_layout
+from weightbus.member import Member
+from weightbus.memory import SharedSlots
+from weightbus.publisher import Publisher
+from weightbus.slots import NUM_SLOTS
+from weightbus.snapshot import tensor_spec, tensor_views
+from weightbus.subscriber import Subscriber
+from weightbus.tensor_set import model_tensors
+from weightbus.versions import Versions
+from wire.bus import Command, Join, Offer, Outcome, PublishRecord, TransportName
+from wire.relay import OpenMemory
+from wire.versions import PolicyVersion
+
+TRANSPORTS: tuple[TransportName, ...] = ("collective", "tcp", "disk")
+_LONGEST_S = 120.0
+_SMOLLM2 = {
+    "vocab_size": 49152,
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "head_dim": 64,
+}
+
+
+class CountingEngine(SglangEngine):
+    """Counts its control calls."""
+
+    num_calls = 0
+
+    @override
+    async def _control(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        self.num_calls += 1
+        return await super()._control(path, body)
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """A real server, and the folder of its model."""
+
+    process: SglangProcess
+    model: Path
+    dtype: str
+
+
+@contextmanager
+def sglang(*, smollm2: bool) -> Iterator[Server]:
+    """Yield a server of a tiny policy in float32, or of the size of SmolLM2-135M in bfloat16."""
+    dtype = "bfloat16" if smollm2 else "float32"
+    with tempfile.TemporaryDirectory(prefix="bw-", dir="/tmp") as name:  # noqa: S108 short
+        model = Path(name) / "model"
+        write_blank_model(model, hidden=64, layers=2)
+        if smollm2:
+            config = model / "config.json"
+            written = json.loads(config.read_text()) | _SMOLLM2 | {"torch_dtype": dtype}
+            config.write_text(json.dumps(written))
+        write_random_weights(model, scale=0.02 if smollm2 else 0.15, seed=3)
+        settings = generator_settings(
+            {
+                "run": {"name": "p", "dir": name, "model": str(model)},
+                "sampling": {"max_prompt_tokens": 16, "max_response_tokens": 440},
+                "generators": {"device": "cpu", "dtype": dtype, "max_cached_tokens": 8192},
+            }
+        )
+        process = SglangProcess.start(settings, "generator-0")
+        try:
+            asyncio.run(process.until_ready(_LONGEST_S))
+            yield Server(process, model, dtype)
+        finally:
+            process.stop()
+
+
+class ServedBus:
+    """A learner's memory, a publisher and the agent of one server, in this event loop."""
+
+    def __init__(
+        self, server: Server, folder: Path, transport: TransportName, epoch: int
+    ) -> None:
+        process = server.process
+        self.engine = CountingEngine(
+            process.url, process.api_key, request_timeout_s=60, control_timeout_s=60
+        )
+        dtype = getattr(torch, server.dtype)
+        loaded = load_file(server.model / "model.safetensors")
+        self.tensors = {name: tensor.to(dtype) for name, tensor in loaded.items()}
+        specs = [tensor_spec(*item) for item in self.tensors.items()]
+        self.layout = plan_layout(specs, bucket_bytes=BUCKET_BYTES)
+        self._epoch, self._step = epoch, -1
+        self._memory = SharedSlots.make(slot_bytes=self.layout.num_bytes, num_slots=NUM_SLOTS)
+        self.records: asyncio.Queue[PublishRecord] = asyncio.Queue(64)
+        self._versions = Versions(folder / "weights")
+        self._versions.open(
+            OpenMemory(path=self._memory.path, layout=self.layout, num_slots=NUM_SLOTS)
+        )
+        libraries = installed_libraries()
+        self.publisher = Publisher(
+            WeightBusSection(timeout_s=60),
+            self._versions,
+            on_record=self.records.put,
+            libraries=libraries,
+        )
+        self.subscriber = Subscriber(
+            self.engine,
+            join=Join(
+                name="generator-0",
+                incarnation="a",
+                device="cpu",
+                torch_version=libraries.torch_version,
+                transport=transport,
+            ),
+            tensors=model_tensors(server.model, dtype=server.dtype),
+            staging=folder / "received",
+            silence_s=30,
+            fetch_timeout_s=30,
+            on_pause=lambda: None,
+            on_adopt=lambda _version: None,
+        )
+
+    async def publish(self) -> tuple[float, PublishRecord]:
+        """Publish once more; return seconds from the reserve to committed, and the record."""
+        self._step += 1
+        began_s = time.monotonic()
+        slot = self._versions.reserve()
+        views = tensor_views(self.layout, self._memory.slot(slot))
+        await asyncio.to_thread(copy_checked, self.tensors, views)
+        self._versions.written(slot, PolicyVersion(self._epoch, self._step))
+        while True:
+            record = await asyncio.wait_for(self.records.get(), _LONGEST_S)
+            if record.failed:
+                raise RuntimeError(f"a publish failed: {record.failed}")
+            if record.version.step == self._step:
+                return time.monotonic() - began_s, record
+
+    def close(self) -> None:
+        self._memory.close()
+
+
+@asynccontextmanager
+async def served_bus(
+    server: Server, transport: TransportName, epoch: int
+) -> AsyncIterator[ServedBus]:
+    with tempfile.TemporaryDirectory(prefix="bw-", dir="/tmp") as name:  # noqa: S108 short
+        bus = ServedBus(server, Path(name), transport, epoch)
+        endpoints = (f"ipc://{name}/bus", f"ipc://{name}/bulk")
+        tasks = [
+            asyncio.create_task(bus.publisher.run(*endpoints)),
+            asyncio.create_task(bus.subscriber.run(*endpoints)),
+        ]
+        try:
+            await bus.publish()  # alone, over TCP or from disk
+            await bus.publish()  # this one makes the group
+            yield bus
+        finally:
+            for task in reversed(tasks):
+                task.cancel()
+                with suppress(asyncio.CancelledError):
+                    await task
+            await bus.engine.close()
+            bus.close()
+
+
+# ---- control -------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class ControlFigures:
+    """Calls of one publish, and seconds of one that does nothing."""
+
+    commands: int
+    calls: int
+    command_s: float
+    call_s: float  # to SGLang's HTTP server, answered there
+    scheduler_call_s: float  # passed on to its scheduler
+
+    @property
+    def seconds(self) -> float:
+        """What a publish costs if every call only waits for an answer."""
+        return self.commands * self.command_s + self.calls * self.scheduler_call_s
+
+
+async def _control(server: Server, rounds: int) -> ControlFigures:
+    async with served_bus(server, "collective", 1) as bus:
+        sent: list[None] = []
+        send = Member.send
+
+        async def counted(
+            member: Member, command: Callable[[int], Command]
+        ) -> "asyncio.Future[Outcome]":
+            sent.append(None)
+            return await send(member, command)
+
+        calls_before = bus.engine.num_calls
+        Member.send = counted  # type: ignore[method-assign]
+        try:
+            _, record = await bus.publish()
+        finally:
+            Member.send = send  # type: ignore[method-assign]
+        calls = bus.engine.num_calls - calls_before
+        (member,) = bus.publisher._members.values()  # noqa: SLF001 nobody else talks to it now
+        manifest = plan_layout([], bucket_bytes=1)
+        del record
+
+        async def command() -> None:
+            """Be refused: the cheapest thing that an agent does."""
+            future = await member.send(lambda n: Offer(command_id=n, manifest=manifest))
+            await asyncio.wait_for(future, _LONGEST_S)
+
+        async def call() -> None:
+            async with bus.engine._http.get(f"{bus.engine._url}/model_info") as answer:  # noqa: SLF001
+                await answer.read()
+
+        return ControlFigures(
+            commands=len(sent),
+            calls=calls,
+            command_s=await _median_s(command, rounds),
+            call_s=await _median_s(call, rounds),
+            scheduler_call_s=await _median_s(bus.engine.resume, rounds),
+        )
+
+
+async def _median_s(what: Callable[[], Coroutine[Any, Any, None]], rounds: int) -> float:
+    spent = []
+    for _ in range(rounds):
+        began_s = time.monotonic()
+        await what()
+        spent.append(time.monotonic() - began_s)
+    return statistics.median(spent)
+
+
+def measure_control(server: Server, *, rounds: int) -> ControlFigures:
+    """Count what one publish over a collective says, and time what does nothing."""
+    return asyncio.run(_control(server, rounds))
+
+
+# ---- end to end ----------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class EndToEnd:
+    """Seconds from the learner's reserve to committed, by transport, beside plain ways."""
+
+    num_bytes: int = 0
+    seconds: dict[str, list[float]] = field(default_factory=dict)
+    phases: dict[str, dict[str, float]] = field(default_factory=dict)
+
+
+def measure_end_to_end(server: Server, *, rounds: int, epoch: int) -> EndToEnd:
+    """Publish over each transport, and move the same bytes in the two plain ways in between."""
+    figures = EndToEnd()
+    for number, transport in enumerate(TRANSPORTS):
+        asyncio.run(_end_to_end(server, transport, rounds, epoch + number, figures))
+    return figures
+
+
+async def _end_to_end(
+    server: Server, transport: TransportName, rounds: int, epoch: int, figures: EndToEnd
+) -> None:
+    async with served_bus(server, transport, epoch) as bus:
+        figures.num_bytes = bus.layout.num_bytes
+        records = []
+        for _ in range(rounds):
+            seconds, record = await bus.publish()
+            figures.seconds.setdefault(transport, []).append(seconds)
+            records.append(record)
+            for name, way in (("shared memory", _memory_copy), ("safetensors", _save_and_load)):
+                began_s = time.monotonic()
+                await asyncio.to_thread(way, bus.tensors)
+                figures.seconds.setdefault(name, []).append(time.monotonic() - began_s)
+        figures.phases[transport] = {
+            phase: statistics.median(record.phase_seconds[phase] for record in records)
+            for phase in records[0].phase_seconds
+        }
+
+
+@functools.cache
+def _copy_target(num_bytes: int) -> Tensor:
+    descriptor = os.memfd_create("bench")
+    os.ftruncate(descriptor, num_bytes)
+    mapped = mmap.mmap(descriptor, num_bytes)
+    os.close(descriptor)
+    return torch.frombuffer(mapped, dtype=torch.uint8)
+
+
+def _memory_copy(tensors: dict[str, Tensor]) -> None:
+    """Copy into a memory without a name, and back."""
+    memory = _copy_target(sum(tensor.nbytes for tensor in tensors.values()))
+    for into in (True, False):
+        at = 0
+        for tensor in tensors.values():
+            flat = tensor.view(-1).view(torch.uint8)
+            shared = memory[at : at + len(flat)]
+            at += len(flat)
+            _ = shared.copy_(flat) if into else flat.copy_(shared)
+
+
+def _save_and_load(tensors: dict[str, Tensor]) -> None:
+    with tempfile.TemporaryDirectory(prefix="bw-") as name:
+        file = Path(name) / "model.safetensors"
+        save_file(tensors, file)
+        copies = {name: tensor.clone() for name, tensor in load_file(file).items()}
+    del copies
+
+
+# ---- what generation loses -----------------------------------------------------
+
+
+@dataclass(slots=True)
+class LossFigures:
+    """Tokens per second of each window, and the share of it in which the engine was paused."""
+
+    alone: list[float] = field(default_factory=list)
+    published: list[float] = field(default_factory=list)
+    pause_shares: list[float] = field(default_factory=list)
+
+    @property
+    def losses(self) -> list[float]:
+        """Loss beyond the pause, of each pair of windows side by side."""
+        rows = zip(self.alone, self.published, self.pause_shares, strict=True)
+        return [
+            loss_beyond_pause(rate=rate, rate_alone=alone, pause_share=share)
+            for alone, rate, share in rows
+        ]
+
+    @property
+    def noise(self) -> float:
+        """How far windows without a publish lie apart, as a share of their median."""
+        return (max(self.alone) - min(self.alone)) / statistics.median(self.alone)
+
+
+def measure_loss(
+    server: Server, *, windows: int, window_s: float, every_s: float, epoch: int
+) -> LossFigures:
+    """Generate under constant load, in turns with and without a publish every so many seconds."""
+    return asyncio.run(_loss(server, windows, window_s, every_s, epoch))
+
+
+async def _loss(
+    server: Server, windows: int, window_s: float, every_s: float, epoch: int
+) -> LossFigures:
+    figures = LossFigures()
+    async with served_bus(server, "collective", epoch) as bus:
+        tokens = [0]
+        load = [asyncio.create_task(_load(bus.engine, tokens, n)) for n in range(8)]
+        try:
+            await asyncio.sleep(min(3.0, window_s))
+            for number in range(2 * windows):
+                publishes = (number % 2 == 1) != (number // 2 % 2 == 1)  # ABBA against drift
+                began_s, before, paused_s = time.monotonic(), tokens[0], 0.0
+                while (left_s := began_s + window_s - time.monotonic()) > 0:
+                    next_s = time.monotonic() + every_s
+                    if publishes and left_s > every_s / 2:
+                        _, record = await bus.publish()
+                        paused_s += pause_s(record.phase_seconds)
+                    left_s = min(next_s, began_s + window_s) - time.monotonic()
+                    await asyncio.sleep(max(0.0, left_s))
+                    if any(task.done() for task in load):
+                        await asyncio.gather(*load)
+                seconds = time.monotonic() - began_s
+                rate = (tokens[0] - before) / seconds
+                (figures.published if publishes else figures.alone).append(rate)
+                if publishes:
+                    figures.pause_shares.append(paused_s / seconds)
+        finally:
+            for task in load:
+                task.cancel()
+            await asyncio.gather(*load, return_exceptions=True)
+    return figures
+
+
+async def _load(engine: SglangEngine, tokens: list[int], number: int) -> None:
+    """Keep one request in flight for ever; lengths differ, so that none end together."""
+    length = 40 + 5 * number
+    params = SamplingParams(temperature=1.0, max_new_tokens=length, min_new_tokens=length)
+    while True:
+        for completion in await engine.sample([3, 4, 13], params, count=1):
+            tokens[0] += len(completion.token_ids)

@@ -1,0 +1,243 @@
+"""The wire phase of a publish against broadcasts of the same bytes and nothing else.
+
+Ours is what the relay does: digests of all tensors, then ``Collective.load``, which tells every
+agent of every bucket, broadcasts it and waits for the outcome. It counts from the start of the
+digests until the last receiver has the last byte. The broadcasts go from the same memory of the
+same process into the same memory of the same receivers, in turns with ours.
+"""
+
+import asyncio
+import json
+import statistics
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch.distributed as dist
+import zmq
+import zmq.asyncio
+
+from benchmarks.broker.process import Driver, drivers, work_folder
+from benchmarks.weightbus.figures import best, share
+from benchmarks.weightbus.model import (
+    BUCKET_BYTES,
+    MIB,
+    Sizes,
+    snapshot_of,
+    written_slots,
+)
+from benchmarks.weightbus.receiver import RAW_GROUP, TIMEOUT_S, join_group, raw_broadcasts, receive
+from weightbus.collective_transport import Collective
+from weightbus.config import WeightBusSection
+from weightbus.member import Member
+from weightbus.memory import SharedSlots
+from weightbus.publication import Publication
+from weightbus.rendezvous import open_store
+from wire.bus import Join, Outcome
+from wire.codec import decode_agent_message
+
+RAW_BUCKETS = (4 * MIB, 8 * MIB, 16 * MIB, 32 * MIB, 64 * MIB, 128 * MIB)
+OUR_BUCKETS = (4 * MIB, 8 * MIB, BUCKET_BYTES, 32 * MIB, 64 * MIB)
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One publish: seconds of the wire phase and of the digests, CPU seconds of all and of them."""
+
+    seconds: float
+    digest_s: float
+    cpu_s: float
+    digest_cpu_s: float
+
+
+@dataclass(slots=True)
+class WireFigures:
+    """Rounds with so many receivers, by bucket size."""
+
+    num_bytes: int
+    receivers: int
+    raw: dict[int, list[float]] = field(default_factory=dict)
+    raw_cpu: dict[int, list[float]] = field(default_factory=dict)
+    ours: dict[int, list[Turn]] = field(default_factory=dict)
+    pairs: list[Turn] = field(default_factory=list)  # a group of its own for every receiver
+
+    def ours_s(self, bucket_bytes: int = BUCKET_BYTES) -> float:
+        return statistics.median(turn.seconds for turn in self.ours[bucket_bytes])
+
+    @property
+    def raw_best(self) -> tuple[int, float]:
+        return best(self.raw)
+
+    @property
+    def share(self) -> float:
+        """Median over the rounds, each compared with the raw broadcasts of the same round."""
+        turns, raw = self.ours[BUCKET_BYTES], self.raw[self.raw_best[0]]
+        return statistics.median(share(r, t.seconds) for r, t in zip(raw, turns, strict=True))
+
+    @property
+    def digest_share(self) -> float:
+        turns = self.ours[BUCKET_BYTES]
+        return statistics.median(turn.digest_cpu_s / turn.cpu_s for turn in turns)
+
+
+class _Relay:
+    """The relay's end of the sockets and groups."""
+
+    def __init__(self, socket: zmq.asyncio.Socket, names: Sequence[str]) -> None:
+        self._socket = socket
+        self._answers: dict[str, asyncio.Queue[dict[str, float]]] = {
+            name: asyncio.Queue(4) for name in names
+        }
+        self.members = [self._member(name) for name in names]
+
+    def _member(self, name: str) -> Member:
+        join = Join(name=name, incarnation="a", device="cpu", torch_version="")
+        return Member(
+            name.encode(), join, self._socket, transport="collective", timeout_s=TIMEOUT_S
+        )
+
+    async def read(self) -> None:
+        by_name = {member.name: member for member in self.members}
+        while True:
+            peer, *frames = await self._socket.recv_multipart()
+            name, frame = peer.decode(), b"".join(frames)
+            if frame.startswith(b"!"):
+                await self._answers[name].put(json.loads(frame[1:]))
+            else:
+                message = decode_agent_message(frame)
+                if isinstance(message, Outcome):
+                    by_name[name].take(message)
+
+    async def order(self, name: str, **order: object) -> None:
+        await self._socket.send_multipart([name.encode(), b"!" + json.dumps(order).encode()])
+
+    async def answers(self) -> list[dict[str, float]]:
+        waiting = (queue.get() for queue in self._answers.values())
+        return list(await asyncio.wait_for(asyncio.gather(*waiting), TIMEOUT_S))
+
+    async def ask(self, **order: object) -> list[dict[str, float]]:
+        for name in self._answers:
+            await self.order(name, **order)
+        return await self.answers()
+
+    async def join_raw(self) -> dist.ProcessGroup:
+        size = len(self.members) + 1
+        store = open_store("127.0.0.1", world_size=size, timeout_s=TIMEOUT_S)
+        for rank, name in enumerate(self._answers, 1):
+            await self.order(name, do="join", port=store.port, rank=rank, world_size=size)
+        group = await asyncio.to_thread(join_group, store, RAW_GROUP.format(size), rank=0, world_size=size)
+        await self.answers()
+        return group
+
+
+@asynccontextmanager
+async def _relay(folder: Path, sizes: Sizes, receivers: int) -> AsyncIterator[_Relay]:
+    context = zmq.asyncio.Context()
+    socket = context.socket(zmq.ROUTER)
+    endpoint = f"ipc://{folder}/bus"
+    socket.bind(endpoint)
+    names = [f"r{index}" for index in range(receivers)]
+    relay = _Relay(socket, names)
+    reading = asyncio.create_task(relay.read())
+    try:
+        with drivers(*(Driver(receive, endpoint, name, sizes) for name in names)):
+            await relay.answers()  # they are there
+            yield relay
+            for name in names:
+                await relay.order(name, do="end")
+    finally:
+        reading.cancel()
+        with suppress(asyncio.CancelledError):
+            await reading
+        context.destroy(linger=0)
+
+
+async def _measure(folder: Path, sizes: Sizes, receivers: int, rounds: int) -> WireFigures:
+    made = written_slots(sizes, slots=1)
+    layout = sizes.layout()
+    memory = SharedSlots.open(made.path, slot_bytes=layout.num_bytes, num_slots=1)
+    figures = WireFigures(layout.num_bytes, receivers)
+    collective = Collective(WeightBusSection(timeout_s=TIMEOUT_S))
+    async with _relay(folder, sizes, receivers) as relay:
+        pairs = [Collective(WeightBusSection(timeout_s=TIMEOUT_S)) for _ in relay.members]
+        raw_group = await relay.join_raw()
+        nothing = Publication(
+            snapshot_of(sizes, memory, bucket_bytes=BUCKET_BYTES, step=0), folder=folder
+        )
+        await collective.prepare(nothing, relay.members)
+        if receivers > 1:
+            for pair, member in zip(pairs, relay.members, strict=True):
+                await pair.prepare(nothing, [member])
+        for number in range(-1, rounds):  # the first round warms up
+            turn = _Round(folder, sizes, memory, relay, number)
+            for size in RAW_BUCKETS:
+                seconds, cpu_s = await turn.raw(raw_group, size)
+                if number >= 0:
+                    figures.raw.setdefault(size, []).append(seconds)
+                    figures.raw_cpu.setdefault(size, []).append(cpu_s)
+            for size in OUR_BUCKETS:
+                done = await turn.ours([(collective, relay.members)], size)
+                if number >= 0:
+                    figures.ours.setdefault(size, []).append(done)
+            if receivers > 1:
+                groups = [(p, [m]) for p, m in zip(pairs, relay.members, strict=True)]
+                done = await turn.ours(groups, BUCKET_BYTES)
+                if number >= 0:
+                    figures.pairs.append(done)
+        sums = {answer["sum"] for answer in await relay.ask(do="sum")}
+        if len(sums) != 1:
+            raise RuntimeError("the receivers hold different bytes")
+        for one in (collective, *pairs):
+            one.close()
+    made.close()
+    memory.close()
+    return figures
+
+
+class _Round:
+    def __init__(
+        self, folder: Path, sizes: Sizes, memory: SharedSlots, relay: _Relay, number: int
+    ) -> None:
+        self._folder, self._sizes, self._memory = folder, sizes, memory
+        self._relay, self._number = relay, number
+
+    async def raw(self, group: dist.ProcessGroup, bucket_bytes: int) -> tuple[float, float]:
+        before = sum(one["cpu_s"] for one in await self._relay.ask(do="cpu"))
+        began_cpu_s, began_s = time.process_time(), time.monotonic()
+        for member in self._relay.members:
+            await self._relay.order(member.name, do="raw", bucket_bytes=bucket_bytes)
+        raw_broadcasts(self._memory.slot(0), group, bucket_bytes)
+        own_cpu_s = time.process_time() - began_cpu_s
+        answers = await self._relay.answers()
+        seconds = max(one["ended_s"] for one in answers) - began_s
+        return seconds, own_cpu_s + sum(one["cpu_s"] for one in answers) - before
+
+    async def ours(
+        self, groups: Sequence[tuple[Collective, Sequence[Member]]], bucket_bytes: int
+    ) -> Turn:
+        snapshot = snapshot_of(
+            self._sizes, self._memory, bucket_bytes=bucket_bytes, step=self._number + 1
+        )
+        publication = Publication(snapshot, folder=self._folder)
+        await self._relay.ask(do="layout", bucket_bytes=bucket_bytes)
+        before = sum(one["cpu_s"] for one in await self._relay.ask(do="cpu"))
+        began_cpu_s, began_s = time.process_time(), time.monotonic()
+        await publication.manifest()
+        digest_s, digest_cpu_s = time.monotonic() - began_s, time.process_time() - began_cpu_s
+        await asyncio.gather(*(one.load(publication, members) for one, members in groups))
+        own_cpu_s = time.process_time() - began_cpu_s
+        answers = await self._relay.ask(do="cpu")
+        return Turn(
+            seconds=max(one["ended_s"] for one in answers) - began_s,
+            digest_s=digest_s,
+            cpu_s=own_cpu_s + sum(one["cpu_s"] for one in answers) - before,
+            digest_cpu_s=digest_cpu_s,
+        )
+
+
+def measure_wire(sizes: Sizes, *, receivers: int, rounds: int) -> WireFigures:
+    """Publish over a collective in turns with raw broadcasts."""
+    with work_folder() as folder:
+        return asyncio.run(_measure(folder, sizes, receivers, rounds))
