@@ -43,14 +43,18 @@ def kv_bytes_per_token(hf: HfConfig, *, element_bytes: int = 2) -> int:
 def learner_memory(hf: HfConfig, config: RunConfig) -> list[MemoryPart]:
     """Return what rank 0 of the learner holds, the one that holds most; bfloat16 weights."""
     learner = config.learner.learner
-    share, count = learner.tensor_parallel, num_parameters(hf)
+    share = learner.tensor_parallel
     tokens, hidden, layers = learner.max_tokens_per_microbatch, hf.hidden_size, hf.num_hidden_layers
-    own = count / share
+    own = num_parameters(hf) / share
     return [
         MemoryPart("weights, bfloat16", 2 * own, "2 P / t"),
         MemoryPart("gradients, float32", 4 * own, "4 P / t"),
         MemoryPart("optimizer: float32 weights, two moments", 12 * own, "12 P / t"),
-        MemoryPart("version being published, rank 0", 2.0 * count, "2 P"),
+        MemoryPart(
+            "weight relay: a bucket on its way and the next",
+            2.0 * config.learner.weightbus.bucket_bytes,
+            "2 weightbus.bucket_bytes; versions lie on the host, at most 3 x 2 P there",
+        ),
         MemoryPart(
             "activations of a microbatch",
             tokens * hidden * layers * (10 + 24 / share),

@@ -75,6 +75,7 @@ async def running_engine(
             process.api_key,
             request_timeout_s=settings.generators.request_timeout_s,
             control_timeout_s=settings.weightbus.timeout_s,
+            load_timeout_s=settings.weightbus.receive_timeout_s,
             in_flight=settings.weightbus.in_flight,
         )
         try:

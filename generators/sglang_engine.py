@@ -36,6 +36,7 @@ class SglangEngine:
         *,
         request_timeout_s: float,
         control_timeout_s: float,
+        load_timeout_s: float | None = None,
         in_flight: Literal["retract", "in_place"] = "retract",
     ) -> None:
         """Connect to a server.
@@ -45,6 +46,7 @@ class SglangEngine:
             api_key: that it was started with.
             request_timeout_s: a request for responses that takes longer has failed.
             control_timeout_s: a command that takes longer has failed.
+            load_timeout_s: the same of loading a whole version; None is control_timeout_s.
             in_flight: what a pause does to responses in the making (weightbus.in_flight); the
                 server of an engine that is in_place must cache no prefixes.
         """
@@ -56,6 +58,7 @@ class SglangEngine:
         )
         self._request_timeout = aiohttp.ClientTimeout(request_timeout_s)
         self._control_timeout = aiohttp.ClientTimeout(control_timeout_s)
+        self._load_timeout = aiohttp.ClientTimeout(load_timeout_s or control_timeout_s)
         self._num_in_flight = 0
 
     async def close(self) -> None:
@@ -156,9 +159,8 @@ class SglangEngine:
         """Load all tensors from the safetensors files in a folder; forget cached prefixes.
 
         The folder needs neither a config.json nor, for one file, an index; the file may be a link
-        to memory. SGLang has no way back from a load that fails half-way: it reads the same
-        files once more, calling that a roll-back, and its scheduler dies when this fails too.
-        So the files are checked before.
+        to memory. After a load that fails half-way the engine holds a mixture; SGLang has no way
+        back (``sglang_patches`` has it say so instead of ending), so the files are checked before.
         """
         await asyncio.to_thread(check_weight_files, folder)
         await self._control(
@@ -169,6 +171,7 @@ class SglangEngine:
                 "flush_cache": self._forgets_prefixes,
                 "weight_version": None,
             },
+            self._load_timeout,
         )
 
     @property
@@ -197,8 +200,10 @@ class SglangEngine:
 
     # ---- HTTP ----------------------------------------------------------------
 
-    async def _control(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
-        answer = await self._post(path, body, self._control_timeout)
+    async def _control(
+        self, path: str, body: dict[str, Any], limit: aiohttp.ClientTimeout | None = None
+    ) -> dict[str, Any]:
+        answer = await self._post(path, body, limit or self._control_timeout)
         if not isinstance(answer, dict):
             return {}
         if answer.get("success") is False:

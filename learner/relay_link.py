@@ -33,6 +33,7 @@ from wire.relay import (
 from wire.versions import PolicyVersion
 
 _log = logging.getLogger(__name__)
+_PROGRAM = "learner.relay"
 _ANSWER_S = 5.0
 _FIRST_ANSWER_S = 1.0  # of a relay that an earlier learner left
 _START_S = 120.0
@@ -121,7 +122,7 @@ class RelayLink:
         launch = self._launch
         extra = [] if launch.lifeline is None else ["--lifeline", str(launch.lifeline)]
         self._process = subprocess.Popen(  # noqa: S603, ASYNC220 our own program; a fork takes no time
-            [sys.executable, "-m", "learner.relay", *launch.argv, *extra],
+            [sys.executable, "-m", _PROGRAM, *launch.argv, *extra],
             stdin=subprocess.DEVNULL,
             pass_fds=[] if launch.lifeline is None else [launch.lifeline],
             start_new_session=True,
@@ -161,7 +162,7 @@ class RelayLink:
         if self._process is not None:
             self._process.kill()
             self._process.wait()
-        elif self._pid:
+        elif self._pid and not self._has_ended():
             with suppress(ProcessLookupError):
                 os.kill(self._pid, signal.SIGKILL)
         self._process, self._pid = None, 0
@@ -259,7 +260,11 @@ class RelayLink:
         """Tell whether the process of the relay is gone."""
         if self._process is not None:
             return self._process.poll() is not None
-        return bool(self._pid) and not Path(f"/proc/{self._pid}").exists()
+        if not self._pid:
+            return False
+        with suppress(OSError):
+            return _PROGRAM not in Path(f"/proc/{self._pid}/cmdline").read_text().split("\0")
+        return True
 
     def _connect(self) -> zmq.asyncio.Socket:
         self._context = self._context or zmq.asyncio.Context()

@@ -46,6 +46,8 @@ class WeightWriter:
         self._memory = made or SharedSlots.open(
             self.path, slot_bytes=slot_bytes, num_slots=NUM_SLOTS
         )
+        if next(model.parameters()).is_cuda:
+            self._memory.pin()
         self._shards: list[tuple[str, Shard]] = []
         if topology.data_parallel_rank == 0:
             self._shards = [

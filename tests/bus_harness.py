@@ -11,6 +11,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from tests.bus_engine import digest_of, random_tensors, tokens_in
+from wire.processes import bound_to_me
 
 ROOT = Path(__file__).parents[1]
 CONFIG = """
@@ -87,6 +88,7 @@ class WeightBus:
                 stdout=subprocess.PIPE,
                 stderr=log,
                 text=True,
+                preexec_fn=bound_to_me(),
             )
         assert self._said() == "ready"
 
@@ -155,6 +157,7 @@ class WeightBus:
                 stdout=log,
                 stderr=log,
                 text=True,
+                preexec_fn=bound_to_me(),
             )
 
     def start_faulty(

@@ -30,6 +30,7 @@ class JoinFigures:
     transfer: list[float] = field(default_factory=list)  # receive and load, who is there
     publish: list[float] = field(default_factory=list)  # from offer to adopted, who is there
     join: list[float] = field(default_factory=list)  # from its Join to adopted, the late one
+    phases: list[dict[str, float]] = field(default_factory=list)  # of that
 
     @property
     def ratio(self) -> float:
@@ -74,7 +75,7 @@ async def _measure(folder: Path, sizes: str, rounds: int, check_every: int) -> J
             record = await _record(records, "there")
             late = Agent(folder, f"late{step}", "collective", sizes)
             agents.append(late)
-            await _record(records, f"late{step}")
+            joined = await _record(records, f"late{step}")
             adopted_s = await asyncio.to_thread(late.adopted_s, step)
             late.end()
             if step == 0:
@@ -82,6 +83,7 @@ async def _measure(folder: Path, sizes: str, rounds: int, check_every: int) -> J
             phases = record.phase_seconds
             figures.transfer.append(phases["receive"] + phases["load"])
             figures.publish.append(record.adopted_by["there"])
+            figures.phases.append(joined.phase_seconds)
             figures.join.append(adopted_s - late.joined_s())
     finally:
         for agent in agents:

@@ -140,5 +140,3 @@ def light_bus(sizes: str, *, check_every: int = 1) -> Iterator[LightBus]:
             yield bus
         finally:
             bus.end()
-
-

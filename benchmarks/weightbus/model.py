@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
+from weightbus.config import WeightBusSection
 from weightbus.layout import plan_layout
 from weightbus.memory import SharedSlots
 from weightbus.slots import NUM_SLOTS
@@ -12,7 +13,7 @@ from wire.manifest import TensorSpec, WeightManifest
 from wire.versions import PolicyVersion
 
 MIB = 1024 * 1024
-BUCKET_BYTES = 16 * MIB  # weightbus.bucket_bytes
+BUCKET_BYTES = WeightBusSection().bucket_bytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -80,7 +81,7 @@ class Server:
 def sglang(*, smollm2: bool) -> Iterator[Server]:
     """Yield a server of a tiny policy in float32, or of the size of SmolLM2-135M in bfloat16."""
     dtype = "bfloat16" if smollm2 else "float32"
-    with tempfile.TemporaryDirectory(prefix="bw-", dir="/tmp") as name:  # noqa: S108 short
+    with tempfile.TemporaryDirectory(prefix="bw-", dir="/tmp") as name:
         model = Path(name) / "model"
         write_blank_model(model, hidden=64, layers=2)
         if smollm2:
@@ -106,9 +107,7 @@ def sglang(*, smollm2: bool) -> Iterator[Server]:
 class ServedBus:
     """A learner's memory, a publisher and the agent of one server, in this event loop."""
 
-    def __init__(
-        self, server: Server, folder: Path, transport: TransportName, epoch: int
-    ) -> None:
+    def __init__(self, server: Server, folder: Path, transport: TransportName, epoch: int) -> None:
         process = server.process
         self.engine = CountingEngine(
             process.url, process.api_key, request_timeout_s=60, control_timeout_s=60
@@ -172,7 +171,7 @@ class ServedBus:
 async def served_bus(
     server: Server, transport: TransportName, epoch: int
 ) -> AsyncIterator[ServedBus]:
-    with tempfile.TemporaryDirectory(prefix="bw-", dir="/tmp") as name:  # noqa: S108 short
+    with tempfile.TemporaryDirectory(prefix="bw-", dir="/tmp") as name:
         bus = ServedBus(server, Path(name), transport, epoch)
         endpoints = (f"ipc://{name}/bus", f"ipc://{name}/bulk")
         tasks = [
@@ -229,17 +228,14 @@ async def _control(server: Server, rounds: int) -> ControlFigures:
         finally:
             Member.send = send  # type: ignore[method-assign]
         calls = bus.engine.num_calls - calls_before
-        (member,) = bus.publisher._members.values()  # noqa: SLF001 nobody else talks to it now
-        manifest = plan_layout([], bucket_bytes=1)
-        del record
+        (member,) = bus.publisher._members.values()
+        manifest = msgspec.structs.replace(bus.layout, version=record.version)
 
         async def command() -> None:
-            """Be refused: the cheapest thing that an agent does."""
-            future = await member.send(lambda n: Offer(command_id=n, manifest=manifest))
-            await asyncio.wait_for(future, _LONGEST_S)
+            await member.tell(lambda n: Offer(command_id=n, manifest=manifest))
 
         async def call() -> None:
-            async with bus.engine._http.get(f"{bus.engine._url}/model_info") as answer:  # noqa: SLF001
+            async with bus.engine._http.get(f"{bus.engine._url}/model_info") as answer:
                 await answer.read()
 
         return ControlFigures(

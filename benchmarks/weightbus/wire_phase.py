@@ -39,7 +39,7 @@ from wire.bus import Join, Outcome
 from wire.codec import decode_agent_message
 
 RAW_BUCKETS = (4 * MIB, 8 * MIB, 16 * MIB, 32 * MIB, 64 * MIB, 128 * MIB)
-OUR_BUCKETS = (4 * MIB, 8 * MIB, BUCKET_BYTES, 32 * MIB, 64 * MIB)
+OUR_BUCKETS = tuple(sorted({BUCKET_BYTES, 4 * MIB, 8 * MIB, 16 * MIB, 32 * MIB, 64 * MIB}))
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,19 +67,23 @@ class WireFigures:
         return statistics.median(turn.seconds for turn in self.ours[bucket_bytes])
 
     @property
+    def by_default(self) -> list[Turn]:
+        """The relay's defaults: its bucket size, and a group for every engine."""
+        return self.pairs or self.ours[BUCKET_BYTES]
+
+    @property
     def raw_best(self) -> tuple[int, float]:
         return best(self.raw)
 
     @property
     def share(self) -> float:
         """Median over the rounds, each compared with the raw broadcasts of the same round."""
-        turns, raw = self.ours[BUCKET_BYTES], self.raw[self.raw_best[0]]
+        turns, raw = self.by_default, self.raw[self.raw_best[0]]
         return statistics.median(share(r, t.seconds) for r, t in zip(raw, turns, strict=True))
 
     @property
     def digest_share(self) -> float:
-        turns = self.ours[BUCKET_BYTES]
-        return statistics.median(turn.digest_cpu_s / turn.cpu_s for turn in turns)
+        return statistics.median(turn.digest_cpu_s / turn.cpu_s for turn in self.by_default)
 
 
 class _Relay:
@@ -127,7 +131,9 @@ class _Relay:
         store = open_store("127.0.0.1", world_size=size, timeout_s=TIMEOUT_S)
         for rank, name in enumerate(self._answers, 1):
             await self.order(name, do="join", port=store.port, rank=rank, world_size=size)
-        group = await asyncio.to_thread(join_group, store, RAW_GROUP.format(size), rank=0, world_size=size)
+        group = await asyncio.to_thread(
+            join_group, store, RAW_GROUP.format(size), rank=0, world_size=size
+        )
         await self.answers()
         return group
 
@@ -154,7 +160,9 @@ async def _relay(folder: Path, sizes: Sizes, receivers: int) -> AsyncIterator[_R
         context.destroy(linger=0)
 
 
-async def _measure(folder: Path, sizes: Sizes, receivers: int, rounds: int) -> WireFigures:
+async def _measure(
+    folder: Path, sizes: Sizes, receivers: int, rounds: int, raw_buckets: Sequence[int]
+) -> WireFigures:
     made = written_slots(sizes, slots=1)
     layout = sizes.layout()
     memory = SharedSlots.open(made.path, slot_bytes=layout.num_bytes, num_slots=1)
@@ -172,7 +180,7 @@ async def _measure(folder: Path, sizes: Sizes, receivers: int, rounds: int) -> W
                 await pair.prepare(nothing, [member])
         for number in range(-1, rounds):  # the first round warms up
             turn = _Round(folder, sizes, memory, relay, number)
-            for size in RAW_BUCKETS:
+            for size in raw_buckets:
                 seconds, cpu_s = await turn.raw(raw_group, size)
                 if number >= 0:
                     figures.raw.setdefault(size, []).append(seconds)
@@ -237,7 +245,9 @@ class _Round:
         )
 
 
-def measure_wire(sizes: Sizes, *, receivers: int, rounds: int) -> WireFigures:
+def measure_wire(
+    sizes: Sizes, *, receivers: int, rounds: int, raw_buckets: Sequence[int] = RAW_BUCKETS
+) -> WireFigures:
     """Publish over a collective in turns with raw broadcasts."""
     with work_folder() as folder:
-        return asyncio.run(_measure(folder, sizes, receivers, rounds))
+        return asyncio.run(_measure(folder, sizes, receivers, rounds, raw_buckets))

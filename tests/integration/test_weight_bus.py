@@ -16,9 +16,11 @@ from pathlib import Path
 import pytest
 
 from tests.bus_harness import ROOT, WeightBus, until, weight_bus
+from wire.bus import TransportName
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(120)]
-TRANSPORTS = ("collective", "tcp", "disk")
+TRANSPORTS: tuple[TransportName, ...] = ("collective", "tcp", "disk")
+ENGINE_STEPS = ("pause", "checksums", "label")
 NUM_BUCKETS = 6
 
 
@@ -82,24 +84,20 @@ def test_another_torch_gets_its_weights_over_tcp_with_a_warning(bus: WeightBus):
     assert "other gets its weights over tcp instead of a collective: its torch is 1.2.3" in log
 
 
-@pytest.mark.parametrize(
-    ("options", "why"),
-    [
-        (("--count", "11"), "has unknown ['model.layers.11.norm.weight']"),
-        (("--count", "13"), "lacks ['model.layers.12.norm.weight']"),
-        (("--size", "4095"), "has shape (4096,), the model has (4095,)"),
-        (("--dtype", "bfloat16"), "has type float32, the engine bfloat16"),
-    ],
-    ids=["surplus", "missing", "shape", "type"],
-)
-def test_another_tensor_set_is_refused_before_a_byte_moves(
-    bus: WeightBus, options: tuple[str, ...], why: str
-):
-    bus.start("other", "collective", *options)
+def test_another_tensor_set_is_refused_before_a_byte_moves(bus: WeightBus):
+    refusals = {
+        "surplus": (("--count", "11"), "has unknown ['model.layers.11.norm.weight']"),
+        "missing": (("--count", "13"), "lacks ['model.layers.12.norm.weight']"),
+        "shape": (("--size", "4095"), "has shape (4096,), the model has (4095,)"),
+        "type": (("--dtype", "bfloat16"), "has type float32, the engine bfloat16"),
+    }
+    for name, (options, _) in refusals.items():
+        bus.start(name, "collective", *options)
     bus.publish(0)
-    until(lambda: why in bus.log_of("other"), 20, lambda: bus.log_of("other"))
-    assert "paused" not in bus.log_of("other")
-    assert bus.newest_label("other") == ""
+    for name, (_, why) in refusals.items():
+        until(lambda: why in bus.log_of(name), 20, lambda: bus.log_of(name))  # noqa: B023
+        assert "paused" not in bus.log_of(name)
+        assert bus.newest_label(name) == ""
 
 
 def test_beyond_the_slots_a_publish_takes_no_memory_in_the_relay(folder: Path):
@@ -125,50 +123,59 @@ def test_beyond_the_slots_a_publish_takes_no_memory_in_the_relay(folder: Path):
 
 
 @pytest.mark.parametrize(
-    ("transport", "step", "counts"),
+    ("faults", "num_versions"),
     [
-        ("collective", "in_bucket", [*range(1, NUM_BUCKETS + 1)]),
-        ("collective", "before_bucket", [1, NUM_BUCKETS]),
-        ("collective", "open_group", [1, 1]),
-        ("tcp", "in_folder", [1, 1]),
-        ("disk", "in_folder", [1, 1]),
-        *((transport, "checksums", [2, 2]) for transport in TRANSPORTS),
-        *((transport, "label", [2, 2]) for transport in TRANSPORTS),
-        *((transport, "pause", [2, 2]) for transport in TRANSPORTS),
+        ({"collective": ("in_bucket", [*range(1, NUM_BUCKETS + 1)])}, NUM_BUCKETS + 2),
+        (
+            {
+                "collective": ("before_bucket", [1, NUM_BUCKETS]),
+                "tcp": ("in_folder", [1, 1]),
+                "disk": ("in_folder", [1, 1]),
+            },
+            4,
+        ),
+        *(({name: (step, [2, 2]) for name in TRANSPORTS}, 4) for step in ENGINE_STEPS),
+        ({"collective": ("open_group", [1, 1])}, 4),
     ],
+    ids=["every-bucket", "load", *ENGINE_STEPS, "group"],
 )
 def test_an_engine_that_fails_at_any_point_is_repaired_before_it_generates_again(
-    bus: WeightBus, transport: str, step: str, counts: list[int]
+    bus: WeightBus, faults: dict[TransportName, tuple[str, list[int]]], num_versions: int
 ):
-    bus.start_faulty("faulty", step, counts, "raise", transport)
-    bus.start("sound", transport)
-    for number in range(len(counts) + 2):
+    for transport, (step, counts) in faults.items():
+        bus.start_faulty(transport, step, counts, "raise", transport)
+    bus.start("sound")
+    for number in range(num_versions):
         bus.publish(number)
         bus.wait_for("sound", number, timeout_s=5 if number else 25)
-        bus.wait_for("faulty", number)
-    assert bus.log_of("faulty").count(f"failed: injected at {step}") == len(counts)
+        for name in faults:
+            bus.wait_for(name, number)
+    for name, (step, counts) in faults.items():
+        assert bus.log_of(name).count(f"failed: injected at {step}") == len(counts)
     bus.check_tokens()
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_an_engine_that_dies_in_a_transfer_concerns_nobody_else_and_may_come_back(
-    bus: WeightBus, transport: str
-):
-    step = "in_bucket" if transport == "collective" else "in_folder"
-    bus.start_faulty("dying", step, [3] if transport == "collective" else [2], "kill", transport)
-    bus.start("sound", transport)
+def test_engines_that_die_in_a_transfer_concern_nobody_else_and_may_come_back(bus: WeightBus):
+    for transport in TRANSPORTS:
+        step, count = ("in_bucket", 3) if transport == "collective" else ("in_folder", 2)
+        bus.start_faulty(transport, step, [count], "kill", transport)
+    bus.start("sound")
     bus.publish(0)
-    bus.wait_for("dying", 0)
-    bus.wait_for("sound", 0)
+    for name in (*TRANSPORTS, "sound"):
+        bus.wait_for(name, 0)
     bus.publish(1)
     bus.wait_for("sound", 1, timeout_s=2)
-    assert bus.agents["dying"].wait(5) == -signal.SIGKILL
+    for name in TRANSPORTS:
+        assert bus.agents[name].wait(5) == -signal.SIGKILL
     bus.publish(2)
     bus.wait_for("sound", 2, timeout_s=2)
-    bus.start("dying", transport)
-    bus.wait_for("dying", 2)
+    for name in TRANSPORTS:
+        bus.start(name, name)
+    for name in TRANSPORTS:
+        bus.wait_for(name, 2)
     bus.publish(3)
-    bus.wait_for("dying", 3)
+    for name in (*TRANSPORTS, "sound"):
+        bus.wait_for(name, 3)
     bus.check_tokens()
 
 
@@ -251,20 +258,21 @@ def test_a_relay_that_is_killed_is_started_again_and_nobody_stops_generating(bus
     bus.check_tokens()
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_an_engine_torn_by_the_death_of_the_relay_is_repaired_by_the_next_one(
-    bus: WeightBus, transport: str
-):
-    step = "in_bucket" if transport == "collective" else "in_folder"
-    bus.start_faulty("one", step, [3] if transport == "collective" else [2], "stop", transport)
+def test_engines_torn_by_the_death_of_the_relay_are_repaired_by_the_next_one(bus: WeightBus):
+    for transport in TRANSPORTS:
+        step, count = ("in_bucket", 3) if transport == "collective" else ("in_folder", 2)
+        bus.start_faulty(transport, step, [count], "stop", transport)
     bus.publish(0)
-    bus.wait_for("one", 0)
+    for name in TRANSPORTS:
+        bus.wait_for(name, 0)
     bus.publish(1)
-    until(lambda: _is_stopped(bus.agents["one"].pid), 10)
+    until(lambda: all(_is_stopped(bus.agents[name].pid) for name in TRANSPORTS), 10)
     bus.kill_relay()
     time.sleep(0.5)
-    bus.signal("one", signal.SIGCONT)
-    bus.wait_for("one", 1)
+    for name in TRANSPORTS:
+        bus.signal(name, signal.SIGCONT)
+    for name in TRANSPORTS:
+        bus.wait_for(name, 1)
     bus.check_tokens()
 
 

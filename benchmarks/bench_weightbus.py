@@ -1,0 +1,271 @@
+"""What a publish costs: the wire, control calls, end to end, the learner, generation, late joins.
+
+Every part measures its baseline in the same run, in turns. A version has the tensors of
+SmolLM2-135M in bfloat16: 269 MB. No GPU is needed; what only one can show is left out without it.
+"""
+
+import argparse
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+
+import psutil
+import torch
+
+from benchmarks.bars import Bars
+from benchmarks.weightbus.figures import spread, table
+from benchmarks.weightbus.gpu import measure_gpu
+from benchmarks.weightbus.late_join import measure_late_join
+from benchmarks.weightbus.learner_side import measure_stall, measure_steps
+from benchmarks.weightbus.model import BUCKET_BYTES, MIB, ONE_BILLION, QUICK, SMOLLM2, Sizes
+from benchmarks.weightbus.served import (
+    Server,
+    measure_control,
+    measure_end_to_end,
+    measure_loss,
+    sglang,
+)
+from benchmarks.weightbus.wire_phase import RAW_BUCKETS, WireFigures, measure_wire
+
+NEEDS_WIRE_SHARE = 0.85
+NEEDS_DIGEST_SHARE = 0.10
+NEEDS_STEP_GROWTH = 0.10
+NEEDS_LOSS = 0.02
+NEEDS_LATE_JOIN = 1.5
+_FREE_FOR_1B = 12 * 1024**3
+_EXAMPLES = """examples:
+  python -m benchmarks.bench_weightbus
+  python -m benchmarks.bench_weightbus --quick
+  python -m benchmarks.bench_weightbus --only wire --only late-join"""
+
+
+class Bench:
+    """The parts, and the rows of the table that they print at the end."""
+
+    def __init__(self, *, quick: bool) -> None:
+        self.bars = Bars()
+        self.rows: list[tuple[str, str]] = []
+        self._quick = quick
+        self._name = "quick" if quick else "smollm2"
+        self._sizes = QUICK if quick else SMOLLM2
+
+    # ---- wire ----------------------------------------------------------------
+
+    def wire(self) -> None:
+        """Digests and collective against raw broadcasts."""
+        for receivers in (1, 2, 4):
+            _say(f"wire: {receivers} receivers")
+            rounds = 3 if self._quick else 9
+            figures = measure_wire(self._sizes, receivers=receivers, rounds=rounds)
+            self._wire_rows(f"{receivers} receivers", figures)
+            self._wire_bars(f"_{receivers}", figures)
+        if not self._quick:
+            self._wire_1b(ONE_BILLION)
+
+    def _wire_1b(self, sizes: Sizes) -> None:
+        free = psutil.virtual_memory().available
+        if free < _FREE_FOR_1B:
+            _say(f"wire: 1B parameters are left out, {free / 1024**3:.0f} GiB are free")
+            return
+        _say("wire: 1B parameters")
+        raw = [size for size in RAW_BUCKETS if size >= 16 * MIB]
+        figures = measure_wire(sizes, receivers=1, rounds=3, raw_buckets=raw)
+        self._wire_rows("1B parameters", figures)
+        self._wire_bars("_1b", figures)
+
+    def _wire_bars(self, name: str, figures: WireFigures) -> None:
+        self.bars.at_least("wire_share" + name, figures.share, "of raw", needs=NEEDS_WIRE_SHARE)
+        self.bars.at_most(
+            "digest_share" + name, figures.digest_share, "of CPU", needs=NEEDS_DIGEST_SHARE
+        )
+
+    def _wire_rows(self, name: str, figures: WireFigures) -> None:
+        size, _ = figures.raw_best
+        turns = figures.by_default
+        raw_by_size = ", ".join(
+            f"{size // MIB}: {1e3 * statistics.median(seconds):.0f}"
+            for size, seconds in figures.raw.items()
+        )
+        ours_by_size = ", ".join(
+            f"{size // MIB}: {1e3 * figures.ours_s(size):.0f}" for size in figures.ours
+        )
+        _say(f"  raw, ms by MiB of a bucket: {raw_by_size}")
+        _say(f"  ours in one group, ms by MiB of a bucket: {ours_by_size}")
+        self._row(
+            f"wire, {name}, {figures.num_bytes / 1e6:.0f} MB: ms",
+            f"{spread([turn.seconds for turn in turns], unit=1e3, digits=0)}, of which digests "
+            f"{1e3 * statistics.median(turn.digest_s for turn in turns):.0f}; buckets of "
+            f"{BUCKET_BYTES // MIB} MiB",
+        )
+        self._row(
+            f"raw broadcasts, {name}: ms",
+            f"{spread(figures.raw[size], unit=1e3, digits=0)}, best at {size // MIB} MiB",
+        )
+        self._row(
+            f"wire, {name}: CPU ms",
+            f"{1e3 * statistics.median(turn.cpu_s for turn in turns):.0f}, of which digests "
+            f"{1e3 * statistics.median(turn.digest_cpu_s for turn in turns):.0f}; raw "
+            f"{1e3 * statistics.median(figures.raw_cpu[size]):.0f}",
+        )
+
+    # ---- a real engine -------------------------------------------------------
+
+    def served(self) -> None:
+        """Control calls, end to end and generation, with a real SGLang of a tiny policy."""
+        _say("served: SGLang starts")
+        with sglang(smollm2=False) as server:
+            self._control(server)
+            self._end_to_end(server, "tiny policy", epoch=10)
+            self._generation(server)
+
+    def served_smollm2(self) -> None:
+        """End to end with an engine of the size of SmolLM2-135M."""
+        if self._quick:
+            return
+        _say("served: SGLang starts with 135M parameters")
+        with sglang(smollm2=True) as server:
+            self._end_to_end(server, "135M parameters in bfloat16", epoch=1)
+
+    def _control(self, server: Server) -> None:
+        _say("control calls")
+        figures = measure_control(server, rounds=50 if self._quick else 300)
+        self._row(
+            "control of one publish over a collective: ms",
+            f"{1e3 * figures.seconds:.1f}: {figures.commands} commands of "
+            f"{1e3 * figures.command_s:.2f}, {figures.calls} calls of "
+            f"{1e3 * figures.scheduler_call_s:.2f} (HTTP alone {1e3 * figures.call_s:.2f})",
+        )
+
+    def _end_to_end(self, server: Server, name: str, *, epoch: int) -> None:
+        _say(f"end to end: {name}")
+        figures = measure_end_to_end(server, rounds=3 if self._quick else 7, epoch=epoch)
+        for way, seconds in figures.seconds.items():
+            self._row(
+                f"end to end, {name}, {figures.num_bytes / 1e6:.2f} MB, {way}: ms",
+                spread(seconds, unit=1e3, digits=1),
+            )
+        for transport, phases in figures.phases.items():
+            text = ", ".join(f"{phase} {1e3 * s:.1f}" for phase, s in phases.items())
+            self._row(f"phases, {name}, {transport}: ms", text)
+
+    def _generation(self, server: Server) -> None:
+        _say("generation under constant load")
+        windows, window_s = (2, 4.0) if self._quick else (6, 8.0)
+        figures = measure_loss(server, windows=windows, window_s=window_s, every_s=2.0, epoch=30)
+        self._row(
+            "generation, one publish per 2 s: tokens/s",
+            f"{spread(figures.published, digits=0)}; without {spread(figures.alone, digits=0)}; "
+            f"paused {100 * statistics.median(figures.pause_shares):.1f}% of the time",
+        )
+        self._row(
+            "generation, loss beyond the pause, by pair of windows",
+            f"{spread(figures.losses)}; windows without a publish differ by "
+            f"{100 * figures.noise:.0f}%",
+        )
+        self.bars.at_most(
+            "generation_loss_beyond_pause",
+            statistics.median(figures.losses),
+            "of tokens/s",
+            needs=NEEDS_LOSS,
+        )
+
+    # ---- the learner ---------------------------------------------------------
+
+    def stall(self) -> None:
+        """What the learner waits for."""
+        _say("the learner's stall")
+        figures = measure_stall(self._name, 5 if self._quick else 15)
+        for what in figures.rounds:
+            seconds, cpu_s = figures.median(what)
+            self._row(
+                f"stall, {figures.num_bytes / 1e6:.0f} MB, {what}: ms",
+                f"{1e3 * seconds:.0f}, CPU {1e3 * cpu_s:.0f}",
+            )
+        gpu = measure_gpu(self._sizes, rounds=5)
+        if gpu is None:
+            _say("  no CUDA here: the copy from a GPU, pinned memory and NCCL are not measured")
+        else:
+            self._row(
+                "stall, copy from the GPU: ms",
+                f"{1e3 * gpu.into_slot_s:.1f}; into pinned memory {1e3 * gpu.into_pinned_s:.1f}",
+            )
+
+    def steps(self) -> None:
+        """What steps cost more when every one is published."""
+        _say("the learner's steps")
+        steps, step_cpu_s = (2, 0.6) if self._quick else (7, 2.0)
+        figures = measure_steps(self._name, steps=steps, step_cpu_s=step_cpu_s)
+        self._row(
+            "a learner step: CPU s",
+            f"{spread(figures.without)}; published {spread(figures.with_publish)}; "
+            f"beside it the relay {figures.relay:.3f}",
+        )
+        self.bars.at_most("step_growth", figures.growth, "of CPU time", needs=NEEDS_STEP_GROWTH)
+
+    def late_join(self) -> None:
+        """How soon a late joiner is up to date."""
+        _say("late joins")
+        figures = measure_late_join(self._name, 2 if self._quick else 7)
+        self._row(
+            "late joiner, until it runs the newest version: ms",
+            spread(figures.join, unit=1e3, digits=0),
+        )
+        phases = ", ".join(
+            f"{phase} {1e3 * statistics.median(one[phase] for one in figures.phases):.0f}"
+            for phase in figures.phases[0]
+        )
+        self._row("phases of that: ms", phases)
+        self._row(
+            "a member that is there, over tcp: ms",
+            f"received and loaded {spread(figures.transfer, unit=1e3, digits=0)}, whole publish "
+            f"{spread(figures.publish, unit=1e3, digits=0)}; the joiner is "
+            f"{figures.ratio_to_publish:.2f} x the latter",
+        )
+        self.bars.at_most("late_join", figures.ratio, "x one transfer", needs=NEEDS_LATE_JOIN)
+
+    def _row(self, what: str, value: str) -> None:
+        self.rows.append((what, value))
+        _say(f"  {what}: {value}")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.bench_weightbus",
+        description=__doc__,
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--quick", action="store_true", help="a small version, few rounds")
+    parts = ("wire", "stall", "steps", "late-join", "served", "served-smollm2")
+    parser.add_argument(
+        "--only", action="append", choices=parts, default=[], metavar="PART", help=", ".join(parts)
+    )
+    arguments = parser.parse_args()
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # read by gloo, here and in all children
+    torch.set_num_threads(1)
+    bench = Bench(quick=arguments.quick)
+    _run(bench, arguments.only or parts)
+    print("\n" + table(("measured", "median (smallest to largest)"), bench.rows))
+    return bench.bars.exit_code
+
+
+def _run(bench: Bench, names: Sequence[str]) -> None:
+    for name in names:
+        part: Callable[[], None] = getattr(bench, name.replace("-", "_"))
+        began_s, before = time.monotonic(), psutil.getloadavg()[0]
+        part()
+        after = psutil.getloadavg()[0]
+        _say(f"{name}: {time.monotonic() - began_s:.0f} s, load {before:.1f} to {after:.1f}")
+
+
+def _say(text: str) -> None:
+    print(text, flush=True)
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit(130)

@@ -1,0 +1,100 @@
+"""What the weight bus's benchmark computes without running anything."""
+
+import pytest
+
+from benchmarks.bars import Bars
+from benchmarks.weightbus.figures import best, growth, loss_beyond_pause, pause_s, share, table
+from benchmarks.weightbus.late_join import JoinFigures
+from benchmarks.weightbus.learner_side import StepFigures
+from benchmarks.weightbus.model import BUCKET_BYTES, MIB, ONE_BILLION, SMOLLM2
+from benchmarks.weightbus.served import ControlFigures, LossFigures
+from benchmarks.weightbus.wire_phase import Turn, WireFigures
+
+
+def _turn(seconds: float, *, digest_cpu_s: float = 0.01) -> Turn:
+    return Turn(seconds=seconds, digest_s=0.01, cpu_s=0.2, digest_cpu_s=digest_cpu_s)
+
+
+def test_the_published_versions_have_the_sizes_that_they_are_named_for():
+    assert sum(spec.num_bytes for spec in SMOLLM2.specs()) == 269_030_016
+    assert 2.0e9 < sum(spec.num_bytes for spec in ONE_BILLION.specs()) < 2.2e9
+    layout = SMOLLM2.layout()
+    assert layout.num_bytes == 269_030_016
+    small = [bucket for bucket in layout.buckets if len(bucket.tensors) > 1]
+    assert all(bucket.num_bytes <= BUCKET_BYTES for bucket in small)
+
+
+def test_a_share_is_of_the_baselines_speed_and_growth_of_its_cost():
+    assert share(0.17, 0.2) == pytest.approx(0.85)
+    assert growth(2.2, 2.0) == pytest.approx(0.1)
+
+
+def test_the_best_setting_is_the_one_with_the_smallest_median():
+    assert best({4: [1.0, 9.0, 2.0], 8: [3.0, 3.0, 0.1], 16: [1.9, 1.8, 50.0]}) == (16, 1.9)
+
+
+def test_the_wire_share_compares_each_round_with_the_best_raw_buckets_of_the_same_round():
+    figures = WireFigures(num_bytes=1, receivers=1)
+    figures.raw = {4 * MIB: [0.3, 0.3, 0.3], 64 * MIB: [0.1, 0.2, 0.1]}
+    figures.ours = {BUCKET_BYTES: [_turn(0.2), _turn(0.25), _turn(0.2)]}
+    assert figures.raw_best == (64 * MIB, 0.1)
+    assert figures.share == pytest.approx(0.5)
+    assert figures.digest_share == pytest.approx(0.05)
+
+
+def test_with_several_receivers_the_bar_is_of_the_relays_default_of_a_group_each():
+    figures = WireFigures(num_bytes=1, receivers=2)
+    figures.raw = {4 * MIB: [0.18]}
+    figures.ours = {BUCKET_BYTES: [_turn(0.9)]}
+    figures.pairs = [_turn(0.2, digest_cpu_s=0.02)]
+    assert figures.share == pytest.approx(0.9)
+    assert figures.digest_share == pytest.approx(0.1)
+
+
+def test_an_engine_is_paused_from_the_pause_to_the_commit():
+    phases = {"digest": 5.0, "offer": 5.0, "receive": 5.0, "group": 5.0}
+    paused = {"pause": 0.1, "transfer": 0.2, "load": 0.3, "verify": 0.4, "commit": 0.5}
+    assert pause_s(phases | paused) == pytest.approx(1.5)
+
+
+def test_the_pause_share_is_no_loss_beyond_the_pause():
+    loss = loss_beyond_pause(rate=900.0, rate_alone=1000.0, pause_share=0.08)
+    assert loss == pytest.approx(0.02)
+    figures = LossFigures([1000.0, 1200.0], [900.0, 1200.0], [0.08, 0.0])
+    assert figures.losses == pytest.approx([0.02, 0.0])
+    assert figures.noise == pytest.approx(200 / 1100)
+
+
+def test_late_joins_are_compared_with_the_transfer_of_the_same_round():
+    figures = JoinFigures(1, transfer=[0.2, 0.4, 0.3], publish=[0.5, 0.5, 0.5])
+    figures.join = [0.3, 0.4, 0.6]
+    assert figures.ratio == pytest.approx(1.5)
+    assert figures.ratio_to_publish == pytest.approx(0.8)
+
+
+def test_steps_are_compared_by_their_medians():
+    figures = StepFigures(without=[2.0, 2.0, 9.0], with_publish=[2.1, 1.0, 2.2], relay=0.3)
+    assert figures.growth == pytest.approx(0.05)
+
+
+def test_control_costs_counted_calls_times_one_that_does_nothing():
+    figures = ControlFigures(
+        commands=5, calls=7, command_s=0.001, call_s=0.1, scheduler_call_s=0.002
+    )
+    assert figures.seconds == pytest.approx(0.019)
+
+
+def test_a_short_bar_is_said_and_is_the_exit_code(capsys: pytest.CaptureFixture[str]):
+    bars = Bars()
+    bars.at_least("wire_share_1", 0.9, "of raw", needs=0.85)
+    assert bars.exit_code == 0
+    bars.at_most("late_join", 1.6, "x one transfer", needs=1.5)
+    assert bars.exit_code == 1
+    assert capsys.readouterr().out.splitlines() == [
+        "bar wire_share_1: 0.900 of raw (needs >= 0.85): ok",
+        "bar late_join: 1.600 x one transfer (needs <= 1.5): short",
+    ]
+
+
+def test_a_table_is_markdown():
+    assert table(("a", "b"), [("1", "2")]) == "| a | b |\n| --- | --- |\n| 1 | 2 |"
