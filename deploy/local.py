@@ -107,7 +107,10 @@ def _await_relay(run: RunSection) -> None:
     deadline = time.monotonic() + _RELAY_END_S
     while is_locked(relay_lock(run)):
         if time.monotonic() > deadline:
-            _log.warning("the weight relay of %s has not ended in %g s", run.name, _RELAY_END_S)
+            holder = relay_lock(run).read_text().strip()
+            _log.warning("the weight relay %s did not end and was killed", holder)
+            with suppress(ProcessLookupError, ValueError):
+                os.kill(int(holder), signal.SIGKILL)
             return
         time.sleep(_POLL_S)
 

@@ -162,12 +162,13 @@ class LeaderLink(PayloadLink):
     def open_weights(self, path: str, layout: WeightManifest) -> None:
         """Start the relay and tell it where versions will be written."""
         self._loop.start(self._relay.run())
-        self._loop.run(self._relay.open(path, layout))
+        epoch = self._version.epoch if self._version is not None else 0
+        self._loop.run(self._relay.open(path, layout, epoch=epoch))
 
-    def reserve(self, version: PolicyVersion) -> int:
-        """Return the slot to write a version into."""
+    def reserve(self) -> int:
+        """Return the slot to write the next version into."""
         self._loop.check()
-        return self._loop.run(self._relay.reserve(version))
+        return self._loop.run(self._relay.reserve())
 
     def publish(self, version: PolicyVersion, slot: int) -> None:
         """Hand a version to the relay; the transfer does not wait."""

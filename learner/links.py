@@ -60,8 +60,8 @@ class LeadingLink(RankLink, Protocol):
     def open_weights(self, path: str, layout: WeightManifest) -> None:
         """Say where versions will be written, before the first is."""
 
-    def reserve(self, version: PolicyVersion) -> int:
-        """Return the slot to write a version into."""
+    def reserve(self) -> int:
+        """Return the slot to write the next version into."""
 
     def publish(self, version: PolicyVersion, slot: int) -> None:
         """Hand out a version that was written whole; returns at once."""

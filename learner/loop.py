@@ -322,7 +322,7 @@ class LearnerLoop:
             return
         with self._clock.phase("export"):
             writer = self._writer or self._open_weights()
-            slot = self._agreed(self._leader.reserve(version) if self._leader else 0, int)
+            slot = self._agreed(self._leader.reserve() if self._leader else 0, int)
             bad = writer.write(slot)
             if any_rank(bool(bad), world_size=self._topology.world_size):
                 name = bad or "a tensor that another learner rank's log names"

@@ -11,6 +11,7 @@ import logging
 import os
 import signal
 import time
+from collections import deque
 from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
@@ -29,7 +30,13 @@ from wire.bus import PublishRecord
 from wire.codec import decode_relay_request, encode
 from wire.command_line import load_arguments, refuse_settings, role_parser, run_role
 from wire.control import Done, PublishReport, RelayReport, RoleReport
-from wire.errors import ConfigError, PeerLostError, ProtocolError, PublishError
+from wire.errors import (
+    ConfigError,
+    ProtocolError,
+    PublishError,
+    SlipstreamError,
+    SupersededError,
+)
 from wire.logs import start_logging
 from wire.phases import WAIT
 from wire.relay import (
@@ -49,6 +56,7 @@ from wire.stopping import stop_event
 
 _log = logging.getLogger(__name__)
 _REPORT_S = 1.0
+_BROKER_AGAIN_S = 5.0
 _LOCK_POLL_S = 0.1
 _LOCK_PATIENCE = 20  # polls before a relay that holds the lock is ended
 _LOCK_ATTEMPTS = 60
@@ -89,7 +97,8 @@ class Relay:
         self._settings = settings
         self._stop = stop
         self._versions = Versions(settings.folder)
-        self._records: asyncio.Queue[PublishRecord] = asyncio.Queue(_MAX_RECORDS)
+        self._records: deque[PublishRecord] = deque()  # that the broker does not have yet
+        self._is_news = asyncio.Event()
         self._num_lost_records = 0
         self._heard_s = time.monotonic()  # of a learner
         self._started_s = time.monotonic()
@@ -121,7 +130,7 @@ class Relay:
             for task in (stopping, *tasks):
                 task.cancel()
             await asyncio.gather(stopping, *tasks, return_exceptions=True)
-            forget_versions(self._settings.folder, keep=set())
+            await self._versions.clean_disk(all_of_it=True)
 
     # ---- the learner ---------------------------------------------------------
 
@@ -135,9 +144,12 @@ class Relay:
                 peer, *frames = await socket.recv_multipart()
                 try:
                     answer = self._answer(decode_relay_request(b"".join(frames)))
+                except SupersededError as error:
+                    _log.warning("refused: %s", error)
+                    answer = Ok(error=str(error), superseded=True)
                 except (ProtocolError, PublishError) as error:
                     _log.warning("refused: %s", error)
-                    answer = Ok(error=str(error))
+                    answer = Ok(error=str(error), pid=os.getpid())
                 await socket.send_multipart([peer, encode(answer)])
         finally:
             socket.close()
@@ -148,11 +160,12 @@ class Relay:
         match request:
             case OpenMemory():
                 self._versions.open(request)
-            case Reserve():
-                return Reserved(slot=self._versions.reserve())
-            case Written(version=written, slot=slot):
-                self._versions.written(slot, written)
-            case EndRelay():
+            case Reserve(epoch=epoch):
+                return Reserved(slot=self._versions.reserve(epoch))
+            case Written(epoch=epoch, version=written, slot=slot):
+                self._versions.written(epoch, slot, written)
+            case EndRelay(epoch=epoch):
+                self._versions.refuse_older(epoch)
                 _log.info("the learner needs no relay any more")
                 self._stop.set()
             case Alive():
@@ -170,13 +183,14 @@ class Relay:
     # ---- the broker ----------------------------------------------------------
 
     async def _keep(self, record: PublishRecord) -> None:
-        if self._records.full():
+        if len(self._records) == _MAX_RECORDS:
             self._num_lost_records += 1
             _log.error(
                 "%d records of publishes are lost: the broker takes none", self._num_lost_records
             )
-            self._records.get_nowait()
-        self._records.put_nowait(record)
+            self._records.popleft()
+        self._records.append(record)
+        self._is_news.set()
 
     async def _report(self) -> None:
         """Tell the broker what became of publishes, and who holds what.
@@ -186,8 +200,9 @@ class Relay:
         while True:
             try:
                 await self._report_to_broker()
-            except PeerLostError as error:
-                _log.warning("%s; it is looked for again", error)
+            except SlipstreamError as error:
+                _log.warning("%s; the broker is asked again", error)
+                await asyncio.sleep(_BROKER_AGAIN_S)
 
     async def _report_to_broker(self) -> None:
         run = self._settings.run
@@ -202,10 +217,13 @@ class Relay:
         try:
             while True:
                 with contextlib.suppress(TimeoutError):
-                    record = await asyncio.wait_for(self._records.get(), _REPORT_S)
+                    await asyncio.wait_for(self._is_news.wait(), _REPORT_S)
+                while self._records:
+                    record = self._records[0]
                     await client.ask(PublishReport(record=record), Done)
-                    if not self._records.empty():
-                        continue
+                    if self._records and self._records[0] is record:
+                        self._records.popleft()
+                self._is_news.clear()
                 await client.ask(RelayReport(members=self._publisher.states()), Done)
                 await client.ask(RoleReport(phase_seconds=self._phases(), counters={}), Done)
         finally:

@@ -12,12 +12,13 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
 import zmq
 import zmq.asyncio
 
 from weightbus.slots import NUM_SLOTS
 from wire.codec import decode_relay_answer, encode
-from wire.errors import ChildDiedError, PublishError
+from wire.errors import ChildDiedError, PublishError, SupersededError
 from wire.manifest import WeightManifest
 from wire.relay import (
     Alive,
@@ -39,7 +40,8 @@ _FIRST_ANSWER_S = 1.0  # of a relay that an earlier learner left
 _START_S = 120.0
 _WATCH_S = 1.0
 _POLL_S = 0.02
-_MAX_STARTS_IN_A_ROW = 5
+_MAX_STARTS = 5
+_WINDOW_S = 120.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,31 +75,33 @@ class RelayLink:
         self._context: zmq.asyncio.Context | None = None
         self._socket: zmq.asyncio.Socket | None = None
         self._one_at_a_time = asyncio.Lock()
-        self._process: subprocess.Popen[bytes] | None = None
-        self._pid = 0  # of the relay that answers; a former learner may have started it
+        self._process: subprocess.Popen[bytes] | None = None  # that we started last
+        self._pid = 0  # of the relay that answered last; a former learner may have started it
+        self._served_by = 0  # the relay that knows our memory; 0: none, slots are ours to choose
         self._memory: OpenMemory | None = None
-        self._is_up = False
         self._is_down = asyncio.Event()
         self._is_ending = False
-        self._starts_in_a_row = 0
+        self._starts: list[float] = []  # monotonic seconds, of the last minutes
+
+    # ---- keeping a relay -----------------------------------------------------
 
     async def run(self) -> None:
         """Keep a relay running until cancelled.
 
         Raises:
             ChildDiedError: it dies again and again.
+            SupersededError: a newer learner uses it.
         """
         try:
-            with suppress(PublishError):
-                await self._ask(Alive(), timeout_s=_FIRST_ANSWER_S)
-                _log.info("process %d, a relay of an earlier learner, goes on", self._pid)
-                await self._bring_up()
+            await self._adopt(_FIRST_ANSWER_S)  # an earlier learner may have left one
             while not self._is_ending:
-                if not self._is_up:
-                    await self._start()
+                if not self._served_by:
+                    may_answer = _is_relay(self._pid)
+                    if not may_answer or not await self._adopt(_FIRST_ANSWER_S):
+                        await self._start()
                 with suppress(TimeoutError):
                     await asyncio.wait_for(self._is_down.wait(), _WATCH_S)
-                if self._is_up and not self._is_ending:
+                if self._served_by and not self._is_ending:
                     await self._look()
         finally:
             self._close_socket()
@@ -105,166 +109,200 @@ class RelayLink:
                 self._context.term()
 
     async def _look(self) -> None:
+        with suppress(PublishError):  # who fails is no longer what serves us
+            async with self._one_at_a_time:
+                await self._exchange(Alive())
+            if self._pid != self._served_by:
+                await self._adopt(_ANSWER_S)
+
+    async def _adopt(self, timeout_s: float) -> bool:
+        """Show our memory to a relay that answers, if one does; from then on it gives out slots."""
         try:
-            await self._ask(Alive())
-            self._starts_in_a_row = 0
-        except PublishError as error:
-            self._lost(str(error))
+            async with self._one_at_a_time:
+                await self._exchange(Alive(), timeout_s=timeout_s)
+                while True:
+                    memory = self._memory
+                    if memory is not None:
+                        self._check(await self._exchange(memory))
+                    if memory is self._memory:  # nothing was written while we said it
+                        break
+                self._is_down.clear()
+                self._served_by = self._pid
+        except PublishError:
+            return False
+        if self._process is not None and self._process.pid != self._pid:
+            self._process.kill()  # one too many: a former learner's relay goes on
+            self._process.wait()
+            self._process = None
+        return True
 
     async def _start(self) -> None:
         self._kill()
-        self._starts_in_a_row += 1
-        if self._starts_in_a_row > _MAX_STARTS_IN_A_ROW:
+        now = time.monotonic()
+        self._starts = [at for at in self._starts if at > now - _WINDOW_S] + [now]
+        if len(self._starts) > _MAX_STARTS:
             raise ChildDiedError(
-                f"the weight relay ended {_MAX_STARTS_IN_A_ROW} times in a row; its reason stands "
-                "above in this log"
+                f"the weight relay ended {_MAX_STARTS} times in {_WINDOW_S:g} s; its reason "
+                "stands above in this log"
             )
         launch = self._launch
         extra = [] if launch.lifeline is None else ["--lifeline", str(launch.lifeline)]
-        self._process = subprocess.Popen(  # noqa: S603, ASYNC220 our own program; a fork takes no time
+        process = subprocess.Popen(  # noqa: S603, ASYNC220 our own program; a fork takes no time
             [sys.executable, "-m", _PROGRAM, *launch.argv, *extra],
             stdin=subprocess.DEVNULL,
             pass_fds=[] if launch.lifeline is None else [launch.lifeline],
             start_new_session=True,
         )
-        _log.info("the weight relay is process %d", self._process.pid)
-        deadline = asyncio.get_running_loop().time() + _START_S
-        while self._process.poll() is None:
-            with suppress(PublishError):
-                await self._ask(Alive(), timeout_s=_FIRST_ANSWER_S)
-                await self._bring_up()
+        self._process = process
+        _log.info("the weight relay is process %d", process.pid)
+        while process.poll() is None and not self._is_ending:
+            if await self._adopt(_FIRST_ANSWER_S):
                 return
-            if asyncio.get_running_loop().time() > deadline:
+            if time.monotonic() > now + _START_S:
                 _log.error("the weight relay did not answer in %.0f s", _START_S)
                 self._kill()
                 return
-        _log.error("the weight relay ended with code %d", self._process.returncode)
-
-    async def _bring_up(self) -> None:
-        """Show a relay the memory, if there is one yet; from then on it decides about slots."""
-        while True:
-            memory = self._memory
-            if memory is not None:
-                await self._tell(memory)
-            if memory is self._memory:  # nothing was written while we said it
-                break
-        self._is_down.clear()
-        self._is_up = True
+        if not self._is_ending:
+            _log.error("the weight relay ended with code %s", process.poll())
+            await asyncio.sleep(_WATCH_S)
 
     def _lost(self, why: str) -> None:
-        _log.warning("the weight relay %s; another is started", why)
-        self._is_up = False
+        if self._served_by:
+            _log.warning("the weight relay %s; another is started", why)
+        self._served_by = 0
         self._is_down.set()
 
     def _kill(self) -> None:
-        """End a relay that does not answer: what we write next, it must not read."""
-        self._is_up = False
+        """End every relay that we know of."""
+        self._served_by = 0
         if self._process is not None:
             self._process.kill()
             self._process.wait()
-        elif self._pid and not self._has_ended():
+            self._process = None
+        if self._pid and _is_relay(self._pid):
             with suppress(ProcessLookupError):
                 os.kill(self._pid, signal.SIGKILL)
-        self._process, self._pid = None, 0
+        self._pid = 0
 
     # ---- for the learner -----------------------------------------------------
 
-    async def open(self, path: str, layout: WeightManifest) -> None:
+    async def open(self, path: str, layout: WeightManifest, *, epoch: int) -> None:
         """Say where versions will be written."""
-        self._memory = OpenMemory(path=path, layout=layout, num_slots=NUM_SLOTS)
-        if self._is_up:
-            await self._try(self._memory)
+        memory = OpenMemory(epoch=epoch, path=path, layout=layout, num_slots=NUM_SLOTS)
+        await self._say(memory, memory)
 
-    async def reserve(self, version: PolicyVersion) -> int:
-        """Return the slot to write a version into."""
-        if self._is_up:
-            try:
-                answer = await self._ask(Reserve(version=version))
-            except PublishError as error:
-                self._lost(str(error))
-                self._kill()
-            else:
-                if isinstance(answer, Reserved):
-                    return answer.slot
-                raise PublishError(f"the weight relay: {answer}")
-        memory = self._memory
-        return (memory.slot + 1) % NUM_SLOTS if memory is not None else 0
+    async def reserve(self) -> int:
+        """Return the slot to write the next version into.
+
+        Raises:
+            PublishError: no memory was opened.
+            SupersededError: a newer learner publishes.
+        """
+        memory = self._opened()
+        if self._served_by:
+            async with self._one_at_a_time:
+                if self._served_by:
+                    with suppress(PublishError):
+                        answer = await self._exchange(Reserve(epoch=memory.epoch))
+                        if isinstance(answer, Reserved):
+                            self._give_up(answer.slot)
+                            return answer.slot
+                        self._check(answer)
+                    self._kill()
+        return (self._opened().slot + 1) % NUM_SLOTS
+
+    def _give_up(self, slot: int) -> None:
+        """Forget a whole version that is being overwritten, so that no new relay is told of it."""
+        memory = self._opened()
+        if memory.whole is not None and memory.slot == slot:
+            self._memory = msgspec.structs.replace(memory, whole=None)
 
     async def written(self, version: PolicyVersion, slot: int) -> None:
         """Hand over a version that is whole."""
-        memory = self._memory
-        if memory is None:
-            raise PublishError("no memory was opened")
-        self._memory = OpenMemory(
-            path=memory.path,
-            layout=memory.layout,
-            num_slots=memory.num_slots,
-            whole=version,
-            slot=slot,
-        )
-        if self._is_up:
-            await self._try(Written(version=version, slot=slot))
+        memory = msgspec.structs.replace(self._opened(), whole=version, slot=slot)
+        await self._say(memory, Written(epoch=memory.epoch, version=version, slot=slot))
+
+    async def _say(self, memory: OpenMemory, request: RelayRequest) -> None:
+        """Tell the relay what a new one would be told by ``memory``."""
+        self._memory = memory
+        if not self._served_by:
+            return
+        with suppress(PublishError):
+            async with self._one_at_a_time:
+                if self._served_by:
+                    self._check(await self._exchange(request))
 
     async def end(self) -> None:
         """End the relay in order: no version will follow."""
         self._is_ending = True
-        if not self._is_up:
-            self._kill()
+        self._is_down.set()
+        memory = self._memory
+        if memory is None:
             return
-        with suppress(PublishError):
-            await self._tell(EndRelay())
-        for _ in range(int(_ANSWER_S / _POLL_S)):
-            if self._process is None or self._process.poll() is not None:
-                return
-            await asyncio.sleep(_POLL_S)
+        if self._served_by:
+            with suppress(PublishError):
+                async with self._one_at_a_time:
+                    self._check(await self._exchange(EndRelay(epoch=memory.epoch)))
+                    await self._gone(self._pid)
+                    return
         self._kill()
 
-    async def _try(self, request: RelayRequest) -> None:
-        """Say something that a new relay is told as well, should this one be gone."""
-        try:
-            await self._tell(request)
-        except PublishError as error:
-            self._lost(str(error))
+    async def _gone(self, pid: int) -> None:
+        deadline_s = time.monotonic() + _ANSWER_S
+        while time.monotonic() < deadline_s:
+            if self._process is not None:
+                self._process.poll()
+            if not _is_relay(pid):
+                return
+            await asyncio.sleep(_POLL_S)
+        raise PublishError("did not end")
+
+    def _opened(self) -> OpenMemory:
+        if self._memory is None:
+            raise PublishError("no memory was opened")
+        return self._memory
 
     # ---- the socket ----------------------------------------------------------
 
-    async def _tell(self, request: RelayRequest) -> None:
-        answer = await self._ask(request)
-        if isinstance(answer, Ok) and answer.error:
-            raise PublishError(f"the weight relay: {answer.error}")
+    def _check(self, answer: RelayAnswer) -> None:
+        """Raise what an answer says went wrong; such a relay does not serve us."""
+        if not isinstance(answer, Ok) or not answer.error:
+            return
+        if answer.superseded:
+            raise SupersededError(answer.error)
+        self._lost(f"refuses: {answer.error}")
+        raise PublishError(answer.error)
 
-    async def _ask(self, request: RelayRequest, *, timeout_s: float = _ANSWER_S) -> RelayAnswer:
-        """Return the answer to a request.
+    async def _exchange(
+        self, request: RelayRequest, *, timeout_s: float = _ANSWER_S
+    ) -> RelayAnswer:
+        """Return the answer to a request; the caller holds the lock.
 
         Raises:
-            PublishError: there is none in time.
+            PublishError: there is none in time, and the relay does not serve us any more.
         """
-        async with self._one_at_a_time:
-            socket = self._socket or self._connect()
-            await socket.send(encode(request))
-            receiving = asyncio.ensure_future(socket.recv())
-            deadline_s = time.monotonic() + timeout_s
-            while not receiving.done():
-                await asyncio.wait({receiving}, timeout=_POLL_S)
-                if not receiving.done() and (self._has_ended() or time.monotonic() > deadline_s):
-                    receiving.cancel()
-                    self._close_socket()  # a late answer must not answer the next request
-                    how = "has ended" if self._has_ended() else f"gave no answer in {timeout_s:g} s"
-                    raise PublishError(f"{how} ({type(request).__name__})")
-            answer = decode_relay_answer(receiving.result())
-            if isinstance(answer, Ok) and answer.pid:
-                self._pid = answer.pid
-            return answer
-
-    def _has_ended(self) -> bool:
-        """Tell whether the process of the relay is gone."""
-        if self._process is not None:
-            return self._process.poll() is not None
-        if not self._pid:
-            return False
-        with suppress(OSError):
-            return _PROGRAM not in Path(f"/proc/{self._pid}/cmdline").read_text().split("\0")
-        return True
+        socket = self._socket or self._connect()
+        await socket.send(encode(request))
+        receiving = asyncio.ensure_future(socket.recv())
+        deadline_s = time.monotonic() + timeout_s
+        while not receiving.done():
+            await asyncio.wait({receiving}, timeout=_POLL_S)
+            if receiving.done():
+                break
+            has_ended = self._served_by != 0 and not _is_relay(self._served_by)
+            if has_ended or time.monotonic() > deadline_s:
+                receiving.cancel()
+                self._close_socket()  # a late answer must not answer the next request
+                why = "has ended" if has_ended else f"gave no answer in {timeout_s:g} s"
+                was_serving = self._served_by != 0
+                self._lost(why)
+                if was_serving:
+                    self._kill()  # what we write next, it must not read
+                raise PublishError(f"{why} ({type(request).__name__})")
+        answer = decode_relay_answer(receiving.result())
+        if isinstance(answer, Ok) and answer.pid:
+            self._pid = answer.pid
+        return answer
 
     def _connect(self) -> zmq.asyncio.Socket:
         self._context = self._context or zmq.asyncio.Context()
@@ -277,3 +315,11 @@ class RelayLink:
         if self._socket is not None:
             self._socket.close()
             self._socket = None
+
+
+def _is_relay(pid: int) -> bool:
+    """Tell whether a process lives and is a relay."""
+    try:
+        return _PROGRAM in Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+    except OSError:
+        return False

@@ -206,10 +206,7 @@ class ReplayLink:
     def open_weights(self, path: str, layout: WeightManifest) -> None:
         """Do nothing: there are no engines."""
 
-    def reserve(
-        self,
-        version: PolicyVersion,  # noqa: ARG002 nothing is published
-    ) -> int:
+    def reserve(self) -> int:
         """Return the first slot: nobody reads."""
         return 0
 

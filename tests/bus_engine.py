@@ -133,6 +133,7 @@ class BusEngine:
 
     async def load_folder(self, folder: Path) -> None:
         assert not self._runs
+        assert not self._is_open, "an update that a collective left open"
         self._fault("before_folder")
         loaded = load_file(folder / "model.safetensors")
         for index, (name, tensor) in enumerate(loaded.items()):

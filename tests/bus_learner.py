@@ -45,14 +45,14 @@ def main() -> None:
 
         link = loop.run(make())
         loop.start(link.run())
-        loop.run(link.open(memory.path, layout))
+        loop.run(link.open(memory.path, layout, epoch=arguments.epoch))
         _say("ready")
         for line in sys.stdin:
             word, _, step = line.strip().partition(" ")
             if word == "end":
                 break
             version = PolicyVersion(arguments.epoch, int(step))
-            slot = loop.run(link.reserve(version))
+            slot = loop.run(link.reserve())
             views = tensor_views(layout, memory.slot(slot))
             for name, tensor in random_tensors(seed=version.step, **sizes).items():
                 views[name].copy_(tensor)

@@ -288,7 +288,7 @@ COMMANDS: list[bus.Command] = [
     bus.LoadBucket(command_id=6, index=0, group_name="g"),
     bus.LoadReceived(command_id=7),
     bus.Verify(command_id=8, wants_checksums=False),
-    bus.Commit(command_id=9),
+    bus.Commit(command_id=9, version=VERSION),
 ]
 AGENT_MESSAGES: list[bus.AgentMessage] = [
     bus.Join(
@@ -311,16 +311,21 @@ BUCKET_ANSWERS = [
 ]
 RELAY_REQUESTS: list[relay.RelayRequest] = [
     relay.OpenMemory(
-        path="/proc/1/fd/9", layout=MANIFEST, num_slots=3, whole=PolicyVersion(2, 4), slot=1
+        epoch=2,
+        path="/proc/1/fd/9",
+        layout=MANIFEST,
+        num_slots=3,
+        whole=PolicyVersion(2, 4),
+        slot=1,
     ),
-    relay.Reserve(version=VERSION),
-    relay.Written(version=VERSION, slot=2),
+    relay.Reserve(epoch=2),
+    relay.Written(epoch=2, version=VERSION, slot=2),
     relay.Alive(),
-    relay.EndRelay(),
+    relay.EndRelay(epoch=2),
 ]
 RELAY_ANSWERS: list[relay.RelayAnswer] = [
     relay.Reserved(slot=2),
-    relay.Ok(error="the learner has not said where its weights are", pid=7),
+    relay.Ok(error="a newer learner publishes now", superseded=True, pid=7),
 ]
 
 

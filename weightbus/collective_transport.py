@@ -5,6 +5,7 @@ import datetime
 import functools
 import itertools
 import secrets
+import threading
 from collections.abc import Callable, Sequence
 from typing import Literal
 
@@ -18,9 +19,10 @@ from weightbus.config import WeightBusSection
 from weightbus.member import Member
 from weightbus.publication import Publication
 from weightbus.rendezvous import open_store
+from weightbus.threads import in_own_thread
 from weightbus.transport import MembersFailedError, Transport, all_of
 from wire.bus import Command, LoadBucket, OpenGroup, Outcome, TransportName
-from wire.errors import PublishError
+from wire.errors import ConfigError, PublishError
 
 _POLL_S = 0.0005
 _AHEAD = 2  # buckets that engines are told of before the one under way is done
@@ -43,7 +45,16 @@ class Collective(Transport):
         """Have the engines join a group, unless there is one of just these."""
         if self._group is not None and self._members == list(members):
             return
-        self.close()
+        await self.close()
+        try:
+            self._group = await self._open(members)
+        except (PublishError, ConfigError, RuntimeError, OSError) as error:
+            if isinstance(error, MembersFailedError):
+                raise
+            raise MembersFailedError(dict.fromkeys(members, str(error))) from error
+        self._members = list(members)
+
+    async def _open(self, members: Sequence[Member]) -> "EngineGroup":
         settings = self._settings
         backend = self._backend(members)
         ranks = [1, *itertools.accumulate((m.join.num_ranks for m in members), initial=1)][1:]
@@ -54,7 +65,7 @@ class Collective(Transport):
             timeout_s=settings.timeout_s,
         )
         rank_of = dict(zip(members, ranks, strict=False))
-        joined = asyncio.create_task(asyncio.to_thread(group.join, backend))
+        joined = asyncio.create_task(in_own_thread(lambda: group.join(backend)))
         try:
             await all_of(
                 members,
@@ -71,12 +82,10 @@ class Collective(Transport):
                 ),
             )
             await joined
-        except MembersFailedError:
+        except BaseException:
             joined.add_done_callback(lambda task: _discard(task, group))
             raise
-        except PublishError as error:
-            raise MembersFailedError(dict.fromkeys(members, str(error))) from error
-        self._group, self._members = group, list(members)
+        return group
 
     def _backend(self, members: Sequence[Member]) -> Backend:
         if self._settings.backend != "auto":
@@ -104,18 +113,27 @@ class Collective(Transport):
                 await group.finish(moving, peer_failed=sent.has_failures)
                 await sent.loaded(sent.num_buckets - 1)
         except PublishError as error:
-            self.close()
+            await self.close()
             others = error.reasons if isinstance(error, MembersFailedError) else {}
             failed = dict.fromkeys(members, str(error)) | others | sent.failures()
             raise MembersFailedError(failed) from error
 
+    def close_soon(self) -> None:
+        """Destroy the group in the background."""
+        if self._group is not None:
+            group, self._group = self._group, None
+            threading.Thread(target=group.close, daemon=True).start()
+
     @override
-    def close(self) -> None:
-        """Destroy the group, which also frees engines that wait in it."""
+    async def close(self) -> None:
+        """Destroy the group, which also frees engines that wait in it.
+
+        That takes as long as an engine that is stopped holds up what is being sent to it.
+        """
         if self._group is not None:
             group, self._group = self._group, None
             self._members = []
-            group.close()
+            await in_own_thread(group.close)
 
 
 class _Sent:
@@ -168,7 +186,7 @@ def _discard(task: "asyncio.Task[None]", group: "EngineGroup") -> None:
     """Close a group that we may have joined after all."""
     if not task.cancelled():
         task.exception()
-    group.close()
+    threading.Thread(target=group.close, daemon=True).start()
 
 
 class EngineGroup:

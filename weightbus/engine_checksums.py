@@ -7,7 +7,7 @@ there the publish record keeps a digest per engine, to be compared with each oth
 """
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from torch import Tensor, uint8
 from torch.nn.functional import pad
@@ -15,6 +15,7 @@ from torch.nn.functional import pad
 _EMBEDDING, _OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
 _VOCABULARY_MULTIPLE = 64
 _INNER_MULTIPLE = 32
+_ROWS_AT_A_TIME = 256
 _FUSED = {  # part -> (whole, position)
     "q_proj": ("qkv_proj", 0),
     "k_proj": ("qkv_proj", 1),
@@ -28,34 +29,40 @@ def expected_checksums(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     """Return the checksum of every tensor of an engine with one rank, by the engine's name.
 
     Args:
-        tensors: by Hugging Face name. They are read where they lie: none is fused or copied.
+        tensors: by Hugging Face name. They are read where they lie.
     """
     wholes: dict[str, dict[int, Tensor]] = {}
     for name, tensor in tensors.items():
         part = next((p for p in _FUSED if f".{p}." in name), None)
         whole, position = (name, 0) if part is None else _FUSED[part]
         pieces = wholes.setdefault(name if part is None else name.replace(part, whole), {})
-        pieces[position] = _padded(name, whole, tensor)
-    return {name: _checksum(pieces) for name, pieces in wholes.items()}
+        pieces[position] = tensor
+    return {name: _checksum(name, pieces) for name, pieces in wholes.items()}
 
 
-def _checksum(pieces: dict[int, Tensor]) -> str:
+def _checksum(name: str, pieces: dict[int, Tensor]) -> str:
     digest = hashlib.sha256()
     for position in sorted(pieces):
-        digest.update(_raw(pieces[position]))
+        for part in _padded(name, pieces[position]):
+            digest.update(_raw(part))
     return digest.digest()[:8].hex()
 
 
-def _padded(name: str, whole: str, tensor: Tensor) -> Tensor:
-    """Return a tensor as SGLang keeps it; itself where it needs no padding."""
-    rows = columns = 0
+def _padded(name: str, tensor: Tensor) -> Iterator[Tensor]:
+    """Yield a tensor as SGLang keeps it, in parts; only rows that are padded are copied."""
+    rows = 0
     if name in {_EMBEDDING, _OUTPUT}:
         rows = -len(tensor) % _VOCABULARY_MULTIPLE
-    elif name.endswith(".down_proj.weight"):
-        columns = -tensor.shape[1] % _INNER_MULTIPLE
-    elif whole == "gate_up_proj":
+    elif ".gate_up_proj." in name:
         rows = -len(tensor) % _INNER_MULTIPLE
-    return pad(tensor, (0, columns, 0, rows)) if rows or columns else tensor
+    columns = -tensor.shape[1] % _INNER_MULTIPLE if name.endswith(".down_proj.weight") else 0
+    if columns:
+        for start in range(0, len(tensor), _ROWS_AT_A_TIME):
+            yield pad(tensor[start : start + _ROWS_AT_A_TIME], (0, columns))
+    else:
+        yield tensor
+    if rows:
+        yield tensor.new_zeros(rows, *tensor.shape[1:])
 
 
 def _raw(tensor: Tensor) -> memoryview:

@@ -47,6 +47,12 @@ class BucketFetcher:
         finally:
             self._waiting.pop(key, None)
 
+    def drop(self, why: str) -> None:
+        """Fail whoever waits: no answer will come."""
+        for future in self._waiting.values():
+            if not future.done():
+                future.set_exception(PublishError(why))
+
     async def _read(self) -> None:
         while True:
             head, *frames = await self._socket.recv_multipart(copy=False)

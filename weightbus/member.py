@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import secrets
 import time
 from collections.abc import Callable
 from typing import Literal
@@ -14,7 +15,7 @@ from wire.errors import PublishError
 from wire.versions import PolicyVersion
 
 State = Literal["current", "behind", "receiving", "torn"]
-_command_ids = itertools.count(1)
+_command_ids = itertools.count(secrets.randbits(48))  # no outcome meant for another relay fits
 
 
 class Member:

@@ -8,6 +8,8 @@ from typing import TypeVar
 from weightbus.disk import write_version
 from weightbus.engine_checksums import expected_checksums
 from weightbus.snapshot import WeightSnapshot
+from weightbus.staging import check_folder
+from wire.errors import PublishError
 from wire.manifest import WeightManifest
 from wire.versions import PolicyVersion
 
@@ -33,7 +35,7 @@ class Publication:
         self._manifest: asyncio.Future[WeightManifest] | None = None
         self._expected: asyncio.Future[dict[str, str]] | None = None
         self._on_disk: asyncio.Future[Path] | None = None
-        self._num_writes = 0
+        self._writes: list[asyncio.Future[Path]] = []
 
     @property
     def version(self) -> PolicyVersion:
@@ -45,11 +47,15 @@ class Publication:
         self._manifest = self._manifest or _in_thread(self.snapshot.manifest)
         return await asyncio.shield(self._manifest)
 
-    async def expected(self) -> dict[str, str]:
-        """Return the checksums of an engine on a CPU that holds this version."""
+    def begin_checksums(self) -> asyncio.Future[dict[str, str]]:
+        """Begin to compute what ``expected`` returns."""
         tensors = self.snapshot.tensors
         self._expected = self._expected or _in_thread(lambda: expected_checksums(tensors))
-        return await asyncio.shield(self._expected)
+        return self._expected
+
+    async def expected(self) -> dict[str, str]:
+        """Return the checksums of an engine on a CPU that holds this version."""
+        return await asyncio.shield(self.begin_checksums())
 
     async def on_disk(self) -> Path:
         """Return the folder that holds this version, whole and durable.
@@ -59,20 +65,30 @@ class Publication:
         """
         manifest, data = await self.manifest(), self.snapshot.memory.numpy().data
         if self._on_disk is None:
-            self._num_writes += 1
-            number = self._num_writes
+            number = len(self._writes) + 1
             self._on_disk = _in_thread(
                 lambda: write_version(self._folder, manifest, data, number=number)
             )
+            self._writes.append(self._on_disk)
         return await asyncio.shield(self._on_disk)
 
-    def write_again(self) -> None:
-        """Have the next reader get another copy on disk: somebody found this one damaged."""
-        self._on_disk = None
+    async def look_at_disk(self) -> None:
+        """Have the next reader get another copy on disk if this one is damaged."""
+        written, manifest = self._on_disk, await self.manifest()
+        if written is None or not written.done():
+            return
+        try:
+            await asyncio.to_thread(check_folder, written.result(), manifest)
+        except PublishError:
+            self._on_disk = None
+
+    def copies(self) -> list[Path]:
+        """Return the folders of all copies on disk, good and bad."""
+        return [one.result() for one in self._writes if one.done() and one.exception() is None]
 
     async def settled(self) -> None:
         """Wait until nothing that was begun here reads the memory any more."""
-        begun = (self._manifest, self._expected, self._on_disk)
+        begun = (self._manifest, self._expected, *self._writes)
         await asyncio.gather(*(one for one in begun if one is not None), return_exceptions=True)
 
 

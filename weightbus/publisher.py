@@ -101,7 +101,7 @@ class Publisher:
             for member in list(self._members.values()):
                 self._forget(member, "is left: the relay ends")
             for party in self._parties:
-                party.collective.close()
+                party.collective.close_soon()
             socket.close()
             bulk.close()
             context.term()
@@ -272,6 +272,6 @@ class Publisher:
     def _dissolve(self, party: Party) -> None:
         if party in self._parties:
             self._parties.remove(party)
-        party.collective.close()
+        party.collective.close_soon()
         if party.task is not None and party.task is not asyncio.current_task():
             party.task.cancel()

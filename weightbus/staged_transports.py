@@ -45,7 +45,7 @@ class _Staged(Transport):
         )
 
     @override
-    def close(self) -> None:
+    async def close(self) -> None:
         """Nothing is open."""
 
 
@@ -70,7 +70,7 @@ class OverDisk(_Staged):
         try:
             await super().prepare(publication, members)
         except MembersFailedError:
-            publication.write_again()
+            await publication.look_at_disk()
             raise
 
     @override

@@ -70,10 +70,14 @@ class Staging:
         gate = asyncio.Semaphore(FETCH_AHEAD)
         starts = [len(header) + at for at in bucket_offsets(manifest)]
 
+        keeping: list[asyncio.Future[None]] = []
+
         async def get(index: int) -> None:
             async with gate:
                 data = memoryview(await fetch(index))
-                await asyncio.to_thread(self._keep, manifest, index, data, starts[index])
+                keep = asyncio.to_thread(self._keep, manifest, index, data, starts[index])
+                keeping.append(asyncio.ensure_future(keep))
+                await asyncio.shield(keeping[-1])
 
         try:
             async with asyncio.TaskGroup() as group:
@@ -81,6 +85,8 @@ class Staging:
                     group.create_task(get(index))
         except* PublishError as errors:
             raise PublishError(str(errors.exceptions[0])) from errors
+        finally:  # nothing writes here any more when the next version comes
+            await asyncio.gather(*keeping, return_exceptions=True)
         return self._folder
 
     def _keep(self, manifest: WeightManifest, index: int, data: memoryview, start: int) -> None:

@@ -5,6 +5,7 @@ import logging
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import TypeAlias
 
 import msgspec
 import zmq
@@ -38,6 +39,9 @@ from wire.versions import PolicyVersion
 _log = logging.getLogger(__name__)
 _HEARTBEAT_S = 1.0
 _MAX_FAILURES = 5
+Order: TypeAlias = (
+    OpenGroup | Abandon | Offer | Receive | Pause | LoadBucket | LoadReceived | Verify | Commit
+)
 _MAX_COMMANDS = 64  # that wait; the relay sends a few ahead
 
 
@@ -86,6 +90,7 @@ class Subscriber:
         self._before: PolicyVersion | None = None  # what a paused engine ran
         self._is_paused = False
         self._is_torn = False
+        self._has_failed = False  # in the publish that is going on
         self._failures: list[str] = []  # of publishes since the last one that was adopted
         self._relay = ""  # which one we obey
         self._heard_s = now()
@@ -141,6 +146,8 @@ class Subscriber:
             elif command.relay != self._relay:
                 if self._relay:
                     _log.warning("another relay serves the weights now")
+                    if self._fetcher is not None:
+                        self._fetcher.drop("the relay has been replaced")
                 self._relay = command.relay
                 await commands.put(command)
 
@@ -164,8 +171,8 @@ class Subscriber:
 
     # ---- commands ------------------------------------------------------------
 
-    async def _carry_out(self, command: Command) -> Outcome:
-        number = 0 if isinstance(command, Heard) else command.command_id
+    async def _carry_out(self, command: Order) -> Outcome:
+        number = command.command_id
         try:
             match command:
                 case Pause():
@@ -185,14 +192,14 @@ class Subscriber:
                     await self._load_bucket(index, group_name)
                 case LoadReceived():
                     await self._load_received()
-                case Commit():
-                    await self._commit()
+                case Commit(version=version):
+                    await self._commit(version)
                 case Abandon(reason=reason):
+                    if self._is_torn or self._has_failed:  # else it was no fault of ours
+                        self._failures.append(reason)
                     await self._abandon(reason)
-                    self._failures.append(reason)
-                case Heard():
-                    pass
         except (EngineError, PublishError) as error:
+            self._has_failed = True
             _log.warning("%s failed: %s", type(command).__name__, error)
             return Outcome(command_id=number, error=str(error))
         return Outcome(command_id=number)
@@ -201,12 +208,12 @@ class Subscriber:
         manifest = offer.manifest
         if difference := mismatch(manifest, self._tensors):
             raise PublishError(f"refused {manifest.version.label}: {difference}")
-        if self.adopted is not None and manifest.version < self.adopted:
-            raise PublishError(
-                f"refused {manifest.version.label}: this engine runs {self.adopted.label}"
-            )
+        runs = self.adopted or self._before
+        if runs is not None and manifest.version < runs:
+            raise PublishError(f"refused {manifest.version.label}: this engine ran {runs.label}")
         self._manifest = manifest
         self._received = None
+        self._has_failed = False
 
     async def _open_group(self, command: OpenGroup) -> None:
         await self._leave_group()
@@ -260,13 +267,16 @@ class Subscriber:
     async def _load_received(self) -> None:
         if not self._is_paused or self._received is None:
             raise PublishError("nothing was received, or the engine is not paused")
+        await self._leave_group()  # an update that a collective left open would catch the load
         self._is_torn = True
         await self._engine.load_folder(self._received)
 
-    async def _commit(self) -> None:
-        version = self._offered.version
+    async def _commit(self, version: PolicyVersion) -> None:
+        if version != self._offered.version or not self._is_torn:
+            raise PublishError(f"{version.label} was not loaded")
         await self._engine.label(version)
         self._is_torn = False
+        self._before = version  # whatever becomes of the next line
         await self._resume(version)
         self._failures.clear()
 
@@ -278,10 +288,16 @@ class Subscriber:
 
     async def _abandon(self, why: str) -> None:
         """Free the engine from a publish that failed; it generates again if no byte has moved."""
+        can_resume = self._is_paused and not self._is_torn and self._before is not None
+        if not self._group and not can_resume:
+            return
         _log.warning("publish abandoned: %s", why)
         await self._leave_group()
-        if self._is_paused and not self._is_torn and self._before is not None:
-            await self._resume(self._before)
+        if can_resume and self._before is not None:
+            try:
+                await self._resume(self._before)
+            except EngineError as error:
+                _log.warning("the engine stays paused: %s", error)
 
     @property
     def _offered(self) -> WeightManifest:

@@ -70,6 +70,8 @@ class Transaction:
 
     async def _phases(self, laps: Laps) -> None:
         manifest = await self._publication.manifest()
+        if self._check_every and any(member.join.device == "cpu" for member in self._members):
+            self._publication.begin_checksums()  # not while engines are paused
         laps.lap("digest")
         name = self._transport.name
         await self._each(
@@ -86,7 +88,7 @@ class Transaction:
         laps.lap("transfer" if name == "collective" else "load")
         await self._each(self._verify)
         laps.lap("verify")
-        await self._each(lambda m: m.tell(lambda n: Commit(command_id=n)))
+        await self._each(lambda m: m.tell(lambda n: Commit(command_id=n, version=manifest.version)))
         laps.lap("commit")
 
     async def _each(self, work: Callable[[Member], Awaitable[T]]) -> dict[Member, T]:
@@ -120,7 +122,8 @@ class Transaction:
     async def _verify(self, member: Member) -> Outcome:
         """Close the update, and look at what the engine holds if it is time for that."""
         every = self._check_every
-        checks = every > 0 and (member.num_publishes - 1) % every == 0
+        is_due = (member.num_publishes - 1) % every == 0 if every else False
+        checks = is_due or bool(member.failure)  # a repair is always looked at
         outcome = await member.tell(lambda n: Verify(command_id=n, wants_checksums=checks))
         if not checks:
             return outcome
@@ -141,7 +144,7 @@ class Transaction:
         """Free who was left out: our end first, then theirs. Their engines stay paused if torn."""
         if not self._failed:
             return
-        self._transport.close()
+        await self._transport.close()
         for member, why in self._failed.items():
             member.failure = why
             member.holds(None)

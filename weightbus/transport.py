@@ -34,7 +34,7 @@ class Transport(Protocol):
     async def load(self, publication: Publication, members: Sequence[Member]) -> None:
         """Bring the version into the paused engines."""
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """Let go of what is open, which also frees engines that wait for us."""
 
 

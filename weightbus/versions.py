@@ -1,16 +1,17 @@
 """The versions that a relay can serve: what lies in the learner's memory, and who reads it."""
 
 import asyncio
+import shutil
+from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from weightbus.disk import forget_versions
 from weightbus.memory import SharedSlots
 from weightbus.publication import Publication
 from weightbus.slots import Slots
 from weightbus.snapshot import WeightSnapshot
-from wire.errors import PublishError
+from wire.errors import PublishError, SupersededError
 from wire.relay import OpenMemory
 from wire.versions import PolicyVersion
 
@@ -20,7 +21,7 @@ class _Source:
 
     def __init__(self, memory: SharedSlots, message: OpenMemory) -> None:
         self.memory = memory
-        self.path = message.path
+        self.epoch = message.epoch
         self.layout = message.layout
         self.slots = Slots(message.num_slots)
         self.publications: dict[int, Publication] = {}
@@ -37,6 +38,8 @@ class Versions:
         """
         self._folder = folder
         self._sources: list[_Source] = []  # the newest learner's last; an old one until it is idle
+        self._reading: Counter[Publication] = Counter()
+        self._on_disk: list[Publication] = []  # that may have copies there
         self._changed = asyncio.Event()
 
     @property
@@ -54,35 +57,38 @@ class Versions:
             PublishError: the memory cannot be mapped.
         """
         layout = message.layout
-        if self._sources and self._sources[-1].path == message.path:
+        self.refuse_older(message.epoch)
+        if self._sources and self._sources[-1].epoch == message.epoch:
             if message.whole is not None:
-                self.written(message.slot, message.whole)
+                self.written(message.epoch, message.slot, message.whole)
             return
         memory = SharedSlots.open(
             message.path, slot_bytes=layout.num_bytes, num_slots=message.num_slots
         )
         self._sources.append(_Source(memory, message))
         if message.whole is not None:
-            self.written(message.slot, message.whole)
+            self.written(message.epoch, message.slot, message.whole)
 
-    def reserve(self) -> int:
-        """Return the slot to write next.
+    def reserve(self, epoch: int) -> int:
+        """Return the slot that the learner of an epoch may write next.
 
         Raises:
-            PublishError: there is no memory.
+            PublishError: it has shown no memory.
+            SupersededError: a newer learner has.
         """
-        source = self._writing()
+        source = self._writing(epoch)
         slot = source.slots.reserve()
         source.publications.pop(slot, None)
         return slot
 
-    def written(self, slot: int, version: PolicyVersion) -> None:
-        """Serve a version that is whole now.
+    def written(self, epoch: int, slot: int, version: PolicyVersion) -> None:
+        """Serve a version of the learner of an epoch that is whole now.
 
         Raises:
-            PublishError: there is no memory, or nobody may have written that slot.
+            PublishError: it has shown no memory, or nobody may have written that slot.
+            SupersededError: a newer learner has shown its memory.
         """
-        source = self._writing()
+        source = self._writing(epoch)
         if source.slots.version(slot) == version:
             return
         try:
@@ -90,7 +96,9 @@ class Versions:
         except ValueError as error:
             raise PublishError(str(error)) from error
         snapshot = WeightSnapshot(version, source.layout, source.memory.slot(slot))
-        source.publications[slot] = Publication(snapshot, folder=self._folder)
+        publication = Publication(snapshot, folder=self._folder)
+        source.publications[slot] = publication
+        self._on_disk.append(publication)
         for old in self._sources[:-1]:
             old.memory.close()
         self._sources = self._sources[-1:]  # transactions of an old one keep what they read
@@ -112,6 +120,7 @@ class Versions:
                 break
             await changed.wait()
         publication = source.publications[slot]
+        self._reading[publication] += 1
         try:
             yield publication
         finally:
@@ -120,11 +129,14 @@ class Versions:
     async def _end(self, source: _Source, slot: int, publication: Publication) -> None:
         """Let a slot go once nothing of ours reads it any more, even if we are being cancelled."""
         settled = asyncio.ensure_future(publication.settled())
-        settled.add_done_callback(lambda _: self._ended(source, slot))
+        settled.add_done_callback(lambda _: self._ended(source, slot, publication))
         await asyncio.shield(settled)
 
-    def _ended(self, source: _Source, slot: int) -> None:
+    def _ended(self, source: _Source, slot: int, publication: Publication) -> None:
         source.slots.end(slot)
+        self._reading[publication] -= 1
+        if not self._reading[publication]:
+            del self._reading[publication]
         self.wake()
 
     def find(self, version: PolicyVersion) -> Publication | None:
@@ -135,24 +147,40 @@ class Versions:
                     return publication
         return None
 
-    async def clean_disk(self) -> None:
-        """Remove from disk what nobody can want any more."""
-        keep = {
-            publication.version.label
-            for source in self._sources
-            for publication in source.publications.values()
-        }
-        await asyncio.to_thread(forget_versions, self._folder, keep=keep)
+    async def clean_disk(self, *, all_of_it: bool = False) -> None:
+        """Remove the copies on disk that nobody can want any more, or all that were made here."""
+        wanted = set(self._reading)
+        for source in self._sources:
+            wanted.update(source.publications.values())
+        unwanted = [p for p in self._on_disk if all_of_it or p not in wanted]
+        for publication in unwanted:
+            self._on_disk.remove(publication)
+        await asyncio.to_thread(_remove, [copy for p in unwanted for copy in p.copies()])
 
     def _serving(self) -> _Source | None:
         return next((s for s in reversed(self._sources) if s.slots.newest is not None), None)
 
-    def _writing(self) -> _Source:
-        if not self._sources:
-            raise PublishError("the learner has not said where its weights are")
+    def refuse_older(self, epoch: int) -> None:
+        """Refuse what an earlier learner says.
+
+        Raises:
+            SupersededError: a newer one has shown its memory.
+        """
+        if self._sources and epoch < self._sources[-1].epoch:
+            raise SupersededError("a newer learner publishes now")
+
+    def _writing(self, epoch: int) -> _Source:
+        self.refuse_older(epoch)
+        if not self._sources or self._sources[-1].epoch != epoch:
+            raise PublishError("this learner has not said where its weights are")
         return self._sources[-1]
 
     def wake(self) -> None:
         """Have all who wait look again whether the newest version is wanted."""
         self._changed.set()
         self._changed = asyncio.Event()
+
+
+def _remove(folders: list[Path]) -> None:
+    for folder in folders:
+        shutil.rmtree(folder, ignore_errors=True)

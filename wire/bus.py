@@ -128,9 +128,10 @@ class Verify(BusMessage, frozen=True):
 
 
 class Commit(BusMessage, frozen=True):
-    """Label the engine with the offered version and generate again."""
+    """Label the engine with the version that it was offered and has loaded; generate again."""
 
     command_id: int
+    version: PolicyVersion
 
 
 class BucketAnswer(BusMessage, frozen=True):

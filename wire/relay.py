@@ -1,7 +1,8 @@
 """Messages between the learner's rank 0 and its relay, over a Unix socket. No tensor is in them.
 
 Weights are in a memory that the learner owns and the relay maps: some slots of equal size, each for
-one version. A slot is written between ``Reserve`` and ``Written`` and at no other time.
+one version. A slot is written between ``Reserve`` and ``Written`` and at no other time. Everything
+carries the learner's epoch: once a newer learner has shown its memory, an older one is refused.
 """
 
 from typing import TypeAlias
@@ -19,6 +20,7 @@ class RelayMessage(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", 
 class OpenMemory(RelayMessage, frozen=True):
     """Serve what will be written here; ``whole`` names what is there already."""
 
+    epoch: int
     path: str
     layout: WeightManifest  # names, types, shapes and buckets; its version means nothing
     num_slots: int
@@ -27,14 +29,15 @@ class OpenMemory(RelayMessage, frozen=True):
 
 
 class Reserve(RelayMessage, frozen=True):
-    """Which slot may be written with this version?"""
+    """Which slot may be written next?"""
 
-    version: PolicyVersion
+    epoch: int
 
 
 class Written(RelayMessage, frozen=True):
     """The slot holds the whole version."""
 
+    epoch: int
     version: PolicyVersion
     slot: int
 
@@ -45,6 +48,8 @@ class Alive(RelayMessage, frozen=True):
 
 class EndRelay(RelayMessage, frozen=True):
     """No version will follow, and none is needed any more."""
+
+    epoch: int
 
 
 class Reserved(RelayMessage, frozen=True):
@@ -57,6 +62,7 @@ class Ok(RelayMessage, frozen=True):
     """The answer to everything else; ``error`` says why it was not done."""
 
     error: str = ""
+    superseded: bool = False  # a newer learner uses this relay
     pid: int = 0  # of the relay
 
 

@@ -56,7 +56,7 @@ async def _measure(folder: Path, sizes: str, rounds: int, check_every: int) -> J
     (folder / "sockets").mkdir(mode=0o700)
     records: asyncio.Queue[PublishRecord] = asyncio.Queue(64)
     versions = Versions(folder / "weights")
-    versions.open(OpenMemory(path=memory.path, layout=layout, num_slots=NUM_SLOTS))
+    versions.open(OpenMemory(epoch=1, path=memory.path, layout=layout, num_slots=NUM_SLOTS))
     publisher = Publisher(
         WeightBusSection(engine_check_every=check_every),
         versions,
@@ -71,7 +71,7 @@ async def _measure(folder: Path, sizes: str, rounds: int, check_every: int) -> J
     figures = JoinFigures(layout.num_bytes)
     try:
         for step in range(rounds + 1):
-            versions.written(versions.reserve(), PolicyVersion(1, step))
+            versions.written(1, versions.reserve(1), PolicyVersion(1, step))
             record = await _record(records, "there")
             late = Agent(folder, f"late{step}", "collective", sizes)
             agents.append(late)

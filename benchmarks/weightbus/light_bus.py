@@ -91,7 +91,7 @@ class LightBus:
 
         self._link = loop.run(make())
         loop.start(self._link.run())
-        loop.run(self._link.open(self.memory.path, self.layout))
+        loop.run(self._link.open(self.memory.path, self.layout, epoch=1))
 
     def relay_cpu_s(self) -> float:
         return cpu_s(int((self.folder / "sockets" / "relay.lock").read_text()))
@@ -107,7 +107,7 @@ class LightBus:
     def publish(self, step: int, tensors: dict[str, torch.Tensor]) -> None:
         """Copy and hand over a version; what follows is the relay's work."""
         version = PolicyVersion(1, step)
-        slot = self._loop.run(self._link.reserve(version))
+        slot = self._loop.run(self._link.reserve())
         copy_checked(tensors, tensor_views(self.layout, self.memory.slot(slot)))
         self._loop.run(self._link.written(version, slot))
 

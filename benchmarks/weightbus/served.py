@@ -122,7 +122,9 @@ class ServedBus:
         self.records: asyncio.Queue[PublishRecord] = asyncio.Queue(64)
         self._versions = Versions(folder / "weights")
         self._versions.open(
-            OpenMemory(path=self._memory.path, layout=self.layout, num_slots=NUM_SLOTS)
+            OpenMemory(
+                epoch=self._epoch, path=self._memory.path, layout=self.layout, num_slots=NUM_SLOTS
+            )
         )
         libraries = installed_libraries()
         self.publisher = Publisher(
@@ -152,10 +154,10 @@ class ServedBus:
         """Publish once more; return seconds from the reserve to committed, and the record."""
         self._step += 1
         began_s = time.monotonic()
-        slot = self._versions.reserve()
+        slot = self._versions.reserve(self._epoch)
         views = tensor_views(self.layout, self._memory.slot(slot))
         await asyncio.to_thread(copy_checked, self.tensors, views)
-        self._versions.written(slot, PolicyVersion(self._epoch, self._step))
+        self._versions.written(self._epoch, slot, PolicyVersion(self._epoch, self._step))
         while True:
             record = await asyncio.wait_for(self.records.get(), _LONGEST_S)
             if record.failed:

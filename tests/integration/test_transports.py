@@ -98,16 +98,18 @@ class Bus:
         size = self._layout.num_bytes
         self._memory = SharedSlots.make(slot_bytes=size, num_slots=NUM_SLOTS)
         self.versions.open(
-            OpenMemory(path=self._memory.path, layout=self._layout, num_slots=NUM_SLOTS)
+            OpenMemory(
+                epoch=self.epoch, path=self._memory.path, layout=self._layout, num_slots=NUM_SLOTS
+            )
         )
 
     async def publish(self, step: int, tensors: dict[str, Tensor]) -> PublishRecord:
         """Publish a version and return the record of the first attempt."""
-        slot = self.versions.reserve()
+        slot = self.versions.reserve(self.epoch)
         views = tensor_views(self._layout, self._memory.slot(slot))
         for name, view in views.items():
             view.copy_(tensors[name])
-        self.versions.written(slot, PolicyVersion(self.epoch, step))
+        self.versions.written(self.epoch, slot, PolicyVersion(self.epoch, step))
         return await self.record_of(step)
 
     async def record_of(self, step: int) -> PublishRecord:
@@ -170,11 +172,13 @@ def test_a_publish_into_a_running_generation_is_labelled_verified_and_exact(
 
             incomplete = dict(newer)
             del incomplete["model.norm.weight"]
+            before = PolicyVersion(bus.epoch, 7)
+            bus.epoch = next(_epochs)  # another learner
             bus.open_memory(incomplete)
             refused = await bus.publish(8, incomplete)
             assert "lacks ['model.norm.weight']" in refused.failed["generator-0"]
             (answer,) = await bus.engine.sample([3, 4, 13], SHORT, count=1)
-            assert answer.version_starts == [(0, PolicyVersion(bus.epoch, 7))]
+            assert answer.version_starts == [(0, before)]
 
     asyncio.run(scenario())
 

@@ -20,7 +20,7 @@ from wire.bus import TransportName
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(120)]
 TRANSPORTS: tuple[TransportName, ...] = ("collective", "tcp", "disk")
-ENGINE_STEPS = ("pause", "checksums", "label")
+ENGINE_STEPS = ("pause", "checksums", "label", "resume")
 NUM_BUCKETS = 6
 
 
