@@ -9,6 +9,7 @@ import contextlib
 import fcntl
 import logging
 import os
+import select
 import signal
 import time
 from collections import deque
@@ -112,7 +113,6 @@ class Relay:
     async def run(self) -> None:
         """Serve until told to stop."""
         run = self._settings.run
-        run.make_socket_folder()
         await asyncio.to_thread(forget_versions, self._settings.folder, keep=set())
         jobs = [
             self._serve_learner(run.endpoint("relay")),
@@ -243,7 +243,6 @@ def _only_one(path: Path) -> Iterator[None]:
     Raises:
         ConfigError: another one holds the place and does not go.
     """
-    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     with path.open("a+") as file:
         for attempt in range(_LOCK_ATTEMPTS):
             try:
@@ -263,6 +262,10 @@ def _only_one(path: Path) -> Iterator[None]:
         file.write(str(os.getpid()))
         file.flush()
         yield
+
+
+def _is_cut(lifeline: int | None) -> bool:
+    return lifeline is not None and bool(select.select([lifeline], [], [], 0)[0])
 
 
 async def _serve(settings: RelaySettings, lifeline: int | None) -> None:
@@ -296,6 +299,8 @@ def main() -> int:
     start_logging("relay")
 
     def body() -> int:
+        if _is_cut(arguments.lifeline) or not settings.run.socket_folder.is_dir():
+            return 0  # whoever started us, or the run, has ended meanwhile
         if settings.weightbus.host.startswith("127."):
             os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # noqa: TID251 read by gloo, which has no setting
         with _only_one(relay_lock(settings.run)):

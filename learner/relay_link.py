@@ -237,9 +237,7 @@ class RelayLink:
         self._is_ending = True
         self._is_down.set()
         memory = self._memory
-        if memory is None:
-            return
-        if self._served_by:
+        if self._served_by and memory is not None:
             with suppress(PublishError):
                 async with self._one_at_a_time:
                     self._check(await self._exchange(EndRelay(epoch=memory.epoch)))
