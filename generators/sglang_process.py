@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import random
 import secrets
 import shutil
 import signal
@@ -27,6 +28,10 @@ _NOTES = "shared-memory.txt"
 _POLL_S = 0.25
 _STOP_S = 3.0
 _HOST = "127.0.0.1"
+_PORT_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
+_USUAL_FIRST_PORT = 32_768
+_LOWEST_PORT = 20_000
+_PORT_TRIES = 100
 
 
 @dataclass(slots=True)
@@ -42,7 +47,7 @@ class SglangProcess:
     @classmethod
     def start(cls, settings: GeneratorSettings, name: str) -> "SglangProcess":
         """Start a server; it answers some seconds later (see ``until_ready``)."""
-        port = _free_port()
+        port = free_port()
         api_key = random_api_key()
         scratch = Path(tempfile.mkdtemp(prefix=f"{name}-"))
         order = {
@@ -226,11 +231,29 @@ async def _answers(http: aiohttp.ClientSession, url: str) -> bool:
         return False
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind((_HOST, 0))
-        port: int = probe.getsockname()[1]
-        return port
+def free_port() -> int:
+    """Return a port that nobody listens on and that the system gives to nobody who asks for any.
+
+    The server binds it seconds later. A port of the range from which connections get theirs may be
+    taken meanwhile, even by whoever asks whether the server answers yet: it connects to itself.
+    """
+    first = _first_ephemeral_port()
+    for port in random.sample(range(_LOWEST_PORT, first), _PORT_TRIES):
+        with socket.socket() as probe:
+            try:
+                probe.bind((_HOST, port))
+            except OSError:
+                continue
+            return port
+    raise ConfigError(f"no port between {_LOWEST_PORT} and {first} is free for SGLang")
+
+
+def _first_ephemeral_port() -> int:
+    try:
+        first = int(_PORT_RANGE.read_text().split()[0])
+    except (OSError, ValueError, IndexError):
+        first = _USUAL_FIRST_PORT
+    return first if first >= _LOWEST_PORT + _PORT_TRIES else _USUAL_FIRST_PORT
 
 
 def _kill(pid: int) -> None:
