@@ -103,6 +103,7 @@ class RelayLink:
                     await asyncio.wait_for(self._is_down.wait(), _WATCH_S)
                 if self._served_by and not self._is_ending:
                     await self._look()
+            await asyncio.Event().wait()  # the socket is open until we are cancelled: for ``end``
         finally:
             self._close_socket()
             if self._context is not None:
