@@ -19,7 +19,6 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Literal
 
 from broker.rewards import sandbox as sandboxes
@@ -64,7 +63,7 @@ class Budget:
         *,
         stdin: bytes,
         num_tests: int = 1,
-        files: Mapping[str, bytes] = MappingProxyType({}),
+        files: Mapping[str, bytes] = sandboxes.NO_FILES,
     ) -> sandboxes.Outcome | None:
         """Run what makes some tests and take its time; None when none is left."""
         if self.left_s <= 0:

@@ -40,7 +40,7 @@ _READ_BYTES = 65536
 _MOST_LOOKED_AT = 4096
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _TICK_S = 1 / os.sysconf("SC_CLK_TCK")
-_NO_FILES: Mapping[str, bytes] = MappingProxyType({})
+NO_FILES: Mapping[str, bytes] = MappingProxyType({})
 _ENVIRONMENT = {"PATH": "/usr/local/bin:/usr/bin:/bin", "HOME": "/tmp", "LANG": "C.UTF-8"}  # noqa: S108
 _SYSTEM_FOLDERS = ("/usr", "/lib", "/lib64", "/bin")
 _KERNEL_SETTINGS = (
@@ -140,7 +140,7 @@ def run(
     source: str,
     *,
     stdin: bytes = b"",
-    files: Mapping[str, bytes] = _NO_FILES,
+    files: Mapping[str, bytes] = NO_FILES,
     limits: Limits = Limits(),
     mode: Mode = "namespaces",
 ) -> Outcome:

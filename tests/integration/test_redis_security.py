@@ -11,6 +11,7 @@ import pytest
 
 from broker.redis_store import RedisStore
 from broker.store import Changes
+from generators.sglang_process import free_port
 from wire.errors import ConfigError
 
 pytestmark = [pytest.mark.integration, pytest.mark.redis]
@@ -48,7 +49,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path
         pytest.skip("needs a redis-server with TLS on PATH")
     folder = tmp_path_factory.mktemp("redis")
     make_certificates(folder)
-    port = _free_port()
+    port = free_port()
     (folder / "redis.conf").write_text(
         f"port 0\ntls-port {port}\nbind 127.0.0.1\ndir {folder}\n"
         f"tls-cert-file {folder}/server.crt\ntls-key-file {folder}/server.key\n"
@@ -70,14 +71,6 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path
         finally:
             process.terminate()
             process.wait(10)
-
-
-def _free_port() -> int:
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def test_a_store_works_over_tls_with_the_rights_that_the_document_grants(

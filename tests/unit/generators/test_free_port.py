@@ -7,11 +7,14 @@ from generators import sglang_process
 from generators.sglang_process import free_port
 
 
-def test_a_port_is_free_and_none_that_a_connection_may_get():
-    first, _ = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
+def test_a_port_is_free_and_none_that_a_connection_may_get(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    (tmp_path / "range").write_text("25000\t60999\n")
+    monkeypatch.setattr(sglang_process, "_PORT_RANGE", tmp_path / "range")
     ports = {free_port() for _ in range(50)}
     assert len(ports) > 40
-    assert all(20_000 <= port < first for port in ports)
+    assert all(20_000 <= port < 25_000 for port in ports)
     with socket.socket() as server:
         server.bind(("127.0.0.1", ports.pop()))
 
