@@ -61,6 +61,11 @@ class KeyRing:
         """Return who a public key was made for; None if nobody, or no longer."""
         return self._by_public.get(public)
 
+    @property
+    def holders(self) -> list[Holder]:
+        """Return who may connect."""
+        return list(self._by_public.values())
+
     def callback(self, _domain: str, key: bytes) -> bool:
         """Tell whether a connection that proved this key (in Z85) may begin; for zmq.auth."""
         return key.decode() in self._by_public

@@ -3,6 +3,7 @@
 from wire.control import (
     DropDeadLetters,
     FetchPayloads,
+    FindRelay,
     GetDeadLetters,
     GetLedger,
     GetLedgerSnapshot,
@@ -62,6 +63,7 @@ ALLOWED: dict[type[Request], frozenset[Role]] = {
     GetLedgerSnapshot: _LEARNER,
     PublishReport: _RELAY,
     RelayReport: _RELAY,
+    FindRelay: _GENERATOR,
 }
 
 

@@ -55,6 +55,7 @@ from wire.control import (
     Done,
     DropDeadLetters,
     FetchPayloads,
+    FindRelay,
     GetDeadLetters,
     GetLedger,
     GetLedgerSnapshot,
@@ -74,6 +75,8 @@ from wire.control import (
     RefusalCode,
     RejectBatch,
     RejectPrompt,
+    RelayHeard,
+    RelayPlace,
     RelayReport,
     ReleaseLease,
     Request,
@@ -177,6 +180,7 @@ class BrokerServer:
         self._issued_at: dict[int, float] = {}  # unix time, of groups that this process issued
         self._jobs: asyncio.TaskGroup | None = None
         self._jobs_of: Counter[str] = Counter()
+        self._relay = RelayPlace(is_known=False)
         self._alarm = ""
 
     # ---- the loop ------------------------------------------------------------
@@ -502,6 +506,7 @@ class BrokerServer:
         | RoleReport
         | PublishReport
         | RelayReport
+        | FindRelay
         | GetStatus
         | GetLedger
         | GetDeadLetters
@@ -530,8 +535,12 @@ class BrokerServer:
                 self.telemetry.report(session.name, request)
             case PublishReport(record=record):
                 self.telemetry.published(record)
-            case RelayReport(members=members):
+            case RelayReport(members=members, door=door):
                 self.telemetry.members(members)
+                self._relay = RelayPlace(is_known=True, door=door)
+                return RelayHeard(generator_keys=self._generator_keys())
+            case FindRelay():
+                return self._relay
             case GetStatus():
                 return StatusAnswer(status=self.status())
             case GetLedger(num_items=num_items):
@@ -541,6 +550,11 @@ class BrokerServer:
             case _:
                 assert_never(request)
         return Done()
+
+    def _generator_keys(self) -> dict[str, str]:
+        if self._keys is None:
+            return {}
+        return {one.public: one.name for one in self._keys.holders if one.role == "generator"}
 
     def _letters(
         self, request: GetDeadLetters | RetryDeadLetters | DropDeadLetters

@@ -5,11 +5,13 @@ import logging
 import secrets
 from contextlib import AsyncExitStack
 from importlib.metadata import version
+from pathlib import Path
 
 from broker.client import BrokerClient
 from broker.rewards.pool import RewardPool
 from generators.config import GeneratorSettings
 from generators.prompting import TextCodec
+from generators.relay_search import take_weights
 from generators.running_engine import make_sampler, running_engine, watch
 from generators.sglang_engine import SglangEngine
 from generators.sglang_process import SglangProcess
@@ -19,6 +21,7 @@ from weightbus.subscriber import Subscriber
 from weightbus.tensor_set import TensorSet, model_tensors
 from wire.bus import Join
 from wire.errors import ConfigError
+from wire.keys import read_client_key
 from wire.stopping import stop_event
 from wire.tokenizer_hash import tokenizer_hash
 
@@ -118,12 +121,11 @@ async def _generate(
         fetch_timeout_s=settings.weightbus.timeout_s,
         on_pause=worker.pausing,
         on_adopt=worker.adopted,
+        key=read_client_key(Path(settings.run.key_file)) if settings.run.broker else None,
     )
     job = asyncio.create_task(worker.run(heartbeat_s=welcome.heartbeat_s))
     others = [
-        asyncio.create_task(
-            subscriber.run(settings.run.endpoint("weightbus"), settings.run.endpoint("weights"))
-        ),
+        asyncio.create_task(take_weights(subscriber, settings.run, client)),
         asyncio.create_task(watch(process)),
     ]
     try:

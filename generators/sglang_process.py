@@ -20,6 +20,7 @@ import aiohttp
 
 from generators.config import GeneratorSettings
 from generators.sglang_patches import GROUP_TIMEOUT_VARIABLE, SEEDS_VARIABLE
+from weightbus.interfaces import interface_variables
 from wire.errors import ChildDiedError, ConfigError
 from wire.processes import bound_to_me, last_lines
 
@@ -220,9 +221,7 @@ def _environment(settings: GeneratorSettings, scratch: Path) -> dict[str, str]:
     if settings.device == "cpu":
         # More than one thread per server collapses as soon as anything else wants a core.
         environment |= {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1"}
-    if settings.weightbus.host.startswith("127."):
-        environment["GLOO_SOCKET_IFNAME"] = "lo"
-    return environment
+    return interface_variables(settings.weightbus.host) | environment  # what was set wins
 
 
 async def _answers(http: aiohttp.ClientSession, url: str) -> bool:

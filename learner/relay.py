@@ -25,12 +25,14 @@ from broker.client import BrokerClient
 from weightbus.compatibility import installed_libraries
 from weightbus.config import WeightBusSection
 from weightbus.disk import forget_versions
+from weightbus.doors import FarDoor, check_listen
+from weightbus.interfaces import interface_variables
 from weightbus.publisher import Publisher
 from weightbus.versions import Versions
 from wire.bus import PublishRecord
 from wire.codec import decode_relay_request, encode
 from wire.command_line import load_arguments, refuse_settings, role_parser, run_role
-from wire.control import Done, PublishReport, RelayReport, RoleReport
+from wire.control import Done, PublishReport, RelayHeard, RelayReport, RoleReport
 from wire.errors import (
     ConfigError,
     ProtocolError,
@@ -51,7 +53,7 @@ from wire.relay import (
     Reserved,
     Written,
 )
-from wire.run_settings import RunSection, relay_lock, run_section
+from wire.run_settings import RunSection, relay_door, relay_lock, run_section
 from wire.settings import Table, section
 from wire.stopping import stop_event
 
@@ -80,9 +82,12 @@ class RelaySettings(msgspec.Struct, frozen=True, kw_only=True):
 
 def relay_settings(table: Table) -> RelaySettings:
     """Decode and check the relay's sections."""
-    return RelaySettings(
+    settings = RelaySettings(
         run=run_section(table), weightbus=section(table, "weightbus", WeightBusSection)
     )
+    if settings.weightbus.listen:
+        check_listen(settings.weightbus.listen)
+    return settings
 
 
 class Relay:
@@ -109,6 +114,8 @@ class Relay:
             on_record=self._keep,
             libraries=installed_libraries(),
         )
+        listen = settings.weightbus.listen
+        self._far_door = FarDoor(listen) if listen else None
 
     async def run(self) -> None:
         """Serve until told to stop."""
@@ -116,7 +123,7 @@ class Relay:
         await asyncio.to_thread(forget_versions, self._settings.folder, keep=set())
         jobs = [
             self._serve_learner(run.endpoint("relay")),
-            self._publisher.run(run.endpoint("weightbus"), run.endpoint("weights")),
+            self._publisher.run(relay_door(run), self._far_door),
             self._watch_learner(),
             self._report(),
         ]
@@ -224,7 +231,13 @@ class Relay:
                     if self._records and self._records[0] is record:
                         self._records.popleft()
                 self._is_news.clear()
-                await client.ask(RelayReport(members=self._publisher.states()), Done)
+                door = self._far_door
+                report = RelayReport(
+                    members=self._publisher.states(), door=door.place if door else None
+                )
+                heard, _ = await client.ask(report, RelayHeard)
+                if door is not None:
+                    door.admit(heard.generator_keys)
                 await client.ask(RoleReport(phase_seconds=self._phases(), counters={}), Done)
         finally:
             client.close()
@@ -301,8 +314,8 @@ def main() -> int:
     def body() -> int:
         if _is_cut(arguments.lifeline) or not settings.run.socket_folder.is_dir():
             return 0  # whoever started us, or the run, has ended meanwhile
-        if settings.weightbus.host.startswith("127."):
-            os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # noqa: TID251 read by gloo, which has no setting
+        for name, value in interface_variables(settings.weightbus.host).items():
+            os.environ.setdefault(name, value)  # noqa: TID251 gloo and NCCL have no setting
         with _only_one(relay_lock(settings.run)):
             asyncio.run(_serve(settings, arguments.lifeline))
         return 0

@@ -34,6 +34,7 @@ from learner.replay_link import ReplayLink
 from learner.resume import readable_checkpoints, resume_order
 from learner.stop import StopRequest
 from learner.topology import Topology, destroy_topology, init_topology
+from weightbus.interfaces import interface_variables
 from weightbus.rendezvous import open_store
 from wire.checkpoints import read_checkpoint_info
 from wire.errors import ChildDiedError, ConfigError
@@ -121,8 +122,8 @@ def run_rank(
 ) -> None:
     """Build the policy on this rank and train."""
     learner = settings.learner
-    if settings.weightbus.host.startswith("127."):
-        os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # noqa: TID251 read by gloo, which has no setting
+    for name, value in interface_variables(_HOST).items():
+        os.environ.setdefault(name, value)  # noqa: TID251 gloo and NCCL have no setting
     device.set_threads(learner.threads)
     if learner.deterministic:
         device.set_deterministic()

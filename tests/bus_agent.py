@@ -15,7 +15,7 @@ from tests.bus_engine import BusEngine, random_tensors
 from weightbus.compatibility import installed_libraries
 from weightbus.subscriber import Subscriber
 from weightbus.tensor_set import TensorSet
-from wire.bus import Join
+from wire.bus import Join, RelayDoor
 from wire.errors import EngineError
 from wire.logs import start_logging
 
@@ -77,7 +77,12 @@ async def serve(arguments: argparse.Namespace) -> None:
     async with asyncio.TaskGroup() as group:
         group.create_task(engine.generate())
         group.create_task(
-            subscriber.run(f"ipc://{sockets}/weightbus.sock", f"ipc://{sockets}/weights.sock")
+            subscriber.run(
+                RelayDoor(
+                    endpoint=f"ipc://{sockets}/weightbus.sock",
+                    bulk_endpoint=f"ipc://{sockets}/weights.sock",
+                )
+            )
         )
 
 

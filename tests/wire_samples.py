@@ -76,6 +76,9 @@ MEMBERS = [
         reason="gone",
     ),
 ]
+DOOR = bus.RelayDoor(
+    endpoint="tcp://10.0.0.1:7000", bulk_endpoint="tcp://10.0.0.1:7001", key="k" * 40
+)
 MANIFEST = WeightManifest(
     version=VERSION,
     buckets=(Bucket((TensorSpec("model.norm.weight", "float32", (4,), "ab"),), 16),),
@@ -219,6 +222,8 @@ REQUESTS: list[control.Request] = [
     control.GetLedgerSnapshot(version=VERSION),
     control.PublishReport(record=RECORD),
     control.RelayReport(members=MEMBERS),
+    control.RelayReport(members=[], door=DOOR),
+    control.FindRelay(),
 ]
 ANSWERS: list[control.Answer] = [
     control.Welcome(run_name="run", session=b"0" * 16, learner_step=5, heartbeat_s=7.5),
@@ -253,6 +258,8 @@ ANSWERS: list[control.Answer] = [
     ),
     control.DeadLettersHandled(done={1: 9}, refused={2: "no such dead letter"}),
     control.TookOver(version=VERSION),
+    control.RelayHeard(generator_keys={DOOR.key: "gpu-7"}),
+    control.RelayPlace(is_known=True, door=DOOR),
     control.BatchDelivered(
         step=5,
         groups=(

@@ -2,8 +2,10 @@
 
 import logging
 
+import zmq
 import zmq.asyncio
 
+from weightbus.doors import FarDoor
 from weightbus.versions import Versions
 from wire.bus import BucketAnswer, FetchBucket
 from wire.codec import decode_fetch, encode
@@ -12,12 +14,22 @@ from wire.errors import ProtocolError
 _log = logging.getLogger(__name__)
 
 
-async def serve_buckets(socket: zmq.asyncio.Socket, versions: Versions) -> None:
-    """Answer requests for buckets until cancelled."""
+async def serve_buckets(
+    socket: zmq.asyncio.Socket, versions: Versions, door: FarDoor | None
+) -> None:
+    """Answer requests for buckets until cancelled.
+
+    Args:
+        socket: a ROUTER.
+        versions: what there is.
+        door: knows who may ask; None on a Unix socket.
+    """
     while True:
-        peer, *frames = await socket.recv_multipart()
+        peer, *frames = await socket.recv_multipart(copy=False)
+        if door is not None and door.name_of(proved(peer)) is None:
+            continue  # it was revoked
         try:
-            request = decode_fetch(b"".join(frames))
+            request = decode_fetch(b"".join(frame.buffer for frame in frames))
         except ProtocolError as error:
             _log.warning("malformed request on the bulk socket: %s", error)
             continue
@@ -27,8 +39,13 @@ async def serve_buckets(socket: zmq.asyncio.Socket, versions: Versions) -> None:
             index=request.index,
             error="" if data is not None else "it is not served any more",
         )
-        parts = [peer, encode(answer)] + ([data] if data is not None else [])
+        parts = [peer.bytes, encode(answer)] + ([data] if data is not None else [])
         await socket.send_multipart(parts, copy=False)
+
+
+def proved(frame: zmq.Frame) -> str:
+    """Return the public key (Z85) that the sender of a frame proved."""
+    return str(frame.get("User-Id"))
 
 
 def _find(request: FetchBucket, versions: Versions) -> memoryview | None:

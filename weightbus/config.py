@@ -39,6 +39,9 @@ class WeightBusSection(Section, frozen=True, kw_only=True):
     """A member that sends no heartbeat for this long is left out."""
     host: str = "127.0.0.1"
     """Interface of a collective's sockets: a trusted network, they know no authentication."""
+    listen: str = ""
+    """Where the relay listens for generators on other hosts, tcp://ADDRESS:PORT; buckets take the
+    port after it. They need keys. Empty is nowhere."""
     folder: str = ""
     """Where the disk transport writes versions, in a folder of the run's name, seen by every host;
     empty is DIR/NAME/weights."""

@@ -14,18 +14,17 @@ from wire.versions import PolicyVersion
 class BucketFetcher:
     """One connection to a relay. Use it inside one event loop."""
 
-    def __init__(self, context: zmq.asyncio.Context, endpoint: str, *, timeout_s: float) -> None:
+    def __init__(self, context: zmq.asyncio.Context, *, timeout_s: float) -> None:
         self._timeout_s = timeout_s
-        self._socket = context.socket(zmq.DEALER)
-        self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.connect(endpoint)
+        self.socket = context.socket(zmq.DEALER)
+        self.socket.setsockopt(zmq.LINGER, 0)
         self._waiting: dict[tuple[PolicyVersion, int], asyncio.Future[Frame]] = {}
         self._reader = asyncio.create_task(self._read())
 
     def close(self) -> None:
         """End whatever waits."""
         self._reader.cancel()
-        self._socket.close()
+        self.socket.close()
 
     async def fetch(self, version: PolicyVersion, index: int) -> Frame:
         """Return the bytes of a bucket.
@@ -37,7 +36,7 @@ class BucketFetcher:
         future: asyncio.Future[Frame] = asyncio.get_running_loop().create_future()
         self._waiting[key] = future
         try:
-            await self._socket.send(encode(FetchBucket(version=version, index=index)))
+            await self.socket.send(encode(FetchBucket(version=version, index=index)))
             return await asyncio.wait_for(future, self._timeout_s)
         except TimeoutError as error:
             raise PublishError(
@@ -55,7 +54,7 @@ class BucketFetcher:
 
     async def _read(self) -> None:
         while True:
-            head, *frames = await self._socket.recv_multipart(copy=False)
+            head, *frames = await self.socket.recv_multipart(copy=False)
             try:
                 answer = decode_bucket_answer(head.buffer)
             except ProtocolError:

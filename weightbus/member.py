@@ -27,10 +27,14 @@ class Member:
         join: Join,
         socket: zmq.asyncio.Socket,
         *,
+        name: str,
+        key: str = "",
         transport: TransportName,
         timeout_s: float,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
+        self.name = name
+        self.key = key  # that it proved; empty on this host
         self.peer = peer  # routing id of its agent
         self.join = join
         self.transport = transport
@@ -46,10 +50,9 @@ class Member:
         self._waiting: dict[int, asyncio.Future[Outcome]] = {}
         self._gone = ""
 
-    @property
-    def name(self) -> str:
-        """Return the generator's name."""
-        return self.join.name
+    def is_at(self, peer: bytes, socket: zmq.asyncio.Socket) -> bool:
+        """Tell whether a message came from its agent."""
+        return self.peer == peer and self._socket is socket
 
     def state(self, newest: PolicyVersion | None) -> State:
         """Return what is going on with it."""

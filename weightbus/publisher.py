@@ -10,20 +10,33 @@ import logging
 import secrets
 import time
 from collections.abc import Awaitable, Callable
+from typing import NamedTuple
 
 import zmq
 import zmq.asyncio
 
-from weightbus.bulk import serve_buckets
+from weightbus.bulk import proved, serve_buckets
 from weightbus.collective_transport import Collective
 from weightbus.compatibility import Libraries, why_no_collective
 from weightbus.config import WeightBusSection
+from weightbus.doors import FarDoor
+from weightbus.interfaces import is_loopback
 from weightbus.member import Member
 from weightbus.staged_transports import OverDisk, OverTcp
 from weightbus.transaction import Transaction
 from weightbus.transport import Transport
 from weightbus.versions import Versions
-from wire.bus import Heard, Join, Leave, MemberState, Outcome, PublishRecord, TransportName
+from wire.bus import (
+    AgentMessage,
+    Heard,
+    Join,
+    Leave,
+    MemberState,
+    Outcome,
+    PublishRecord,
+    RelayDoor,
+    TransportName,
+)
 from wire.codec import decode_agent_message, encode
 from wire.errors import ProtocolError
 from wire.versions import PolicyVersion
@@ -33,6 +46,15 @@ _RETRY_S = 1.0
 _WATCH_S = 1.0
 _MAX_MEMBERS = 10_000
 _BULK_HIGH_WATER = 8
+
+
+class Sender(NamedTuple):
+    """Where a message came from."""
+
+    peer: bytes  # routing id
+    socket: zmq.asyncio.Socket
+    prefix: str  # of the names of engines there
+    key: str  # that it proved; empty on this host
 
 
 class Party:
@@ -81,29 +103,44 @@ class Publisher:
         self._alone: dict[Member, asyncio.Task[None]] = {}
         self._parties: list[Party] = []
 
-    async def run(self, endpoint: str, bulk_endpoint: str) -> None:
-        """Serve until cancelled."""
+    async def run(self, door: RelayDoor, far_door: FarDoor | None = None) -> None:
+        """Serve until cancelled.
+
+        Args:
+            door: Unix sockets in a private folder.
+            far_door: lets in engines on other hosts.
+
+        Raises:
+            ConfigError: an address cannot be listened at.
+        """
         context = zmq.asyncio.Context()
-        socket, bulk = context.socket(zmq.ROUTER), context.socket(zmq.ROUTER)
-        for one in (socket, bulk):
-            one.setsockopt(zmq.LINGER, 0)
-        bulk.setsockopt(zmq.SNDHWM, _BULK_HIGH_WATER)
+        sockets: list[zmq.asyncio.Socket] = []
         try:
-            socket.bind(endpoint)
-            bulk.bind(bulk_endpoint)
+            pairs: list[tuple[zmq.asyncio.Socket, zmq.asyncio.Socket, FarDoor | None]] = []
+            near = context.socket(zmq.ROUTER), context.socket(zmq.ROUTER)
+            sockets += near
+            near[0].bind(door.endpoint)
+            near[1].bind(door.bulk_endpoint)
+            pairs.append((*near, None))
+            if far_door is not None:
+                far = far_door.open(context)
+                sockets += far
+                pairs.append((*far, far_door))
             async with asyncio.TaskGroup() as group:
-                group.create_task(self._watch())
-                group.create_task(serve_buckets(bulk, self._versions))
-                while True:
-                    peer, *frames = await socket.recv_multipart()
-                    await self._take(peer, b"".join(frames), socket, group)
+                group.create_task(self._watch(far_door))
+                for socket, bulk, checks in pairs:
+                    bulk.setsockopt(zmq.SNDHWM, _BULK_HIGH_WATER)
+                    group.create_task(serve_buckets(bulk, self._versions, checks))
+                    group.create_task(self._listen(socket, checks, group))
         finally:
             for member in list(self._members.values()):
                 self._forget(member, "is left: the relay ends")
             for party in self._parties:
                 party.collective.close_soon()
-            socket.close()
-            bulk.close()
+            if far_door is not None:
+                far_door.close()
+            for one in sockets:
+                one.close(linger=0)
             context.term()
 
     def states(self) -> list[MemberState]:
@@ -123,58 +160,75 @@ class Publisher:
 
     # ---- membership ----------------------------------------------------------
 
-    async def _take(
-        self, peer: bytes, frame: bytes, socket: zmq.asyncio.Socket, group: asyncio.TaskGroup
+    async def _listen(
+        self, socket: zmq.asyncio.Socket, door: FarDoor | None, group: asyncio.TaskGroup
     ) -> None:
-        try:
-            message = decode_agent_message(frame)
-        except ProtocolError as error:
-            _log.warning("malformed message on the weight bus: %s", error)
-            return
+        while True:
+            peer, *frames = await socket.recv_multipart(copy=False)
+            key = proved(peer) if door is not None else ""
+            if door is not None and door.name_of(key) is None:
+                continue  # it was revoked, and _watch has said so
+            prefix = f"{door.name_of(key)}/" if door is not None else ""  # as the broker calls it
+            try:
+                message = decode_agent_message(b"".join(frame.buffer for frame in frames))
+            except ProtocolError as error:
+                _log.warning("malformed message on the weight bus: %s", error)
+                continue
+            sender = Sender(peer.bytes, socket, prefix, key)
+            await self._take(sender, message, group)
+
+    async def _take(
+        self, sender: "Sender", message: AgentMessage, group: asyncio.TaskGroup
+    ) -> None:
+        peer, socket = sender.peer, sender.socket
         match message:
             case Join():
-                self._joined(peer, message, socket, group)
+                self._joined(sender, message, group)
                 await socket.send_multipart([peer, encode(Heard(relay=self._incarnation))])
             case Leave(name=name):
-                member = self._members.get(name)
-                if member is not None and member.peer == peer:
+                member = self._members.get(sender.prefix + name)
+                if member is not None and member.is_at(peer, socket):
                     self._forget(member, "left")
             case Outcome():
                 for member in self._members.values():
-                    if member.peer == peer:
+                    if member.is_at(peer, socket):
                         member.take(message)
 
-    def _joined(
-        self, peer: bytes, join: Join, socket: zmq.asyncio.Socket, group: asyncio.TaskGroup
-    ) -> None:
-        known = self._members.get(join.name)
+    def _joined(self, sender: "Sender", join: Join, group: asyncio.TaskGroup) -> None:
+        peer, name = sender.peer, sender.prefix + join.name
+        known = self._members.get(name)
         if known is not None and known.join.incarnation == join.incarnation:
             known.heard(peer, join)
             return
         if known is not None:
             self._forget(known, "restarted")
         if len(self._members) >= _MAX_MEMBERS:
-            _log.error("%s is refused: %d engines are on the weight bus", join.name, _MAX_MEMBERS)
+            _log.error("%s is refused: %d engines are on the weight bus", name, _MAX_MEMBERS)
             return
         member = Member(
             peer,
             join,
-            socket,
-            transport=self._transport_for(join),
+            sender.socket,
+            name=name,
+            key=sender.key,
+            transport=self._transport_for(join, name, is_far=bool(sender.key)),
             timeout_s=self._settings.timeout_s,
             now=self._now,
         )
-        _log.info("%s joined the weight bus (%s)", join.name, member.transport)
-        self._members[join.name] = member
+        _log.info("%s joined the weight bus (%s)", name, member.transport)
+        self._members[name] = member
         self._serve_alone(member, group)
 
-    def _transport_for(self, join: Join) -> TransportName:
+    def _transport_for(self, join: Join, name: str, *, is_far: bool) -> TransportName:
         """Return how a member gets versions: as it asks, or over TCP where that cannot be."""
         if join.transport != "collective":
             return join.transport
         why = why_no_collective(join, self._libraries)
+        host = self._settings.host
+        if is_far and is_loopback(host):
+            why = f"it is on another host, and weightbus.host is {host}"
         if why:
-            _log.warning("%s gets its weights over tcp instead of a collective: %s", join.name, why)
+            _log.warning("%s gets its weights over tcp instead of a collective: %s", name, why)
             return "tcp"
         return "collective"
 
@@ -188,13 +242,16 @@ class Publisher:
                 self._take_out(member, party)
         member.leave(why)
 
-    async def _watch(self) -> None:
-        """Leave out who fell silent, whatever is going on with it."""
+    async def _watch(self, far_door: FarDoor | None) -> None:
+        """Leave out who fell silent or may no longer be there, whatever is going on with it."""
         while True:
             await asyncio.sleep(_WATCH_S)
             limit = self._now() - self._settings.member_silence_s
             for member in [m for m in self._members.values() if m.heard_s < limit]:
                 self._forget(member, f"was silent for {self._settings.member_silence_s:g} s")
+            for member in [m for m in self._members.values() if m.key]:
+                if far_door is not None and far_door.name_of(member.key) is None:
+                    self._forget(member, "is left: its key was revoked")
 
     # ---- one member by itself ------------------------------------------------
 

@@ -4,6 +4,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import TypeAlias
 
@@ -11,6 +12,7 @@ import msgspec
 import zmq
 import zmq.asyncio
 
+from weightbus.doors import connect
 from weightbus.engine import EngineWeights
 from weightbus.fetcher import BucketFetcher
 from weightbus.staging import Staging, check_folder
@@ -29,10 +31,12 @@ from wire.bus import (
     Outcome,
     Pause,
     Receive,
+    RelayDoor,
     Verify,
 )
 from wire.codec import decode_command, encode
 from wire.errors import EngineError, ProtocolError, PublishError
+from wire.keys import ClientKey
 from wire.manifest import WeightManifest
 from wire.versions import PolicyVersion
 
@@ -59,6 +63,7 @@ class Subscriber:
         fetch_timeout_s: float,
         on_pause: Callable[[], None],
         on_adopt: Callable[[PolicyVersion], None],
+        key: ClientKey | None = None,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         """Prepare to join.
@@ -72,6 +77,7 @@ class Subscriber:
             fetch_timeout_s: a bucket that takes longer has failed.
             on_pause: is called before the engine pauses.
             on_adopt: is called with the version that it generates with from now on.
+            key: what this host proves itself with to a relay on another one.
             now: monotonic seconds.
         """
         self._engine = engine
@@ -83,6 +89,9 @@ class Subscriber:
         self._fetch_timeout_s = fetch_timeout_s
         self._on_pause = on_pause
         self._on_adopt = on_adopt
+        self._key = key
+        self._door: RelayDoor | None = None
+        self._socket: zmq.asyncio.Socket | None = None
         self._now = now
         self._manifest: WeightManifest | None = None
         self._received: Path | None = None
@@ -97,19 +106,20 @@ class Subscriber:
         self._fetcher: BucketFetcher | None = None
         self.adopted: PolicyVersion | None = None
 
-    async def run(self, endpoint: str, bulk_endpoint: str) -> None:
+    async def run(self, door: RelayDoor) -> None:
         """Serve the relay until cancelled.
 
         Raises:
             PublishError: the engine took part in too many publishes that failed.
+            ConfigError: the relay wants a key, and there is none.
         """
         context = zmq.asyncio.Context()
-        socket = context.socket(zmq.DEALER)
+        self._socket = socket = context.socket(zmq.DEALER)
         socket.setsockopt(zmq.LINGER, 200)
-        socket.connect(endpoint)
-        self._fetcher = BucketFetcher(context, bulk_endpoint, timeout_s=self._fetch_timeout_s)
+        self._fetcher = BucketFetcher(context, timeout_s=self._fetch_timeout_s)
         commands: asyncio.Queue[Command] = asyncio.Queue(_MAX_COMMANDS)
         try:
+            self.move(door)
             async with asyncio.TaskGroup() as group:
                 group.create_task(self._heartbeat(socket))
                 group.create_task(self._read(socket, commands))
@@ -117,12 +127,31 @@ class Subscriber:
         except* PublishError as errors:
             raise PublishError(str(errors.exceptions[0])) from errors
         finally:
-            socket.send(encode(Leave(name=self._join.name)), zmq.NOBLOCK)
+            with suppress(zmq.Again):  # nobody is there to be told
+                socket.send(encode(Leave(name=self._join.name)), zmq.NOBLOCK)
             socket.close()
             self._fetcher.close()
+            self._socket = self._fetcher = self._door = None
             context.term()
             if self._staging is not None:
                 self._staging.close()
+
+    @property
+    def silent_s(self) -> float:
+        """Return for how long the relay has said nothing."""
+        return self._now() - self._heard_s
+
+    def move(self, door: RelayDoor) -> None:
+        """Go on with the relay at another place, while ``run`` runs, unless it is the same."""
+        before, socket, fetcher = self._door, self._socket, self._fetcher
+        if socket is None or fetcher is None or door == before:
+            return
+        pairs = ((socket, "endpoint"), (fetcher.socket, "bulk_endpoint"))
+        for one, name in pairs:
+            if before is not None:
+                one.disconnect(getattr(before, name))
+            connect(one, getattr(door, name), server_key=door.key, key=self._key)
+        self._door = door
 
     # ---- the relay -----------------------------------------------------------
 

@@ -15,6 +15,14 @@ from wire.versions import PolicyVersion
 TransportName = Literal["collective", "tcp", "disk"]
 
 
+class RelayDoor(msgspec.Struct, frozen=True, kw_only=True):
+    """Where engines reach a relay."""
+
+    endpoint: str
+    bulk_endpoint: str
+    key: str = ""  # the public key that the relay proves; empty on Unix sockets
+
+
 class BusMessage(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag=str.lower):
     """Base of all messages of the weight bus."""
 

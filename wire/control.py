@@ -9,7 +9,7 @@ from typing import Literal, TypeAlias
 
 import msgspec
 
-from wire.bus import MemberState, PublishRecord
+from wire.bus import MemberState, PublishRecord, RelayDoor
 from wire.dead_letters import DeadLetter
 from wire.ledger_view import LedgerView
 from wire.status import EvalPoint, RunStatus
@@ -368,9 +368,27 @@ class PublishReport(Message, frozen=True):
 
 
 class RelayReport(Message, frozen=True):
-    """What each engine holds, as the relay knows it; said again and again; answered by Done."""
+    """What each engine holds, as the relay knows it, and where it is found; said every second."""
 
     members: list[MemberState]
+    door: RelayDoor | None = None  # for generators on other hosts
+
+
+class RelayHeard(Message, frozen=True):
+    """Whom the relay may let in."""
+
+    generator_keys: dict[str, str]  # public key -> name of the key
+
+
+class FindRelay(Message, frozen=True):
+    """Where are the weights to be had? Asked by generators on other hosts."""
+
+
+class RelayPlace(Message, frozen=True):
+    """Where the relay is found, as it said last."""
+
+    is_known: bool  # a relay has reported
+    door: RelayDoor | None = None  # none if it listens to its own host only
 
 
 Request: TypeAlias = (
@@ -398,6 +416,7 @@ Request: TypeAlias = (
     | GetLedgerSnapshot
     | PublishReport
     | RelayReport
+    | FindRelay
 )
 Answer: TypeAlias = (
     Welcome
@@ -417,4 +436,6 @@ Answer: TypeAlias = (
     | StepCommitted
     | LedgerSnapshotAnswer
     | Payloads
+    | RelayHeard
+    | RelayPlace
 )

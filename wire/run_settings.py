@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
+from wire.bus import RelayDoor
 from wire.errors import ConfigError
 from wire.run_folder import SUMMARY
 from wire.settings import Section, Table, section
@@ -132,6 +133,11 @@ class RunSection(Section, frozen=True, kw_only=True):
 def relay_lock(run: RunSection) -> Path:
     """Return the file that the run's weight relay holds locked as long as it lives."""
     return run.socket("relay").with_suffix(".lock")
+
+
+def relay_door(run: RunSection) -> RelayDoor:
+    """Return where engines on the relay's host reach it."""
+    return RelayDoor(endpoint=run.endpoint("weightbus"), bulk_endpoint=run.endpoint("weights"))
 
 
 class SamplingSection(Section, frozen=True, kw_only=True):

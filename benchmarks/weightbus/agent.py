@@ -23,7 +23,7 @@ from weightbus.compatibility import installed_libraries
 from weightbus.engine_checksums import expected_checksums
 from weightbus.subscriber import Subscriber
 from weightbus.tensor_set import TensorSet
-from wire.bus import Join
+from wire.bus import Join, RelayDoor
 from wire.manifest import Bucket
 from wire.versions import PolicyVersion
 
@@ -113,7 +113,12 @@ async def _serve(arguments: argparse.Namespace) -> None:
     )
     sockets = arguments.folder / "sockets"
     _say(joins=True, at_s=time.monotonic())
-    await subscriber.run(f"ipc://{sockets}/weightbus.sock", f"ipc://{sockets}/weights.sock")
+    await subscriber.run(
+        RelayDoor(
+            endpoint=f"ipc://{sockets}/weightbus.sock",
+            bulk_endpoint=f"ipc://{sockets}/weights.sock",
+        )
+    )
 
 
 def main() -> None:

@@ -15,7 +15,7 @@ from weightbus.config import WeightBusSection
 from weightbus.publisher import Publisher
 from weightbus.slots import NUM_SLOTS
 from weightbus.versions import Versions
-from wire.bus import PublishRecord
+from wire.bus import PublishRecord, RelayDoor
 from wire.relay import OpenMemory
 from wire.versions import PolicyVersion
 
@@ -65,7 +65,12 @@ async def _measure(folder: Path, sizes: str, rounds: int, check_every: int) -> J
     )
     sockets = folder / "sockets"
     serving = asyncio.create_task(
-        publisher.run(f"ipc://{sockets}/weightbus.sock", f"ipc://{sockets}/weights.sock")
+        publisher.run(
+            RelayDoor(
+                endpoint=f"ipc://{sockets}/weightbus.sock",
+                bulk_endpoint=f"ipc://{sockets}/weights.sock",
+            )
+        )
     )
     agents = [Agent(folder, "there", "tcp", sizes)]
     figures = JoinFigures(layout.num_bytes)

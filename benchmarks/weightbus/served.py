@@ -40,7 +40,7 @@ from weightbus.snapshot import tensor_spec, tensor_views
 from weightbus.subscriber import Subscriber
 from weightbus.tensor_set import model_tensors
 from weightbus.versions import Versions
-from wire.bus import Command, Join, Offer, Outcome, PublishRecord, TransportName
+from wire.bus import Command, Join, Offer, Outcome, PublishRecord, RelayDoor, TransportName
 from wire.relay import OpenMemory
 from wire.versions import PolicyVersion
 
@@ -175,10 +175,10 @@ async def served_bus(
 ) -> AsyncIterator[ServedBus]:
     with tempfile.TemporaryDirectory(prefix="bw-", dir="/tmp") as name:
         bus = ServedBus(server, Path(name), transport, epoch)
-        endpoints = (f"ipc://{name}/bus", f"ipc://{name}/bulk")
+        door = RelayDoor(endpoint=f"ipc://{name}/bus", bulk_endpoint=f"ipc://{name}/bulk")
         tasks = [
-            asyncio.create_task(bus.publisher.run(*endpoints)),
-            asyncio.create_task(bus.subscriber.run(*endpoints)),
+            asyncio.create_task(bus.publisher.run(door)),
+            asyncio.create_task(bus.subscriber.run(door)),
         ]
         try:
             await bus.publish()  # alone, over TCP or from disk

@@ -99,7 +99,12 @@ class _Relay:
     def _member(self, name: str) -> Member:
         join = Join(name=name, incarnation="a", device="cpu", torch_version="")
         return Member(
-            name.encode(), join, self._socket, transport="collective", timeout_s=TIMEOUT_S
+            name.encode(),
+            join,
+            self._socket,
+            name=name,
+            transport="collective",
+            timeout_s=TIMEOUT_S,
         )
 
     async def read(self) -> None:

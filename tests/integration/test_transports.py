@@ -32,7 +32,7 @@ from weightbus.snapshot import WeightSnapshot, tensor_spec, tensor_views
 from weightbus.subscriber import Subscriber
 from weightbus.tensor_set import model_tensors
 from weightbus.versions import Versions
-from wire.bus import Join, PublishRecord, TransportName
+from wire.bus import Join, PublishRecord, RelayDoor, TransportName
 from wire.manifest import WeightManifest
 from wire.relay import OpenMemory
 from wire.versions import PolicyVersion
@@ -126,10 +126,10 @@ async def running_bus(
     engine = SglangEngine(server.url, server.api_key, request_timeout_s=60, control_timeout_s=20)
     bus = Bus(engine, folder, transport)
     bus.open_memory(bus.tensors)
-    endpoints = (f"ipc://{folder}/bus", f"ipc://{folder}/bulk")
+    door = RelayDoor(endpoint=f"ipc://{folder}/bus", bulk_endpoint=f"ipc://{folder}/bulk")
     tasks = [
-        asyncio.create_task(bus.publisher.run(*endpoints)),
-        asyncio.create_task(bus.subscriber.run(*endpoints)),
+        asyncio.create_task(bus.publisher.run(door)),
+        asyncio.create_task(bus.subscriber.run(door)),
     ]
     try:
         yield bus

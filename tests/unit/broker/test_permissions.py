@@ -8,6 +8,7 @@ from broker.permissions import ALLOWED, may_say
 from tests.unit.broker.ledger_driver import header
 from wire.bus import PublishRecord
 from wire.control import (
+    FindRelay,
     GetLedger,
     Hello,
     LeaseScoring,
@@ -44,6 +45,7 @@ def test_every_kind_of_request_lists_its_roles():
         (RetryDeadLetters(groups=(1,)), {"operator"}),
         (PublishReport(record=PublishRecord(version=V0, at_s=0.0, adopted_by={})), {"relay"}),
         (RelayReport(members=[]), {"relay"}),
+        (FindRelay(), {"generator"}),
         (GetLedger(), {*get_args(Role)} - {"relay"}),
     ],
 )

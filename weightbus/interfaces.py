@@ -1,0 +1,42 @@
+"""Which network interface a collective's own connections take."""
+
+import socket
+
+import psutil
+
+_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+_ANY_PORT = 9  # nothing is sent
+
+
+def interface_variables(host: str) -> dict[str, str]:
+    """Return the environment that has gloo and NCCL talk over the interface that leads to a host.
+
+    Both ask for no address: left alone they take that of the machine's name, which may be another
+    network, or an address that only this machine knows. Empty if no interface leads there.
+
+    Args:
+        host: address of the relay (`weightbus.host`), here or elsewhere.
+    """
+    name = _interface_towards(host)
+    return dict.fromkeys(_VARIABLES, name) if name else {}
+
+
+def _interface_towards(host: str) -> str:
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, _ANY_PORT, type=socket.SOCK_DGRAM
+        )[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.connect(address)  # chooses a route
+            own = probe.getsockname()[0]
+    except OSError:
+        return ""
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(one.address.partition("%")[0] == own for one in addresses):
+            return str(name)
+    return ""
+
+
+def is_loopback(host: str) -> bool:
+    """Tell whether an address is known on this machine alone."""
+    return host.startswith("127.") or host in {"localhost", "::1"}
