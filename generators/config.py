@@ -10,6 +10,7 @@ from broker.config import DataSection, RewardSection, key_paths
 from weightbus.config import WeightBusSection
 from wire.errors import ConfigError
 from wire.run_settings import (
+    AtLeast0,
     AtLeast1,
     EvalSection,
     Positive,
@@ -35,8 +36,8 @@ class GeneratorsSection(Section, frozen=True, kw_only=True):
     ends the run. They win over the flags that Slipstream sets itself.
     """
 
-    count: AtLeast1 = 2
-    """Generators that `slipstream run` starts."""
+    count: AtLeast0 = 2
+    """Generators that `slipstream run` starts; 0 if all are on other hosts."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where the engine runs; auto takes a GPU if there is one."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"

@@ -17,9 +17,10 @@ from generators.sglang_engine import SglangEngine
 from generators.sglang_process import SglangProcess
 from generators.worker import GeneratorWorker
 from weightbus.compatibility import installed_libraries
+from weightbus.interfaces import is_loopback
 from weightbus.subscriber import Subscriber
 from weightbus.tensor_set import TensorSet, model_tensors
-from wire.bus import Join
+from wire.bus import Join, TransportName
 from wire.errors import ConfigError
 from wire.keys import read_client_key
 from wire.stopping import stop_event
@@ -76,6 +77,19 @@ async def _inline_rewards(
     return pool
 
 
+def _transport(settings: GeneratorSettings) -> TransportName:
+    """Return how versions are to come: a collective needs an address that leads to the relay."""
+    bus = settings.weightbus
+    if settings.run.broker and bus.transport == "collective" and is_loopback(bus.host):
+        _log.warning(
+            "weights come over tcp: a collective with another host needs its address in "
+            "weightbus.host, which is %s",
+            bus.host,
+        )
+        return "tcp"
+    return bus.transport
+
+
 async def _generate(
     settings: GeneratorSettings,
     name: str,
@@ -113,10 +127,11 @@ async def _generate(
             device=settings.device,
             torch_version=libraries.torch_version,
             nccl_version=libraries.nccl_version,
-            transport=settings.weightbus.transport,
+            transport=_transport(settings),
         ),
         tensors=tensors,
-        staging=settings.run.socket_folder / f"{name}-weights",
+        staging=(process.scratch if settings.run.broker else settings.run.socket_folder)
+        / f"{name}-weights",
         silence_s=settings.weightbus.member_silence_s,
         fetch_timeout_s=settings.weightbus.timeout_s,
         on_pause=worker.pausing,

@@ -56,6 +56,10 @@ class BusEngine:
         self._is_open = False
         self._groups: dict[str, dist.ProcessGroup] = {}
 
+    def close(self) -> None:
+        """Close the log."""
+        self._log.close()
+
     async def generate(self) -> None:
         """Write tokens until cancelled."""
         while True:

@@ -128,7 +128,7 @@ class Subscriber:
             raise PublishError(str(errors.exceptions[0])) from errors
         finally:
             with suppress(zmq.Again):  # nobody is there to be told
-                socket.send(encode(Leave(name=self._join.name)), zmq.NOBLOCK)
+                await socket.send(encode(Leave(name=self._join.name)), zmq.NOBLOCK)
             socket.close()
             self._fetcher.close()
             self._socket = self._fetcher = self._door = None

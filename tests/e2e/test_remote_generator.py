@@ -1,0 +1,71 @@
+"""docs/weight-bus.md, followed word for word: a generator on another host (network namespaces)."""
+
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.hosts import Host, end, fences, toml_of, two_hosts
+from tests.e2e.tiny_run import ROOT, tiny_inputs, tiny_settings
+from wire.run_folder import ACCOUNT, SUMMARY
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+DOCUMENT = ROOT / "docs" / "weight-bus.md"
+FAR = "gpu-7/generator-7"
+
+
+@pytest.fixture
+def hosts(tmp_path: Path) -> Iterator[tuple[Host, Host]]:
+    with two_hosts(tmp_path) as both:
+        yield both
+
+
+def test_a_generator_on_another_host_takes_part_as_the_document_says(hosts: tuple[Host, Host]):
+    head, far = hosts
+    kinds, texts = zip(
+        *fences(DOCUMENT, "Five minutes to a generator on another host"), strict=True
+    )
+    assert kinds == ("toml", "bash", "bash", "bash")
+    section, on_head, fetch, start = texts
+    make_key, run = on_head.strip().splitlines()
+    tiny_inputs(head.folder)
+    settings = tiny_settings(head.folder) | {
+        "run.dir": "runs",
+        "run.steps": 12,
+        "generators.count": 1,
+        "checkpoint.export_at_end": False,
+    }
+    text = toml_of(settings) + section.replace("10.0.0.1", "10.77.0.1")
+    (head.folder / "run.toml").write_text(text)
+
+    head.run(make_key)
+    running = head.start(run.strip(), head.folder / "run.log")
+    generator = None
+    try:
+        far.run(fetch)
+        generator = far.start(start.strip(), far.folder / "generator.log")
+        deadline = time.monotonic() + 240
+        while running.poll() is None and time.monotonic() < deadline:
+            assert generator.poll() in {None, 0}, (far.folder / "generator.log").read_text()
+            time.sleep(0.2)
+        logs = (head.folder / "run.log").read_text() + (far.folder / "generator.log").read_text()
+        assert running.poll() == 0, logs
+        assert generator.wait(60) == 0, logs
+    finally:
+        for process in (running, generator):
+            if process is not None and process.poll() is None:
+                end(process)
+    (folder,) = (head.folder / "runs").glob("tiny*")
+    account = json.loads((folder / ACCOUNT).read_text())
+    assert (account["finished"], account["unaccounted"]) == (True, 0)
+    summary = json.loads((folder / SUMMARY).read_text())
+    publishes = [one for one in summary["publishes"] if FAR in one["adopted_by"]]
+    assert {one["transports"][FAR] for one in publishes} == {"tcp", "collective"}
+    both = [one for one in publishes if "generator-0" in one["engine_digests"]]
+    assert both
+    for one in both:  # the same bytes came over both networks, and stand in both engines
+        assert one["engine_digests"][FAR] == one["engine_digests"]["generator-0"]
+    tokens = {role["name"]: role["tokens_per_second"] for role in summary["roles"]}
+    assert tokens[FAR] > 0

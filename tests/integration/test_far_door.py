@@ -1,0 +1,184 @@
+"""Engines on other hosts: who may get weights, and how a relay that moved is found again."""
+
+import asyncio
+import tempfile
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
+from pathlib import Path
+
+import pytest
+import zmq
+
+from tests.bus_engine import BusEngine, random_tensors
+from weightbus.compatibility import installed_libraries
+from weightbus.config import WeightBusSection
+from weightbus.doors import FarDoor
+from weightbus.layout import plan_layout
+from weightbus.memory import SharedSlots
+from weightbus.publisher import Publisher
+from weightbus.slots import NUM_SLOTS
+from weightbus.snapshot import tensor_spec, tensor_views
+from weightbus.subscriber import Subscriber
+from weightbus.tensor_set import TensorSet
+from weightbus.versions import Versions
+from wire.bus import Join, PublishRecord, RelayDoor
+from wire.errors import ConfigError
+from wire.keys import ClientKey
+from wire.relay import OpenMemory
+from wire.versions import PolicyVersion
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(60)]
+TENSORS = random_tensors(seed=1)
+EPOCH = 1
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="sp-", dir="/tmp") as name:
+        yield Path(name)
+
+
+def client_key(name: str) -> ClientKey:
+    public, secret = (half.decode() for half in zmq.curve_keypair())
+    return ClientKey(name=name, role="generator", public=public, secret=secret, broker="b" * 40)
+
+
+async def until(is_so: Callable[[], bool]) -> None:
+    async with asyncio.timeout(10):
+        while not is_so():  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+
+class Relay:
+    """A publisher that listens to others, and a learner's memory."""
+
+    def __init__(self, folder: Path) -> None:
+        self.door = FarDoor("tcp://127.0.0.1:0")
+        self.records: list[PublishRecord] = []
+        self._versions = Versions(folder / "weights")
+        specs = [tensor_spec(*item) for item in TENSORS.items()]
+        self._layout = plan_layout(specs, bucket_bytes=4096)
+        self._memory = SharedSlots.make(slot_bytes=self._layout.num_bytes, num_slots=NUM_SLOTS)
+        self._versions.open(
+            OpenMemory(
+                epoch=EPOCH, path=self._memory.path, layout=self._layout, num_slots=NUM_SLOTS
+            )
+        )
+        settings = WeightBusSection(timeout_s=5, member_silence_s=30)
+        self.publisher = Publisher(
+            settings, self._versions, on_record=self._keep, libraries=installed_libraries()
+        )
+        self.near = RelayDoor(endpoint=f"ipc://{folder}/bus", bulk_endpoint=f"ipc://{folder}/bulk")
+
+    async def _keep(self, record: PublishRecord) -> None:
+        self.records.append(record)
+
+    def publish(self, step: int) -> None:
+        slot = self._versions.reserve(EPOCH)
+        for name, view in tensor_views(self._layout, self._memory.slot(slot)).items():
+            view.copy_(TENSORS[name] + step)
+        self._versions.written(EPOCH, slot, PolicyVersion(EPOCH, step))
+
+    async def place(self) -> RelayDoor:
+        await until(lambda: self.door.place is not None)
+        assert self.door.place is not None
+        return self.door.place
+
+
+@asynccontextmanager
+async def running_relay(folder: Path) -> AsyncIterator[Relay]:
+    relay = Relay(folder)
+    async with running(relay.publisher.run(relay.near, relay.door)):
+        yield relay
+
+
+@asynccontextmanager
+async def running(job: Coroutine[None, None, None]) -> AsyncIterator["asyncio.Task[None]"]:
+    task = asyncio.ensure_future(job)
+    try:
+        yield task
+    finally:
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task
+
+
+@contextmanager
+def agent(folder: Path, key: ClientKey | None, name: str = "generator-0") -> Iterator[Subscriber]:
+    engine = BusEngine(TENSORS, log=folder / f"{name}.log")
+    yield Subscriber(
+        engine,
+        join=Join(
+            name=name,
+            incarnation="a",
+            device="cpu",
+            torch_version=installed_libraries().torch_version,
+            transport="collective",
+        ),
+        tensors=TensorSet({n: tuple(t.shape) for n, t in TENSORS.items()}, "float32"),
+        staging=folder / f"{name}-received",
+        silence_s=10,
+        fetch_timeout_s=5,
+        on_pause=lambda: None,
+        on_adopt=lambda _version: None,
+        key=key,
+    )
+    engine.close()
+
+
+async def adopts(subscriber: Subscriber, step: int) -> None:
+    await until(lambda: subscriber.adopted == PolicyVersion(EPOCH, step))
+
+
+def test_a_key_that_the_broker_knows_gets_every_version_until_it_is_revoked(folder: Path):
+    async def scenario() -> None:
+        known, stranger = client_key("gpu-7"), client_key("gpu-8")
+        async with running_relay(folder) as relay:
+            relay.door.admit({known.public: known.name})
+            place = await relay.place()
+            relay.publish(0)
+            with agent(folder, known) as let_in, agent(folder, stranger, "b") as shut_out:
+                async with running(let_in.run(place)), running(shut_out.run(place)):
+                    await adopts(let_in, 0)
+                    relay.publish(1)
+                    await adopts(let_in, 1)
+                    (state,) = relay.publisher.states()
+                    assert (state.name, state.transport) == ("gpu-7/generator-0", "tcp")
+                    assert {name for r in relay.records for name in r.adopted_by} == {state.name}
+                    assert shut_out.adopted is None
+                    relay.door.admit({})
+                    await asyncio.sleep(2.5)
+                    assert relay.publisher.states() == []
+                    relay.publish(2)
+                    await asyncio.sleep(1.0)
+                    assert let_in.adopted == PolicyVersion(EPOCH, 1)
+
+    asyncio.run(scenario())
+
+
+def test_an_engine_follows_its_relay_to_another_place_and_key(folder: Path):
+    async def scenario() -> None:
+        key = client_key("gpu-7")
+        (folder / "a").mkdir()
+        (folder / "b").mkdir()
+        async with running_relay(folder / "a") as first:
+            first.door.admit({key.public: key.name})
+            first.publish(0)
+            with agent(folder, key) as subscriber:
+                async with running(subscriber.run(await first.place())):
+                    await adopts(subscriber, 0)
+                    async with running_relay(folder / "b") as second:
+                        second.door.admit({key.public: key.name})
+                        second.publish(1)
+                        subscriber.move(await second.place())
+                        await adopts(subscriber, 1)
+                        second.publish(2)
+                        await adopts(subscriber, 2)
+
+    asyncio.run(scenario())
+
+
+def test_no_key_no_weights(folder: Path):
+    place = RelayDoor(endpoint="tcp://127.0.0.1:1", bulk_endpoint="tcp://127.0.0.1:2", key="k" * 40)
+    with agent(folder, None) as subscriber, pytest.raises(ConfigError, match=r"run\.key_file"):
+        asyncio.run(subscriber.run(place))
