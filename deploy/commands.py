@@ -44,8 +44,9 @@ def run(path: Path, overrides: Sequence[str], dry_run: bool, resume: str | None 
         return 0
     if len(config.deploy.hosts) > 1:
         raise ConfigError(
-            f"deploy.hosts names {len(config.deploy.hosts)} hosts; roles meet at Unix sockets so "
-            "far, so a run stays on one host (--dry-run shows the plan)"
+            f"deploy.hosts names {len(config.deploy.hosts)} hosts; this command starts "
+            "processes on its own host only (--dry-run shows the plan): docs/weight-bus.md says "
+            "how to start generators on others by hand"
         )
     return run_locally(config, console)
 

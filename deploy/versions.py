@@ -221,6 +221,7 @@ def _history(shown: Sequence[PublishRecord], now_s: float) -> Table:
     table = _table()
     for heading in ("version", "at"):
         table.add_column(heading, no_wrap=True)
+    table.add_column("digest", no_wrap=True)
     table.add_column("size", justify="right", no_wrap=True)
     table.add_column("transports", overflow="fold")
     table.add_column("adopted by", no_wrap=True)
@@ -232,6 +233,7 @@ def _history(shown: Sequence[PublishRecord], now_s: float) -> Table:
         table.add_row(
             record.version.label,
             _clock(record.at_s, now_s),
+            record.digest[:8] or "-",
             decimal(record.num_bytes),
             _counts(record.transports),
             Text(f"{len(record.adopted_by)} of {len(members)}", style=style),

@@ -3,7 +3,8 @@
 import asyncio
 import logging
 import secrets
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
 from importlib.metadata import version
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from generators.sglang_process import SglangProcess
 from generators.worker import GeneratorWorker
 from weightbus.compatibility import installed_libraries
 from weightbus.interfaces import is_loopback
+from weightbus.staging import Staging
 from weightbus.subscriber import Subscriber
 from weightbus.tensor_set import TensorSet, model_tensors
 from wire.bus import Join, TransportName
@@ -36,11 +38,36 @@ async def serve(settings: GeneratorSettings, name: str) -> None:
     tensors = model_tensors(settings.model, dtype=settings.dtype)
     stopping = asyncio.create_task(stop.wait())
     try:
-        async with running_engine(settings, name, stopping) as running:
+        async with (
+            _staging(settings, name, tensors) as staging,
+            running_engine(settings, name, stopping) as running,
+        ):
             if running is not None:
-                await _work(settings, name, running, codec, tensors, stopping)
+                await _work(settings, name, running, codec, tensors, staging, stopping)
     finally:
         stopping.cancel()
+
+
+@asynccontextmanager
+async def _staging(
+    settings: GeneratorSettings, name: str, tensors: TensorSet
+) -> AsyncIterator[Staging]:
+    """Get the memory for the first version while the engine starts."""
+    staging = Staging(settings.run.socket_folder / f"{name}-weights")
+    num_bytes = tensors.num_bytes if settings.weightbus.transport != "disk" else 0
+    reserving = asyncio.create_task(asyncio.to_thread(_reserve, staging, num_bytes))
+    try:
+        yield staging
+    finally:
+        await reserving
+        staging.close()
+
+
+def _reserve(staging: Staging, num_bytes: int) -> None:
+    try:
+        staging.reserve(num_bytes)
+    except OSError as error:
+        _log.warning("no memory yet for a version of %d bytes: %s", num_bytes, error.strerror)
 
 
 async def _work(
@@ -49,12 +76,13 @@ async def _work(
     running: tuple[SglangProcess, SglangEngine],
     codec: TextCodec,
     tensors: TensorSet,
+    staging: Staging,
     stopping: "asyncio.Task[object]",
 ) -> None:
     process, engine = running
     async with AsyncExitStack() as cleanup:
         rewards = await _inline_rewards(settings, cleanup)
-        await _generate(settings, name, process, engine, codec, tensors, stopping, rewards)
+        await _generate(settings, name, process, engine, codec, tensors, staging, stopping, rewards)
 
 
 async def _inline_rewards(
@@ -97,6 +125,7 @@ async def _generate(
     engine: SglangEngine,
     codec: TextCodec,
     tensors: TensorSet,
+    staging: Staging,
     stopping: "asyncio.Task[object]",
     rewards: RewardPool | None,
 ) -> None:
@@ -130,8 +159,7 @@ async def _generate(
             transport=_transport(settings),
         ),
         tensors=tensors,
-        staging=(process.scratch if settings.run.broker else settings.run.socket_folder)
-        / f"{name}-weights",
+        staging=staging,
         silence_s=settings.weightbus.member_silence_s,
         fetch_timeout_s=settings.weightbus.timeout_s,
         on_pause=worker.pausing,

@@ -13,6 +13,7 @@ import torch
 
 from tests.bus_engine import BusEngine, random_tensors
 from weightbus.compatibility import installed_libraries
+from weightbus.staging import Staging
 from weightbus.subscriber import Subscriber
 from weightbus.tensor_set import TensorSet
 from wire.bus import Join, RelayDoor
@@ -67,7 +68,7 @@ async def serve(arguments: argparse.Namespace) -> None:
             transport=arguments.transport,
         ),
         tensors=TensorSet({n: tuple(t.shape) for n, t in tensors.items()}, arguments.dtype),
-        staging=folder / f"{name}-weights",
+        staging=Staging(folder / f"{name}-weights"),
         silence_s=3.0,
         fetch_timeout_s=3.0,
         on_pause=lambda: _log.info("paused"),

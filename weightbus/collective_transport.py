@@ -34,6 +34,7 @@ class Collective(Transport):
     """One group of the relay, as rank 0, and the engines that it is given."""
 
     name: TransportName = "collective"
+    needs_digests = False  # engines are checked as a whole
 
     def __init__(self, settings: WeightBusSection) -> None:
         self._settings = settings

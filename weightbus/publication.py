@@ -5,6 +5,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
+import msgspec
+
 from weightbus.disk import write_version
 from weightbus.engine_checksums import expected_checksums
 from weightbus.snapshot import WeightSnapshot
@@ -42,10 +44,19 @@ class Publication:
         """Return which version it is."""
         return self.snapshot.version
 
+    @property
+    def undigested(self) -> WeightManifest:
+        """Return what is sent, with no digests."""
+        return msgspec.structs.replace(self.snapshot.layout, version=self.version)
+
+    def begin_digests(self) -> asyncio.Future[WeightManifest]:
+        """Begin to compute what ``manifest`` returns."""
+        self._manifest = self._manifest or _in_thread(self.snapshot.manifest)
+        return self._manifest
+
     async def manifest(self) -> WeightManifest:
         """Return what is sent, with a digest per tensor."""
-        self._manifest = self._manifest or _in_thread(self.snapshot.manifest)
-        return await asyncio.shield(self._manifest)
+        return await asyncio.shield(self.begin_digests())
 
     def begin_checksums(self) -> asyncio.Future[dict[str, str]]:
         """Begin to compute what ``expected`` returns."""

@@ -12,6 +12,8 @@ from wire.errors import PublishError
 
 
 class _Staged(Transport):
+    needs_digests = True
+
     def __init__(self, *, timeout_s: float) -> None:
         self._timeout_s = timeout_s
         self._received: set[Member] = set()

@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import mmap
 import os
+import threading
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -33,18 +34,41 @@ class Staging:
             folder: private to this agent; what is in it is replaced.
         """
         self._folder = folder
+        self._lock = threading.Lock()
+        self._descriptor = -1
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self._open()
+
+    def _open(self) -> None:
         self._descriptor = os.memfd_create("slipstream-received")
         self._size = 0
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        link = folder / WEIGHTS
+        link = self._folder / WEIGHTS
         link.unlink(missing_ok=True)
         link.symlink_to(f"/proc/{os.getpid()}/fd/{self._descriptor}")
 
+    def reserve(self, num_bytes: int) -> None:
+        """Have the kernel provide the memory of a version before one comes. Blocks; any thread."""
+        with self._lock:
+            if self._descriptor >= 0 and self._size < num_bytes:
+                os.posix_fallocate(self._descriptor, 0, num_bytes)
+                self._size = num_bytes
+
+    def free(self) -> None:
+        """Give the memory back until a version is received again.
+
+        It is not cut short but replaced: an engine that still maps it must not fall.
+        """
+        with self._lock:
+            if self._descriptor >= 0 and self._size:
+                os.close(self._descriptor)
+                self._open()
+
     def close(self) -> None:
         """Free the memory and remove the folder."""
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
+        with self._lock:
+            if self._descriptor >= 0:
+                os.close(self._descriptor)
+                self._descriptor = -1
         (self._folder / WEIGHTS).unlink(missing_ok=True)
         with contextlib.suppress(OSError):
             self._folder.rmdir()
@@ -63,9 +87,10 @@ class Staging:
         """
         header = safetensors_header(manifest)
         total = len(header) + manifest.num_bytes
-        if total != self._size:
-            os.ftruncate(self._descriptor, total)
-            self._size = total
+        with self._lock:
+            if total != self._size:
+                os.ftruncate(self._descriptor, total)
+                self._size = total
         os.pwrite(self._descriptor, header, 0)
         gate = asyncio.Semaphore(FETCH_AHEAD)
         starts = [len(header) + at for at in bucket_offsets(manifest)]

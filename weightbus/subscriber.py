@@ -58,7 +58,7 @@ class Subscriber:
         *,
         join: Join,
         tensors: TensorSet,
-        staging: Path,
+        staging: Staging,
         silence_s: float,
         fetch_timeout_s: float,
         on_pause: Callable[[], None],
@@ -72,7 +72,8 @@ class Subscriber:
             engine: whose weights are kept up to date.
             join: how it is announced; ``adopted`` is filled in.
             tensors: that the engine's model has.
-            staging: folder of its own for versions that are received before they are loaded.
+            staging: keeps versions that are received before they are loaded; whoever made it
+                closes it.
             silence_s: a relay that says nothing for so long is gone.
             fetch_timeout_s: a bucket that takes longer has failed.
             on_pause: is called before the engine pauses.
@@ -83,8 +84,7 @@ class Subscriber:
         self._engine = engine
         self._join = join
         self._tensors = tensors
-        self._staging_folder = staging
-        self._staging: Staging | None = None
+        self._staging = staging
         self._silence_s = silence_s
         self._fetch_timeout_s = fetch_timeout_s
         self._on_pause = on_pause
@@ -133,8 +133,6 @@ class Subscriber:
             self._fetcher.close()
             self._socket = self._fetcher = self._door = None
             context.term()
-            if self._staging is not None:
-                self._staging.close()
 
     @property
     def silent_s(self) -> float:
@@ -270,8 +268,6 @@ class Subscriber:
         fetcher = self._fetcher
         if fetcher is None:
             raise PublishError("the weight bus is not running")
-        if self._staging is None:
-            self._staging = Staging(self._staging_folder)
         version = manifest.version
         return await self._staging.receive(manifest, lambda index: fetcher.fetch(version, index))
 
@@ -306,6 +302,8 @@ class Subscriber:
         await self._engine.label(version)
         self._is_torn = False
         self._before = version  # whatever becomes of the next line
+        if self._received is None:
+            self._staging.free()  # what comes next comes over the collective
         await self._resume(version)
         self._failures.clear()
 

@@ -1,12 +1,13 @@
 """Which tensors a model folder holds, read from the headers of its safetensors files."""
 
 import json
+import math
 import struct
 from dataclasses import dataclass
 from pathlib import Path
 
 from wire.errors import ConfigError
-from wire.manifest import WeightManifest
+from wire.manifest import ITEM_BYTES, WeightManifest
 
 Shapes = dict[str, tuple[int, ...]]
 _OPTIONAL = {"lm_head.weight"}
@@ -18,6 +19,11 @@ class TensorSet:
 
     shapes: Shapes
     dtype: str  # as in float32
+
+    @property
+    def num_bytes(self) -> int:
+        """Return the size of all tensors."""
+        return sum(map(math.prod, self.shapes.values())) * ITEM_BYTES[self.dtype]
 
 
 def model_tensors(folder: Path, *, dtype: str) -> TensorSet:

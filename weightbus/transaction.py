@@ -36,6 +36,7 @@ class Transaction:
         self._members = list(members)  # that are still with us
         self._failed: dict[Member, str] = {}
         self._num_in_flight: dict[str, int] = {}
+        self._digest = ""
         self._digests: dict[str, str] = {}
 
     async def run(self) -> PublishRecord:
@@ -62,6 +63,7 @@ class Transaction:
             adopted_by=adopted,
             failed={member.name: why for member, why in self._failed.items()},
             num_in_flight=self._num_in_flight,
+            digest=self._digest,
             engine_digests=self._digests,
             phase_seconds=laps.seconds,
             num_bytes=self._publication.snapshot.layout.num_bytes,
@@ -69,9 +71,13 @@ class Transaction:
         )
 
     async def _phases(self, laps: Laps) -> None:
-        manifest = await self._publication.manifest()
+        publication = self._publication
+        publication.begin_digests()
+        manifest = publication.undigested
+        if self._transport.needs_digests:
+            manifest = await publication.manifest()
         if self._check_every and any(member.join.device == "cpu" for member in self._members):
-            self._publication.begin_checksums()  # not while engines are paused
+            publication.begin_checksums()  # not while engines are paused
         laps.lap("digest")
         name = self._transport.name
         await self._each(
@@ -86,6 +92,8 @@ class Transaction:
         laps.lap("pause")
         await self._load()
         laps.lap("transfer" if name == "collective" else "load")
+        self._digest = (await publication.manifest()).digest
+        laps.lap("digest")
         await self._each(self._verify)
         laps.lap("verify")
         await self._each(lambda m: m.tell(lambda n: Commit(command_id=n, version=manifest.version)))

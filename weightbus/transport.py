@@ -27,6 +27,7 @@ class Transport(Protocol):
     """
 
     name: TransportName
+    needs_digests: bool  # before the first byte; else they are computed while bytes move
 
     async def prepare(self, publication: Publication, members: Sequence[Member]) -> None:
         """Do what can be done while the engines generate; again if a member was left out since."""

@@ -173,6 +173,7 @@ class PublishRecord(msgspec.Struct, frozen=True, kw_only=True):
     adopted_by: dict[str, float]  # member -> seconds from offer to commit
     failed: dict[str, str] = {}  # member -> why it was left out
     num_in_flight: dict[str, int] = {}  # member -> generations in flight at the pause
+    digest: str = ""  # of all that was sent; empty if it failed before that was known
     engine_digests: dict[str, str] = {}  # member -> digest of all that its engine holds
     phase_seconds: dict[str, float] = {}  # by phase, the slowest member
     num_bytes: int = 0

@@ -1,5 +1,6 @@
 """What a published policy version consists of, and where its bytes lie."""
 
+import hashlib
 import math
 from typing import Literal
 
@@ -48,3 +49,9 @@ class WeightManifest(msgspec.Struct, frozen=True, kw_only=True):
     def num_bytes(self) -> int:
         """Return the size of the version on the wire."""
         return sum(bucket.num_bytes for bucket in self.buckets)
+
+    @property
+    def digest(self) -> str:
+        """Return one digest of all names, types, shapes and bytes; the tensors must have theirs."""
+        lines = (f"{s.name} {s.dtype} {s.shape} {s.digest}\n" for s in self.tensors)
+        return hashlib.blake2b("".join(lines).encode(), digest_size=16).hexdigest()

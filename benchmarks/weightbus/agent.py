@@ -21,6 +21,7 @@ from benchmarks.weightbus.model import QUICK, SMOLLM2, Sizes
 from benchmarks.weightbus.receiver import join_group
 from weightbus.compatibility import installed_libraries
 from weightbus.engine_checksums import expected_checksums
+from weightbus.staging import Staging
 from weightbus.subscriber import Subscriber
 from weightbus.tensor_set import TensorSet
 from wire.bus import Join, RelayDoor
@@ -95,6 +96,9 @@ def _say(**what: object) -> None:
 async def _serve(arguments: argparse.Namespace) -> None:
     sizes, folder = SIZES[arguments.sizes], arguments.folder
     shapes = {spec.name: spec.shape for spec in sizes.specs()}
+    tensors = TensorSet(shapes, "bfloat16")
+    staging = Staging(folder / f"{arguments.name}-weights")
+    staging.reserve(tensors.num_bytes)  # as an agent does while its engine starts
     subscriber = Subscriber(
         HoldingEngine(sizes),
         join=Join(
@@ -104,8 +108,8 @@ async def _serve(arguments: argparse.Namespace) -> None:
             torch_version=installed_libraries().torch_version,
             transport=arguments.transport,
         ),
-        tensors=TensorSet(shapes, "bfloat16"),
-        staging=folder / f"{arguments.name}-weights",
+        tensors=tensors,
+        staging=staging,
         silence_s=20.0,
         fetch_timeout_s=20.0,
         on_pause=lambda: None,

@@ -37,6 +37,7 @@ from weightbus.memory import SharedSlots
 from weightbus.publisher import Publisher
 from weightbus.slots import NUM_SLOTS
 from weightbus.snapshot import tensor_spec, tensor_views
+from weightbus.staging import Staging
 from weightbus.subscriber import Subscriber
 from weightbus.tensor_set import model_tensors
 from weightbus.versions import Versions
@@ -143,7 +144,7 @@ class ServedBus:
                 transport=transport,
             ),
             tensors=model_tensors(server.model, dtype=server.dtype),
-            staging=folder / "received",
+            staging=Staging(folder / "received"),
             silence_s=30,
             fetch_timeout_s=30,
             on_pause=lambda: None,

@@ -18,6 +18,7 @@ from weightbus.memory import SharedSlots
 from weightbus.publisher import Publisher
 from weightbus.slots import NUM_SLOTS
 from weightbus.snapshot import tensor_spec, tensor_views
+from weightbus.staging import Staging
 from weightbus.subscriber import Subscriber
 from weightbus.tensor_set import TensorSet
 from weightbus.versions import Versions
@@ -116,7 +117,7 @@ def agent(folder: Path, key: ClientKey | None, name: str = "generator-0") -> Ite
             transport="collective",
         ),
         tensors=TensorSet({n: tuple(t.shape) for n, t in TENSORS.items()}, "float32"),
-        staging=folder / f"{name}-received",
+        staging=Staging(folder / f"{name}-received"),
         silence_s=10,
         fetch_timeout_s=5,
         on_pause=lambda: None,

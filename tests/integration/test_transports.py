@@ -29,6 +29,7 @@ from weightbus.memory import SharedSlots
 from weightbus.publisher import Publisher
 from weightbus.slots import NUM_SLOTS
 from weightbus.snapshot import WeightSnapshot, tensor_spec, tensor_views
+from weightbus.staging import Staging
 from weightbus.subscriber import Subscriber
 from weightbus.tensor_set import model_tensors
 from weightbus.versions import Versions
@@ -80,7 +81,7 @@ class Bus:
                 transport=transport,
             ),
             tensors=model_tensors(folder / "model", dtype="float32"),
-            staging=folder / "received",
+            staging=Staging(folder / "received"),
             silence_s=10,
             fetch_timeout_s=10,
             on_pause=lambda: None,

@@ -22,6 +22,7 @@ from broker.store import MemoryStore
 from broker.telemetry import Telemetry
 from tests.unit.broker.ledger_driver import header, make_ledger, make_rules
 from tests.wire_samples import MEMBERS, RECORD
+from wire.bus import RelayDoor
 from wire.codec import decode_answer, encode
 from wire.control import (
     WIRE_REVISION,
@@ -31,6 +32,7 @@ from wire.control import (
     DeadLetters,
     Done,
     FetchPayloads,
+    FindRelay,
     GetDeadLetters,
     GetLedger,
     GetLedgerSnapshot,
@@ -50,6 +52,8 @@ from wire.control import (
     Refusal,
     RejectBatch,
     RejectPrompt,
+    RelayHeard,
+    RelayPlace,
     RelayReport,
     Request,
     RequestBatch,
@@ -458,8 +462,8 @@ def test_what_the_relay_says_about_engines_reaches_whoever_asks_and_nobody_else_
                     with pytest.raises(ForbiddenError, match=f"is a {role}, which may not send"):
                         await client.ask(report, Done)
             assert (it.status.members, it.status.publish_history) == ([], [])
-            for report in reports:
-                await relay.ask(report, Done)
+            await relay.ask(reports[0], Done)
+            assert (await relay.ask(reports[1], RelayHeard))[0].generator_keys == {}
             with pytest.raises(ForbiddenError, match="is a relay, which may not send TakeOver"):
                 await relay.ask(TakeOver(step=0), TookOver)
             answer, _ = await (await it.client("observer", "o")).ask(GetStatus(), StatusAnswer)
@@ -469,6 +473,25 @@ def test_what_the_relay_says_about_engines_reaches_whoever_asks_and_nobody_else_
     assert (status.members, status.publish_history) == (MEMBERS, [RECORD])
     assert forbidden == 9
     assert next(one.role for one in status.roles if one.name == "relay") == "relay"
+
+
+def test_a_generator_is_told_where_the_relay_said_that_it_is(short_folder: Path):
+    door = RelayDoor(endpoint="tcp://h:1", bulk_endpoint="tcp://h:2", key="k" * 40)
+
+    async def body() -> list[RelayPlace]:
+        async with running(short_folder) as it:
+            relay, generator = await it.client("relay", "relay"), await it.client("generator", "g")
+            places = [(await generator.ask(FindRelay(), RelayPlace))[0]]
+            for found in (None, door):
+                await relay.ask(RelayReport(members=[], door=found), RelayHeard)
+                places.append((await generator.ask(FindRelay(), RelayPlace))[0])
+            return places
+
+    assert asyncio.run(body()) == [
+        RelayPlace(is_known=False),
+        RelayPlace(is_known=True),
+        RelayPlace(is_known=True, door=door),
+    ]
 
 
 def test_a_broker_that_is_not_there_is_reported_by_its_address(short_folder: Path):

@@ -44,6 +44,26 @@ def test_what_was_received_is_a_folder_that_can_be_loaded_again_and_again(tmp_pa
     assert not (tmp_path / "received").exists()
 
 
+def test_memory_is_there_before_a_version_and_gone_after_it(tmp_path: Path):
+    def held() -> int:
+        return (tmp_path / "received" / WEIGHTS).stat().st_blocks * 512
+
+    staging = Staging(tmp_path / "received")
+    staging.reserve(1 << 20)
+    assert held() >= 1 << 20
+    sent = snapshot()
+    mapped = load_file(receive(staging, sent) / WEIGHTS)
+    staging.free()
+    assert held() == 0
+    assert torch.equal(mapped["t0"], sent.tensors["t0"])  # whoever maps it does not fall
+    again = snapshot(2)
+    loaded = load_file(receive(staging, again) / WEIGHTS)
+    assert torch.equal(loaded["t3"], again.tensors["t3"])
+    staging.close()
+    staging.reserve(1 << 20)  # by a thread that is late
+    assert not (tmp_path / "received").exists()
+
+
 @pytest.mark.parametrize(
     ("change", "why"),
     [
