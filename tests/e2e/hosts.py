@@ -14,6 +14,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.e2e.tiny_run import ROOT
+
 SCP = """#!/bin/sh
 # scp head:PATH . between two "hosts" that share a file system
 cp "$SLIPSTREAM_TEST_HEAD/${1#head:}" "$2"
@@ -81,6 +83,7 @@ def two_hosts(tmp_path: Path) -> Iterator[tuple[Host, Host]]:
     environment = {
         "PATH": path,
         "HOME": str(tmp_path),
+        "PYTHONPATH": str(ROOT),  # of this checkout
         "OMP_NUM_THREADS": "1",
         "COLUMNS": "200",
         "SLIPSTREAM_TEST_HEAD": str(folders[0]),

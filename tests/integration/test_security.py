@@ -23,6 +23,7 @@ from broker.telemetry import Telemetry
 from tests.unit.broker.ledger_driver import make_ledger, make_rules
 from wire.codec import decode_answer, encode
 from wire.control import (
+    WIRE_REVISION,
     Done,
     GetStatus,
     Heartbeat,
@@ -298,7 +299,7 @@ def test_older_and_newer_peers_are_told_both_revisions(short_folder: Path):
     async def body() -> list[object]:
         async with secured(short_folder) as it, bare(it.unix) as socket:
             old = encode(Hello(role="learner", name="learner", wire_revision=3))
-            new = encode(Hello(role="learner", name="learner", wire_revision=5))
+            new = encode(Hello(role="learner", name="learner", wire_revision=WIRE_REVISION + 1))
             return [
                 await answer_to(socket, b"1", old),  # revision 3 had no session
                 await answer_to(socket, b"2", b"", old),
@@ -308,9 +309,10 @@ def test_older_and_newer_peers_are_told_both_revisions(short_folder: Path):
     answers = asyncio.run(body())
     assert all(isinstance(answer, Refusal) for answer in answers)
     reasons = [answer.reason for answer in answers if isinstance(answer, Refusal)]
-    assert "wire revision 4, you one before 4" in reasons[0]
-    assert "speaks wire revision 3, this broker 4" in reasons[1]
-    assert "speaks wire revision 5, this broker 4" in reasons[2]
+    ours = WIRE_REVISION
+    assert f"wire revision {ours}, you one before 4" in reasons[0]
+    assert f"speaks wire revision 3, this broker {ours}" in reasons[1]
+    assert f"speaks wire revision {ours + 1}, this broker {ours}" in reasons[2]
 
 
 def test_who_asks_too_much_is_slowed_down_and_loses_nothing(short_folder: Path):
