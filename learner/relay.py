@@ -7,6 +7,7 @@ when the learner says so, when its lifeline is cut, or when no learner has been 
 import asyncio
 import contextlib
 import fcntl
+import gc
 import logging
 import os
 import select
@@ -316,6 +317,7 @@ def main() -> int:
             return 0  # whoever started us, or the run, has ended meanwhile
         for name, value in interface_variables(settings.weightbus.host).items():
             os.environ.setdefault(name, value)  # noqa: TID251 gloo and NCCL have no setting
+        gc.freeze()  # what was imported stays: looking it through would hold up a publish
         with _only_one(relay_lock(settings.run)):
             asyncio.run(_serve(settings, arguments.lifeline))
         return 0

@@ -24,7 +24,7 @@ from weightbus.transport import MembersFailedError, Transport, all_of
 from wire.bus import Command, LoadBucket, OpenGroup, Outcome, TransportName
 from wire.errors import ConfigError, PublishError
 
-_POLL_S = 0.0005
+_POLL_S = 0.001  # the next bucket is on its way meanwhile
 _AHEAD = 2  # buckets that engines are told of before the one under way is done
 _group_numbers = itertools.count(1)
 Backend = Literal["gloo", "nccl"]

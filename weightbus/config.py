@@ -28,7 +28,7 @@ class WeightBusSection(Section, frozen=True, kw_only=True):
     a CPU."""
     engines_per_group: AtLeast1 = 1
     """Engines that share one collective; with 1, a death concerns nobody else."""
-    bucket_bytes: AtLeast1 = 16 * 1024 * 1024
+    bucket_bytes: AtLeast1 = 64 * 1024 * 1024
     """Tensors travel in buckets of about this size."""
     timeout_s: Positive = 30.0
     """A member that does not carry out a command in this time is left out."""

@@ -20,7 +20,7 @@ from wire.codec import decode_command, encode
 from wire.manifest import WeightManifest
 
 TIMEOUT_S = 60.0
-RAW_GROUP = "raw-{}"  # of so many processes
+RAW_GROUP = "raw-{}"
 
 
 def join_group(store: TCPStore, name: str, *, rank: int, world_size: int) -> dist.ProcessGroup:
@@ -92,8 +92,8 @@ class _Receiver:
 
     def carry_out(self, order: dict[str, object]) -> dict[str, float]:
         match order:
-            case {"do": "join", "port": int(port), "rank": int(rank), "world_size": int(size)}:
-                self._join("127.0.0.1", port, RAW_GROUP.format(size), rank, size)
+            case {"do": "join", "group": str(name), "port": int(port), "rank": int(rank)}:
+                self._join("127.0.0.1", port, name, rank, int(str(order["world_size"])))
             case {"do": "layout", "bucket_bytes": int(bucket_bytes)}:
                 self._layout = self._sizes.layout(bucket_bytes)
             case {"do": "raw", "bucket_bytes": int(bucket_bytes)}:

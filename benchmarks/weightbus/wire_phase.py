@@ -7,6 +7,8 @@ same process into the same memory of the same receivers, in turns with ours.
 """
 
 import asyncio
+import gc
+import itertools
 import json
 import statistics
 import time
@@ -39,7 +41,7 @@ from wire.bus import Join, Outcome
 from wire.codec import decode_agent_message
 
 RAW_BUCKETS = (4 * MIB, 8 * MIB, 16 * MIB, 32 * MIB, 64 * MIB, 128 * MIB)
-OUR_BUCKETS = tuple(sorted({BUCKET_BYTES, 4 * MIB, 8 * MIB, 16 * MIB, 32 * MIB, 64 * MIB}))
+OUR_BUCKETS = tuple(sorted({BUCKET_BYTES, 16 * MIB, 32 * MIB, 64 * MIB, 128 * MIB}))
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +86,9 @@ class WireFigures:
     @property
     def digest_share(self) -> float:
         return statistics.median(turn.digest_cpu_s / turn.cpu_s for turn in self.by_default)
+
+
+_groups = itertools.count(1)  # torch wants a new name for each
 
 
 class _Relay:
@@ -132,13 +137,13 @@ class _Relay:
         return await self.answers()
 
     async def join_raw(self) -> dist.ProcessGroup:
-        size = len(self.members) + 1
+        size, group_name = len(self.members) + 1, RAW_GROUP.format(next(_groups))
         store = open_store("127.0.0.1", world_size=size, timeout_s=TIMEOUT_S)
         for rank, name in enumerate(self._answers, 1):
-            await self.order(name, do="join", port=store.port, rank=rank, world_size=size)
-        group = await asyncio.to_thread(
-            join_group, store, RAW_GROUP.format(size), rank=0, world_size=size
-        )
+            await self.order(
+                name, do="join", port=store.port, group=group_name, rank=rank, world_size=size
+            )
+        group = await asyncio.to_thread(join_group, store, group_name, rank=0, world_size=size)
         await self.answers()
         return group
 
@@ -203,7 +208,7 @@ async def _measure(
         if len(sums) != 1:
             raise RuntimeError("the receivers hold different bytes")
         for one in (collective, *pairs):
-            one.close()
+            await one.close()
     made.close()
     memory.close()
     return figures
@@ -237,16 +242,18 @@ class _Round:
         await self._relay.ask(do="layout", bucket_bytes=bucket_bytes)
         before = sum(one["cpu_s"] for one in await self._relay.ask(do="cpu"))
         began_cpu_s, began_s = time.process_time(), time.monotonic()
-        await publication.manifest()
-        digest_s, digest_cpu_s = time.monotonic() - began_s, time.process_time() - began_cpu_s
+        publication.begin_digests()  # while the bytes move
         await asyncio.gather(*(one.load(publication, members) for one, members in groups))
-        own_cpu_s = time.process_time() - began_cpu_s
+        await publication.manifest()
+        seconds, own_cpu_s = time.monotonic() - began_s, time.process_time() - began_cpu_s
         answers = await self._relay.ask(do="cpu")
+        began_cpu_s, began_s = time.process_time(), time.monotonic()
+        await asyncio.to_thread(snapshot.manifest)  # the same by itself
         return Turn(
-            seconds=max(one["ended_s"] for one in answers) - began_s,
-            digest_s=digest_s,
+            seconds=seconds,
+            digest_s=time.monotonic() - began_s,
             cpu_s=own_cpu_s + sum(one["cpu_s"] for one in answers) - before,
-            digest_cpu_s=digest_cpu_s,
+            digest_cpu_s=time.process_time() - began_cpu_s,
         )
 
 
@@ -254,5 +261,6 @@ def measure_wire(
     sizes: Sizes, *, receivers: int, rounds: int, raw_buckets: Sequence[int] = RAW_BUCKETS
 ) -> WireFigures:
     """Publish over a collective in turns with raw broadcasts."""
+    gc.freeze()  # as the relay does
     with work_folder() as folder:
         return asyncio.run(_measure(folder, sizes, receivers, rounds, raw_buckets))
