@@ -9,15 +9,23 @@ from safetensors.torch import load_file
 
 from tests.e2e.tiny_run import TinyRun
 from weightbus.engine_checksums import digest_of, expected_checksums
+from wire.bus import TransportName
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
 BOUND = 2
 SAME = 1e-4  # nats; float32 noise between two implementations is about 1e-6
 
 
-@pytest.mark.parametrize(("temperature", "lr"), [(1.0, 1e-3), (0.6, 0.0)])
+@pytest.mark.parametrize(
+    ("transport", "temperature", "lr"),
+    [("collective", 1.0, 1e-3), ("tcp", 1.0, 1e-3), ("disk", 1.0, 1e-3), ("collective", 0.6, 0.0)],
+)
 def test_publishes_land_in_long_generations_and_every_token_keeps_its_policy(
-    start_run: Callable[..., TinyRun], tmp_path: Path, temperature: float, lr: float
+    start_run: Callable[..., TinyRun],
+    tmp_path: Path,
+    transport: TransportName,
+    temperature: float,
+    lr: float,
 ):
     run = start_run(
         run__steps=6,
@@ -28,6 +36,7 @@ def test_publishes_land_in_long_generations_and_every_token_keeps_its_policy(
         sampling__max_response_tokens=440,
         generators__max_sequences=2,  # one group at a time: engines are always in mid-answer
         learner__lr=lr,
+        weightbus__transport=transport,
         eval__file=tmp_path / "held_out.jsonl",
         eval__before_train="false",
     )
@@ -69,6 +78,7 @@ def test_publishes_land_in_long_generations_and_every_token_keeps_its_policy(
     final = load_file(run.folder / "model" / "model.safetensors")
     expected = digest_of(expected_checksums(final))
     assert publish["version"] == [1, 6]
+    assert set(publish["transports"].values()) == {transport}
     assert publish["engine_digests"] == {"generator-0": expected, "generator-1": expected}
     assert summary["eval"][0]["overall"]["num_answers"] == 64
     run.assert_nothing_left()
