@@ -29,6 +29,7 @@ from weightbus.disk import forget_versions
 from weightbus.doors import FarDoor, check_listen
 from weightbus.interfaces import interface_variables
 from weightbus.publisher import Publisher
+from weightbus.threads import are_done
 from weightbus.versions import Versions
 from wire.bus import PublishRecord
 from wire.codec import decode_relay_request, encode
@@ -60,6 +61,7 @@ from wire.stopping import stop_event
 
 _log = logging.getLogger(__name__)
 _REPORT_S = 1.0
+_CLOSE_S = 1.0  # for groups whose engines are gone
 _BROKER_AGAIN_S = 5.0
 _LOCK_POLL_S = 0.1
 _LOCK_PATIENCE = 20  # polls before a relay that holds the lock is ended
@@ -320,6 +322,9 @@ def main() -> int:
         gc.freeze()  # what was imported stays: looking it through would hold up a publish
         with _only_one(relay_lock(settings.run)):
             asyncio.run(_serve(settings, arguments.lifeline))
+            if not are_done(_CLOSE_S):
+                logging.shutdown()
+                os._exit(0)
         return 0
 
     return run_role(body)

@@ -5,7 +5,6 @@ import datetime
 import functools
 import itertools
 import secrets
-import threading
 from collections.abc import Callable, Sequence
 from typing import Literal
 
@@ -15,6 +14,7 @@ from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 from typing_extensions import override
 
+from weightbus import threads
 from weightbus.config import WeightBusSection
 from weightbus.member import Member
 from weightbus.publication import Publication
@@ -123,7 +123,7 @@ class Collective(Transport):
         """Destroy the group in the background."""
         if self._group is not None:
             group, self._group = self._group, None
-            threading.Thread(target=group.close, daemon=True).start()
+            threads.start(group.close)
 
     @override
     async def close(self) -> None:
@@ -187,7 +187,7 @@ def _discard(task: "asyncio.Task[None]", group: "EngineGroup") -> None:
     """Close a group that we may have joined after all."""
     if not task.cancelled():
         task.exception()
-    threading.Thread(target=group.close, daemon=True).start()
+    threads.start(group.close)
 
 
 class EngineGroup:

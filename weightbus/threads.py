@@ -5,10 +5,13 @@ They neither take a place that others need nor keep the process from ending.
 
 import asyncio
 import threading
+import time
 from collections.abc import Callable
 from typing import TypeVar
+from weakref import WeakSet
 
 T = TypeVar("T")
+_started: "WeakSet[threading.Thread]" = WeakSet()
 
 
 async def in_own_thread(work: Callable[[], T]) -> T:
@@ -36,5 +39,24 @@ async def in_own_thread(work: Callable[[], T]) -> T:
         except RuntimeError:  # the loop has ended: nobody waits
             return
 
-    threading.Thread(target=run, daemon=True).start()
+    start(run)
     return await future
+
+
+def start(work: Callable[[], None]) -> None:
+    """Have something done in the background."""
+    thread = threading.Thread(target=work, daemon=True)
+    _started.add(thread)
+    thread.start()
+
+
+def are_done(timeout_s: float) -> bool:
+    """Wait for all such threads; tell whether they have ended.
+
+    A process in which one is still inside torch must leave by ``os._exit``: an interpreter that
+    ends around it aborts.
+    """
+    deadline_s = time.monotonic() + timeout_s
+    for thread in list(_started):
+        thread.join(max(0.0, deadline_s - time.monotonic()))
+    return not any(thread.is_alive() for thread in _started)

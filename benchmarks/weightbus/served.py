@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import msgspec
 import torch
 from safetensors.torch import load_file, save_file
@@ -64,9 +65,11 @@ class CountingEngine(SglangEngine):
     num_calls = 0
 
     @override
-    async def _control(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+    async def _control(
+        self, path: str, body: dict[str, Any], limit: aiohttp.ClientTimeout | None = None
+    ) -> dict[str, Any]:
         self.num_calls += 1
-        return await super()._control(path, body)
+        return await super()._control(path, body, limit)
 
 
 @dataclass(frozen=True, slots=True)
