@@ -92,6 +92,11 @@ def run_config(table: Table) -> RunConfig:
             "deploy.share_gpus needs weightbus.backend = gloo: NCCL connects no two processes on "
             f"one GPU, got {config.learner.weightbus.backend}"
         )
+    if config.learner.weightbus.listen and not config.broker.broker.listen:
+        raise ConfigError(
+            "weightbus.listen needs broker.listen too: generators on other hosts ask the broker "
+            "where the weights are, and it knows their keys"
+        )
     replicas = config.learner.learner.ranks // config.learner.learner.tensor_parallel
     smallest = config.run.fewest_groups * config.run.group_size
     if config.run.epochs and smallest < replicas:

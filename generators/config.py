@@ -7,7 +7,7 @@ from typing import Literal
 import msgspec
 
 from broker.config import DataSection, RewardSection, key_paths
-from weightbus.config import WeightBusSection
+from weightbus.config import WeightBusSection, weightbus_section
 from wire.errors import ConfigError
 from wire.run_settings import (
     AtLeast0,
@@ -102,7 +102,7 @@ def generator_settings(table: Table) -> GeneratorSettings:
         sampling=section(table, "sampling", SamplingSection),
         eval=section(table, "eval", EvalSection),
         generators=section(table, "generators", GeneratorsSection),
-        weightbus=section(table, "weightbus", WeightBusSection),
+        weightbus=weightbus_section(table),
         reward=section(table, "reward", RewardSection),
         keys=key_paths(table),
     )

@@ -12,7 +12,7 @@ from wire.run_settings import RunSection, relay_door
 
 _log = logging.getLogger(__name__)
 _ASK_S = 1.0
-_SILENT_S = 3.0  # then it may have been replaced by one at another place, or with another key
+_AGAIN_S = 2.0  # without an answer: it may have been replaced, or not have known our key
 _SAY_AGAIN = 30  # questions
 
 
@@ -54,9 +54,14 @@ async def _await_door(client: BrokerClient) -> RelayDoor:
 
 async def _follow(subscriber: Subscriber, client: BrokerClient) -> None:
     """Find a relay that took the place of one that says nothing any more."""
+    was_silent = False
     while True:
-        await asyncio.sleep(_ASK_S)
-        if subscriber.silent_s > _SILENT_S and (door := await _find(client)) is not None:
+        await asyncio.sleep(_AGAIN_S)
+        is_silent = subscriber.silent_s > _AGAIN_S
+        if is_silent and not was_silent:
+            _log.warning("the relay says nothing; the broker is asked for another")
+        was_silent = is_silent
+        if is_silent and (door := await _find(client)) is not None:
             subscriber.move(door)
 
 

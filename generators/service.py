@@ -53,7 +53,7 @@ async def _staging(
     settings: GeneratorSettings, name: str, tensors: TensorSet
 ) -> AsyncIterator[Staging]:
     """Get the memory for the first version while the engine starts."""
-    staging = Staging(settings.run.socket_folder / f"{name}-weights")
+    staging = Staging(settings.run.socket_folder, name)
     num_bytes = tensors.num_bytes if settings.weightbus.transport != "disk" else 0
     reserving = asyncio.create_task(asyncio.to_thread(_reserve, staging, num_bytes))
     try:

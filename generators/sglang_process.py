@@ -221,7 +221,7 @@ def _environment(settings: GeneratorSettings, scratch: Path) -> dict[str, str]:
     if settings.device == "cpu":
         # More than one thread per server collapses as soon as anything else wants a core.
         environment |= {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1"}
-    return interface_variables(settings.weightbus.host) | environment  # what was set wins
+    return environment | interface_variables(settings.weightbus.host, environment)
 
 
 async def _answers(http: aiohttp.ClientSession, url: str) -> bool:

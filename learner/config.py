@@ -6,7 +6,7 @@ from typing import Annotated, Literal, Self
 import msgspec
 
 from algos.config import AlgoSection
-from weightbus.config import WeightBusSection
+from weightbus.config import WeightBusSection, weightbus_section
 from wire.checkpoints import read_checkpoint_info
 from wire.errors import ConfigError
 from wire.run_settings import (
@@ -149,7 +149,7 @@ def learner_settings(table: Table, *, may_resume: bool = False) -> LearnerSettin
         run=run_section(table),
         learner=section(table, "learner", LearnerSection),
         algo=section(table, "algo", AlgoSection),
-        weightbus=section(table, "weightbus", WeightBusSection),
+        weightbus=weightbus_section(table),
         checkpoint=section(table, "checkpoint", CheckpointSection),
         eval=section(table, "eval", EvalSection),
         profile=section(table, "profile", ProfileSection),

@@ -24,9 +24,9 @@ import zmq.asyncio
 
 from broker.client import BrokerClient
 from weightbus.compatibility import installed_libraries
-from weightbus.config import WeightBusSection
+from weightbus.config import WeightBusSection, weightbus_section
 from weightbus.disk import forget_versions
-from weightbus.doors import FarDoor, check_listen
+from weightbus.doors import FarDoor
 from weightbus.interfaces import interface_variables
 from weightbus.publisher import Publisher
 from weightbus.threads import are_done
@@ -56,7 +56,7 @@ from wire.relay import (
     Written,
 )
 from wire.run_settings import RunSection, relay_door, relay_lock, run_section
-from wire.settings import Table, section
+from wire.settings import Table
 from wire.stopping import stop_event
 
 _log = logging.getLogger(__name__)
@@ -85,12 +85,7 @@ class RelaySettings(msgspec.Struct, frozen=True, kw_only=True):
 
 def relay_settings(table: Table) -> RelaySettings:
     """Decode and check the relay's sections."""
-    settings = RelaySettings(
-        run=run_section(table), weightbus=section(table, "weightbus", WeightBusSection)
-    )
-    if settings.weightbus.listen:
-        check_listen(settings.weightbus.listen)
-    return settings
+    return RelaySettings(run=run_section(table), weightbus=weightbus_section(table))
 
 
 class Relay:
@@ -317,8 +312,8 @@ def main() -> int:
     def body() -> int:
         if _is_cut(arguments.lifeline) or not settings.run.socket_folder.is_dir():
             return 0  # whoever started us, or the run, has ended meanwhile
-        for name, value in interface_variables(settings.weightbus.host).items():
-            os.environ.setdefault(name, value)  # noqa: TID251 gloo and NCCL have no setting
+        variables = interface_variables(settings.weightbus.host, os.environ)  # noqa: TID251
+        os.environ.update(variables)  # noqa: TID251 gloo and NCCL have no setting
         gc.freeze()  # what was imported stays: looking it through would hold up a publish
         with _only_one(relay_lock(settings.run)):
             asyncio.run(_serve(settings, arguments.lifeline))

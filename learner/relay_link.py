@@ -7,9 +7,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
@@ -54,6 +54,8 @@ class RelayLaunch:
 
     argv: Sequence[str] = ()  # settings on the command line
     lifeline: int | None = None
+    environment: Mapping[str, str] = field(default_factory=lambda: dict(os.environ), repr=False)  # noqa: TID251 handed on to a child
+    """Of before this process chose interfaces for its own groups."""
 
 
 class RelayLink:
@@ -151,6 +153,7 @@ class RelayLink:
         process = subprocess.Popen(  # noqa: S603, ASYNC220 our own program; a fork takes no time
             [sys.executable, "-m", _PROGRAM, *launch.argv, *extra],
             stdin=subprocess.DEVNULL,
+            env=dict(launch.environment),
             pass_fds=[] if launch.lifeline is None else [launch.lifeline],
             start_new_session=True,
         )

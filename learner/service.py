@@ -122,8 +122,7 @@ def run_rank(
 ) -> None:
     """Build the policy on this rank and train."""
     learner = settings.learner
-    for name, value in interface_variables(_HOST).items():
-        os.environ.setdefault(name, value)  # noqa: TID251 gloo and NCCL have no setting
+    os.environ.update(interface_variables(_HOST, os.environ))  # noqa: TID251 they have no setting
     device.set_threads(learner.threads)
     if learner.deterministic:
         device.set_deterministic()

@@ -68,7 +68,7 @@ async def serve(arguments: argparse.Namespace) -> None:
             transport=arguments.transport,
         ),
         tensors=TensorSet({n: tuple(t.shape) for n, t in tensors.items()}, arguments.dtype),
-        staging=Staging(folder / f"{name}-weights"),
+        staging=Staging(folder, name),
         silence_s=3.0,
         fetch_timeout_s=3.0,
         on_pause=lambda: _log.info("paused"),

@@ -1,9 +1,14 @@
 """Settings of the weight bus."""
 
+from ipaddress import IPv4Address, ip_address
 from typing import Literal
 
+from wire.errors import ConfigError
 from wire.run_settings import AtLeast0, AtLeast1, Positive
-from wire.settings import Section
+from wire.settings import Section, Table, section
+
+_TCP = "tcp://"
+_MAX_PORT = 65_534  # buckets take the one after it
 
 
 class WeightBusSection(Section, frozen=True, kw_only=True):
@@ -47,3 +52,30 @@ class WeightBusSection(Section, frozen=True, kw_only=True):
     empty is DIR/NAME/weights."""
     linger_s: Positive = 60.0
     """The relay outlives a learner that died for so long."""
+
+
+def weightbus_section(table: Table) -> WeightBusSection:
+    """Return [weightbus], checked.
+
+    Raises:
+        ConfigError: others could not connect to `weightbus.listen`.
+    """
+    found = section(table, "weightbus", WeightBusSection)
+    if found.listen and (why := _why_no_address(found.listen)):
+        raise ConfigError(f"weightbus.listen is {found.listen!r}: {why}")
+    return found
+
+
+def _why_no_address(listen: str) -> str:
+    host, colon, port = listen.removeprefix(_TCP).rpartition(":")
+    if not (listen.startswith(_TCP) and colon and port.isdecimal() and int(port) <= _MAX_PORT):
+        return f"expected tcp://ADDRESS:PORT with a port up to {_MAX_PORT}"
+    try:
+        address = ip_address(host)
+    except ValueError:
+        return "expected an IPv4 address, as in tcp://10.0.0.1:5600: a name may mean several"
+    if not isinstance(address, IPv4Address):
+        return "expected an IPv4 address, as in tcp://10.0.0.1:5600"
+    if address.is_unspecified:
+        return "name the address at which generators find this host"
+    return ""

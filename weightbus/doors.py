@@ -16,7 +16,9 @@ _DOMAIN = "slipstream-weights"
 _HANDSHAKE_MS = 5_000  # whoever has connected has so long to prove its key
 _HEARTBEAT_MS = 2_000  # of a connection: a host that is gone is noticed
 _DEAD_AFTER_MS = 10_000
-_MAX_BYTES = 64 << 20  # of a message from an agent: checksums of all its tensors
+_KEEPALIVE_S = 10  # of one that carries buckets: no heartbeat comes through while one is moving
+_MAX_WAITING = 8  # buckets that a peer asked for and does not read
+_MAX_BYTES = 16 << 20  # of a message from an agent: checksums of all its tensors
 _MAX_BULK_BYTES = 4 << 10  # of a request for a bucket
 _TCP = "tcp://"
 
@@ -80,7 +82,7 @@ class FarDoor:
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.MAXMSGSIZE, max_bytes)
         socket.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
-        keep_watch(socket)
+        keep_watch(socket, has_buckets=max_bytes == _MAX_BULK_BYTES)
         socket.curve_secretkey = self._secret
         socket.curve_server = True
         socket.zap_domain = _DOMAIN.encode()
@@ -99,16 +101,34 @@ class FarDoor:
         self.place = None
 
 
-def keep_watch(socket: zmq.asyncio.Socket) -> None:
+def keep_watch(socket: zmq.asyncio.Socket, *, has_buckets: bool) -> None:
     """Have a socket notice that the host on the other side is gone."""
-    socket.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
-    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, _DEAD_AFTER_MS)
+    if has_buckets:
+        socket.setsockopt(zmq.SNDHWM, _MAX_WAITING)
+        socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
+        socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, _KEEPALIVE_S)
+        socket.setsockopt(zmq.TCP_KEEPALIVE_INTVL, _KEEPALIVE_S)
+    else:
+        socket.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
+        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, _DEAD_AFTER_MS)
 
 
 def connect(
-    socket: zmq.asyncio.Socket, endpoint: str, *, server_key: str, key: ClientKey | None
+    socket: zmq.asyncio.Socket,
+    endpoint: str,
+    *,
+    server_key: str,
+    key: ClientKey | None,
+    has_buckets: bool = False,
 ) -> None:
     """Connect to one of a relay's sockets, proving ``key`` if the relay proves one.
+
+    Args:
+        socket: a DEALER.
+        endpoint: of the relay.
+        server_key: that it proves; empty on a Unix socket.
+        key: of this host.
+        has_buckets: it is the bulk socket.
 
     Raises:
         ConfigError: there is no key to show.
@@ -116,25 +136,8 @@ def connect(
     if server_key:
         if key is None:
             raise ConfigError(f"{endpoint} is on another host: run.key_file must name a key")
-        keep_watch(socket)
+        keep_watch(socket, has_buckets=has_buckets)
         socket.curve_serverkey = server_key.encode()
         socket.curve_publickey = key.public.encode()
         socket.curve_secretkey = key.secret.encode()
     socket.connect(endpoint)
-
-
-def check_listen(listen: str) -> None:
-    """Refuse what others could not connect to.
-
-    Raises:
-        ConfigError: it is no tcp://ADDRESS:PORT, or the address is that of no interface.
-    """
-    host, colon, port = listen.removeprefix(_TCP).rpartition(":")
-    if not (listen.startswith(_TCP) and colon and host and port.isdecimal() and int(port) < 65535):
-        raise ConfigError(
-            f"weightbus.listen must be tcp://ADDRESS:PORT with a port below 65535, got {listen!r}"
-        )
-    if host in {"*", "0.0.0.0", "[::]"}:  # noqa: S104 refused
-        raise ConfigError(
-            f"weightbus.listen is {listen!r}: name the address at which generators find this host"
-        )

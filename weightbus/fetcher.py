@@ -5,9 +5,11 @@ import asyncio
 import zmq
 import zmq.asyncio
 
-from wire.bus import FetchBucket
+from weightbus.doors import connect
+from wire.bus import FetchBucket, RelayDoor
 from wire.codec import Frame, decode_bucket_answer, encode
 from wire.errors import ProtocolError, PublishError
+from wire.keys import ClientKey
 from wire.versions import PolicyVersion
 
 
@@ -16,15 +18,23 @@ class BucketFetcher:
 
     def __init__(self, context: zmq.asyncio.Context, *, timeout_s: float) -> None:
         self._timeout_s = timeout_s
-        self.socket = context.socket(zmq.DEALER)
-        self.socket.setsockopt(zmq.LINGER, 0)
+        self._socket = context.socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._endpoint = ""
         self._waiting: dict[tuple[PolicyVersion, int], asyncio.Future[Frame]] = {}
         self._reader = asyncio.create_task(self._read())
+
+    def connect(self, door: RelayDoor, key: ClientKey | None) -> None:
+        """Connect anew."""
+        if self._endpoint:
+            self._socket.disconnect(self._endpoint)
+        self._endpoint = door.bulk_endpoint
+        connect(self._socket, self._endpoint, server_key=door.key, key=key, has_buckets=True)
 
     def close(self) -> None:
         """End whatever waits."""
         self._reader.cancel()
-        self.socket.close()
+        self._socket.close()
 
     async def fetch(self, version: PolicyVersion, index: int) -> Frame:
         """Return the bytes of a bucket.
@@ -36,7 +46,7 @@ class BucketFetcher:
         future: asyncio.Future[Frame] = asyncio.get_running_loop().create_future()
         self._waiting[key] = future
         try:
-            await self.socket.send(encode(FetchBucket(version=version, index=index)))
+            await self._socket.send(encode(FetchBucket(version=version, index=index)))
             return await asyncio.wait_for(future, self._timeout_s)
         except TimeoutError as error:
             raise PublishError(
@@ -54,7 +64,7 @@ class BucketFetcher:
 
     async def _read(self) -> None:
         while True:
-            head, *frames = await self.socket.recv_multipart(copy=False)
+            head, *frames = await self._socket.recv_multipart(copy=False)
             try:
                 answer = decode_bucket_answer(head.buffer)
             except ProtocolError:

@@ -1,6 +1,7 @@
 """Which network interface a collective's own connections take."""
 
 import socket
+from collections.abc import Mapping
 
 import psutil
 
@@ -8,17 +9,20 @@ _VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 _ANY_PORT = 9  # nothing is sent
 
 
-def interface_variables(host: str) -> dict[str, str]:
+def interface_variables(host: str, environment: Mapping[str, str]) -> dict[str, str]:
     """Return the environment that has gloo and NCCL talk over the interface that leads to a host.
 
     Both ask for no address: left alone they take that of the machine's name, which may be another
-    network, or an address that only this machine knows. Empty if no interface leads there.
+    network, or an address that only this machine knows. What the user has set stays, unless the
+    host is this one: then nothing is to be heard outside. Empty if no interface leads there.
 
     Args:
         host: address of the relay (`weightbus.host`), here or elsewhere.
+        environment: of the process.
     """
     name = _interface_towards(host)
-    return dict.fromkeys(_VARIABLES, name) if name else {}
+    stays = () if is_loopback(host) else environment
+    return {variable: name for variable in _VARIABLES if name and variable not in stays}
 
 
 def _interface_towards(host: str) -> str:

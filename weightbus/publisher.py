@@ -119,6 +119,7 @@ class Publisher:
             pairs: list[tuple[zmq.asyncio.Socket, zmq.asyncio.Socket, FarDoor | None]] = []
             near = context.socket(zmq.ROUTER), context.socket(zmq.ROUTER)
             sockets += near
+            near[1].setsockopt(zmq.SNDHWM, _BULK_HIGH_WATER)
             near[0].bind(door.endpoint)
             near[1].bind(door.bulk_endpoint)
             pairs.append((*near, None))
@@ -129,7 +130,6 @@ class Publisher:
             async with asyncio.TaskGroup() as group:
                 group.create_task(self._watch(far_door))
                 for socket, bulk, checks in pairs:
-                    bulk.setsockopt(zmq.SNDHWM, _BULK_HIGH_WATER)
                     group.create_task(serve_buckets(bulk, self._versions, checks))
                     group.create_task(self._listen(socket, checks, group))
         finally:

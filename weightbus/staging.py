@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import mmap
 import os
+import tempfile
 import threading
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -21,22 +22,24 @@ from wire.codec import Frame
 from wire.errors import PublishError
 from wire.manifest import TensorSpec, WeightManifest
 
+_STEP_BYTES = 64 << 20  # reserved at a time: receiving does not wait for longer
 FETCH_AHEAD = 2  # buckets asked for at a time
 
 
 class Staging:
     """Room for one version. Use it inside one event loop."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, name: str) -> None:
         """Make the folder in which the engine will find the version.
 
         Args:
-            folder: private to this agent; what is in it is replaced.
+            folder: where it is made, under a name that begins with ``name``.
+            name: of the agent.
         """
-        self._folder = folder
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self._folder = Path(tempfile.mkdtemp(prefix=f"{name}-weights-", dir=folder))
         self._lock = threading.Lock()
         self._descriptor = -1
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._open()
 
     def _open(self) -> None:
@@ -47,11 +50,18 @@ class Staging:
         link.symlink_to(f"/proc/{os.getpid()}/fd/{self._descriptor}")
 
     def reserve(self, num_bytes: int) -> None:
-        """Have the kernel provide the memory of a version before one comes. Blocks; any thread."""
-        with self._lock:
-            if self._descriptor >= 0 and self._size < num_bytes:
-                os.posix_fallocate(self._descriptor, 0, num_bytes)
-                self._size = num_bytes
+        """Have the kernel provide the memory of a version before one comes. Blocks; any thread.
+
+        It ends early if a version comes meanwhile, or ``close``.
+        """
+        size = 0
+        while size < num_bytes:
+            with self._lock:
+                if self._descriptor < 0 or self._size != size:
+                    return
+                step = min(_STEP_BYTES, num_bytes - size)
+                os.posix_fallocate(self._descriptor, size, step)
+                self._size = size = size + step
 
     def free(self) -> None:
         """Give the memory back until a version is received again.

@@ -116,6 +116,7 @@ class Subscriber:
         context = zmq.asyncio.Context()
         self._socket = socket = context.socket(zmq.DEALER)
         socket.setsockopt(zmq.LINGER, 200)
+        socket.setsockopt(zmq.SNDHWM, _MAX_COMMANDS)
         self._fetcher = BucketFetcher(context, timeout_s=self._fetch_timeout_s)
         commands: asyncio.Queue[Command] = asyncio.Queue(_MAX_COMMANDS)
         try:
@@ -140,22 +141,26 @@ class Subscriber:
         return self._now() - self._heard_s
 
     def move(self, door: RelayDoor) -> None:
-        """Go on with the relay at another place, while ``run`` runs, unless it is the same."""
-        before, socket, fetcher = self._door, self._socket, self._fetcher
-        if socket is None or fetcher is None or door == before:
+        """Connect anew, to a relay at another place or the same, while ``run`` runs.
+
+        The same again is no waste: ZeroMQ does not try again where it was refused once, as by a
+        relay that has not heard of a new key yet.
+        """
+        before, self._door = self._door, door
+        if self._socket is None or self._fetcher is None:
             return
-        pairs = ((socket, "endpoint"), (fetcher.socket, "bulk_endpoint"))
-        for one, name in pairs:
-            if before is not None:
-                one.disconnect(getattr(before, name))
-            connect(one, getattr(door, name), server_key=door.key, key=self._key)
-        self._door = door
+        if before is not None:
+            self._socket.disconnect(before.endpoint)
+        connect(self._socket, door.endpoint, server_key=door.key, key=self._key)
+        self._fetcher.connect(door, self._key)
 
     # ---- the relay -----------------------------------------------------------
 
     async def _heartbeat(self, socket: zmq.asyncio.Socket) -> None:
         while True:
-            await socket.send(encode(msgspec.structs.replace(self._join, adopted=self.adopted)))
+            join = msgspec.structs.replace(self._join, adopted=self.adopted)
+            with suppress(zmq.Again):  # many wait already for a relay that is gone
+                await socket.send(encode(join), zmq.NOBLOCK)
             await asyncio.sleep(_HEARTBEAT_S)
 
     async def _read(self, socket: zmq.asyncio.Socket, commands: asyncio.Queue[Command]) -> None:
@@ -269,7 +274,14 @@ class Subscriber:
         if fetcher is None:
             raise PublishError("the weight bus is not running")
         version = manifest.version
-        return await self._staging.receive(manifest, lambda index: fetcher.fetch(version, index))
+        try:
+            return await self._staging.receive(
+                manifest, lambda index: fetcher.fetch(version, index)
+            )
+        except PublishError:
+            if self._door is not None and self._door.key:
+                fetcher.connect(self._door, self._key)  # it may have been refused before
+            raise
 
     async def _pause(self) -> int:
         self._on_pause()

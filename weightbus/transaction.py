@@ -54,6 +54,8 @@ class Transaction:
                 member.failure = ""
                 adopted[member.name] = self._now() - started_s
             await self._abandon()
+            if adopted:  # nobody waits for it but the record
+                self._digest = (await self._publication.manifest()).digest
         finally:
             for member in self._all:
                 member.receiving = None
@@ -92,8 +94,6 @@ class Transaction:
         laps.lap("pause")
         await self._load()
         laps.lap("transfer" if name == "collective" else "load")
-        self._digest = (await publication.manifest()).digest
-        laps.lap("digest")
         await self._each(self._verify)
         laps.lap("verify")
         await self._each(lambda m: m.tell(lambda n: Commit(command_id=n, version=manifest.version)))

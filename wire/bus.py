@@ -5,13 +5,15 @@ one command at a time per member; every command is answered by one Outcome that 
 command's number.
 """
 
-from typing import Literal, TypeAlias
+from typing import Annotated, Literal, TypeAlias
 
 import msgspec
 
 from wire.manifest import WeightManifest
 from wire.versions import PolicyVersion
 
+EngineName = Annotated[str, msgspec.Meta(min_length=1, max_length=100, pattern="^[^/@\\s]+$")]
+NumRanks = Annotated[int, msgspec.Meta(ge=1, le=4096)]
 TransportName = Literal["collective", "tcp", "disk"]
 
 
@@ -33,12 +35,12 @@ class BusMessage(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", ta
 class Join(BusMessage, frozen=True):
     """An agent is alive and wants weights; repeated as its heartbeat, answered by Heard."""
 
-    name: str
-    incarnation: str  # differs after each restart of the engine
+    name: EngineName
+    incarnation: EngineName  # differs after each restart of the engine
     device: Literal["cpu", "cuda"]
     torch_version: str
     nccl_version: str = ""  # empty on a CPU
-    num_ranks: int = 1  # processes of the engine that join a group
+    num_ranks: NumRanks = 1  # processes of the engine that join a group
     transport: TransportName = "collective"  # that it asks for
     adopted: PolicyVersion | None = None  # None while the engine may hold a mixture, or nothing
 
@@ -46,7 +48,7 @@ class Join(BusMessage, frozen=True):
 class Leave(BusMessage, frozen=True):
     """An agent ends in order."""
 
-    name: str
+    name: EngineName
 
 
 class Outcome(BusMessage, frozen=True):

@@ -97,7 +97,7 @@ async def _serve(arguments: argparse.Namespace) -> None:
     sizes, folder = SIZES[arguments.sizes], arguments.folder
     shapes = {spec.name: spec.shape for spec in sizes.specs()}
     tensors = TensorSet(shapes, "bfloat16")
-    staging = Staging(folder / f"{arguments.name}-weights")
+    staging = Staging(folder, arguments.name)
     staging.reserve(tensors.num_bytes)  # as an agent does while its engine starts
     subscriber = Subscriber(
         HoldingEngine(sizes),

@@ -147,7 +147,7 @@ class ServedBus:
                 transport=transport,
             ),
             tensors=model_tensors(server.model, dtype=server.dtype),
-            staging=Staging(folder / "received"),
+            staging=Staging(folder, "generator-0"),
             silence_s=30,
             fetch_timeout_s=30,
             on_pause=lambda: None,

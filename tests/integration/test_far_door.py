@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import zmq
 
+from generators.relay_search import take_weights
 from tests.bus_engine import BusEngine, random_tensors
 from weightbus.compatibility import installed_libraries
 from weightbus.config import WeightBusSection
@@ -23,9 +24,11 @@ from weightbus.subscriber import Subscriber
 from weightbus.tensor_set import TensorSet
 from weightbus.versions import Versions
 from wire.bus import Join, PublishRecord, RelayDoor
+from wire.control import FindRelay, RelayPlace
 from wire.errors import ConfigError
 from wire.keys import ClientKey
 from wire.relay import OpenMemory
+from wire.run_settings import RunSection
 from wire.versions import PolicyVersion
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(60)]
@@ -53,8 +56,8 @@ async def until(is_so: Callable[[], bool]) -> None:
 class Relay:
     """A publisher that listens to others, and a learner's memory."""
 
-    def __init__(self, folder: Path) -> None:
-        self.door = FarDoor("tcp://127.0.0.1:0")
+    def __init__(self, folder: Path, listen: str = "tcp://127.0.0.1:0") -> None:
+        self.door = FarDoor(listen)
         self.records: list[PublishRecord] = []
         self._versions = Versions(folder / "weights")
         specs = [tensor_spec(*item) for item in TENSORS.items()]
@@ -87,8 +90,8 @@ class Relay:
 
 
 @asynccontextmanager
-async def running_relay(folder: Path) -> AsyncIterator[Relay]:
-    relay = Relay(folder)
+async def running_relay(folder: Path, listen: str = "tcp://127.0.0.1:0") -> AsyncIterator[Relay]:
+    relay = Relay(folder, listen)
     async with running(relay.publisher.run(relay.near, relay.door)):
         yield relay
 
@@ -117,7 +120,7 @@ def agent(folder: Path, key: ClientKey | None, name: str = "generator-0") -> Ite
             transport="collective",
         ),
         tensors=TensorSet({n: tuple(t.shape) for n, t in TENSORS.items()}, "float32"),
-        staging=Staging(folder / f"{name}-received"),
+        staging=Staging(folder, name),
         silence_s=10,
         fetch_timeout_s=5,
         on_pause=lambda: None,
@@ -157,26 +160,64 @@ def test_a_key_that_the_broker_knows_gets_every_version_until_it_is_revoked(fold
     asyncio.run(scenario())
 
 
-def test_an_engine_follows_its_relay_to_another_place_and_key(folder: Path):
+class Broker:
+    """Knows where the relay is; test_server.py has the real one say the same."""
+
+    def __init__(self) -> None:
+        self.place = RelayPlace(is_known=False)
+
+    async def ask(self, request: FindRelay, _kind: type[RelayPlace]) -> tuple[RelayPlace, list]:
+        assert isinstance(request, FindRelay)
+        return self.place, []
+
+
+RUN = RunSection(broker="tcp://head:5555")
+
+
+def test_an_engine_finds_a_relay_that_took_the_place_of_its_own_with_another_key(folder: Path):
     async def scenario() -> None:
-        key = client_key("gpu-7")
-        (folder / "a").mkdir()
-        (folder / "b").mkdir()
-        async with running_relay(folder / "a") as first:
-            first.door.admit({key.public: key.name})
-            first.publish(0)
-            with agent(folder, key) as subscriber:
-                async with running(subscriber.run(await first.place())):
+        key, broker = client_key("gpu-7"), Broker()
+        with agent(folder, key) as subscriber:
+            async with running(take_weights(subscriber, RUN, broker)):
+                async with running_relay(folder) as first:
+                    first.door.admit({key.public: key.name})
+                    first.publish(0)
+                    place = await first.place()
+                    broker.place = RelayPlace(is_known=True, door=place)
                     await adopts(subscriber, 0)
-                    async with running_relay(folder / "b") as second:
-                        second.door.admit({key.public: key.name})
-                        second.publish(1)
-                        subscriber.move(await second.place())
-                        await adopts(subscriber, 1)
-                        second.publish(2)
-                        await adopts(subscriber, 2)
+                async with running_relay(folder, place.endpoint) as second:  # the same port
+                    second.door.admit({key.public: key.name})
+                    second.publish(1)
+                    broker.place = RelayPlace(is_known=True, door=await second.place())
+                    assert broker.place.door != place
+                    await adopts(subscriber, 1)
+                    second.publish(2)
+                    await adopts(subscriber, 2)
 
     asyncio.run(scenario())
+
+
+def test_an_engine_that_was_refused_gets_in_when_its_key_is_known(folder: Path):
+    async def scenario() -> None:
+        key, broker = client_key("gpu-7"), Broker()
+        async with running_relay(folder) as relay:
+            relay.publish(0)
+            broker.place = RelayPlace(is_known=True, door=await relay.place())
+            with agent(folder, key) as subscriber:
+                async with running(take_weights(subscriber, RUN, broker)):
+                    await asyncio.sleep(1.0)
+                    assert subscriber.adopted is None
+                    relay.door.admit({key.public: key.name})
+                    await adopts(subscriber, 0)
+
+    asyncio.run(scenario())
+
+
+def test_an_engine_that_its_relay_keeps_from_others_says_which_setting_is_missing(folder: Path):
+    broker = Broker()
+    broker.place = RelayPlace(is_known=True)
+    with agent(folder, None) as subscriber, pytest.raises(ConfigError, match=r"weightbus\.listen"):
+        asyncio.run(take_weights(subscriber, RUN, broker))
 
 
 def test_no_key_no_weights(folder: Path):

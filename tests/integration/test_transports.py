@@ -81,7 +81,7 @@ class Bus:
                 transport=transport,
             ),
             tensors=model_tensors(folder / "model", dtype="float32"),
-            staging=Staging(folder / "received"),
+            staging=Staging(folder, "generator-0"),
             silence_s=10,
             fetch_timeout_s=10,
             on_pause=lambda: None,

@@ -33,7 +33,7 @@ def receive(staging: Staging, sent: WeightSnapshot, change: dict[int, bytes] | N
 
 
 def test_what_was_received_is_a_folder_that_can_be_loaded_again_and_again(tmp_path: Path):
-    staging = Staging(tmp_path / "received")
+    staging = Staging(tmp_path, "agent")
     for step, count in ((1, 5), (2, 5), (3, 2), (4, 9)):
         sent = snapshot(step, count)
         folder = receive(staging, sent)
@@ -41,14 +41,15 @@ def test_what_was_received_is_a_folder_that_can_be_loaded_again_and_again(tmp_pa
         assert loaded.keys() == sent.tensors.keys()
         assert all(torch.equal(loaded[name], sent.tensors[name]) for name in loaded)
     staging.close()
-    assert not (tmp_path / "received").exists()
+    assert not list(tmp_path.iterdir())
 
 
 def test_memory_is_there_before_a_version_and_gone_after_it(tmp_path: Path):
     def held() -> int:
-        return (tmp_path / "received" / WEIGHTS).stat().st_blocks * 512
+        (folder,) = tmp_path.iterdir()
+        return (folder / WEIGHTS).stat().st_blocks * 512
 
-    staging = Staging(tmp_path / "received")
+    staging = Staging(tmp_path, "agent")
     staging.reserve(1 << 20)
     assert held() >= 1 << 20
     sent = snapshot()
@@ -61,7 +62,7 @@ def test_memory_is_there_before_a_version_and_gone_after_it(tmp_path: Path):
     assert torch.equal(loaded["t3"], again.tensors["t3"])
     staging.close()
     staging.reserve(1 << 20)  # by a thread that is late
-    assert not (tmp_path / "received").exists()
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(
@@ -77,7 +78,7 @@ def test_other_bytes_than_those_of_the_manifest_are_refused(
     tmp_path: Path, change: Callable[[bytes], bytes], why: str
 ):
     sent = snapshot()
-    staging = Staging(tmp_path / "received")
+    staging = Staging(tmp_path, "agent")
     with pytest.raises(PublishError, match=why):
         receive(staging, sent, {0: change(bytes(sent.bucket(0).numpy()))})
     staging.close()
