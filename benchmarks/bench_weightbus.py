@@ -20,6 +20,7 @@ from benchmarks.weightbus.gpu import measure_gpu
 from benchmarks.weightbus.late_join import measure_late_join
 from benchmarks.weightbus.learner_side import measure_stall, measure_steps
 from benchmarks.weightbus.model import BUCKET_BYTES, MIB, ONE_BILLION, QUICK, SMOLLM2, Sizes
+from benchmarks.weightbus.rebuild import TIMEOUT_S, measure_rebuild
 from benchmarks.weightbus.served import (
     Server,
     measure_control,
@@ -225,6 +226,20 @@ class Bench:
         )
         self.bars.at_most("late_join", figures.ratio, "x one transfer", needs=NEEDS_LATE_JOIN)
 
+    def rebuild(self) -> None:
+        """A group of three engines of which one dies or is stopped."""
+        _say("rebuild: three engines in one group")
+        figures = measure_rebuild(1 if self._quick else 4)
+        for what, seconds in (
+            ("nothing happened", figures.standing),
+            ("one died before it", figures.died),
+            (f"one was stopped before it (weightbus.timeout_s = {TIMEOUT_S:g})", figures.stopped),
+            ("the one after that", figures.anew),
+        ):
+            self._row(
+                f"a publish to a group of three, {what}: ms", spread(seconds, unit=1e3, digits=0)
+            )
+
     def _row(self, what: str, value: str) -> None:
         self.rows.append((what, value))
         _say(f"  {what}: {value}")
@@ -238,7 +253,7 @@ def main() -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--quick", action="store_true", help="a small version, few rounds")
-    parts = ("wire", "stall", "steps", "late-join", "served", "served-smollm2")
+    parts = ("wire", "stall", "steps", "late-join", "rebuild", "served", "served-smollm2")
     parser.add_argument(
         "--only", action="append", choices=parts, default=[], metavar="PART", help=", ".join(parts)
     )
