@@ -82,6 +82,7 @@ class FarDoor:
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.MAXMSGSIZE, max_bytes)
         socket.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
+        socket.setsockopt(zmq.ROUTER_MANDATORY, int(max_bytes == _MAX_BYTES))  # who is gone?
         keep_watch(socket, has_buckets=max_bytes == _MAX_BULK_BYTES)
         socket.curve_secretkey = self._secret
         socket.curve_server = True

@@ -7,14 +7,16 @@ import time
 from collections.abc import Callable
 from typing import Literal
 
+import zmq
 import zmq.asyncio
 
-from wire.bus import Command, Join, Outcome, TransportName
+from wire.bus import Command, Heard, Join, Outcome, TransportName
 from wire.codec import encode
 from wire.errors import PublishError
 from wire.versions import PolicyVersion
 
 State = Literal["current", "behind", "receiving", "torn"]
+_PROBE_S = 0.25  # a member that does not answer is looked for this often
 _command_ids = itertools.count(secrets.randbits(48))  # no outcome meant for another relay fits
 
 
@@ -28,12 +30,14 @@ class Member:
         socket: zmq.asyncio.Socket,
         *,
         name: str,
+        relay: str = "",
         key: str = "",
         transport: TransportName,
         timeout_s: float,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self.name = name
+        self._relay = relay  # what the relay calls itself
         self.key = key  # that it proved; empty on this host
         self.peer = peer  # routing id of its agent
         self.join = join
@@ -108,8 +112,14 @@ class Member:
         future: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
         self._waiting[number] = future
         future.add_done_callback(lambda done: self._forget(number, done))
-        await self._socket.send_multipart([self.peer, encode(command(number))])
+        await self._say(command(number))
         return future
+
+    async def _say(self, command: Command) -> None:
+        try:
+            await self._socket.send_multipart([self.peer, encode(command)])
+        except zmq.ZMQError as error:  # the socket says so, rather than dropping it
+            raise PublishError(f"{self.name} has gone") from error
 
     def _forget(self, number: int, done: asyncio.Future[Outcome]) -> None:
         self._waiting.pop(number, None)
@@ -126,12 +136,21 @@ class Member:
         """
         setting = "weightbus.timeout_s" if timeout_s is None else "weightbus.receive_timeout_s"
         limit_s = timeout_s or self._timeout_s
+        deadline_s = time.monotonic() + limit_s
         try:
-            outcome = await asyncio.wait_for(future, limit_s)
-        except TimeoutError as error:
-            raise PublishError(
-                f"{self.name} did not answer {what} in {limit_s:g} s ({setting})"
-            ) from error
+            while not future.done():
+                left_s = deadline_s - time.monotonic()
+                if left_s <= 0:
+                    raise PublishError(
+                        f"{self.name} did not answer {what} in {limit_s:g} s ({setting})"
+                    )
+                done, _ = await asyncio.wait({future}, timeout=min(left_s, _PROBE_S))
+                if not done:
+                    await self._say(Heard(relay=self._relay))  # which fails if nobody is there
+        except PublishError:
+            future.cancel()  # an outcome that comes later is of no use
+            raise
+        outcome = future.result()
         if outcome.error:
             raise PublishError(f"{what}: {outcome.error}")
         return outcome

@@ -10,6 +10,7 @@ import logging
 import secrets
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from typing import NamedTuple
 
 import zmq
@@ -119,6 +120,7 @@ class Publisher:
             pairs: list[tuple[zmq.asyncio.Socket, zmq.asyncio.Socket, FarDoor | None]] = []
             near = context.socket(zmq.ROUTER), context.socket(zmq.ROUTER)
             sockets += near
+            near[0].setsockopt(zmq.ROUTER_MANDATORY, 1)
             near[1].setsockopt(zmq.SNDHWM, _BULK_HIGH_WATER)
             near[0].bind(door.endpoint)
             near[1].bind(door.bulk_endpoint)
@@ -184,7 +186,8 @@ class Publisher:
         match message:
             case Join():
                 self._joined(sender, message, group)
-                await socket.send_multipart([peer, encode(Heard(relay=self._incarnation))])
+                with suppress(zmq.ZMQError):  # it has gone meanwhile
+                    await socket.send_multipart([peer, encode(Heard(relay=self._incarnation))])
             case Leave(name=name):
                 member = self._members.get(sender.prefix + name)
                 if member is not None and member.is_at(peer, socket):
@@ -210,6 +213,7 @@ class Publisher:
             join,
             sender.socket,
             name=name,
+            relay=self._incarnation,
             key=sender.key,
             transport=self._transport_for(join, name, is_far=bool(sender.key)),
             timeout_s=self._settings.timeout_s,

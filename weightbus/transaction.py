@@ -156,7 +156,7 @@ class Transaction:
         for member, why in self._failed.items():
             member.failure = why
             member.holds(None)
-        await each(
+        await each(  # nobody waits for them: what they are told next they do after this
             list(self._failed),
-            lambda m: m.tell(lambda n: Abandon(command_id=n, reason=self._failed[m])),
+            lambda m: m.send(lambda n: Abandon(command_id=n, reason=self._failed[m])),
         )
