@@ -136,21 +136,24 @@ class Member:
         """
         setting = "weightbus.timeout_s" if timeout_s is None else "weightbus.receive_timeout_s"
         limit_s = timeout_s or self._timeout_s
-        deadline_s = time.monotonic() + limit_s
         try:
-            while not future.done():
-                left_s = deadline_s - time.monotonic()
-                if left_s <= 0:
-                    raise PublishError(
-                        f"{self.name} did not answer {what} in {limit_s:g} s ({setting})"
-                    )
-                done, _ = await asyncio.wait({future}, timeout=min(left_s, _PROBE_S))
-                if not done:
-                    await self._say(Heard(relay=self._relay))  # which fails if nobody is there
-        except PublishError:
+            async with asyncio.timeout(limit_s):
+                await self._look_for(future)
+        except TimeoutError as error:
             future.cancel()  # an outcome that comes later is of no use
-            raise
+            raise PublishError(
+                f"{self.name} did not answer {what} in {limit_s:g} s ({setting})"
+            ) from error
         outcome = future.result()
         if outcome.error:
             raise PublishError(f"{what}: {outcome.error}")
         return outcome
+
+    async def _look_for(self, future: asyncio.Future[Outcome]) -> None:
+        """Wait for an outcome, as long as there is somebody who may send it."""
+        while not (await asyncio.wait({future}, timeout=_PROBE_S))[0]:
+            try:
+                await self._say(Heard(relay=self._relay))
+            except PublishError:
+                future.cancel()
+                raise
