@@ -21,6 +21,8 @@ from broker.beginning import (
 )
 from broker.commit import GroupCommitter
 from broker.config import BrokerSettings
+from broker.dashboard.items import RecordedItems
+from broker.dashboard.recorder import Recorder
 from broker.dashboard.web import Dashboard
 from broker.keyring import BrokerKey, KeyRing, broker_key
 from broker.redis_server import RedisServer
@@ -32,7 +34,7 @@ from broker.trackers.background import BackgroundTrackers
 from broker.trail import FolderTrail, Trail
 from wire.errors import ConfigError, PeerLostError
 from wire.keys import read_private
-from wire.run_folder import TRAIL
+from wire.run_folder import PAGE_STATE, TRAIL
 from wire.run_settings import RunSection
 from wire.stopping import stop_event
 
@@ -73,8 +75,9 @@ async def serve(settings: BrokerSettings, *, restarted: bool = False) -> None:
         gc.freeze()
         gc.set_threshold(*_GARBAGE_AFTER)
         gc.enable()
+        recorder = None
         if settings.broker.dashboard.enabled:
-            await _open_dashboard(settings, server, cleanup)
+            recorder = await _open_dashboard(settings, server, cleanup)
         own_socket = _point_to(run, beginning.generation)
         cleanup.callback(_remove_own, run.socket("broker"), own_socket)
         jobs = [
@@ -82,6 +85,8 @@ async def serve(settings: BrokerSettings, *, restarted: bool = False) -> None:
             server.serve(context, f"ipc://{own_socket}", listen=settings.broker.listen, key=key),
             end_after(run.max_hours, server.plan_stop),
         ]
+        if recorder is not None:
+            jobs.append(recorder.run())
         if redis_server is not None:
             jobs.append(redis_server.keep_alive(outage_s=run.outage_s))
         await _run_until(stop, *jobs)
@@ -200,8 +205,16 @@ async def _open_store(
 
 async def _open_dashboard(
     settings: BrokerSettings, server: BrokerServer, cleanup: AsyncExitStack
-) -> None:
-    dashboard = Dashboard(server.status, port=settings.broker.dashboard.port)
+) -> Recorder:
+    recorder = Recorder(
+        server.status,
+        settings.run.folder / PAGE_STATE,
+        high_water_bytes=settings.broker.high_water_bytes,
+        fsync=settings.broker.redis.fsync,
+    )
+    page = settings.broker.dashboard
+    items = RecordedItems(settings.run.folder)
+    dashboard = Dashboard(recorder, items, host=page.host, port=page.port)
     cleanup.push_async_callback(dashboard.stop)
     address = await dashboard.start()
     address_file = settings.run.folder / "dashboard.url"
@@ -209,6 +222,7 @@ async def _open_dashboard(
     address_file.write_text(address + "\n")
     cleanup.callback(address_file.unlink, missing_ok=True)
     _log.info("dashboard at %s", address_file)
+    return recorder
 
 
 async def _run_until(stop: asyncio.Event, *jobs: Coroutine[None, None, None]) -> None:

@@ -1,13 +1,16 @@
 """What the roles report about themselves, joined with the ledger into the state of the run."""
 
+import os
 import time
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from msgspec.structs import replace
 
 from broker.bounds import MAX_CHARS, MAX_NAMES, figures
+from broker.groups import Group
 from broker.ledger import Ledger
 from broker.publishes import PublishHistory, bounded_members
 from broker.scoring import ScoringQueue
@@ -20,6 +23,8 @@ from wire.run_settings import RunSection
 from wire.status import RoleStatus, RunStatus, StepPoint
 
 _KEPT_STEPS = 2_000
+_STATM = Path("/proc/self/statm")
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
 @dataclass(slots=True)
@@ -68,6 +73,7 @@ class Telemetry:
         self._steps: deque[StepPoint] = deque(maxlen=_KEPT_STEPS)
         self._publishes = PublishHistory()
         self._members: list[MemberState] = []
+        self._ready_since: dict[int, float] = {}  # by group
         self.versions: dict[str, str] = {}
         self.rejected: Counter[str] = Counter()  # malformed or refused messages by reason
         self.waiting_for = ""
@@ -133,6 +139,7 @@ class Telemetry:
         leases = Counter({name_of(holder): len(held) for holder, held in ledger.by_holder.items()})
         leases.update({name_of(h): scoring.leases_of(h) for h in scoring.holders()})
         state = ledger.state
+        begun, ready = _waiting(ledger)
         roles = [
             self._own_status(now),
             *(record.status(now, leases[name]) for name, record in sorted(self._roles.items())),
@@ -185,7 +192,17 @@ class Telemetry:
             roles=roles,
             data=self.data,
             versions=dict(sorted(self.versions.items())),
+            queue_age_s=self._queue_age_s(ready, now),
+            lags_in_flight=_lags(begun, ledger.step),
+            lags_in_queue=_lags(ready, ledger.step),
+            memory={"store_bytes": state.untrained_bytes, "rss_bytes": resident_bytes()},
         )
+
+    def _queue_age_s(self, ready: Sequence[Group], now: float) -> float | None:
+        """Return how long the oldest ready group has been seen to be ready."""
+        before = self._ready_since
+        self._ready_since = {one.group_id: before.get(one.group_id, now) for one in ready}
+        return now - min(self._ready_since.values()) if self._ready_since else None
 
     def _tokens_per_second(self, now: float) -> dict[str, float]:
         since = self._training_since_s
@@ -211,6 +228,33 @@ class Telemetry:
             phase_seconds=phases,
             tokens_per_second=0.0,
         )
+
+
+def _waiting(ledger: Ledger) -> tuple[list[Group], list[Group]]:
+    """Return groups for training that have begun and are in no batch: not ready yet, and ready."""
+    begun: list[Group] = []
+    ready: list[Group] = []
+    for group in ledger.groups.values():
+        if group.item == "train" and group.adopted_step >= 0:
+            state = group.state
+            if state != "delivered":
+                (ready if state == "ready" else begun).append(group)
+    return begun, ready
+
+
+def _lags(groups: Sequence[Group], step: int) -> dict[str, int]:
+    """Count groups by their present staleness."""
+    lags = Counter(max(0, step - group.adopted_step) for group in groups)
+    return {str(lag): count for lag, count in sorted(lags.items())}
+
+
+def resident_bytes() -> int:
+    """Return how much memory this process takes; 0 where that cannot be read."""
+    try:
+        pages = int(_STATM.read_text().split()[1])
+    except (OSError, ValueError, IndexError):
+        return 0
+    return pages * _PAGE_BYTES
 
 
 def _mean_busy(roles: list[RoleStatus]) -> dict[str, float]:

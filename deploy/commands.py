@@ -21,6 +21,8 @@ from deploy.replay import replay as replay
 from deploy.resume import find_resume_point, resumed_table
 from deploy.reward_test import reward_test as reward_test
 from deploy.show import show as show_rows
+from deploy.top import top as show_top
+from deploy.trace_file import write_trace
 from deploy.versions import print_versions
 from deploy.view import live_view
 from wire.command_line import print_json
@@ -66,6 +68,18 @@ def status(folder: Path, *, as_json: bool) -> int:
         return print_json(summary_of(now))
     Console().print(live_view(now, dashboard_address(of_run)))
     return 0
+
+
+def top(folder: Path | None, *, as_json: bool) -> int:
+    """Show a run in the terminal until q is pressed, or print it once."""
+    return show_top(folder or newest_started(_RUNS), as_json=as_json)
+
+
+def trace(folder: Path | None, out: Path | None, *, max_spans: int) -> int:
+    """Write the time line of a run."""
+    if max_spans < 1:
+        raise ConfigError(f"--max-spans must be at least 1, got {max_spans}")
+    return write_trace(folder or newest_started(_RUNS), out, Console(), max_spans=max_spans)
 
 
 def ledger(words: Sequence[str], *, num_items: int, as_json: bool) -> int:

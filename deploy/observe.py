@@ -1,12 +1,14 @@
 """Reads the state of a running run from its broker."""
 
 import asyncio
+import threading
+import time
 from pathlib import Path
 from typing import TypeVar
 
 from broker.client import BrokerClient
 from wire.control import Answer, GetLedger, GetStatus, LedgerAnswer, Request, Role, StatusAnswer
-from wire.errors import ConfigError, PeerLostError
+from wire.errors import ConfigError, PeerLostError, SlipstreamError
 from wire.ledger_view import LedgerView
 from wire.run_settings import RunSection, run_section
 from wire.settings import load_table
@@ -68,3 +70,44 @@ def fetch_account(run: RunSection, num_items: int) -> LedgerView:
 def status_now(run: RunSection) -> RunStatus:
     """Ask the broker of a run once, from a thread without an event loop."""
     return ask_broker(run, GetStatus(), StatusAnswer).status
+
+
+class StatusWatcher:
+    """Asks the broker of a run again and again, on a thread of its own; keeps the newest answer."""
+
+    def __init__(self, run: RunSection, *, every_s: float = 1.0) -> None:
+        self._run = run
+        self._every_s = every_s
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._loop, name="status", daemon=True)
+        self._started_s = time.monotonic()
+        self._answer: tuple[RunStatus, float] | None = None
+        self.error = ""  # of the newest attempt; empty while the broker answers
+
+    @property
+    def newest(self) -> RunStatus | None:
+        """Return the newest answer, if there ever was one."""
+        return self._answer[0] if self._answer else None
+
+    @property
+    def age_s(self) -> float:
+        """Return how old the newest answer is, or how long there has been none."""
+        return time.monotonic() - (self._answer[1] if self._answer else self._started_s)
+
+    def start(self) -> None:
+        """Begin to ask."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """Ask no more; a question under way is waited for, because it has a deadline."""
+        self._stop.set()
+        self._thread.join(timeout=2 * _TIMEOUT_S)
+
+    def _loop(self) -> None:
+        while not self._stop.is_set():
+            try:
+                self._answer = (status_now(self._run), time.monotonic())
+                self.error = ""
+            except SlipstreamError as error:
+                self.error = str(error)
+            self._stop.wait(self._every_s)

@@ -271,7 +271,12 @@ class LearnerLoop:
             minibatches = self._packed(order, sequences)
         try:
             figures, trained = train_step(
-                self._policy, minibatches, self._settings.algo, self._clock
+                self._policy,
+                minibatches,
+                self._settings.algo,
+                self._clock,
+                step=order.step,
+                num_lags=self._settings.run.staleness_bound + 1,
             )
         except NonFiniteError as error:
             everything = groups_of(order, range(len(order.headers)))

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer
+from tokenizers.decoders import DecodeStream
 from torch import Tensor
 
 from learner.collate import PackedBatch
@@ -132,12 +133,18 @@ class RolloutLog:
             "temperature": header.temperature,
             "num_prompt_tokens": first,
             "token_ids": token_ids,
+            "token_texts": self._texts(token_ids[first:]),
             "version_runs": [_run(run) for run in header.version_runs],
             # |proximal - behavior|, mean over the run's tokens
             "logprob_abs_diff_by_run": _means(header.version_runs, difference.abs()),
             # proximal - behavior of each response token
             "logprob_diffs": [round(value, _DIGITS) + 0.0 for value in difference[first:].tolist()],
         }
+
+    def _texts(self, token_ids: list[int]) -> list[str]:
+        """Return what each token adds to the text; a part of a character adds nothing yet."""
+        stream = DecodeStream(skip_special_tokens=False)
+        return [stream.step(self._tokenizer, token) or "" for token in token_ids]
 
 
 def _run(run: VersionRun) -> dict[str, object]:

@@ -7,6 +7,7 @@ TRAINED = Path("rollouts") / "trained.jsonl"
 EVAL = Path("eval")
 SUMMARY = Path("summary.json")
 TRAIL = Path("ledger")  # what happened to every item
+PAGE_STATE = Path("dashboard") / "state.msgpack"  # what the page shows, as of the last seconds
 ACCOUNT = TRAIL / "account.json"  # of all items, as of the newest learner step
 
 

@@ -115,3 +115,7 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
     roles: list[RoleStatus]
     data: dict[str, int]  # rows and rows_skipped of the training prompts, eval_problems
     versions: dict[str, str]  # of packages and servers
+    queue_age_s: float | None = None  # how long the oldest ready group has waited; None: none is
+    lags_in_flight: dict[str, int] = {}  # present staleness in steps -> groups that are not ready
+    lags_in_queue: dict[str, int] = {}  # the same of groups that are ready
+    memory: dict[str, int] = {}  # store_bytes (untrained payloads), rss_bytes of the broker

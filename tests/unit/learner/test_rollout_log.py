@@ -81,6 +81,8 @@ def test_rows_come_from_all_microbatches_with_their_own_tokens(
         assert row["token_ids"] == [index] * lengths[index]
         assert row["reward"] == index
         assert row["logprob_diffs"] == [index] * (lengths[index] - 1)
+        assert len(row["token_texts"]) == lengths[index] - 1
+        assert "".join(row["token_texts"]) == row["answer"]
 
 
 def test_steps_that_are_trained_again_are_forgotten_with_what_was_half_written(

@@ -1,0 +1,67 @@
+// Is anything lost: the conservation equation, what is where, who holds what and who has gone.
+
+import { byId, changes, element, fillTable } from "/static/dom.js";
+import { duration, fixed, label, percent, sum, words } from "/static/format.js";
+
+const SILENT_S = 3;
+const GONE_S = 10;
+
+/** Return "alive", "silent" or "gone" for a process that was last heard so long ago. */
+export function life(silent) {
+  if (silent > GONE_S) return "gone";
+  return silent > SILENT_S ? "silent" : "alive";
+}
+
+function equation(name, { issued, trained, dropped, in_flight: flying }, lost) {
+  const part = (text, value, bad) => element("span", { class: bad ? "part bad" : "part" },
+    element("b", { text: fixed(value) }), element("span", { text }));
+  const sign = (text) => element("span", { class: "sign", text });
+  return element("p", { class: "equation", id: `equation-${name}` }, part(`${name} issued`, issued), sign("="), part("trained", trained),
+    sign("+"), part("dropped", dropped), sign("+"), part("in flight", flying), sign(";"),
+    part("unaccounted", lost, lost !== 0));
+}
+
+function counts(id, head, entries, none) {
+  byId(id).replaceChildren();
+  fillTable(byId(id), head, entries.length ? entries : [[none, ""]]);
+}
+
+/** Return where a process spends its time, the three largest parts. */
+function spends(phases) {
+  const total = sum(phases);
+  return Object.entries(phases).filter(([, s]) => s > 0).sort((a, b) => b[1] - a[1]).slice(0, 3)
+    .map(([name, seconds]) => `${name} ${percent(seconds / total)}`).join(", ");
+}
+
+function workers(s) {
+  byId("workers").replaceChildren();
+  fillTable(byId("workers"), ["process", "role", "state", "busy", "tokens/s", "weights", "leases", "last heard", "spends its time on"],
+    s.roles.map((one) => {
+      const state = life(one.silent_s);
+      return [one.name, words(one.role), element("span", { class: "tag", "data-state": state, text: state }), percent(one.busy),
+        one.tokens_per_second ? fixed(one.tokens_per_second) : "-", label(one.adopted), fixed(one.leases ?? 0),
+        one.silent_s < 1 ? "now" : `${duration(one.silent_s)} ago`,
+        element("span", { class: "text", text: spends(one.phase_seconds) })];
+    }));
+}
+
+export function create() {
+  const differs = changes();
+  return {
+    show({ status: s }) {
+      const groups = { issued: s.issued, trained: s.trained, dropped: sum(s.dropped), in_flight: sum(s.in_flight) };
+      const t = s.trajectories;
+      if (differs("equation", [groups, s.unaccounted, t])) {
+        const answers = "trained" in t ? [equation("trajectories", t, t.issued - t.trained - t.dropped - t.in_flight)] : [];
+        byId("equations").replaceChildren(equation("groups", groups, s.unaccounted), ...answers);
+      }
+      const rows = (values) => Object.entries(values).map(([name, count]) => [words(name), fixed(count)]);
+      if (differs("flying", s.in_flight)) counts("flying", ["state", "groups"], rows(s.in_flight), "nothing");
+      if (differs("dropped", s.dropped)) counts("dropped", ["reason", "groups"], rows(s.dropped), "nothing is dropped");
+      if (differs("queues", [s.queue, s.sealed, s.requeued])) {
+        counts("queues", ["what", "count"], [...rows(s.queue), ["sealed by a checkpoint", fixed(s.sealed)], ["generated again", fixed(s.requeued)]]);
+      }
+      if (differs("workers", s.roles)) workers(s);
+    },
+  };
+}

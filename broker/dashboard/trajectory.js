@@ -1,0 +1,161 @@
+// One trajectory: search, list, and the answer token by token.
+
+import { byId, element, fillTable, say } from "/static/dom.js";
+import { figure, fixed, plural } from "/static/format.js";
+import { between, onTheme } from "/static/theme.js";
+
+const KINDS = 8; // colors for version runs
+const STRONG = 1; // nats at which a difference has the full color
+let shown = null, asked = 0;
+
+async function get(address) {
+  const answer = await fetch(address, { cache: "no-store" });
+  if (!answer.ok) throw new Error(`the broker answers ${answer.status}`);
+  return answer.json();
+}
+
+async function list(query, what) {
+  const mine = ++asked;
+  say(byId("found"), "searching");
+  try {
+    const { items, more } = await get(`/items?${query}`);
+    if (mine !== asked) return;
+    say(byId("found"), `${plural(items.length, "trajectory", "trajectories")} ${what}${more ? ", the newest of more" : ""}`);
+    byId("items").replaceChildren(...items.map(row));
+  } catch (error) {
+    if (mine === asked) say(byId("found"), `nothing found: ${error.message}`);
+  }
+}
+
+function row(item) {
+  const button = element("button", { type: "button", "data-key": `${item.group_id}.${item.sibling}`, on: { click: () => open(item.group_id, item.sibling) } },
+    element("span", { class: "prompt", text: item.prompt }),
+    element("span", { class: "more", text: `g${item.group_id}/${item.sibling}, step ${item.step}, lag ${item.lag}, `
+      + `${plural(item.num_tokens, "token")}, reward ${figure(item.reward)}` }));
+  return element("li", {}, button);
+}
+
+/** List the recorded trajectories of a staleness and go there. */
+export function showLag(lag) {
+  byId("query").value = "";
+  byId("trajectory").scrollIntoView();
+  byId("query").focus({ preventScroll: true });
+  return list(`lag=${lag}`, `of staleness ${lag}`);
+}
+
+async function open(group, sibling) {
+  try {
+    const one = await get(`/trajectory?group=${group}&sibling=${sibling}`);
+    if (!one.found) {
+      say(byId("found"), `g${group}/${sibling} is not recorded`);
+      return;
+    }
+    shown = one;
+    history.replaceState(null, "", `#g${group}/${sibling}`);
+    fill();
+    byId("one").hidden = false;
+    byId("one").focus({ preventScroll: true });
+    byId("one").scrollIntoView({ block: "nearest" });
+  } catch (error) {
+    say(byId("found"), `not read: ${error.message}`);
+  }
+}
+
+/** Return the spans of tokens that one version chose: {version, lag, first, count}. */
+export function runsOf(tokens) {
+  const runs = [];
+  tokens.forEach((token, first) => {
+    const last = runs.at(-1);
+    if (last && last.version === token.version) last.count += 1;
+    else runs.push({ version: token.version, lag: token.lag, first, count: 1 });
+  });
+  return runs;
+}
+
+function fill() {
+  const t = shown;
+  say(byId("one-title"), `Group g${t.group_id}, sibling ${t.sibling}`);
+  const facts = [["trained at step", fixed(t.step)], ["reward", figure(t.reward)],
+    ...Object.entries(t.parts ?? {}).map(([name, value]) => [`reward, ${name}`, figure(value)]),
+    ["ended by", t.finish_reason], ["temperature", figure(t.temperature)], ["tokens", fixed(t.tokens.length)]];
+  byId("facts").replaceChildren(...facts.map(([name, value]) => element("div", {}, element("dt", { text: name }), element("dd", { text: value }))));
+  byId("prompt").textContent = t.prompt;
+  byId("answer").replaceChildren(...t.tokens.map((token, i) => element("span", { class: "token", "data-index": i, text: token.text })));
+  byId("life").replaceChildren(...(t.life?.length ? t.life.map((event) => element("li", {},
+    element("time", { datetime: new Date(event.at_s * 1000).toISOString(), text: new Date(event.at_s * 1000).toLocaleTimeString("en-GB") }),
+    element("span", { text: event.what }))) : [element("li", { class: "empty", text: "The ledger keeps no event of it any more." })]));
+  byId("siblings").replaceChildren(...(t.siblings ?? []).map((one) => element("li", {}, element("button", {
+    type: "button", "aria-current": one.sibling === t.sibling ? "true" : null, text: `sibling ${one.sibling}: reward ${figure(one.reward)}`,
+    on: { click: () => open(t.group_id, one.sibling) } }))));
+  for (const button of byId("items").querySelectorAll("button")) {
+    button.toggleAttribute("aria-current", button.dataset.key === `${t.group_id}.${t.sibling}`);
+  }
+  say(byId("token"), "");
+  paint();
+  table();
+}
+
+const about = (token, i) => `token ${i + 1}, ${JSON.stringify(token.text)}: chosen by ${token.version}, lag ${token.lag}`
+  + (Number.isFinite(token.diff) ? `, learner - engine logprob ${fixed(token.diff, 4)}` : "");
+
+// Red: the learner finds the token less likely than the engine did; blue: more likely.
+const diffColor = (diff) => between("--plain", diff < 0 ? "--less" : "--more", Math.min(1, Math.sqrt(Math.abs(diff) / STRONG)));
+
+function paint() {
+  if (!shown) return;
+  const how = document.querySelector("input[name=coloring]:checked").value;
+  const runs = runsOf(shown.tokens);
+  const kinds = new Map([...new Set(runs.map((run) => run.version))].map((version, i) => [version, i % KINDS]));
+  byId("answer").dataset.coloring = how;
+  byId("answer").childNodes.forEach((node, i) => {
+    const token = shown.tokens[i];
+    node.className = how === "version" ? `token run${kinds.get(token.version)}` : "token";
+    node.style.backgroundColor = how === "diff" && Number.isFinite(token.diff) ? diffColor(token.diff) : "";
+  });
+  byId("legend").replaceChildren(...legend(how, runs, kinds));
+}
+
+function legend(how, runs, kinds) {
+  if (how === "version") {
+    return runs.map((run) => element("li", {}, element("i", { class: `run${kinds.get(run.version)}`, "aria-hidden": "true" }),
+      element("span", { text: `${run.version}, lag ${run.lag}: tokens ${run.first + 1} to ${run.first + run.count}` })));
+  }
+  if (how === "none") return [];
+  const known = shown.tokens.map((token) => token.diff).filter(Number.isFinite);
+  const mean = known.reduce((all, diff) => all + Math.abs(diff), 0) / Math.max(1, known.length);
+  return [[-1, "learner: 1 nat less likely"], [0, "equal"], [1, "1 nat more likely"]].map(([diff, text]) => {
+    const box = element("i", { "aria-hidden": "true" });
+    box.style.backgroundColor = diffColor(diff);
+    return element("li", {}, box, element("span", { text }));
+  }).concat(element("li", { text: `mean absolute difference ${fixed(mean, 4)}` }));
+}
+
+function table() {
+  if (!byId("tokens-table").open || !shown) return;
+  byId("tokens").replaceChildren();
+  fillTable(byId("tokens"), ["token", "text", "version", "lag", "logprob difference"], shown.tokens.map((token, i) =>
+    [fixed(i + 1), element("code", { text: JSON.stringify(token.text) }), token.version, fixed(token.lag), fixed(token.diff, 4)]));
+}
+
+function fromAddress() {
+  const match = /^#g(\d+)\/(\d+)$/.exec(location.hash);
+  if (match) open(Number(match[1]), Number(match[2]));
+}
+
+export function create() {
+  byId("search").addEventListener("submit", (event) => {
+    event.preventDefault();
+    const text = byId("query").value.trim();
+    list(`q=${encodeURIComponent(text)}`, text ? `with "${text}"` : "");
+  });
+  byId("coloring").addEventListener("change", paint);
+  byId("tokens-table").addEventListener("toggle", table);
+  byId("answer").addEventListener("pointerover", (event) => {
+    const index = event.target.dataset?.index;
+    if (index !== undefined) say(byId("token"), about(shown.tokens[index], Number(index)));
+  });
+  onTheme(paint);
+  window.addEventListener("hashchange", fromAddress);
+  list("q=", "");
+  fromAddress();
+}

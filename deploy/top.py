@@ -1,0 +1,158 @@
+"""`slipstream top`: a run in a terminal, live."""
+
+import os
+import select
+import signal
+import sys
+import termios
+import time
+import tty
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.text import Text
+
+from broker.config import BrokerSection
+from broker.dashboard.history import read_state
+from broker.summary import summary_of
+from deploy.observe import StatusWatcher, dashboard_address, run_of_folder, status_now
+from deploy.recent import Recent
+from deploy.screen import Screen, lines_of
+from wire.command_line import print_json
+from wire.errors import ConfigError
+from wire.run_folder import PAGE_STATE
+from wire.run_settings import RunSection
+from wire.settings import load_table, section
+
+_EVERY_S = 1.0
+
+
+def top(folder: Path, *, as_json: bool) -> int:
+    """Show a run until q is pressed, or print its state once.
+
+    Args:
+        folder: of the run.
+        as_json: print the figures of now, with advisories about what they alone tell, and return.
+
+    Raises:
+        ConfigError: it is no run folder, or there is no terminal to draw on.
+        PeerLostError: as_json, and no broker answers.
+    """
+    run = run_of_folder(folder)
+    recent = recent_of(folder)
+    if as_json:
+        status = status_now(run)
+        recent.add(status)
+        return print_json(summary_of(status) | {"advisories": recent.advisories()})
+    console = Console()
+    if not console.is_terminal:
+        raise ConfigError("slipstream top draws on a terminal, and this is none: use --json")
+    watcher = StatusWatcher(run, every_s=_EVERY_S)
+    watcher.start()
+    try:
+        _show(run, watcher, recent, console)
+    finally:
+        watcher.close()
+    return 0
+
+
+def recent_of(folder: Path) -> Recent:
+    """Return the history of a run as far as it is written, with the limits that it goes by."""
+    broker = section(load_table(folder / "resolved.toml"), "broker", BrokerSection)
+    fsync = "" if broker.redis.url else broker.redis.fsync  # of another's server it is not known
+    stored = read_state(folder / PAGE_STATE)
+    return Recent(
+        stored.history if stored else None, high_water_bytes=broker.high_water_bytes, fsync=fsync
+    )
+
+
+def _show(run: RunSection, watcher: StatusWatcher, recent: Recent, console: Console) -> None:
+    """Draw once a second until q, Ctrl-C or a signal."""
+    live = Live(console=console, screen=True, auto_refresh=False)
+    with _ends_in_order(), _keys() as keys, live:
+        while True:
+            if (status := watcher.newest) is not None:
+                recent.add(status)
+            live.update(_drawing(run, watcher, recent, console), refresh=True)
+            if "q" in keys.pressed(_EVERY_S).lower():
+                return
+
+
+def _drawing(run: RunSection, watcher: StatusWatcher, recent: Recent, console: Console) -> Group:
+    width, height = console.size
+    trouble = ""
+    if watcher.error:
+        trouble = (
+            f"no answer for {watcher.age_s:.0f} s, asked again every second; what is below is "
+            f"old: {watcher.error}"
+        )
+    footer = f"q ends  {dashboard_address(run)}"
+    status = watcher.newest
+    if status is None:
+        what = trouble.replace("; what is below is old", "") or "the broker is asked ..."
+        return Group(Text(f"{run.name}: {what}"), Text(footer, style="dim"))
+    lines = lines_of(
+        status,
+        recent.advisories(),
+        Screen(width, height, plain=not console.encoding.lower().startswith("utf")),
+        busy=recent.busy,
+        trouble=trouble,
+        footer=footer,
+        now_s=time.time(),
+    )
+    return Group(*lines)
+
+
+class _Keys:
+    """What is typed, read without waiting for the end of a line."""
+
+    def __init__(self, descriptor: int | None) -> None:
+        self._descriptor = descriptor
+
+    def pressed(self, timeout_s: float) -> str:
+        """Return what was typed within so many seconds, as soon as something is."""
+        if self._descriptor is None:
+            time.sleep(timeout_s)
+            return ""
+        ready, _, _ = select.select([self._descriptor], [], [], timeout_s)
+        if not ready:
+            return ""
+        typed = os.read(self._descriptor, 64)
+        if not typed:
+            self._descriptor = None  # closed: nobody types any more
+        return typed.decode(errors="replace")
+
+
+@contextmanager
+def _keys() -> Iterator[_Keys]:
+    """Read single keys, unseen; the terminal is as before afterwards."""
+    if not sys.stdin.isatty():
+        yield _Keys(None)
+        return
+    descriptor = sys.stdin.fileno()
+    before = termios.tcgetattr(descriptor)
+    try:
+        tty.setcbreak(descriptor)
+        yield _Keys(descriptor)
+    finally:
+        termios.tcsetattr(descriptor, termios.TCSADRAIN, before)
+
+
+@contextmanager
+def _ends_in_order() -> Iterator[None]:
+    """Have Ctrl-C end the block, and signals end the process with the terminal as it was."""
+
+    def leave(signum: int, _frame: object) -> None:
+        raise SystemExit(128 + signum)
+
+    before = {s: signal.signal(s, leave) for s in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    except KeyboardInterrupt:
+        pass
+    finally:
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
