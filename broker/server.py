@@ -96,6 +96,7 @@ from wire.control import (
     TookOver,
     Welcome,
 )
+from wire.dead_letters import DeadLetter
 from wire.errors import (
     ConfigError,
     ForbiddenError,
@@ -926,6 +927,10 @@ class BrokerServer:
     def status(self) -> RunStatus:
         """Return the state of the run."""
         return self.telemetry.status(self._ledger, self._scoring)
+
+    def dead_letters(self) -> list[DeadLetter]:
+        """Return what nobody could answer or score."""
+        return list(self._ledger.state.dead_letters.values())
 
     def account(self, num_items: int) -> LedgerView:
         """Return the account of all items."""

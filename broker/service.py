@@ -209,6 +209,7 @@ async def _open_dashboard(
     recorder = Recorder(
         server.status,
         settings.run.folder / PAGE_STATE,
+        letters=server.dead_letters,
         high_water_bytes=settings.broker.high_water_bytes,
         fsync=settings.broker.redis.fsync,
     )

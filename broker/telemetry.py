@@ -34,7 +34,13 @@ class RoleRecord:
     hello: Hello
     since_s: float
     heard_s: float
+    tokens_before: float | None = None  # its hello; None until it reports
     report: RoleReport = field(default_factory=lambda: RoleReport(phase_seconds={}, counters={}))
+
+    @property
+    def tokens(self) -> float:
+        """Return how many tokens it reported since its hello."""
+        return self.report.counters.get("tokens", 0.0) - (self.tokens_before or 0.0)
 
     def status(self, now_s: float, leases: int) -> RoleStatus:
         """Return what is shown of it."""
@@ -46,7 +52,7 @@ class RoleRecord:
             silent_s=now_s - self.heard_s,
             busy=busy_share(self.report.phase_seconds),
             phase_seconds=self.report.phase_seconds,
-            tokens_per_second=self.report.counters.get("tokens", 0.0) / age,
+            tokens_per_second=self.tokens / age,
             adopted=self.report.adopted,
             leases=leases,
         )
@@ -85,7 +91,7 @@ class Telemetry:
         if hello.role in {"observer", "operator"}:
             return  # they come and go without a word
         if (before := self._roles.get(hello.name)) is not None:
-            tokens = before.report.counters.get("tokens", 0.0)
+            tokens = before.tokens
             self._ended_tokens[before.hello.role] += int(tokens)
         now = self._now()
         known = replace(hello, packages={}, held=())
@@ -102,6 +108,9 @@ class Telemetry:
     def report(self, name: str, report: RoleReport) -> None:
         """A role told what it did so far."""
         if (record := self._roles.get(name)) is not None:
+            if record.tokens_before is None:  # a broker that took over began with nothing
+                known = record.hello.reconnects
+                record.tokens_before = report.counters.get("tokens", 0.0) if known else 0.0
             record.report = RoleReport(
                 phase_seconds=figures(report.phase_seconds),
                 counters=figures(report.counters),
@@ -211,7 +220,7 @@ class Telemetry:
         tokens = self._ended_tokens.copy()
         for record in self._roles.values():
             if "tokens" in record.report.counters:
-                tokens[record.hello.role] += int(record.report.counters["tokens"])
+                tokens[record.hello.role] += int(record.tokens)
         return {role: count / (now - since) for role, count in sorted(tokens.items())}
 
     def _own_status(self, now: float) -> RoleStatus:

@@ -8,6 +8,7 @@ from rich.console import Console
 from broker.summary import summary_of
 from deploy.addition import prepare
 from deploy.config import RunConfig, free_name, run_config
+from deploy.dashboard import show_dashboard
 from deploy.data_check import data_check as data_check
 from deploy.dead_letters import dead_letters as dead_letters
 from deploy.dry_run import print_dry_run
@@ -73,6 +74,11 @@ def status(folder: Path, *, as_json: bool) -> int:
 def top(folder: Path | None, *, as_json: bool) -> int:
     """Show a run in the terminal until q is pressed, or print it once."""
     return show_top(folder or newest_started(_RUNS), as_json=as_json)
+
+
+def dashboard(folder: Path | None, *, port: int) -> int:
+    """Print the address of a run's page; serve that of a run that has ended."""
+    return show_dashboard(folder or newest_started(_RUNS), Console(), port=port)
 
 
 def trace(folder: Path | None, out: Path | None, *, max_spans: int) -> int:

@@ -17,6 +17,7 @@ _EXAMPLES = """examples:
   slipstream ledger runs/quickstart                      where every prompt went
   slipstream ledger trace 17                             the life of one prompt
   slipstream versions                                    which weights each engine holds
+  slipstream dashboard runs/quickstart                   the page of a run, also when it has ended
   slipstream dead-letters list                           what nobody could answer or score
   slipstream reward test --reward my.py:score --data train.parquet    score rows without a run
   slipstream keys make judge-1 --role reward_worker      a key for a worker on another host
@@ -54,6 +55,13 @@ _TRACE_EXAMPLES = """examples:
   slipstream trace --out /tmp/demo.json    of the newest run
 
 Open the file at https://ui.perfetto.dev (nothing is sent anywhere) or in chrome://tracing.
+"""
+_DASHBOARD_EXAMPLES = """examples:
+  slipstream dashboard                         of the newest run
+  slipstream dashboard runs/demo --port 8080   at a port of your own
+
+The page is served on this host alone and wants the token of its address. From elsewhere:
+  ssh -L 8080:127.0.0.1:8080 HOST
 """
 _LETTERS_EXAMPLES = """examples:
   slipstream dead-letters list                   of the newest run
@@ -106,6 +114,14 @@ def _add_viewers(commands: "argparse._SubParsersAction[argparse.ArgumentParser]"
     )
     top.add_argument("folder", type=Path, nargs="?", metavar="RUN", help=_NEWEST)
     top.add_argument("--json", action="store_true", help="print the figures once, for programs")
+    page = commands.add_parser(
+        "dashboard",
+        help="the page of a run: its address, or that of one that has ended, served until Ctrl-C",
+        epilog=_DASHBOARD_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    page.add_argument("folder", type=Path, nargs="?", metavar="RUN", help=_NEWEST)
+    page.add_argument("--port", type=int, default=0, help="0 lets the system choose")
     trace = commands.add_parser(
         "trace",
         help="write the time line of a run for Perfetto or Chrome",
@@ -114,7 +130,7 @@ def _add_viewers(commands: "argparse._SubParsersAction[argparse.ArgumentParser]"
     )
     trace.add_argument("folder", type=Path, nargs="?", metavar="RUN", help=_NEWEST)
     trace.add_argument("--out", type=Path, metavar="FILE", help="default: trace.json of the run")
-    trace.add_argument(
+    trace.add_argument(  # so many take about 50 MB; viewers become slow beyond it
         "--max-spans", type=int, default=200_000, metavar="N", help="the newest N (200000)"
     )
 
@@ -231,6 +247,7 @@ def _bodies() -> dict[str, Callable[[argparse.Namespace], int]]:
         "quickstart": lambda a: do.quickstart(a.config, a.overrides, a.resume),
         "status": lambda a: do.status(a.folder, as_json=a.json),
         "top": lambda a: do.top(a.folder, as_json=a.json),
+        "dashboard": lambda a: do.dashboard(a.folder, port=a.port),
         "trace": lambda a: do.trace(a.folder, a.out, max_spans=a.max_spans),
         "show": lambda a: do.show(
             a.folder, count=a.last, step=a.step, group=a.group, evaluation=a.eval

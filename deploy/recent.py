@@ -1,14 +1,14 @@
 """The history of a run as one who looks on collects it, and what there is to say about it."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from broker.dashboard.advisories import Advisory, Trends, advise
 from broker.dashboard.history import History, HistoryColumns
 from wire.status import RunStatus
 
 _NOW_S = 10.0  # over which a share of now is taken
-_ADVISE_S = 5.0
+_LOOK_S = 5.0
 
 
 class Recent:
@@ -35,12 +35,17 @@ class Recent:
         self._now = now
         self._history = History.of(written) if written else None
         self._step = max(written.steps.step, default=0.0) if written else 0.0
-        self._advised_s = 0.0
+        self._looked_s = 0.0
+        self._newest: RunStatus | None = None
         self._advisories: list[Advisory] = []
         self._busy: dict[str, float | None] = {}
+        self._steps: Mapping[str, Sequence[float | None]] = {}
 
     def add(self, status: RunStatus) -> None:
-        """Take in the next state."""
+        """Take in the next state; one that was there before is known already."""
+        if status is self._newest:
+            return
+        self._newest = status
         now_s = self._now()
         if self._history is None:
             self._history = History(began_s=now_s - status.elapsed_s)
@@ -52,13 +57,22 @@ class Recent:
                 self._history.step(point, now_s - max(0.0, status.elapsed_s - point.at_s))
                 self._step = point.step
         self._history.sample(status, now_s)
-        if now_s - self._advised_s >= _ADVISE_S:
-            self._advised_s = now_s
+        self.look(status)
+
+    def look(self, status: RunStatus) -> None:
+        """Look at what is known so far, once every few seconds."""
+        now_s = self._now()
+        if self._history is not None and now_s - self._looked_s >= _LOOK_S:
+            self._looked_s = now_s
             self._look(status, self._history.columns())
 
     def busy(self, process: str) -> float | None:
         """Return the share of the last seconds that a process was not waiting."""
         return self._busy.get(f"busy:{process}")
+
+    def curve(self, name: str) -> list[float]:
+        """Return a figure of the learner steps so far, without those that lack it."""
+        return [value for value in self._steps.get(name, ()) if value is not None]
 
     def advisories(self) -> list[Advisory]:
         """Return what there is to say, the worst first."""
@@ -66,9 +80,10 @@ class Recent:
 
     def _look(self, status: RunStatus, columns: HistoryColumns) -> None:
         at_s, series = columns.time.at_s, columns.time.series
-        rows = sum(1 for one in at_s if one > at_s[-1] - _NOW_S)
+        rows = sum(1 for one in at_s if one >= at_s[-1] - _NOW_S)
         names = (name for name in series if name.startswith("busy:"))
         self._busy = {name: _mean(series[name][-rows:]) for name in names}
+        self._steps = columns.steps.series
         trends = Trends(
             at_s=at_s,
             series=series,

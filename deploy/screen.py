@@ -1,24 +1,30 @@
 """The state of a run as lines of text that fit a terminal: what `slipstream top` draws."""
 
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Protocol
 
 from rich.text import Text
 
-from broker.dashboard.advisories import Advisory, duration
+from broker.dashboard.advisories import Advisory
 from deploy.show import visible
-from deploy.view import counts, equation, last_figure, lengths, number, rates, scores
+from deploy.view import age, counts, equation, last_figure, lengths, number, rates, scores
 from wire.bus import PublishRecord
 from wire.status import RoleStatus, RunStatus
 
-_TITLE = 10  # columns of the names at the left
+_TITLE = 12  # columns of the names at the left
 _COLORS = {"error": "bold red", "warning": "yellow", "info": "cyan"}
 _STATES = {"current": "green", "behind": "yellow", "receiving": "cyan", "torn": "bold red"}
 _SPARKS = "▁▂▃▄▅▆▇█"
 _PLAIN_SPARKS = "_.-:=+*#"
-_SILENT_S = 5.0  # processes report every second
+_BARS = 4  # of staleness, on a screen that is not high
+_HIGH = 32  # lines
+_WIDE = 110  # columns from which on phases are shown
+_SILENT_S = 2.0  # processes report every second
+_GONE_S = 5.0  # then it is more than a hiccup
+_ALWAYS = ("ready_groups", "waiting_for_reward", "dead_letters")
 _ORDER = {"learner": 0, "generator": 1, "reward_worker": 2, "relay": 3, "broker": 4}
 
 
@@ -30,6 +36,7 @@ class Block:
     lines: list[Text]
     rank: int  # 0 is given room first
     least: int  # lines without which it is not worth showing
+    good: int  # lines that it gets before any other gets more than that
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,12 +64,22 @@ class Screen:
         return "".join(marks[round((mean - low) * scale)] for mean in means)
 
 
+class History(Protocol):
+    """What is known of the time before."""
+
+    def busy(self, process: str) -> float | None:
+        """Return the share of the last seconds that a process was busy; None is not known."""
+
+    def curve(self, name: str) -> Sequence[float]:
+        """Return a figure of the learner steps so far."""
+
+
 def lines_of(
     status: RunStatus,
     advisories: Sequence[Advisory],
     screen: Screen,
     *,
-    busy: Callable[[str], float | None],
+    recent: History,
     trouble: str = "",
     footer: str = "",
     now_s: float,
@@ -73,20 +90,20 @@ def lines_of(
         status: of the run.
         advisories: about it, the worst first.
         screen: its size.
-        busy: returns the share of the last seconds that a process was busy; None is not known.
+        recent: what is known of the time before.
         trouble: why the state is old; empty if it is of now.
         footer: the last line.
         now_s: unix time.
     """
     head = [_headline(status, screen), *_news(status, trouble, screen)]
     blocks = [
-        Block("advice", _advice(advisories, screen), 0, 2),
-        Block("learning", _learning(status, screen), 1, 1),
-        Block("pools", _pools(status, busy, screen), 2, 3),
-        Block("staleness", _staleness(status, screen), 4, 2),
-        Block("groups", _groups(status), 3, 2),
-        Block("queues", _queues(status), 5, 1),
-        Block("weights", _weights(status, now_s, screen), 6, 2),
+        Block("advice", _advice(advisories, screen), 0, 2, 5),
+        Block("learning", _learning(status, recent, screen), 1, 1, 2),
+        Block("pools", _pools(status, recent, screen), 2, 3, 5),
+        Block("staleness", _staleness(status, screen), 4, 1, 3),
+        Block("groups", _groups(status), 3, 1, 2),
+        Block("queues", _queues(status, screen), 5, 1, 1),
+        Block("weights", _weights(status, now_s, screen), 6, 1, 2),
     ]
     room = screen.height - len(head) - bool(footer)
     body = fit([block for block in blocks if block.lines], room)
@@ -94,14 +111,15 @@ def lines_of(
     lines = [*head, *body, *([Text()] * (room - len(body)) if footer else []), *end]
     for line in lines[: screen.height]:
         line.no_wrap = True
-        line.truncate(screen.width, overflow="ellipsis")
+        line.truncate(screen.width, overflow="crop" if screen.plain else "ellipsis")
     return lines[: screen.height]
 
 
 def fit(blocks: Sequence[Block], height: int) -> list[Text]:
     """Return the lines of the blocks that fit, in their order; what is cut is said.
 
-    Every block gets its least lines by rank, then what is left by rank, then a line between them.
+    By rank, every block gets its least lines, then its good ones, then the others; what is left
+    goes between them.
     """
     shown: dict[int, int] = {}
     by_rank = sorted(range(len(blocks)), key=lambda i: blocks[i].rank)
@@ -109,10 +127,11 @@ def fit(blocks: Sequence[Block], height: int) -> list[Text]:
         least = min(blocks[i].least, len(blocks[i].lines))
         if least <= height - sum(shown.values()):
             shown[i] = least
-    for i in by_rank:
+    wishes = [(i, blocks[i].good) for i in by_rank] + [(i, height) for i in by_rank]
+    for i, wanted in wishes:
         if i in shown:
-            left = height - sum(shown.values())
-            shown[i] += min(left, len(blocks[i].lines) - shown[i])
+            more = min(wanted, len(blocks[i].lines)) - shown[i]
+            shown[i] += max(0, min(more, height - sum(shown.values())))
     spaced = sum(shown.values()) + len(shown) - 1 <= height
     lines: list[Text] = []
     for i in sorted(shown):
@@ -123,13 +142,14 @@ def fit(blocks: Sequence[Block], height: int) -> list[Text]:
 
 
 def _titled(block: Block, count: int) -> list[Text]:
-    lines = block.lines[:count]
-    if (cut := len(block.lines) - count) and count > 1:
-        lines[-1] = Text(f"... {cut + 1} more lines", style="dim")
-    titles = (block.title, *("" for _ in lines[1:]))
+    """Return the first lines of a block, with how many more there are at the left of the last."""
+    cut = len(block.lines) - count
+    titles = [block.title, *("" for _ in range(count - 1))]
+    if cut:
+        titles[-1] = f"{titles[-1]}+{cut}" if count == 1 else f"+{cut} more"
     return [
         Text.assemble((title.ljust(_TITLE), "dim"), line)
-        for title, line in zip(titles, lines, strict=True)
+        for title, line in zip(titles, block.lines[:count], strict=True)
     ]
 
 
@@ -141,7 +161,7 @@ def _headline(status: RunStatus, screen: Screen) -> Text:
     return Text.assemble(
         (f"{visible(status.run_name)[:30]}  step {status.steps} of {status.total_steps}  ", "bold"),
         screen.bar(share, max(5, min(40, screen.width - 60)), "green"),
-        f" {share:.0%}  {duration(status.elapsed_s)}{_left(status)}",
+        f" {share:.0%}  {age(status.elapsed_s)}{_left(status)}",
     )
 
 
@@ -152,7 +172,7 @@ def _left(status: RunStatus) -> str:
     if len(recent) < 2 or todo <= 0:
         return ""
     each_s = (recent[-1].at_s - recent[0].at_s) / (len(recent) - 1)
-    return f", about {duration(todo * each_s)} to go"
+    return f", about {age(todo * each_s)} to go"
 
 
 def _news(status: RunStatus, trouble: str, screen: Screen) -> list[Text]:
@@ -182,7 +202,7 @@ def _advice(advisories: Sequence[Advisory], screen: Screen) -> list[Text]:
     return lines
 
 
-def _learning(status: RunStatus, screen: Screen) -> list[Text]:
+def _learning(status: RunStatus, recent: History, screen: Screen) -> list[Text]:
     figures = {
         "reward": number(last_figure(status, "reward/sampled")),
         "eval": f"{status.eval[-1].mean:.3f} at {status.eval[-1].step}" if status.eval else "-",
@@ -191,14 +211,11 @@ def _learning(status: RunStatus, screen: Screen) -> list[Text]:
         "ESS": number(last_figure(status, "staleness/ess")),
         "s/step": number(last_figure(status, "time/step"), 2),
     }
-    line = Text()
-    for name, value in figures.items():
-        line.append(f"{name} ", style="dim").append(f"{value}  ")
-    lines = [line]
+    entries = (Text.assemble((f"{name} ", "dim"), f"{value}  ") for name, value in figures.items())
+    lines = _flow(entries, screen.width - _TITLE)
     width = max(10, screen.width - _TITLE - 30)
     for name, title in (("reward/sampled", "reward"), ("policy/entropy", "entropy")):
-        values = [p.metrics[name] for p in status.steps_history if name in p.metrics]
-        if len(values) > 1:
+        if len(values := recent.curve(name)) > 1:
             low, high = min(values), max(values)
             curve = screen.spark(values, width)
             lines.append(Text(f"{title:8}{curve} {low:.3g} to {high:.3g}"))
@@ -213,12 +230,12 @@ def _learning(status: RunStatus, screen: Screen) -> list[Text]:
     return lines
 
 
-def _pools(status: RunStatus, busy: Callable[[str], float | None], screen: Screen) -> list[Text]:
+def _pools(status: RunStatus, recent: History, screen: Screen) -> list[Text]:
     """Return a line per process: the learner and those that are in trouble first."""
     roles = [role for role in status.roles if role.phase_seconds]
     roles.sort(key=lambda role: (_ORDER.get(role.role, 9), role.silent_s < _SILENT_S, role.name))
-    width = max(8, min(30, screen.width - 66))
-    lines = [_pool(role, busy(role.name), width, screen) for role in roles]
+    width = max(8, min(20, screen.width - 66))
+    lines = [_pool(role, recent.busy(role.name), width, screen) for role in roles]
     if status.tokens_per_second:
         lines.append(Text(f"tokens/s  {rates(status.tokens_per_second)} over the run"))
     return lines
@@ -229,13 +246,15 @@ def _pool(role: RoleStatus, recent: float | None, width: int, screen: Screen) ->
     line = Text.assemble(
         f"{visible(role.name)[:16]:16} ",
         screen.bar(share, width, "green" if share >= 0.75 else "yellow"),
-        f" {share:4.0%} {role.tokens_per_second:7.0f} t/s ",
-        f"{role.adopted.label if role.adopted else '':7}",
-        f"{role.leases:3} leases" if role.leases else " " * 10,
+        f" {share:4.0%} ",
     )
     if role.silent_s >= _SILENT_S:
-        line.append(f"  silent for {duration(role.silent_s)}", style="bold red")
-    elif screen.width >= 110:
+        style = "bold red" if role.silent_s >= _GONE_S else "yellow"
+        return line.append(f"silent for {age(role.silent_s)}", style=style)
+    line.append(f"{role.tokens_per_second:7.0f} t/s ")
+    line.append(f"{role.adopted.label if role.adopted else '':7}")
+    line.append(f"{role.leases:3} leases" if role.leases else " " * 10)
+    if screen.width >= _WIDE:
         total = sum(role.phase_seconds.values()) or 1.0
         phases = {name: s / total for name, s in role.phase_seconds.items() if s >= total / 100}
         text = ", ".join(f"{visible(name)} {share:.0%}" for name, share in phases.items())
@@ -248,9 +267,13 @@ def _staleness(status: RunStatus, screen: Screen) -> list[Text]:
     if not total:
         return []
     width = max(8, min(40, screen.width - 50))
+    lags = range(status.max_staleness_steps + 1)
+    shares = [status.staleness_histogram.get(str(lag), 0) / total for lag in lags]
+    if len(lags) > _BARS and screen.height < _HIGH:
+        entries = [Text(f"{lag}: {share:.0%}  ") for lag, share in enumerate(shares)]
+        return _flow([*entries, Text("of trained tokens")], screen.width - _TITLE)
     lines = []
-    for lag in range(status.max_staleness_steps + 1):
-        share = status.staleness_histogram.get(str(lag), 0) / total
+    for lag, share in enumerate(shares):
         bar = screen.bar(share, width, "green" if lag < status.max_staleness_steps else "yellow")
         steps = f"{lag} step{'' if lag == 1 else 's'}"
         lines.append(Text.assemble(f"{steps:9}", bar, f" {share:4.0%} of trained tokens"))
@@ -267,25 +290,36 @@ def _groups(status: RunStatus) -> list[Text]:
     return [
         Text(equation(status), style="bold red" if status.unaccounted else ""),
         Text(f"dropped {counts(dropped) or 'none'}"),
-        Text(f"in flight {counts(in_flight) or 'none'}{_lags(status)}; {status.sealed} sealed"),
+        Text(f"in flight {counts(in_flight) or 'none'}; {status.sealed} sealed"),
+        *_lags(status),
     ]
 
 
-def _lags(status: RunStatus) -> str:
+def _lags(status: RunStatus) -> list[Text]:
     """Return how old what waits for the learner is by now."""
-    ready = {f"{lag} steps old": count for lag, count in status.lags_in_queue.items() if count}
-    age = f" for up to {duration(status.queue_age_s)}" if status.queue_age_s is not None else ""
-    return f"; ready{age}, {counts(ready)}" if ready else ""
+    ready = {f"lag {lag}": count for lag, count in status.lags_in_queue.items() if count}
+    oldest = age(status.queue_age_s) if status.queue_age_s is not None else "-"
+    return [Text(f"ready, the oldest for {oldest}: {counts(ready)}")] if ready else []
 
 
-def _queues(status: RunStatus) -> list[Text]:
-    line = Text()
-    for name, count in status.queue.items():
+def _queues(status: RunStatus, screen: Screen) -> list[Text]:
+    entries = []
+    for name, count in sorted(status.queue.items(), key=lambda pair: pair[0] not in _ALWAYS):
         is_bad = count > 0 and name.startswith(("dead", "lapsed", "rejected"))
-        if count or name in {"ready_groups", "waiting_for_reward", "dead_letters"}:
-            line.append(f"{name.replace('_', ' ')} ", style="dim")
-            line.append(f"{count}  ", style="yellow" if is_bad else "")
-    return [line]
+        if count or name in _ALWAYS:
+            title = (f"{name.replace('_', ' ')} ", "dim")
+            entries.append(Text.assemble(title, (f"{count}  ", "yellow" if is_bad else "")))
+    return _flow(entries, screen.width - _TITLE)
+
+
+def _flow(entries: Iterable[Text], width: int) -> list[Text]:
+    """Return entries one after another, on as many lines as they take."""
+    lines = [Text()]
+    for entry in entries:
+        if lines[-1] and len(lines[-1]) + len(entry) > width:
+            lines.append(Text())
+        lines[-1].append_text(entry)
+    return lines
 
 
 def _weights(status: RunStatus, now_s: float, screen: Screen) -> list[Text]:
@@ -297,7 +331,7 @@ def _weights(status: RunStatus, now_s: float, screen: Screen) -> list[Text]:
             (f"{one.state:10}", _STATES[one.state]),
             f"{one.version.label if one.version else 'none':8}",
             f"{one.transport:11}",
-            f"for {duration(max(0.0, now_s - one.since_s))}",
+            f"for {age(max(0.0, now_s - one.since_s))}",
             (f"  {visible(one.reason)}" if one.reason else "", "yellow"),
         )
         for one in members
@@ -313,7 +347,7 @@ def _publish(record: PublishRecord, status: RunStatus, screen: Screen) -> Text:
     line = Text(f"{text} to {len(record.adopted_by)}")
     if record.failed:
         line.append(f", {len(record.failed)} left out", style="bold red")
-    if screen.width >= 110:
+    if screen.width >= _WIDE:
         phases = ", ".join(f"{visible(p)} {s:.3f}" for p, s in record.phase_seconds.items())
         line.append(f": {phases}", style="dim")
     return line

@@ -1,5 +1,6 @@
 """`slipstream top`: a run in a terminal, live."""
 
+import json
 import os
 import select
 import signal
@@ -16,18 +17,21 @@ from rich.live import Live
 from rich.text import Text
 
 from broker.config import BrokerSection
-from broker.dashboard.history import read_state
+from broker.dashboard.history import StoredState, read_state
 from broker.summary import summary_of
 from deploy.observe import StatusWatcher, dashboard_address, run_of_folder, status_now
 from deploy.recent import Recent
 from deploy.screen import Screen, lines_of
+from deploy.view import age
 from wire.command_line import print_json
 from wire.errors import ConfigError
 from wire.run_folder import PAGE_STATE
 from wire.run_settings import RunSection
 from wire.settings import load_table, section
+from wire.status import RunStatus
 
 _EVERY_S = 1.0
+_OLD_S = 3.0  # an answer that is older is said to be
 
 
 def top(folder: Path, *, as_json: bool) -> int:
@@ -42,7 +46,8 @@ def top(folder: Path, *, as_json: bool) -> int:
         PeerLostError: as_json, and no broker answers.
     """
     run = run_of_folder(folder)
-    recent = recent_of(folder)
+    stored = read_state(folder / PAGE_STATE)
+    recent = recent_of(folder, stored)
     if as_json:
         status = status_now(run)
         recent.add(status)
@@ -53,52 +58,60 @@ def top(folder: Path, *, as_json: bool) -> int:
     watcher = StatusWatcher(run, every_s=_EVERY_S)
     watcher.start()
     try:
-        _show(run, watcher, recent, console)
+        _show(run, watcher, recent, console, stored.status if stored else None)
     finally:
         watcher.close()
     return 0
 
 
-def recent_of(folder: Path) -> Recent:
+def recent_of(folder: Path, stored: StoredState | None) -> Recent:
     """Return the history of a run as far as it is written, with the limits that it goes by."""
     broker = section(load_table(folder / "resolved.toml"), "broker", BrokerSection)
     fsync = "" if broker.redis.url else broker.redis.fsync  # of another's server it is not known
-    stored = read_state(folder / PAGE_STATE)
     return Recent(
         stored.history if stored else None, high_water_bytes=broker.high_water_bytes, fsync=fsync
     )
 
 
-def _show(run: RunSection, watcher: StatusWatcher, recent: Recent, console: Console) -> None:
-    """Draw once a second until q, Ctrl-C or a signal."""
+def _show(
+    run: RunSection,
+    watcher: StatusWatcher,
+    recent: Recent,
+    console: Console,
+    written: RunStatus | None,
+) -> None:
+    """Draw once a second until q, Ctrl-C or a signal; what was written stands in for an answer."""
     live = Live(console=console, screen=True, auto_refresh=False)
-    with _ends_in_order(), _keys() as keys, live:
+    with ends_in_order(), keys_of(_keyboard()) as keys, live:
         while True:
-            if (status := watcher.newest) is not None:
-                recent.add(status)
-            live.update(_drawing(run, watcher, recent, console), refresh=True)
+            status = watcher.newest or written
+            if watcher.newest is not None:
+                recent.add(watcher.newest)
+            elif written is not None:
+                recent.look(written)
+            live.update(_drawing(run, watcher, recent, console, status), refresh=True)
             if "q" in keys.pressed(_EVERY_S).lower():
                 return
 
 
-def _drawing(run: RunSection, watcher: StatusWatcher, recent: Recent, console: Console) -> Group:
+def _drawing(
+    run: RunSection,
+    watcher: StatusWatcher,
+    recent: Recent,
+    console: Console,
+    status: RunStatus | None,
+) -> Group:
     width, height = console.size
-    trouble = ""
-    if watcher.error:
-        trouble = (
-            f"no answer for {watcher.age_s:.0f} s, asked again every second; what is below is "
-            f"old: {watcher.error}"
-        )
     footer = f"q ends  {dashboard_address(run)}"
-    status = watcher.newest
+    trouble = trouble_of(watcher.error, watcher.age_s, outcome_of(run) if watcher.error else "")
     if status is None:
-        what = trouble.replace("; what is below is old", "") or "the broker is asked ..."
+        what = trouble or "the broker is asked ..."
         return Group(Text(f"{run.name}: {what}"), Text(footer, style="dim"))
     lines = lines_of(
         status,
         recent.advisories(),
         Screen(width, height, plain=not console.encoding.lower().startswith("utf")),
-        busy=recent.busy,
+        recent=recent,
         trouble=trouble,
         footer=footer,
         now_s=time.time(),
@@ -106,7 +119,34 @@ def _drawing(run: RunSection, watcher: StatusWatcher, recent: Recent, console: C
     return Group(*lines)
 
 
-class _Keys:
+def trouble_of(error: str, age_s: float, outcome: str) -> str:
+    """Return why what is shown is not of now; empty if it is.
+
+    Args:
+        error: of the newest question to the broker.
+        age_s: how old its newest answer is.
+        outcome: of the run, as it is written down.
+    """
+    if not error and age_s < _OLD_S:
+        return ""
+    if error and outcome not in {"", "running"}:
+        return f"the run has ended: {outcome}"
+    why = f" ({error})" if error else ""
+    return (
+        f"the broker has not answered for {age(age_s)} and is asked every second; what is shown "
+        f"is old{why}"
+    )
+
+
+def outcome_of(run: RunSection) -> str:
+    """Return how a run ended, as its summary has it; empty if that is not known."""
+    try:
+        return str(json.loads(run.summary_file.read_bytes()).get("outcome", ""))
+    except (OSError, ValueError):
+        return ""
+
+
+class Keys:
     """What is typed, read without waiting for the end of a line."""
 
     def __init__(self, descriptor: int | None) -> None:
@@ -126,23 +166,27 @@ class _Keys:
         return typed.decode(errors="replace")
 
 
+def _keyboard() -> int | None:
+    """Return the descriptor that somebody types into, if there is one."""
+    return sys.stdin.fileno() if sys.stdin.isatty() else None
+
+
 @contextmanager
-def _keys() -> Iterator[_Keys]:
-    """Read single keys, unseen; the terminal is as before afterwards."""
-    if not sys.stdin.isatty():
-        yield _Keys(None)
+def keys_of(descriptor: int | None) -> Iterator[Keys]:
+    """Read single keys of a terminal, unseen; it is as before afterwards."""
+    if descriptor is None:
+        yield Keys(None)
         return
-    descriptor = sys.stdin.fileno()
     before = termios.tcgetattr(descriptor)
     try:
         tty.setcbreak(descriptor)
-        yield _Keys(descriptor)
+        yield Keys(descriptor)
     finally:
         termios.tcsetattr(descriptor, termios.TCSADRAIN, before)
 
 
 @contextmanager
-def _ends_in_order() -> Iterator[None]:
+def ends_in_order() -> Iterator[None]:
     """Have Ctrl-C end the block, and signals end the process with the terminal as it was."""
 
     def leave(signum: int, _frame: object) -> None:

@@ -38,7 +38,6 @@ from wire.bus import PublishRecord
 from wire.errors import ConfigError
 from wire.run_folder import PAGE_STATE, SUMMARY, TRAIL
 
-MAX_SPANS = 200_000  # about 50 MB; viewers become slow beyond it
 TRACE = Path("trace.json")
 _PROMPT_CHARS = 80
 _COUNT_EVERY_S = 0.5  # at most so often a counter is written
@@ -76,9 +75,7 @@ class Mark:
     counts: Json | None = None
 
 
-def write_trace(
-    folder: Path, out: Path | None, console: Console, *, max_spans: int = MAX_SPANS
-) -> int:
+def write_trace(folder: Path, out: Path | None, console: Console, *, max_spans: int) -> int:
     """Write the trace of a run and say what is in it.
 
     Args:

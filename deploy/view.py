@@ -178,6 +178,13 @@ def last_figure(status: RunStatus, name: str) -> float | None:
     return status.steps_history[-1].metrics.get(name) if status.steps_history else None
 
 
+def age(seconds: float) -> str:
+    """Return a time in the largest unit that it holds at least two of."""
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7_200 else f"{seconds / 3_600:.1f} h"
+
+
 def number(value: float | None, digits: int = 3) -> str:
     """Return a figure as text; one that is not known is a dash."""
     return "-" if value is None else f"{value:.{digits}f}"

@@ -3,7 +3,7 @@
 import { byId, changes, element, fillTable } from "/static/dom.js";
 import { duration, fixed, label, percent, sum, words } from "/static/format.js";
 
-const SILENT_S = 3;
+export const SILENT_S = 1.6; // workers report every second
 const GONE_S = 10;
 
 /** Return "alive", "silent" or "gone" for a process that was last heard so long ago. */
@@ -33,11 +33,11 @@ function spends(phases) {
     .map(([name, seconds]) => `${name} ${percent(seconds / total)}`).join(", ");
 }
 
-function workers(s) {
+function workers(s, live) {
   byId("workers").replaceChildren();
   fillTable(byId("workers"), ["process", "role", "state", "busy", "tokens/s", "weights", "leases", "last heard", "spends its time on"],
     s.roles.map((one) => {
-      const state = life(one.silent_s);
+      const state = live ? life(one.silent_s) : "ended";
       return [one.name, words(one.role), element("span", { class: "tag", "data-state": state, text: state }), percent(one.busy),
         one.tokens_per_second ? fixed(one.tokens_per_second) : "-", label(one.adopted), fixed(one.leases ?? 0),
         one.silent_s < 1 ? "now" : `${duration(one.silent_s)} ago`,
@@ -48,7 +48,7 @@ function workers(s) {
 export function create() {
   const differs = changes();
   return {
-    show({ status: s }) {
+    show({ status: s, live }) {
       const groups = { issued: s.issued, trained: s.trained, dropped: sum(s.dropped), in_flight: sum(s.in_flight) };
       const t = s.trajectories;
       if (differs("equation", [groups, s.unaccounted, t])) {
@@ -61,7 +61,7 @@ export function create() {
       if (differs("queues", [s.queue, s.sealed, s.requeued])) {
         counts("queues", ["what", "count"], [...rows(s.queue), ["sealed by a checkpoint", fixed(s.sealed)], ["generated again", fixed(s.requeued)]]);
       }
-      if (differs("workers", s.roles)) workers(s);
+      if (differs("workers", s.roles)) workers(s, live);
     },
   };
 }

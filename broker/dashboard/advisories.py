@@ -300,8 +300,8 @@ def _publishes_dominating(view: _View) -> Advisory | None:
         return None
     seconds = _paused_s(records[-1])
     text = (
-        f"Generators were paused for new weights {share:.0%} of {view.lately}, {seconds:.2g} s "
-        "at the last publish: compare engines less often (weightbus.engine_check_every), "
+        f"Publishes paused the slowest engine for {share:.0%} of {view.lately}, {seconds:.2g} s "
+        "at the last one: compare engines less often (weightbus.engine_check_every), "
         "load what was received before (weightbus.transport = tcp), or train more per step "
         "(run.groups_per_step)."
     )

@@ -39,16 +39,19 @@ export class Chart {
    * {title, tick, hover}. stacked: series are parts of a whole. bars: a bar per x.
    * low, high: bounds that the y axis has at least. show: a value as text. tick: a value of the
    * axis as text, given the distance of its ticks. whole: values are counts.
+   * stepped: a value holds until the next.
    */
   constructor(host, { title, unit, axis, stacked = false, bars = false, low = null, high = null, show = figure,
-    height = 170, tick = null, whole = false }) {
-    Object.assign(this, { host, title, unit, stacked, bars, low, high, show, height, whole, visible: false, dirty: false });
+    height = 170, tick = null, whole = false,
+    stepped = false }) {
+    Object.assign(this, { host, title, unit, stacked, bars, low, high, show, height, whole, stepped, visible: false, dirty: false });
     this.tick = tick ?? byStep;
     this.kind = typeof axis === "string" ? axis : "other";
     this.axis = typeof axis === "string" ? AXES[axis] : axis;
     this.x = [];
     this.series = [];
     this.keys = element("ul", { class: "keys" });
+    this.at = element("p", { class: "at" });
     this.plot = element("div", { class: "plot", role: "img" });
     this.empty = element("p", { class: "empty", text: "No values yet." });
     this.table = element("table");
@@ -57,19 +60,23 @@ export class Chart {
     this.details.addEventListener("toggle", () => this.fill());
     host.classList.add("chart");
     host.replaceChildren(element("figcaption", {}, element("span", { class: "title", text: title }),
-      element("span", { class: "unit", text: unit })), this.keys, this.plot, this.empty, this.details);
+      element("span", { class: "unit", text: unit })), this.keys, this.plot, this.empty,
+    element("div", { class: "foot" }, this.details, this.at));
     this.plot.style.height = `${height}px`;
     all.add(this);
     inSight.observe(this.plot);
     resized.observe(this.plot);
   }
 
-  /** Take new numbers: x ascending; series [{name, values, color, dots, gaps}]. Drawn when in sight. */
-  update(x, series, note = null) {
+  /**
+   * Take new numbers: x ascending; series [{name, values, color, dots, gaps}]; drawn when in sight.
+   * note: row -> words about it; marked: row -> whether to point at it; rest: words while nobody hovers.
+   */
+  update(x, series, { note = null, marked = null, rest = "" } = {}) {
     const same = this.series.length === series.length && this.series.every((old, i) => old.name === series[i].name);
     this.x = x;
     this.series = series;
-    this.note = note;
+    Object.assign(this, { note, marked, rest });
     this.dirty = true;
     if (!same) this.rekey();
     if (this.visible) this.draw();
@@ -77,11 +84,10 @@ export class Chart {
 
   rekey() {
     this.drop();
-    this.at = element("li", { class: "at" });
     this.values = this.series.map(() => element("b"));
     this.swatches = this.series.map(() => element("i", { "aria-hidden": "true" }));
     this.keys.replaceChildren(...this.series.map((one, i) =>
-      element("li", {}, this.swatches[i], element("span", { text: one.name }), this.values[i])), this.at);
+      element("li", {}, this.swatches[i], element("span", { text: one.name }), this.values[i])));
     this.paintKeys();
   }
 
@@ -153,14 +159,31 @@ export class Chart {
           values: (_, ticks) => ticks.map((x) => this.axis.tick(x)) },
         { ...side, size: 48, space: 28, gap: 4, incrs: this.whole ? WHOLE_STEPS : undefined, values: (_, ticks) => ticks.map((y) => this.tick(y, ticks.length > 1 ? ticks[1] - ticks[0] : Math.abs(y) || 1)) },
       ],
-      cursor: { y: false, points: { size: 6 }, drag: { x: true, y: false },
+      cursor: { y: false, points: { size: 6, show: !this.stacked }, drag: { x: true, y: false },
         sync: this.kind === "time" ? { key: "time" } : undefined },
       series: [{}, ...order.map((one) => this.line(one))],
       hooks: {
+        draw: [(plot) => this.mark(plot)],
         setCursor: [(plot) => this.hover(plot.cursor.idx)],
         setSelect: [(plot) => { this.zoomed = plot.select.width > 0; }],
       },
     };
+  }
+
+  // A triangle over each row that somebody should look at.
+  mark(plot) {
+    if (!this.marked) return;
+    const { ctx, bbox } = plot, size = 5 * devicePixelRatio;
+    ctx.fillStyle = color("--bad");
+    this.x.forEach((x, row) => {
+      if (!this.marked(row)) return;
+      const at = plot.valToPos(x, "x", true);
+      ctx.beginPath();
+      ctx.moveTo(at - size, bbox.top);
+      ctx.lineTo(at + size, bbox.top);
+      ctx.lineTo(at, bbox.top + 1.6 * size);
+      ctx.fill();
+    });
   }
 
   line(one) {
@@ -168,6 +191,7 @@ export class Chart {
     const shape = { label: one.name, stroke, width: 1.6, spanGaps: one.gaps !== true, points: { show: false } };
     if (one.dots) shape.points = { show: true, size: 5, fill: stroke, stroke };
     if (this.stacked) Object.assign(shape, { fill: stroke, width: 0 });
+    if (this.stepped) shape.paths = uPlot.paths.stepped({ align: 1 });
     if (this.bars) Object.assign(shape, { paths: uPlot.paths.bars({ size: [0.75, 28] }) });
     return shape;
   }
@@ -181,7 +205,7 @@ export class Chart {
     let from = Math.min(low ?? 0, this.low ?? low ?? 0), to = Math.max(high ?? 1, this.high ?? high ?? 1);
     if (this.stacked || this.bars) from = 0;
     if (from === to) to = from + (Math.abs(from) || 1) * 0.1;
-    const room = (to - from) * 0.06;
+    const room = (to - from) * (this.marked ? 0.12 : 0.06);
     return [from === this.low || from === 0 ? from : from - room, to === this.high ? to : to + room];
   }
 
@@ -193,7 +217,7 @@ export class Chart {
       say(this.values[i], value === null || value === undefined ? "" : this.show(value));
     });
     const note = newest ? "" : this.note?.(index) ?? "";
-    say(this.at, newest ? "" : [this.axis.hover(this.x[index]), note].filter(Boolean).join(": "));
+    say(this.at, newest ? this.rest : [this.axis.hover(this.x[index]), note].filter(Boolean).join(": "));
   }
 
   summary() {
@@ -203,12 +227,12 @@ export class Chart {
       const low = known.reduce((a, b) => Math.min(a, b)), high = known.reduce((a, b) => Math.max(a, b));
       return `${one.name}: now ${this.show(known.at(-1))}, from ${this.show(low)} to ${this.show(high)}`;
     });
-    return `Chart. ${this.title}, ${this.unit}, by ${this.axis.title}. ${parts.join("; ")}.`;
+    return `Chart. ${this.title}, ${this.unit}, by ${this.axis.title}. ${parts.join("; ")}. ${this.rest}`.trim();
   }
 
   fill() {
     if (!this.details.open) return;
-    const every = Math.max(1, Math.ceil(this.x.length / TABLE_ROWS));
+    const every = this.bars ? 1 : Math.max(1, Math.ceil(this.x.length / TABLE_ROWS));
     const rows = [];
     for (let i = this.x.length - 1; i >= 0; i -= every) {
       rows.push([this.axis.hover(this.x[i]), ...this.series.map((one) => this.show(one.values[i] ?? null)),

@@ -23,9 +23,8 @@ export function say(node, text) {
 
 /** Return a table row; a cell is text or a node. */
 function line(cells, tag) {
-  return element("tr", {}, ...cells.map((cell, index) => {
+  return element("tr", {}, ...cells.map((cell) => {
     const node = element(tag, tag === "th" ? { scope: "col" } : {});
-    if (tag === "td" && index === 0) node.className = "first";
     node.append(cell);
     return node;
   }));

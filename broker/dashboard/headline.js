@@ -1,5 +1,6 @@
 // The run at a glance: six figures that answer the questions, and what to change.
 
+import { SILENT_S } from "/static/accounting.js";
 import { byId, changes, element } from "/static/dom.js";
 import { duration, fixed, meanOf, percent, sum } from "/static/format.js";
 
@@ -34,8 +35,8 @@ function rate(view, role) {
   return now ?? view.status.tokens_per_second[role] ?? null;
 }
 
-function lost(s) {
-  const gone = s.roles.filter((role) => role.silent_s > 3).map((role) => role.name);
+function lost({ status: s, live }) {
+  const gone = s.roles.filter((role) => live && role.silent_s > SILENT_S).map((role) => role.name);
   const dropped = sum(s.dropped);
   const text = `${fixed(dropped)} dropped with a reason (${percent(s.issued ? dropped / s.issued : 0, 1)})`;
   return [text, s.unaccounted !== 0, gone];
@@ -46,7 +47,7 @@ function figures(view) {
   const [value, since] = evaluation(s);
   const mean = meanStaleness(s.staleness_histogram);
   const learner = busyOf(view, "learner"), generators = busyOf(view, "generator");
-  const [dropped, isLost, silent] = lost(s);
+  const [dropped, isLost, silent] = lost(view);
   const quick = view.live ? view.steps.last("time/step") : null;
   return [
     { name: "Step", id: "step", value: `${fixed(s.steps)} / ${fixed(s.total_steps)}`,

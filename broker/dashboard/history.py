@@ -13,6 +13,7 @@ from typing import Annotated
 
 import msgspec
 
+from broker.dashboard.items import Letter
 from broker.dashboard.rates import Rates
 from wire.status import RunStatus, StepPoint
 
@@ -131,6 +132,7 @@ class StoredState(msgspec.Struct, frozen=True, kw_only=True):
     at_s: float  # unix time
     status: RunStatus
     history: HistoryColumns
+    letters: list[Letter] = []
 
 
 class History:

@@ -1,13 +1,14 @@
 """Trajectories that the learner recorded, and the life of their groups, from the run folder."""
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import msgspec
 
 from broker.trace import Moment, trace_item
 from broker.trail import read_trail
+from wire.dead_letters import DeadLetter, Failure
 from wire.run_folder import TRAIL, TRAINED
 
 MAX_INDEXED = 50_000  # the newest rows
@@ -60,6 +61,16 @@ class Found(msgspec.Struct, frozen=True):
 
     items: list[Item]
     more: bool
+
+
+class Letter(msgspec.Struct, frozen=True, kw_only=True):
+    """One dead letter in a list."""
+
+    group_id: int
+    reason: str
+    step: int  # learner steps completed when it was dropped
+    prompt: str  # its beginning
+    failures: list[str]  # who failed at what
 
 
 class Token(msgspec.Struct, frozen=True):
@@ -206,6 +217,27 @@ class RecordedItems:
             num_tokens=len(row.token_ids) - row.num_prompt_tokens,
         )
         self._index.append(_Indexed(self._read, item, row.prompt[:_SEARCHED_CHARS].lower()))
+
+
+def shown_letters(letters: Iterable[DeadLetter]) -> list[Letter]:
+    """Return the newest dead letters as the page lists them, the newest first."""
+    newest = sorted(letters, key=lambda one: one.group_id, reverse=True)[:MAX_FOUND]
+    return [
+        Letter(
+            group_id=one.group_id,
+            reason=one.reason,
+            step=one.step,
+            prompt=one.prompt.text[:_SHOWN_CHARS],
+            failures=[_said(failure) for failure in one.failures],
+        )
+        for one in newest
+    ]
+
+
+def _said(failure: Failure) -> str:
+    place = f"sibling {failure.sibling}" if failure.sibling >= 0 else "the missing ones"
+    words = [place, failure.reason, failure.function, failure.by, failure.excerpt[:_SHOWN_CHARS]]
+    return ", ".join(word for word in words if word)
 
 
 def _group_of(text: str) -> int | None:

@@ -47,7 +47,7 @@ export function create() {
       const one = (name, key, color) => (steps.get(key) ? [{ name, values: steps.get(key), color }] : []);
       entropy.update(steps.x, one("entropy", "policy/entropy", "--c4"));
       const cut = steps.get("response/truncated");
-      length.update(steps.x, one("mean", "response/tokens", "--c6"), cut ? (i) => `${percent(cut[i], 1)} cut off` : null);
+      length.update(steps.x, one("mean", "response/tokens", "--c6"), { note: cut ? (i) => `${percent(cut[i], 1)} cut off` : null });
       if (differs("sources", view.status.eval.at(-1))) sources(view.status);
     },
   };

@@ -68,14 +68,15 @@ function about() {
   document.title = `${s.run_name} ${s.steps}/${s.total_steps} - Slipstream`;
   say(byId("run"), s.run_name);
   const ends = s.stop_reason ? `; ends early: ${s.stop_reason}` : "";
-  say(byId("about"), `${s.outcome} for ${duration(s.elapsed_s)}`.replace(/^(?!running)(.*) for/, "$1 after") + ends);
+  say(byId("about"), `${s.outcome} ${view.live ? "for" : "after"} ${duration(s.elapsed_s)}${ends}`);
 }
 
-function tell(state, seconds) {
+// The text stays the same while a break lasts, so that it is spoken once.
+function tell(state, since) {
   const text = {
     live: "live",
-    ended: "finished run, read from its files",
-    broken: `no connection to the broker for ${duration(Math.round(seconds))}; figures are old, trying again`,
+    ended: "finished run, from its files",
+    broken: `no connection to the broker; figures are of ${since?.toLocaleTimeString("en-GB")}, trying again`,
     failed: "the broker does not answer; trying again",
   }[state];
   byId("state").dataset.state = state;
@@ -99,15 +100,15 @@ async function start() {
   try {
     await load();
   } catch {
-    tell("failed", 0);
+    tell("failed");
     setTimeout(start, 2000);
     return;
   }
   if (!view.live) {
-    tell("ended", 0);
+    tell("ended");
     return;
   }
-  tell("live", 0);
+  tell("live");
   const stream = new Stream("/events", { hear, tell, back: reload });
   window.addEventListener("pagehide", () => stream.close());
 }

@@ -3,13 +3,15 @@
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import msgspec
 
 from broker.dashboard.advisories import Advisory, Trends, advise
 from broker.dashboard.history import History, HistoryColumns, StoredState, read_state, write_state
+from broker.dashboard.items import Letter, shown_letters
+from wire.dead_letters import DeadLetter
 from wire.status import RunStatus
 
 _log = logging.getLogger(__name__)
@@ -36,6 +38,7 @@ class Recorder:
         status: Callable[[], RunStatus],
         path: Path,
         *,
+        letters: Callable[[], Iterable[DeadLetter]] = tuple,
         high_water_bytes: int,
         fsync: str,
         now: Callable[[], float] = time.time,
@@ -45,12 +48,14 @@ class Recorder:
         Args:
             status: returns the state of the run.
             path: of the file that is kept.
+            letters: returns the dead letters.
             high_water_bytes: of untrained payloads.
             fsync: how often the store writes to disk.
             now: unix time.
         """
         self._status = status
         self._path = path
+        self._letters = letters
         self._high_water_bytes = high_water_bytes
         self._fsync = fsync
         self._now = now
@@ -85,6 +90,10 @@ class Recorder:
     def steps_after(self, step: float) -> list[dict[str, float | None]]:
         """Return the rows of learner steps after this one."""
         return self.history.steps_after(step)
+
+    def letters(self) -> list[Letter]:
+        """Return the newest dead letters."""
+        return shown_letters(self._letters())
 
     async def next_look(self) -> None:
         """Return when the run was looked at again."""
@@ -126,7 +135,10 @@ class Recorder:
 
     def _stored(self) -> StoredState:
         return StoredState(
-            at_s=self._now(), status=self.look.status, history=self.history.columns()
+            at_s=self._now(),
+            status=self.look.status,
+            history=self.history.columns(),
+            letters=self.letters(),
         )
 
     def _write(self, state: StoredState) -> None:
@@ -161,6 +173,10 @@ class FinishedRun:
         """Return nothing: no step follows."""
         del step
         return []
+
+    def letters(self) -> list[Letter]:
+        """Return the newest dead letters."""
+        return self._stored.letters
 
     async def next_look(self) -> None:
         """Wait a little: nothing changes any more."""

@@ -3,10 +3,10 @@
 const QUIET_S = 5;
 const LONGEST_WAIT_S = 10;
 
-/** Keep a stream open: `hear(object)` per event, `tell(state, seconds)` as it goes on or breaks. */
+/** Keep a stream open: `hear(object)` per event, `tell(state, since)` as it goes on or breaks. */
 export class Stream {
   constructor(address, { hear, tell, back }) {
-    Object.assign(this, { address, hear, tell, back, wait: 1, heardAt: performance.now(), broken: false });
+    Object.assign(this, { address, hear, tell, back, wait: 1, heardAt: performance.now(), heard: new Date(), broken: false });
     this.open();
     this.watch = setInterval(() => this.check(), 1000);
   }
@@ -20,18 +20,19 @@ export class Stream {
 
   message(text) {
     this.heardAt = performance.now();
+    this.heard = new Date();
     this.wait = 1;
     if (this.broken) {
       this.broken = false;
       this.back();
     }
-    this.tell("live", 0);
+    this.tell("live");
     this.hear(JSON.parse(text));
   }
 
   lost() {
     this.broken = true;
-    this.tell("broken", this.silence());
+    this.tell("broken", this.heard);
     if (this.source.readyState !== EventSource.CLOSED) return; // the browser tries again by itself
     clearTimeout(this.retry);
     this.retry = setTimeout(() => this.open(), this.wait * 1000);
@@ -44,7 +45,6 @@ export class Stream {
   check() {
     if (this.silence() < QUIET_S) return;
     if (!this.broken) this.lost();
-    else this.tell("broken", this.silence());
     if (this.silence() > 2 * QUIET_S && this.source.readyState === EventSource.OPEN) this.open();
   }
 

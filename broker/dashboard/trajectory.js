@@ -14,13 +14,28 @@ async function get(address) {
   return answer.json();
 }
 
+// What nobody could answer or score; a click shows its life.
+async function letters() {
+  if (!byId("letters").open) return;
+  try {
+    const { letters: found } = await get("/dead_letters");
+    byId("letters-list").replaceChildren(...(found.length ? found.map((one) => element("li", {},
+      element("button", { type: "button", on: { click: () => open(one.group_id, 0, one.prompt) } },
+        element("span", { class: "prompt", text: one.prompt }),
+        element("span", { class: "more", text: `g${one.group_id}, ${one.reason} at step ${one.step}; ${one.failures.at(-1) ?? "no attempt is kept"}` }))))
+      : [element("li", { class: "empty", text: "There are none." })]));
+  } catch (error) {
+    byId("letters-list").replaceChildren(element("li", { class: "empty", text: error.message }));
+  }
+}
+
 async function list(query, what) {
   const mine = ++asked;
   say(byId("found"), "searching");
   try {
     const { items, more } = await get(`/items?${query}`);
     if (mine !== asked) return;
-    say(byId("found"), `${plural(items.length, "trajectory", "trajectories")} ${what}${more ? ", the newest of more" : ""}`);
+    say(byId("found"), `${plural(items.length, "trajectory", "trajectories")}${what}${more ? ", the newest of more" : ""}`);
     byId("items").replaceChildren(...items.map(row));
   } catch (error) {
     if (mine === asked) say(byId("found"), `nothing found: ${error.message}`);
@@ -40,17 +55,17 @@ export function showLag(lag) {
   byId("query").value = "";
   byId("trajectory").scrollIntoView();
   byId("query").focus({ preventScroll: true });
-  return list(`lag=${lag}`, `of staleness ${lag}`);
+  return list(`lag=${lag}`, ` of staleness ${lag}`);
 }
 
-async function open(group, sibling) {
+async function open(group, sibling, prompt = "") {
   try {
     const one = await get(`/trajectory?group=${group}&sibling=${sibling}`);
-    if (!one.found) {
+    if (!one.found && !one.life.length) {
       say(byId("found"), `g${group}/${sibling} is not recorded`);
       return;
     }
-    shown = one;
+    shown = one.found ? one : { ...one, prompt };
     history.replaceState(null, "", `#g${group}/${sibling}`);
     fill();
     byId("one").hidden = false;
@@ -74,16 +89,14 @@ export function runsOf(tokens) {
 
 function fill() {
   const t = shown;
-  say(byId("one-title"), `Group g${t.group_id}, sibling ${t.sibling}`);
-  const facts = [["trained at step", fixed(t.step)], ["reward", figure(t.reward)],
+  say(byId("one-title"), t.found ? `Group g${t.group_id}, sibling ${t.sibling}` : `Group g${t.group_id}: its answers are not recorded`);
+  const facts = !t.found ? [] : [["trained at step", fixed(t.step)], ["reward", figure(t.reward)],
     ...Object.entries(t.parts ?? {}).map(([name, value]) => [`reward, ${name}`, figure(value)]),
     ["ended by", t.finish_reason], ["temperature", figure(t.temperature)], ["tokens", fixed(t.tokens.length)]];
   byId("facts").replaceChildren(...facts.map(([name, value]) => element("div", {}, element("dt", { text: name }), element("dd", { text: value }))));
   byId("prompt").textContent = t.prompt;
   byId("answer").replaceChildren(...t.tokens.map((token, i) => element("span", { class: "token", "data-index": i, text: token.text })));
-  byId("life").replaceChildren(...(t.life?.length ? t.life.map((event) => element("li", {},
-    element("time", { datetime: new Date(event.at_s * 1000).toISOString(), text: new Date(event.at_s * 1000).toLocaleTimeString("en-GB") }),
-    element("span", { text: event.what }))) : [element("li", { class: "empty", text: "The ledger keeps no event of it any more." })]));
+  life(t.life ?? []);
   byId("siblings").replaceChildren(...(t.siblings ?? []).map((one) => element("li", {}, element("button", {
     type: "button", "aria-current": one.sibling === t.sibling ? "true" : null, text: `sibling ${one.sibling}: reward ${figure(one.reward)}`,
     on: { click: () => open(t.group_id, one.sibling) } }))));
@@ -93,6 +106,16 @@ function fill() {
   say(byId("token"), "");
   paint();
   table();
+}
+
+// The first event with its time of day, the rest by the seconds after it.
+function life(events) {
+  const rows = events.map((event) => {
+    const at = new Date(event.at_s * 1000), since = event.at_s - events[0].at_s;
+    const text = event === events[0] ? at.toLocaleTimeString("en-GB") : `+${since < 100 ? fixed(since, 2) : fixed(since)} s`;
+    return element("li", {}, element("time", { datetime: at.toISOString(), title: at.toLocaleString("en-GB"), text }), element("span", { text: event.what }));
+  });
+  byId("life").replaceChildren(...(rows.length ? rows : [element("li", { class: "empty", text: "The ledger keeps no event of it any more." })]));
 }
 
 const about = (token, i) => `token ${i + 1}, ${JSON.stringify(token.text)}: chosen by ${token.version}, lag ${token.lag}`
@@ -146,8 +169,9 @@ export function create() {
   byId("search").addEventListener("submit", (event) => {
     event.preventDefault();
     const text = byId("query").value.trim();
-    list(`q=${encodeURIComponent(text)}`, text ? `with "${text}"` : "");
+    list(`q=${encodeURIComponent(text)}`, text ? ` with "${text}"` : "");
   });
+  byId("letters").addEventListener("toggle", letters);
   byId("coloring").addEventListener("change", paint);
   byId("tokens-table").addEventListener("toggle", table);
   byId("answer").addEventListener("pointerover", (event) => {

@@ -15,7 +15,7 @@ from aiohttp import web
 
 from broker.dashboard.advisories import Advisory
 from broker.dashboard.history import HistoryColumns
-from broker.dashboard.items import RecordedItems
+from broker.dashboard.items import Letter, RecordedItems
 from broker.dashboard.metrics import render_metrics
 from broker.dashboard.recorder import Look
 from wire.errors import ConfigError
@@ -54,6 +54,9 @@ class Source(Protocol):
 
     def steps_after(self, step: float) -> list[dict[str, float | None]]:
         """Return the rows of learner steps after this one."""
+
+    def letters(self) -> list[Letter]:
+        """Return the newest dead letters."""
 
     async def next_look(self) -> None:
         """Return when there is something new, or after a while."""
@@ -110,6 +113,7 @@ class Dashboard:
         app.router.add_get("/status.json", self._json)
         app.router.add_get("/items", self._find)
         app.router.add_get("/trajectory", self._trajectory)
+        app.router.add_get("/dead_letters", self._letters)
         app.router.add_get("/metrics", self._metrics)
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
         await self._runner.setup()
@@ -178,6 +182,9 @@ class Dashboard:
         async with self._reading:
             found = await asyncio.to_thread(self._items.find, text, lag=lag)
         return _json(msgspec.json.encode(found))
+
+    async def _letters(self, _request: web.Request) -> web.StreamResponse:
+        return _json(msgspec.json.encode({"letters": self._source.letters()}))
 
     async def _trajectory(self, request: web.Request) -> web.StreamResponse:
         group, sibling = _number(request, "group"), _number(request, "sibling")

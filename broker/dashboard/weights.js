@@ -2,7 +2,7 @@
 
 import { Chart } from "/static/chart.js";
 import { byId, changes, element, fillTable } from "/static/dom.js";
-import { bytes, duration, fixed, label } from "/static/format.js";
+import { bytes, duration, fixed, label, plural } from "/static/format.js";
 
 const MOST = 60; // publishes on the chart
 const MOST_ENGINES = 8;
@@ -16,6 +16,8 @@ export function outcome(record) {
   const size = record.num_bytes ? bytes(record.num_bytes) : "";
   return [size, adopted.length ? `adopted by ${adopted.join(", ")}` : "adopted by nobody", ...failed].filter(Boolean).join("; ");
 }
+
+const isLeftOut = (record) => Object.keys(record.failed ?? {}).length > 0;
 
 function series(records) {
   const known = new Set(records.flatMap((record) => Object.keys(record.phase_seconds ?? {})));
@@ -53,13 +55,15 @@ export function create() {
     show: (value) => `${fixed(value, value < 0.1 ? 3 : 2)} s`,
     height: 190 });
   const versions = new Chart(byId("version-chart"), { title: "Engines behind the learner", unit: "learner steps since the version that it runs",
-    axis: "time", low: 0, show: (value) => fixed(value), whole: true, height: 190 });
+    axis: "time", low: 0, show: (value) => fixed(value), whole: true, stepped: true, height: 190 });
   return {
     show(view, news) {
       const s = view.status;
       if (differs("publishes", s.publish_history)) {
         records = s.publish_history.slice(-MOST);
-        publishes.update(records.map((_, i) => i), series(records), (i) => outcome(records[i]));
+        const left = records.filter((record) => isLeftOut(record)).length;
+        publishes.update(records.map((_, i) => i), series(records), { note: (i) => outcome(records[i]), marked: (i) => isLeftOut(records[i]),
+          rest: left ? `An engine was left out of ${left} of these ${plural(records.length, "publish", "publishes")}.` : "" });
       }
       if (differs("members", [s.members, Math.floor(s.elapsed_s / 5)])) members(s);
       if (!news.has("time")) return;

@@ -12,8 +12,10 @@ from aiohttp import web
 
 from tests.browser import samples
 
-# What the broker sends, without what the page could do more with.
-_POLICY = "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+_POLICY = (  # what the broker sends
+    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
 _TYPES = {"js": "text/javascript", "css": "text/css", "html": "text/html"}
 _EVERY_S = 0.5
 _VENDORED = frozenset({"uplot.js", "uplot.css"})
@@ -27,17 +29,17 @@ class SampleServer:
         self.seen: list[str] = []  # paths that were asked for
         self.address = ""
         self.news: tuple[int, ...] = ()  # learner steps that every event tells
-        self._cut = False
+        self._cut = threading.Event()
         self._streams: set[web.StreamResponse] = set()
         self._loop = asyncio.new_event_loop()
 
     def cut(self) -> None:
         """End all streams and refuse new ones."""
-        self._cut = True
+        self._cut.set()
 
     def mend(self) -> None:
         """Answer again."""
-        self._cut = False
+        self._cut.clear()
 
     async def _page(self, _request: web.Request) -> web.Response:
         return _file("page.html")
@@ -60,13 +62,13 @@ class SampleServer:
         return web.json_response(samples.trajectory(group, sibling))
 
     async def _events(self, request: web.Request) -> web.StreamResponse:
-        if self._cut:
+        if self._cut.is_set():
             raise web.HTTPServiceUnavailable
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
         with suppress(ConnectionResetError):
             for row in count(self.run.rows):
-                if self._cut:
+                if self._cut.is_set():
                     break
                 event = json.dumps(self.run.event(row, self.news))
                 await response.write(f"data: {event}\n\n".encode())
@@ -103,7 +105,7 @@ class SampleServer:
         runner = self._loop.run_until_complete(self._start())
         ready.set()
         self._loop.run_forever()
-        self._cut = True
+        self._cut.set()
         self._loop.run_until_complete(runner.cleanup())
         self._loop.run_until_complete(self._loop.shutdown_default_executor())
         self._loop.close()

@@ -1,4 +1,4 @@
-"""A run that looks like a real one, built of the structs of wire/status.py, for the page's tests."""
+"""A run that looks like a real one, for the page's tests; made of the structs in wire/status.py."""
 
 import math
 import random
@@ -149,7 +149,9 @@ class Run:
         wave = 0.5 + 0.5 * math.sin(row / 17)
         step = int(row * self.steps / self.rows)
         series: dict[str, float | None] = {
-            f"busy:{name}": _share(BUSY.get(name, 0.96) + draw.gauss(0, 0.07) - 0.2 * wave * (name == "learner"))
+            f"busy:{name}": _share(
+                BUSY.get(name, 0.96) + draw.gauss(0, 0.07) - 0.2 * wave * (name == "learner")
+            )
             for name in PROCESSES
         }
         if 300 <= row < 340:
@@ -171,10 +173,15 @@ class Run:
             "store_bytes": 4.1e8,
             "rss_bytes": 2.2e8,
         }
-        slow = {GENERATORS[2]: row % 5 == 0, GENERATORS[3]: row % 40 > 36}
+        slow = {GENERATORS[2]: row % 97 > 88, GENERATORS[3]: row % 211 > 170}
         series |= {f"version:{name}": step - slow.get(name, False) for name in GENERATORS}
-        series |= {f"staleness_in_flight:{lag}": round(n) for lag, n in enumerate((34, 22 + 9 * wave, 5 * wave))}
-        series |= {f"staleness_queue:{lag}": round(ready * s) for lag, s in enumerate((0.2, 0.6, 0.2))}
+        series |= {
+            f"staleness_in_flight:{lag}": round(n)
+            for lag, n in enumerate((34, 22 + 9 * wave, 5 * wave))
+        }
+        series |= {
+            f"staleness_queue:{lag}": round(ready * s) for lag, s in enumerate((0.2, 0.6, 0.2))
+        }
         return {"at_s": row * self.every_s, **series}
 
     def step(self, step: int) -> StepPoint:
@@ -363,7 +370,12 @@ def _evaluation(step: int) -> EvalPoint:
         num_problems=256,
         num_answers=1024,
         num_dropped=0,
-        metrics={"mean@4": mean, "pass@4": min(1.0, mean + 0.1), "response_tokens": 171.0, "truncated": 0.01},
+        metrics={
+            "mean@4": mean,
+            "pass@4": min(1.0, mean + 0.1),
+            "response_tokens": 171.0,
+            "truncated": 0.01,
+        },
     )
     return EvalPoint(step=step, overall=overall, by_source=half, versions=(PolicyVersion(1, step),))
 

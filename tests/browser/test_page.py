@@ -1,6 +1,5 @@
 import json
 import re
-import shutil
 import time
 from collections.abc import Callable, Iterator
 
@@ -9,13 +8,13 @@ import pytest
 from tests.browser import samples
 from tests.browser.pages import SampleServer, served
 
-webdriver = pytest.importorskip("selenium.webdriver", reason="needs selenium (pip install selenium)")
-from selenium.webdriver.chrome.service import Service  # noqa: E402
-from selenium.webdriver.common.keys import Keys  # noqa: E402
-from selenium.webdriver.remote.webdriver import WebDriver  # noqa: E402
+pytest.importorskip("selenium", reason="needs selenium (pip install selenium)")
+from selenium.webdriver import ActionChains
+from selenium.webdriver.chrome.webdriver import WebDriver
+from selenium.webdriver.common.keys import Keys
 
-CHROMIUM = shutil.which("chromium")
-DRIVER = shutil.which("chromedriver")
+from tests.browser.chromium import CHROMIUM, DRIVER, resize, start_chromium
+
 pytestmark = [
     pytest.mark.integration,
     pytest.mark.timeout(60),
@@ -24,19 +23,13 @@ pytestmark = [
         reason="needs chromium and chromedriver (apt-get install chromium chromium-driver)",
     ),
 ]
-FLAGS = ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--hide-scrollbars")
 PATIENCE_S = 15.0
 CPU_S = 1.0
 
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[WebDriver]:
-    options = webdriver.ChromeOptions()
-    options.binary_location = str(CHROMIUM)
-    for flag in FLAGS:
-        options.add_argument(flag)
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    driver = webdriver.Chrome(options=options, service=Service(str(DRIVER)))
+    driver = start_chromium()
     yield driver
     driver.quit()
 
@@ -45,14 +38,6 @@ def browser() -> Iterator[WebDriver]:
 def server() -> Iterator[SampleServer]:
     with served(samples.Run(steps=60, rows=200)) as server:
         yield server
-
-
-def resize(browser: WebDriver, width: int, *, theme: str = "light") -> None:
-    size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
-    wishes = {"prefers-color-scheme": theme, "prefers-reduced-motion": "reduce"}
-    media = {"features": [{"name": name, "value": value} for name, value in wishes.items()]}
-    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
-    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", media)
 
 
 def show(browser: WebDriver, server: SampleServer, *, width: int = 1280, at: str = "") -> None:
@@ -72,7 +57,7 @@ def until(holds: Callable[[], object]) -> None:
 
 
 def ask(browser: WebDriver, script: str, *values: object) -> object:
-    return browser.execute_script(f"return {script}", *values)  # type: ignore[no-untyped-call]
+    return browser.execute_script(f"return {script}", *values)
 
 
 def texts(browser: WebDriver, selector: str) -> list[str]:
@@ -86,8 +71,13 @@ def text(browser: WebDriver, selector: str) -> str:
     return " ".join(texts(browser, selector))
 
 
+def complaints(browser: WebDriver) -> list[object]:
+    """Return what the browser wrote on its console since the last call."""
+    return list(browser.get_log("browser"))  # type: ignore[no-untyped-call]
+
+
 def press(browser: WebDriver, *keys: str) -> None:
-    webdriver.ActionChains(browser).send_keys(*keys).perform()
+    ActionChains(browser).send_keys(*keys).perform()
 
 
 def tab_to(browser: WebDriver, selector: str) -> None:
@@ -141,7 +131,9 @@ def test_charts_have_units_a_summary_in_words_and_their_numbers(
     browser: WebDriver, server: SampleServer
 ) -> None:
     show(browser, server)
-    browser.execute_script("document.querySelectorAll('details.numbers').forEach((d) => d.open = true)")
+    browser.execute_script(
+        "document.querySelectorAll('details.numbers').forEach((d) => d.open = true)"
+    )
     browser.execute_script("document.body.style.zoom = 0.2")  # all charts in sight
 
     until(lambda: len(texts(browser, ".plot[aria-label]")) == len(texts(browser, ".plot")))
@@ -161,7 +153,7 @@ def test_hovering_a_chart_shows_the_values_at_that_place(
     until(lambda: texts(browser, "#entropy-chart .u-over"))
 
     place = browser.find_element("css selector", "#entropy-chart .u-over")
-    webdriver.ActionChains(browser).move_to_element(place).perform()
+    ActionChains(browser).move_to_element(place).perform()
 
     until(lambda: text(browser, "#entropy-chart .at").startswith("step "))
     step = int(text(browser, "#entropy-chart .at").removeprefix("step "))
@@ -188,6 +180,41 @@ def test_the_page_follows_the_run_and_pauses_while_hidden(
     assert figure(browser, "step") == "61 / 500"
     browser.execute_script(hide, False)
     until(lambda: figure(browser, "step") == "62 / 500")
+
+
+def test_the_past_stays_bounded_and_lost_steps_are_forgotten(
+    browser: WebDriver, server: SampleServer
+) -> None:
+    script = """
+        const done = arguments[0];
+        import("/static/history.js").then(({ Columns }) => {
+          const time = new Columns("at_s", null), steps = new Columns("step", null);
+          for (let i = 0; i <= 2000; i += 1) time.add(i, { "busy:a": i % 2, issued: i });
+          for (const step of [1, 2, 3, 4, 3]) steps.add(step, { loss: step });
+          const [busy, issued] = [time.get("busy:a"), time.get("issued")];
+          done([time.length, busy[0], issued.slice(0, 2), time.x.at(-1), steps.x]);
+        });
+    """
+    show(browser, server)
+
+    rows, mean, counts, newest, steps = browser.execute_async_script(script)
+
+    assert (rows, mean, counts, newest) == (1001, 0.5, [1, 3], 2000)
+    assert steps == [1, 2, 3]
+
+
+def test_a_publish_tells_who_was_left_out_and_why(browser: WebDriver, server: SampleServer) -> None:
+    show(browser, server)
+    browser.execute_script("document.querySelector('#publish-chart details').open = true")
+    browser.execute_script("document.getElementById('weights').scrollIntoView()")
+
+    until(lambda: texts(browser, "#publish-chart td"))
+    left_out = [row for row in texts(browser, "#publish-chart tr") if "left out" in row]
+    assert "v1.48" in left_out[0]
+    assert "generator-3 left out (no answer to LoadBucket within 30 s)" in left_out[0]
+    assert "adopted by generator-0 in " in left_out[0]
+    members = texts(browser, "#members tr")
+    assert members[-1].startswith("generator-3torn-")
 
 
 def test_a_process_that_is_not_heard_is_marked(browser: WebDriver, server: SampleServer) -> None:
@@ -219,7 +246,9 @@ def test_tokens_are_colored_by_version_or_by_logprob_difference(
 ) -> None:
     show(browser, server, at="#g18/0")
     until(lambda: texts(browser, "#answer .token"))
-    color = "[...document.querySelectorAll('.token')].map((t) => getComputedStyle(t).backgroundColor)"
+    color = (
+        "[...document.querySelectorAll('.token')].map((t) => getComputedStyle(t).backgroundColor)"
+    )
     tokens = samples.trajectory(18, 0)["tokens"]
     assert isinstance(tokens, list)
 
@@ -288,11 +317,14 @@ def test_a_stream_that_breaks_is_told_and_comes_back(
 
 
 def test_a_finished_run_is_said_to_be_one_and_opens_no_stream(browser: WebDriver) -> None:
-    with served(samples.Run(steps=60, rows=200, live=False)) as server:
+    silent = dict.fromkeys(samples.PROCESSES, 3600.0)
+    with served(samples.Run(steps=60, rows=200, live=False, silent_s=silent)) as server:
         show(browser, server)
 
-        assert text(browser, "#state") == "finished run, read from its files"
+        assert text(browser, "#state") == "finished run, from its files"
         assert "/events" not in server.seen
+        assert set(texts(browser, "#workers .tag")) == {"ended"}
+        assert figure(browser, "silent") == ""
         assert figure(browser, "step") == "60 / 500"
 
 
@@ -325,7 +357,7 @@ def test_the_page_is_never_wider_than_the_screen(
 def test_nothing_is_asked_of_another_host_and_nothing_breaks_the_policy(
     browser: WebDriver, server: SampleServer
 ) -> None:
-    browser.get_log("browser")  # forget what earlier tests did
+    complaints(browser)  # of earlier tests
     show(browser, server, at="#g18/0")
     until(lambda: texts(browser, "#answer .token"))
 
@@ -333,7 +365,7 @@ def test_nothing_is_asked_of_another_host_and_nothing_breaks_the_policy(
     assert isinstance(asked, list)
     assert len(asked) > 10
     assert all(one.startswith((server.address, "data:")) for one in asked)
-    assert browser.get_log("browser") == []
+    assert complaints(browser) == []
 
 
 def test_two_thousand_rows_are_drawn_in_less_than_a_second_of_cpu(browser: WebDriver) -> None:

@@ -90,10 +90,10 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def read(folder: Path, **options: Any) -> tuple[list[dict[str, Any]], str]:  # noqa: ANN401
+def read(folder: Path, *, max_spans: int = 1_000) -> tuple[list[dict[str, Any]], str]:
     console = Console(file=io.StringIO(), width=200)
     out = folder / "out.json"
-    write_trace(folder, out, console, **options)
+    write_trace(folder, out, console, max_spans=max_spans)
     said: str = console.file.getvalue()  # type: ignore[attr-defined]
     return json.loads(out.read_text())["traceEvents"], said
 

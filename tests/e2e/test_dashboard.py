@@ -1,0 +1,109 @@
+"""The page of a real run, in a real browser."""
+
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+selenium = pytest.importorskip("selenium")
+from selenium.webdriver.common.by import By  # noqa: E402
+from selenium.webdriver.remote.webdriver import WebDriver  # noqa: E402
+
+from deploy.observe import run_of_folder, status_now  # noqa: E402
+from tests.browser.chromium import CHROMIUM, DRIVER, start_chromium  # noqa: E402
+from tests.e2e.tiny_run import ROOT, TinyRun  # noqa: E402
+
+pytestmark = [
+    pytest.mark.e2e,
+    pytest.mark.timeout(240),
+    pytest.mark.skipif(not (CHROMIUM and DRIVER), reason="no chromium and chromedriver here"),
+]
+SHOWN_WITHIN_S = 3.0
+
+
+@pytest.fixture
+def browser() -> Iterator[WebDriver]:
+    driver = start_chromium()
+    yield driver
+    driver.quit()
+
+
+def text(browser: WebDriver, place: str) -> str:
+    return browser.find_element(By.ID, place).text
+
+
+def numbers(shown: str) -> list[int]:
+    return [int(one.replace(",", "")) for one in re.findall(r"\d[\d,]*", shown)]
+
+
+def until(is_so: Callable[[], bool], what: str, timeout_s: float = 20.0) -> float:
+    began_s = time.monotonic()
+    while not is_so():
+        assert time.monotonic() - began_s < timeout_s, what
+        time.sleep(0.05)
+    return time.monotonic() - began_s
+
+
+def test_the_page_shows_the_ledger_a_killed_generator_and_later_the_finished_run(
+    start_run: Callable[..., TinyRun], browser: WebDriver
+):
+    run = start_run(run__steps=60, deploy__max_restarts=3, sampling__max_response_tokens=32)
+    address = run.folder / "dashboard.url"
+    run.wait_until(address.exists, "address of the page")
+    browser.get(address.read_text().strip())
+    run.wait_until(lambda: run.steps() >= 3, "third step")
+    until(lambda: "live" in text(browser, "state"), "the page is not live")
+
+    def agree() -> bool:
+        """Tell whether the page shows the ledger's equation, asked before and after."""
+        before = status_now(run_of_folder(run.folder))
+        shown = numbers(text(browser, "equation-groups"))
+        after = status_now(run_of_folder(run.folder))
+        wanted = [
+            (s.issued, s.trained, sum(s.dropped.values()), sum(s.in_flight.values()))
+            for s in (before, after)
+        ]
+        return any(set(one) <= set(shown) for one in wanted)
+
+    until(agree, "the page does not show the ledger's equation")
+
+    victim = run.process_with("--name generator-0")
+    assert victim is not None
+    victim.send_signal(signal.SIGKILL)
+    shown_after_s = until(
+        lambda: "generator-0" in text(browser, "headline"),
+        "the page says nothing of a generator that was killed",
+    )
+    assert shown_after_s <= SHOWN_WITHIN_S
+
+    assert run.wait() == 0, run.output
+    summary = run.summary()
+    severe = [one for one in browser.get_log("browser") if "SyntaxError" in one["message"]]
+    assert severe == []
+
+    server = subprocess.Popen(
+        [sys.executable, "-m", "deploy.main", "dashboard", str(run.folder)],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={"PYTHONPATH": str(ROOT), "COLUMNS": "200", "PYTHONUNBUFFERED": "1"},
+    )
+    try:
+        assert server.stdout is not None
+        browser.get(server.stdout.readline().strip())
+        until(lambda: str(summary["issued"]) in text(browser, "equation-groups"), "no figures")
+        shown = numbers(text(browser, "equation-groups"))
+        assert {summary["issued"], summary["trained"]} <= set(shown)
+        assert "live" not in text(browser, "state")
+        browser.find_element(By.CSS_SELECTOR, "#items button, #items a").click()
+        until(lambda: bool(text(browser, "answer")), "no answer is shown")
+        server.send_signal(signal.SIGINT)
+        assert server.wait(10) == 0
+    finally:
+        server.kill()
+        server.communicate()
+    run.assert_nothing_left()
