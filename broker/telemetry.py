@@ -55,6 +55,8 @@ class RoleRecord:
             tokens_per_second=self.tokens / age,
             adopted=self.report.adopted,
             leases=leases,
+            trajectories=self.report.counters.get("trajectories", 0.0),
+            retracted=self.report.counters.get("retracted", 0.0),
         )
 
 

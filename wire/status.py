@@ -69,6 +69,8 @@ class RoleStatus(msgspec.Struct, frozen=True, kw_only=True):
     tokens_per_second: float
     adopted: PolicyVersion | None = None
     leases: int = 0
+    trajectories: float = 0.0  # that it finished
+    retracted: float = 0.0  # times that an answer was thrown out of the engine's cache
 
 
 class StepPoint(msgspec.Struct, frozen=True, kw_only=True):

@@ -46,6 +46,8 @@ KL_ROWS = 5  # with tokens of that lag among them
 STALENESS_SPREAD = 0.1  # learner steps; a staleness that never changes correlates with nothing
 PAUSED = 0.2  # share of the engines' time: a fifth of the generation is lost
 PUBLISHES = 5  # before their share means anything
+ANSWERS = 50  # before a share of them means anything
+THRASHED = 0.05  # of the answers: each is computed again from its first token
 LETTERS = 3.0  # in a window: one or two are bad rows
 LETTERS_ERROR = 0.1  # of the issued groups: no longer single rows but the reward function
 NEAR_FULL = 0.8  # of the high water: past it generation is held back
@@ -324,6 +326,23 @@ def _paused_s(record: PublishRecord) -> float:
     return sum(record.phase_seconds.get(phase, 0.0) for phase in PAUSED_PHASES)
 
 
+def _kv_thrashing(view: _View) -> Advisory | None:
+    def measure(end: int) -> float | None:
+        answers = view.growth("answers", end)
+        return view.growth("retracted", end) / answers if answers >= ANSWERS else None
+
+    if (thrown := view.reading(measure, THRASHED)) is None:
+        return None
+    return _advisory(
+        "kv-thrashing",
+        "warning",
+        f"Engines threw {thrown:.0%} of the answers of {view.lately} out of their cache and "
+        "computed them again: let fewer be under way (generators.max_sequences) or give the cache "
+        "more room (generators.max_cached_tokens, generators.sglang.mem_fraction_static).",
+        "generators.max_sequences",
+    )
+
+
 def _dead_letters_growing(view: _View) -> Advisory | None:
     def measure(end: int) -> float:
         return view.growth("queue:dead_letters", end)
@@ -542,7 +561,7 @@ def _advisory(rule: str, level: Level, text: str, setting: str) -> Advisory:
 _LEVELS: Sequence[Level] = ("error", "warning", "info")
 _RULES: Sequence[Callable[[_View], Advisory | None]] = (
     *(_learner_starved, _generators_starved, _memory_near_the_high_water),
-    *(_publishes_dominating, _dead_letters_growing, _fsync_too_weak),
+    *(_kv_thrashing, _publishes_dominating, _dead_letters_growing, _fsync_too_weak),
     *(_staleness_at_the_bound, _survivorship_bias, _reward_collapse),
     *(_zero_variance_flood, _entropy_collapse, _mismatch_kl_rising_with_lag),
 )

@@ -21,7 +21,14 @@ EVERY_S = 2.0  # of a new run
 MAX_ROWS = 2_000
 MAX_SERIES = 512  # names in a table
 _MAX_NAME = 100  # characters
-_COUNTED = ("dropped:", "version:", "issued", "trained")  # of two rows the later one counts
+_COUNTED = (
+    "dropped:",
+    "version:",
+    "issued",
+    "trained",
+    "answers",
+    "retracted",
+)  # of two rows the later one counts
 _MISSING = math.nan
 
 

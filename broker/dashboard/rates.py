@@ -29,6 +29,8 @@ class Rates:
             "trained": status.trained,
             "in_flight": sum(status.in_flight.values()),
             "queue_age_s": status.queue_age_s,
+            "answers": sum(role.trajectories for role in status.roles),
+            "retracted": sum(role.retracted for role in status.roles),
         }
         for name in _QUEUES:
             sample[f"queue:{name}"] = status.queue.get(name, 0)

@@ -137,6 +137,11 @@ CASES: list[Case] = [
         *(status(publish_history=publishes(0.39)), history()),
     ),
     (
+        "kv-thrashing",
+        *(HERE, history({"answers": rising(10.0), "retracted": rising(0.51)})),
+        *(HERE, history({"answers": rising(10.0), "retracted": rising(0.49)})),
+    ),
+    (
         "dead-letters-growing",
         *(HERE, history({"queue:dead_letters": rising(3.1 / 60), "issued": rising(10.0)})),
         *(HERE, history({"queue:dead_letters": rising(2.8 / 60), "issued": rising(10.0)})),
@@ -349,5 +354,8 @@ def test_every_setting_that_is_named_exists():
     sections = "run|data|reward|learner|algo|generators|broker|weightbus|sampling|checkpoint"
     named = set(re.findall(rf"\b(?:{sections})\.[a-z_]+(?:\.[a-z_]+)?\b", source))
     named = {name for name in named if not name.startswith(("broker.dashboard", "data.sources"))}
+    named = {
+        "generators.sglang" if name.startswith("generators.sglang.") else name for name in named
+    }
     assert named
     assert {name for name in named if f"`{name}`" not in settings} == set()
