@@ -16,9 +16,10 @@ from weightbus.compatibility import installed_libraries
 from weightbus.staging import Staging
 from weightbus.subscriber import Subscriber
 from weightbus.tensor_set import TensorSet
-from wire.bus import Join, RelayDoor
+from wire.bus import Join
 from wire.errors import EngineError
 from wire.logs import start_logging
+from wire.run_settings import RunSection, relay_door
 
 _log = logging.getLogger("agent")
 
@@ -77,14 +78,7 @@ async def serve(arguments: argparse.Namespace) -> None:
     sockets = folder / "sockets"
     async with asyncio.TaskGroup() as group:
         group.create_task(engine.generate())
-        group.create_task(
-            subscriber.run(
-                RelayDoor(
-                    endpoint=f"ipc://{sockets}/weightbus.sock",
-                    bulk_endpoint=f"ipc://{sockets}/weights.sock",
-                )
-            )
-        )
+        group.create_task(subscriber.run(relay_door(RunSection(socket_dir=str(sockets)))))
 
 
 def main() -> None:

@@ -19,7 +19,6 @@ from weightbus.config import WeightBusSection
 from weightbus.member import Member
 from weightbus.publication import Publication
 from weightbus.rendezvous import open_store
-from weightbus.threads import in_own_thread
 from weightbus.transport import MembersFailedError, Transport, all_of
 from wire.bus import Command, LoadBucket, OpenGroup, Outcome, TransportName
 from wire.errors import ConfigError, PublishError
@@ -66,7 +65,7 @@ class Collective(Transport):
             timeout_s=settings.timeout_s,
         )
         rank_of = dict(zip(members, ranks, strict=False))
-        joined = asyncio.create_task(in_own_thread(lambda: group.join(backend)))
+        joined = asyncio.create_task(threads.in_own_thread(lambda: group.join(backend)))
         try:
             await all_of(
                 members,
@@ -134,7 +133,7 @@ class Collective(Transport):
         if self._group is not None:
             group, self._group = self._group, None
             self._members = []
-            await in_own_thread(group.close)
+            await threads.in_own_thread(group.close)
 
 
 class _Sent:

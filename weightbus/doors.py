@@ -17,7 +17,7 @@ _HANDSHAKE_MS = 5_000  # whoever has connected has so long to prove its key
 _HEARTBEAT_MS = 2_000  # of a connection: a host that is gone is noticed
 _DEAD_AFTER_MS = 10_000
 _KEEPALIVE_S = 10  # of one that carries buckets: no heartbeat comes through while one is moving
-_MAX_WAITING = 8  # buckets that a peer asked for and does not read
+MAX_WAITING = 8  # buckets that a peer asked for and does not read
 _MAX_BYTES = 16 << 20  # of a message from an agent: checksums of all its tensors
 _MAX_BULK_BYTES = 4 << 10  # of a request for a bucket
 _TCP = "tcp://"
@@ -61,9 +61,9 @@ class FarDoor:
         self._doorkeeper.configure_curve_callback(_DOMAIN, credentials_provider=self)
         host, _, port = self._listen.removeprefix(_TCP).rpartition(":")
         after = int(port) + 1 if int(port) else 0
-        socket = self._bind(context, self._listen, _MAX_BYTES)
+        socket = self._bind(context, self._listen, has_buckets=False)
         try:
-            bulk = self._bind(context, f"{_TCP}{host}:{after}", _MAX_BULK_BYTES)
+            bulk = self._bind(context, f"{_TCP}{host}:{after}", has_buckets=True)
         except ConfigError:
             socket.close()
             raise
@@ -76,14 +76,14 @@ class FarDoor:
         return socket, bulk
 
     def _bind(
-        self, context: zmq.asyncio.Context, endpoint: str, max_bytes: int
+        self, context: zmq.asyncio.Context, endpoint: str, *, has_buckets: bool
     ) -> zmq.asyncio.Socket:
         socket = context.socket(zmq.ROUTER)
         socket.setsockopt(zmq.LINGER, 0)
-        socket.setsockopt(zmq.MAXMSGSIZE, max_bytes)
+        socket.setsockopt(zmq.MAXMSGSIZE, _MAX_BULK_BYTES if has_buckets else _MAX_BYTES)
         socket.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
-        socket.setsockopt(zmq.ROUTER_MANDATORY, int(max_bytes == _MAX_BYTES))  # who is gone?
-        keep_watch(socket, has_buckets=max_bytes == _MAX_BULK_BYTES)
+        socket.setsockopt(zmq.ROUTER_MANDATORY, int(not has_buckets))  # who is gone?
+        keep_watch(socket, has_buckets=has_buckets)
         socket.curve_secretkey = self._secret
         socket.curve_server = True
         socket.zap_domain = _DOMAIN.encode()
@@ -105,7 +105,7 @@ class FarDoor:
 def keep_watch(socket: zmq.asyncio.Socket, *, has_buckets: bool) -> None:
     """Have a socket notice that the host on the other side is gone."""
     if has_buckets:
-        socket.setsockopt(zmq.SNDHWM, _MAX_WAITING)
+        socket.setsockopt(zmq.SNDHWM, MAX_WAITING)
         socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
         socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, _KEEPALIVE_S)
         socket.setsockopt(zmq.TCP_KEEPALIVE_INTVL, _KEEPALIVE_S)

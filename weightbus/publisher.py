@@ -20,7 +20,7 @@ from weightbus.bulk import proved, serve_buckets
 from weightbus.collective_transport import Collective
 from weightbus.compatibility import Libraries, why_no_collective
 from weightbus.config import WeightBusSection
-from weightbus.doors import FarDoor
+from weightbus.doors import MAX_WAITING, FarDoor
 from weightbus.interfaces import is_loopback
 from weightbus.member import Member
 from weightbus.staged_transports import OverDisk, OverTcp
@@ -46,7 +46,6 @@ _log = logging.getLogger(__name__)
 _RETRY_S = 1.0
 _WATCH_S = 1.0
 _MAX_MEMBERS = 10_000
-_BULK_HIGH_WATER = 8
 
 
 class Sender(NamedTuple):
@@ -121,7 +120,7 @@ class Publisher:
             near = context.socket(zmq.ROUTER), context.socket(zmq.ROUTER)
             sockets += near
             near[0].setsockopt(zmq.ROUTER_MANDATORY, 1)
-            near[1].setsockopt(zmq.SNDHWM, _BULK_HIGH_WATER)
+            near[1].setsockopt(zmq.SNDHWM, MAX_WAITING)
             near[0].bind(door.endpoint)
             near[1].bind(door.bulk_endpoint)
             pairs.append((*near, None))

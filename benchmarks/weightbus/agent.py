@@ -24,8 +24,9 @@ from weightbus.engine_checksums import expected_checksums
 from weightbus.staging import Staging
 from weightbus.subscriber import Subscriber
 from weightbus.tensor_set import TensorSet
-from wire.bus import Join, RelayDoor
+from wire.bus import Join
 from wire.manifest import Bucket
+from wire.run_settings import RunSection, relay_door
 from wire.versions import PolicyVersion
 
 SIZES = {"smollm2": SMOLLM2, "quick": QUICK}
@@ -117,12 +118,7 @@ async def _serve(arguments: argparse.Namespace) -> None:
     )
     sockets = arguments.folder / "sockets"
     _say(joins=True, at_s=time.monotonic())
-    await subscriber.run(
-        RelayDoor(
-            endpoint=f"ipc://{sockets}/weightbus.sock",
-            bulk_endpoint=f"ipc://{sockets}/weights.sock",
-        )
-    )
+    await subscriber.run(relay_door(RunSection(socket_dir=str(sockets))))
 
 
 def main() -> None:

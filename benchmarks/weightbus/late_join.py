@@ -15,8 +15,9 @@ from weightbus.config import WeightBusSection
 from weightbus.publisher import Publisher
 from weightbus.slots import NUM_SLOTS
 from weightbus.versions import Versions
-from wire.bus import PublishRecord, RelayDoor
+from wire.bus import PublishRecord
 from wire.relay import OpenMemory
+from wire.run_settings import RunSection, relay_door
 from wire.versions import PolicyVersion
 
 _LONGEST_S = 60.0
@@ -64,14 +65,7 @@ async def _measure(folder: Path, sizes: str, rounds: int, check_every: int) -> J
         libraries=installed_libraries(),
     )
     sockets = folder / "sockets"
-    serving = asyncio.create_task(
-        publisher.run(
-            RelayDoor(
-                endpoint=f"ipc://{sockets}/weightbus.sock",
-                bulk_endpoint=f"ipc://{sockets}/weights.sock",
-            )
-        )
-    )
+    serving = asyncio.create_task(publisher.run(relay_door(RunSection(socket_dir=str(sockets)))))
     agents = [Agent(folder, "there", "tcp", sizes)]
     figures = JoinFigures(layout.num_bytes)
     try:
