@@ -80,6 +80,7 @@ class StatusWatcher:
         self._every_s = every_s
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._loop, name="status", daemon=True)
+        self._once = threading.Lock()
         self._started_s = time.monotonic()
         self._answer: tuple[RunStatus, float] | None = None
         self.error = ""  # of the newest attempt; empty while the broker answers
@@ -98,15 +99,21 @@ class StatusWatcher:
         """Begin to ask."""
         self._thread.start()
 
+    def ask_once(self) -> None:
+        """Get the state as it is now; PeerLostError if no broker answers."""
+        with self._once:
+            self._answer = (status_now(self._run), time.monotonic())
+
     def close(self) -> None:
         """Ask no more; a question under way is waited for, because it has a deadline."""
         self._stop.set()
-        self._thread.join(timeout=2 * _TIMEOUT_S)
+        if self._thread.is_alive():
+            self._thread.join(timeout=2 * _TIMEOUT_S)
 
     def _loop(self) -> None:
         while not self._stop.is_set():
             try:
-                self._answer = (status_now(self._run), time.monotonic())
+                self.ask_once()
                 self.error = ""
             except SlipstreamError as error:
                 self.error = str(error)

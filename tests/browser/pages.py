@@ -1,112 +1,101 @@
-"""A small server of the page's files and of sample data, with the dashboard's headers."""
+"""The broker's own page and web server, fed with a sample run."""
 
 import asyncio
-import json
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from importlib.resources import files
-from itertools import count
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
-from aiohttp import web
-
+from broker.dashboard.history import HistoryColumns
+from broker.dashboard.items import Found, Letter, RecordedItems, Trajectory
+from broker.dashboard.recorder import Look
+from broker.dashboard.web import Dashboard
 from tests.browser import samples
 
-_POLICY = (  # what the broker sends
-    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
-    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-)
-_TYPES = {"js": "text/javascript", "css": "text/css", "html": "text/html"}
 _EVERY_S = 0.5
-_VENDORED = frozenset({"uplot.js", "uplot.css"})
 
 
-class SampleServer:
-    """Serves one sample run; events flow until ``cut`` and again after ``mend``."""
+class SampleSource:
+    """Tells of one sample run; streams flow until ``cut`` and again after ``mend``."""
 
     def __init__(self, run: samples.Run) -> None:
         self.run = run
-        self.seen: list[str] = []  # paths that were asked for
-        self.address = ""
         self.news: tuple[int, ...] = ()  # learner steps that every event tells
+        self.waited = 0  # for something new, by all viewers
+        self._row = run.rows
         self._cut = threading.Event()
-        self._streams: set[web.StreamResponse] = set()
-        self._loop = asyncio.new_event_loop()
 
     def cut(self) -> None:
-        """End all streams and refuse new ones."""
+        """Break all streams, and new ones as well."""
         self._cut.set()
 
     def mend(self) -> None:
-        """Answer again."""
+        """Let streams flow again."""
         self._cut.clear()
 
-    async def _page(self, _request: web.Request) -> web.Response:
-        return _file("page.html")
+    @property
+    def look(self) -> Look:
+        """Return the newest sample."""
+        return Look(
+            status=self.run.status(),
+            advisories=samples.ADVISORIES,
+            live=self.run.live,
+            point=self.run.point(self._row) if self.waited else {},
+        )
 
-    async def _static(self, request: web.Request) -> web.Response:
-        name = request.match_info["name"]
-        return _file(f"vendor/{name}" if name in _VENDORED else name)
+    def columns(self) -> HistoryColumns:
+        """Return the history."""
+        return self.run.history()
 
-    async def _state(self, _request: web.Request) -> web.Response:
-        return web.json_response(self.run.state())
+    def steps_after(self, step: float) -> list[dict[str, float | None]]:
+        """Return the news, whatever was told before."""
+        del step
+        return [self.run.row(step) for step in self.news]
 
-    async def _items(self, request: web.Request) -> web.Response:
-        found = samples.items(request.query.get("q", ""))
-        if "lag" in request.query:
-            found = [row for row in found if row["lag"] == int(request.query["lag"])]
-        return web.json_response({"items": found, "more": False})
+    def letters(self) -> list[Letter]:
+        """Return dead letters."""
+        return self.run.letters()
 
-    async def _trajectory(self, request: web.Request) -> web.Response:
-        group, sibling = int(request.query["group"]), int(request.query["sibling"])
-        return web.json_response(samples.trajectory(group, sibling))
-
-    async def _events(self, request: web.Request) -> web.StreamResponse:
+    async def next_look(self) -> None:
+        """Return after a while."""
+        self.waited += 1
+        self._row += 1
         if self._cut.is_set():
-            raise web.HTTPServiceUnavailable
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-        await response.prepare(request)
-        with suppress(ConnectionResetError):
-            for row in count(self.run.rows):
-                if self._cut.is_set():
-                    break
-                event = json.dumps(self.run.event(row, self.news))
-                await response.write(f"data: {event}\n\n".encode())
-                await asyncio.sleep(_EVERY_S)
-        return response
+            raise ConnectionResetError
+        await asyncio.sleep(_EVERY_S)
 
-    @web.middleware
-    async def _note(
-        self, request: web.Request, handler: Callable[[web.Request], object]
-    ) -> web.StreamResponse:
-        self.seen.append(request.path_qs)
-        response: web.StreamResponse = await handler(request)  # type: ignore[misc]
-        if not response.prepared:
-            response.headers["Content-Security-Policy"] = _POLICY
-        return response
 
-    async def _start(self) -> web.AppRunner:
-        app = web.Application(middlewares=[self._note])
-        app.router.add_get("/", self._page)
-        app.router.add_get("/static/{name}", self._static)
-        app.router.add_get("/state.json", self._state)
-        app.router.add_get("/events", self._events)
-        app.router.add_get("/items", self._items)
-        app.router.add_get("/trajectory", self._trajectory)
-        runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
-        await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        self.address = f"http://127.0.0.1:{runner.addresses[0][1]}/"
-        return runner
+class SampleItems(RecordedItems):
+    """Recorded trajectories without a run folder."""
+
+    def __init__(self) -> None:
+        super().__init__(Path("/nonexistent"))
+
+    def find(self, text: str = "", *, lag: int | None = None) -> Found:
+        found = [one for one in samples.items(text) if lag is None or one.lag == lag]
+        return Found(found, more=False)
+
+    def trajectory(self, group_id: int, sibling: int) -> Trajectory:
+        return samples.trajectory(group_id, sibling)
+
+
+class SampleServer(SampleSource):
+    """Serves a sample run on the loopback interface, in a thread of its own."""
+
+    def __init__(self, run: samples.Run) -> None:
+        super().__init__(run)
+        self.address = ""
+        self._loop = asyncio.new_event_loop()
 
     def serve(self, ready: threading.Event) -> None:
-        """Serve until the loop is stopped; runs in a thread of its own."""
+        """Serve until the loop is stopped."""
         asyncio.set_event_loop(self._loop)
-        runner = self._loop.run_until_complete(self._start())
+        page = Dashboard(self, SampleItems(), host="127.0.0.1", port=0)
+        self.address = self._loop.run_until_complete(page.start())
         ready.set()
         self._loop.run_forever()
-        self._cut.set()
-        self._loop.run_until_complete(runner.cleanup())
+        self.cut()
+        self._loop.run_until_complete(page.stop())
         self._loop.run_until_complete(self._loop.shutdown_default_executor())
         self._loop.close()
 
@@ -117,7 +106,7 @@ class SampleServer:
 
 @contextmanager
 def served(run: samples.Run) -> Iterator[SampleServer]:
-    """Serve a sample run on the loopback interface."""
+    """Serve a sample run."""
     server = SampleServer(run)
     ready = threading.Event()
     thread = threading.Thread(target=server.serve, args=(ready,), daemon=True)
@@ -128,8 +117,3 @@ def served(run: samples.Run) -> Iterator[SampleServer]:
     finally:
         server.stop()
         thread.join(5)
-
-
-def _file(name: str) -> web.Response:
-    body = (files("broker.dashboard") / name).read_bytes()
-    return web.Response(body=body, content_type=_TYPES[name.rsplit(".", 1)[1]])

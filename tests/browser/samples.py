@@ -8,6 +8,10 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from broker.dashboard.advisories import Advisory
+from broker.dashboard.history import HistoryColumns, StepColumns, TimeColumns
+from broker.dashboard.items import Item, Letter, Sibling, Token, Trajectory
+from broker.trace import Moment
 from tests.wire_samples import STATUS
 from wire.bus import MemberState, PublishRecord
 from wire.status import (
@@ -27,7 +31,7 @@ GENERATORS = ("generator-0", "generator-1", "generator-2", "generator-3")
 PROCESSES = ("learner", *GENERATORS, "reward-0", "relay", "broker")
 BUSY = {"learner": 0.71, "reward-0": 0.35, "relay": 0.08, "broker": 0.12}
 BOUND = 2
-Json = dict[str, object]
+LOST = 4_000  # group of the first dead letter; its answers are not recorded
 
 
 @dataclass(slots=True)
@@ -214,93 +218,103 @@ class Run:
         }
         return StepPoint(step=step, at_s=step * 5.0, metrics=metrics)
 
-    def history(self) -> Json:
-        """Return H: the columns of time and steps."""
+    def letters(self) -> list[Letter]:
+        """Return dead letters; one prompt is hostile, of one no attempt is kept."""
+        unscored = Letter(
+            group_id=LOST,
+            reason="reward_unavailable",
+            step=self.steps,
+            prompt=HOSTILE,
+            failures=["sibling 3, timeout, reward-0"],
+        )
+        lapsed = Letter(
+            group_id=LOST + 1,
+            reason="lease_exhausted",
+            step=self.steps - 1,
+            prompt="What is 6 times 7?",
+            failures=[],
+        )
+        return [unscored, lapsed]
+
+    def history(self) -> HistoryColumns:
+        """Return the columns of time and steps."""
         points = [self.point(row) for row in range(self.rows)]
         steps = [self.step(step) for step in range(1, self.steps + 1)]
-        return {
-            "time": {
-                "every_s": self.every_s,
-                "at_s": [point.pop("at_s") for point in points],
-                "series": _columns(points),
-            },
-            "steps": {
-                "step": [point.step for point in steps],
-                "at_s": [point.at_s for point in steps],
-                "series": _columns([point.metrics for point in steps]),
-            },
-        }
+        return HistoryColumns(
+            began_s=STARTED_S,
+            time=TimeColumns(
+                every_s=self.every_s,
+                at_s=[point.pop("at_s") or 0.0 for point in points],
+                series=_columns(points),
+            ),
+            steps=StepColumns(
+                step=[float(point.step) for point in steps],
+                at_s=[point.at_s for point in steps],
+                series=_columns([point.metrics for point in steps]),
+            ),
+        )
 
-    def _flat(self, step: int) -> Json:
+    def row(self, step: int) -> dict[str, float | None]:
+        """Return a learner step as the page's stream tells it."""
         point = self.step(step)
         return {"step": step, "at_s": point.at_s, **point.metrics}
 
-    def state(self) -> Json:
-        """Return the answer to /state.json."""
-        return {**self.news(), "history": self.history()}
-
-    def news(self) -> Json:
-        """Return an event without its points."""
-        return {"status": _plain(self.status()), "advisories": ADVISORIES, "live": self.live}
-
-    def event(self, row: int, steps: tuple[int, ...] = ()) -> Json:
-        """Return one event of /events."""
-        points = [self._flat(step) for step in steps]
-        return {**self.news(), "point": self.point(row), "steps": points}
-
 
 ADVISORIES = [
-    {
-        "rule": "publish-left-out",
-        "level": "error",
-        "text": "generator-3 holds a mixture of two versions since 0:40 and generates nothing.",
-        "setting": "weightbus.timeout_s",
-        "why": "engine-left-out",
-    },
-    {
-        "rule": "learner-starved",
-        "level": "warning",
-        "text": "The learner waited 29% of the last 10 minutes for groups: add generators, "
+    Advisory(
+        rule="publish-left-out",
+        level="error",
+        text="generator-3 holds a mixture of two versions since 0:40 and generates nothing.",
+        setting="weightbus.timeout_s",
+        why="engine-left-out",
+    ),
+    Advisory(
+        rule="learner-starved",
+        level="warning",
+        text="The learner waited 29% of the last 10 minutes for groups: add generators, "
         "or let them run further ahead.",
-        "setting": "run.max_staleness_steps",
-        "why": "learner-starved",
-    },
+        setting="run.max_staleness_steps",
+        why="learner-starved",
+    ),
 ]
 
 
-def items(text: str) -> list[Json]:
+def items(text: str) -> list[Item]:
     """Return the recorded trajectories that a search finds; one prompt is hostile."""
     prompts = [HOSTILE, "Natalia sold clips to 48 of her friends in April.", "37+85="]
-    rows: list[Json] = [
-        {
-            "step": 240 - i // 4,
-            "group_id": 17 + i // 4,
-            "sibling": i % 4,
-            "lag": i % (BOUND + 1),
-            "reward": float(i % 2),
-            "prompt": prompts[(i // 4) % 3],
-            "num_tokens": 44 + i,
-        }
+    rows = [
+        Item(
+            step=240 - i // 4,
+            group_id=17 + i // 4,
+            sibling=i % 4,
+            lag=i % (BOUND + 1),
+            reward=float(i % 2),
+            prompt=prompts[(i // 4) % 3],
+            num_tokens=44 + i,
+        )
         for i in range(24)
     ]
     if text.startswith("g") and text[1:].isdigit():
-        return [row for row in rows if row["group_id"] == int(text[1:])]
-    return [row for row in rows if text in str(row["prompt"])]
+        return [row for row in rows if row.group_id == int(text[1:])]
+    return [row for row in rows if text in row.prompt]
 
 
-def trajectory(group: int, sibling: int) -> Json:
+def trajectory(group: int, sibling: int) -> Trajectory:
     """Return a trajectory of two versions; a token of its answer is hostile."""
+    if group >= LOST:
+        attempts = [Moment(STARTED_S + 900 + i, f"attempt {i + 1} failed") for i in range(3)]
+        return Trajectory(found=False, group_id=group, sibling=sibling, life=attempts)
     draw = random.Random(group * 8 + sibling)
     answer = "In May she sold half as many , so 48 / 2 = 24 . Together that is 48 + 24 = 72 clips ."
     texts = [f"{word} " for word in answer.split()] + [HOSTILE, "<eos>"]
     change = len(texts) // 3
     tokens = [
-        {
-            "text": text,
-            "version": "v1.238" if i < change else "v1.239",
-            "lag": 2 if i < change else 1,
-            "diff": round(draw.gauss(0, 0.02) if i % 7 else draw.gauss(-0.3, 0.3), 6),
-        }
+        Token(
+            text=text,
+            version="v1.238" if i < change else "v1.239",
+            lag=2 if i < change else 1,
+            diff=round(draw.gauss(0, 0.02) if i % 7 else draw.gauss(-0.3, 0.3), 6),
+        )
         for i, text in enumerate(texts)
     ]
     life = [
@@ -310,26 +324,19 @@ def trajectory(group: int, sibling: int) -> Json:
         (7.9, "delivered to the learner, step 240"),
         (12.1, "trained by step 240"),
     ]
-    return {
-        "found": True,
-        "step": 240,
-        "group_id": group,
-        "sibling": sibling,
-        "prompt": HOSTILE if group == 17 else "Natalia sold clips to 48 of her friends in April.",
-        "reward": 1.0,
-        "parts": {"correct": 1.0, "format": 0.5},
-        "finish_reason": "stop",
-        "temperature": 1.0,
-        "tokens": tokens,
-        "life": [{"at_s": STARTED_S + 1100 + at, "what": what} for at, what in life],
-        "siblings": [{"sibling": i, "reward": float(i % 2)} for i in range(8)],
-    }
-
-
-def _plain(value: msgspec.Struct) -> Json:
-    plain: Json = msgspec.json.decode(msgspec.json.encode(value))
-    plain.pop("steps_history", None)
-    return plain
+    return Trajectory(
+        found=True,
+        step=240,
+        group_id=group,
+        sibling=sibling,
+        prompt=HOSTILE if group == 17 else "Natalia sold clips to 48 of her friends in April.",
+        reward=1.0,
+        parts={"correct": 1.0, "format": 0.5},
+        finish_reason="stop",
+        tokens=tokens,
+        life=[Moment(STARTED_S + 1100 + at, what) for at, what in life],
+        siblings=[Sibling(i, float(i % 2)) for i in range(8)],
+    )
 
 
 def _columns(rows: Sequence[Mapping[str, float | None]]) -> dict[str, list[float | None]]:
