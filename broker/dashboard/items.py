@@ -6,8 +6,7 @@ from pathlib import Path
 
 import msgspec
 
-from broker.trace import Moment, trace_item
-from broker.trail import read_trail
+from broker.trace import Moment, trace_group
 from wire.dead_letters import DeadLetter, Failure
 from wire.run_folder import TRAIL, TRAINED
 
@@ -174,7 +173,7 @@ class RecordedItems:
         )
 
     def _life(self, group_id: int) -> list[Moment]:
-        trace = trace_item(read_trail(self._trail), f"g{group_id}")
+        trace = trace_group(self._trail, group_id)
         return trace.life if trace is not None else []
 
     def _row(self, offset: int) -> Row | None:
