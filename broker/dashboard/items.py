@@ -103,6 +103,8 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True):
     tokens: list[Token] = []
     life: list[Moment] = []
     siblings: list[Sibling] = []
+    outcome: str = ""  # of its group, by the ledger
+    failures: list[str] = []  # of a dead letter: who failed at what
 
 
 class _Indexed(msgspec.Struct, frozen=True):
