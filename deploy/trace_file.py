@@ -7,7 +7,7 @@ the trail, publishes from the summary, curves of how busy each process was from 
 
 import json
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -17,7 +17,6 @@ from rich.console import Console
 
 from broker.dashboard.history import HistoryColumns, read_state
 from broker.events import (
-    Delivered,
     Dropped,
     Generated,
     Issued,
@@ -34,8 +33,9 @@ from broker.events import (
 from broker.sessions import name_of
 from broker.summary import PUBLISHES
 from broker.trail import read_trail
-from wire.bus import PublishRecord
+from wire.bus import PUBLISH_PHASES, PublishRecord
 from wire.errors import ConfigError
+from wire.phases import PHASE_TIME, WAIT
 from wire.run_folder import PAGE_STATE, SUMMARY, TRAIL
 
 TRACE = Path("trace.json")
@@ -43,14 +43,15 @@ _PROMPT_CHARS = 80
 _COUNT_EVERY_S = 0.5  # at most so often a counter is written
 _LEARNER, _BUS, _BROKER = "learner", "weight bus", "broker"
 _FIRST = {_LEARNER: 0, _BUS: 1, _BROKER: 2}  # then come the generators
-_ORDER = ("digest", "offer", "group", "receive", "pause", "transfer", "load", "verify", "commit")
+_PHASES = ("commit", "export", "checkpoint", WAIT, "fetch", "pack", "proximal", "train")
 Json: TypeAlias = dict[str, Any]
 
 
 class _Summary(msgspec.Struct, frozen=True, kw_only=True):
     """What is read of summary.json."""
 
-    publishes: list[PublishRecord] = msgspec.field(name=PUBLISHES, default_factory=list)
+    newest: list[PublishRecord] = msgspec.field(name=PUBLISHES, default_factory=list)
+    publishes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,11 +94,13 @@ def write_trace(folder: Path, out: Path | None, console: Console, *, max_spans: 
     for _, at_s, data in read_trail(folder / TRAIL):
         reader.hear(at_s, decode_event(data))
     reader.close()
-    spans = [*reader.spans, *publish_spans(_publishes(folder))]
+    stored = read_state(folder / PAGE_STATE)
+    summary = _read_summary(folder, console)
+    spans = [*reader.spans, *publish_spans(summary.newest)]
     if not spans:
         raise ConfigError(f"{folder / TRAIL} holds nothing that lasted: the run has just begun")
     marks = [*reader.marks]
-    if (stored := read_state(folder / PAGE_STATE)) is not None:
+    if stored is not None:
         marks += history_marks(stored.history)
     path = out or folder / TRACE
     unfinished = path.with_name(f".{path.name}.new")
@@ -116,18 +119,25 @@ def write_trace(folder: Path, out: Path | None, console: Console, *, max_spans: 
             style="yellow",
             soft_wrap=True,
         )
+    if (num_lost := summary.publishes - len(summary.newest)) > 0:
+        console.print(
+            f"{num_lost} older publishes were left out: a run keeps the newest",
+            style="yellow",
+            soft_wrap=True,
+        )
     return 0
 
 
-def _publishes(folder: Path) -> list[PublishRecord]:
-    """Return the newest publishes; none if the run has not written a summary."""
+def _read_summary(folder: Path, console: Console) -> _Summary:
+    """Return what the summary tells of publishes: nothing if it cannot be read."""
+    path = folder / SUMMARY
     try:
-        read = msgspec.convert(json.loads((folder / SUMMARY).read_bytes()), _Summary)
-    except OSError:
-        return []
-    except ValueError as error:  # damaged JSON, or other fields
-        raise ConfigError(f"{folder / SUMMARY} is no summary of this version: {error}") from error
-    return read.publishes
+        return msgspec.convert(json.loads(path.read_bytes()), _Summary)
+    except FileNotFoundError:
+        return _Summary()
+    except (OSError, ValueError) as error:  # damaged JSON, or other fields
+        console.print(f"no publishes: {path} is not read: {error}", style="yellow", soft_wrap=True)
+        return _Summary()
 
 
 # ---- from the trail ----------------------------------------------------------
@@ -165,7 +175,6 @@ class TrailReader:
         self._items: dict[int, _Item] = {}
         self._leases: dict[int, _Lease] = {}
         self._lanes: dict[str, set[int]] = {}  # taken, by process
-        self._batch_s: float | None = None  # since when the learner has the batch of its step
         self._free_s: float | None = None  # since when the learner has been done with a step
         self._counted_s = 0.0
 
@@ -201,22 +210,16 @@ class TrailReader:
         match event:
             case TakenOver(version=version):
                 self._mark(_LEARNER, f"took over as {version.label}")
-                self._batch_s, self._free_s = None, now_s
-            case Delivered(step=step):
-                if self._free_s is not None:
-                    self._learner("wait for a batch", f"for step {step}", self._free_s, {})
-                self._batch_s = now_s
+                self._free_s = now_s
             case Unbound(step=step):
                 self._mark(_LEARNER, f"the batch of step {step} was taken apart")
             case Trained(version=version, metrics=metrics):
-                began_s = self._batch_s if self._batch_s is not None else now_s
+                began_s = self._free_s if self._free_s is not None else now_s
                 args = {"version": version.label, **metrics}
-                self._learner("step", f"step {version.step - 1}", began_s, args)
-                trained_s = min(began_s + metrics.get("time/step", 0.0), now_s)
-                if trained_s > began_s:
-                    span = Span(_LEARNER, "step", "fetch, pack and train", began_s, trained_s)
+                step_span = Span(_LEARNER, "step", f"step {version.step - 1}", began_s, now_s, args)
+                for span in (step_span, *phase_spans(began_s, now_s, metrics)):
                     self._keep(span)
-                self._batch_s, self._free_s = None, now_s
+                self._free_s = now_s
             case Sealed(step=step):
                 self._mark(_LEARNER, f"a checkpoint holds step {step}")
             case _:
@@ -226,8 +229,6 @@ class TrailReader:
         """End what is under way at the last event."""
         for lease_id in list(self._leases):
             self._end(lease_id, "still held")
-        if self._batch_s is not None:
-            self._learner("step", "step under way", self._batch_s, {})
 
     def _begin(self, event: Leased) -> None:
         process = name_of(event.holder)
@@ -249,9 +250,6 @@ class TrailReader:
         name, lane = f"g{lease.group_id}", f"lease {lease.lane:03d}"
         self._keep(Span(lease.process, lane, name, lease.start_s, self._now_s, args))
 
-    def _learner(self, lane: str, name: str, start_s: float, args: Json) -> None:
-        self._keep(Span(_LEARNER, lane, name, start_s, self._now_s, args))
-
     def _keep(self, span: Span) -> None:
         self.num_cut += len(self.spans) == self.spans.maxlen
         self.spans.append(span)
@@ -266,6 +264,25 @@ class TrailReader:
         counts = {name: len(taken) for name, taken in sorted(self._lanes.items())}
         if counts:
             self.marks.append(Mark(_BROKER, "leases", self._now_s, counts))
+
+
+def phase_spans(start_s: float, end_s: float, metrics: Mapping[str, float]) -> Iterator[Span]:
+    """Yield what the learner did between two commits, a lane per phase.
+
+    The learner tells how long it was in each phase, and is always in one. Phases that take turns,
+    a minibatch at a time, are drawn as one span each, in the order in which they begin.
+    """
+    told = {
+        name.removeprefix(PHASE_TIME): seconds
+        for name, seconds in metrics.items()
+        if name.startswith(PHASE_TIME) and seconds > 0
+    }
+    order = [*_PHASES, *sorted(told.keys() - set(_PHASES))]
+    for name in order:
+        if name in told and start_s < end_s:
+            until_s = min(start_s + told[name], end_s)
+            yield Span(_LEARNER, name, name, start_s, until_s)
+            start_s = until_s
 
 
 # ---- from the summary --------------------------------------------------------
@@ -286,7 +303,7 @@ def publish_spans(records: Iterable[PublishRecord]) -> Iterator[Span]:
         return f"publish {number}" if process == _BUS else f"weights {number}"
 
     for record in sorted(records, key=lambda one: one.at_s):
-        phases = [name for name in _ORDER if name in record.phase_seconds]
+        phases = [name for name in PUBLISH_PHASES if name in record.phase_seconds]
         start_s = record.at_s
         end_s = start_s + sum(record.phase_seconds[name] for name in phases)
         lane, label = lane_of(_BUS, start_s, end_s), record.version.label
@@ -363,10 +380,11 @@ def trace_events(spans: Sequence[Span], marks: Sequence[Mark]) -> Iterator[Json]
             yield {**event, "ph": "C", "args": mark.counts}
 
 
-def _lane_order(lane: tuple[str, str]) -> tuple[str, bool, str]:
-    """Put the many leases of a generator below what else it does."""
+def _lane_order(lane: tuple[str, str]) -> tuple[str, bool, int, str]:
+    """Put the many leases of a generator below what else it does, and phases in their order."""
     process, name = lane
-    return process, name.startswith("lease"), name
+    place = _PHASES.index(name) if process == _LEARNER and name in _PHASES else -1
+    return process, name.startswith("lease"), place, name
 
 
 def _named(what: str, pid: int, tid: int, **args: Any) -> Json:  # noqa: ANN401 text or a number

@@ -16,7 +16,7 @@ from rich.text import Text
 from broker.summary import PUBLISHES
 from deploy.observe import run_of_folder, status_now
 from deploy.show import visible
-from wire.bus import MemberState, PublishRecord
+from wire.bus import PUBLISH_PHASES, MemberState, PublishRecord
 from wire.command_line import print_json
 from wire.errors import ConfigError, PeerLostError
 from wire.run_folder import SUMMARY
@@ -24,10 +24,6 @@ from wire.status import RunStatus
 from wire.versions import PolicyVersion
 
 _SILENT_S = 10.0  # the relay reports every second: after so long its report is old
-_PHASES = (  # of a publish, in their order
-    *("digest", "offer", "group", "receive", "pause"),
-    *("transfer", "load", "verify", "commit"),
-)
 _COLORS = {"current": "green", "behind": "yellow", "receiving": "cyan", "torn": "bold red"}
 
 
@@ -246,7 +242,7 @@ def _history(shown: Sequence[PublishRecord], now_s: float) -> Table:
 def _seconds(shown: Sequence[PublishRecord]) -> Table:
     """Return the seconds of each phase; one that no publish had has no column."""
     named = {phase for record in shown for phase in record.phase_seconds}
-    phases = [p for p in _PHASES if p in named] + sorted(named.difference(_PHASES))
+    phases = [p for p in PUBLISH_PHASES if p in named] + sorted(named.difference(PUBLISH_PHASES))
     table = _table()
     table.add_column("version", no_wrap=True)
     for phase in phases:

@@ -17,17 +17,19 @@ from broker.ledger import Ledger
 from broker.summary import write_summary
 from broker.trail import FolderTrail
 from deploy.commands import trace
-from deploy.trace_file import publish_spans, write_trace
+from deploy.trace_file import phase_spans, publish_spans, write_trace
 from tests.unit.broker.ledger_driver import generate, lease, make_ledger, make_ready, make_rules
 from tests.wire_samples import RECORD, STATUS
 from wire.bus import PublishRecord
 from wire.errors import ConfigError
+from wire.phases import PHASE_TIME
 from wire.run_folder import PAGE_STATE, TRAIL
 from wire.versions import PolicyVersion
 
 BEGAN_S = 1.7e9
 EVENT_S = 0.25  # between two moments that events are written
 MAX_BYTES = 1 << 20
+PHASE_S = {"train": 0.1, "wait": 0.05, "checkpoint": 0.02, "dream": 0.01, "pack": 0.005}
 PHASES = {"commit": 0.05, "pause": 0.1, "load": 0.25, "receive": 0.5}  # in no order
 
 
@@ -51,6 +53,7 @@ def record(folder: Path) -> None:
     """Two steps by two generators; one group is handed back, one is still being answered."""
     run = Recorded(folder)
     ledger = run.ledger
+    told = {f"{PHASE_TIME}{name}": seconds for name, seconds in PHASE_S.items()}
     ledger.take_over(0)
     run.write()
     for step in range(2):
@@ -65,12 +68,18 @@ def record(folder: Path) -> None:
         version = ledger.version
         ledger.deliver(version)
         run.write()
-        ledger.commit(version.next(), {"time/step": 0.1, "reward/mean": 0.5})
+        if not step:  # the next batch is there before this one is trained
+            make_ready(ledger, lease(ledger, "generator-0@a", max_sequences=4))
+            ledger.deliver(version, step=version.step + 1)
+            run.write()
+        ledger.commit(version.next(), {**told, "reward/mean": 0.5})
         run.write()
     ledger.seal(ledger.version, 2, oldest_kept=2)
     run.write()
     run.trail.close()
-    status = replace(STATUS, publish_history=[publish(1, 0.5), publish(2, 1.0), publish(3, 9.0)])
+    status = replace(
+        STATUS, publishes=9, publish_history=[publish(1, 0.5), publish(2, 1.0), publish(3, 9.0)]
+    )
     write_summary(folder / "summary.json", status)
 
 
@@ -155,25 +164,47 @@ def test_each_lease_stands_in_the_process_that_held_it(folder: Path):
     ended = list(leases.values())
     assert {process for process, _ in leases} == {"generator-0", "generator-1"}
     assert ended.count("failed") == 1
-    assert ended.count("complete") == 4
+    assert ended.count("complete") == 6
     assert "still held" in ended
 
 
-def test_the_learner_waits_steps_and_saves(folder: Path):
+def test_the_learner_has_a_lane_of_steps_and_one_per_phase(folder: Path):
     events, _ = read(folder)
     by_lane = lanes(events)
-    steps = [e for e in by_lane["learner", "step"] if e["name"].startswith("step ")]
-    assert [(step["name"], step["dur"]) for step in steps] == [
-        ("step 0", EVENT_S * 1e6),
-        ("step 1", EVENT_S * 1e6),
-    ]
+    steps = by_lane["learner", "step"]
+    assert [step["name"] for step in steps] == ["step 0", "step 1"]
     assert steps[0]["args"]["reward/mean"] == 0.5
-    inside = [e for e in by_lane["learner", "step"] if e["name"] == "fetch, pack and train"]
-    assert {event["dur"] for event in inside} == {100_000}
-    waits = by_lane["learner", "wait for a batch"]
-    assert [wait["name"] for wait in waits] == ["for step 0", "for step 1"]
+    assert steps[0]["ts"] + steps[0]["dur"] == steps[1]["ts"], "it is always in some step"
+    phases = [lane for process, lane in by_lane if process == "learner" and lane != "step"]
+    assert phases == ["checkpoint", "wait", "pack", "train", "dream"], "an unknown one comes last"
+    for step in steps:
+        at = step["ts"]
+        for name in phases:
+            spans = [one for one in by_lane["learner", name] if one["ts"] == at]
+            assert [one["dur"] for one in spans] == [round(PHASE_S[name] * 1e6)]
+            at += spans[0]["dur"]
+        assert at <= step["ts"] + step["dur"]
     marks = [event["name"] for event in events if event["ph"] == "i"]
     assert marks == ["took over as v1.0", "a checkpoint holds step 2"]
+
+
+def test_phases_end_with_their_step():
+    told = {"time/phase/wait": 3.0, "time/phase/train": 9.0, "time/phase/pack": 0.0}
+    spans = list(phase_spans(10.0, 15.0, told))
+    assert [(span.name, span.start_s, span.end_s) for span in spans] == [
+        ("wait", 10.0, 13.0),
+        ("train", 13.0, 15.0),
+    ]
+
+
+def test_publishes_that_are_missing_are_told(folder: Path):
+    _, said = read(folder)
+    assert "6 older publishes were left out" in said
+    (folder / "summary.json").write_text('{"newest_publishes": 3')
+    events, said = read(folder)
+    assert "summary.json is not read" in said
+    assert ("weight bus", "publish 0") not in lanes(events)
+    assert ("learner", "step") in lanes(events)
 
 
 def test_a_publish_holds_its_phases_in_their_order_and_overlapping_ones_lie_side_by_side():
@@ -205,7 +236,7 @@ def test_how_busy_each_process_was_is_a_curve(folder: Path):
 
 def test_what_is_too_much_is_cut_from_the_beginning_and_said(folder: Path):
     _, said = read(folder)
-    assert "left out" not in said
+    assert "spans were left out" not in said
     events, said = read(folder, max_spans=3)
     assert "older spans were left out: 3 is the limit (--max-spans)" in said
     trail = [e for e in events if e["ph"] == "X" and e["cat"] not in {"publish", "weights"}]
