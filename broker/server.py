@@ -40,7 +40,7 @@ from broker.router import Peer, Router
 from broker.scoring import ScoringQueue
 from broker.sessions import Session, Sessions, name_of
 from broker.store import StoredTrajectory, TrajectoryKey, TrajectoryStore
-from broker.telemetry import Telemetry
+from broker.telemetry import Telemetry, told_of
 from broker.trail import Trail
 from broker.waiting import Parked, WaitingRoom
 from broker.writer import LedgerWriter
@@ -542,8 +542,8 @@ class BrokerServer:
                 return RelayHeard(generator_keys=self._generator_keys())
             case FindRelay():
                 return self._relay
-            case GetStatus():
-                return StatusAnswer(status=self.status())
+            case GetStatus(newest_steps=count):
+                return StatusAnswer(status=told_of(self.status(), count))
             case GetLedger(num_items=num_items):
                 return LedgerAnswer(view=self.account(max(0, min(num_items, _MAX_ITEMS))))
             case GetDeadLetters() | RetryDeadLetters() | DropDeadLetters():

@@ -241,6 +241,14 @@ class Telemetry:
         )
 
 
+def told_of(status: RunStatus, newest_steps: int) -> RunStatus:
+    """Return a status with the newest learner steps only; -1 is all of them."""
+    if newest_steps < 0:
+        return status
+    first = max(0, len(status.steps_history) - newest_steps)
+    return replace(status, steps_history=status.steps_history[first:])
+
+
 def _waiting(ledger: Ledger) -> tuple[list[Group], list[Group]]:
     """Return groups for training that have begun and are in no batch: not ready yet, and ready."""
     begun: list[Group] = []

@@ -15,6 +15,7 @@ from wire.settings import load_table
 from wire.status import RunStatus
 
 _TIMEOUT_S = 5.0
+_NEWEST_STEPS = 100  # that one who asks every second may have missed
 A = TypeVar("A", bound=Answer)
 
 
@@ -45,6 +46,15 @@ def ask_broker(run: RunSection, request: Request, kind: type[A], *, role: Role =
 async def _ask(
     run: RunSection, request: Request, kind: type[A], timeout_s: float, role: Role = "observer"
 ) -> A:
+    client = await _connect(run, timeout_s, role)
+    try:
+        answer, _ = await client.ask(request, kind)
+    finally:
+        client.close()
+    return answer
+
+
+async def _connect(run: RunSection, timeout_s: float, role: Role) -> BrokerClient:
     if not run.broker and not run.socket("broker").exists():
         raise PeerLostError(f"no broker runs for {run.folder}; see {run.summary_file}")
     client, _ = await BrokerClient.connect(
@@ -55,11 +65,7 @@ async def _ask(
         outage_s=timeout_s,
         key_file=run.key_file,
     )
-    try:
-        answer, _ = await client.ask(request, kind)
-    finally:
-        client.close()
-    return answer
+    return client
 
 
 def fetch_account(run: RunSection, num_items: int) -> LedgerView:
@@ -73,14 +79,16 @@ def status_now(run: RunSection) -> RunStatus:
 
 
 class StatusWatcher:
-    """Asks the broker of a run again and again, on a thread of its own; keeps the newest answer."""
+    """Asks the broker of a run again and again, on a thread of its own; keeps the newest answer.
+
+    The first answer tells of all learner steps, later ones of the newest.
+    """
 
     def __init__(self, run: RunSection, *, every_s: float = 1.0) -> None:
         self._run = run
         self._every_s = every_s
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._loop, name="status", daemon=True)
-        self._once = threading.Lock()
         self._started_s = time.monotonic()
         self._answer: tuple[RunStatus, float] | None = None
         self.error = ""  # of the newest attempt; empty while the broker answers
@@ -100,9 +108,8 @@ class StatusWatcher:
         self._thread.start()
 
     def ask_once(self) -> None:
-        """Get the state as it is now; PeerLostError if no broker answers."""
-        with self._once:
-            self._answer = (status_now(self._run), time.monotonic())
+        """Get the state as it is now, from any thread; PeerLostError if no broker answers."""
+        self._keep(status_now(self._run))
 
     def close(self) -> None:
         """Ask no more; a question under way is waited for, because it has a deadline."""
@@ -110,11 +117,25 @@ class StatusWatcher:
         if self._thread.is_alive():
             self._thread.join(timeout=2 * _TIMEOUT_S)
 
+    def _keep(self, status: RunStatus) -> None:
+        self._answer = (status, time.monotonic())
+
     def _loop(self) -> None:
         while not self._stop.is_set():
             try:
-                self.ask_once()
-                self.error = ""
+                asyncio.run(self._ask_on_one_connection())
             except SlipstreamError as error:
                 self.error = str(error)
             self._stop.wait(self._every_s)
+
+    async def _ask_on_one_connection(self) -> None:
+        client = await _connect(self._run, _TIMEOUT_S, "observer")
+        try:
+            while not self._stop.is_set():
+                count = _NEWEST_STEPS if self._answer is not None else -1
+                answer, _ = await client.ask(GetStatus(newest_steps=count), StatusAnswer)
+                self._keep(answer.status)
+                self.error = ""
+                await asyncio.to_thread(self._stop.wait, self._every_s)
+        finally:
+            client.close()

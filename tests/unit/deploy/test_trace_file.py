@@ -37,7 +37,7 @@ class Recorded:
     """A run of the real ledger whose events go into a trail, moment by moment."""
 
     def __init__(self, folder: Path) -> None:
-        self.ledger: Ledger = make_ledger(make_rules(total_steps=3, max_staleness_steps=2))
+        self.ledger: Ledger = make_ledger(make_rules(total_steps=9, max_staleness_steps=2))
         self.now_s = BEGAN_S
         self.trail = FolderTrail(folder / TRAIL, MAX_BYTES)
         self._count = 0
@@ -74,6 +74,7 @@ def record(folder: Path) -> None:
             run.write()
         ledger.commit(version.next(), {**told, "reward/mean": 0.5})
         run.write()
+    lease(ledger, "generator-1@b", max_sequences=2)
     ledger.seal(ledger.version, 2, oldest_kept=2)
     run.write()
     run.trail.close()
