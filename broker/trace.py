@@ -24,9 +24,9 @@ from broker.events import (
     decode_event,
 )
 from broker.sessions import name_of
-from broker.trail import read_segments, segments_in
+from broker.trail import read_segments, read_trail, segments_in
 
-_PROMPT_CHARS = 200
+_PROMPT_CHARS = 4_000
 
 
 class Moment(msgspec.Struct, frozen=True):
@@ -68,6 +68,20 @@ def trace_group(folder: Path, group_id: int) -> ItemTrace | None:
         if first is not None and first <= group_id:
             return trace_item(read_segments(segments[place:]), f"g{group_id}")
     return trace_item(read_segments(segments), f"g{group_id}")
+
+
+def groups_at(folder: Path, position: int) -> frozenset[int]:
+    """Return the groups that were issued for training from a position in the data."""
+    found = set()
+    for _, _, data in read_trail(folder):
+        match decode_event(data):
+            case Issued(item="train", cursor=cursor, group_id=group_id) if cursor == position:
+                found.add(group_id)
+            case Requeued(position=there, group_id=group_id) if there == position:
+                found.add(group_id)
+            case _:
+                pass
+    return frozenset(found)
 
 
 def _first_group(segment: Path) -> int | None:

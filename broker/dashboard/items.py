@@ -6,7 +6,7 @@ from pathlib import Path
 
 import msgspec
 
-from broker.trace import Moment, trace_group
+from broker.trace import Moment, groups_at, trace_group
 from wire.dead_letters import DeadLetter, Failure
 from wire.run_folder import TRAIL, TRAINED
 
@@ -14,6 +14,7 @@ MAX_INDEXED = 50_000  # the newest rows
 MAX_FOUND = 50
 _SHOWN_CHARS = 120
 _SEARCHED_CHARS = 2_000  # of a prompt
+_MAX_SEARCHED = 16_000_000  # characters of all prompts
 
 
 class Run(msgspec.Struct, frozen=True):
@@ -110,6 +111,7 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True):
 class _Indexed(msgspec.Struct, frozen=True):
     offset: int
     item: Item
+    lags: frozenset[int]  # of its tokens
     searched: str  # lower case
 
 
@@ -122,7 +124,8 @@ class RecordedItems:
     def __init__(self, folder: Path) -> None:
         self._path = folder / TRAINED
         self._trail = folder / TRAIL
-        self._index: deque[_Indexed] = deque(maxlen=MAX_INDEXED)
+        self._index: deque[_Indexed] = deque()
+        self._num_searched = 0  # characters in the index
         self._read = 0  # bytes of the file
         self._inode = 0
 
@@ -130,17 +133,18 @@ class RecordedItems:
         """Return the newest recorded trajectories that fit.
 
         Args:
-            text: a group (``g17`` or ``17``) or a piece of the prompt; empty is all.
-            lag: of this staleness only, in learner steps.
+            text: a group (``g17``), a position in the data (``17``) as `slipstream ledger trace`
+                takes them, or a piece of the prompt; empty is all.
+            lag: only those with tokens of this staleness, in learner steps.
         """
         self._refresh()
-        group = _group_of(text)
         wanted = text.strip().lower()
+        groups = self._groups_of(wanted)
         found: list[Item] = []
         for one in reversed(self._index):
-            if lag is not None and one.item.lag != lag:
+            if lag is not None and lag not in one.lags:
                 continue
-            if one.item.group_id != group and wanted not in one.searched:
+            if wanted not in one.searched if groups is None else one.item.group_id not in groups:
                 continue
             if len(found) == MAX_FOUND:
                 return Found(found, more=True)
@@ -153,9 +157,17 @@ class RecordedItems:
         siblings = [one for one in self._index if one.item.group_id == group_id]
         own = next((one for one in reversed(siblings) if one.item.sibling == sibling), None)
         row = self._row(own.offset) if own is not None else None
-        life = self._life(group_id)
+        trace = trace_group(self._trail, group_id)
+        life, outcome = (trace.life, trace.outcome) if trace is not None else ([], "")
         if row is None:
-            return Trajectory(found=False, group_id=group_id, sibling=sibling, life=life)
+            return Trajectory(
+                found=False,
+                group_id=group_id,
+                sibling=sibling,
+                prompt=trace.prompt if trace is not None else "",
+                life=life,
+                outcome=outcome,
+            )
         return Trajectory(
             found=True,
             step=row.step,
@@ -168,15 +180,20 @@ class RecordedItems:
             temperature=row.temperature,
             tokens=list(_tokens(row)),
             life=life,
+            outcome=outcome,
             siblings=[
                 Sibling(one.item.sibling, one.item.reward)
                 for one in sorted(siblings, key=lambda one: one.item.sibling)
             ],
         )
 
-    def _life(self, group_id: int) -> list[Moment]:
-        trace = trace_group(self._trail, group_id)
-        return trace.life if trace is not None else []
+    def _groups_of(self, wanted: str) -> frozenset[int] | None:
+        """Return the groups that are named; None if the text is a piece of a prompt."""
+        if wanted.isdecimal():
+            return groups_at(self._trail, int(wanted))
+        if wanted[:1] == "g" and wanted[1:].isdecimal():
+            return frozenset({int(wanted[1:])})
+        return None
 
     def _row(self, offset: int) -> Row | None:
         try:
@@ -194,6 +211,7 @@ class RecordedItems:
             return  # nothing was recorded, or on another host
         if stat.st_ino != self._inode or stat.st_size < self._read:
             self._index.clear()
+            self._num_searched = 0
             self._read, self._inode = 0, stat.st_ino
         with self._path.open("rb") as file:
             file.seek(self._read)
@@ -208,16 +226,21 @@ class RecordedItems:
             row = _decoder.decode(line)
         except msgspec.DecodeError:
             return
+        lags = frozenset(row.step - run.step for run in row.version_runs)
         item = Item(
             step=row.step,
             group_id=row.group_id,
             sibling=row.sibling,
-            lag=row.step - min((run.step for run in row.version_runs), default=row.step),
+            lag=max(lags, default=0),
             reward=row.reward,
             prompt=row.prompt[:_SHOWN_CHARS],
             num_tokens=len(row.token_ids) - row.num_prompt_tokens,
         )
-        self._index.append(_Indexed(self._read, item, row.prompt[:_SEARCHED_CHARS].lower()))
+        searched = row.prompt[:_SEARCHED_CHARS].lower()
+        self._index.append(_Indexed(self._read, item, lags, searched))
+        self._num_searched += len(searched)
+        while len(self._index) > MAX_INDEXED or self._num_searched > _MAX_SEARCHED:
+            self._num_searched -= len(self._index.popleft().searched)
 
 
 def shown_letters(letters: Iterable[DeadLetter]) -> list[Letter]:
@@ -239,11 +262,6 @@ def _said(failure: Failure) -> str:
     place = f"sibling {failure.sibling}" if failure.sibling >= 0 else "the missing ones"
     words = [place, failure.reason, failure.function, failure.by, failure.excerpt[:_SHOWN_CHARS]]
     return ", ".join(word for word in words if word)
-
-
-def _group_of(text: str) -> int | None:
-    digits = text.strip().removeprefix("g")
-    return int(digits) if digits.isdecimal() else None
 
 
 def _tokens(row: Row) -> Iterator[Token]:

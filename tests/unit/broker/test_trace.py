@@ -5,7 +5,7 @@ from pathlib import Path
 
 from broker.events import Requeued, encode_event
 from broker.ledger import Ledger
-from broker.trace import trace_group, trace_item
+from broker.trace import groups_at, trace_group, trace_item
 from broker.trail import FolderTrail, read_trail, segments_in
 from tests.unit.broker.ledger_driver import lease, make_ledger, make_ready, make_rules, train_step
 from wire.trajectory import Prompt
@@ -85,6 +85,23 @@ def test_a_group_is_found_without_reading_what_was_written_before_it(tmp_path: P
         assert life is not None
         assert trace_group(tmp_path, group_id) == life
     assert trace_group(tmp_path, newest + 1) is None
+
+
+def test_groups_are_found_by_their_position_in_the_data(tmp_path: Path):
+    it = Written(tmp_path)
+    it.ledger.take_over(0)
+    leased = lease(it.ledger, max_sequences=6)
+    it.flush()
+    it.trail.append(
+        it.written,
+        2.0,
+        [encode_event(Requeued(group_id=90, of=1, position=1, prompt=Prompt(prompt=""), size=2))],
+    )
+    it.trail.close()
+    assert [one.group_id for one in leased] == [0, 1, 2]
+    assert groups_at(tmp_path, 1) == {1, 90}
+    assert groups_at(tmp_path, 2) == {2}
+    assert groups_at(tmp_path, 1_000) == set()
 
 
 def test_a_prompt_that_is_answered_again_is_found_under_its_new_id():
