@@ -254,6 +254,7 @@ class BrokerServer:
             was_deaf = now - due_s > every_s or self._writer.is_flooded
             due_s = now + every_s
             self._look_at_keys()
+            self.telemetry.notice(self._ledger)
             if was_deaf:  # heartbeats that came meanwhile are still unread
                 self._ledger.renew_leases(now)
                 self._scoring.renew_leases(now)

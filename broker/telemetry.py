@@ -142,6 +142,14 @@ class Telemetry:
         """The relay told what each engine holds."""
         self._members = bounded_members(members)
 
+    def notice(self, ledger: Ledger) -> None:
+        """Look at what is ready: from then on its age counts. Call it every second."""
+        self._note_ready(_waiting(ledger)[1])
+
+    def _note_ready(self, ready: Sequence[Group]) -> None:
+        before, now = self._ready_since, self._now()
+        self._ready_since = {one.group_id: before.get(one.group_id, now) for one in ready}
+
     def status(self, ledger: Ledger, scoring: ScoringQueue) -> RunStatus:
         """Return the state of the run."""
         now = self._now()
@@ -151,6 +159,7 @@ class Telemetry:
         leases.update({name_of(h): scoring.leases_of(h) for h in scoring.holders()})
         state = ledger.state
         begun, ready = _waiting(ledger)
+        self._note_ready(ready)
         roles = [
             self._own_status(now),
             *(record.status(now, leases[name]) for name, record in sorted(self._roles.items())),
@@ -203,17 +212,11 @@ class Telemetry:
             roles=roles,
             data=self.data,
             versions=dict(sorted(self.versions.items())),
-            queue_age_s=self._queue_age_s(ready, now),
+            queue_age_s=now - min(self._ready_since.values()) if self._ready_since else None,
             lags_in_flight=_lags(begun, ledger.step),
             lags_in_queue=_lags(ready, ledger.step),
             memory={"store_bytes": state.untrained_bytes, "rss_bytes": resident_bytes()},
         )
-
-    def _queue_age_s(self, ready: Sequence[Group], now: float) -> float | None:
-        """Return how long the oldest ready group has been seen to be ready."""
-        before = self._ready_since
-        self._ready_since = {one.group_id: before.get(one.group_id, now) for one in ready}
-        return now - min(self._ready_since.values()) if self._ready_since else None
 
     def _tokens_per_second(self, now: float) -> dict[str, float]:
         since = self._training_since_s

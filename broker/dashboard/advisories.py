@@ -46,6 +46,9 @@ KL_ROWS = 5  # with tokens of that lag among them
 STALENESS_SPREAD = 0.1  # learner steps; a staleness that never changes correlates with nothing
 PAUSED = 0.2  # share of the engines' time: a fifth of the generation is lost
 PUBLISHES = 5  # before their share means anything
+LEFT_OUT = 2  # once may be a restart
+LEFT_OUT_OF = 5  # publishes
+REASON_CHARS = 120
 ANSWERS = 50  # before a share of them means anything
 THRASHED = 0.05  # of the answers: each is computed again from its first token
 LETTERS = 3.0  # in a window: one or two are bad rows
@@ -343,6 +346,27 @@ def _kv_thrashing(view: _View) -> Advisory | None:
     )
 
 
+def _engine_left_out(view: _View) -> Advisory | None:
+    records = view.status.publish_history[-LEFT_OUT_OF:]
+    if not records or not records[-1].failed:
+        return None
+    times = {name: sum(name in record.failed for record in records) for name in records[-1].failed}
+    name = max(times, key=lambda one: (times[one], one))
+    if times[name] < LEFT_OUT:
+        return None
+    others = len(times) - 1
+    who = f"{name} and {others} more were" if others else f"{name} was"
+    return _advisory(
+        "engine-left-out",
+        "error",
+        f"{who} left out of {times[name]} of the last {len(records)} publishes "
+        f"({records[-1].failed[name][:REASON_CHARS].rstrip('.')}): what they hold is old "
+        "or no whole version; slipstream versions tells since when; for slow engines raise "
+        "weightbus.timeout_s.",
+        "weightbus.timeout_s",
+    )
+
+
 def _dead_letters_growing(view: _View) -> Advisory | None:
     def measure(end: int) -> float:
         return view.growth("queue:dead_letters", end)
@@ -561,7 +585,13 @@ def _advisory(rule: str, level: Level, text: str, setting: str) -> Advisory:
 _LEVELS: Sequence[Level] = ("error", "warning", "info")
 _RULES: Sequence[Callable[[_View], Advisory | None]] = (
     *(_learner_starved, _generators_starved, _memory_near_the_high_water),
-    *(_kv_thrashing, _publishes_dominating, _dead_letters_growing, _fsync_too_weak),
+    *(
+        _kv_thrashing,
+        _engine_left_out,
+        _publishes_dominating,
+        _dead_letters_growing,
+        _fsync_too_weak,
+    ),
     *(_staleness_at_the_bound, _survivorship_bias, _reward_collapse),
     *(_zero_variance_flood, _entropy_collapse, _mismatch_kl_rising_with_lag),
 )

@@ -85,9 +85,18 @@ def busy(learner: float, generators: float = 1.0, **others: Column) -> dict[str,
 
 def publishes(paused_s: float, *, every_s: float = 2.0, count: int = 70) -> list[PublishRecord]:
     phases = {"receive": 9.0, "pause": paused_s / 2, "load": paused_s / 2}
+    good = replace(RECORD, failed={}, phase_seconds=phases)
     return [
-        replace(RECORD, version=PolicyVersion(1, i), at_s=1e9 + every_s * i, phase_seconds=phases)
-        for i in range(count)
+        replace(good, version=PolicyVersion(1, i), at_s=1e9 + every_s * i) for i in range(count)
+    ]
+
+
+def left_out(*failed: int) -> list[PublishRecord]:
+    """Publishes that took no time; each fails as many engines as it says."""
+    why = {f"g-{i}": "no answer to LoadBucket within 30 s" for i in range(2)}
+    return [
+        replace(one, failed=dict(list(why.items())[:count]))
+        for one, count in zip(publishes(0.0, count=len(failed)), failed, strict=True)
     ]
 
 
@@ -137,6 +146,11 @@ CASES: list[Case] = [
         *(status(publish_history=publishes(0.39)), history()),
     ),
     (
+        "engine-left-out",
+        *(status(publish_history=left_out(0, 1, 0, 1)), history()),
+        *(status(publish_history=left_out(0, 0, 0, 1)), history()),
+    ),
+    (
         "kv-thrashing",
         *(HERE, history({"answers": rising(10.0), "retracted": rising(0.51)})),
         *(HERE, history({"answers": rising(10.0), "retracted": rising(0.49)})),
@@ -175,6 +189,7 @@ CASES: list[Case] = [
     ),
 ]
 NAMES = [case[0] for case in CASES]
+WITHOUT_WINDOW = {"survivorship-bias", "engine-left-out"}  # a meter that waits; a count of events
 
 
 def test_every_rule_is_tried_here():
@@ -200,8 +215,8 @@ def test_a_rule_is_silent_just_below_its_limit(case: Case):
 
 @pytest.mark.parametrize(
     "case",
-    [case for case in CASES if case[0] != "survivorship-bias"],  # its meter waits by itself
-    ids=[name for name in NAMES if name != "survivorship-bias"],
+    [case for case in CASES if case[0] not in WITHOUT_WINDOW],
+    ids=[name for name in NAMES if name not in WITHOUT_WINDOW],
 )
 def test_a_rule_is_silent_while_there_is_too_little_data(case: Case):
     _, state, trends, _, _ = case
@@ -340,6 +355,12 @@ def test_a_day_of_history_costs_no_more_than_a_few_milliseconds():
     )
     advise(HERE, counted)
     assert sum(looked) < 20 * LOOKS * rows / 10
+
+
+def test_an_engine_that_came_back_is_not_told_of():
+    assert said(status(publish_history=left_out(1, 1, 1, 0)), history()) == {}
+    (told,) = said(status(publish_history=left_out(0, 2, 2, 1, 2)), history()).values()
+    assert told.text.startswith("g-0 and 1 more were left out of 4 of the last 5 publishes (no")
 
 
 def test_every_rule_has_its_section_in_the_guide():
