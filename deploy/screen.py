@@ -1,5 +1,6 @@
 """The state of a run as lines of text that fit a terminal: what `slipstream top` draws."""
 
+import re
 import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -23,7 +24,12 @@ _BARS = 4  # of staleness, on a screen that is not high
 _HIGH = 32  # lines
 _WIDE = 110  # columns from which on phases are shown
 _SILENT_S = 2.0  # processes report every second
-_GONE_S = 5.0  # then it is more than a hiccup
+_GONE_S = 10.0  # then it is more than a hiccup
+_BY_LAG = (  # figure of a learner step, what it is called, digits
+    ("staleness/mismatch_kl", "mismatch KL", 5),
+    ("staleness/ess", "ESS", 3),
+    ("policy/clip_fraction", "clipped", 4),
+)
 _ALWAYS = ("ready_groups", "waiting_for_reward", "dead_letters")
 _ORDER = {"learner": 0, "generator": 1, "reward_worker": 2, "relay": 3, "broker": 4}
 
@@ -101,6 +107,7 @@ def lines_of(
         Block("learning", _learning(status, recent, screen), 1, 1, 2),
         Block("pools", _pools(status, recent, screen), 2, 3, 5),
         Block("staleness", _staleness(status, screen), 4, 1, 3),
+        Block("correction", _correction(status), 7, 1, 1),
         Block("groups", _groups(status), 3, 1, 2),
         Block("queues", _queues(status, screen), 5, 1, 1),
         Block("weights", _weights(status, now_s, screen), 6, 1, 2),
@@ -209,6 +216,7 @@ def _learning(status: RunStatus, recent: History, screen: Screen) -> list[Text]:
         "entropy": number(last_figure(status, "policy/entropy")),
         "KL": number(last_figure(status, "staleness/mismatch_kl"), 5),
         "ESS": number(last_figure(status, "staleness/ess")),
+        "tokens": number(last_figure(status, "response/tokens"), 0),
         "s/step": number(last_figure(status, "time/step"), 2),
     }
     entries = (Text.assemble((f"{name} ", "dim"), f"{value}  ") for name, value in figures.items())
@@ -233,7 +241,12 @@ def _learning(status: RunStatus, recent: History, screen: Screen) -> list[Text]:
 def _pools(status: RunStatus, recent: History, screen: Screen) -> list[Text]:
     """Return a line per process: the learner and those that are in trouble first."""
     roles = [role for role in status.roles if role.phase_seconds]
-    roles.sort(key=lambda role: (_ORDER.get(role.role, 9), role.silent_s < _SILENT_S, role.name))
+    roles.sort(
+        key=lambda role: (
+            *(_ORDER.get(role.role, 9), role.silent_s < _SILENT_S),
+            _natural(role.name),
+        )
+    )
     width = max(8, min(20, screen.width - 66))
     lines = [_pool(role, recent.busy(role.name), width, screen) for role in roles]
     if status.tokens_per_second:
@@ -242,16 +255,15 @@ def _pools(status: RunStatus, recent: History, screen: Screen) -> list[Text]:
 
 
 def _pool(role: RoleStatus, recent: float | None, width: int, screen: Screen) -> Text:
-    share = role.busy if recent is None else recent
-    line = Text.assemble(
-        f"{visible(role.name)[:16]:16} ",
-        screen.bar(share, width, "green" if share >= 0.75 else "yellow"),
-        f" {share:4.0%} ",
-    )
-    if role.silent_s >= _SILENT_S:
+    name = f"{visible(role.name)[:16]:16} "
+    if role.silent_s >= _SILENT_S:  # what it does is not known
         style = "bold red" if role.silent_s >= _GONE_S else "yellow"
-        return line.append(f"silent for {age(role.silent_s)}", style=style)
-    line.append(f"{role.tokens_per_second:7.0f} t/s ")
+        silent = (f"silent for {age(role.silent_s)}", style)
+        return Text.assemble(name, screen.bar(0.0, width), "    - ", silent)
+    share = role.busy if recent is None else recent
+    bar = screen.bar(share, width, "green" if share >= 0.75 else "yellow")
+    line = Text.assemble(name, bar, f" {share:4.0%} ")
+    line.append(f"{role.tokens_per_second:7.0f} t/s mean ")
     line.append(f"{role.adopted.label if role.adopted else '':7}")
     line.append(f"{role.leases:3} leases" if role.leases else " " * 10)
     if screen.width >= _WIDE:
@@ -260,6 +272,26 @@ def _pool(role: RoleStatus, recent: float | None, width: int, screen: Screen) ->
         text = ", ".join(f"{visible(name)} {share:.0%}" for name, share in phases.items())
         line.append(f"  {text}", style="dim")
     return line
+
+
+def _natural(name: str) -> list[tuple[int, str]]:
+    """Order generator-2 before generator-10."""
+    parts = re.split(r"(\d+)", name)
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in parts]
+
+
+def _correction(status: RunStatus) -> list[Text]:
+    """Return what the correction had to do in the newest step, by staleness."""
+    metrics = status.steps_history[-1].metrics if status.steps_history else {}
+    lines = []
+    for name, title, digits in _BY_LAG:
+        found = (
+            (lag, metrics.get(f"{name}@lag{lag}")) for lag in range(status.max_staleness_steps + 1)
+        )
+        entries = [f"lag {lag} {value:.{digits}f}" for lag, value in found if value is not None]
+        if entries:
+            lines.append(Text(f"{title:13}{'  '.join(entries)}"))
+    return lines
 
 
 def _staleness(status: RunStatus, screen: Screen) -> list[Text]:
@@ -309,6 +341,9 @@ def _queues(status: RunStatus, screen: Screen) -> list[Text]:
         if count or name in _ALWAYS:
             title = (f"{name.replace('_', ' ')} ", "dim")
             entries.append(Text.assemble(title, (f"{count}  ", "yellow" if is_bad else "")))
+    for name, num_bytes in status.memory.items():
+        title = (f"{name.removesuffix('_bytes').replace('rss', 'broker')} ", "dim")
+        entries.append(Text.assemble(title, f"{num_bytes / 2**20:.0f} MiB  "))
     return _flow(entries, screen.width - _TITLE)
 
 
@@ -324,7 +359,7 @@ def _flow(entries: Iterable[Text], width: int) -> list[Text]:
 
 def _weights(status: RunStatus, now_s: float, screen: Screen) -> list[Text]:
     """Return what each engine holds, those that are not current first, and the last publish."""
-    members = sorted(status.members, key=lambda one: (one.state == "current", one.name))
+    members = sorted(status.members, key=lambda one: (one.state == "current", _natural(one.name)))
     lines = [
         Text.assemble(
             f"{visible(one.name)[:16]:16} ",

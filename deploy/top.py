@@ -24,7 +24,7 @@ from deploy.recent import Recent
 from deploy.screen import Screen, lines_of
 from deploy.view import age
 from wire.command_line import print_json
-from wire.errors import ConfigError
+from wire.errors import ConfigError, PeerLostError
 from wire.run_folder import PAGE_STATE
 from wire.run_settings import RunSection
 from wire.settings import load_table, section
@@ -39,18 +39,24 @@ def top(folder: Path, *, as_json: bool) -> int:
 
     Args:
         folder: of the run.
-        as_json: print the figures of now, with advisories about what they alone tell, and return.
+        as_json: print the figures of now, or of the end of the run, with advisories, and return.
 
     Raises:
         ConfigError: it is no run folder, or there is no terminal to draw on.
-        PeerLostError: as_json, and no broker answers.
+        PeerLostError: as_json, no broker answers, and none wrote what it saw.
     """
     run = run_of_folder(folder)
     stored = read_state(folder / PAGE_STATE)
     recent = recent_of(folder, stored)
     if as_json:
-        status = status_now(run)
-        recent.add(status)
+        try:
+            status = status_now(run)
+            recent.add(status)
+        except PeerLostError:
+            if stored is None:
+                raise
+            status = stored.status
+            recent.look(status)
         return print_json(summary_of(status) | {"advisories": recent.advisories()})
     console = Console()
     if not console.is_terminal:

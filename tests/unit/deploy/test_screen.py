@@ -125,6 +125,22 @@ def test_who_is_silent_comes_first_of_its_kind_and_is_said():
     lines = drawn(status(roles=roles))
     assert "generator-9" in line_with("pools", lines)
     assert "silent for 3 s" in line_with("generator-9", lines)
+    assert "%" not in line_with("generator-9", lines), "what it does is not known"
+
+
+def test_processes_stand_in_the_order_of_their_numbers():
+    lines = drawn(status(generators=12), height=60)
+    numbers = [line.split("generator-")[1].split()[0] for line in lines if "generator-" in line]
+    assert numbers == [str(i) for i in range(12)]
+
+
+def test_the_correction_is_told_by_staleness():
+    metrics = {"staleness/mismatch_kl@lag0": 0.0008, "staleness/mismatch_kl@lag2": 0.0041}
+    step = replace(STATUS.steps_history[-1], metrics=metrics | {"staleness/ess@lag1": 0.9})
+    lines = drawn(status(steps_history=[step], max_staleness_steps=2), height=60)
+    assert "lag 0 0.00080  lag 2 0.00410" in line_with("mismatch KL", lines)
+    assert "lag 1 0.900" in line_with("ESS  ", lines)
+    assert not any("clipped" in line for line in lines)
 
 
 def test_a_bar_shows_the_last_seconds_and_else_the_whole_life_of_a_process():

@@ -1,5 +1,6 @@
 """`slipstream top`: keys, signals and a broker that does not answer."""
 
+import json
 import os
 import signal
 import termios
@@ -35,6 +36,17 @@ def terminal() -> Iterator[tuple[int, int]]:
 def test_without_a_broker_json_says_so(folder: Path):
     with pytest.raises(PeerLostError, match="no broker runs"):
         top(folder, as_json=True)
+
+
+def test_the_state_of_a_run_that_has_ended_is_what_the_broker_wrote_last(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+):
+    columns = History(began_s=0.0).columns()
+    write_state(folder / PAGE_STATE, StoredState(at_s=0.0, status=STATUS, history=columns))
+    assert top(folder, as_json=True) == 0
+    figures = json.loads(capsys.readouterr().out)
+    assert figures["steps"] == STATUS.steps
+    assert [one["rule"] for one in figures["advisories"]] == ["fsync-too-weak"]
 
 
 def test_what_is_no_terminal_cannot_be_drawn_on(folder: Path, capsys: pytest.CaptureFixture[str]):
