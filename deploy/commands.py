@@ -61,9 +61,9 @@ def quickstart(path: Path, overrides: Sequence[str], resume: str | None = None) 
     return run(path, overrides, dry_run=False, resume=resume)
 
 
-def status(folder: Path, *, as_json: bool) -> int:
+def status(folder: Path | None, *, as_json: bool) -> int:
     """Print the figures of a run that goes on."""
-    of_run = run_of_folder(folder)
+    of_run = run_of_folder(folder or newest_started(_RUNS))
     now = status_now(of_run)
     if as_json:
         return print_json(summary_of(now))

@@ -97,7 +97,7 @@ def _parser() -> argparse.ArgumentParser:
     quickstart.add_argument("--resume", metavar="auto|FOLDER", help=_RESUME_HELP)
     quickstart.add_argument("overrides", nargs="*", metavar="section.key=value")
     status = commands.add_parser("status", help="figures of a run that goes on")
-    status.add_argument("folder", type=Path, metavar="runs/NAME")
+    status.add_argument("folder", type=Path, nargs="?", metavar="RUN", help=_NEWEST)
     status.add_argument("--json", action="store_true", help="everything, for programs")
     _add_viewers(commands)
     _add_readers(commands)

@@ -23,6 +23,13 @@ pytestmark = [
     pytest.mark.skipif(not (CHROMIUM and DRIVER), reason="no chromium and chromedriver here"),
 ]
 SHOWN_WITHIN_S = 3.0
+_ROWS = """
+    const request = new XMLHttpRequest();
+    request.open("GET", "/state.json", false);
+    request.send();
+    const { history } = JSON.parse(request.responseText);
+    return { first_s: history.time.at_s[0], steps: history.steps.step };
+"""
 LATE_S = 3.0  # what the page shows is at most so old
 
 
@@ -51,6 +58,17 @@ def until(is_so: Callable[[], bool], what: str, timeout_s: float = 20.0) -> floa
     return time.monotonic() - began_s
 
 
+def kill(run: TinyRun, words: str) -> None:
+    victim = run.process_with(words)
+    assert victim is not None
+    victim.send_signal(signal.SIGKILL)
+
+
+def is_network(entry: dict[str, str]) -> bool:
+    """Tell whether the browser complains of a connection, as it does when the broker is gone."""
+    return entry["source"] == "network" or "net::ERR" in entry["message"]
+
+
 def test_the_page_shows_the_ledger_a_killed_generator_and_later_the_finished_run(
     start_run: Callable[..., TinyRun], browser: WebDriver
 ):
@@ -71,19 +89,25 @@ def test_the_page_shows_the_ledger_a_killed_generator_and_later_the_finished_run
     assert before.trained <= trained <= after.trained
     assert sum(before.dropped.values()) <= dropped <= sum(after.dropped.values())
 
-    victim = run.process_with("--name generator-0")
-    assert victim is not None
-    victim.send_signal(signal.SIGKILL)
+    until(lambda: "generator-0" not in text(browser, "headline"), "a generator is not heard")
+    kill(run, "--name generator-0")
     shown_after_s = until(
         lambda: "generator-0" in text(browser, "headline"),
         "the page says nothing of a generator that was killed",
     )
     assert shown_after_s <= SHOWN_WITHIN_S
 
+    steps = run.steps()
+    kill(run, "broker.main")
+    until(lambda: "live" not in text(browser, "state"), "the page does not miss the broker")
+    until(lambda: "live" in text(browser, "state"), "the page does not come back", 40.0)
+    run.wait_until(lambda: run.steps() > steps, "a step under the new broker")
+
     assert run.wait() == 0, run.output
+    until(lambda: "finished" in text(browser, "state"), "the page does not say that the run ended")
+    assert "generator-0" not in text(browser, "headline")
     summary = run.summary()
-    severe = [one for one in browser.get_log("browser") if "SyntaxError" in one["message"]]
-    assert severe == []
+    assert [one["message"] for one in browser.get_log("browser") if not is_network(one)] == []
 
     server = subprocess.Popen(
         [sys.executable, "-m", "deploy.main", "dashboard", str(run.folder)],
@@ -102,6 +126,9 @@ def test_the_page_shows_the_ledger_a_killed_generator_and_later_the_finished_run
             *(sum(summary["in_flight"].values()), summary["unaccounted"]),
         ]
         assert "live" not in text(browser, "state")
+        rows = browser.execute_script(_ROWS)
+        assert rows["first_s"] < 10.0, "what was before the second broker is there"
+        assert rows["steps"] == list(range(1, run.steps() + 1))
         browser.find_element(By.CSS_SELECTOR, "#items button, #items a").click()
         until(lambda: bool(text(browser, "answer")), "no answer is shown")
         server.send_signal(signal.SIGINT)

@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[3]
 GRAFANA: dict[str, Any] = json.loads((ROOT / "deploy" / "grafana.json").read_text("utf-8"))
 PANELS = [panel for panel in GRAFANA["panels"] if panel["type"] != "row"]
 EXPORTED = {name.exported: name for name in MetricName}
-PROMETHEUS_OWN = {"job"}  # labels that the scraper adds
+PROMETHEUS_OWN = {"job", "instance"}  # labels that the scraper adds
 SELECTOR = re.compile(r"(slipstream_[a-z_]+)(?:\{([^}]*)\})?")
 GROUPED = re.compile(r"by \(([^)]*)\)")
 
