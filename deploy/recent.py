@@ -1,13 +1,15 @@
 """The history of a run as one who looks on collects it, and what there is to say about it."""
 
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping
 
-from broker.dashboard.advisories import Advisory, Trends, advise
-from broker.dashboard.history import History, HistoryColumns
+from broker.dashboard.advisories import Advisory, Column, advise
+from broker.dashboard.history import History, HistoryColumns, steady_time, trends_of
+from broker.dashboard.rates import Seen
 from wire.status import RunStatus
 
 _NOW_S = 10.0  # over which a share of now is taken
+_MAX_STATES = 64  # of that time, however often the run is asked
 _LOOK_S = 5.0
 
 
@@ -20,7 +22,7 @@ class Recent:
         *,
         high_water_bytes: int,
         fsync: str,
-        now: Callable[[], float] = time.time,
+        now: Callable[[], float] | None = None,
     ) -> None:
         """Begin with what was written, or with nothing.
 
@@ -28,18 +30,17 @@ class Recent:
             written: by the broker of the run.
             high_water_bytes: broker.high_water_bytes.
             fsync: how the store is synced; empty is not known.
-            now: unix time.
+            now: unix time that never goes back; the default is such a clock.
         """
         self._high_water_bytes = high_water_bytes
         self._fsync = fsync
-        self._now = now
+        self._now = now if now is not None else steady_time()
         self._history = History.of(written) if written else None
-        self._step = max(written.steps.step, default=0.0) if written else 0.0
         self._looked_s = 0.0
         self._newest: RunStatus | None = None
         self._advisories: list[Advisory] = []
-        self._busy: dict[str, float | None] = {}
-        self._steps: Mapping[str, Sequence[float | None]] = {}
+        self._states: deque[tuple[float, dict[str, Seen]]] = deque(maxlen=_MAX_STATES)
+        self._steps: Mapping[str, Column] = {}
 
     def add(self, status: RunStatus) -> None:
         """Take in the next state; one that was there before is known already."""
@@ -49,14 +50,10 @@ class Recent:
         now_s = self._now()
         if self._history is None:
             self._history = History(began_s=now_s - status.elapsed_s)
-        if status.steps < self._step:
-            self._history.went_back(status.steps)
-            self._step = status.steps
-        for point in status.steps_history:
-            if point.step > self._step:
-                self._history.step(point, now_s - max(0.0, status.elapsed_s - point.at_s))
-                self._step = point.step
-        self._history.sample(status, now_s)
+        self._history.take(status, now_s)
+        while len(self._states) > 1 and self._states[1][0] <= now_s - _NOW_S:
+            self._states.popleft()
+        self._states.append((now_s, {role.name: Seen.of(role) for role in status.roles}))
         self.look(status)
 
     def look(self, status: RunStatus) -> None:
@@ -67,8 +64,14 @@ class Recent:
             self._look(status, self._history.columns())
 
     def busy(self, process: str) -> float | None:
-        """Return the share of the last seconds that a process was not waiting."""
-        return self._busy.get(f"busy:{process}")
+        """Return the share of the last seconds that a process was not waiting.
+
+        None if it was not seen twice, or reported nothing in between.
+        """
+        if len(self._states) < 2:
+            return None
+        (_, before), (_, now) = self._states[0], self._states[-1]
+        return now[process].since(before.get(process)).busy if process in now else None
 
     def curve(self, name: str) -> list[float]:
         """Return a figure of the learner steps so far, without those that lack it."""
@@ -79,22 +82,6 @@ class Recent:
         return self._advisories
 
     def _look(self, status: RunStatus, columns: HistoryColumns) -> None:
-        at_s, series = columns.time.at_s, columns.time.series
-        rows = sum(1 for one in at_s if one >= at_s[-1] - _NOW_S)
-        names = (name for name in series if name.startswith("busy:"))
-        self._busy = {name: _mean(series[name][-rows:]) for name in names}
         self._steps = columns.steps.series
-        trends = Trends(
-            at_s=at_s,
-            series=series,
-            steps_at_s=columns.steps.at_s,
-            steps=columns.steps.series,
-            high_water_bytes=self._high_water_bytes,
-            fsync=self._fsync,
-        )
+        trends = trends_of(columns, high_water_bytes=self._high_water_bytes, fsync=self._fsync)
         self._advisories = advise(status, trends)
-
-
-def _mean(column: Sequence[float | None]) -> float | None:
-    known = [value for value in column if value is not None]
-    return sum(known) / len(known) if known else None

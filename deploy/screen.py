@@ -13,7 +13,7 @@ from broker.dashboard.advisories import Advisory
 from deploy.show import visible
 from deploy.view import age, counts, equation, last_figure, lengths, number, rates, scores
 from wire.bus import PublishRecord
-from wire.status import RoleStatus, RunStatus
+from wire.status import GONE_S, SILENT_S, RoleStatus, RunStatus
 
 _TITLE = 12  # columns of the names at the left
 _COLORS = {"error": "bold red", "warning": "yellow", "info": "cyan"}
@@ -23,8 +23,6 @@ _PLAIN_SPARKS = "_.-:=+*#"
 _BARS = 4  # of staleness, on a screen that is not high
 _HIGH = 32  # lines
 _WIDE = 110  # columns from which on phases are shown
-_SILENT_S = 2.0  # processes report every second
-_GONE_S = 10.0  # then it is more than a hiccup
 _BY_LAG = (  # figure of a learner step, what it is called, digits
     ("staleness/mismatch_kl", "mismatch KL", 5),
     ("staleness/ess", "ESS", 3),
@@ -243,7 +241,7 @@ def _pools(status: RunStatus, recent: History, screen: Screen) -> list[Text]:
     roles = [role for role in status.roles if role.phase_seconds]
     roles.sort(
         key=lambda role: (
-            *(_ORDER.get(role.role, 9), role.silent_s < _SILENT_S),
+            *(_ORDER.get(role.role, 9), role.silent_s < SILENT_S),
             _natural(role.name),
         )
     )
@@ -256,8 +254,8 @@ def _pools(status: RunStatus, recent: History, screen: Screen) -> list[Text]:
 
 def _pool(role: RoleStatus, recent: float | None, width: int, screen: Screen) -> Text:
     name = f"{visible(role.name)[:16]:16} "
-    if role.silent_s >= _SILENT_S:  # what it does is not known
-        style = "bold red" if role.silent_s >= _GONE_S else "yellow"
+    if role.silent_s >= SILENT_S:  # what it does is not known
+        style = "bold red" if role.silent_s >= GONE_S else "yellow"
         silent = (f"silent for {age(role.silent_s)}", style)
         return Text.assemble(name, screen.bar(0.0, width), "    - ", silent)
     share = role.busy if recent is None else recent

@@ -20,10 +20,9 @@ from wire.bus import PUBLISH_PHASES, MemberState, PublishRecord
 from wire.command_line import print_json
 from wire.errors import ConfigError, PeerLostError
 from wire.run_folder import SUMMARY
-from wire.status import RunStatus
+from wire.status import GONE_S, RunStatus
 from wire.versions import PolicyVersion
 
-_SILENT_S = 10.0  # the relay reports every second: after so long its report is old
 _COLORS = {"current": "green", "behind": "yellow", "receiving": "cyan", "torn": "bold red"}
 
 
@@ -58,7 +57,7 @@ class VersionsView(msgspec.Struct, frozen=True, kw_only=True):
     def is_old(self) -> bool:
         """Tell whether engines may hold something else by now."""
         silent_s = self.relay_silent_s
-        return bool(self.as_of) or silent_s is None or silent_s > _SILENT_S
+        return bool(self.as_of) or silent_s is None or silent_s > GONE_S
 
 
 def print_versions(folder: Path, console: Console, *, count: int, as_json: bool) -> int:
@@ -198,7 +197,7 @@ def _freshness(view: VersionsView) -> Text:
     if silent_s is None:
         what = "who holds what is not known: no relay has said hello to this broker"
         return _title(what, style="yellow")
-    if silent_s > _SILENT_S:
+    if silent_s > GONE_S:
         what = f"who held what: the relay has been silent for {_age(silent_s)}"
         return _title(what, style="yellow")
     return _title(f"who holds what, as the relay said {silent_s:.1f} s ago")

@@ -31,12 +31,12 @@ from wire.control import (
 )
 from wire.errors import EngineError, RefusedError
 from wire.phases import WAIT, PhaseClock
+from wire.status import REPORT_EVERY_S
 from wire.trajectory import NO_SCORING_LEASE
 from wire.versions import PolicyVersion
 
 _log = logging.getLogger(__name__)
 _POLL_S = 0.5  # free lanes beyond those asked for wait no longer than this
-_REPORT_S = 1.0
 _COUNTED = (
     *("tokens", "trajectories", "retracted"),
     *("refused", "failed", "rejected", "unavailable"),
@@ -263,7 +263,7 @@ class GeneratorWorker:
     async def _reports(self) -> None:
         while True:
             await self._report()
-            await asyncio.sleep(_REPORT_S)
+            await asyncio.sleep(REPORT_EVERY_S)
 
     async def _report(self) -> None:
         report = RoleReport(

@@ -5,6 +5,10 @@ import msgspec
 from wire.bus import MemberState, PublishRecord
 from wire.versions import PolicyVersion
 
+REPORT_EVERY_S = 0.5  # every process tells the broker how it is
+SILENT_S = 1.5  # three reports are missing: something is wrong with it
+GONE_S = 10.0  # it is more than a hiccup
+
 
 class EvalFigures(msgspec.Struct, frozen=True, kw_only=True):
     """How the answers to some held-out problems did.

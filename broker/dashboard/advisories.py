@@ -73,8 +73,14 @@ class Trends(msgspec.Struct, frozen=True, kw_only=True):
     series: Mapping[str, Column]  # by time
     steps_at_s: Sequence[float]  # of the learner steps, since the run started
     steps: Mapping[str, Column]  # figures by learner step
+    every_steps: int = 1  # how many learner steps a row of them is the mean of
     high_water_bytes: int = 0  # broker.high_water_bytes; 0 is not known
     fsync: str = ""  # how the store is synced: always, everysec, no; empty is not known
+
+
+def is_ready(status: RunStatus, history: Trends) -> bool:
+    """Tell whether there is enough history for rules about time to speak."""
+    return _View.of(status, history).full
 
 
 def advise(status: RunStatus, history: Trends) -> list[Advisory]:
@@ -414,7 +420,8 @@ def _staleness_at_the_bound(view: _View) -> Advisory | None:
         return None
     text = (
         f"Trained tokens were {share * bound:.1f} learner steps old on average over the last "
-        f"{FIGURE_STEPS} steps, and {bound} is the bound: generators run as far ahead as they "
+        f"{FIGURE_STEPS * view.history.every_steps} steps, and {bound} is the bound: generators "
+        "run as far ahead as they "
         "may, which gains nothing; lower run.max_staleness_steps or run fewer generators "
         "(generators.count)."
     )
@@ -450,7 +457,8 @@ def _reward_collapse(view: _View) -> Advisory | None:
     if _reading(measure, _step_looks(len(means), 1), REWARD_LOST) is None:
         return None
     text = (
-        f"The reward fell from {best[-1]:.3g} to {means[-1]:.3g} (means of {FIGURE_STEPS} steps): "
+        f"The reward fell from {best[-1]:.3g} to {means[-1]:.3g} (means of "
+        f"{FIGURE_STEPS * view.history.every_steps} steps): "
         "go back to a checkpoint from before and lower learner.lr; look at what is answered now "
         "with slipstream show."
     )
@@ -504,7 +512,7 @@ def _mismatch_kl_rising_with_lag(view: _View) -> Advisory | None:
     if by_lag := _kl_columns(view.history.steps):
         said = _kl_by_lag(by_lag)
     else:
-        said = _kl_by_correlation(view.history.steps)
+        said = _kl_by_correlation(view.history.steps, view.history.every_steps)
     if not said:
         return None
     text = (
@@ -546,7 +554,7 @@ def _kl_by_lag(by_lag: Mapping[int, Column]) -> str:
     return f"The mismatch KL is {old:.2g} at a lag of {high} steps and {fresh:.2g} at {low}"
 
 
-def _kl_by_correlation(steps: Mapping[str, Column]) -> str:
+def _kl_by_correlation(steps: Mapping[str, Column], every_steps: int) -> str:
     kl, staleness = steps.get("staleness/mismatch_kl", ()), steps.get("staleness/mean", ())
 
     def pairs(end: int) -> list[tuple[float, float]]:
@@ -571,7 +579,7 @@ def _kl_by_correlation(steps: Mapping[str, Column]) -> str:
     mean = fmean(k for k, _ in pairs(looks[0]))
     return (
         f"The mismatch KL is {mean:.2g} and rises and falls with the staleness "
-        f"(correlation {found:.2f} over {2 * KL_STEPS} steps)"
+        f"(correlation {found:.2f} over {2 * KL_STEPS * every_steps} steps)"
     )
 
 

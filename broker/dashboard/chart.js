@@ -53,7 +53,7 @@ export class Chart {
     this.keys = element("ul", { class: "keys" });
     this.at = element("p", { class: "at" });
     this.plot = element("div", { class: "plot", role: "img" });
-    this.empty = element("p", { class: "empty", text: "No values yet." });
+    this.empty = element("p", { class: "empty", text: "No values yet.", hidden: true });
     this.table = element("table");
     this.details = element("details", { class: "numbers" }, element("summary", { text: "Numbers" }),
       element("div", { class: "scroll" }, this.table));
@@ -78,6 +78,9 @@ export class Chart {
     this.series = series;
     Object.assign(this, { note, marked, rest });
     this.dirty = true;
+    const some = x.length > 0 && series.some((one) => one.values.some(isKnown));
+    this.plot.hidden = this.details.hidden = !some; // hidden or not before it comes into sight
+    this.empty.hidden = some;
     if (!same) this.rekey();
     if (this.visible) this.draw();
   }
@@ -117,20 +120,16 @@ export class Chart {
   }
 
   draw() {
-    if (!this.dirty || !this.width) return;
+    if (!this.dirty || !this.width || this.plot.hidden) return;
     this.dirty = false;
-    const some = this.x.length > 0 && this.series.length > 0;
-    this.plot.hidden = !some;
-    this.empty.hidden = some;
-    this.details.hidden = !some;
-    if (!some) return;
     const data = [this.x, ...this.columns()];
+    this.drawnOver = [this.x[0], this.x.at(-1)]; // the column itself grows
     if (!this.drawn) this.drawn = new uPlot(this.options(), data, this.plot);
     else {
       this.drawn.setData(data, !this.zoomed);
       if (this.zoomed) this.drawn.redraw();
     }
-    this.hover(null);
+    this.hover(this.drawn.cursor.idx);
     this.plot.setAttribute("aria-label", this.summary());
     if (this.details.open) this.fill();
   }
@@ -165,9 +164,15 @@ export class Chart {
       hooks: {
         draw: [(plot) => this.mark(plot)],
         setCursor: [(plot) => this.hover(plot.cursor.idx)],
-        setSelect: [(plot) => { this.zoomed = plot.select.width > 0; }],
+        setScale: [(plot, name) => { if (name === "x") this.zoomed = this.isPart(plot.scales.x); }],
       },
     };
+  }
+
+  // Whether less is shown than all of the rows that were drawn: somebody has zoomed.
+  isPart({ min, max }) {
+    const [first, last] = this.drawnOver;
+    return first !== last && (min > first || max < last);
   }
 
   // A triangle over each row that somebody should look at.
@@ -213,8 +218,8 @@ export class Chart {
   hover(index) {
     const newest = index === null || index === undefined;
     this.series.forEach((one, i) => {
-      const value = newest ? newestOf(one.values) : one.values[index];
-      say(this.values[i], value === null || value === undefined ? "" : this.show(value));
+      const value = newest ? now(one) : one.values[index];
+      say(this.values[i], isKnown(value) ? this.show(value) : newest ? "-" : "");
     });
     const note = newest ? "" : this.note?.(index) ?? "";
     say(this.at, newest ? this.rest : [this.axis.hover(this.x[index]), note].filter(Boolean).join(": "));
@@ -222,10 +227,10 @@ export class Chart {
 
   summary() {
     const parts = this.series.map((one) => {
-      const known = one.values.filter((value) => value !== null && value !== undefined);
+      const known = one.values.filter(isKnown);
       if (!known.length) return `${one.name}: no values`;
       const low = known.reduce((a, b) => Math.min(a, b)), high = known.reduce((a, b) => Math.max(a, b));
-      return `${one.name}: now ${this.show(known.at(-1))}, from ${this.show(low)} to ${this.show(high)}`;
+      return `${one.name}: now ${isKnown(now(one)) ? this.show(now(one)) : "unknown"}, from ${this.show(low)} to ${this.show(high)}`;
     });
     return `Chart. ${this.title}, ${this.unit}, by ${this.axis.title}. ${parts.join("; ")}. ${this.rest}`.trim();
   }
@@ -238,12 +243,11 @@ export class Chart {
       rows.push([this.axis.hover(this.x[i]), ...this.series.map((one) => this.show(one.values[i] ?? null)),
         ...(this.note ? [this.note(i)] : [])]);
     }
-    this.table.replaceChildren();
     fillTable(this.table, [this.axis.title, ...this.series.map((one) => one.name), ...(this.note ? ["what"] : [])], rows);
   }
 }
 
-function newestOf(values) {
-  for (let i = values.length - 1; i >= 0; i -= 1) if (values[i] !== null && values[i] !== undefined) return values[i];
-  return null;
-}
+const isKnown = (value) => value !== null && value !== undefined;
+
+/** Return the newest value of a series; where gaps count, that of the newest row even if it is none. */
+const now = (one) => (one.gaps ? one.values.at(-1) : one.values.findLast(isKnown)) ?? null;

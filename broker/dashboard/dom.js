@@ -30,33 +30,72 @@ function line(cells, tag) {
   }));
 }
 
-/** Fill a table that stands in the page. */
-export function fillTable(table, head, rows) {
-  let [top, body] = [table.tHead, table.tBodies[0]];
-  if (!top) {
-    top = table.createTHead();
-    top.append(line(head, "th"));
-  }
-  body ??= table.createTBody();
-  body.replaceChildren(...rows.map((cells) => line(cells, "td")));
+/** Put nodes into a host; one that is there already and equal stays as it is. */
+function refresh(host, nodes) {
+  nodes.forEach((node, i) => {
+    const old = host.children[i];
+    if (!old) host.append(node);
+    else if (!old.isEqualNode(node)) old.replaceWith(node);
+  });
+  while (host.children.length > nodes.length) host.lastElementChild.remove();
 }
 
-/** Return horizontal bars. A row: label, share of the longest bar (0..1), value as text, color, act. */
-export function bars(rows) {
-  return element("ul", { class: "bars" }, ...rows.map((row) => {
-    const fill = element("span", { class: "fill" });
-    fill.style.width = `${Math.max(0, Math.min(1, row.share)) * 100}%`;
-    if (row.color) fill.style.backgroundColor = row.color;
-    const parts = [
-      element("span", { class: "name", text: row.name }),
-      element("span", { class: "track", "aria-hidden": "true" }, fill),
-      element("span", { class: "value", text: row.value }),
-    ];
-    const inside = row.act
-      ? element("button", { type: "button", class: "bar", title: row.hint, on: { click: row.act } }, ...parts)
-      : element("div", { class: "bar" }, ...parts);
-    return element("li", {}, inside);
-  }));
+/** Fill a table that stands in the page. */
+export function fillTable(table, head, rows) {
+  refresh(table.tHead ?? table.createTHead(), [line(head, "th")]);
+  refresh(table.tBodies[0] ?? table.createTBody(), rows.map((cells) => line(cells, "td")));
+}
+
+/**
+ * Show one child of a host per item, in their order. The child of a key stays the same node, so what
+ * is open in it stays open and the keyboard's focus stays in it.
+ * key: item -> text; make: item -> node; fill: (node, item), every time.
+ */
+export function keep(host, items, { key, make, fill }) {
+  const focused = document.activeElement;
+  const old = new Map([...host.children].map((node) => [node.dataset.kept, node]));
+  const nodes = items.map((item) => {
+    const name = key(item);
+    const node = old.get(name) ?? make(item);
+    node.dataset.kept = name;
+    old.delete(name);
+    fill(node, item);
+    return node;
+  });
+  for (const node of old.values()) node.remove();
+  nodes.forEach((node, i) => { if (host.children[i] !== node) host.insertBefore(node, host.children[i] ?? null); });
+  if (focused !== document.activeElement && host.contains(focused)) focused.focus({ preventScroll: true });
+}
+
+function bar(row) {
+  const parts = [element("span", { class: "name" }), element("span", { class: "track", "aria-hidden": "true" }, element("span", { class: "fill" })),
+    element("span", { class: "value" })];
+  return element("li", {}, row.act
+    ? element("button", { type: "button", class: "bar", on: { click: row.act } }, ...parts)
+    : element("div", { class: "bar" }, ...parts));
+}
+
+function fillBar(node, row) {
+  const fill = node.querySelector(".fill");
+  fill.style.width = `${Math.max(0, Math.min(1, row.share)) * 100}%`;
+  fill.style.backgroundColor = row.color ?? "";
+  say(node.querySelector(".name"), row.name);
+  say(node.querySelector(".value"), row.value);
+  if (row.hint) node.firstElementChild.title = row.hint;
+}
+
+/**
+ * Show horizontal bars in a host, or a word where there are none. A row: key, name, share of the
+ * longest bar (0..1), value as text, color, act (what a click does), hint.
+ */
+export function bars(host, rows, none) {
+  if (!rows.length) {
+    host.replaceChildren(element("p", { class: "empty", text: none }));
+    return;
+  }
+  const list = host.querySelector("ul.bars") ?? element("ul", { class: "bars" });
+  if (list.parentNode !== host) host.replaceChildren(list);
+  keep(list, rows, { key: (row) => String(row.key), make: bar, fill: fillBar });
 }
 
 /** Return a check whether a value differs from the one it was last asked about under this name. */

@@ -72,7 +72,7 @@ export const label = (version) => (version ? `v${version[0]}.${version[1]}` : "-
 export const sum = (counts) => Object.values(counts).reduce((a, b) => a + b, 0);
 
 /** Return the mean reward of an evaluation's figures: its mean@n. */
-export function meanOf(figures) {
+export function meanReward(figures) {
   const name = Object.keys(figures.metrics).find((key) => key.startsWith("mean@"));
   return name ? figures.metrics[name] : null;
 }

@@ -1,7 +1,13 @@
 // The run's past as columns: rebuilt from /state.json, then kept by points from /events.
 
 const MAX_ROWS = 2000;
-const COUNTED = /^(dropped:|version:|issued|trained)/;
+const COUNTED = /^(dropped:|version:|issued|trained|answers|retracted)/;
+
+/** Return the mean of the known values, or null. */
+export function meanOf(values) {
+  const known = values.filter((value) => value !== null && value !== undefined);
+  return known.length ? known.reduce((a, b) => a + b, 0) / known.length : null;
+}
 
 /** Columns of equal length over one axis (at_s or step). */
 export class Columns {
@@ -24,10 +30,38 @@ export class Columns {
     return null;
   }
 
-  /** Return the mean of the last `count` numbers of a series, or null. */
-  recent(name, count) {
-    const values = (this.series.get(name) ?? []).slice(-count).filter((value) => value !== null);
-    return values.length ? values.reduce((a, b) => a + b, 0) / values.length : null;
+  /**
+   * Return the newest rows that reach back so far: {from, lasted}, their first row and how much of
+   * the axis they stand for; rows far apart stand for more than was asked. No rows: lasted is 0.
+   */
+  window(reach) {
+    const newest = this.x.at(-1);
+    let from = this.x.length - 1;
+    while (from > 0 && newest - this.x[from - 1] < reach - 1e-6) from -= 1;
+    return { from: Math.max(0, from), lasted: this.x.length ? newest - (this.x[from - 1] ?? 0) : 0 };
+  }
+
+  /** Return the mean of the rows of a window, or null where the newest is not known. */
+  recent(name, { from }) {
+    const values = this.series.get(name);
+    if (!values?.length || values.at(-1) === null) return null;
+    return meanOf(values.slice(from));
+  }
+
+  /** Forget the rows after x: they did not happen. */
+  forgetAfter(x) {
+    while (this.x.length && this.x.at(-1) > x) {
+      this.x.pop();
+      for (const column of this.series.values()) column.pop();
+    }
+  }
+
+  /** Add the rows of other columns that are later than all of these. */
+  goOn(other) {
+    const last = this.x.at(-1) ?? -Infinity;
+    other.x.forEach((x, row) => {
+      if (x > last) this.add(x, Object.fromEntries([...other.series].map(([name, values]) => [name, values[row]])));
+    });
   }
 
   /** Return what follows the prefix in the names of the series that have it. */
@@ -37,10 +71,7 @@ export class Columns {
 
   /** Add a row. One of the same x is replaced; later ones, of steps that were lost, are forgotten. */
   add(x, values) {
-    while (this.x.length && this.x.at(-1) > x) {
-      this.x.pop();
-      for (const column of this.series.values()) column.pop();
-    }
+    this.forgetAfter(x);
     const newest = this.x.at(-1);
     if (x !== newest) {
       this.x.push(x);

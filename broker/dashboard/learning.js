@@ -2,12 +2,12 @@
 
 import { Chart } from "/static/chart.js";
 import { byId, changes, fillTable } from "/static/dom.js";
-import { fixed, meanOf, percent, words } from "/static/format.js";
+import { fixed, meanReward, percent, words } from "/static/format.js";
 
 /** Return steps and evaluations over one axis: [x, of(name), evaluation values]. */
 function together(view) {
   const { steps, status } = view;
-  const rounds = new Map(status.eval.map((round) => [round.step, meanOf(round.overall)]));
+  const rounds = new Map(status.eval.map((round) => [round.step, meanReward(round.overall)]));
   const x = [...new Set([...steps.x, ...rounds.keys()])].sort((a, b) => a - b);
   const row = new Map(steps.x.map((step, i) => [step, i]));
   const of = (name) => {
@@ -25,7 +25,6 @@ function sources(s) {
   const row = (title, one) => [title, fixed(one.num_problems), fixed(one.num_answers), fixed(one.num_dropped),
     ...names.map((name) => (name in one.metrics ? fixed(one.metrics[name], 3) : "-"))];
   const parts = Object.entries(newest.by_source);
-  byId("sources").replaceChildren();
   fillTable(byId("sources"), ["data source", "problems", "answers", "dropped", ...names.map(words)],
     [...parts.map(([name, one]) => row(name, one)), ...(parts.length > 1 ? [row("all", newest.overall)] : [])]);
   byId("evaluated").textContent = `Answers begun at step ${newest.step}.`;
@@ -42,7 +41,8 @@ export function create() {
       const [x, of, evaluations] = together(view);
       const rewards = [["trained answers", "reward/mean", "--c2"], ["all sampled answers", "reward/sampled", "--c3"]]
         .filter(([, name]) => of(name)).map(([name, key, color]) => ({ name, values: of(key), color }));
-      reward.update(x, [...rewards, { name: "evaluation", values: evaluations, color: "--c1", dots: true }]);
+      const rounds = view.status.eval.length ? [{ name: "evaluation", values: evaluations, color: "--c1", dots: true }] : [];
+      reward.update(x, [...rewards, ...rounds]);
       const { steps } = view;
       const one = (name, key, color) => (steps.get(key) ? [{ name, values: steps.get(key), color }] : []);
       entropy.update(steps.x, one("entropy", "policy/entropy", "--c4"));

@@ -1,7 +1,8 @@
 // The page: the state of /state.json, kept live by /events, shown by one module per panel.
 
+import { ask, MOVED, REFUSED } from "/static/ask.js";
 import { byId, changes, say } from "/static/dom.js";
-import { duration } from "/static/format.js";
+import { duration, label } from "/static/format.js";
 import { Columns } from "/static/history.js";
 import { Stream } from "/static/stream.js";
 import { startTheme } from "/static/theme.js";
@@ -15,35 +16,73 @@ import * as trajectory from "/static/trajectory.js";
 import * as weights from "/static/weights.js";
 
 const DRAW_EVERY_MS = 1000;
-const view = { status: null, advisories: [], time: null, steps: null, live: true };
+const RETRY_MS = 2000;
+const MOST_PUBLISHES = 60;
+const MOST_ROUNDS = 500;
+const view = { status: null, toldAt: 0, advisories: [], ready: true, time: null, steps: null, live: true };
 const fresh = new Set(); // what came since the last drawing: status, time, steps
 const differs = changes();
-let drawnAt = -Infinity, timer = null, panels = [];
+let drawnAt = -Infinity, timer = null, panels = [], heard = 0, stream = null, late = null;
 
-function take(state) {
-  view.status = state.status;
-  view.advisories = state.advisories ?? [];
+/** Return both lists as one: of the same key the later counts. */
+function merged(old, later, key, most) {
+  return [...new Map([...old, ...later].map((one) => [key(one), one])).values()].slice(-most);
+}
+
+// An event tells the newest publishes and evaluations only: the page keeps the others.
+function joined(before, status) {
+  const rounds = merged(before.eval, status.eval, (one) => one.step, MOST_ROUNDS);
+  return { ...status,
+    eval: rounds.filter((one) => one.step <= status.steps).sort((a, b) => a.step - b.step),
+    publish_history: merged(before.publish_history, status.publish_history, (one) => label(one.version), MOST_PUBLISHES) };
+}
+
+function take(event) {
+  const { status } = event;
+  view.status = joined(view.status ?? status, status);
+  view.toldAt = performance.now();
+  view.advisories = event.advisories ?? [];
+  view.ready = event.advice_ready !== false;
+  view.live = event.live !== false && !isOver(status);
   fresh.add("status");
 }
 
-function takePast(history) {
-  view.time = new Columns("at_s", history?.time);
-  view.steps = new Columns("step", history?.steps);
-  fresh.add("time").add("steps");
-}
+const isOver = (status) => status.finished || status.outcome !== "running";
 
 function hear(event) {
+  heard += 1;
   take(event);
   const { at_s: at, ...values } = event.point ?? {};
   if (Number.isFinite(at) && at !== view.time.x.at(-1)) {
     view.time.add(at, values);
     fresh.add("time");
   }
+  if (view.steps.x.at(-1) > event.status.steps) {
+    view.steps.forgetAfter(event.status.steps); // a learner went back
+    fresh.add("steps");
+  }
   for (const { step, at_s: _, ...figures } of event.steps ?? []) {
+    if (step <= (view.steps.x.at(-1) ?? -Infinity)) continue;
     view.steps.add(step, figures);
     fresh.add("steps");
   }
+  if (isOver(event.status)) end();
   soon();
+  clearTimeout(late);
+  const next = accounting.nextSilent(view);
+  if (next < Infinity) late = setTimeout(drawSilence, next * 1000);
+}
+
+// A process that is late may pass the limit before the next event, and is not to wait for it.
+function drawSilence() {
+  fresh.add("status");
+  requestAnimationFrame(draw);
+}
+
+// Nothing more will come.
+function end() {
+  stream?.close();
+  tell("over");
 }
 
 // At most one drawing a second, and none while nobody sees it.
@@ -58,7 +97,8 @@ function draw() {
   drawnAt = performance.now();
   const news = new Set(fresh);
   fresh.clear();
-  if (differs("eval", view.status.eval)) news.add("steps");
+  const { eval: rounds } = view.status;
+  if (differs("eval", [rounds.length, rounds.at(-1)])) news.add("steps");
   for (const panel of panels) panel.show(view, news);
   about();
 }
@@ -68,48 +108,66 @@ function about() {
   document.title = `${s.run_name} ${s.steps}/${s.total_steps} - Slipstream`;
   say(byId("run"), s.run_name);
   const ends = s.stop_reason ? `; ends early: ${s.stop_reason}` : "";
-  say(byId("about"), `${s.outcome} ${view.live ? "for" : "after"} ${duration(s.elapsed_s)}${ends}`);
+  say(byId("about"), `${outcome()} ${view.live ? "for" : "after"} ${duration(s.elapsed_s)}${ends}`);
 }
+
+const outcome = () => (view.status.finished && view.status.outcome === "running" ? "finished" : view.status.outcome);
 
 // The text stays the same while a break lasts, so that it is spoken once.
 function tell(state, since) {
   const text = {
     live: "live",
-    ended: "finished run, from its files",
+    ended: view.status && isOver(view.status) ? "finished run, from its files" : "from the run's files; its broker does not answer",
+    over: `the run is over: ${view.status && outcome()}; \`slipstream dashboard RUN\` shows it later`,
     broken: `no connection to the broker; figures are of ${since?.toLocaleTimeString("en-GB")}, trying again`,
     failed: "the broker does not answer; trying again",
+    refused: MOVED,
   }[state];
   byId("state").dataset.state = state;
   say(byId("state"), text);
 }
 
+// What was heard while the state was on its way is later than it, and stays.
 async function load() {
-  const answer = await fetch("/state.json", { cache: "no-store" });
-  if (!answer.ok) throw new Error(`state.json: ${answer.status}`);
-  const state = await answer.json();
-  view.live = state.live !== false;
-  take(state);
-  takePast(state.history);
+  const before = heard;
+  const state = await ask("/state.json");
+  const past = { time: new Columns("at_s", state.history?.time), steps: new Columns("step", state.history?.steps) };
+  if (heard === before) {
+    view.status = null;
+    take(state);
+  } else {
+    past.time.goOn(view.time);
+    past.steps.forgetAfter(view.status.steps);
+    past.steps.goOn(view.steps);
+    view.status = joined(state.status, view.status);
+  }
+  Object.assign(view, past);
+  fresh.add("time").add("steps");
   soon();
+  return state;
 }
 
-// After a break the points that were missed are read anew.
-const reload = () => load().catch(() => {});
-
 async function start() {
+  let state;
   try {
-    await load();
-  } catch {
-    tell("failed");
-    setTimeout(start, 2000);
+    state = await load();
+  } catch (error) {
+    tell(error.status === REFUSED ? "refused" : "failed");
+    setTimeout(start, RETRY_MS);
     return;
   }
-  if (!view.live) {
+  if (state.live === false) {
     tell("ended");
     return;
   }
+  if (isOver(state.status)) {
+    end();
+    return;
+  }
   tell("live");
-  const stream = new Stream("/events", { hear, tell, back: reload });
+  const address = () => `/events?after=${view.steps.x.at(-1) ?? 0}`;
+  // After a break the points that were missed are read anew.
+  stream = new Stream(address, { hear, tell, back: () => load().catch(() => {}) });
   window.addEventListener("pagehide", () => stream.close());
 }
 

@@ -7,7 +7,7 @@ import { Lanes } from "/static/lanes.js";
 
 const ORDER = ["learner", "generator", "reward", "relay", "broker"];
 const DEPTHS = [["ready_groups", "--c1", "ready"], ["leased_groups", "--c2", "leased"], ["waiting_for_reward", "--c4", "to score"],
-  ["being_scored", "--c6", "in scoring"]];
+  ["being_scored", "--c6", "scoring"]];
 const ROLES = [["generator", "--c2", "generators"], ["learner", "--c1", "learner"]];
 
 /** Return the processes that have a lane, the learner first. */

@@ -7,20 +7,44 @@ from wire.status import RoleStatus, RunStatus
 
 
 @dataclass(frozen=True, slots=True)
-class _Seen:
-    """What a process had done when it was looked at last."""
+class Seen:
+    """What a process had done when it was looked at."""
 
     age_s: float
     waited_s: float
     worked_s: float
     tokens: float
 
+    @classmethod
+    def of(cls, role: RoleStatus) -> "Seen":
+        """Return what a process says that it has done so far."""
+        waited = role.phase_seconds.get(WAIT, 0.0)
+        worked = sum(role.phase_seconds.values()) - waited
+        return cls(role.age_s, waited, worked, role.tokens_per_second * role.age_s)
+
+    def since(self, before: "Seen | None") -> "Seen":
+        """Return what it did since; all of it if it has begun anew."""
+        if before is None or self.age_s < before.age_s:
+            return self
+        return Seen(
+            self.age_s - before.age_s,
+            self.waited_s - before.waited_s,
+            self.worked_s - before.worked_s,
+            self.tokens - before.tokens,
+        )
+
+    @property
+    def busy(self) -> float | None:
+        """Return the share of the time that was no waiting; None if nothing was reported."""
+        total = self.worked_s + self.waited_s
+        return min(1.0, max(0.0, self.worked_s / total)) if total > 0 else None
+
 
 class Rates:
     """Remembers the last look."""
 
     def __init__(self) -> None:
-        self._seen: dict[str, _Seen] = {}
+        self._seen: dict[str, Seen] = {}
 
     def take(self, status: RunStatus) -> dict[str, float | None]:
         """Return one sample of a run: values by the names of the page's series."""
@@ -47,18 +71,15 @@ class Rates:
 
     def _of_roles(self, roles: list[RoleStatus]) -> dict[str, float]:
         sample: dict[str, float] = {}
-        seen: dict[str, _Seen] = {}
+        seen: dict[str, Seen] = {}
         for role in roles:
-            now = seen[role.name] = _look(role)
-            before = self._seen.get(role.name)
-            if before is None or now.age_s < before.age_s:
-                before = _Seen(0.0, 0.0, 0.0, 0.0)  # it has just begun
-            if (busy := _busy(before, now)) is not None:
+            now = seen[role.name] = Seen.of(role)
+            done = now.since(self._seen.get(role.name))
+            if (busy := done.busy) is not None:
                 sample[f"busy:{role.name}"] = busy
             if role.role in _TOKEN_ROLES:
-                lasted_s = max(now.age_s - before.age_s, 1e-9)
-                rate = max(0.0, now.tokens - before.tokens) / lasted_s
                 name = f"tokens:{role.role}"
+                rate = max(0.0, done.tokens) / max(done.age_s, 1e-9)
                 sample[name] = sample.get(name, 0.0) + rate
         self._seen = seen
         return sample
@@ -66,16 +87,3 @@ class Rates:
 
 _QUEUES = ("ready_groups", "leased_groups", "waiting_for_reward", "being_scored", "dead_letters")
 _TOKEN_ROLES = {"generator", "learner"}
-
-
-def _look(role: RoleStatus) -> _Seen:
-    waited = role.phase_seconds.get(WAIT, 0.0)
-    worked = sum(role.phase_seconds.values()) - waited
-    return _Seen(role.age_s, waited, worked, role.tokens_per_second * role.age_s)
-
-
-def _busy(before: _Seen, now: _Seen) -> float | None:
-    """Return the share of the interval that was no waiting; None if nothing was reported."""
-    worked, waited = now.worked_s - before.worked_s, now.waited_s - before.waited_s
-    total = worked + waited
-    return min(1.0, max(0.0, worked / total)) if total > 0 else None

@@ -1,45 +1,40 @@
 // How old the trained data is, what is on its way, and what is dropped for its age.
 
 import { Chart } from "/static/chart.js";
-import { bars, byId, changes, element, say } from "/static/dom.js";
+import { bars, byId, changes, say } from "/static/dom.js";
 import { fixed, percent, plural, sum, words } from "/static/format.js";
 import { lagColor, onTheme } from "/static/theme.js";
 import { showLag } from "/static/trajectory.js";
 
 const holds = (id) => byId(id).querySelector(".holds");
-const none = (text) => element("p", { class: "empty", text });
 
 function histogram(s) {
   const total = sum(s.staleness_histogram);
-  if (!total) return holds("histogram").replaceChildren(none("No token is trained yet."));
   const oldest = Math.max(s.max_staleness_steps, ...Object.keys(s.staleness_histogram).map(Number));
   const most = Math.max(...Object.values(s.staleness_histogram));
-  const rows = Array.from({ length: oldest + 1 }, (_, lag) => {
+  const rows = Array.from({ length: total ? oldest + 1 : 0 }, (_, lag) => {
     const tokens = s.staleness_histogram[lag] ?? 0;
-    return { name: plural(lag, "step"), share: tokens / most, color: lagColor(lag, oldest),
-      value: `${percent(tokens / total, 1)} (${fixed(tokens)})`, act: () => showLag(lag), hint: `Recorded trajectories of staleness ${lag}` };
+    return { key: lag, name: plural(lag, "step"), share: tokens / most, color: lagColor(lag, oldest),
+      value: `${percent(tokens / total, 1)} (${fixed(tokens)})`, act: () => showLag(lag), hint: `Recorded trajectories with tokens of staleness ${lag}` };
   });
-  return holds("histogram").replaceChildren(bars(rows));
+  bars(holds("histogram"), rows, "No token is trained yet.");
 }
 
 function drops(s) {
   const known = Object.entries(s.dropped).filter(([, count]) => count).sort((a, b) => b[1] - a[1]);
-  if (!known.length) return holds("drops").replaceChildren(none("Nothing is dropped."));
-  return holds("drops").replaceChildren(bars(known.map(([reason, count]) => ({
-    name: words(reason), share: count / known[0][1], value: `${fixed(count)} (${percent(count / s.issued, 1)})` }))));
+  bars(holds("drops"), known.map(([reason, count]) => ({
+    key: reason, name: words(reason), share: count / known[0][1], value: `${fixed(count)} (${percent(count / s.issued, 1)})` })), "Nothing is dropped.");
 }
 
 function survivors(s) {
   const { quartiles, alarm, generated_mean: all, trained_mean: trained } = s.survivorship;
   const share = (q) => (q.trajectories ? q.dropped_for_age / q.trajectories : 0);
   const whole = Math.max(0.02, ...quartiles.map(share));
-  if (!quartiles.length) holds("survivors").replaceChildren(none("No answer is trained or dropped yet."));
-  else {
-    holds("survivors").replaceChildren(bars(quartiles.map((q, i) => ({
-      name: `${i ? quartiles[i - 1].up_to_tokens + 1 : 1} to ${fixed(q.up_to_tokens)} tokens`, share: share(q) / whole,
-      value: `${percent(share(q), 1)} of ${fixed(q.trajectories)}` }))));
-  }
-  say(byId("survivors-note"), alarm || `Mean length ${fixed(all, 1)} tokens of all answers, ${fixed(trained, 1)} of the trained ones.`);
+  bars(holds("survivors"), quartiles.map((q, i) => ({
+    key: i, name: `${fixed(i ? quartiles[i - 1].up_to_tokens + 1 : 1)} to ${fixed(q.up_to_tokens)} tokens`, share: share(q) / whole,
+    value: `${percent(share(q), 1)} of ${fixed(q.trajectories)}` })), "No answer is trained or dropped yet.");
+  const lengths = `Mean length ${fixed(all, 1)} tokens of all answers, ${fixed(trained, 1)} of the trained ones.`;
+  say(byId("survivors-note"), alarm || (all ? lengths : ""));
   byId("survivors-note").classList.toggle("bad", alarm !== "");
 }
 

@@ -1,9 +1,14 @@
-// The live stream. A break is told at once, and mended: by the browser, or by us where it gives up.
+// The live stream. A break is told at once and mended: the next one asks for what was missed.
+
+import { ask, REFUSED, SILENT } from "/static/ask.js";
 
 const QUIET_S = 5;
 const LONGEST_WAIT_S = 10;
 
-/** Keep a stream open: `hear(object)` per event, `tell(state, since)` as it goes on or breaks. */
+/**
+ * Keeps a stream open. address: returns the path to open now; `hear(object)` per event;
+ * `tell(state, since)` as it goes on (live) or breaks (broken, refused); `back()` after a break.
+ */
 export class Stream {
   constructor(address, { hear, tell, back }) {
     Object.assign(this, { address, hear, tell, back, wait: 1, heardAt: performance.now(), heard: new Date(), broken: false });
@@ -12,8 +17,9 @@ export class Stream {
   }
 
   open() {
+    this.openedAt = performance.now();
     this.source?.close();
-    this.source = new EventSource(this.address);
+    this.source = new EventSource(this.address());
     this.source.onmessage = (event) => this.message(event.data);
     this.source.onerror = () => this.lost();
   }
@@ -22,33 +28,45 @@ export class Stream {
     this.heardAt = performance.now();
     this.heard = new Date();
     this.wait = 1;
-    if (this.broken) {
-      this.broken = false;
-      this.back();
-    }
+    const wasBroken = this.broken;
+    this.broken = false;
     this.tell("live");
     this.hear(JSON.parse(text));
+    if (wasBroken && !this.closed) this.back();
   }
 
+  // The browser would try again by itself, but with the old address.
   lost() {
+    this.source.close();
+    if (this.closed) return;
+    if (!this.broken) this.tell("broken", this.heard);
     this.broken = true;
-    this.tell("broken", this.heard);
-    if (this.source.readyState !== EventSource.CLOSED) return; // the browser tries again by itself
     clearTimeout(this.retry);
-    this.retry = setTimeout(() => this.open(), this.wait * 1000);
+    this.retry = setTimeout(() => this.again(), this.wait * 1000);
     this.wait = Math.min(LONGEST_WAIT_S, this.wait * 2);
   }
 
-  silence() { return (performance.now() - this.heardAt) / 1000; }
+  // A stream that is refused does not say why; a question does.
+  async again() {
+    const status = await ask("/why.json").then(() => 200, (refusal) => refusal.status);
+    if (this.closed) return;
+    if (status !== SILENT && status !== REFUSED) {
+      this.open();
+      return;
+    }
+    this.tell(status === REFUSED ? "refused" : "broken", this.heard);
+    this.lost();
+  }
 
   // A connection may stay open and say nothing: a stopped broker, a laptop that slept.
   check() {
-    if (this.silence() < QUIET_S) return;
-    if (!this.broken) this.lost();
-    if (this.silence() > 2 * QUIET_S && this.source.readyState === EventSource.OPEN) this.open();
+    const now = performance.now();
+    if (!this.broken && now - Math.max(this.heardAt, this.openedAt) > QUIET_S * 1000) this.lost();
+    if (this.broken && this.source.readyState !== EventSource.CLOSED && now - this.openedAt > 2 * QUIET_S * 1000) this.lost();
   }
 
   close() {
+    this.closed = true;
     clearInterval(this.watch);
     clearTimeout(this.retry);
     this.source.close();

@@ -1,26 +1,21 @@
 // One trajectory: search, list, and the answer token by token.
 
+import { ask } from "/static/ask.js";
 import { byId, element, fillTable, say } from "/static/dom.js";
 import { figure, fixed, plural } from "/static/format.js";
 import { between, onTheme } from "/static/theme.js";
 
 const KINDS = 8; // colors for version runs
 const STRONG = 1; // nats at which a difference has the full color
-let shown = null, asked = 0;
-
-async function get(address) {
-  const answer = await fetch(address, { cache: "no-store" });
-  if (!answer.ok) throw new Error(`the broker answers ${answer.status}`);
-  return answer.json();
-}
+let shown = null, asked = 0, wanted = 0; // the newest list and the newest trajectory that were asked for
 
 // What nobody could answer or score; a click shows its life.
 async function letters() {
   if (!byId("letters").open) return;
   try {
-    const { letters: found } = await get("/dead_letters");
+    const { letters: found } = await ask("/dead_letters");
     byId("letters-list").replaceChildren(...(found.length ? found.map((one) => element("li", {},
-      element("button", { type: "button", on: { click: () => open(one.group_id, 0, one.prompt) } },
+      element("button", { type: "button", on: { click: () => open(one.group_id, 0, one) } },
         element("span", { class: "prompt", text: one.prompt }),
         element("span", { class: "more", text: `g${one.group_id}, ${one.reason} at step ${one.step}; ${one.failures.at(-1) ?? "no attempt is kept"}` }))))
       : [element("li", { class: "empty", text: "There are none." })]));
@@ -29,50 +24,65 @@ async function letters() {
   }
 }
 
-async function list(query, what) {
+/** List what fits a query and return how much does; null if that is not known, or no longer wanted. */
+async function list(query, what, none = "") {
   const mine = ++asked;
   say(byId("found"), "searching");
   try {
-    const { items, more } = await get(`/items?${query}`);
-    if (mine !== asked) return;
-    say(byId("found"), `${plural(items.length, "trajectory", "trajectories")}${what}${more ? ", the newest of more" : ""}`);
+    const { items, more } = await ask(`/items?${query}`);
+    if (mine !== asked) return null;
+    const count = `${plural(items.length, "trajectory", "trajectories")}${what}${more ? ", the newest of more" : ""}`;
+    say(byId("found"), (!items.length && none) || count);
     byId("items").replaceChildren(...items.map(row));
+    mark();
+    return items.length;
   } catch (error) {
     if (mine === asked) say(byId("found"), `nothing found: ${error.message}`);
+    return null;
   }
+}
+
+// Of a group that left no recorded answer the ledger may still tell the prompt and the life.
+async function search(text) {
+  const found = await list(`q=${encodeURIComponent(text)}`, text ? ` with "${text}"` : "");
+  const group = /^g?(\d{1,15})$/.exec(text);
+  if (found === 0 && group) await open(Number(group[1]), 0);
 }
 
 function row(item) {
   const button = element("button", { type: "button", "data-key": `${item.group_id}.${item.sibling}`, on: { click: () => open(item.group_id, item.sibling) } },
     element("span", { class: "prompt", text: item.prompt }),
-    element("span", { class: "more", text: `g${item.group_id}/${item.sibling}, step ${item.step}, lag ${item.lag}, `
+    element("span", { class: "more", text: `g${item.group_id}/${item.sibling}, step ${item.step}, lag up to ${item.lag}, `
       + `${plural(item.num_tokens, "token")}, reward ${figure(item.reward)}` }));
   return element("li", {}, button);
 }
 
-/** List the recorded trajectories of a staleness and go there. */
+/** List the recorded trajectories that have tokens of a staleness, and go there. */
 export function showLag(lag) {
   byId("query").value = "";
   byId("trajectory").scrollIntoView();
   byId("query").focus({ preventScroll: true });
-  return list(`lag=${lag}`, ` of staleness ${lag}`);
+  return list(`lag=${lag}`, ` with tokens of staleness ${lag}`);
 }
 
-async function open(group, sibling, prompt = "") {
+// letter: what is known of a dead letter, in case that the broker tells less of it.
+async function open(group, sibling, letter = null) {
+  const mine = ++wanted;
   try {
-    const one = await get(`/trajectory?group=${group}&sibling=${sibling}`);
-    if (!one.found && !one.life.length) {
+    const one = await ask(`/trajectory?group=${group}&sibling=${sibling}`);
+    if (mine !== wanted) return;
+    if (!one.found && !one.life.length && !one.prompt && !letter) {
       say(byId("found"), `g${group}/${sibling} is not recorded`);
       return;
     }
-    shown = one.found ? one : { ...one, prompt };
+    shown = { ...one, prompt: one.prompt || letter?.prompt || "", failures: one.failures?.length ? one.failures : letter?.failures ?? [] };
     history.replaceState(null, "", `#g${group}/${sibling}`);
     fill();
     byId("one").hidden = false;
     byId("one").focus({ preventScroll: true });
     byId("one").scrollIntoView({ block: "nearest" });
   } catch (error) {
-    say(byId("found"), `not read: ${error.message}`);
+    if (mine === wanted) say(byId("found"), `not read: ${error.message}`);
   }
 }
 
@@ -90,22 +100,31 @@ export function runsOf(tokens) {
 function fill() {
   const t = shown;
   say(byId("one-title"), t.found ? `Group g${t.group_id}, sibling ${t.sibling}` : `Group g${t.group_id}: its answers are not recorded`);
-  const facts = !t.found ? [] : [["trained at step", fixed(t.step)], ["reward", figure(t.reward)],
+  const facts = !t.found ? (t.outcome ? [["outcome", t.outcome]] : []) : [["trained at step", fixed(t.step)], ["reward", figure(t.reward)],
     ...Object.entries(t.parts ?? {}).map(([name, value]) => [`reward, ${name}`, figure(value)]),
     ["ended by", t.finish_reason], ["temperature", figure(t.temperature)], ["tokens", fixed(t.tokens.length)]];
   byId("facts").replaceChildren(...facts.map(([name, value]) => element("div", {}, element("dt", { text: name }), element("dd", { text: value }))));
   byId("prompt").textContent = t.prompt;
+  byId("failed").hidden = !t.failures.length;
+  byId("failures").replaceChildren(...t.failures.map((text) => element("li", { text })));
+  byId("answered").hidden = byId("kin").hidden = byId("tokens-table").hidden = !t.found;
   byId("answer").replaceChildren(...t.tokens.map((token, i) => element("span", { class: "token", "data-index": i, text: token.text })));
   life(t.life ?? []);
   byId("siblings").replaceChildren(...(t.siblings ?? []).map((one) => element("li", {}, element("button", {
     type: "button", "aria-current": one.sibling === t.sibling ? "true" : null, text: `sibling ${one.sibling}: reward ${figure(one.reward)}`,
     on: { click: () => open(t.group_id, one.sibling) } }))));
-  for (const button of byId("items").querySelectorAll("button")) {
-    button.toggleAttribute("aria-current", button.dataset.key === `${t.group_id}.${t.sibling}`);
-  }
+  mark();
   say(byId("token"), "");
   paint();
   table();
+}
+
+// Tells in the list which trajectory is open.
+function mark() {
+  for (const button of byId("items").querySelectorAll("button")) {
+    if (button.dataset.key === `${shown?.group_id}.${shown?.sibling}`) button.setAttribute("aria-current", "true");
+    else button.removeAttribute("aria-current");
+  }
 }
 
 // The first event with its time of day, the rest by the seconds after it.
@@ -155,7 +174,6 @@ function legend(how, runs, kinds) {
 
 function table() {
   if (!byId("tokens-table").open || !shown) return;
-  byId("tokens").replaceChildren();
   fillTable(byId("tokens"), ["token", "text", "version", "lag", "logprob difference"], shown.tokens.map((token, i) =>
     [fixed(i + 1), element("code", { text: JSON.stringify(token.text) }), token.version, fixed(token.lag), fixed(token.diff, 4)]));
 }
@@ -168,8 +186,7 @@ function fromAddress() {
 export function create() {
   byId("search").addEventListener("submit", (event) => {
     event.preventDefault();
-    const text = byId("query").value.trim();
-    list(`q=${encodeURIComponent(text)}`, text ? ` with "${text}"` : "");
+    search(byId("query").value.trim());
   });
   byId("letters").addEventListener("toggle", letters);
   byId("coloring").addEventListener("change", paint);
@@ -180,6 +197,5 @@ export function create() {
   });
   onTheme(paint);
   window.addEventListener("hashchange", fromAddress);
-  list("q=", "");
-  fromAddress();
+  list("q=", "", "nothing is recorded yet (learner.rollouts_per_step)").then(fromAddress);
 }

@@ -5,16 +5,23 @@ import { byId, changes, element, fillTable } from "/static/dom.js";
 import { bytes, duration, fixed, label, plural } from "/static/format.js";
 
 const MOST = 60; // publishes on the chart
-const MOST_ENGINES = 8;
+const MOST_ENGINES = 8; // on the chart, and named in the words about a publish
 const PHASES = ["digest", "offer", "group", "receive", "pause", "transfer", "load", "verify", "commit"];
 const COLORS = ["--c8", "--c7", "--c6", "--c1", "--c2", "--c4", "--c3", "--c5"];
 
 /** Return in words who adopted a publish and who was left out. */
 export function outcome(record) {
-  const adopted = Object.entries(record.adopted_by).map(([name, seconds]) => `${name} in ${duration(seconds)}`);
   const failed = Object.entries(record.failed ?? {}).map(([name, why]) => `${name} left out (${why})`);
+  const rest = failed.length > MOST_ENGINES ? [`${failed.length - MOST_ENGINES} more left out`] : [];
   const size = record.num_bytes ? bytes(record.num_bytes) : "";
-  return [size, adopted.length ? `adopted by ${adopted.join(", ")}` : "adopted by nobody", ...failed].filter(Boolean).join("; ");
+  return [size, adopters(Object.entries(record.adopted_by)), ...failed.slice(0, MOST_ENGINES), ...rest].filter(Boolean).join("; ");
+}
+
+function adopters(engines) {
+  if (!engines.length) return "adopted by nobody";
+  if (engines.length <= MOST_ENGINES) return `adopted by ${engines.map(([name, seconds]) => `${name} in ${duration(seconds)}`).join(", ")}`;
+  const seconds = engines.map(([, spent]) => spent);
+  return `adopted by ${engines.length} engines in ${duration(Math.min(...seconds))} to ${duration(Math.max(...seconds))}`;
 }
 
 const isLeftOut = (record) => Object.keys(record.failed ?? {}).length > 0;
@@ -25,14 +32,20 @@ function series(records) {
   return order.map((name, i) => ({ name, values: records.map((record) => record.phase_seconds?.[name] ?? 0), color: COLORS[i % COLORS.length] }));
 }
 
-// What the learner had trained by then tells its step; the engines are compared with that.
+// What the learner had trained by then tells its step; the engines are compared with that. Of many
+// those are shown that are the furthest behind now, which one without a version is.
 function behind(view) {
   const { time, status } = view;
   const trained = time.get("trained") ?? [];
   const step = trained.map((groups) => (groups === null ? null : Math.floor(groups / status.groups_per_step)));
-  return time.names("version:").sort((a, b) => a.localeCompare(b, "en", { numeric: true })).slice(0, MOST_ENGINES).map((name, i) => ({
+  const byName = (a, b) => a.localeCompare(b, "en", { numeric: true });
+  const names = time.names("version:");
+  const now = new Map(names.map((name) => [name, time.get(`version:${name}`).at(-1) ?? -1]));
+  const shown = names.sort((a, b) => now.get(a) - now.get(b) || byName(a, b)).slice(0, MOST_ENGINES).sort(byName);
+  const engines = shown.map((name, i) => ({
     name, color: `--c${i + 1}`, gaps: true,
     values: time.get(`version:${name}`).map((version, row) => (version === null || step[row] == null ? null : Math.max(0, step[row] - version))) }));
+  return [engines, names.length > shown.length ? `The ${shown.length} of ${names.length} engines that are the furthest behind.` : ""];
 }
 
 function members(s) {
@@ -41,9 +54,8 @@ function members(s) {
     element("span", { class: "tag", "data-state": one.state, text: one.state }), label(one.version),
     Math.max(0, now - one.since_s) < 30 * 86400 ? `${duration(Math.max(0, now - one.since_s))} ago` : new Date(one.since_s * 1000).toISOString().slice(0, 16).replace("T", " "),
     one.transport, element("span", { class: "text", text: one.reason || "" })]);
-  byId("members").replaceChildren();
-  fillTable(byId("members"), ["engine", "state", "version", "since", "transport", "reason"],
-    rows.length ? rows : [["no engine is known yet"]]);
+  if (rows.length) fillTable(byId("members"), ["engine", "state", "version", "since", "transport", "reason"], rows);
+  else fillTable(byId("members"), ["engine"], [["No engine is known yet."]]);
 }
 
 export function create() {
@@ -59,7 +71,7 @@ export function create() {
   return {
     show(view, news) {
       const s = view.status;
-      if (differs("publishes", s.publish_history)) {
+      if (differs("publishes", [s.publish_history.length, s.publish_history.slice(-3)])) {
         records = s.publish_history.slice(-MOST);
         const left = records.filter((record) => isLeftOut(record)).length;
         publishes.update(records.map((_, i) => i), series(records), { note: (i) => outcome(records[i]), marked: (i) => isLeftOut(records[i]),
@@ -67,7 +79,8 @@ export function create() {
       }
       if (differs("members", [s.members, Math.floor(s.elapsed_s / 5)])) members(s);
       if (!news.has("time")) return;
-      versions.update(view.time.x, behind(view));
+      const [engines, rest] = behind(view);
+      versions.update(view.time.x, engines, { rest });
     },
   };
 }

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from typing_extensions import override
+
 from broker.dashboard.history import HistoryColumns
 from broker.dashboard.items import Found, Letter, RecordedItems, Trajectory
 from broker.dashboard.recorder import Look
@@ -20,8 +22,12 @@ class SampleSource:
 
     def __init__(self, run: samples.Run) -> None:
         self.run = run
+        self.advisories = run.advisories()
+        self.advice_ready = True
+        self.asked_after: list[float] = []  # the step that a viewer has, by event
         self.news: tuple[int, ...] = ()  # learner steps that every event tells
         self.waited = 0  # for something new, by all viewers
+        self.every_s = _EVERY_S  # between two events
         self._row = run.rows
         self._cut = threading.Event()
 
@@ -38,9 +44,10 @@ class SampleSource:
         """Return the newest sample."""
         return Look(
             status=self.run.status(),
-            advisories=samples.ADVISORIES,
+            advisories=self.advisories,
+            advice_ready=self.advice_ready,
             live=self.run.live,
-            point=self.run.point(self._row) if self.waited else {},
+            point=self.run.point(self._row) if self.waited and self.run.rows else {},
         )
 
     def columns(self) -> HistoryColumns:
@@ -49,7 +56,7 @@ class SampleSource:
 
     def steps_after(self, step: float) -> list[dict[str, float | None]]:
         """Return the news, whatever was told before."""
-        del step
+        self.asked_after.append(step)
         return [self.run.row(step) for step in self.news]
 
     def letters(self) -> list[Letter]:
@@ -62,21 +69,23 @@ class SampleSource:
         self._row += 1
         if self._cut.is_set():
             raise ConnectionResetError
-        await asyncio.sleep(_EVERY_S)
+        await asyncio.sleep(self.every_s)
 
 
 class SampleItems(RecordedItems):
     """Recorded trajectories without a run folder."""
 
-    def __init__(self) -> None:
+    def __init__(self, run: samples.Run) -> None:
         super().__init__(Path("/nonexistent"))
+        self._run = run
 
+    @override
     def find(self, text: str = "", *, lag: int | None = None) -> Found:
-        found = [one for one in samples.items(text) if lag is None or one.lag == lag]
-        return Found(found, more=False)
+        return Found(self._run.items(text, lag), more=False)
 
+    @override
     def trajectory(self, group_id: int, sibling: int) -> Trajectory:
-        return samples.trajectory(group_id, sibling)
+        return self._run.trajectory(group_id, sibling)
 
 
 class SampleServer(SampleSource):
@@ -90,7 +99,7 @@ class SampleServer(SampleSource):
     def serve(self, ready: threading.Event) -> None:
         """Serve until the loop is stopped."""
         asyncio.set_event_loop(self._loop)
-        page = Dashboard(self, SampleItems(), host="127.0.0.1", port=0)
+        page = Dashboard(self, SampleItems(self.run), host="127.0.0.1", port=0)
         self.address = self._loop.run_until_complete(page.start())
         ready.set()
         self._loop.run_forever()

@@ -31,7 +31,7 @@ def open_whole(browser: WebDriver, address: str, width: int, theme: str) -> None
     """Open the page in a window as high as it is."""
     resize(browser, width, theme=theme)
     browser.get("about:blank")
-    browser.get(f"{address}#g18/1")
+    browser.get(f"{address}#g{samples.GROUPS[1]}/1")
     time.sleep(_SETTLED_S)
     height = browser.execute_script("return document.documentElement.scrollHeight")
     resize(browser, width, height, theme=theme)

@@ -2,7 +2,9 @@
 
 import math
 import time
+from itertools import pairwise
 from pathlib import Path
+from typing import cast
 
 import msgspec
 import pytest
@@ -14,7 +16,11 @@ from broker.dashboard.history import (
     History,
     StoredState,
     Table,
+    claim_state,
+    encode_json,
     read_state,
+    steady_time,
+    trends_of,
     write_state,
 )
 from tests.wire_samples import STATUS
@@ -137,14 +143,152 @@ def test_what_was_written_goes_on(tmp_path: Path):
     assert again.columns().time.at_s[-2:] == [98.0, 200.0]
 
 
-def test_a_damaged_or_missing_file_begins_a_new_history(tmp_path: Path):
+OLDER = {"revision": 1, "at_s": 1.0, "status": {}, "history": {}}
+
+
+@pytest.mark.parametrize("data", [b"\x81\xa1a", msgspec.msgpack.encode(OLDER)])
+def test_a_damaged_or_older_file_is_put_aside_and_a_new_history_begins(
+    data: bytes, tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
     path = tmp_path / "state.msgpack"
+    assert (claim_state(path), read_state(path), caplog.records) == (None, None, [])
+    path.write_bytes(data)
     assert read_state(path) is None
-    path.write_bytes(b"\x81\xa1a")
-    assert read_state(path) is None
+    assert path.exists()  # whoever only reads changes nothing
+    assert claim_state(path) is None
+    assert "cannot be read" in caplog.text
+    assert not path.exists()
+    assert (tmp_path / "state.msgpack.unreadable").read_bytes() == data
+
+
+def test_what_a_write_that_was_killed_left_is_removed_and_one_that_fails_leaves_nothing(
+    tmp_path: Path,
+):
+    path = tmp_path / "state.msgpack"
+    left = tmp_path / ".state.msgpack.0123.unfinished"
+    left.touch()
+    claim_state(path)
+    assert not left.exists()
+    path.mkdir()
+    state = StoredState(at_s=1.0, status=STATUS, history=History(began_s=0.0).snapshot())
+    with pytest.raises(OSError, match="directory"):
+        write_state(path, state)
+    assert [one.name for one in tmp_path.iterdir()] == ["state.msgpack"]
+
+
+def step_of(number: int) -> StepPoint:
+    return StepPoint(step=number, at_s=0.0, metrics={"policy/loss": float(number)})
+
+
+def test_rows_of_steps_stand_for_equally_many_steps_before_and_after_a_merge():
+    history = History(began_s=0.0)
+    for number in range(1, 2 * MAX_ROWS + 4):
+        history.step(step_of(number), 10.0 * number)
+    steps = history.columns().steps
+    assert steps.every_steps == 4
+    assert steps.step == [*(4.0 * n for n in range(1, MAX_ROWS // 2 + 1)), 2.0 * MAX_ROWS + 3]
+    assert {b - a for a, b in pairwise(steps.step[:-1])} == {4.0}
+    losses = steps.series["policy/loss"]
+    assert losses[0] == 2.5
+    assert losses[-2:] == pytest.approx([2 * MAX_ROWS - 1.5, 2 * MAX_ROWS + 2])
+    assert steps.at_s == [10.0 * step for step in steps.step]  # a row is of when it was complete
+
+
+def test_the_newest_step_is_told_at_once_although_its_row_still_grows():
+    history = History(began_s=0.0)
+    for number in range(1, MAX_ROWS + 2):
+        history.step(step_of(number), float(number))
+    newest = float(MAX_ROWS + 1)
+    assert history.columns().steps.every_steps == 2
+    assert [row["step"] for row in history.steps_after(newest - 1)] == [newest]
+    history.step(step_of(MAX_ROWS + 2), newest + 1)
+    (row,) = history.steps_after(newest)
+    assert (row["step"], row["policy/loss"]) == (newest + 1, newest + 0.5)
+    history.went_back(MAX_ROWS + 1)
+    assert history.columns().steps.step[-1] == MAX_ROWS
+    history.step(step_of(MAX_ROWS + 1), newest + 2)
+    assert history.columns().steps.step[-2:] == [MAX_ROWS, newest]
+
+
+def test_the_resolution_of_steps_is_kept_over_a_restart():
+    history = History(began_s=0.0)
+    for number in range(1, MAX_ROWS + 2):
+        history.step(step_of(number), float(number))
+    again = History.of(history.columns())
+    for one in (history, again):
+        one.step(step_of(MAX_ROWS + 2), MAX_ROWS + 2.0)
+    assert again.columns() == history.columns()
+
+
+def test_a_clock_that_is_set_back_freezes_nothing_and_keeps_the_order():
+    history = History(began_s=BEGAN_S)
+    for at in (0.0, 2.0, 4.0):
+        history.sample(STATUS, BEGAN_S + at)
+    history = History.of(history.columns())  # over a restart as well
+    for at in (2.0, 4.0, 6.0):
+        history.take(STATUS, BEGAN_S - 1_000.0 + at)
+    assert history.columns().time.at_s == [0.0, 2.0, 4.0, 6.0, 8.0]
+
+
+def test_a_steady_clock_shows_unix_time_and_does_not_jump():
+    unix, monotonic = 1_000.0, 5.0
+    clock = steady_time(lambda: unix, lambda: monotonic)
+    assert clock() == 1_000.0
+    unix, monotonic = 0.0, 7.0
+    assert clock() == 1_002.0
+
+
+def test_a_snapshot_stays_as_it_is_and_reads_like_the_columns():
+    history = History(began_s=0.0)
+    history.sample(status(queue_age_s=None), 0.0)
+    history.sample(status(queue_age_s=1.5), 2.0)
+    history.step(step_of(1), 1.0)
+    expected = history.columns()
+    snapshot = history.snapshot()
+    history.sample(STATUS, 4.0)
+    history.step(step_of(2), 1.0)
+    assert msgspec.json.decode(encode_json(snapshot)) == msgspec.to_builtins(expected)
+    trends = trends_of(snapshot, high_water_bytes=0, fsync="")
+    age = trends.series["queue_age_s"]
+    assert (list(age), age[0], age[-1], age[0:], len(age)) == (
+        [None, 1.5],
+        None,
+        1.5,
+        [None, 1.5],
+        2,
+    )
+
+
+def test_a_state_with_gaps_is_read_as_it_was_written(tmp_path: Path):
+    history = History(began_s=0.0)
+    history.sample(status(queue_age_s=None), 0.0)
+    path = tmp_path / "state.msgpack"
+    write_state(path, StoredState(at_s=1.0, status=STATUS, history=history.snapshot()))
+    stored = read_state(path)
+    assert stored is not None
+    assert stored.history == history.columns()
+    assert stored.history.time.series["queue_age_s"] == [None]
+
+
+def test_a_value_that_is_no_number_is_refused_before_anything_is_kept():
+    table = Table()
+    with pytest.raises((TypeError, ValueError)):
+        table.add(0, {"a": 1.0, "b": cast("float", "x")})
+    assert (len(table), table.series) == (0, {})
 
 
 def test_what_is_no_number_is_shown_as_a_gap():
     table = Table()
     table.add(0, {"a": math.inf, "b": math.nan, "c": 1.0})
     assert table.columns() == {"a": [None], "b": [None], "c": [1.0]}
+
+
+def test_steps_that_nobody_looked_at_lie_between_the_newest_row_and_now():
+    history = History(began_s=0.0)
+    for number in (1, 2):
+        history.step(step_of(number), 10.0 * number)
+    history.fill({n: {"policy/loss": n / 2} for n in (2, 3, 4, 5)}, 60.0)
+    steps = history.columns().steps
+    assert steps.step == [1.0, 2.0, 3.0, 4.0, 5.0]
+    assert steps.at_s == [10.0, 20.0, 30.0, 40.0, 50.0]
+    assert steps.series["policy/loss"] == [1.0, 2.0, 1.5, 2.0, 2.5]

@@ -103,3 +103,28 @@ def test_an_answer_that_was_seen_before_is_not_counted_again():
     recent.add(status_at(110.0, waited=0.2))
     assert recent.busy("learner") is not None
     assert round(recent.busy("learner") or 0.0, 3) == 0.8
+
+
+def test_a_share_of_now_is_of_the_last_seconds_however_long_the_run_has_lasted():
+    clock = Clock()
+    history = History(began_s=BEGAN_S, every_s=64.0)
+    history.sample(status_at(10.0, waited=1.0), BEGAN_S + 10)
+    recent = make(history.columns(), clock)
+    waited_s = 900.0
+    for second in range(1_000, 1_030):
+        clock.now_s = BEGAN_S + second
+        waited_s += second < 1_015  # it waited until then, and then worked
+        status = status_at(float(second), waited=waited_s / second)
+        recent.add(status)
+        if second == 1_000:
+            assert recent.busy("learner") is None  # nothing is known of now
+    assert recent.busy("learner") == 1.0
+
+
+def test_a_process_that_began_anew_is_busy_as_it_says():
+    clock = Clock()
+    recent = make(None, clock)
+    watch(recent, clock, since_s=100, until_s=105, waited=1.0)
+    clock.now_s += 2.0
+    recent.add(status_at(2.0, waited=0.25))
+    assert recent.busy("learner") == 0.75
