@@ -25,7 +25,7 @@ _RATE = 50  # samples a second
 _WAIT_S = 60.0
 _WATCHING = {
     "page, history, advice": r"broker/dashboard/",
-    "state of the run": r"broker/(telemetry|survivorship|account)\.py|^status \(.*broker/server\.py",
+    "state of the run": r"broker/(telemetry|survivorship|account)\.py|^status .*broker/server\.py",
     "files and trackers": r"broker/(trackers/|records|summary|trail|versions_file)|/tensorboard/",
     "recorded trajectories": r"learner/rollout_log\.py",
     "learner's figures": r"algos/diagnostics\.py",

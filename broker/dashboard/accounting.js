@@ -3,9 +3,9 @@
 import { byId, changes, element, fillTable } from "/static/dom.js";
 import { duration, fixed, label, percent, sum, words } from "/static/format.js";
 
-export const SILENT_S = 2; // workers report every second
+export const SILENT_S = 1.5; // workers report twice a second
 const GONE_S = 10;
-const LATE_S = 1.5; // a process that has said nothing for so long counts on between two events
+const LATE_S = 1; // a process that has said nothing for so long counts on between two events
 const RECENT_S = 10;
 
 /** Return for how many seconds a process has not been heard. */

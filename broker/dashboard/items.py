@@ -61,6 +61,7 @@ class Found(msgspec.Struct, frozen=True):
 
     items: list[Item]
     more: bool
+    groups: list[int] = []  # that were asked for by name or position, recorded or not
 
 
 class Letter(msgspec.Struct, frozen=True, kw_only=True):
@@ -147,9 +148,9 @@ class RecordedItems:
             if wanted not in one.searched if groups is None else one.item.group_id not in groups:
                 continue
             if len(found) == MAX_FOUND:
-                return Found(found, more=True)
+                return Found(found, more=True, groups=sorted(groups or ()))
             found.append(one.item)
-        return Found(found, more=False)
+        return Found(found, more=False, groups=sorted(groups or ()))
 
     def trajectory(self, group_id: int, sibling: int) -> Trajectory:
         """Return one recorded trajectory with the life of its group."""

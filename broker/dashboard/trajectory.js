@@ -29,24 +29,23 @@ async function list(query, what, none = "") {
   const mine = ++asked;
   say(byId("found"), "searching");
   try {
-    const { items, more } = await ask(`/items?${query}`);
-    if (mine !== asked) return null;
+    const { items, more, groups } = await ask(`/items?${query}`);
+    if (mine !== asked) return [];
     const count = `${plural(items.length, "trajectory", "trajectories")}${what}${more ? ", the newest of more" : ""}`;
     say(byId("found"), (!items.length && none) || count);
     byId("items").replaceChildren(...items.map(row));
     mark();
-    return items.length;
+    return items.length ? [] : groups ?? [];
   } catch (error) {
     if (mine === asked) say(byId("found"), `nothing found: ${error.message}`);
-    return null;
+    return [];
   }
 }
 
 // Of a group that left no recorded answer the ledger may still tell the prompt and the life.
 async function search(text) {
-  const found = await list(`q=${encodeURIComponent(text)}`, text ? ` with "${text}"` : "");
-  const group = /^g?(\d{1,15})$/.exec(text);
-  if (found === 0 && group) await open(Number(group[1]), 0);
+  const unrecorded = await list(`q=${encodeURIComponent(text)}`, text ? ` with "${text}"` : "");
+  if (unrecorded.length) await open(unrecorded.at(-1), 0);
 }
 
 function row(item) {

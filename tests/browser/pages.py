@@ -81,7 +81,9 @@ class SampleItems(RecordedItems):
 
     @override
     def find(self, text: str = "", *, lag: int | None = None) -> Found:
-        return Found(self._run.items(text, lag), more=False)
+        digits = text.strip().lower().removeprefix("g")
+        groups = [int(digits)] if digits.isdecimal() else []  # a position is its group here
+        return Found(self._run.items(text, lag), more=False, groups=groups)
 
     @override
     def trajectory(self, group_id: int, sibling: int) -> Trajectory:

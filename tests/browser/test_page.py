@@ -324,7 +324,7 @@ def test_a_process_that_is_not_heard_is_marked(browser: WebDriver, server: Sampl
     show(browser, server)
     assert set(texts(browser, "#workers .tag")) == {"alive"}
 
-    server.run.silent_s = {"generator-0": 1.4, "generator-1": 3.2, "generator-2": 11.0}
+    server.run.silent_s = {"generator-0": 0.9, "generator-1": 3.2, "generator-2": 11.0}
 
     until(lambda: texts(browser, "#workers .tag") == [*_STATES_WITH_TWO_SILENT])
     assert figure(browser, "silent") == "2"
@@ -336,8 +336,8 @@ def test_a_late_process_is_marked_as_it_passes_the_limit_not_by_the_next_event(
     show(browser, server)
     until(lambda: text(browser, "#state") == "live")
 
-    server.run.silent_s = {"generator-0": 1.4, "generator-1": 1.6}
-    until(lambda: any("1.6 s ago" in row for row in texts(browser, "#workers tr")))
+    server.run.silent_s = {"generator-0": 0.8, "generator-1": 1.2}
+    until(lambda: any("1.2 s ago" in row for row in texts(browser, "#workers tr")))
     server.every_s = 4.0
     waited = server.waited
     until(lambda: server.waited > waited)

@@ -4,6 +4,7 @@ import asyncio
 import itertools
 import json
 import logging
+import re
 import socket
 import tempfile
 import threading
@@ -11,6 +12,7 @@ import time
 from array import array
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +48,7 @@ from tests.wire_samples import STATUS
 from wire.control import Hello, RoleReport
 from wire.run_folder import PAGE_PORT, PAGE_STATE, PAGE_TOKEN, TRAINED
 from wire.run_settings import RunSection
-from wire.status import RunStatus, StepPoint
+from wire.status import GONE_S, SILENT_S, RunStatus, StepPoint
 from wire.versions import PolicyVersion
 
 SCRIPT = "<script>alert(1)</script>"
@@ -832,3 +834,12 @@ def test_the_steps_among_events_are_those_that_count_in_the_end():
 
     events = [trained(1, 0.1), trained(2, 0.2), trained(3, 0.3), trained(2, 0.4)]
     assert trained_steps(events) == {1: {"policy/loss": 0.1}, 2: {"policy/loss": 0.4}}
+
+
+def test_the_page_takes_a_process_for_silent_or_gone_when_the_terminal_does():
+    source = (files("broker.dashboard") / "accounting.js").read_text("utf-8")
+    limits = dict(re.findall(r"const (SILENT_S|GONE_S) = ([\d.]+);", source))
+    assert {name: float(text) for name, text in limits.items()} == {
+        "SILENT_S": SILENT_S,
+        "GONE_S": GONE_S,
+    }

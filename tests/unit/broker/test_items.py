@@ -62,6 +62,9 @@ def test_a_number_is_a_position_in_the_data_as_the_ledger_has_it(tmp_path: Path)
     items = recorded(tmp_path, row(first, "7", 5), row(77, "0", 5))
     assert groups(items, "0") == [first]
     assert groups(items, "3") == []
+    assert items.find("0").groups == [first]
+    assert items.find("1").groups == [second], "it was issued and left no recorded answer"
+    assert items.find("3").groups == items.find("1+").groups == []
 
     unrecorded = items.trajectory(second, 0)
     assert not unrecorded.found
