@@ -14,20 +14,20 @@ This page is generated from `wire/metrics.py` (`python -m deploy.metrics_referen
 
 The broker serves the metrics of the whole run, of every role, at `/metrics` of its page, in the
 text format of Prometheus. The port is `broker.dashboard.port`; set it, because 0 is another one in
-every run. Reading needs the token of the page's address, which changes when the broker starts:
-
-```bash
-sed 's/.*token=//' runs/NAME/dashboard.url > runs/NAME/metrics.token
-```
+every run. Reading needs the token of the page, which the run folder keeps, for its owner to read.
+Each broker is one instance; name them if they are many:
 
 ```yaml
 scrape_configs:
   - job_name: slipstream
     scrape_interval: 5s
     authorization:
-      credentials_file: runs/NAME/metrics.token  # is read anew at every scrape
+      credentials_file: runs/NAME/dashboard/token  # is read anew at every scrape
     static_configs:
       - targets: ["127.0.0.1:9400"]
+    relabel_configs:
+      - target_label: instance
+        replacement: NAME  # of the run
 ```
 
 `deploy/grafana.json` is a dashboard over them: in Grafana, Dashboards, New, Import. Alerts worth

@@ -362,12 +362,13 @@ def _engine_left_out(view: _View) -> Advisory | None:
         return None
     others = len(times) - 1
     who = f"{name} and {others} more were" if others else f"{name} was"
+    whose = "their" if others else "its"
     return _advisory(
         "engine-left-out",
         "error",
         f"{who} left out of {times[name]} of the last {len(records)} publishes "
-        f"({records[-1].failed[name][:REASON_CHARS].rstrip('.')}): what they hold is old "
-        "or no whole version; slipstream versions tells since when; for slow engines raise "
+        f"({records[-1].failed[name][:REASON_CHARS].rstrip('.')}): {whose} weights are "
+        "old or not whole; slipstream versions tells since when; for slow engines raise "
         "weightbus.timeout_s.",
         "weightbus.timeout_s",
     )
