@@ -90,7 +90,7 @@ def measure_day(bars: Bars) -> None:
         write_state(Path(name) / PAGE_STATE, StoredState(at_s=0.0, status=status, history=shown))
     peak = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
     print(
-        f"24 h: {history.num_bytes / 1e6:.1f} MB of numbers, resident memory grew by {kept:.0f} MB, "
+        f"24 h: {history.num_bytes / 1e6:.1f} MB of numbers, memory grew by {kept:.0f} MB, "
         f"while one page loads {encoded:.1f} MB and a state is written by {peak:.0f} MB"
     )
     bars.at_most("history_of_a_day", peak, "MB", needs=NEEDS_MB)
