@@ -123,6 +123,8 @@ async def _share(viewers: int) -> float:
         ]
         try:
             await asyncio.sleep(3.0)
+            if page.num_viewers != viewers:
+                raise RuntimeError(f"{page.num_viewers} of {viewers} viewers came")
             before_s, began_s = time.process_time(), time.monotonic()
             await asyncio.sleep(_MEASURED_S)
             return (time.process_time() - before_s) / (time.monotonic() - began_s)

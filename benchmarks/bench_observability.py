@@ -1,7 +1,7 @@
 """Which share of a run's CPU seconds is spent on watching it.
 
 A run of real parts with everything on that is on by default, and one viewer who reads the page's
-stream. A sampling profiler (py-spy, from the dev requirements) looks at every thread of every
+stream. A sampling profiler (py-spy; install it by hand) looks at every thread of every
 process; a sample counts if a function of the modules below is anywhere on its stack. A thread that
 waits for a core counts as working, so that the share is rather too high. The baseline is the CPU
 time of all processes of the same run. What a viewer costs his own machine does not count.
@@ -20,6 +20,7 @@ from benchmarks.bars import Bars
 from benchmarks.measured_runs import ROOT, run_slipstream, write_inputs
 
 NEEDS_SHARE = 0.02
+_SAMPLER = Path(sys.executable).with_name("py-spy")
 _STEPS = 60
 _RATE = 50  # samples a second
 _WAIT_S = 60.0
@@ -52,7 +53,7 @@ class Watch:
 
     def begin(self, pid: int) -> None:
         """Start to sample, and to look at the page as soon as there is one."""
-        sampler = [str(Path(sys.executable).with_name("py-spy")), "record", "--pid", str(pid)]
+        sampler = [str(_SAMPLER), "record", "--pid", str(pid)]
         sampler += ["--subprocesses", "--nonblocking", "--full-filenames", "--rate", str(_RATE)]
         sampler += ["--format", "raw", "--output", str(self.samples)]
         self._start(sampler)
@@ -97,6 +98,9 @@ def kind_of(frames: list[str]) -> str:
 
 def main() -> int:
     """Run and count."""
+    if not _SAMPLER.exists():
+        print(f"there is no {_SAMPLER}: pip install py-spy", file=sys.stderr)
+        return 2
     bars = Bars()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
