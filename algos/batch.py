@@ -20,6 +20,7 @@ class TrainBatch:
     behavior_logprobs: Tensor  # [T] float32, the policy that sampled the token
     advantages: Tensor  # [T] float32
     loss_mask: Tensor  # [T] bool
+    lags: Tensor | None = None  # [T] int, learner steps between the token's policy and this step
     global_num_tokens: int  # masked-in tokens over all microbatches and data-parallel ranks
 
     def __post_init__(self) -> None:

@@ -76,8 +76,14 @@ class CpuMeter:
         return sum(self._seconds.values())
 
 
-def run_slipstream(folder: Path, name: str, settings: Mapping[str, object]) -> list[Reading]:
-    """Do a whole run; return a reading per learner step."""
+def run_slipstream(
+    folder: Path,
+    name: str,
+    settings: Mapping[str, object],
+    *,
+    began: Callable[[int], None] = lambda _: None,
+) -> list[Reading]:
+    """Do a whole run; return a reading per learner step. ``began`` gets its process id."""
     runs = folder / "runs"
     defaults: dict[str, object] = {
         "run.name": name,
@@ -105,6 +111,7 @@ def run_slipstream(folder: Path, name: str, settings: Mapping[str, object]) -> l
     with output.open("w") as file:
         process = subprocess.Popen([*command, *overrides], cwd=ROOT, stdout=file, stderr=file)
     try:
+        began(process.pid)
         readings = list(_readings(process, step_now))
     except BaseException:
         process.send_signal(signal.SIGTERM)

@@ -293,7 +293,9 @@ class BrokerClient:
             if not self._is_welcome:
                 continue
             if event["event"] == zmq.EVENT_DISCONNECTED:
-                _log.warning("the broker at %s is gone; waiting for it", self._endpoint)
+                looks_on = self._hello.role == "observer"  # it has its own way to say so
+                level = logging.DEBUG if looks_on else logging.WARNING
+                _log.log(level, "the broker at %s is gone; waiting for it", self._endpoint)
             else:
                 self._come_back()
 

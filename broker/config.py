@@ -68,8 +68,10 @@ class DashboardTable(Section, frozen=True, kw_only=True):
 
     enabled: bool = True
     """Serve the page."""
+    host: str = "127.0.0.1"
+    """Address of the page. Beyond loopback it travels openly, token and all."""
     port: Annotated[int, msgspec.Meta(ge=0, le=65535)] = 0
-    """Port on the loopback interface; 0 lets the system choose."""
+    """Port of the page; 0 lets the system choose."""
 
 
 class BrokerSection(Section, frozen=True, kw_only=True):

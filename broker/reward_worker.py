@@ -20,11 +20,12 @@ from wire.keys import read_client_key
 from wire.logs import start_logging
 from wire.run_settings import RunSection, run_section
 from wire.settings import section
+from wire.status import REPORT_EVERY_S
 from wire.stopping import stop_event
 
 _log = logging.getLogger(__name__)
-_REPORT_S = 1.0
 _DRAIN_S = 10.0  # what is being scored when the worker is asked to end may take so long
+_GOODBYE_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +88,7 @@ async def _work(
     async def report_forever() -> None:
         while True:
             await report()
-            await asyncio.sleep(_REPORT_S)
+            await asyncio.sleep(REPORT_EVERY_S)
 
     stopping = asyncio.create_task(stop.wait())
     job = asyncio.create_task(scorer.run())
@@ -100,7 +101,7 @@ async def _work(
         for done in (job, reports):
             if done.done():
                 done.result()
-        async with asyncio.timeout(_REPORT_S):
+        async with asyncio.timeout(_GOODBYE_S):
             await report()
             await client.ask(Goodbye(), Done)
     except TimeoutError:

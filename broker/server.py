@@ -40,7 +40,7 @@ from broker.router import Peer, Router
 from broker.scoring import ScoringQueue
 from broker.sessions import Session, Sessions, name_of
 from broker.store import StoredTrajectory, TrajectoryKey, TrajectoryStore
-from broker.telemetry import Telemetry
+from broker.telemetry import Telemetry, told_of
 from broker.trail import Trail
 from broker.waiting import Parked, WaitingRoom
 from broker.writer import LedgerWriter
@@ -96,6 +96,7 @@ from wire.control import (
     TookOver,
     Welcome,
 )
+from wire.dead_letters import DeadLetter
 from wire.errors import (
     ConfigError,
     ForbiddenError,
@@ -253,6 +254,7 @@ class BrokerServer:
             was_deaf = now - due_s > every_s or self._writer.is_flooded
             due_s = now + every_s
             self._look_at_keys()
+            self.telemetry.notice(self._ledger)
             if was_deaf:  # heartbeats that came meanwhile are still unread
                 self._ledger.renew_leases(now)
                 self._scoring.renew_leases(now)
@@ -541,8 +543,8 @@ class BrokerServer:
                 return RelayHeard(generator_keys=self._generator_keys())
             case FindRelay():
                 return self._relay
-            case GetStatus():
-                return StatusAnswer(status=self.status())
+            case GetStatus(newest_steps=count):
+                return StatusAnswer(status=told_of(self.status(), count))
             case GetLedger(num_items=num_items):
                 return LedgerAnswer(view=self.account(max(0, min(num_items, _MAX_ITEMS))))
             case GetDeadLetters() | RetryDeadLetters() | DropDeadLetters():
@@ -926,6 +928,10 @@ class BrokerServer:
     def status(self) -> RunStatus:
         """Return the state of the run."""
         return self.telemetry.status(self._ledger, self._scoring)
+
+    def dead_letters(self) -> list[DeadLetter]:
+        """Return what nobody could answer or score."""
+        return list(self._ledger.state.dead_letters.values())
 
     def account(self, num_items: int) -> LedgerView:
         """Return the account of all items."""

@@ -4,8 +4,8 @@ import asyncio
 import gc
 import logging
 import time
-from collections.abc import Callable, Coroutine
-from contextlib import AsyncExitStack
+from collections.abc import Callable, Coroutine, Iterable, Mapping
+from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 
 import zmq
@@ -21,7 +21,10 @@ from broker.beginning import (
 )
 from broker.commit import GroupCommitter
 from broker.config import BrokerSettings
+from broker.dashboard.items import RecordedItems
+from broker.dashboard.recorder import Recorder, fsync_of
 from broker.dashboard.web import Dashboard
+from broker.events import Trained, decode_event
 from broker.keyring import BrokerKey, KeyRing, broker_key
 from broker.redis_server import RedisServer
 from broker.redis_store import RedisStore
@@ -31,8 +34,8 @@ from broker.telemetry import Telemetry
 from broker.trackers.background import BackgroundTrackers
 from broker.trail import FolderTrail, Trail
 from wire.errors import ConfigError, PeerLostError
-from wire.keys import read_private
-from wire.run_folder import TRAIL
+from wire.keys import read_private, write_private
+from wire.run_folder import PAGE_ADDRESS, PAGE_STATE, TRAIL
 from wire.run_settings import RunSection
 from wire.stopping import stop_event
 
@@ -73,8 +76,13 @@ async def serve(settings: BrokerSettings, *, restarted: bool = False) -> None:
         gc.freeze()
         gc.set_threshold(*_GARBAGE_AFTER)
         gc.enable()
+        recorder = None
         if settings.broker.dashboard.enabled:
-            await _open_dashboard(settings, server, cleanup)
+            fsync = settings.broker.redis.fsync
+            if settings.broker.redis.url:  # set by others
+                fsync = fsync_of(await store.durability())
+            missed = trained_steps(beginning.events)
+            recorder = await _open_dashboard(settings, server, fsync, missed, cleanup)
         own_socket = _point_to(run, beginning.generation)
         cleanup.callback(_remove_own, run.socket("broker"), own_socket)
         jobs = [
@@ -82,6 +90,8 @@ async def serve(settings: BrokerSettings, *, restarted: bool = False) -> None:
             server.serve(context, f"ipc://{own_socket}", listen=settings.broker.listen, key=key),
             end_after(run.max_hours, server.plan_stop),
         ]
+        if recorder is not None:
+            jobs.append(recorder.run())
         if redis_server is not None:
             jobs.append(redis_server.keep_alive(outage_s=run.outage_s))
         await _run_until(stop, *jobs)
@@ -199,16 +209,53 @@ async def _open_store(
 
 
 async def _open_dashboard(
-    settings: BrokerSettings, server: BrokerServer, cleanup: AsyncExitStack
-) -> None:
-    dashboard = Dashboard(server.status, port=settings.broker.dashboard.port)
+    settings: BrokerSettings,
+    server: BrokerServer,
+    fsync: str,
+    missed: Mapping[int, Mapping[str, float]],
+    cleanup: AsyncExitStack,
+) -> Recorder:
+    folder = settings.run.folder
+    recorder = Recorder(
+        server.status,
+        folder / PAGE_STATE,
+        letters=server.dead_letters,
+        high_water_bytes=settings.broker.high_water_bytes,
+        fsync=fsync,
+        missed=missed,
+    )
+    page = settings.broker.dashboard
+    dashboard = Dashboard(
+        recorder, RecordedItems(folder), host=page.host, port=page.port, folder=folder
+    )
     cleanup.push_async_callback(dashboard.stop)
     address = await dashboard.start()
-    address_file = settings.run.folder / "dashboard.url"
-    address_file.touch(mode=0o600)
-    address_file.write_text(address + "\n")
-    cleanup.callback(address_file.unlink, missing_ok=True)
+    address_file = folder / PAGE_ADDRESS
+    write_private(address_file, address + "\n")
+    cleanup.callback(_remove_address, address_file, address)
     _log.info("dashboard at %s", address_file)
+    return recorder
+
+
+def trained_steps(events: Iterable[bytes]) -> dict[int, dict[str, float]]:
+    """Return the figures of the learner steps among events, by step; of one done twice, the last.
+
+    A broker that was killed could not write its last seconds for the page.
+    """
+    found: dict[int, dict[str, float]] = {}
+    for event in map(decode_event, events):
+        if isinstance(event, Trained):
+            while found and next(reversed(found)) >= event.version.step:
+                found.popitem()
+            found[event.version.step] = event.metrics
+    return found
+
+
+def _remove_address(file: Path, address: str) -> None:
+    """Remove the address of this broker's page, not that of a successor's."""
+    with suppress(OSError):
+        if file.read_text().strip() == address:
+            file.unlink()
 
 
 async def _run_until(stop: asyncio.Event, *jobs: Coroutine[None, None, None]) -> None:

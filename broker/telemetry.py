@@ -1,13 +1,16 @@
 """What the roles report about themselves, joined with the ledger into the state of the run."""
 
+import os
 import time
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from msgspec.structs import replace
 
 from broker.bounds import MAX_CHARS, MAX_NAMES, figures
+from broker.groups import Group
 from broker.ledger import Ledger
 from broker.publishes import PublishHistory, bounded_members
 from broker.scoring import ScoringQueue
@@ -20,6 +23,8 @@ from wire.run_settings import RunSection
 from wire.status import RoleStatus, RunStatus, StepPoint
 
 _KEPT_STEPS = 2_000
+_STATM = Path("/proc/self/statm")
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
 @dataclass(slots=True)
@@ -29,7 +34,13 @@ class RoleRecord:
     hello: Hello
     since_s: float
     heard_s: float
+    tokens_before: float | None = None  # its hello; None until it reports
     report: RoleReport = field(default_factory=lambda: RoleReport(phase_seconds={}, counters={}))
+
+    @property
+    def tokens(self) -> float:
+        """Return how many tokens it reported since its hello."""
+        return self.report.counters.get("tokens", 0.0) - (self.tokens_before or 0.0)
 
     def status(self, now_s: float, leases: int) -> RoleStatus:
         """Return what is shown of it."""
@@ -41,9 +52,11 @@ class RoleRecord:
             silent_s=now_s - self.heard_s,
             busy=busy_share(self.report.phase_seconds),
             phase_seconds=self.report.phase_seconds,
-            tokens_per_second=self.report.counters.get("tokens", 0.0) / age,
+            tokens_per_second=self.tokens / age,
             adopted=self.report.adopted,
             leases=leases,
+            trajectories=self.report.counters.get("trajectories", 0.0),
+            retracted=self.report.counters.get("retracted", 0.0),
         )
 
 
@@ -68,6 +81,7 @@ class Telemetry:
         self._steps: deque[StepPoint] = deque(maxlen=_KEPT_STEPS)
         self._publishes = PublishHistory()
         self._members: list[MemberState] = []
+        self._ready_since: dict[int, float] = {}  # by group
         self.versions: dict[str, str] = {}
         self.rejected: Counter[str] = Counter()  # malformed or refused messages by reason
         self.waiting_for = ""
@@ -79,7 +93,7 @@ class Telemetry:
         if hello.role in {"observer", "operator"}:
             return  # they come and go without a word
         if (before := self._roles.get(hello.name)) is not None:
-            tokens = before.report.counters.get("tokens", 0.0)
+            tokens = before.tokens
             self._ended_tokens[before.hello.role] += int(tokens)
         now = self._now()
         known = replace(hello, packages={}, held=())
@@ -96,6 +110,9 @@ class Telemetry:
     def report(self, name: str, report: RoleReport) -> None:
         """A role told what it did so far."""
         if (record := self._roles.get(name)) is not None:
+            if record.tokens_before is None:  # a broker that took over began with nothing
+                known = record.hello.reconnects
+                record.tokens_before = report.counters.get("tokens", 0.0) if known else 0.0
             record.report = RoleReport(
                 phase_seconds=figures(report.phase_seconds),
                 counters=figures(report.counters),
@@ -125,6 +142,14 @@ class Telemetry:
         """The relay told what each engine holds."""
         self._members = bounded_members(members)
 
+    def notice(self, ledger: Ledger) -> None:
+        """Look at what is ready: from then on its age counts. Call it every second."""
+        self._note_ready(_waiting(ledger)[1])
+
+    def _note_ready(self, ready: Sequence[Group]) -> None:
+        before, now = self._ready_since, self._now()
+        self._ready_since = {one.group_id: before.get(one.group_id, now) for one in ready}
+
     def status(self, ledger: Ledger, scoring: ScoringQueue) -> RunStatus:
         """Return the state of the run."""
         now = self._now()
@@ -133,6 +158,8 @@ class Telemetry:
         leases = Counter({name_of(holder): len(held) for holder, held in ledger.by_holder.items()})
         leases.update({name_of(h): scoring.leases_of(h) for h in scoring.holders()})
         state = ledger.state
+        begun, ready = _waiting(ledger)
+        self._note_ready(ready)
         roles = [
             self._own_status(now),
             *(record.status(now, leases[name]) for name, record in sorted(self._roles.items())),
@@ -185,6 +212,10 @@ class Telemetry:
             roles=roles,
             data=self.data,
             versions=dict(sorted(self.versions.items())),
+            queue_age_s=now - min(self._ready_since.values()) if self._ready_since else None,
+            lags_in_flight=_lags(begun, ledger.step),
+            lags_in_queue=_lags(ready, ledger.step),
+            memory={"store_bytes": state.untrained_bytes, "rss_bytes": resident_bytes()},
         )
 
     def _tokens_per_second(self, now: float) -> dict[str, float]:
@@ -194,7 +225,7 @@ class Telemetry:
         tokens = self._ended_tokens.copy()
         for record in self._roles.values():
             if "tokens" in record.report.counters:
-                tokens[record.hello.role] += int(record.report.counters["tokens"])
+                tokens[record.hello.role] += int(record.tokens)
         return {role: count / (now - since) for role, count in sorted(tokens.items())}
 
     def _own_status(self, now: float) -> RoleStatus:
@@ -211,6 +242,41 @@ class Telemetry:
             phase_seconds=phases,
             tokens_per_second=0.0,
         )
+
+
+def told_of(status: RunStatus, newest_steps: int) -> RunStatus:
+    """Return a status with the newest learner steps only; -1 is all of them."""
+    if newest_steps < 0:
+        return status
+    first = max(0, len(status.steps_history) - newest_steps)
+    return replace(status, steps_history=status.steps_history[first:])
+
+
+def _waiting(ledger: Ledger) -> tuple[list[Group], list[Group]]:
+    """Return groups for training that have begun and are in no batch: not ready yet, and ready."""
+    begun: list[Group] = []
+    ready: list[Group] = []
+    for group in ledger.groups.values():
+        if group.item == "train" and group.adopted_step >= 0:
+            state = group.state
+            if state != "delivered":
+                (ready if state == "ready" else begun).append(group)
+    return begun, ready
+
+
+def _lags(groups: Sequence[Group], step: int) -> dict[str, int]:
+    """Count groups by their present staleness."""
+    lags = Counter(max(0, step - group.adopted_step) for group in groups)
+    return {str(lag): count for lag, count in sorted(lags.items())}
+
+
+def resident_bytes() -> int:
+    """Return how much memory this process takes; 0 where that cannot be read."""
+    try:
+        pages = int(_STATM.read_text().split()[1])
+    except (OSError, ValueError, IndexError):
+        return 0
+    return pages * _PAGE_BYTES
 
 
 def _mean_busy(roles: list[RoleStatus]) -> dict[str, float]:

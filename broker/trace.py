@@ -1,6 +1,7 @@
 """The life of one item, put together from the trail of events."""
 
 from collections.abc import Iterable
+from pathlib import Path
 
 import msgspec
 
@@ -23,8 +24,9 @@ from broker.events import (
     decode_event,
 )
 from broker.sessions import name_of
+from broker.trail import read_segments, read_trail, segments_in
 
-_PROMPT_CHARS = 200
+_PROMPT_CHARS = 4_000
 
 
 class Moment(msgspec.Struct, frozen=True):
@@ -58,6 +60,38 @@ def trace_item(trail: Iterable[tuple[int, float, bytes]], wanted: str) -> ItemTr
     return follower.newest
 
 
+def trace_group(folder: Path, group_id: int) -> ItemTrace | None:
+    """Return a group, or None; reads only what was written since it was issued."""
+    segments = segments_in(folder)
+    for place in range(len(segments) - 1, -1, -1):
+        first = _first_group(segments[place])
+        if first is not None and first <= group_id:
+            return trace_item(read_segments(segments[place:]), f"g{group_id}")
+    return trace_item(read_segments(segments), f"g{group_id}")
+
+
+def groups_at(folder: Path, position: int) -> frozenset[int]:
+    """Return the groups that were issued for training from a position in the data."""
+    found = set()
+    for _, _, data in read_trail(folder):
+        match decode_event(data):
+            case Issued(item="train", cursor=cursor, group_id=group_id) if cursor == position:
+                found.add(group_id)
+            case Requeued(position=there, group_id=group_id) if there == position:
+                found.add(group_id)
+            case _:
+                pass
+    return frozenset(found)
+
+
+def _first_group(segment: Path) -> int | None:
+    for _, _, data in read_segments([segment]):
+        event = decode_event(data)
+        if isinstance(event, Issued | Requeued):
+            return event.group_id
+    return None
+
+
 class _Follower:
     """Reads events in order and keeps those of the items that fit."""
 
@@ -83,12 +117,16 @@ class _Follower:
         match event:
             case Issued():
                 if self._fits(event):
-                    self._begin(at_s, event)
+                    evaluation = f"the evaluation of step {event.eval_step}"
+                    purpose = "training" if event.item == "train" else evaluation
+                    self._begin(at_s, event, event.cursor, f"issued for {purpose}")
             case Requeued(group_id=group_id, of=old):
                 if (item := self._items.pop(old, None)) is not None:
                     item.group_id = group_id
                     self._items[group_id] = item
                     self._note(at_s, group_id, f"to be answered again, as g{group_id}")
+                elif self._wanted == f"g{group_id}":
+                    self._begin(at_s, event, event.position, f"the prompt of g{old} again")
             case Leased(lease_id=lease_id, group_id=group_id, holder=holder):
                 self._of_lease[lease_id] = group_id
                 running = f"which runs step {event.adopted_step}"
@@ -160,19 +198,17 @@ class _Follower:
     def _in_step(self, step: int) -> list[int]:
         return [group_id for group_id, bound in self._bound.items() if bound == step]
 
-    def _begin(self, at_s: float, event: Issued) -> None:
-        others = [one.group_id for one in self._items.values() if one.position == event.cursor]
+    def _begin(self, at_s: float, event: Issued | Requeued, position: int, what: str) -> None:
+        others = [one.group_id for one in self._items.values() if one.position == position]
         item = ItemTrace(
             group_id=event.group_id,
-            position=event.cursor,
+            position=position,
             prompt=event.prompt.text[:_PROMPT_CHARS],
             life=[],
             others=others,
         )
         self._items[event.group_id] = self.newest = item
-        evaluation = f"the evaluation of step {event.eval_step}"
-        purpose = "training" if event.item == "train" else evaluation
-        self._note(at_s, event.group_id, f"issued for {purpose}")
+        self._note(at_s, event.group_id, what)
 
     def _note(self, at_s: float, group_id: int, what: str, *, outcome: str = "") -> None:
         if (item := self._items.get(group_id)) is not None:

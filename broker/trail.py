@@ -44,7 +44,7 @@ class FolderTrail(Trail):
         self._segment_bytes = max(max_bytes // _SEGMENTS, 1)
         folder.mkdir(parents=True, exist_ok=True)
         newest = segments_in(folder)[-1:]
-        records = list(_read(newest))
+        records = list(read_segments(newest))
         self.next_event = max((number for number, _, _ in records), default=-1) + 1
         self._file: BinaryIO | None = None
         self._size = sum(_HEAD.size + len(data) for _, _, data in records)
@@ -112,12 +112,16 @@ def segments_in(folder: Path) -> list[Path]:
 
 def read_trail(folder: Path) -> Iterator[tuple[int, float, bytes]]:
     """Yield (number, unix time, event); a record that was cut off ends its segment."""
-    yield from _read(segments_in(folder))
+    yield from read_segments(segments_in(folder))
 
 
-def _read(segments: Sequence[Path]) -> Iterator[tuple[int, float, bytes]]:
+def read_segments(segments: Sequence[Path]) -> Iterator[tuple[int, float, bytes]]:
+    """Yield (number, unix time, event) of some segments; one that is gone by now has none."""
     for segment in segments:
-        data = segment.read_bytes()
+        try:
+            data = segment.read_bytes()
+        except FileNotFoundError:
+            continue
         start = 0
         while start + _HEAD.size <= len(data):
             length, number, at_s = _HEAD.unpack_from(data, start)

@@ -8,6 +8,7 @@ from rich.console import Console
 from broker.summary import summary_of
 from deploy.addition import prepare
 from deploy.config import RunConfig, free_name, run_config
+from deploy.dashboard import show_dashboard
 from deploy.data_check import data_check as data_check
 from deploy.dead_letters import dead_letters as dead_letters
 from deploy.dry_run import print_dry_run
@@ -21,6 +22,8 @@ from deploy.replay import replay as replay
 from deploy.resume import find_resume_point, resumed_table
 from deploy.reward_test import reward_test as reward_test
 from deploy.show import show as show_rows
+from deploy.top import top as show_top
+from deploy.trace_file import write_trace
 from deploy.versions import print_versions
 from deploy.view import live_view
 from wire.command_line import print_json
@@ -58,14 +61,31 @@ def quickstart(path: Path, overrides: Sequence[str], resume: str | None = None) 
     return run(path, overrides, dry_run=False, resume=resume)
 
 
-def status(folder: Path, *, as_json: bool) -> int:
+def status(folder: Path | None, *, as_json: bool) -> int:
     """Print the figures of a run that goes on."""
-    of_run = run_of_folder(folder)
+    of_run = run_of_folder(folder or newest_started(_RUNS))
     now = status_now(of_run)
     if as_json:
         return print_json(summary_of(now))
     Console().print(live_view(now, dashboard_address(of_run)))
     return 0
+
+
+def top(folder: Path | None, *, as_json: bool) -> int:
+    """Show a run in the terminal until q is pressed, or print it once."""
+    return show_top(folder or newest_started(_RUNS), as_json=as_json)
+
+
+def dashboard(folder: Path | None, *, port: int) -> int:
+    """Print the address of a run's page; serve that of a run that has ended."""
+    return show_dashboard(folder or newest_started(_RUNS), Console(), port=port)
+
+
+def trace(folder: Path | None, out: Path | None, *, max_spans: int) -> int:
+    """Write the time line of a run."""
+    if max_spans < 1:
+        raise ConfigError(f"--max-spans must be at least 1, got {max_spans}")
+    return write_trace(folder or newest_started(_RUNS), out, Console(), max_spans=max_spans)
 
 
 def ledger(words: Sequence[str], *, num_items: int, as_json: bool) -> int:

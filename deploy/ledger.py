@@ -17,6 +17,8 @@ from wire.errors import ConfigError, PeerLostError
 from wire.ledger_view import ItemView, LedgerView
 from wire.run_folder import ACCOUNT, TRAIL
 
+_PROMPT_CHARS = 200  # of a title
+
 
 def newest_started(runs: Path) -> Path:
     """Return the run folder whose settings were written last.
@@ -172,7 +174,7 @@ def print_trace(folder: Path, prompt: str, console: Console, *, as_json: bool) -
 
 
 def _timeline(trace: ItemTrace) -> Table:
-    title = f"g{trace.group_id}, prompt {trace.position}: {trace.prompt}"
+    title = f"g{trace.group_id}, prompt {trace.position}: {trace.prompt[:_PROMPT_CHARS]}"
     table = Table(title=Text(title), title_justify="left")
     for heading in ("time", "after", "what happened"):
         table.add_column(heading, justify="left")

@@ -8,7 +8,6 @@ import os
 import shutil
 import signal
 import tempfile
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -20,7 +19,7 @@ from rich.live import Live
 
 from broker.summary import replace_figures, summary_of
 from deploy.config import RunConfig, run_config, write_resolved
-from deploy.observe import dashboard_address, status_now
+from deploy.observe import StatusWatcher, dashboard_address
 from deploy.plan import count_gpus, plan_roles
 from deploy.supervise import Supervisor
 from deploy.view import final_table, live_view, one_line
@@ -67,7 +66,7 @@ def run_locally(config: RunConfig, console: Console) -> int:
         stop_timeout_s=config.deploy.stop_timeout_s,
     )
     reason, code = "finished", 0
-    watcher = _StatusWatcher(config.run)
+    watcher = StatusWatcher(config.run)
     try:
         with _signals_raise():
             resolved = run.folder / "resolved.toml"
@@ -116,7 +115,7 @@ def _await_relay(run: RunSection) -> None:
 
 
 def _let_learner_save(
-    config: RunConfig, supervisor: Supervisor, watcher: "_StatusWatcher", console: Console
+    config: RunConfig, supervisor: Supervisor, watcher: StatusWatcher, console: Console
 ) -> None:
     """End the learner in order while the broker still answers; another signal ends it at once."""
     if not config.learner.checkpoint.on_stop or not supervisor.runs("learner"):
@@ -141,7 +140,7 @@ def _let_learner_save(
 def _run(
     config: RunConfig,
     supervisor: Supervisor,
-    watcher: "_StatusWatcher",
+    watcher: StatusWatcher,
     console: Console,
     resolved: Path,
 ) -> None:
@@ -183,7 +182,7 @@ def _kind(name: str) -> str:
     return name.rstrip("0123456789")
 
 
-def _require_complete(supervisor: Supervisor, watcher: "_StatusWatcher", name: str) -> None:
+def _require_complete(supervisor: Supervisor, watcher: StatusWatcher, name: str) -> None:
     """The last process of a role may end only when the run is over; others may leave."""
     deadline = time.monotonic() + _BROKER_START_S
     while True:
@@ -282,38 +281,6 @@ class _Show:
         if time.monotonic() >= self._next_line_s:
             self._next_line_s = time.monotonic() + _LINE_EVERY_S
             self._console.print(one_line(status), soft_wrap=True)
-
-
-class _StatusWatcher:
-    """Asks the broker once a second on a thread of its own; keeps the newest answer."""
-
-    def __init__(self, run: RunSection) -> None:
-        self._run = run
-        self.newest: RunStatus | None = None
-        self._stop = threading.Event()
-        self._once = threading.Lock()
-        self._thread = threading.Thread(target=self._loop, name="status", daemon=True)
-
-    def start(self) -> None:
-        self._thread.start()
-
-    def ask_once(self) -> None:
-        """Get the state as it is now."""
-        with self._once:
-            self.newest = status_now(self._run)
-
-    def close(self) -> None:
-        self._stop.set()
-        if self._thread.is_alive():
-            self._thread.join(timeout=10.0)
-
-    def _loop(self) -> None:
-        while not self._stop.is_set():
-            try:
-                self.ask_once()
-            except SlipstreamError as error:
-                _log.debug("no status: %s", error)
-            self._stop.wait(1.0)
 
 
 def _finish(run: RunSection, newest: RunStatus | None, reason: str, console: Console) -> None:

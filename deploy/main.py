@@ -2,6 +2,7 @@
 
 import argparse
 import logging
+from collections.abc import Callable
 from pathlib import Path
 
 from wire.command_line import run_role
@@ -16,10 +17,13 @@ _EXAMPLES = """examples:
   slipstream ledger runs/quickstart                      where every prompt went
   slipstream ledger trace 17                             the life of one prompt
   slipstream versions                                    which weights each engine holds
+  slipstream dashboard runs/quickstart                   the page of a run, also when it has ended
   slipstream dead-letters list                           what nobody could answer or score
   slipstream reward test --reward my.py:score --data train.parquet    score rows without a run
   slipstream keys make judge-1 --role reward_worker      a key for a worker on another host
+  slipstream top                                         watch the newest run, live
   slipstream status runs/quickstart --json               figures of a run that goes on
+  slipstream trace runs/quickstart                       its time line, for ui.perfetto.dev
   slipstream export runs/quickstart --best --out DIR     a checkpoint as a Hugging Face folder
   slipstream data check train.parquet --model DIR        rows, lengths and problems of prompts
   slipstream replay runs/quickstart --config run.toml    train on recorded batches alone
@@ -39,6 +43,26 @@ _VERSIONS_EXAMPLES = """examples:
 An engine is current, behind (it runs an older version, or has none yet), receiving, or torn: it may
 hold parts of two versions, and generates nothing until it holds a whole one.
 """
+_TOP_EXAMPLES = """examples:
+  slipstream top                           the newest run; q ends it
+  slipstream top runs/demo --json          its figures and advisories once, for programs
+
+It works over ssh on a terminal of 80x24 and shows more on a larger one. Every sentence at the top
+is explained in docs/operations.md.
+"""
+_TRACE_EXAMPLES = """examples:
+  slipstream trace runs/demo               writes runs/demo/trace.json
+  slipstream trace --out /tmp/demo.json    of the newest run
+
+Open the file at https://ui.perfetto.dev (nothing is sent anywhere) or in chrome://tracing.
+"""
+_DASHBOARD_EXAMPLES = """examples:
+  slipstream dashboard                         of the newest run
+  slipstream dashboard runs/demo --port 8080   at a port of your own
+
+The page is served on this host alone and wants the token of its address. From elsewhere:
+  ssh -L 8080:127.0.0.1:8080 HOST
+"""
 _LETTERS_EXAMPLES = """examples:
   slipstream dead-letters list                   of the newest run
   slipstream dead-letters show g17               its prompt, its answers and why they have no reward
@@ -51,6 +75,7 @@ _KEYS_EXAMPLES = """examples:
   slipstream keys list --config run.toml
   slipstream keys revoke judge-1 --config run.toml     a broker that runs notices within a second
 """
+_NEWEST = "a run folder, default the newest one"
 _RESUME_HELP = "go on from the newest checkpoint of this run (auto), of a run folder, or from one"
 
 
@@ -72,10 +97,42 @@ def _parser() -> argparse.ArgumentParser:
     quickstart.add_argument("--resume", metavar="auto|FOLDER", help=_RESUME_HELP)
     quickstart.add_argument("overrides", nargs="*", metavar="section.key=value")
     status = commands.add_parser("status", help="figures of a run that goes on")
-    status.add_argument("folder", type=Path, metavar="runs/NAME")
+    status.add_argument("folder", type=Path, nargs="?", metavar="RUN", help=_NEWEST)
     status.add_argument("--json", action="store_true", help="everything, for programs")
+    _add_viewers(commands)
     _add_readers(commands)
     return parser
+
+
+def _add_viewers(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Add what shows a run over time."""
+    top = commands.add_parser(
+        "top",
+        help="watch a run in this terminal",
+        epilog=_TOP_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    top.add_argument("folder", type=Path, nargs="?", metavar="RUN", help=_NEWEST)
+    top.add_argument("--json", action="store_true", help="print the figures once, for programs")
+    page = commands.add_parser(
+        "dashboard",
+        help="the page of a run: its address, or that of one that has ended, served until Ctrl-C",
+        epilog=_DASHBOARD_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    page.add_argument("folder", type=Path, nargs="?", metavar="RUN", help=_NEWEST)
+    page.add_argument("--port", type=int, default=0, help="0 lets the system choose")
+    trace = commands.add_parser(
+        "trace",
+        help="write the time line of a run for Perfetto or Chrome",
+        epilog=_TRACE_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    trace.add_argument("folder", type=Path, nargs="?", metavar="RUN", help=_NEWEST)
+    trace.add_argument("--out", type=Path, metavar="FILE", help="default: trace.json of the run")
+    trace.add_argument(  # so many take about 50 MB; viewers become slow beyond it
+        "--max-spans", type=int, default=200_000, metavar="N", help="the newest N (200000)"
+    )
 
 
 def _add_readers(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -107,9 +164,7 @@ def _add_readers(commands: "argparse._SubParsersAction[argparse.ArgumentParser]"
         epilog=_VERSIONS_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    versions.add_argument(
-        "folder", type=Path, nargs="?", metavar="RUN", help="a run folder, default the newest one"
-    )
+    versions.add_argument("folder", type=Path, nargs="?", metavar="RUN", help=_NEWEST)
     versions.add_argument("--last", type=int, default=10, metavar="N", help="publishes (10)")
     versions.add_argument("--json", action="store_true", help="everything, for programs")
     export = commands.add_parser("export", help="write a checkpoint as a Hugging Face folder")
@@ -180,73 +235,42 @@ def main() -> int:
             parser.error(f"unrecognized arguments: {' '.join(left)}")
         arguments.overrides += left
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
-    from deploy import commands as bodies
+    return run_role(lambda: _bodies()[arguments.command](arguments))
 
-    def body() -> int:
-        match arguments.command:
-            case "run":
-                return bodies.run(
-                    arguments.config, arguments.overrides, arguments.dry_run, arguments.resume
-                )
-            case "quickstart":
-                return bodies.quickstart(arguments.config, arguments.overrides, arguments.resume)
-            case "show":
-                return bodies.show(
-                    arguments.folder,
-                    count=arguments.last,
-                    step=arguments.step,
-                    group=arguments.group,
-                    evaluation=arguments.eval,
-                )
-            case "ledger":
-                return bodies.ledger(
-                    arguments.words, num_items=arguments.items, as_json=arguments.json
-                )
-            case "versions":
-                return bodies.versions(
-                    arguments.folder, count=arguments.last, as_json=arguments.json
-                )
-            case "export":
-                return bodies.export(arguments.target, arguments.out, best=arguments.best)
-            case "replay":
-                return bodies.replay(
-                    arguments.target,
-                    arguments.config,
-                    arguments.overrides,
-                    dry_run=arguments.dry_run,
-                )
-            case "dead-letters":
-                return bodies.dead_letters(
-                    arguments.action,
-                    arguments.words,
-                    folder=arguments.run,
-                    as_json=arguments.json,
-                )
-            case "reward":
-                return bodies.reward_test(
-                    arguments.overrides,
-                    reward=arguments.reward,
-                    data=arguments.data,
-                    count=arguments.n,
-                    answers=arguments.answers,
-                    config=arguments.config,
-                    as_json=arguments.json,
-                )
-            case "keys":
-                return bodies.keys(
-                    arguments.action,
-                    arguments.names,
-                    role=arguments.role,
-                    folder=arguments.keys,
-                    config=arguments.config,
-                    as_json=arguments.json,
-                )
-            case "data":
-                return bodies.data_check(arguments.overrides, arguments.config, arguments.model)
-            case _:
-                return bodies.status(arguments.folder, as_json=arguments.json)
 
-    return run_role(body)
+def _bodies() -> dict[str, Callable[[argparse.Namespace], int]]:
+    """Return what each subcommand does; what that needs is imported here, after the parsing."""
+    from deploy import commands as do
+
+    return {
+        "run": lambda a: do.run(a.config, a.overrides, a.dry_run, a.resume),
+        "quickstart": lambda a: do.quickstart(a.config, a.overrides, a.resume),
+        "status": lambda a: do.status(a.folder, as_json=a.json),
+        "top": lambda a: do.top(a.folder, as_json=a.json),
+        "dashboard": lambda a: do.dashboard(a.folder, port=a.port),
+        "trace": lambda a: do.trace(a.folder, a.out, max_spans=a.max_spans),
+        "show": lambda a: do.show(
+            a.folder, count=a.last, step=a.step, group=a.group, evaluation=a.eval
+        ),
+        "ledger": lambda a: do.ledger(a.words, num_items=a.items, as_json=a.json),
+        "versions": lambda a: do.versions(a.folder, count=a.last, as_json=a.json),
+        "export": lambda a: do.export(a.target, a.out, best=a.best),
+        "replay": lambda a: do.replay(a.target, a.config, a.overrides, dry_run=a.dry_run),
+        "dead-letters": lambda a: do.dead_letters(a.action, a.words, folder=a.run, as_json=a.json),
+        "reward": lambda a: do.reward_test(
+            a.overrides,
+            reward=a.reward,
+            data=a.data,
+            count=a.n,
+            answers=a.answers,
+            config=a.config,
+            as_json=a.json,
+        ),
+        "keys": lambda a: do.keys(
+            a.action, a.names, role=a.role, folder=a.keys, config=a.config, as_json=a.json
+        ),
+        "data": lambda a: do.data_check(a.overrides, a.config, a.model),
+    }
 
 
 if __name__ == "__main__":

@@ -1,18 +1,21 @@
 """Reads the state of a running run from its broker."""
 
 import asyncio
+import threading
+import time
 from pathlib import Path
 from typing import TypeVar
 
 from broker.client import BrokerClient
 from wire.control import Answer, GetLedger, GetStatus, LedgerAnswer, Request, Role, StatusAnswer
-from wire.errors import ConfigError, PeerLostError
+from wire.errors import ConfigError, PeerLostError, SlipstreamError
 from wire.ledger_view import LedgerView
 from wire.run_settings import RunSection, run_section
 from wire.settings import load_table
 from wire.status import RunStatus
 
 _TIMEOUT_S = 5.0
+_NEWEST_STEPS = 100  # that one who asks every second may have missed
 A = TypeVar("A", bound=Answer)
 
 
@@ -43,6 +46,15 @@ def ask_broker(run: RunSection, request: Request, kind: type[A], *, role: Role =
 async def _ask(
     run: RunSection, request: Request, kind: type[A], timeout_s: float, role: Role = "observer"
 ) -> A:
+    client = await _connect(run, timeout_s, role)
+    try:
+        answer, _ = await client.ask(request, kind)
+    finally:
+        client.close()
+    return answer
+
+
+async def _connect(run: RunSection, timeout_s: float, role: Role) -> BrokerClient:
     if not run.broker and not run.socket("broker").exists():
         raise PeerLostError(f"no broker runs for {run.folder}; see {run.summary_file}")
     client, _ = await BrokerClient.connect(
@@ -53,11 +65,7 @@ async def _ask(
         outage_s=timeout_s,
         key_file=run.key_file,
     )
-    try:
-        answer, _ = await client.ask(request, kind)
-    finally:
-        client.close()
-    return answer
+    return client
 
 
 def fetch_account(run: RunSection, num_items: int) -> LedgerView:
@@ -68,3 +76,66 @@ def fetch_account(run: RunSection, num_items: int) -> LedgerView:
 def status_now(run: RunSection) -> RunStatus:
     """Ask the broker of a run once, from a thread without an event loop."""
     return ask_broker(run, GetStatus(), StatusAnswer).status
+
+
+class StatusWatcher:
+    """Asks the broker of a run again and again, on a thread of its own; keeps the newest answer.
+
+    The first answer tells of all learner steps, later ones of the newest.
+    """
+
+    def __init__(self, run: RunSection, *, every_s: float = 1.0) -> None:
+        self._run = run
+        self._every_s = every_s
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._loop, name="status", daemon=True)
+        self._started_s = time.monotonic()
+        self._answer: tuple[RunStatus, float] | None = None
+        self.error = ""  # of the newest attempt; empty while the broker answers
+
+    @property
+    def newest(self) -> RunStatus | None:
+        """Return the newest answer, if there ever was one."""
+        return self._answer[0] if self._answer else None
+
+    @property
+    def age_s(self) -> float:
+        """Return how old the newest answer is, or how long there has been none."""
+        return time.monotonic() - (self._answer[1] if self._answer else self._started_s)
+
+    def start(self) -> None:
+        """Begin to ask."""
+        self._thread.start()
+
+    def ask_once(self) -> None:
+        """Get the state as it is now, from any thread; PeerLostError if no broker answers."""
+        self._keep(status_now(self._run))
+
+    def close(self) -> None:
+        """Ask no more; a question under way is waited for, because it has a deadline."""
+        self._stop.set()
+        if self._thread.is_alive():
+            self._thread.join(timeout=2 * _TIMEOUT_S)
+
+    def _keep(self, status: RunStatus) -> None:
+        self._answer = (status, time.monotonic())
+
+    def _loop(self) -> None:
+        while not self._stop.is_set():
+            try:
+                asyncio.run(self._ask_on_one_connection())
+            except SlipstreamError as error:
+                self.error = str(error)
+            self._stop.wait(self._every_s)
+
+    async def _ask_on_one_connection(self) -> None:
+        client = await _connect(self._run, _TIMEOUT_S, "observer")
+        try:
+            while not self._stop.is_set():
+                count = _NEWEST_STEPS if self._answer is not None else -1
+                answer, _ = await client.ask(GetStatus(newest_steps=count), StatusAnswer)
+                self._keep(answer.status)
+                self.error = ""
+                await asyncio.to_thread(self._stop.wait, self._every_s)
+        finally:
+            client.close()

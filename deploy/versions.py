@@ -16,18 +16,13 @@ from rich.text import Text
 from broker.summary import PUBLISHES
 from deploy.observe import run_of_folder, status_now
 from deploy.show import visible
-from wire.bus import MemberState, PublishRecord
+from wire.bus import PUBLISH_PHASES, MemberState, PublishRecord
 from wire.command_line import print_json
 from wire.errors import ConfigError, PeerLostError
 from wire.run_folder import SUMMARY
-from wire.status import RunStatus
+from wire.status import GONE_S, RunStatus
 from wire.versions import PolicyVersion
 
-_SILENT_S = 10.0  # the relay reports every second: after so long its report is old
-_PHASES = (  # of a publish, in their order
-    *("digest", "offer", "group", "receive", "pause"),
-    *("transfer", "load", "verify", "commit"),
-)
 _COLORS = {"current": "green", "behind": "yellow", "receiving": "cyan", "torn": "bold red"}
 
 
@@ -62,7 +57,7 @@ class VersionsView(msgspec.Struct, frozen=True, kw_only=True):
     def is_old(self) -> bool:
         """Tell whether engines may hold something else by now."""
         silent_s = self.relay_silent_s
-        return bool(self.as_of) or silent_s is None or silent_s > _SILENT_S
+        return bool(self.as_of) or silent_s is None or silent_s > GONE_S
 
 
 def print_versions(folder: Path, console: Console, *, count: int, as_json: bool) -> int:
@@ -202,7 +197,7 @@ def _freshness(view: VersionsView) -> Text:
     if silent_s is None:
         what = "who holds what is not known: no relay has said hello to this broker"
         return _title(what, style="yellow")
-    if silent_s > _SILENT_S:
+    if silent_s > GONE_S:
         what = f"who held what: the relay has been silent for {_age(silent_s)}"
         return _title(what, style="yellow")
     return _title(f"who holds what, as the relay said {silent_s:.1f} s ago")
@@ -246,7 +241,7 @@ def _history(shown: Sequence[PublishRecord], now_s: float) -> Table:
 def _seconds(shown: Sequence[PublishRecord]) -> Table:
     """Return the seconds of each phase; one that no publish had has no column."""
     named = {phase for record in shown for phase in record.phase_seconds}
-    phases = [p for p in _PHASES if p in named] + sorted(named.difference(_PHASES))
+    phases = [p for p in PUBLISH_PHASES if p in named] + sorted(named.difference(PUBLISH_PHASES))
     table = _table()
     table.add_column("version", no_wrap=True)
     for phase in phases:

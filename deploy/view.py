@@ -27,16 +27,16 @@ def live_view(status: RunStatus, dashboard: str) -> RenderableType:
 
 def one_line(status: RunStatus) -> str:
     """Return the state of a run as one line, for terminals that are files."""
-    reward = _last(status, "reward/sampled")
+    reward = last_figure(status, "reward/sampled")
     parts = [
         f"step {status.steps}/{status.total_steps}",
         f"reward {reward:.3f}" if reward is not None else "reward -",
         f"eval {status.eval[-1].mean:.3f}" if status.eval else "eval -",
-        f"staleness {_counts(status.staleness_histogram) or '-'}",
-        f"tokens/s {_rates(status.tokens_per_second) or '-'}",
+        f"staleness {counts(status.staleness_histogram) or '-'}",
+        f"tokens/s {rates(status.tokens_per_second) or '-'}",
         f"ready {status.in_flight.get('ready', 0)}",
         f"publishes {status.publishes}",
-        f"dropped {_counts(status.dropped) or 0}",
+        f"dropped {counts(status.dropped) or 0}",
     ]
     if status.waiting_for:
         parts.append(f"learner waits for {status.waiting_for}")
@@ -50,23 +50,18 @@ def final_table(status: RunStatus, *, outcome: str) -> RenderableType:
     table.add_column("figure")
     table.add_column("value")
     for point in s.eval:
-        table.add_row(f"evaluation at step {point.step}", _metrics(point.overall.metrics))
+        table.add_row(f"evaluation at step {point.step}", scores(point.overall.metrics))
     if s.eval and len(s.eval[-1].by_source) > 1:
         for source, figures in s.eval[-1].by_source.items():
-            table.add_row(f"  of {source}", _metrics(figures.metrics))
-    in_flight = sum(s.in_flight.values())
-    dropped = sum(s.dropped.values())
+            table.add_row(f"  of {source}", scores(figures.metrics))
     table.add_row("learner steps", f"{s.steps} of {s.total_steps}")
-    table.add_row(
-        "groups",
-        f"{s.issued} issued = {s.trained} trained + {dropped} dropped + {in_flight} in flight",
-    )
-    table.add_row("dropped by reason", _counts(s.dropped) or "none")
-    table.add_row("trained tokens by staleness", _counts(s.staleness_histogram))
+    table.add_row("groups", equation(s))
+    table.add_row("dropped by reason", counts(s.dropped) or "none")
+    table.add_row("trained tokens by staleness", counts(s.staleness_histogram))
     table.add_row(
         "publishes", f"{s.publishes}, {s.publishes_while_generating} of them while generating"
     )
-    table.add_row("tokens per second", _rates(s.tokens_per_second))
+    table.add_row("tokens per second", rates(s.tokens_per_second))
     table.add_row("busy", ", ".join(f"{r} {share:.0%}" for r, share in s.busy.items()))
     table.add_row("elapsed", f"{s.elapsed_s:.0f} s")
     return table
@@ -88,11 +83,11 @@ def _learning(status: RunStatus) -> RenderableType:
     rows = {
         "evaluation by step": evaluations or "-",
         **_by_source(status),
-        "reward of sampled answers": _format(_last(status, "reward/sampled")),
-        "reward of trained answers": _format(_last(status, "reward/mean")),
-        "entropy": _format(_last(status, "policy/entropy")),
-        "mismatch KL": _format(_last(status, "staleness/mismatch_kl"), 5),
-        "seconds per step": _format(_last(status, "time/step"), 2),
+        "reward of sampled answers": number(last_figure(status, "reward/sampled")),
+        "reward of trained answers": number(last_figure(status, "reward/mean")),
+        "entropy": number(last_figure(status, "policy/entropy")),
+        "mismatch KL": number(last_figure(status, "staleness/mismatch_kl"), 5),
+        "seconds per step": number(last_figure(status, "time/step"), 2),
     }
     for name, value in rows.items():
         grid.add_row(Text(name, style="dim"), value)
@@ -128,20 +123,12 @@ def _staleness(status: RunStatus) -> RenderableType:
 
 def _flow(status: RunStatus) -> RenderableType:
     grid = Table.grid(padding=(0, 3))
-    in_flight = sum(status.in_flight.values())
-    dropped = sum(status.dropped.values())
-    equation = (
-        f"{status.issued} issued = {status.trained} trained + {dropped} dropped "
-        f"+ {in_flight} in flight"
-    )
-    if status.unaccounted:
-        equation += f"; {status.unaccounted} UNACCOUNTED FOR"
     publishes = f"{status.publishes}, {status.publishes_while_generating} while generating"
     rows = {
-        "groups": equation,
-        "in flight": _counts(status.in_flight),
-        "dropped": _counts(status.dropped) or "none",
-        "length of answers": _lengths(status),
+        "groups": equation(status),
+        "in flight": counts(status.in_flight),
+        "dropped": counts(status.dropped) or "none",
+        "length of answers": lengths(status),
         "waiting for a reward": str(status.queue.get("waiting_for_reward", 0)),
         "publishes": publishes,
         "learner waits for": status.waiting_for or "nothing",
@@ -151,7 +138,19 @@ def _flow(status: RunStatus) -> RenderableType:
     return grid
 
 
-def _lengths(status: RunStatus) -> str:
+def equation(status: RunStatus) -> str:
+    """Return the account of all groups, and what is missing from it."""
+    in_flight = sum(status.in_flight.values())
+    dropped = sum(status.dropped.values())
+    text = (
+        f"{status.issued} issued = {status.trained} trained + {dropped} dropped "
+        f"+ {in_flight} in flight"
+    )
+    return text + (f"; {status.unaccounted} UNACCOUNTED FOR" if status.unaccounted else "")
+
+
+def lengths(status: RunStatus) -> str:
+    """Return whether long answers are trained as often as short ones."""
     meter = status.survivorship
     if not meter.quartiles:
         return "-"
@@ -165,25 +164,37 @@ def _by_source(status: RunStatus) -> dict[str, str]:
     if not status.eval or len(status.eval[-1].by_source) < 2:
         return {}
     newest = status.eval[-1].by_source
-    return {f"  {source}": _metrics(figures.metrics) for source, figures in newest.items()}
+    return {f"  {source}": scores(figures.metrics) for source, figures in newest.items()}
 
 
-def _metrics(metrics: Mapping[str, float]) -> str:
+def scores(metrics: Mapping[str, float]) -> str:
+    """Return what an evaluation measured as one line."""
     shown = {name: value for name, value in metrics.items() if "@" in name}
     return ", ".join(f"{name} {value:.3f}" for name, value in shown.items()) or "no answers"
 
 
-def _last(status: RunStatus, name: str) -> float | None:
+def last_figure(status: RunStatus, name: str) -> float | None:
+    """Return a figure of the newest learner step."""
     return status.steps_history[-1].metrics.get(name) if status.steps_history else None
 
 
-def _format(value: float | None, digits: int = 3) -> str:
+def age(seconds: float) -> str:
+    """Return a time in the largest unit that it holds at least two of."""
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7_200 else f"{seconds / 3_600:.1f} h"
+
+
+def number(value: float | None, digits: int = 3) -> str:
+    """Return a figure as text; one that is not known is a dash."""
     return "-" if value is None else f"{value:.{digits}f}"
 
 
-def _counts(counts: Mapping[str, int]) -> str:
-    return ", ".join(f"{name}: {count}" for name, count in counts.items())
+def counts(of: Mapping[str, int]) -> str:
+    """Return counts by name as one line."""
+    return ", ".join(f"{name}: {count}" for name, count in of.items())
 
 
-def _rates(rates: Mapping[str, float]) -> str:
-    return ", ".join(f"{name} {rate:.0f}" for name, rate in rates.items())
+def rates(of: Mapping[str, float]) -> str:
+    """Return rates by name as one line."""
+    return ", ".join(f"{name} {rate:.0f}" for name, rate in of.items())

@@ -30,6 +30,7 @@ class Completion:
     logprobs: list[float]  # N, of the tempered distribution they were sampled from
     version_starts: list[tuple[int, PolicyVersion]]  # (index of first token, version), in order
     finish_reason: FinishReason
+    num_retractions: int = 0  # times its keys and values were given up for want of memory
 
 
 class InferenceEngine(EngineWeights, Protocol):

@@ -23,6 +23,7 @@ class Rollout:
     message: SubmitTrajectory
     frames: list[bytes]  # payload, transcript
     num_response_tokens: int
+    num_retractions: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +79,9 @@ def _rollout(
         finish_reason=completion.finish_reason,
     )
     frames = [encode(pack_payload(prompt_ids, completion)), encode(transcript)]
-    return Rollout(SubmitTrajectory(header=header), frames, num_response_tokens)
+    return Rollout(
+        SubmitTrajectory(header=header), frames, num_response_tokens, completion.num_retractions
+    )
 
 
 def pack_payload(prompt_ids: list[int], completion: Completion) -> TrajectoryPayload:

@@ -60,6 +60,7 @@ class SglangEngine:
         self._control_timeout = aiohttp.ClientTimeout(control_timeout_s)
         self._load_timeout = aiohttp.ClientTimeout(load_timeout_s or control_timeout_s)
         self._num_in_flight = 0
+        self._num_pauses = 0
 
     async def close(self) -> None:
         """Close the connections, which also ends what is being generated over them."""
@@ -83,13 +84,15 @@ class SglangEngine:
             "return_logprob": True,
         }
         self._num_in_flight += count
+        pauses = self._num_pauses
         try:
             answers = await self._post("/generate", body, self._request_timeout)
         finally:
             self._num_in_flight -= count
         if not isinstance(answers, list) or len(answers) != count:
             raise EngineError(f"SGLang /generate: {count} answers asked, got {str(answers)[:200]}")
-        return [_completion(answer) for answer in answers]
+        by_pauses = self._num_pauses - pauses if self._in_flight == "retract" else 0
+        return [_completion(answer, by_pauses) for answer in answers]
 
     # ---- weights -------------------------------------------------------------
 
@@ -129,6 +132,7 @@ class SglangEngine:
         and values of the old weights, and so does a prompt that was half computed.
         """
         num_in_flight = self._num_in_flight
+        self._num_pauses += 1
         await self._control("/pause_generation", {"mode": self._in_flight})
         return num_in_flight
 
@@ -244,7 +248,8 @@ def _sampling_params(params: SamplingParams) -> dict[str, Any]:
     return sampling
 
 
-def _completion(answer: dict[str, Any]) -> Completion:
+def _completion(answer: dict[str, Any], by_pauses: int) -> Completion:
+    """Return what SGLang answered; ``by_pauses`` of its retractions may have been publishes."""
     try:
         info = answer["meta_info"]
         token_ids: list[int] = answer["output_ids"]
@@ -262,4 +267,5 @@ def _completion(answer: dict[str, Any]) -> Completion:
         logprobs=[row[0] for row in rows],
         version_starts=version_starts(spans, len(token_ids)),
         finish_reason="stop" if reason == "stop" else "length",
+        num_retractions=max(0, int(info.get("num_retractions") or 0) - by_pauses),
     )

@@ -31,12 +31,16 @@ from wire.control import (
 )
 from wire.errors import EngineError, RefusedError
 from wire.phases import WAIT, PhaseClock
+from wire.status import REPORT_EVERY_S
 from wire.trajectory import NO_SCORING_LEASE
 from wire.versions import PolicyVersion
 
 _log = logging.getLogger(__name__)
 _POLL_S = 0.5  # free lanes beyond those asked for wait no longer than this
-_REPORT_S = 1.0
+_COUNTED = (
+    *("tokens", "trajectories", "retracted"),
+    *("refused", "failed", "rejected", "unavailable"),
+)
 
 
 class GeneratorWorker:
@@ -82,8 +86,7 @@ class GeneratorWorker:
         self._generating: set[int] = set()  # leases whose siblings are not all sampled yet
         client.held = lambda: tuple(self._groups)
         self._clock = PhaseClock()
-        counted = ("tokens", "trajectories", "refused", "failed", "rejected", "unavailable")
-        self._counters = dict.fromkeys(counted, 0.0)
+        self._counters = dict.fromkeys(_COUNTED, 0.0)
 
     # ---- told by the weight bus ----------------------------------------------
 
@@ -223,6 +226,7 @@ class GeneratorWorker:
     async def _send(self, rollout: Rollout, message: SubmitTrajectory) -> None:
         self._counters["tokens"] += rollout.num_response_tokens
         self._counters["trajectories"] += 1
+        self._counters["retracted"] += rollout.num_retractions
         try:
             await self._client.ask(message, Done, frames=rollout.frames)
         except RefusedError as error:
@@ -259,7 +263,7 @@ class GeneratorWorker:
     async def _reports(self) -> None:
         while True:
             await self._report()
-            await asyncio.sleep(_REPORT_S)
+            await asyncio.sleep(REPORT_EVERY_S)
 
     async def _report(self) -> None:
         report = RoleReport(

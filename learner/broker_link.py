@@ -33,11 +33,11 @@ from wire.control import (
 from wire.errors import ProtocolError, RefusedError
 from wire.manifest import WeightManifest
 from wire.phases import PhaseClock
+from wire.status import REPORT_EVERY_S
 from wire.versions import PolicyVersion
 
 _log = logging.getLogger(__name__)
 _POLL_S = 1.0
-_REPORT_S = 1.0
 _SAY_WAITING_AFTER_S = 10.0
 
 
@@ -256,4 +256,4 @@ class LeaderLink(PayloadLink):
                 adopted=self._version,
             )
             await self._client.ask(report, Done)
-            await asyncio.sleep(_REPORT_S)
+            await asyncio.sleep(REPORT_EVERY_S)

@@ -28,6 +28,7 @@ class TrainSequence:
     behavior_logprobs: NDArray[np.float32]  # 0.0 outside the mask
     advantage: float
     temperature: float
+    version_steps: NDArray[np.int32] | None = None  # step of the policy that chose each token
     end_barred: NDArray[np.bool_] | None = None  # True where no end token could be chosen
     end_token_ids: tuple[int, ...] = ()
 
@@ -44,6 +45,7 @@ class PackedBatch:
     behavior_logprobs: Tensor  # [T] float32, 0.0 outside the mask
     advantages: Tensor  # [T] float32
     temperature: Tensor  # [T] float32
+    version_steps: Tensor | None = None  # [T] int32, learner steps of the token's policy
     end_barred: Tensor | None = None  # [T] bool, True where no end token could be chosen
     end_token_ids: tuple[int, ...] = ()
 
@@ -73,10 +75,20 @@ def unpack(
         end_barred=mask & (position < free_from) if header.min_response_tokens else None,
         end_token_ids=header.end_token_ids,
         token_ids=_array(payload.token_ids),
+        version_steps=_version_steps(header),
         loss_mask=mask,
         behavior_logprobs=np.where(mask, logprobs, np.float32(0.0)),
         advantage=advantage,
         temperature=header.temperature,
+    )
+
+
+def _version_steps(header: TrajectoryHeader) -> NDArray[np.int32]:
+    """Return the learner step of each token's policy; the prompt has that of the first answered."""
+    steps = [version.step for version, _ in header.tokens_by_version()]
+    counts = [count for _, count in header.tokens_by_version()]
+    return np.repeat(
+        np.array([steps[0], *steps], np.int32), np.array([header.num_prompt_tokens, *counts])
     )
 
 
@@ -100,6 +112,11 @@ def pack(sequences: Sequence[TrainSequence], device: torch.device) -> PackedBatc
         behavior_logprobs=joined([s.behavior_logprobs for s in sequences]),
         advantages=per_token([s.advantage for s in sequences]),
         temperature=per_token([s.temperature for s in sequences]),
+        version_steps=(
+            joined([s.version_steps for s in sequences if s.version_steps is not None])
+            if all(s.version_steps is not None for s in sequences)
+            else None
+        ),
         end_barred=_end_barred(sequences, device),
         end_token_ids=max(s.end_token_ids for s in sequences),
     )

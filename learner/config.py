@@ -79,8 +79,8 @@ class LearnerSection(Section, frozen=True, kw_only=True):
     """A collective that takes longer has failed."""
     rollouts_per_step: AtLeast0 = 2
     """Trained trajectories to record in rollouts/ per learner step."""
-    max_rollout_bytes: AtLeast0 = 64 * 1024 * 1024
-    """Recording stops at this size."""
+    max_rollout_bytes: AtLeast1 = 64 * 1024 * 1024
+    """Size of rollouts/trained.jsonl at which its oldest half goes."""
     deterministic: bool = False
     """Choose operators that compute the same bits each time; slower on a GPU."""
     megatron: dict[str, str | int | float | bool] = msgspec.field(default_factory=dict)

@@ -41,7 +41,7 @@ from learner.weight_writer import WeightWriter
 from wire.checkpoints import read_checkpoint_info
 from wire.control import BatchNotReady, RunComplete
 from wire.errors import PublishError, SlipstreamError
-from wire.phases import PhaseClock
+from wire.phases import PHASE_TIME, PhaseClock
 from wire.versions import PolicyVersion
 
 _log = logging.getLogger(__name__)
@@ -102,6 +102,7 @@ class LearnerLoop:
         self._writer: WeightWriter | None = None
         self._publishes = False  # known when the run is taken over
         self._rejected_in_a_row = 0
+        self._told_s: dict[str, float] = {}  # by phase, as of the last commit
         self._saver = Saver(settings, topology, policy, self._ledger, self._seal)
         self._profiler = StepProfiler(settings.profile, folder / "profile", rank=topology.rank)
         self._rollouts: RolloutLog | None = None
@@ -152,6 +153,7 @@ class LearnerLoop:
         if self._leader is not None:
             version = self._leader.take_over(step, resumed.name if resumed is not None else "")
             self._publishes = self._leader.publishes
+            self._told_s = self._clock.seconds()
             _log.info("took over as %s", version.label)
         if self._rollouts is not None:
             self._rollouts.forget_from(step)
@@ -182,6 +184,7 @@ class LearnerLoop:
         last_step = 0
         if self._leader is not None:
             figures["time/step"] = time.monotonic() - started
+            figures |= self._phase_figures()
             figures |= self._saver.figures()
             with self._clock.phase("commit"):
                 committed = self._leader.commit(version, figures, outcome.num_tokens)
@@ -200,6 +203,12 @@ class LearnerLoop:
         with self._clock.phase("checkpoint"):
             self._saver.save_if_due(version, last_step=last_step)
         return version
+
+    def _phase_figures(self) -> dict[str, float]:
+        """Return the seconds in each phase since the last commit: together all of that time."""
+        seconds = self._clock.seconds()
+        told, self._told_s = self._told_s, seconds
+        return {PHASE_TIME + name: seconds[name] - told.get(name, 0.0) for name in seconds}
 
     def _reject(self, version: PolicyVersion, rejection: Rejection) -> None:
         """Have the batch replaced; the version stays. Every rank calls this.
@@ -271,7 +280,12 @@ class LearnerLoop:
             minibatches = self._packed(order, sequences)
         try:
             figures, trained = train_step(
-                self._policy, minibatches, self._settings.algo, self._clock
+                self._policy,
+                minibatches,
+                self._settings.algo,
+                self._clock,
+                step=order.step,
+                num_lags=self._settings.run.staleness_bound + 1,
             )
         except NonFiniteError as error:
             everything = groups_of(order, range(len(order.headers)))

@@ -57,10 +57,10 @@ from wire.relay import (
 )
 from wire.run_settings import RunSection, relay_door, relay_lock, run_section
 from wire.settings import Table
+from wire.status import REPORT_EVERY_S
 from wire.stopping import stop_event
 
 _log = logging.getLogger(__name__)
-_REPORT_S = 1.0
 _CLOSE_S = 1.0  # for groups whose engines are gone
 _BROKER_AGAIN_S = 5.0
 _LOCK_POLL_S = 0.1
@@ -222,7 +222,7 @@ class Relay:
         try:
             while True:
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._is_news.wait(), _REPORT_S)
+                    await asyncio.wait_for(self._is_news.wait(), REPORT_EVERY_S)
                 while self._records:
                     record = self._records[0]
                     await client.ask(PublishReport(record=record), Done)

@@ -9,12 +9,13 @@ from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer
+from tokenizers.decoders import DecodeStream
 from torch import Tensor
 
 from learner.collate import PackedBatch
 from wire.control import DeliveredTrajectory
 from wire.run_folder import TRAINED
-from wire.trained_rows import cut_rows_from
+from wire.trained_rows import cut_rows_from, keep_newest_rows
 from wire.trajectory import VersionRun
 
 _log = logging.getLogger(__name__)
@@ -44,7 +45,7 @@ def _lot(seed: int, step: int, index: int) -> bytes:
 
 
 class RolloutLog:
-    """Appends to rollouts/trained.jsonl until its size limit."""
+    """Appends to rollouts/trained.jsonl; the oldest half goes when it reaches its size limit."""
 
     def __init__(
         self, folder: Path, *, per_step: int, seed: int, max_bytes: int, tokenizer: Tokenizer
@@ -55,7 +56,7 @@ class RolloutLog:
             folder: RUN/rollouts.
             per_step: how many trajectories to record of a step.
             seed: of the run; decides which.
-            max_bytes: size of the file at which recording stops.
+            max_bytes: largest size of the file.
             tokenizer: turns token ids into the text that is recorded.
         """
         folder.mkdir(parents=True, exist_ok=True)
@@ -64,10 +65,9 @@ class RolloutLog:
         self._per_step = per_step
         self._seed = seed
         self._max_bytes = max_bytes
-        self._room = self._room_left()
 
-    def _room_left(self) -> int:
-        return self._max_bytes - (self._path.stat().st_size if self._path.exists() else 0)
+    def _size(self) -> int:
+        return self._path.stat().st_size if self._path.exists() else 0
 
     def forget_from(self, step: int) -> None:
         """Remove the rows of this step and later ones: they are trained again.
@@ -75,7 +75,6 @@ class RolloutLog:
         A row that a killed learner left half written goes with them.
         """
         cut_rows_from(self._path, step)
-        self._room = self._room_left()
 
     def record(
         self,
@@ -90,8 +89,6 @@ class RolloutLog:
             trajectories: headers and rewards of the whole step.
             parts: this rank's share of it.
         """
-        if self._room <= 0:
-            return
         places = {
             index: (part, place) for part in parts for place, index in enumerate(part.indices)
         }
@@ -102,14 +99,20 @@ class RolloutLog:
             token_ids = part.batch.token_ids[start:end].tolist()
             difference = (part.proximal - part.batch.behavior_logprobs)[start:end]
             lines.append(json.dumps(self._row(step, trajectories[index], token_ids, difference)))
-        text = "".join(line + "\n" for line in lines)
-        if len(text) > self._room:
-            self._room = 0
-            _log.info("%s is full (learner.max_rollout_bytes = %d)", self._path, self._max_bytes)
+        data = "".join(line + "\n" for line in lines).encode()
+        if self._size() + len(data) > self._max_bytes:
+            room = max(0, self._max_bytes - len(data))
+            keep_newest_rows(self._path, min(self._max_bytes // 2, room))
+        if len(data) > self._max_bytes:
+            _log.warning(
+                "step %d is not recorded: %d bytes, and learner.max_rollout_bytes is %d",
+                step,
+                len(data),
+                self._max_bytes,
+            )
             return
-        self._room -= len(text)
-        with self._path.open("a") as file:
-            file.write(text)
+        with self._path.open("ab") as file:
+            file.write(data)
 
     def _row(
         self,
@@ -132,12 +135,28 @@ class RolloutLog:
             "temperature": header.temperature,
             "num_prompt_tokens": first,
             "token_ids": token_ids,
+            "token_texts": self._texts(token_ids[first:]),
             "version_runs": [_run(run) for run in header.version_runs],
             # |proximal - behavior|, mean over the run's tokens
             "logprob_abs_diff_by_run": _means(header.version_runs, difference.abs()),
             # proximal - behavior of each response token
             "logprob_diffs": [round(value, _DIGITS) + 0.0 for value in difference[first:].tolist()],
         }
+
+    def _texts(self, token_ids: list[int]) -> list[str]:
+        """Return what each token adds to the text; a part of a character adds nothing yet.
+
+        A sequence of bytes that is no text (a policy may sample any) is decoded token by token.
+        """
+        stream = DecodeStream(skip_special_tokens=False)
+        texts = []
+        for token in token_ids:
+            try:
+                texts.append(stream.step(self._tokenizer, token) or "")
+            except Exception:  # noqa: BLE001 the library raises no narrower one
+                stream = DecodeStream(skip_special_tokens=False)
+                texts.append(self._tokenizer.decode([token], skip_special_tokens=False))
+        return texts
 
 
 def _run(run: VersionRun) -> dict[str, object]:

@@ -14,7 +14,7 @@ from torch import Tensor
 from algos.advantages import group_relative_advantages
 from algos.batch import TrainBatch
 from algos.config import AlgoSection
-from algos.diagnostics import diagnostic_sums, effective_sample_share
+from algos.diagnostics import diagnostic_sums, figures_of
 from algos.losses import Clip, decoupled_ppo_loss
 from learner.collate import PackedBatch
 from learner.orders import NonFiniteError
@@ -56,13 +56,27 @@ class TrainedMinibatch:
 
 
 def train_step(
-    policy: "Policy", minibatches: Sequence[Minibatch], algo: AlgoSection, clock: PhaseClock
+    policy: "Policy",
+    minibatches: Sequence[Minibatch],
+    algo: AlgoSection,
+    clock: PhaseClock,
+    *,
+    step: int = 0,
+    num_lags: int = 0,
 ) -> tuple[dict[str, float], list[TrainedMinibatch]]:
     """Train; return the figures of the step and the minibatches that it was made of.
 
     The first minibatch is computed with the weights that the step starts from: its proximal
     logprobs are its current ones, and need no forward pass of their own. A minibatch whose loss or
     gradient is not finite is skipped, and is in no figure but ``policy/skipped_minibatches``.
+
+    Args:
+        policy: is changed.
+        minibatches: this rank's share of the step.
+        algo: of the run.
+        clock: is told how long the phases take.
+        step: of the learner, against which the age of tokens counts.
+        num_lags: of the figures by version lag; 0 leaves them out.
 
     Raises:
         NonFiniteError: all of them were; the weights are as they were.
@@ -76,7 +90,9 @@ def train_step(
     failures: list[NonFiniteError] = []
     with clock.phase("train"):
         for number, (minibatch, anchors) in enumerate(zip(minibatches, proximal, strict=True)):
-            loss = _Loss(minibatch.global_num_tokens, anchors, clip, algo.max_correction)
+            loss = _Loss(
+                minibatch.global_num_tokens, anchors, clip, algo.max_correction, step, num_lags
+            )
             try:
                 sums, norm = policy.update(minibatch.batches, loss)
             except NonFiniteError as error:
@@ -101,6 +117,8 @@ class _Loss:
     proximal: list[Tensor]  # by microbatch; filled from the forward passes where it is empty
     clip: Clip
     max_correction: float
+    step: int
+    num_lags: int
 
     def __call__(
         self, number: int, batch: PackedBatch, logprobs: Tensor, entropy: Tensor
@@ -113,17 +131,16 @@ class _Loss:
             behavior_logprobs=batch.behavior_logprobs,
             advantages=batch.advantages,
             loss_mask=batch.loss_mask,
+            lags=None if batch.version_steps is None else self.step - batch.version_steps,
             global_num_tokens=self.global_num_tokens,
         )
         loss = decoupled_ppo_loss(train_batch, self.clip, max_correction=self.max_correction)
-        return loss, diagnostic_sums(train_batch, entropy, self.clip)
+        return loss, diagnostic_sums(train_batch, entropy, self.clip, num_lags=self.num_lags)
 
 
 def _figures(totals: Sums, norms: Sequence[float], num_tokens: int) -> dict[str, float]:
     loss = float(totals.pop("loss")) / len(norms)
-    figures = {name: float(total) / num_tokens for name, total in totals.items()}
-    squared = figures.pop("staleness/correction_squared")
-    figures["staleness/ess"] = effective_sample_share(figures["staleness/correction"], squared)
+    figures = figures_of({name: float(total) for name, total in totals.items()}, num_tokens)
     figures["policy/loss"] = loss
     figures["policy/grad_norm"] = sum(norms) / len(norms)
     return figures

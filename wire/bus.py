@@ -167,6 +167,12 @@ Command: TypeAlias = (
 AgentMessage: TypeAlias = Join | Leave | Outcome
 
 
+PUBLISH_PHASES = (  # in their order
+    *("digest", "offer", "group", "receive", "pause"),
+    *("transfer", "load", "verify", "commit"),
+)
+
+
 class PublishRecord(msgspec.Struct, frozen=True, kw_only=True):
     """What became of one publish to its members."""
 

@@ -91,6 +91,8 @@ class LedgerAnswer(Message, frozen=True):
 class GetStatus(Message, frozen=True):
     """Ask for the state of the run; answered by StatusAnswer."""
 
+    newest_steps: int = -1  # how many learner steps to tell of; -1 is all that are kept
+
 
 class StatusAnswer(Message, frozen=True):
     """The state of the run."""

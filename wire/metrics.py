@@ -1,34 +1,126 @@
-"""Names, units and meanings of all exported metrics."""
+"""Names, kinds, units, labels and meanings of all exported metrics."""
 
 from enum import StrEnum
+from typing import Literal, TypeAlias
+
+MetricKind: TypeAlias = Literal["counter", "gauge"]
 
 
 class MetricName(StrEnum):
-    """A metric as Prometheus sees it; counters get ``_total`` appended there."""
+    """A metric as it is called in the code; Prometheus appends ``_total`` to counters.
 
+    A counter goes back where the run does: a learner that takes over at an earlier step trains the
+    later ones again.
+    """
+
+    kind: MetricKind
+    unit: str
+    labels: tuple[str, ...]
     meaning: str
 
-    def __new__(cls, value: str, meaning: str) -> "MetricName":
-        """Attach the help text to the name."""
+    def __new__(
+        cls, value: str, kind: MetricKind, unit: str, labels: tuple[str, ...], meaning: str
+    ) -> "MetricName":
+        """Attach what is to be known about the metric to its name."""
         member = str.__new__(cls, value)
         member._value_ = value
-        member.meaning = meaning
+        member.kind, member.unit, member.labels, member.meaning = kind, unit, labels, meaning
         return member
 
-    LEARNER_STEPS = "slipstream_learner_steps", "Learner steps completed"
-    GROUPS_ISSUED = "slipstream_groups_issued", "Prompt groups issued for training"
-    GROUPS_TRAINED = "slipstream_groups_trained", "Prompt groups trained"
-    GROUPS_DROPPED = "slipstream_groups_dropped", "Prompt groups dropped, by reason"
-    GROUPS_IN_FLIGHT = "slipstream_groups_in_flight", "Prompt groups in flight, by state"
+    @property
+    def exported(self) -> str:
+        """Return the name under which Prometheus keeps the samples."""
+        return f"{self.value}_total" if self.kind == "counter" else self.value
+
+    LEARNER_STEPS = (
+        *("slipstream_learner_steps", "counter", "steps", ()),
+        "Learner steps completed",
+    )
+    TOTAL_STEPS = (
+        *("slipstream_total_steps", "gauge", "steps", ()),
+        "Learner steps after which the run ends",
+    )
+    GROUPS_ISSUED = (
+        *("slipstream_groups_issued", "counter", "groups", ()),
+        "Prompt groups issued for training",
+    )
+    GROUPS_TRAINED = (
+        *("slipstream_groups_trained", "counter", "groups", ()),
+        "Prompt groups trained",
+    )
+    GROUPS_DROPPED = (
+        *("slipstream_groups_dropped", "counter", "groups", ("reason",)),
+        "Prompt groups dropped",
+    )
+    GROUPS_IN_FLIGHT = (
+        *("slipstream_groups_in_flight", "gauge", "groups", ("state",)),
+        "Prompt groups neither trained nor dropped",
+    )
     GROUPS_UNACCOUNTED = (
-        "slipstream_groups_unaccounted",
+        *("slipstream_groups_unaccounted", "gauge", "groups", ()),
         "issued - trained - dropped - in flight; must read 0",
     )
-    TRAINED_TOKENS = "slipstream_trained_tokens", "Tokens trained, by staleness in learner steps"
-    QUEUE_DEPTH = "slipstream_queue_depth", "Items waiting, by queue"
-    TOKENS_PER_SECOND = "slipstream_tokens_per_second", "Tokens per second over the run, by role"
-    ROLE_BUSY_RATIO = "slipstream_role_busy_ratio", "Share of time not spent waiting, by process"
-    ADOPTED_STEP = "slipstream_adopted_step", "Step of the weights each generator runs"
-    PUBLISHES = "slipstream_publishes", "Policy versions adopted by at least one engine"
-    EVALUATION = "slipstream_evaluation", "Figures of the newest evaluation, by metric"
-    LAST_STEP = "slipstream_last_step", "Figures of the newest learner step, by name"
+    GROUPS_WAITING = (
+        *("slipstream_groups_waiting", "gauge", "groups", ("place", "staleness_steps")),
+        "Prompt groups in_flight or ready in the queue, by their staleness as of now",
+    )
+    TRAINED_TOKENS = (
+        *("slipstream_trained_tokens", "counter", "tokens", ("staleness_steps",)),
+        "Tokens trained, by staleness in learner steps",
+    )
+    QUEUE_DEPTH = (
+        *("slipstream_queue_depth", "gauge", "items", ("queue",)),
+        "Groups ready or leased, trajectories to be scored, dead letters, refused messages",
+    )
+    QUEUE_AGE = (
+        *("slipstream_queue_age_seconds", "gauge", "seconds", ()),
+        "How long the oldest ready group has waited; absent while none is ready",
+    )
+    TOKENS_PER_SECOND = (
+        *("slipstream_tokens_per_second", "gauge", "tokens per second", ("role",)),
+        "Tokens generated and trained per second, over the whole run",
+    )
+    ROLE_BUSY_RATIO = (
+        *("slipstream_role_busy_ratio", "gauge", "share from 0 to 1", ("name", "role")),
+        "Share of time that a process did not wait, since its start",
+    )
+    ROLE_PHASE_SECONDS = (
+        *("slipstream_role_phase_seconds", "counter", "seconds", ("name", "role", "phase")),
+        "Where the time of a process went; its rate over phase = wait is idleness",
+    )
+    ROLE_SILENT_SECONDS = (
+        *("slipstream_role_silent_seconds", "gauge", "seconds", ("name", "role")),
+        "Time since a process was heard; all report every second",
+    )
+    ADOPTED_STEP = (
+        *("slipstream_adopted_step", "gauge", "steps", ("name",)),
+        "Learner step of the weights that a generator runs",
+    )
+    ENGINE_STATE = (
+        *("slipstream_engine_state", "gauge", "1", ("name", "state")),
+        "1 for the state that an engine is in: current, behind, receiving or torn",
+    )
+    PUBLISHES = (
+        *("slipstream_publishes", "counter", "versions", ()),
+        "Policy versions that at least one engine adopted",
+    )
+    PUBLISH_SECONDS = (
+        *("slipstream_last_publish_seconds", "gauge", "seconds", ("phase",)),
+        "Time of each phase of the newest publish, for the slowest engine",
+    )
+    MEMORY = (
+        *("slipstream_memory_bytes", "gauge", "bytes", ("of",)),
+        "Untrained payloads in the store (store_bytes) and memory of the broker (rss_bytes)",
+    )
+    EVALUATION = (
+        *("slipstream_evaluation", "gauge", "as the metric", ("metric",)),
+        "Figures of the newest evaluation",
+    )
+    EVALUATION_STEP = (
+        *("slipstream_evaluation_step", "gauge", "steps", ()),
+        "Learner step of the newest evaluation",
+    )
+    LAST_STEP = (
+        *("slipstream_last_step", "gauge", "as the figure", ("name",)),
+        "Figures of the newest learner step, such as reward/sampled or staleness/mismatch_kl",
+    )

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 WAIT = "wait"
+PHASE_TIME = "time/phase/"  # before the name of a phase, in a learner step's figures
 
 
 class PhaseClock:

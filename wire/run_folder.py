@@ -7,6 +7,10 @@ TRAINED = Path("rollouts") / "trained.jsonl"
 EVAL = Path("eval")
 SUMMARY = Path("summary.json")
 TRAIL = Path("ledger")  # what happened to every item
+PAGE_STATE = Path("dashboard") / "state.msgpack"  # what the page shows, as of the last seconds
+PAGE_TOKEN = Path("dashboard") / "token"  # that lets in to the page, over restarts of the broker
+PAGE_PORT = Path("dashboard") / "port"  # that the system chose for it
+PAGE_ADDRESS = Path("dashboard.url")  # to open, while a broker serves it
 ACCOUNT = TRAIL / "account.json"  # of all items, as of the newest learner step
 
 

@@ -5,6 +5,10 @@ import msgspec
 from wire.bus import MemberState, PublishRecord
 from wire.versions import PolicyVersion
 
+REPORT_EVERY_S = 0.5  # every process tells the broker how it is
+SILENT_S = 1.5  # three reports are missing: something is wrong with it
+GONE_S = 10.0  # it is more than a hiccup
+
 
 class EvalFigures(msgspec.Struct, frozen=True, kw_only=True):
     """How the answers to some held-out problems did.
@@ -69,6 +73,8 @@ class RoleStatus(msgspec.Struct, frozen=True, kw_only=True):
     tokens_per_second: float
     adopted: PolicyVersion | None = None
     leases: int = 0
+    trajectories: float = 0.0  # that it finished
+    retracted: float = 0.0  # times that an answer was thrown out of the engine's cache
 
 
 class StepPoint(msgspec.Struct, frozen=True, kw_only=True):
@@ -115,3 +121,7 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
     roles: list[RoleStatus]
     data: dict[str, int]  # rows and rows_skipped of the training prompts, eval_problems
     versions: dict[str, str]  # of packages and servers
+    queue_age_s: float | None = None  # how long the oldest ready group has waited; None: none is
+    lags_in_flight: dict[str, int] = {}  # present staleness in steps -> groups that are not ready
+    lags_in_queue: dict[str, int] = {}  # the same of groups that are ready
+    memory: dict[str, int] = {}  # store_bytes (untrained payloads), rss_bytes of the broker

@@ -1,5 +1,6 @@
 """rollouts/trained.jsonl: one JSON object per line, each with the learner step that trained it."""
 
+import shutil
 import sys
 from pathlib import Path
 
@@ -25,6 +26,20 @@ def cut_rows_from(path: Path, step: int) -> None:
     unfinished = path.with_name(f".{path.name}.unfinished")
     with path.open("rb") as rows, unfinished.open("wb") as kept:
         kept.writelines(row for row in rows if _step_of(row) < step)
+    unfinished.replace(path)
+
+
+def keep_newest_rows(path: Path, max_bytes: int) -> None:
+    """Remove the oldest rows until at most ``max_bytes`` are left, in one rename."""
+    if not path.is_file():
+        return
+    unfinished = path.with_name(f".{path.name}.unfinished")
+    with path.open("rb") as rows, unfinished.open("wb") as kept:
+        begin = max(0, path.stat().st_size - max_bytes)
+        if begin:
+            rows.seek(begin - 1)
+            rows.readline()  # to where a row begins
+        shutil.copyfileobj(rows, kept)
     unfinished.replace(path)
 
 

@@ -1,6 +1,7 @@
 """The state of the run as Prometheus metrics."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import TypeAlias
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -10,6 +11,8 @@ from typing_extensions import override
 
 from wire.metrics import MetricName
 from wire.status import RunStatus
+
+Samples: TypeAlias = Mapping[tuple[str, ...], float]  # by the values of the labels
 
 
 class _StatusCollector(Collector):
@@ -21,29 +24,9 @@ class _StatusCollector(Collector):
     @override
     def collect(self) -> Iterable[Metric]:
         """Yield every metric; names and units stand in wire/metrics.py."""
-        s = self._status
-        yield _counter(MetricName.LEARNER_STEPS, s.steps)
-        yield _counter(MetricName.GROUPS_ISSUED, s.issued)
-        yield _counter(MetricName.GROUPS_TRAINED, s.trained)
-        yield _gauge(MetricName.GROUPS_UNACCOUNTED, s.unaccounted)
-        yield _counter(MetricName.PUBLISHES, s.publishes)
-        yield _labelled(MetricName.GROUPS_DROPPED, "reason", s.dropped)
-        yield _labelled(MetricName.GROUPS_IN_FLIGHT, "state", s.in_flight)
-        yield _labelled(MetricName.TRAINED_TOKENS, "staleness_steps", s.staleness_histogram)
-        yield _labelled(MetricName.QUEUE_DEPTH, "queue", s.queue)
-        yield _labelled(MetricName.TOKENS_PER_SECOND, "role", s.tokens_per_second)
-        yield _labelled(
-            MetricName.ROLE_BUSY_RATIO, "name", {role.name: role.busy for role in s.roles}
-        )
-        yield _labelled(
-            MetricName.ADOPTED_STEP,
-            "name",
-            {role.name: role.adopted.step for role in s.roles if role.adopted is not None},
-        )
-        if s.eval:
-            yield _labelled(MetricName.EVALUATION, "metric", s.eval[-1].overall.metrics)
-        if s.steps_history:
-            yield _labelled(MetricName.LAST_STEP, "name", s.steps_history[-1].metrics)
+        for name, samples in _samples(self._status).items():
+            if samples:
+                yield _family(name, samples)
 
 
 def render_metrics(status: RunStatus) -> tuple[bytes, str]:
@@ -53,16 +36,61 @@ def render_metrics(status: RunStatus) -> tuple[bytes, str]:
     return generate_latest(registry), CONTENT_TYPE_LATEST
 
 
-def _counter(name: MetricName, value: float) -> Metric:
-    return CounterMetricFamily(name, name.meaning, value=value)
+def _samples(status: RunStatus) -> dict[MetricName, Samples]:
+    s = status
+    places = (("in_flight", s.lags_in_flight), ("queue", s.lags_in_queue))
+    last_publish = s.publish_history[-1].phase_seconds if s.publish_history else {}
+    return {
+        MetricName.LEARNER_STEPS: {(): s.steps},
+        MetricName.TOTAL_STEPS: {(): s.total_steps},
+        MetricName.GROUPS_ISSUED: {(): s.issued},
+        MetricName.GROUPS_TRAINED: {(): s.trained},
+        MetricName.GROUPS_DROPPED: _by_one(s.dropped),
+        MetricName.GROUPS_IN_FLIGHT: _by_one(s.in_flight),
+        MetricName.GROUPS_UNACCOUNTED: {(): s.unaccounted},
+        MetricName.GROUPS_WAITING: {
+            (place, lag): count for place, lags in places for lag, count in lags.items()
+        },
+        MetricName.TRAINED_TOKENS: _by_one(s.staleness_histogram),
+        MetricName.QUEUE_DEPTH: _by_one(s.queue),
+        MetricName.QUEUE_AGE: {} if s.queue_age_s is None else {(): s.queue_age_s},
+        MetricName.TOKENS_PER_SECOND: _by_one(s.tokens_per_second),
+        **_of_roles(s),
+        MetricName.ENGINE_STATE: {(one.name, one.state): 1.0 for one in s.members},
+        MetricName.PUBLISHES: {(): s.publishes},
+        MetricName.PUBLISH_SECONDS: _by_one(last_publish),
+        MetricName.MEMORY: _by_one(s.memory),
+        MetricName.EVALUATION: _by_one(s.eval[-1].overall.metrics if s.eval else {}),
+        MetricName.EVALUATION_STEP: {(): s.eval[-1].step} if s.eval else {},
+        MetricName.LAST_STEP: _by_one(s.steps_history[-1].metrics if s.steps_history else {}),
+    }
 
 
-def _gauge(name: MetricName, value: float) -> Metric:
-    return GaugeMetricFamily(name, name.meaning, value=value)
+def _of_roles(status: RunStatus) -> dict[MetricName, Samples]:
+    roles = status.roles
+    return {
+        MetricName.ROLE_BUSY_RATIO: {
+            (role.name, role.role): role.busy for role in roles if role.phase_seconds
+        },
+        MetricName.ROLE_PHASE_SECONDS: {
+            (role.name, role.role, phase): seconds
+            for role in roles
+            for phase, seconds in role.phase_seconds.items()
+        },
+        MetricName.ROLE_SILENT_SECONDS: {(role.name, role.role): role.silent_s for role in roles},
+        MetricName.ADOPTED_STEP: {
+            (role.name,): role.adopted.step for role in roles if role.adopted is not None
+        },
+    }
 
 
-def _labelled(name: MetricName, label: str, values: dict[str, int] | dict[str, float]) -> Metric:
-    family = GaugeMetricFamily(name, name.meaning, labels=[label])
-    for key, value in values.items():
-        family.add_metric([key], value)
+def _by_one(values: Mapping[str, float]) -> Samples:
+    return {(key,): value for key, value in values.items()}
+
+
+def _family(name: MetricName, samples: Samples) -> Metric:
+    kind = CounterMetricFamily if name.kind == "counter" else GaugeMetricFamily
+    family = kind(name, name.meaning, labels=name.labels)
+    for labels, value in samples.items():
+        family.add_metric(labels, value)
     return family

@@ -1,25 +1,54 @@
-"""HTTP on the loopback interface: the page, its live figures, /metrics. Read-only."""
+"""The page, its live figures and /metrics over HTTP. Read-only.
+
+It listens where broker.dashboard.host says, on the loopback interface unless told otherwise, and
+answers only those who have its token and ask for it by a name that it knows.
+"""
 
 import asyncio
-import hmac
 import logging
 import os
-import secrets
-from collections.abc import Awaitable, Callable
+import socket
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from importlib.resources import files
+from pathlib import Path, PurePosixPath
+from typing import Protocol, TypeVar
 
 import msgspec
 from aiohttp import web
 
+from broker.dashboard.advisories import Advisory
+from broker.dashboard.door import (
+    Door,
+    is_loopback,
+    known_names,
+    machine_names,
+    name_of,
+    plain,
+    reachable,
+)
+from broker.dashboard.history import HistoryColumns, Row, encode_json
+from broker.dashboard.items import Letter, RecordedItems
 from broker.dashboard.metrics import render_metrics
+from broker.dashboard.recorder import Look, Mishaps, shown_status
 from wire.errors import ConfigError
 from wire.status import RunStatus
 
 _log = logging.getLogger(__name__)
-_HOST = "127.0.0.1"
-_INTERVAL_S = 1.0
-_COOKIE = "slipstream_token"
-_MAX_VIEWERS = 32
+_PATIENCE_S = 10.0  # for a browser that does not read
+_SLOWEST_BYTES_PER_S = 32 * 1024  # of one that reads: large answers get more time
+_CHUNK = 64 * 1024
+_READ_S = 5.0  # for the run folder
+_NAMES_S = 5.0  # for a name server
+_QUIET_S = 15.0  # without a new look, after which the old one is told again
+_IDLE_S = 75.0  # of a connection that nothing is asked on
+_KEPT_S = 1.0  # an encoded state, for others who ask for the same
+_MAX_QUERY = 200
+_MAX_DIGITS = 15
+MAX_VIEWERS = 32
+_FEW_ROWS = 20  # are encoded at once
+_EVENT_PUBLISHES = 3
+_EVENT_EVALUATIONS = 2
 _HEADERS = {
     "Content-Security-Policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
@@ -29,41 +58,122 @@ _HEADERS = {
     "Referrer-Policy": "no-referrer",
     "Cache-Control": "no-store",
 }
-_FILES = {"page.js": "text/javascript", "page.css": "text/css"}
+_TYPES = {".js": "text/javascript", ".css": "text/css"}
+_FOLDERS = (".", "vendor")
+_PAGE, _WHY = "page.html", "why.json"
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+T = TypeVar("T")
+
+
+class Source(Protocol):
+    """What the page shows: a run that goes on, or what is left of one."""
+
+    @property
+    def look(self) -> Look | None:
+        """Return what was seen last; None if nothing was."""
+
+    def columns(self) -> HistoryColumns:
+        """Return how it came to that; a thread reads it."""
+
+    def steps_after(self, step: float) -> Sequence[Row]:
+        """Return the rows of learner steps after this one."""
+
+    def letters(self) -> list[Letter]:
+        """Return the newest dead letters."""
+
+    async def next_look(self) -> None:
+        """Return when there is something new, or after a while."""
+
+
+class _State(msgspec.Struct):
+    """The answer to /state.json."""
+
+    status: RunStatus
+    advisories: list[Advisory]
+    advice_ready: bool
+    live: bool
+    history: HistoryColumns
+
+
+class _Event(msgspec.Struct):
+    """What is sent every second to everybody; ``steps`` are added for each."""
+
+    status: RunStatus
+    advisories: list[Advisory]
+    advice_ready: bool
+    live: bool
+    point: Row
 
 
 class Dashboard:
     """A small web server; whoever wants to see needs the token of the address it prints."""
 
-    def __init__(self, status: Callable[[], RunStatus], *, port: int) -> None:
-        self._status = status
+    def __init__(
+        self,
+        source: Source,
+        items: RecordedItems,
+        *,
+        host: str,
+        port: int,
+        folder: Path | None = None,
+        patience_s: float = _PATIENCE_S,
+        read_s: float = _READ_S,
+    ) -> None:
+        """Prepare to serve.
+
+        Args:
+            source: of the figures.
+            items: recorded trajectories.
+            host: address to listen at.
+            port: 0 takes the port of the last time, or lets the system choose.
+            folder: of the run, where the token and the port are kept; None keeps neither.
+            patience_s: for a browser that does not read.
+            read_s: for the run folder, when recorded trajectories are asked for.
+        """
+        self._source = source
+        self._items = items
+        self._host = host
         self._port = port
-        self._token = secrets.token_urlsafe(16)
-        self._viewers = 0
+        self._patience_s = patience_s
+        self._read_s = read_s
+        self._door = Door(folder)
+        self._names = known_names(host)
+        self._files: Mapping[str, bytes] = {}
+        self._events_of = _EventEncoder()
+        self._states = _StateEncoder(source)
+        self._mishaps = Mishaps()
+        self._reading = asyncio.Lock()  # one reader of the run folder at a time
         self._runner: web.AppRunner | None = None
+        self.num_viewers = 0  # of the stream
         self.address = ""
 
     async def start(self) -> str:
-        """Listen and return the address to open."""
+        """Listen and return the address to open.
+
+        Raises:
+            ConfigError: nobody can listen at this host and port.
+        """
+        self._files = await asyncio.to_thread(_resources)
+        if not is_loopback(self._host):
+            self._names = known_names(self._host, await _names_of_this_machine())
         app = web.Application(middlewares=[self._guard])
+        app.on_response_prepare.append(_add_headers)
         app.router.add_get("/", self._page)
         app.router.add_get("/static/{name}", self._static)
-        app.router.add_get("/events", self._events)
+        app.router.add_get("/events", self._events, allow_head=False)
+        app.router.add_get("/state.json", self._state, allow_head=False)
         app.router.add_get("/status.json", self._json)
+        app.router.add_get("/why.json", self._why)
+        app.router.add_get("/items", self._find)
+        app.router.add_get("/trajectory", self._trajectory)
+        app.router.add_get("/dead_letters", self._letters)
         app.router.add_get("/metrics", self._metrics)
-        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
+        self._runner = web.AppRunner(
+            app, access_log=None, shutdown_timeout=1.0, keepalive_timeout=_IDLE_S
+        )
         await self._runner.setup()
-        site = web.TCPSite(self._runner, _HOST, self._port)
-        try:
-            await site.start()
-        except OSError as error:
-            raise ConfigError(
-                f"cannot serve the page at port {self._port} (broker.dashboard.port): "
-                f"{os.strerror(error.errno or 0)}"
-            ) from error
-        port = self._runner.addresses[0][1]
-        self.address = f"http://{_HOST}:{port}/?token={self._token}"
+        self._door.keep(await self._listen(self._runner))
+        self.address = f"http://{reachable(self._host)}:{self._door.port}/?token={self._door.token}"
         return self.address
 
     async def stop(self) -> None:
@@ -71,59 +181,315 @@ class Dashboard:
         if self._runner is not None:
             await self._runner.cleanup()
 
+    async def _listen(self, runner: web.AppRunner) -> int:
+        """Listen at the port of the settings, else of the last time, else at any; return it."""
+        if not self._port and self._door.port:
+            with suppress(OSError):
+                return await _open_site(runner, self._host, self._door.port)
+        try:
+            return await _open_site(runner, self._host, self._port)
+        except OSError as error:
+            raise ConfigError(
+                f"cannot serve the page at {self._host}:{self._port} (broker.dashboard.host, "
+                f"broker.dashboard.port): {_reason(error)}"
+            ) from error
+
+    @property
+    def _cookie(self) -> str:
+        """Return the cookie's name; other pages of this host, at other ports, have theirs."""
+        return f"slipstream_token_{self._door.port}"
+
     @web.middleware
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        host = request.host.rsplit(":", 1)[0]
-        if host not in {_HOST, "localhost"}:
-            raise web.HTTPForbidden(text="unknown host name\n")
-        bearer = request.headers.get("Authorization", "").removeprefix("Bearer ")
-        offered = (request.query.get("token"), request.cookies.get(_COOKIE), bearer)
-        if not any(self._is_token(text) for text in offered if text):
-            raise web.HTTPUnauthorized(text="open the address that `slipstream status` prints\n")
-        response = await handler(request)
-        if not response.prepared:
-            response.headers.update(_HEADERS)
+        self._let_in(request)
+        try:
+            response = await handler(request)
+        except (web.HTTPException, ConnectionError):
+            raise
+        except Exception:
+            resource = request.match_info.route.resource
+            with self._mishaps.contained(resource.canonical if resource else "an answer"):
+                raise
+            raise web.HTTPInternalServerError(text="the broker's log says why\n") from None
+        await self._send(request, response)
         return response
 
-    def _is_token(self, text: str) -> bool:
-        return hmac.compare_digest(text.encode(errors="replace"), self._token.encode())
+    def _let_in(self, request: web.Request) -> None:
+        name = name_of(request.headers.get("Host", ""))
+        if name not in self._names and name != _reached(request):
+            raise web.HTTPForbidden(text="unknown host name\n")
+        bearer = request.headers.get("Authorization", "").removeprefix("Bearer ")
+        offered = (request.query.get("token"), request.cookies.get(self._cookie), bearer)
+        if not any(self._door.opens_to(text) for text in offered if text):
+            raise web.HTTPUnauthorized(text="open the address that `slipstream status` prints\n")
+
+    async def _send(self, request: web.Request, response: web.StreamResponse) -> None:
+        """Send an answer that was not sent yet; whoever does not read it is cut off."""
+        if response.prepared:
+            return
+        size = response.content_length or 0
+        try:
+            async with asyncio.timeout(self._patience_s + size / _SLOWEST_BYTES_PER_S):
+                await response.prepare(request)
+                await response.write_eof()
+        except TimeoutError:
+            _abort(request)
 
     async def _page(self, _request: web.Request) -> web.StreamResponse:
-        response = web.Response(text=_resource("page.html"), content_type="text/html")
-        response.set_cookie(_COOKIE, self._token, httponly=True, samesite="Strict")
+        response = _answer(self._files[_PAGE], "text/html")
+        response.set_cookie(self._cookie, self._door.token, httponly=True, samesite="Strict")
         return response
 
     async def _static(self, request: web.Request) -> web.StreamResponse:
         name = request.match_info["name"]
-        if name not in _FILES:
+        kind = _TYPES.get(PurePosixPath(name).suffix)
+        if kind is None or name not in self._files:
             raise web.HTTPNotFound
-        return web.Response(text=_resource(name), content_type=_FILES[name])
+        return _answer(self._files[name], kind)
+
+    async def _why(self, _request: web.Request) -> web.StreamResponse:
+        return _answer(self._files.get(_WHY, b"{}"), "application/json")
+
+    def _look(self) -> Look:
+        look = self._source.look
+        if look is None:
+            raise web.HTTPServiceUnavailable(
+                text="the state of the run cannot be read; the broker's log says why\n"
+            )
+        return look
+
+    async def _state(self, request: web.Request) -> web.StreamResponse:
+        self._look()
+        body = await self._states.encoded()
+        response = web.StreamResponse()
+        response.content_type = "application/json"
+        response.content_length = len(body)
+        try:
+            async with asyncio.timeout(self._patience_s):
+                await response.prepare(request)
+            with memoryview(body) as view:  # aiohttp would copy all of it
+                for start in range(0, len(body), _CHUNK):
+                    async with asyncio.timeout(self._patience_s):
+                        await response.write(view[start : start + _CHUNK])
+        except (ConnectionResetError, TimeoutError):
+            _abort(request)
+        return response
 
     async def _json(self, _request: web.Request) -> web.StreamResponse:
-        return web.Response(body=self._encoded(), content_type="application/json")
+        return _json(self._look().status)
 
     async def _metrics(self, _request: web.Request) -> web.StreamResponse:
-        body, content_type = render_metrics(self._status())
+        body, content_type = render_metrics(self._look().status)
         return web.Response(body=body, headers={"Content-Type": content_type})
 
-    async def _events(self, request: web.Request) -> web.StreamResponse:
-        if self._viewers >= _MAX_VIEWERS:
-            raise web.HTTPServiceUnavailable(text=f"more than {_MAX_VIEWERS} viewers\n")
-        response = web.StreamResponse(headers={**_HEADERS, "Content-Type": "text/event-stream"})
-        await response.prepare(request)
-        self._viewers += 1
+    async def _find(self, request: web.Request) -> web.StreamResponse:
+        text = request.query.get("q", "")[:_MAX_QUERY]
+        lag = _number(request, "lag") if "lag" in request.query else None
+        return _json(await self._read(lambda: self._items.find(text, lag=lag)))
+
+    async def _letters(self, _request: web.Request) -> web.StreamResponse:
+        return _json({"letters": self._source.letters()})
+
+    async def _trajectory(self, request: web.Request) -> web.StreamResponse:
+        group, sibling = _number(request, "group"), _number(request, "sibling")
+        found = await self._read(lambda: self._items.trajectory(group, sibling))
+        letter = next((one for one in self._source.letters() if one.group_id == group), None)
+        if letter is not None and not found.found:
+            prompt = found.prompt or letter.prompt
+            found = msgspec.structs.replace(found, prompt=prompt, failures=letter.failures)
+        return _json(found)
+
+    async def _read(self, call: Callable[[], T]) -> T:
+        """Read the run folder in a thread; the next reader waits until the thread is done."""
         try:
-            while True:
-                await response.write(b"data: " + self._encoded() + b"\n\n")
-                await asyncio.sleep(_INTERVAL_S)
-        except ConnectionResetError:
-            return response
+            async with asyncio.timeout(self._read_s):
+                await self._reading.acquire()
+                reading = asyncio.ensure_future(asyncio.to_thread(call))
+                reading.add_done_callback(self._done_reading)
+                return await asyncio.shield(reading)
+        except TimeoutError:
+            raise web.HTTPServiceUnavailable(
+                text=f"the run folder was not read within {self._read_s:g} s: its disk is slow, or "
+                "others ask as well; try again\n"
+            ) from None
+
+    def _done_reading(self, reading: "asyncio.Future[T]") -> None:
+        self._reading.release()
+        if not reading.cancelled():
+            reading.exception()  # whoever waits has it; nobody may be left
+
+    async def _events(self, request: web.Request) -> web.StreamResponse:
+        after = float(_number(request, "after")) if "after" in request.query else None
+        step = float(self._look().status.steps) if after is None else after
+        if self.num_viewers >= MAX_VIEWERS:
+            raise web.HTTPServiceUnavailable(text=f"more than {MAX_VIEWERS} viewers\n")
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        self.num_viewers += 1
+        try:
+            async with asyncio.timeout(self._patience_s):
+                await response.prepare(request)
+            await self._stream(response, step)
+        except (ConnectionResetError, TimeoutError):
+            _abort(request)  # a graceful end would wait for what is not read
         finally:
-            self._viewers -= 1
+            self.num_viewers -= 1
+        return response
 
-    def _encoded(self) -> bytes:
-        return msgspec.json.encode(self._status())
+    async def _stream(self, response: web.StreamResponse, step: float) -> None:
+        """Send an event per look, from learner step ``step`` on, until the browser leaves."""
+        while True:
+            look = self._look()
+            step = min(step, float(look.status.steps))  # the run may go back
+            event = b""
+            with self._mishaps.contained("events"):
+                event = await self._events_of.encoded(look, step, self._source)
+                step = float(look.status.steps)
+            async with asyncio.timeout(self._patience_s):
+                await response.write(event)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_QUIET_S):
+                    await self._source.next_look()
 
 
-def _resource(name: str) -> str:
-    return (files("broker.dashboard") / name).read_text("utf-8")
+class _StateEncoder:
+    """Encodes /state.json in a thread, once per look however many ask."""
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+        self._encoding = asyncio.Lock()
+        self._kept: tuple[Look, bytes] | None = None
+        self._forgets: asyncio.TimerHandle | None = None
+
+    async def encoded(self) -> bytes:
+        """Return the newest state as JSON."""
+        async with self._encoding:
+            look = self._source.look
+            if look is None:
+                raise web.HTTPServiceUnavailable
+            if self._kept is not None and self._kept[0] is look:
+                return self._kept[1]
+            self._kept = None
+            columns = self._source.columns()
+            body = await asyncio.to_thread(_encode_state, look, columns)
+            self._kept = (look, body)
+            if self._forgets is not None:
+                self._forgets.cancel()
+            self._forgets = asyncio.get_running_loop().call_later(_KEPT_S, self._forget)
+            return body
+
+    def _forget(self) -> None:
+        self._kept = None
+
+
+class _EventEncoder:
+    """Encodes events: what all viewers get once per look, and the steps that they lack."""
+
+    def __init__(self) -> None:
+        self._look: Look | None = None
+        self._common = b""
+        self._whole: dict[float, bytes] = {}  # by the step that a viewer has
+
+    async def encoded(self, look: Look, step: float, source: Source) -> bytes:
+        """Return the event of a look for a viewer who has the learner steps up to one."""
+        if look is not self._look:
+            self._look, self._common, self._whole = look, _encode_common(look), {}
+        if (known := self._whole.get(step)) is not None:
+            return known
+        common, whole = self._common, self._whole
+        rows = source.steps_after(step)
+        if len(rows) <= _FEW_ROWS:
+            steps = msgspec.json.encode(list(rows))
+            event = whole[step] = _joined(common, steps)
+            return event
+        return _joined(common, await asyncio.to_thread(_encode_rows, rows))
+
+
+def _joined(common: bytes, steps: bytes) -> bytes:
+    return b"".join((b"data: ", common[:-1], b',"steps":', steps, b"}\n\n"))
+
+
+def _encode_common(look: Look) -> bytes:
+    status = shown_status(
+        look.status, publishes=_EVENT_PUBLISHES, evaluations=_EVENT_EVALUATIONS, steps=0
+    )
+    return msgspec.json.encode(
+        _Event(status, look.advisories, look.advice_ready, look.live, look.point)
+    )
+
+
+def _encode_rows(rows: Sequence[Row]) -> bytes:
+    """Return rows as JSON; row by row, so that others get a turn."""
+    return b"[" + b",".join(msgspec.json.encode(row) for row in rows) + b"]"
+
+
+def _encode_state(look: Look, columns: HistoryColumns) -> bytes:
+    status = shown_status(look.status, steps=0)
+    return encode_json(_State(status, look.advisories, look.advice_ready, look.live, columns))
+
+
+async def _open_site(runner: web.AppRunner, host: str, port: int) -> int:
+    """Listen; return the port."""
+    if plain(host) == "::" and socket.has_dualstack_ipv6():
+        listening = socket.create_server((host, port), family=socket.AF_INET6, dualstack_ipv6=True)
+        site: web.BaseSite = web.SockSite(runner, listening)
+    else:
+        site = web.TCPSite(runner, host, port)
+    await site.start()
+    return int(runner.addresses[0][1])
+
+
+async def _names_of_this_machine() -> set[str]:
+    """Return its names, as far as a name server tells them in time."""
+    try:
+        return await asyncio.wait_for(asyncio.to_thread(machine_names), _NAMES_S)
+    except TimeoutError:
+        return {socket.gethostname()}
+
+
+def _reached(request: web.Request) -> str:
+    """Return the address of this machine that a browser connected to."""
+    transport = request.transport
+    name = transport.get_extra_info("sockname") if transport is not None else None
+    return plain(name[0]) if name else ""
+
+
+async def _add_headers(_request: web.Request, response: web.StreamResponse) -> None:
+    response.headers.update(_HEADERS)
+
+
+def _abort(request: web.Request) -> None:
+    if request.transport is not None:
+        request.transport.abort()
+
+
+def _reason(error: OSError) -> str:
+    return os.strerror(error.errno) if error.errno and error.errno > 0 else str(error)
+
+
+def _number(request: web.Request, name: str) -> int:
+    text = request.query.get(name, "")
+    if not text.isdecimal() or len(text) > _MAX_DIGITS:
+        raise web.HTTPBadRequest(text=f"{name} must be a number\n")
+    return int(text)
+
+
+def _answer(body: bytes, content_type: str) -> web.Response:
+    return web.Response(body=body, content_type=content_type, charset="utf-8")
+
+
+def _json(value: object) -> web.Response:
+    return web.Response(body=msgspec.json.encode(value), content_type="application/json")
+
+
+def _resources() -> dict[str, bytes]:
+    """Return what the page consists of, by name."""
+    return {
+        one.name: _resource(one.name, folder)
+        for folder in _FOLDERS
+        for one in (files("broker.dashboard") / folder).iterdir()
+        if one.is_file() and (PurePosixPath(one.name).suffix in _TYPES or one.name in {_PAGE, _WHY})
+    }
+
+
+def _resource(name: str, folder: str = ".") -> bytes:
+    return (files("broker.dashboard") / folder / name).read_bytes()

@@ -88,7 +88,8 @@ def test_a_port_in_use_is_named(tmp_path: Path):
         taken.listen()
         port = taken.getsockname()[1]
         run = TinyRun(tmp_path, {"broker.dashboard.port": port})
-        assert_refused(run, rf"port {port} \(broker\.dashboard\.port\).*in use")
+        settings = r"\(broker\.dashboard\.host, broker\.dashboard\.port\)"
+        assert_refused(run, rf":{port} {settings}: .*in use")
 
 
 def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path):

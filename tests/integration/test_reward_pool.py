@@ -127,8 +127,9 @@ def faulty(data_source, solution_str, ground_truth, extra_info):
         case "closes all": os.closerange(0, 4096)
         case "closes all and sleeps": os.closerange(0, 4096); time.sleep(600)
         case "replaces all":
-            for fd in range(3, 64):
-                try: os.dup2(os.open("/dev/null", os.O_RDWR), fd)
+            null = os.open("/dev/null", os.O_RDWR)
+            for fd in range(3, 1024):
+                try: os.dup2(null, fd)
                 except OSError: pass
         case "burns":
             while True: pass

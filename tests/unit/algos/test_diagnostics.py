@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from algos.batch import TrainBatch
-from algos.diagnostics import diagnostic_sums, effective_sample_share
+from algos.diagnostics import diagnostic_sums, effective_sample_share, figures_of
 from algos.losses import Clip
 
 
@@ -38,6 +38,39 @@ def test_sums_by_hand():
         },
         abs=1e-5,
     )
+
+
+def test_figures_by_lag_are_those_of_its_tokens_alone():
+    log_ratios = torch.tensor([0.0, 0.1, -0.3, 0.5, 0.7])
+    lags = torch.tensor([0, 1, 1, 3, 0])
+    mask = torch.tensor([True, True, True, True, False])
+
+    def batch_of(chosen: torch.Tensor) -> TrainBatch:
+        return TrainBatch(
+            current_logprobs=torch.full((5,), -1.0),
+            proximal_logprobs=log_ratios - 1.0,
+            behavior_logprobs=torch.full((5,), -1.0),
+            advantages=torch.zeros(5),
+            loss_mask=mask & chosen,
+            lags=lags,
+            global_num_tokens=5,
+        )
+
+    everything = torch.ones(5, dtype=torch.bool)
+    sums = diagnostic_sums(batch_of(everything), torch.zeros(5), Clip(), num_lags=3)
+    figures = figures_of({name: float(value) for name, value in sums.items()}, 4)
+    for lag, count in ((0, 1), (1, 2), (2, 1)):  # what is older counts to the last
+        here = lags.clamp(max=2) == lag
+        alone = diagnostic_sums(batch_of(here), torch.zeros(5), Clip())
+        wanted = figures_of({name: float(value) for name, value in alone.items()}, count)
+        for name in ("staleness/mismatch_kl", "staleness/ess", "policy/clip_fraction"):
+            assert figures[f"{name}@lag{lag}"] == pytest.approx(wanted[name])
+    assert not [name for name in figures if "squared" in name or name.startswith("tokens")]
+
+
+def test_a_lag_without_tokens_has_no_figure():
+    figures = figures_of({"staleness/mismatch_kl@lag1": 0.0, "tokens@lag1": 0.0}, 3)
+    assert figures == {}
 
 
 @pytest.mark.parametrize("garbage", [float("nan"), float("inf"), -7.0])

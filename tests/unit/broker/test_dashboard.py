@@ -1,24 +1,57 @@
 """The page over a real loopback connection: who gets in, and what they see."""
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+import itertools
+import json
+import logging
+import re
+import socket
+import tempfile
+import threading
+import time
+from array import array
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
 
 import aiohttp
 import msgspec
+import psutil
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from yarl import URL
 
+from broker.dashboard.advisories import Advisory
+from broker.dashboard.door import name_of
+from broker.dashboard.history import (
+    History,
+    HistoryColumns,
+    Row,
+    StepColumns,
+    StoredState,
+    TimeColumns,
+    read_state,
+    write_state,
+)
+from broker.dashboard.items import Found, Letter, RecordedItems
 from broker.dashboard.metrics import render_metrics
-from broker.dashboard.web import Dashboard
+from broker.dashboard.recorder import FinishedRun, Look, Recorder, fsync_of
+from broker.dashboard.web import MAX_VIEWERS, Dashboard
+from broker.events import Trained, encode_event
 from broker.scoring import ScoringQueue
+from broker.service import trained_steps
 from broker.telemetry import Telemetry
 from tests.unit.broker.ledger_driver import lease, make_ledger, make_ready, train_step
+from tests.wire_samples import STATUS
 from wire.control import Hello, RoleReport
+from wire.run_folder import PAGE_PORT, PAGE_STATE, PAGE_TOKEN, TRAINED
 from wire.run_settings import RunSection
-from wire.status import RunStatus
+from wire.status import GONE_S, SILENT_S, RunStatus, StepPoint
 from wire.versions import PolicyVersion
+
+SCRIPT = "<script>alert(1)</script>"
 
 
 def make_status() -> RunStatus:
@@ -37,20 +70,64 @@ def make_status() -> RunStatus:
     return telemetry.status(ledger, ScoringQueue(lease_s=1.0))
 
 
+def write_rows(folder: Path) -> None:
+    """Write two recorded trajectories of group 7; the second has tokens of two versions."""
+    row = {
+        "step": 3,
+        "group_id": 7,
+        "sibling": 0,
+        "prompt": "12+34=",
+        "answer": "46<eos>",
+        "reward": 1.0,
+        "parts": {"format": 1.0},
+        "finish_reason": "stop",
+        "temperature": 1.0,
+        "num_prompt_tokens": 2,
+        "token_ids": [1, 2, 3, 4, 5],
+        "token_texts": ["4", "6", "<eos>"],
+        "version_runs": [{"first_token": 2, "version": "v1.3", "step": 3}],
+        "logprob_diffs": [0.0, 0.5, -0.25],
+    }
+    runs = [
+        {"first_token": 2, "version": "v1.1", "step": 1},
+        {"first_token": 4, "version": "v1.2", "step": 2},
+    ]
+    other = row | {"sibling": 1, "version_runs": runs, "reward": 0.0, "prompt": SCRIPT}
+    (folder / TRAINED).parent.mkdir(parents=True)
+    lines = (json.dumps(one) + "\n" for one in (row, other))
+    (folder / TRAINED).write_text("".join(lines) + '{"step": 4, "gro')
+
+
 @asynccontextmanager
-async def dashboard() -> AsyncIterator[tuple[aiohttp.ClientSession, URL]]:
+async def dashboard(
+    *,
+    host: str = "127.0.0.1",
+    items: Callable[[Path], RecordedItems] = RecordedItems,
+    status: Callable[[], RunStatus] = make_status,
+) -> AsyncIterator[tuple[aiohttp.ClientSession, URL]]:
     """Yield a session without cookies, and the address with the token in it."""
-    page = Dashboard(make_status, port=0)
-    address = URL(await page.start())
-    jar = aiohttp.DummyCookieJar()
-    try:
-        async with aiohttp.ClientSession(cookie_jar=jar) as session:
-            yield session, address
-    finally:
-        await page.stop()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        write_rows(folder)
+        recorder = Recorder(status, folder / PAGE_STATE, high_water_bytes=0, fsync="always")
+        page = Dashboard(recorder, items(folder), host=host, port=0, read_s=0.2)
+        address = URL(await page.start())
+        jar = aiohttp.DummyCookieJar()
+        looking = asyncio.create_task(recorder.run())
+        try:
+            async with aiohttp.ClientSession(cookie_jar=jar) as session:
+                yield session, address
+        finally:
+            await page.stop()
+            looking.cancel()
+            with suppress(asyncio.CancelledError):
+                await looking
 
 
-@pytest.mark.parametrize("path", ["/", "/events", "/status.json", "/metrics", "/static/page.js"])
+@pytest.mark.parametrize(
+    "path",
+    ["/", "/events", "/state.json", "/items", "/trajectory", "/metrics", "/static/page.js"],
+)
 def test_nobody_gets_in_without_the_token(path: str):
     async def body() -> list[int]:
         async with dashboard() as (session, address):
@@ -79,7 +156,7 @@ def test_the_page_allows_its_own_files_only_and_leaves_a_private_cookie():
             headers = {"Cookie": cookie.partition(";")[0]}
             files = [
                 (await session.get(address.origin() / "static" / name, headers=headers)).status
-                for name in ("page.js", "page.css", "page.html", "..%2fweb.py")
+                for name in ("page.js", "uplot.js", "page.html", "..%2fweb.py")
             ]
             return reply.status, policy, cookie, files
 
@@ -136,7 +213,131 @@ def test_the_first_event_is_the_state_of_the_run():
     assert content_type == "text/event-stream"
     kind, _, data = event.partition(b": ")
     assert kind == b"data"
-    assert msgspec.json.decode(data, type=RunStatus) == make_status()
+    sent = msgspec.json.decode(data)
+    assert sent.keys() == {"status", "advisories", "advice_ready", "live", "point", "steps"}
+    assert sent["status"]["issued"] == make_status().issued
+    assert (sent["live"], sent["point"]["trained"]) == (True, make_status().trained)
+
+
+async def answer(
+    session: aiohttp.ClientSession, address: URL, path: str, **query: str
+) -> dict[str, Any]:
+    url = address.with_path(path).with_query({**address.query, **query})
+    return msgspec.json.decode(await (await session.get(url)).read())
+
+
+def test_the_state_holds_how_the_run_came_to_it():
+    async def body() -> dict[str, Any]:
+        async with dashboard() as (session, address):
+            return await answer(session, address, "/state.json")
+
+    state = asyncio.run(body())
+    expected = make_status()
+    equation = ("issued", "trained", "dropped", "in_flight", "unaccounted")
+    assert {name: state["status"][name] for name in equation} == {
+        name: getattr(expected, name) for name in equation
+    }
+    assert state["history"]["steps"]["step"] == [1.0]
+    assert state["history"]["steps"]["series"] == {"policy/loss": [-0.25]}
+    assert state["history"]["time"]["series"]["busy:generator-0"] == [1.0]
+    assert state["live"] is True
+
+
+@pytest.mark.parametrize(
+    ("query", "siblings"),
+    [
+        ({}, [1, 0]),
+        ({"q": "g7"}, [1, 0]),
+        ({"q": "12+34"}, [0]),
+        ({"q": "<SCRIPT>"}, [1]),
+        ({"q": "g8"}, []),
+        ({"lag": "2"}, [1]),
+        ({"lag": "0"}, [0]),
+        ({"lag": "5"}, []),
+    ],
+)
+def test_recorded_trajectories_are_found(query: dict[str, str], siblings: list[int]):
+    async def body() -> dict[str, Any]:
+        async with dashboard() as (session, address):
+            return await answer(session, address, "/items", **query)
+
+    found = asyncio.run(body())
+    assert [one["sibling"] for one in found["items"]] == siblings
+    assert found["more"] is False
+
+
+def test_every_token_of_a_trajectory_has_its_version_and_the_difference():
+    async def body() -> dict[str, Any]:
+        async with dashboard() as (session, address):
+            return await answer(session, address, "/trajectory", group="7", sibling="1")
+
+    found = asyncio.run(body())
+    assert found["prompt"] == SCRIPT
+    assert found["tokens"] == [
+        {"text": "4", "version": "v1.1", "lag": 2, "diff": 0.0},
+        {"text": "6", "version": "v1.1", "lag": 2, "diff": 0.5},
+        {"text": "<eos>", "version": "v1.2", "lag": 1, "diff": -0.25},
+    ]
+    assert found["siblings"] == [{"sibling": 0, "reward": 1.0}, {"sibling": 1, "reward": 0.0}]
+
+
+def test_a_trajectory_that_was_not_recorded_says_so():
+    async def body() -> tuple[dict[str, Any], int]:
+        async with dashboard() as (session, address):
+            found = await answer(session, address, "/trajectory", group="9", sibling="0")
+            url = address.with_path("/trajectory").with_query({**address.query, "group": "x"})
+            return found, (await session.get(url)).status
+
+    found, refused = asyncio.run(body())
+    assert (found["found"], found["tokens"], refused) == (False, [], 400)
+
+
+def test_rows_that_are_written_later_are_found_and_a_file_that_was_cut_is_read_anew(
+    tmp_path: Path,
+):
+    write_rows(tmp_path)
+    items, path = RecordedItems(tmp_path), tmp_path / TRAINED
+    assert len(items.find().items) == 2
+    row = json.loads(path.read_text().splitlines()[0])
+    whole = "".join(line + "\n" for line in path.read_text().splitlines()[:2])
+    path.write_text(whole + json.dumps(row | {"group_id": 8}) + "\n")
+    assert [one.group_id for one in items.find().items] == [8, 7, 7]
+    path.write_text(json.dumps(row | {"group_id": 9}) + "\n")
+    assert [one.group_id for one in items.find().items] == [9]
+    assert items.trajectory(9, 0).found
+
+
+def test_a_broker_that_starts_again_goes_on_with_the_history(tmp_path: Path):
+    now = itertools.count(1_763_786_000)
+
+    def recorder() -> Recorder:
+        return Recorder(
+            make_status,
+            tmp_path / PAGE_STATE,
+            high_water_bytes=0,
+            fsync="always",
+            now=lambda: float(next(now)),
+        )
+
+    async def run_for_a_moment(one: Recorder) -> None:
+        task = asyncio.create_task(one.run())
+        await asyncio.sleep(0.05)
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task
+
+    first = recorder()
+    asyncio.run(run_for_a_moment(first))
+    second = recorder()
+    before, after = first.history.columns(), second.history.columns()
+    assert after.began_s == before.began_s
+    assert after.time.at_s[: len(before.time.at_s)] == before.time.at_s
+    assert after.steps == before.steps  # the same step is not counted twice
+    stored = read_state(tmp_path / PAGE_STATE)
+    assert stored is not None
+    page = FinishedRun(stored, high_water_bytes=0, fsync="always")
+    assert (page.look.live, page.look.status.issued) == (False, make_status().issued)
+    assert page.columns() == before
 
 
 def test_the_state_is_there_for_programs_too():
@@ -146,3 +347,499 @@ def test_the_state_is_there_for_programs_too():
             return await reply.read()
 
     assert msgspec.json.decode(asyncio.run(body()), type=RunStatus).run_name == "run"
+
+
+# ---- who gets in -------------------------------------------------------------
+
+
+@pytest.mark.parametrize("host", ["::1", "0.0.0.0", "::"])  # noqa: S104 it is what is tested
+def test_a_page_of_another_address_is_reached_by_the_machine_s_names_and_no_other(host: str):
+    async def body() -> list[int]:
+        async with dashboard(host=host) as (session, address):
+            near = address.with_host("::1" if host == "::1" else "127.0.0.1")
+            names = [
+                str(near.host_port_subcomponent),
+                f"{socket.gethostname()}:{near.port}",
+                "evil.example",
+                "",
+            ]
+            if host == "::1":
+                names[1] = str(near.host_port_subcomponent)
+            replies = [await session.get(near, headers={"Host": name}) for name in names]
+            expected_host = host if host == "::1" else socket.gethostname()
+            assert address.host == expected_host.lower()
+            assert ("[" in str(address)) == (":" in expected_host)
+            return [reply.status for reply in replies]
+
+    assert asyncio.run(body()) == [200, 200, 403, 403]
+
+
+@pytest.mark.parametrize(
+    ("authority", "name"),
+    [
+        ("127.0.0.1:8000", "127.0.0.1"),
+        ("[::1]:8000", "::1"),
+        ("[::ffff:10.0.0.1]", "10.0.0.1"),
+        ("LOCALHOST.", "localhost"),
+        ("127.0.0.1@evil.example", ""),
+        ("[::1", ""),
+        ("", ""),
+    ],
+)
+def test_the_name_in_a_host_header_is_read(authority: str, name: str):
+    assert name_of(authority) == name
+
+
+def test_refusals_carry_the_headers_of_the_page():
+    async def body() -> dict[int, Mapping[str, str]]:
+        async with dashboard() as (session, address):
+            bare = address.origin()
+            asked = [
+                session.get(address, headers={"Host": "evil.example"}),
+                session.get(bare),
+                session.get(address.with_path("/trajectory", keep_query=True)),
+                session.get(address.with_path("/nowhere", keep_query=True)),
+                session.get(address.with_path("/why.json", keep_query=True)),
+            ]
+            replies = [await one for one in asked]
+            return {reply.status: reply.headers for reply in replies}
+
+    replies = asyncio.run(body())
+    assert set(replies) == {403, 401, 400, 404, 200}
+    for headers in replies.values():
+        assert "default-src 'none'" in headers["Content-Security-Policy"]
+        assert headers["X-Content-Type-Options"] == "nosniff"
+        assert headers["Cache-Control"] == "no-store"
+
+
+def one_page(folder: Path, port: int = 0) -> Dashboard:
+    source = FinishedRun(
+        StoredState(at_s=0.0, status=make_status(), history=small_history()),
+        high_water_bytes=0,
+        fsync="",
+    )
+    return Dashboard(source, RecordedItems(folder), host="127.0.0.1", port=port, folder=folder)
+
+
+def small_history() -> HistoryColumns:
+    return History(began_s=0.0).columns()
+
+
+def test_an_open_page_comes_back_after_a_restart(tmp_path: Path):
+    async def body() -> tuple[str, str, str]:
+        before = one_page(tmp_path)
+        first = await before.start()
+        await before.stop()
+        after = one_page(tmp_path)
+        second = await after.start()
+        beside = one_page(tmp_path)
+        third = await beside.start()  # while that port is taken
+        await after.stop()
+        await beside.stop()
+        return first, second, third
+
+    first, second, third = map(URL, asyncio.run(body()))
+    assert first == second
+    assert third.query == first.query
+    assert third.port != first.port
+    assert ((tmp_path / PAGE_TOKEN).stat().st_mode & 0o777) == 0o600
+    assert (tmp_path / PAGE_PORT).read_text() == str(third.port)
+
+
+@pytest.mark.parametrize("harm", ["readable", "short"])
+def test_a_token_that_others_could_read_or_guess_is_replaced(tmp_path: Path, harm: str):
+    path = tmp_path / PAGE_TOKEN
+    path.parent.mkdir()
+    path.write_text("abc" if harm == "short" else "a" * 22)
+    path.chmod(0o600 if harm == "short" else 0o644)
+
+    async def body() -> str:
+        page = one_page(tmp_path)
+        address = await page.start()
+        await page.stop()
+        return address
+
+    token = URL(asyncio.run(body())).query["token"]
+    assert token not in {"abc", "a" * 22}
+    assert path.read_text() == token
+    assert path.stat().st_mode & 0o777 == 0o600
+
+
+def test_pages_of_other_ports_leave_the_cookie_alone():
+    async def body() -> tuple[str, int]:
+        async with dashboard() as (session, address):
+            cookie = (await session.get(address)).headers["Set-Cookie"]
+            name, _, rest = cookie.partition("=")
+            other = {"Cookie": f"slipstream_token_1={rest.partition(';')[0]}"}
+            assert name == f"slipstream_token_{address.port}"
+            return name, (await session.get(address.origin(), headers=other)).status
+
+    assert asyncio.run(body())[1] == 401
+
+
+# ---- who looks on ------------------------------------------------------------
+
+
+class Wide:
+    """A run whose every look is large, told without end."""
+
+    def __init__(self) -> None:
+        self.looks = 0
+
+    @property
+    def look(self) -> Look:
+        point: dict[str, float | None] = {f"{i:090}": 1.0 for i in range(20_000)}
+        return Look(status=STATUS, advisories=[], live=True, point=point)
+
+    def columns(self) -> HistoryColumns:
+        series = {f"{i:090}": array("d", [1 / 3]) * 2_000 for i in range(400)}
+        time_columns = TimeColumns(every_s=1.0, at_s=[], series=series)
+        return HistoryColumns(
+            began_s=0.0, time=time_columns, steps=StepColumns(step=[], at_s=[], series={})
+        )
+
+    def steps_after(self, step: float) -> list[dict[str, float | None]]:
+        del step
+        return []
+
+    def letters(self) -> list[Letter]:
+        return []
+
+    async def next_look(self) -> None:
+        self.looks += 1
+        await asyncio.sleep(0.01)
+
+
+def connections(port: int | None) -> int:
+    """Return how many sockets of clients this process holds at a port."""
+    return sum(
+        1
+        for one in psutil.Process().net_connections("tcp")
+        if one.laddr and one.laddr.port == port and one.status != psutil.CONN_LISTEN
+    )
+
+
+@pytest.mark.parametrize("path", ["/events", "/state.json"])
+def test_a_browser_that_does_not_read_is_let_go(path: str, tmp_path: Path):
+    async def body() -> tuple[int, int, int]:
+        page = Dashboard(Wide(), RecordedItems(tmp_path), host="127.0.0.1", port=0, patience_s=0.2)
+        address = URL(await page.start())
+        url = address.with_path(path, keep_query=True)
+        clients = []
+        for _ in range(3):
+            client = socket.socket()
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            await asyncio.to_thread(client.connect, ("127.0.0.1", url.port))
+            client.sendall(f"GET {url.path_qs} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
+            clients.append(client)
+        most = 0
+        deadline = time.monotonic() + 10.0
+        while time.monotonic() < deadline:
+            held = await asyncio.to_thread(connections, url.port)
+            most = max(most, held)
+            if most == 3 and not held:
+                break
+            await asyncio.sleep(0.05)
+        for client in clients:
+            client.close()
+        viewers = page.num_viewers
+        await page.stop()
+        return most, held, viewers
+
+    assert asyncio.run(body()) == (3, 0, 0)
+
+
+def test_more_viewers_than_there_is_room_for_are_refused():
+    async def body() -> tuple[set[int], int]:
+        async with dashboard() as (session, address):
+            url = address.with_path("/events", keep_query=True)
+            streams = [await session.get(url) for _ in range(MAX_VIEWERS)]
+            refused = (await session.get(url)).status
+            for one in streams:
+                one.close()
+            return {one.status for one in streams}, refused
+
+    assert asyncio.run(body()) == ({200}, 503)
+
+
+def status_of(steps: int) -> RunStatus:
+    points = [
+        StepPoint(step=n, at_s=1.0, metrics={"reward/mean": n / 2}) for n in range(1, steps + 1)
+    ]
+    return msgspec.structs.replace(
+        STATUS,
+        steps=steps,
+        steps_history=points,
+        eval=STATUS.eval * 600,
+        publish_history=STATUS.publish_history * 70,
+    )
+
+
+def test_a_page_that_comes_back_is_told_all_steps_that_it_lacks():
+    async def body() -> tuple[list[Any], dict[str, Any], int]:
+        async with dashboard(status=lambda: status_of(40)) as (session, address):
+            events = []
+            for query in ({"after": "3"}, {"after": "39"}, {"after": "99"}, {}):
+                url = address.with_path("/events").with_query({**address.query, **query})
+                async with session.get(url) as reply:
+                    event = await reply.content.readuntil(b"\n\n")
+                events.append(msgspec.json.decode(event.partition(b": ")[2]))
+            url = address.with_path("/events").with_query({**address.query, "after": "x"})
+            state = await answer(session, address, "/state.json")
+            return events, state, (await session.get(url)).status
+
+    events, state, refused = asyncio.run(body())
+    told = [[row["step"] for row in event["steps"]] for event in events]
+    assert told == [[float(n) for n in range(4, 41)], [40.0], [], []]
+    assert events[0]["steps"][0] == {
+        "step": 4.0,
+        "at_s": pytest.approx(1.0, abs=9),
+        "reward/mean": 2.0,
+    }
+    cut = events[0]["status"]
+    assert (len(cut["eval"]), len(cut["publish_history"]), cut["steps_history"]) == (2, 3, [])
+    whole = state["status"]
+    assert (len(whole["eval"]), len(whole["publish_history"]), whole["steps_history"]) == (
+        500,
+        60,
+        [],
+    )
+    assert state["advice_ready"] is False
+    assert len(state["history"]["steps"]["step"]) == 40
+    assert refused == 400
+
+
+class Counted(FinishedRun):
+    """A run that counts who reads its history."""
+
+    def __init__(self) -> None:
+        stored = StoredState(at_s=0.0, status=make_status(), history=small_history())
+        super().__init__(stored, high_water_bytes=0, fsync="")
+        self.num_read = self.num_steps_read = 0
+
+    def columns(self) -> HistoryColumns:
+        self.num_read += 1
+        return super().columns()
+
+    def steps_after(self, step: float) -> Sequence[Row]:
+        self.num_steps_read += 1
+        return super().steps_after(step)
+
+
+def test_all_who_ask_about_one_look_get_what_was_encoded_once(tmp_path: Path):
+    async def body() -> tuple[int, int, int, set[bytes]]:
+        source = Counted()
+        page = Dashboard(source, RecordedItems(tmp_path), host="127.0.0.1", port=0)
+        address = URL(await page.start())
+        async with aiohttp.ClientSession() as session:
+            url = address.with_path("/state.json", keep_query=True)
+            replies = await asyncio.gather(*(session.get(url) for _ in range(5)))
+            bodies = {await reply.read() for reply in replies}
+            url = address.with_path("/events", keep_query=True)
+            streams = [await session.get(url) for _ in range(3)]
+            events = {await stream.content.readuntil(b"\n\n") for stream in streams}
+            for stream in streams:
+                stream.close()
+            head = await session.head(address.with_path("/state.json", keep_query=True))
+        await page.stop()
+        return source.num_read, source.num_steps_read, head.status, bodies | events
+
+    read, steps_read, head, sent = asyncio.run(body())
+    assert (read, steps_read, head, len(sent)) == (1, 1, 405, 2)
+
+
+def test_the_guide_of_the_rules_is_served():
+    async def body() -> dict[str, Any]:
+        async with dashboard() as (session, address):
+            return await answer(session, address, "/why.json")
+
+    sections = asyncio.run(body())
+    assert all({"title", "text"} <= section.keys() for section in sections.values())
+
+
+# ---- what goes wrong ---------------------------------------------------------
+
+
+class SlowItems(RecordedItems):
+    """A run folder on a disk that does not answer."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.readers = self.most = 0
+
+    def find(self, text: str = "", *, lag: int | None = None) -> Found:
+        self.readers += 1
+        self.most = max(self.most, self.readers)
+        time.sleep(0.5)
+        self.readers -= 1
+        return super().find(text, lag=lag)
+
+
+def test_a_disk_that_does_not_answer_is_said_and_read_by_one_at_a_time():
+    made: list[SlowItems] = []
+
+    def slow(folder: Path) -> SlowItems:
+        made.append(SlowItems(folder))
+        return made[0]
+
+    async def body() -> list[tuple[int, str]]:
+        async with dashboard(items=slow) as (session, address):
+            url = address.with_path("/items", keep_query=True)
+            replies = await asyncio.gather(*(session.get(url) for _ in range(3)))
+            return [(reply.status, await reply.text()) for reply in replies]
+
+    replies = asyncio.run(body())
+    assert {status for status, _ in replies} == {503}
+    assert "not read within 0.2 s" in replies[0][1]
+    assert made[0].most == 1
+
+
+async def run_until_cancelled(recorder: Recorder, seconds: float) -> None:
+    task = asyncio.create_task(recorder.run())
+    await asyncio.sleep(seconds)
+    task.cancel()
+    with suppress(asyncio.CancelledError):
+        await task
+
+
+def test_a_write_that_goes_on_does_not_come_out_on_top_of_the_last_one(tmp_path: Path):
+    steps = itertools.count(1)
+    began, ends = threading.Event(), threading.Event()
+    written: list[int] = []
+
+    def write(path: Path, state: StoredState) -> None:
+        if not began.is_set():
+            began.set()
+            ends.wait(5)
+        written.append(state.status.steps)
+        write_state(path, state)
+
+    async def body() -> None:
+        recorder = Recorder(
+            lambda: msgspec.structs.replace(STATUS, steps=next(steps)),
+            tmp_path / PAGE_STATE,
+            high_water_bytes=0,
+            fsync="",
+            write=write,
+        )
+        asyncio.get_running_loop().call_later(0.3, ends.set)
+        await run_until_cancelled(recorder, 0.1)
+
+    asyncio.run(body())
+    stored = read_state(tmp_path / PAGE_STATE)
+    assert stored is not None
+    assert len(written) == 2
+    assert written[0] < written[1] == stored.status.steps
+    assert [path.name for path in (tmp_path / PAGE_STATE).parent.iterdir()] == [PAGE_STATE.name]
+
+
+def test_a_state_that_cannot_be_read_keeps_nothing_from_starting(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    broken = True
+
+    def status() -> RunStatus:
+        if broken:
+            raise ZeroDivisionError("a bug")
+        return STATUS
+
+    async def body() -> tuple[list[int], bool]:
+        nonlocal broken
+        recorder = Recorder(status, tmp_path / PAGE_STATE, high_water_bytes=0, fsync="")
+        page = Dashboard(recorder, RecordedItems(tmp_path), host="127.0.0.1", port=0)
+        address = URL(await page.start())
+        looking = asyncio.create_task(recorder.run())
+        async with aiohttp.ClientSession() as session:
+            paths = ("/state.json", "/events", "/metrics", "/")
+            urls = [address.with_path(path, keep_query=True) for path in paths]
+            refused = [(await session.get(url)).status for url in urls]
+            broken = False
+            await recorder.next_look()
+            refused.append((await session.get(urls[0])).status)
+        ends = looking.done()
+        looking.cancel()
+        with suppress(asyncio.CancelledError):
+            await looking
+        await page.stop()
+        return refused, ends
+
+    with caplog.at_level(logging.ERROR):
+        assert asyncio.run(body()) == ([503, 503, 503, 200, 200], False)
+    assert len(caplog.records) == 1
+
+
+def test_rules_that_fail_say_nothing_new_and_are_logged_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    now = itertools.count(0, 10)
+    asked = 0
+
+    def advise(_status: RunStatus, _trends: object) -> list[Advisory]:
+        nonlocal asked
+        asked += 1
+        raise KeyError("busy")
+
+    async def body() -> Look | None:
+        recorder = Recorder(
+            lambda: STATUS,
+            tmp_path / PAGE_STATE,
+            high_water_bytes=0,
+            fsync="",
+            now=lambda: float(next(now)),
+            advise=advise,
+        )
+        await run_until_cancelled(recorder, 1.5)
+        return recorder.look
+
+    with caplog.at_level(logging.ERROR):
+        look = asyncio.run(body())
+    assert look is not None
+    assert (look.advisories, look.status.issued) == ([], STATUS.issued)
+    assert asked > 1
+    assert len(caplog.records) == 1
+
+
+def test_a_figure_that_is_no_number_leaves_the_history_as_it_was(tmp_path: Path):
+    memory: dict[str, Any] = {"rss_bytes": "much"}
+    recorder = Recorder(
+        lambda: msgspec.structs.replace(STATUS, memory=memory),
+        tmp_path / PAGE_STATE,
+        high_water_bytes=0,
+        fsync="",
+        now=itertools.count(0.0, 10.0).__next__,
+    )
+    assert recorder.look is not None
+    assert recorder.look.point == {}
+    assert recorder.history.columns().time.at_s == []
+
+
+@pytest.mark.parametrize(
+    ("said", "fsync"),
+    [
+        ("appendfsync always", "always"),
+        ("appendfsync everysec: a crash can lose the last second", "everysec"),
+        ("appendfsync no: a crash of the machine can lose what was acknowledged", "no"),
+        ("no append-only file: what was acknowledged is lost when the server ends", "no"),
+        ("unknown (CONFIG is not permitted)", ""),
+    ],
+)
+def test_what_a_store_says_of_itself_is_understood(said: str, fsync: str):
+    assert fsync_of(said) == fsync
+
+
+def test_the_steps_among_events_are_those_that_count_in_the_end():
+    def trained(step: int, loss: float) -> bytes:
+        version = PolicyVersion(1, step)
+        return encode_event(Trained(version=version, metrics={"policy/loss": loss}))
+
+    events = [trained(1, 0.1), trained(2, 0.2), trained(3, 0.3), trained(2, 0.4)]
+    assert trained_steps(events) == {1: {"policy/loss": 0.1}, 2: {"policy/loss": 0.4}}
+
+
+def test_the_page_takes_a_process_for_silent_or_gone_when_the_terminal_does():
+    source = (files("broker.dashboard") / "accounting.js").read_text("utf-8")
+    limits = dict(re.findall(r"const (SILENT_S|GONE_S) = ([\d.]+);", source))
+    assert {name: float(text) for name, text in limits.items()} == {
+        "SILENT_S": SILENT_S,
+        "GONE_S": GONE_S,
+    }

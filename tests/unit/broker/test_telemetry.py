@@ -233,3 +233,20 @@ def test_the_summary_of_a_large_fleet_stays_small(telemetry: Telemetry, ledger: 
         telemetry.published(msgspec.structs.replace(published, adopted_by=fleet))
     summary = summary_of(telemetry.status(ledger, ScoringQueue(lease_s=1.0)))
     assert [one["version"] for one in summary["newest_publishes"]] == [[1, 57], [1, 58], [1, 59]]
+
+
+def test_what_waits_is_counted_by_its_age_in_steps_and_the_oldest_says_how_long(
+    telemetry: Telemetry, time: Time, ledger: Ledger
+):
+    scoring = ScoringQueue(lease_s=1.0)
+    before = telemetry.status(ledger, scoring)
+    assert (before.queue_age_s, before.lags_in_queue) == (None, {})
+    assert before.lags_in_flight == {"0": 3}
+    generated = next(group for group in ledger.groups.values() if group.state == "generated")
+    reward(ledger, generated.group_id, [0.0, 1.0])
+    telemetry.notice(ledger)  # nobody has asked yet
+    time.passes(7.0)
+    after = telemetry.status(ledger, scoring)
+    assert (after.queue_age_s, after.lags_in_queue) == (7.0, {"0": 1})
+    assert after.lags_in_flight == {"0": 2}
+    assert after.memory["rss_bytes"] > 1_000_000

@@ -1,12 +1,14 @@
 """The trail of events in the run folder, and the life of one item read from it."""
 
+import struct
 from pathlib import Path
 
-from broker.events import encode_event
+from broker.events import Requeued, encode_event
 from broker.ledger import Ledger
-from broker.trace import trace_item
+from broker.trace import groups_at, trace_group, trace_item
 from broker.trail import FolderTrail, read_trail, segments_in
 from tests.unit.broker.ledger_driver import lease, make_ledger, make_ready, make_rules, train_step
+from wire.trajectory import Prompt
 
 
 class Written:
@@ -64,6 +66,52 @@ def test_the_life_of_an_item_is_told_from_its_issue_to_its_checkpoint(tmp_path: 
     for wanted in ("g1", "train 1"):
         assert trace_item(read_trail(it.folder), wanted) == trace
     assert trace_item(read_trail(it.folder), "g77") is None
+
+
+def test_a_group_is_found_without_reading_what_was_written_before_it(tmp_path: Path):
+    it = Written(tmp_path, max_bytes=20_000)
+    it.ledger.take_over(0)
+    for _ in range(20):
+        make_ready(it.ledger, lease(it.ledger))
+        train_step(it.ledger)
+        it.flush()
+    newest = max(one.group_id for one in lease(it.ledger))
+    it.flush()
+    it.trail.close()
+    lives = {g: trace_item(read_trail(tmp_path), f"g{g}") for g in (newest, newest - 20)}
+    oldest = segments_in(tmp_path)[0]
+    oldest.write_bytes(struct.pack("<IQd4s", 4, 0, 0.0, b"\xff" * 4))  # whoever reads it fails
+    for group_id, life in lives.items():
+        assert life is not None
+        assert trace_group(tmp_path, group_id) == life
+    assert trace_group(tmp_path, newest + 1) is None
+
+
+def test_groups_are_found_by_their_position_in_the_data(tmp_path: Path):
+    it = Written(tmp_path)
+    it.ledger.take_over(0)
+    leased = lease(it.ledger, max_sequences=6)
+    it.flush()
+    it.trail.append(
+        it.written,
+        2.0,
+        [encode_event(Requeued(group_id=90, of=1, position=1, prompt=Prompt(prompt=""), size=2))],
+    )
+    it.trail.close()
+    assert [one.group_id for one in leased] == [0, 1, 2]
+    assert groups_at(tmp_path, 1) == {1, 90}
+    assert groups_at(tmp_path, 2) == {2}
+    assert groups_at(tmp_path, 1_000) == set()
+
+
+def test_a_prompt_that_is_answered_again_is_found_under_its_new_id():
+    prompt = Prompt(prompt="1+1=")
+    again = Requeued(group_id=90, of=77, position=5, prompt=prompt, size=2)
+    trail = [(0, 1.0, encode_event(again))]
+    trace = trace_item(trail, "g90")
+    assert trace is not None
+    assert (trace.position, trace.prompt) == (5, "1+1=")
+    assert [moment.what for moment in trace.life] == ["the prompt of g77 again"]
 
 
 def test_a_broker_that_starts_again_writes_only_what_is_missing(tmp_path: Path):

@@ -1,6 +1,7 @@
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace
 
 from learner.collate import TrainSequence, pack, unpack
 from wire.arrays import PackedArray
@@ -62,6 +63,17 @@ def test_sequences_are_laid_end_to_end_without_padding():
     assert batch.behavior_logprobs.tolist() == [0.0, -0.5, -0.5, 0.0, -0.5]
     assert batch.advantages.tolist() == [0.5] * 3 + [-1.5] * 2
     assert batch.temperature.tolist() == [2.0] * 3 + [1.0] * 2
+
+
+def test_every_token_knows_the_step_of_its_policy():
+    runs = (VersionRun(2, PolicyVersion(1, 4)), VersionRun(3, PolicyVersion(1, 6)))
+    found = header(num_tokens=5)
+    first = unpack(replace(found, version_runs=runs), payload([0.0] * 5), advantage=0.0)
+    batch = pack([first, unpack(found, payload([0.0] * 5), advantage=0.0)], torch.device("cpu"))
+    assert batch.version_steps is not None
+    assert (
+        batch.version_steps.tolist() == [4, 4, 4, 6, 6] + [found.version_runs[0].version.step] * 5
+    )
 
 
 def test_tensors_have_the_types_that_model_and_loss_read():

@@ -2,12 +2,13 @@
 
 import json
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, decoders, models
 
 from deploy.addition import write_blank_model
 from learner.collate import TrainSequence, pack
@@ -81,6 +82,40 @@ def test_rows_come_from_all_microbatches_with_their_own_tokens(
         assert row["token_ids"] == [index] * lengths[index]
         assert row["reward"] == index
         assert row["logprob_diffs"] == [index] * (lengths[index] - 1)
+        assert len(row["token_texts"]) == lengths[index] - 1
+        assert "".join(row["token_texts"]) == row["answer"]
+
+
+def test_bytes_that_are_no_text_are_recorded_too(tmp_path: Path):
+    pieces = ["<unk>", "a", "b", *(f"<0x{byte:02X}>" for byte in range(256))]
+    vocabulary = {piece: number for number, piece in enumerate(pieces)}
+    fallback = Tokenizer(models.BPE(vocabulary, [], byte_fallback=True))
+    fallback.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    log = RolloutLog(tmp_path, per_step=1, seed=1, max_bytes=10_000_000, tokenizer=fallback)
+    draw = np.random.default_rng(3)
+    for step in range(200):
+        token_ids = draw.integers(1, len(pieces), 60).astype(np.int32)
+        batch = pack([replace(sequence(0, 60), token_ids=token_ids)], torch.device("cpu"))
+        log.record(step, [delivered(0, 60)], [TrainedPart([0], batch, batch.token_ids.float())])
+    rows = [json.loads(line) for line in (tmp_path / "trained.jsonl").read_text().splitlines()]
+    assert [len(row["token_texts"]) for row in rows] == [59] * 200
+
+
+def test_the_newest_rows_stay_when_the_file_is_full(tmp_path: Path, tokenizer: Tokenizer):
+    def record(log: RolloutLog, steps: range) -> list[int]:
+        batch = pack([sequence(0, 5)], torch.device("cpu"))
+        for step in steps:
+            log.record(step, [delivered(0, 5)], [TrainedPart([0], batch, batch.token_ids.float())])
+        rows = (tmp_path / "trained.jsonl").read_text().splitlines()
+        return [json.loads(row)["step"] for row in rows]
+
+    log = RolloutLog(tmp_path, per_step=1, seed=1, max_bytes=3_000, tokenizer=tokenizer)
+    steps = record(log, range(50))
+    assert steps == list(range(steps[0], 50))
+    assert (tmp_path / "trained.jsonl").stat().st_size + 500 >= 1_500
+    assert (tmp_path / "trained.jsonl").stat().st_size <= 3_000
+    tiny = RolloutLog(tmp_path, per_step=1, seed=1, max_bytes=10, tokenizer=tokenizer)
+    assert record(tiny, range(50, 52)) == []
 
 
 def test_steps_that_are_trained_again_are_forgotten_with_what_was_half_written(
@@ -106,7 +141,7 @@ def test_steps_that_are_trained_again_are_forgotten_with_what_was_half_written(
     for step in (2, 3, 4):
         record(restarted, step)
     steps = [json.loads(line)["step"] for line in file.read_text().splitlines()]
-    assert steps == [0, 1, 2, 3], "there is room for four rows again"
+    assert steps == [2, 3, 4], "there was room for four rows: the oldest two went"
     assert [path.name for path in tmp_path.glob("*trained*")] == ["trained.jsonl"]
     make_log(10_000_000).forget_from(0)
     assert file.read_text() == ""

@@ -1,0 +1,539 @@
+"""How the figures of a run moved: bounded however long it runs, and kept in the run folder.
+
+Two tables of columns: one row per interval of time, and one per learner step or per so many of
+them. A table that is full merges its rows pairwise, and takes its next rows at the same, coarser,
+resolution: all rows of a table stand for equally much, but for the newest one, which may still
+grow.
+"""
+
+import logging
+import math
+import secrets
+import time
+from array import array
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from itertools import islice
+from pathlib import Path
+from typing import Annotated, SupportsIndex, TypeAlias, overload
+
+import msgspec
+from typing_extensions import override
+
+from broker.dashboard.advisories import Column, Trends
+from broker.dashboard.items import Letter
+from broker.dashboard.rates import Rates
+from wire.status import RunStatus, StepPoint
+
+_log = logging.getLogger(__name__)
+EVERY_S = 2.0  # of a new run
+MAX_ROWS = 2_000
+MAX_SERIES = 512  # names in a table
+_MAX_NAME = 100  # characters
+_COUNTED = (
+    "dropped:",
+    "version:",
+    "issued",
+    "trained",
+    "answers",
+    "retracted",
+    "at_s",
+)  # of two rows the later one counts
+_MISSING = math.nan
+Row: TypeAlias = dict[str, float | None]
+
+
+def steady_time(
+    unix: Callable[[], float] = time.time, monotonic: Callable[[], float] = time.monotonic
+) -> Callable[[], float]:
+    """Return a clock that shows unix time now, and from here on never jumps.
+
+    Args:
+        unix: may be set at any time, also back.
+        monotonic: only grows.
+    """
+    began_s = unix() - monotonic()
+    return lambda: began_s + monotonic()
+
+
+class Known(Sequence[float | None]):
+    """Numbers of a column as they are read: None where there is none."""
+
+    def __init__(self, values: "array[float]") -> None:
+        self._values = values
+
+    @override
+    def __len__(self) -> int:
+        return len(self._values)
+
+    @override
+    def __iter__(self) -> Iterator[float | None]:
+        return map(_number, self._values)
+
+    @overload
+    def __getitem__(self, place: SupportsIndex) -> float | None: ...
+    @overload
+    def __getitem__(self, place: slice) -> list[float | None]: ...
+    @override
+    def __getitem__(self, place: SupportsIndex | slice) -> float | list[float | None] | None:
+        found = self._values[place]
+        return _shown(found) if isinstance(found, array) else _number(found)
+
+
+class Rows(Sequence[Row]):
+    """Rows of a table, made one by one as they are read."""
+
+    def __init__(self, columns: Mapping[str, "array[float]"], count: int) -> None:
+        """Show columns of equal length as rows."""
+        self._columns = columns
+        self._count = count
+
+    @override
+    def __len__(self) -> int:
+        return self._count
+
+    @overload
+    def __getitem__(self, place: int) -> Row: ...
+    @overload
+    def __getitem__(self, place: slice) -> list[Row]: ...
+    @override
+    def __getitem__(self, place: int | slice) -> Row | list[Row]:
+        if isinstance(place, slice):
+            return [self[i] for i in range(*place.indices(self._count))]
+        if not -self._count <= place < self._count:
+            raise IndexError(place)
+        return {name: _number(column[place]) for name, column in self._columns.items()}
+
+
+class Table:
+    """Rows of numbers by name, in order of a growing key."""
+
+    def __init__(self, *, max_rows: int = MAX_ROWS, max_series: int = MAX_SERIES) -> None:
+        """Make an empty table.
+
+        Args:
+            max_rows: an even number; a full table is merged to half of it.
+            max_series: further names are counted, not kept.
+        """
+        self._max_rows = max_rows
+        self._max_series = max_series
+        self.keys: array[float] = array("d")
+        self.series: dict[str, array[float]] = {}
+        self.num_left_out = 0  # values of names that there was no room for
+
+    def __len__(self) -> int:
+        """Return how many rows there are."""
+        return len(self.keys)
+
+    @property
+    def num_bytes(self) -> int:
+        """Return how much memory the numbers take."""
+        return self.keys.itemsize * len(self.keys) * (1 + len(self.series))
+
+    def add(self, key: float, values: Mapping[str, float | None]) -> bool:
+        """Append a row; tell whether rows were merged for it."""
+        known = _floats(values)
+        is_full = len(self.keys) >= self._max_rows
+        if is_full:
+            self._merge()
+        self.keys.append(key)
+        for column in self.series.values():
+            column.append(_MISSING)
+        for name, value in known.items():
+            if (own := self._column(name)) is not None:
+                own[-1] = value
+        return is_full
+
+    def blend(self, key: float, values: Mapping[str, float | None], *, share: float) -> None:
+        """Take a row into the newest one, which gets its key.
+
+        Args:
+            key: not smaller than that of the newest row.
+            values: by name.
+            share: of these in a mean with those that are there.
+        """
+        known = _floats(values)
+        self.keys[-1] = key
+        for name, value in known.items():
+            if (column := self._column(name)) is None or math.isnan(value):
+                continue
+            is_only = name.startswith(_COUNTED) or math.isnan(column[-1])
+            column[-1] = value if is_only else column[-1] + (value - column[-1]) * share
+
+    def _column(self, name: str) -> "array[float] | None":
+        """Return a column, a new one too; None, and a count of it, if there is no room for it."""
+        column = self.series.get(name)
+        if column is None:
+            if len(self.series) >= self._max_series:
+                self.num_left_out += 1
+                return None
+            column = self.series[name] = array("d", [_MISSING]) * len(self.keys)
+        return column
+
+    def forget_after(self, key: float) -> None:
+        """Remove the rows of larger keys: they did not happen."""
+        count = bisect_right(self.keys, key)
+        del self.keys[count:]
+        for column in self.series.values():
+            del column[count:]
+
+    def _merge(self) -> None:
+        self.keys = self.keys[1::2]
+        for name, column in self.series.items():
+            join = _laters if name.startswith(_COUNTED) else _means
+            self.series[name] = join(column[::2], column[1::2])
+
+    def columns(self) -> dict[str, list[float | None]]:
+        """Return the columns; None where a row has no such value."""
+        return {name: _shown(column) for name, column in sorted(self.series.items())}
+
+    def copies(self) -> "dict[str, array[float]]":
+        """Return the columns as numbers, NaN where a row has no such value."""
+        return {name: column[:] for name, column in sorted(self.series.items())}
+
+    def rows(self, first: int) -> Rows:
+        """Return the rows from one on, with their keys as ``step``, whatever is added later."""
+        columns = {name: column[first:] for name, column in sorted(self.series.items())}
+        return Rows({"step": self.keys[first:], **columns}, max(0, len(self.keys) - first))
+
+    def row(self, place: int) -> Row:
+        """Return a row."""
+        return {name: _number(column[place]) for name, column in sorted(self.series.items())}
+
+
+class TimeColumns(msgspec.Struct, frozen=True, kw_only=True):
+    """One row per interval."""
+
+    every_s: float
+    at_s: Sequence[float]  # since the run began
+    series: Mapping[str, Column]
+
+
+class StepColumns(msgspec.Struct, frozen=True, kw_only=True):
+    """One row per learner step, or per some of them."""
+
+    step: Sequence[float]  # the newest of each row
+    every_steps: int = 1  # learner steps that a row stands for
+    at_s: Sequence[float]
+    series: Mapping[str, Column]
+
+
+class HistoryColumns(msgspec.Struct, frozen=True, kw_only=True):
+    """All that is kept, as the page gets it and as it is written.
+
+    Columns may be lists, or arrays with NaN where a row has no value: ``encode_json`` and
+    ``write_state`` take both.
+    """
+
+    began_s: float  # unix time
+    time: TimeColumns
+    steps: StepColumns
+
+
+class StoredState(msgspec.Struct, frozen=True, kw_only=True):
+    """What a run folder holds for whoever looks at a run that has ended."""
+
+    revision: Annotated[int, msgspec.Meta(ge=2, le=2)] = 2
+    at_s: float  # unix time
+    status: RunStatus
+    history: HistoryColumns
+    letters: list[Letter] = []
+
+
+class History:
+    """Takes samples of the state of a run."""
+
+    def __init__(self, *, began_s: float, every_s: float = EVERY_S) -> None:
+        """Begin a history.
+
+        Args:
+            began_s: unix time at which the run began.
+            every_s: seconds between two samples.
+        """
+        self.began_s = began_s
+        self.every_s = every_s
+        self.every_steps = 1  # learner steps in a row
+        self._time = Table()
+        self._steps = Table()
+        self._rates = Rates()
+        self._back_s = 0.0  # by which the clock was set back, as far as it was noticed
+        self._sampled_s = -math.inf  # since the run began
+        self._step = 0.0  # the newest that is known
+
+    def take(self, status: RunStatus, now_s: float) -> bool:
+        """Take in all that is new in a state; tell whether a row of time was added.
+
+        Args:
+            status: the state of the run.
+            now_s: unix time.
+        """
+        self._since_began(now_s)
+        if status.steps < self._step:
+            self.went_back(status.steps)
+        for point in status.steps_history:
+            if point.step > self._step:
+                self.step(point, now_s - max(0.0, status.elapsed_s - point.at_s))
+        return self.sample(status, now_s)
+
+    def sample(self, status: RunStatus, now_s: float) -> bool:
+        """Add a row if it is time for one; tell whether it was.
+
+        Args:
+            status: the state of the run.
+            now_s: unix time; where it went back, the time of the run goes on.
+        """
+        at_s = self._since_began(now_s)
+        if at_s - self._sampled_s < self.every_s:
+            return False
+        self._sampled_s = at_s
+        if self._time.add(at_s, self._rates.take(status)):
+            self.every_s *= 2
+        return True
+
+    def _since_began(self, now_s: float) -> float:
+        """Return the time of the run, which goes on although the clock was set back."""
+        at_s = now_s - self.began_s + self._back_s
+        newest_s = self._time.keys[-1] if len(self._time) else -math.inf
+        if at_s < newest_s:
+            self._back_s += newest_s - at_s
+            return newest_s
+        return at_s
+
+    def step(self, point: StepPoint, now_s: float) -> None:
+        """Add a learner step."""
+        at_s = now_s - self.began_s + self._back_s
+        values = {"at_s": at_s, **point.metrics}
+        keys = self._steps.keys
+        self._step = point.step
+        if len(keys) > 1 and point.step - keys[-2] <= self.every_steps:
+            share = (point.step - keys[-1]) / (point.step - keys[-2])
+            self._steps.blend(point.step, values, share=share)
+        elif self._steps.add(point.step, values):
+            self.every_steps *= 2
+
+    def fill(self, missed: Mapping[int, Mapping[str, float]], now_s: float) -> None:
+        """Add learner steps that nobody looked at; when they were is not known, so evenly since.
+
+        Args:
+            missed: figures by step.
+            now_s: unix time.
+        """
+        steps = sorted(step for step in missed if step > self._step)
+        newest_s = max(self._time.keys[-1:].tolist() + self._steps_at_s()[-1:], default=0.0)
+        lasted_s = max(0.0, self._since_began(now_s) - newest_s)
+        began_s = now_s - lasted_s
+        for place, step in enumerate(steps, start=1):
+            point = StepPoint(step=step, at_s=0.0, metrics=dict(missed[step]))
+            self.step(point, began_s + lasted_s * place / (len(steps) + 1))
+
+    def _steps_at_s(self) -> list[float]:
+        return self._steps.series.get("at_s", array("d")).tolist()
+
+    def went_back(self, step: int) -> None:
+        """Forget learner steps after this one: they did not happen."""
+        self._steps.forget_after(step)
+        self._step = min(self._step, step)
+
+    @property
+    def num_bytes(self) -> int:
+        """Return how much memory the numbers take."""
+        return self._time.num_bytes + self._steps.num_bytes
+
+    def newest_point(self) -> Row:
+        """Return the newest sample, with its ``at_s``; empty if there is none."""
+        if not len(self._time):
+            return {}
+        return {"at_s": self._time.keys[-1], **self._time.row(-1)}
+
+    def steps_after(self, step: float) -> Rows:
+        """Return the rows that hold learner steps after this one, with ``step`` and ``at_s``."""
+        return self._steps.rows(bisect_right(self._steps.keys, step))
+
+    def columns(self) -> HistoryColumns:
+        """Return all that is kept, as lists with None where a row has no value."""
+        return self._columns(list(self._time.keys), self._time.columns(), self._steps.columns())
+
+    def snapshot(self) -> HistoryColumns:
+        """Return all that is kept as copies that a thread may read; cheap."""
+        return self._columns(self._time.keys[:], self._time.copies(), self._steps.copies())
+
+    def _columns(
+        self,
+        at_s: Sequence[float],
+        series: Mapping[str, Column],
+        steps: Mapping[str, Column],
+    ) -> HistoryColumns:
+        figures = dict(steps)
+        return HistoryColumns(
+            began_s=self.began_s,
+            time=TimeColumns(every_s=self.every_s, at_s=at_s, series=series),
+            steps=StepColumns(
+                step=list(self._steps.keys),
+                every_steps=self.every_steps,
+                at_s=[one or 0.0 for one in figures.pop("at_s", ())],
+                series=figures,
+            ),
+        )
+
+    @classmethod
+    def of(cls, columns: HistoryColumns) -> "History":
+        """Go on with what another broker wrote."""
+        history = cls(began_s=columns.began_s, every_s=columns.time.every_s)
+        history.every_steps = columns.steps.every_steps
+        _fill(history._time, columns.time.at_s, columns.time.series)
+        history._sampled_s = history._time.keys[-1] if len(history._time) else -math.inf
+        _fill(
+            history._steps,
+            columns.steps.step,
+            {"at_s": columns.steps.at_s, **columns.steps.series},
+        )
+        history._step = max(history._steps.keys, default=0.0)
+        return history
+
+
+def trends_of(columns: HistoryColumns, *, high_water_bytes: int, fsync: str) -> Trends:
+    """Return the history as rules about a run read it; nothing is copied.
+
+    Args:
+        columns: that do not change while they are read.
+        high_water_bytes: broker.high_water_bytes.
+        fsync: how the store is synced; empty is not known.
+    """
+    return Trends(
+        at_s=columns.time.at_s,
+        series=_known_columns(columns.time.series),
+        steps_at_s=columns.steps.at_s,
+        steps=_known_columns(columns.steps.series),
+        every_steps=columns.steps.every_steps,
+        high_water_bytes=high_water_bytes,
+        fsync=fsync,
+    )
+
+
+def _known_columns(series: Mapping[str, Column]) -> dict[str, Column]:
+    return {
+        name: Known(column) if isinstance(column, array) else column
+        for name, column in series.items()
+    }
+
+
+# ---- files -------------------------------------------------------------------
+
+
+def encode_json(value: object) -> bytes:
+    """Return JSON of anything that holds columns; column by column, so that others get a turn."""
+    return msgspec.json.encode(value, enc_hook=_numbers)
+
+
+def write_state(path: Path, state: StoredState) -> None:
+    """Write a state, at once or not at all."""
+    data = msgspec.msgpack.encode(state, enc_hook=_known_numbers)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(f".{path.name}.{secrets.token_hex(4)}.unfinished")
+    try:
+        unfinished.write_bytes(data)
+        unfinished.replace(path)
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+def read_state(path: Path) -> StoredState | None:
+    """Return the state in a file; None if there is none that can be read."""
+    try:
+        return _decode(path)
+    except (OSError, msgspec.DecodeError):
+        return None
+
+
+def claim_state(path: Path) -> StoredState | None:
+    """Return the state that an earlier broker wrote, if there is one that can be read.
+
+    Another one is put aside: it is about to be written over.
+    """
+    with suppress(OSError):  # of brokers that were killed while they wrote
+        for left in path.parent.glob(f".{path.name}.*.unfinished"):
+            left.unlink()
+    try:
+        return _decode(path)
+    except FileNotFoundError:
+        return None
+    except (OSError, msgspec.DecodeError) as error:
+        aside = path.with_name(f"{path.name}.unreadable")
+        _log.warning(
+            "the page begins without the history of the run: %s cannot be read (%s) and is kept "
+            "as %s",
+            *(path, error, aside.name),
+        )
+        with suppress(OSError):
+            path.replace(aside)
+        return None
+
+
+def _decode(path: Path) -> StoredState:
+    return msgspec.msgpack.decode(path.read_bytes(), type=StoredState)
+
+
+def _numbers(value: object) -> list[float]:
+    """Return a column as it is; JSON has null for what is no number."""
+    if not isinstance(value, array):
+        raise NotImplementedError(f"cannot encode {type(value).__name__}")
+    return value.tolist()
+
+
+def _known_numbers(value: object) -> list[float] | list[float | None]:
+    """Return a column with None for what is no number."""
+    numbers = _numbers(value)
+    return numbers if math.isfinite(sum(numbers)) else _shown(numbers)
+
+
+def _fill(
+    table: Table, keys: Sequence[float], series: Mapping[str, Sequence[float | None]]
+) -> None:
+    count = min([len(keys), MAX_ROWS, *map(len, series.values())])
+    table.keys = array("d", keys[:count])
+    table.series = {
+        name: array("d", (_MISSING if one is None else one for one in column[:count]))
+        for name, column in islice(series.items(), MAX_SERIES)
+    }
+
+
+# ---- numbers -----------------------------------------------------------------
+
+
+def _floats(values: Mapping[str, float | None]) -> dict[str, float]:
+    """Return the values as numbers, all of them checked before any of them is kept."""
+    return {
+        name[:_MAX_NAME]: _MISSING if one is None else float(one) for name, one in values.items()
+    }
+
+
+def _shown(values: Iterable[float]) -> list[float | None]:
+    return [_number(one) for one in values]
+
+
+def _number(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def _means(first: "array[float]", second: "array[float]") -> "array[float]":
+    """Return the means of pairs; of a pair that lacks one, the other."""
+    means = [(a + b) / 2 for a, b in zip(first, second, strict=True)]
+    if math.isfinite(sum(means)):  # nearly always, and a full table has a million numbers
+        return array("d", means)
+    return array("d", map(_mean, first, second))
+
+
+def _laters(first: "array[float]", second: "array[float]") -> "array[float]":
+    """Return the second ones; where there is none, the first."""
+    return second if math.isfinite(sum(second)) else array("d", map(_later, first, second))
+
+
+def _mean(first: float, second: float) -> float:
+    if math.isnan(first):
+        return second
+    return first if math.isnan(second) else (first + second) / 2
+
+
+def _later(first: float, second: float) -> float:
+    return first if math.isnan(second) else second

@@ -1,0 +1,278 @@
+"""Trajectories that the learner recorded, and the life of their groups, from the run folder."""
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import msgspec
+
+from broker.trace import Moment, groups_at, trace_group
+from wire.dead_letters import DeadLetter, Failure
+from wire.run_folder import TRAIL, TRAINED
+
+MAX_INDEXED = 50_000  # the newest rows
+MAX_FOUND = 50
+_SHOWN_CHARS = 120
+_SEARCHED_CHARS = 2_000  # of a prompt
+_MAX_SEARCHED = 16_000_000  # characters of all prompts
+
+
+class Run(msgspec.Struct, frozen=True):
+    """Tokens from one on were chosen by this version."""
+
+    first_token: int
+    version: str
+    step: int
+
+
+class Row(msgspec.Struct, frozen=True, kw_only=True):
+    """One line of rollouts/trained.jsonl, as far as it is shown."""
+
+    step: int
+    group_id: int
+    sibling: int
+    prompt: str
+    answer: str
+    reward: float
+    num_prompt_tokens: int
+    token_ids: list[int]
+    version_runs: list[Run]
+    logprob_diffs: list[float]
+    parts: dict[str, float] = {}
+    finish_reason: str = ""
+    temperature: float = 1.0
+    token_texts: list[str] = []
+
+
+class Item(msgspec.Struct, frozen=True, kw_only=True):
+    """One recorded trajectory in a list."""
+
+    step: int  # that trained it
+    group_id: int
+    sibling: int
+    lag: int  # learner steps, of its oldest token
+    reward: float
+    prompt: str  # its beginning
+    num_tokens: int  # of the answer
+
+
+class Found(msgspec.Struct, frozen=True):
+    """The newest items that fit."""
+
+    items: list[Item]
+    more: bool
+    groups: list[int] = []  # that were asked for by name or position, recorded or not
+
+
+class Letter(msgspec.Struct, frozen=True, kw_only=True):
+    """One dead letter in a list."""
+
+    group_id: int
+    reason: str
+    step: int  # learner steps completed when it was dropped
+    prompt: str  # its beginning
+    failures: list[str]  # who failed at what
+
+
+class Token(msgspec.Struct, frozen=True):
+    """One token of an answer."""
+
+    text: str
+    version: str
+    lag: int
+    diff: float  # logprob of the learner minus that of the engine, nats
+
+
+class Sibling(msgspec.Struct, frozen=True):
+    """Another answer to the same prompt that was recorded."""
+
+    sibling: int
+    reward: float
+
+
+class Trajectory(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything about one recorded trajectory; ``found`` says whether there is one."""
+
+    found: bool
+    step: int = -1
+    group_id: int = -1
+    sibling: int = -1
+    prompt: str = ""
+    reward: float = 0.0
+    parts: dict[str, float] = {}
+    finish_reason: str = ""
+    temperature: float = 1.0
+    tokens: list[Token] = []
+    life: list[Moment] = []
+    siblings: list[Sibling] = []
+    outcome: str = ""  # of its group, by the ledger
+    failures: list[str] = []  # of a dead letter: who failed at what
+
+
+class _Indexed(msgspec.Struct, frozen=True):
+    offset: int
+    item: Item
+    lags: frozenset[int]  # of its tokens
+    searched: str  # lower case
+
+
+_decoder = msgspec.json.Decoder(Row)
+
+
+class RecordedItems:
+    """Reads a run folder. Methods block; call them in one thread at a time."""
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / TRAINED
+        self._trail = folder / TRAIL
+        self._index: deque[_Indexed] = deque()
+        self._num_searched = 0  # characters in the index
+        self._read = 0  # bytes of the file
+        self._inode = 0
+
+    def find(self, text: str = "", *, lag: int | None = None) -> Found:
+        """Return the newest recorded trajectories that fit.
+
+        Args:
+            text: a group (``g17``), a position in the data (``17``) as `slipstream ledger trace`
+                takes them, or a piece of the prompt; empty is all.
+            lag: only those with tokens of this staleness, in learner steps.
+        """
+        self._refresh()
+        wanted = text.strip().lower()
+        groups = self._groups_of(wanted)
+        found: list[Item] = []
+        for one in reversed(self._index):
+            if lag is not None and lag not in one.lags:
+                continue
+            if wanted not in one.searched if groups is None else one.item.group_id not in groups:
+                continue
+            if len(found) == MAX_FOUND:
+                return Found(found, more=True, groups=sorted(groups or ()))
+            found.append(one.item)
+        return Found(found, more=False, groups=sorted(groups or ()))
+
+    def trajectory(self, group_id: int, sibling: int) -> Trajectory:
+        """Return one recorded trajectory with the life of its group."""
+        self._refresh()
+        siblings = [one for one in self._index if one.item.group_id == group_id]
+        own = next((one for one in reversed(siblings) if one.item.sibling == sibling), None)
+        row = self._row(own.offset) if own is not None else None
+        trace = trace_group(self._trail, group_id)
+        life, outcome = (trace.life, trace.outcome) if trace is not None else ([], "")
+        if row is None:
+            return Trajectory(
+                found=False,
+                group_id=group_id,
+                sibling=sibling,
+                prompt=trace.prompt if trace is not None else "",
+                life=life,
+                outcome=outcome,
+            )
+        return Trajectory(
+            found=True,
+            step=row.step,
+            group_id=group_id,
+            sibling=sibling,
+            prompt=row.prompt,
+            reward=row.reward,
+            parts=row.parts,
+            finish_reason=row.finish_reason,
+            temperature=row.temperature,
+            tokens=list(_tokens(row)),
+            life=life,
+            outcome=outcome,
+            siblings=[
+                Sibling(one.item.sibling, one.item.reward)
+                for one in sorted(siblings, key=lambda one: one.item.sibling)
+            ],
+        )
+
+    def _groups_of(self, wanted: str) -> frozenset[int] | None:
+        """Return the groups that are named; None if the text is a piece of a prompt."""
+        if wanted.isdecimal():
+            return groups_at(self._trail, int(wanted))
+        if wanted[:1] == "g" and wanted[1:].isdecimal():
+            return frozenset({int(wanted[1:])})
+        return None
+
+    def _row(self, offset: int) -> Row | None:
+        try:
+            with self._path.open("rb") as file:
+                file.seek(offset)
+                return _decoder.decode(file.readline())
+        except (OSError, msgspec.DecodeError):
+            return None
+
+    def _refresh(self) -> None:
+        """Read what was written since; a file that was cut or replaced is read anew."""
+        try:
+            stat = self._path.stat()
+        except OSError:
+            return  # nothing was recorded, or on another host
+        if stat.st_ino != self._inode or stat.st_size < self._read:
+            self._index.clear()
+            self._num_searched = 0
+            self._read, self._inode = 0, stat.st_ino
+        with self._path.open("rb") as file:
+            file.seek(self._read)
+            for line in file:
+                if not line.endswith(b"\n"):
+                    break  # it is being written
+                self._add(line)
+                self._read += len(line)
+
+    def _add(self, line: bytes) -> None:
+        try:
+            row = _decoder.decode(line)
+        except msgspec.DecodeError:
+            return
+        lags = frozenset(row.step - run.step for run in row.version_runs)
+        item = Item(
+            step=row.step,
+            group_id=row.group_id,
+            sibling=row.sibling,
+            lag=max(lags, default=0),
+            reward=row.reward,
+            prompt=row.prompt[:_SHOWN_CHARS],
+            num_tokens=len(row.token_ids) - row.num_prompt_tokens,
+        )
+        searched = row.prompt[:_SEARCHED_CHARS].lower()
+        self._index.append(_Indexed(self._read, item, lags, searched))
+        self._num_searched += len(searched)
+        while len(self._index) > MAX_INDEXED or self._num_searched > _MAX_SEARCHED:
+            self._num_searched -= len(self._index.popleft().searched)
+
+
+def shown_letters(letters: Iterable[DeadLetter]) -> list[Letter]:
+    """Return the newest dead letters as the page lists them, the newest first."""
+    newest = sorted(letters, key=lambda one: one.group_id, reverse=True)[:MAX_FOUND]
+    return [
+        Letter(
+            group_id=one.group_id,
+            reason=one.reason,
+            step=one.step,
+            prompt=one.prompt.text[:_SHOWN_CHARS],
+            failures=[_said(failure) for failure in one.failures],
+        )
+        for one in newest
+    ]
+
+
+def _said(failure: Failure) -> str:
+    place = f"sibling {failure.sibling}" if failure.sibling >= 0 else "the missing ones"
+    words = [place, failure.reason, failure.function, failure.by, failure.excerpt[:_SHOWN_CHARS]]
+    return ", ".join(word for word in words if word)
+
+
+def _tokens(row: Row) -> Iterator[Token]:
+    """Yield the tokens of an answer; without their texts all of it stands at the first one."""
+    count = len(row.token_ids) - row.num_prompt_tokens
+    texts = row.token_texts or [row.answer] + [""] * (count - 1)
+    runs = list(row.version_runs)
+    for place, (text, diff) in enumerate(zip(texts, row.logprob_diffs, strict=False)):
+        at = row.num_prompt_tokens + place
+        while len(runs) > 1 and runs[1].first_token <= at:
+            runs.pop(0)
+        version, step = (runs[0].version, runs[0].step) if runs else ("", row.step)
+        yield Token(text, version, row.step - step, diff)

@@ -1,0 +1,89 @@
+"""Turns what a run's state counts since the beginning into what happened since the last look."""
+
+from dataclasses import dataclass
+
+from wire.phases import WAIT
+from wire.status import RoleStatus, RunStatus
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What a process had done when it was looked at."""
+
+    age_s: float
+    waited_s: float
+    worked_s: float
+    tokens: float
+
+    @classmethod
+    def of(cls, role: RoleStatus) -> "Seen":
+        """Return what a process says that it has done so far."""
+        waited = role.phase_seconds.get(WAIT, 0.0)
+        worked = sum(role.phase_seconds.values()) - waited
+        return cls(role.age_s, waited, worked, role.tokens_per_second * role.age_s)
+
+    def since(self, before: "Seen | None") -> "Seen":
+        """Return what it did since; all of it if it has begun anew."""
+        if before is None or self.age_s < before.age_s:
+            return self
+        return Seen(
+            self.age_s - before.age_s,
+            self.waited_s - before.waited_s,
+            self.worked_s - before.worked_s,
+            self.tokens - before.tokens,
+        )
+
+    @property
+    def busy(self) -> float | None:
+        """Return the share of the time that was no waiting; None if nothing was reported."""
+        total = self.worked_s + self.waited_s
+        return min(1.0, max(0.0, self.worked_s / total)) if total > 0 else None
+
+
+class Rates:
+    """Remembers the last look."""
+
+    def __init__(self) -> None:
+        self._seen: dict[str, Seen] = {}
+
+    def take(self, status: RunStatus) -> dict[str, float | None]:
+        """Return one sample of a run: values by the names of the page's series."""
+        sample: dict[str, float | None] = {
+            "issued": status.issued,
+            "trained": status.trained,
+            "in_flight": sum(status.in_flight.values()),
+            "queue_age_s": status.queue_age_s,
+            "answers": sum(role.trajectories for role in status.roles),
+            "retracted": sum(role.retracted for role in status.roles),
+        }
+        for name in _QUEUES:
+            sample[f"queue:{name}"] = status.queue.get(name, 0)
+        for reason, count in status.dropped.items():
+            sample[f"dropped:{reason}"] = count
+        for place, lags in (("in_flight", status.lags_in_flight), ("queue", status.lags_in_queue)):
+            for lag in range(status.max_staleness_steps + 1):
+                sample[f"staleness_{place}:{lag}"] = lags.get(str(lag), 0)
+        sample |= status.memory
+        for member in status.members:
+            sample[f"version:{member.name}"] = member.version.step if member.version else None
+        sample.update(self._of_roles(status.roles))
+        return sample
+
+    def _of_roles(self, roles: list[RoleStatus]) -> dict[str, float]:
+        sample: dict[str, float] = {}
+        seen: dict[str, Seen] = {}
+        for role in roles:
+            now = seen[role.name] = Seen.of(role)
+            done = now.since(self._seen.get(role.name))
+            if (busy := done.busy) is not None:
+                sample[f"busy:{role.name}"] = busy
+            if role.role in _TOKEN_ROLES:
+                name = f"tokens:{role.role}"
+                rate = max(0.0, done.tokens) / max(done.age_s, 1e-9)
+                sample[name] = sample.get(name, 0.0) + rate
+        self._seen = seen
+        return sample
+
+
+_QUEUES = ("ready_groups", "leased_groups", "waiting_for_reward", "being_scored", "dead_letters")
+_TOKEN_ROLES = {"generator", "learner"}

@@ -1,0 +1,307 @@
+"""Looks at a run every second, for all who look on, and keeps what the page shows.
+
+Nothing here may end the broker or hold it up: what fails is logged once and left out, and what
+takes long (rules, encoding, writing) works in threads on copies.
+"""
+
+import asyncio
+import logging
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import MappingProxyType
+from typing import TypeAlias
+
+import msgspec
+
+from broker.dashboard.advisories import Advisory, Trends, advise, is_ready
+from broker.dashboard.history import (
+    History,
+    HistoryColumns,
+    Row,
+    StoredState,
+    claim_state,
+    steady_time,
+    trends_of,
+    write_state,
+)
+from broker.dashboard.items import Letter, shown_letters
+from wire.dead_letters import DeadLetter
+from wire.status import RunStatus
+
+_log = logging.getLogger(__name__)
+_LOOK_S = 1.0
+_WRITE_S = 10.0
+_ADVISE_S = 5.0
+_LAST_WRITE_S = 10.0  # for a disk that does not answer as the broker ends
+_SHOWN_PUBLISHES = 60
+_SHOWN_EVALUATIONS = 500
+Advise: TypeAlias = Callable[[RunStatus, Trends], list[Advisory]]
+Write: TypeAlias = Callable[[Path, StoredState], None]
+
+
+class Look(msgspec.Struct, frozen=True, kw_only=True):
+    """What the page is told every second."""
+
+    status: RunStatus  # with the newest step, publishes and evaluations only
+    advisories: list[Advisory]
+    advice_ready: bool = True  # false: too early to say
+    live: bool
+    point: dict[str, float | None]
+
+
+class Mishaps:
+    """What fails on the way to the page."""
+
+    def __init__(self) -> None:
+        self._known: set[tuple[str, str]] = set()
+
+    @contextmanager
+    def contained(self, what: str) -> Iterator[None]:
+        """Let a block fail without harm; each kind of failure is logged once."""
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001 no bug of the page may end a run
+            kind = (what, type(error).__name__)
+            if kind not in self._known:
+                self._known.add(kind)
+                _log.error(
+                    "the page goes on without %s, and this is said once: %s",
+                    what,
+                    error,
+                    exc_info=None if isinstance(error, OSError) else error,
+                )
+
+
+class _Background:
+    """Runs one call at a time in a thread."""
+
+    def __init__(self) -> None:
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self, call: Callable[[], None]) -> bool:
+        """Start a call unless the one before goes on; tell whether it was started."""
+        if self._task is not None and not self._task.done():
+            return False
+        self._task = asyncio.create_task(asyncio.to_thread(call))
+        return True
+
+    async def over(self, timeout_s: float) -> bool:
+        """Wait for the call that goes on; tell whether it is over."""
+        if self._task is None:
+            return True
+        done, _ = await asyncio.wait({self._task}, timeout=timeout_s)
+        return bool(done)
+
+
+class Recorder:
+    """Samples the state of a run; many may read what it saw last. Use it in one event loop."""
+
+    def __init__(
+        self,
+        status: Callable[[], RunStatus],
+        path: Path,
+        *,
+        letters: Callable[[], Iterable[DeadLetter]] = tuple,
+        high_water_bytes: int,
+        fsync: str,
+        missed: Mapping[int, Mapping[str, float]] = MappingProxyType({}),
+        now: Callable[[], float] | None = None,
+        advise: Advise = advise,
+        write: Write = write_state,
+    ) -> None:
+        """Go on with what the file holds, if it is there.
+
+        Args:
+            status: returns the state of the run.
+            path: of the file that is kept.
+            letters: returns the dead letters.
+            high_water_bytes: of untrained payloads.
+            fsync: how often the store writes to disk; empty is not known.
+            missed: figures of learner steps that the file may lack, by step.
+            now: unix time that never goes back; the default is such a clock.
+            advise: says what there is to say about a run.
+            write: writes a state, at once or not at all.
+        """
+        self._status = status
+        self._path = path
+        self._letters = letters
+        self._high_water_bytes = high_water_bytes
+        self._fsync = fsync
+        self._now = now if now is not None else steady_time()
+        self._advise = advise
+        self._write_state = write
+        self._mishaps = Mishaps()
+        stored = claim_state(path)
+        self.history = History.of(stored.history) if stored else History(began_s=self._now())
+        with self._mishaps.contained("steps of before the broker's start"):
+            self.history.fill(missed, self._now())
+        self._advisories: list[Advisory] = []
+        self._advice_ready = False
+        self._advising, self._writing = _Background(), _Background()
+        self._advised_s = self._written_s = 0.0
+        self._newest: RunStatus | None = None  # whole
+        self.seen = asyncio.Condition()
+        self.look: Look | None = None  # None until the state could be read
+        self._take()
+
+    async def run(self) -> None:
+        """Look and write until cancelled; the last look is written too."""
+        try:
+            while True:
+                self._take()
+                async with self.seen:
+                    self.seen.notify_all()
+                with self._mishaps.contained("advice and a current file"):
+                    self._start_chores()
+                await asyncio.sleep(_LOOK_S)
+        finally:
+            self._take()
+            await self._write_last()
+
+    def columns(self) -> HistoryColumns:
+        """Return how the run came to what was seen last, as copies that a thread may read."""
+        return self.history.snapshot()
+
+    def steps_after(self, step: float) -> Sequence[Row]:
+        """Return the rows of learner steps after this one."""
+        return self.history.steps_after(step)
+
+    def letters(self) -> list[Letter]:
+        """Return the newest dead letters."""
+        return shown_letters(self._letters())
+
+    async def next_look(self) -> None:
+        """Return when the run was looked at again."""
+        async with self.seen:
+            await self.seen.wait()
+
+    def _take(self) -> None:
+        point = self.look.point if self.look is not None else {}
+        with self._mishaps.contained("the state of the run"):
+            status = self._newest = self._status()
+            with self._mishaps.contained("the history of the run"):
+                self.history.take(status, self._now())
+                point = self.history.newest_point()
+            self.look = Look(
+                status=shown_status(status),
+                advisories=self._advisories,
+                advice_ready=self._advice_ready,
+                live=True,
+                point=point,
+            )
+
+    def _start_chores(self) -> None:
+        """Have threads advise and write, where it is time for it and the last time is over."""
+        now_s, look, status = self._now(), self.look, self._newest
+        advises = now_s - self._advised_s >= _ADVISE_S
+        writes = now_s - self._written_s >= _WRITE_S
+        if look is None or status is None or not (advises or writes):
+            return
+        columns = self.history.snapshot()
+        if advises and self._advising.start(lambda: self._renew_advice(status, columns)):
+            self._advised_s = now_s
+        if writes:
+            state = self._stored(look, columns)
+            if self._writing.start(lambda: self._write(state)):
+                self._written_s = now_s
+
+    def _renew_advice(self, status: RunStatus, columns: HistoryColumns) -> None:
+        with self._mishaps.contained("advice"):
+            trends = trends_of(columns, high_water_bytes=self._high_water_bytes, fsync=self._fsync)
+            self._advisories = self._advise(status, trends)
+            self._advice_ready = is_ready(status, trends)
+
+    async def _write_last(self) -> None:
+        """Write what was seen last, after a write that goes on: it must not come out on top."""
+        if self.look is None:
+            return
+        if await self._writing.over(_LAST_WRITE_S):
+            with self._mishaps.contained("its last figures"):
+                state = self._stored(self.look, self.history.snapshot())
+                self._writing.start(lambda: self._write(state))
+        if not await self._writing.over(_LAST_WRITE_S):
+            _log.error("%s was not written within %.0f s", self._path, _LAST_WRITE_S)
+
+    def _stored(self, look: Look, columns: HistoryColumns) -> StoredState:
+        return StoredState(
+            at_s=self._now(), status=look.status, history=columns, letters=self.letters()
+        )
+
+    def _write(self, state: StoredState) -> None:
+        with self._mishaps.contained(f"a current {self._path}"):
+            self._write_state(self._path, state)
+
+
+class FinishedRun:
+    """What a run folder holds of a run that has ended."""
+
+    def __init__(
+        self, stored: StoredState, *, high_water_bytes: int, fsync: str, outcome: str = ""
+    ) -> None:
+        """Show it.
+
+        Args:
+            stored: as it was written last.
+            high_water_bytes: of untrained payloads.
+            fsync: how often the store wrote to disk; empty is not known.
+            outcome: how the run ended, if that is known better than by what is stored.
+        """
+        self._stored = stored
+        status = shown_status(stored.status)
+        if outcome:
+            status = msgspec.structs.replace(status, outcome=outcome)
+        trends = trends_of(stored.history, high_water_bytes=high_water_bytes, fsync=fsync)
+        self.look = Look(
+            status=status,
+            advisories=advise(status, trends),
+            advice_ready=is_ready(status, trends),
+            live=False,
+            point={},
+        )
+
+    def columns(self) -> HistoryColumns:
+        """Return how the run went."""
+        return self._stored.history
+
+    def steps_after(self, step: float) -> Sequence[Row]:
+        """Return nothing: no step follows."""
+        del step
+        return []
+
+    def letters(self) -> list[Letter]:
+        """Return the newest dead letters."""
+        return self._stored.letters
+
+    async def next_look(self) -> None:
+        """Wait a little: nothing changes any more."""
+        await asyncio.sleep(_WRITE_S)
+
+
+def shown_status(
+    status: RunStatus,
+    *,
+    publishes: int = _SHOWN_PUBLISHES,
+    evaluations: int = _SHOWN_EVALUATIONS,
+    steps: int = 1,
+) -> RunStatus:
+    """Return a state with only the newest of what grows; all counts at most as many as given."""
+    return msgspec.structs.replace(
+        status,
+        steps_history=status.steps_history[-steps:] if steps else [],
+        publish_history=status.publish_history[-publishes:],
+        eval=status.eval[-evaluations:],
+    )
+
+
+def fsync_of(durability: str) -> str:
+    """Return how a store is synced, from what it says itself; empty if it does not say.
+
+    Args:
+        durability: such as "appendfsync everysec: a crash can lose the last second".
+    """
+    if durability.startswith("no append-only file"):
+        return "no"
+    found = re.match(r"appendfsync (always|everysec|no)\b", durability)
+    return found[1] if found else ""

@@ -1,0 +1,61 @@
+"""Makes the pictures of docs/dashboard.md: python -m tests.browser.pictures."""
+
+import base64
+import time
+from pathlib import Path
+
+from selenium.webdriver.chrome.webdriver import WebDriver
+
+from tests.browser import samples
+from tests.browser.chromium import resize, start_chromium
+from tests.browser.pages import served
+
+FOLDER = Path("docs/images")
+PANELS = ("learning", "pools", "staleness", "weights", "correction", "accounting", "trajectory")
+_BOX = """
+    const box = document.getElementById(arguments[0]).getBoundingClientRect();
+    return [box.left, box.top, box.width, box.height];
+"""
+_MARGIN = 6
+_SETTLED_S = 2.0  # two drawings
+
+
+def take(browser: WebDriver, name: str, box: tuple[float, float, float, float]) -> None:
+    """Write a part of the page, in CSS pixels: left, top, width, height."""
+    clip = {**dict(zip(("x", "y", "width", "height"), box, strict=True)), "scale": 1}
+    answer = browser.execute_cdp_cmd("Page.captureScreenshot", {"format": "png", "clip": clip})
+    (FOLDER / f"dashboard-{name}.png").write_bytes(base64.b64decode(answer["data"]))
+
+
+def open_whole(browser: WebDriver, address: str, width: int, theme: str) -> None:
+    """Open the page in a window as high as it is."""
+    resize(browser, width, theme=theme)
+    browser.get("about:blank")
+    browser.get(f"{address}#g{samples.GROUPS[1]}/1")
+    time.sleep(_SETTLED_S)
+    height = browser.execute_script("return document.documentElement.scrollHeight")
+    resize(browser, width, height, theme=theme)
+    time.sleep(_SETTLED_S)
+
+
+def main() -> None:
+    """Take every picture, light and dark."""
+    FOLDER.mkdir(exist_ok=True)
+    browser = start_chromium()
+    try:
+        with served(samples.Run()) as server:
+            for theme in ("light", "dark"):
+                open_whole(browser, server.address, 1280, theme)
+                take(browser, f"overview-{theme}", (0, 0, 1280, 940))
+                for panel in PANELS:
+                    left, top, width, height = browser.execute_script(_BOX, panel)
+                    around = (width + 2 * _MARGIN, height + 2 * _MARGIN)
+                    take(browser, f"{panel}-{theme}", (left - _MARGIN, top - _MARGIN, *around))
+                open_whole(browser, server.address, 390, theme)
+                take(browser, f"phone-{theme}", (0, 0, 390, 1400))
+    finally:
+        browser.quit()
+
+
+if __name__ == "__main__":
+    main()

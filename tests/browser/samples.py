@@ -1,0 +1,561 @@
+"""A run that looks like a real one, for the page's tests; made of the structs in wire/status.py."""
+
+import math
+import random
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+
+from broker.dashboard.advisories import Advisory, Trends, advise
+from broker.dashboard.history import HistoryColumns, StepColumns, TimeColumns
+from broker.dashboard.items import Item, Letter, Sibling, Token, Trajectory
+from broker.trace import Moment
+from tests.wire_samples import STATUS
+from wire.bus import MemberState, PublishRecord
+from wire.status import (
+    EvalFigures,
+    EvalPoint,
+    LengthQuartile,
+    RoleStatus,
+    RunStatus,
+    StepPoint,
+    Survivorship,
+)
+from wire.versions import PolicyVersion
+
+STARTED_S = 1_760_000_000.0  # unix time
+HOSTILE = '<script>window.hurt = 1</script><img src=x onerror="window.hurt = 2">'
+BUSY = {"learner": 0.71, "reward-0": 0.35, "relay": 0.08, "broker": 0.12}
+GENERATING = 0.96  # busy share of a generator
+BOUND = 2
+GROUPS = range(8_417, 8_423)  # that were recorded
+RECORDED = 4  # answers of each
+LOST = 8_300  # group of the first dead letter; its answers are not recorded
+TORN_S = 40.0  # for how long the last generator has held no whole version
+PROBLEMS = (  # prompts and answers
+    (
+        "A robe takes 2 bolts of blue fiber and half that much white fiber. How many bolts in all?",
+        "The white fiber is half of 2 bolts , which is 1 bolt . So it takes 2 + 1 = 3 bolts .",
+    ),
+    (
+        "Natalia sold clips to 48 of her friends in April, and half as many in May. "
+        "How many clips did she sell in all?",
+        "In May she sold half as many , so 48 / 2 = 24 . Together that is 48 + 24 = 72 clips .",
+    ),
+    ("37+85=", "37 + 85 : 30 + 80 = 110 and 7 + 5 = 12 , so it is 110 + 12 = 122 ."),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One answer that was recorded: what the list and the article tell of it."""
+
+    group_id: int
+    sibling: int
+    step: int  # that trained it
+    oldest: int  # step of the version of its first token
+    prompt: str
+    tokens: list[Token]
+    reward: float
+
+    @property
+    def item(self) -> Item:
+        """Return it as lists have it."""
+        return Item(
+            step=self.step,
+            group_id=self.group_id,
+            sibling=self.sibling,
+            lag=self.step - self.oldest,
+            reward=self.reward,
+            prompt=self.prompt,
+            num_tokens=len(self.tokens),
+        )
+
+    @property
+    def life(self) -> list[Moment]:
+        """Return its life in the words of broker/trace.py."""
+        counts: dict[str, int] = {}
+        for token in self.tokens:
+            counts[token.version] = counts.get(token.version, 0) + 1
+        versions = ", ".join(f"{count} tokens by {version}" for version, count in counts.items())
+        events = (
+            (0.0, "issued for training"),
+            (0.02, f"leased to generator-0, which runs step {self.oldest}"),
+            (3.4, f"sibling {self.sibling}: {versions} (stop)"),
+            (3.6, f"sibling {self.sibling}: reward {self.reward:g} by math"),
+            (7.9, f"in the batch of step {self.step}"),
+            (12.1, f"trained by the step that made v1.{self.step + 1}"),
+        )
+        began_s = STARTED_S + self.step * 5.0 - 9.0
+        return [Moment(began_s + at_s, what) for at_s, what in events]
+
+
+@dataclass(slots=True)
+class Run:
+    """What a run has done after ``steps`` learner steps; draws are repeatable."""
+
+    steps: int = 240
+    rows: int = 600  # of time
+    every_s: float = 2.0
+    live: bool = True
+    hostile: bool = False  # prompts, answers and failures that are markup
+    num_generators: int = 4
+    evaluated: bool = True
+    outcome: str = ""  # empty: as ``live`` says
+    run_name: str = "gsm-0.5b"
+    waiting_for: str = ""
+    tokens_by_lag: Mapping[str, int] = field(
+        default_factory=lambda: {"0": 1_974_900, "1": 7_155_800, "2": 1_540_700}
+    )
+    dropped: Mapping[str, int] = field(default_factory=dict)  # besides the usual ones
+    unheard: frozenset[str] = frozenset()  # processes without a busy share in new samples
+    now_s: float = field(default_factory=time.time)
+    silent_s: dict[str, float] = field(default_factory=dict)  # by process
+
+    @property
+    def elapsed_s(self) -> float:
+        return self.rows * self.every_s
+
+    @property
+    def generators(self) -> tuple[str, ...]:
+        """Return their names; the last one holds a mixture of two versions."""
+        return tuple(f"generator-{i}" for i in range(self.num_generators))
+
+    @property
+    def processes(self) -> tuple[str, ...]:
+        return ("learner", *self.generators, "reward-0", "relay", "broker")
+
+    @property
+    def torn_row(self) -> int:
+        """Return the sample from which on the last generator holds no whole version."""
+        return self.rows - round(TORN_S / self.every_s)
+
+    def status(self) -> RunStatus:
+        """Return the status; its counts fulfil the conservation equation."""
+        if not self.rows:
+            return self._nothing()
+        dropped = {"zero_variance": 723, "stale": 118, "overlong_response": 9, **self.dropped}
+        in_flight = {"issued": 14, "leased": 40, "generated": 6, "ready": 21, "delivered": 32}
+        trained = 32 * self.steps
+        issued = trained + sum(dropped.values()) + sum(in_flight.values())
+        return msgspec.structs.replace(
+            STATUS,
+            run_name=self.run_name,
+            outcome=self.outcome or ("running" if self.live else "finished"),
+            finished=not self.live,
+            stop_reason="",
+            elapsed_s=self.elapsed_s,
+            steps=self.steps,
+            total_steps=500,
+            max_staleness_steps=BOUND,
+            group_size=8,
+            groups_per_step=32,
+            issued=issued,
+            trained=trained,
+            sealed=32 * (self.steps // 20 * 20),
+            requeued=3,
+            dropped=dropped,
+            in_flight=in_flight,
+            unaccounted=0,
+            trajectories={
+                "issued": issued * 8,
+                "trained": trained * 8,
+                "dropped": sum(dropped.values()) * 8,
+                "in_flight": sum(in_flight.values()) * 8,
+            },
+            staleness_histogram=dict(self.tokens_by_lag),
+            survivorship=_survivorship(),
+            queue={
+                "ready_groups": 21,
+                "leased_groups": 40,
+                "waiting_for_reward": 17,
+                "being_scored": 8,
+                "eval_rounds": 0,
+                "lapsed_leases": 2,
+                "dead_letters": 4,
+                "rejected_messages": 0,
+            },
+            waiting_for=self.waiting_for,
+            eval=[_evaluation(step) for step in range(0, self.steps + 1, 30) if self.evaluated],
+            steps_history=[],
+            publishes=self.steps,
+            publishes_while_generating=self.steps - 1,
+            publish_history=[
+                _publish(step, self.generators, is_torn=step > self.steps - TORN_S / 5)
+                for step in range(max(1, self.steps - 31), self.steps + 1)
+            ],
+            members=self._members(),
+            tokens_per_second={"generator": 8913.4, "learner": 8410.6},
+            busy={"learner": 0.71, "generator": 0.95, "reward": 0.35, "broker": 0.12},
+            roles=[self._role(name) for name in self.processes],
+            data={"rows": 7473, "rows_skipped": 0, "eval_problems": 256},
+            versions={"torch": "2.11"},
+        )
+
+    def _nothing(self) -> RunStatus:
+        """Return the status of a run whose broker has just come up."""
+        empty: dict[str, int] = {}
+        return msgspec.structs.replace(
+            STATUS,
+            run_name="gsm-0.5b",
+            outcome="running",
+            finished=False,
+            stop_reason="",
+            elapsed_s=0.5,
+            steps=0,
+            total_steps=500,
+            issued=0,
+            trained=0,
+            sealed=0,
+            requeued=0,
+            dropped=empty,
+            in_flight=empty,
+            unaccounted=0,
+            trajectories=dict.fromkeys(("issued", "trained", "dropped", "in_flight"), 0),
+            staleness_histogram=empty,
+            survivorship=Survivorship(
+                generated_mean=0.0, trained_mean=0.0, cancelled=0, quartiles=[], alarm=""
+            ),
+            queue=dict.fromkeys(("ready_groups", "leased_groups", "dead_letters"), 0),
+            waiting_for=self.waiting_for,
+            eval=[],
+            steps_history=[],
+            publishes=0,
+            publishes_while_generating=0,
+            publish_history=[],
+            members=[],
+            tokens_per_second={},
+            busy={},
+            roles=[],
+            versions={},
+        )
+
+    def _members(self) -> list[MemberState]:
+        version = PolicyVersion(1, self.steps)
+        states = [
+            MemberState(
+                name=name,
+                state="current",
+                version=version,
+                since_s=self.now_s - 7.0,
+                transport="collective",
+            )
+            for name in self.generators[:-1]
+        ]
+        torn = MemberState(
+            name=self.generators[-1],
+            state="torn",
+            version=None,
+            since_s=self.now_s - TORN_S,
+            transport="tcp",
+            reason="no answer to LoadBucket within 30 s (weightbus.timeout_s)",
+        )
+        return [*states, torn]
+
+    def _role(self, name: str) -> RoleStatus:
+        role = name.split("-")[0]
+        phases = {
+            "learner": {"train": 590.0, "proximal": 210.0, "wait": 348.0, "publish": 52.0},
+            "generator": {"generate": 1140.0, "adopt": 12.0, "wait": 48.0},
+        }.get(role, {"serve": 120.0, "wait": 1080.0})
+        is_generator, is_torn = role == "generator", name == self.generators[-1]
+        torn = TORN_S / self.elapsed_s if is_torn else 0.0
+        return RoleStatus(
+            name=name,
+            role=role,
+            age_s=self.elapsed_s,
+            silent_s=self.silent_s.get(name, 0.4),
+            busy=BUSY.get(name, GENERATING) * (1 - torn),
+            phase_seconds=phases,
+            tokens_per_second=8913.4 / self.num_generators
+            if is_generator
+            else 8410.6
+            if role == "learner"
+            else 0.0,
+            adopted=PolicyVersion(1, self.steps) if is_generator and not is_torn else None,
+            leases=10 if is_generator and not is_torn else 0,
+        )
+
+    def point(self, row: int) -> dict[str, float | None]:
+        """Return the time sample at ``row``."""
+        draw = random.Random(row)
+        wave = 0.5 + 0.5 * math.sin(row / 17)
+        step = int(row * self.steps / self.rows)
+        series: dict[str, float | None] = {
+            f"busy:{name}": _share(
+                BUSY.get(name, GENERATING) + draw.gauss(0, 0.07) - 0.2 * wave * (name == "learner")
+            )
+            for name in self.processes
+        }
+        last = self.generators[-1]
+        if 300 <= row < 340:
+            series[f"busy:{last}"] = None
+        if row >= self.torn_row:
+            series[f"busy:{last}"] = 0.0
+        series |= {f"busy:{name}": None for name in self.unheard}
+        ready = 21 + 10 * wave
+        series |= {
+            "tokens:generator": 8900 + 500 * wave + draw.gauss(0, 260),
+            "tokens:learner": 8400 + 300 * wave + draw.gauss(0, 420),
+            "queue:ready_groups": round(ready),
+            "queue:leased_groups": 40,
+            "queue:waiting_for_reward": round(10 + 12 * draw.random()),
+            "queue:being_scored": 8,
+            "queue:dead_letters": row // 150,
+            "queue_age_s": 4 + 8 * wave + draw.random(),
+            "dropped:stale": 118 * row // self.rows,
+            "dropped:zero_variance": 723 * row // self.rows,
+            "in_flight": 113,
+            "issued": step * 36,
+            "trained": step * 32,
+            "store_bytes": 4.1e8,
+            "rss_bytes": 2.2e8,
+        }
+        slow = {self.generators[-2]: row % 97 > 88, last: row % 211 > 170}
+        series |= {f"version:{name}": step - slow.get(name, False) for name in self.generators}
+        if row >= self.torn_row:
+            series[f"version:{last}"] = None
+        series |= {
+            f"staleness_in_flight:{lag}": round(n)
+            for lag, n in enumerate((34, 22 + 9 * wave, 5 * wave))
+        }
+        series |= {
+            f"staleness_queue:{lag}": round(ready * s) for lag, s in enumerate((0.2, 0.6, 0.2))
+        }
+        return {"at_s": row * self.every_s, **series}
+
+    def step(self, step: int) -> StepPoint:
+        """Return what is known of one learner step."""
+        draw = random.Random(-step)
+        done = 1 - math.exp(-step / 90)
+        by_lag = {
+            f"{name}@lag{lag}": value
+            for lag in range(BOUND + 1)
+            for name, value in (
+                ("staleness/mismatch_kl", (0.0008 + 0.0016 * lag) * (1 + 0.2 * draw.random())),
+                ("staleness/ess", 0.995 - 0.03 * lag - 0.01 * draw.random()),
+                ("policy/clip_fraction", 0.002 + 0.007 * lag + 0.002 * draw.random()),
+            )
+        }
+        metrics = {
+            "policy/loss": draw.gauss(0, 0.02),
+            "policy/entropy": 0.9 - 0.55 * done + draw.gauss(0, 0.012),
+            "policy/clip_fraction": 0.009,
+            "policy/grad_norm": 0.4,
+            "reward/mean": 0.5 + 0.12 * done + draw.gauss(0, 0.03),
+            "reward/sampled": 0.27 + 0.6 * done + draw.gauss(0, 0.03),
+            "response/tokens": 210 - 60 * done + draw.gauss(0, 6),
+            "response/truncated": 0.04 - 0.03 * done,
+            "staleness/mean": 0.96,
+            "staleness/mismatch_kl": 0.0021,
+            "staleness/ess": 0.972,
+            "time/step": 4.9,
+            **by_lag,
+        }
+        return StepPoint(step=step, at_s=step * 5.0, metrics=metrics)
+
+    def letters(self) -> list[Letter]:
+        """Return dead letters; one prompt is hostile, of one no attempt is kept."""
+        unscored = Letter(
+            group_id=LOST,
+            reason="reward_unavailable",
+            step=self.steps,
+            prompt=HOSTILE if self.hostile else PROBLEMS[0][0],
+            failures=["sibling 3, timeout, reward-0"],
+        )
+        lapsed = Letter(
+            group_id=LOST + 1,
+            reason="lease_exhausted",
+            step=self.steps - 1,
+            prompt="What is 6 times 7?",
+            failures=[],
+        )
+        return [unscored, lapsed]
+
+    def records(self) -> list[Record]:
+        """Return the recorded answers, the newest group first."""
+        found: list[Record] = []
+        for place, group in enumerate(GROUPS if self.rows else ()):
+            step = max(BOUND, self.steps - 1 - place)
+            found += [self._record(group, sibling, step) for sibling in range(RECORDED)]
+        return found
+
+    def _record(self, group: int, sibling: int, step: int) -> Record:
+        draw = random.Random(group * 8 + sibling)
+        prompt, answer = PROBLEMS[group % len(PROBLEMS)]
+        if self.hostile and group == GROUPS[0]:
+            prompt = HOSTILE
+        lag = sibling % (BOUND + 1)
+        begun = ("So : ", "First , ", "", "Let me see . ")[sibling]
+        texts = [f"{word} " for word in (begun + answer).split()]
+        texts += [HOSTILE, "<eos>"] if self.hostile else ["<eos>"]
+        change = len(texts) // 3  # an answer that began at an old version went on with a newer one
+        lags = [lag if i < change else max(0, lag - 1) for i in range(len(texts))]
+        tokens = [
+            Token(
+                text=text,
+                version=f"v1.{step - lags[i]}",
+                lag=lags[i],
+                diff=round(draw.gauss(0, 0.02) if i % 7 else draw.gauss(-0.3, 0.3), 6),
+            )
+            for i, text in enumerate(texts)
+        ]
+        return Record(group, sibling, step, step - lag, prompt, tokens, float(sibling % 2))
+
+    def items(self, text: str = "", lag: int | None = None) -> list[Item]:
+        """Return what a search finds."""
+        records = self.records()
+        if lag is not None:
+            return [one.item for one in records if any(token.lag == lag for token in one.tokens)]
+        if text.startswith("g") and text[1:].isdigit():
+            return [one.item for one in records if one.group_id == int(text[1:])]
+        return [one.item for one in records if text in one.prompt]
+
+    def trajectory(self, group: int, sibling: int) -> Trajectory:
+        """Return an answer, or what is left of a dead letter."""
+        kin = [one for one in self.records() if one.group_id == group]
+        own = next((one for one in kin if one.sibling == sibling), None)
+        if own is None:
+            return self._unrecorded(group, sibling)
+        return Trajectory(
+            found=True,
+            step=own.step,
+            group_id=group,
+            sibling=sibling,
+            prompt=own.prompt,
+            reward=own.reward,
+            parts={"correct": own.reward, "format": 0.5},
+            finish_reason="stop",
+            tokens=own.tokens,
+            life=own.life,
+            siblings=[Sibling(one.sibling, one.reward) for one in kin],
+            outcome=own.life[-1].what,
+        )
+
+    def _unrecorded(self, group: int, sibling: int) -> Trajectory:
+        letter = next((one for one in self.letters() if one.group_id == group), None)
+        if letter is None:
+            return Trajectory(found=False, group_id=group, sibling=sibling)
+        events = (
+            "issued for training",
+            f"leased to generator-1, which runs step {max(0, letter.step - 1)}",
+            f"dropped: {letter.reason}",
+        )
+        began_s = STARTED_S + letter.step * 5.0
+        return Trajectory(
+            found=False,
+            group_id=group,
+            sibling=sibling,
+            prompt=letter.prompt + " (the whole of it)",
+            outcome=f"dropped ({letter.reason})",
+            failures=letter.failures,
+            life=[Moment(began_s + i, what) for i, what in enumerate(events)],
+        )
+
+    def advisories(self) -> list[Advisory]:
+        """Return what the broker would say of it."""
+        history = self.history()
+        trends = Trends(
+            at_s=history.time.at_s,
+            series=history.time.series,
+            steps_at_s=history.steps.at_s,
+            steps=history.steps.series,
+            fsync="everysec",
+        )
+        return advise(self.status(), trends)
+
+    def history(self) -> HistoryColumns:
+        """Return the columns of time and steps."""
+        points = [self.point(row) for row in range(self.rows)]
+        steps = [self.step(step) for step in range(1, self.steps + 1)]
+        return HistoryColumns(
+            began_s=STARTED_S,
+            time=TimeColumns(
+                every_s=self.every_s,
+                at_s=[point.pop("at_s") or 0.0 for point in points],
+                series=_columns(points),
+            ),
+            steps=StepColumns(
+                step=[float(point.step) for point in steps],
+                at_s=[point.at_s for point in steps],
+                series=_columns([point.metrics for point in steps]),
+            ),
+        )
+
+    def row(self, step: int) -> dict[str, float | None]:
+        """Return a learner step as the page's stream tells it."""
+        point = self.step(step)
+        return {"step": step, "at_s": point.at_s, **point.metrics}
+
+
+def _columns(rows: Sequence[Mapping[str, float | None]]) -> dict[str, list[float | None]]:
+    names = dict.fromkeys(name for row in rows for name in row)
+    return {name: [row.get(name) for row in rows] for name in names}
+
+
+def _share(value: float) -> float:
+    return min(1.0, max(0.0, value))
+
+
+def _survivorship() -> Survivorship:
+    lengths = ((96, 18), (160, 25), (224, 61), (512, 203))
+    return Survivorship(
+        generated_mean=171.3,
+        trained_mean=166.9,
+        cancelled=41,
+        quartiles=[
+            LengthQuartile(up_to_tokens=tokens, trajectories=17_100, dropped_for_age=dropped)
+            for tokens, dropped in lengths
+        ],
+        alarm="",
+    )
+
+
+def _evaluation(step: int) -> EvalPoint:
+    mean = round(0.28 + 0.55 * (1 - math.exp(-step / 80)), 4)
+    half = {
+        name: EvalFigures(
+            num_problems=128,
+            num_answers=512,
+            num_dropped=0,
+            metrics={"mean@4": mean + shift, "pass@4": min(1.0, mean + shift + 0.1)},
+        )
+        for name, shift in (("gsm8k", 0.02), ("addition", -0.02))
+    }
+    overall = EvalFigures(
+        num_problems=256,
+        num_answers=1024,
+        num_dropped=0,
+        metrics={
+            "mean@4": mean,
+            "pass@4": min(1.0, mean + 0.1),
+            "response_tokens": 171.0,
+            "truncated": 0.01,
+        },
+    )
+    return EvalPoint(step=step, overall=overall, by_source=half, versions=(PolicyVersion(1, step),))
+
+
+def _publish(step: int, generators: Sequence[str], *, is_torn: bool) -> PublishRecord:
+    draw = random.Random(step)
+    failed = {generators[-1]: "no answer to LoadBucket within 30 s"} if is_torn else {}
+    return PublishRecord(
+        version=PolicyVersion(1, step),
+        at_s=STARTED_S + step * 5.0,
+        adopted_by={name: 0.4 + draw.random() * 0.2 for name in generators if name not in failed},
+        failed=failed,
+        num_in_flight=dict.fromkeys(generators, 10),
+        phase_seconds={
+            "digest": 0.03,
+            "offer": 0.01,
+            "group": 0.02,
+            "pause": 0.02 + 0.02 * draw.random(),
+            "transfer": 0.25 + 0.1 * draw.random(),
+            "verify": 0.06,
+            "commit": 0.02,
+        },
+        num_bytes=988_097_824,
+        transports=dict.fromkeys(generators, "collective"),
+    )

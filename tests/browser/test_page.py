@@ -1,0 +1,928 @@
+import json
+import re
+import time
+from collections.abc import Callable, Iterator
+
+import msgspec
+import pytest
+
+from broker.dashboard.advisories import RULES
+from broker.dashboard.items import Item
+from tests.browser import samples
+from tests.browser.pages import SampleServer, served
+
+pytest.importorskip("selenium", reason="needs selenium (pip install selenium)")
+from selenium.webdriver import ActionChains
+from selenium.webdriver.chrome.webdriver import WebDriver
+from selenium.webdriver.common.keys import Keys
+
+from tests.browser.chromium import CHROMIUM, DRIVER, resize, start_chromium
+
+pytestmark = [
+    pytest.mark.integration,
+    pytest.mark.timeout(60),
+    pytest.mark.skipif(
+        CHROMIUM is None or DRIVER is None,
+        reason="needs chromium and chromedriver (apt-get install chromium chromium-driver)",
+    ),
+]
+PATIENCE_S = 15.0
+CPU_S = 1.0
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[WebDriver]:
+    driver = start_chromium()
+    yield driver
+    driver.quit()
+
+
+@pytest.fixture
+def server() -> Iterator[SampleServer]:
+    with served(samples.Run(steps=60, rows=200, hostile=True)) as server:
+        yield server
+
+
+def show(browser: WebDriver, server: SampleServer, *, width: int = 1280, at: str = "") -> None:
+    """Open the page and wait until it has drawn."""
+    resize(browser, width)
+    browser.get("about:blank")
+    browser.get(server.address + at)
+    until(lambda: bool(texts(browser, "#verdict .value")))
+
+
+def until(holds: Callable[[], object]) -> None:
+    """Wait until something holds."""
+    deadline = time.monotonic() + PATIENCE_S
+    while not holds():
+        assert time.monotonic() < deadline, f"did not come to hold within {PATIENCE_S} s"
+        time.sleep(0.05)
+
+
+def ask(browser: WebDriver, script: str, *values: object) -> object:
+    return browser.execute_script(f"return {script}", *values)
+
+
+def texts(browser: WebDriver, selector: str) -> list[str]:
+    script = "[...document.querySelectorAll(arguments[0])].map((node) => node.textContent)"
+    found = ask(browser, script, selector)
+    assert isinstance(found, list)
+    return found
+
+
+def text(browser: WebDriver, selector: str) -> str:
+    return " ".join(texts(browser, selector))
+
+
+def complaints(browser: WebDriver) -> list[object]:
+    """Return what the browser wrote on its console since the last call."""
+    return list(browser.get_log("browser"))  # type: ignore[no-untyped-call]
+
+
+def press(browser: WebDriver, *keys: str) -> None:
+    ActionChains(browser).send_keys(*keys).perform()
+
+
+def tab_to(browser: WebDriver, selector: str) -> None:
+    """Press Tab until the focus is on an element."""
+    for _ in range(120):
+        if ask(browser, "document.activeElement.matches(arguments[0])", selector):
+            return
+        press(browser, Keys.TAB)
+    pytest.fail(f"Tab does not come to {selector}")
+
+
+def figure(browser: WebDriver, name: str) -> str:
+    return text(browser, f"#verdict-{name} .value")
+
+
+def test_figures_on_the_page_equal_the_status(browser: WebDriver, server: SampleServer) -> None:
+    status = server.run.status()
+
+    show(browser, server)
+
+    assert figure(browser, "step") == "60 / 500"
+    assert figure(browser, "evaluation") == f"{status.eval[-1].mean:.3f}"
+    lags = status.staleness_histogram
+    mean = sum(int(lag) * tokens for lag, tokens in lags.items()) / sum(lags.values())
+    assert figure(browser, "staleness") == f"{mean:.2f} steps"
+    assert figure(browser, "unaccounted") == "0"
+    numbers = [int(n.replace(",", "")) for n in texts(browser, "#equation-groups b")]
+    flying = sum(status.in_flight.values())
+    dropped = sum(status.dropped.values())
+    assert numbers == [status.issued, status.trained, dropped, flying, 0]
+    answers = [int(n.replace(",", "")) for n in texts(browser, "#equation-trajectories b")]
+    assert answers == [*status.trajectories.values(), 0]
+    bars = texts(browser, "#histogram .value")
+    assert bars == [f"{n / sum(lags.values()):.1%} ({n:,})" for n in lags.values()]
+    dead = status.queue["dead_letters"]
+    assert f"dead letters{dead}" in texts(browser, "#queues tr")
+
+
+def test_advice_says_what_to_set_and_why_shows_the_section_of_the_guide(
+    browser: WebDriver, server: SampleServer
+) -> None:
+    guide = {"learner-starved": {"title": "Learner starved", "text": f"Look\n{samples.HOSTILE}"}}
+    show(browser, server)
+    browser.execute_script(_ANSWERS, "/why.json", json.dumps(guide))
+
+    for shown, rule in zip(texts(browser, "#advisories li"), server.advisories, strict=True):
+        assert rule.rule in RULES
+        assert rule.text in shown
+        assert rule.setting in shown
+    for why in browser.find_elements("css selector", "#advisories summary"):
+        why.click()
+    until(lambda: all(texts(browser, "#advisories .section")))
+    assert text(browser, "#advisories .section h4") == "Learner starved"
+    assert text(browser, "#advisories .guide") == f"Look\n{samples.HOSTILE}"
+    assert "docs/operations.md#fsync-too-weak" in text(browser, "#advisories .section code")
+    assert ask(browser, "window.hurt === undefined")
+
+
+_ANSWERS = """
+    const [path, body] = arguments, real = window.fetch;
+    window.fetch = async (address, ...rest) =>
+      address === path ? new Response(body) : real(address, ...rest);
+"""
+
+
+def test_what_is_open_and_focused_stays_so_when_its_number_changes(
+    browser: WebDriver, server: SampleServer
+) -> None:
+    def said(number: str) -> None:
+        server.advisories = [
+            msgspec.structs.replace(rule, text=f"{number} of {rule.rule}")
+            for rule in samples.Run().advisories()
+        ]
+
+    focused = "document.activeElement.closest('li')?.innerText ?? ''"
+    show(browser, server)
+    browser.find_element("css selector", "[data-kept=learner-starved] summary").click()
+    for number in ("41%", "42%"):
+        said(number)
+        until(lambda number=number: number in text(browser, "#advisories .text"))  # type: ignore[misc]
+        assert "learner-starved" in str(ask(browser, focused))
+        assert len(texts(browser, "[data-kept=learner-starved] details[open]")) == 1
+    said_first = server.advisories[0].text
+    server.advisories = server.advisories[::-1]
+    until(lambda: texts(browser, "#advisories .text")[-1] == said_first)
+    assert "learner-starved" in str(ask(browser, focused))
+
+    browser.execute_script("document.querySelectorAll('#histogram button')[1].focus()")
+    server.run.tokens_by_lag = {"0": 10, "1": 30, "2": 10}
+    until(lambda: "60.0% (30)" in texts(browser, "#histogram .value"))
+    assert "60.0% (30)" in str(ask(browser, focused))
+
+
+def test_too_early_for_advice_is_not_nothing_to_change(
+    browser: WebDriver, server: SampleServer
+) -> None:
+    server.advisories = []
+    server.advice_ready = False
+    show(browser, server)
+    assert text(browser, "#advisories").startswith("Too early to say: ")
+
+    server.advice_ready = True
+
+    until(lambda: text(browser, "#advisories") == "Nothing to change: no rule fires.")
+
+
+def test_charts_have_units_a_summary_in_words_and_their_numbers(
+    browser: WebDriver, server: SampleServer
+) -> None:
+    show(browser, server)
+    browser.execute_script(
+        "document.querySelectorAll('details.numbers').forEach((d) => d.open = true)"
+    )
+    browser.execute_script("document.body.style.zoom = 0.2")  # all charts in sight
+
+    until(lambda: len(texts(browser, ".plot[aria-label]")) == len(texts(browser, ".plot")))
+    labels = ask(browser, "[...document.querySelectorAll('.plot')].map((p) => p.ariaLabel)")
+    assert isinstance(labels, list)
+    assert len(labels) == 13
+    assert all("now " in label and " from " in label for label in labels)
+    assert all(texts(browser, "figcaption .unit"))
+    until(lambda: "step 60" in text(browser, "#entropy-chart table"))
+    assert "generator-0" in text(browser, "#lanes th")
+
+
+def test_hovering_a_chart_shows_the_values_at_that_place(
+    browser: WebDriver, server: SampleServer
+) -> None:
+    show(browser, server)
+    until(lambda: texts(browser, "#entropy-chart .u-over"))
+
+    place = browser.find_element("css selector", "#entropy-chart .u-over")
+    ActionChains(browser).move_to_element(place).perform()
+
+    until(lambda: text(browser, "#entropy-chart .at").startswith("step "))
+    step = int(text(browser, "#entropy-chart .at").removeprefix("step "))
+    entropy = server.run.step(step).metrics["policy/entropy"]
+    assert text(browser, "#entropy-chart .keys b") == f"{entropy:.3f}"
+
+
+def test_a_zoom_holds_while_the_run_goes_on_and_a_double_click_follows_it_again(
+    browser: WebDriver, server: SampleServer
+) -> None:
+    def right_edge(chart: str) -> int:
+        plot = browser.find_element("css selector", f"#{chart}-chart .u-over")
+        ActionChains(browser).move_to_element_with_offset(
+            plot, plot.size["width"] // 2 - 2, 0
+        ).perform()
+        until(lambda: text(browser, f"#{chart}-chart .at").startswith("at "))
+        minutes, seconds = text(browser, f"#{chart}-chart .at").removeprefix("at ").split(":")
+        return 60 * int(minutes) + int(seconds)
+
+    def newest() -> float:
+        return (server.run.rows + server.waited) * server.run.every_s
+
+    show(browser, server)
+    browser.execute_script("document.getElementById('lanes').scrollIntoView()")
+    until(lambda: len(texts(browser, "#pools .u-over")) == 3)
+    plot = browser.find_element("css selector", "#rate-chart .u-over")
+    width = plot.size["width"]
+    drag = ActionChains(browser).move_to_element_with_offset(plot, -width // 4, 0)
+    drag.click_and_hold().move_by_offset(width // 4, 0).release().perform()
+    assert right_edge("rate") < 210
+    assert right_edge("depth") < 210
+    waited = server.waited
+    until(lambda: server.waited > waited + 5)
+    assert text(browser, "#depth-chart .at").startswith("at ")
+    assert right_edge("rate") < 210
+
+    ActionChains(browser).double_click(plot).perform()
+    waited = server.waited
+    until(lambda: server.waited > waited + 8)
+    before = newest()
+    time.sleep(1.5)
+    for chart in ("rate", "depth"):
+        assert right_edge(chart) >= before - 2 * server.run.every_s
+    shown = text(browser, "#depth-chart .keys b")
+    waited = server.waited
+    until(lambda: server.waited > waited + 4)
+    assert text(browser, "#depth-chart .at").startswith("at ")
+    assert shown
+
+
+def test_the_page_follows_the_run_and_pauses_while_hidden(
+    browser: WebDriver, server: SampleServer
+) -> None:
+    hide = (
+        "Object.defineProperty(document, 'hidden', {get: () => arguments[0], configurable: true});"
+        "document.dispatchEvent(new Event('visibilitychange'))"
+    )
+    show(browser, server)
+
+    server.news = (61,)
+    server.run.steps = 61
+    until(lambda: figure(browser, "step") == "61 / 500")
+    browser.execute_script(hide, True)
+    time.sleep(0.3)
+    server.run.steps = 62
+    time.sleep(2.0)
+    assert figure(browser, "step") == "61 / 500"
+    browser.execute_script(hide, False)
+    until(lambda: figure(browser, "step") == "62 / 500")
+
+
+def test_the_past_stays_bounded_and_lost_steps_are_forgotten(
+    browser: WebDriver, server: SampleServer
+) -> None:
+    script = """
+        const done = arguments[0];
+        import("/static/history.js").then(({ Columns }) => {
+          const time = new Columns("at_s", null), steps = new Columns("step", null);
+          for (let i = 0; i <= 2000; i += 1) time.add(i, { "busy:a": i % 2, issued: i });
+          for (const step of [1, 2, 3, 4, 3]) steps.add(step, { loss: step });
+          const [busy, issued] = [time.get("busy:a"), time.get("issued")];
+          done([time.length, busy[0], issued.slice(0, 2), time.x.at(-1), steps.x]);
+        });
+    """
+    show(browser, server)
+
+    rows, mean, counts, newest, steps = browser.execute_async_script(script)
+
+    assert (rows, mean, counts, newest) == (1001, 0.5, [1, 3], 2000)
+    assert steps == [1, 2, 3]
+
+
+def test_a_publish_tells_who_was_left_out_and_why(browser: WebDriver, server: SampleServer) -> None:
+    show(browser, server)
+    browser.execute_script("document.querySelector('#publish-chart details').open = true")
+    browser.execute_script("document.getElementById('weights').scrollIntoView()")
+
+    until(lambda: texts(browser, "#publish-chart td"))
+    left_out = [row for row in texts(browser, "#publish-chart tr") if "left out" in row]
+    assert "v1.60" in left_out[0]
+    assert "generator-3 left out (no answer to LoadBucket within 30 s)" in left_out[0]
+    assert "adopted by generator-0 in " in left_out[0]
+    members = texts(browser, "#members tr")
+    assert members[-1].startswith("generator-3torn-")
+
+
+def test_a_process_that_is_not_heard_is_marked(browser: WebDriver, server: SampleServer) -> None:
+    show(browser, server)
+    assert set(texts(browser, "#workers .tag")) == {"alive"}
+
+    server.run.silent_s = {"generator-0": 0.9, "generator-1": 3.2, "generator-2": 11.0}
+
+    until(lambda: texts(browser, "#workers .tag") == [*_STATES_WITH_TWO_SILENT])
+    assert figure(browser, "silent") == "2"
+
+
+def test_a_late_process_is_marked_as_it_passes_the_limit_not_by_the_next_event(
+    browser: WebDriver, server: SampleServer
+) -> None:
+    show(browser, server)
+    until(lambda: text(browser, "#state") == "live")
+
+    server.run.silent_s = {"generator-0": 0.8, "generator-1": 1.2}
+    until(lambda: any("1.2 s ago" in row for row in texts(browser, "#workers tr")))
+    server.every_s = 4.0
+    waited = server.waited
+    until(lambda: server.waited > waited)
+
+    until(lambda: figure(browser, "silent") == "1")
+    assert "silent" in texts(browser, "#workers .tag")
+    assert server.waited == waited + 1
+    assert "generator-1" in text(browser, "#verdict-silent .more")
+
+
+_STATES_WITH_TWO_SILENT = ["alive", "alive", "silent", "gone", "alive", "alive", "alive", "alive"]
+
+
+def test_markup_in_prompts_and_answers_is_text(browser: WebDriver, server: SampleServer) -> None:
+    show(browser, server, at=f"#g{samples.GROUPS[0]}/1")
+    until(lambda: texts(browser, "#answer .token"))
+
+    assert text(browser, "#prompt") == samples.HOSTILE
+    assert samples.HOSTILE in texts(browser, "#answer .token")
+    assert samples.HOSTILE in texts(browser, "#items .prompt")
+    assert ask(browser, "window.hurt === undefined")
+    assert ask(browser, "document.querySelectorAll('main script, main img').length") == 0
+
+
+def test_tokens_are_colored_by_version_or_by_logprob_difference(
+    browser: WebDriver, server: SampleServer
+) -> None:
+    show(browser, server, at=f"#g{samples.GROUPS[1]}/2")
+    until(lambda: texts(browser, "#answer .token"))
+    color = (
+        "[...document.querySelectorAll('.token')].map((t) => getComputedStyle(t).backgroundColor)"
+    )
+    tokens = server.run.trajectory(samples.GROUPS[1], 2).tokens
+
+    by_version = ask(browser, color)
+    assert isinstance(by_version, list)
+    versions = [token.version for token in tokens]
+    assert len(set(by_version)) == 2
+    assert len(set(zip(by_version, versions, strict=True))) == 2
+    oldest = f"{tokens[0].version}, lag 2: tokens 1 to {versions.count(tokens[0].version)}"
+    assert oldest in texts(browser, "#legend li")
+
+    browser.find_element("css selector", "input[value=diff]").click()
+
+    shades = ask(browser, color)
+    assert isinstance(shades, list)
+    pairs = [
+        ([int(n) for n in re.findall(r"\d+", shade)], token.diff)
+        for shade, token in zip(shades, tokens, strict=True)
+    ]
+    assert all(rgb[0] >= rgb[2] for rgb, diff in pairs if diff < -0.05)  # reddish: less likely
+    assert all(rgb[0] <= rgb[2] for rgb, diff in pairs if diff > 0.05)
+
+
+def test_a_bar_of_the_histogram_leads_to_its_trajectories(
+    browser: WebDriver, server: SampleServer
+) -> None:
+    show(browser, server)
+
+    browser.find_elements("css selector", "#histogram button")[1].click()
+
+    until(lambda: "with tokens of staleness 1" in text(browser, "#found"))
+    found = server.run.items(lag=1)
+    assert {item.lag for item in found} == {1, 2}
+    assert [f"lag up to {item.lag}" in more for item, more in _listed(browser, found)]
+
+
+def _listed(browser: WebDriver, items: list[Item]) -> list[tuple[Item, str]]:
+    return list(zip(items, texts(browser, "#items .more"), strict=True))
+
+
+def test_list_and_article_tell_the_same_of_a_trajectory(
+    browser: WebDriver, server: SampleServer
+) -> None:
+    show(browser, server)
+    until(lambda: texts(browser, "#items .more"))
+
+    for place, (item, more) in enumerate(_listed(browser, server.run.items())[:5]):
+        browser.find_elements("css selector", "#items button")[place].click()
+        title = f"Group g{item.group_id}, sibling {item.sibling}"
+        until(lambda title=title: text(browser, "#one-title") == title)  # type: ignore[misc]
+        facts = dict(zip(texts(browser, "#facts dt"), texts(browser, "#facts dd"), strict=True))
+        assert f"step {facts['trained at step']}, lag up to {item.lag}, " in more
+        assert f"{facts['tokens']} tokens, reward {facts['reward']}" in more
+        assert text(browser, "#prompt") == texts(browser, "#items .prompt")[place]
+        assert texts(browser, "#items [aria-current=true] .more") == [more]
+
+
+def test_the_newest_click_counts_however_late_an_answer_comes(
+    browser: WebDriver, server: SampleServer
+) -> None:
+    script = """
+        const real = window.fetch;
+        window.fetch = async (address, ...rest) => {
+          if (address.endsWith("sibling=0")) await new Promise((done) => setTimeout(done, 700));
+          return real(address, ...rest);
+        };
+        for (const place of [0, 1]) document.querySelectorAll("#items button")[place].click();
+    """
+    show(browser, server)
+    until(lambda: texts(browser, "#items .more"))
+    browser.execute_script(script)
+
+    until(lambda: "sibling 1" in text(browser, "#one-title"))
+    time.sleep(1.2)
+
+    assert "sibling 1" in text(browser, "#one-title")
+
+
+@pytest.mark.parametrize("said", ["g8300", "8300"])
+def test_a_group_without_recorded_answers_is_found_by_its_number(
+    browser: WebDriver, server: SampleServer, said: str
+) -> None:
+    show(browser, server)
+    tab_to(browser, "#query")
+    press(browser, said, Keys.ENTER)
+
+    until(lambda: "Group g8300: its answers are not recorded" in text(browser, "#one-title"))
+    assert text(browser, "#prompt").endswith("(the whole of it)")
+    assert text(browser, "#facts dd") == "dropped (reward_unavailable)"
+    assert texts(browser, "#failures li") == ["sibling 3, timeout, reward-0"]
+
+
+def test_a_dead_letter_opened_by_its_address_shows_what_the_ledger_knows(
+    browser: WebDriver, server: SampleServer
+) -> None:
+    show(browser, server, at=f"#g{samples.LOST}/0")
+
+    until(lambda: text(browser, "#prompt").endswith("(the whole of it)"))
+    assert text(browser, "#facts dd") == "dropped (reward_unavailable)"
+    assert texts(browser, "#failures li") == ["sibling 3, timeout, reward-0"]
+
+
+def test_dead_letters_are_listed_and_lead_to_the_life_of_their_prompt(
+    browser: WebDriver, server: SampleServer
+) -> None:
+    show(browser, server)
+    browser.find_element("css selector", "#letters summary").click()
+    until(lambda: len(texts(browser, "#letters-list button")) == 2)
+
+    assert "reward_unavailable at step 60; sibling 3, timeout, reward-0" in text(
+        browser, "#letters-list"
+    )
+    assert "lease_exhausted at step 59; no attempt is kept" in text(browser, "#letters-list")
+    browser.find_element("css selector", "#letters-list button").click()
+    until(lambda: "Group g8300: its answers are not recorded" in text(browser, "#one-title"))
+    assert text(browser, "#prompt").startswith(samples.HOSTILE)
+    assert len(texts(browser, "#life li")) == 3
+    assert texts(browser, "#answer .token") == []
+    assert ask(browser, "window.hurt === undefined") is True
+
+
+def test_keyboard_alone_reaches_search_trajectory_and_switch(
+    browser: WebDriver, server: SampleServer
+) -> None:
+    show(browser, server)
+
+    tab_to(browser, "#query")
+    assert ask(browser, "getComputedStyle(document.activeElement).outlineStyle") == "solid"
+    group = f"g{samples.GROUPS[1]}"
+    press(browser, group, Keys.ENTER)
+    until(lambda: f'with "{group}"' in text(browser, "#found"))
+    tab_to(browser, "#items button")
+    press(browser, Keys.ENTER)
+    until(lambda: f"Group {group}, sibling 0" in text(browser, "#one-title"))
+    tab_to(browser, "input[name=coloring]")
+    press(browser, Keys.ARROW_RIGHT)
+
+    assert ask(browser, "document.getElementById('answer').dataset.coloring") == "diff"
+
+
+def test_a_stream_that_breaks_is_told_and_comes_back(
+    browser: WebDriver, server: SampleServer
+) -> None:
+    show(browser, server)
+    until(lambda: text(browser, "#state") == "live")
+
+    server.cut()
+    until(lambda: text(browser, "#state").startswith("no connection to the broker"))
+    server.run.steps = 64
+    server.mend()
+
+    until(lambda: text(browser, "#state") == "live")
+    until(lambda: figure(browser, "step") == "64 / 500")
+
+
+def test_after_a_break_the_page_asks_for_the_steps_that_it_missed(
+    browser: WebDriver, server: SampleServer
+) -> None:
+    show(browser, server)
+    until(lambda: text(browser, "#state") == "live")
+    server.cut()
+    until(lambda: text(browser, "#state").startswith("no connection to the broker"))
+    server.run.steps = 63
+    server.news = (61, 62, 63)
+    server.asked_after.clear()
+    server.mend()
+    until(lambda: figure(browser, "step") == "63 / 500")
+
+    assert server.asked_after[0] == 60
+
+
+def test_what_was_heard_while_the_past_was_read_is_kept(
+    browser: WebDriver, server: SampleServer
+) -> None:
+    script = """
+        const done = arguments[0];
+        import("/static/history.js").then(({ Columns }) => {
+          const served = new Columns("at_s", { at_s: [1, 2, 3], series: { a: [1, 2, 3] } });
+          const series = { a: [0, 0, 4, null], b: [0, 0, 0, 5] };
+          const held = new Columns("at_s", { at_s: [1, 3, 4, 5], series });
+          served.goOn(held);
+          done([served.x, served.get("a"), served.get("b")]);
+        });
+    """
+    show(browser, server)
+
+    x, a, b = browser.execute_async_script(script)
+
+    assert (x, a, b) == ([1, 2, 3, 4, 5], [1, 2, 3, 4, None], [None, None, None, 0, 5])
+
+
+def test_a_state_that_comes_late_does_not_take_the_page_back(
+    browser: WebDriver, server: SampleServer
+) -> None:
+    script = """
+        const real = window.fetch;
+        window.late = 0;
+        window.fetch = async (address, ...rest) => {
+          const answer = await real(address, ...rest);
+          if (address !== "/state.json") return answer;
+          const body = await answer.text();
+          await new Promise((done) => setTimeout(done, 2500));
+          window.late += 1;
+          return new Response(body);
+        };
+    """
+    show(browser, server)
+    until(lambda: text(browser, "#state") == "live")
+    browser.execute_script(script)
+    server.cut()
+    until(lambda: text(browser, "#state").startswith("no connection to the broker"))
+    server.run.steps = 63
+    server.mend()
+    until(lambda: figure(browser, "step") == "63 / 500")
+    server.run.steps = 95
+    server.news = tuple(range(61, 96))
+    until(lambda: figure(browser, "step") == "95 / 500")
+    server.news = ()
+    assert ask(browser, "window.late") == 0
+    evaluated = figure(browser, "evaluation")
+
+    until(lambda: ask(browser, "window.late") == 1)
+    server.cut()  # nothing that is heard later mends it
+    time.sleep(1.5)
+
+    assert figure(browser, "step") == "95 / 500"
+    assert figure(browser, "evaluation") == evaluated == f"{server.run.status().eval[-1].mean:.3f}"
+    label = str(ask(browser, "document.querySelector('#entropy-chart .plot').ariaLabel"))
+    assert f"now {server.run.step(95).metrics['policy/entropy']:.3f}" in label
+
+
+def test_an_event_adds_publishes_and_evaluations_to_those_that_were_told_before(
+    browser: WebDriver, server: SampleServer
+) -> None:
+    show(browser, server)
+    browser.execute_script("document.querySelector('#publish-chart details').open = true")
+    browser.execute_script("document.getElementById('weights').scrollIntoView()")
+    until(lambda: len(texts(browser, "#publish-chart td:first-child")) > 15)
+    oldest = texts(browser, "#publish-chart td:first-child")[-1]
+
+    server.run.steps = 61
+    until(lambda: texts(browser, "#publish-chart td:first-child")[0] == "v1.61")
+
+    server.run.steps = 63
+    until(lambda: texts(browser, "#publish-chart td:first-child")[0] == "v1.63")
+    assert len(texts(browser, "#publish-chart td:first-child")) > 15
+    assert oldest.startswith("v1.")
+    assert "since step 0" in text(browser, "#verdict-evaluation .more")
+
+
+def test_a_run_that_was_over_before_the_page_was_opened_is_said_to_be(
+    browser: WebDriver,
+) -> None:
+    with served(samples.Run(steps=60, rows=200, outcome="finished")) as server:
+        show(browser, server)
+
+        assert text(browser, "#state").startswith("the run is over: finished; ")
+        assert server.waited == 0
+
+
+def test_the_end_of_a_run_is_told_and_no_stream_opened_again(
+    browser: WebDriver, server: SampleServer
+) -> None:
+    said = "the run is over: stopped; `slipstream dashboard RUN` shows it later"
+    show(browser, server)
+    until(lambda: text(browser, "#state") == "live")
+
+    server.run.silent_s = {"generator-1": 30.0}
+    until(lambda: figure(browser, "silent") == "1")
+    server.run.outcome = "stopped"
+    until(lambda: text(browser, "#state") == said)
+    server.cut()
+    waited = server.waited
+    time.sleep(2.5)
+
+    assert text(browser, "#state") == said
+    assert server.waited <= waited + 1
+    assert figure(browser, "silent") == ""
+    assert set(texts(browser, "#workers .tag")) == {"ended"}
+    assert "whole run" in text(browser, "#verdict-busy .more")
+
+
+def test_another_token_is_told_as_a_broker_that_was_started_anew(
+    browser: WebDriver, server: SampleServer
+) -> None:
+    show(browser, server)
+    until(lambda: text(browser, "#state") == "live")
+
+    browser.delete_all_cookies()
+    server.cut()
+
+    until(lambda: "open the one that `slipstream status` prints" in text(browser, "#state"))
+    browser.find_element("css selector", "#search button").click()
+    until(lambda: "`slipstream status` prints" in text(browser, "#found"))
+
+
+def test_busy_says_over_what_time_it_is_averaged(browser: WebDriver) -> None:
+    for every_s, rows, said in ((2.0, 30, "last minute"), (64.0, 1, "last 64 s")):
+        browser.get("about:blank")
+        run = samples.Run(steps=60, rows=200, every_s=every_s)
+        with served(run) as server:
+            show(browser, server)
+            newest = server.run.rows + server.waited
+            busy = [run.point(row)["busy:learner"] for row in range(newest - rows, newest)]
+            mean = sum(one or 0.0 for one in busy) / rows
+
+            assert text(browser, "#verdict-busy .more").endswith(said)
+            shown = int(figure(browser, "busy").removesuffix("% learner"))
+            assert abs(shown - 100 * mean) < (2 if rows > 1 else 30)
+
+
+def test_processes_that_say_nothing_do_not_look_busy(
+    browser: WebDriver, server: SampleServer
+) -> None:
+    show(browser, server)
+    browser.execute_script("document.getElementById('lanes').scrollIntoView()")
+    until(lambda: "generator-0 9" in str(ask(browser, _LANES)))
+
+    server.run.unheard = frozenset({"generator-0"})
+    until(lambda: "generators (1 of 4 unknown), " in text(browser, "#verdict-busy .more"))
+    server.run.unheard = frozenset(server.run.generators)
+
+    until(lambda: text(browser, "#verdict-busy .more").startswith("- generators"))
+    until(lambda: "generator-0 unknown" in str(ask(browser, _LANES)))
+    assert texts(browser, ".lane .value")[1:5] == ["-"] * 4
+    assert "generator-0generatoralive-" in text(browser, "#workers tr")
+    assert figure(browser, "busy").endswith("% learner")
+
+    server.run.unheard = frozenset(server.run.processes)
+    until(lambda: figure(browser, "busy") == "-")
+
+
+_LANES = "document.querySelector('.lanes').ariaLabel"
+
+
+def test_without_evaluations_the_reward_of_sampled_answers_says_whether_it_learns(
+    browser: WebDriver,
+) -> None:
+    run = samples.Run(steps=60, rows=200, evaluated=False)
+    with served(run) as server:
+        show(browser, server)
+
+        def mean(steps: range) -> float:
+            return sum(run.step(step).metrics["reward/sampled"] for step in steps) / len(steps)
+
+        now, first = mean(range(51, 61)), mean(range(1, 11))
+        assert figure(browser, "reward") == f"{now:.3f}"
+        assert text(browser, "#verdict-reward .more") == (
+            f"sampled answers, steps 51 to 60; +{now - first:.3f} since steps 1 to 10"
+        )
+
+
+def test_sixty_four_generators_all_have_a_lane(browser: WebDriver) -> None:
+    with served(samples.Run(steps=60, rows=200, num_generators=64)) as server:
+        show(browser, server)
+        browser.execute_script("document.getElementById('lanes').scrollIntoView()")
+        until(lambda: "of 68 processes" in str(ask(browser, _LANES)))
+
+        names = texts(browser, ".lane .name")
+        assert len(names) == 68
+        assert {f"generator-{i}" for i in range(64)} < set(names)
+        assert ask(browser, "document.querySelector('.lane-box').tabIndex") == 0
+        assert int(str(ask(browser, "document.getElementById('lanes').clientHeight"))) < 600
+        engines = texts(browser, "#version-chart .keys span")
+        assert len(engines) == 8
+        assert "generator-63" in engines  # the torn one
+        browser.execute_script("document.getElementById('weights').scrollIntoView()")
+        until(lambda: "The 8 of 64 engines" in text(browser, "#version-chart .at"))
+        assert len(texts(browser, "#workers tbody tr")) == 68
+
+
+def test_a_run_without_data_looks_sensible(browser: WebDriver) -> None:
+    with served(samples.Run(steps=0, rows=0, waiting_for="the first batch")) as server:
+        show(browser, server)
+
+        assert figure(browser, "step") == "0 / 500"
+        assert figure(browser, "busy") == "-"
+        assert figure(browser, "reward") == "-"
+        assert figure(browser, "staleness") == "-"
+        assert "0.0" not in text(browser, "main")
+        assert "NaN" not in text(browser, "main")
+        assert text(browser, "#workers td") == "No process has reported yet."
+        assert "No process has reported yet." in text(browser, "#lanes .empty:not([hidden])")
+        empty = "[...document.querySelectorAll('.chart > .empty')].every((one) => !one.hidden)"
+        assert ask(browser, empty)
+        assert text(browser, "#waiting") == "The learner waits for the first batch."
+        until(lambda: text(browser, "#found").startswith("nothing is recorded yet"))
+
+        server.run.steps, server.run.rows = 60, 200
+        until(lambda: "60 / 500" in figure(browser, "step"))
+        assert ask(browser, "document.querySelector('#rate-chart .empty').hidden")
+        browser.execute_script("document.getElementById('lanes').scrollIntoView()")
+        until(lambda: texts(browser, "#rate-chart canvas"))
+
+
+def test_a_chart_that_is_not_in_sight_yet_does_not_say_that_it_is_empty(
+    browser: WebDriver, server: SampleServer
+) -> None:
+    show(browser, server)
+
+    shown = "[...document.querySelectorAll('.chart > .empty')].filter((one) => !one.hidden).length"
+    assert ask(browser, shown) == 0
+    assert not texts(browser, "#kl-chart canvas")
+
+
+def test_long_names_wrap_on_a_phone(browser: WebDriver) -> None:
+    run = samples.Run(
+        steps=60,
+        rows=200,
+        run_name="n" * 120,
+        waiting_for="w" * 200,
+        dropped={"r" * 100: 5},
+    )
+    with served(run) as server:
+        for width in (390, 1280):
+            show(browser, server, width=width)
+            assert ask(browser, "document.documentElement.scrollWidth") == width
+        resize(browser, 390)
+        server.cut()
+        until(lambda: text(browser, "#state").startswith("no connection to the broker"))
+        assert ask(browser, "document.documentElement.scrollWidth") == 390
+        inside = "document.getElementById('state').getBoundingClientRect().right <= 390"
+        assert ask(browser, inside)
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_the_bars_of_the_histogram_stand_out_from_the_ground(
+    browser: WebDriver, server: SampleServer, theme: str
+) -> None:
+    show(browser, server)
+    resize(browser, 1280, theme=theme)
+    until(lambda: ask(browser, "document.documentElement.dataset.theme") == theme)
+    until(lambda: texts(browser, "#histogram .fill"))
+    color = "getComputedStyle(document.querySelector(arguments[0])).backgroundColor"
+
+    bar, *grounds = (
+        ask(browser, color, one) for one in ("#histogram .fill", "#histogram .track", "#staleness")
+    )
+
+    assert all(_contrast(str(bar), str(ground)) >= 3 for ground in grounds)
+
+
+def _contrast(one: str, other: str) -> float:
+    """Return the ratio of luminances that WCAG 2 defines, of two colors rgb(r, g, b)."""
+
+    def luminance(color: str) -> float:
+        parts = [int(n) / 255 for n in re.findall(r"\d+", color)[:3]]
+        light = [c / 12.92 if c <= 0.03928 else ((c + 0.055) / 1.055) ** 2.4 for c in parts]
+        return sum(weight * c for weight, c in zip((0.2126, 0.7152, 0.0722), light, strict=True))
+
+    low, high = sorted((luminance(one), luminance(other)))
+    return (high + 0.05) / (low + 0.05)
+
+
+def test_five_hundred_series_are_drawn(browser: WebDriver) -> None:
+    with served(samples.Run(steps=60, rows=200, num_generators=240)) as server:
+        show(browser, server)
+        browser.execute_script("document.getElementById('lanes').scrollIntoView()")
+
+        until(lambda: "of 244 processes" in str(ask(browser, _LANES)))
+        assert len(server.run.point(0)) > 500
+        assert len(texts(browser, ".lane canvas")) == 244
+
+
+def test_what_workers_did_since_their_start_is_said_to_be_so(
+    browser: WebDriver, server: SampleServer
+) -> None:
+    show(browser, server)
+
+    heads = texts(browser, "#workers th")
+
+    assert heads[3:6] == ["busy now", "busy since its start", "tokens/s since its start"]
+    assert heads[-1] == "spends its time on, since its start"
+    torn = next(row for row in texts(browser, "#workers tr") if row.startswith("generator-3"))
+    assert "generator-3generatoralive0%" in torn
+
+
+def test_a_finished_run_is_said_to_be_one_and_opens_no_stream(browser: WebDriver) -> None:
+    silent = dict.fromkeys(samples.Run().processes, 3600.0)
+    with served(samples.Run(steps=60, rows=200, live=False, silent_s=silent)) as server:
+        show(browser, server)
+
+        assert text(browser, "#state") == "finished run, from its files"
+        assert server.waited == 0
+        assert set(texts(browser, "#workers .tag")) == {"ended"}
+        assert figure(browser, "silent") == ""
+        assert figure(browser, "step") == "60 / 500"
+
+
+def test_colors_follow_the_system_until_chosen_and_the_choice_stays(
+    browser: WebDriver, server: SampleServer
+) -> None:
+    ground = "getComputedStyle(document.body).backgroundColor"
+    show(browser, server)
+    light = ask(browser, ground)
+    resize(browser, 1280, theme="dark")
+    until(lambda: ask(browser, ground) != light)
+
+    browser.find_element("css selector", "#theme").click()
+    assert ask(browser, ground) == light
+    browser.refresh()
+    assert ask(browser, ground) == light
+    browser.execute_script("localStorage.clear()")
+
+
+@pytest.mark.parametrize("width", [390, 1280])
+def test_the_page_is_never_wider_than_the_screen(
+    browser: WebDriver, server: SampleServer, width: int
+) -> None:
+    show(browser, server, width=width, at=f"#g{samples.GROUPS[0]}/1")
+    until(lambda: texts(browser, "#answer .token"))
+
+    assert ask(browser, "document.documentElement.scrollWidth") == width
+
+
+def test_nothing_is_asked_of_another_host_and_nothing_breaks_the_policy(
+    browser: WebDriver, server: SampleServer
+) -> None:
+    complaints(browser)  # of earlier tests
+    show(browser, server, at=f"#g{samples.GROUPS[1]}/0")
+    until(lambda: texts(browser, "#answer .token"))
+
+    asked = ask(browser, "performance.getEntriesByType('resource').map((one) => one.name)")
+    assert isinstance(asked, list)
+    assert len(asked) > 10
+    own = server.address.split("?")[0]
+    assert all(one.startswith((own, "data:")) for one in asked)
+    assert complaints(browser) == []
+
+
+def test_two_thousand_rows_are_drawn_in_less_than_a_second_of_cpu(browser: WebDriver) -> None:
+    with served(samples.Run(steps=2000, rows=2000)) as server:
+        resize(browser, 1280)
+        browser.get("about:blank")
+        browser.execute_cdp_cmd("Performance.enable", {"timeDomain": "threadTicks"})
+        before = _spent_s(browser)
+        show(browser, server)
+        until(lambda: texts(browser, "#rate-chart canvas"))
+        for panel in ("learning", "pools", "staleness", "weights", "correction"):
+            browser.execute_script(f"document.getElementById('{panel}').scrollIntoView()")
+            until(lambda name=panel: _all_drawn(browser, name))  # type: ignore[misc]
+        spent = _spent_s(browser)
+        browser.execute_cdp_cmd("Performance.disable", {})
+
+    print(json.dumps({"cpu_s": spent, "before_s": before}))  # noqa: T201
+    assert spent < CPU_S
+
+
+def _all_drawn(browser: WebDriver, panel: str) -> bool:
+    plots = f"document.querySelectorAll('#{panel} .plot')"
+    return ask(browser, f"[...{plots}].every((plot) => plot.querySelector('canvas'))") is True
+
+
+def _spent_s(browser: WebDriver) -> float:
+    """Return the seconds that the page's main thread has worked."""
+    answer = browser.execute_cdp_cmd("Performance.getMetrics", {})
+    return {one["name"]: float(one["value"]) for one in answer["metrics"]}["TaskDuration"]

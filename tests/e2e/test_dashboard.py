@@ -1,0 +1,139 @@
+"""The page of a real run, in a real browser."""
+
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+selenium = pytest.importorskip("selenium")
+from selenium.webdriver.common.by import By  # noqa: E402
+from selenium.webdriver.remote.webdriver import WebDriver  # noqa: E402
+
+from deploy.observe import run_of_folder, status_now  # noqa: E402
+from tests.browser.chromium import CHROMIUM, DRIVER, start_chromium  # noqa: E402
+from tests.e2e.tiny_run import ROOT, TinyRun  # noqa: E402
+
+pytestmark = [
+    pytest.mark.e2e,
+    pytest.mark.timeout(240),
+    pytest.mark.skipif(not (CHROMIUM and DRIVER), reason="no chromium and chromedriver here"),
+]
+SHOWN_WITHIN_S = 3.0
+_ROWS = """
+    const request = new XMLHttpRequest();
+    request.open("GET", "/state.json", false);
+    request.send();
+    const { history } = JSON.parse(request.responseText);
+    return { first_s: history.time.at_s[0], steps: history.steps.step };
+"""
+LATE_S = 3.0  # what the page shows is at most so old
+
+
+@pytest.fixture
+def browser() -> Iterator[WebDriver]:
+    driver = start_chromium()
+    yield driver
+    driver.quit()
+
+
+def text(browser: WebDriver, place: str) -> str:
+    """Return what is shown at a place, read at once: the page replaces elements all the time."""
+    script = "return document.getElementById(arguments[0])?.innerText ?? ''"
+    return str(browser.execute_script(script, place))
+
+
+def numbers(shown: str) -> list[int]:
+    return [int(one.replace(",", "")) for one in re.findall(r"\d[\d,]*", shown)]
+
+
+def until(is_so: Callable[[], bool], what: str, timeout_s: float = 20.0) -> float:
+    began_s = time.monotonic()
+    while not is_so():
+        assert time.monotonic() - began_s < timeout_s, what
+        time.sleep(0.05)
+    return time.monotonic() - began_s
+
+
+def kill(run: TinyRun, words: str) -> None:
+    victim = run.process_with(words)
+    assert victim is not None
+    victim.send_signal(signal.SIGKILL)
+
+
+def is_network(entry: dict[str, str]) -> bool:
+    """Tell whether the browser complains of a connection, as it does when the broker is gone."""
+    return entry["source"] == "network" or "net::ERR" in entry["message"]
+
+
+def test_the_page_shows_the_ledger_a_killed_generator_and_later_the_finished_run(
+    start_run: Callable[..., TinyRun], browser: WebDriver
+):
+    run = start_run(run__steps=60, deploy__max_restarts=3, sampling__max_response_tokens=32)
+    address = run.folder / "dashboard.url"
+    run.wait_until(address.exists, "address of the page")
+    browser.get(address.read_text().strip())
+    run.wait_until(lambda: run.steps() >= 3, "third step")
+    until(lambda: "live" in text(browser, "state"), "the page is not live")
+
+    before = status_now(run_of_folder(run.folder))
+    time.sleep(LATE_S)
+    issued, trained, dropped, in_flight, unaccounted = numbers(text(browser, "equation-groups"))
+    after = status_now(run_of_folder(run.folder))
+    assert issued == trained + dropped + in_flight
+    assert unaccounted == 0
+    assert before.issued <= issued <= after.issued
+    assert before.trained <= trained <= after.trained
+    assert sum(before.dropped.values()) <= dropped <= sum(after.dropped.values())
+
+    until(lambda: "generator-0" not in text(browser, "headline"), "a generator is not heard")
+    kill(run, "--name generator-0")
+    shown_after_s = until(
+        lambda: "generator-0" in text(browser, "headline"),
+        "the page says nothing of a generator that was killed",
+    )
+    assert shown_after_s <= SHOWN_WITHIN_S
+
+    steps = run.steps()
+    kill(run, "broker.main")
+    until(lambda: "live" not in text(browser, "state"), "the page does not miss the broker")
+    until(lambda: "live" in text(browser, "state"), "the page does not come back", 40.0)
+    run.wait_until(lambda: run.steps() > steps, "a step under the new broker")
+
+    assert run.wait() == 0, run.output
+    until(lambda: "finished" in text(browser, "state"), "the page does not say that the run ended")
+    assert "generator-0" not in text(browser, "headline")
+    summary = run.summary()
+    assert [one["message"] for one in browser.get_log("browser") if not is_network(one)] == []
+
+    server = subprocess.Popen(
+        [sys.executable, "-m", "deploy.main", "dashboard", str(run.folder)],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={"PYTHONPATH": str(ROOT), "COLUMNS": "200", "PYTHONUNBUFFERED": "1"},
+    )
+    try:
+        assert server.stdout is not None
+        browser.get(server.stdout.readline().strip())
+        until(lambda: str(summary["issued"]) in text(browser, "equation-groups"), "no figures")
+        dropped = sum(summary["dropped"].values())
+        assert numbers(text(browser, "equation-groups")) == [
+            *(summary["issued"], summary["trained"], dropped),
+            *(sum(summary["in_flight"].values()), summary["unaccounted"]),
+        ]
+        assert "live" not in text(browser, "state")
+        rows = browser.execute_script(_ROWS)
+        assert rows["first_s"] < 10.0, "what was before the second broker is there"
+        assert rows["steps"] == list(range(1, run.steps() + 1))
+        browser.find_element(By.CSS_SELECTOR, "#items button, #items a").click()
+        until(lambda: bool(text(browser, "answer")), "no answer is shown")
+        server.send_signal(signal.SIGINT)
+        assert server.wait(10) == 0
+    finally:
+        server.kill()
+        server.communicate()
+    run.assert_nothing_left()

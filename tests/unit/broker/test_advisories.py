@@ -1,0 +1,382 @@
+"""Each rule speaks past its limit, is silent just below it, and while there is too little data."""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from broker.dashboard import advisories
+from broker.dashboard.advisories import (
+    LOOKS,
+    RULES,
+    WINDOW_S,
+    Advisory,
+    Column,
+    Trends,
+    advise,
+)
+from tests.wire_samples import RECORD, STATUS
+from wire.bus import PublishRecord
+from wire.status import RoleStatus, RunStatus
+from wire.versions import PolicyVersion
+
+EVERY_S = 2.0
+ROWS = 200  # 400 s
+STEPS = 60
+GUIDE = Path(__file__).parents[3] / "docs" / "operations.md"
+
+
+def role(name: str, kind: str) -> RoleStatus:
+    return replace(STATUS.roles[0], name=name, role=kind)
+
+
+def status(**changes: Any) -> RunStatus:  # noqa: ANN401 values of the status
+    roles = [role("learner", "learner"), role("g-0", "generator"), role("g-1", "generator")]
+    quiet = {
+        "steps": STEPS,
+        "total_steps": 1_000,
+        "max_staleness_steps": 2,
+        "group_size": 8,
+        "groups_per_step": 4,
+        "roles": roles,
+        "publish_history": [],
+    }
+    return replace(STATUS, **quiet | changes)
+
+
+def history(
+    series: Mapping[str, Column] | None = None,
+    steps: Mapping[str, Column] | None = None,
+    *,
+    rows: int = ROWS,
+    step_s: float = 5.0,
+    num_steps: int = STEPS,
+    **limits: Any,  # noqa: ANN401 high_water_bytes, fsync
+) -> Trends:
+    return Trends(
+        at_s=[EVERY_S * row for row in range(rows)],
+        series={name: column[:rows] for name, column in (series or {}).items()},
+        steps_at_s=[step_s * step for step in range(num_steps)],
+        steps={name: column[:num_steps] for name, column in (steps or {}).items()},
+        **limits,
+    )
+
+
+def said(state: RunStatus, trends: Trends) -> dict[str, Advisory]:
+    return {advisory.rule: advisory for advisory in advise(state, trends)}
+
+
+def flat(value: float, rows: int = ROWS) -> list[float]:
+    return [value] * rows
+
+
+def rising(per_row: float) -> list[float]:
+    return [per_row * row for row in range(ROWS)]
+
+
+def busy(learner: float, generators: float = 1.0, **others: Column) -> dict[str, Column]:
+    shares = {"busy:learner": learner, "busy:g-0": generators, "busy:g-1": generators}
+    return {name: flat(share) for name, share in shares.items()} | others
+
+
+def publishes(paused_s: float, *, every_s: float = 2.0, count: int = 70) -> list[PublishRecord]:
+    phases = {"receive": 9.0, "pause": paused_s / 2, "load": paused_s / 2}
+    good = replace(RECORD, failed={}, phase_seconds=phases)
+    return [
+        replace(good, version=PolicyVersion(1, i), at_s=1e9 + every_s * i) for i in range(count)
+    ]
+
+
+def left_out(*failed: int) -> list[PublishRecord]:
+    """Publishes that took no time; each fails as many engines as it says."""
+    why = {f"g-{i}": "no answer to LoadBucket within 30 s" for i in range(2)}
+    return [
+        replace(one, failed=dict(list(why.items())[:count]))
+        for one, count in zip(publishes(0.0, count=len(failed)), failed, strict=True)
+    ]
+
+
+def with_alarm(text: str) -> RunStatus:
+    return status(survivorship=replace(STATUS.survivorship, alarm=text))
+
+
+def by_lag(fresh: float, old: float) -> dict[str, Column]:
+    name = "staleness/mismatch_kl"
+    return {
+        name: flat((fresh + old) / 2, STEPS),
+        f"{name}@lag0": flat(fresh, STEPS),
+        f"{name}@lag2": flat(old, STEPS),
+    }
+
+
+def falling(before: float, after: float) -> list[float]:
+    """A figure that is lower in its last ten steps, with the noise of single batches."""
+    noise = [0.01 * (-1) ** step for step in range(STEPS)]
+    return [n + (before if step < STEPS - 14 else after) for step, n in enumerate(noise)]
+
+
+def drops(zero_variance: float, trained: float) -> dict[str, Column]:
+    return {"dropped:zero_variance": rising(zero_variance), "trained": rising(trained)}
+
+
+def mixed(kl: Callable[[int], float], staleness: Callable[[int], float]) -> dict[str, Column]:
+    return {
+        "staleness/mismatch_kl": [kl(i) for i in range(STEPS)],
+        "staleness/mean": [staleness(i) for i in range(STEPS)],
+    }
+
+
+Case = tuple[str, RunStatus, Trends, RunStatus, Trends]
+HERE = status()
+CASES: list[Case] = [
+    ("learner-starved", HERE, history(busy(0.74)), HERE, history(busy(0.76))),
+    ("generators-starved", HERE, history(busy(1.0, 0.74)), HERE, history(busy(1.0, 0.76))),
+    (
+        "memory-near-the-high-water",
+        *(HERE, history({"store_bytes": flat(81)}, high_water_bytes=100)),
+        *(HERE, history({"store_bytes": flat(79)}, high_water_bytes=100)),
+    ),
+    (
+        "publishes-dominating",
+        *(status(publish_history=publishes(0.41)), history()),
+        *(status(publish_history=publishes(0.39)), history()),
+    ),
+    (
+        "engine-left-out",
+        *(status(publish_history=left_out(0, 1, 0, 1)), history()),
+        *(status(publish_history=left_out(0, 0, 0, 1)), history()),
+    ),
+    (
+        "kv-thrashing",
+        *(HERE, history({"answers": rising(10.0), "retracted": rising(0.51)})),
+        *(HERE, history({"answers": rising(10.0), "retracted": rising(0.49)})),
+    ),
+    (
+        "dead-letters-growing",
+        *(HERE, history({"queue:dead_letters": rising(3.1 / 60), "issued": rising(10.0)})),
+        *(HERE, history({"queue:dead_letters": rising(2.8 / 60), "issued": rising(10.0)})),
+    ),
+    ("fsync-too-weak", HERE, history(fsync="everysec"), HERE, history(fsync="always")),
+    (
+        "staleness-at-the-bound",
+        *(HERE, history(steps={"staleness/mean": flat(1.71, STEPS)})),
+        *(HERE, history(steps={"staleness/mean": flat(1.69, STEPS)})),
+    ),
+    (
+        "survivorship-bias",
+        *(with_alarm('40% are dropped; set run.staleness_mode = "wait"'), history()),
+        *(HERE, history()),
+    ),
+    (
+        "reward-collapse",
+        *(HERE, history(steps={"reward/sampled": falling(0.6, 0.38)})),
+        *(HERE, history(steps={"reward/sampled": falling(0.6, 0.42)})),
+    ),
+    ("zero-variance-flood", HERE, history(drops(1.01, 1.0)), HERE, history(drops(0.99, 1.0))),
+    (
+        "entropy-collapse",
+        *(HERE, history(steps={"policy/entropy": falling(0.5, 0.049)})),
+        *(HERE, history(steps={"policy/entropy": falling(0.5, 0.051)})),
+    ),
+    (
+        "mismatch-kl-rising-with-lag",
+        *(HERE, history(steps=by_lag(0.0149, 0.03))),
+        *(HERE, history(steps=by_lag(0.0151, 0.03))),
+    ),
+]
+NAMES = [case[0] for case in CASES]
+WITHOUT_WINDOW = {"survivorship-bias", "engine-left-out"}  # a meter that waits; a count of events
+
+
+def test_every_rule_is_tried_here():
+    assert sorted(NAMES) == sorted(RULES)
+
+
+@pytest.mark.parametrize("case", CASES, ids=NAMES)
+def test_a_rule_speaks_past_its_limit_alone_and_names_a_setting(case: Case):
+    rule, state, trends, _, _ = case
+    (advisory,) = said(state, trends).values()
+    assert advisory.rule == advisory.why == rule
+    assert "." in advisory.setting
+    assert advisory.setting in advisory.text
+    assert re.search(r"\d|everysec", advisory.text)
+    assert advisory.text.endswith(".")
+
+
+@pytest.mark.parametrize("case", CASES, ids=NAMES)
+def test_a_rule_is_silent_just_below_its_limit(case: Case):
+    _, _, _, state, trends = case
+    assert said(state, trends) == {}
+
+
+@pytest.mark.parametrize(
+    "case",
+    [case for case in CASES if case[0] not in WITHOUT_WINDOW],
+    ids=[name for name in NAMES if name not in WITHOUT_WINDOW],
+)
+def test_a_rule_is_silent_while_there_is_too_little_data(case: Case):
+    _, state, trends, _, _ = case
+    early = replace(
+        trends,
+        at_s=trends.at_s[:50],
+        series={name: column[:50] for name, column in trends.series.items()},
+        steps_at_s=trends.steps_at_s[:9],
+        steps={name: column[:9] for name, column in trends.steps.items()},
+        high_water_bytes=trends.high_water_bytes,
+        fsync="",
+    )
+    assert said(replace(state, publish_history=state.publish_history[-9:]), early) == {}
+
+
+def test_nothing_is_said_about_a_run_without_history():
+    assert advise(HERE, Trends(at_s=[], series={}, steps_at_s=[], steps={})) == []
+
+
+def test_a_column_of_unknown_figures_is_no_figure():
+    unknown: Column = [None] * ROWS
+    names = ("busy:learner", "busy:g-0", "store_bytes", "queue:dead_letters")
+    steps = ("staleness/mean", "reward/sampled", "policy/entropy", "staleness/mismatch_kl@lag1")
+    trends = history(
+        dict.fromkeys(names, unknown), dict.fromkeys(steps, unknown), high_water_bytes=1
+    )
+    assert advise(HERE, trends) == []
+
+
+@pytest.mark.parametrize(
+    ("learner", "generators", "waiting", "setting"),
+    [
+        (0.5, 1.0, 0.0, "generators.count"),
+        (0.5, 0.5, 0.0, "run.max_staleness_steps"),
+        (0.5, 0.5, 16.0, "reward.workers"),
+        (1.0, 0.5, 0.0, "learner.ranks"),
+        (1.0, 0.5, 16.0, "reward.workers"),
+    ],
+)
+def test_who_else_waits_decides_what_a_starved_pool_needs(
+    learner: float, generators: float, waiting: float, setting: str
+):
+    columns = busy(learner, generators, **{"queue:waiting_for_reward": flat(waiting)})
+    assert {advisory.setting for advisory in advise(HERE, history(columns))} == {setting}
+
+
+def test_the_sentence_has_the_number_the_time_and_the_setting():
+    text = said(HERE, history(busy(0.59)))["learner-starved"].text
+    assert text == (
+        "The learner waited 41% of the last 2 minutes for data, while the generators were 100% "
+        "busy: add generators (generators.count) or let each answer more at a time "
+        "(generators.max_sequences)."
+    )
+
+
+def test_long_steps_make_the_window_longer():
+    waits = [0.0 if row % 100 else 1.0 for row in range(1_000)]  # busy once in a step of 200 s
+    trends = history({"busy:learner": waits}, rows=1_000, step_s=200.0, num_steps=11)
+    text = said(HERE, trends)["learner-starved"].text
+    assert "the last 32 minutes" in text  # the first doubling of 2 minutes that holds five steps
+
+
+def test_what_came_before_the_first_step_and_after_the_last_one_does_not_count():
+    shares = [0.0] * 20 + [1.0] * 150 + [0.0] * 30
+    trends = replace(
+        history({"busy:learner": shares}), steps_at_s=[40.0 + 5 * step for step in range(60)]
+    )
+    assert "learner-starved" not in said(status(steps=60, total_steps=60), trends)
+    assert "learner-starved" in said(status(steps=60, total_steps=61), trends)
+
+
+def test_a_share_that_hovers_about_the_limit_does_not_flap():
+    hovering = [0.75 + (0.05 if row % 2 else -0.06) + 0.02 * (row // 100 % 2) for row in range(600)]
+    spoke = [
+        "learner-starved" in said(HERE, history({"busy:learner": hovering}, rows=rows))
+        for rows in range(80, 600)
+    ]
+    changes = [row for row, (a, b) in enumerate(pairwise(spoke)) if a != b]
+    assert changes
+    assert all(EVERY_S * (b - a) >= WINDOW_S / 2 for a, b in pairwise(changes))
+
+
+def test_a_mended_pool_is_not_complained_about_any_more():
+    shares = [0.5] * 100 + [1.0] * 100
+    spoke = [
+        "learner-starved" in said(HERE, history({"busy:learner": shares}, rows=rows))
+        for rows in (100, ROWS)
+    ]
+    assert spoke == [True, False]
+
+
+def test_a_hiccup_says_nothing():
+    shares: Sequence[float] = [1.0] * 150 + [0.0] * 10 + [1.0] * 40
+    assert said(HERE, history({"busy:learner": shares})) == {}
+
+
+def test_a_kl_that_follows_the_staleness_is_named_where_there_is_none_by_lag():
+    def staleness(step: int) -> float:
+        return 1.0 + 0.5 * (-1) ** step
+
+    follows = mixed(lambda step: 0.03 + 0.01 * (-1) ** step, staleness)
+    assert (
+        "correlation 1.00" in said(HERE, history(steps=follows))["mismatch-kl-rising-with-lag"].text
+    )
+    numerics = mixed(lambda step: 0.03 + 0.01 * (-1) ** (step // 2), staleness)
+    assert said(HERE, history(steps=numerics)) == {}
+    harmless = mixed(lambda step: 0.003 + 0.001 * (-1) ** step, staleness)
+    assert said(HERE, history(steps=harmless)) == {}
+
+
+def test_many_dead_letters_are_an_error_and_errors_come_first():
+    columns = {"queue:dead_letters": rising(1.0), "issued": rising(2.0)} | busy(0.5)
+    levels = [advisory.level for advisory in advise(HERE, history(columns))]
+    assert levels == ["error", "warning"]
+
+
+def test_staleness_has_no_bound_to_be_at_in_a_synchronous_run():
+    trends = history(steps={"staleness/mean": flat(0.0, STEPS)})
+    assert said(status(max_staleness_steps=0), trends) == {}
+
+
+def test_a_day_of_history_costs_no_more_than_a_few_milliseconds():
+    rows = 2_000
+    names = [*busy(1.0), "store_bytes", "queue:dead_letters", "trained", "issued"]
+    trends = history({name: flat(0.5, rows) for name in names}, rows=rows, num_steps=rows)
+    looked: list[int] = []
+
+    class Counting(list[float]):
+        def __getitem__(self, index: Any) -> Any:  # noqa: ANN401 as a list does
+            if isinstance(index, slice):
+                looked.append(len(range(*index.indices(len(self)))))
+            return super().__getitem__(index)
+
+    counted = replace(
+        trends, series={name: Counting(column) for name, column in trends.series.items()}
+    )
+    advise(HERE, counted)
+    assert sum(looked) < 20 * LOOKS * rows / 10
+
+
+def test_an_engine_that_came_back_is_not_told_of():
+    assert said(status(publish_history=left_out(1, 1, 1, 0)), history()) == {}
+    (told,) = said(status(publish_history=left_out(0, 2, 2, 1, 2)), history()).values()
+    assert told.text.startswith("g-0 and 1 more were left out of 4 of the last 5 publishes (no")
+
+
+def test_every_rule_has_its_section_in_the_guide():
+    headings = re.findall(r"^#+ (.+)$", GUIDE.read_text("utf-8"), flags=re.MULTILINE)
+    anchors = {re.sub(r"[^a-z0-9 -]", "", h.lower()).replace(" ", "-") for h in headings}
+    assert set(RULES) <= anchors
+
+
+def test_every_setting_that_is_named_exists():
+    settings = (GUIDE.parent / "settings.md").read_text("utf-8")
+    source = Path(advisories.__file__).read_text("utf-8")
+    sections = "run|data|reward|learner|algo|generators|broker|weightbus|sampling|checkpoint"
+    named = set(re.findall(rf"\b(?:{sections})\.[a-z_]+(?:\.[a-z_]+)?\b", source))
+    named = {name for name in named if not name.startswith(("broker.dashboard", "data.sources"))}
+    named = {
+        "generators.sglang" if name.startswith("generators.sglang.") else name for name in named
+    }
+    assert named
+    assert {name for name in named if f"`{name}`" not in settings} == set()

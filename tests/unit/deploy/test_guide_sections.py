@@ -1,0 +1,26 @@
+"""The page explains every rule with the words of the diagnosis guide."""
+
+import json
+from importlib.resources import files
+
+import pytest
+
+from broker.dashboard.advisories import RULES
+from deploy.guide_sections import reference, sections
+
+
+def test_what_the_page_shows_is_what_the_guide_says():
+    shipped = (files("broker.dashboard") / "why.json").read_text("utf-8")
+    assert shipped == reference(), "run `make docs`"
+    assert set(json.loads(shipped)) == set(RULES)
+    for section in json.loads(shipped).values():
+        paragraphs = section["text"].split("\n\n")
+        beginnings = [paragraph.split(":")[0] for paragraph in paragraphs]
+        assert beginnings == ["You see", "Why", "Change", "It costs"]
+        assert not set("*`[") & set(section["text"])
+
+
+def test_a_rule_without_a_section_is_named():
+    guide = "".join(f"## {rule.replace('-', ' ')}\n\ntext\n\n" for rule in RULES[1:])
+    with pytest.raises(KeyError, match=RULES[0]):
+        sections(guide)
