@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from msgspec.structs import replace
 from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
@@ -55,7 +56,8 @@ def top(folder: Path, *, as_json: bool) -> int:
         except PeerLostError:
             if stored is None:
                 raise
-            status = stored.status
+            outcome = outcome_of(run) or stored.status.outcome
+            status = replace(stored.status, outcome=outcome)
             recent.look(status)
         return print_json(summary_of(status) | {"advisories": recent.advisories()})
     console = Console()

@@ -20,7 +20,8 @@ from wire.run_settings import RunSection
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    text = '[run]\nname = "r"\n[broker.redis]\nfsync = "everysec"\n'
+    run = f'[run]\nname = "{tmp_path.name}"\ndir = "{tmp_path.parent}"\n'
+    text = f'{run}[broker.redis]\nfsync = "everysec"\n'
     (tmp_path / "resolved.toml").write_text(text)
     return tmp_path
 
@@ -43,8 +44,10 @@ def test_the_state_of_a_run_that_has_ended_is_what_the_broker_wrote_last(
 ):
     columns = History(began_s=0.0).columns()
     write_state(folder / PAGE_STATE, StoredState(at_s=0.0, status=STATUS, history=columns))
+    (folder / "summary.json").write_text('{"outcome": "finished"}')
     assert top(folder, as_json=True) == 0
     figures = json.loads(capsys.readouterr().out)
+    assert figures["outcome"] == "finished"
     assert figures["steps"] == STATUS.steps
     assert [one["rule"] for one in figures["advisories"]] == ["fsync-too-weak"]
 
