@@ -18,6 +18,7 @@ from pathlib import Path
 
 from benchmarks.bars import Bars
 from benchmarks.measured_runs import ROOT, run_slipstream, write_inputs
+from wire.run_folder import PAGE_ADDRESS
 
 NEEDS_SHARE = 0.02
 _SAMPLER = Path(sys.executable).with_name("py-spy")
@@ -47,7 +48,7 @@ class Watch:
     """A viewer and a profiler beside a run."""
 
     def __init__(self, folder: Path, name: str) -> None:
-        self._page = folder / "runs" / name / "dashboard.url"
+        self._page = folder / "runs" / name / PAGE_ADDRESS
         self.samples = folder / "samples.txt"
         self._processes: list[subprocess.Popen[bytes]] = []
 

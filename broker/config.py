@@ -62,6 +62,11 @@ class RedisTable(Section, frozen=True, kw_only=True):
     fsync: Annotated[str, msgspec.Meta(pattern="^(always|everysec|no)$")] = "always"
     """appendfsync of the private server. Weaker than always can lose acknowledged work."""
 
+    @property
+    def known_fsync(self) -> str:
+        """Return how the store is synced; empty for a server of others, where it is not known."""
+        return "" if self.url else self.fsync
+
 
 class DashboardTable(Section, frozen=True, kw_only=True):
     """[broker.dashboard]: the live page and /metrics."""

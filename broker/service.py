@@ -78,9 +78,7 @@ async def serve(settings: BrokerSettings, *, restarted: bool = False) -> None:
         gc.enable()
         recorder = None
         if settings.broker.dashboard.enabled:
-            fsync = settings.broker.redis.fsync
-            if settings.broker.redis.url:  # set by others
-                fsync = fsync_of(await store.durability())
+            fsync = settings.broker.redis.known_fsync or fsync_of(await store.durability())
             missed = trained_steps(beginning.events)
             recorder = await _open_dashboard(settings, server, fsync, missed, cleanup)
         own_socket = _point_to(run, beginning.generation)

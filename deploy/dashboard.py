@@ -51,7 +51,7 @@ def show_dashboard(folder: Path, console: Console, *, port: int) -> int:
     source = FinishedRun(
         stored,
         high_water_bytes=broker.high_water_bytes,
-        fsync="" if broker.redis.url else broker.redis.fsync,  # of another's server: not known
+        fsync=broker.redis.known_fsync,
         outcome=shown_outcome(stored, outcome),
     )
     dashboard = Dashboard(source, RecordedItems(folder), host="127.0.0.1", port=port)

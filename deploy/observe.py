@@ -10,6 +10,7 @@ from broker.client import BrokerClient
 from wire.control import Answer, GetLedger, GetStatus, LedgerAnswer, Request, Role, StatusAnswer
 from wire.errors import ConfigError, PeerLostError, SlipstreamError
 from wire.ledger_view import LedgerView
+from wire.run_folder import PAGE_ADDRESS
 from wire.run_settings import RunSection, run_section
 from wire.settings import load_table
 from wire.status import RunStatus
@@ -29,7 +30,7 @@ def run_of_folder(folder: Path) -> RunSection:
 
 def dashboard_address(run: RunSection) -> str:
     """Return the address of a run's live page."""
-    path = run.folder / "dashboard.url"
+    path = run.folder / PAGE_ADDRESS
     return path.read_text().strip() if path.exists() else "(off)"
 
 

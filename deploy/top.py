@@ -75,9 +75,10 @@ def top(folder: Path, *, as_json: bool) -> int:
 def recent_of(folder: Path, stored: StoredState | None) -> Recent:
     """Return the history of a run as far as it is written, with the limits that it goes by."""
     broker = section(load_table(folder / "resolved.toml"), "broker", BrokerSection)
-    fsync = "" if broker.redis.url else broker.redis.fsync  # of another's server it is not known
     return Recent(
-        stored.history if stored else None, high_water_bytes=broker.high_water_bytes, fsync=fsync
+        stored.history if stored else None,
+        high_water_bytes=broker.high_water_bytes,
+        fsync=broker.redis.known_fsync,
     )
 
 

@@ -27,6 +27,7 @@ from broker.dashboard.history import (
     write_state,
 )
 from broker.dashboard.items import Letter, shown_letters
+from broker.telemetry import told_of
 from wire.dead_letters import DeadLetter
 from wire.status import RunStatus
 
@@ -288,8 +289,7 @@ def shown_status(
 ) -> RunStatus:
     """Return a state with only the newest of what grows; all counts at most as many as given."""
     return msgspec.structs.replace(
-        status,
-        steps_history=status.steps_history[-steps:] if steps else [],
+        told_of(status, steps),
         publish_history=status.publish_history[-publishes:],
         eval=status.eval[-evaluations:],
     )
