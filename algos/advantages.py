@@ -1,26 +1,161 @@
-"""Advantages of trajectories from the rewards of their group.
+"""Advantages of whole trajectories, from their rewards and those of their siblings.
 
-Shapes: N groups of G siblings.
+Every part takes the outcomes of a step and returns one float64 per trajectory. A group of one has
+no siblings to compare with: where the docstring says nothing else, its baseline is 0.
+
+Shapes: N trajectories of a step.
 """
 
-from torch import Tensor
+from dataclasses import dataclass
+from typing import Annotated
 
-_EPSILON = 1e-6
+import msgspec
+import torch
+from torch import Tensor, where
+
+from algos.parts import NoOptions, Options, advantage
+from algos.shaping import group_centered, group_deviations, group_extremes, group_sums
 
 
-def group_relative_advantages(rewards: Tensor, *, divide_by_std: bool) -> Tensor:
-    """Return A = (r - mean(r)) / (std(r) + 1e-6) within each group. Shapes [N, G] -> [N, G].
-
-    GRPO (DeepSeekMath, arXiv 2402.03300, section 4.1.2), with the unbiased standard deviation;
-    without ``divide_by_std`` the centred reward alone (Dr. GRPO, arXiv 2503.20783). A group of
-    equal rewards has advantage 0 everywhere.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcomes:
+    """How the trajectories of one step ended.
 
     Raises:
-        ValueError: fewer than two siblings.
+        ValueError: the tensors do not fit together, or a group is not below num_groups.
     """
-    if rewards.dim() != 2 or rewards.shape[1] < 2:
-        raise ValueError(f"rewards must be [groups, siblings >= 2], got {tuple(rewards.shape)}")
-    centred = rewards - rewards.mean(dim=1, keepdim=True)
-    if not divide_by_std:
-        return centred
-    return centred / (rewards.std(dim=1, keepdim=True) + _EPSILON)
+
+    rewards: Tensor  # [N], held as float64
+    groups: Tensor  # [N] int64, the group of each trajectory, in any order
+    num_groups: int
+    lengths: Tensor  # [N], response tokens
+    greedy_rewards: Tensor | None = None  # [N], of a greedy answer to the same prompt
+
+    def __post_init__(self) -> None:
+        """Reject outcomes that no part could use."""
+        if self.rewards.dim() != 1:
+            raise ValueError(f"rewards must be [N], got {tuple(self.rewards.shape)}")
+        for name in ("groups", "lengths", "greedy_rewards"):
+            found: Tensor | None = getattr(self, name)
+            if found is not None and found.shape != self.rewards.shape:
+                raise ValueError(
+                    f"{name} has shape {tuple(found.shape)}, expected "
+                    f"{tuple(self.rewards.shape)} as the rewards"
+                )
+        if bool(((self.groups < 0) | (self.groups >= self.num_groups)).any()):
+            raise ValueError(
+                f"groups must be 0 to {self.num_groups - 1} (num_groups = {self.num_groups}), "
+                f"got {int(self.groups.min())} to {int(self.groups.max())}"
+            )
+        object.__setattr__(self, "rewards", self.rewards.double())
+
+    @property
+    def siblings(self) -> Tensor:
+        """Return the size of each trajectory's group, [N] float64."""
+        return group_sums(torch.ones_like(self.rewards), self.groups, self.num_groups)
+
+    def centered(self, weights: Tensor | None = None) -> Tensor:
+        """Return r minus the (weighted) mean of the group, r itself in a group of one. [N]."""
+        centered = group_centered(self.rewards, self.groups, self.num_groups, weights)
+        return where(self.siblings > 1, centered, self.rewards)
+
+    def deviations(self) -> Tensor:
+        """Return the unbiased standard deviation of the group, 1.0 in a group of one. [N]."""
+        return group_deviations(self.rewards, self.groups, self.num_groups)
+
+    def largest(self, values: Tensor) -> Tensor:
+        """Return the maximum over the group. Shapes [N] -> [N]."""
+        return group_extremes(values, self.groups, self.num_groups, "amax")
+
+
+class GrpoOptions(Options, frozen=True, kw_only=True):
+    """Settings of grpo."""
+
+    divide_by_std: bool = True
+    """Divide by the standard deviation of the group; without it, this is Dr. GRPO."""
+    epsilon: Annotated[float, msgspec.Meta(ge=0)] = 1e-6
+    """Added to the standard deviation."""
+
+
+@advantage("grpo", GrpoOptions)
+def grpo(outcomes: Outcomes, options: GrpoOptions) -> Tensor:
+    """A = (r - mean(r)) / (std(r) + epsilon) over the group.
+
+    DeepSeekMath (arXiv 2402.03300) section 4.1.2, with the unbiased standard deviation. Without
+    ``divide_by_std`` it is A = r - mean(r), Dr. GRPO (arXiv 2503.20783). A group of equal rewards
+    has advantage 0.0; one of a single trajectory has mean 0 and std 1.
+    """
+    if not options.divide_by_std:
+        return outcomes.centered()
+    return outcomes.centered() / (outcomes.deviations() + options.epsilon)
+
+
+@advantage("rloo")
+def rloo(outcomes: Outcomes, _: NoOptions) -> Tensor:
+    """A = r - the mean reward of the other siblings.
+
+    RLOO (arXiv 2402.14740), computed as n / (n - 1) (r - mean(r)) in a group of n.
+    """
+    siblings = outcomes.siblings
+    return outcomes.centered() * where(siblings > 1, siblings / (siblings - 1), 1.0)
+
+
+@advantage("opo")
+def opo(outcomes: Outcomes, _: NoOptions) -> Tensor:
+    """A = r - the mean reward of the group, weighted by the lengths of the responses.
+
+    OPO (arXiv 2505.23585): the baseline of least variance if a gradient's square grows with length.
+    """
+    return outcomes.centered(outcomes.lengths)
+
+
+class PassAtKOptions(Options, frozen=True, kw_only=True):
+    """Settings of pass-at-k."""
+
+    divide_by_std: bool = True
+    """Divide by the standard deviation of the group."""
+    epsilon: Annotated[float, msgspec.Meta(ge=0)] = 1e-6
+    """Added to the standard deviation."""
+
+
+@advantage("pass-at-k", PassAtKOptions)
+def pass_at_k(outcomes: Outcomes, options: PassAtKOptions) -> Tensor:
+    """A = the lead of the best over the second best for the best, 0 for its siblings.
+
+    The gradient of the expected best of k (arXiv 2503.19595). Where two share the best reward,
+    nobody leads.
+
+    Raises:
+        ValueError: a group has one trajectory, so that there is no second best.
+    """
+    if bool((outcomes.siblings < 2).any()):
+        raise ValueError("pass-at-k needs at least 2 siblings in every group, got a group of 1")
+    rewards = outcomes.rewards
+    is_best = rewards == outcomes.largest(rewards)
+    second = outcomes.largest(where(is_best, -torch.inf, rewards))
+    num_best = group_sums(is_best.double(), outcomes.groups, outcomes.num_groups)
+    lead = where(is_best & (num_best == 1), rewards - second, 0.0)
+    return lead / (outcomes.deviations() + options.epsilon) if options.divide_by_std else lead
+
+
+@advantage("remax", needs=("greedy",))
+def remax(outcomes: Outcomes, _: NoOptions) -> Tensor:
+    """A = r - the reward of the greedy answer to the same prompt.
+
+    ReMax (arXiv 2310.10505).
+
+    Raises:
+        ValueError: there are no greedy rewards.
+    """
+    if outcomes.greedy_rewards is None:
+        raise ValueError("remax needs greedy_rewards, got None")
+    return outcomes.rewards - outcomes.greedy_rewards.double()
+
+
+@advantage("reinforce")
+def plain(outcomes: Outcomes, _: NoOptions) -> Tensor:
+    """A = r.
+
+    REINFORCE (Williams, 1992) without a baseline.
+    """
+    return outcomes.rewards

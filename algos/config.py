@@ -1,20 +1,324 @@
-"""Settings of the algorithm: plain structs, decoded by the learner."""
+"""What the section [algo] comes to: the parts of a preset with a user's changes.
 
-from typing import Annotated, Literal
+Every part and its settings are known here, so this needs torch; ``algos.section`` does not.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 
+from algos import advantages, corrections, returns, surrogates
+from algos.kl import Kind as KlKind
+from algos.parts import NEEDS, AnyPart, Kind, Options, PartError, find_part
+from algos.presets import PRESETS
+from algos.reduce import Rule
+from algos.section import AlgoSection, Table
 
-class AlgoSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """[algo]: decoupled PPO on group-relative advantages."""
+T = TypeVar("T", bound=Options)
+NotNegative = Annotated[float, msgspec.Meta(ge=0)]
+Positive = Annotated[float, msgspec.Meta(gt=0)]
 
-    advantage: Literal["grpo", "grpo-without-std"] = "grpo"
-    """Group-relative advantage, divided by the group's standard deviation or not."""
-    surrogate: Literal["decoupled-ppo"] = "decoupled-ppo"
-    """Clip current / proximal; correct proximal / behavior."""
-    clip_low: Annotated[float, msgspec.Meta(gt=0, lt=1)] = 0.2
-    """The ratio current / proximal is clipped below 1 - clip_low."""
-    clip_high: Annotated[float, msgspec.Meta(gt=0)] = 0.2
-    """The ratio current / proximal is clipped above 1 + clip_high."""
-    max_correction: Annotated[float, msgspec.Meta(gt=0)] = 5.0
-    """Cap on the staleness correction proximal / behavior."""
+ADVANTAGES: dict[str, AnyPart] = {
+    part.name: part
+    for part in (
+        advantages.grpo,
+        advantages.rloo,
+        advantages.opo,
+        advantages.pass_at_k,
+        advantages.remax,
+        advantages.plain,
+        returns.discounted_returns,
+        returns.centered_returns,
+        returns.gae,
+    )
+}
+SURROGATES: dict[str, AnyPart] = {
+    part.name: part
+    for part in (
+        surrogates.policy_gradient,
+        surrogates.reinforce_is,
+        surrogates.ppo_clip,
+        surrogates.gspo,
+        surrogates.cispo,
+        surrogates.sapo,
+        surrogates.gmpo,
+        surrogates.dppo_tv,
+        surrogates.dppo_kl,
+    )
+}
+CORRECTIONS: dict[str, AnyPart] = {
+    part.name: part
+    for part in (
+        corrections.importance_sampling,
+        corrections.rejection,
+        corrections.veto,
+        corrections.opsm,
+        corrections.m2po,
+        corrections.staleness_decay,
+        corrections.approximate_proximal,
+    )
+}
+PARTS: dict[Kind, dict[str, AnyPart]] = {
+    "advantage": ADVANTAGES,
+    "surrogate": SURROGATES,
+    "correction": CORRECTIONS,
+}
+_WEIGHING = frozenset({"importance-sampling", "staleness-decay", "approximate-proximal"})
+GROUP_RELATIVE = frozenset({"grpo", "rloo", "opo", "pass-at-k", "reinforce++-baseline"})
+
+
+class ReduceOptions(Options, frozen=True, kw_only=True):
+    """[algo.reduce]: how losses of tokens become one number."""
+
+    name: Rule = "token-mean"
+    """Mean over all tokens of a minibatch, or over sequences first."""
+    length: NotNegative = 0.0
+    """Constant of sequence-mean-token-sum-norm; 0 is sampling.max_response_tokens."""
+    denominator: Literal["original", "kept"] = "original"
+    """Whether tokens that a correction rejected still count in the denominator."""
+
+
+class KlOptions(Options, frozen=True, kw_only=True):
+    """[algo.kl]: what holds the policy near a reference policy."""
+
+    coefficient: NotNegative = 0.0
+    """Weight of the KL divergence; 0 needs no reference policy."""
+    name: KlKind = "k3"
+    """Estimator; k1+ and k3+ have the gradient of k2, full takes all logits."""
+    place: Literal["loss", "reward"] = "loss"
+    """Added to the loss, or taken from the reward of each token."""
+    reference: str = ""
+    """Hugging Face folder of the reference policy; empty is run.model."""
+
+
+class CriticOptions(Options, frozen=True, kw_only=True):
+    """[algo.critic]: the value model, for advantages that need one."""
+
+    lr: Positive = 1e-5
+    """Learning rate of the critic; its schedule is the learner's."""
+    clip: Positive = 0.2
+    """Values move at most so far from what they were at the start of the step; inf for no limit."""
+    huber: Positive | None = None
+    """Errors beyond this count linearly (Huber) instead of squared; not set squares all."""
+    warmup_steps: Annotated[int, msgspec.Meta(ge=0)] = 0
+    """Learner steps that train the critic alone."""
+    model: str = ""
+    """Hugging Face folder whose trunk the critic starts from; empty is run.model."""
+
+
+class DataOptions(Options, frozen=True, kw_only=True):
+    """[algo.data]: what is done to rewards and to the batch before advantages."""
+
+    scale: float = 1.0
+    """Rewards are multiplied by this, after bias was added."""
+    bias: float = 0.0
+    """Added to every reward."""
+    clip: Positive | None = None
+    """Scaled rewards are limited to this magnitude."""
+    normalize: Literal["none", "group", "batch"] = "none"
+    """Center rewards and divide them by their deviation within this."""
+    overlong_buffer: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.0
+    """Last share of sampling.max_response_tokens in which a soft penalty grows; 0 is none."""
+    overlong_penalty: Positive = 1.0
+    """The penalty at the limit."""
+    overlong_filter: bool = False
+    """Responses that were cut off at the limit train nothing; their reward still counts."""
+    zero_variance: Literal["keep", "mask"] = "keep"
+    """Whether groups of equal rewards count in the loss; see broker.drop_zero_variance as well."""
+    resample: Literal["none", "pow", "max-min", "max-random"] = "none"
+    """PF-PPO: draw the batch again, with a chance that grows with the reward."""
+    resample_power: Positive = 1.0
+    """Chance is the reward's magnitude to this power (pow)."""
+    resample_share: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.1
+    """Chance of all but the best, as a share of the best one's (max-random)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """A part with its settings."""
+
+    part: AnyPart
+    options: Options
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AlgoChoice:
+    """All that an algorithm is made of."""
+
+    preset: str
+    advantage: Chosen
+    surrogate: Chosen
+    anchor: Literal["proximal", "behavior"]
+    corrections: tuple[Chosen, ...]
+    reduce: ReduceOptions
+    whiten: Literal["none", "batch", "group"]
+    entropy_bonus: float
+    kl: KlOptions
+    critic: CriticOptions
+    data: DataOptions
+
+    @property
+    def needs_values(self) -> bool:
+        """Return whether there is a critic."""
+        return "values" in self.advantage.part.needs
+
+    @property
+    def needs_reference(self) -> bool:
+        """Return whether there is a reference policy."""
+        return self.kl.coefficient > 0
+
+    @property
+    def is_group_relative(self) -> bool:
+        """Return whether a trajectory is compared with its siblings."""
+        return self.advantage.part.name in GROUP_RELATIVE
+
+
+def choice_of(section: AlgoSection) -> AlgoChoice:
+    """Return the parts that a section chooses.
+
+    Raises:
+        PartError: an unknown name or setting, or parts that make no sense together.
+    """
+    if section.preset not in PRESETS:
+        raise PartError(
+            f"algo.preset = {section.preset!r} is not known; there are {', '.join(PRESETS)}"
+        )
+    preset = PRESETS[section.preset]
+    choice = AlgoChoice(
+        preset=section.preset,
+        advantage=_chosen("advantage", preset, section.advantage),
+        surrogate=_chosen("surrogate", preset, section.surrogate),
+        anchor=section.anchor or preset.get("anchor", "proximal"),
+        corrections=_corrections(preset.get("correction", {}), section.correction),
+        reduce=_options("algo.reduce", ReduceOptions, _merged(preset, "reduce", section.reduce)),
+        whiten=section.whiten or preset.get("whiten", "none"),
+        entropy_bonus=(
+            preset.get("entropy_bonus", 0.0)
+            if section.entropy_bonus is None
+            else section.entropy_bonus
+        ),
+        kl=_table("kl", KlOptions, preset, section.kl),
+        critic=_table("critic", CriticOptions, preset, section.critic),
+        data=_table("data", DataOptions, preset, section.data),
+    )
+    _refuse(choice, section)
+    return choice
+
+
+def _merged(preset: Mapping[str, Any], kind: str, given: str | Table) -> Table:
+    """Return name and settings: the preset's settings hold as long as its part is not replaced."""
+    base: Table = {**preset.get(kind, {})}
+    if not given:
+        return base
+    table: Table = {"name": given} if isinstance(given, str) else given
+    if table.get("name", base.get("name")) != base.get("name"):
+        return dict(table)
+    return {**base, **table}
+
+
+def _chosen(kind: Kind, preset: Mapping[str, Any], given: str | Table) -> Chosen:
+    table = _merged(preset, kind, given)
+    name = table.pop("name", "")
+    part = find_part(kind, name, PARTS[kind], f"algo.{kind}")
+    return Chosen(part, _options(f"algo.{kind}", part.options, table))
+
+
+def _corrections(preset: Mapping[str, Table], given: str | Table) -> tuple[Chosen, ...]:
+    tables: dict[str, Table] = {name: dict(table) for name, table in preset.items()}
+    if given == "none":
+        tables = {}
+    elif isinstance(given, str) and given:
+        tables = {given: {**tables.get(given, {})}}
+    elif isinstance(given, dict):
+        for name, table in given.items():
+            if table is False:
+                tables.pop(name, None)
+            elif isinstance(table, dict):
+                tables[name] = {**tables.get(name, {}), **table}
+            else:
+                raise PartError(
+                    f"algo.correction.{name} must be a table of settings or false, got {table!r}"
+                )
+    chosen = []
+    for name, table in tables.items():
+        part = find_part("correction", name, CORRECTIONS, "algo.correction")
+        chosen.append(Chosen(part, _options(f"algo.correction.{name}", part.options, table)))
+    return tuple(chosen)
+
+
+def _table(name: str, kind: type[T], preset: Mapping[str, Any], given: Table) -> T:
+    return _options(f"algo.{name}", kind, {**preset.get(name, {}), **given})
+
+
+def _options(where: str, kind: type[T], table: Table) -> T:
+    known = [field.encode_name for field in msgspec.structs.fields(kind)]
+    for key in table:
+        if key not in known:
+            raise PartError(
+                f"unknown setting {where}.{key}; known are {', '.join(known) or 'none'}"
+            )
+    try:
+        return msgspec.convert(table, kind)
+    except msgspec.ValidationError as error:
+        raise PartError(f"{where}: {error}") from error
+
+
+def _refuse(choice: AlgoChoice, section: AlgoSection) -> None:
+    """Refuse what makes no sense together, with the reason.
+
+    Raises:
+        PartError: says which settings, and why.
+    """
+    names = {chosen.part.name for chosen in choice.corrections}
+    has_ratio = choice.surrogate.part.name != "policy-gradient"
+    advantage = choice.advantage.part
+    reasons = {
+        f"algo.advantage = {advantage.name!r} needs {NEEDS['greedy']}": (
+            "greedy" in advantage.needs
+        ),
+        "algo.critic has no meaning without an advantage that needs values, such as gae": (
+            bool(section.critic) and not choice.needs_values
+        ),
+        'algo.kl.name = "full" has no meaning in the reward: it is a sum over all tokens that '
+        "could have been chosen, and the reward is of the one that was": (
+            choice.kl.name == "full" and choice.kl.place == "reward"
+        ),
+        f"algo.kl.name = {choice.kl.name!r} differs from its estimator in the gradient only, and "
+        "a reward has none: use k1 or k3": (
+            choice.kl.name in {"k1+", "k3+"} and choice.kl.place == "reward"
+        ),
+        'algo.anchor = "behavior" already divides by the behavior policy; importance-sampling '
+        "would correct for the same difference once more": (
+            choice.anchor == "behavior" and has_ratio and "importance-sampling" in names
+        ),
+        "algo.correction.approximate-proximal replaces the proximal policy, which algo.anchor = "
+        '"behavior" without importance-sampling does not use': (
+            "approximate-proximal" in names
+            and choice.anchor == "behavior"
+            and "importance-sampling" not in names
+        ),
+        "algo.reduce.length is the constant of sequence-mean-token-sum-norm alone": (
+            choice.reduce.length > 0 and choice.reduce.name != "sequence-mean-token-sum-norm"
+        ),
+        'algo.reduce.denominator = "kept" has no meaning without a correction that rejects '
+        "(rejection, veto, opsm, m2po)": (
+            choice.reduce.denominator == "kept" and names <= _WEIGHING
+        ),
+        'algo.whiten = "group" after algo.data.normalize = "group" does the same twice': (
+            choice.whiten == "group" and choice.data.normalize == "group"
+        ),
+        "algo.data.resample_power is a setting of algo.data.resample alone": (
+            "resample_power" in section.data and choice.data.resample == "none"
+        ),
+        "algo.data.overlong_penalty needs algo.data.overlong_buffer": (
+            "overlong_penalty" in section.data and choice.data.overlong_buffer == 0
+        ),
+        "algo.data.normalize already centers and scales rewards as algo.advantage does": (
+            choice.data.normalize == "group" and advantage.name == "grpo"
+        ),
+    }
+    for reason, is_so in reasons.items():
+        if is_so:
+            raise PartError(reason)

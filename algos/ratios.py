@@ -1,11 +1,34 @@
-"""Importance ratios. Every loss takes its ratio from here.
+"""Importance ratios. Every loss and every correction takes its ratio from here.
 
-Shapes: T tokens.
+Shapes: T tokens, B sequences.
 """
 
+import torch
 from torch import Tensor, where
 
-MAX_LOG_RATIO = 10.0  # exp(10) is about 2e4: past this a token carries no usable signal
+from algos.packing import Packing
+
+MAX_LOG_RATIO = 20.0  # exp(20) is about 5e8: finite, and squares of it are too
+
+
+def upcast(values: Tensor) -> Tensor:
+    """Return float64 as it is and every other type as float32."""
+    return values if values.dtype == torch.float64 else values.float()
+
+
+def log_ratio(*, target: Tensor, sampled_from: Tensor, mask: Tensor) -> Tensor:
+    """Return log pi_target - log pi_sampled_from, not clamped, 0.0 outside the mask. Shapes [T].
+
+    Gradient flows through ``target`` only; where the mask is False none flows, whatever is there.
+    """
+    zero = torch.zeros((), dtype=torch.float32, device=mask.device)
+    chosen = where(mask, upcast(target), zero)
+    return chosen - where(mask, upcast(sampled_from.detach()), zero)
+
+
+def bounded_exp(log_ratios: Tensor) -> Tensor:
+    """Return exp of log-ratios clamped to +-MAX_LOG_RATIO: never inf, gradient 0 beyond."""
+    return log_ratios.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
 def importance_ratio(*, target: Tensor, sampled_from: Tensor, mask: Tensor) -> Tensor:
@@ -13,5 +36,15 @@ def importance_ratio(*, target: Tensor, sampled_from: Tensor, mask: Tensor) -> T
 
     Gradient flows through ``target`` only.
     """
-    log_ratio = where(mask, target - sampled_from.detach(), 0.0)
-    return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    return bounded_exp(log_ratio(target=target, sampled_from=sampled_from, mask=mask))
+
+
+def sequence_ratio(log_ratios: Tensor, packing: Packing, *, geometric: bool) -> Tensor:
+    """Return the ratio of whole sequences: the product over tokens, or its T-th root. [T] -> [B].
+
+    Args:
+        log_ratios: [T], of ``log_ratio``.
+        packing: of these tokens.
+        geometric: exp(mean) instead of exp(sum).
+    """
+    return bounded_exp(packing.means(log_ratios) if geometric else packing.sums(log_ratios))

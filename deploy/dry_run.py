@@ -40,6 +40,9 @@ def print_dry_run(config: RunConfig, plans: Sequence[RolePlan], console: Console
         command = f"{plan.host}: {variables} {shlex.join(plan.command)}"
         console.print(command, soft_wrap=True, markup=False, highlight=False)
     console.print()
+    from learner.algorithm import algorithm_of  # torch: seconds that no other command needs
+
+    choice = algorithm_of(config.learner).choice
     hf = load_hf_config(config.learner.model)
     if config.generators.device == "cpu":
         console.print(f"policy of {num_parameters(hf):,} parameters, on the CPU")
@@ -48,7 +51,10 @@ def print_dry_run(config: RunConfig, plans: Sequence[RolePlan], console: Console
     console.print(
         f"memory per GPU of {available:g} GiB for a policy of P = {num_parameters(hf):,} parameters"
     )
-    learner, generator = learner_memory(hf, config), generator_memory(hf, config)
+    learner = learner_memory(
+        hf, config, has_reference=choice.needs_reference, has_critic=choice.needs_values
+    )
+    generator = generator_memory(hf, config)
     shared = config.deploy.share_gpus and len({plan.gpus for plan in plans if plan.gpus}) == 1
     _print_parts("learner, rank 0", learner, available, console)
     _print_parts("generator", generator[:2] if shared else generator, available, console)

@@ -9,6 +9,7 @@ from deploy.config import RunConfig
 from learner.hf_config import HfConfig
 
 GIB = 2**30
+_CHUNK_BYTES = 64 * 2**20  # as in algos.linear_logprobs, which needs torch
 _DEFAULT_STATIC_SHARE = 0.85  # of a GPU that SGLang takes for weights and cache
 
 
@@ -40,8 +41,17 @@ def kv_bytes_per_token(hf: HfConfig, *, element_bytes: int = 2) -> int:
     return 2 * hf.num_hidden_layers * hf.num_query_groups * hf.kv_channels * element_bytes
 
 
-def learner_memory(hf: HfConfig, config: RunConfig) -> list[MemoryPart]:
-    """Return what rank 0 of the learner holds, the one that holds most; bfloat16 weights."""
+def learner_memory(
+    hf: HfConfig, config: RunConfig, *, has_reference: bool = False, has_critic: bool = False
+) -> list[MemoryPart]:
+    """Return what rank 0 of the learner holds, the one that holds most; bfloat16 weights.
+
+    Args:
+        hf: the policy's architecture.
+        config: the run's settings.
+        has_reference: whether a frozen reference policy of the same size is beside it (algo.kl).
+        has_critic: whether a critic is (algo.advantage).
+    """
     learner = config.learner.learner
     share = learner.tensor_parallel
     tokens, hidden, layers = learner.max_tokens_per_microbatch, hf.hidden_size, hf.num_hidden_layers
@@ -61,10 +71,12 @@ def learner_memory(hf: HfConfig, config: RunConfig) -> list[MemoryPart]:
             "T h L (10 + 24 / t), Korthikanti et al. 2022 eq. 2 with flash attention",
         ),
         MemoryPart(
-            "logits and their gradient",
-            tokens * hf.vocab_size / share * 10,
-            "10 T V / t: bfloat16, float32, float32",
+            "logits and their gradient, a few tokens at a time",
+            min(tokens * hf.vocab_size / share * 4, _CHUNK_BYTES) * 3,
+            f"3 chunks of at most {_CHUNK_BYTES // 2**20} MiB",
         ),
+        *([MemoryPart("reference policy, bfloat16", 2 * own, "2 P / t")] * has_reference),
+        *([MemoryPart("critic: weights, gradients, optimizer", 18 * own, "18 P / t")] * has_critic),
     ]
 
 

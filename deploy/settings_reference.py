@@ -14,7 +14,15 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 import msgspec
 import tomli_w
 
-from algos.config import AlgoSection
+from algos.config import (
+    PARTS,
+    CriticOptions,
+    DataOptions,
+    KlOptions,
+    ReduceOptions,
+)
+from algos.presets import PRESETS
+from algos.section import AlgoSection
 from broker.config import BrokerSection, DataSection, LoggingSection, RewardSection
 from deploy.config import DeploySection
 from generators.config import GeneratorsSection
@@ -37,6 +45,13 @@ SECTION_STRUCTS: dict[str, tuple[type[msgspec.Struct], str]] = {
     "logging": (LoggingSection, "the broker"),
     "profile": (ProfileSection, "the learner"),
     "deploy": (DeploySection, "`slipstream run`"),
+}
+_TABLE_HEAD = ("| setting | default | meaning |", "|---|---|---|")
+_TABLES: dict[str, type[msgspec.Struct]] = {
+    "reduce": ReduceOptions,
+    "kl": KlOptions,
+    "critic": CriticOptions,
+    "data": DataOptions,
 }
 _HEAD = """\
 # Settings
@@ -66,17 +81,66 @@ def _section(name: str) -> str:
         title[:1].upper() + title[1:],
         f"Read by {readers}. Defined in `{_module_path(struct)}`.",
         "",
-        "| setting | default | meaning |",
-        "|---|---|---|",
-        *(
-            f"| `{setting}` | {default} | {meaning} |"
-            for setting, default, meaning in rows(struct, name)
-        ),
+        *_TABLE_HEAD,
+        *_rows(struct, name),
         "",
     ]
     if notes.strip():
         lines += [notes.strip(), ""]
+    if name == "algo":
+        lines += _algorithm()
     return "\n".join(lines)
+
+
+def _algorithm() -> Iterator[str]:
+    """Yield the lines on presets, and on the settings of parts that [algo] names."""
+    yield from ["### Presets", "", "`algo.preset` is one of these.", ""]
+    yield from ["| preset | what it sets |", "|---|---|"]
+    for name, preset in PRESETS.items():
+        text = "; ".join(
+            f"`{line}`"
+            for table in preset.items()
+            for line in tomli_w.dumps(_flat("algo", dict([table]))).splitlines()
+        )
+        yield f"| `{name}` | {text.replace(chr(34), '')} |"
+    for kind, parts in PARTS.items():
+        yield from ["", f"### algo.{kind}", "", "| name | what it is | settings |", "|---|---|---|"]
+        for part in parts.values():
+            settings = ", ".join(f"`{field.encode_name}`" for field in _fields(part.options))
+            yield f"| `{part.name}` | {_escaped(part.summary)} | {settings or 'none'} |"
+        yield from ["", "| part | setting | default | meaning |", "|---|---|---|---|"]
+        for part in parts.values():
+            where = f"algo.{kind}.{part.name}" if kind == "correction" else f"algo.{kind}"
+            yield from (f"| `{part.name}` {row}" for row in _rows(part.options, where))
+    for name, struct in _TABLES.items():
+        summary = inspect.cleandoc(struct.__doc__ or "").partition(": ")[2]
+        yield from ["", f"### algo.{name}", "", summary[:1].upper() + summary[1:], ""]
+        yield from [*_TABLE_HEAD, *_rows(struct, f"algo.{name}")]
+    yield ""
+
+
+def _escaped(text: str) -> str:
+    return text.replace("|", "\\|")
+
+
+def _flat(where: str, table: dict[str, Any]) -> dict[str, Any]:
+    """Return a table of tables as one table of dotted settings, quoted as TOML quotes them."""
+    flat: dict[str, Any] = {}
+    for key, value in table.items():
+        if isinstance(value, dict) and value:
+            flat |= _flat(f"{where}.{key}", value)
+        else:
+            flat[f"{where}.{key}"] = value
+    return flat
+
+
+def _fields(struct: type[msgspec.Struct]) -> tuple["msgspec.structs.FieldInfo", ...]:
+    return msgspec.structs.fields(struct)
+
+
+def _rows(struct: type[msgspec.Struct], where: str) -> Iterator[str]:
+    for setting, default, meaning in rows(struct, where):
+        yield f"| `{setting}` | {default} | {meaning} |"
 
 
 def rows(struct: type[msgspec.Struct], where: str) -> Iterator[tuple[str, str, str]]:
@@ -89,7 +153,7 @@ def rows(struct: type[msgspec.Struct], where: str) -> Iterator[tuple[str, str, s
         if inner is not None and get_origin(hint) is not dict:
             yield from rows(inner, setting)
             continue
-        meaning = f"{meanings[field.name]} Type: {_type_name(hint)}.".replace("|", "\\|")
+        meaning = _escaped(f"{meanings[field.name]} Type: {_type_name(hint)}.")
         yield setting, _default(field), meaning
         if inner is not None:
             yield from rows(inner, f"{setting}.NAME")
@@ -140,7 +204,7 @@ def _type_name(hint: Any) -> str:  # noqa: ANN401 any annotation
     if origin is Annotated:
         return _type_name(arguments[0]) + _limits(arguments[1])
     if origin is Literal:
-        return "one of " + ", ".join(f"`{choice}`" for choice in arguments)
+        return "one of " + ", ".join(f"`{choice}`" for choice in arguments if choice)
     if origin in {types.UnionType, Union}:
         return " or ".join(_type_name(one) for one in arguments if one is not type(None))
     if origin is tuple and arguments[-1] is Ellipsis:

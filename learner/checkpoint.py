@@ -138,6 +138,11 @@ def load_checkpoint(policy: Policy, topology: Topology, folder: Path, info: Chec
         DamagedCheckpointError: on every rank, if any of them cannot read it.
     """
     refuse_other_model(policy.model, folder, info)
+    if policy.critic is not None and not info.has_critic:
+        raise ConfigError(
+            f"{folder} holds no critic, and algo.advantage needs one: go on with the algorithm "
+            "that wrote it, or export it and start a run from it (run.model)"
+        )
     same = (info.ranks, info.tensor_parallel) == (topology.world_size, topology.tensor_parallel)
     wanted = policy.sharded_state(is_loading=True)
     if same:

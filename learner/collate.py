@@ -26,7 +26,6 @@ class TrainSequence:
     token_ids: NDArray[np.int32]
     loss_mask: NDArray[np.bool_]
     behavior_logprobs: NDArray[np.float32]  # 0.0 outside the mask
-    advantage: float
     temperature: float
     version_steps: NDArray[np.int32] | None = None  # step of the policy that chose each token
     end_barred: NDArray[np.bool_] | None = None  # True where no end token could be chosen
@@ -43,16 +42,13 @@ class PackedBatch:
     max_seqlen: int
     loss_mask: Tensor  # [T] bool
     behavior_logprobs: Tensor  # [T] float32, 0.0 outside the mask
-    advantages: Tensor  # [T] float32
     temperature: Tensor  # [T] float32
     version_steps: Tensor | None = None  # [T] int32, learner steps of the token's policy
     end_barred: Tensor | None = None  # [T] bool, True where no end token could be chosen
     end_token_ids: tuple[int, ...] = ()
 
 
-def unpack(
-    header: TrajectoryHeader, payload: TrajectoryPayload, *, advantage: float
-) -> TrainSequence:
+def unpack(header: TrajectoryHeader, payload: TrajectoryPayload) -> TrainSequence:
     """Return a trajectory's arrays without copying them.
 
     Raises:
@@ -78,7 +74,6 @@ def unpack(
         version_steps=_version_steps(header),
         loss_mask=mask,
         behavior_logprobs=np.where(mask, logprobs, np.float32(0.0)),
-        advantage=advantage,
         temperature=header.temperature,
     )
 
@@ -110,7 +105,6 @@ def pack(sequences: Sequence[TrainSequence], device: torch.device) -> PackedBatc
         max_seqlen=max(lengths),
         loss_mask=joined([s.loss_mask for s in sequences]),
         behavior_logprobs=joined([s.behavior_logprobs for s in sequences]),
-        advantages=per_token([s.advantage for s in sequences]),
         temperature=per_token([s.temperature for s in sequences]),
         version_steps=(
             joined([s.version_steps for s in sequences if s.version_steps is not None])

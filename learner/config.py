@@ -5,7 +5,7 @@ from typing import Annotated, Literal, Self
 
 import msgspec
 
-from algos.config import AlgoSection
+from algos.section import AlgoSection
 from weightbus.config import WeightBusSection, weightbus_section
 from wire.checkpoints import read_checkpoint_info
 from wire.errors import ConfigError
@@ -17,6 +17,7 @@ from wire.run_settings import (
     NotNegative,
     Positive,
     RunSection,
+    SamplingSection,
     model_folder,
     run_section,
 )
@@ -109,6 +110,7 @@ class LearnerSettings(msgspec.Struct, frozen=True, kw_only=True):
     learner: LearnerSection
     algo: AlgoSection
     weightbus: WeightBusSection
+    sampling: SamplingSection = SamplingSection()
     checkpoint: CheckpointSection = CheckpointSection()
     eval: EvalSection = EvalSection()
     profile: ProfileSection = ProfileSection()
@@ -150,6 +152,7 @@ def learner_settings(table: Table, *, may_resume: bool = False) -> LearnerSettin
         learner=section(table, "learner", LearnerSection),
         algo=section(table, "algo", AlgoSection),
         weightbus=weightbus_section(table),
+        sampling=section(table, "sampling", SamplingSection),
         checkpoint=section(table, "checkpoint", CheckpointSection),
         eval=section(table, "eval", EvalSection),
         profile=section(table, "profile", ProfileSection),
@@ -160,11 +163,6 @@ def learner_settings(table: Table, *, may_resume: bool = False) -> LearnerSettin
     _check_split(settings)
     _check_schedule(settings)
     _check_profile(settings)
-    if settings.run.group_size < 2:
-        raise ConfigError(
-            "run.group_size must be >= 2 for group-relative advantages, "
-            f"got {settings.run.group_size}"
-        )
     return settings
 
 

@@ -13,6 +13,8 @@ from typing import TypeVar
 import msgspec
 from tokenizers import Tokenizer
 
+from learner.algorithm import algorithm_of
+from learner.before import Minibatch
 from learner.broadcast import any_rank, broadcast_bytes
 from learner.collate import TrainSequence, pack
 from learner.config import LearnerSettings
@@ -34,7 +36,7 @@ from learner.profiling import StepProfiler
 from learner.rollout_log import RolloutLog, TrainedPart
 from learner.saver import Saver
 from learner.share import fetch_share, unpack_share
-from learner.step import Minibatch, TrainedMinibatch, advantages_of, batch_figures, train_step
+from learner.step import TrainedMinibatch, batch_figures, step_data, train_step
 from learner.stop import StopRequest
 from learner.topology import Topology
 from learner.weight_writer import WeightWriter
@@ -104,6 +106,7 @@ class LearnerLoop:
         self._rejected_in_a_row = 0
         self._told_s: dict[str, float] = {}  # by phase, as of the last commit
         self._saver = Saver(settings, topology, policy, self._ledger, self._seal)
+        self._algorithm = algorithm_of(settings)
         self._profiler = StepProfiler(settings.profile, folder / "profile", rank=topology.rank)
         self._rollouts: RolloutLog | None = None
         if leader is not None and settings.learner.rollouts_per_step:
@@ -268,45 +271,40 @@ class LearnerLoop:
 
     def _train(self, version: PolicyVersion, order: StepOrder) -> _Trained | Rejection:
         """Train a batch; every rank returns a rejection, and no weight has changed, or none."""
-        advantages = advantages_of(order.batch.groups, self._settings.algo)
         with self._clock.phase("fetch"):
             frames = fetch_share(order, self._topology, self._link)
         if self._link is not None and self._settings.learner.prefetch:
             self._link.begin_prefetch(version.step + 1)
         with self._clock.phase("pack"):
-            sequences = unpack_share(order, self._topology, frames, advantages)
+            sequences = unpack_share(order, self._topology, frames)
             if isinstance(sequences, Rejection):
                 return sequences
             minibatches = self._packed(order, sequences)
+        num_lags = self._settings.run.staleness_bound + 1
         try:
             figures, trained = train_step(
                 self._policy,
                 minibatches,
-                self._settings.algo,
+                step_data(order.batch.groups, step=order.step, seed=self._settings.run.seed),
+                self._algorithm,
                 self._clock,
-                step=order.step,
-                num_lags=self._settings.run.staleness_bound + 1,
+                num_lags=num_lags,
             )
         except NonFiniteError as error:
             everything = groups_of(order, range(len(order.headers)))
             return Rejection("nonfinite", everything, str(error))
-        figures |= batch_figures(order.trajectories, order.step)
+        figures |= batch_figures(order.batch.groups, order.step, num_lags=num_lags)
         self._record(order, minibatches, trained)
         return _Trained(figures, sum(header.num_response_tokens for header in order.headers))
 
     def _packed(self, order: StepOrder, sequences: dict[int, TrainSequence]) -> list[Minibatch]:
-        headers = order.headers
         return [
             Minibatch(
-                [pack([sequences[i] for i in indices], device()) for indices in minibatch],
-                sum(
-                    headers[i].num_response_tokens
-                    for share in plan.microbatches
-                    for indices in share
-                    for i in indices
-                ),
+                batches=[pack([sequences[i] for i in indices], device()) for indices in mine],
+                indices=mine,
+                members=[i for share in plan.microbatches for indices in share for i in indices],
             )
-            for plan, minibatch in zip(
+            for plan, mine in zip(
                 order.plans, order.share(self._topology.data_parallel_rank), strict=True
             )
         ]

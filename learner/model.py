@@ -1,12 +1,17 @@
-"""The policy as a Megatron-Core model, and its forward pass over packed sequences.
+"""A policy as a Megatron-Core model, and its forward pass over packed sequences.
 
-Shapes: T tokens of B sequences laid end to end, V the vocabulary padded to a multiple of tp.
+The output layer keeps its weights, its place in checkpoints and its gradients, but hands its input
+on: whoever needs log-probabilities multiplies a few tokens at a time (``algos.linear_logprobs``).
+
+Shapes: T tokens of B sequences laid end to end, H hidden size, V the vocabulary padded to a
+multiple of tp.
 """
 
 import copy
 import dataclasses
 import difflib
 import inspect
+import types
 from collections.abc import Mapping
 
 import torch
@@ -14,6 +19,11 @@ import torch.nn.functional as F  # noqa: N812 - the name that everybody uses
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.tensor_parallel import (
+    ColumnParallelLinear,
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.transformer_block import (
     TransformerBlockSubmodules,
@@ -79,20 +89,22 @@ def build_model(hf: HfConfig, *, dtype: torch.dtype, extra: Mapping[str, object]
         rotary_base=hf.rotary_base,
     )
     model.hf_config = hf
+    if model.post_process:
+        model.output_layer.forward = types.MethodType(_handed_on, model.output_layer)
     model.to(device.device())
     for parameter in model.parameters():
         tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
     return model
 
 
-def packed_logits(
+def packed_forward(
     model: torch.nn.Module,
     token_ids: Tensor,
     position_ids: Tensor,
     cu_seqlens: Tensor,
     max_seqlen: int,
 ) -> Tensor:
-    """Return the logits [T, V/tp] that follow each token; its columns are this rank's.
+    """Return what the model's last layer returns for each token: hidden states [T, H].
 
     Args:
         model: from ``build_model``, or a wrapper around one.
@@ -101,13 +113,50 @@ def packed_logits(
         cu_seqlens: [B + 1] int32; sequence i holds tokens cu_seqlens[i] to cu_seqlens[i + 1].
         max_seqlen: the length of the longest sequence, exactly.
     """
-    logits: Tensor = model(
+    outputs: Tensor = model(
         token_ids.unsqueeze(0),
         position_ids.unsqueeze(0),
         None,
         packed_seq_params=packed_layout(cu_seqlens, max_seqlen),
     )
-    return logits.squeeze(0)
+    return outputs.squeeze(0)
+
+
+def packed_logits(
+    model: GPTModel,
+    token_ids: Tensor,
+    position_ids: Tensor,
+    cu_seqlens: Tensor,
+    max_seqlen: int,
+) -> Tensor:
+    """Return the logits [T, V/tp] that follow each token; arguments as in ``packed_forward``."""
+    hidden = packed_forward(model, token_ids, position_ids, cu_seqlens, max_seqlen)
+    return hidden @ output_weight(model).t()
+
+
+def output_weight(model: GPTModel) -> Tensor:
+    """Return this rank's rows [V/tp, H] of the output layer, tied to the embedding or not."""
+    weight: Tensor = (
+        model.shared_embedding_or_output_weight()
+        if model.share_embeddings_and_output_weights
+        else model.output_layer.weight
+    )
+    return weight
+
+
+def _handed_on(
+    layer: ColumnParallelLinear,
+    hidden: Tensor,
+    weight: Tensor | None = None,  # noqa: ARG001 Megatron passes it on
+    runtime_gather_output: bool | None = None,  # noqa: ARG001
+) -> tuple[Tensor, None]:
+    """Stand for the layer's forward: return what it would multiply, whole on every rank.
+
+    In the backward pass the ranks' shares of the gradient are summed, as the layer would.
+    """
+    if layer.sequence_parallel:
+        return gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True), None
+    return copy_to_tensor_model_parallel_region(hidden), None
 
 
 def padded_vocab_size(vocab_size: int) -> int:

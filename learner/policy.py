@@ -1,39 +1,56 @@
-"""The policy under training: model, gradients, optimizer. Knows tensors, not trajectories.
+"""The policy under training and the reference policy. They know tensors, not trajectories.
 
-Shapes: T tokens of B sequences laid end to end.
+Shapes: T tokens of B sequences laid end to end, H hidden size.
 """
 
-import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-from megatron.core.distributed import finalize_model_grads as megatron_finalize
 from megatron.core.models.gpt import GPTModel
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.transformer.module import Float16Module
 from torch import Tensor
 
-from algos.logprobs import vocab_parallel_logprobs
-from learner.broadcast import any_rank
+from algos.diagnostics import Sums
+from algos.linear_logprobs import OutputLayer, Reference, TokenLogprobs, linear_logprobs
 from learner.collate import PackedBatch
 from learner.config import LearnerSection
-from learner.model import packed_logits
-from learner.orders import NonFiniteError
-from learner.schedule import make_scheduler
+from learner.critic import Critic
+from learner.model import output_weight, packed_forward
+from learner.replicas import Replicas
 from learner.topology import Topology
+from learner.trainable import LossFunction, Trainable
 
-_BARRED_LOGIT = -1e30  # probability 0 without an infinity in the gradient
 
-Sums = dict[str, Tensor]
-LossFunction = Callable[[int, PackedBatch, Tensor, Tensor], tuple[Tensor, Sums]]
-"""(microbatch number, batch, logprobs [T], entropy [T]) -> (loss [], sums to log)."""
+class ReferencePolicy:
+    """A frozen model; its log-probabilities are of the same tempered distributions."""
+
+    def __init__(self, model: GPTModel, topology: Topology) -> None:
+        """Freeze a model."""
+        self._model = model.requires_grad_(False)
+        self._topology = topology
+
+    @torch.no_grad()
+    def logprobs(self, batches: Sequence[PackedBatch]) -> list[Tensor]:
+        """Return the log-probabilities [T] per microbatch."""
+        return [
+            token_logprobs(batch, self.said(batch).hidden, self._layer(batch)).logprobs
+            for batch in batches
+        ]
+
+    @torch.no_grad()
+    def said(self, batch: PackedBatch) -> Reference:
+        """Return its hidden states and output layer, from which KL is taken in full."""
+        hidden = packed_forward(
+            self._model, batch.token_ids, batch.position_ids, batch.cu_seqlens, batch.max_seqlen
+        )
+        return Reference(hidden, self._layer(batch))
+
+    def _layer(self, batch: PackedBatch) -> OutputLayer:
+        return output_layer(self._model, self._topology, batch)
 
 
 class Policy:
-    """A Megatron model with its optimizer. The loss is normalized globally by the caller."""
+    """What is trained, with the models that help: a frozen reference policy and a critic."""
 
     def __init__(
         self,
@@ -42,77 +59,71 @@ class Policy:
         topology: Topology,
         *,
         decay_steps: int = 1,
+        reference: ReferencePolicy | None = None,
+        critic: Critic | None = None,
+        needs_full_kl: bool = False,
     ) -> None:
-        """Wrap a model; ``decay_steps`` is where the learning rate's decay ends."""
+        """Wrap a model.
+
+        Args:
+            model: what is trained.
+            settings: of the optimizer.
+            topology: this rank's place.
+            decay_steps: where the learning rate's decay ends.
+            reference: what KL is taken from, if it is.
+            critic: what predicts returns, if something does.
+            needs_full_kl: whether a loss is told the KL from the reference over all tokens.
+        """
         self.model = model
+        self.reference = reference
+        self.critic = critic
         self._topology = topology
-        self._vocab_size: int = model.hf_config.vocab_size
-        config = model.config
-        config.finalize_model_grads_func = _finalize
-        wrapped = Float16Module(config, model) if config.bf16 else model
-        self._ddp = DistributedDataParallel(
-            config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), wrapped
-        )
-        self._ddp.broadcast_params()
-        self._optimizer = get_megatron_optimizer(
-            OptimizerConfig(
-                optimizer="adam",
-                lr=settings.lr,
-                min_lr=settings.lr_min,
-                weight_decay=settings.weight_decay,
-                adam_beta1=settings.adam_beta1,
-                adam_beta2=settings.adam_beta2,
-                adam_eps=settings.adam_epsilon,
-                clip_grad=settings.clip_grad,
-                bf16=config.bf16,
-                params_dtype=config.params_dtype,
-            ),
-            [self._ddp],
-        )
-        self._scheduler = make_scheduler(self._optimizer, settings, decay_steps=decay_steps)
+        self._needs_full_kl = needs_full_kl
+        self._trained = Trainable(model, settings, topology, self._read, decay_steps=decay_steps)
+
+    @property
+    def replicas(self) -> Replicas:
+        """Return how this replica speaks with the others."""
+        return self._trained.replicas
 
     @property
     def lr(self) -> float:
         """Return the learning rate of the next optimizer update."""
-        return float(self._optimizer.param_groups[0]["lr"])
+        return self._trained.lr
 
     def end_step(self) -> None:
         """Move the schedule on by one learner step, however many updates it held."""
-        self._scheduler.step(1)
+        self._trained.end_step()
+        if self.critic is not None:
+            self.critic.end_step()
 
     def sharded_state(self, *, is_loading: bool) -> dict[str, Any]:
-        """Return weights, optimizer and schedule in Megatron's description of who holds what."""
-        model = self.model.sharded_state_dict()
-        optimizer = self._optimizer.sharded_state_dict(model, is_loading=is_loading)
-        return {"model": model, "optimizer": optimizer, "scheduler": self._scheduler.state_dict()}
+        """Return weights, optimizers and schedules in Megatron's description of who holds what."""
+        state = self._trained.sharded_state(is_loading=is_loading)
+        if self.critic is not None:
+            state["critic"] = self.critic.sharded_state(is_loading=is_loading)
+        return state
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Take over what was loaded for ``sharded_state``; settings of this run stay."""
-        self.model.load_state_dict(state["model"])
-        groups = self._optimizer.param_groups
-        settings = [{k: v for k, v in group.items() if k != "params"} for group in groups]
-        self._optimizer.load_state_dict(state["optimizer"])
-        for group, ours in zip(self._optimizer.param_groups, settings, strict=True):
-            group.update(ours)
-        self._scheduler.load_state_dict(state["scheduler"])
+        self._trained.load_state(state)
+        if self.critic is not None:
+            self.critic.load_state(state["critic"])
 
-    def logprobs(self, batch: PackedBatch) -> tuple[Tensor, Tensor]:
-        """Return (log probability [T], entropy [T]) of the tempered policy at each token.
+    def logprobs(self, batch: PackedBatch) -> TokenLogprobs:
+        """Return what the tempered policy says at each token.
 
         Index t belongs to the token at t; 0.0 outside the loss mask, where nothing was chosen.
         """
-        logits = packed_logits(
-            self._ddp, batch.token_ids, batch.position_ids, batch.cu_seqlens, batch.max_seqlen
-        )
-        return self._aligned(logits, batch)
+        return self._trained.forward(batch)
 
     @torch.no_grad()
     def proximal_logprobs(self, batches: Sequence[PackedBatch]) -> list[Tensor]:
         """Return the log probabilities [T] per microbatch under the present weights."""
-        return [self.logprobs(batch)[0] for batch in batches]
+        return [self.logprobs(batch).logprobs for batch in batches]
 
     def update(
-        self, batches: Sequence[PackedBatch], loss_function: LossFunction
+        self, batches: Sequence[PackedBatch], loss_function: LossFunction[TokenLogprobs]
     ) -> tuple[Sums, float]:
         """Do one optimizer update; return the summed figures of all replicas, and the norm.
 
@@ -120,86 +131,49 @@ class Policy:
             NonFiniteError: on every rank, if the loss or gradient is not finite on any; weights and
                 optimizer are as they were.
         """
-        self._ddp.zero_grad_buffer()
-        self._optimizer.zero_grad()
-        numbered = iter(enumerate(batches))
-        totals: Sums = {}
+        return self._trained.update(batches, loss_function)
 
-        def forward_step(
-            iterator: Iterator[tuple[int, PackedBatch]], model: torch.nn.Module
-        ) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, Tensor, Sums]]]:
-            number, batch = next(iterator)
-            logits = packed_logits(
-                model, batch.token_ids, batch.position_ids, batch.cu_seqlens, batch.max_seqlen
-            )
-
-            def loss_of(output: Tensor) -> tuple[Tensor, Tensor, Sums]:
-                loss, sums = loss_function(number, batch, *self._aligned(output, batch))
-                sums["loss"] = loss.detach()
-                for name, value in sums.items():
-                    totals[name] = totals.get(name, torch.zeros_like(value)) + value
-                return loss, torch.ones((), dtype=torch.int, device=loss.device), sums
-
-            return logits, loss_of
-
-        get_forward_backward_func()(
-            forward_step_func=forward_step,
-            data_iterator=numbered,
-            model=[self._ddp],
-            num_microbatches=len(batches),
-            seq_length=max(len(batch.token_ids) for batch in batches),
-            micro_batch_size=1,
-            forward_only=False,
-        )
-        summed = self._sum_over_replicas(totals)
-        overflow = self._optimizer.prepare_grads()
-        loss, grad_norm = float(summed["loss"]), float(self._optimizer.get_grad_norm())
-        is_bad = overflow or not math.isfinite(loss) or not math.isfinite(grad_norm)
-        if any_rank(is_bad, world_size=self._topology.world_size):
-            raise NonFiniteError(f"the loss is {loss:g}, the norm of its gradient {grad_norm:g}")
-        self._optimizer.step()
-        return summed, grad_norm
-
-    def _aligned(self, logits: Tensor, batch: PackedBatch) -> tuple[Tensor, Tensor]:
-        """Logits [T, V/tp] at t predict the token at t + 1: shift what they say by one."""
-        targets = batch.token_ids.roll(-1)
-        tempered = self._without_ends(logits / batch.temperature.unsqueeze(-1), batch)
-        following, entropy_after = vocab_parallel_logprobs(
-            tempered,
-            targets,
-            group=self._topology.tensor_group,
-            vocab_size=self._vocab_size,
-        )
-        zero = torch.zeros((), device=logits.device)
-        return (
-            torch.where(batch.loss_mask, following.roll(1), zero),
-            torch.where(batch.loss_mask, entropy_after.roll(1), zero),
-        )
-
-    def _without_ends(self, logits: Tensor, batch: PackedBatch) -> Tensor:
-        """Bar the tokens that end a response where the engine barred them, as it does.
-
-        Logits are [T, V/tp]; row t chooses the token at t + 1.
-        """
-        if batch.end_barred is None:
-            return logits
-        width = logits.shape[-1]
-        first = width * self._topology.tensor_parallel_rank
-        columns = torch.arange(first, first + width, device=logits.device)
-        ends = torch.isin(columns, torch.tensor(batch.end_token_ids, device=logits.device))
-        barred = batch.end_barred.roll(-1).unsqueeze(-1) & ends
-        return logits.masked_fill(barred, _BARRED_LOGIT)
-
-    def _sum_over_replicas(self, totals: Sums) -> Sums:
-        names = sorted(totals)
-        stacked = torch.stack([totals[name].float() for name in names])
-        if self._topology.data_parallel > 1:
-            torch.distributed.all_reduce(stacked, group=self._topology.data_group)
-        return dict(zip(names, stacked, strict=True))
+    def _read(self, batch: PackedBatch, hidden: Tensor) -> TokenLogprobs:
+        reference = None
+        if self._needs_full_kl and self.reference is not None and torch.is_grad_enabled():
+            reference = self.reference.said(batch)
+        layer = output_layer(self.model, self._topology, batch)
+        return token_logprobs(batch, hidden, layer, reference)
 
 
-def _finalize(
-    model: list[torch.nn.Module], _num_tokens: Tensor | None = None, **kwargs: object
-) -> None:
-    """Sum gradients over ranks. The loss is divided by the global token count already."""
-    megatron_finalize(model, None, **kwargs)
+def output_layer(model: GPTModel, topology: Topology, batch: PackedBatch) -> OutputLayer:
+    """Return a model's output layer as a batch uses it."""
+    return OutputLayer(
+        weight=output_weight(model),
+        group=topology.tensor_group,
+        vocab_size=model.hf_config.vocab_size,
+        barred_ids=batch.end_token_ids if batch.end_barred is not None else (),
+    )
+
+
+def token_logprobs(
+    batch: PackedBatch, hidden: Tensor, layer: OutputLayer, reference: Reference | None = None
+) -> TokenLogprobs:
+    """Return what is said about the token at each index, 0.0 outside the loss mask.
+
+    The hidden state at t chooses the token at t + 1: what is said is shifted by one. The logits
+    are divided by the temperature of their sequence, and tokens that end a response are
+    barred where the engine barred them, as it does.
+    """
+    following = linear_logprobs(
+        hidden.to(layer.weight.dtype),  # Megatron's wrapper for bfloat16 upcasts it
+        layer,
+        batch.token_ids.roll(-1),
+        temperature=batch.temperature,
+        barred=None if batch.end_barred is None else batch.end_barred.roll(-1),
+        reference=reference,
+    )
+    zero = torch.zeros((), device=hidden.device)
+    aligned: Callable[[Tensor], Tensor] = lambda values: torch.where(  # noqa: E731
+        batch.loss_mask, values.roll(1), zero
+    )
+    return TokenLogprobs(
+        aligned(following.logprobs),
+        aligned(following.entropy),
+        None if following.kl is None else aligned(following.kl),
+    )

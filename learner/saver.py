@@ -233,6 +233,7 @@ class Saver:
             tensor_parallel=self._topology.tensor_parallel,
             packages={name: package_version(name) for name in _PACKAGES},
             evaluation=evaluation,
+            has_critic=self._policy.critic is not None,
         )
 
     def _settle(self) -> None:

@@ -13,21 +13,24 @@ from pathlib import Path
 
 import msgspec
 import torch
+from megatron.core.models.gpt import GPTModel
 from torch.distributed import HashStore, Store, TCPStore  # type: ignore[attr-defined]  # not in torch's stubs
 
 from learner import device
+from learner.algorithm import algorithm_of
 from learner.background import BackgroundLoop
 from learner.broadcast import broadcast_bytes
 from learner.broker_link import LeaderLink
 from learner.checkpoint import DamagedCheckpointError, load_checkpoint
 from learner.config import LearnerSettings
+from learner.critic import Critic, with_value_head
 from learner.hf_config import load_hf_config
 from learner.hf_weights import load_hf_weights
 from learner.links import LeadingLink, RankLink
 from learner.loop import LearnerLoop
 from learner.model import build_model
 from learner.payload_link import PayloadLink
-from learner.policy import Policy
+from learner.policy import Policy, ReferencePolicy
 from learner.prefetch import EarlyPlans
 from learner.relay_link import RelayLaunch
 from learner.replay_link import ReplayLink
@@ -66,8 +69,10 @@ def run_learner(
         stop: whether this process has been asked to end.
 
     Raises:
+        ConfigError: the settings name no algorithm that this run can train.
         ChildDiedError: a rank ended before its time.
     """
+    algorithm_of(settings)  # what makes no sense is said before anything is started
     ranks = settings.learner.ranks
     if ranks == 1:
         run_rank(settings, rank=0, store=HashStore(), early=None, launch=launch, stop=stop)
@@ -163,10 +168,10 @@ def begin_policy(
         for path in _resume_order(settings, topology):
             chosen = settings.resumed(path)
             try:
-                return chosen, _build_policy(chosen, topology)
+                return chosen, build_policy(chosen, topology)
             except DamagedCheckpointError as error:
                 _log.error("%s; the one before it is tried", error)
-    return settings, _build_policy(settings, topology)
+    return settings, build_policy(settings, topology)
 
 
 def _resume_order(settings: LearnerSettings, topology: Topology) -> list[Path]:
@@ -181,23 +186,60 @@ def _resume_order(settings: LearnerSettings, topology: Topology) -> list[Path]:
     return [Path(name) for name in msgspec.msgpack.decode(said, type=list[str])]
 
 
-def _build_policy(settings: LearnerSettings, topology: Topology) -> Policy:
+def build_policy(settings: LearnerSettings, topology: Topology) -> Policy:
     """Return the policy to start from: a checkpoint's, or that of a Hugging Face folder."""
     learner = settings.learner
     extra = dict(learner.megatron)
     if learner.deterministic:
         extra.setdefault("deterministic_mode", True)
-    hf = load_hf_config(settings.model)
-    model = build_model(hf, dtype=_dtype(learner.dtype), extra=extra)
-    if settings.resume_from is None:
-        load_hf_weights(model, settings.model)
-    model.train()
-    policy = Policy(model, learner, topology, decay_steps=settings.lr_decay_steps)
+    algorithm = algorithm_of(settings)
+    choice = algorithm.choice
+    resumes = settings.resume_from is not None
+
+    def build(folder: Path, *, fill: bool = True) -> GPTModel:
+        model = build_model(load_hf_config(folder), dtype=_dtype(learner.dtype), extra=extra)
+        if fill:
+            load_hf_weights(model, folder)
+        model.train()
+        return model
+
+    reference = critic = None
+    if choice.needs_reference:
+        reference = ReferencePolicy(build(_model_folder(choice.kl.reference, settings)), topology)
+    if choice.needs_values:
+        trunk = build(_model_folder(choice.critic.model, settings), fill=not resumes)
+        critic = Critic(
+            with_value_head(trunk),
+            msgspec.structs.replace(learner, lr=choice.critic.lr, lr_min=_critic_lr_min(settings)),
+            topology,
+            decay_steps=settings.lr_decay_steps,
+        )
+    policy = Policy(
+        build(settings.model, fill=not resumes),
+        learner,
+        topology,
+        decay_steps=settings.lr_decay_steps,
+        reference=reference,
+        critic=critic,
+        needs_full_kl=algorithm.needs_full_kl,
+    )
     if settings.resume_from is not None:
         info = read_checkpoint_info(settings.resume_from)
         load_checkpoint(policy, topology, settings.resume_from, info)
         _log.info("goes on from %s", settings.resume_from)
     return policy
+
+
+def _model_folder(named: str, settings: LearnerSettings) -> Path:
+    """Return the Hugging Face folder of a helping model: the one named, or the policy's."""
+    return Path(named) if named else settings.model
+
+
+def _critic_lr_min(settings: LearnerSettings) -> float:
+    """Return where the critic's learning rate ends: the policy's end, as a share of its start."""
+    learner = settings.learner
+    share = learner.lr_min / learner.lr if learner.lr > 0 else 0.0
+    return share * algorithm_of(settings).choice.critic.lr
 
 
 @contextmanager

@@ -50,7 +50,7 @@ def fetch_share(order: StepOrder, topology: Topology, link: RankLink | None) -> 
 
 
 def unpack_share(
-    order: StepOrder, topology: Topology, frames: Sequence[Frame], advantages: Sequence[float]
+    order: StepOrder, topology: Topology, frames: Sequence[Frame]
 ) -> dict[int, TrainSequence] | Rejection:
     """Return this replica's sequences by index, or why no rank trains the step.
 
@@ -60,14 +60,13 @@ def unpack_share(
         order: what is to be trained.
         topology: this rank's place.
         frames: of ``fetch_share``.
-        advantages: of all trajectories of the step.
     """
     headers = order.headers
     sequences: dict[int, TrainSequence] = {}
     is_bad = [False] * len(headers)
     for i, frame in zip(order.wanted(topology.data_parallel_rank), frames, strict=True):
         try:
-            sequences[i] = unpack(headers[i], decode_payload(frame), advantage=advantages[i])
+            sequences[i] = unpack(headers[i], decode_payload(frame))
         except ProtocolError as error:
             key = (headers[i].group_id, headers[i].sibling)
             _log.warning("step %d: trajectory %d/%d is invalid: %s", order.step, *key, error)

@@ -1,9 +1,11 @@
 """One learner step: delivered groups in, changed weights and figures out.
 
-proximal logprobs -> minibatches of packed microbatches -> optimizer updates.
+forward passes and advantages -> minibatches of packed microbatches -> optimizer updates.
 """
 
+import hashlib
 import logging
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -11,153 +13,253 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from algos.advantages import group_relative_advantages
-from algos.batch import TrainBatch
-from algos.config import AlgoSection
-from algos.diagnostics import diagnostic_sums, figures_of
-from algos.losses import Clip, decoupled_ppo_loss
+from algos.advantages import Outcomes
+from algos.compose import Algorithm, LossInputs
+from algos.critic import value_loss
+from algos.diagnostics import Sums, add_sums, critic_figures, critic_sums, figures_of
+from algos.linear_logprobs import TokenLogprobs
+from algos.reduce import reduced
+from learner.before import Minibatch, Ready, ready
 from learner.collate import PackedBatch
 from learner.orders import NonFiniteError
-from wire.control import DeliveredGroup, DeliveredTrajectory
+from wire.control import DeliveredGroup
 from wire.phases import PhaseClock
 
 if TYPE_CHECKING:
     from learner.policy import Policy
 
 _log = logging.getLogger(__name__)
-Sums = dict[str, Tensor]
-
-
-@dataclass(frozen=True, slots=True)
-class Minibatch:
-    """This rank's share of one optimizer update."""
-
-    batches: Sequence[PackedBatch]
-    global_num_tokens: int  # over all ranks
-
-
-def advantages_of(groups: Sequence[DeliveredGroup], algo: AlgoSection) -> list[float]:
-    """Return one advantage per trajectory, in the order of groups and siblings."""
-    rewards = torch.tensor([[t.reward for t in group.trajectories] for group in groups])
-    values: list[float] = (
-        group_relative_advantages(rewards, divide_by_std=algo.advantage == "grpo")
-        .flatten()
-        .tolist()
-    )
-    return values
 
 
 @dataclass(frozen=True, slots=True)
 class TrainedMinibatch:
-    """A minibatch that changed the weights."""
+    """A minibatch that was trained."""
 
     number: int  # of the minibatch in the step
     proximal: Sequence[Tensor]  # logprobs [T] at the start of the step, by microbatch
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepData:
+    """What the headers of a step say, equal on all ranks. Shapes: N trajectories."""
+
+    outcomes: Outcomes
+    is_truncated: Tensor  # [N] bool
+    step: int  # of the learner, against which the age of tokens counts
+    seed: int  # of the run
+
+
+def step_data(groups: Sequence[DeliveredGroup], *, step: int, seed: int) -> StepData:
+    """Return the outcomes of delivered trajectories, in the order of groups and siblings."""
+    trajectories = [t for group in groups for t in group.trajectories]
+    sizes = torch.tensor([len(group.trajectories) for group in groups])
+    return StepData(
+        outcomes=Outcomes(
+            rewards=torch.tensor([t.reward for t in trajectories], dtype=torch.float64),
+            groups=torch.arange(len(groups)).repeat_interleave(sizes),
+            num_groups=len(groups),
+            lengths=torch.tensor([t.header.num_response_tokens for t in trajectories]),
+        ),
+        is_truncated=torch.tensor([t.header.finish_reason == "length" for t in trajectories]),
+        step=step,
+        seed=seed,
+    )
+
+
 def train_step(
     policy: "Policy",
     minibatches: Sequence[Minibatch],
-    algo: AlgoSection,
+    data: StepData,
+    algorithm: Algorithm,
     clock: PhaseClock,
     *,
-    step: int = 0,
     num_lags: int = 0,
 ) -> tuple[dict[str, float], list[TrainedMinibatch]]:
     """Train; return the figures of the step and the minibatches that it was made of.
 
-    The first minibatch is computed with the weights that the step starts from: its proximal
-    logprobs are its current ones, and need no forward pass of their own. A minibatch whose loss or
-    gradient is not finite is skipped, and is in no figure but ``policy/skipped_minibatches``.
+    The critic, where there is one, learns first, from what it expected at the start of the step.
+    A minibatch whose loss or gradient is not finite is skipped, and is in no figure but
+    ``policy/skipped_minibatches`` (``critic/skipped_minibatches``).
 
     Args:
         policy: is changed.
         minibatches: this rank's share of the step.
-        algo: of the run.
+        data: what all ranks know of the step.
+        algorithm: of the run.
         clock: is told how long the phases take.
-        step: of the learner, against which the age of tokens counts.
         num_lags: of the figures by version lag; 0 leaves them out.
 
     Raises:
-        NonFiniteError: all of them were; the weights are as they were.
+        NonFiniteError: all of them were; the policy's weights are as they were.
     """
+    trains_policy = policy.critic is None or data.step >= algorithm.choice.critic.warmup_steps
     with clock.phase("proximal"):
-        proximal = [[], *(policy.proximal_logprobs(one.batches) for one in minibatches[1:])]
-    clip = Clip(low=algo.clip_low, high=algo.clip_high)
+        prepared = algorithm.prepared(data.outcomes, data.is_truncated, lots(data))
+        share = ready(
+            policy,
+            minibatches,
+            data.outcomes,
+            prepared,
+            algorithm,
+            step=data.step,
+            trains_policy=trains_policy,
+        )
+    figures = {"policy/trained_share": float((prepared.copies > 0).double().mean())}
+    if policy.critic is not None:
+        with clock.phase("critic"):
+            figures |= _train_critic(policy, share, algorithm)
+    if not trains_policy:
+        return figures, [TrainedMinibatch(i, _proximal(one)) for i, one in enumerate(share)]
+    with clock.phase("train"):
+        more, trained = _train_policy(policy, share, algorithm, num_lags)
+    return figures | more, trained
+
+
+def lots(data: StepData) -> torch.Generator:
+    """Return what decides chance in this step: equal on all ranks, and when it is trained again."""
+    text = hashlib.blake2b(f"{data.seed}/{data.step}".encode(), digest_size=7).digest()
+    return torch.Generator().manual_seed(int.from_bytes(text, "little"))
+
+
+def _proximal(share: Ready) -> list[Tensor]:
+    return [one.proximal for one in share.microbatches if one.proximal is not None]
+
+
+def _train_policy(
+    policy: "Policy", share: Sequence[Ready], algorithm: Algorithm, num_lags: int
+) -> tuple[dict[str, float], list[TrainedMinibatch]]:
     totals: Sums = {}
     norms: list[float] = []
     trained: list[TrainedMinibatch] = []
     failures: list[NonFiniteError] = []
-    with clock.phase("train"):
-        for number, (minibatch, anchors) in enumerate(zip(minibatches, proximal, strict=True)):
-            loss = _Loss(
-                minibatch.global_num_tokens, anchors, clip, algo.max_correction, step, num_lags
-            )
-            try:
-                sums, norm = policy.update(minibatch.batches, loss)
-            except NonFiniteError as error:
-                _log.warning("minibatch %d of %d is skipped: %s", number, len(minibatches), error)
-                failures.append(error)
-                continue
-            trained.append(TrainedMinibatch(number, anchors))
-            norms.append(norm)
-            for name, value in sums.items():
-                totals[name] = totals.get(name, torch.zeros_like(value)) + value
+    for number, minibatch in enumerate(share):
+        loss = _PolicyLoss(minibatch, algorithm, num_lags)
+        try:
+            sums, norm = policy.update(minibatch.batches, loss)
+        except NonFiniteError as error:
+            _log.warning("minibatch %d of %d is skipped: %s", number, len(share), error)
+            failures.append(error)
+            continue
+        trained.append(TrainedMinibatch(number, _proximal(minibatch)))
+        norms.append(norm)
+        add_sums(totals, sums)
     if not trained:
         raise failures[0]
-    num_tokens = sum(minibatches[one.number].global_num_tokens for one in trained)
-    figures = _figures(totals, norms, num_tokens)
+    loss_sum = float(totals.pop("loss"))
+    figures = figures_of({name: float(total) for name, total in totals.items()})
+    figures["policy/loss"] = loss_sum / len(norms)
+    figures["policy/grad_norm"] = sum(norms) / len(norms)
     figures["policy/skipped_minibatches"] = float(len(failures))
     return figures, trained
 
 
 @dataclass(frozen=True, slots=True)
-class _Loss:
-    global_num_tokens: int
-    proximal: list[Tensor]  # by microbatch; filled from the forward passes where it is empty
-    clip: Clip
-    max_correction: float
-    step: int
+class _PolicyLoss:
+    """The loss of each microbatch of a minibatch; keeps its first logprobs as the proximal ones."""
+
+    minibatch: Ready
+    algorithm: Algorithm
     num_lags: int
 
-    def __call__(
-        self, number: int, batch: PackedBatch, logprobs: Tensor, entropy: Tensor
-    ) -> tuple[Tensor, Sums]:
-        if number == len(self.proximal):
-            self.proximal.append(logprobs.detach())
-        train_batch = TrainBatch(
-            current_logprobs=logprobs,
-            proximal_logprobs=self.proximal[number],
-            behavior_logprobs=batch.behavior_logprobs,
-            advantages=batch.advantages,
-            loss_mask=batch.loss_mask,
-            lags=None if batch.version_steps is None else self.step - batch.version_steps,
-            global_num_tokens=self.global_num_tokens,
+    def __call__(self, number: int, batch: PackedBatch, said: TokenLogprobs) -> tuple[Tensor, Sums]:
+        one = self.minibatch.microbatches[number]
+        if one.proximal is None:
+            one.proximal = said.logprobs.detach()
+        return self.algorithm.loss(
+            LossInputs(
+                current=said.logprobs,
+                proximal=one.proximal,
+                behavior=batch.behavior_logprobs,
+                advantages=one.advantages,
+                entropy=said.entropy,
+                packing=one.packing,
+                denominators=self.minibatch.denominators,
+                kept=self.minibatch.kept,
+                reference=one.reference,
+                full_kl=said.kl,
+                lags=one.lags,
+                copies=one.copies,
+                correction=one.correction,
+            ),
+            num_lags=self.num_lags,
         )
-        loss = decoupled_ppo_loss(train_batch, self.clip, max_correction=self.max_correction)
-        return loss, diagnostic_sums(train_batch, entropy, self.clip, num_lags=self.num_lags)
 
 
-def _figures(totals: Sums, norms: Sequence[float], num_tokens: int) -> dict[str, float]:
-    loss = float(totals.pop("loss")) / len(norms)
-    figures = figures_of({name: float(total) for name, total in totals.items()}, num_tokens)
-    figures["policy/loss"] = loss
-    figures["policy/grad_norm"] = sum(norms) / len(norms)
+def _train_critic(
+    policy: "Policy", share: Sequence[Ready], algorithm: Algorithm
+) -> dict[str, float]:
+    if policy.critic is None:
+        return {}
+    totals: Sums = {}
+    norms: list[float] = []
+    num_skipped = 0
+    for minibatch in share:
+        try:
+            sums, norm = policy.critic.update(minibatch.batches, _CriticLoss(minibatch, algorithm))
+        except NonFiniteError as error:
+            _log.warning("the critic skips a minibatch: %s", error)
+            num_skipped += 1
+            continue
+        norms.append(norm)
+        add_sums(totals, sums)
+    figures = {"critic/skipped_minibatches": float(num_skipped)}
+    if norms:
+        loss_sum = float(totals.pop("loss"))
+        figures |= critic_figures({name: float(total) for name, total in totals.items()})
+        figures["critic/loss"] = loss_sum / len(norms)
+        figures["critic/grad_norm"] = sum(norms) / len(norms)
     return figures
 
 
-def batch_figures(trajectories: Sequence[DeliveredTrajectory], step: int) -> dict[str, float]:
-    """Return what the headers alone say about a batch."""
+@dataclass(frozen=True, slots=True)
+class _CriticLoss:
+    """The mean of squared errors per token, clipped around what was expected before the step."""
+
+    minibatch: Ready
+    algorithm: Algorithm
+
+    def __call__(self, number: int, batch: PackedBatch, values: Tensor) -> tuple[Tensor, Sums]:
+        one, options = self.minibatch.microbatches[number], self.algorithm.choice.critic
+        if one.values is None or one.returns is None:
+            raise ValueError(f"algo.advantage = {self.algorithm.choice.advantage!r} has no returns")
+        mask, returns = batch.loss_mask, one.returns.to(values)
+        per_token, clipped = value_loss(
+            values, returns, one.values, clip=options.clip, huber=options.huber, mask=mask
+        )
+        loss = reduced(
+            per_token, one.packing, self.minibatch.denominators, "token-mean", one.copies
+        )
+        return loss, critic_sums(mask=mask, values=one.values, returns=returns, is_clipped=clipped)
+
+
+def batch_figures(
+    groups: Sequence[DeliveredGroup], step: int, *, num_lags: int = 0
+) -> dict[str, float]:
+    """Return what the headers alone say about a batch.
+
+    The variance of rewards within a group (population) is there once more by the lag of the
+    group's oldest token; older ones count to the last.
+    """
+    trajectories = [t for group in groups for t in group.trajectories]
     count = len(trajectories)
     headers = [t.header for t in trajectories]
     tokens = sum(h.num_response_tokens for h in headers)
     lag_sum = sum(
         (step - version.step) * n for h in headers for version, n in h.tokens_by_version()
     )
+    variances: dict[str, list[float]] = defaultdict(list)
+    for group in groups:
+        rewards = torch.tensor([t.reward for t in group.trajectories], dtype=torch.float64)
+        variance = float(rewards.var(unbiased=False))
+        variances["reward/group_variance"].append(variance)
+        oldest = max(step - t.header.oldest_version.step for t in group.trajectories)
+        if num_lags:
+            variances[f"reward/group_variance@lag{min(oldest, num_lags - 1)}"].append(variance)
     return {
         "reward/mean": sum(t.reward for t in trajectories) / count,
         "response/tokens": tokens / count,
         "response/truncated": sum(h.finish_reason == "length" for h in headers) / count,
         "staleness/mean": lag_sum / tokens,
         "staleness/oldest": float(max(step - h.oldest_version.step for h in headers)),
+        **{name: sum(values) / len(values) for name, values in variances.items()},
     }

@@ -25,13 +25,15 @@ from learner import device
 
 device.prepare()
 
+from algos.diagnostics import Sums  # noqa: E402
+from algos.linear_logprobs import TokenLogprobs  # noqa: E402
 from algos.reduce import token_mean  # noqa: E402
 from learner.collate import PackedBatch, TrainSequence, pack  # noqa: E402
 from learner.config import LearnerSection  # noqa: E402
 from learner.hf_config import load_hf_config  # noqa: E402
 from learner.hf_weights import load_hf_weights, save_hf_folder  # noqa: E402
 from learner.model import build_model, packed_logits  # noqa: E402
-from learner.policy import Policy, Sums  # noqa: E402
+from learner.policy import Policy  # noqa: E402
 from learner.topology import destroy_topology, init_topology  # noqa: E402
 from wire.errors import ConfigError  # noqa: E402
 from wire.logs import start_logging  # noqa: E402
@@ -64,10 +66,8 @@ def imitate(policy: Policy, rows: Sequence[tuple[list[int], list[int]]]) -> floa
     batch = pack([_sequence(prompt, answer) for prompt, answer in rows], device.device())
     num_tokens = int(batch.loss_mask.sum())
 
-    def loss(
-        _number: int, batch: PackedBatch, logprobs: Tensor, _entropy: Tensor
-    ) -> tuple[Tensor, Sums]:
-        return token_mean(-logprobs, batch.loss_mask, global_num_tokens=num_tokens), {}
+    def loss(_number: int, batch: PackedBatch, said: TokenLogprobs) -> tuple[Tensor, Sums]:
+        return token_mean(-said.logprobs, batch.loss_mask, global_num_tokens=num_tokens), {}
 
     sums, _ = policy.update([batch], loss)
     return float(sums["loss"])
@@ -107,7 +107,6 @@ def _sequence(prompt: list[int], answer: list[int]) -> TrainSequence:
         token_ids=np.array(prompt + answer, np.int32),
         loss_mask=np.arange(length) >= len(prompt),
         behavior_logprobs=np.zeros(length, np.float32),
-        advantage=0.0,
         temperature=1.0,
     )
 

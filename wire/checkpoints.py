@@ -38,6 +38,7 @@ class CheckpointInfo(msgspec.Struct, frozen=True, kw_only=True):
     # The round of this step, once it is known; newer versions may have answered a part of it
     # (docs/adr/0011), its ``versions`` say which.
     evaluation: EvalPoint | None = None
+    has_critic: bool = False
 
     @property
     def step(self) -> int:

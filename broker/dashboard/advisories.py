@@ -501,7 +501,7 @@ def _entropy_collapse(view: _View) -> Advisory | None:
     text = (
         f"The policy's entropy fell from {start:.3g} to {means[-1]:.2g} nats per token: it says "
         "nearly the same every time and explores no more; raise sampling.temperature or "
-        "algo.clip_high, or lower learner.lr."
+        "algo.surrogate.clip_high, or lower learner.lr."
     )
     return _advisory("entropy-collapse", "warning", text, "sampling.temperature")
 

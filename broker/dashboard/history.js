@@ -2,6 +2,7 @@
 
 const MAX_ROWS = 2000;
 const COUNTED = /^(dropped:|version:|issued|trained|answers|retracted)/;
+const HIGHEST = /_max(@lag\d+)?$/;
 
 /** Return the mean of the known values, or null. */
 export function meanOf(values) {
@@ -85,7 +86,7 @@ export class Columns {
     if (this.x.length > MAX_ROWS) this.#halve();
   }
 
-  // Pairs become one row, as the server does with its own: the later of a count, the mean of the rest.
+  // Pairs become one row, as the server does with its own: the later of a count, the larger of a maximum, the mean of the rest.
   #halve() {
     const pairs = this.x.length >> 1;
     const odd = this.x.length % 2 ? 1 : 0;
@@ -97,7 +98,9 @@ export class Columns {
     };
     const mean = (a, b) => (a === null ? b : b === null ? a : (a + b) / 2);
     const later = (a, b) => b ?? a;
+    const higher = (a, b) => (a === null ? b : b === null ? a : Math.max(a, b));
+    const joined = (name) => (COUNTED.test(name) ? later : HIGHEST.test(name) ? higher : mean);
     this.x = merged(this.x, later);
-    for (const [name, values] of this.series) this.series.set(name, merged(values, COUNTED.test(name) ? later : mean));
+    for (const [name, values] of this.series) this.series.set(name, merged(values, joined(name)));
   }
 }

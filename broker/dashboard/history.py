@@ -30,6 +30,7 @@ _log = logging.getLogger(__name__)
 EVERY_S = 2.0  # of a new run
 MAX_ROWS = 2_000
 MAX_SERIES = 512  # names in a table
+KEPT_FREE = 128  # of them for figures of a whole step: those by lag do not take the last places
 _MAX_NAME = 100  # characters
 _COUNTED = (
     "dropped:",
@@ -40,6 +41,8 @@ _COUNTED = (
     "retracted",
     "at_s",
 )  # of two rows the later one counts
+_BY_LAG = "@lag"
+_HIGHEST = "_max"  # ends the names of figures of which, of two rows, the larger counts
 _MISSING = math.nan
 Row: TypeAlias = dict[str, float | None]
 
@@ -109,15 +112,23 @@ class Rows(Sequence[Row]):
 class Table:
     """Rows of numbers by name, in order of a growing key."""
 
-    def __init__(self, *, max_rows: int = MAX_ROWS, max_series: int = MAX_SERIES) -> None:
+    def __init__(
+        self,
+        *,
+        max_rows: int = MAX_ROWS,
+        max_series: int = MAX_SERIES,
+        kept_free: int = KEPT_FREE,
+    ) -> None:
         """Make an empty table.
 
         Args:
             max_rows: an even number; a full table is merged to half of it.
             max_series: further names are counted, not kept.
+            kept_free: places that figures by version lag leave to others.
         """
         self._max_rows = max_rows
         self._max_series = max_series
+        self._kept_free = kept_free
         self.keys: array[float] = array("d")
         self.series: dict[str, array[float]] = {}
         self.num_left_out = 0  # values of names that there was no room for
@@ -158,14 +169,19 @@ class Table:
         for name, value in known.items():
             if (column := self._column(name)) is None or math.isnan(value):
                 continue
-            is_only = name.startswith(_COUNTED) or math.isnan(column[-1])
-            column[-1] = value if is_only else column[-1] + (value - column[-1]) * share
+            if name.startswith(_COUNTED) or math.isnan(column[-1]):
+                column[-1] = value
+            elif _is_highest(name):
+                column[-1] = _larger(column[-1], value)
+            else:
+                column[-1] += (value - column[-1]) * share
 
     def _column(self, name: str) -> "array[float] | None":
         """Return a column, a new one too; None, and a count of it, if there is no room for it."""
         column = self.series.get(name)
         if column is None:
-            if len(self.series) >= self._max_series:
+            room = self._max_series - (self._kept_free if _BY_LAG in name else 0)
+            if len(self.series) >= room:
                 self.num_left_out += 1
                 return None
             column = self.series[name] = array("d", [_MISSING]) * len(self.keys)
@@ -181,8 +197,7 @@ class Table:
     def _merge(self) -> None:
         self.keys = self.keys[1::2]
         for name, column in self.series.items():
-            join = _laters if name.startswith(_COUNTED) else _means
-            self.series[name] = join(column[::2], column[1::2])
+            self.series[name] = _join(name)(column[::2], column[1::2])
 
     def columns(self) -> dict[str, list[float | None]]:
         """Return the columns; None where a row has no such value."""
@@ -501,6 +516,17 @@ def _fill(
 # ---- numbers -----------------------------------------------------------------
 
 
+def _is_highest(name: str) -> bool:
+    return name.partition(_BY_LAG)[0].endswith(_HIGHEST)
+
+
+def _join(name: str) -> "Callable[[array[float], array[float]], array[float]]":
+    """Return what makes one column of two halves of one of this name."""
+    if name.startswith(_COUNTED):
+        return _laters
+    return _largest if _is_highest(name) else _means
+
+
 def _floats(values: Mapping[str, float | None]) -> dict[str, float]:
     """Return the values as numbers, all of them checked before any of them is kept."""
     return {
@@ -529,6 +555,11 @@ def _laters(first: "array[float]", second: "array[float]") -> "array[float]":
     return second if math.isfinite(sum(second)) else array("d", map(_later, first, second))
 
 
+def _largest(first: "array[float]", second: "array[float]") -> "array[float]":
+    """Return the larger ones; of a pair that lacks one, the other."""
+    return array("d", map(_larger, first, second))
+
+
 def _mean(first: float, second: float) -> float:
     if math.isnan(first):
         return second
@@ -537,3 +568,7 @@ def _mean(first: float, second: float) -> float:
 
 def _later(first: float, second: float) -> float:
     return first if math.isnan(second) else second
+
+
+def _larger(first: float, second: float) -> float:
+    return second if math.isnan(first) or second > first else first

@@ -13,6 +13,7 @@ import * as learning from "/static/learning.js";
 import * as pools from "/static/pools.js";
 import * as staleness from "/static/staleness.js";
 import * as trajectory from "/static/trajectory.js";
+import * as trust from "/static/trust.js";
 import * as weights from "/static/weights.js";
 
 const DRAW_EVERY_MS = 1000;
@@ -172,7 +173,7 @@ async function start() {
 }
 
 startTheme(byId("theme"));
-panels = [headline, learning, pools, staleness, weights, correction, accounting].map((panel) => panel.create());
+panels = [headline, learning, pools, staleness, weights, trust, correction, accounting].map((panel) => panel.create());
 trajectory.create();
 document.addEventListener("visibilitychange", soon);
 start();

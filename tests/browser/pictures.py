@@ -11,7 +11,10 @@ from tests.browser.chromium import resize, start_chromium
 from tests.browser.pages import served
 
 FOLDER = Path("docs/images")
-PANELS = ("learning", "pools", "staleness", "weights", "correction", "accounting", "trajectory")
+PANELS = (
+    *("learning", "pools", "staleness", "weights"),
+    *("trust", "correction", "accounting", "trajectory"),
+)
 _BOX = """
     const box = document.getElementById(arguments[0]).getBoundingClientRect();
     return [box.left, box.top, box.width, box.height];
@@ -43,7 +46,7 @@ def main() -> None:
     FOLDER.mkdir(exist_ok=True)
     browser = start_chromium()
     try:
-        with served(samples.Run()) as server:
+        with served(samples.Run(reference=True, critic=True)) as server:
             for theme in ("light", "dark"):
                 open_whole(browser, server.address, 1280, theme)
                 take(browser, f"overview-{theme}", (0, 0, 1280, 940))

@@ -5,6 +5,7 @@ import random
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import mul
 
 import msgspec
 
@@ -30,6 +31,7 @@ HOSTILE = '<script>window.hurt = 1</script><img src=x onerror="window.hurt = 2">
 BUSY = {"learner": 0.71, "reward-0": 0.35, "relay": 0.08, "broker": 0.12}
 GENERATING = 0.96  # busy share of a generator
 BOUND = 2
+SHARES = (0.18, 0.67, 0.15)  # of a step's tokens, by lag
 GROUPS = range(8_417, 8_423)  # that were recorded
 RECORDED = 4  # answers of each
 LOST = 8_300  # group of the first dead letter; its answers are not recorded
@@ -103,6 +105,8 @@ class Run:
     hostile: bool = False  # prompts, answers and failures that are markup
     num_generators: int = 4
     evaluated: bool = True
+    reference: bool = False  # whether there is a reference policy
+    critic: bool = False
     outcome: str = ""  # empty: as ``live`` says
     run_name: str = "gsm-0.5b"
     waiting_for: str = ""
@@ -330,30 +334,26 @@ class Run:
         """Return what is known of one learner step."""
         draw = random.Random(-step)
         done = 1 - math.exp(-step / 90)
-        by_lag = {
-            f"{name}@lag{lag}": value
-            for lag in range(BOUND + 1)
-            for name, value in (
-                ("staleness/mismatch_kl", (0.0008 + 0.0016 * lag) * (1 + 0.2 * draw.random())),
-                ("staleness/ess", 0.995 - 0.03 * lag - 0.01 * draw.random()),
-                ("policy/clip_fraction", 0.002 + 0.007 * lag + 0.002 * draw.random()),
-            )
-        }
         metrics = {
+            **_of_tokens(step, done),
             "policy/loss": draw.gauss(0, 0.02),
-            "policy/entropy": 0.9 - 0.55 * done + draw.gauss(0, 0.012),
-            "policy/clip_fraction": 0.009,
             "policy/grad_norm": 0.4,
             "reward/mean": 0.5 + 0.12 * done + draw.gauss(0, 0.03),
             "reward/sampled": 0.27 + 0.6 * done + draw.gauss(0, 0.03),
             "response/tokens": 210 - 60 * done + draw.gauss(0, 6),
             "response/truncated": 0.04 - 0.03 * done,
             "staleness/mean": 0.96,
-            "staleness/mismatch_kl": 0.0021,
-            "staleness/ess": 0.972,
             "time/step": 4.9,
-            **by_lag,
         }
+        if self.reference:
+            metrics["policy/kl_reference"] = 0.03 * done + 0.002 * draw.random()
+        if self.critic:
+            metrics |= {
+                "critic/loss": 0.02 + 0.2 / (1 + step / 20) + 0.01 * draw.random(),
+                "critic/explained_variance": 0.82 * done + draw.gauss(0, 0.03),
+                "critic/value": 0.45 + 0.14 * done + draw.gauss(0, 0.01),
+                "critic/return": 0.5 + 0.12 * done + draw.gauss(0, 0.03),
+            }
         return StepPoint(step=step, at_s=step * 5.0, metrics=metrics)
 
     def letters(self) -> list[Letter]:
@@ -493,6 +493,38 @@ class Run:
 def _columns(rows: Sequence[Mapping[str, float | None]]) -> dict[str, list[float | None]]:
     names = dict.fromkeys(name for row in rows for name in row)
     return {name: [row.get(name) for row in rows] for name in names}
+
+
+def _of_tokens(step: int, done: float) -> dict[str, float]:
+    """Return the figures of a step that there are by lag too: means, or for _max the largest."""
+    draw = random.Random(step * 7)
+    noise = [1 + 0.2 * draw.random() for _ in SHARES]
+    entropy = 0.9 - 0.55 * done + draw.gauss(0, 0.012)
+    size = 53_000 - 15_000 * done
+    tokens = [round(SHARES[lag] * size * n) for lag, n in enumerate(noise)]
+    up = [(0.0012 + 0.0042 * lag) * n for lag, n in enumerate(noise)]
+    down = [(0.0006 + 0.0021 * lag) * n for lag, n in enumerate(noise)]
+    dual = [0.0002 * lag * n for lag, n in enumerate(noise)]
+    by_lag = {
+        "policy/entropy": [entropy + 0.01 * lag for lag in range(BOUND + 1)],
+        "policy/ratio": [1 + 0.0004 * lag * n for lag, n in enumerate(noise)],
+        "policy/ratio_max": [(1.4 + 0.9 * lag) * n for lag, n in enumerate(noise)],
+        "policy/clip_up": up,
+        "policy/clip_down": down,
+        "policy/clip_dual": dual,
+        "policy/clip_fraction": [sum(parts) for parts in zip(up, down, dual, strict=True)],
+        "staleness/masked": [0.0011 * lag * n for lag, n in enumerate(noise)],
+        "staleness/mismatch_kl": [(0.0008 + 0.0016 * lag) * n for lag, n in enumerate(noise)],
+        "staleness/ess": [0.995 - 0.03 * lag - 0.04 * (n - 1) for lag, n in enumerate(noise)],
+        "reward/group_variance": [0.19 + 0.01 * lag - 0.05 * done for lag in range(BOUND + 1)],
+    }
+    figures = {"policy/tokens": float(sum(tokens))}
+    figures |= {f"policy/tokens@lag{lag}": float(count) for lag, count in enumerate(tokens)}
+    for name, values in by_lag.items():
+        mean = sum(map(mul, values, tokens)) / sum(tokens)
+        figures[name] = max(values) if name.endswith("_max") else mean
+        figures |= {f"{name}@lag{lag}": value for lag, value in enumerate(values)}
+    return figures
 
 
 def _share(value: float) -> float:

@@ -196,10 +196,11 @@ def test_charts_have_units_a_summary_in_words_and_their_numbers(
     )
     browser.execute_script("document.body.style.zoom = 0.2")  # all charts in sight
 
-    until(lambda: len(texts(browser, ".plot[aria-label]")) == len(texts(browser, ".plot")))
+    shown = "figure:not([hidden]) .plot"
+    until(lambda: len(texts(browser, ".plot[aria-label]")) == len(texts(browser, shown)))
     labels = ask(browser, "[...document.querySelectorAll('.plot')].map((p) => p.ariaLabel)")
     assert isinstance(labels, list)
-    assert len(labels) == 13
+    assert len(labels) == 16
     assert all("now " in label and " from " in label for label in labels)
     assert all(texts(browser, "figcaption .unit"))
     until(lambda: "step 60" in text(browser, "#entropy-chart table"))
@@ -292,17 +293,21 @@ def test_the_past_stays_bounded_and_lost_steps_are_forgotten(
         const done = arguments[0];
         import("/static/history.js").then(({ Columns }) => {
           const time = new Columns("at_s", null), steps = new Columns("step", null);
-          for (let i = 0; i <= 2000; i += 1) time.add(i, { "busy:a": i % 2, issued: i });
+          for (let i = 0; i <= 2000; i += 1) {
+            time.add(i, { "busy:a": i % 2, issued: i, "policy/ratio_max@lag1": i });
+          }
           for (const step of [1, 2, 3, 4, 3]) steps.add(step, { loss: step });
-          const [busy, issued] = [time.get("busy:a"), time.get("issued")];
-          done([time.length, busy[0], issued.slice(0, 2), time.x.at(-1), steps.x]);
+          const [busy, ...grown] = ["busy:a", "issued", "policy/ratio_max@lag1"].map((one) => time.get(one));
+          const first = grown.map((one) => one.slice(0, 2));
+          done([time.length, busy[0], ...first, time.x.at(-1), steps.x]);
         });
     """
     show(browser, server)
 
-    rows, mean, counts, newest, steps = browser.execute_async_script(script)
+    rows, mean, counts, highest, newest, steps = browser.execute_async_script(script)
 
     assert (rows, mean, counts, newest) == (1001, 0.5, [1, 3], 2000)
+    assert highest == [1, 3]
     assert steps == [1, 2, 3]
 
 
@@ -907,7 +912,7 @@ def test_two_thousand_rows_are_drawn_in_less_than_a_second_of_cpu(browser: WebDr
         before = _spent_s(browser)
         show(browser, server)
         until(lambda: texts(browser, "#rate-chart canvas"))
-        for panel in ("learning", "pools", "staleness", "weights", "correction"):
+        for panel in ("learning", "pools", "staleness", "weights", "trust", "correction"):
             browser.execute_script(f"document.getElementById('{panel}').scrollIntoView()")
             until(lambda name=panel: _all_drawn(browser, name))  # type: ignore[misc]
         spent = _spent_s(browser)
@@ -917,8 +922,102 @@ def test_two_thousand_rows_are_drawn_in_less_than_a_second_of_cpu(browser: WebDr
     assert spent < CPU_S
 
 
+def test_the_trust_region_shows_clips_masks_and_ratios_of_the_newest_step(
+    browser: WebDriver, server: SampleServer
+) -> None:
+    show(browser, server)
+    browser.execute_script("document.getElementById('trust').scrollIntoView()")
+    until(lambda: _all_drawn(browser, "trust"))
+
+    newest = server.run.step(60).metrics
+    shares = ("policy/clip_up", "policy/clip_down", "policy/clip_dual", "staleness/masked")
+    names = texts(browser, "#clipped-chart .keys span")
+    assert names == ["clip up", "clip down", "dual clip", "masked"]
+    assert texts(browser, "#clipped-chart .keys b") == [f"{newest[one]:.2%}" for one in shares]
+    assert text(browser, "#ratio-chart .keys b") == f"{newest['policy/ratio']:.4f}"
+    assert text(browser, "#ratio-max-chart .keys b") == f"{newest['policy/ratio_max']:.2f}"
+    assert ask(browser, _HIDDEN) == ["reference", "explained", "critic-loss", "value"]
+
+
+def test_critic_and_reference_are_shown_where_there_are_any(browser: WebDriver) -> None:
+    run = samples.Run(steps=60, rows=200, reference=True, critic=True)
+    with served(run) as server:
+        show(browser, server)
+        browser.execute_script("document.getElementById('trust').scrollIntoView()")
+        until(lambda: _all_drawn(browser, "trust"))
+
+        assert ask(browser, _HIDDEN) == []
+        newest = run.step(60).metrics
+        for chart, names, digits in (
+            ("reference", ("policy/kl_reference",), 4),
+            ("explained", ("critic/explained_variance",), 3),
+            ("critic-loss", ("critic/loss",), 4),
+            ("value", ("critic/value", "critic/return"), 3),
+        ):
+            values = texts(browser, f"#{chart}-chart .keys b")
+            assert values == [f"{newest[name]:.{digits}f}" for name in names]
+        label = ask(browser, "document.querySelector('#explained-chart .plot').ariaLabel")
+        assert f"explained: now {newest['critic/explained_variance']:.3f}" in str(label)
+
+
+_HIDDEN = """
+    [...document.querySelectorAll("#trust figure[hidden]")].map((one) => one.id.replace("-chart", ""))
+"""
+
+
+def test_a_table_has_every_figure_of_the_newest_step_by_lag(
+    browser: WebDriver, server: SampleServer
+) -> None:
+    def row(name: str, suffix: str) -> list[str]:
+        of = {base: newest[base + suffix] for base in _BY_LAG}
+        tokens = of["policy/tokens"]
+        return [
+            name,
+            f"{tokens:,.0f} ({tokens / newest['policy/tokens']:.1%})",
+            _figure(of["staleness/mismatch_kl"]),
+            f"{of['staleness/ess']:.1%}",
+            f"{of['policy/ratio']:.4f}",
+            _figure(of["policy/ratio_max"]),
+            *(f"{of[one]:.2%}" for one in _BY_LAG[-4:]),
+            _figure(of["policy/entropy"]),
+            _figure(of["reward/group_variance"]),
+        ]
+
+    newest = server.run.step(60).metrics
+    show(browser, server)
+
+    assert texts(browser, "#by-lag th") == [
+        *("lag", "tokens", "mismatch KL", "ESS", "ratio", "largest ratio"),
+        *("clip up", "clip down", "dual clip", "masked", "entropy", "reward variance"),
+    ]
+    names = ("0 steps", "1 step", "2 steps")
+    wanted = [row(name, f"@lag{lag}") for lag, name in enumerate(names)] + [row("all", "")]
+    cells = texts(browser, "#by-lag td")
+    assert [cells[i : i + 12] for i in range(0, len(cells), 12)] == wanted
+    assert text(browser, "#by-lag-note").startswith("Of step 60. ")
+    tab_to(browser, "[aria-labelledby=by-lag-title]")
+
+    server.news = (61,)
+    server.run.steps = 61
+    until(lambda: text(browser, "#by-lag-note").startswith("Of step 61. "))
+    newest = server.run.step(61).metrics
+    assert texts(browser, "#by-lag td")[-12:] == row("all", "")
+
+
+_BY_LAG = (
+    *("policy/tokens", "staleness/mismatch_kl", "staleness/ess", "policy/ratio"),
+    *("policy/ratio_max", "policy/entropy", "reward/group_variance"),
+    *("policy/clip_up", "policy/clip_down", "policy/clip_dual", "staleness/masked"),
+)
+
+
+def _figure(value: float) -> str:
+    digits = 2 if value >= 1 else 3 if value >= 0.1 else 4 if value >= 0.001 else 5
+    return f"{value:.{digits}f}"
+
+
 def _all_drawn(browser: WebDriver, panel: str) -> bool:
-    plots = f"document.querySelectorAll('#{panel} .plot')"
+    plots = f"document.querySelectorAll('#{panel} figure:not([hidden]) .plot')"
     return ask(browser, f"[...{plots}].every((plot) => plot.querySelector('canvas'))") is True
 
 

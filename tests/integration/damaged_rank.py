@@ -15,7 +15,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 from learner import device
 from learner.collate import pack
 from learner.config import LearnerSection
-from tests.integration.policy_rank import train_sequences
+from tests.integration.policy_rank import algorithm, random_outcomes, train_sequences
 from wire.checkpoints import FORMAT_REVISION, CheckpointInfo
 from wire.versions import PolicyVersion
 
@@ -30,7 +30,7 @@ def damage(path: Path, how: str) -> None:
 def main(folder: Path, work: Path) -> None:
     device.prepare()
     device.set_threads(1)
-    from algos.config import AlgoSection
+    from learner.before import Minibatch
     from learner.checkpoint import (
         DamagedCheckpointError,
         architecture_of,
@@ -43,7 +43,7 @@ def main(folder: Path, work: Path) -> None:
     from learner.hf_weights import load_hf_weights
     from learner.model import build_model
     from learner.policy import Policy
-    from learner.step import Minibatch, train_step
+    from learner.step import train_step
     from learner.topology import destroy_topology, init_topology
     from wire.phases import PhaseClock
 
@@ -57,8 +57,12 @@ def main(folder: Path, work: Path) -> None:
         return Policy(model, LearnerSection(), topology)
 
     trained = policy()
-    batch = Minibatch([pack(train_sequences(), device.device())], 50)
-    train_step(trained, [batch], AlgoSection(), PhaseClock())
+    everything = train_sequences()
+    indices = range(len(everything))
+    batch = Minibatch(
+        batches=[pack(everything, device.device())], indices=[indices], members=indices
+    )
+    train_step(trained, [batch], random_outcomes(everything), algorithm(), PhaseClock())
     info = CheckpointInfo(
         format_revision=FORMAT_REVISION,
         run_name="a",

@@ -78,17 +78,10 @@ def main(config: Path, file: Path, script: str, rank: int, overrides: list[str])
     device.prepare()
     device.set_threads(1)
     device.set_deterministic()
-    import torch
-
-    from learner.checkpoint import load_checkpoint
-    from learner.hf_config import load_hf_config
-    from learner.hf_weights import load_hf_weights
     from learner.loop import LearnerLoop
-    from learner.model import build_model
-    from learner.policy import Policy
+    from learner.service import build_policy
     from learner.stop import StopRequest
     from learner.topology import destroy_topology, init_topology
-    from wire.checkpoints import read_checkpoint_info
     from wire.phases import PhaseClock
 
     learner = settings.learner
@@ -100,12 +93,7 @@ def main(config: Path, file: Path, script: str, rank: int, overrides: list[str])
         seed=1,
         timeout_s=30.0,
     )
-    model = build_model(load_hf_config(settings.model), dtype=torch.float32, extra={})
-    load_hf_weights(model, settings.model)
-    policy = Policy(model, learner, topology)
-    resumed = settings.resume_from
-    if resumed is not None:
-        load_checkpoint(policy, topology, resumed, read_checkpoint_info(resumed))
+    policy = build_policy(settings, topology)
     link = ScriptedLink(file, settings, msgspec.json.decode(script, type=Script))
     leader = link if rank == 0 else None
     fetching = link if topology.tensor_parallel_rank == 0 else None

@@ -12,9 +12,10 @@ import torch
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from learner import device
+from learner.before import Minibatch
 from learner.collate import pack
 from learner.config import LearnerSection
-from tests.integration.policy_rank import train_sequences
+from tests.integration.policy_rank import algorithm, random_outcomes, train_sequences
 
 SCHEDULES: dict[str, dict[str, object]] = {
     "constant": {"lr_warmup_steps": 3},
@@ -28,12 +29,11 @@ SCHEDULES: dict[str, dict[str, object]] = {
 def main(folder: Path, work: Path) -> None:
     device.prepare()
     device.set_threads(1)
-    from algos.config import AlgoSection
     from learner.hf_config import load_hf_config
     from learner.hf_weights import export_hf_weights, load_hf_weights
     from learner.model import build_model
     from learner.policy import Policy
-    from learner.step import Minibatch, train_step
+    from learner.step import train_step
     from learner.topology import destroy_topology, init_topology
     from wire.phases import PhaseClock
 
@@ -41,7 +41,6 @@ def main(folder: Path, work: Path) -> None:
         rank=0, world_size=1, tensor_parallel=1, store=HashStore(), seed=1, timeout_s=30.0
     )
     everything = train_sequences()
-    num_tokens = sum(int(s.loss_mask.sum()) for s in everything)
 
     def policy(**settings: object) -> Policy:
         model = build_model(load_hf_config(folder), dtype=torch.float32, extra={})
@@ -52,8 +51,12 @@ def main(folder: Path, work: Path) -> None:
         """Return the weights before and after one step, and the gradient's norm."""
         trained = policy(**settings)
         before = {name: t.clone() for name, t in export_hf_weights(trained.model)}
-        batch = Minibatch([pack(everything, device.device())], num_tokens)
-        figures, _ = train_step(trained, [batch], AlgoSection(), PhaseClock())
+        indices = range(len(everything))
+        batch = Minibatch(
+            batches=[pack(everything, device.device())], indices=[indices], members=indices
+        )
+        outcomes = random_outcomes(everything)
+        figures, _ = train_step(trained, [batch], outcomes, algorithm(), PhaseClock())
         after = {name: t.clone() for name, t in export_hf_weights(trained.model)}
         return before, after, figures["policy/grad_norm"]
 

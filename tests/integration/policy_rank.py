@@ -1,26 +1,37 @@
 """One rank of a learner that does one learner step of two minibatches through ``Policy``.
 
 Usage: policy_rank MODEL_FOLDER WORK_FOLDER RANK WORLD_SIZE TENSOR_PARALLEL
-Writes WORK_FOLDER/RANK.json and, from rank 0, the trained model to WORK_FOLDER/trained.
+Trains one policy per algorithm. Writes WORK_FOLDER/RANK.json and, from rank 0, the trained models
+to WORK_FOLDER/ALGORITHM.
 """
 
 import json
 import sys
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import torch
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
-from algos.config import AlgoSection
+from algos.advantages import Outcomes
+from algos.compose import Algorithm
+from algos.config import choice_of
+from algos.section import AlgoSection
 from learner import device
+from learner.algorithm import algorithm_of
+from learner.before import Minibatch
 from learner.collate import TrainSequence, pack
-from learner.config import LearnerSection
+from learner.config import LearnerSection, LearnerSettings
 from learner.plan import plan_step
+from learner.step import StepData, train_step
 from tests.integration.tiny_models import sequences
+from weightbus.config import WeightBusSection
 from wire.phases import PhaseClock
+from wire.run_settings import RunSection, SamplingSection
 
 ENDS = (5, 9)
+PENALTY = {"coefficient": 0.1, "name": "k1", "place": "reward"}
 
 
 def train_sequences() -> list[TrainSequence]:
@@ -37,13 +48,35 @@ def train_sequences() -> list[TrainSequence]:
                 token_ids=np.array([t if t not in ENDS else 11 for t in tokens], np.int32),
                 loss_mask=mask,
                 behavior_logprobs=np.where(mask, -4.0 + rng.random(length), 0.0).astype(np.float32),
-                advantage=float(rng.normal()),
                 temperature=1.0 if number % 3 else 0.6,
                 end_barred=barred,
                 end_token_ids=ENDS if barred is not None else (),
+                version_steps=rng.integers(3, 6, length).astype(np.int32),
             )
         )
     return result
+
+
+def random_outcomes(sequences: list[TrainSequence], step: int = 0) -> StepData:
+    """Return a random reward for each sequence, in groups of two."""
+    count = len(sequences)
+    rng = np.random.default_rng(3)
+    return StepData(
+        outcomes=Outcomes(
+            rewards=torch.from_numpy(rng.normal(size=count)),
+            groups=torch.arange(count) // 2,
+            num_groups=(count + 1) // 2,
+            lengths=torch.tensor([int(s.loss_mask.sum()) for s in sequences]),
+        ),
+        is_truncated=torch.zeros(count, dtype=torch.bool),
+        step=step,
+        seed=0,
+    )
+
+
+def algorithm(**settings: object) -> Algorithm:
+    """Return the algorithm of an [algo] section."""
+    return Algorithm(choice_of(AlgoSection(**settings)), max_response_tokens=32)
 
 
 def plain_logprobs(model: torch.nn.Module, sequence: TrainSequence) -> list[float]:
@@ -65,14 +98,26 @@ def plain_logprobs(model: torch.nn.Module, sequence: TrainSequence) -> list[floa
     return values
 
 
+ALGORITHMS: dict[str, dict[str, object]] = {
+    "default": {},
+    "critic": {"preset": "vapo", "critic": {"warmup_steps": 0, "lr": 1e-2}, "kl": PENALTY},
+    "kept": {
+        "preset": "m2po",
+        "reduce": {"name": "sequence-mean-token-mean", "denominator": "kept"},
+        "correction": {"m2po": {"threshold": 4.0}, "veto": {"threshold": 0.0001}},
+        "kl": {"coefficient": 0.1, "name": "full"},
+        "entropy_bonus": 0.01,
+        "data": {"resample": "max-random", "resample_share": 0.5},
+    },
+    "group": {"preset": "grpo", "whiten": "group", "kl": PENALTY},
+}
+
+
 def main(folder: Path, work: Path, rank: int, world_size: int, tensor_parallel: int) -> None:
     device.prepare()
     device.set_threads(1)
-    from learner.hf_config import load_hf_config
-    from learner.hf_weights import load_hf_weights, save_hf_folder
-    from learner.model import build_model
-    from learner.policy import Policy
-    from learner.step import Minibatch, train_step
+    from learner.hf_weights import save_hf_folder
+    from learner.service import build_policy
     from learner.topology import destroy_topology, init_topology
 
     topology = init_topology(
@@ -83,10 +128,6 @@ def main(folder: Path, work: Path, rank: int, world_size: int, tensor_parallel: 
         seed=1,
         timeout_s=30.0,
     )
-    model = build_model(load_hf_config(folder), dtype=torch.float32, extra={})
-    load_hf_weights(model, folder)
-    # A large epsilon: Adam amplifies rounding where the second moment is tiny.
-    policy = Policy(model, LearnerSection(lr=1e-2, adam_epsilon=1e-3), topology)
     everything = train_sequences()
     plans = plan_step(
         [len(s.token_ids) for s in everything],
@@ -97,34 +138,50 @@ def main(folder: Path, work: Path, rank: int, world_size: int, tensor_parallel: 
     cpu = device.device()
     minibatches = [
         Minibatch(
-            [
-                pack([everything[i] for i in indices], cpu)
-                for indices in plan.microbatches[topology.data_parallel_rank]
-            ],
-            sum(
-                int(everything[i].loss_mask.sum())
-                for share in plan.microbatches
-                for indices in share
-                for i in indices
-            ),
+            batches=[pack([everything[i] for i in indices], cpu) for indices in mine],
+            indices=mine,
+            members=[i for share in plan.microbatches for indices in share for i in indices],
         )
         for plan in plans
+        for mine in [plan.microbatches[topology.data_parallel_rank]]
     ]
-    # One pack of all, with its logprobs, for a comparison with the plain formula.
-    together = pack(everything, cpu)
-    logprobs = policy.proximal_logprobs([together])[0].tolist()
-    plain: list[float] = []
-    if world_size == 1:
-        plain = [value for s in everything for value in plain_logprobs(model, s)]
-    figures, _ = train_step(policy, minibatches, AlgoSection(), PhaseClock())
-    save_hf_folder(model, work / "trained", folder)
-    num_microbatches = [len(m.batches) for m in minibatches]
-    report = {
-        "figures": figures,
-        "logprobs": logprobs,
-        "plain": plain,
-        "num_microbatches": num_microbatches,
-    }
+    report: dict[str, object] = {"num_microbatches": [len(m.batches) for m in minibatches]}
+    figures = {}
+    for name, algo in ALGORITHMS.items():
+        # A large epsilon: Adam amplifies rounding where the second moment is tiny.
+        settings = LearnerSettings(
+            run=RunSection(model=str(folder)),
+            learner=LearnerSection(lr=1e-2, adam_epsilon=1e-3, dtype="float32"),
+            algo=AlgoSection(**{"critic": {}, **algo}),  # type: ignore[arg-type]  # TOML's types
+            weightbus=WeightBusSection(),
+            sampling=SamplingSection(max_response_tokens=32),
+        )
+        policy = build_policy(settings, topology)
+        if name == "default":  # one pack of all, for a comparison with the plain formula
+            together = pack(everything, cpu)
+            report["logprobs"] = policy.proximal_logprobs([together])[0].tolist()
+            if world_size == 1:
+                report["plain"] = [
+                    value for s in everything for value in plain_logprobs(policy.model, s)
+                ]
+        if policy.critic is not None:  # a head of zeros has no gradient into the trunk
+            warm = msgspec.structs.replace(
+                settings,
+                algo=AlgoSection(**{**algo, "critic": {"warmup_steps": 1, "lr": 1e-2}}),  # type: ignore[arg-type]
+            )
+            train_step(
+                policy, minibatches, random_outcomes(everything), algorithm_of(warm), PhaseClock()
+            )
+        figures[name], _ = train_step(
+            policy,
+            minibatches,
+            random_outcomes(everything, step=5),
+            algorithm_of(settings),
+            PhaseClock(),
+            num_lags=3,
+        )
+        save_hf_folder(policy.model, work / name, folder)
+    report["figures"] = figures
     (work / f"{rank}.json").write_text(json.dumps(report))
     torch.distributed.barrier()
     destroy_topology()

@@ -22,11 +22,15 @@ from wire.checkpoints import (
 from wire.versions import PolicyVersion
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(120)]
+CRITIC = ("algo.preset=ppo", "algo.critic.lr=1e-2")
 LAYOUTS = {
     "one": (),
     "tp2": ("learner.ranks=2", "learner.tensor_parallel=2"),
     "dp2": ("learner.ranks=2",),
     "bf16": ("learner.dtype=bfloat16",),
+    "critic": CRITIC,
+    "critic-tp2": (*CRITIC, "learner.ranks=2", "learner.tensor_parallel=2"),
+    "critic-dp2": (*CRITIC, "learner.ranks=2"),
 }
 SCHEDULE = (
     "learner.lr_schedule=cosine",
@@ -86,6 +90,9 @@ def test_three_steps_and_three_after_a_resume_are_six_steps_bit_for_bit(
     assert [row["step"] for row in figures] == [4, 5, 6]
     assert figures == expected[3:]
     assert min(row["policy/grad_norm"] for row in figures) > 1e-3, "nothing was trained"
+    if layout.startswith("critic"):  # what it expects is among the figures compared above
+        assert min(row["critic/grad_norm"] for row in figures) > 1e-3, "no critic was trained"
+        assert len({row["critic/value"] for row in figures}) == 3
     newest = newest_checkpoint(resumed)
     assert newest is not None
     assert read_checkpoint_info(newest).version == PolicyVersion(2, 6)
@@ -125,6 +132,9 @@ def test_what_cannot_be_resumed_from_is_refused_with_its_reason(tmp_path: Path):
     )
     assert "its parameters are float32 there and bfloat16 here (learner.dtype)" in refused(
         resume, "learner.dtype=bfloat16"
+    )
+    assert f"{checkpoint} holds no critic, and algo.advantage needs one: go on with" in refused(
+        resume, "algo.preset=ppo"
     )
     other = tmp_path / "other"
     shutil.copytree(replays.model, other)

@@ -1,44 +1,271 @@
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.testing import assert_close
 
-from algos.advantages import group_relative_advantages
+from algos.advantages import (
+    GrpoOptions,
+    Outcomes,
+    PassAtKOptions,
+    grpo,
+    opo,
+    pass_at_k,
+    plain,
+    remax,
+    rloo,
+)
+from algos.parts import NoOptions, Options, Part
+from tests.unit.algos.evidence import DEFINITION, PROPERTY, proves
+
+Array = npt.NDArray[np.float64]
+
+DR_GRPO = GrpoOptions(divide_by_std=False)
+PLAIN_PASS_AT_K = PassAtKOptions(divide_by_std=False)
+NONE = NoOptions()
+
+ALL: dict[str, tuple[Part[..., Any], Options]] = {
+    "grpo": (grpo, GrpoOptions()),
+    "dr-grpo": (grpo, DR_GRPO),
+    "rloo": (rloo, NONE),
+    "opo": (opo, NONE),
+    "pass-at-k": (pass_at_k, PassAtKOptions()),
+    "pass-at-k, not divided": (pass_at_k, PLAIN_PASS_AT_K),
+    "remax": (remax, NONE),
+    "reinforce": (plain, NONE),
+}
+EVERY_ADVANTAGE = [part for part, _ in ALL.values()]
+AMONG_SIBLINGS = sorted(set(ALL) - {"remax", "reinforce"})
 
 
+def outcomes(
+    rewards: list[float],
+    groups: list[int] | None = None,
+    lengths: Tensor | None = None,
+    greedy_rewards: Tensor | None = None,
+) -> Outcomes:
+    groups = groups or [0] * len(rewards)
+    return Outcomes(
+        rewards=torch.tensor(rewards, dtype=torch.float64),
+        groups=torch.tensor(groups),
+        num_groups=max(groups) + 1,
+        lengths=torch.ones(len(rewards)) if lengths is None else lengths,
+        greedy_rewards=greedy_rewards,
+    )
+
+
+@st.composite
+def steps(draw: st.DrawFn, least_siblings: int = 2) -> Outcomes:
+    """Groups of different sizes, their trajectories in any order, some rewards equal."""
+    sizes = draw(st.lists(st.integers(least_siblings, 5), min_size=1, max_size=4))
+    groups = draw(st.permutations(np.repeat(range(len(sizes)), sizes).tolist()))
+    n = len(groups)
+    reward = st.sampled_from([0.0, 1.0]) | st.floats(-4, 4, width=32)
+    return Outcomes(
+        rewards=torch.tensor(draw(st.lists(reward, min_size=n, max_size=n)), dtype=torch.float64),
+        groups=torch.tensor(groups),
+        num_groups=len(sizes),
+        lengths=torch.tensor(draw(st.lists(st.integers(1, 50), min_size=n, max_size=n))),
+        greedy_rewards=torch.tensor(draw(st.lists(reward, min_size=n, max_size=n))),
+    )
+
+
+def selected(step: Outcomes, at: Tensor) -> Outcomes:
+    return Outcomes(
+        rewards=step.rewards[at],
+        groups=step.groups[at],
+        num_groups=step.num_groups,
+        lengths=step.lengths[at],
+        greedy_rewards=None if step.greedy_rewards is None else step.greedy_rewards[at],
+    )
+
+
+def changed(step: Outcomes, *, scale: float = 1.0, shift: float = 0.0) -> Outcomes:
+    greedy = step.greedy_rewards
+    return Outcomes(
+        rewards=step.rewards * scale + shift,
+        groups=step.groups,
+        num_groups=step.num_groups,
+        lengths=step.lengths,
+        greedy_rewards=None if greedy is None else greedy.double() * scale + shift,
+    )
+
+
+def of_papers(name: str, r: Array, lengths: Array, i: int) -> float:
+    """The advantage of sibling i of one group, from the formula of the paper."""
+    others = np.delete(r, i)
+    lead = max(r[i] - others.max(), 0.0)
+    match name:
+        case "grpo":
+            return (r[i] - r.mean()) / (r.std(ddof=1) + 1e-6)
+        case "dr-grpo" | "reinforce++-baseline":
+            return r[i] - r.mean()
+        case "rloo":
+            return r[i] - others.mean()
+        case "opo":
+            return r[i] - (r * lengths).sum() / lengths.sum()
+        case "pass-at-k":
+            return lead / (r.std(ddof=1) + 1e-6)
+        case _:
+            return lead
+
+
+@proves(*(ALL[name][0] for name in AMONG_SIBLINGS), against=DEFINITION)
+@pytest.mark.parametrize("name", AMONG_SIBLINGS)
+@given(step=steps())
+@settings(deadline=None, max_examples=40)
+def test_every_group_has_the_formula_of_the_paper(name: str, step: Outcomes):
+    part, options = ALL[name]
+    ours = part(step, options).numpy()
+    groups, rewards, lengths = (x.numpy() for x in (step.groups, step.rewards, step.lengths))
+    for group in range(step.num_groups):
+        members = np.flatnonzero(groups == group)
+        r, n = rewards[members], lengths[members].astype(float)
+        expected = [of_papers(name, r, n, i) for i in range(len(members))]
+        np.testing.assert_allclose(ours[members], expected, rtol=1e-9, atol=1e-9)
+
+
+@proves(*EVERY_ADVANTAGE, against=PROPERTY, what="order")
+@pytest.mark.parametrize("name", ALL)
+@given(step=steps(), data=st.data())
+@settings(deadline=None, max_examples=30)
+def test_the_order_of_trajectories_does_not_matter(name: str, step: Outcomes, data: st.DataObject):
+    part, options = ALL[name]
+    order = torch.tensor(data.draw(st.permutations(range(len(step.rewards)))))
+    assert_close(part(selected(step, order), options), part(step, options)[order])
+
+
+@pytest.mark.parametrize("name", ALL)
+@given(step=steps())
+@settings(deadline=None, max_examples=20)
+def test_a_group_does_not_depend_on_its_neighbors(name: str, step: Outcomes):
+    part, options = ALL[name]
+    members = step.groups == 0
+    assert_close(part(selected(step, members), options), part(step, options)[members])
+
+
+@pytest.mark.parametrize("name", sorted(set(ALL) - {"reinforce"}))
+@given(step=steps(), shift=st.sampled_from([-2.0, 0.5, 16.0]))
+@settings(deadline=None, max_examples=20)
+def test_a_baseline_takes_out_what_all_have(name: str, step: Outcomes, shift: float):
+    part, options = ALL[name]
+    assert_close(
+        part(changed(step, shift=shift), options), part(step, options), rtol=1e-7, atol=1e-7
+    )
+
+
+@proves(*EVERY_ADVANTAGE, against=PROPERTY, what="scale")
+@pytest.mark.parametrize("name", ALL)
+@given(step=steps())
+@settings(deadline=None, max_examples=20)
+def test_the_scale_of_rewards_cancels_only_with_the_standard_deviation(name: str, step: Outcomes):
+    part, options = ALL[name]
+    factor = 8.0
+    if name in ("grpo", "pass-at-k"):
+        # epsilon scaled with the rewards, so that it cancels too
+        small, large = type(options)(epsilon=1e-3), type(options)(epsilon=8e-3)
+        assert_close(part(changed(step, scale=factor), large), part(step, small))
+    else:
+        assert_close(part(changed(step, scale=factor), options), factor * part(step, options))
+
+
+@proves(*EVERY_ADVANTAGE, against=DEFINITION)
 def test_values_by_hand():
-    rewards = torch.tensor([[1.0, 0.0, 0.0, 1.0], [3.0, 1.0, 1.0, 1.0]])
-    centred = group_relative_advantages(rewards, divide_by_std=False)
-    assert centred.tolist() == [[0.5, -0.5, -0.5, 0.5], [1.5, -0.5, -0.5, -0.5]]
+    step = outcomes([1.0, 0.0, 0.0, 1.0, 3.0, 1.0, 1.0, 1.0], [0] * 4 + [1] * 4)
+    assert grpo(step, DR_GRPO).tolist() == [0.5, -0.5, -0.5, 0.5, 1.5, -0.5, -0.5, -0.5]
     # unbiased standard deviations: sqrt(1/3) and 1
-    scaled = group_relative_advantages(rewards, divide_by_std=True)
-    expected = [[0.8660254, -0.8660254, -0.8660254, 0.8660254], [1.5, -0.5, -0.5, -0.5]]
-    torch.testing.assert_close(scaled, torch.tensor(expected), rtol=1e-5, atol=1e-5)
+    expected = [0.8660254, -0.8660254, -0.8660254, 0.8660254, 1.5, -0.5, -0.5, -0.5]
+    assert grpo(step, GrpoOptions()).tolist() == pytest.approx(expected, rel=1e-5)
+    assert rloo(step, NONE).tolist() == pytest.approx(
+        [2 / 3, -2 / 3, -2 / 3, 2 / 3, 2] + [-2 / 3] * 3
+    )
+    assert pass_at_k(step, PLAIN_PASS_AT_K).tolist() == [0, 0, 0, 0, 2, 0, 0, 0]
+    by_length = outcomes([1.0, 0.0], lengths=torch.tensor([30, 10]))
+    assert opo(by_length, NONE).tolist() == [0.25, -0.75]
+    with_greedy = outcomes([1.0, 0.0], greedy_rewards=torch.tensor([0.25, 0.5]))
+    assert remax(with_greedy, NONE).tolist() == [0.75, -0.5]
+    assert plain(step, NONE).tolist() == step.rewards.tolist()
 
 
-@pytest.mark.parametrize("divide_by_std", [True, False])
-def test_a_group_of_equal_rewards_has_no_advantage(divide_by_std: bool):
-    rewards = torch.tensor([[0.75] * 4, [-2.0] * 4])
-    advantages = group_relative_advantages(rewards, divide_by_std=divide_by_std)
-    assert advantages.tolist() == [[0.0] * 4] * 2
+@pytest.mark.parametrize("name", AMONG_SIBLINGS)
+@pytest.mark.parametrize("reward", [0.1, -2.0, 1e6 / 3])
+def test_a_group_of_equal_rewards_has_no_advantage_at_all(name: str, reward: float):
+    part, options = ALL[name]
+    step = outcomes([reward] * 3, lengths=torch.tensor([3, 7, 11]))
+    assert part(step, options).tolist() == [0.0] * 3
 
 
-def test_a_group_does_not_depend_on_its_neighbors():
-    rewards = torch.randn(3, 5, generator=torch.Generator().manual_seed(1))
-    together = group_relative_advantages(rewards, divide_by_std=True)
-    for row, alone in zip(together, rewards, strict=True):
-        torch.testing.assert_close(
-            row, group_relative_advantages(alone.unsqueeze(0), divide_by_std=True)[0]
+@pytest.mark.parametrize(
+    "name", sorted(set(AMONG_SIBLINGS) - {"pass-at-k", "pass-at-k, not divided"})
+)
+def test_a_group_of_one_has_the_baseline_0(name: str):
+    part, options = ALL[name]
+    step = outcomes([2.0, 1.0, 0.0], [1, 0, 0])
+    assert part(step, options)[0].item() == pytest.approx(2.0, rel=2e-6)
+
+
+def test_pass_at_k_needs_a_second_best():
+    with pytest.raises(ValueError, match="at least 2 siblings"):
+        pass_at_k(outcomes([2.0, 1.0, 0.0], [1, 0, 0]), PassAtKOptions())
+
+
+def test_opo_weighs_a_group_without_tokens_as_nothing():
+    step = outcomes([1.0, 0.5], lengths=torch.tensor([0, 0]))
+    assert opo(step, NONE).isfinite().all()
+
+
+@proves(*EVERY_ADVANTAGE, against=PROPERTY, what="half")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("name", ALL)
+def test_rewards_of_low_precision_are_computed_with_in_float64(name: str, dtype: torch.dtype):
+    part, options = ALL[name]
+    rewards = torch.tensor([1.0, 0.3, 0.7, 0.2]).to(dtype)
+
+    def step(values: Tensor) -> Outcomes:
+        return Outcomes(
+            rewards=values,
+            groups=torch.zeros(4, dtype=torch.int64),
+            num_groups=1,
+            lengths=torch.tensor([1, 2, 3, 4]),
+            greedy_rewards=torch.full((4,), 0.5),
         )
 
-
-def test_the_scale_of_rewards_cancels_only_with_the_standard_deviation():
-    rewards = torch.tensor([[1.0, 0.0, 0.0]])
-    for divide_by_std, factor in ((True, 1.0), (False, 10.0)):
-        small = group_relative_advantages(rewards, divide_by_std=divide_by_std)
-        large = group_relative_advantages(10 * rewards, divide_by_std=divide_by_std)
-        torch.testing.assert_close(large, factor * small, rtol=1e-4, atol=1e-6)
+    ours = part(step(rewards), options)
+    assert ours.dtype == torch.float64
+    assert torch.equal(ours, part(step(rewards.double()), options))
 
 
-@pytest.mark.parametrize("shape", [(4,), (2, 1), (1, 2, 3)])
-def test_a_shape_without_siblings_is_refused(shape: tuple[int, ...]):
-    with pytest.raises(ValueError, match=r"rewards must be \[groups, siblings >= 2\]"):
-        group_relative_advantages(torch.zeros(shape), divide_by_std=True)
+def test_remax_says_that_greedy_rewards_are_missing():
+    assert remax.needs == {"greedy"}
+    with pytest.raises(ValueError, match="remax needs greedy_rewards"):
+        remax(outcomes([1.0, 0.0]), NONE)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"rewards": torch.zeros(2, 2)}, r"rewards must be \[N\]"),
+        (
+            {"groups": torch.zeros(3, dtype=torch.int64)},
+            r"groups has shape \(3,\), expected \(2,\)",
+        ),
+        ({"lengths": torch.zeros(1)}, "lengths has shape"),
+        ({"greedy_rewards": torch.zeros(1)}, "greedy_rewards has shape"),
+        ({"groups": torch.tensor([0, 2])}, r"groups must be 0 to 1 .* got 0 to 2"),
+        ({"groups": torch.tensor([-1, 0])}, r"got -1 to 0"),
+    ],
+)
+def test_outcomes_that_do_not_fit_are_refused(change: dict[str, Tensor], message: str):
+    fitting = {
+        "rewards": torch.zeros(2),
+        "groups": torch.tensor([0, 1]),
+        "lengths": torch.ones(2),
+        "greedy_rewards": None,
+    }
+    with pytest.raises(ValueError, match=message):
+        Outcomes(num_groups=2, **{**fitting, **change})

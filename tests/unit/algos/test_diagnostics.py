@@ -1,38 +1,60 @@
 import math
+from dataclasses import replace
 
 import pytest
 import torch
+from torch import Tensor
 
-from algos.batch import TrainBatch
-from algos.diagnostics import diagnostic_sums, effective_sample_share, figures_of
-from algos.losses import Clip
+from algos.diagnostics import (
+    Diagnosed,
+    add_sums,
+    critic_figures,
+    critic_sums,
+    diagnostic_sums,
+    effective_sample_share,
+    figures_of,
+    is_maximum,
+)
 
 
-def sums(garbage: float = 0.0) -> dict[str, float]:
-    """Two tokens: one clipped and stale, one on policy; the third is masked."""
-    batch = TrainBatch(
-        current_logprobs=torch.tensor([-1.0, -2.0, garbage], requires_grad=True),
-        proximal_logprobs=torch.tensor([-1.5, -2.0, garbage]),
-        behavior_logprobs=torch.tensor([-1.3, -2.0, garbage]),
-        advantages=torch.zeros(3),
-        loss_mask=torch.tensor([True, True, False]),
-        global_num_tokens=2,
+def seen(garbage: float = 0.0) -> Diagnosed:
+    """Two tokens: one clipped and stale, one on policy and rejected; the third is masked."""
+    return Diagnosed(
+        mask=torch.tensor([True, True, False]),
+        keep=torch.tensor([True, False, False]),
+        proximal=torch.tensor([-1.5, -2.0, garbage], requires_grad=True),
+        behavior=torch.tensor([-1.3, -2.0, garbage]),
+        entropy=torch.tensor([0.5, 0.25, garbage]),
+        ratio=torch.tensor([1.6, 1.0, garbage]),
+        weights=torch.tensor([0.8, 1.0, garbage]),
+        clipped_up=torch.tensor([True, False, False]),
+        clipped_down=torch.tensor([False, False, False]),
+        clipped_dual=torch.tensor([False, False, False]),
     )
-    entropy = torch.tensor([0.5, 0.25, garbage])
-    found = diagnostic_sums(batch, entropy, Clip())
-    assert not any(value.requires_grad for value in found.values())
-    return {name: value.item() for name, value in found.items()}
+
+
+def floats(sums: dict[str, Tensor]) -> dict[str, float]:
+    assert not any(value.requires_grad for value in sums.values())
+    return {name: value.item() for name, value in sums.items()}
 
 
 def test_sums_by_hand():
     correction = math.exp(-0.2)
-    assert sums() == pytest.approx(
+    assert floats(diagnostic_sums(seen())) == pytest.approx(
         {
+            "policy/tokens": 2,
             "policy/entropy": 0.75,
+            "policy/ratio": 2.6,
+            "policy/ratio_max": 1.6,
             "policy/clip_fraction": 1.0,
-            "policy/ratio": math.exp(0.5) + 1.0,
+            "policy/clip_up": 1.0,
+            "policy/clip_down": 0.0,
+            "policy/clip_dual": 0.0,
+            "staleness/masked": 1.0,
+            "staleness/weight": 0.8,
             "staleness/correction": correction + 1.0,
             "staleness/correction_squared": correction**2 + 1.0,
+            "staleness/correction_max": 1.0,
             "staleness/mismatch_kl": correction - 1.0 + 0.2,
             "staleness/logprob_abs_diff": 0.2,
         },
@@ -40,42 +62,63 @@ def test_sums_by_hand():
     )
 
 
+def random_tokens(count: int) -> Diagnosed:
+    generator = torch.Generator().manual_seed(0)
+    values = [torch.randn(count, generator=generator) for _ in range(5)]
+    flags = [torch.rand(count, generator=generator) < 0.5 for _ in range(4)]
+    return Diagnosed(
+        mask=torch.arange(count) % 4 != 3,
+        keep=flags[3],
+        proximal=values[0],
+        behavior=values[1],
+        entropy=values[2],
+        ratio=values[3].exp(),
+        weights=values[4].exp(),
+        clipped_up=flags[0],
+        clipped_down=flags[1],
+        clipped_dual=flags[2],
+    )
+
+
 def test_figures_by_lag_are_those_of_its_tokens_alone():
-    log_ratios = torch.tensor([0.0, 0.1, -0.3, 0.5, 0.7])
-    lags = torch.tensor([0, 1, 1, 3, 0])
-    mask = torch.tensor([True, True, True, True, False])
-
-    def batch_of(chosen: torch.Tensor) -> TrainBatch:
-        return TrainBatch(
-            current_logprobs=torch.full((5,), -1.0),
-            proximal_logprobs=log_ratios - 1.0,
-            behavior_logprobs=torch.full((5,), -1.0),
-            advantages=torch.zeros(5),
-            loss_mask=mask & chosen,
-            lags=lags,
-            global_num_tokens=5,
-        )
-
-    everything = torch.ones(5, dtype=torch.bool)
-    sums = diagnostic_sums(batch_of(everything), torch.zeros(5), Clip(), num_lags=3)
-    figures = figures_of({name: float(value) for name, value in sums.items()}, 4)
-    for lag, count in ((0, 1), (1, 2), (2, 1)):  # what is older counts to the last
-        here = lags.clamp(max=2) == lag
-        alone = diagnostic_sums(batch_of(here), torch.zeros(5), Clip())
-        wanted = figures_of({name: float(value) for name, value in alone.items()}, count)
-        for name in ("staleness/mismatch_kl", "staleness/ess", "policy/clip_fraction"):
-            assert figures[f"{name}@lag{lag}"] == pytest.approx(wanted[name])
-    assert not [name for name in figures if "squared" in name or name.startswith("tokens")]
+    everything = random_tokens(40)
+    lags = torch.arange(40) % 5
+    figures = figures_of(floats(diagnostic_sums(everything, lags, num_lags=3)))
+    for lag in range(3):  # what is older counts to the last
+        here = replace(everything, mask=everything.mask & (lags.clamp(max=2) == lag))
+        alone = figures_of(floats(diagnostic_sums(here)))
+        assert alone["policy/tokens"] > 5
+        for name, value in alone.items():
+            assert figures[f"{name}@lag{lag}"] == pytest.approx(value), name
+    assert not [name for name in figures if "squared" in name]
 
 
 def test_a_lag_without_tokens_has_no_figure():
-    figures = figures_of({"staleness/mismatch_kl@lag1": 0.0, "tokens@lag1": 0.0}, 3)
-    assert figures == {}
+    sums = diagnostic_sums(seen(), torch.tensor([0, 0, 1]), num_lags=2)
+    figures = figures_of(floats(sums))
+    assert figures["staleness/mismatch_kl@lag0"] > 0
+    assert not [name for name in figures if name.endswith("@lag1")]
+
+
+def test_sums_of_parts_are_those_of_the_whole():
+    everything = random_tokens(40)
+    lags = torch.arange(40) % 3
+    total: dict[str, Tensor] = {}
+    for part in (slice(0, 7), slice(7, 30), slice(30, 40)):
+        cut = Diagnosed(
+            **{name: getattr(everything, name)[part] for name in Diagnosed.__dataclass_fields__}
+        )
+        add_sums(total, diagnostic_sums(cut, lags[part], num_lags=3))
+    assert floats(total) == pytest.approx(
+        floats(diagnostic_sums(everything, lags, num_lags=3)), rel=1e-5
+    )
+    assert is_maximum("policy/ratio_max@lag1")
+    assert not is_maximum("policy/ratio@lag1")
 
 
 @pytest.mark.parametrize("garbage", [float("nan"), float("inf"), -7.0])
 def test_masked_tokens_never_matter(garbage: float):
-    assert sums(garbage) == sums()
+    assert floats(diagnostic_sums(seen(garbage))) == floats(diagnostic_sums(seen()))
 
 
 def test_equal_ratios_keep_every_sample_and_one_giant_leaves_one():
@@ -83,3 +126,21 @@ def test_equal_ratios_keep_every_sample_and_one_giant_leaves_one():
     n = 100
     assert effective_sample_share(1.0 / n, 1.0 / n) == pytest.approx(1.0 / n)
     assert effective_sample_share(0.0, 0.0) == 0.0
+
+
+def test_explained_variance_is_what_the_critic_saves_of_the_variance_of_returns():
+    mask = torch.tensor([True, True, True, True, False])
+    returns = torch.tensor([0.0, 1.0, 2.0, 3.0, math.nan])
+    values = torch.tensor([0.5, 0.5, 2.5, 2.5, math.nan])
+    clipped = torch.tensor([True, False, False, False, True])
+    figures = critic_figures(
+        floats(critic_sums(mask=mask, values=values, returns=returns, is_clipped=clipped))
+    )
+    assert figures == pytest.approx(
+        {
+            "critic/clip_fraction": 0.25,
+            "critic/value": 1.5,
+            "critic/return": 1.5,
+            "critic/explained_variance": 1 - 0.25 / 1.25,
+        }
+    )

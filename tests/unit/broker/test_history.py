@@ -42,6 +42,18 @@ def test_a_full_table_merges_rows_pairwise_means_of_gauges_and_the_later_of_coun
     assert table.columns() == {"busy:a": [0.5, 2.5, 4.0], "trained": [10.0, 30.0, 40.0]}
 
 
+def test_of_rows_that_become_one_the_largest_of_maxima_counts_by_lag_too():
+    table = Table(max_rows=4)
+    highs = [3.0, 1.0, None, 7.0, 5.0]
+    for row, high in enumerate(highs):
+        table.add(row, {"policy/ratio_max": high, "policy/ratio_max@lag2": high})
+    table.blend(5, {"policy/ratio_max": 4.0, "policy/ratio_max@lag2": 6.0}, share=0.5)
+    assert table.columns() == {
+        "policy/ratio_max": [3.0, 7.0, 5.0],
+        "policy/ratio_max@lag2": [3.0, 7.0, 6.0],
+    }
+
+
 def test_a_name_that_comes_later_or_goes_has_gaps():
     table = Table(max_rows=4)
     table.add(0, {"a": 1.0})
@@ -55,6 +67,15 @@ def test_names_that_there_is_no_room_for_are_counted():
     table = Table(max_series=2)
     table.add(0, {"a": 1.0, "b": 2.0, "c": 3.0})
     assert (set(table.series), table.num_left_out) == ({"a", "b"}, 1)
+
+
+def test_figures_by_lag_leave_room_for_those_of_the_whole_step():
+    table = Table(max_series=4, kept_free=2)
+    table.add(0, {"clip@lag0": 1.0, "clip@lag1": 2.0, "clip@lag2": 3.0, "clip": 4.0})
+    table.add(1, {"clip@lag1": 5.0, "loss": 6.0, "late": 7.0})
+    assert list(table.series) == ["clip@lag0", "clip@lag1", "clip", "loss"]
+    assert table.columns()["clip@lag1"] == [2.0, 5.0]
+    assert table.num_left_out == 2
 
 
 @given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=300), st.sampled_from([2, 4, 10, 64]))

@@ -113,6 +113,15 @@ def test_optimizer_memory_is_split_over_tensor_parallel_ranks(tmp_path: Path):
     assert parts["optimizer: float32 weights, two moments"] == 12 * num_parameters(hf) / 8
 
 
+def test_a_reference_and_a_critic_take_memory_of_their_own(tmp_path: Path):
+    config = config_of("qwen3-8b-16gpu", tmp_path)
+    hf = load_hf_config(tmp_path)
+    alone = sum(part.num_bytes for part in learner_memory(hf, config))
+    both = learner_memory(hf, config, has_reference=True, has_critic=True)
+    own = num_parameters(hf) / config.learner.learner.tensor_parallel
+    assert sum(part.num_bytes for part in both) - alone == pytest.approx(20 * own)
+
+
 def test_a_dry_run_prints_processes_commands_and_memory(tmp_path: Path):
     config = config_of("qwen2.5-1.5b-1gpu", tmp_path)
     plans = plan_roles(config, Path("resolved.toml"), num_gpus=0)

@@ -132,8 +132,7 @@ def test_a_transcript_holds_the_answer_without_special_tokens(codec: TextCodec):
 def test_the_learner_reads_the_arrays_that_the_generator_packed(codec: TextCodec):
     results, _ = rollouts(codec)
     sequences = [
-        unpack(result.message.header, decode_payload(result.frames[0]), advantage=advantage)
-        for result, advantage in zip(results, (1.0, -1.0), strict=True)
+        unpack(result.message.header, decode_payload(result.frames[0])) for result in results
     ]
     batch = pack(sequences, torch.device("cpu"))
     assert batch.token_ids.tolist() == [4, 13, 4, 16, 5, 2, 4, 13, 4, 16, 4, 5, 2]
@@ -143,7 +142,6 @@ def test_the_learner_reads_the_arrays_that_the_generator_packed(codec: TextCodec
         -0.5,
         -0.75,
     ]
-    assert batch.advantages.tolist() == [1.0] * 6 + [-1.0] * 7
     assert batch.cu_seqlens.tolist() == [0, 6, 13]
 
 

@@ -35,14 +35,13 @@ def payload(logprobs: list[float]) -> TrajectoryPayload:
     )
 
 
-def sequence(*ids: int, advantage: float = 1.0, temperature: float = 1.0) -> TrainSequence:
+def sequence(*ids: int, temperature: float = 1.0) -> TrainSequence:
     count = len(ids)
     mask = np.arange(count) >= 1
     return TrainSequence(
         token_ids=np.array(ids, np.int32),
         loss_mask=mask,
         behavior_logprobs=np.where(mask, np.float32(-0.5), np.float32(0.0)),
-        advantage=advantage,
         temperature=temperature,
     )
 
@@ -50,8 +49,8 @@ def sequence(*ids: int, advantage: float = 1.0, temperature: float = 1.0) -> Tra
 def test_sequences_are_laid_end_to_end_without_padding():
     batch = pack(
         [
-            sequence(7, 8, 9, advantage=0.5, temperature=2.0),
-            sequence(5, 6, advantage=-1.5, temperature=1.0),
+            sequence(7, 8, 9, temperature=2.0),
+            sequence(5, 6, temperature=1.0),
         ],
         torch.device("cpu"),
     )
@@ -61,15 +60,14 @@ def test_sequences_are_laid_end_to_end_without_padding():
     assert batch.max_seqlen == 3
     assert batch.loss_mask.tolist() == [False, True, True, False, True]
     assert batch.behavior_logprobs.tolist() == [0.0, -0.5, -0.5, 0.0, -0.5]
-    assert batch.advantages.tolist() == [0.5] * 3 + [-1.5] * 2
     assert batch.temperature.tolist() == [2.0] * 3 + [1.0] * 2
 
 
 def test_every_token_knows_the_step_of_its_policy():
     runs = (VersionRun(2, PolicyVersion(1, 4)), VersionRun(3, PolicyVersion(1, 6)))
     found = header(num_tokens=5)
-    first = unpack(replace(found, version_runs=runs), payload([0.0] * 5), advantage=0.0)
-    batch = pack([first, unpack(found, payload([0.0] * 5), advantage=0.0)], torch.device("cpu"))
+    first = unpack(replace(found, version_runs=runs), payload([0.0] * 5))
+    batch = pack([first, unpack(found, payload([0.0] * 5))], torch.device("cpu"))
     assert batch.version_steps is not None
     assert (
         batch.version_steps.tolist() == [4, 4, 4, 6, 6] + [found.version_runs[0].version.step] * 5
@@ -80,30 +78,30 @@ def test_tensors_have_the_types_that_model_and_loss_read():
     batch = pack([sequence(7, 8)], torch.device("cpu"))
     assert (batch.token_ids.dtype, batch.position_ids.dtype) == (torch.int64, torch.int64)
     assert (batch.cu_seqlens.dtype, batch.loss_mask.dtype) == (torch.int32, torch.bool)
-    floats = (batch.behavior_logprobs, batch.advantages, batch.temperature)
+    floats = (batch.behavior_logprobs, batch.temperature)
     assert {tensor.dtype for tensor in floats} == {torch.float32}
 
 
 def test_unpacked_arrays_share_the_memory_of_the_payload():
     arrays = payload([0.0, 0.0, -1.0, -2.0])
-    unpacked = unpack(header(), arrays, advantage=0.25)
+    unpacked = unpack(header(), arrays)
     assert unpacked.token_ids.tolist() == [10, 11, 12, 13]
     assert np.shares_memory(unpacked.token_ids, np.frombuffer(arrays.token_ids.data, "<i4"))
-    assert (unpacked.advantage, unpacked.temperature) == (0.25, 0.5)
+    assert unpacked.temperature == 0.5
 
 
 @pytest.mark.parametrize("garbage", [float("nan"), float("inf"), 3.0])
 def test_what_stands_outside_the_mask_becomes_zero(garbage: float):
-    unpacked = unpack(header(), payload([garbage, garbage, -1.0, -2.0]), advantage=0.0)
+    unpacked = unpack(header(), payload([garbage, garbage, -1.0, -2.0]))
     assert unpacked.behavior_logprobs.tolist() == [0.0, 0.0, -1.0, -2.0]
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 def test_a_logprob_that_is_not_finite_names_its_trajectory(value: float):
     with pytest.raises(ProtocolError, match="trajectory 3/1 holds a logprob that is not finite"):
-        unpack(header(), payload([0.0, 0.0, -1.0, value]), advantage=0.0)
+        unpack(header(), payload([0.0, 0.0, -1.0, value]))
 
 
 def test_a_payload_of_another_length_than_its_header_is_refused():
     with pytest.raises(ProtocolError, match=r"3/1: header says 5 tokens, payload has \(4,\)"):
-        unpack(header(num_tokens=5), payload([0.0, 0.0, -1.0, -2.0]), advantage=0.0)
+        unpack(header(num_tokens=5), payload([0.0, 0.0, -1.0, -2.0]))

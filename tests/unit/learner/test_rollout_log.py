@@ -51,7 +51,6 @@ def sequence(index: int, length: int) -> TrainSequence:
         token_ids=np.full(length, index, np.int32),
         loss_mask=np.arange(length) > 0,
         behavior_logprobs=np.zeros(length, np.float32),
-        advantage=0.0,
         temperature=1.0,
     )
 

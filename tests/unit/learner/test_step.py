@@ -1,17 +1,34 @@
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from algos.config import AlgoSection
-from learner.collate import PackedBatch
+from algos.compose import Algorithm
+from algos.config import choice_of
+from algos.diagnostics import Sums, add_sums
+from algos.linear_logprobs import TokenLogprobs
+from algos.section import AlgoSection
+from learner.before import Minibatch
+from learner.collate import PackedBatch, TrainSequence, pack
 from learner.orders import NonFiniteError
-from learner.step import Minibatch, advantages_of, batch_figures, train_step
+from learner.step import (
+    StepData,
+    TrainedMinibatch,
+    batch_figures,
+    lots,
+    step_data,
+    train_step,
+)
 from wire.control import DeliveredGroup, DeliveredTrajectory
 from wire.phases import PhaseClock
 from wire.trajectory import TrajectoryHeader, VersionRun
 from wire.versions import PolicyVersion
+
+CPU = torch.device("cpu")
+NUM_TOKENS = 7
 
 
 def trajectory(group_id: int, sibling: int, reward: float, *runs: tuple[int, int]):
@@ -38,19 +55,16 @@ def groups() -> list[DeliveredGroup]:
     ]
 
 
-def test_advantages_come_in_the_order_of_groups_and_siblings():
-    values = advantages_of(groups(), AlgoSection(advantage="grpo-without-std"))
-    assert values == pytest.approx([0.5, -0.5, 0.0, 0.0])
-
-
-def test_advantages_divide_by_the_deviation_of_their_own_group():
-    values = advantages_of(groups(), AlgoSection(advantage="grpo"))
-    assert values == pytest.approx([0.7071, -0.7071, 0.0, 0.0], abs=1e-4)
+def test_outcomes_come_in_the_order_of_groups_and_siblings():
+    data = step_data(groups(), step=5, seed=3)
+    assert data.outcomes.rewards.tolist() == [1.0, 0.0, 0.5, 0.5]
+    assert data.outcomes.groups.tolist() == [0, 0, 1, 1]
+    assert data.outcomes.lengths.tolist() == [6, 6, 6, 6]
+    assert data.is_truncated.tolist() == [True, False, True, False]
 
 
 def test_batch_figures_weigh_staleness_by_tokens():
-    trajectories = [t for group in groups() for t in group.trajectories]
-    figures = batch_figures(trajectories, step=5)
+    figures = batch_figures(groups(), step=5)
     assert figures["reward/mean"] == pytest.approx(0.5)
     assert figures["response/tokens"] == 6
     assert figures["response/truncated"] == 0.5
@@ -59,44 +73,257 @@ def test_batch_figures_weigh_staleness_by_tokens():
     assert figures["staleness/mean"] == pytest.approx((12 + 6 + 0 + 0 + 6) / 24)
 
 
-class CountingPolicy:
-    """Returns the number of tokens of each update; the updates named are not finite."""
+def test_the_variance_of_a_group_counts_to_the_lag_of_its_oldest_token():
+    figures = batch_figures(groups(), step=5, num_lags=3)
+    assert figures["reward/group_variance"] == pytest.approx(0.125)
+    assert figures["reward/group_variance@lag2"] == pytest.approx(0.25)
+    assert figures["reward/group_variance@lag1"] == pytest.approx(0.0)
+    assert "reward/group_variance@lag0" not in figures
+
+
+class Alone:
+    """One replica's word is that of all."""
+
+    def summed(self, values: Tensor) -> Tensor:
+        return values
+
+    def gathered(self, values: Tensor) -> Tensor:
+        return values
+
+
+class Bigrams:
+    """A policy of one logit per pair of tokens, under plain gradient descent. Updates named in
+    ``bad`` are not finite."""
+
+    critic = None
+    reference = None
 
     def __init__(self, *bad: int) -> None:
+        generator = torch.Generator().manual_seed(1)
+        self.logits = torch.randn(NUM_TOKENS, NUM_TOKENS, generator=generator).requires_grad_()
+        self.replicas = Alone()
         self.updates = 0
+        self.forwards = 0
         self._bad = bad
 
-    def proximal_logprobs(self, batches: Sequence[PackedBatch]) -> list[Tensor]:
-        return [torch.zeros(1) for _ in batches]
+    def said(self, batch: PackedBatch) -> TokenLogprobs:
+        rows = self.logits.log_softmax(-1)[batch.token_ids.roll(1)]
+        chosen = rows.gather(-1, batch.token_ids.unsqueeze(-1)).squeeze(-1)
+        entropy = -(rows.exp() * rows).sum(-1)
+        return TokenLogprobs(*(torch.where(batch.loss_mask, v, 0.0) for v in (chosen, entropy)))
 
-    def update(self, batches: object, loss: object) -> tuple[dict[str, Tensor], float]:  # noqa: ARG002
+    @torch.no_grad()
+    def logprobs(self, batches: Sequence[PackedBatch]) -> list[Tensor]:
+        self.forwards += len(batches)
+        return [self.said(batch).logprobs for batch in batches]
+
+    proximal_logprobs = logprobs
+
+    def update(
+        self,
+        batches: Sequence[PackedBatch],
+        loss: Callable[[int, PackedBatch, TokenLogprobs], tuple[Tensor, Sums]],
+    ) -> tuple[Sums, float]:
         number, self.updates = self.updates, self.updates + 1
         if number in self._bad:
             raise NonFiniteError(f"update {number} is not finite")
-        names = ("loss", "policy/entropy", "staleness/correction", "staleness/correction_squared")
-        return {name: torch.tensor(10.0) for name in names}, 4.0
+        return descend(self.logits, [loss(i, b, self.said(b)) for i, b in enumerate(batches)])
 
 
-def step_of(*bad: int) -> tuple[dict[str, float], list[int]]:
-    minibatches = [Minibatch([], global_num_tokens=10) for _ in range(3)]
-    policy = CountingPolicy(*bad)
-    figures, trained = train_step(policy, minibatches, AlgoSection(), PhaseClock())  # type: ignore[arg-type]  # a fake
+class Values:
+    """A critic of one value per token."""
+
+    def __init__(self) -> None:
+        self.table = torch.zeros(NUM_TOKENS, requires_grad=True)
+        self.updates = 0
+
+    def said(self, batch: PackedBatch) -> Tensor:
+        return torch.where(batch.loss_mask, self.table[batch.token_ids.roll(1)], 0.0)
+
+    @torch.no_grad()
+    def values(self, batches: Sequence[PackedBatch]) -> list[Tensor]:
+        return [self.said(batch) for batch in batches]
+
+    def update(
+        self,
+        batches: Sequence[PackedBatch],
+        loss: Callable[[int, PackedBatch, Tensor], tuple[Tensor, Sums]],
+    ) -> tuple[Sums, float]:
+        self.updates += 1
+        return descend(self.table, [loss(i, b, self.said(b)) for i, b in enumerate(batches)])
+
+
+def descend(parameter: Tensor, results: Sequence[tuple[Tensor, Sums]]) -> tuple[Sums, float]:
+    totals: Sums = {}
+    for loss, sums in results:
+        add_sums(totals, {**sums, "loss": loss.detach()})
+    total = torch.stack([loss for loss, _ in results]).sum()
+    (gradient,) = torch.autograd.grad(total, parameter)
+    with torch.no_grad():
+        parameter -= 0.5 * gradient
+    return totals, float(gradient.norm())
+
+
+def algorithm(**settings: object) -> Algorithm:
+    section = AlgoSection(**settings)  # type: ignore[arg-type]  # TOML's types
+    return Algorithm(choice_of(section), max_response_tokens=6)
+
+
+def sequences(count: int, step: int = 5) -> list[TrainSequence]:
+    rng = np.random.default_rng(0)
+    mask = np.arange(10) >= 4
+    return [
+        TrainSequence(
+            token_ids=rng.integers(0, NUM_TOKENS, 10).astype(np.int32),
+            loss_mask=mask,
+            behavior_logprobs=np.where(mask, -2.0 + 0.2 * rng.normal(size=10), 0.0).astype("f4"),
+            temperature=1.0,
+            version_steps=np.full(10, step - i % 2, np.int32),
+        )
+        for i in range(count)
+    ]
+
+
+def minibatches(num: int = 3) -> list[Minibatch]:
+    everything = sequences(4 * num)
+    return [
+        Minibatch(
+            batches=[pack(everything[i : i + 2], CPU), pack(everything[i + 2 : i + 4], CPU)],
+            indices=[(i, i + 1), (i + 2, i + 3)],
+            members=range(i, i + 4),
+        )
+        for i in range(0, 4 * num, 4)
+    ]
+
+
+def data(num: int = 3, *, step: int = 5) -> StepData:
+    delivered = [
+        DeliveredGroup(
+            group_id=g,
+            trajectories=(trajectory(g, 0, g % 2 + 0.5, (4, 5)), trajectory(g, 1, 0.0, (4, 4))),
+        )
+        for g in range(2 * num)
+    ]
+    return step_data(delivered, step=step, seed=0)
+
+
+def step_of(*bad: int) -> tuple[dict[str, float], list[TrainedMinibatch], Bigrams]:
+    policy = Bigrams(*bad)
+    figures, trained = train_step(policy, minibatches(), data(), algorithm(), PhaseClock())  # type: ignore[arg-type]  # a fake
     assert policy.updates == 3, "a minibatch was not tried"
-    return figures, [one.number for one in trained]
+    return figures, trained, policy
 
 
 @pytest.mark.parametrize("bad", [(), (0,), (1,), (0, 2)])
 def test_minibatches_that_are_not_finite_are_counted_and_are_in_no_other_figure(
     bad: tuple[int, ...],
 ):
-    figures, trained = step_of(*bad)
-    assert trained == [number for number in range(3) if number not in bad]
+    figures, trained, _ = step_of(*bad)
+    assert [one.number for one in trained] == [n for n in range(3) if n not in bad]
     assert figures["policy/skipped_minibatches"] == len(bad)
-    assert figures["policy/entropy"] == pytest.approx(1.0)
-    assert figures["policy/loss"] == pytest.approx(10.0)
-    assert figures["policy/grad_norm"] == pytest.approx(4.0)
+    assert figures["policy/tokens"] == 24 * (3 - len(bad))
+    assert 0.0 < figures["policy/entropy"] < np.log(NUM_TOKENS)
 
 
 def test_a_step_of_which_no_minibatch_is_finite_is_none():
     with pytest.raises(NonFiniteError, match="update 0 is not finite"):
         step_of(0, 1, 2)
+
+
+def test_the_first_minibatch_costs_no_proximal_pass_and_the_others_are_of_the_start_of_the_step():
+    start = Bigrams()
+    _, trained, policy = step_of()
+    assert policy.forwards == 4
+    for one, minibatch in zip(trained, minibatches(), strict=True):
+        for got, expected in zip(one.proximal, start.logprobs(minibatch.batches), strict=True):
+            assert torch.equal(got, expected)
+
+
+def train(policy: Bigrams, chosen: Algorithm, given: StepData | None = None) -> dict[str, float]:
+    figures, _ = train_step(policy, minibatches(1), given or data(1), chosen, PhaseClock())  # type: ignore[arg-type]  # a fake
+    return figures
+
+
+def test_rewarded_tokens_become_likelier_under_their_policy():
+    policy = Bigrams()
+    batch = minibatches(1)[0].batches[0]
+    before = policy.said(batch).logprobs.detach()
+    train(policy, algorithm(reduce="token-sum"))
+    moved = (policy.said(batch).logprobs.detach() - before)[batch.loss_mask]
+    assert moved[:6].sum() > 0 > moved[6:].sum()
+
+
+def test_during_its_warm_up_the_critic_learns_and_the_policy_stands_still():
+    policy, critic = Bigrams(), Values()
+    policy.critic = critic  # type: ignore[assignment]  # a fake
+    before = policy.logits.detach().clone()
+    chosen = algorithm(preset="ppo", critic={"warmup_steps": 6})
+    figures = train(policy, chosen)
+    assert torch.equal(policy.logits, before)
+    assert critic.updates == 1
+    assert critic.table.abs().max() > 0
+    # Of values 0 and lambda 0.95, the reward on the last of six tokens; rewards are 0.5 and 0.
+    expected = np.mean([0.5, 0.0, 1.5, 0.0]) * np.mean([0.95**k for k in range(6)])
+    assert figures["critic/return"] == pytest.approx(expected)
+    train(policy, chosen, data(1, step=6))
+    assert not torch.equal(policy.logits, before)
+
+
+def test_filtered_trajectories_train_nothing_and_leave_the_denominators():
+    chosen = algorithm(
+        preset="dr-grpo", reduce={"name": "sequence-mean-token-sum"}, data={"overlong_filter": True}
+    )
+    policy = Bigrams()
+    figures = train(policy, chosen)
+    assert figures["policy/trained_share"] == 0.5
+    assert figures["policy/tokens"] == 12  # of the second of each group
+
+    given = data(1)
+    alone = replace(given, is_truncated=torch.zeros(4, dtype=torch.bool))
+    kept = [pack([sequences(4)[i]], CPU) for i in (1, 3)]
+    share = Minibatch(batches=kept, indices=[(1,), (3,)], members=(1, 3))
+    other = Bigrams()
+    train_step(other, [share], alone, replace_filter(chosen), PhaseClock())  # type: ignore[arg-type]
+    assert torch.allclose(policy.logits, other.logits, atol=1e-6)
+
+
+def replace_filter(chosen: Algorithm) -> Algorithm:
+    """Return the same algorithm without its overlong filter."""
+    return algorithm(preset=chosen.choice.preset, reduce={"name": "sequence-mean-token-sum"})
+
+
+def test_resampled_trajectories_count_as_often_as_they_were_drawn():
+    chosen = algorithm(reduce="token-sum", data={"resample": "max-min"})
+    policy = Bigrams()
+    figures = train(policy, chosen)
+    copies = chosen.prepared(data(1).outcomes, data(1).is_truncated, lots(data(1))).copies.tolist()
+    assert sum(copies) == 4
+    assert figures["policy/trained_share"] == sum(c > 0 for c in copies) / 4
+
+    by_hand = Bigrams()
+    everything = sequences(4)
+    drawn = [i for i, count in enumerate(copies) for _ in range(count)]
+    share = Minibatch(
+        batches=[pack([everything[i] for i in drawn], CPU)], indices=[drawn], members=drawn
+    )
+    train_step(by_hand, [share], data(1), algorithm(reduce="token-sum"), PhaseClock())  # type: ignore[arg-type]
+    assert torch.allclose(policy.logits, by_hand.logits, atol=1e-6)
+
+
+def test_a_penalty_in_the_reward_pulls_towards_the_reference():
+    policy, reference = Bigrams(), Bigrams()
+    policy.reference = reference  # type: ignore[assignment]  # a fake
+    with torch.no_grad():
+        reference.logits += torch.randn(7, 7, generator=torch.Generator().manual_seed(2))
+    batches = minibatches(1)[0].batches
+
+    def distance() -> float:
+        with torch.no_grad():
+            gaps = [policy.said(b).logprobs - reference.said(b).logprobs for b in batches]
+        return float(torch.cat(gaps).square().sum())
+
+    before = distance()
+    kl = {"coefficient": 10.0, "name": "k1", "place": "reward"}
+    figures = train(policy, algorithm(preset="reinforce++", kl=kl, reduce="token-mean"))
+    assert distance() < before
+    assert "policy/kl_reference" in figures

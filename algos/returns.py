@@ -1,0 +1,216 @@
+"""Advantages of tokens: discounted returns, generalized advantage estimation, whitening.
+
+A token outside the mask was not chosen by the policy. It is passed over: the state that follows a
+chosen token is the one in which the next token is chosen, and only chosen tokens are discounted.
+
+Shapes: T tokens of B sequences laid end to end.
+"""
+
+from dataclasses import dataclass
+from typing import Annotated
+
+import msgspec
+import torch
+from torch import Tensor, where
+from torch.nn.functional import pad
+
+from algos.packing import Packing
+from algos.parts import Options, advantage
+from algos.ratios import upcast
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenOutcomes:
+    """What each token earned, and what its critic expected.
+
+    Raises:
+        ValueError: a tensor does not fit the packing.
+    """
+
+    rewards: Tensor  # [T], 0.0 where nothing was rewarded
+    packing: Packing
+    values: Tensor | None = None  # [T], V of the state in which token t is chosen
+
+    def __post_init__(self) -> None:
+        """Reject tensors of other tokens."""
+        for name in ("rewards", "values"):
+            found: Tensor | None = getattr(self, name)
+            if found is not None and found.shape != self.packing.mask.shape:
+                raise ValueError(
+                    f"{name} has shape {tuple(found.shape)}, expected "
+                    f"{tuple(self.packing.mask.shape)} as the mask"
+                )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenAdvantages:
+    """Advantages of tokens and the critic's targets, both 0.0 outside the mask."""
+
+    advantages: Tensor  # [T]
+    returns: Tensor | None  # [T], what a critic should have expected
+
+
+def at_end(per_sequence: Tensor, packing: Packing) -> Tensor:
+    """Return each sequence's value at its last masked-in token, 0 elsewhere. Shapes [B] -> [T]."""
+    per_token = packing.spread(per_sequence)
+    return where(packing.is_last, per_token, torch.zeros_like(per_token))
+
+
+class DiscountOptions(Options, frozen=True, kw_only=True):
+    """Settings of discounted-returns."""
+
+    discount: Annotated[float, msgspec.Meta(ge=0, le=1)] = 1.0
+    """What a reward one chosen token later is worth (gamma)."""
+
+
+@advantage("discounted-returns", DiscountOptions, needs=("tokens",))
+def discounted_returns(outcomes: TokenOutcomes, options: DiscountOptions) -> TokenAdvantages:
+    """A_t = G_t = r_t + discount * G_(t+1): the rewards from here to the end of the sequence.
+
+    With rewards of ``at_end``, a KL penalty in them and ``whiten`` after it, this is REINFORCE++
+    (arXiv 2501.03262).
+    """
+    packing = outcomes.packing
+    returns = _discounted_sums(_masked(outcomes.rewards, packing), packing, options.discount)
+    return TokenAdvantages(advantages=returns, returns=returns)
+
+
+@advantage("reinforce++-baseline", DiscountOptions, needs=("tokens", "centered"))
+def centered_returns(outcomes: TokenOutcomes, options: DiscountOptions) -> TokenAdvantages:
+    """A_t = G_t as discounted-returns has it, of rewards less the mean of their group.
+
+    With ``whiten`` after it, this is REINFORCE++ with a baseline (arXiv 2501.03262). The mean is
+    taken before the reward is put on a token, by whoever knows the group.
+    """
+    return discounted_returns(outcomes, options)
+
+
+class GaeOptions(Options, frozen=True, kw_only=True):
+    """Settings of gae."""
+
+    discount: Annotated[float, msgspec.Meta(ge=0, le=1)] = 1.0
+    """What a reward one chosen token later is worth (gamma)."""
+    decay: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.95
+    """Weight of later temporal differences (lambda): 0 trusts the critic, 1 the rewards."""
+    critic_decay: Annotated[float, msgspec.Meta(ge=0, le=1)] | None = None
+    """Lambda of the critic's targets; not set takes that of the advantages. VAPO has 1.0."""
+    length_adaptive: bool = False
+    """Take lambda = max(0, 1 - 1 / (length_alpha * length)) for each sequence, not decay."""
+    length_alpha: Annotated[float, msgspec.Meta(gt=0)] = 0.05
+    """How slowly lambda falls as sequences get shorter."""
+
+
+@advantage("gae", GaeOptions, needs=("tokens", "values"))
+def gae(outcomes: TokenOutcomes, options: GaeOptions) -> TokenAdvantages:
+    """A_t = d_t + discount * lambda * A_(t+1), with d_t = r_t + discount * V_(t+1) - V_t.
+
+    GAE (arXiv 1506.02438); the value after the last chosen token of a sequence is 0. The critic's
+    targets are R_t = A_t + V_t. VAPO (arXiv 2504.05118) takes another lambda for the targets
+    (``critic_decay``) and one that grows with the length for the advantages
+    (``length_adaptive``); a length is the number of chosen tokens.
+
+    Raises:
+        ValueError: there are no values.
+    """
+    if outcomes.values is None:
+        raise ValueError("gae needs the values of a critic, got None")
+    packing = outcomes.packing
+    values = _masked(outcomes.values, packing)
+    rewards = _masked(outcomes.rewards, packing)
+    differences = rewards + options.discount * _next_chosen(values, packing) - values
+
+    decay: float | Tensor = options.decay
+    if options.length_adaptive:
+        lengths = packing.counts.to(values.dtype).clamp(min=1)
+        decay = packing.spread((1 - 1 / (options.length_alpha * lengths)).clamp(min=0))
+    advantages = _discounted_sums(differences, packing, options.discount * decay)
+    targets = advantages
+    if options.critic_decay is not None:
+        targets = _discounted_sums(differences, packing, options.discount * options.critic_decay)
+    return TokenAdvantages(advantages=advantages, returns=targets + values)
+
+
+def moments(per_token: Tensor, mask: Tensor, index: Tensor, num: int) -> Tensor:
+    """Return count, sum and sum of squares over the mask. Shapes [T] -> [num, 3] float64.
+
+    Those of the parts of a batch add up to those of the batch.
+
+    Args:
+        per_token: [T].
+        mask: [T] bool.
+        index: [T] int64, what each token is counted to: zeros for the batch, or its group.
+        num: how many there are.
+    """
+    values = where(mask, per_token, torch.zeros_like(per_token)).double()
+    terms = torch.stack([mask.double(), values, values.square()], dim=1)
+    return torch.zeros(num, 3, dtype=torch.float64, device=mask.device).index_add(0, index, terms)
+
+
+def whiten(
+    per_token: Tensor,
+    mask: Tensor,
+    index: Tensor,
+    moments: Tensor,
+    *,
+    shift_mean: bool = True,
+    epsilon: float = 1e-8,
+    unbiased: bool = True,
+) -> Tensor:
+    """Return (x - mean) / sqrt(var + epsilon), 0.0 outside the mask. Shapes [T] -> [T].
+
+    Args:
+        per_token: [T].
+        mask: [T] bool.
+        index: [T] int64, as it was for the moments.
+        moments: [num, 3], of ``moments``, added over all parts of the batch.
+        shift_mean: False keeps the mean and changes the spread about it alone.
+        epsilon: added to the variance.
+        unbiased: divide the variance by count - 1; a count of 1 has variance 0.
+    """
+    count, total, squares = moments.unbind(dim=1)
+    mean = total / count.clamp(min=1)
+    variance = (squares - total * mean) / (count - int(unbiased)).clamp(min=1)
+    scale = (variance.clamp(min=0) + epsilon).rsqrt()
+    values = upcast(where(mask, per_token, torch.zeros_like(per_token)))
+    whitened = (values - mean[index]) * scale[index]
+    if not shift_mean:
+        whitened = whitened + mean[index]
+    return where(mask, whitened, torch.zeros_like(whitened)).to(values.dtype)
+
+
+def _masked(per_token: Tensor, packing: Packing) -> Tensor:
+    return upcast(where(packing.mask, per_token.detach(), torch.zeros_like(per_token)))
+
+
+def _discounted_sums(per_token: Tensor, packing: Packing, factor: float | Tensor) -> Tensor:
+    """Return y_t = x_t + factor * y of the next chosen token, 0.0 outside the mask. [T] -> [T]."""
+    chosen = where(packing.mask, per_token, 0.0)
+    factors = where(packing.mask, factor, torch.ones_like(per_token))
+    sums = _scan_backward(chosen, where(_has_next(packing), factors, 0.0))
+    return where(packing.mask, sums, 0.0)
+
+
+def _next_chosen(values: Tensor, packing: Packing) -> Tensor:
+    """Return the value at the next chosen token of the sequence, 0.0 if none. Shapes [T]."""
+    has_next = _has_next(packing)
+    here_or_later = _scan_backward(values, (has_next & ~packing.mask).to(values.dtype))
+    return where(has_next, pad(here_or_later, (0, 1))[1:], 0.0)
+
+
+def _has_next(packing: Packing) -> Tensor:
+    """Return True where the token to the right is of the same sequence. Shapes [T]."""
+    return pad(packing.sequence, (0, 1), value=-1)[1:] == packing.sequence
+
+
+def _scan_backward(values: Tensor, factors: Tensor) -> Tensor:
+    """Return y_t = values_t + factors_t * y_(t+1), with y = 0 after the end. Shapes [T].
+
+    In log2(T) steps over all tokens: before each, y_t = values_t + factors_t * y_(t+reach) holds,
+    and putting that of t + reach into it doubles the reach.
+    """
+    reach = 1
+    while reach < len(values):
+        values = values + factors * pad(values[reach:], (0, reach))
+        factors = factors * pad(factors[reach:], (0, reach))
+        reach *= 2
+    return values

@@ -1,0 +1,41 @@
+"""The section [algo], as every role can read it without torch."""
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+Table = dict[str, Any]
+
+
+class AlgoSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """[algo]: what is learned from a batch, put together from named parts.
+
+    A preset names all parts; what is set besides replaces that part of it. A part is its name, or a
+    table with its name and its settings, which the tables below list: `algo.surrogate = "gspo"`, or
+    `algo.surrogate.clip_high = 0.28` to change one setting of the preset's. Corrections are tables
+    by name (`algo.correction.rejection.high = 5`); `algo.correction = "none"` takes the preset's
+    away. A part of one's own is `module:function`. See [algorithms.md](algorithms.md).
+    """
+
+    preset: str = "async-default"
+    """Named composition to start from."""
+    advantage: str | Table = ""
+    """How much better than expected a trajectory or token was."""
+    surrogate: str | Table = ""
+    """What is differentiated."""
+    anchor: Literal["", "proximal", "behavior"] = ""
+    """Policy below the line of the ratio; proximal decouples clipping from staleness."""
+    correction: str | Table = ""
+    """What staleness and numerics between learner and engine are corrected with, together."""
+    reduce: str | Table = ""
+    """How losses of tokens become one number."""
+    whiten: Literal["", "none", "batch", "group"] = ""
+    """Shift and scale the advantages of tokens to mean 0 and deviation 1."""
+    entropy_bonus: Annotated[float, msgspec.Meta(ge=0)] | None = None
+    """Weight of the mean entropy, which is added to what is maximized."""
+    kl: Table = msgspec.field(default_factory=dict)
+    """Divergence from a reference policy."""
+    critic: Table = msgspec.field(default_factory=dict)
+    """The value model."""
+    data: Table = msgspec.field(default_factory=dict)
+    """Rules for rewards and for what is trained of a batch."""

@@ -1,0 +1,151 @@
+"""What log-probabilities and entropy cost: in chunks from hidden states, or plainly from logits.
+
+Plain is what autograd makes of logits -> float32 -> log_softmax -> gather, and of the entropy. Both
+do the forward and backward pass of mean(logprobs) + mean(entropy), by hidden states and weights.
+
+Each runs in a fresh process with one thread. Memory is the growth of the process's peak
+(getrusage, ru_maxrss) over the peak after the inputs were made, gradients included. This process
+imports no torch, since a child's peak begins at its parent's. CPU is the best of some rounds.
+"""
+
+import argparse
+import functools
+import multiprocessing
+import resource
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from benchmarks.bars import Bars
+from benchmarks.weightbus.figures import table
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+NEEDS_MEMORY = 0.35
+NEEDS_CPU = 1.1
+VOCAB_SIZE = 151936  # of Qwen
+MIB = 2**20
+_EXAMPLES = """examples:
+  python -m benchmarks.bench_algos
+  python -m benchmarks.bench_algos --tokens 512 --hidden 256 --rounds 1"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    tokens: int
+    hidden: int
+    dtype: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Figures:
+    peak_bytes: int
+    cpu_s: float
+    loss: float
+    norms: tuple[float, ...]  # of the gradients by hidden states and weights
+
+
+def plain(hidden: "Tensor", weight: "Tensor", target: "Tensor") -> "tuple[Tensor, Tensor]":
+    all_logprobs = (hidden @ weight.t()).float().log_softmax(-1)
+    chosen = all_logprobs.gather(-1, target.unsqueeze(-1)).squeeze(-1)
+    return chosen, -(all_logprobs.exp() * all_logprobs).sum(-1)
+
+
+def ours(hidden: "Tensor", weight: "Tensor", target: "Tensor") -> "tuple[Tensor, Tensor]":
+    from algos.linear_logprobs import OutputLayer, linear_logprobs
+
+    said = linear_logprobs(hidden, OutputLayer(weight=weight), target)
+    return said.logprobs, said.entropy
+
+
+WAYS: dict[str, Callable[..., "tuple[Tensor, Tensor]"]] = {"plain": plain, "ours": ours}
+
+
+def measure(way: str, sizes: Sizes, rounds: int) -> Figures:
+    """Measure one way, in the process that calls it."""
+    import torch
+
+    torch.set_num_threads(1)
+    generator = torch.Generator().manual_seed(1)
+    normal = functools.partial(
+        torch.randn, generator=generator, dtype=getattr(torch, sizes.dtype), requires_grad=True
+    )
+    hidden, weight = normal(sizes.tokens, sizes.hidden), normal(VOCAB_SIZE, sizes.hidden)
+    with torch.no_grad():
+        weight.mul_(2.0 * sizes.hidden**-0.5)  # logits of standard deviation 2
+    target = torch.randint(VOCAB_SIZE, (sizes.tokens,), generator=generator)
+    before, seconds, loss = _peak_bytes(), [], torch.zeros(())
+    for _ in range(rounds):
+        hidden.grad = weight.grad = None
+        began_s = time.process_time()
+        logprobs, entropy = WAYS[way](hidden, weight, target)
+        loss = logprobs.mean() + entropy.mean()
+        loss.backward()
+        seconds.append(time.process_time() - began_s)
+        del logprobs, entropy
+    return Figures(
+        peak_bytes=_peak_bytes() - before,
+        cpu_s=min(seconds),
+        loss=loss.item(),
+        norms=tuple(tensor.grad.double().norm().item() for tensor in (hidden, weight)),
+    )
+
+
+def _peak_bytes() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def measured(way: str, sizes: Sizes, rounds: int) -> Figures:
+    """Measure one way in a fresh process."""
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(measure, way, sizes, rounds).result()
+
+
+def differences(one: Figures, other: Figures) -> float:
+    """Return the largest relative difference of loss and gradient norms."""
+    pairs = zip((one.loss, *one.norms), (other.loss, *other.norms), strict=True)
+    return max(abs(a - b) / abs(b) for a, b in pairs)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.bench_algos",
+        description=__doc__,
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--tokens", type=int, default=1024)
+    parser.add_argument("--hidden", type=int, default=512)
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--rounds", type=int, default=3)
+    arguments = parser.parse_args()
+    sizes = Sizes(tokens=arguments.tokens, hidden=arguments.hidden, dtype=arguments.dtype)
+    _say(f"{sizes.tokens} tokens, hidden {sizes.hidden}, vocabulary {VOCAB_SIZE}, {sizes.dtype}")
+    figures = {}
+    for way in WAYS:
+        figures[way] = one = measured(way, sizes, arguments.rounds)
+        _say(f"  {way}: {one.peak_bytes / MIB:.0f} MiB, {one.cpu_s:.2f} CPU s, loss {one.loss:.6f}")
+    base, chunked = figures["plain"], figures["ours"]
+    _say(f"  loss and gradient norms differ by {differences(chunked, base):.1e}")
+    bars = Bars()
+    memory, cpu = chunked.peak_bytes / base.peak_bytes, chunked.cpu_s / base.cpu_s
+    bars.at_most("logprobs_memory", memory, "of plain", needs=NEEDS_MEMORY)
+    bars.at_most("logprobs_cpu", cpu, "of plain", needs=NEEDS_CPU)
+    rows = [(way, f"{f.peak_bytes / MIB:.0f}", f"{f.cpu_s:.2f}") for way, f in figures.items()]
+    print("\n" + table(("log-probabilities and entropy", "peak MiB", "CPU s"), rows))
+    return bars.exit_code
+
+
+def _say(text: str) -> None:
+    print(text, flush=True)
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit(130)

@@ -1,0 +1,247 @@
+"""What a learner step must know before its first gradient: forward passes, advantages, corrections.
+
+All of it is of the weights that the step starts from. Sums go over all microbatches and replicas.
+
+Shapes: T tokens of B sequences of one microbatch, N trajectories of the step.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from algos.advantages import Outcomes
+from algos.compose import Algorithm, Prepared
+from algos.corrections import Correction
+from algos.packing import Packing
+from algos.reduce import Denominators
+from algos.returns import moments, whiten
+from learner.collate import PackedBatch
+
+if TYPE_CHECKING:
+    from learner.policy import Policy
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Minibatch:
+    """This rank's share of one optimizer update."""
+
+    batches: Sequence[PackedBatch]
+    indices: Sequence[Sequence[int]]  # trajectories of the step that each microbatch holds
+    members: Sequence[int]  # trajectories of the whole minibatch, those of other ranks included
+
+
+@dataclass(slots=True)
+class Microbatch:
+    """One microbatch with all that its loss needs. Filled in order; see ``Before``."""
+
+    batch: PackedBatch
+    packing: Packing
+    indices: Tensor  # [B] int64
+    copies: Tensor | None  # [B] int64, None if every trajectory is trained once
+    lags: Tensor | None  # [T]
+    proximal: Tensor | None = None  # [T]; None until the forward pass of the training itself
+    reference: Tensor | None = None  # [T]
+    values: Tensor | None = None  # [T]
+    advantages: Tensor = field(default_factory=lambda: torch.empty(0))  # [T]
+    returns: Tensor | None = None  # [T]
+    correction: Correction | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """A minibatch that can be trained."""
+
+    microbatches: Sequence[Microbatch]
+    denominators: Denominators
+    kept: Denominators | None  # of the surrogate, where rejected tokens do not count
+
+    @property
+    def batches(self) -> list[PackedBatch]:
+        """Return what the models read."""
+        return [one.batch for one in self.microbatches]
+
+
+def ready(
+    policy: "Policy",
+    minibatches: Sequence[Minibatch],
+    outcomes: Outcomes,
+    prepared: Prepared,
+    algorithm: Algorithm,
+    *,
+    step: int,
+    trains_policy: bool,
+) -> list[Ready]:
+    """Do every forward pass that comes before training; return the minibatches with the results.
+
+    The first minibatch is computed with the weights that the step starts from: unless something
+    has to know them earlier, its proximal logprobs are those of its training pass, and cost none
+    of their own.
+    """
+    needs_all = algorithm.corrects_before or not trains_policy or _charges_kl(algorithm)
+    shares = [_laid_out(minibatch, prepared.copies, step) for minibatch in minibatches]
+    for number, share in enumerate(shares):
+        batches = [one.batch for one in share]
+        if needs_all or number > 0:
+            _fill(share, "proximal", policy.proximal_logprobs(batches))
+        if policy.reference is not None and algorithm.needs_reference_logprobs:
+            _fill(share, "reference", policy.reference.logprobs(batches))
+        if policy.critic is not None:
+            _fill(share, "values", policy.critic.values(batches))
+    everything = [one for share in shares for one in share]
+    _fill_advantages(policy, everything, outcomes, prepared, algorithm)
+    result = []
+    for share, minibatch in zip(shares, minibatches, strict=True):
+        members = list(minibatch.members)
+        lengths, copies = outcomes.lengths[members], prepared.copies[members]
+        num_tokens = float((lengths * copies).sum())
+        num_sequences = float(((lengths > 0) * copies).sum())
+        kept = None
+        if algorithm.corrects_before and trains_policy:
+            counts = _correct(policy, share, algorithm)
+            if algorithm.choice.reduce.denominator == "kept":
+                kept = algorithm.denominators(*counts)
+        result.append(Ready(share, algorithm.denominators(num_tokens, num_sequences), kept))
+    return result
+
+
+def _charges_kl(algorithm: Algorithm) -> bool:
+    return algorithm.choice.needs_reference and algorithm.choice.kl.place == "reward"
+
+
+def _laid_out(minibatch: Minibatch, copies: Tensor, step: int) -> list[Microbatch]:
+    everyone_once = bool((copies == 1).all())
+    share = []
+    for batch, indices in zip(minibatch.batches, minibatch.indices, strict=True):
+        index = torch.tensor(list(indices), dtype=torch.int64)
+        device = batch.loss_mask.device
+        share.append(
+            Microbatch(
+                batch=batch,
+                packing=Packing.of(batch.loss_mask, batch.cu_seqlens),
+                indices=index,
+                copies=None if everyone_once else copies[index].to(device),
+                lags=None if batch.version_steps is None else step - batch.version_steps,
+            )
+        )
+    return share
+
+
+def _fill(share: Sequence[Microbatch], name: str, values: Sequence[Tensor]) -> None:
+    for one, value in zip(share, values, strict=True):
+        setattr(one, name, value)
+
+
+def _fill_advantages(
+    policy: "Policy",
+    everything: Sequence[Microbatch],
+    outcomes: Outcomes,
+    prepared: Prepared,
+    algorithm: Algorithm,
+) -> None:
+    """Give every token its advantage, and the critic its targets."""
+    shaped = Outcomes(
+        rewards=prepared.rewards,
+        groups=outcomes.groups,
+        num_groups=outcomes.num_groups,
+        lengths=outcomes.lengths,
+    )
+    charges = [_kl_charge(one, algorithm) for one in everything]
+    if algorithm.is_token_level:
+        rewards = shaped.centered() if algorithm.centers_rewards else shaped.rewards
+        for one, charge in zip(everything, charges, strict=True):
+            mine = _here(rewards[one.indices], one)
+            per_token = algorithm.token_rewards(mine, charge, one.packing)
+            result = algorithm.token_advantages(per_token, one.values, one.packing)
+            one.advantages, one.returns = result.advantages, result.returns
+    else:
+        charged = shaped.rewards.clone()
+        if _charges_kl(algorithm):
+            total = torch.zeros_like(charged)
+            for one, charge in zip(everything, charges, strict=True):
+                if charge is not None:
+                    total[one.indices] = one.packing.sums(charge).to(total)
+            total = policy.replicas.summed(total)
+            charged -= algorithm.choice.kl.coefficient * total
+        shaped = Outcomes(
+            rewards=charged,
+            groups=shaped.groups,
+            num_groups=shaped.num_groups,
+            lengths=shaped.lengths,
+        )
+        advantages = algorithm.trajectory_advantages(shaped)
+        for one in everything:
+            one.advantages = one.packing.spread(_here(advantages[one.indices], one))
+    _whiten(policy.replicas.summed, everything, outcomes, algorithm)
+
+
+def _here(values: Tensor, one: Microbatch) -> Tensor:
+    return values.to(one.batch.loss_mask.device, torch.float32)
+
+
+def _kl_charge(one: Microbatch, algorithm: Algorithm) -> Tensor | None:
+    if not _charges_kl(algorithm) or one.proximal is None or one.reference is None:
+        return None
+    return algorithm.reward_kl(one.proximal, one.reference, one.packing.mask)
+
+
+def _whiten(
+    summed: Callable[[Tensor], Tensor],
+    everything: Sequence[Microbatch],
+    outcomes: Outcomes,
+    algorithm: Algorithm,
+) -> None:
+    """Whiten advantages over the whole step, or over each of its groups."""
+    if algorithm.choice.whiten == "none":
+        return
+    by_group = algorithm.choice.whiten == "group"
+    number = outcomes.groups if by_group else torch.zeros_like(outcomes.groups)
+    count = outcomes.num_groups if by_group else 1
+    total: Tensor | None = None
+    spread = []
+    for one in everything:
+        index = one.packing.spread(number[one.indices].to(one.batch.loss_mask.device))
+        spread.append(index)
+        mine = moments(one.advantages, one.packing.mask, index, count)
+        total = mine if total is None else total + mine
+    if total is None:
+        return
+    total = summed(total)
+    for one, index in zip(everything, spread, strict=True):
+        one.advantages = whiten(one.advantages, one.packing.mask, index, total)
+
+
+def _correct(
+    policy: "Policy", share: Sequence[Microbatch], algorithm: Algorithm
+) -> tuple[float, float]:
+    """Correct a whole minibatch at once; return how many tokens and sequences are kept."""
+    sizes = [len(one.packing.mask) for one in share]
+    starts = torch.tensor([0, *(one.packing.num_sequences for one in share)]).cumsum(0).tolist()
+    packing = Packing(
+        torch.cat([one.packing.mask for one in share]),
+        torch.cat([one.packing.sequence + at for one, at in zip(share, starts, strict=False)]),
+        starts[-1],
+    )
+    lags = [one.lags for one in share if one.lags is not None]
+    correction = algorithm.correct(
+        proximal=torch.cat([one.proximal for one in share if one.proximal is not None]),
+        behavior=torch.cat([one.batch.behavior_logprobs for one in share]),
+        advantages=torch.cat([one.advantages for one in share]),
+        lags=torch.cat(lags) if len(lags) == len(share) else None,
+        packing=packing,
+        gather=policy.replicas.gathered,
+    )
+    weights, keep = torch.split(correction.weights, sizes), torch.split(correction.keep, sizes)
+    moved = torch.split(correction.proximal, sizes) if correction.proximal is not None else None
+    kept = torch.zeros(2, dtype=torch.float64, device=packing.mask.device)
+    for i, one in enumerate(share):
+        one.correction = Correction(
+            weights=weights[i], keep=keep[i], proximal=None if moved is None else moved[i]
+        )
+        tokens = one.packing.sums(keep[i].double())
+        copies = torch.ones_like(tokens) if one.copies is None else one.copies.double()
+        kept += torch.stack([(tokens * copies).sum(), ((tokens > 0) * copies).sum()])
+    num_tokens, num_sequences = policy.replicas.summed(kept).tolist()
+    return num_tokens, num_sequences

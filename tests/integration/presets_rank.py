@@ -1,0 +1,93 @@
+"""A learner that trains one run after another: importing its libraries takes longer than a run.
+
+Usage: presets_rank
+Reads a line [CONFIG, OVERRIDE...] in JSON, trains that run to its end, writes a report as one line,
+and so on until its input ends.
+"""
+
+import hashlib
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed import HashStore  # type: ignore[attr-defined]
+from typing_extensions import override
+
+from learner import device
+from learner.background import BackgroundLoop
+from learner.broker_link import LeaderLink
+from learner.config import LearnerSettings, learner_settings
+from learner.relay_link import RelayLaunch
+from tests.chaos.published import publish
+from wire.control import StepCommitted
+from wire.logs import start_logging
+from wire.phases import PhaseClock
+from wire.settings import load_table
+from wire.versions import PolicyVersion
+
+
+class FollowedLink(LeaderLink):
+    """Tells scripted engines of versions, which have no weights, and keeps what was committed."""
+
+    publishes = False
+
+    def __init__(self, loop: BackgroundLoop, settings: LearnerSettings, clock: PhaseClock) -> None:
+        super().__init__(loop, settings, clock, lambda: False, relay=RelayLaunch())
+        self._folder = settings.run.folder
+        self.committed: list[dict[str, float]] = []
+
+    @override
+    def take_over(self, step: int, checkpoint: str) -> PolicyVersion:
+        version = super().take_over(step, checkpoint)
+        publish(self._folder, version)
+        return version
+
+    @override
+    def commit(
+        self, version: PolicyVersion, metrics: dict[str, float], num_tokens: int
+    ) -> StepCommitted:
+        answer = super().commit(version, metrics, num_tokens)
+        publish(self._folder, version)
+        self.committed.append(dict(metrics))
+        return answer
+
+
+def digest(model: torch.nn.Module) -> str:
+    parts = [tensor.detach().numpy().tobytes() for tensor in model.parameters()]
+    return hashlib.sha256(b"".join(parts)).hexdigest()
+
+
+def main() -> None:
+    device.prepare()
+    device.set_threads(1)
+    from learner.loop import LearnerLoop
+    from learner.service import build_policy
+    from learner.stop import StopRequest
+    from learner.topology import destroy_topology, init_topology
+
+    topology = init_topology(
+        rank=0, world_size=1, tensor_parallel=1, store=HashStore(), seed=1, timeout_s=30.0
+    )
+    for line in sys.stdin:
+        config, *overrides = json.loads(line)
+        settings = learner_settings(load_table(Path(config), overrides))
+        policy, clock = build_policy(settings, topology), PhaseClock()
+        report: dict[str, Any] = {"weights": [digest(policy.model)]}
+        with BackgroundLoop() as loop:
+            link = FollowedLink(loop, settings, clock)
+            try:
+                LearnerLoop(settings, topology, policy, link, link, clock, StopRequest()).run()
+            finally:
+                link.close()
+        report["weights"].append(digest(policy.model))
+        report["committed"] = link.committed
+        sys.stdout.write(json.dumps(report) + "\n")
+        sys.stdout.flush()
+    destroy_topology()
+
+
+if __name__ == "__main__":
+    start_logging("learner")
+    main()

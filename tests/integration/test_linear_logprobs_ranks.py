@@ -1,0 +1,80 @@
+"""Log-probabilities of an output layer whose rows are split over two ranks."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from algos.linear_logprobs import OutputLayer, Reference, linear_logprobs
+from tests.integration.ranks import outputs, start
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(60)]
+
+T, H, V = 13, 6, 40  # rows 0 to 19 on the first rank, 20 to 39 on the second
+BARRED = (3, 21, 29)
+
+
+def a_case(*, vocab_size: int, num_tokens: int) -> dict[str, Tensor | int | list[int]]:
+    generator = torch.Generator().manual_seed(11)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    return {
+        "hidden": normal(num_tokens, H),
+        "weight": normal(V, H),
+        "reference_hidden": normal(num_tokens, H),
+        "reference_weight": normal(V, H),
+        "target": torch.randint(4, min(vocab_size, V), (num_tokens,), generator=generator),
+        "temperature": 0.5 + torch.rand(num_tokens, generator=generator, dtype=torch.float64),
+        "barred": torch.rand(num_tokens, generator=generator) < 0.5,
+        "mix": normal(3, num_tokens),
+        "vocab_size": vocab_size,
+        "barred_ids": list(BARRED),
+        "chunk_tokens": 4,
+    }
+
+
+def unsplit(case: dict) -> dict[str, Tensor]:
+    hidden, weight = (case[name].clone().requires_grad_() for name in ("hidden", "weight"))
+    settings = {"vocab_size": case["vocab_size"], "barred_ids": BARRED}
+    said = linear_logprobs(
+        hidden,
+        OutputLayer(weight=weight, **settings),
+        case["target"],
+        temperature=case["temperature"],
+        barred=case["barred"],
+        reference=Reference(
+            case["reference_hidden"], OutputLayer(weight=case["reference_weight"], **settings)
+        ),
+        chunk_tokens=7,
+    )
+    sum((part * mix).sum() for part, mix in zip(said, case["mix"], strict=True)).backward()
+    said = torch.stack([part.detach() for part in said])
+    return {"said": said, "by_hidden": hidden.grad, "by_weight": weight.grad}
+
+
+@pytest.mark.parametrize(
+    ("vocab_size", "num_tokens"),
+    [
+        pytest.param(36, T, id="some-padding"),
+        pytest.param(20, T, id="the-second-rank-is-all-padding"),
+        pytest.param(V, 0, id="no-tokens"),
+    ],
+)
+def test_two_ranks_say_what_one_says_and_their_gradients_add_up(
+    tmp_path: Path, vocab_size: int, num_tokens: int
+):
+    case = a_case(vocab_size=vocab_size, num_tokens=num_tokens)
+    torch.save(case, tmp_path / "case.pt")
+    outputs([start(tmp_path, "linear_logprobs_rank", tmp_path, rank, 2) for rank in range(2)])
+    first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))
+    alone = unsplit(case)
+    if num_tokens:
+        assert min(part.abs().max() for part in alone["said"]) > 0.1, "nothing was compared"
+    assert torch.equal(first["said"], second["said"]), "ranks differ"
+    both = first | {"by_weight": torch.cat([first["by_weight"], second["by_weight"]])}
+    for name, expected in alone.items():
+        assert both[name].shape == expected.shape
+        assert torch.allclose(both[name], expected, rtol=0, atol=1e-12), name

@@ -1,0 +1,133 @@
+"""Every preset trains through broker, ledger and agents, on answers of a scripted engine."""
+
+import json
+import math
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from algos.presets import PRESETS
+from deploy.addition import write_blank_model
+from tests.chaos.harness import ROOT, chaos_run
+from tests.random_llama import write_random_weights
+from wire.checkpoints import newest_checkpoint, read_checkpoint_info
+
+pytestmark = [pytest.mark.integration, pytest.mark.redis, pytest.mark.timeout(60)]
+STEPS, BOUND, GROUPS, SIBLINGS, MINIBATCHES = 3, 2, 4, 4, 2
+VOCABULARY = 40  # the scripted engine's
+WITH_CRITIC = {"ppo", "vapo", "pf-ppo"}
+WITH_REFERENCE = {"grpo", "reinforce++", "reinforce++-baseline"}
+WARMUP = {"vapo": 1}  # steps that train the critic alone; its own 50 leave no other
+OVERRIDES = {name: (f"algo.critic.warmup_steps={steps}",) for name, steps in WARMUP.items()}
+
+
+class Report(msgspec.Struct):
+    """What the learner says of a run: figures by step, digests of the weights before and after."""
+
+    committed: list[dict[str, float]]
+    weights: tuple[str, str]
+
+
+class Learner:
+    """A process that trains one run after another."""
+
+    def __init__(self, log: Path) -> None:
+        self._log = log
+        with log.open("w") as errors:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "tests.integration.presets_rank"],
+                cwd=ROOT,
+                env={"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+            )
+
+    def train(self, config: Path, *overrides: str) -> Report:
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write(json.dumps([str(config), *overrides]) + "\n")
+        self.process.stdin.flush()
+        answer: dict[str, Any] = json.loads(self.process.stdout.readline() or "{}")
+        assert answer, self._log.read_text()
+        return Report(answer["committed"], (answer["weights"][0], answer["weights"][1]))
+
+
+@pytest.fixture(scope="module")
+def learner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Learner]:
+    learner = Learner(tmp_path_factory.mktemp("learner") / "learner.log")
+    yield learner
+    learner.process.kill()
+    learner.process.communicate()
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_a_preset_trains_what_the_ledger_delivers(
+    learner: Learner, short_folder: Path, preset: str
+):
+    with chaos_run(
+        short_folder,
+        prompts=500,
+        generators=1,
+        run__steps=STEPS,
+        run__epochs=0.0,
+        run__max_staleness_steps=BOUND,
+        run__group_size=SIBLINGS,
+        run__groups_per_step=GROUPS,
+        sampling__max_response_tokens=48,
+        generators__max_sequences=64,  # all that the bound allows at a time
+    ) as it:
+        write_blank_model(short_folder / "model", hidden=32, layers=1, vocab_size=VOCABULARY)
+        write_random_weights(short_folder / "model", scale=0.15, seed=3)
+        del it.plans["learner"]
+        it.start()
+        report = learner.train(
+            short_folder / "run.json.toml",
+            f"algo.preset={preset}",
+            f"learner.minibatches={MINIBATCHES}",
+            "learner.lr=1e-3",
+            *OVERRIDES.get(preset, ()),
+        )
+        it.finish(timeout_s=30)
+        account = it.account()
+
+    assert (account.finished, account.version.step) == (True, STEPS)
+    assert account.trained == STEPS * GROUPS
+    assert account.issued == account.trained + sum(account.dropped.values())
+    assert account.unaccounted == 0
+    assert sum(account.in_flight.values()) == 0
+
+    assert len(report.committed) == STEPS
+    figures = {name: value for step in report.committed for name, value in step.items()}
+    for step in report.committed:
+        assert [name for name, value in step.items() if not math.isfinite(value)] == []
+        assert step["reward/group_variance"] > 0
+        assert 0 <= step["staleness/oldest"] <= BOUND
+    assert max(step["staleness/oldest"] for step in report.committed) > 0, "no data was stale"
+    assert figures.keys() >= {"staleness/mismatch_kl@lag1", "staleness/ess@lag1"}
+
+    trained = [step for step in report.committed if "policy/loss" in step]
+    assert report.committed[WARMUP.get(preset, 0) :] == trained
+    assert min(step["policy/grad_norm"] for step in trained) > 0
+    assert {step["policy/skipped_minibatches"] for step in trained} == {0.0}
+    assert report.weights[0] != report.weights[1]
+
+    assert any(name.startswith("critic/") for name in figures) == (preset in WITH_CRITIC)
+    if preset in WITH_CRITIC:
+        assert min(step["critic/grad_norm"] for step in report.committed) > 0
+        assert {step["critic/skipped_minibatches"] for step in report.committed} == {0.0}
+    assert ("policy/kl_reference" in figures) == (preset in WITH_REFERENCE)
+    if preset in WITH_REFERENCE:
+        assert trained[-1]["policy/kl_reference"] != 0.0, "the reference moved with the policy"
+    assert (max(step["staleness/masked"] for step in trained) > 0) == (preset == "m2po")
+    assert (min(step["policy/trained_share"] for step in trained) < 1) == (preset == "pf-ppo")
+
+    newest = newest_checkpoint(it.run_folder)
+    assert newest is not None
+    assert read_checkpoint_info(newest).has_critic == (preset in WITH_CRITIC)

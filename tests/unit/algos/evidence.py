@@ -1,0 +1,190 @@
+"""Which tests check which name of an algorithm, read off the tests themselves.
+
+A test says what it proves, with ``proves`` above it; nothing about tests is written down anywhere
+else. Run as a program, this prints the table of docs/algorithms.md, or writes it there:
+
+    python -m tests.unit.algos.evidence --write
+"""
+
+import importlib
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import FunctionType, ModuleType
+from typing import Any, TypeVar, get_args, get_type_hints
+
+import msgspec
+
+from algos.config import (
+    PARTS,
+    CriticOptions,
+    DataOptions,
+    KlOptions,
+    ReduceOptions,
+)
+from algos.parts import AnyPart
+from algos.section import AlgoSection
+from tests.unit.algos.golden import AREAL, SLIME, VERL, golden
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+DEFINITION = "definition"  # the formula of a paper, or values by hand, stated anew in the test
+PROPERTY = "property"  # what holds whatever the data
+COLUMNS = {
+    VERL: "verl 0.9.1",
+    SLIME: "slime 624b824a",
+    AREAL: "AReaL 4aef98d8",
+    DEFINITION: "formula stated anew",
+    PROPERTY: "properties",
+}
+GOLDEN = frozenset({VERL, SLIME, AREAL})
+
+PAGE = Path(__file__).parents[3] / "docs" / "algorithms.md"
+BEGIN = "<!-- generated: python -m tests.unit.algos.evidence --write -->\n"
+END = "<!-- end of what is generated -->\n"
+
+OFF = frozenset({"", "none", "keep"})  # choices that do nothing
+NOT_FORMULAS = frozenset({"kl.reference", "critic.lr", "critic.model", "critic.warmup_steps"})
+
+
+@dataclass(frozen=True, slots=True)
+class Proof:
+    """What one test proves of some names."""
+
+    names: tuple[str, ...]
+    against: str  # of COLUMNS
+    what: str
+
+
+@dataclass(frozen=True, slots=True)
+class Proving:
+    """A test with what it proves."""
+
+    function: Callable[..., Any]
+    proofs: tuple[Proof, ...]
+
+    @property
+    def place(self) -> str:
+        """Return where the test stands."""
+        return f"{self.function.__module__.rpartition('.')[2]}.py::{self.function.__name__}"
+
+
+def proves(*names: str | AnyPart, against: str, what: str = "value") -> Callable[[F], F]:
+    """Say that a test proves something of these names: parts, or settings as ``known`` has them.
+
+    Stands above all other decorators. A part that several tests are parametrized by is taken from
+    the table of the parameters, so that a row taken out of it takes its proof along.
+    """
+    texts = [name if isinstance(name, str) else name_of(name) for name in names]
+    proof = Proof(tuple(dict.fromkeys(texts)), against, what)
+
+    def mark(test: F) -> F:
+        test.__dict__["proofs"] = (proof, *test.__dict__.get("proofs", ()))
+        return test
+
+    return mark
+
+
+def name_of(part: AnyPart) -> str:
+    """Return the setting that chooses a part."""
+    return f"{part.kind} = {part.name}"
+
+
+def known() -> list[str]:
+    """Return everything that needs a proof: parts, and settings that are part of a formula."""
+    names = [f"{kind} = {name}" for kind, parts in PARTS.items() for name in parts]
+    names += _settings(AlgoSection, "", only={"anchor", "whiten", "entropy_bonus"})
+    for prefix, options in (
+        ("reduce.", ReduceOptions),
+        ("kl.", KlOptions),
+        ("critic.", CriticOptions),
+        ("data.", DataOptions),
+    ):
+        names += _settings(options, prefix)
+    return [*names, "log-probabilities", "entropy"]
+
+
+def _settings(
+    options: type[msgspec.Struct], prefix: str, only: set[str] | None = None
+) -> Iterator[str]:
+    hints = get_type_hints(options)
+    for field in msgspec.structs.fields(options):
+        name = prefix + field.name
+        if (only is not None and field.name not in only) or name in NOT_FORMULAS:
+            continue
+        choices = [one for one in get_args(hints[field.name]) if isinstance(one, str)]
+        if choices:
+            yield from (f"{name} = {one}" for one in choices if one not in OFF)
+        else:
+            yield name
+
+
+def collected() -> list[Proving]:
+    """Return the tests of this folder that prove something, in the order of files and lines."""
+    tests = []
+    for file in sorted(Path(__file__).parent.glob("test_*.py")):
+        module = importlib.import_module(f"tests.unit.algos.{file.stem}")
+        tests += [
+            Proving(function, function.proofs)
+            for name, function in vars(module).items()
+            if name.startswith("test_") and hasattr(function, "proofs")
+        ]
+    return tests
+
+
+def reads_golden_files(test: Callable[..., Any]) -> bool:
+    """Return whether a test, or a function of its module that it names, opens a golden file."""
+    module: ModuleType = sys.modules[test.__module__]
+    seen: set[str] = set()
+    waiting = [test]
+    while waiting:
+        for name in waiting.pop().__code__.co_names:
+            found = getattr(module, name, None)
+            if found is golden:
+                return True
+            if isinstance(found, FunctionType) and name not in seen:
+                seen.add(name)
+                waiting.append(found)
+    return False
+
+
+def table(tests: list[Proving]) -> str:
+    """Return the table of all names, and the list of tests that its numbers mean."""
+    lines = [
+        "| name | " + " | ".join(COLUMNS.values()) + " |",
+        "|---" * (len(COLUMNS) + 1) + "|",
+    ]
+    for name in known():
+        cells = []
+        for column in COLUMNS:
+            entries: dict[str, list[str]] = {}
+            for number, test in enumerate(tests, 1):
+                for proof in test.proofs:
+                    if proof.against == column and name in proof.names:
+                        entries.setdefault(proof.what, []).append(str(number))
+            cells.append("; ".join(f"{what} {', '.join(n)}" for what, n in entries.items()))
+        lines.append(f"| `{name}` | " + " | ".join(cells) + " |")
+    lines += ["", "The numbers are these tests of `tests/unit/algos/`:", ""]
+    lines += [f"{number}. `{test.place}`" for number, test in enumerate(tests, 1)]
+    return "\n".join(lines) + "\n"
+
+
+def written(page: str) -> str:
+    """Return what stands in a page between the marks."""
+    return page.partition(BEGIN)[2].partition(END)[0]
+
+
+def main(arguments: list[str]) -> None:
+    """Print the table, or write it into the page."""
+    text = table(collected())
+    if "--write" not in arguments:
+        sys.stdout.write(text)
+        return
+    page = PAGE.read_text("utf-8")
+    before, _, rest = page.partition(BEGIN)
+    PAGE.write_text(before + BEGIN + text + END + rest.partition(END)[2], "utf-8")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,119 @@
+"""Whole losses of three tokens, worked out by hand."""
+
+import math
+
+import msgspec
+import pytest
+import torch
+from torch import Tensor
+
+from algos.compose import Algorithm, LossInputs
+from algos.config import choice_of
+from algos.packing import Packing
+from algos.section import AlgoSection
+from algos.surrogates import policy_gradient, reinforce_is
+from tests.unit.algos.evidence import DEFINITION, proves
+
+CURRENT = [-1.0, -2.0, -0.5]
+PROXIMAL = [-1.2, -1.9, -0.5]
+BEHAVIOR = [-1.1, -2.3, -0.7]
+REFERENCE = [-0.8, -2.5, -0.5]
+ENTROPY = [0.3, 0.9, 0.6]
+ADVANTAGES = [2.0, 2.0, -1.0]
+SEQUENCES = Packing.of(torch.ones(3, dtype=torch.bool), torch.tensor([0, 2, 3]))
+
+
+def algorithm(**settings: object) -> Algorithm:
+    return Algorithm(choice_of(msgspec.convert(settings, AlgoSection)), max_response_tokens=4)
+
+
+def loss_of(**settings: object) -> tuple[float, list[float]]:
+    """Return the loss and its gradient by the current log-probabilities, without corrections."""
+    chosen = algorithm(correction="none", **settings)
+    current = torch.tensor(CURRENT, dtype=torch.float64, requires_grad=True)
+
+    def tokens(values: list[float]) -> Tensor:
+        return torch.tensor(values, dtype=torch.float64)
+
+    loss, _ = chosen.loss(
+        LossInputs(
+            current=current,
+            proximal=tokens(PROXIMAL),
+            behavior=tokens(BEHAVIOR),
+            reference=tokens(REFERENCE),
+            advantages=tokens(ADVANTAGES),
+            entropy=tokens(ENTROPY),
+            packing=SEQUENCES,
+            denominators=chosen.denominators(3.0, 2.0),
+        )
+    )
+    loss.backward()
+    assert current.grad is not None
+    return loss.item(), current.grad.tolist()
+
+
+@proves(policy_gradient, against=DEFINITION, what="value, gradient")
+def test_the_policy_gradient_is_minus_advantage_times_logprob():
+    loss, gradient = loss_of(surrogate="policy-gradient")
+    assert loss == pytest.approx(-(2 * -1.0 + 2 * -2.0 + -1 * -0.5) / 3)
+    assert gradient == pytest.approx([-2 / 3, -2 / 3, 1 / 3])
+
+
+@proves(
+    "anchor = proximal",
+    "anchor = behavior",
+    reinforce_is,
+    against=DEFINITION,
+    what="value, gradient",
+)
+@pytest.mark.parametrize(("anchor", "below"), [("proximal", PROXIMAL), ("behavior", BEHAVIOR)])
+def test_the_anchor_stands_below_the_line_of_the_ratio(anchor: str, below: list[float]):
+    loss, gradient = loss_of(surrogate="reinforce-is", anchor=anchor)
+    losses = [-math.exp(c - b) * a for c, b, a in zip(CURRENT, below, ADVANTAGES, strict=True)]
+    assert loss == pytest.approx(sum(losses) / 3)
+    assert gradient == pytest.approx([one / 3 for one in losses])
+
+
+@proves("entropy_bonus", against=DEFINITION)
+@pytest.mark.parametrize(
+    ("rule", "mean"),
+    [
+        ("token-mean", (0.3 + 0.9 + 0.6) / 3),
+        ("sequence-mean-token-mean", ((0.3 + 0.9) / 2 + 0.6) / 2),
+    ],
+)
+def test_the_entropy_bonus_is_taken_from_the_loss_and_reduced_as_it_is(rule: str, mean: float):
+    with_bonus, _ = loss_of(reduce=rule, entropy_bonus=0.5)
+    without, _ = loss_of(reduce=rule)
+    assert with_bonus - without == pytest.approx(-0.5 * mean)
+
+
+@proves("kl.coefficient", "kl.place = loss", against=DEFINITION)
+def test_the_divergence_is_added_to_the_loss_by_its_coefficient():
+    with_kl, _ = loss_of(kl={"coefficient": 0.2, "name": "k2"})
+    without, _ = loss_of()
+    squares = [(c - r) ** 2 / 2 for c, r in zip(CURRENT, REFERENCE, strict=True)]
+    assert with_kl - without == pytest.approx(0.2 * sum(squares) / 3)
+
+
+@proves("kl.coefficient", "kl.place = reward", against=DEFINITION)
+def test_the_reward_of_each_token_is_charged_for_the_divergence_of_the_proximal_policy():
+    chosen = algorithm(preset="reinforce++", kl={"coefficient": 0.2, "name": "k1"})
+    charge = chosen.reward_kl(
+        torch.tensor(PROXIMAL), torch.tensor(REFERENCE), torch.ones(3, dtype=torch.bool)
+    )
+    rewards = chosen.token_rewards(torch.tensor([1.0, -1.0]), charge, SEQUENCES)
+    # PROXIMAL - REFERENCE = -0.4, 0.6, 0.0; the reward stands on the last token of its sequence
+    assert rewards.tolist() == pytest.approx([0.08, 1.0 - 0.12, -1.0])
+    result = chosen.token_advantages(rewards, None, SEQUENCES)
+    assert result.advantages.tolist() == pytest.approx([0.96, 0.88, -1.0])
+
+
+@proves("reduce.length", against=DEFINITION)
+@pytest.mark.parametrize(("length", "divisor"), [(0.0, 4.0), (10.0, 10.0)])
+def test_the_constant_length_is_that_of_the_settings_or_the_longest_response(
+    length: float, divisor: float
+):
+    rule = "sequence-mean-token-sum-norm"
+    loss, _ = loss_of(surrogate="policy-gradient", reduce={"name": rule, "length": length})
+    assert loss == pytest.approx(-(2 * -1.0 + 2 * -2.0 + -1 * -0.5) / (2 * divisor))

@@ -1,0 +1,167 @@
+from typing import Any
+
+import msgspec
+import pytest
+
+from algos.config import PARTS, AlgoChoice, choice_of
+from algos.corrections import ImportanceSamplingOptions, RejectionOptions
+from algos.parts import PartError, surrogate
+from algos.presets import PRESETS
+from algos.section import AlgoSection
+from algos.surrogates import CispoOptions, PpoOptions
+from tests.unit.algos.own_parts import SquareOptions
+
+OWN = "tests.unit.algos.own_parts"
+
+
+def chosen(**settings: object) -> AlgoChoice:
+    return choice_of(msgspec.convert(settings, AlgoSection))
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_every_preset_is_an_algorithm(preset: str):
+    choice = chosen(preset=preset)
+    assert choice.preset == preset
+    for kind in ("advantage", "surrogate"):
+        part = getattr(choice, kind).part
+        assert PARTS[kind][part.name] is part
+
+
+def test_the_presets_are_those_that_are_promised():
+    assert set(PRESETS) >= {
+        "grpo",
+        "dr-grpo",
+        "dapo",
+        "ppo",
+        "vapo",
+        "gspo",
+        "cispo",
+        "rloo",
+        "reinforce++",
+        "pf-ppo",
+        "m2po",
+        "async-default",
+    }
+
+
+def test_parts_are_named_as_they_are_found():
+    for kind, parts in PARTS.items():
+        assert all(name == part.name and part.kind == kind for name, part in parts.items())
+        assert all(part.summary for part in parts.values())
+
+
+def test_a_setting_changes_the_part_of_the_preset():
+    choice = chosen(preset="dapo", surrogate={"clip_low": 0.1})
+    assert choice.surrogate.options == PpoOptions(clip_low=0.1, clip_high=0.28)
+
+
+def test_another_name_takes_none_of_the_settings_of_the_part_it_replaces():
+    assert chosen(preset="dapo", surrogate="cispo").surrogate.options == CispoOptions()
+    again = chosen(preset="dapo", surrogate="ppo-clip").surrogate.options
+    assert again == PpoOptions(clip_high=0.28)
+    table = chosen(preset="dapo", surrogate={"name": "cispo", "clip_high": 1.0})
+    assert table.surrogate.options == CispoOptions(clip_high=1.0)
+
+
+def corrections(choice: AlgoChoice) -> dict[str, object]:
+    return {one.part.name: one.options for one in choice.corrections}
+
+
+def test_corrections_are_added_changed_and_taken_away():
+    default = ImportanceSamplingOptions(level="token", high=5.0)
+    assert corrections(chosen()) == {"importance-sampling": default}
+    more = chosen(correction={"rejection": {"high": 3.0}, "importance-sampling": {"low": 0.1}})
+    assert corrections(more) == {
+        "importance-sampling": ImportanceSamplingOptions(level="token", high=5.0, low=0.1),
+        "rejection": RejectionOptions(high=3.0),
+    }
+    assert corrections(chosen(correction="none")) == {}
+    assert corrections(chosen(correction={"importance-sampling": False})) == {}
+    assert list(corrections(chosen(correction="opsm"))) == ["opsm"]
+
+
+def test_parts_of_ones_own_are_taken_by_module_and_function():
+    choice = chosen(
+        surrogate={"name": f"{OWN}:square", "strength": 3.0},
+        advantage=f"{OWN}:sign",
+        correction={f"{OWN}:fresh": {}, "importance-sampling": False},
+    )
+    assert choice.surrogate.options == SquareOptions(strength=3.0)
+    assert choice.advantage.part.name == "sign"
+    assert list(corrections(choice)) == ["fresh"]
+
+
+REFUSED: dict[str, dict[str, Any]] = {
+    r"algo.preset = 'grppo' is not known; there are async-default, grpo": {"preset": "grppo"},
+    r"algo.surrogate = 'ppo' is not known; there are cispo, .*module:function": {
+        "surrogate": "ppo"
+    },
+    r"unknown setting algo.surrogate.clip; known are clip_low, clip_high": {
+        "surrogate": {"clip": 0.2}
+    },
+    r"algo.surrogate: Expected `float` <= 1.0 - at `\$.clip_low`": {"surrogate": {"clip_low": 2.0}},
+    r"algo.surrogate = 'no.such:part' cannot be loaded: No module named 'no'": {
+        "surrogate": "no.such:part"
+    },
+    r"own_parts:undecorated' is <function .*; expected a function under @algos.parts.surrogate": {
+        "surrogate": f"{OWN}:undecorated"
+    },
+    r"own_parts:sign' is <advantage sign>; expected a function under @algos.parts.surrogate": {
+        "surrogate": f"{OWN}:sign"
+    },
+    r"algo.correction.rejection must be a table of settings or false, got 3": {
+        "correction": {"rejection": 3}
+    },
+    r"algo.correction.rejection: rejection needs low <= high, got low 3.0, high 2.0": {
+        "correction": {"rejection": {"low": 3.0}}
+    },
+    r"needs the reward of a greedy answer to each prompt, which is not generated": {
+        "advantage": "remax"
+    },
+    r"algo.critic has no meaning without an advantage that needs values": {"critic": {"lr": 1e-3}},
+    r'algo.kl.name = "full" has no meaning in the reward': {
+        "kl": {"coefficient": 0.1, "name": "full", "place": "reward"}
+    },
+    r"algo.kl.name = 'k3\+' differs from its estimator in the gradient only": {
+        "kl": {"coefficient": 0.1, "name": "k3+", "place": "reward"}
+    },
+    r"correct for the same difference once more": {"anchor": "behavior"},
+    r"approximate-proximal replaces the proximal policy": {
+        "preset": "grpo",
+        "correction": "approximate-proximal",
+    },
+    r"algo.reduce.length is the constant of sequence-mean-token-sum-norm alone": {
+        "reduce": {"length": 8}
+    },
+    r'algo.reduce.denominator = "kept" has no meaning without a correction that rejects': {
+        "reduce": {"denominator": "kept"}
+    },
+    r'algo.whiten = "group" after algo.data.normalize = "group" does the same twice': {
+        "advantage": "reinforce",
+        "whiten": "group",
+        "data": {"normalize": "group"},
+    },
+    r"algo.data.normalize already centers and scales rewards": {"data": {"normalize": "group"}},
+    r"algo.data.resample_power is a setting of algo.data.resample": {
+        "data": {"resample_power": 2.0}
+    },
+    r"algo.data.overlong_penalty needs algo.data.overlong_buffer": {
+        "data": {"overlong_penalty": 2.0}
+    },
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_what_makes_no_sense_is_refused_with_the_setting_and_the_reason(message: str):
+    with pytest.raises(PartError, match=message):
+        chosen(**REFUSED[message])
+
+
+def test_importance_sampling_is_allowed_where_the_surrogate_has_no_ratio():
+    choice = chosen(anchor="behavior", surrogate="policy-gradient")
+    assert list(corrections(choice)) == ["importance-sampling"]
+
+
+def test_a_part_cannot_need_what_nobody_gives():
+    with pytest.raises(PartError, match=r"surrogate mine: needs \['luck'\], known are"):
+        surrogate("mine", needs=("luck",))

@@ -1,0 +1,199 @@
+"""docs/algorithms.md: every name has its evidence and its place, and the example in it works."""
+
+import importlib
+import math
+import re
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import msgspec
+import pytest
+import torch
+
+from algos.compose import Algorithm, LossInputs
+from algos.config import PARTS, choice_of
+from algos.diagnostics import (
+    Diagnosed,
+    critic_figures,
+    critic_sums,
+    diagnostic_sums,
+    figures_of,
+)
+from algos.packing import Packing
+from algos.parts import NEEDS
+from algos.presets import PRESETS
+from algos.section import AlgoSection
+from tests.unit.algos.evidence import (
+    COLUMNS,
+    GOLDEN,
+    PAGE,
+    PROPERTY,
+    collected,
+    known,
+    reads_golden_files,
+    table,
+    written,
+)
+
+TEXT = PAGE.read_text("utf-8")
+OWN_PART = re.search(r"^## Writing your own part\n.*?(?=^## )", TEXT, re.DOTALL | re.MULTILINE)
+
+
+def block(language: str) -> str:
+    """Return the one code block of that language under "Writing your own part"."""
+    assert OWN_PART is not None
+    (found,) = re.findall(rf"^```{language}\n(.*?)^```", OWN_PART[0], re.DOTALL | re.MULTILINE)
+    return str(found)
+
+
+# ---- evidence ----
+
+
+def test_the_table_of_the_page_is_what_the_tests_say():
+    assert written(TEXT) == table(collected()), (
+        "run `python -m tests.unit.algos.evidence --write` (never edit the table)"
+    )
+
+
+@pytest.mark.parametrize("name", known())
+def test_every_name_is_compared_with_another_system_or_with_its_formula(name: str):
+    against = {
+        proof.against for test in collected() for proof in test.proofs if name in proof.names
+    }
+    assert against - {PROPERTY}, f"nothing proves the values of {name}"
+
+
+def test_nothing_is_proved_of_what_does_not_exist():
+    claimed = {name for test in collected() for proof in test.proofs for name in proof.names}
+    assert claimed <= set(known())
+
+
+def test_every_proof_is_of_a_column_and_names_something():
+    proofs = [proof for test in collected() for proof in test.proofs]
+    assert proofs
+    assert {proof.against for proof in proofs} == set(COLUMNS)
+    assert all(proof.names for proof in proofs)
+
+
+def test_who_claims_to_agree_with_another_system_reads_what_it_computed():
+    for test in collected():
+        if any(proof.against in GOLDEN for proof in test.proofs):
+            assert reads_golden_files(test.function), test.place
+    stated_anew = [test for test in collected() if test.place.startswith("test_papers.py")]
+    assert not any(reads_golden_files(test.function) for test in stated_anew)
+
+
+# ---- what the page names ----
+
+
+@pytest.mark.parametrize("name", [name for parts in PARTS.values() for name in parts])
+def test_every_part_has_a_heading_of_its_own(name: str):
+    assert re.search(rf"^### `{re.escape(name)}`", TEXT, re.MULTILINE)
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_every_preset_is_explained(preset: str):
+    assert re.search(rf"^\| `{re.escape(preset)}` \|", TEXT, re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    "example",
+    [
+        found
+        for found in re.findall(r"^```toml\n(.*?)^```", TEXT, re.DOTALL | re.MULTILINE)
+        if "my_losses" not in found
+    ],
+)
+def test_every_example_of_settings_is_an_algorithm(example: str):
+    choice_of(msgspec.convert(tomllib.loads(example)["algo"], AlgoSection))
+
+
+def test_needs_that_a_part_can_have_are_listed():
+    assert all(f'"{need}"' in TEXT for need in NEEDS)
+
+
+@pytest.mark.parametrize("page", ["algorithms.md", "coming_from_verl.md"])
+def test_every_setting_that_a_page_names_exists(page: str):
+    settings = set(re.findall(r"`(algo\.[a-z._-]+)`", (PAGE.parent / "settings.md").read_text()))
+    sections = {one.rpartition(".")[0] for one in settings}
+    named = set(re.findall(r"`(algo\.[a-z_-]+(?:\.[a-z_-]+)*)", (PAGE.parent / page).read_text()))
+    assert named
+    assert named <= settings | sections | {"algo"}
+
+
+def test_every_figure_of_the_losses_is_defined():
+    one, yes = torch.ones(1), torch.ones(1, dtype=torch.bool)
+    sums = diagnostic_sums(
+        Diagnosed(
+            mask=yes,
+            keep=yes,
+            proximal=one,
+            behavior=one,
+            entropy=one,
+            ratio=one,
+            weights=one,
+            clipped_up=yes,
+            clipped_down=yes,
+            clipped_dual=yes,
+        )
+    )
+    of_critic = critic_sums(mask=yes, values=one, returns=one, is_clipped=yes)
+    figures = {
+        **figures_of({name: float(total) for name, total in sums.items()}),
+        **critic_figures({name: float(total) for name, total in of_critic.items()}),
+    }
+    rows = re.findall(r"^\| (`[a-z]+/.*?) \|", TEXT, re.MULTILINE)
+    assert set(figures) <= set(re.findall(r"`([a-z_/]+)`", " ".join(rows)))
+
+
+# ---- the example ----
+
+
+@pytest.fixture
+def my_losses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    (tmp_path / "my_losses.py").write_text(block("python"), "utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    yield importlib.import_module("my_losses")
+    sys.modules.pop("my_losses")
+
+
+def test_the_example_of_a_part_is_short():
+    assert OWN_PART is not None
+    assert len(OWN_PART[0].rstrip().splitlines()) < 40
+
+
+@pytest.mark.usefixtures("my_losses")
+def test_the_example_of_a_part_computes_what_it_says():
+    section = msgspec.convert(tomllib.loads(block("toml"))["algo"], AlgoSection)
+    chosen = Algorithm(choice_of(section), max_response_tokens=2)
+    current = torch.tensor([-1.0, -2.0], requires_grad=True)
+    anchor = torch.tensor([-1.5, -2.0])
+    packing = Packing.of(torch.ones(2, dtype=torch.bool), torch.tensor([0, 2]))
+    loss, _ = chosen.loss(
+        LossInputs(
+            current=current,
+            proximal=anchor,
+            behavior=anchor,
+            advantages=torch.tensor([2.0, 2.0]),
+            entropy=torch.zeros(2),
+            packing=packing,
+            denominators=chosen.denominators(2.0, 1.0),
+        )
+    )
+    loss.backward()
+    # strength 0.1, log r = 0.5 and 0
+    first = -2.0 * math.exp(0.5) + 0.1 / 2 * 0.25
+    assert loss.item() == pytest.approx((first - 2.0) / 2)
+    assert current.grad is not None
+    slope = -2.0 * math.exp(0.5) + 0.1 * 0.5
+    assert current.grad.tolist() == pytest.approx([slope / 2, -1.0])
+
+
+def test_the_tests_of_the_example_pass(my_losses: ModuleType):
+    tests = [found for name, found in vars(my_losses).items() if name.startswith("test_")]
+    assert tests
+    for test in tests:
+        test()

@@ -1,0 +1,72 @@
+"""Log-probabilities and entropy from logits against what verl and slime compute."""
+
+import itertools
+
+import pytest
+import torch
+from torch import Tensor
+from torch.testing import assert_close
+
+from algos.linear_logprobs import OutputLayer, TokenLogprobs, linear_logprobs
+from algos.reduce import Denominators, Rule, reduced
+from tests.unit.algos.evidence import proves
+from tests.unit.algos.golden import MASKS, SLIME, VERL, Layout, golden, layout
+
+RULES: dict[str, Rule] = {
+    "token-mean": "token-mean",
+    "token-sum": "token-sum",
+    "seq-mean-token-mean": "sequence-mean-token-mean",
+    "seq-mean-token-sum": "sequence-mean-token-sum",
+    "seq-mean-token-sum-norm": "sequence-mean-token-sum-norm",
+}
+
+
+def said(logits: Tensor, tokens: Tensor) -> TokenLogprobs:
+    """Return what a layer says whose logits are its input. Shapes [N, L, V], [N, L] -> [N * L]."""
+    weight = torch.eye(logits.shape[-1], dtype=logits.dtype)
+    return linear_logprobs(logits.flatten(0, 1), OutputLayer(weight=weight), tokens.flatten())
+
+
+def reduced_entropy(logits: Tensor, tokens: Tensor, at: Layout, rule: Rule) -> Tensor:
+    counts = Denominators(
+        num_tokens=float(at.packing.counts.sum()),
+        num_sequences=float((at.packing.counts > 0).sum()),
+        length=17,
+    )
+    entropy = said(logits, tokens).entropy.view(tokens.shape)
+    return reduced(at.pack(entropy), at.packing, counts, rule)
+
+
+@proves("log-probabilities", "entropy", against=VERL)
+def test_logprobs_and_entropy_of_tokens_are_those_of_verl():
+    file = golden(VERL, "entropy")
+    ours = said(file.input("logits"), file.input("tokens"))
+    assert_close(ours.logprobs, file.out("logp_from_logits").flatten(), rtol=1e-9, atol=1e-12)
+    assert_close(ours.entropy, file.out("token_entropy").flatten(), rtol=1e-9, atol=1e-12)
+
+
+@proves("log-probabilities", "entropy", against=SLIME)
+def test_logprobs_and_entropy_of_tokens_are_those_of_slime():
+    """slime computes in float32: 1e-6 nats."""
+    file = golden(SLIME, "logprob_entropy")
+    ours = said(file.input("logits"), file.input("tokens"))
+    assert_close(ours.logprobs, file.out("logp").flatten(), rtol=1e-5, atol=2e-6)
+    assert_close(ours.entropy, file.out("entropy").flatten(), rtol=1e-5, atol=2e-6)
+
+
+@proves("entropy", against=VERL, what="reduced value")
+@pytest.mark.parametrize(("mask", "name"), [*itertools.product(MASKS, RULES)])
+def test_the_reduced_entropy_is_that_of_verl(mask: str, name: str):
+    file, at = golden(VERL, "entropy"), layout(mask)
+    ours = reduced_entropy(file.input("logits"), file.input("tokens"), at, RULES[name])
+    assert_close(ours, file.out(f"entropy__{mask}__{name}"), rtol=1e-9, atol=1e-12)
+
+
+@proves("entropy", against=VERL, what="gradient by logits")
+@pytest.mark.parametrize("mask", MASKS)
+def test_the_gradient_of_the_mean_entropy_is_that_of_verl(mask: str):
+    file, at = golden(VERL, "entropy"), layout(mask)
+    logits = file.input("logits").requires_grad_()
+    reduced_entropy(logits, file.input("tokens"), at, "token-mean").backward()
+    assert logits.grad is not None
+    assert_close(logits.grad, file.out(f"grad_logits__{mask}__token-mean"), rtol=1e-7, atol=1e-12)

@@ -1,0 +1,356 @@
+"""Chunked log-probabilities against plain torch, in float64 unless a test says otherwise.
+
+How the rows are split over ranks is tests/integration/test_linear_logprobs_ranks.py.
+"""
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from algos.linear_logprobs import OutputLayer, Reference, TokenLogprobs, linear_logprobs
+from algos.packing import Packing
+from algos.reduce import Denominators, reduced
+from algos.surrogates import PpoOptions, SurrogateInputs, ppo_clip
+from tests.unit.algos.evidence import DEFINITION, PROPERTY, proves
+
+T, H, V = 11, 5, 29
+REAL = 24  # of the V rows; the others are padding where a test says so
+BARRED = (1, 20, 30)  # the last is not a row
+
+
+@dataclass(frozen=True)
+class Case:
+    """Two models at the same tokens, and weights that mix what is said into one number."""
+
+    hidden: Tensor
+    weight: Tensor
+    target: Tensor
+    mix: Tensor  # [3, T]
+    reference: tuple[Tensor, Tensor] | None = None
+    temperature: Tensor | None = None
+    barred: Tensor | None = None
+    vocab_size: int | None = None
+
+    def layer(self, weight: Tensor) -> OutputLayer:
+        return OutputLayer(weight=weight, vocab_size=self.vocab_size, barred_ids=BARRED)
+
+    def ours(self, chunk_tokens: int | None = 4) -> TokenLogprobs:
+        reference = None
+        if self.reference is not None:
+            reference = Reference(self.reference[0], self.layer(self.reference[1]))
+        return linear_logprobs(
+            self.hidden,
+            self.layer(self.weight),
+            self.target,
+            temperature=self.temperature,
+            barred=self.barred,
+            reference=reference,
+            chunk_tokens=chunk_tokens,
+        )
+
+    def plain(self) -> TokenLogprobs:
+        """The definitions. A token that cannot be chosen has no column, or adds nothing."""
+        logprobs = self._log_softmax(self.hidden, self.weight)
+        chosen = logprobs.gather(-1, self.target.unsqueeze(-1)).squeeze(-1)
+        entropy = -xlogy(logprobs.exp(), logprobs)
+        if self.reference is None:
+            return TokenLogprobs(chosen, entropy)
+        others = self._log_softmax(*self.reference)
+        gap = torch.where(logprobs == -torch.inf, 0.0, logprobs - others)
+        return TokenLogprobs(chosen, entropy, xlogy(logprobs.exp(), gap))
+
+    def _log_softmax(self, hidden: Tensor, weight: Tensor) -> Tensor:
+        logits = hidden @ weight.T
+        logits = logits if logits.dtype == torch.float64 else logits.float()
+        if self.temperature is not None:
+            logits = logits / self.temperature.unsqueeze(-1)
+        logits = logits[:, : self.vocab_size]
+        if self.barred is not None:
+            columns = torch.zeros(logits.shape[-1], dtype=torch.bool)
+            columns[[i for i in BARRED if i < len(columns)]] = True
+            logits = logits.masked_fill(self.barred.unsqueeze(-1) & columns, -torch.inf)
+        return logits.log_softmax(-1)
+
+    def mixed(self, said: TokenLogprobs) -> Tensor:
+        parts = [part for part in said if part is not None]
+        return sum((part * mix).sum() for part, mix in zip(parts, self.mix, strict=False))
+
+    def gradients(self, value: Tensor) -> tuple[Tensor, ...]:
+        return torch.autograd.grad(value, (self.hidden, self.weight))
+
+
+def xlogy(weights: Tensor, values: Tensor) -> Tensor:
+    return (weights * torch.where(weights == 0, 0.0, values)).sum(-1)
+
+
+def case(*, kl: bool = True, shaped: bool = True, num_tokens: int = T, scale: float = 1.0) -> Case:
+    generator = torch.Generator().manual_seed(5)
+
+    def normal(*shape: int) -> Tensor:
+        return scale * torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    plain = Case(
+        hidden=normal(num_tokens, H).requires_grad_(),
+        weight=normal(V, H).requires_grad_(),
+        target=torch.randint(2, 20, (num_tokens,), generator=generator),
+        mix=normal(3, num_tokens),
+        reference=(normal(num_tokens, H + 2), normal(V, H + 2)) if kl else None,
+    )
+    if not shaped:
+        return plain
+    return replace(
+        plain,
+        temperature=0.5 + torch.rand(num_tokens, generator=generator, dtype=torch.float64),
+        barred=torch.rand(num_tokens, generator=generator) < 0.5,
+        vocab_size=REAL,
+    )
+
+
+def assert_same(got: tuple[Tensor, ...], expected: tuple[Tensor, ...], tolerance: float) -> None:
+    for a, b in zip(got, expected, strict=True):
+        assert a.dtype == b.dtype
+        assert a.shape == b.shape
+        assert (a - b).abs().max().item() < tolerance
+
+
+@proves(
+    "log-probabilities", "entropy", "kl.name = full", against=DEFINITION, what="value, gradient"
+)
+@pytest.mark.parametrize("shaped", [False, True], ids=["plain", "tempered-barred-padded"])
+@pytest.mark.parametrize("alone", ["logprobs", "entropy", "kl", "mixed"])
+def test_values_and_gradients_are_those_of_log_softmax(alone: str, shaped: bool):
+    one = case(shaped=shaped)
+    got, expected = one.ours(), one.plain()
+    assert_same(got, expected, 1e-13)
+    if alone == "mixed":
+        values = one.mixed(got), one.mixed(expected)
+    else:
+        values = tuple((getattr(said, alone) * one.mix[0]).sum() for said in (got, expected))
+    assert values[0].abs() > 0.1, "nothing was compared"
+    assert_same(*map(one.gradients, values), 1e-12)
+
+
+@proves("log-probabilities", "entropy", "kl.name = full", against=PROPERTY, what="packing")
+@pytest.mark.parametrize("chunk_tokens", [1, 2, 4, T - 1, T, T + 1, None])
+def test_the_chunk_size_changes_nothing(chunk_tokens: int | None):
+    one = case()
+    got, expected = one.ours(chunk_tokens), one.ours(3)
+    assert_same(got, expected, 1e-14)
+    assert_same(one.gradients(one.mixed(got)), one.gradients(one.mixed(expected)), 1e-13)
+
+
+def test_without_a_reference_there_is_no_kl_and_the_rest_is_the_same():
+    one, without = case(), replace(case(), reference=None)
+    assert without.ours().kl is None
+    assert_same(without.ours()[:2], one.ours()[:2], 1e-15)
+    assert_same(
+        *(without.gradients(without.mixed(f())) for f in (without.ours, without.plain)), 1e-12
+    )
+
+
+def test_kl_from_itself_is_zero_and_so_is_its_gradient():
+    one = case()
+    one = replace(one, reference=(one.hidden, one.weight))
+    kl = one.ours().kl
+    assert kl is not None
+    assert torch.equal(kl, torch.zeros(T, dtype=torch.float64))
+    for gradient in one.gradients((kl * one.mix[2]).sum()):
+        assert gradient.abs().max() < 1e-14
+
+
+def test_the_reference_gets_no_gradient():
+    one = case()
+    hidden, weight = (tensor.requires_grad_() for tensor in one.reference)
+    one.mixed(one.ours()).backward()
+    assert hidden.grad is None
+    assert weight.grad is None
+
+
+@pytest.mark.parametrize("barred_target", [BARRED[0], REAL])
+def test_what_cannot_be_chosen_gets_no_gradient_and_stays_finite(barred_target: int):
+    one = case()
+    one = replace(one, barred=torch.ones(T, dtype=torch.bool))
+    said = replace(one, target=torch.full((T,), barred_target)).ours()
+    assert (said.logprobs < -1e29).all()
+    by_hidden, by_weight = one.gradients(1e20 * one.mixed(said))
+    assert by_hidden.isfinite().all()
+    assert by_weight.isfinite().all()
+    dead = [*BARRED[:2], *range(REAL, V)]
+    assert torch.equal(by_weight[dead], torch.zeros(len(dead), H, dtype=torch.float64))
+    assert (by_weight[2:20].abs() > 0).all()
+
+
+def test_large_gradients_do_not_meet_barred_logits_in_float32():
+    one = case()
+    one = replace(
+        one,
+        hidden=one.hidden.detach().float().requires_grad_(),
+        weight=one.weight.detach().float().requires_grad_(),
+        reference=tuple(tensor.float() for tensor in one.reference),
+        temperature=one.temperature.float(),
+    )
+    for gradient in one.gradients(1e12 * one.mixed(one.ours())):
+        assert gradient.isfinite().all()
+
+
+@proves("log-probabilities", "entropy", against=PROPERTY, what="extremes")
+def test_extreme_logits_stay_finite_and_right():
+    one = case(scale=40.0)
+    got = one.ours()
+    assert_same(got, one.plain(), 1e-10)
+    for gradient in one.gradients(one.mixed(got)):
+        assert gradient.isfinite().all()
+
+
+def test_targets_that_are_no_tokens_do_no_harm_where_nothing_is_asked():
+    one = case()
+    asked = torch.arange(T) % 2 == 0
+    values = []
+    for other in (0, -100, V, 10**9):
+        said = replace(one, target=torch.where(asked, one.target, other)).ours().logprobs
+        assert said.isfinite().all()
+        loss = torch.where(asked, said, 0.0).sum()
+        values.append(torch.cat([g.flatten() for g in one.gradients(loss)]))
+    assert all(torch.equal(value, values[0]) for value in values)
+
+
+def test_no_tokens():
+    one = case(num_tokens=0)
+    said = one.ours()
+    assert [tuple(part.shape) for part in said] == [(0,), (0,), (0,)]
+    by_hidden, by_weight = one.gradients(one.mixed(said))
+    assert by_hidden.shape == (0, H)
+    assert torch.equal(by_weight, torch.zeros(V, H, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("frozen", ["hidden", "weight"])
+def test_either_side_may_be_frozen(frozen: str):
+    one = case()
+    expected = dict(zip(("hidden", "weight"), one.gradients(one.mixed(one.plain())), strict=True))
+    half = replace(one, **{frozen: getattr(one, frozen).detach()})
+    other = "weight" if frozen == "hidden" else "hidden"
+    (gradient,) = torch.autograd.grad(half.mixed(half.ours()), getattr(half, other))
+    assert (gradient - expected[other]).abs().max() < 1e-12
+
+
+@proves("log-probabilities", "entropy", "kl.name = full", against=PROPERTY, what="slope")
+def test_gradcheck():
+    one = case(num_tokens=3)
+    inputs = (one.hidden, one.weight)
+    assert torch.autograd.gradcheck(
+        lambda hidden, weight: replace(one, hidden=hidden, weight=weight).ours(2), inputs
+    )
+
+
+def test_a_second_derivative_is_refused_and_not_wrong():
+    one = case()
+    squared = one.ours().logprobs.square().sum()
+    (first,) = torch.autograd.grad(squared, one.hidden, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        first.sum().backward()
+
+
+@proves("log-probabilities", "entropy", against=PROPERTY, what="half")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_narrower_types_are_summed_in_float32_and_as_near_as_plain_ones(dtype: torch.dtype):
+    one = case(shaped=False)
+
+    def cast(to: torch.dtype) -> Case:
+        # Always the rounded numbers: what differs is how they are computed with.
+        hidden, weight = (t.detach().to(dtype).to(to) for t in (one.hidden, one.weight))
+        return replace(
+            one,
+            hidden=hidden.requires_grad_(),
+            weight=weight.requires_grad_(),
+            reference=tuple(tensor.to(dtype).to(to) for tensor in one.reference),
+        )
+
+    narrow, exact = cast(dtype), cast(torch.float64)
+    got, plain = narrow.ours(), narrow.plain()
+    assert {part.dtype for part in got} == {torch.float32}
+    # Both read equally rounded logits of up to 10; float32 rounds them to 1e-6, twice.
+    assert_same(got, plain, 4e-6)
+    wanted = exact.gradients(exact.mixed(exact.plain()))
+    ours, plains = narrow.gradients(narrow.mixed(got)), narrow.gradients(narrow.mixed(plain))
+    for gradient, of_plain, expected in zip(ours, plains, wanted, strict=True):
+        assert gradient.dtype == dtype
+        # Twice: ours reads logits less their log-sum, where plain torch has what it kept.
+        assert (gradient - expected).norm() < 2 * (of_plain - expected).norm()
+
+
+def test_a_group_of_one_talks_to_nobody():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        layer = OutputLayer(weight=torch.zeros(V, H), group=dist.group.WORLD)
+        assert layer.split is None
+        assert layer.first_row == 0
+    finally:
+        dist.destroy_process_group()
+
+
+# ---- torch.compile -----------------------------------------------------------
+
+
+def compiled(function: Callable[..., Tensor]) -> tuple[Callable[..., Tensor], object]:
+    """Return a function compiled without graph breaks, and what counts its graphs."""
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    inner = torch.compile(function, backend=counter, fullgraph=True)
+
+    def call(*arguments: Tensor) -> Tensor:
+        with warnings.catch_warnings():
+            # torch itself instantiates the autograd function that it traces.
+            warnings.filterwarnings("ignore", "<class 'torch.autograd.function.Function'>")
+            return inner(*arguments)
+
+    return call, counter
+
+
+def test_compiled_whole_it_says_the_same():
+    one = case()
+
+    def value(hidden: Tensor, weight: Tensor) -> Tensor:
+        return one.mixed(replace(one, hidden=hidden, weight=weight).ours())
+
+    whole, counter = compiled(value)
+    got, expected = whole(one.hidden, one.weight), value(one.hidden, one.weight)
+    assert counter.frame_count == 1
+    assert got.item() == pytest.approx(expected.item(), abs=1e-12)
+    assert_same(one.gradients(got), one.gradients(expected), 1e-12)
+
+
+def test_a_loss_compiled_whole_is_the_same():
+    generator = torch.Generator().manual_seed(7)
+    current, anchor, advantages = torch.randn(3, 12, generator=generator, dtype=torch.float64)
+    current.requires_grad_()
+    mask = torch.arange(12) % 5 != 0
+    cu_seqlens = torch.tensor([0, 4, 9, 12])
+    denominators = Denominators(num_tokens=20.0, num_sequences=4.0)
+    options = PpoOptions(clip_high=0.28, clip_dual=3.0)
+
+    packing = Packing.of(mask, cu_seqlens)  # once for all losses of a microbatch
+
+    def loss(current: Tensor) -> Tensor:
+        inputs = SurrogateInputs(
+            current=current,
+            anchor=anchor,
+            behavior=anchor,
+            advantages=advantages,
+            packing=packing,
+        )
+        terms = ppo_clip.function(inputs, options)
+        return reduced(terms.per_token, packing, denominators, "sequence-mean-token-mean")
+
+    whole, counter = compiled(loss)
+    got, expected = whole(current), loss(current)
+    assert counter.frame_count == 1
+    assert got.item() == pytest.approx(expected.item(), abs=1e-14)
+    gradients = [torch.autograd.grad(value, current)[0] for value in (got, expected)]
+    assert gradients[1].abs().max() > 0.01
+    assert (gradients[0] - gradients[1]).abs().max() < 1e-14

@@ -1,0 +1,368 @@
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.testing import assert_close
+
+from algos.packing import Packing
+from algos.returns import (
+    DiscountOptions,
+    GaeOptions,
+    TokenOutcomes,
+    at_end,
+    discounted_returns,
+    gae,
+    moments,
+    whiten,
+)
+from tests.unit.algos.evidence import DEFINITION, PROPERTY, proves
+
+Array = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Case:
+    """Sequences end to end; masks have holes, at the ends of sequences too, and may be empty."""
+
+    lengths: list[int]
+    mask: Tensor
+    rewards: Tensor
+    values: Tensor
+
+    @property
+    def packing(self) -> Packing:
+        cu_seqlens = torch.tensor([0, *np.cumsum(self.lengths)])
+        return Packing.of(self.mask, cu_seqlens)
+
+    @property
+    def given(self) -> TokenOutcomes:
+        return TokenOutcomes(rewards=self.rewards, values=self.values, packing=self.packing)
+
+    def rows(self, per_token: Tensor) -> list[Array]:
+        """Return the chosen tokens of each sequence."""
+        parts = zip(per_token.split(self.lengths), self.mask.split(self.lengths), strict=True)
+        return [values[mask].numpy() for values, mask in parts]
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    lengths = draw(st.lists(st.integers(1, 9), min_size=1, max_size=6))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
+    total = sum(lengths)
+    chosen = draw(st.sampled_from([0.3, 0.7, 1.0]))
+    return Case(
+        lengths,
+        torch.rand(total, generator=generator) < chosen,
+        torch.randn(total, generator=generator, dtype=torch.float64),
+        torch.randn(total, generator=generator, dtype=torch.float64),
+    )
+
+
+factors = st.sampled_from([0.0, 0.5, 0.95, 0.99, 1.0])
+
+
+def plain_returns(rewards: Array, discount: float) -> Array:
+    """G_t = sum_l discount**l r_(t+l)."""
+    n = len(rewards)
+    return np.array([sum(discount**k * rewards[t + k] for k in range(n - t)) for t in range(n)])
+
+
+def plain_gae(rewards: Array, values: Array, discount: float, decay: float) -> Array:
+    """A_t = sum_l (discount * decay)**l d_(t+l), eq. 16 of arXiv 1506.02438."""
+    following = np.append(values[1:], 0.0)[: len(values)]
+    return plain_returns(rewards + discount * following - values, discount * decay)
+
+
+def assert_rows(case: Case, ours: Tensor, expected: list[Array]) -> None:
+    assert (ours[~case.mask] == 0.0).all()
+    for mine, row in zip(case.rows(ours), expected, strict=True):
+        np.testing.assert_allclose(mine, row, rtol=1e-9, atol=1e-9)
+
+
+# ---- returns and GAE ---------------------------------------------------------
+
+
+@proves(discounted_returns, against=DEFINITION)
+@given(case=cases(), discount=factors)
+@settings(deadline=None, max_examples=60)
+def test_packed_returns_are_those_of_each_sequence_alone(case: Case, discount: float):
+    ours = discounted_returns(case.given, DiscountOptions(discount=discount))
+    expected = [plain_returns(r, discount) for r in case.rows(case.rewards)]
+    assert ours.returns is not None
+    assert_rows(case, ours.advantages, expected)
+    assert_rows(case, ours.returns, expected)
+
+
+@proves(gae, against=DEFINITION)
+@given(case=cases(), discount=factors, decay=factors, critic_decay=st.none() | factors)
+@settings(deadline=None, max_examples=80)
+def test_packed_gae_is_that_of_each_sequence_alone(
+    case: Case, discount: float, decay: float, critic_decay: float | None
+):
+    options = GaeOptions(discount=discount, decay=decay, critic_decay=critic_decay)
+    ours = gae(case.given, options)
+    rows = list(zip(case.rows(case.rewards), case.rows(case.values), strict=True))
+    targets = decay if critic_decay is None else critic_decay
+    assert ours.returns is not None
+    assert_rows(case, ours.advantages, [plain_gae(r, v, discount, decay) for r, v in rows])
+    assert_rows(case, ours.returns, [plain_gae(r, v, discount, targets) + v for r, v in rows])
+
+
+@proves(gae, against=DEFINITION)
+@given(case=cases(), alpha=st.sampled_from([0.05, 0.2, 0.5, 2.0]), discount=factors)
+@settings(deadline=None, max_examples=60)
+def test_vapo_takes_lambda_from_the_length_for_the_policy_and_1_for_the_critic(
+    case: Case, alpha: float, discount: float
+):
+    options = GaeOptions(
+        discount=discount, decay=0.3, critic_decay=1.0, length_adaptive=True, length_alpha=alpha
+    )
+    ours = gae(case.given, options)
+    expected, targets = [], []
+    for r, v in zip(case.rows(case.rewards), case.rows(case.values), strict=True):
+        decay = max(0.0, 1 - 1 / (alpha * len(r))) if len(r) else 0.0
+        expected.append(plain_gae(r, v, discount, decay))
+        targets.append(plain_returns(r, discount))  # with lambda 1 the critic's values cancel
+    assert ours.returns is not None
+    assert_rows(case, ours.advantages, expected)
+    assert_rows(case, ours.returns, targets)
+
+
+@proves(gae, against=DEFINITION)
+def test_vapo_lambda_by_hand():
+    # 40 tokens, alpha 0.05: lambda = 1 - 1 / 2; with V = 0 the reward at the end decays by half
+    mask = torch.ones(40, dtype=torch.bool)
+    packing = Packing.of(mask, torch.tensor([0, 40]))
+    rewards = at_end(torch.ones(1), packing)
+    given_40 = TokenOutcomes(rewards=rewards, values=torch.zeros(40), packing=packing)
+    ours = gae(given_40, GaeOptions(length_adaptive=True))
+    assert ours.advantages[-4:].tolist() == [0.125, 0.25, 0.5, 1.0]
+
+
+@proves(gae, discounted_returns, against=DEFINITION)
+def test_values_by_hand_over_a_hole():
+    mask = torch.tensor([True, False, False, True, True])
+    packing = Packing.of(mask, torch.tensor([0, 4, 5]))
+    outcomes = TokenOutcomes(
+        rewards=torch.tensor([0.0, 100.0, 100.0, 1.0, 5.0]),
+        values=torch.tensor([0.5, 100.0, 100.0, 0.25, 2.0]),
+        packing=packing,
+    )
+    ours = gae(outcomes, GaeOptions(discount=0.5, decay=0.5))
+    # last: 1 - 0.25; first: 0 + 0.5 * 0.25 - 0.5 + 0.25 * 0.75; the neighbor: 5 - 2
+    assert ours.advantages.tolist() == [-0.1875, 0.0, 0.0, 0.75, 3.0]
+    assert ours.returns is not None
+    assert ours.returns.tolist() == [0.3125, 0.0, 0.0, 1.0, 5.0]
+    returns = discounted_returns(outcomes, DiscountOptions(discount=0.5)).returns
+    assert returns is not None
+    assert returns.tolist() == [0.5, 0.0, 0.0, 1.0, 5.0]
+
+
+@proves(gae, discounted_returns, against=PROPERTY, what="mask")
+@given(case=cases(), bad=st.sampled_from([torch.nan, torch.inf, -torch.inf]))
+@settings(deadline=None, max_examples=40)
+def test_nothing_under_the_mask_changes_a_value(case: Case, bad: float):
+    spoiled = Case(
+        case.lengths,
+        case.mask,
+        torch.where(case.mask, case.rewards, bad),
+        torch.where(case.mask, case.values, bad),
+    )
+    options = GaeOptions(discount=0.9, critic_decay=1.0, length_adaptive=True)
+    for ours, theirs in (
+        (gae(spoiled.given, options), gae(case.given, options)),
+        (
+            discounted_returns(spoiled.given, DiscountOptions()),
+            discounted_returns(case.given, DiscountOptions()),
+        ),
+    ):
+        assert torch.equal(ours.advantages, theirs.advantages)
+        assert ours.returns is not None
+        assert theirs.returns is not None
+        assert torch.equal(ours.returns, theirs.returns)
+
+
+@proves(gae, against=PROPERTY, what="order")
+@given(case=cases(), data=st.data())
+@settings(deadline=None, max_examples=40)
+def test_the_order_of_sequences_does_not_matter(case: Case, data: st.DataObject):
+    order = data.draw(st.permutations(range(len(case.lengths))))
+
+    def moved(per_token: Tensor) -> Tensor:
+        parts = per_token.split(case.lengths)
+        return torch.cat([parts[i] for i in order])
+
+    permuted = Case(
+        [case.lengths[i] for i in order],
+        moved(case.mask),
+        moved(case.rewards),
+        moved(case.values),
+    )
+    options = GaeOptions(discount=0.9)
+    assert_close(
+        gae(permuted.given, options).advantages, moved(gae(case.given, options).advantages)
+    )
+
+
+@proves(gae, against=PROPERTY, what="scale")
+@given(case=cases())
+@settings(deadline=None, max_examples=30)
+def test_advantages_scale_with_rewards_and_values(case: Case):
+    larger = Case(case.lengths, case.mask, 4 * case.rewards, 4 * case.values)
+    options = GaeOptions(discount=0.9)
+    assert_close(gae(larger.given, options).advantages, 4 * gae(case.given, options).advantages)
+
+
+def test_a_long_sequence_in_float32_is_near_float64():
+    length = 20_000
+    generator = torch.Generator().manual_seed(2)
+    values = torch.randn(length, generator=generator, dtype=torch.float64)
+    packing = Packing.of(torch.ones(length, dtype=torch.bool), torch.tensor([0, length]))
+    rewards = at_end(torch.ones(1, dtype=torch.float64), packing)
+    options = GaeOptions(discount=1.0, decay=1.0)
+    double = gae(TokenOutcomes(rewards=rewards, values=values, packing=packing), options)
+    single = gae(
+        TokenOutcomes(rewards=rewards.float(), values=values.float(), packing=packing), options
+    )
+    assert single.advantages.dtype == torch.float32
+    assert_close(single.advantages.double(), double.advantages, rtol=0, atol=1e-4)
+    # lambda 1 and discount 1: what is earned from here on, minus V
+    assert_close(double.advantages, 1.0 - values, rtol=0, atol=1e-9)
+
+
+@proves(discounted_returns, against=PROPERTY, what="half")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_values_of_low_precision_are_computed_with_in_float32(dtype: torch.dtype):
+    packing = Packing.of(torch.ones(300, dtype=torch.bool), torch.tensor([0, 300]))
+    rewards = torch.full((300,), 0.01).to(dtype)
+    returns = discounted_returns(
+        TokenOutcomes(rewards=rewards, packing=packing), DiscountOptions()
+    ).returns
+    assert returns is not None
+    assert returns.dtype == torch.float32
+    assert returns[0].item() == pytest.approx(300 * rewards[0].item(), rel=1e-5)
+
+
+def test_advantages_carry_no_gradient():
+    values = torch.zeros(3, requires_grad=True)
+    packing = Packing.of(torch.ones(3, dtype=torch.bool), torch.tensor([0, 3]))
+    given_3 = TokenOutcomes(rewards=torch.ones(3), values=values, packing=packing)
+    ours = gae(given_3, GaeOptions())
+    assert not ours.advantages.requires_grad
+    assert ours.returns is not None
+    assert not ours.returns.requires_grad
+
+
+def test_the_last_chosen_token_of_a_sequence_gets_its_reward():
+    mask = torch.tensor([True, True, False, False, False, True])
+    packing = Packing.of(mask, torch.tensor([0, 3, 5, 6]))
+    rewards = torch.tensor([1.0, torch.nan, 3.0])  # the second has no chosen token
+    assert at_end(rewards, packing).tolist() == [0.0, 1.0, 0.0, 0.0, 0.0, 3.0]
+
+
+def test_no_tokens_have_no_advantages():
+    packing = Packing.of(torch.zeros(0, dtype=torch.bool), torch.tensor([0]))
+    empty = TokenOutcomes(rewards=torch.zeros(0), values=torch.zeros(0), packing=packing)
+    assert gae(empty, GaeOptions()).advantages.shape == (0,)
+    assert discounted_returns(empty, DiscountOptions()).advantages.shape == (0,)
+
+
+def test_gae_says_that_values_are_missing():
+    packing = Packing.of(torch.ones(2, dtype=torch.bool), torch.tensor([0, 2]))
+    assert gae.needs == {"tokens", "values"}
+    with pytest.raises(ValueError, match="gae needs the values"):
+        gae(TokenOutcomes(rewards=torch.zeros(2), packing=packing), GaeOptions())
+
+
+def test_tensors_of_other_tokens_are_refused():
+    packing = Packing.of(torch.ones(2, dtype=torch.bool), torch.tensor([0, 2]))
+    with pytest.raises(ValueError, match=r"rewards has shape \(3,\), expected \(2,\)"):
+        TokenOutcomes(rewards=torch.zeros(3), packing=packing)
+    with pytest.raises(ValueError, match="values has shape"):
+        TokenOutcomes(rewards=torch.zeros(2), values=torch.zeros(1), packing=packing)
+
+
+# ---- whitening ---------------------------------------------------------------
+
+
+@st.composite
+def tokens(draw: st.DrawFn) -> tuple[Tensor, Tensor, Tensor]:
+    """Values, mask and index of three groups; NaN stands outside the mask."""
+    n = draw(st.integers(3, 40))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
+    mask = torch.rand(n, generator=generator) < 0.7
+    values = 3 * torch.randn(n, generator=generator, dtype=torch.float64) + 5
+    index = torch.randint(0, 3, (n,), generator=generator)
+    return torch.where(mask, values, torch.nan), mask, index
+
+
+@proves("whiten = batch", "whiten = group", against=PROPERTY, what="packing")
+@given(given_tokens=tokens(), data=st.data())
+@settings(deadline=None, max_examples=50)
+def test_whitening_does_not_depend_on_the_split_into_microbatches(
+    given_tokens: tuple[Tensor, Tensor, Tensor], data: st.DataObject
+):
+    values, mask, index = given_tokens
+    cut = data.draw(st.integers(0, len(values)))
+    whole = whiten(values, mask, index, moments(values, mask, index, 3))
+    halves = [tuple(x[part] for x in given_tokens) for part in (slice(cut), slice(cut, None))]
+    added = torch.stack([moments(*half, 3) for half in halves]).sum(0)
+    assert_close(torch.cat([whiten(*half, added) for half in halves]), whole)
+
+
+@proves("whiten = batch", "whiten = group", against=DEFINITION)
+@pytest.mark.parametrize("unbiased", [True, False])
+@pytest.mark.parametrize("shift_mean", [True, False])
+@given(given_tokens=tokens())
+@settings(deadline=None, max_examples=30)
+def test_each_index_is_whitened_by_its_own_mean_and_variance(
+    shift_mean: bool, unbiased: bool, given_tokens: tuple[Tensor, Tensor, Tensor]
+):
+    values, mask, index = given_tokens
+    ours = whiten(
+        values,
+        mask,
+        index,
+        moments(values, mask, index, 3),
+        shift_mean=shift_mean,
+        epsilon=1e-3,
+        unbiased=unbiased,
+    )
+    assert (ours[~mask] == 0.0).all()
+    for group in range(3):
+        x = values[mask & (index == group)].numpy()
+        if len(x) == 0:
+            continue
+        variance = x.var(ddof=int(unbiased)) if len(x) > 1 else 0.0
+        expected = (x - x.mean()) / np.sqrt(variance + 1e-3) + (0.0 if shift_mean else x.mean())
+        mine = ours[mask & (index == group)].numpy()
+        np.testing.assert_allclose(mine, expected, rtol=1e-9, atol=1e-9)
+
+
+def test_moments_are_count_sum_and_sum_of_squares():
+    values = torch.tensor([1.0, 2.0, torch.inf, 4.0])
+    mask = torch.tensor([True, True, False, True])
+    ours = moments(values, mask, torch.tensor([0, 0, 0, 2]), 3)
+    assert ours.dtype == torch.float64
+    assert ours.tolist() == [[2.0, 3.0, 5.0], [0.0, 0.0, 0.0], [1.0, 4.0, 16.0]]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_whitening_returns_float32_at_least(dtype: torch.dtype):
+    values = torch.tensor([1.0, 3.0], dtype=dtype)
+    mask, index = torch.ones(2, dtype=torch.bool), torch.zeros(2, dtype=torch.int64)
+    ours = whiten(values, mask, index, moments(values, mask, index, 1), unbiased=False)
+    assert ours.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    assert ours.tolist() == pytest.approx([-1.0, 1.0])
+
+
+def test_what_is_equal_to_all_others_is_whitened_to_0():
+    values = torch.full((3,), 0.1, dtype=torch.float64)
+    mask, index = torch.ones(3, dtype=torch.bool), torch.zeros(3, dtype=torch.int64)
+    ours = whiten(values, mask, index, moments(values, mask, index, 1))
+    assert_close(ours, torch.zeros_like(ours), rtol=0, atol=1e-9)

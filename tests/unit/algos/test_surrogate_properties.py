@@ -1,0 +1,618 @@
+"""What holds for every surrogate and every correction, whatever the data."""
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from algos.corrections import (
+    ApproximateProximalOptions,
+    Correction,
+    CorrectionInputs,
+    ImportanceSamplingOptions,
+    M2poOptions,
+    OpsmOptions,
+    RejectionOptions,
+    StalenessDecayOptions,
+    VetoOptions,
+    approximate_proximal,
+    combined,
+    importance_sampling,
+    m2po,
+    opsm,
+    rejection,
+    staleness_decay,
+    veto,
+)
+from algos.critic import value_loss
+from algos.kl import Kind, kl_estimate
+from algos.packing import Packing
+from algos.parts import NoOptions
+from algos.surrogates import (
+    CispoOptions,
+    DppoKlOptions,
+    DppoTvOptions,
+    GmpoOptions,
+    GspoOptions,
+    PpoOptions,
+    SapoOptions,
+    SurrogateInputs,
+    Terms,
+    cispo,
+    dppo_kl,
+    dppo_tv,
+    gmpo,
+    gspo,
+    policy_gradient,
+    ppo_clip,
+    reinforce_is,
+    sapo,
+)
+from tests.unit.algos.evidence import DEFINITION, PROPERTY, proves
+
+SURROGATES: dict[str, tuple[Any, Any]] = {
+    "policy-gradient": (policy_gradient, NoOptions()),
+    "reinforce-is": (reinforce_is, NoOptions()),
+    "ppo-clip": (ppo_clip, PpoOptions(clip_low=0.2, clip_high=0.28)),
+    "ppo-clip-dual": (ppo_clip, PpoOptions(clip_dual=3.0)),
+    "gspo": (gspo, GspoOptions(clip_low=0.03, clip_high=0.04)),
+    "cispo": (cispo, CispoOptions(clip_low=0.5, clip_high=1.0)),
+    "sapo": (sapo, SapoOptions()),
+    "gmpo": (gmpo, GmpoOptions()),
+    "dppo-tv": (dppo_tv, DppoTvOptions()),
+    "dppo-kl": (dppo_kl, DppoKlOptions()),
+}
+CORRECTIONS: dict[str, tuple[Any, Any]] = {
+    **{
+        f"importance-sampling-{level}": (
+            importance_sampling,
+            ImportanceSamplingOptions(level=level, low=0.5),
+        )
+        for level in ("token", "sequence", "geometric")
+    },
+    **{
+        f"rejection-{measure}-{level}": (
+            rejection,
+            RejectionOptions(measure=measure, level=level, high=1.2 if measure == "ratio" else 0.1),
+        )
+        for measure, level in [
+            ("ratio", "token"),
+            ("ratio", "sequence"),
+            ("k1", "sequence"),
+            ("k2", "sequence-mean"),
+            ("k3", "sequence-max"),
+        ]
+    },
+    "rejection-geometric": (rejection, RejectionOptions(level="geometric", low=0.9, high=1.1)),
+    "veto": (veto, VetoOptions(threshold=0.5)),
+    "opsm": (opsm, OpsmOptions(max_kl=0.05)),
+    "m2po": (m2po, M2poOptions()),
+    "staleness-decay": (staleness_decay, StalenessDecayOptions()),
+    "approximate-proximal": (approximate_proximal, ApproximateProximalOptions()),
+}
+KL_KINDS: tuple[Kind, ...] = ("k1", "k2", "k3", "abs", "low-var", "k1+", "k3+")
+GARBAGE = (math.nan, math.inf, -math.inf)
+
+EVERY_SURROGATE = [part for part, _ in SURROGATES.values()]
+EVERY_CORRECTION = [part for part, _ in CORRECTIONS.values()]
+every_surrogate = pytest.mark.parametrize("name", SURROGATES)
+every_correction = pytest.mark.parametrize("name", CORRECTIONS)
+some = settings(max_examples=8, deadline=None, derandomize=True, database=None)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Sequences of random tokens, some of them masked out, and of two or more policies."""
+
+    lengths: list[int]
+    mask: Tensor  # [T] bool
+    current: Tensor  # [T] float64, as all below
+    anchor: Tensor
+    advantages: Tensor
+    lags: Tensor
+
+    def packing(self) -> Packing:
+        return Packing.of(self.mask, torch.tensor([0, *self.lengths]).cumsum(0))
+
+    def surrogate_inputs(self, current: Tensor) -> SurrogateInputs:
+        return SurrogateInputs(
+            current=current,
+            anchor=self.anchor,
+            behavior=self.anchor,
+            advantages=self.advantages,
+            packing=self.packing(),
+        )
+
+    def correction_inputs(self) -> CorrectionInputs:
+        return CorrectionInputs(
+            proximal=self.current,
+            behavior=self.anchor,
+            advantages=self.advantages,
+            lags=self.lags,
+            packing=self.packing(),
+        )
+
+    def reordered(self, order: list[int]) -> "tuple[Batch, Tensor]":
+        """Return the sequences in another order, and the place each token came from, [T]."""
+        starts = torch.tensor([0, *self.lengths]).cumsum(0)
+        taken = torch.cat([torch.arange(starts[i], starts[i + 1]) for i in order])
+        moved = Batch(
+            [self.lengths[i] for i in order],
+            *(t[taken] for t in (self.mask, self.current, self.anchor, self.advantages, self.lags)),
+        )
+        return moved, taken
+
+
+@st.composite
+def batches(draw: st.DrawFn, *, whole_sequences: bool = False) -> Batch:
+    """Draw a batch; with ``whole_sequences`` a sequence has one advantage."""
+    lengths = draw(st.lists(st.integers(1, 5), min_size=1, max_size=4))
+    total = sum(lengths)
+    mask = draw(st.lists(st.booleans(), min_size=total, max_size=total))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
+    spread = draw(st.sampled_from([0.01, 0.2, 1.0]))
+    current = -torch.rand(total, generator=generator, dtype=torch.float64) * 3 - 0.01
+    moved = torch.randn(total, generator=generator, dtype=torch.float64) * spread
+    advantages = torch.randn(total, generator=generator, dtype=torch.float64)
+    if whole_sequences:
+        firsts = torch.tensor([0, *lengths]).cumsum(0)[:-1]
+        advantages = advantages[firsts].repeat_interleave(torch.tensor(lengths))
+    return Batch(
+        lengths,
+        torch.tensor(mask),
+        current,
+        (current + moved).clamp(max=-0.001),
+        advantages,
+        torch.randint(0, 4, (total,), generator=generator),
+    )
+
+
+def terms_of(name: str, batch: Batch) -> tuple[Terms, Tensor]:
+    """Return the terms and d(sum of losses) / d(current), [T]."""
+    part, options = SURROGATES[name]
+    leaf = batch.current.clone().requires_grad_()
+    terms = part(batch.surrogate_inputs(leaf), options)
+    (gradient,) = torch.autograd.grad(terms.per_token.sum(), leaf)
+    return terms, gradient
+
+
+def corrected(name: str, inputs: CorrectionInputs) -> Correction:
+    part, options = CORRECTIONS[name]
+    return part(inputs, options)
+
+
+def same(one: Correction, other: Correction, at: Tensor | None = None) -> None:
+    """Assert that two corrections are equal bit by bit, the first taken at these places."""
+    at = torch.arange(len(one.keep)) if at is None else at
+    assert torch.equal(one.keep[at], other.keep)
+    torch.testing.assert_close(one.weights[at], other.weights, rtol=1e-12, atol=0)
+    assert (one.proximal is None) == (other.proximal is None)
+    if one.proximal is not None and other.proximal is not None:
+        torch.testing.assert_close(one.proximal[at], other.proximal, rtol=1e-12, atol=0)
+
+
+# ---- surrogates ----
+
+
+@proves(*EVERY_SURROGATE, against=PROPERTY, what="mask")
+@every_surrogate
+@some
+@given(batch=batches(), garbage=st.sampled_from(GARBAGE))
+def test_what_is_masked_changes_neither_loss_nor_gradient(name: str, batch: Batch, garbage: float):
+    spoiled = replace(
+        batch,
+        **{
+            field: torch.where(batch.mask, getattr(batch, field), garbage)
+            for field in ("current", "anchor", "advantages")
+        },
+    )
+    (terms, gradient), (after, gradient_after) = terms_of(name, batch), terms_of(name, spoiled)
+    assert torch.equal(terms.per_token, after.per_token)
+    assert torch.equal(gradient, gradient_after)
+    for flag in ("clipped_up", "clipped_down", "clipped_dual"):
+        assert torch.equal(getattr(terms, flag), getattr(after, flag))
+        assert not getattr(terms, flag)[~batch.mask].any()
+    assert not after.per_token[~batch.mask].any()
+    assert not gradient_after[~batch.mask].any()
+
+
+@proves(*EVERY_SURROGATE, against=PROPERTY, what="order")
+@every_surrogate
+@some
+@given(batch=batches(), data=st.data())
+def test_the_order_of_sequences_does_not_matter(name: str, batch: Batch, data: st.DataObject):
+    order = data.draw(st.permutations(range(len(batch.lengths))))
+    moved, taken = batch.reordered(list(order))
+    (terms, gradient), (after, gradient_after) = terms_of(name, batch), terms_of(name, moved)
+    torch.testing.assert_close(after.per_token, terms.per_token[taken], rtol=1e-12, atol=0)
+    torch.testing.assert_close(gradient_after, gradient[taken], rtol=1e-12, atol=0)
+
+
+@proves(*EVERY_SURROGATE, against=PROPERTY, what="scale")
+@every_surrogate
+@some
+@given(batch=batches(), factor=st.floats(0.01, 100.0))
+def test_loss_and_gradient_are_proportional_to_the_advantages(
+    name: str, batch: Batch, factor: float
+):
+    terms, gradient = terms_of(name, batch)
+    scaled, gradient_scaled = terms_of(name, replace(batch, advantages=factor * batch.advantages))
+    torch.testing.assert_close(scaled.per_token, factor * terms.per_token, rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(gradient_scaled, factor * gradient, rtol=1e-9, atol=1e-12)
+    assert torch.equal(scaled.clipped_up, terms.clipped_up)
+    assert torch.equal(scaled.clipped_down, terms.clipped_down)
+
+
+def is_at_a_kink(name: str, batch: Batch, terms: Terms, by: float) -> bool:
+    """Return whether a bound lies within this of a log-ratio, or a probability from its bound."""
+    options = SURROGATES[name][1]
+    low, high = getattr(options, "clip_low", None), getattr(options, "clip_high", None)
+    if low is None or high is None:
+        return False
+    ratio = terms.ratio[batch.mask]
+    bounds = [1.0 - low, 1.0 + high, math.exp(-low), math.exp(high)]
+    dual = getattr(options, "clip_dual", None)
+    return any(bool(((ratio - bound).abs() < by).any()) for bound in [*bounds, dual or 1.0 + high])
+
+
+@proves(reinforce_is, ppo_clip, sapo, gmpo, against=PROPERTY, what="slope")
+@pytest.mark.parametrize("name", ["reinforce-is", "ppo-clip", "ppo-clip-dual", "sapo", "gmpo"])
+@some
+@given(batch=batches(whole_sequences=True))
+def test_the_gradient_is_the_slope_of_the_loss(name: str, batch: Batch):
+    part, options = SURROGATES[name]
+    terms, gradient = terms_of(name, batch)
+    step = 1e-6
+    if is_at_a_kink(name, batch, terms, by=1e-4):
+        return
+    for token in range(len(batch.current)):
+        sums = []
+        for sign in (1.0, -1.0):
+            moved = batch.current.clone()
+            moved[token] += sign * step
+            sums.append(part(batch.surrogate_inputs(moved), options).per_token.sum())
+        slope = (sums[0] - sums[1]) / (2 * step)
+        torch.testing.assert_close(gradient[token], slope, rtol=1e-5, atol=1e-8)
+
+
+@proves(gspo, against=PROPERTY, what="slope")
+@some
+@given(batch=batches(whole_sequences=True))
+def test_the_gradient_of_gspo_is_the_slope_of_the_loss_of_sequences(batch: Batch):
+    terms, gradient = terms_of("gspo", batch)
+    if is_at_a_kink("gspo", batch, terms, by=1e-4):
+        return
+    leaf = batch.current.clone().requires_grad_()
+    packing = batch.packing()
+    options = SURROGATES["gspo"][1]
+    difference = torch.where(batch.mask, leaf - batch.anchor, 0.0)
+    ratio = packing.means(difference).exp()
+    advantages = packing.means(batch.advantages)
+    clipped = ratio.clamp(1.0 - options.clip_low, 1.0 + options.clip_high)
+    losses = -torch.minimum(ratio * advantages, clipped * advantages)
+    (expected,) = torch.autograd.grad((losses * packing.counts).sum(), leaf)
+    torch.testing.assert_close(packing.sums(terms.per_token), losses.detach() * packing.counts)
+    torch.testing.assert_close(gradient, expected, rtol=1e-9, atol=1e-12)
+
+
+@proves(policy_gradient, cispo, dppo_tv, dppo_kl, against=PROPERTY, what="slope")
+@pytest.mark.parametrize("name", ["policy-gradient", "cispo", "dppo-tv", "dppo-kl"])
+@some
+@given(batch=batches())
+def test_the_gradient_is_minus_a_weighted_advantage_where_the_weight_has_none(
+    name: str, batch: Batch
+):
+    terms, gradient = terms_of(name, batch)
+    weight = {
+        "policy-gradient": torch.ones_like(terms.ratio),
+        "cispo": terms.ratio.clamp(0.5, 2.0),
+    }.get(name, terms.ratio.clamp(max=20.0))
+    dropped = terms.clipped_up | terms.clipped_down if name.startswith("dppo") else ~batch.mask
+    expected = torch.where(batch.mask & ~dropped, -weight * batch.advantages, 0.0)
+    torch.testing.assert_close(gradient, expected, rtol=1e-12, atol=0)
+
+
+@proves(*EVERY_SURROGATE, against=PROPERTY, what="extremes")
+@every_surrogate
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@some
+@given(batch=batches(), data=st.data())
+def test_extreme_ratios_do_not_overflow(
+    name: str, dtype: torch.dtype, batch: Batch, data: st.DataObject
+):
+    total = len(batch.current)
+    extremes = st.lists(
+        st.sampled_from([0.0, -1e4, -87.0, -20.0, -0.1, -1e-30]), min_size=total, max_size=total
+    )
+    spoiled = replace(
+        batch,
+        current=torch.tensor(data.draw(extremes)).to(dtype),
+        anchor=torch.tensor(data.draw(extremes)).to(dtype),
+        advantages=(batch.advantages * 100).to(dtype),
+    )
+    terms, gradient = terms_of(name, spoiled)
+    assert terms.per_token.dtype == dtype
+    assert terms.per_token.isfinite().all()
+    assert terms.ratio.isfinite().all()
+    assert gradient.isfinite().all()
+
+
+@proves(*EVERY_SURROGATE, against=PROPERTY, what="half")
+@every_surrogate
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@some
+@given(batch=batches())
+def test_half_precision_is_upcast_before_anything_is_computed(
+    name: str, dtype: torch.dtype, batch: Batch
+):
+    short = replace(
+        batch,
+        **{f: getattr(batch, f).to(dtype) for f in ("current", "anchor", "advantages")},
+    )
+    long = replace(
+        batch,
+        **{f: getattr(short, f).float() for f in ("current", "anchor", "advantages")},
+    )
+    terms, _ = terms_of(name, short)
+    assert terms.per_token.dtype == torch.float32
+    assert torch.equal(terms.per_token, terms_of(name, long)[0].per_token)
+
+
+@every_surrogate
+def test_no_gradient_reaches_the_anchor_or_the_advantages(name: str):
+    part, options = SURROGATES[name]
+    current = torch.tensor([-1.0, -2.0, -0.5]).requires_grad_()
+    anchor = torch.tensor([-1.1, -1.9, -0.6]).requires_grad_()
+    inputs = SurrogateInputs(
+        current=current,
+        anchor=anchor,
+        behavior=anchor,
+        advantages=torch.tensor([1.0, 1.0, -1.0]),
+        packing=Packing.of(torch.ones(3, dtype=torch.bool), torch.tensor([0, 2, 3])),
+    )
+    part(inputs, options).per_token.sum().backward()
+    assert anchor.grad is None
+    assert current.grad is not None
+
+
+@proves(ppo_clip, against=DEFINITION, what="value, clips")
+def test_the_clip_stops_the_pull_away_from_the_anchor_but_not_the_way_back():
+    current = torch.tensor([0.5, 0.5, -0.5, -0.5]).requires_grad_()
+    inputs = SurrogateInputs(
+        current=current,
+        anchor=torch.zeros(4),
+        behavior=torch.zeros(4),
+        advantages=torch.tensor([1.0, -1.0, -1.0, 1.0]),
+        packing=Packing.of(torch.ones(4, dtype=torch.bool), torch.tensor([0, 4])),
+    )
+    terms = ppo_clip(inputs, PpoOptions())
+    terms.per_token.sum().backward()
+    assert current.grad is not None
+    assert (current.grad != 0).tolist() == [False, True, False, True]
+    assert terms.clipped_up.tolist() == [True, False, False, False]
+    assert terms.clipped_down.tolist() == [False, False, True, False]
+    expected = torch.tensor([-1.2, math.exp(0.5), 0.8, -math.exp(-0.5)])
+    torch.testing.assert_close(terms.per_token, expected)
+
+
+def test_misaligned_inputs_name_the_tensor():
+    packing = Packing.of(torch.ones(3, dtype=torch.bool), torch.tensor([0, 3]))
+    three, two = torch.zeros(3), torch.zeros(2)
+    with pytest.raises(ValueError, match=r"advantages has shape \(2,\), expected \(3,\)"):
+        SurrogateInputs(
+            current=three, anchor=three, behavior=three, advantages=two, packing=packing
+        )
+    with pytest.raises(ValueError, match=r"lags has shape \(2,\), expected \(3,\)"):
+        CorrectionInputs(
+            proximal=three, behavior=three, advantages=three, lags=two, packing=packing
+        )
+
+
+# ---- corrections ----
+
+
+@proves(*EVERY_CORRECTION, against=PROPERTY, what="mask")
+@every_correction
+@some
+@given(batch=batches(), garbage=st.sampled_from(GARBAGE))
+def test_what_is_masked_changes_no_correction(name: str, batch: Batch, garbage: float):
+    spoiled = replace(
+        batch,
+        **{
+            field: torch.where(batch.mask, getattr(batch, field), garbage)
+            for field in ("current", "anchor", "advantages")
+        },
+        lags=torch.where(batch.mask, batch.lags, -7),
+    )
+    result = corrected(name, spoiled.correction_inputs())
+    same(corrected(name, batch.correction_inputs()), result)
+    assert not result.keep[~batch.mask].any()
+    assert (result.weights >= 0).all()
+
+
+@proves(*EVERY_CORRECTION, against=PROPERTY, what="order")
+@every_correction
+@some
+@given(batch=batches(), data=st.data())
+def test_the_order_of_sequences_changes_no_correction(name: str, batch: Batch, data: st.DataObject):
+    order = data.draw(st.permutations(range(len(batch.lengths))))
+    moved, taken = batch.reordered(list(order))
+    same(
+        corrected(name, batch.correction_inputs()),
+        corrected(name, moved.correction_inputs()),
+        taken,
+    )
+
+
+@proves(*EVERY_CORRECTION, against=PROPERTY, what="scale")
+@every_correction
+@some
+@given(batch=batches(), factor=st.floats(0.01, 100.0))
+def test_the_size_of_advantages_changes_no_correction(name: str, batch: Batch, factor: float):
+    scaled = replace(batch, advantages=factor * batch.advantages)
+    same(corrected(name, batch.correction_inputs()), corrected(name, scaled.correction_inputs()))
+
+
+@proves(*EVERY_CORRECTION, against=PROPERTY, what="identity")
+@every_correction
+@some
+@given(batch=batches())
+def test_nothing_is_corrected_where_the_policies_are_one(name: str, batch: Batch):
+    inputs = replace(batch, anchor=batch.current, lags=torch.zeros_like(batch.lags))
+    result = corrected(name, inputs.correction_inputs())
+    assert torch.equal(result.keep, batch.mask)
+    torch.testing.assert_close(result.weights.double(), torch.ones(len(batch.mask)).double())
+    if result.proximal is not None:
+        assert torch.equal(result.proximal[batch.mask], batch.current[batch.mask])
+
+
+@proves(*EVERY_CORRECTION, against=PROPERTY, what="extremes")
+@every_correction
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+@some
+@given(batch=batches(), data=st.data())
+def test_corrections_of_extreme_ratios_do_not_overflow(
+    name: str, dtype: torch.dtype, batch: Batch, data: st.DataObject
+):
+    total = len(batch.current)
+    extremes = st.lists(st.sampled_from([0.0, -1e4, -87.0, -0.1]), min_size=total, max_size=total)
+    spoiled = replace(
+        batch,
+        current=torch.tensor(data.draw(extremes)).to(dtype),
+        anchor=torch.tensor(data.draw(extremes)).to(dtype),
+    )
+    result = corrected(name, spoiled.correction_inputs())
+    assert result.weights.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    assert result.weights.isfinite().all()
+    assert result.proximal is None or bool(result.proximal.isfinite().all())
+
+
+@every_correction
+def test_corrections_carry_no_gradient(name: str):
+    proximal = torch.tensor([-1.0, -2.0, -0.5]).requires_grad_()
+    inputs = CorrectionInputs(
+        proximal=proximal,
+        behavior=torch.tensor([-1.3, -1.0, -0.6]).requires_grad_(),
+        advantages=torch.ones(3),
+        lags=torch.tensor([0, 1, 2]),
+        packing=Packing.of(torch.ones(3, dtype=torch.bool), torch.tensor([0, 2, 3])),
+    )
+    result = corrected(name, inputs)
+    assert not result.weights.requires_grad
+    assert result.proximal is None or not result.proximal.requires_grad
+
+
+def test_combined_corrections_multiply_weights_and_keep_what_all_keep():
+    packing = Packing.of(torch.tensor([True, True, True, False]), torch.tensor([0, 4]))
+    one = Correction(
+        weights=torch.tensor([2.0, 0.5, 1.0, 1.0]), keep=torch.tensor([True, True, False, False])
+    )
+    anchor = torch.tensor([-1.0, -2.0, -3.0, 0.0])
+    other = Correction(
+        weights=torch.tensor([3.0, 1.0, 1.0, 1.0]),
+        keep=torch.tensor([False, True, True, False]),
+        proximal=anchor,
+    )
+    both = combined([one, other], packing)
+    assert both.weights.tolist() == [6.0, 0.5, 1.0, 1.0]
+    assert both.keep.tolist() == [False, True, False, False]
+    assert both.proximal is anchor
+    nothing = combined([], packing)
+    assert nothing.keep.tolist() == packing.mask.tolist()
+    assert nothing.weights.tolist() == [1.0] * 4
+
+
+@pytest.mark.parametrize("name", ["staleness-decay", "approximate-proximal"])
+def test_a_correction_by_staleness_asks_for_the_lags(name: str):
+    three = torch.zeros(3)
+    packing = Packing.of(torch.ones(3, dtype=torch.bool), torch.tensor([0, 3]))
+    inputs = CorrectionInputs(proximal=three, behavior=three, advantages=three, packing=packing)
+    with pytest.raises(ValueError, match="this correction needs"):
+        corrected(name, inputs)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"high": None}, "needs a bound"),
+        ({"low": 2.0, "high": 1.0}, "needs low <= high"),
+        ({"measure": "k3", "level": "geometric"}, 'level "geometric" is of ratios'),
+    ],
+)
+def test_a_rejection_without_meaning_is_refused(overrides: dict[str, Any], message: str):
+    with pytest.raises(ValueError, match=message):
+        RejectionOptions(**overrides)
+
+
+# ---- KL and critic ----
+
+
+@proves(*(f"kl.name = {kind}" for kind in KL_KINDS), against=PROPERTY, what="mask")
+@pytest.mark.parametrize("kind", KL_KINDS)
+@some
+@given(batch=batches(), garbage=st.sampled_from(GARBAGE))
+def test_what_is_masked_changes_no_kl_estimate(kind: Kind, batch: Batch, garbage: float):
+    results = []
+    for filled in (0.0, garbage):
+        leaf = torch.where(batch.mask, batch.current, filled).requires_grad_()
+        reference = torch.where(batch.mask, batch.anchor, filled)
+        value = kl_estimate(kind, current=leaf, reference=reference, mask=batch.mask)
+        (gradient,) = torch.autograd.grad(value.sum(), leaf)
+        results.append((value, gradient))
+    assert torch.equal(results[0][0], results[1][0])
+    assert torch.equal(results[0][1], results[1][1])
+
+
+@proves(*(f"kl.name = {kind}" for kind in KL_KINDS), against=PROPERTY, what="extremes")
+@pytest.mark.parametrize("kind", KL_KINDS)
+@pytest.mark.parametrize("distance", [1e4, -1e4])
+def test_a_kl_estimate_of_extreme_policies_is_finite(kind: Kind, distance: float):
+    leaf = torch.tensor([distance]).requires_grad_()
+    value = kl_estimate(kind, current=leaf, reference=torch.zeros(1), mask=torch.tensor([True]))
+    (gradient,) = torch.autograd.grad(value.sum(), leaf)
+    assert value.isfinite().all()
+    assert gradient.isfinite().all()
+
+
+def test_a_full_kl_is_not_estimated_from_logprobs():
+    with pytest.raises(ValueError, match="computed from logits"):
+        kl_estimate(
+            "full", current=torch.zeros(1), reference=torch.zeros(1), mask=torch.tensor([True])
+        )
+
+
+@proves("critic.clip", "critic.huber", against=PROPERTY, what="mask")
+@pytest.mark.parametrize("garbage", GARBAGE)
+@pytest.mark.parametrize("huber", [None, 1.0])
+def test_what_is_masked_changes_neither_the_critics_loss_nor_its_gradient(
+    garbage: float, huber: float | None
+):
+    mask = torch.tensor([True, True, False])
+    values = torch.tensor([1.0, 2.0, garbage]).requires_grad_()
+    spoiled = torch.tensor([4.0, 2.5, garbage])
+    per_token, clipped = value_loss(values, spoiled, spoiled, clip=0.2, huber=huber, mask=mask)
+    per_token.sum().backward()
+    assert per_token[2].item() == 0.0
+    assert not clipped[2]
+    assert values.grad is not None
+    # V = 1 is below V' - 0.2 = 3.8: the loss at V is the larger one and keeps its gradient
+    expected = [-3.0, -0.5, 0.0] if huber is None else [-1.0, -0.5, 0.0]
+    assert values.grad.tolist() == expected
+
+
+@proves("critic.clip", against=DEFINITION, what="value, gradient")
+def test_a_value_that_moved_past_its_clip_towards_the_return_learns_no_more():
+    values = torch.tensor([1.5, 1.1, 0.4]).requires_grad_()
+    per_token, clipped = value_loss(
+        values, torch.full((3,), 2.0), torch.ones(3), clip=0.2, huber=None
+    )
+    per_token.sum().backward()
+    assert clipped.tolist() == [True, False, False]
+    torch.testing.assert_close(per_token, torch.tensor([0.32, 0.405, 1.28]))
+    assert values.grad is not None
+    torch.testing.assert_close(values.grad, torch.tensor([0.0, -0.9, -1.6]))
