@@ -6,17 +6,16 @@ import { fixed, percent, percentByStep } from "/static/format.js";
 
 const POLICY = [
   ["clipped-chart", { title: "Clipped and masked", unit: "share of tokens", axis: "step", low: 0, show: (v) => percent(v, 2), tick: percentByStep },
-    [["clip up", "policy/clip_up", "--c1"], ["clip down", "policy/clip_down", "--c2"], ["dual clip", "policy/clip_dual", "--c5"],
-      ["masked", "staleness/masked", "--c8"]]],
-  ["ratio-chart", { title: "Ratio, mean", unit: "of what the surrogate clips", axis: "step", show: (v) => fixed(v, 4) },
+    [["up", "policy/clip_up", "--c1"], ["down", "policy/clip_down", "--c2"], ["dual", "policy/clip_dual", "--c5"], ["masked", "staleness/masked", "--c8"]]],
+  ["ratio-chart", { title: "Ratio, mean", unit: "pi / anchor", axis: "step", low: 0.998, high: 1.002, show: (v) => fixed(v, 4) },
     [["mean", "policy/ratio", "--c1"]]],
   ["ratio-max-chart", { title: "Ratio, largest", unit: "of any token", axis: "step", low: 0 }, [["largest", "policy/ratio_max", "--c5"]]],
 ];
 const OPTIONAL = [ // hidden in a run that has no such figures
   ["reference-chart", { title: "KL to the reference", unit: "nats per token", axis: "step", low: 0 }, [["KL", "policy/kl_reference", "--c4"]]],
-  ["explained-chart", { title: "Explained variance", unit: "of returns, by the critic", axis: "step", low: 0, high: 1 },
+  ["explained-chart", { title: "Explained variance", unit: "of returns", axis: "step", low: 0, high: 1 },
     [["explained", "critic/explained_variance", "--c3"]]],
-  ["critic-loss-chart", { title: "Loss of the critic", unit: "mean over minibatches", axis: "step", low: 0 }, [["loss", "critic/loss", "--c6"]]],
+  ["critic-loss-chart", { title: "Critic loss", unit: "per minibatch", axis: "step", low: 0 }, [["loss", "critic/loss", "--c6"]]],
   ["value-chart", { title: "Value and return", unit: "mean per token", axis: "step" },
     [["value", "critic/value", "--c1"], ["return", "critic/return", "--c2"]]],
 ];
