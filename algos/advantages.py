@@ -77,7 +77,7 @@ class GrpoOptions(Options, frozen=True, kw_only=True):
     """Added to the standard deviation."""
 
 
-@advantage("grpo", GrpoOptions)
+@advantage("grpo", GrpoOptions, needs=("siblings",))
 def grpo(outcomes: Outcomes, options: GrpoOptions) -> Tensor:
     """A = (r - mean(r)) / (std(r) + epsilon) over the group.
 
@@ -90,7 +90,7 @@ def grpo(outcomes: Outcomes, options: GrpoOptions) -> Tensor:
     return outcomes.centered() / (outcomes.deviations() + options.epsilon)
 
 
-@advantage("rloo")
+@advantage("rloo", needs=("siblings",))
 def rloo(outcomes: Outcomes, _: NoOptions) -> Tensor:
     """A = r - the mean reward of the other siblings.
 
@@ -100,7 +100,7 @@ def rloo(outcomes: Outcomes, _: NoOptions) -> Tensor:
     return outcomes.centered() * where(siblings > 1, siblings / (siblings - 1), 1.0)
 
 
-@advantage("opo")
+@advantage("opo", needs=("siblings",))
 def opo(outcomes: Outcomes, _: NoOptions) -> Tensor:
     """A = r - the mean reward of the group, weighted by the lengths of the responses.
 
@@ -118,7 +118,7 @@ class PassAtKOptions(Options, frozen=True, kw_only=True):
     """Added to the standard deviation."""
 
 
-@advantage("pass-at-k", PassAtKOptions)
+@advantage("pass-at-k", PassAtKOptions, needs=("siblings",))
 def pass_at_k(outcomes: Outcomes, options: PassAtKOptions) -> Tensor:
     """A = the lead of the best over the second best for the best, 0 for its siblings.
 

@@ -14,7 +14,7 @@ from torch import Tensor, where
 
 from algos.advantages import Outcomes
 from algos.config import AlgoChoice
-from algos.corrections import Correction, CorrectionInputs, approximate_proximal, combined
+from algos.corrections import Correction, CorrectionInputs, combined
 from algos.diagnostics import Diagnosed, Sums, diagnostic_sums
 from algos.kl import kl_estimate
 from algos.packing import Packing
@@ -81,7 +81,7 @@ class Algorithm:
         self.choice = choice
         self._max_response_tokens = max_response_tokens
         self._corrections = sorted(
-            choice.corrections, key=lambda one: one.part is not approximate_proximal
+            choice.corrections, key=lambda one: "first" not in one.part.needs
         )
         needs = set().union(*(chosen.part.needs for chosen in choice.corrections))
         self.corrects_before = "whole_minibatch" in needs or choice.reduce.denominator == "kept"
@@ -90,6 +90,10 @@ class Algorithm:
         self.needs_reference_logprobs = choice.needs_reference and not self.needs_full_kl
         self.is_token_level = "tokens" in choice.advantage.part.needs
         self.centers_rewards = "centered" in choice.advantage.part.needs
+
+    def trains_policy(self, step: int) -> bool:
+        """Return whether a learner step trains the policy, or its critic alone."""
+        return not self.choice.needs_values or step >= self.choice.critic.warmup_steps
 
     def prepared(
         self, outcomes: Outcomes, is_truncated: Tensor, generator: torch.Generator

@@ -66,7 +66,6 @@ PARTS: dict[Kind, dict[str, AnyPart]] = {
     "correction": CORRECTIONS,
 }
 _WEIGHING = frozenset({"importance-sampling", "staleness-decay", "approximate-proximal"})
-GROUP_RELATIVE = frozenset({"grpo", "rloo", "opo", "pass-at-k", "reinforce++-baseline"})
 
 
 class ReduceOptions(Options, frozen=True, kw_only=True):
@@ -103,9 +102,7 @@ class CriticOptions(Options, frozen=True, kw_only=True):
     huber: Positive | None = None
     """Errors beyond this count linearly (Huber) instead of squared; not set squares all."""
     warmup_steps: Annotated[int, msgspec.Meta(ge=0)] = 0
-    """Learner steps that train the critic alone."""
-    model: str = ""
-    """Hugging Face folder whose trunk the critic starts from; empty is run.model."""
+    """Learner steps that train the critic alone; the policy's learning rate begins after them."""
 
 
 class DataOptions(Options, frozen=True, kw_only=True):
@@ -170,9 +167,14 @@ class AlgoChoice:
         return self.kl.coefficient > 0
 
     @property
+    def learns_from_equal_rewards(self) -> bool:
+        """Return whether a group of equal rewards has advantages other than 0."""
+        return not self.is_group_relative and self.data.normalize != "group"
+
+    @property
     def is_group_relative(self) -> bool:
         """Return whether a trajectory is compared with its siblings."""
-        return self.advantage.part.name in GROUP_RELATIVE
+        return "siblings" in self.advantage.part.needs
 
 
 def choice_of(section: AlgoSection) -> AlgoChoice:
@@ -266,38 +268,77 @@ def _options(where: str, kind: type[T], table: Table) -> T:
 
 
 def _refuse(choice: AlgoChoice, section: AlgoSection) -> None:
-    """Refuse what makes no sense together, with the reason.
+    """Refuse what makes no sense together, and settings without effect, with the reason.
 
     Raises:
         PartError: says which settings, and why.
     """
+    for refusals in (_contradictions(choice), _without_effect(choice, section)):
+        for reason, is_so in refusals.items():
+            if is_so:
+                raise PartError(reason)
+
+
+def _contradictions(choice: AlgoChoice) -> dict[str, bool]:
+    """Return what cannot be together, and whether it is."""
     names = {chosen.part.name for chosen in choice.corrections}
+    needs = set().union(*(chosen.part.needs for chosen in choice.corrections))
+    advantage, kl, data = choice.advantage.part, choice.kl, choice.data
     has_ratio = choice.surrogate.part.name != "policy-gradient"
-    advantage = choice.advantage.part
-    reasons = {
+    return {
         f"algo.advantage = {advantage.name!r} needs {NEEDS['greedy']}": (
             "greedy" in advantage.needs
         ),
-        "algo.critic has no meaning without an advantage that needs values, such as gae": (
-            bool(section.critic) and not choice.needs_values
-        ),
         'algo.kl.name = "full" has no meaning in the reward: it is a sum over all tokens that '
         "could have been chosen, and the reward is of the one that was": (
-            choice.kl.name == "full" and choice.kl.place == "reward"
+            kl.name == "full" and kl.place == "reward"
         ),
-        f"algo.kl.name = {choice.kl.name!r} differs from its estimator in the gradient only, and "
-        "a reward has none: use k1 or k3": (
-            choice.kl.name in {"k1+", "k3+"} and choice.kl.place == "reward"
-        ),
+        f"algo.kl.name = {kl.name!r} differs from its estimator in the gradient only, and a "
+        "reward has none: use k1 or k3": kl.name in {"k1+", "k3+"} and kl.place == "reward",
         'algo.anchor = "behavior" already divides by the behavior policy; importance-sampling '
         "would correct for the same difference once more": (
             choice.anchor == "behavior" and has_ratio and "importance-sampling" in names
         ),
-        "algo.correction.approximate-proximal replaces the proximal policy, which algo.anchor = "
-        '"behavior" without importance-sampling does not use': (
+        "algo.correction.approximate-proximal replaces the proximal policy, which "
+        'algo.anchor = "behavior" without importance-sampling does not use': (
             "approximate-proximal" in names
             and choice.anchor == "behavior"
             and "importance-sampling" not in names
+        ),
+        'algo.whiten = "group" after algo.data.normalize = "group" does the same twice': (
+            choice.whiten == "group" and data.normalize == "group"
+        ),
+        "algo.data.normalize already centers and scales rewards as algo.advantage does": (
+            data.normalize == "group" and advantage.name == "grpo"
+        ),
+        "algo.data.resample counts a trajectory several times, and a correction that decides over "
+        "a whole minibatch (m2po) would count it once": (
+            data.resample != "none" and "whole_minibatch" in needs
+        ),
+    }
+
+
+def _without_effect(choice: AlgoChoice, section: AlgoSection) -> dict[str, bool]:
+    """Return what is set and nothing reads, and whether it is."""
+    names = {chosen.part.name for chosen in choice.corrections}
+    data, options = choice.data, choice.advantage.options
+    given = set(section.advantage) if isinstance(section.advantage, dict) else set()
+    adaptive = isinstance(options, returns.GaeOptions) and options.length_adaptive
+    return {
+        "algo.critic has no meaning without an advantage that needs values, such as gae": (
+            bool(section.critic) and not choice.needs_values
+        ),
+        "algo.kl has no effect as long as algo.kl.coefficient is 0": (
+            bool(section.kl) and "coefficient" not in section.kl and not choice.needs_reference
+        ),
+        "algo.anchor has no effect: policy-gradient has no ratio": (
+            bool(section.anchor) and choice.surrogate.part.name == "policy-gradient"
+        ),
+        "algo.advantage.decay has no effect with length_adaptive, which computes its own": (
+            "decay" in given and adaptive
+        ),
+        "algo.advantage.length_alpha has no effect without length_adaptive": (
+            "length_alpha" in given and not adaptive
         ),
         "algo.reduce.length is the constant of sequence-mean-token-sum-norm alone": (
             choice.reduce.length > 0 and choice.reduce.name != "sequence-mean-token-sum-norm"
@@ -306,19 +347,13 @@ def _refuse(choice: AlgoChoice, section: AlgoSection) -> None:
         "(rejection, veto, opsm, m2po)": (
             choice.reduce.denominator == "kept" and names <= _WEIGHING
         ),
-        'algo.whiten = "group" after algo.data.normalize = "group" does the same twice': (
-            choice.whiten == "group" and choice.data.normalize == "group"
+        'algo.data.resample_power has no effect without algo.data.resample = "pow"': (
+            "resample_power" in section.data and data.resample != "pow"
         ),
-        "algo.data.resample_power is a setting of algo.data.resample alone": (
-            "resample_power" in section.data and choice.data.resample == "none"
+        'algo.data.resample_share has no effect without algo.data.resample = "max-random"': (
+            "resample_share" in section.data and data.resample != "max-random"
         ),
         "algo.data.overlong_penalty needs algo.data.overlong_buffer": (
-            "overlong_penalty" in section.data and choice.data.overlong_buffer == 0
-        ),
-        "algo.data.normalize already centers and scales rewards as algo.advantage does": (
-            choice.data.normalize == "group" and advantage.name == "grpo"
+            "overlong_penalty" in section.data and data.overlong_buffer == 0
         ),
     }
-    for reason, is_so in reasons.items():
-        if is_so:
-            raise PartError(reason)

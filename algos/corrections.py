@@ -106,6 +106,13 @@ class ImportanceSamplingOptions(Options, frozen=True, kw_only=True):
     low: NotNegative = 0.0
     """Weights are at least this."""
 
+    def __post_init__(self) -> None:
+        """Reject what has no meaning."""
+        if self.low > self.high:
+            raise ValueError(
+                f"importance-sampling needs low <= high, got low {self.low}, high {self.high}"
+            )
+
 
 @correction("importance-sampling", ImportanceSamplingOptions)
 def importance_sampling(inputs: CorrectionInputs, options: ImportanceSamplingOptions) -> Correction:
@@ -257,7 +264,7 @@ class ApproximateProximalOptions(Options, frozen=True, kw_only=True):
     """There is nothing to set."""
 
 
-@correction("approximate-proximal", ApproximateProximalOptions)
+@correction("approximate-proximal", ApproximateProximalOptions, needs=("first",))
 def approximate_proximal(inputs: CorrectionInputs, _: ApproximateProximalOptions) -> Correction:
     """Place the anchor between mu and the policy that was given as proximal, one version back.
 

@@ -65,9 +65,11 @@ AnyPart = Part[..., Any]
 NEEDS = {
     "values": "a critic (algo.critic)",
     "tokens": "rewards by token",
+    "siblings": "at least two answers to each prompt (run.group_size)",
     "centered": "rewards less the mean of their group",
     "greedy": "the reward of a greedy answer to each prompt, which is not generated",
     "whole_minibatch": "all tokens of a minibatch before its first gradient",
+    "first": "to come before other corrections, which are of the proximal policy it gives",
 }
 
 
@@ -98,6 +100,8 @@ def _marked(
     unknown = set(needs) - set(NEEDS)
     if unknown:
         raise PartError(f"{kind} {name}: needs {sorted(unknown)}, known are {sorted(NEEDS)}")
+    if "values" in needs and "tokens" not in needs:
+        raise PartError(f"{kind} {name}: values are of tokens, so it needs both or neither")
 
     def mark(function: Callable[P, R]) -> Part[P, R]:
         return Part(kind, name, options, function, frozenset(needs))

@@ -75,7 +75,7 @@ def discounted_returns(outcomes: TokenOutcomes, options: DiscountOptions) -> Tok
     return TokenAdvantages(advantages=returns, returns=returns)
 
 
-@advantage("reinforce++-baseline", DiscountOptions, needs=("tokens", "centered"))
+@advantage("reinforce++-baseline", DiscountOptions, needs=("tokens", "centered", "siblings"))
 def centered_returns(outcomes: TokenOutcomes, options: DiscountOptions) -> TokenAdvantages:
     """A_t = G_t as discounted-returns has it, of rewards less the mean of their group.
 
@@ -130,7 +130,9 @@ def gae(outcomes: TokenOutcomes, options: GaeOptions) -> TokenAdvantages:
     return TokenAdvantages(advantages=advantages, returns=targets + values)
 
 
-def moments(per_token: Tensor, mask: Tensor, index: Tensor, num: int) -> Tensor:
+def moments(
+    per_token: Tensor, mask: Tensor, index: Tensor, num: int, copies: Tensor | None = None
+) -> Tensor:
     """Return count, sum and sum of squares over the mask. Shapes [T] -> [num, 3] float64.
 
     Those of the parts of a batch add up to those of the batch.
@@ -140,9 +142,12 @@ def moments(per_token: Tensor, mask: Tensor, index: Tensor, num: int) -> Tensor:
         mask: [T] bool.
         index: [T] int64, what each token is counted to: zeros for the batch, or its group.
         num: how many there are.
+        copies: [T], how often each token is in the batch; once if None.
     """
     values = where(mask, per_token, torch.zeros_like(per_token)).double()
     terms = torch.stack([mask.double(), values, values.square()], dim=1)
+    if copies is not None:
+        terms = terms * copies.unsqueeze(1)
     return torch.zeros(num, 3, dtype=torch.float64, device=mask.device).index_add(0, index, terms)
 
 

@@ -13,7 +13,14 @@ from learner.hf_config import load_hf_config
 
 
 def print_dry_run(config: RunConfig, plans: Sequence[RolePlan], console: Console) -> None:
-    """Print every process with its host, environment and command, then the memory per GPU."""
+    """Print every process with its host, environment and command, then the memory per GPU.
+
+    Raises:
+        ConfigError: [algo] names no algorithm that this run can train.
+    """
+    from learner.algorithm import algorithm_of  # torch: seconds that no other command needs
+
+    choice = algorithm_of(config.learner).choice
     hosts = len({plan.host for plan in plans})
     console.print(
         f"run [bold]{config.run.name}[/]: {len(plans)} processes on {hosts} "
@@ -40,9 +47,6 @@ def print_dry_run(config: RunConfig, plans: Sequence[RolePlan], console: Console
         command = f"{plan.host}: {variables} {shlex.join(plan.command)}"
         console.print(command, soft_wrap=True, markup=False, highlight=False)
     console.print()
-    from learner.algorithm import algorithm_of  # torch: seconds that no other command needs
-
-    choice = algorithm_of(config.learner).choice
     hf = load_hf_config(config.learner.model)
     if config.generators.device == "cpu":
         console.print(f"policy of {num_parameters(hf):,} parameters, on the CPU")

@@ -9,7 +9,7 @@ from deploy.config import RunConfig
 from learner.hf_config import HfConfig
 
 GIB = 2**30
-_CHUNK_BYTES = 64 * 2**20  # as in algos.linear_logprobs, which needs torch
+CHUNK_BYTES = 512 * 2**20  # CUDA_CHUNK_BYTES of algos.linear_logprobs, which needs torch
 _DEFAULT_STATIC_SHARE = 0.85  # of a GPU that SGLang takes for weights and cache
 
 
@@ -72,8 +72,13 @@ def learner_memory(
         ),
         MemoryPart(
             "logits and their gradient, a few tokens at a time",
-            min(tokens * hf.vocab_size / share * 4, _CHUNK_BYTES) * 3,
-            f"3 chunks of at most {_CHUNK_BYTES // 2**20} MiB",
+            min(tokens * hf.vocab_size / share * 4, CHUNK_BYTES) * 3,
+            f"3 chunks of at most {CHUNK_BYTES // 2**20} MiB",
+        ),
+        MemoryPart(
+            "sum of the output weights' gradient",
+            8 * hf.vocab_size * hidden / share,
+            "8 V h / t: float32, and a chunk's share and the result in bfloat16",
         ),
         *([MemoryPart("reference policy, bfloat16", 2 * own, "2 P / t")] * has_reference),
         *([MemoryPart("critic: weights, gradients, optimizer", 18 * own, "18 P / t")] * has_critic),

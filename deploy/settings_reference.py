@@ -60,8 +60,10 @@ This page is generated from the structs (`make docs`).
 
 One TOML file describes a run and every role reads the same file. Each section is a frozen struct
 in its role's `config.py`; every setting has one default, in that struct. An unknown section or key
-is refused, with the nearest known one named. Any setting can be given on the command line as
-`section.key=value`, which wins over the file; a value that is not TOML is taken as text.
+is refused, with the nearest known one named. Settings of the parts of an algorithm stand in
+`algos/`, beside the part; a preset may set them to another value. Any setting can be given on the
+command line as `section.key=value`, which wins over the file; a value that is not TOML is taken as
+text.
 `slipstream run` writes every setting that has a value to `resolved.toml` in the run folder.
 """
 
@@ -102,7 +104,7 @@ def _algorithm() -> Iterator[str]:
             for table in preset.items()
             for line in tomli_w.dumps(_flat("algo", dict([table]))).splitlines()
         )
-        yield f"| `{name}` | {text.replace(chr(34), '')} |"
+        yield f"| `{name}` | {text} |"
     for kind, parts in PARTS.items():
         yield from ["", f"### algo.{kind}", "", "| name | what it is | settings |", "|---|---|---|"]
         for part in parts.values():

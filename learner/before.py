@@ -35,7 +35,7 @@ class Minibatch:
 
 @dataclass(slots=True)
 class Microbatch:
-    """One microbatch with all that its loss needs. Filled in order; see ``Before``."""
+    """One microbatch with all that its loss needs, filled by ``ready`` in the order of fields."""
 
     batch: PackedBatch
     packing: Packing
@@ -49,6 +49,13 @@ class Microbatch:
     returns: Tensor | None = None  # [T]
     correction: Correction | None = None
 
+    @property
+    def trained(self) -> Tensor:
+        """Return the tokens that are in the batch at least once, [T] bool."""
+        if self.copies is None:
+            return self.packing.mask
+        return self.packing.mask & (self.packing.spread(self.copies) > 0)
+
 
 @dataclass(frozen=True, slots=True)
 class Ready:
@@ -57,6 +64,11 @@ class Ready:
     microbatches: Sequence[Microbatch]
     denominators: Denominators
     kept: Denominators | None  # of the surrogate, where rejected tokens do not count
+
+    @property
+    def is_empty(self) -> bool:
+        """Return whether no rank has a token of it to train."""
+        return self.denominators.num_tokens == 0
 
     @property
     def batches(self) -> list[PackedBatch]:
@@ -182,9 +194,16 @@ def _here(values: Tensor, one: Microbatch) -> Tensor:
 
 
 def _kl_charge(one: Microbatch, algorithm: Algorithm) -> Tensor | None:
-    if not _charges_kl(algorithm) or one.proximal is None or one.reference is None:
+    if not _charges_kl(algorithm):
         return None
-    return algorithm.reward_kl(one.proximal, one.reference, one.packing.mask)
+    proximal, reference = _known(one.proximal, "proximal"), _known(one.reference, "reference")
+    return algorithm.reward_kl(proximal, reference, one.packing.mask)
+
+
+def _known(values: Tensor | None, what: str) -> Tensor:
+    if values is None:
+        raise ValueError(f"the {what} logprobs were not computed before they were needed")
+    return values
 
 
 def _whiten(
@@ -204,7 +223,8 @@ def _whiten(
     for one in everything:
         index = one.packing.spread(number[one.indices].to(one.batch.loss_mask.device))
         spread.append(index)
-        mine = moments(one.advantages, one.packing.mask, index, count)
+        copies = None if one.copies is None else one.packing.spread(one.copies)
+        mine = moments(one.advantages, one.packing.mask, index, count, copies)
         total = mine if total is None else total + mine
     if total is None:
         return
@@ -220,13 +240,13 @@ def _correct(
     sizes = [len(one.packing.mask) for one in share]
     starts = torch.tensor([0, *(one.packing.num_sequences for one in share)]).cumsum(0).tolist()
     packing = Packing(
-        torch.cat([one.packing.mask for one in share]),
+        torch.cat([one.trained for one in share]),
         torch.cat([one.packing.sequence + at for one, at in zip(share, starts, strict=False)]),
         starts[-1],
     )
     lags = [one.lags for one in share if one.lags is not None]
     correction = algorithm.correct(
-        proximal=torch.cat([one.proximal for one in share if one.proximal is not None]),
+        proximal=torch.cat([_known(one.proximal, "proximal") for one in share]),
         behavior=torch.cat([one.batch.behavior_logprobs for one in share]),
         advantages=torch.cat([one.advantages for one in share]),
         lags=torch.cat(lags) if len(lags) == len(share) else None,

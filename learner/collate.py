@@ -65,6 +65,11 @@ def unpack(header: TrajectoryHeader, payload: TrajectoryPayload) -> TrainSequenc
         raise ProtocolError(
             f"trajectory {header.group_id}/{header.sibling} holds a logprob that is not finite"
         )
+    if int(mask.sum()) != header.num_response_tokens:
+        raise ProtocolError(
+            f"trajectory {header.group_id}/{header.sibling}: header says "
+            f"{header.num_response_tokens} chosen tokens, the loss mask has {int(mask.sum())}"
+        )
     position = np.arange(header.num_tokens)
     free_from = header.num_prompt_tokens + header.min_response_tokens
     return TrainSequence(

@@ -114,6 +114,7 @@ class LearnerSettings(msgspec.Struct, frozen=True, kw_only=True):
     checkpoint: CheckpointSection = CheckpointSection()
     eval: EvalSection = EvalSection()
     profile: ProfileSection = ProfileSection()
+    drops_equal_rewards: bool = True  # as the broker's section says
 
     @property
     def model(self) -> Path:
@@ -156,6 +157,7 @@ def learner_settings(table: Table, *, may_resume: bool = False) -> LearnerSettin
         checkpoint=section(table, "checkpoint", CheckpointSection),
         eval=section(table, "eval", EvalSection),
         profile=section(table, "profile", ProfileSection),
+        drops_equal_rewards=bool(table.get("broker", {}).get("drop_zero_variance", True)),
     )
     model_folder(settings.run)
     if settings.resume_from is not None and not may_resume:

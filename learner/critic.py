@@ -42,7 +42,8 @@ class ValueHead(torch.nn.Module):
         """Return (values [T, B, 1], None) as Megatron's output layer returns (logits, bias)."""
         if self._sequence_parallel:
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
-        return torch.nn.functional.linear(hidden, self.weight, self.bias), None
+        exact = (hidden.float(), self.weight.float(), self.bias.float())
+        return torch.nn.functional.linear(*exact), None
 
 
 def with_value_head(model: GPTModel) -> GPTModel:
@@ -102,5 +103,5 @@ class Critic:
 
 def _aligned(batch: PackedBatch, outputs: Tensor) -> Tensor:
     """The state before the token at t is that after the token at t - 1: shift by one."""
-    values = outputs.squeeze(-1).float().roll(1)
+    values = outputs.squeeze(-1).roll(1)
     return torch.where(batch.loss_mask, values, torch.zeros((), device=values.device))

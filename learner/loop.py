@@ -182,7 +182,7 @@ class LearnerLoop:
         any_rank(False, world_size=self._topology.world_size)  # all of them have trained it
         figures = outcome.figures
         figures["policy/lr"] = self._policy.lr
-        self._policy.end_step()
+        self._policy.end_step(trained_policy=self._algorithm.trains_policy(version.step))
         version = version.next()
         last_step = 0
         if self._leader is not None:

@@ -45,6 +45,10 @@ def main() -> int:
         settings = learner_settings(
             load_arguments(arguments), may_resume=arguments.resume is not None
         )
+        if arguments.dry_run:
+            from learner.algorithm import algorithm_of
+
+            algorithm_of(settings)
     except ConfigError as error:
         return refuse_settings(error)
     if arguments.dry_run:

@@ -91,9 +91,13 @@ class Policy:
         """Return the learning rate of the next optimizer update."""
         return self._trained.lr
 
-    def end_step(self) -> None:
-        """Move the schedule on by one learner step, however many updates it held."""
-        self._trained.end_step()
+    def end_step(self, *, trained_policy: bool = True) -> None:
+        """Move the schedules on by one learner step, however many updates it held.
+
+        The policy's waits where the step trained the critic alone.
+        """
+        if trained_policy:
+            self._trained.end_step()
         if self.critic is not None:
             self.critic.end_step()
 

@@ -48,6 +48,8 @@ class Replicas:
         sizes[dist.get_rank(self._group)] = len(values)
         dist.all_reduce(sizes, group=self._group)
         counts = sizes.tolist()
+        if max(counts) == 0:
+            return values
         padded = values.new_zeros(max(counts))
         padded[: len(values)] = values
         parts = [torch.empty_like(padded) for _ in counts]

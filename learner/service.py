@@ -72,7 +72,11 @@ def run_learner(
         ConfigError: the settings name no algorithm that this run can train.
         ChildDiedError: a rank ended before its time.
     """
-    algorithm_of(settings)  # what makes no sense is said before anything is started
+    if algorithm_of(settings).choice.learns_from_equal_rewards and settings.drops_equal_rewards:
+        _log.warning(
+            "groups of equal rewards teach this algorithm as well (algo.advantage), and "
+            "broker.drop_zero_variance = true has them replaced: set it to false"
+        )
     ranks = settings.learner.ranks
     if ranks == 1:
         run_rank(settings, rank=0, store=HashStore(), early=None, launch=launch, stop=stop)
@@ -204,21 +208,27 @@ def build_policy(settings: LearnerSettings, topology: Topology) -> Policy:
         return model
 
     reference = critic = None
+    decay_steps = settings.lr_decay_steps
     if choice.needs_reference:
-        reference = ReferencePolicy(build(_model_folder(choice.kl.reference, settings)), topology)
+        folder = Path(choice.kl.reference) if choice.kl.reference else settings.model
+        _refuse_other_tokens(folder, settings.model)
+        reference = ReferencePolicy(build(folder), topology)
     if choice.needs_values:
-        trunk = build(_model_folder(choice.critic.model, settings), fill=not resumes)
+        lr = choice.critic.lr
+        lr_min = lr * learner.lr_min / learner.lr if learner.lr > 0 else 0.0
         critic = Critic(
-            with_value_head(trunk),
-            msgspec.structs.replace(learner, lr=choice.critic.lr, lr_min=_critic_lr_min(settings)),
+            with_value_head(build(settings.model, fill=not resumes)),
+            msgspec.structs.replace(learner, lr=lr, lr_min=lr_min),
             topology,
-            decay_steps=settings.lr_decay_steps,
+            decay_steps=decay_steps,
         )
+        if not learner.lr_decay_steps:  # the policy is trained in the steps after the warm-up
+            decay_steps = max(1, decay_steps - choice.critic.warmup_steps)
     policy = Policy(
         build(settings.model, fill=not resumes),
         learner,
         topology,
-        decay_steps=settings.lr_decay_steps,
+        decay_steps=decay_steps,
         reference=reference,
         critic=critic,
         needs_full_kl=algorithm.needs_full_kl,
@@ -230,16 +240,18 @@ def build_policy(settings: LearnerSettings, topology: Topology) -> Policy:
     return policy
 
 
-def _model_folder(named: str, settings: LearnerSettings) -> Path:
-    """Return the Hugging Face folder of a helping model: the one named, or the policy's."""
-    return Path(named) if named else settings.model
+def _refuse_other_tokens(reference: Path, model: Path) -> None:
+    """Compare the vocabulary of the reference policy with that of the policy.
 
-
-def _critic_lr_min(settings: LearnerSettings) -> float:
-    """Return where the critic's learning rate ends: the policy's end, as a share of its start."""
-    learner = settings.learner
-    share = learner.lr_min / learner.lr if learner.lr > 0 else 0.0
-    return share * algorithm_of(settings).choice.critic.lr
+    Raises:
+        ConfigError: they differ, so that the same number is not the same token.
+    """
+    theirs, ours = load_hf_config(reference).vocab_size, load_hf_config(model).vocab_size
+    if theirs != ours:
+        raise ConfigError(
+            f"{reference} has {theirs} tokens and run.model {ours}: a reference policy needs the "
+            "same ones (algo.kl.reference)"
+        )
 
 
 @contextmanager

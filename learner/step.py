@@ -26,6 +26,7 @@ from wire.control import DeliveredGroup
 from wire.phases import PhaseClock
 
 if TYPE_CHECKING:
+    from learner.critic import Critic
     from learner.policy import Policy
 
 _log = logging.getLogger(__name__)
@@ -77,9 +78,10 @@ def train_step(
 ) -> tuple[dict[str, float], list[TrainedMinibatch]]:
     """Train; return the figures of the step and the minibatches that it was made of.
 
-    The critic, where there is one, learns first, from what it expected at the start of the step.
-    A minibatch whose loss or gradient is not finite is skipped, and is in no figure but
-    ``policy/skipped_minibatches`` (``critic/skipped_minibatches``).
+    The critic, where there is one, learns last, from what it expected at the start of the step: a
+    batch that the policy refuses changes nothing. A minibatch whose loss or gradient is not finite
+    is skipped, and is in no figure but ``policy/skipped_minibatches``
+    (``critic/skipped_minibatches``); one that holds nothing to train makes no update.
 
     Args:
         policy: is changed.
@@ -90,9 +92,9 @@ def train_step(
         num_lags: of the figures by version lag; 0 leaves them out.
 
     Raises:
-        NonFiniteError: all of them were; the policy's weights are as they were.
+        NonFiniteError: all of them were; no weight has changed.
     """
-    trains_policy = policy.critic is None or data.step >= algorithm.choice.critic.warmup_steps
+    trains_policy = algorithm.trains_policy(data.step)
     with clock.phase("proximal"):
         prepared = algorithm.prepared(data.outcomes, data.is_truncated, lots(data))
         share = ready(
@@ -105,14 +107,15 @@ def train_step(
             trains_policy=trains_policy,
         )
     figures = {"policy/trained_share": float((prepared.copies > 0).double().mean())}
+    trained = [TrainedMinibatch(i, _proximal(one)) for i, one in enumerate(share)]
+    if trains_policy:
+        with clock.phase("train"):
+            more, trained = _train_policy(policy, share, algorithm, num_lags)
+        figures |= more
     if policy.critic is not None:
         with clock.phase("critic"):
-            figures |= _train_critic(policy, share, algorithm)
-    if not trains_policy:
-        return figures, [TrainedMinibatch(i, _proximal(one)) for i, one in enumerate(share)]
-    with clock.phase("train"):
-        more, trained = _train_policy(policy, share, algorithm, num_lags)
-    return figures | more, trained
+            figures |= _train_critic(policy.critic, share, algorithm, is_alone=not trains_policy)
+    return figures, trained
 
 
 def lots(data: StepData) -> torch.Generator:
@@ -133,6 +136,8 @@ def _train_policy(
     trained: list[TrainedMinibatch] = []
     failures: list[NonFiniteError] = []
     for number, minibatch in enumerate(share):
+        if minibatch.is_empty:
+            continue
         loss = _PolicyLoss(minibatch, algorithm, num_lags)
         try:
             sums, norm = policy.update(minibatch.batches, loss)
@@ -143,14 +148,16 @@ def _train_policy(
         trained.append(TrainedMinibatch(number, _proximal(minibatch)))
         norms.append(norm)
         add_sums(totals, sums)
+    skipped = {"policy/skipped_minibatches": float(len(failures))}
     if not trained:
-        raise failures[0]
+        if failures:
+            raise failures[0]
+        return skipped, []
     loss_sum = float(totals.pop("loss"))
     figures = figures_of({name: float(total) for name, total in totals.items()})
     figures["policy/loss"] = loss_sum / len(norms)
     figures["policy/grad_norm"] = sum(norms) / len(norms)
-    figures["policy/skipped_minibatches"] = float(len(failures))
-    return figures, trained
+    return figures | skipped, trained
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,23 +193,26 @@ class _PolicyLoss:
 
 
 def _train_critic(
-    policy: "Policy", share: Sequence[Ready], algorithm: Algorithm
+    critic: "Critic", share: Sequence[Ready], algorithm: Algorithm, *, is_alone: bool
 ) -> dict[str, float]:
-    if policy.critic is None:
-        return {}
+    """Train the critic; where nothing else is trained, a step without any update is none."""
     totals: Sums = {}
     norms: list[float] = []
-    num_skipped = 0
+    failures: list[NonFiniteError] = []
     for minibatch in share:
+        if minibatch.is_empty:
+            continue
         try:
-            sums, norm = policy.critic.update(minibatch.batches, _CriticLoss(minibatch, algorithm))
+            sums, norm = critic.update(minibatch.batches, _CriticLoss(minibatch, algorithm))
         except NonFiniteError as error:
             _log.warning("the critic skips a minibatch: %s", error)
-            num_skipped += 1
+            failures.append(error)
             continue
         norms.append(norm)
         add_sums(totals, sums)
-    figures = {"critic/skipped_minibatches": float(num_skipped)}
+    if is_alone and failures and not norms:
+        raise failures[0]
+    figures = {"critic/skipped_minibatches": float(len(failures))}
     if norms:
         loss_sum = float(totals.pop("loss"))
         figures |= critic_figures({name: float(total) for name, total in totals.items()})
@@ -221,7 +231,8 @@ class _CriticLoss:
     def __call__(self, number: int, batch: PackedBatch, values: Tensor) -> tuple[Tensor, Sums]:
         one, options = self.minibatch.microbatches[number], self.algorithm.choice.critic
         if one.values is None or one.returns is None:
-            raise ValueError(f"algo.advantage = {self.algorithm.choice.advantage!r} has no returns")
+            part = self.algorithm.choice.advantage.part
+            raise ValueError(f"algo.advantage = {part.name!r} gives no returns to its critic")
         mask, returns = batch.loss_mask, one.returns.to(values)
         per_token, clipped = value_loss(
             values, returns, one.values, clip=options.clip, huber=options.huber, mask=mask
@@ -229,7 +240,9 @@ class _CriticLoss:
         loss = reduced(
             per_token, one.packing, self.minibatch.denominators, "token-mean", one.copies
         )
-        return loss, critic_sums(mask=mask, values=one.values, returns=returns, is_clipped=clipped)
+        return loss, critic_sums(
+            mask=one.trained, values=one.values, returns=returns, is_clipped=clipped
+        )
 
 
 def batch_figures(

@@ -107,7 +107,7 @@ ALGORITHMS: dict[str, dict[str, object]] = {
         "correction": {"m2po": {"threshold": 4.0}, "veto": {"threshold": 0.0001}},
         "kl": {"coefficient": 0.1, "name": "full"},
         "entropy_bonus": 0.01,
-        "data": {"resample": "max-random", "resample_share": 0.5},
+        "data": {"zero_variance": "mask"},
     },
     "group": {"preset": "grpo", "whiten": "group", "kl": PENALTY},
 }

@@ -240,6 +240,7 @@ def test_a_learner_that_was_killed_goes_on_from_the_newest_checkpoint_that_can_b
         "checkpoint.every_steps=1",
         "checkpoint.keep_last=3",
         "learner.rollouts_per_step=100",
+        "weightbus.linger_s=5",  # of the relay that outlives the learner and writes to its output
         EXPORT,
     )
     script = Script(batches=learning.script(*batches[:4]), steps=5)

@@ -34,11 +34,14 @@ class Report(msgspec.Struct):
 
 
 class Learner:
-    """A process that trains one run after another."""
+    """A process that trains one run after another; one that a run has ended has a successor."""
 
     def __init__(self, log: Path) -> None:
         self._log = log
-        with log.open("w") as errors:
+        self.start()
+
+    def start(self) -> None:
+        with self._log.open("w") as errors:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "tests.integration.presets_rank"],
                 cwd=ROOT,
@@ -49,13 +52,21 @@ class Learner:
                 text=True,
             )
 
+    def end(self) -> None:
+        self.process.kill()
+        self.process.communicate()
+
     def train(self, config: Path, *overrides: str) -> Report:
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         self.process.stdin.write(json.dumps([str(config), *overrides]) + "\n")
         self.process.stdin.flush()
         answer: dict[str, Any] = json.loads(self.process.stdout.readline() or "{}")
-        assert answer, self._log.read_text()
+        if not answer:
+            said = self._log.read_text()
+            self.end()
+            self.start()
+            raise AssertionError(said)
         return Report(answer["committed"], (answer["weights"][0], answer["weights"][1]))
 
 
@@ -63,8 +74,7 @@ class Learner:
 def learner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Learner]:
     learner = Learner(tmp_path_factory.mktemp("learner") / "learner.log")
     yield learner
-    learner.process.kill()
-    learner.process.communicate()
+    learner.end()
 
 
 @pytest.mark.parametrize("preset", PRESETS)

@@ -142,8 +142,31 @@ REFUSED: dict[str, dict[str, Any]] = {
         "data": {"normalize": "group"},
     },
     r"algo.data.normalize already centers and scales rewards": {"data": {"normalize": "group"}},
-    r"algo.data.resample_power is a setting of algo.data.resample": {
-        "data": {"resample_power": 2.0}
+    r'algo.data.resample_power has no effect without algo.data.resample = "pow"': {
+        "data": {"resample": "max-min", "resample_power": 2.0}
+    },
+    r'algo.data.resample_share has no effect without algo.data.resample = "max-random"': {
+        "data": {"resample": "pow", "resample_share": 0.5}
+    },
+    r"algo.kl has no effect as long as algo.kl.coefficient is 0": {"kl": {"name": "k1"}},
+    r"algo.anchor has no effect: policy-gradient has no ratio": {
+        "surrogate": "policy-gradient",
+        "anchor": "behavior",
+    },
+    r"algo.advantage.decay has no effect with length_adaptive": {
+        "preset": "vapo",
+        "advantage": {"decay": 0.9},
+    },
+    r"algo.advantage.length_alpha has no effect without length_adaptive": {
+        "preset": "ppo",
+        "advantage": {"length_alpha": 0.1},
+    },
+    r"algo.data.resample counts a trajectory several times": {
+        "preset": "m2po",
+        "data": {"resample": "max-min"},
+    },
+    r"algo.correction.importance-sampling: importance-sampling needs low <= high": {
+        "correction": {"importance-sampling": {"low": 9.0}}
     },
     r"algo.data.overlong_penalty needs algo.data.overlong_buffer": {
         "data": {"overlong_penalty": 2.0}
@@ -158,7 +181,7 @@ def test_what_makes_no_sense_is_refused_with_the_setting_and_the_reason(message:
 
 
 def test_importance_sampling_is_allowed_where_the_surrogate_has_no_ratio():
-    choice = chosen(anchor="behavior", surrogate="policy-gradient")
+    choice = chosen(surrogate="policy-gradient")
     assert list(corrections(choice)) == ["importance-sampling"]
 
 

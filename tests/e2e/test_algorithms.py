@@ -1,0 +1,50 @@
+"""Algorithms that learn the quickstart's task with every role real: `make test-slow` runs them."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from deploy.addition import prepare
+from tests.e2e.tiny_run import ROOT
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(1800)]
+STEPS = 100
+SETTINGS = {
+    "async-default": (),
+    "grpo": (),
+    "ppo": ("algo.critic.lr=1e-3",),  # ten times the policy's: its head begins at 0
+}
+LEAST_GAIN = 0.2  # in the share of right answers, six deviations of 256 of them
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _task() -> None:
+    prepare(ROOT / ".cache" / "addition")
+
+
+@pytest.mark.parametrize("preset", SETTINGS)
+def test_a_preset_teaches_addition(tmp_path: Path, preset: str, capsys: pytest.CaptureFixture[str]):
+    output = tmp_path / "output.txt"
+    command = [sys.executable, "-m", "deploy.main", "run", "--config", "configs/quickstart.toml"]
+    settings = [f"run.dir={tmp_path}", f"run.steps={STEPS}", f"algo.preset={preset}"]
+    with output.open("w") as file:
+        code = subprocess.run(
+            [*command, *settings, *SETTINGS[preset]],
+            cwd=ROOT,
+            stdout=file,
+            stderr=file,
+            check=False,
+        ).returncode
+    assert code == 0, output.read_text()
+    summary = json.loads((tmp_path / "quickstart" / "summary.json").read_text())
+    assert (summary["outcome"], summary["steps"]) == ("finished", STEPS)
+    assert summary["equation"]["unaccounted"] == 0
+    assert summary["issued"] == summary["trained"] + sum(summary["dropped"].values())
+    points = {point["step"]: point["overall"]["metrics"]["mean@1"] for point in summary["eval"]}
+    with capsys.disabled():
+        told = {name: summary[name] for name in ("issued", "trained", "dropped")}
+        sys.stdout.write(f"\n{preset}: {points} {told}\n")
+    assert points[STEPS] - points[0] >= LEAST_GAIN, points
