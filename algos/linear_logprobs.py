@@ -28,9 +28,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from typing_extensions import override
 
-from algos.logprobs import PADDED_LOGIT
 from algos.ratios import upcast
 
+PADDED_LOGIT = -1e30  # probability 0; finite, so that 0 * logit is 0 and not NaN
 CHUNK_BYTES = 64 * 2**20  # of one chunk's logits in float32, on a CPU
 CUDA_CHUNK_BYTES = 512 * 2**20  # fewer passes over the sum of the weights' gradient
 

@@ -68,13 +68,13 @@ CASES = (Case(lag=0), Case(lag=2), Case(lag=8), Case(lag=2, mismatch=1.0))
 def _section(
     surrogate: str,
     correction: Table | None = None,
-    anchor: Literal["proximal", "behavior"] = "proximal",
+    anchor: Literal["", "proximal", "behavior"] = "",
 ) -> AlgoSection:
     """Return a section of these parts alone."""
     return AlgoSection(
         preset="dr-grpo",  # without corrections and without a reference policy
         surrogate=surrogate,
-        anchor=anchor,
+        anchor=anchor or ("" if surrogate == "policy-gradient" else "proximal"),
         correction=correction or {},
         reduce="token-sum",
     )

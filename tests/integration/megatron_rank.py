@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
-from algos.logprobs import vocab_parallel_logprobs
+from algos.linear_logprobs import OutputLayer, linear_logprobs
 from learner import device
 from tests.integration.tiny_models import sequences
 
@@ -58,18 +58,21 @@ def main(folder: Path, work: Path, rank: int, world_size: int, tensor_parallel: 
 
 def forward_backward(model, topology):  # noqa: ANN001 - known only after prepare()
     """Return logprobs and entropies by sequence number; leave the gradients in the model."""
-    from learner.model import packed_logits
+    from learner.model import output_weight, packed_forward
 
     numbers = range(topology.data_parallel_rank, len(sequences()), topology.data_parallel)
     mine = [torch.tensor(sequences()[i]) for i in numbers]
     lengths = [len(sequence) for sequence in mine]
     cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).int()
     positions = torch.cat([torch.arange(n) for n in lengths])
-    logits = packed_logits(model, torch.cat(mine), positions, cu_seqlens, max(lengths))
+    hidden = packed_forward(model, torch.cat(mine), positions, cu_seqlens, max(lengths))
     targets = torch.cat([sequence.roll(-1) for sequence in mine])
-    logprobs, entropy = vocab_parallel_logprobs(
-        logits, targets, group=topology.tensor_group, vocab_size=model.hf_config.vocab_size
+    layer = OutputLayer(
+        weight=output_weight(model),
+        group=topology.tensor_group,
+        vocab_size=model.hf_config.vocab_size,
     )
+    logprobs, entropy, _ = linear_logprobs(hidden, layer, targets)
     weights = torch.cat([torch.linspace(-1, 2, n) for n in lengths])
     (-(logprobs * weights).sum() - 0.01 * entropy.sum()).backward()
     return tuple(

@@ -29,6 +29,7 @@ SCHEDULES: dict[str, dict[str, object]] = {
 def main(folder: Path, work: Path) -> None:
     device.prepare()
     device.set_threads(1)
+    from learner.critic import Critic, with_value_head
     from learner.hf_config import load_hf_config
     from learner.hf_weights import export_hf_weights, load_hf_weights
     from learner.model import build_model
@@ -42,10 +43,10 @@ def main(folder: Path, work: Path) -> None:
     )
     everything = train_sequences()
 
-    def policy(**settings: object) -> Policy:
+    def policy(critic: Critic | None = None, **settings: object) -> Policy:
         model = build_model(load_hf_config(folder), dtype=torch.float32, extra={})
         load_hf_weights(model, folder)
-        return Policy(model, LearnerSection(**settings), topology, decay_steps=6)
+        return Policy(model, LearnerSection(**settings), topology, decay_steps=6, critic=critic)
 
     def step(**settings: object) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], float]:
         """Return the weights before and after one step, and the gradient's norm."""
@@ -68,6 +69,23 @@ def main(folder: Path, work: Path) -> None:
             scheduled.end_step()
         return values
 
+    def rates_after_the_critic_alone() -> dict[str, list[float]]:
+        """Return the learning rates before a step, after one of the critic, and after one more."""
+        settings: dict[str, object] = {"lr": 1.0, "lr_warmup_steps": 3}
+        critic = Critic(
+            with_value_head(build_model(load_hf_config(folder), dtype=torch.float32, extra={})),
+            LearnerSection(**settings),
+            topology,
+            decay_steps=6,
+        )
+        both = policy(critic, **settings)
+        values: dict[str, list[float]] = {"policy": [both.lr], "critic": [critic._trained.lr]}
+        for trained_policy in (False, True):
+            both.end_step(trained_policy=trained_policy)
+            values["policy"].append(both.lr)
+            values["critic"].append(critic._trained.lr)
+        return values
+
     before, plain, _ = step(lr=1e-2, weight_decay=0.0)
     _, decayed, _ = step(lr=1e-2, weight_decay=0.5)
     decay = {name: (decayed[name] - plain[name] + 1e-2 * 0.5 * before[name]) for name in before}
@@ -84,6 +102,7 @@ def main(folder: Path, work: Path) -> None:
             (clipped[name] - before[name]).norm() / (free[name] - before[name]).norm()
         ),
         "rates": {schedule: rates(settings) for schedule, settings in SCHEDULES.items()},
+        "warming": rates_after_the_critic_alone(),
     }
     (work / "0.json").write_text(json.dumps(report))
     destroy_topology()

@@ -1,8 +1,8 @@
 """One rank of a learner that does one learner step of two minibatches through ``Policy``.
 
 Usage: policy_rank MODEL_FOLDER WORK_FOLDER RANK WORLD_SIZE TENSOR_PARALLEL
-Trains one policy per algorithm. Writes WORK_FOLDER/RANK.json and, from rank 0, the trained models
-to WORK_FOLDER/ALGORITHM.
+Trains one policy per algorithm; the reference policy is that of WORK_FOLDER/../reference. Writes
+WORK_FOLDER/RANK.json and, from rank 0, the trained models to WORK_FOLDER/ALGORITHM.
 """
 
 import json
@@ -31,7 +31,6 @@ from wire.phases import PhaseClock
 from wire.run_settings import RunSection, SamplingSection
 
 ENDS = (5, 9)
-PENALTY = {"coefficient": 0.1, "name": "k1", "place": "reward"}
 
 
 def train_sequences() -> list[TrainSequence]:
@@ -98,19 +97,23 @@ def plain_logprobs(model: torch.nn.Module, sequence: TrainSequence) -> list[floa
     return values
 
 
-ALGORITHMS: dict[str, dict[str, object]] = {
-    "default": {},
-    "critic": {"preset": "vapo", "critic": {"warmup_steps": 0, "lr": 1e-2}, "kl": PENALTY},
-    "kept": {
-        "preset": "m2po",
-        "reduce": {"name": "sequence-mean-token-mean", "denominator": "kept"},
-        "correction": {"m2po": {"threshold": 4.0}, "veto": {"threshold": 0.0001}},
-        "kl": {"coefficient": 0.1, "name": "full"},
-        "entropy_bonus": 0.01,
-        "data": {"zero_variance": "mask"},
-    },
-    "group": {"preset": "grpo", "whiten": "group", "kl": PENALTY},
-}
+def algorithms(reference: Path) -> dict[str, dict[str, object]]:
+    """Return an [algo] section for each algorithm; all but the default hold to a reference."""
+    kl = {"coefficient": 0.1, "reference": str(reference)}
+    penalty = {**kl, "name": "k1", "place": "reward"}
+    return {
+        "default": {},
+        "critic": {"preset": "vapo", "critic": {"warmup_steps": 0, "lr": 1e-2}, "kl": penalty},
+        "kept": {
+            "preset": "m2po",
+            "reduce": {"name": "sequence-mean-token-mean", "denominator": "kept"},
+            "correction": {"m2po": {"threshold": 4.0}, "veto": {"threshold": 0.0001}},
+            "kl": {**kl, "name": "full"},
+            "entropy_bonus": 0.01,
+            "data": {"zero_variance": "mask"},
+        },
+        "group": {"preset": "grpo", "whiten": "group", "kl": penalty},
+    }
 
 
 def main(folder: Path, work: Path, rank: int, world_size: int, tensor_parallel: int) -> None:
@@ -147,7 +150,7 @@ def main(folder: Path, work: Path, rank: int, world_size: int, tensor_parallel: 
     ]
     report: dict[str, object] = {"num_microbatches": [len(m.batches) for m in minibatches]}
     figures = {}
-    for name, algo in ALGORITHMS.items():
+    for name, algo in algorithms(work.parent / "reference").items():
         # A large epsilon: Adam amplifies rounding where the second moment is tiny.
         settings = LearnerSettings(
             run=RunSection(model=str(folder)),

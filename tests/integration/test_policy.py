@@ -4,7 +4,8 @@ import math
 from pathlib import Path
 
 import pytest
-from safetensors.torch import load_file
+import torch
+from safetensors.torch import load_file, save_file
 
 from tests.integration.ranks import outputs, reports, start, start_ranks
 from tests.integration.tiny_models import write_tiny_model
@@ -12,9 +13,21 @@ from tests.integration.tiny_models import write_tiny_model
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(90)]
 
 
+def write_other_model(folder: Path, family: str) -> None:
+    """Write a model whose weights are all a little off those of ``write_tiny_model``."""
+    weights = write_tiny_model(folder, family) / "model.safetensors"
+    generator = torch.Generator().manual_seed(11)
+    moved = {
+        name: tensor + 0.1 * torch.randn(tensor.shape, generator=generator)
+        for name, tensor in sorted(load_file(weights).items())
+    }
+    save_file(moved, weights, metadata={"format": "pt"})
+
+
 @pytest.mark.parametrize("family", ["qwen2", "qwen3"])
 def test_a_step_on_two_ranks_is_the_step_of_one(tmp_path: Path, family: str):
     model = write_tiny_model(tmp_path / "model", family)
+    write_other_model(tmp_path / "reference", family)
     works = {"one": (1, 1), "dp2": (2, 1), "tp2": (2, 2)}
     processes = [
         process
@@ -27,6 +40,9 @@ def test_a_step_on_two_ranks_is_the_step_of_one(tmp_path: Path, family: str):
     (alone,) = reports(tmp_path / "one", 1)
     assert alone["logprobs"] == pytest.approx(alone["plain"], abs=3e-5)
     assert min(alone["plain"]) < -1.0, "nothing was compared"
+    for algorithm in alone["figures"].keys() - {"default"}:
+        kl = alone["figures"][algorithm]["policy/kl_reference"]
+        assert abs(kl) > 0.1, f"{algorithm} has a reference policy like its own"
     before = load_file(model / "model.safetensors")
     for algorithm, figures in alone["figures"].items():
         weights = load_file(tmp_path / "one" / algorithm / "model.safetensors")
@@ -65,3 +81,6 @@ def test_optimizer_settings_act(tmp_path: Path):
     }
     for schedule, rates in expected.items():
         assert report["rates"][schedule] == pytest.approx(rates), schedule
+    # A step of the critic alone, then one of both.
+    assert report["warming"]["policy"] == pytest.approx([0.25, 0.25, 0.5])
+    assert report["warming"]["critic"] == pytest.approx([0.25, 0.5, 0.75])

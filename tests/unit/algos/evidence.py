@@ -15,6 +15,7 @@ from types import FunctionType, ModuleType
 from typing import Any, TypeVar, get_args, get_type_hints
 
 import msgspec
+import torch
 
 from algos.config import (
     PARTS,
@@ -22,6 +23,13 @@ from algos.config import (
     DataOptions,
     KlOptions,
     ReduceOptions,
+)
+from algos.diagnostics import (
+    Diagnosed,
+    critic_figures,
+    critic_sums,
+    diagnostic_sums,
+    figures_of,
 )
 from algos.parts import AnyPart
 from algos.section import AlgoSection
@@ -92,7 +100,7 @@ def name_of(part: AnyPart) -> str:
 
 
 def known() -> list[str]:
-    """Return everything that needs a proof: parts, and settings that are part of a formula."""
+    """Return everything that needs a proof: parts, settings that are in a formula, figures."""
     names = [f"{kind} = {name}" for kind, parts in PARTS.items() for name in parts]
     names += _settings(AlgoSection, "", only={"anchor", "whiten", "entropy_bonus"})
     for prefix, options in (
@@ -102,7 +110,32 @@ def known() -> list[str]:
         ("data.", DataOptions),
     ):
         names += _settings(options, prefix)
-    return [*names, "log-probabilities", "entropy"]
+    names += ["gae: length_adaptive", "gae: critic_decay"]
+    return [*names, "log-probabilities", "entropy", *figures()]
+
+
+def figures() -> list[str]:
+    """Return the figures that the losses of policy and critic log."""
+    one, yes = torch.ones(1), torch.ones(1, dtype=torch.bool)
+    of_policy = diagnostic_sums(
+        Diagnosed(
+            mask=yes,
+            keep=yes,
+            proximal=one,
+            behavior=one,
+            entropy=one,
+            ratio=one,
+            weights=one,
+            clipped_up=yes,
+            clipped_down=yes,
+            clipped_dual=yes,
+        )
+    )
+    of_critic = critic_sums(mask=yes, values=one, returns=one, is_clipped=yes)
+    return [
+        *figures_of({name: float(total) for name, total in of_policy.items()}),
+        *critic_figures({name: float(total) for name, total in of_critic.items()}),
+    ]
 
 
 def _settings(

@@ -15,6 +15,7 @@ from algos.diagnostics import (
     figures_of,
     is_maximum,
 )
+from tests.unit.algos.evidence import DEFINITION, PROPERTY, proves
 
 
 def seen(garbage: float = 0.0) -> Diagnosed:
@@ -36,6 +37,60 @@ def seen(garbage: float = 0.0) -> Diagnosed:
 def floats(sums: dict[str, Tensor]) -> dict[str, float]:
     assert not any(value.requires_grad for value in sums.values())
     return {name: value.item() for name, value in sums.items()}
+
+
+@proves(
+    "policy/tokens",
+    "policy/entropy",
+    "policy/ratio",
+    "policy/ratio_max",
+    "policy/clip_fraction",
+    "policy/clip_up",
+    "policy/clip_down",
+    "policy/clip_dual",
+    "staleness/masked",
+    "staleness/weight",
+    "staleness/correction",
+    "staleness/correction_max",
+    "staleness/mismatch_kl",
+    "staleness/logprob_abs_diff",
+    "staleness/ess",
+    against=DEFINITION,
+)
+def test_figures_by_hand():
+    everything = Diagnosed(
+        mask=torch.tensor([True, True, False, True, True]),
+        keep=torch.tensor([True, False, False, True, True]),
+        proximal=torch.tensor([-1.5, -2.0, math.nan, -1.0, -0.5]),
+        behavior=torch.tensor([-1.3, -2.0, math.nan, -1.5, -0.5]),
+        entropy=torch.tensor([0.5, 0.25, math.nan, 0.75, 0.5]),
+        ratio=torch.tensor([1.6, 1.0, math.nan, 0.5, 3.0]),
+        weights=torch.tensor([0.8, 7.0, math.nan, 1.6, 1.0]),
+        clipped_up=torch.tensor([True, False, True, False, False]),
+        clipped_down=torch.tensor([False, False, True, True, False]),
+        clipped_dual=torch.tensor([True, False, True, False, True]),
+    )
+    low, high = math.exp(-0.2), math.exp(0.5)  # q / mu of the first and the fourth; else 1
+    assert figures_of(floats(diagnostic_sums(everything))) == pytest.approx(
+        {
+            "policy/tokens": 4,
+            "policy/entropy": 0.5,
+            "policy/ratio": 6.1 / 4,
+            "policy/ratio_max": 3.0,
+            "policy/clip_fraction": 3 / 4,  # the first by two clips
+            "policy/clip_up": 1 / 4,
+            "policy/clip_down": 1 / 4,
+            "policy/clip_dual": 2 / 4,
+            "staleness/masked": 1 / 4,
+            "staleness/weight": 3.4 / 4,
+            "staleness/correction": (low + high + 2) / 4,
+            "staleness/correction_max": high,
+            "staleness/mismatch_kl": ((low - 1 + 0.2) + (high - 1 - 0.5)) / 4,
+            "staleness/logprob_abs_diff": 0.7 / 4,
+            "staleness/ess": (low + high + 2) ** 2 / (4 * (low**2 + high**2 + 2)),
+        },
+        rel=1e-5,
+    )
 
 
 def test_sums_by_hand():
@@ -121,6 +176,7 @@ def test_masked_tokens_never_matter(garbage: float):
     assert floats(diagnostic_sums(seen(garbage))) == floats(diagnostic_sums(seen()))
 
 
+@proves("staleness/ess", against=PROPERTY, what="extremes")
 def test_equal_ratios_keep_every_sample_and_one_giant_leaves_one():
     assert effective_sample_share(2.0, 4.0) == 1.0
     n = 100
@@ -128,10 +184,17 @@ def test_equal_ratios_keep_every_sample_and_one_giant_leaves_one():
     assert effective_sample_share(0.0, 0.0) == 0.0
 
 
+@proves(
+    "critic/value",
+    "critic/return",
+    "critic/explained_variance",
+    "critic/clip_fraction",
+    against=DEFINITION,
+)
 def test_explained_variance_is_what_the_critic_saves_of_the_variance_of_returns():
     mask = torch.tensor([True, True, True, True, False])
     returns = torch.tensor([0.0, 1.0, 2.0, 3.0, math.nan])
-    values = torch.tensor([0.5, 0.5, 2.5, 2.5, math.nan])
+    values = torch.tensor([0.0, 0.5, 2.5, 4.0, math.nan])
     clipped = torch.tensor([True, False, False, False, True])
     figures = critic_figures(
         floats(critic_sums(mask=mask, values=values, returns=returns, is_clipped=clipped))
@@ -139,8 +202,8 @@ def test_explained_variance_is_what_the_critic_saves_of_the_variance_of_returns(
     assert figures == pytest.approx(
         {
             "critic/clip_fraction": 0.25,
-            "critic/value": 1.5,
+            "critic/value": 1.75,
             "critic/return": 1.5,
-            "critic/explained_variance": 1 - 0.25 / 1.25,
+            "critic/explained_variance": 1 - (0.25 + 0.25 + 1.0) / 4 / 1.25,
         }
     )

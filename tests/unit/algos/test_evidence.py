@@ -15,13 +15,6 @@ import torch
 
 from algos.compose import Algorithm, LossInputs
 from algos.config import PARTS, choice_of
-from algos.diagnostics import (
-    Diagnosed,
-    critic_figures,
-    critic_sums,
-    diagnostic_sums,
-    figures_of,
-)
 from algos.packing import Packing
 from algos.parts import NEEDS
 from algos.presets import PRESETS
@@ -32,6 +25,7 @@ from tests.unit.algos.evidence import (
     PAGE,
     PROPERTY,
     collected,
+    figures,
     known,
     reads_golden_files,
     table,
@@ -125,28 +119,8 @@ def test_every_setting_that_a_page_names_exists(page: str):
 
 
 def test_every_figure_of_the_losses_is_defined():
-    one, yes = torch.ones(1), torch.ones(1, dtype=torch.bool)
-    sums = diagnostic_sums(
-        Diagnosed(
-            mask=yes,
-            keep=yes,
-            proximal=one,
-            behavior=one,
-            entropy=one,
-            ratio=one,
-            weights=one,
-            clipped_up=yes,
-            clipped_down=yes,
-            clipped_dual=yes,
-        )
-    )
-    of_critic = critic_sums(mask=yes, values=one, returns=one, is_clipped=yes)
-    figures = {
-        **figures_of({name: float(total) for name, total in sums.items()}),
-        **critic_figures({name: float(total) for name, total in of_critic.items()}),
-    }
     rows = re.findall(r"^\| (`[a-z]+/.*?) \|", TEXT, re.MULTILINE)
-    assert set(figures) <= set(re.findall(r"`([a-z_/]+)`", " ".join(rows)))
+    assert set(figures()) <= set(re.findall(r"`([a-z_/]+)`", " ".join(rows)))
 
 
 # ---- the example ----

@@ -98,7 +98,7 @@ def test_packed_returns_are_those_of_each_sequence_alone(case: Case, discount: f
     assert_rows(case, ours.returns, expected)
 
 
-@proves(gae, against=DEFINITION)
+@proves(gae, "gae: critic_decay", against=DEFINITION)
 @given(case=cases(), discount=factors, decay=factors, critic_decay=st.none() | factors)
 @settings(deadline=None, max_examples=80)
 def test_packed_gae_is_that_of_each_sequence_alone(
@@ -113,7 +113,7 @@ def test_packed_gae_is_that_of_each_sequence_alone(
     assert_rows(case, ours.returns, [plain_gae(r, v, discount, targets) + v for r, v in rows])
 
 
-@proves(gae, against=DEFINITION)
+@proves(gae, "gae: length_adaptive", "gae: critic_decay", against=DEFINITION)
 @given(case=cases(), alpha=st.sampled_from([0.05, 0.2, 0.5, 2.0]), discount=factors)
 @settings(deadline=None, max_examples=60)
 def test_vapo_takes_lambda_from_the_length_for_the_policy_and_1_for_the_critic(
@@ -133,7 +133,7 @@ def test_vapo_takes_lambda_from_the_length_for_the_policy_and_1_for_the_critic(
     assert_rows(case, ours.returns, targets)
 
 
-@proves(gae, against=DEFINITION)
+@proves(gae, "gae: length_adaptive", against=DEFINITION)
 def test_vapo_lambda_by_hand():
     # 40 tokens, alpha 0.05: lambda = 1 - 1 / 2; with V = 0 the reward at the end decays by half
     mask = torch.ones(40, dtype=torch.bool)
@@ -315,6 +315,22 @@ def test_whitening_does_not_depend_on_the_split_into_microbatches(
     assert_close(torch.cat([whiten(*half, added) for half in halves]), whole)
 
 
+@proves("whiten = batch", "whiten = group", against=PROPERTY, what="copies")
+@given(given_tokens=tokens(), seed=st.integers(0, 2**31))
+@settings(deadline=None, max_examples=50)
+def test_whitening_with_copies_is_that_of_the_batch_with_each_token_repeated(
+    given_tokens: tuple[Tensor, Tensor, Tensor], seed: int
+):
+    generator = torch.Generator().manual_seed(seed)
+    copies = torch.randint(0, 4, (len(given_tokens[0]),), generator=generator)
+    repeated = [x.repeat_interleave(copies) for x in given_tokens]
+    counted = moments(*given_tokens, 3, copies)
+    written_out = moments(*repeated, 3)
+    assert_close(counted, written_out)
+    ours = whiten(*given_tokens, counted).repeat_interleave(copies)
+    assert_close(ours, whiten(*repeated, written_out), rtol=1e-6, atol=1e-6)
+
+
 @proves("whiten = batch", "whiten = group", against=DEFINITION)
 @pytest.mark.parametrize("unbiased", [True, False])
 @pytest.mark.parametrize("shift_mean", [True, False])
@@ -350,6 +366,9 @@ def test_moments_are_count_sum_and_sum_of_squares():
     ours = moments(values, mask, torch.tensor([0, 0, 0, 2]), 3)
     assert ours.dtype == torch.float64
     assert ours.tolist() == [[2.0, 3.0, 5.0], [0.0, 0.0, 0.0], [1.0, 4.0, 16.0]]
+    copies = torch.tensor([3, 1, 2, 2])
+    ours = moments(values, mask, torch.tensor([0, 0, 0, 2]), 3, copies)
+    assert ours.tolist() == [[4.0, 5.0, 7.0], [0.0, 0.0, 0.0], [2.0, 8.0, 32.0]]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])

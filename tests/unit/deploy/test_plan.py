@@ -7,9 +7,17 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from algos.linear_logprobs import CUDA_CHUNK_BYTES
 from deploy.config import RunConfig, run_config
 from deploy.dry_run import print_dry_run
-from deploy.memory import GIB, generator_memory, kv_bytes_per_token, learner_memory, num_parameters
+from deploy.memory import (
+    CHUNK_BYTES,
+    GIB,
+    generator_memory,
+    kv_bytes_per_token,
+    learner_memory,
+    num_parameters,
+)
 from deploy.plan import plan_roles
 from learner.hf_config import HfConfig, load_hf_config
 from wire.errors import ConfigError
@@ -111,6 +119,10 @@ def test_optimizer_memory_is_split_over_tensor_parallel_ranks(tmp_path: Path):
     hf = load_hf_config(tmp_path)
     parts = {part.what: part.num_bytes for part in learner_memory(hf, config)}
     assert parts["optimizer: float32 weights, two moments"] == 12 * num_parameters(hf) / 8
+
+
+def test_the_estimate_knows_the_chunks_that_logits_are_computed_in():
+    assert CHUNK_BYTES == CUDA_CHUNK_BYTES
 
 
 def test_a_reference_and_a_critic_take_memory_of_their_own(tmp_path: Path):

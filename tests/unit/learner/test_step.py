@@ -131,11 +131,12 @@ class Bigrams:
 
 
 class Values:
-    """A critic of one value per token."""
+    """A critic of one value per token. Updates named in ``bad`` are not finite."""
 
-    def __init__(self) -> None:
+    def __init__(self, *bad: int) -> None:
         self.table = torch.zeros(NUM_TOKENS, requires_grad=True)
         self.updates = 0
+        self._bad = bad
 
     def said(self, batch: PackedBatch) -> Tensor:
         return torch.where(batch.loss_mask, self.table[batch.token_ids.roll(1)], 0.0)
@@ -149,7 +150,9 @@ class Values:
         batches: Sequence[PackedBatch],
         loss: Callable[[int, PackedBatch, Tensor], tuple[Tensor, Sums]],
     ) -> tuple[Sums, float]:
-        self.updates += 1
+        number, self.updates = self.updates, self.updates + 1
+        if number in self._bad:
+            raise NonFiniteError(f"the critic's update {number} is not finite")
         return descend(self.table, [loss(i, b, self.said(b)) for i, b in enumerate(batches)])
 
 
@@ -185,15 +188,18 @@ def sequences(count: int, step: int = 5) -> list[TrainSequence]:
 
 
 def minibatches(num: int = 3) -> list[Minibatch]:
-    everything = sequences(4 * num)
-    return [
-        Minibatch(
-            batches=[pack(everything[i : i + 2], CPU), pack(everything[i + 2 : i + 4], CPU)],
-            indices=[(i, i + 1), (i + 2, i + 3)],
-            members=range(i, i + 4),
-        )
-        for i in range(0, 4 * num, 4)
-    ]
+    return [minibatch((i, i + 1), (i + 2, i + 3)) for i in range(0, 4 * num, 4)]
+
+
+def minibatch(*indices: Sequence[int]) -> Minibatch:
+    """Make a minibatch of these trajectories of a step, one microbatch of each argument."""
+    members = [i for share in indices for i in share]
+    everything = sequences(max(members) + 1)
+    return Minibatch(
+        batches=[pack([everything[i] for i in share], CPU) for share in indices],
+        indices=indices,
+        members=members,
+    )
 
 
 def data(num: int = 3, *, step: int = 5) -> StepData:
@@ -239,9 +245,34 @@ def test_the_first_minibatch_costs_no_proximal_pass_and_the_others_are_of_the_st
             assert torch.equal(got, expected)
 
 
-def train(policy: Bigrams, chosen: Algorithm, given: StepData | None = None) -> dict[str, float]:
-    figures, _ = train_step(policy, minibatches(1), given or data(1), chosen, PhaseClock())  # type: ignore[arg-type]  # a fake
+def train(
+    policy: Bigrams,
+    chosen: Algorithm,
+    given: StepData | None = None,
+    parts: Sequence[Minibatch] | None = None,
+) -> dict[str, float]:
+    figures, _ = train_step(policy, parts or minibatches(1), given or data(1), chosen, PhaseClock())  # type: ignore[arg-type]  # a fake
     return figures
+
+
+def truncated(given: StepData, *which: int) -> StepData:
+    """Return the same step, in which these trajectories and no others were cut off."""
+    is_truncated = torch.tensor([i in which for i in range(len(given.is_truncated))])
+    return replace(given, is_truncated=is_truncated)
+
+
+def with_critic(policy: Bigrams, critic: Values) -> Bigrams:
+    policy.critic = critic  # type: ignore[assignment]  # a fake
+    return policy
+
+
+def with_reference(policy: Bigrams) -> Bigrams:
+    """Give the policy a reference other than itself."""
+    reference = Bigrams()
+    with torch.no_grad():
+        reference.logits += torch.randn(7, 7, generator=torch.Generator().manual_seed(2))
+    policy.reference = reference  # type: ignore[assignment]  # a fake
+    return policy
 
 
 def test_rewarded_tokens_become_likelier_under_their_policy():
@@ -254,8 +285,8 @@ def test_rewarded_tokens_become_likelier_under_their_policy():
 
 
 def test_during_its_warm_up_the_critic_learns_and_the_policy_stands_still():
-    policy, critic = Bigrams(), Values()
-    policy.critic = critic  # type: ignore[assignment]  # a fake
+    critic = Values()
+    policy = with_critic(Bigrams(), critic)
     before = policy.logits.detach().clone()
     chosen = algorithm(preset="ppo", critic={"warmup_steps": 6})
     figures = train(policy, chosen)
@@ -269,52 +300,156 @@ def test_during_its_warm_up_the_critic_learns_and_the_policy_stands_still():
     assert not torch.equal(policy.logits, before)
 
 
-def test_filtered_trajectories_train_nothing_and_leave_the_denominators():
-    chosen = algorithm(
-        preset="dr-grpo", reduce={"name": "sequence-mean-token-sum"}, data={"overlong_filter": True}
-    )
-    policy = Bigrams()
-    figures = train(policy, chosen)
-    assert figures["policy/trained_share"] == 0.5
-    assert figures["policy/tokens"] == 12  # of the second of each group
+@pytest.mark.parametrize("bad", [(0,), (0, 1, 2)])
+def test_a_critic_that_is_not_finite_is_counted_and_the_policy_is_trained(bad: tuple[int, ...]):
+    critic, alone = Values(*bad), Bigrams()
+    policy = with_critic(Bigrams(), critic)
+    figures = train(policy, algorithm(preset="ppo"), data(), minibatches())
+    train(with_critic(alone, Values()), algorithm(preset="ppo"), data(), minibatches())
+    assert critic.updates == 3
+    assert figures["critic/skipped_minibatches"] == len(bad)
+    assert figures["policy/skipped_minibatches"] == 0
+    assert ("critic/loss" in figures) is (len(bad) < 3)
+    assert torch.equal(policy.logits, alone.logits)
+    assert not torch.equal(policy.logits, Bigrams().logits)
 
-    given = data(1)
-    alone = replace(given, is_truncated=torch.zeros(4, dtype=torch.bool))
-    kept = [pack([sequences(4)[i]], CPU) for i in (1, 3)]
-    share = Minibatch(batches=kept, indices=[(1,), (3,)], members=(1, 3))
-    other = Bigrams()
-    train_step(other, [share], alone, replace_filter(chosen), PhaseClock())  # type: ignore[arg-type]
+
+def test_a_step_that_the_policy_refuses_leaves_its_critic_as_it_was():
+    critic = Values()
+    policy = with_critic(Bigrams(0, 1, 2), critic)
+    with pytest.raises(NonFiniteError, match="update 0 is not finite"):
+        train(policy, algorithm(preset="ppo"), data(), minibatches())
+    assert policy.updates == 3
+    assert critic.updates == 0
+    assert torch.equal(critic.table, torch.zeros(NUM_TOKENS))
+
+
+def test_a_step_of_the_critic_alone_of_which_nothing_is_finite_is_none():
+    critic = Values(0, 1, 2)
+    warming = algorithm(preset="ppo", critic={"warmup_steps": 6})
+    with pytest.raises(NonFiniteError, match="the critic's update 0 is not finite"):
+        train(with_critic(Bigrams(), critic), warming, data(), minibatches())
+    assert critic.updates == 3
+
+
+FILTERED = {
+    "preset": "dr-grpo",
+    "reduce": {"name": "sequence-mean-token-sum"},
+    "data": {"overlong_filter": True},
+}
+
+
+def test_filtered_trajectories_train_nothing_and_leave_the_denominators_of_their_minibatch():
+    policy = Bigrams()
+    given = truncated(data(2), 1, 3, 4, 5, 7)  # one is left in the second minibatch
+    figures = train(policy, algorithm(**FILTERED), given, minibatches(2))
+    assert figures["policy/trained_share"] == 3 / 8
+    assert figures["policy/tokens"] == 6 * 3
+
+    other, unfiltered = Bigrams(), algorithm(**{**FILTERED, "data": {}})
+    train(other, unfiltered, given, [minibatch((0,), (2,)), minibatch((6,))])
     assert torch.allclose(policy.logits, other.logits, atol=1e-6)
+    assert (policy.logits - Bigrams().logits).abs().max() > 1e-2
 
 
-def replace_filter(chosen: Algorithm) -> Algorithm:
-    """Return the same algorithm without its overlong filter."""
-    return algorithm(preset=chosen.choice.preset, reduce={"name": "sequence-mean-token-sum"})
+def test_a_minibatch_of_filtered_trajectories_makes_no_update_and_the_others_do():
+    policy, other = Bigrams(), Bigrams()
+    given = truncated(data(2), 0, 1, 2, 3)
+    figures, trained = train_step(
+        policy,  # type: ignore[arg-type]  # a fake
+        minibatches(2),
+        given,
+        algorithm(**FILTERED),
+        PhaseClock(),
+    )
+    assert policy.updates == 1
+    assert [one.number for one in trained] == [1]
+    assert figures["policy/skipped_minibatches"] == 0
+    train(other, algorithm(**FILTERED), given, minibatches(2)[1:])
+    assert torch.allclose(policy.logits, other.logits, atol=1e-6)
+    assert not torch.equal(policy.logits, Bigrams().logits)
 
 
-def test_resampled_trajectories_count_as_often_as_they_were_drawn():
-    chosen = algorithm(reduce="token-sum", data={"resample": "max-min"})
-    policy = Bigrams()
-    figures = train(policy, chosen)
-    copies = chosen.prepared(data(1).outcomes, data(1).is_truncated, lots(data(1))).copies.tolist()
-    assert sum(copies) == 4
-    assert figures["policy/trained_share"] == sum(c > 0 for c in copies) / 4
+def test_a_step_of_filtered_trajectories_trains_nothing():
+    critic = Values()
+    policy = with_critic(Bigrams(), critic)
+    figures, trained = train_step(
+        policy,  # type: ignore[arg-type]  # a fake
+        minibatches(2),
+        truncated(data(2), *range(8)),
+        algorithm(preset="ppo", data={"overlong_filter": True}),
+        PhaseClock(),
+    )
+    assert trained == []
+    assert (policy.updates, critic.updates) == (0, 0)
+    assert torch.equal(policy.logits, Bigrams().logits)
+    assert figures == {
+        "policy/trained_share": 0.0,
+        "policy/skipped_minibatches": 0.0,
+        "critic/skipped_minibatches": 0.0,
+    }
+
+
+def test_a_critic_neither_learns_from_filtered_trajectories_nor_counts_them():
+    def trained(chosen: Algorithm, part: Minibatch) -> tuple[dict[str, float], Tensor]:
+        critic = Values()
+        with torch.no_grad():
+            critic.table += torch.linspace(-1.0, 1.0, NUM_TOKENS)
+        policy = with_critic(Bigrams(), critic)
+        figures = train(policy, chosen, truncated(data(1), 1, 2), [part])
+        of_critic = {name: value for name, value in figures.items() if name.startswith("critic/")}
+        return of_critic, critic.table
+
+    figures, table = trained(
+        algorithm(preset="ppo", data={"overlong_filter": True}), minibatch((0, 1), (2, 3))
+    )
+    expected, expected_table = trained(algorithm(preset="ppo"), minibatch((0,), (3,)))
+    assert len(figures) == 7
+    assert figures == pytest.approx(expected, rel=1e-5)
+    assert torch.allclose(table, expected_table, atol=1e-6)
+    everyone, _ = trained(algorithm(preset="ppo"), minibatch((0, 1), (2, 3)))
+    for name in ("critic/value", "critic/return", "critic/explained_variance", "critic/loss"):
+        assert everyone[name] != pytest.approx(figures[name], rel=1e-2), "the filter hides nothing"
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param({}, id="group-relative"),
+        pytest.param({"advantage": "discounted-returns", "whiten": "batch"}, id="whitened"),
+        pytest.param(
+            {"advantage": "discounted-returns", "whiten": "group"}, id="whitened by group"
+        ),
+    ],
+)
+def test_resampled_trajectories_count_as_often_as_they_were_drawn(settings: dict[str, object]):
+    sampling = {"resample": "max-random", "resample_share": 0.7}
+    chosen = algorithm(**settings, reduce="token-sum", data=sampling)
+    policy, given = Bigrams(), data(2)
+    rewards = torch.linspace(-1.0, 2.0, 8, dtype=torch.float64).square()
+    given = replace(given, outcomes=replace(given.outcomes, rewards=rewards))
+    parts = [minibatch((0, 4), (5, 7)), minibatch((2, 6), (1, 3))]
+    figures = train(policy, chosen, given, parts)
+    copies = chosen.prepared(given.outcomes, given.is_truncated, lots(given)).copies.tolist()
+    assert sum(copies) == 8
+    assert min(copies) == 0 < 1 < max(copies)
+    assert figures["policy/trained_share"] == sum(c > 0 for c in copies) / 8
 
     by_hand = Bigrams()
-    everything = sequences(4)
-    drawn = [i for i, count in enumerate(copies) for _ in range(count)]
-    share = Minibatch(
-        batches=[pack([everything[i] for i in drawn], CPU)], indices=[drawn], members=drawn
+    drawn = [[i for i in part.members for _ in range(copies[i])] for part in parts]
+    train(
+        by_hand,
+        algorithm(**settings, reduce="token-sum"),
+        given,
+        [minibatch(indices) for indices in drawn if indices],
     )
-    train_step(by_hand, [share], data(1), algorithm(reduce="token-sum"), PhaseClock())  # type: ignore[arg-type]
-    assert torch.allclose(policy.logits, by_hand.logits, atol=1e-6)
+    assert torch.allclose(policy.logits, by_hand.logits, atol=1e-5)
+    assert (policy.logits - Bigrams().logits).abs().max() > 1e-2
 
 
 def test_a_penalty_in_the_reward_pulls_towards_the_reference():
-    policy, reference = Bigrams(), Bigrams()
-    policy.reference = reference  # type: ignore[assignment]  # a fake
-    with torch.no_grad():
-        reference.logits += torch.randn(7, 7, generator=torch.Generator().manual_seed(2))
+    policy = with_reference(Bigrams())
+    reference = policy.reference
     batches = minibatches(1)[0].batches
 
     def distance() -> float:
@@ -327,3 +462,27 @@ def test_a_penalty_in_the_reward_pulls_towards_the_reference():
     figures = train(policy, algorithm(preset="reinforce++", kl=kl, reduce="token-mean"))
     assert distance() < before
     assert "policy/kl_reference" in figures
+
+
+def test_a_group_is_compared_by_rewards_that_were_charged_with_the_divergence():
+    coefficient = 0.3
+    given = data(2)
+    parts = [minibatch((0, 4), (7, 2)), minibatch((5, 3), (6, 1))]  # siblings apart
+    policy = with_reference(Bigrams())
+    charged = given.outcomes.rewards.clone()
+    for i, alone in enumerate(sequences(8)):
+        batch = pack([alone], CPU)
+        with torch.no_grad():
+            q, ref = policy.said(batch).logprobs, policy.reference.said(batch).logprobs
+        charged[i] -= coefficient * sum((q - ref)[batch.loss_mask].tolist())
+    assert (charged - given.outcomes.rewards).abs().min() > 1e-2
+
+    kl = {"coefficient": coefficient, "name": "k1", "place": "reward"}
+    train(policy, algorithm(preset="grpo", kl=kl), given, parts)
+    by_hand, uncharged = Bigrams(), Bigrams()
+    without = algorithm(preset="grpo", kl={"coefficient": 0.0})
+    outcomes = replace(given.outcomes, rewards=charged)
+    train(by_hand, without, replace(given, outcomes=outcomes), parts)
+    assert torch.allclose(policy.logits, by_hand.logits, atol=1e-5)
+    train(uncharged, without, given, parts)
+    assert (by_hand.logits - uncharged.logits).abs().max() > 1e-2
