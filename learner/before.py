@@ -6,7 +6,7 @@ Shapes: T tokens of B sequences of one microbatch, N trajectories of the step.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -154,12 +154,7 @@ def _fill_advantages(
     algorithm: Algorithm,
 ) -> None:
     """Give every token its advantage, and the critic its targets."""
-    shaped = Outcomes(
-        rewards=prepared.rewards,
-        groups=outcomes.groups,
-        num_groups=outcomes.num_groups,
-        lengths=outcomes.lengths,
-    )
+    shaped = replace(outcomes, rewards=prepared.rewards)
     charges = [_kl_charge(one, algorithm) for one in everything]
     if algorithm.is_token_level:
         rewards = shaped.centered() if algorithm.centers_rewards else shaped.rewards
@@ -169,21 +164,14 @@ def _fill_advantages(
             result = algorithm.token_advantages(per_token, one.values, one.packing)
             one.advantages, one.returns = result.advantages, result.returns
     else:
-        charged = shaped.rewards.clone()
+        total = torch.zeros_like(shaped.rewards)
+        for one, charge in zip(everything, charges, strict=True):
+            if charge is not None:
+                total[one.indices] = one.packing.sums(charge).to(total)
         if _charges_kl(algorithm):
-            total = torch.zeros_like(charged)
-            for one, charge in zip(everything, charges, strict=True):
-                if charge is not None:
-                    total[one.indices] = one.packing.sums(charge).to(total)
-            total = policy.replicas.summed(total)
-            charged -= algorithm.choice.kl.coefficient * total
-        shaped = Outcomes(
-            rewards=charged,
-            groups=shaped.groups,
-            num_groups=shaped.num_groups,
-            lengths=shaped.lengths,
-        )
-        advantages = algorithm.trajectory_advantages(shaped)
+            total = algorithm.choice.kl.coefficient * policy.replicas.summed(total)
+        charged = replace(shaped, rewards=shaped.rewards - total)
+        advantages = algorithm.trajectory_advantages(charged)
         for one in everything:
             one.advantages = one.packing.spread(_here(advantages[one.indices], one))
     _whiten(policy.replicas.summed, everything, outcomes, algorithm)
