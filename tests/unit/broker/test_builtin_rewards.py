@@ -176,6 +176,8 @@ def test_mathematics_is_compared_by_value(answer: str, truth: Json, score: float
     assert math_answer.score(transcript(answer, truth))["score"] == score
 
 
+# The alarm may ring in a callback of the garbage collector, which swallows it; it rings again.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize(
     "answer",
     [
