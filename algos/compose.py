@@ -239,9 +239,7 @@ class Algorithm:
         counted = packing if given.kept is None else packing.only(correction.keep)
         divisors = given.denominators if given.kept is None else given.kept
         loss = reduced(weighted, counted, divisors, rule, given.copies)
-        trained = packing.mask
-        if given.copies is not None:
-            trained = trained & (packing.spread(given.copies) > 0)
+        trained = packing.present(given.copies)
         sums = diagnostic_sums(
             Diagnosed(
                 mask=trained,

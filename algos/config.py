@@ -20,46 +20,42 @@ T = TypeVar("T", bound=Options)
 NotNegative = Annotated[float, msgspec.Meta(ge=0)]
 Positive = Annotated[float, msgspec.Meta(gt=0)]
 
-ADVANTAGES: dict[str, AnyPart] = {
-    part.name: part
-    for part in (
-        advantages.grpo,
-        advantages.rloo,
-        advantages.opo,
-        advantages.pass_at_k,
-        advantages.remax,
-        advantages.plain,
-        returns.discounted_returns,
-        returns.centered_returns,
-        returns.gae,
-    )
-}
-SURROGATES: dict[str, AnyPart] = {
-    part.name: part
-    for part in (
-        surrogates.policy_gradient,
-        surrogates.reinforce_is,
-        surrogates.ppo_clip,
-        surrogates.gspo,
-        surrogates.cispo,
-        surrogates.sapo,
-        surrogates.gmpo,
-        surrogates.dppo_tv,
-        surrogates.dppo_kl,
-    )
-}
-CORRECTIONS: dict[str, AnyPart] = {
-    part.name: part
-    for part in (
-        corrections.importance_sampling,
-        corrections.rejection,
-        corrections.veto,
-        corrections.opsm,
-        corrections.m2po,
-        corrections.staleness_decay,
-        corrections.approximate_proximal,
-    )
-}
+
+def _by_name(*parts: AnyPart) -> dict[str, AnyPart]:
+    return {part.name: part for part in parts}
+
+
+ADVANTAGES: dict[str, AnyPart] = _by_name(
+    advantages.grpo,
+    advantages.rloo,
+    advantages.opo,
+    advantages.pass_at_k,
+    advantages.remax,
+    advantages.plain,
+    returns.discounted_returns,
+    returns.centered_returns,
+    returns.gae,
+)
+SURROGATES: dict[str, AnyPart] = _by_name(
+    surrogates.policy_gradient,
+    surrogates.reinforce_is,
+    surrogates.ppo_clip,
+    surrogates.gspo,
+    surrogates.cispo,
+    surrogates.sapo,
+    surrogates.gmpo,
+    surrogates.dppo_tv,
+    surrogates.dppo_kl,
+)
+CORRECTIONS: dict[str, AnyPart] = _by_name(
+    corrections.importance_sampling,
+    corrections.rejection,
+    corrections.veto,
+    corrections.opsm,
+    corrections.m2po,
+    corrections.staleness_decay,
+    corrections.approximate_proximal,
+)
 PARTS: dict[Kind, dict[str, AnyPart]] = {
     "advantage": ADVANTAGES,
     "surrogate": SURROGATES,

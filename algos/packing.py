@@ -51,6 +51,14 @@ class Packing:
         """Return the same layout with fewer tokens in the mask. keep is [T] bool."""
         return type(self)(self.mask & keep, self.sequence, self.num_sequences)
 
+    def present(self, copies: Tensor | None) -> Tensor:
+        """Return the masked-in tokens of sequences that are there at least once, [T] bool.
+
+        Args:
+            copies: [B], how often each sequence is there; once each if None.
+        """
+        return self.mask if copies is None else self.mask & (self.spread(copies) > 0)
+
     @property
     def counts(self) -> Tensor:
         """Return the masked-in tokens of each sequence, [B] int64."""

@@ -52,9 +52,7 @@ class Microbatch:
     @property
     def trained(self) -> Tensor:
         """Return the tokens that are in the batch at least once, [T] bool."""
-        if self.copies is None:
-            return self.packing.mask
-        return self.packing.mask & (self.packing.spread(self.copies) > 0)
+        return self.packing.present(self.copies)
 
 
 @dataclass(frozen=True, slots=True)

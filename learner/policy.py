@@ -3,7 +3,7 @@
 Shapes: T tokens of B sequences laid end to end, H hidden size.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -32,10 +32,7 @@ class ReferencePolicy:
     @torch.no_grad()
     def logprobs(self, batches: Sequence[PackedBatch]) -> list[Tensor]:
         """Return the log-probabilities [T] per microbatch."""
-        return [
-            token_logprobs(batch, self.said(batch).hidden, self._layer(batch)).logprobs
-            for batch in batches
-        ]
+        return [token_logprobs(batch, *self.said(batch)).logprobs for batch in batches]
 
     @torch.no_grad()
     def said(self, batch: PackedBatch) -> Reference:
@@ -43,10 +40,7 @@ class ReferencePolicy:
         hidden = packed_forward(
             self._model, batch.token_ids, batch.position_ids, batch.cu_seqlens, batch.max_seqlen
         )
-        return Reference(hidden, self._layer(batch))
-
-    def _layer(self, batch: PackedBatch) -> OutputLayer:
-        return output_layer(self._model, self._topology, batch)
+        return Reference(hidden, output_layer(self._model, self._topology, batch))
 
 
 class Policy:
@@ -173,9 +167,10 @@ def token_logprobs(
         reference=reference,
     )
     zero = torch.zeros((), device=hidden.device)
-    aligned: Callable[[Tensor], Tensor] = lambda values: torch.where(  # noqa: E731
-        batch.loss_mask, values.roll(1), zero
-    )
+
+    def aligned(values: Tensor) -> Tensor:
+        return torch.where(batch.loss_mask, values.roll(1), zero)
+
     return TokenLogprobs(
         aligned(following.logprobs),
         aligned(following.entropy),

@@ -155,7 +155,7 @@ def main(folder: Path, work: Path, rank: int, world_size: int, tensor_parallel: 
         settings = LearnerSettings(
             run=RunSection(model=str(folder)),
             learner=LearnerSection(lr=1e-2, adam_epsilon=1e-3, dtype="float32"),
-            algo=AlgoSection(**{"critic": {}, **algo}),  # type: ignore[arg-type]  # TOML's types
+            algo=AlgoSection(**algo),  # type: ignore[arg-type]  # TOML's types
             weightbus=WeightBusSection(),
             sampling=SamplingSection(max_response_tokens=32),
         )
