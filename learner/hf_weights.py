@@ -87,7 +87,9 @@ def hf_shapes(model: GPTModel) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def save_hf_folder(model: GPTModel, folder: Path, source_folder: Path) -> None:
+def save_hf_folder(
+    model: GPTModel, folder: Path, source_folder: Path, *, dtype: torch.dtype | None = None
+) -> None:
     """Write the model as a Hugging Face folder, on rank 0; collective like the export.
 
     The folder appears complete or not at all, and replaces an older one of its name.
@@ -96,12 +98,13 @@ def save_hf_folder(model: GPTModel, folder: Path, source_folder: Path) -> None:
         model: from ``build_model``.
         folder: what to write.
         source_folder: where the model came from; gives config and tokenizer.
+        dtype: of the tensors in the file; None is the model's.
     """
     is_writer = dist.get_rank() == 0
     tensors: dict[str, Tensor] = {}
     for name, tensor in export_hf_weights(model):
         if is_writer:
-            tensors[name] = tensor.detach().to("cpu", copy=True).contiguous()
+            tensors[name] = tensor.detach().to("cpu", dtype, copy=True).contiguous()
     if not is_writer:
         return
     unfinished = folder.with_name(f".{folder.name}.unfinished")

@@ -1,0 +1,43 @@
+"""The policy that ships with the project knows what the README says it knows."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from deploy.addition import SHIPPED_POLICY, prepare
+
+ROOT = Path(__file__).parents[2]
+TOLERANCE = (
+    0.01  # half a unit of the last place in the README, and one problem of 256 on a near tie
+)
+
+pytestmark = pytest.mark.integration
+
+MEASURE = """
+import dataclasses, json, sys
+from pathlib import Path
+from learner.imitation import measure_folder
+print(json.dumps(dataclasses.asdict(measure_folder(Path(sys.argv[1]), Path(sys.argv[2])))))
+"""
+
+
+def documented() -> dict[str, float]:
+    """Return the shares that the README gives."""
+    text = " ".join((ROOT / "README.md").read_text().split())
+    share = r"(0\.\d\d)"
+    shares = f"a share of {share} of the 256 held-out problems greedily and {share} when it samples"
+    found = re.search(shares, text)
+    assert found, "the README no longer says what the policy knows at the start"
+    return {"greedy": float(found[1]), "sampled": float(found[2])}
+
+
+def test_the_shipped_policy_knows_what_the_readme_says(tmp_path: Path):
+    prepare(tmp_path)
+    command = [sys.executable, "-c", MEASURE, SHIPPED_POLICY, tmp_path / "held_out.jsonl"]
+    measured = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert measured.returncode == 0, measured.stderr
+    assert json.loads(measured.stdout) == pytest.approx(documented(), abs=TOLERANCE)
