@@ -31,7 +31,7 @@ from wire.trajectory_file import cut_from_step
 from wire.versions import PolicyVersion
 
 _log = logging.getLogger(__name__)
-_TRACKERS_START_S = 40.0
+_TRACKERS_START_S = 300.0
 _ID_GAP = 1 << 20  # above all that an abandoned life can have given out since a checkpoint
 
 

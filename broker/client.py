@@ -35,17 +35,20 @@ from wire.errors import (
     SupersededError,
 )
 from wire.keys import ClientKey, read_client_key
+from wire.patience import saying
 
 _log = logging.getLogger(__name__)
 A = TypeVar("A", bound=Answer)
 _SEND_LIMIT = 1_000
 _REPEAT_S = 20.0  # an answer that is lost without a lost connection is asked for again
-_HELLO_S = 5.0
+_HELLO_S = 5.0  # then it is said again: it may have been lost. Doubled, for who is slow and there
+_MAX_HELLO_S = 80.0
 _SLOW_DOWN_S = 0.2  # and up to twice that
 _EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 _HEARTBEAT_MS = 2_000  # of the connection, so that a broker that is stopped counts as gone
 _DEAD_AFTER_MS = 10_000
 OUTAGE_S = 300.0
+_PASSERS_BY = ("observer", "operator")  # their patience is no setting
 
 
 @dataclass(slots=True)
@@ -107,7 +110,7 @@ class BrokerClient:
         name: str,
         packages: dict[str, str] | None = None,
         tokenizer: str = "",
-        timeout_s: float = 60.0,
+        timeout_s: float | None = None,
         outage_s: float = OUTAGE_S,
         key_file: str = "",
     ) -> tuple[Self, Welcome]:
@@ -119,7 +122,8 @@ class BrokerClient:
             name: stable over restarts.
             packages: versions worth recording.
             tokenizer: a tokenizer_hash.
-            timeout_s: of the first hello, and of a request while the broker is there.
+            timeout_s: of the first hello, and of a request while the broker is there; None is
+                ``outage_s``.
             outage_s: how long a broker that is gone is waited for later.
             key_file: what this host proves itself with; needed for a broker on another host.
 
@@ -143,6 +147,7 @@ class BrokerClient:
             packages=packages or {},
             tokenizer=tokenizer,
         )
+        timeout_s = outage_s if timeout_s is None else timeout_s
         client = cls(endpoint, hello, timeout_s=timeout_s, outage_s=outage_s, key=key)
         try:
             client._socket.connect(endpoint)
@@ -154,7 +159,8 @@ class BrokerClient:
             asyncio.create_task(client._watch()),
         ]
         try:
-            answer, _ = await client._ask(hello, timeout_s)
+            async with saying(f"the broker at {endpoint}"):
+                answer, _ = await client._ask(hello, timeout_s)
             welcome = _expect(answer, Welcome, hello)
         except RefusedError as error:
             client.close()
@@ -222,7 +228,7 @@ class BrokerClient:
             else:
                 raise PeerLostError(
                     f"the broker at {self._endpoint} did not answer {what} "
-                    f"within {patience_s:.0f} s (run.outage_s){self._hint()}"
+                    f"within {patience_s:.0f} s{self._hint()}"
                 )
         finally:
             self._pending.pop(pending.request_id, None)
@@ -233,9 +239,11 @@ class BrokerClient:
         return answer, attached
 
     def _hint(self) -> str:
+        setting = "" if self._hello.role in _PASSERS_BY else " (run.outage_s)"
         if self._key is None:
-            return ""
-        return "; is run.broker its address, and run.key_file a key that this very broker made?"
+            return setting
+        hint = "is run.broker its address, and run.key_file a key that this very broker made?"
+        return f"{setting}; {hint}"
 
     async def _send(self, pending: _Pending, deadline: float) -> None:
         """Send a request under a new id: from now on only the answer to this sending counts."""
@@ -306,8 +314,10 @@ class BrokerClient:
     async def _return(self) -> None:
         """Say hello until the broker answers, then send again what has no answer."""
         try:
-            while not await self._is_welcome_again():
+            answer_s = _HELLO_S
+            while not await self._is_welcome_again(answer_s):
                 _log.debug("the broker at %s does not answer yet", self._endpoint)
+                answer_s = min(2 * answer_s, _MAX_HELLO_S)
             deadline = time.monotonic() + self._outage_s
             waiting = [one for one in self._pending.values() if not one.answer.done()]
             self._returning = None  # from here on requests are sent as they come
@@ -320,7 +330,7 @@ class BrokerClient:
             if self._returning is asyncio.current_task():
                 self._returning = None
 
-    async def _is_welcome_again(self) -> bool:
+    async def _is_welcome_again(self, answer_s: float) -> bool:
         hello = Hello(
             role=self._hello.role,
             name=self._hello.name,
@@ -331,7 +341,7 @@ class BrokerClient:
             tokenizer=self._hello.tokenizer,
         )
         try:
-            answer, _ = await self._ask(hello, _HELLO_S)
+            answer, _ = await self._ask(hello, answer_s)
         except PeerLostError:
             return False
         self._session = _expect(answer, Welcome, hello).session

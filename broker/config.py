@@ -87,7 +87,7 @@ class BrokerSection(Section, frozen=True, kw_only=True):
     `resolved.toml`.
     """
 
-    lease_s: Positive = 30.0
+    lease_s: Positive = 60.0
     """A lease ends this long after its last heartbeat."""
     max_attempts: AtLeast1 = 3
     """Attempts to generate and to score before a group is dropped."""

@@ -14,12 +14,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from wire.errors import ChildDiedError, ConfigError
+from wire.patience import Patience, signs_of
 from wire.processes import bound_to_me, last_lines
 
 _log = logging.getLogger(__name__)
-_START_TIMEOUT_S = 30.0
+_START_TIMEOUT_S = 30.0  # without a sign of life, as the next one
 _STOP_TIMEOUT_S = 10.0
-_LOCK_TIMEOUT_S = 5.0
+_STOP_POLL_S = 0.02
+_LOCK_TIMEOUT_S = 5.0  # for a server that has a broker
+_DYING_S = 60.0  # for one whose broker was killed just now: the kernel is about to end it
 _POLL_S = 0.1
 _FIRST_PAUSE_S = 0.1
 _MAX_PAUSE_S = 2.0
@@ -132,17 +135,20 @@ class RedisServer:
         """Return once the server listens.
 
         Raises:
-            ChildDiedError: it ended, or did not listen in time.
+            ChildDiedError: it ended, or shows no sign of life.
         """
-        try:
-            async with asyncio.timeout(_START_TIMEOUT_S):
-                while not socket.exists():  # noqa: ASYNC240 a lookup in a local folder
-                    self.check_alive()
-                    await asyncio.sleep(0.01)
-        except TimeoutError as error:
-            raise ChildDiedError(
-                f"the Redis server did not listen within {_START_TIMEOUT_S:.0f} s"
-            ) from error
+        patience = self._patience("the Redis server to listen", _START_TIMEOUT_S)
+        while not socket.exists():  # noqa: ASYNC240 a lookup in a local folder
+            self.check_alive()
+            if patience.is_over():
+                raise ChildDiedError(
+                    f"the Redis server does not listen: it {patience.why}; {self.log_file}:\n"
+                    f"{last_lines(self.log_file)}"
+                )
+            await asyncio.sleep(0.01)
+
+    def _patience(self, what: str, limit_s: float) -> Patience:
+        return Patience(what, limit_s, signs_of(lambda: [self.process.pid], self.log_file))
 
     def check_alive(self) -> None:
         """Raise ChildDiedError if the server ended; ConfigError if the disk is full."""
@@ -179,14 +185,15 @@ class RedisServer:
                 restarts.answered(time.monotonic())
 
     def stop(self) -> None:
-        """End the server in order; after a while, by force."""
+        """End the server in order; by force, if it does nothing to that end."""
         self.process.terminate()
-        try:
-            self.process.wait(_STOP_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            _log.warning("the Redis server ignored SIGTERM and was killed")
-            self.process.kill()
-            self.process.wait()
+        patience = self._patience("the Redis server to end", _STOP_TIMEOUT_S)
+        while self.process.poll() is None:
+            if patience.is_over():
+                _log.warning("the Redis server %s after SIGTERM and is killed", patience.why)
+                self.process.kill()
+                self.process.wait()
+            time.sleep(_STOP_POLL_S)
 
     async def _start_again(self, restarts: Restarts, outage_s: float) -> None:
         """Wait, then start the server once; or give up."""
@@ -206,7 +213,8 @@ class RedisServer:
     def _start(self, lock_timeout_s: float) -> None:
         """Start the child; it holds the folder's lock for as long as it lives."""
         settings = (
-            f"port 0\nunixsocket {self.socket}\nunixsocketperm 700\ndir {self.folder}\n"
+            f"port 0\nunixsocket {_quoted(self.socket)}\nunixsocketperm 700\n"
+            f"dir {_quoted(self.folder)}\n"
             f'appendonly yes\nappendfsync {self.fsync}\naof-load-truncated yes\nsave ""\n'
             "auto-aof-rewrite-percentage 100\nauto-aof-rewrite-min-size 64mb\n"
             f"daemonize no\nrequirepass {self.password}\n"
@@ -261,6 +269,21 @@ class RedisServer:
         return f"the Redis server ended with code {code}; {self.log_file}:\n{tail}"
 
 
+def _quoted(path: Path) -> str:
+    """Return a path as one word of a Redis configuration."""
+    escaped = str(path).replace("\\", "\\\\").replace('"', '\\"')
+    return f'"{escaped}"'
+
+
+def _is_dying(holder: str) -> bool:
+    """Tell whether a server has lost the broker that started it, with which it dies."""
+    try:
+        state, parent = Path(f"/proc/{int(holder)}/stat").read_text().rpartition(")")[2].split()[:2]
+    except (OSError, ValueError):
+        return False
+    return state in {"Z", "X"} or parent == "1"
+
+
 @contextmanager
 def _locked(folder: Path, timeout_s: float) -> Iterator[int]:
     """Hold the folder's lock; a child that inherits the descriptor keeps it for its life.
@@ -270,14 +293,15 @@ def _locked(folder: Path, timeout_s: float) -> Iterator[int]:
     """
     lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
-        deadline_s = time.monotonic() + timeout_s
+        began_s = time.monotonic()
         while True:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             except BlockingIOError as error:
-                if time.monotonic() >= deadline_s:
-                    holder = os.pread(lock, 32, 0).decode(errors="replace").strip() or "unknown"
+                holder = os.pread(lock, 32, 0).decode(errors="replace").strip() or "unknown"
+                limit_s = _DYING_S if timeout_s and _is_dying(holder) else timeout_s
+                if time.monotonic() - began_s >= limit_s:
                     raise ConfigError(
                         f"another Redis server (pid {holder}) runs in {folder}"
                     ) from error

@@ -6,7 +6,7 @@ from pathlib import Path
 from rich.console import Console
 
 from broker.summary import summary_of
-from deploy.addition import prepare
+from deploy.addition import SHIPPED_POLICY, prepare
 from deploy.config import RunConfig, free_name, run_config
 from deploy.dashboard import show_dashboard
 from deploy.data_check import data_check as data_check
@@ -30,7 +30,7 @@ from wire.command_line import print_json
 from wire.errors import ConfigError
 from wire.logs import start_logging
 from wire.run_settings import run_section
-from wire.settings import load_table
+from wire.settings import Table, load_table
 
 _QUICKSTART_FOLDER = Path(".cache/addition")
 _RUNS = Path("runs")
@@ -55,10 +55,24 @@ def run(path: Path, overrides: Sequence[str], dry_run: bool, resume: str | None 
 
 
 def quickstart(path: Path, overrides: Sequence[str], resume: str | None = None) -> int:
-    """Make task and policy on the first run, then run."""
+    """Refuse wrong settings, put task and policy into their folder, then run."""
+    _check_quickstart(load_table(path, overrides))
     start_logging("quickstart")
     prepare(_QUICKSTART_FOLDER)
     return run(path, overrides, dry_run=False, resume=resume)
+
+
+def _check_quickstart(table: Table) -> None:
+    """Check the settings of a quickstart whose policy may not be in its folder yet.
+
+    Raises:
+        ConfigError: naming the setting.
+    """
+    section = run_section(table)
+    if Path(section.model) == _QUICKSTART_FOLDER / "model":
+        run_config({**table, "run": {**table["run"], "model": str(SHIPPED_POLICY)}})
+    else:
+        run_config(table)
 
 
 def status(folder: Path | None, *, as_json: bool) -> int:

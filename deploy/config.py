@@ -40,9 +40,11 @@ class DeploySection(Section, frozen=True, kw_only=True):
     restart_backoff_s: Positive = 1.0
     """Pause before a restart; doubled each time."""
     save_timeout_s: Positive = 600.0
-    """After Ctrl-C the learner may take this long to finish its step and save a checkpoint."""
+    """After Ctrl-C a learner that for so long uses no CPU and writes no log is killed before it has
+    saved a checkpoint; another Ctrl-C does it at once."""
     stop_timeout_s: Positive = 20.0
-    """Processes that have not ended this long after SIGTERM are killed."""
+    """A process that was asked to end and for so long uses no CPU and writes no log is killed; so
+    is one that has not ended after six times this."""
     time_limit_s: Annotated[float, msgspec.Meta(ge=0)] = 0.0
     """End a run that takes longer, as failed; 0 is no limit."""
 

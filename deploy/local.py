@@ -32,6 +32,7 @@ from wire.command_line import (
     disk_trouble,
 )
 from wire.errors import ChildDiedError, ConfigError, PeerLostError, SlipstreamError
+from wire.patience import Patience, signs_of
 from wire.processes import is_locked, last_lines
 from wire.run_settings import RunSection, relay_lock, run_section
 from wire.settings import load_table
@@ -40,8 +41,9 @@ from wire.status import RunStatus
 _log = logging.getLogger(__name__)
 _POLL_S = 0.2
 _LINE_EVERY_S = 10.0
-_BROKER_START_S = 60.0
+_BROKER_START_S = 120.0  # without a sign of life, as the next one
 _RELAY_END_S = 10.0
+_END_AT_MOST = 6  # times the limit, for what is busy but does not end
 _REFUSED = "refused: "
 _SCRATCH = "slipstream-"
 
@@ -103,15 +105,27 @@ def run_locally(config: RunConfig, console: Console) -> int:
 
 def _await_relay(run: RunSection) -> None:
     """Wait for the weight relay to end; nobody but the learner knows its process."""
-    deadline = time.monotonic() + _RELAY_END_S
+    patience = Patience(
+        "the weight relay to end",
+        _RELAY_END_S,
+        signs_of(lambda: _relays(run)),
+        at_most=_END_AT_MOST,
+    )
     while is_locked(relay_lock(run)):
-        if time.monotonic() > deadline:
-            holder = relay_lock(run).read_text().strip()
-            _log.warning("the weight relay %s did not end and was killed", holder)
-            with suppress(ProcessLookupError, ValueError):
-                os.kill(int(holder), signal.SIGKILL)
+        if patience.is_over():
+            for holder in _relays(run):
+                _log.warning("the weight relay %d %s and is killed", holder, patience.why)
+                with suppress(ProcessLookupError):
+                    os.kill(holder, signal.SIGKILL)
             return
         time.sleep(_POLL_S)
+
+
+def _relays(run: RunSection) -> list[int]:
+    """Return the process that holds the place of the relay, or nothing while it is not told."""
+    with suppress(OSError, ValueError):
+        return [int(relay_lock(run).read_text())]
+    return []
 
 
 def _let_learner_save(
@@ -148,7 +162,7 @@ def _run(
     console.print(f"run [bold]{run.name}[/]: settings, logs and results in {run.folder}")
     broker, *others = plan_roles(config, resolved, num_gpus=count_gpus())
     supervisor.start(broker)
-    _await_broker(supervisor, run)
+    _await_broker(supervisor, run, console)
     for plan in others:
         supervisor.start(plan)
     if listen := config.broker.broker.listen:
@@ -169,7 +183,7 @@ def _run(
                     ended.add(name)
                     left = [n for n in names if _kind(n) == _kind(name) and n not in ended]
                     if not left:
-                        _require_complete(supervisor, watcher, name)
+                        _require_complete(supervisor, watcher, name, console)
             limit = config.deploy.time_limit_s
             if limit and time.monotonic() - started > limit:
                 raise ChildDiedError(f"the run took longer than deploy.time_limit_s = {limit:.0f}")
@@ -182,14 +196,16 @@ def _kind(name: str) -> str:
     return name.rstrip("0123456789")
 
 
-def _require_complete(supervisor: Supervisor, watcher: StatusWatcher, name: str) -> None:
+def _require_complete(
+    supervisor: Supervisor, watcher: StatusWatcher, name: str, console: Console
+) -> None:
     """The last process of a role may end only when the run is over; others may leave."""
-    deadline = time.monotonic() + _BROKER_START_S
+    patience = _patience_with_broker(supervisor, console)
     while True:
         try:
             watcher.ask_once()
         except PeerLostError:
-            if time.monotonic() > deadline:
+            if patience.is_over():
                 raise
         else:
             break
@@ -244,14 +260,23 @@ def _with_sockets(config: RunConfig, scratch: Path) -> RunConfig:
     return run_config(table)
 
 
-def _await_broker(supervisor: Supervisor, run: RunSection) -> None:
-    deadline = time.monotonic() + _BROKER_START_S
+def _await_broker(supervisor: Supervisor, run: RunSection, console: Console) -> None:
+    patience = _patience_with_broker(supervisor, console)
     while not run.socket("broker").exists():
         supervisor.check()
-        if supervisor.children["broker"].finished or time.monotonic() > deadline:
+        if supervisor.children["broker"].finished or patience.is_over():
+            why = "ended" if supervisor.children["broker"].finished else patience.why
             log = supervisor.children["broker"].log_file
-            raise ChildDiedError(f"the broker did not come up; {log}:\n{last_lines(log)}")
+            raise ChildDiedError(f"the broker did not come up: it {why}; {log}:\n{last_lines(log)}")
         time.sleep(_POLL_S)
+
+
+def _patience_with_broker(supervisor: Supervisor, console: Console) -> Patience:
+    def say(words: str) -> None:
+        console.print(words, soft_wrap=True, highlight=False)
+
+    signs = signs_of(lambda: supervisor.pids("broker"), supervisor.children["broker"].log_file)
+    return Patience("the broker to answer", _BROKER_START_S, signs, say=say)
 
 
 @contextmanager

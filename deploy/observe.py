@@ -15,7 +15,8 @@ from wire.run_settings import RunSection, run_section
 from wire.settings import load_table
 from wire.status import RunStatus
 
-_TIMEOUT_S = 5.0
+_TIMEOUT_S = 30.0
+_LOOK_S = 0.1  # whether to stop
 _NEWEST_STEPS = 100  # that one who asks every second may have missed
 A = TypeVar("A", bound=Answer)
 
@@ -113,10 +114,10 @@ class StatusWatcher:
         self._keep(status_now(self._run))
 
     def close(self) -> None:
-        """Ask no more; a question under way is waited for, because it has a deadline."""
+        """Ask no more; a question under way is given up, a first hello has a deadline."""
         self._stop.set()
         if self._thread.is_alive():
-            self._thread.join(timeout=2 * _TIMEOUT_S)
+            self._thread.join(timeout=_TIMEOUT_S)
 
     def _keep(self, status: RunStatus) -> None:
         self._answer = (status, time.monotonic())
@@ -134,8 +135,14 @@ class StatusWatcher:
         try:
             while not self._stop.is_set():
                 count = _NEWEST_STEPS if self._answer is not None else -1
-                answer, _ = await client.ask(GetStatus(newest_steps=count), StatusAnswer)
-                self._keep(answer.status)
+                question = GetStatus(newest_steps=count)
+                asking = asyncio.ensure_future(client.ask(question, StatusAnswer))
+                while not asking.done() and not self._stop.is_set():
+                    await asyncio.wait({asking}, timeout=_LOOK_S)
+                if not asking.done():
+                    asking.cancel()
+                    return
+                self._keep(asking.result()[0].status)
                 self.error = ""
                 await asyncio.to_thread(self._stop.wait, self._every_s)
         finally:

@@ -13,10 +13,12 @@ from deploy.plan import RolePlan
 from generators.sglang_process import remove_leftovers
 from wire.command_line import EXIT_BAD_SETTINGS, EXIT_SUPERSEDED
 from wire.errors import ChildDiedError, ConfigError
+from wire.patience import Patience, signs_of
 from wire.processes import LIFELINE_VARIABLE, bound_to_me, last_lines
 
 _log = logging.getLogger(__name__)
 _POLL_S = 0.05
+_STOP_AT_MOST = 6  # times the limit, for a process that is busy but does not end
 
 
 @dataclass(slots=True)
@@ -75,6 +77,10 @@ class Supervisor:
         child = self.children.get(name)
         return child is not None and child.process is not None and child.process.poll() is None
 
+    def pids(self, name: str) -> list[int]:
+        """Return the process of a role as it is now, or nothing between two."""
+        return _pids(self.children[name])
+
     def finished(self, names: Iterable[str]) -> bool:
         """Tell whether all these roles ended in order."""
         return all(self.children[name].finished for name in names)
@@ -88,16 +94,24 @@ class Supervisor:
             child.restart_at_s = None
         for child in running:
             _signal(child, signal.SIGTERM)
-        deadline = self.now() + (self.stop_timeout_s if timeout_s is None else timeout_s)
-        while any(c.process is not None and c.process.poll() is None for c in running):
-            if self.now() > deadline:
-                for child in running:
-                    _log.warning("%s did not end and was killed", child.plan.name)
+        limit_s = self.stop_timeout_s if timeout_s is None else timeout_s
+        patience = {child.plan.name: self._patience(child, limit_s) for child in running}
+        while running:
+            running = [c for c in running if c.process is not None and c.process.poll() is None]
+            for child in running:
+                name = child.plan.name
+                if name in patience and patience[name].is_over():
+                    _log.warning("%s %s after SIGTERM and is killed", name, patience[name].why)
                     _signal(child, signal.SIGKILL)
-                deadline = float("inf")
+                    del patience[name]
             time.sleep(_POLL_S)
         for child in children:
             self._sweep(child)
+
+    def _patience(self, child: Child, limit_s: float) -> Patience:
+        signs = signs_of(lambda: _pids(child), child.log_file)
+        what = f"{child.plan.name} to end"
+        return Patience(what, limit_s, signs, at_most=_STOP_AT_MOST, say=_log.warning, now=self.now)
 
     def let_go(self) -> None:
         """Cut the lifeline of what outlives a role; so does the end of this process."""
@@ -146,6 +160,10 @@ class Supervisor:
         """Remove what a role that was killed could not remove itself."""
         for path in self.scratch.glob(f"{child.plan.name}-*"):
             remove_leftovers(path)
+
+
+def _pids(child: Child) -> list[int]:
+    return [] if child.process is None else [child.process.pid]
 
 
 def _how(code: int) -> str:

@@ -50,8 +50,9 @@ class GeneratorsSection(Section, frozen=True, kw_only=True):
     max_cached_tokens: AtLeast1 = 16384
     """Size of the engine's KV cache on a CPU, in tokens."""
     start_timeout_s: Positive = 180.0
-    """An engine that does not answer this long after its start has failed."""
-    request_timeout_s: Positive = 600.0
+    """An engine that starts and for so long uses no CPU and writes no log has failed; so has one
+    that does not answer after twenty times this."""
+    request_timeout_s: Positive = 3600.0
     """A generation that takes longer has failed; its lease is handed back."""
     sglang: dict[str, str | int | float | bool] = msgspec.field(default_factory=dict)
     """Passed on to SGLang: names of its settings with underscores, as in max_prefill_tokens."""

@@ -24,6 +24,7 @@ from wire.manifest import Bucket
 from wire.versions import PolicyVersion
 
 _log = logging.getLogger(__name__)
+_KEPT_S = 2.0  # an idle connection; the server closes its end after five, as a request may arrive
 
 
 class SglangEngine:
@@ -54,7 +55,7 @@ class SglangEngine:
         self._in_flight = in_flight
         self._http = aiohttp.ClientSession(
             headers={"Authorization": f"Bearer {api_key}"},
-            connector=aiohttp.TCPConnector(limit=0),
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEPT_S),
         )
         self._request_timeout = aiohttp.ClientTimeout(request_timeout_s)
         self._control_timeout = aiohttp.ClientTimeout(control_timeout_s)

@@ -22,11 +22,13 @@ from generators.config import GeneratorSettings
 from generators.sglang_patches import GROUP_TIMEOUT_VARIABLE, SEEDS_VARIABLE
 from weightbus.interfaces import interface_variables
 from wire.errors import ChildDiedError, ConfigError
+from wire.patience import Patience, signs_of
 from wire.processes import bound_to_me, last_lines
 
 _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 where SGLang puts it
 _NOTES = "shared-memory.txt"
 _POLL_S = 0.25
+_ANSWER_S = 4.0  # of one look; it is looked again
 _STOP_S = 3.0
 _HOST = "127.0.0.1"
 _PORT_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
@@ -76,23 +78,30 @@ class SglangProcess:
     async def until_ready(self, timeout_s: float) -> None:
         """Return once the server answers.
 
+        Args:
+            timeout_s: without a sign of life.
+
         Raises:
             ConfigError: it ended.
-            ChildDiedError: it did not answer in time; with its last lines.
+            ChildDiedError: it shows no sign of life, or has been busy for far too long; with its
+                last lines.
         """
         headers = {"Authorization": f"Bearer {self.api_key}"}
+        patience = Patience(
+            "SGLang to load the model and answer",
+            timeout_s,
+            signs_of(lambda: [self.process.pid], self.log_file),
+        )
         async with aiohttp.ClientSession(headers=headers) as http:
-            try:
-                async with asyncio.timeout(timeout_s):
-                    while not await _answers(http, self.url):
-                        self._check_start()
-                        self.note_shared_memory()
-                        await asyncio.sleep(_POLL_S)
-            except TimeoutError as error:
-                raise ChildDiedError(
-                    f"SGLang did not answer within {timeout_s:.0f} s "
-                    f"(generators.start_timeout_s)\n{last_lines(self.log_file)}"
-                ) from error
+            while not await _answers(http, self.url):
+                self._check_start()
+                self.note_shared_memory()
+                if patience.is_over():
+                    raise ChildDiedError(
+                        f"SGLang does not answer: it {patience.why} "
+                        f"(generators.start_timeout_s)\n{last_lines(self.log_file)}"
+                    )
+                await asyncio.sleep(_POLL_S)
 
     def note_shared_memory(self) -> None:
         """Write down which shared memory the server holds: nobody knows once it was killed."""
@@ -226,7 +235,9 @@ def _environment(settings: GeneratorSettings, scratch: Path) -> dict[str, str]:
 
 async def _answers(http: aiohttp.ClientSession, url: str) -> bool:
     try:
-        async with http.get(f"{url}/model_info", timeout=aiohttp.ClientTimeout(2.0)) as response:
+        async with http.get(
+            f"{url}/model_info", timeout=aiohttp.ClientTimeout(_ANSWER_S)
+        ) as response:
             return response.status == 200
     except (aiohttp.ClientError, TimeoutError):
         return False

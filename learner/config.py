@@ -76,7 +76,7 @@ class LearnerSection(Section, frozen=True, kw_only=True):
     """End after so many batches in a row that could not be trained: not finite, or not valid."""
     threads: AtLeast1 = 1
     """CPU threads per rank."""
-    timeout_s: Positive = 300.0
+    timeout_s: Positive = 900.0
     """A collective that takes longer has failed."""
     rollouts_per_step: AtLeast0 = 2
     """Trained trajectories to record in rollouts/ per learner step."""

@@ -1,13 +1,16 @@
 """Lets unmodified megatron-core run on a machine without CUDA.
 
 megatron-core <= 0.19 names CUDA devices, streams and random states without asking whether there
-are any (there is no upstream switch for it). Three layers stand in for them:
+are any (there is no upstream switch for it). Four layers stand in for them:
 
 1. the functions of torch.cuda that it calls become their CPU equivalents or do nothing;
 2. a function mode sends ``device="cuda"`` to the CPU, makes ``Tensor.cuda()`` return its tensor
    and drops pinned memory; it acts on the thread that installed it;
 3. the mixture-of-experts kernels that 0.18 and later import from triton get a stand-in that
-   refuses to be called, where triton is absent.
+   refuses to be called, where triton is absent;
+4. ``torch.compile`` does nothing while megatron.core is imported: what it decorates are fused
+   kernels that no model on a CPU calls, and the compiler would be loaded for them, three seconds
+   of every process.
 
 Remove when megatron-core runs on gloo by itself.
 """
@@ -53,6 +56,16 @@ def install() -> None:
     mode = _CudaToCpu()
     mode.__enter__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
     setattr(torch.cuda, _MARK, mode)
+    compiler, torch.compile = torch.compile, _uncompiled  # type: ignore[assignment]
+    try:
+        importlib.import_module("megatron.core")  # it keeps what it finds for all its modules
+    finally:
+        torch.compile = compiler
+
+
+def _uncompiled(function: object = None, **_options: object) -> object:
+    """Return a function as it is, also as a decorator with options."""
+    return function if function is not None else lambda decorated: decorated
 
 
 class _CudaToCpu(TorchFunctionMode):

@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
+from typing import TextIO
 
 import msgspec
 import zmq
@@ -43,6 +44,7 @@ from wire.errors import (
     SupersededError,
 )
 from wire.logs import start_logging
+from wire.patience import Patience, signs_of
 from wire.phases import WAIT
 from wire.relay import (
     Alive,
@@ -64,8 +66,8 @@ _log = logging.getLogger(__name__)
 _CLOSE_S = 1.0  # for groups whose engines are gone
 _BROKER_AGAIN_S = 5.0
 _LOCK_POLL_S = 0.1
-_LOCK_PATIENCE = 20  # polls before a relay that holds the lock is ended
-_LOCK_ATTEMPTS = 60
+_LOCK_S = 2.0  # a relay that holds the lock for so long without a sign of life is ended
+_LOCK_END_S = 30.0
 _MAX_RECORDS = 1_000  # that wait for a broker that is gone
 
 
@@ -255,24 +257,36 @@ def _only_one(path: Path) -> Iterator[None]:
         ConfigError: another one holds the place and does not go.
     """
     with path.open("a+") as file:
-        for attempt in range(_LOCK_ATTEMPTS):
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                file.seek(0)
-                holder = file.read().strip()
-                if attempt == _LOCK_PATIENCE and holder.isdecimal():
-                    _log.warning("relay %s of this run hangs and is ended", holder)
+        waited = Patience("the relay before to end", _LOCK_S, signs_of(lambda: _holder(path)))
+        killed: Patience | None = None
+        while not _is_ours(file):
+            if killed is None and waited.is_over():
+                for holder in _holder(path):
+                    _log.warning("relay %d of this run hangs and is ended", holder)
                     with contextlib.suppress(ProcessLookupError):
-                        os.kill(int(holder), signal.SIGKILL)
-                time.sleep(_LOCK_POLL_S)
-        else:
-            raise ConfigError(f"another relay of this run holds {path}")
+                        os.kill(holder, signal.SIGKILL)
+                killed = Patience("the relay before to be gone", _LOCK_END_S)
+            if killed is not None and killed.is_over():
+                raise ConfigError(f"another relay of this run holds {path}")
+            time.sleep(_LOCK_POLL_S)
         file.truncate(0)
         file.write(str(os.getpid()))
         file.flush()
         yield
+
+
+def _is_ours(file: TextIO) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _holder(path: Path) -> list[int]:
+    """Return the process that says it holds the place, if one does."""
+    words = path.read_text().strip()
+    return [int(words)] if words.isdecimal() else []
 
 
 def _is_cut(lifeline: int | None) -> bool:

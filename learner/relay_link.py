@@ -20,6 +20,7 @@ from weightbus.slots import NUM_SLOTS
 from wire.codec import decode_relay_answer, encode
 from wire.errors import ChildDiedError, PublishError, SupersededError
 from wire.manifest import WeightManifest
+from wire.patience import Patience, signs_of
 from wire.relay import (
     Alive,
     EndRelay,
@@ -35,8 +36,9 @@ from wire.versions import PolicyVersion
 
 _log = logging.getLogger(__name__)
 _PROGRAM = "learner.relay"
-_ANSWER_S = 5.0
-_FIRST_ANSWER_S = 1.0  # of a relay that an earlier learner left
+_ANSWER_S = 5.0  # without a sign of life, as all of these
+_FIRST_ANSWER_S = 1.0  # of a relay that may be there; doubled while one starts
+_MAX_FIRST_ANSWER_S = 16.0
 _START_S = 120.0
 _WATCH_S = 1.0
 _POLL_S = 0.02
@@ -159,11 +161,14 @@ class RelayLink:
         )
         self._process = process
         _log.info("the weight relay is process %d", process.pid)
+        patience = Patience("the weight relay to answer", _START_S, signs_of(lambda: [process.pid]))
+        answer_s = _FIRST_ANSWER_S
         while process.poll() is None and not self._is_ending:
-            if await self._adopt(_FIRST_ANSWER_S):
+            if await self._adopt(answer_s):
                 return
-            if time.monotonic() > now + _START_S:
-                _log.error("the weight relay did not answer in %.0f s", _START_S)
+            answer_s = min(2 * answer_s, _MAX_FIRST_ANSWER_S)  # it may be slow and not deaf
+            if patience.is_over():
+                _log.error("the weight relay does not answer: it %s", patience.why)
                 self._kill()
                 return
         if not self._is_ending:
@@ -250,8 +255,8 @@ class RelayLink:
         self._kill()
 
     async def _gone(self, pid: int) -> None:
-        deadline_s = time.monotonic() + _ANSWER_S
-        while time.monotonic() < deadline_s:
+        patience = Patience("the weight relay to end", _ANSWER_S, signs_of(lambda: [pid]))
+        while not patience.is_over():
             if self._process is not None:
                 self._process.poll()
             if not _is_relay(pid):
@@ -286,16 +291,17 @@ class RelayLink:
         socket = self._socket or self._connect()
         await socket.send(encode(request))
         receiving = asyncio.ensure_future(socket.recv())
-        deadline_s = time.monotonic() + timeout_s
+        signs = signs_of(lambda: [self._served_by]) if self._served_by else None
+        patience = Patience("the weight relay to answer", timeout_s, signs)
         while not receiving.done():
             await asyncio.wait({receiving}, timeout=_POLL_S)
             if receiving.done():
                 break
             has_ended = self._served_by != 0 and not _is_relay(self._served_by)
-            if has_ended or time.monotonic() > deadline_s:
+            if has_ended or patience.is_over():
                 receiving.cancel()
                 self._close_socket()  # a late answer must not answer the next request
-                why = "has ended" if has_ended else f"gave no answer in {timeout_s:g} s"
+                why = "has ended" if has_ended else f"gives no answer: it {patience.why}"
                 was_serving = self._served_by != 0
                 self._lost(why)
                 if was_serving:

@@ -35,12 +35,12 @@ class WeightBusSection(Section, frozen=True, kw_only=True):
     """Engines that share one collective; with 1, a death concerns nobody else."""
     bucket_bytes: AtLeast1 = 64 * 1024 * 1024
     """Tensors travel in buckets of about this size."""
-    timeout_s: Positive = 30.0
+    timeout_s: Positive = 120.0
     """A member that does not carry out a command in this time is left out."""
-    receive_timeout_s: Positive = 300.0
+    receive_timeout_s: Positive = 1200.0
     """A member that has not received a whole version in this time, by tcp or from disk, or not
     loaded it, is left out."""
-    member_silence_s: Positive = 10.0
+    member_silence_s: Positive = 30.0
     """A member that sends no heartbeat for this long is left out."""
     host: str = "127.0.0.1"
     """Interface of a collective's sockets: a trusted network, they know no authentication."""

@@ -30,7 +30,7 @@ from wire.errors import ProtocolError
 from wire.processes import bound_to_me
 
 _log = logging.getLogger(__name__)
-_END_S = 15.0
+_END_S = 60.0
 _LOOK_S = 0.01
 _HUNG_UP_S = 1.0
 _PUT_AWAY_S = 2.0
@@ -97,6 +97,11 @@ class ChildProcess(asyncio.Protocol):
         loop.add_reader(death, self._died, process, death)
         ours.setblocking(False)
         await loop.create_unix_connection(lambda: self, sock=ours)
+
+    @property
+    def pids(self) -> list[int]:
+        """Return the process, or nothing before it was started."""
+        return [] if self._process is None else [self._process.pid]
 
     def send(self, message: ToChild) -> None:
         """Tell the child."""

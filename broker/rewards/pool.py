@@ -27,10 +27,11 @@ from broker.rewards.outcomes import Fault, FunctionInfo, Outcome, unavailable
 from broker.rewards.process_table import ProcessRow, Usage, now_s, process_table
 from broker.rewards.sandbox import pid_namespaces_work
 from wire.errors import ConfigError
+from wire.patience import Patience, signs_of
 from wire.trajectory import MAX_PARTS, Score
 
 _log = logging.getLogger(__name__)
-_IMPORT_S = 120.0
+_IMPORT_S = 120.0  # without a sign of life
 _LOOK_S = 0.1  # between looks at what the children take, while one works
 _IDLE_LOOK_S = 1.0
 _LOOK_SHARE = 0.05  # of a processor, at most, on hosts with very many processes
@@ -379,13 +380,14 @@ class RewardPool:
         )
 
     async def _until_loaded(self, child: ChildProcess, loaded: "asyncio.Future[Loaded]") -> Loaded:
-        try:
-            async with asyncio.timeout(_IMPORT_S):
-                answer = await loaded
-        except TimeoutError as error:
-            raise ConfigError(
-                f"the reward functions were not loaded within {_IMPORT_S:g} s"
-            ) from error
+        patience = Patience("the reward functions to load", _IMPORT_S, signs_of(lambda: child.pids))
+        while not (await asyncio.wait({loaded}, timeout=_LOOK_S))[0]:
+            if patience.is_over():
+                raise ConfigError(
+                    f"the reward functions do not load: their process {patience.why} "
+                    "(reward.function)"
+                )
+        answer = loaded.result()
         table = process_table()
         child.remember_loaded(table)
         fault = self._excess(child.measure(table))

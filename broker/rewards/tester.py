@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 _FOLDER = os.path.dirname(os.path.abspath(__file__))  # noqa: PTH100, PTH120 pathlib is slow to import
 _REQUESTS, _REPLIES = 3, 4  # descriptors of the answer's process
 _MOST_BYTES = 1 << 20  # of one reply
-_LOAD_S = 5.0  # to start Python, besides what a test may take
+_LOAD_S = 60.0  # to start Python, besides what a test may take
 _PLAIN: tuple[type, ...] = (type(None), bool, int, float, str)
 _CONTAINERS: dict[str, Any] = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
 

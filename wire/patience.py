@@ -1,0 +1,182 @@
+"""How long to wait for another process: as long as it does something.
+
+How quick a machine is decides how long a thing takes, never whether it works. So a wait for a
+process on this host is over when that process has shown no sign of life for a while, not when a
+clock says so; one that has ended is noticed at once, by whoever started it. Who waits for more than
+ten seconds says for what.
+"""
+
+import asyncio
+import logging
+import os
+import time
+from collections.abc import AsyncIterator, Callable, Collection
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+_log = logging.getLogger(__name__)
+_LOOK_S = 1.0  # between looks at what is waited for
+_LONGEST_GAP_S = 5.0  # more between two looks is time in which nobody ran, the waiter included
+_LEAST_SHARE = 0.01  # of a core: a process that only looks whether it may go on uses less
+_AT_MOST = 20  # times the limit, for what is busy with nothing
+_SAY_FIRST_S = 10.0
+_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+
+
+class Signs(NamedTuple):
+    """What grows while a process works."""
+
+    cpu_s: float  # of it and its descendants
+    page_ins: int  # pages read from files
+    log_bytes: int
+
+
+class Patience:
+    """One wait. Ask ``is_over`` again and again, at least every second."""
+
+    def __init__(
+        self,
+        what: str,
+        limit_s: float,
+        signs: Callable[[], Signs] | None = None,
+        *,
+        at_most: float = _AT_MOST,
+        say: Callable[[str], None] = _log.info,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Begin to wait.
+
+        Args:
+            what: for, as in "waiting for WHAT".
+            limit_s: without a sign of life.
+            signs: of the process that is waited for; None if there is nothing to see of it, so
+                that ``limit_s`` of our own running time end the wait.
+            at_most: times ``limit_s``: then it has failed whatever it does.
+            say: is told what is waited for, first after ten seconds.
+            now: monotonic seconds.
+        """
+        self._what = what
+        self._limit_s = limit_s
+        self._signs = signs
+        self._most_s = limit_s * (at_most if signs is not None else 1.0)
+        self._say = say
+        self._now = now
+        self._looked_s = now()
+        self._seen = signs() if signs is not None else None
+        self._next_said_s = _SAY_FIRST_S
+        self.waited_s = 0.0
+        self.idle_s = 0.0  # since the last sign of life
+
+    def is_over(self) -> bool:
+        """Tell whether it is no use to wait any longer."""
+        gap_s = self._now() - self._looked_s
+        if gap_s >= min(_LOOK_S, self._limit_s / 4):
+            self._looked_s += gap_s
+            self._look(min(gap_s, _LONGEST_GAP_S))
+        return self.idle_s >= self._limit_s or self.waited_s >= self._most_s
+
+    def _look(self, gap_s: float) -> None:
+        self.waited_s += gap_s
+        self.idle_s += gap_s
+        if self._signs is not None:
+            seen, before = self._signs(), self._seen
+            if before is None or _is_alive(before, seen, self.idle_s):
+                self.idle_s, self._seen = 0.0, seen
+        if self.waited_s >= self._next_said_s:
+            self._next_said_s *= 2
+            state = f", which has done nothing for {self.idle_s:.0f} s"
+            is_idle = self._signs is not None and self.idle_s >= _SAY_FIRST_S
+            self._say(f"waiting for {self._what}{state if is_idle else ''}: {self.waited_s:.0f} s")
+
+    @property
+    def why(self) -> str:
+        """Say why the wait is over, to stand behind the name of what was waited for."""
+        if self._signs is None:
+            return f"was not there within {self._limit_s:g} s"
+        if self.idle_s >= self._limit_s:
+            return f"used no CPU and wrote no log for {self._limit_s:g} s"
+        return f"was busy for {self._most_s:.0f} s and got nowhere"
+
+
+@asynccontextmanager
+async def saying(what: str, say: Callable[[str], None] = _log.info) -> AsyncIterator[None]:
+    """Say for what somebody waits while the block runs, first after ten seconds."""
+
+    async def speak() -> None:
+        waited_s = _SAY_FIRST_S
+        await asyncio.sleep(waited_s)
+        while True:
+            say(f"waiting for {what}: {waited_s:.0f} s")
+            await asyncio.sleep(waited_s)
+            waited_s *= 2
+
+    speaking = asyncio.create_task(speak())
+    try:
+        yield
+    finally:
+        speaking.cancel()
+
+
+def signs_of(
+    pids: Callable[[], Collection[int]], log_file: Path | None = None
+) -> Callable[[], Signs]:
+    """Return a look at processes, their descendants, and the log that they write.
+
+    Args:
+        pids: of the processes as they are now; one that has ended counts as idle.
+        log_file: which may not exist yet.
+    """
+
+    def look() -> Signs:
+        cpu_s, page_ins = 0.0, 0
+        for pid in _with_descendants(pids()):
+            cpu, pages = _use_of(pid)
+            cpu_s += cpu
+            page_ins += pages
+        return Signs(cpu_s, page_ins, _size_of(log_file))
+
+    return look
+
+
+def _is_alive(before: Signs, seen: Signs, idle_s: float) -> bool:
+    if seen.cpu_s < before.cpu_s:  # a process of them has ended, or another took its place
+        return True
+    if seen.page_ins != before.page_ins or seen.log_bytes != before.log_bytes:
+        return True
+    return seen.cpu_s - before.cpu_s > _LEAST_SHARE * idle_s
+
+
+def _with_descendants(pids: Collection[int]) -> set[int]:
+    """Return processes with all that they started (on Linux; elsewhere them alone)."""
+    found: set[int] = set()
+    left = list(pids)
+    while left:
+        pid = left.pop()
+        if pid in found:
+            continue
+        found.add(pid)
+        for path in Path(f"/proc/{pid}/task").glob("*/children"):
+            try:
+                left += map(int, path.read_text().split())
+            except OSError:
+                continue  # it has ended meanwhile
+    return found
+
+
+def _use_of(pid: int) -> tuple[float, int]:
+    """Return CPU seconds and pages read, also of its children that have ended; 0 without it."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return 0.0, 0
+    major_faults, children_major_faults = int(fields[9]), int(fields[10])
+    cpu_ticks = sum(map(int, fields[11:15]))  # utime, stime, cutime, cstime
+    return cpu_ticks / _TICKS_PER_S, major_faults + children_major_faults
+
+
+def _size_of(log_file: Path | None) -> int:
+    try:
+        return log_file.stat().st_size if log_file is not None else 0
+    except OSError:
+        return 0
