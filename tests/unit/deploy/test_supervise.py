@@ -4,7 +4,7 @@ import dataclasses
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -29,6 +29,17 @@ class ImpatientTime(Time):
     def __call__(self) -> float:
         self.now_s += 1.0
         return self.now_s
+
+
+class StandsStill(ImpatientTime):
+    """Passes only when something has happened, however long that takes."""
+
+    def __init__(self, *, until: Callable[[], bool]) -> None:
+        super().__init__()
+        self._until = until
+
+    def __call__(self) -> float:
+        return super().__call__() if self._until() else self.now_s
 
 
 def make_supervisor(folder: Path, time: Time, max_restarts: int = 1) -> Supervisor:
@@ -188,8 +199,15 @@ def test_children_get_the_scratch_folder_their_environment_and_their_cores(
     assert log.read_text().split() == [str(supervisor.scratch), "1", f"{{{core}}}"]
 
 
-def test_stopping_asks_first_and_kills_who_does_not_listen(tmp_path: Path):
-    supervisor = make_supervisor(tmp_path, ImpatientTime())
+def test_stopping_asks_first_and_kills_who_does_not_listen(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    def has_left() -> bool:
+        process = supervisor.children["polite"].process
+        return process is not None and process.poll() is not None
+
+    time = StandsStill(until=has_left)
+    supervisor = make_supervisor(tmp_path, time)
     wait_for_ever = "print('up', flush=True); import signal\nwhile True: signal.pause()"
     deaf = f"import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); {wait_for_ever}"
     leave = "import signal, sys; signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))"
@@ -201,6 +219,7 @@ def test_stopping_asks_first_and_kills_who_does_not_listen(tmp_path: Path):
         assert process is not None
         until_printed(tmp_path / f"{name}.log", "up", process.pid)
     supervisor.stop()
+    assert "deaf used no CPU and wrote no log for 3 s after SIGTERM and is killed" in caplog.text
     for name, child in supervisor.children.items():
         assert child.process is not None
         codes[name] = child.process.poll()
