@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from tests.bus_engine import BusEngine, random_tensors
+from tests.waiting import NEVER_S
 from weightbus.compatibility import installed_libraries
 from weightbus.staging import Staging
 from weightbus.subscriber import Subscriber
@@ -27,12 +28,13 @@ _log = logging.getLogger("agent")
 class Fault:
     """Does something when a step was reached so many times since the last fault."""
 
-    def __init__(self, step: str, counts: list[int], do: str) -> None:
+    def __init__(self, step: str, counts: list[int], do: str, *, armed: Path) -> None:
         self._step, self._counts, self._do = step, list(counts), do
+        self._armed = armed  # exists from when on steps count
         self._reached = 0
 
     def __call__(self, step: str) -> None:
-        if step != self._step or not self._counts:
+        if step != self._step or not self._counts or not self._armed.exists():
             return
         self._reached += 1
         if self._reached < self._counts[0]:
@@ -54,7 +56,7 @@ async def serve(arguments: argparse.Namespace) -> None:
     engine = BusEngine(
         tensors,
         log=folder / f"{name}.tokens",
-        fault=Fault(*json.loads(arguments.fault)),
+        fault=Fault(*json.loads(arguments.fault), armed=folder / f"{name}.armed"),
         group_timeout_s=arguments.group_timeout_s,
         token_s=arguments.token_s,
     )
@@ -70,8 +72,8 @@ async def serve(arguments: argparse.Namespace) -> None:
         ),
         tensors=TensorSet({n: tuple(t.shape) for n, t in tensors.items()}, arguments.dtype),
         staging=Staging(folder, name),
-        silence_s=3.0,
-        fetch_timeout_s=3.0,
+        silence_s=NEVER_S,
+        fetch_timeout_s=NEVER_S,
         on_pause=lambda: _log.info("paused"),
         on_adopt=lambda version: _log.info("adopted %s", version.label),
     )
@@ -91,7 +93,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--count", type=int, default=12)
     parser.add_argument("--size", type=int, default=4096)
-    parser.add_argument("--group-timeout-s", type=float, default=4.0)
+    parser.add_argument("--group-timeout-s", type=float, default=NEVER_S)
     parser.add_argument("--token-s", type=float, default=0.005)
     torch.set_num_threads(1)
     start_logging("agent")

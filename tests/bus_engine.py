@@ -32,7 +32,7 @@ class BusEngine:
         tensors: dict[str, Tensor],
         *,
         log: Path,
-        group_timeout_s: float = 5.0,
+        group_timeout_s: float,
         fault: Callable[[str], None] = lambda _step: None,
         token_s: float = 0.005,
     ) -> None:

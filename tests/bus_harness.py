@@ -1,19 +1,18 @@
 """A weight bus of real processes: a learner, its relay, agents beside engines of plain tensors."""
 
+import atexit
+import functools
 import json
 import os
 import signal
-import subprocess
-import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from tests.bus_engine import digest_of, random_tensors, tokens_in
-from wire.processes import bound_to_me
+from tests.bus_nursery import Forked, Nursery
+from tests.waiting import HANG_S, NEVER_S, state_of, until
 
-ROOT = Path(__file__).parents[1]
 CONFIG = """
 [run]
 name = "bus"
@@ -24,23 +23,27 @@ outage_s = 1000
 
 [weightbus]
 timeout_s = {timeout_s}
-receive_timeout_s = 10
-member_silence_s = 4
+receive_timeout_s = {never_s}
+member_silence_s = {member_silence_s}
 linger_s = {linger_s}
 engines_per_group = {engines_per_group}
 """
 
 
 class WeightBus:
-    """All processes of one weight bus, and what their engines generated."""
+    """All processes of one weight bus, and what their engines generated.
+
+    No deadline of the bus runs out unless a test gives it one that does.
+    """
 
     def __init__(
         self,
         folder: Path,
         *,
         engines_per_group: int = 1,
-        timeout_s: float = 4.0,
-        linger_s: float = 20.0,
+        timeout_s: float = NEVER_S,
+        member_silence_s: float = NEVER_S,
+        linger_s: float = HANG_S,
         sizes: Sequence[str] = (),
         bucket_bytes: int = 2 * 4096 * 4,
     ) -> None:
@@ -50,21 +53,25 @@ class WeightBus:
             folder: short, private.
             engines_per_group: weightbus.engines_per_group.
             timeout_s: weightbus.timeout_s.
+            member_silence_s: weightbus.member_silence_s.
             linger_s: weightbus.linger_s.
             sizes: --count and --size of the model.
             bucket_bytes: weightbus.bucket_bytes.
         """
         self.folder = folder
-        self.agents: dict[str, subprocess.Popen[str]] = {}
+        self.agents: dict[str, Forked] = {}
         self.sizes = list(sizes)
         self._epoch = 0
+        self._group_timeout_s = str(2 * timeout_s)
         self._bucket_bytes = str(bucket_bytes)
         self._digests: dict[str, str] = {}
-        self.learner: subprocess.Popen[str]
+        self.learner: Forked
         config = CONFIG.format(
             folder=folder,
             engines_per_group=engines_per_group,
             timeout_s=timeout_s,
+            member_silence_s=member_silence_s,
+            never_s=NEVER_S,
             linger_s=linger_s,
         )
         (folder / "run.toml").write_text(config)
@@ -76,45 +83,45 @@ class WeightBus:
     def start_learner(self) -> None:
         """Start a learner; a second one begins a new epoch."""
         self._epoch += 1
-        with (self.folder / "learner.log").open("a") as log:
-            self.learner = subprocess.Popen(
-                [
-                    *_program("bus_learner", self.folder),
-                    *("--epoch", str(self._epoch), "--bucket-bytes", self._bucket_bytes),
-                    *self.sizes,
-                ],
-                cwd=ROOT,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                text=True,
-                preexec_fn=bound_to_me(),
-            )
+        stdin, to_stdin = os.pipe()
+        from_stdout, stdout = os.pipe()
+        self._to_learner, self._from_learner = os.fdopen(to_stdin, "w"), os.fdopen(from_stdout)
+        self.learner = _nursery().start(
+            "bus_learner",
+            [
+                *("--folder", str(self.folder), "--epoch", str(self._epoch)),
+                *("--bucket-bytes", self._bucket_bytes, *self.sizes),
+            ],
+            self.folder / "learner.log",
+            stdin=stdin,
+            stdout=stdout,
+        )
+        os.close(stdin)
+        os.close(stdout)
         assert self._said() == "ready"
 
-    def publish(self, step: int) -> float:
-        """Have a version published; return how long the learner was busy with it."""
-        began_s = time.monotonic()
+    def publish(self, step: int) -> None:
+        """Have a version published; the learner is free again when this returns."""
         self.tell(f"publish {step}")
-        assert self._said().startswith(f"published {step}")
-        return time.monotonic() - began_s
+        assert self._said() == f"published {step}"
+
+    def publish_half(self, step: int) -> None:
+        """Have the learner begin to write a version and go no further."""
+        self.tell(f"half {step}")
+        assert self._said() == "half"
 
     def tell(self, line: str) -> None:
-        assert self.learner.stdin is not None
-        self.learner.stdin.write(line + "\n")
-        self.learner.stdin.flush()
+        self._to_learner.write(line + "\n")
+        self._to_learner.flush()
 
     def _said(self) -> str:
-        assert self.learner.stdout is not None
-        line = self.learner.stdout.readline().strip()
+        line = self._from_learner.readline().strip()
         assert line, (self.folder / "learner.log").read_text()[-3000:]
         return line
 
     def kill_learner(self) -> None:
         self.learner.kill()
-        self.learner.wait()
-        for pipe in (self.learner.stdin, self.learner.stdout):
-            assert pipe is not None
+        for pipe in (self._to_learner, self._from_learner):
             with suppress(BrokenPipeError):
                 pipe.close()
 
@@ -135,63 +142,76 @@ class WeightBus:
         return int(line.split()[1]) * 1024
 
     def relay_lives(self) -> bool:
-        with suppress(OSError):
-            return Path(f"/proc/{self.relay}/stat").read_text().split()[2] != "Z"
-        return False
+        relay = self.relay
+        return relay != 0 and state_of(relay) not in "ZX"
+
+    def _relays(self) -> list[int]:
+        """Return all relays of this bus, also those that do not serve yet or any more."""
+        found = []
+        for path in Path("/proc").glob("[0-9]*/cmdline"):
+            with suppress(OSError):
+                words = path.read_text().split("\0")
+                if "learner.relay" in words and str(self.folder / "run.toml") in words:
+                    found.append(int(path.parent.name))
+        return found
 
     # ---- agents --------------------------------------------------------------
 
     def start(self, name: str, transport: str = "collective", *more: str) -> None:
         """Start an agent; an earlier one of this name has died."""
         if name in self.agents:
-            self.agents.pop(name).wait(5)
-        with (self.folder / f"{name}.log").open("a") as log:
-            self.agents[name] = subprocess.Popen(
-                [
-                    *_program("bus_agent", self.folder),
-                    *("--name", name, "--transport", transport),
-                    *self.sizes,
-                    *more,
-                ],
-                cwd=ROOT,
-                stdout=log,
-                stderr=log,
-                text=True,
-                preexec_fn=bound_to_me(),
-            )
+            self.agents.pop(name).wait()
+        self.agents[name] = _nursery().start(
+            "bus_agent",
+            [
+                *("--folder", str(self.folder), "--name", name, "--transport", transport),
+                *("--group-timeout-s", self._group_timeout_s, *self.sizes, *more),
+            ],
+            self.folder / f"{name}.log",
+        )
 
     def start_faulty(
-        self, name: str, step: str, counts: list[int], do: str, transport: str = "collective"
+        self,
+        name: str,
+        step: str,
+        counts: list[int],
+        do: str,
+        transport: str = "collective",
+        *,
+        is_armed: bool = True,
     ) -> None:
-        """Start an agent that fails when it reached a step so many times since it failed last."""
-        self.start(name, transport, "--fault", json.dumps([step, counts, do]))
+        """Start an agent that fails when it reached a step so many times since it failed last.
+
+        Unless it is armed, it counts only once ``arm`` is called.
+        """
+        fault = json.dumps([step, counts, do])
+        if is_armed:
+            self.arm(name)
+        self.start(name, transport, "--fault", fault)
+
+    def arm(self, name: str) -> None:
+        (self.folder / f"{name}.armed").touch()
 
     def signal(self, name: str, signum: signal.Signals) -> None:
         self.agents[name].send_signal(signum)
 
     def end(self, name: str) -> None:
         """Kill an agent."""
-        agent = self.agents.pop(name)
-        with suppress(ProcessLookupError):
-            agent.kill()
-        agent.wait()
+        self.agents.pop(name).kill()
 
     def log_of(self, name: str) -> str:
         return (self.folder / f"{name}.log").read_text()
 
-    def wait_for(self, name: str, step: int, *, timeout_s: float = 25.0) -> float:
-        """Wait until an engine generates with a version; return the seconds."""
-        began_s = time.monotonic()
+    def wait_for(self, name: str, step: int) -> None:
+        """Wait until an engine generates with a version."""
         label = f"v{self._epoch}.{step}"
         until(
             lambda: self.newest_label(name) == label,
-            timeout_s,
             lambda: (
                 f"{name} does not run {label}: {self.newest_label(name)}\n"
                 f"{self.log_of(name)[-2000:]}\n{(self.folder / 'learner.log').read_text()[-3000:]}"
             ),
         )
-        return time.monotonic() - began_s
 
     def newest_label(self, name: str) -> str:
         tokens = tokens_in(self.folder / f"{name}.tokens")
@@ -224,11 +244,10 @@ class WeightBus:
 
     def close(self) -> None:
         """End all processes."""
-        relay = self.relay if self.relay_lives() else 0
         for name in list(self.agents):
             self.end(name)
         self.kill_learner()
-        if relay:
+        for relay in self._relays():
             with suppress(ProcessLookupError):
                 os.kill(relay, signal.SIGKILL)
 
@@ -243,15 +262,15 @@ def weight_bus(folder: Path, **settings: object) -> Iterator[WeightBus]:
         bus.close()
 
 
-def until(
-    is_so: Callable[[], bool], timeout_s: float, what: Callable[[], str] = lambda: ""
-) -> None:
-    """Wait until something is so, or fail."""
-    deadline = time.monotonic() + timeout_s
-    while not is_so():
-        assert time.monotonic() < deadline, what()
-        time.sleep(0.02)
+@functools.cache
+def _nursery() -> Nursery:
+    nursery = Nursery()
+    atexit.register(nursery.close)
+    return nursery
 
 
-def _program(name: str, folder: Path) -> list[str]:
-    return [sys.executable, "-m", f"tests.{name}", "--folder", str(folder)]
+def end_nursery() -> None:
+    """End the process that forks agents and learners; the next bus starts another."""
+    if _nursery.cache_info().currsize:
+        _nursery().close()
+        _nursery.cache_clear()

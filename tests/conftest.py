@@ -3,6 +3,36 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
+
+from tests.waiting import HANG_S
+
+# Hypothesis has deadlines of its own, 200 ms for an example.
+settings.register_profile("any", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("any")
+MINUTE_S = 60.0
+HANGS_AFTER_S = {  # what hangs is ended; a machine that is slow or busy comes near none of these
+    "chaos": 240 * MINUTE_S,
+    "slow": 240 * MINUTE_S,
+    "e2e": 4 * HANG_S,
+    "integration": 2 * HANG_S,
+    "redis": 2 * HANG_S,
+}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Give every test that sets none a limit by its kind; hermetic ones have that of pyproject."""
+    items.sort(key=_place)  # files of long tests first: they are what the others run beside
+    for item in items:
+        limits = [limit for kind, limit in HANGS_AFTER_S.items() if item.get_closest_marker(kind)]
+        if limits and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(limits[0]))
+
+
+def _place(item: pytest.Item) -> int:
+    if item.get_closest_marker("e2e"):
+        return 0
+    return 1 if "chaos" in item.path.parts else 2
 
 
 @pytest.fixture

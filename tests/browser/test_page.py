@@ -20,7 +20,6 @@ from tests.browser.chromium import CHROMIUM, DRIVER, resize, start_chromium
 
 pytestmark = [
     pytest.mark.integration,
-    pytest.mark.timeout(60),
     pytest.mark.skipif(
         CHROMIUM is None or DRIVER is None,
         reason="needs chromium and chromedriver (apt-get install chromium chromium-driver)",

@@ -30,6 +30,7 @@ from deploy.observe import fetch_account
 from deploy.plan import RolePlan
 from deploy.supervise import Supervisor
 from tests.chaos.trainer import Weights, chained
+from tests.waiting import HANG_S
 from wire.errors import PeerLostError
 from wire.ledger_view import LedgerView
 from wire.run_folder import ACCOUNT, BATCHES
@@ -110,14 +111,16 @@ class Chaos:
                     os.kill(pid, signal.SIGCONT)
         self.supervisor.check()
 
-    def wait_until(self, condition: Callable[[], bool], what: str, timeout_s: float = 60.0) -> None:
+    def wait_until(
+        self, condition: Callable[[], bool], what: str, timeout_s: float = HANG_S
+    ) -> None:
         deadline = time.monotonic() + timeout_s
         while not condition():
             assert time.monotonic() < deadline, f"no {what} in {timeout_s:.0f} s\n{self.logs()}"
             self.look_after()
             time.sleep(0.02)
 
-    def finish(self, timeout_s: float) -> None:
+    def finish(self, timeout_s: float = 4 * HANG_S) -> None:
         """Wait for the end of the run, then end the broker in order."""
         others = [name for name in self.plans if not name.startswith("broker")]
         self.wait_until(lambda: self.supervisor.finished(others), "end of the run", timeout_s)
@@ -219,14 +222,14 @@ def chaos_run(
             "epochs": 1.0,
             "min_groups": 1,
             "max_staleness_steps": 2,
-            "outage_s": 60.0,
+            "outage_s": 300.0,
             "socket_dir": str(folder / "sockets"),
         },
         "data": {"file": str(folder / "train.jsonl")},
         "reward": {"function": f"{folder / 'reward.py'}:score", "credits": 8},
         "broker": {
-            "lease_s": 1.5,
-            "max_attempts": 10,
+            "lease_s": 5.0,
+            "max_attempts": 30,
             "dashboard": {"enabled": False},
         },
         "logging": {"trackers": []},
@@ -304,7 +307,7 @@ def disturb(
         pause_until = time.monotonic() + rng.uniform(*every_s)
         it.wait_until(lambda: time.monotonic() > pause_until, "moment")  # noqa: B023
         hit = False
-        deadline = time.monotonic() + 30.0
+        deadline = time.monotonic() + HANG_S
         while not hit:
             assert time.monotonic() < deadline, f"nobody to {what}\n{it.logs()}"
             assert not it.supervisor.finished(["learner"]), "the run was over: make it longer"

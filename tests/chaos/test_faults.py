@@ -12,15 +12,16 @@ import pytest
 
 from deploy.plan import RolePlan
 from tests.chaos.harness import ROOT, Chaos, chaos_run, mounted, redis_server
+from tests.waiting import HANG_S
 from wire.checkpoints import newest_checkpoint
 
-pytestmark = [pytest.mark.integration, pytest.mark.redis, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.integration, pytest.mark.redis]
 
 
 def test_a_broker_killed_between_the_write_and_the_acknowledgement(folder: Path):
     with chaos_run(folder, prompts=240, broker_module="tests.chaos.dying_broker") as it:
         it.start()
-        it.finish(timeout_s=90)
+        it.finish()
         view = it.assert_nothing_was_lost(240)
         assert (folder / "broker-deaths").read_text() == "xxxx"
         assert view.broker_generation == 5
@@ -33,7 +34,7 @@ def test_messages_that_come_twice_late_and_in_another_order(folder: Path):
         command = (sys.executable, "-m", "tests.chaos.mischief", *arguments)
         it.supervisor.start(RolePlan("mischief", command, environment={"PYTHONPATH": str(ROOT)}))
         it.start()
-        it.finish(timeout_s=90)
+        it.finish()
         it.assert_nothing_was_lost(120)
 
 
@@ -41,16 +42,20 @@ def test_messages_that_come_twice_late_and_in_another_order(folder: Path):
     "die_at",
     [
         ("commit:3", "commit:7"),  # committed, not published
-        ("publish:3", "publish:9"),  # published, in no checkpoint
-        ("save:5", "seal:10"),  # half a checkpoint; a checkpoint that nobody knows of
-        ("publish:8", "publish:8", "commit:6"),  # twice in a row from one checkpoint
+        # The same kind of fault at other moments:
+        # published, in no checkpoint;
+        pytest.param(("publish:3", "publish:9"), marks=pytest.mark.slow),
+        # half a checkpoint, and a checkpoint that nobody knows of;
+        pytest.param(("save:5", "seal:10"), marks=pytest.mark.slow),
+        # twice in a row from one checkpoint.
+        pytest.param(("publish:8", "publish:8", "commit:6"), marks=pytest.mark.slow),
     ],
     ids=["before-publish", "before-checkpoint", "while-saving", "twice-from-one-checkpoint"],
 )
 def test_a_learner_that_dies_trains_the_same_batches_again(folder: Path, die_at: tuple[str, ...]):
     with chaos_run(folder, prompts=70, trainer_arguments=("--die-at", *die_at)) as it:
         it.start()
-        it.finish(timeout_s=60)
+        it.finish()
         view = it.assert_nothing_was_lost(70)
         assert sorted((it.run_folder / "deaths").read_text().split()) == sorted(die_at)
         assert view.version.epoch == 1 + len(die_at)
@@ -66,7 +71,7 @@ def test_past_the_replay_budget_lost_steps_are_generated_again(folder: Path):
         broker__replay_budget_bytes=10_000,
     ) as it:
         it.start()
-        it.finish(timeout_s=60)
+        it.finish()
         view = it.assert_nothing_was_lost(120)
         assert view.requeued > 0
 
@@ -78,13 +83,13 @@ def test_nothing_goes_on_while_the_disk_is_full_and_everything_afterwards(folder
         it.wait_until(lambda: it.steps() >= 3, "third step")
         filler = disk / "filler"
         fill(filler)
-        it.wait_until(lambda: "disk is full" in it.logs(), "word of the full disk", 30)
+        it.wait_until(lambda: "disk is full" in it.logs(), "word of the full disk")
         before = it.steps()
         pause = time.monotonic() + 2.0
         it.wait_until(lambda: time.monotonic() > pause, "pause")
         assert it.steps() - before <= 1
         filler.unlink()
-        it.finish(timeout_s=60)
+        it.finish()
         it.assert_nothing_was_lost(120)
 
 
@@ -102,12 +107,12 @@ def test_a_stopped_broker_that_comes_back_cannot_write(folder: Path):
         it.wait_until(lambda: it.steps() >= 6, "three steps more, by the second broker")
         it.supervisor.children["broker"].finished = True  # its end is no failure to be repaired
         stale.send_signal(signal.SIGCONT)
-        it.wait_until(lambda: stale.poll() is not None, "end of the stale broker", 30)
+        it.wait_until(lambda: stale.poll() is not None, "end of the stale broker")
         assert stale.returncode == 3
         log = (it.run_folder / "logs" / "broker.log").read_text()
         assert "another broker" in log
         it.plans["broker"] = plan
-        it.finish(timeout_s=60)
+        it.finish()
         it.assert_nothing_was_lost(160)
 
 
@@ -137,7 +142,16 @@ def resumed(it: Chaos) -> None:
         it.supervisor.start(RolePlan(name, (*plan.command, *extra), environment=plan.environment))
 
 
-@pytest.mark.parametrize("redis_survives", [True, False], ids=["same-redis", "empty-redis"])
+@pytest.mark.parametrize(
+    "redis_survives",
+    [
+        True,
+        pytest.param(
+            False, marks=pytest.mark.slow
+        ),  # resuming from a checkpoint: test_user_loop.py
+    ],
+    ids=["same-redis", "empty-redis"],
+)
 def test_a_run_whose_processes_all_died_at_once_goes_on(folder: Path, redis_survives: bool):
     with chaos_run(folder, prompts=120) as it:
         it.start()
@@ -146,18 +160,19 @@ def test_a_run_whose_processes_all_died_at_once_goes_on(folder: Path, redis_surv
         if not redis_survives:
             shutil.rmtree(it.run_folder / "redis")
         resumed(it)
-        it.finish(timeout_s=60)
+        it.finish()
         view = it.assert_nothing_was_lost(120)
         assert (view.requeued, view.redelivered_steps > 0) == (0, redis_survives)
 
 
+@pytest.mark.slow  # as the one above, without a checkpoint
 def test_a_run_that_died_before_its_first_checkpoint_goes_on(folder: Path):
     with chaos_run(folder, prompts=80, trainer_arguments=("--save-every", "1000")) as it:
         it.start()
         it.wait_until(lambda: it.steps() >= 6, "sixth step")  # so the fifth was acknowledged
         kill_everything(it)
         resumed(it)
-        it.finish(timeout_s=60)
+        it.finish()
         view = it.assert_nothing_was_lost(80)
         assert (view.requeued, view.redelivered_steps >= 5) == (0, True)
 
@@ -168,7 +183,7 @@ def test_a_second_broker_does_not_start_beside_the_first(folder: Path):
         it.wait_until(lambda: it.steps() >= 2, "second step")
         plan = it.plans["broker"]
         second = subprocess.run(
-            plan.command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+            plan.command, cwd=ROOT, capture_output=True, text=True, timeout=HANG_S, check=False
         )
         assert second.returncode == 2
         assert "another Redis server" in second.stderr

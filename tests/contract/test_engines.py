@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
+from typing import TypeAlias
 
 import pytest
 
@@ -11,16 +12,18 @@ from generators.scripted_engine import ScriptedEngine
 from generators.sglang_engine import SglangEngine
 from generators.sglang_process import SglangProcess
 from tests.e2e.tiny_run import sglang_server, write_policy
+from tests.integration.sglang_load import Load, until_load
+from tests.waiting import HANG_S, until_async
 from wire.errors import EngineError
 from wire.versions import PolicyVersion
 
-pytestmark = pytest.mark.timeout(120)
 Scenario = Callable[[InferenceEngine], Awaitable[None]]
-OnEngine = Callable[[Scenario], None]
+Completions: TypeAlias = "asyncio.Task[list[Completion]]"
 OLD, NEW = PolicyVersion(1, 3), PolicyVersion(1, 4)
 PROMPT = [3, 4, 13]
 SHORT = SamplingParams(temperature=1.0, max_new_tokens=12, min_new_tokens=12)
 LONG = SamplingParams(temperature=1.0, max_new_tokens=300, min_new_tokens=300)
+TRIES = 20  # to pause while answers are in the making: a slow machine may do it too late
 
 
 @pytest.fixture(scope="module")
@@ -29,19 +32,26 @@ def sglang() -> Iterator[SglangProcess]:
         yield process
 
 
-@pytest.fixture(params=["scripted", pytest.param("sglang", marks=pytest.mark.integration)])
-def on_engine(request: pytest.FixtureRequest) -> OnEngine:
-    """Run a coroutine on an engine that is labelled OLD."""
+class OnEngine:
+    """Runs coroutines on an engine that is labelled OLD."""
 
-    async def run(scenario: Scenario) -> None:
-        if request.param == "scripted":
+    def __init__(self, server: SglangProcess | None) -> None:
+        self._server = server  # None is a scripted engine
+
+    def __call__(self, scenario: Scenario) -> None:
+        asyncio.run(self._run(scenario))
+
+    async def _run(self, scenario: Scenario) -> None:
+        if self._server is None:
             scripted = ScriptedEngine(vocabulary=40, end_token_id=2, tokens_per_second=500.0)
             await scripted.label(OLD)
             await scenario(scripted)
             return
-        server: SglangProcess = request.getfixturevalue("sglang")
         engine = SglangEngine(
-            server.url, server.api_key, request_timeout_s=60, control_timeout_s=20
+            self._server.url,
+            self._server.api_key,
+            request_timeout_s=HANG_S,
+            control_timeout_s=HANG_S,
         )
         try:
             await engine.label(OLD)
@@ -49,9 +59,51 @@ def on_engine(request: pytest.FixtureRequest) -> OnEngine:
         finally:
             await engine.close()
 
-    if request.param == "sglang":
-        request.getfixturevalue("sglang")  # outside of the event loop
-    return lambda scenario: asyncio.run(run(scenario))
+    async def paused_in(self, engine: InferenceEngine, count: int) -> Completions:
+        """Ask for long answers; return them to come when the engine was paused in the midst."""
+        for _ in range(TRIES):
+            asked = asyncio.create_task(
+                engine.sample(PROMPT, LONG, count=count, seeds=range(1, count + 1))
+            )
+            await self.until_busy(asked, count)
+            in_flight = await engine.pause()
+            if await self._num_running(asked, count) == count:
+                assert in_flight == count
+                return asked
+            await engine.resume()
+            await asked
+        raise AssertionError("every pause came too late")
+
+    async def until_busy(self, asked: Completions, count: int) -> None:
+        """Wait until so many answers are in the making, or it is too late."""
+        if self._server is None:
+            await asyncio.sleep(0.05)  # the first tokens come at once
+            return
+        await until_load(self._server, lambda load: load.num_running == count or asked.done())
+
+    async def until_idle(self, engine: InferenceEngine) -> None:
+        """Wait until no answer is in the making."""
+
+        async def is_idle() -> bool:
+            in_flight = await engine.pause()
+            await engine.resume()
+            return in_flight == 0
+
+        await until_async(is_idle, "answers are still being written")
+        if self._server is not None:
+            await until_load(self._server, lambda load: load.num_running == 0)
+
+    async def _num_running(self, asked: Completions, count: int) -> int:
+        if self._server is None:
+            return 0 if asked.done() else count
+        busy: Load = await until_load(self._server, lambda _: True)
+        return busy.num_running
+
+
+@pytest.fixture(params=["scripted", pytest.param("sglang", marks=pytest.mark.integration)])
+def on_engine(request: pytest.FixtureRequest) -> OnEngine:
+    scripted = request.param == "scripted"
+    return OnEngine(None if scripted else request.getfixturevalue("sglang"))
 
 
 def ids(completions: list[Completion]) -> list[list[int]]:
@@ -94,9 +146,7 @@ def test_greedy_answers_are_equal(on_engine: OnEngine):
 
 def test_a_version_that_comes_in_mid_answer_is_told_to_the_token(on_engine: OnEngine):
     async def scenario(engine: InferenceEngine) -> None:
-        asked = asyncio.create_task(engine.sample(PROMPT, LONG, count=2, seeds=[1, 2]))
-        await asyncio.sleep(0.15)
-        assert await engine.pause() == 2
+        asked = await on_engine.paused_in(engine, 2)
         await asyncio.sleep(0.2)
         assert not asked.done(), "an answer was finished in the pause"
         await engine.label(NEW)
@@ -117,9 +167,7 @@ def test_a_version_is_loaded_from_a_folder_in_mid_answer(on_engine: OnEngine, tm
 
     async def scenario(engine: InferenceEngine) -> None:
         checksums = await engine.checksums()
-        asked = asyncio.create_task(engine.sample(PROMPT, LONG, count=2, seeds=[1, 2]))
-        await asyncio.sleep(0.15)
-        assert await engine.pause() == 2
+        asked = await on_engine.paused_in(engine, 2)
         await engine.load_folder(folder)
         await engine.label(NEW)
         assert not asked.done(), "an answer was finished in the pause"
@@ -163,16 +211,10 @@ def test_a_folder_without_whole_files_is_refused_and_the_engine_lives(
 def test_an_answer_that_is_cancelled_ends(on_engine: OnEngine):
     async def scenario(engine: InferenceEngine) -> None:
         asked = asyncio.create_task(engine.sample(PROMPT, LONG, count=2, seeds=[1, 2]))
-        await asyncio.sleep(0.1)
+        await on_engine.until_busy(asked, 2)
         asked.cancel()
         with pytest.raises(asyncio.CancelledError):
             await asked
-        for _ in range(50):
-            await asyncio.sleep(0.05)
-            in_flight = await engine.pause()
-            await engine.resume()
-            if in_flight == 0:
-                return
-        pytest.fail(f"{in_flight} answers are still being written")
+        await on_engine.until_idle(engine)
 
     on_engine(scenario)

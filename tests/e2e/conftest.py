@@ -4,6 +4,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.tiny_run import TinyRun
+from tests.waiting import HANG_S
 
 
 @pytest.fixture
@@ -19,4 +20,4 @@ def start_run(tmp_path: Path) -> Iterator[Callable[..., TinyRun]]:
     for run in runs:
         if run.process.poll() is None:
             run.process.terminate()
-            run.process.wait(60)
+            run.process.wait(HANG_S)

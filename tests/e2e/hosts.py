@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from tests.e2e.tiny_run import ROOT
+from tests.waiting import HANG_S
 
 SCP = """#!/bin/sh
 # scp head:PATH . between two "hosts" that share a file system
@@ -53,7 +54,7 @@ class Host:
             capture_output=True,
             text=True,
             check=False,
-            timeout=120,
+            timeout=HANG_S,
             env=self.environment,
         )
         assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"

@@ -10,7 +10,7 @@ import pytest
 from deploy.addition import prepare
 from tests.e2e.tiny_run import ROOT
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 STEPS = 100
 SETTINGS = {
     "async-default": (),

@@ -9,7 +9,7 @@ import pytest
 from tests.e2e.tiny_run import TinyRun
 from wire.run_folder import ACCOUNT
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.e2e]
 WHIMSICAL = """
 import os, pathlib
 from broker.rewards.sdk import Transcript, Unavailable, reward
@@ -63,6 +63,7 @@ def test_generators_score_their_own_answers_and_try_again_what_others_could_not(
     run.assert_nothing_left()
 
 
+@pytest.mark.slow  # tests/chaos/test_reward_workers.py kills three of them in a scripted run
 def test_a_reward_worker_killed_in_mid_run_loses_no_reward_and_none_becomes_zero(
     start_run: Callable[..., TinyRun],
 ):

@@ -11,7 +11,7 @@ import pytest
 
 from tests.e2e.tiny_run import ROOT
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(3600)]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 
 def unique_memory(process: psutil.Process) -> int:

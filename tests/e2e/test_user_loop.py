@@ -15,9 +15,10 @@ from safetensors.torch import load_file
 from tensorboard.backend.event_processing.plugin_event_accumulator import EventAccumulator
 
 from tests.e2e.tiny_run import ROOT, TinyRun, slipstream
+from tests.waiting import HANG_S
 from wire.trajectory_file import read_groups
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.e2e]
 GREEDY = """
 import json, sys
 from generators.sglang_cpu import define_torchvision_operators
@@ -83,7 +84,7 @@ def test_a_run_is_stopped_resumed_exported_shown_and_replayed(tmp_path: Path):
     first = TinyRun(tmp_path, settings)
     first.wait_until(lambda: first.steps() >= 3, "third learner step")
     first.process.send_signal(signal.SIGINT)
-    assert first.process.wait(90) == 130, first.output
+    assert first.process.wait(HANG_S) == 130, first.output
     assert "go on from it with --resume auto" in first.output
     first.assert_nothing_left()
     stopped_at = int(first.summary()["steps"])

@@ -11,14 +11,20 @@ from tests.e2e.tiny_run import TinyRun
 from weightbus.engine_checksums import digest_of, expected_checksums
 from wire.bus import TransportName
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.e2e]
 BOUND = 2
 SAME = 1e-4  # nats; float32 noise between two implementations is about 1e-6
 
 
 @pytest.mark.parametrize(
     ("transport", "temperature", "lr"),
-    [("collective", 1.0, 1e-3), ("tcp", 1.0, 1e-3), ("disk", 1.0, 1e-3), ("collective", 0.6, 0.0)],
+    [
+        ("collective", 1.0, 1e-3),
+        # tests/integration/test_transports.py has every transport with a real engine.
+        pytest.param("tcp", 1.0, 1e-3, marks=pytest.mark.slow),
+        pytest.param("disk", 1.0, 1e-3, marks=pytest.mark.slow),
+        pytest.param("collective", 0.6, 0.0, marks=pytest.mark.slow),
+    ],
 )
 def test_publishes_land_in_long_generations_and_every_token_keeps_its_policy(
     start_run: Callable[..., TinyRun],

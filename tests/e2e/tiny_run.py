@@ -18,8 +18,11 @@ from deploy.addition import write_blank_model
 from generators.config import generator_settings
 from generators.sglang_process import SglangProcess
 from tests.random_llama import write_random_weights
+from tests.waiting import HANG_S, until
 
 ROOT = Path(__file__).parents[2]
+_POLL_S = 0.2
+_WHOLE_RUN_S = 3 * HANG_S
 REWARD = """
 def score(data_source, solution_str, ground_truth, extra_info):
     digits = [int(c) for c in solution_str if c.isdigit()]
@@ -76,7 +79,7 @@ def tiny_settings(folder: Path) -> dict[str, object]:
         "data.file": folder / "train.jsonl",
         "reward.function": f"{folder / 'reward.py'}:score",
         "broker.drop_zero_variance": False,
-        "broker.lease_s": 8.0,
+        "broker.lease_s": 20.0,
         "sampling.max_prompt_tokens": 16,
         "sampling.max_response_tokens": 64,
         "generators.max_cached_tokens": 8192,
@@ -84,7 +87,6 @@ def tiny_settings(folder: Path) -> dict[str, object]:
         "learner.lr": 1e-3,
         "learner.rollouts_per_step": 100,
         "checkpoint.export_at_end": True,
-        "deploy.time_limit_s": 150,
     }
 
 
@@ -100,7 +102,7 @@ def slipstream(*words: object) -> str:
         capture_output=True,
         text=True,
         check=False,
-        timeout=200,
+        timeout=HANG_S,
         env={**os.environ, "COLUMNS": "200", "OMP_NUM_THREADS": "1"},  # noqa: TID251 handed on
     )
     assert done.returncode == 0, done.stdout + done.stderr
@@ -153,13 +155,13 @@ class TinyRun:
             self.descendants.update(psutil.Process(self.process.pid).children(recursive=True))
         return self.descendants
 
-    def wait_until(self, condition: Callable[[], bool], what: str, timeout_s: float = 90) -> None:
-        deadline = time.monotonic() + timeout_s
+    def wait_until(self, condition: Callable[[], bool], what: str) -> None:
+        deadline = time.monotonic() + HANG_S
         while not condition():
             self.remember_children()
             assert self.process.poll() is None, f"the run ended before {what}:\n{self.output}"
-            assert time.monotonic() < deadline, f"no {what} in {timeout_s} s:\n{self.output}"
-            time.sleep(0.2)
+            assert time.monotonic() < deadline, f"no {what} in {HANG_S} s:\n{self.output}"
+            time.sleep(_POLL_S)
 
     def steps(self) -> int:
         """Return how many learner steps the summary shows."""
@@ -197,15 +199,15 @@ class TinyRun:
             self._scratch = Path(resolved.split('socket_dir = "')[1].split('"')[0])
         return self._scratch
 
-    def wait(self, timeout_s: float = 170) -> int:
+    def wait(self) -> int:
         """Return the exit code."""
-        deadline = time.monotonic() + timeout_s
+        deadline = time.monotonic() + _WHOLE_RUN_S
         while self.process.poll() is None and time.monotonic() < deadline:
             self.remember_children()
-            time.sleep(0.2)
+            time.sleep(_POLL_S)
         if self.process.poll() is None:
             self.kill()
-            raise AssertionError(f"the run did not end in {timeout_s} s:\n{self.output}")
+            raise AssertionError(f"the run did not end in {_WHOLE_RUN_S} s:\n{self.output}")
         return int(self.process.returncode)
 
     def kill(self) -> None:
@@ -225,12 +227,22 @@ class TinyRun:
 
     def assert_nothing_left(self) -> None:
         """No process, socket, shared memory or temporary folder of the run remains."""
-        gone, alive = psutil.wait_procs(list(self.descendants), timeout=5)
+        gone, alive = psutil.wait_procs(list(self.descendants), timeout=HANG_S)
         assert not alive, f"{len(gone)} ended, these did not: {alive}"
-        assert _shared_memory() <= self.shared_memory_before
+        left = _shared_memory() - self.shared_memory_before
+        until(lambda: not (left & _shared_memory()) - _mapped(), "end of its shared memory")
         assert self.scratch().is_relative_to("/tmp")  # noqa: S108
         assert not self.scratch().exists()
         assert not list(self.folder.rglob("*.sock"))
+
+
+def _mapped() -> set[str]:
+    """Return what living processes have mapped: other runs may go on beside this one."""
+    names: set[str] = set()
+    for process in psutil.process_iter():
+        with suppress(psutil.Error, OSError):
+            names |= {Path(one.path).name for one in process.memory_maps() if "/shm/" in one.path}
+    return names
 
 
 def _shared_memory() -> set[str]:

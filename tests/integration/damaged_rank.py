@@ -16,6 +16,7 @@ from learner import device
 from learner.collate import pack
 from learner.config import LearnerSection
 from tests.integration.policy_rank import algorithm, random_outcomes, train_sequences
+from tests.waiting import HANG_S
 from wire.checkpoints import FORMAT_REVISION, CheckpointInfo
 from wire.versions import PolicyVersion
 
@@ -48,7 +49,7 @@ def main(folder: Path, work: Path) -> None:
     from wire.phases import PhaseClock
 
     topology = init_topology(
-        rank=0, world_size=1, tensor_parallel=1, store=HashStore(), seed=1, timeout_s=30.0
+        rank=0, world_size=1, tensor_parallel=1, store=HashStore(), seed=1, timeout_s=HANG_S
     )
 
     def policy() -> Policy:

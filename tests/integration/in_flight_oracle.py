@@ -24,6 +24,7 @@ from torch import Tensor
 
 from generators.sglang_cpu import define_torchvision_operators
 from learner import device
+from tests.waiting import HANG_S
 
 
 def next_logprobs(logits: Tensor, targets: Tensor, barred: int) -> list[float]:
@@ -48,7 +49,7 @@ class LearnersModels:
         self._barred = barred
         self._models: dict[str, Any] = {}
         init_topology(
-            rank=0, world_size=1, tensor_parallel=1, store=HashStore(), seed=0, timeout_s=30.0
+            rank=0, world_size=1, tensor_parallel=1, store=HashStore(), seed=0, timeout_s=HANG_S
         )
         for folder in folders:
             model = build_model(load_hf_config(folder), dtype=torch.float32, extra={})

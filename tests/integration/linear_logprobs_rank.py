@@ -12,8 +12,9 @@ import torch
 import torch.distributed as dist
 
 from algos.linear_logprobs import OutputLayer, Reference, linear_logprobs
+from tests.waiting import HANG_S
 
-TIMEOUT = timedelta(seconds=30)
+TIMEOUT = timedelta(seconds=HANG_S)
 
 
 def main(work: Path, rank: int, world_size: int) -> None:

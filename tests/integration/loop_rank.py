@@ -15,6 +15,7 @@ from learner import device
 from learner.config import LearnerSettings, learner_settings
 from learner.orders import StepOrder
 from learner.replay_link import ReplayLink
+from tests.waiting import HANG_S
 from wire.checkpoints import newest_checkpoint, read_best, read_ledger
 from wire.control import BatchNotReady, RunComplete, StepCommitted
 from wire.settings import load_table
@@ -91,7 +92,7 @@ def main(config: Path, file: Path, script: str, rank: int, overrides: list[str])
         tensor_parallel=learner.tensor_parallel,
         store=FileStore(str(config.parent / "store"), learner.ranks),
         seed=1,
-        timeout_s=30.0,
+        timeout_s=HANG_S,
     )
     policy = build_policy(settings, topology)
     link = ScriptedLink(file, settings, msgspec.json.decode(script, type=Script))

@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from algos.linear_logprobs import OutputLayer, linear_logprobs
 from learner import device
 from tests.integration.tiny_models import sequences
+from tests.waiting import HANG_S
 
 
 def main(folder: Path, work: Path, rank: int, world_size: int, tensor_parallel: int) -> None:
@@ -31,7 +32,7 @@ def main(folder: Path, work: Path, rank: int, world_size: int, tensor_parallel: 
         tensor_parallel=tensor_parallel,
         store=dist.FileStore(str(work / "store"), world_size),
         seed=1,
-        timeout_s=30.0,
+        timeout_s=HANG_S,
     )
     model = build_model(load_hf_config(folder), dtype=torch.float32, extra={})
     load_hf_weights(model, folder)

@@ -16,6 +16,7 @@ from learner.before import Minibatch
 from learner.collate import pack
 from learner.config import LearnerSection
 from tests.integration.policy_rank import algorithm, random_outcomes, train_sequences
+from tests.waiting import HANG_S
 
 SCHEDULES: dict[str, dict[str, object]] = {
     "constant": {"lr_warmup_steps": 3},
@@ -39,7 +40,7 @@ def main(folder: Path, work: Path) -> None:
     from wire.phases import PhaseClock
 
     topology = init_topology(
-        rank=0, world_size=1, tensor_parallel=1, store=HashStore(), seed=1, timeout_s=30.0
+        rank=0, world_size=1, tensor_parallel=1, store=HashStore(), seed=1, timeout_s=HANG_S
     )
     everything = train_sequences()
 

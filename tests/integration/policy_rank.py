@@ -26,6 +26,7 @@ from learner.config import LearnerSection, LearnerSettings
 from learner.plan import plan_step
 from learner.step import StepData, train_step
 from tests.integration.tiny_models import sequences
+from tests.waiting import HANG_S
 from weightbus.config import WeightBusSection
 from wire.phases import PhaseClock
 from wire.run_settings import RunSection, SamplingSection
@@ -129,7 +130,7 @@ def main(folder: Path, work: Path, rank: int, world_size: int, tensor_parallel: 
         tensor_parallel=tensor_parallel,
         store=FileStore(str(work / "store"), world_size),
         seed=1,
-        timeout_s=30.0,
+        timeout_s=HANG_S,
     )
     everything = train_sequences()
     plans = plan_step(

@@ -21,6 +21,7 @@ from learner.broker_link import LeaderLink
 from learner.config import LearnerSettings, learner_settings
 from learner.relay_link import RelayLaunch
 from tests.chaos.published import publish
+from tests.waiting import HANG_S
 from wire.control import StepCommitted
 from wire.logs import start_logging
 from wire.phases import PhaseClock
@@ -68,7 +69,7 @@ def main() -> None:
     from learner.topology import destroy_topology, init_topology
 
     topology = init_topology(
-        rank=0, world_size=1, tensor_parallel=1, store=HashStore(), seed=1, timeout_s=30.0
+        rank=0, world_size=1, tensor_parallel=1, store=HashStore(), seed=1, timeout_s=HANG_S
     )
     for line in sys.stdin:
         config, *overrides = json.loads(line)

@@ -5,8 +5,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.waiting import HANG_S
+
 ROOT = Path(__file__).parents[2]
-TIMEOUT_S = 50
 
 
 def start(work: Path, module: str, *arguments: object) -> subprocess.Popen[str]:
@@ -36,7 +37,7 @@ def start_ranks(module: str, model: Path, work: Path, world_size: int, tensor_pa
 def outputs(processes: list[subprocess.Popen[str]]) -> list[str]:
     """Wait for processes and return what they printed; none of them outlives the test."""
     try:
-        results = [process.communicate(timeout=TIMEOUT_S) for process in processes]
+        results = [process.communicate(timeout=HANG_S) for process in processes]
     finally:
         for process in processes:
             process.kill()

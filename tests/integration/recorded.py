@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from tests.e2e.tiny_run import write_policy
+from tests.waiting import HANG_S
 from wire.arrays import PackedArray
 from wire.codec import encode
 from wire.control import DeliveredGroup, DeliveredTrajectory
@@ -102,7 +103,7 @@ class Replays:
             lr = 1e-2
             deterministic = true
             max_tokens_per_microbatch = 64
-            timeout_s = 30
+            timeout_s = {HANG_S}
             """
         )
 
@@ -140,10 +141,10 @@ def start_tool(command: list[str], *, max_file_bytes: int | None = None) -> subp
     )
 
 
-def finish(process: subprocess.Popen[str], *, code: int = 0, timeout_s: float = 60) -> str:
+def finish(process: subprocess.Popen[str], *, code: int = 0) -> str:
     """Wait for a process and return what it printed; it does not outlive the test."""
     try:
-        output, _ = process.communicate(timeout=timeout_s)
+        output, _ = process.communicate(timeout=HANG_S)
     finally:
         process.kill()
         process.wait()

@@ -12,6 +12,7 @@ from typing import Self, TypeVar
 
 import zmq
 
+from tests.waiting import HANG_S
 from wire.codec import decode_request, encode
 from wire.control import (
     Answer,
@@ -96,7 +97,7 @@ class ScriptedBroker:
         trace: TracebackType | None,
     ) -> None:
         self._stop.set()
-        self._thread.join(timeout=10.0)
+        self._thread.join(timeout=HANG_S)
         self._socket.close()
         self._context.term()
 
@@ -113,10 +114,10 @@ class ScriptedBroker:
             for key in request.keys
         ]
 
-    def wait_for(self, happened: Callable[[], bool], *, timeout_s: float = 40.0) -> None:
+    def wait_for(self, happened: Callable[[], bool]) -> None:
         """Wait until something is true of the requests."""
         with self._changed:
-            assert self._changed.wait_for(happened, timeout_s), self.requests[-5:]
+            assert self._changed.wait_for(happened, HANG_S), self.requests[-5:]
 
     def _serve(self) -> None:
         while not self._stop.is_set():

@@ -8,18 +8,21 @@ import subprocess
 import tempfile
 import venv
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from deploy.observe import fetch_status
+from tests.waiting import HANG_S, until_async
 from wire.errors import SlipstreamError
 from wire.run_settings import RunSection
+from wire.status import RunStatus
 
 ROOT = Path(__file__).parents[2]
 HEAVY = ("torch", "megatron", "sglang", "ray", "transformers", "pyarrow", "reasoning_gym")
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.integration
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +35,7 @@ def slim_python(tmp_path_factory: pytest.TempPathFactory) -> Path:
     unneeded = shutil.ignore_patterns(".*", "runs", "build", "*.egg-info", "__pycache__")
     source = shutil.copytree(ROOT, folder / "source", ignore=unneeded)
     install += ["-c", ROOT / "deploy" / "constraints-cpu.txt", f"{source}[redis-server]"]
-    subprocess.run(install, check=True, timeout=150)
+    subprocess.run(install, check=True, timeout=HANG_S)
     return python
 
 
@@ -59,27 +62,32 @@ def test_the_broker_imports_and_serves_without_torch(slim_python: Path, run_fold
     environment = {"PATH": os.defpath, "HOME": str(run_folder)}
     with subprocess.Popen(command, cwd=run_folder, env=environment) as broker:
         try:
-            status = asyncio.run(first_status(RunSection(name="slim", dir=f"{run_folder}/runs")))
+            run = RunSection(name="slim", dir=f"{run_folder}/runs")
+            status = asyncio.run(first_status(run, broker))
             assert status.run_name == "slim"
             assert status.versions["redis"]
             url = (run_folder / "runs" / "slim" / "dashboard.url").read_text().strip()
             assert url.startswith("http://127.0.0.1:")
         finally:
             broker.terminate()
-            assert broker.wait(20) == 0
+            assert broker.wait(HANG_S) == 0
     summary = json.loads((run_folder / "runs" / "slim" / "summary.json").read_text())
     assert summary["outcome"] == "stopped"
     assert not list(run_folder.rglob("*.sock"))
 
 
-async def first_status(run: RunSection):
+async def first_status(run: RunSection, broker: "subprocess.Popen[bytes]") -> RunStatus:
     """Ask until the broker is up."""
-    for _ in range(200):
-        try:
-            return await fetch_status(run, timeout_s=2.0)
-        except SlipstreamError:
-            await asyncio.sleep(0.1)
-    raise AssertionError("the broker did not come up")
+    found: list[RunStatus] = []
+
+    async def answers() -> bool:
+        assert broker.poll() is None, "the broker has ended"
+        with suppress(SlipstreamError):
+            found.append(await fetch_status(run, timeout_s=20.0))
+        return bool(found)
+
+    await until_async(answers, "the broker did not come up")
+    return found[0]
 
 
 def test_the_project_is_installed_as_a_wheel_with_its_page(slim_python: Path):

@@ -12,7 +12,7 @@ from generators.prompting import TextCodec
 from wire.run_settings import SamplingSection
 from wire.trajectory import ChatMessage, Prompt
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.integration
 ROOT = Path(__file__).parents[2]
 
 CHATML_WITH_DEFAULT_SYSTEM = (  # shaped like SmolLM2's

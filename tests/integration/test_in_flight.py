@@ -12,7 +12,6 @@ import os
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
@@ -32,14 +31,16 @@ from generators.engine import Completion, SamplingParams
 from generators.sglang_engine import SglangEngine
 from generators.sglang_process import SglangProcess
 from tests.integration.ranks import ROOT
+from tests.integration.sglang_load import Load, until_load
 from tests.random_llama import write_random_weights
+from tests.waiting import HANG_S
 from weightbus.collective_transport import EngineGroup
 from weightbus.layout import plan_layout
 from wire.errors import EngineError
 from wire.manifest import TensorSpec
 from wire.versions import PolicyVersion
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.integration
 Mode = Literal["retract", "in_place"]
 Way = Callable[[SglangEngine, Path], Awaitable[None]]
 Starts = Sequence[tuple[int, PolicyVersion]]
@@ -49,6 +50,7 @@ TOLERANCE = 2e-5  # of float32 logprobs
 SEQUENCES = 8  # that an engine generates at a time
 END = 2  # barred: no answer ends early
 LENGTH = 400
+TRIES = 20  # to change weights while answers are in the making: a slow machine may be too late
 LONG = SamplingParams(temperature=1.0, max_new_tokens=LENGTH, min_new_tokens=LENGTH)
 SHORT = SamplingParams(temperature=1.0, max_new_tokens=24, min_new_tokens=24)
 PROMPTS = [[3, 4, 13], [7, 8, 9, 10, 13, 5], [12] * 5, [4]]
@@ -171,7 +173,11 @@ def on(
 @asynccontextmanager
 async def client(process: SglangProcess, mode: Mode) -> AsyncIterator[SglangEngine]:
     engine = SglangEngine(
-        process.url, process.api_key, request_timeout_s=60, control_timeout_s=20, in_flight=mode
+        process.url,
+        process.api_key,
+        request_timeout_s=HANG_S,
+        control_timeout_s=HANG_S,
+        in_flight=mode,
     )
     try:
         yield engine
@@ -204,7 +210,7 @@ async def receive(engine: SglangEngine, model: Path) -> None:
     tensors = load_file(model / "model.safetensors")
     specs = [TensorSpec(name, "float32", tuple(tensors[name].shape)) for name in tensors]
     buckets = plan_layout(specs, bucket_bytes=64 * 1024).buckets
-    group = EngineGroup("of-two", host="127.0.0.1", world_size=2, timeout_s=20)
+    group = EngineGroup("of-two", host="127.0.0.1", world_size=2, timeout_s=HANG_S)
     address = {"host": "127.0.0.1", "port": group.port, "group_name": group.name}
     joined = asyncio.create_task(asyncio.to_thread(group.join, "gloo"))
     await engine.open_group(**address, rank=1, world_size=2, backend="gloo")
@@ -266,23 +272,36 @@ async def ask(
     return [Answer(prompt, one) for one in await engine.sample(prompt, params, count=count)]
 
 
-async def changed_twice(engine: SglangEngine, weights: Weights) -> list[Answer]:
+async def changed_twice(
+    process: SglangProcess, engine: SglangEngine, weights: Weights
+) -> list[Answer]:
     """Return long answers in which the weights changed twice; one had to wait in the queue."""
-    await change(engine, weights[V0], V0)
-    started = time.monotonic()
-    await asyncio.gather(*(ask(engine, prompt, LONG, 2) for prompt in PROMPTS))
-    lap_s = time.monotonic() - started
-    asked = [asyncio.create_task(ask(engine, prompt, LONG, 2)) for prompt in PROMPTS]
-    await asyncio.sleep(0.05)
-    asked.append(asyncio.create_task(ask(engine, [5, 5], LONG, 1)))
-    for version, way in ((V1, load), (V2, receive)):
-        await asyncio.sleep(0.2 * lap_s)
-        assert await change(engine, weights[version], version, by=way) == SEQUENCES + 1
-    answers = [answer for answers in await asyncio.gather(*asked) for answer in answers]
-    assert V0 not in answers[-1].versions, "nothing had to wait in the queue"
-    num_thrice = sum(answer.versions == [V0, V1, V2] for answer in answers)
-    assert num_thrice >= SEQUENCES // 2, "the changes came too late"
-    return answers
+    for _ in range(TRIES):
+        await change(engine, weights[V0], V0)
+        asked = [asyncio.create_task(ask(engine, prompt, LONG, 2)) for prompt in PROMPTS]
+        await until_busy(process, asked, lambda load: load.num_running == SEQUENCES)
+        asked.append(asyncio.create_task(ask(engine, [5, 5], LONG, 1)))
+        await until_busy(process, asked, lambda load: load.num_waiting == 1)
+        in_flight = []
+        for version, way in ((V1, load), (V2, receive)):
+            enough = version.step * SEQUENCES * LENGTH // 5
+            await until_busy(process, asked, lambda load: load.num_tokens >= enough)  # noqa: B023
+            in_flight.append(await change(engine, weights[version], version, by=way))
+        answers = [answer for answers in await asyncio.gather(*asked) for answer in answers]
+        num_thrice = sum(answer.versions == [V0, V1, V2] for answer in answers)
+        is_in_time = in_flight == [SEQUENCES + 1] * 2 and num_thrice >= SEQUENCES // 2
+        if is_in_time and V0 not in answers[-1].versions:
+            return answers
+    raise AssertionError("the changes came too late, or nothing had to wait in the queue")
+
+
+async def until_busy(
+    process: SglangProcess,
+    asked: Sequence["asyncio.Task[list[Answer]]"],
+    is_enough: Callable[[Load], bool],
+) -> None:
+    """Wait until a server is so busy with what was asked, or too late."""
+    await until_load(process, lambda load: is_enough(load) or any(one.done() for one in asked))
 
 
 def moved(starts: Starts) -> Iterator[Starts]:
@@ -315,7 +334,7 @@ def test_a_retracted_answer_has_the_learners_logprobs_of_the_version_that_each_r
     weights: Weights, oracle: Oracle, retracting: SglangProcess
 ):
     async def scenario(engine: SglangEngine) -> None:
-        answers = await changed_twice(engine, weights)
+        answers = await changed_twice(retracting, engine, weights)
         for answer, by_version in by_learner(oracle, weights, answers):
             assert answer.error(picked(by_version, answer.starts)) < TOLERANCE
             for starts in moved(answer.starts):
@@ -328,7 +347,7 @@ def test_an_answer_changed_in_place_goes_on_over_the_keys_and_values_that_it_has
     weights: Weights, oracle: Oracle, keeping: SglangProcess
 ):
     async def scenario(engine: SglangEngine) -> None:
-        answers = await changed_twice(engine, weights)
+        answers = await changed_twice(keeping, engine, weights)
         off_the_learners = []
         for answer, by_version in by_learner(oracle, weights, answers):
             assert answer.error(oracle.over_kept_cache(answer, answer.starts, weights)) < TOLERANCE
@@ -353,11 +372,18 @@ def test_no_answer_of_a_version_is_read_from_prefixes_of_another(
         before = await ask(engine, PREFIX, SHORT, 3)
         cached = await num_cached(process, PREFIX)
         assert cached >= 64 if mode == "retract" else cached == 0
-        running = asyncio.create_task(ask(engine, PREFIX, LONG, SEQUENCES))
-        await asyncio.sleep(0.1)
-        queued = asyncio.create_task(ask(engine, PREFIX, SHORT, 2))
-        await asyncio.sleep(0.1)
-        assert await engine.pause() == SEQUENCES + 2
+        for _ in range(TRIES):
+            running = asyncio.create_task(ask(engine, PREFIX, LONG, SEQUENCES))
+            await until_busy(process, [running], lambda load: load.num_running == SEQUENCES)
+            queued = asyncio.create_task(ask(engine, PREFIX, SHORT, 2))
+            await until_busy(process, [running], lambda load: load.num_waiting == 2)
+            in_flight = await engine.pause()
+            busy = await until_load(process, lambda _: True)
+            if (busy.num_running, busy.num_waiting) == (SEQUENCES, 2):
+                break
+            await engine.resume()  # answers were finished before the pause
+            await asyncio.gather(running, queued)
+        assert in_flight == SEQUENCES + 2
         in_pause = asyncio.create_task(ask(engine, PREFIX, SHORT, 2))
         await asyncio.sleep(0.1)
         await load(engine, weights[V1])

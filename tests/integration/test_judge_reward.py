@@ -16,11 +16,12 @@ from broker.rewards.pool import RewardPool
 from broker.rewards.sdk import Transcript, Unavailable
 from generators.sglang_process import SglangProcess
 from tests.e2e.tiny_run import sglang_server
+from tests.waiting import HANG_S
 from wire.control import ScoringItem
 from wire.keys import write_private
 from wire.trajectory import Prompt, Score
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.integration
 KEY = "judge-key-4711"
 
 
@@ -60,7 +61,7 @@ def asked(
         headers = request.headers.get("Authorization")
         seen.append({"path": request.path, "key": headers, **body})
         if reply is SILENCE:
-            await asyncio.sleep(5)
+            await asyncio.sleep(1000)
         return reply(body)
 
     async def body() -> float | str:
@@ -137,13 +138,16 @@ def test_a_completions_judge_gets_a_prompt():
         (lambda _: web.json_response({"choices": []}), "no choices"),
         (lambda _: web.json_response({"choices": [{"message": 3}]}), "cannot be read"),
         (lambda _: web.Response(body=b"x" * 3_000_000), "longer than"),
-        (SILENCE, r"longer than 0\.3 s"),
+        (SILENCE, r"longer than \d"),
     ],
 )
 def test_whatever_is_no_number_gives_no_reward(
     reply: Callable[[dict[str, Any]], web.Response], why: str
 ):
-    reason, seen = asked(reply, timeout_s=0.3 if reply is SILENCE else 10.0)
+    for timeout_s in (0.3, 3.0, 30.0) if reply is SILENCE else (HANG_S,):
+        reason, seen = asked(reply, timeout_s=timeout_s)
+        if seen:  # else the machine was too slow to ask in this time
+            break
     assert isinstance(reason, str)
     assert re.search(why, reason), reason
     assert len(seen) == 1

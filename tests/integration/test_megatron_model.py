@@ -6,7 +6,10 @@ covered.
 """
 
 import json
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 from safetensors.torch import load_file
@@ -14,21 +17,41 @@ from safetensors.torch import load_file
 from tests.integration.ranks import outputs, reports, start, start_ranks
 from tests.integration.tiny_models import FAMILIES, write_tiny_model
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(60)]
+pytestmark = pytest.mark.integration
 
 
 def by_token(report: dict, key: str) -> list[float]:
     return [value for i in sorted(report[key], key=int) for value in report[key][i]]
 
 
+class Alone(NamedTuple):
+    """What one rank makes of a model."""
+
+    model: Path
+    work: Path
+    expected: list[float]  # logprobs of transformers
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Alone]:
+    """Each family is computed once."""
+
+    @cache
+    def computed(family: str) -> Alone:
+        folder = tmp_path_factory.mktemp(family)
+        model, work = write_tiny_model(folder / "model", family), folder / "work"
+        ranks = start_ranks("megatron_rank", model, work, world_size=1, tensor_parallel=1)
+        printed = outputs([start(folder, "transformers_logprobs", model), *ranks])[0]
+        return Alone(model, work, [value for one in json.loads(printed) for value in one])
+
+    return computed
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logprobs_are_those_of_transformers_and_the_export_is_bit_equal(
-    tmp_path: Path, family: str
+    alone: Callable[[str], Alone], family: str
 ):
-    model, work = write_tiny_model(tmp_path / "model", family), tmp_path / "work"
-    ranks = start_ranks("megatron_rank", model, work, world_size=1, tensor_parallel=1)
-    printed = outputs([start(tmp_path, "transformers_logprobs", model), *ranks])[0]
-    expected = [value for sequence in json.loads(printed) for value in sequence]
+    _, work, expected = alone(family)
     (report,) = reports(work, 1)
     assert by_token(report, "logprobs") == pytest.approx(expected, abs=2e-5)
     assert report["exported"] == report["original"]
@@ -40,22 +63,19 @@ def test_logprobs_are_those_of_transformers_and_the_export_is_bit_equal(
 
 
 @pytest.mark.parametrize("tensor_parallel", [pytest.param(2, id="tp2"), pytest.param(1, id="dp2")])
-def test_two_ranks_compute_what_one_computes(tmp_path: Path, tensor_parallel: int):
-    model = write_tiny_model(tmp_path / "model", "qwen2")
-    one, two = tmp_path / "one", tmp_path / "two"
-    outputs(
-        [
-            *start_ranks("megatron_rank", model, one, 1, 1),
-            *start_ranks("megatron_rank", model, two, 2, tensor_parallel),
-        ]
-    )
-    (alone,), split = reports(one, 1), reports(two, 2)
+def test_two_ranks_compute_what_one_computes(
+    alone: Callable[[str], Alone], tmp_path: Path, tensor_parallel: int
+):
+    model, one, _ = alone("qwen2")
+    two = tmp_path / "two"
+    outputs(start_ranks("megatron_rank", model, two, 2, tensor_parallel))
+    (unsplit,), split = reports(one, 1), reports(two, 2)
     for key in ("logprobs", "entropies"):
         merged = {key: split[0][key] | split[1][key]}
-        assert by_token(merged, key) == pytest.approx(by_token(alone, key), abs=5e-6)
+        assert by_token(merged, key) == pytest.approx(by_token(unsplit, key), abs=5e-6)
     for report in split:
         assert report["data_parallel"] == 2 // tensor_parallel
-        assert report["gradient_norm"] == pytest.approx(alone["gradient_norm"], rel=1e-5)
+        assert report["gradient_norm"] == pytest.approx(unsplit["gradient_norm"], rel=1e-5)
         assert report["exported"] == report["original"]
         assert report["written"] == report["original"]
     assert split[0]["refused"] == ""

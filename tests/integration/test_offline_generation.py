@@ -12,10 +12,11 @@ import pytest
 
 from generators.prompting import sibling_seed
 from tests.e2e.tiny_run import write_policy
+from tests.waiting import HANG_S
 from wire.codec import decode_payload, decode_transcript
 from wire.trajectory_file import read_groups
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.integration
 ROOT = Path(__file__).parents[2]
 CONFIG = """
 [run]
@@ -96,10 +97,10 @@ def test_ctrl_c_ends_it_and_leaves_no_process_behind(tmp_path: Path):
         assert process.poll() is None
     children = psutil.Process(process.pid).children(recursive=True)
     assert children
-    time.sleep(0.5)
+    time.sleep(0.2)
     process.send_signal(signal.SIGINT)
-    assert process.wait(20) == 130
+    assert process.wait(HANG_S) == 130
     process.stderr.close()
-    _, alive = psutil.wait_procs(children, timeout=5)
+    _, alive = psutil.wait_procs(children, timeout=HANG_S)
     assert alive == []
     assert list(read_groups(tmp_path / "a.trajectories")) == []

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from tests.integration.ranks import outputs, reports, start, start_ranks
 from tests.integration.tiny_models import write_tiny_model
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(90)]
+pytestmark = pytest.mark.integration
 
 
 def write_other_model(folder: Path, family: str) -> None:

@@ -17,7 +17,7 @@ from tests.chaos.harness import ROOT, chaos_run
 from tests.random_llama import write_random_weights
 from wire.checkpoints import newest_checkpoint, read_checkpoint_info
 
-pytestmark = [pytest.mark.integration, pytest.mark.redis, pytest.mark.timeout(60)]
+pytestmark = [pytest.mark.integration, pytest.mark.redis]
 STEPS, BOUND, GROUPS, SIBLINGS, MINIBATCHES = 3, 2, 4, 4, 2
 VOCABULARY = 40  # the scripted engine's
 WITH_CRITIC = {"ppo", "vapo", "pf-ppo"}
@@ -104,7 +104,7 @@ def test_a_preset_trains_what_the_ledger_delivers(
             "learner.lr=1e-3",
             *OVERRIDES.get(preset, ()),
         )
-        it.finish(timeout_s=30)
+        it.finish()
         account = it.account()
 
     assert (account.finished, account.version.step) == (True, STEPS)

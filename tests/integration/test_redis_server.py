@@ -22,6 +22,7 @@ import redis.asyncio as aioredis
 from broker.redis_server import RedisServer, find_server, packaged_server
 from broker.redis_store import RedisStore
 from broker.store import Changes, StoredTrajectory
+from tests.waiting import HANG_S, NEVER_S, until_async, until_ended
 from wire.errors import (
     ChildDiedError,
     ConfigError,
@@ -30,7 +31,7 @@ from wire.errors import (
     SupersededError,
 )
 
-pytestmark = [pytest.mark.integration, pytest.mark.redis, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.integration, pytest.mark.redis]
 
 
 @pytest.fixture
@@ -77,7 +78,7 @@ def running(server: RedisServer) -> Iterator[RedisServer]:
 
 @asynccontextmanager
 async def connected(
-    server: RedisServer, *, outage_s: float = 60.0, timeout_s: float = 10.0, url: str = ""
+    server: RedisServer, *, outage_s: float = NEVER_S, timeout_s: float = NEVER_S, url: str = ""
 ) -> AsyncIterator[RedisStore]:
     await server.until_listening(server.socket)
     store = await RedisStore.connect(
@@ -94,7 +95,7 @@ async def connected(
 
 
 @asynccontextmanager
-async def kept_alive(server: RedisServer, *, outage_s: float = 60.0) -> AsyncIterator[None]:
+async def kept_alive(server: RedisServer, *, outage_s: float = NEVER_S) -> AsyncIterator[None]:
     task = asyncio.create_task(server.keep_alive(outage_s=outage_s))
     try:
         yield
@@ -226,7 +227,7 @@ def test_an_outage_is_said_once_and_ends_with_the_setting_to_change(
             began_s = time.monotonic()
             with pytest.raises(PeerLostError, match=r"broker\.redis\.url"):
                 await store.commit(change(1))
-            assert 0.6 <= time.monotonic() - began_s < 3.0
+            assert time.monotonic() - began_s >= 0.6
             with pytest.raises(PeerLostError):
                 await store.fetch([(0, 0)])
 
@@ -247,11 +248,11 @@ def test_reads_wait_for_a_server_that_comes_back(folder: Path, caplog: pytest.Lo
                 found = await asyncio.gather(
                     store.fetch([(0, 0)]), store.snapshot(), events_of(store)
                 )
+                await until_async(lambda: "the Redis server is back after" in caplog.text)
         assert found == [[change(0).put[0, 0]], b"snap", [0]]
 
     with running(launch(folder)) as server:
         asyncio.run(body(server))
-    assert "the Redis server is back after" in caplog.text
     assert "starting it again in 0.1 s" in caplog.text
 
 
@@ -300,12 +301,15 @@ def test_a_stopped_server_is_waited_for_and_applies_a_commit_once(
     folder: Path, binary: Path, size: int, caplog: pytest.LogCaptureFixture
 ):
     async def body(server: RedisServer) -> None:
-        async with connected(server, timeout_s=0.2) as store:
+        async with connected(server, timeout_s=1.0) as store:
             for number in range(0, 4, 2):
                 await store.commit(change(number, size))
+                said = caplog.text.count("nothing is acknowledged")
                 os.kill(server.process.pid, signal.SIGSTOP)
                 commit = asyncio.create_task(store.commit(change(number + 1, size)))
-                await asyncio.sleep(0.6)
+                await until_async(
+                    lambda: caplog.text.count("nothing is acknowledged") > said  # noqa: B023
+                )
                 assert not commit.done()
                 os.kill(server.process.pid, signal.SIGCONT)
                 await commit
@@ -313,7 +317,6 @@ def test_a_stopped_server_is_waited_for_and_applies_a_commit_once(
 
     with running(launch(folder, binary=binary)) as server:
         asyncio.run(body(server))
-    assert "nothing is acknowledged" in caplog.text
 
 
 @dataclass
@@ -322,12 +325,14 @@ class Proxy:
 
     target: Path
     num_connections: int = 0
+    num_open: int = 0
     withheld: set[int] = field(default_factory=set)
     held_bytes: dict[int, bytes] = field(default_factory=dict)
     to_server: dict[int, asyncio.StreamWriter] = field(default_factory=dict)
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         number, self.num_connections = self.num_connections, self.num_connections + 1
+        self.num_open += 1
         from_server, self.to_server[number] = await asyncio.open_unix_connection(self.target)
         back = asyncio.create_task(self._pump_back(from_server, writer))
         while data := await reader.read(65536):
@@ -339,6 +344,7 @@ class Proxy:
             self.to_server[number].close()
         await back
         writer.close()
+        self.num_open -= 1
 
     async def _pump_back(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(ConnectionError):
@@ -352,7 +358,7 @@ def test_a_copy_of_a_commit_that_arrives_late_is_not_applied_again(folder: Path)
         proxy = Proxy(server.socket)
         listening = await asyncio.start_unix_server(proxy.serve, folder / "p.sock")
         async with (
-            connected(server, url=f"unix://{folder}/p.sock", timeout_s=0.3) as store,
+            connected(server, url=f"unix://{folder}/p.sock", timeout_s=1.0) as store,
             connected(server) as reader,
         ):
             await store.commit(change(0))
@@ -368,7 +374,7 @@ def test_a_copy_of_a_commit_that_arrives_late_is_not_applied_again(folder: Path)
             assert await events_of(reader) == [0, 1, 2]
             proxy.to_server[writing].close()
         listening.close()
-        await asyncio.sleep(0.1)  # the proxy's connections close themselves
+        await until_async(lambda: proxy.num_open == 0, "a connection of the proxy stays open")
 
     with running(launch(folder)) as server:
         asyncio.run(body(server))
@@ -418,9 +424,8 @@ def test_a_server_out_of_memory_is_waited_for(folder: Path, caplog: pytest.LogCa
             await store.commit(change(0))
             await client.config_set("maxmemory", "1")
             commit = asyncio.create_task(store.commit(change(1)))
-            await asyncio.sleep(0.4)
+            await until_async(lambda: "OOM" in caplog.text or "maxmemory" in caplog.text)
             assert not commit.done()
-            assert "OOM" in caplog.text or "maxmemory" in caplog.text
             await client.config_set("maxmemory", "0")
             await commit
             await check_whole(store, [100, 100])
@@ -504,10 +509,9 @@ def test_a_second_server_in_one_folder_is_refused(folder: Path, monkeypatch: pyt
 def test_a_second_server_waits_for_the_first_to_die(folder: Path):
     first = launch(folder)
     asyncio.run(first.until_listening(first.socket))
-    reaper = subprocess.Popen(["sh", "-c", f"sleep 0.5; kill -9 {first.process.pid}"])
-    began_s = time.monotonic()
+    reaper = subprocess.Popen(["sh", "-c", f"sleep 0.2; kill -9 {first.process.pid}"])
     with running(launch(folder)) as second:
-        assert time.monotonic() - began_s > 0.3
+        assert first.process.poll() == -signal.SIGKILL, "there were two"
         assert second.process.poll() is None
     reaper.wait()
     first.process.wait()
@@ -524,16 +528,13 @@ server = RedisServer.launch(
     socket=folder / "r.sock", folder=folder / "data", log_file=folder / "log", fsync="no"
 )
 print(server.process.pid, flush=True)
-time.sleep(60)
+time.sleep(1000)
 """
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as parent:
         assert parent.stdout is not None
         pid = int(parent.stdout.readline())
         parent.kill()
-    deadline_s = time.monotonic() + 5.0
-    while Path(f"/proc/{pid}").exists() and time.monotonic() < deadline_s:
-        time.sleep(0.01)
-    assert not Path(f"/proc/{pid}").exists()
+    until_ended(pid)
     with running(launch(folder)) as server:
         assert server.process.poll() is None
 
@@ -546,7 +547,7 @@ def test_a_server_that_cannot_be_kept_up_ends_with_its_last_words(folder: Path):
         began_s = time.monotonic()
         with pytest.raises(ChildDiedError, match="ended with code"):
             await server.keep_alive(outage_s=1.0)
-        assert 1.0 <= time.monotonic() - began_s < 5.0
+        assert time.monotonic() - began_s >= 1.0
 
     server = launch(folder)
     asyncio.run(body(server))
@@ -590,11 +591,13 @@ def test_a_full_disk_loses_nothing_and_is_outlived(
                     acknowledged += 1
 
             writing = asyncio.create_task(write_all())
-            done, _ = await asyncio.wait([writing], timeout=2.5)
-            assert not done
+            refusal = "the disk is full" if fsync == "always" else "MISCONF"
+            await until_async(lambda: refusal in caplog.text or writing.done())
+            await asyncio.sleep(0.2)  # in which it might be acknowledged after all
+            assert not writing.done()
             before = acknowledged
             ballast.unlink()  # noqa: ASYNC240
-            await asyncio.wait_for(writing, 30.0)
+            await asyncio.wait_for(writing, HANG_S)
             await check_whole(store, sizes)
         return before
 
@@ -606,10 +609,7 @@ def test_a_full_disk_loses_nothing_and_is_outlived(
         with running(launch(disk)) as server:
             asyncio.run(check_after_restart(server, sizes))
     if fsync == "always":
-        assert "the disk is full" in caplog.text
         assert "nothing is acknowledged until there is room" in caplog.text
-    else:
-        assert "MISCONF" in caplog.text
 
 
 async def check_after_restart(server: RedisServer, sizes: list[int]) -> None:
@@ -619,11 +619,11 @@ async def check_after_restart(server: RedisServer, sizes: list[int]) -> None:
 
 def test_a_disk_that_stays_full_is_an_error_of_the_settings(folder: Path):
     async def body(server: RedisServer) -> None:
-        async with connected(server, outage_s=30.0) as store:
+        async with connected(server) as store:
             keeping = asyncio.create_task(server.keep_alive(outage_s=1.5))
             writing = asyncio.create_task(store.commit(change(0, 8_000_000)))
             with pytest.raises(ConfigError, match=r"the disk is full.*run\.dir"):
-                await asyncio.wait_for(keeping, 20.0)
+                await asyncio.wait_for(keeping, HANG_S)
             assert not writing.done()
             writing.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -639,13 +639,17 @@ def test_the_append_only_file_stays_bounded(folder: Path, binary: Path):
     async def body(server: RedisServer) -> None:
         async with connected(server) as store, admin(server) as client:
             await client.config_set("auto-aof-rewrite-min-size", "4mb")
+
+            async def is_rewritten() -> bool:
+                return not (await client.info("persistence"))["aof_rewrite_in_progress"]
+
             peak_bytes = 0
             for number in range(150):
                 changes = change(number, 1_000_000)
                 changes.remove.append((number - 4, 0))
                 await store.commit(changes)
                 peak_bytes = max(peak_bytes, (await store.figures())["aof_bytes"])
-                await asyncio.sleep(0.02)  # the server looks at its size ten times a second
+                await until_async(is_rewritten)  # what is written meanwhile is in the new file
             assert peak_bytes < 75_000_000
             assert (await store.figures())["memory_bytes"] < 40_000_000
 

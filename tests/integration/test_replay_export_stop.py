@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,11 +15,12 @@ from safetensors.torch import load_file
 from tests.integration.ranks import outputs, start
 from tests.integration.recorded import GROUPS, Replays, finish, start_tool
 from tests.integration.test_checkpoint import LAYOUTS, rows, weights
+from tests.waiting import until
 from wire.checkpoints import newest_checkpoint
 from wire.codec import decode_payload
 from wire.trajectory_file import read_groups
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.integration
 
 
 def slipstream(*arguments: object, code: int = 0) -> str:
@@ -39,6 +39,14 @@ def behavior_logprobs(file: Path, group_id: int, sibling: int) -> list[float]:
             payload = decode_payload(memoryview(recorded.payloads[sibling]))
             return memoryview(payload.behavior_logprobs.data).cast("B").cast("f").tolist()
     raise AssertionError(f"no group {group_id} in {file}")
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Replays, Path]:
+    """Four steps with records of all rollouts and a trace of two steps."""
+    replays = Replays(tmp_path_factory.mktemp("trained"))
+    settings = ("run.steps=4", "learner.rollouts_per_step=100", "profile.steps=[2,3]")
+    return replays, replays.train("a", *settings)
 
 
 def test_an_export_is_the_policy_that_the_learner_had(tmp_path: Path):
@@ -71,9 +79,8 @@ def test_an_export_is_the_policy_that_the_learner_had(tmp_path: Path):
         assert logprobs[first - 1 :] == pytest.approx(expected, abs=5e-5)
 
 
-def test_an_export_that_cannot_be_says_why(tmp_path: Path):
-    replays = Replays(tmp_path)
-    run = replays.train("a", "run.steps=1")
+def test_an_export_that_cannot_be_says_why(tmp_path: Path, trained: tuple[Replays, Path]):
+    replays, run = trained
     refused = {
         (run, "--best"): f"{run} has no evaluated checkpoint",
         (tmp_path,): f"{tmp_path} is neither a run with checkpoints nor a checkpoint",
@@ -82,7 +89,9 @@ def test_an_export_that_cannot_be_says_why(tmp_path: Path):
     for arguments, message in refused.items():
         assert message in slipstream("export", *arguments, code=2)
     replays.model.rename(tmp_path / "moved")
-    assert f"was trained from {replays.model}, which is gone" in slipstream("export", run, code=2)
+    gone = slipstream("export", run, code=2)
+    (tmp_path / "moved").rename(replays.model)
+    assert f"was trained from {replays.model}, which is gone" in gone
 
 
 def test_a_replay_trains_on_what_a_run_recorded(tmp_path: Path):
@@ -107,10 +116,9 @@ def test_a_replay_trains_on_what_a_run_recorded(tmp_path: Path):
     assert (tmp_path / "runs" / "a-replay-2").is_dir()
 
 
-def test_what_was_trained_can_be_read(tmp_path: Path):
-    run = Replays(tmp_path).train("a", "run.steps=2", "learner.rollouts_per_step=100")
-    rows_ = rollouts(run)
-    assert {row["step"] for row in rows_} == {0, 1}
+def test_what_was_trained_can_be_read(trained: tuple[Replays, Path]):
+    rows_ = rollouts(trained[1])
+    assert {row["step"] for row in rows_} == {0, 1, 2, 3}
     for row in rows_:
         assert row["parts"] == {"half": row["reward"] / 2}
         assert row["finish_reason"] == "stop"
@@ -125,21 +133,21 @@ def test_what_was_trained_can_be_read(tmp_path: Path):
     assert any(len(row["version_runs"]) == 2 for row in rows_)
 
 
-def test_a_trace_is_written_for_the_steps_asked_for(tmp_path: Path):
-    run = Replays(tmp_path).train("a", "profile.steps=[2,3]", "run.steps=4")
-    trace = json.loads((run / "profile" / "rank-0.json").read_text())
+def test_a_trace_is_written_for_the_steps_asked_for(trained: tuple[Replays, Path]):
+    trace = json.loads((trained[1] / "profile" / "rank-0.json").read_text())
     names = [str(event.get("name")) for event in trace["traceEvents"]]
     updates = [n for n in names if n.startswith("Optimizer.step#")]
     assert len(updates) == 2
 
 
 def wait_for_step(process: subprocess.Popen[str], run: Path, step: int) -> None:
-    deadline = time.monotonic() + 60
     path = run / "replay" / "metrics.jsonl"
-    while not path.exists() or len(path.read_text().splitlines()) < step:
+
+    def is_there() -> bool:
         assert process.poll() is None, process.communicate()[0]
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+        return path.exists() and len(path.read_text().splitlines()) >= step
+
+    until(is_there, f"step {step} is not trained")
 
 
 LONG = 400

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 import psutil
@@ -17,13 +17,16 @@ from msgspec import structs
 from broker.config import RewardSection, RewardTable
 from broker.rewards import pool as pool_module
 from broker.rewards.pool import RewardPool
+from tests.waiting import HANG_S, until, until_async
 from wire.control import ScoringItem
 from wire.errors import ConfigError
 from wire.trajectory import Prompt, Score, Transcript
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(60)]
+pytestmark = pytest.mark.integration
 ROOT = Path(__file__).parents[2]
 MARK = f"reward-pool-test-{os.getpid()}"  # in the arguments of what hostile functions start
+# What a call may take where one is to take longer: on a slow machine the others may, too.
+PATIENCES_S = (0.6, 6.0, 60.0)
 
 REWARDS = """
 import asyncio, ctypes, math, os, subprocess, sys, time
@@ -98,9 +101,10 @@ def leave_a_daemon(twice):
             os.execv(sys.executable, [sys.executable, "-c", "import time; time.sleep(600)", "MARK"])
         os._exit(0)
 
-def recurse_for_ever(depth=0):
-    while True:
+def fork_and_fork():
+    for _ in range(8):  # a bomb that leaves something of the machine to other tests
         os.fork()
+    time.sleep(600)
 
 def faulty(data_source, solution_str, ground_truth, extra_info):
     match solution_str:
@@ -111,13 +115,14 @@ def faulty(data_source, solution_str, ground_truth, extra_info):
                 signal.signal(number, signal.SIG_IGN)
             time.sleep(600)
         case "daemon": leave_a_daemon(False)
+        case "daemon and sleeps": leave_a_daemon(False); time.sleep(600)
         case "setsid twice": leave_a_daemon(True); time.sleep(0.3)
-        case "fork bomb": recurse_for_ever()
+        case "fork bomb": fork_and_fork()
         case "memory":
             kept = []
-            while True: kept.append(bytearray(16 << 20)); time.sleep(0.005)
+            while True: kept.append(bytearray(16 << 20)); time.sleep(0.02)
         case "child's memory":
-            code = "x=[]\\nimport time\\nwhile 1: x.append(bytearray(16<<20)); time.sleep(.005)"
+            code = "x=[]\\nimport time\\nwhile 1: x.append(bytearray(16<<20)); time.sleep(.02)"
             subprocess.run([sys.executable, "-c", code, "MARK"])
         case "raises": raise ValueError("no number")
         case "nan": return math.nan
@@ -167,6 +172,18 @@ async def faulty_async(data_source, solution_str, ground_truth, extra_info):
         case _: await asyncio.sleep(0.2)
     return len(solution_str)
 
+begun = running = 0
+
+async def eight_at_a_time(data_source, solution_str, ground_truth, extra_info):
+    global begun, running
+    begun += 1
+    running += 1
+    at_once, others = running, -(-begun // 8) * 8
+    while begun < others:
+        await asyncio.sleep(0.005)
+    running -= 1
+    return {"score": 1.0, "at_once": at_once}
+
 @reward(takes="batch")
 def too_few(transcripts):
     return [1.0] * (len(transcripts) - 1)
@@ -207,7 +224,9 @@ def group_with_a_fault(transcripts):
 def wide(data_source, solution_str, ground_truth, extra_info):
     return {"score": 1.0} | {f"m{n}": n for n in range(70)}
 
-def slow(data_source, solution_str, ground_truth, extra_info):
+def slow(data_source, solution_str, ground_truth, extra_info, *, path=os.devnull):
+    with open(path, "a") as file:
+        file.write("x")
     time.sleep(0.02)
     return os.getpid()
 """.replace("MARK", MARK)
@@ -269,7 +288,8 @@ def work(*answers: str, groups: int = 1) -> list[tuple[ScoringItem, Transcript]]
 
 
 def settings(rewards: Path, function: str, **changes: object) -> RewardSection:
-    return RewardSection(function=f"{rewards}:{function}", **changes)  # type: ignore[arg-type]
+    patient = {"timeout_s": HANG_S, "cpu_s": HANG_S}
+    return RewardSection(function=f"{rewards}:{function}", **(patient | changes))  # type: ignore[arg-type]
 
 
 async def score_all(pool: RewardPool, todo: list[tuple[ScoringItem, Transcript]]) -> list[Score]:
@@ -279,12 +299,6 @@ async def score_all(pool: RewardPool, todo: list[tuple[ScoringItem, Transcript]]
         assert score.lease_id not in scores, "an answer has two scores"
         scores[score.lease_id] = score
     return [scores[item.lease_id] for item, _ in todo]
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(5):
-        while not condition():  # noqa: ASYNC110 nobody tells us
-            await asyncio.sleep(0.02)
 
 
 def scored(
@@ -298,6 +312,19 @@ def scored(
             await pool.close()
 
     return asyncio.run(body())
+
+
+def scored_in_time(
+    section: RewardSection, *answers: str, slow: Collection[str], groups: int = 1
+) -> tuple[list[Score], RewardPool]:
+    """Score answers of which only those that are slow take longer than reward.timeout_s."""
+    for timeout_s in PATIENCES_S:
+        section = structs.replace(section, timeout_s=timeout_s)
+        scores, pool = scored(section, *answers, groups=groups)
+        late = [one.unavailable.startswith("took longer") for one in scores]
+        if not any(is_late and answers[i] not in slow for i, is_late in enumerate(late)):
+            break
+    return scores, pool
 
 
 # ---- shapes --------------------------------------------------------------------
@@ -395,8 +422,8 @@ def test_a_file_that_ends_the_process_while_it_is_loaded_is_a_clear_error(tmp_pa
 
 FAULTS = [
     # answer, reason, why the child was replaced
-    ("sleeps", r"took longer than reward\.timeout_s = 0\.6", "timeout"),
-    ("blocks signals", r"took longer than reward\.timeout_s = 0\.6", "timeout"),
+    ("sleeps", r"took longer than reward\.timeout_s = \d", "timeout"),
+    ("blocks signals", r"took longer than reward\.timeout_s = \d", "timeout"),
     ("fork bomb", r"killed: it had \d+ processes and threads, reward.max_processes", "processes"),
     ("threads", r"killed: it had \d+ processes and threads, reward.max_processes", "processes"),
     ("memory", r"killed: it used \d+ MB, reward.memory_mb = 300", "memory"),
@@ -432,13 +459,16 @@ def test_a_fault_costs_its_own_answer_and_nothing_else(
         rewards,
         "faulty",
         processes=1,
-        timeout_s=0.6 if "sleeps" in answer or "signals" in answer else 10.0,
-        cpu_s=0.4 if "burns" in answer else 5.0,
+        cpu_s=0.4 if "burns" in answer else HANG_S,
         memory_mb=300 if "memory" in answer else 4096,
         max_processes=40,
     )
-    section_scores, pool = scored(section, "before", answer, "after", "last one")
-    before, faulty, after, last = section_scores
+    answers = ("before", answer, "after", "last one")
+    if "sleeps" in answer or "signals" in answer:
+        scores, pool = scored_in_time(section, *answers, slow=[answer])
+    else:
+        scores, pool = scored(section, *answers)
+    before, faulty, after, last = scores
     assert (before.reward, after.reward, last.reward) == (6.0, 5.0, 8.0)
     if reason is None:
         assert faulty.reward == len(answer)
@@ -456,7 +486,7 @@ def test_daemons_are_killed_after_the_call_and_not_only_at_the_end(rewards: Path
         pool = await RewardPool.start(settings(rewards, "faulty"))
         try:
             await score_all(pool, work("setsid twice", "a"))
-            await until(lambda: pool.left_behind > 0 and not marked())
+            await until_async(lambda: pool.left_behind > 0 and not marked())
             assert (await score_all(pool, work("a")))[0].reward == 1.0
             return pool.left_behind
         finally:
@@ -490,26 +520,19 @@ def test_a_function_that_prints_gigabytes_fills_neither_memory_nor_the_log(
 def test_an_async_function_that_fails_does_not_harm_those_that_run_beside_it(
     rewards: Path, answer: str, reason: str, fault: str | None
 ):
-    section = settings(rewards, "faulty_async", timeout_s=0.5)
+    section = settings(rewards, "faulty_async")
     answers = ["a"] * 5 + [answer] + ["a"] * 5
-    scores, pool = scored(section, *answers)
+    scores, pool = scored_in_time(section, *answers, slow=[answer])
     assert [score.reward for score in scores] == [1.0] * 5 + [None] + [1.0] * 5
     assert reason in scores[5].unavailable
-    assert sum(pool.replaced.values()) == {None: 0, "timeout": 1, "died": 2}[fault]
+    # Who dies beside others is not known to be to blame, and dies again alone.
+    assert sum(pool.replaced.values()) in {None: {0}, "timeout": {1}, "died": {1, 2}}[fault]
 
 
 def test_async_answers_of_one_child_run_at_the_same_time(rewards: Path):
-    async def body() -> float:
-        pool = await RewardPool.start(settings(rewards, "faulty_async", concurrency=8))
-        try:
-            await score_all(pool, work("first"))
-            began_s = time.monotonic()
-            await score_all(pool, work(*["a"] * 16))
-            return time.monotonic() - began_s
-        finally:
-            await pool.close()
-
-    assert 0.4 <= asyncio.run(body()) < 1.5  # two times eight; one by one it takes 3.2 s
+    section = settings(rewards, "eight_at_a_time", concurrency=8)
+    scores, _ = scored(section, *["a"] * 16)  # none of them ends before eight have begun
+    assert max(score.parts["at_once"] for score in scores) == 8
 
 
 def test_a_batch_that_never_has_the_right_number_of_results_is_invalid(rewards: Path):
@@ -524,23 +547,26 @@ def test_a_batch_that_never_has_the_right_number_of_results_is_invalid(rewards: 
         ("batch_with_a_fault", "raises", "raised ValueError: no number"),
         ("batch_with_a_fault", "too many", "invalid: returned more than 1 results for 1 answers"),
         ("batch_with_a_fault", "_exit", "killed: its process ended with exit code 3"),
-        ("batch_with_a_fault", "sleeps", "took longer than reward.timeout_s = 0.4"),
+        ("batch_with_a_fault", "sleeps", "took longer than reward.timeout_s = "),
         ("async_batch_with_a_fault", "raises", "raised ValueError: no number"),
         ("async_batch_with_a_fault", "_exit", "killed: its process ended with exit code 3"),
-        ("async_batch_with_a_fault", "sleeps", "took longer than reward.timeout_s = 0.4"),
+        ("async_batch_with_a_fault", "sleeps", "took longer than reward.timeout_s = "),
     ],
 )
 def test_a_bad_answer_in_a_batch_costs_its_neighbors_nothing(
     rewards: Path, tmp_path: Path, function: str, fault: str, reason: str
 ):
-    options = {"path": str(tmp_path / "calls"), "fault": fault}
-    timeout_s = 0.4 if fault == "sleeps" else 10.0
-    section = settings(rewards, function, options=options, timeout_s=timeout_s)
-    scores, _ = scored(section, *["a"] * 5, "bad", "a", "a")
-    assert [score.reward for score in scores] == [1.0] * 5 + [None, 1.0, 1.0]
-    assert scores[5].unavailable == reason
-    calls = [int(line) for line in (tmp_path / "calls").read_text().split()]
+    for timeout_s in PATIENCES_S if fault == "sleeps" else [HANG_S]:
+        path = tmp_path / f"calls-{timeout_s}"
+        options = {"path": str(path), "fault": fault}
+        section = settings(rewards, function, options=options, timeout_s=timeout_s)
+        scores, _ = scored(section, *["a"] * 5, "bad", "a", "a")
+        calls = [int(line) for line in path.read_text().split()]
+        if sorted(calls) == [1, 1, 2, 2, 4, 4, 8]:
+            break
     assert sorted(calls) == [1, 1, 2, 2, 4, 4, 8]
+    assert [score.reward for score in scores] == [1.0] * 5 + [None, 1.0, 1.0]
+    assert scores[5].unavailable.startswith(reason)
 
 
 def test_a_batch_of_bad_answers_is_asked_twice_as_often_as_it_has_answers(
@@ -579,8 +605,9 @@ def test_parts_past_the_limit_are_left_out_with_one_warning(
 
 
 def test_a_group_that_hangs_is_lost_and_other_groups_are_not(rewards: Path):
-    section = settings(rewards, "sleeps_in_a_group", timeout_s=0.5)
-    scores, _ = scored(section, "a", "sleeps", "b", "c", groups=2)
+    section = settings(rewards, "sleeps_in_a_group")
+    late = ["sleeps", "c"]  # one group
+    scores, _ = scored_in_time(section, "a", "sleeps", "b", "c", slow=late, groups=2)
     assert [score.reward for score in scores] == [1.0, None, 1.0, None]
 
 
@@ -588,7 +615,7 @@ def test_a_batch_is_split_among_idle_children(rewards: Path):
     async def body() -> list[Score]:
         pool = await RewardPool.start(settings(rewards, "batch", processes=3))
         try:
-            await until(lambda: all(slot.is_idle for slot in pool._slots))
+            await until_async(lambda: all(slot.is_idle for slot in pool._slots))
             return await score_all(pool, work(*["a"] * 8))
         finally:
             await pool.close()
@@ -615,28 +642,30 @@ def test_callers_take_turns(rewards: Path):
     assert finished == ["short", "long"]
 
 
-def test_a_caller_that_leaves_gives_up_what_has_not_begun(rewards: Path):
-    async def body() -> tuple[list[Score], float]:
-        pool = await RewardPool.start(settings(rewards, "slow"))
+def test_a_caller_that_leaves_gives_up_what_has_not_begun(rewards: Path, tmp_path: Path):
+    calls = tmp_path / "calls"
+
+    async def body() -> list[Score]:
+        section = settings(rewards, "slow", options={"path": str(calls)})
+        pool = await RewardPool.start(section)
         try:
             scores = pool.score(work(*["a"] * 200))
             await anext(scores)
             await scores.aclose()  # type: ignore[attr-defined]  # it is a generator
-            began_s = time.monotonic()
-            return await score_all(pool, work("b")), time.monotonic() - began_s
+            return await score_all(pool, work("b"))
         finally:
             await pool.close()
 
-    (score,), took_s = asyncio.run(body())
+    (score,) = asyncio.run(body())
     assert score.reward is not None
-    assert took_s < 1.0, "it waited for answers that nobody wants"
+    assert len(calls.read_text()) < 100, "it waited for answers that nobody wants"
 
 
 def test_closing_answers_everything_that_waits(rewards: Path):
     async def body() -> list[Score]:
         pool = await RewardPool.start(settings(rewards, "faulty"))
         asking = asyncio.create_task(score_all(pool, work("sleeps", "a", "b")))
-        await asyncio.sleep(0.2)
+        await until_async(lambda: pool._slots[0].running)
         await pool.close()
         return await asking
 
@@ -688,14 +717,15 @@ def test_answers_wait_while_no_child_can_be_started_and_not_for_ever(tmp_path: P
     broken = tmp_path / "fragile.py.broken"
 
     async def body() -> tuple[list[Score], float]:
-        section = RewardSection(function=f"{tmp_path}/fragile.py:score", timeout_s=2.0)
+        timeout_s = HANG_S if mended else 2.0
+        section = RewardSection(function=f"{tmp_path}/fragile.py:score", timeout_s=timeout_s)
         pool = await RewardPool.start(section)
         try:
             broken.touch()
             await score_all(pool, work("ends"))
             began_s = time.monotonic()
             asking = asyncio.create_task(score_all(pool, work("a", "b")))
-            await until(lambda: pool._slots[0].failures > 0)
+            await until_async(lambda: pool._slots[0].failures > 0)
             if mended:
                 broken.unlink()
             return await asking, time.monotonic() - began_s
@@ -721,10 +751,10 @@ from tests.integration.test_reward_pool import score_all, work
 async def main():
     if sys.argv[2] == "keeper":
         module.pid_namespaces_work = lambda: False
-    pool = await RewardPool.start(RewardSection(function=sys.argv[1], processes=2, timeout_s=60))
+    pool = await RewardPool.start(RewardSection(function=sys.argv[1], processes=2, timeout_s=600))
     await score_all(pool, work("daemon", "setsid twice", "a"))
     print("ready", flush=True)
-    await score_all(pool, work("daemon", "sleeps"))
+    await score_all(pool, work("daemon and sleeps", "sleeps"))
 
 asyncio.run(main())
 """
@@ -735,15 +765,12 @@ def test_nothing_is_left_of_a_worker_that_is_killed(rewards: Path, isolation: st
     worker = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
     assert worker.stdout is not None
     assert worker.stdout.readline() == "ready\n"
-    deadline_s = time.monotonic() + 5
-    while not marked() and time.monotonic() < deadline_s:
-        time.sleep(0.02)
+    until(marked, "the daemon did not start")
     family = psutil.Process(worker.pid).children(recursive=True) + marked()
-    assert marked(), "the daemon did not start"
     os.kill(worker.pid, signal.SIGKILL)
-    worker.wait(5)
+    worker.wait()
     worker.stdout.close()
-    _, alive = psutil.wait_procs(family, timeout=5)
+    _, alive = psutil.wait_procs(family, timeout=HANG_S)
     assert alive == []
 
 

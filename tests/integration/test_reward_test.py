@@ -9,7 +9,7 @@ from broker.rewards.sandbox import pid_namespaces_work
 from deploy.reward_test import reward_test
 from wire.errors import ConfigError
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(60)]
+pytestmark = pytest.mark.integration
 
 
 @pytest.fixture

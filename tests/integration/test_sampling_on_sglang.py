@@ -11,9 +11,10 @@ from generators.engine import Completion, SamplingParams
 from generators.sglang_engine import SglangEngine
 from generators.sglang_process import SglangProcess
 from tests.e2e.tiny_run import sglang_server
+from tests.waiting import HANG_S
 from wire.versions import PolicyVersion
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.integration
 PROMPT = [3, 4, 13]
 PARAMS = SamplingParams(temperature=1.0, max_new_tokens=40, min_new_tokens=40)
 GREEDY = SamplingParams(temperature=0.0, max_new_tokens=60, min_new_tokens=60)
@@ -29,7 +30,7 @@ def server() -> Iterator[SglangProcess]:
 def on(server: SglangProcess, scenario: Callable[[SglangEngine], Awaitable[None]]) -> None:
     async def run() -> None:
         engine = SglangEngine(
-            server.url, server.api_key, request_timeout_s=60, control_timeout_s=20
+            server.url, server.api_key, request_timeout_s=HANG_S, control_timeout_s=HANG_S
         )
         try:
             await engine.label(PolicyVersion(1, 0))

@@ -20,7 +20,7 @@ from wire.checkpoints import (
 )
 from wire.versions import PolicyVersion
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.integration
 EVERY_2 = ("checkpoint.every_steps=2", "eval.file=held_out.jsonl", "eval.every_steps=2")
 
 

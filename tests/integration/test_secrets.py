@@ -10,7 +10,7 @@ import pytest
 from broker.redis_server import RedisServer
 from tests.e2e.tiny_run import sglang_server
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(90)]
+pytestmark = pytest.mark.integration
 
 
 def shown(pid: int) -> str:

@@ -14,7 +14,6 @@ from wire.run_settings import RunSection
 
 pytestmark = [
     pytest.mark.integration,
-    pytest.mark.timeout(120),
     pytest.mark.filterwarnings("ignore"),
 ]
 OPTIONS = {

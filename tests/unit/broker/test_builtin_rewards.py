@@ -16,6 +16,7 @@ from broker.rewards.loading import load_function
 from broker.rewards.outcomes import Outcome, failure, outcome_of
 from broker.rewards.pattern import Pattern, think_answer
 from broker.rewards.sdk import Transcript, Unavailable
+from tests.waiting import HANG_S
 from wire.errors import ConfigError
 from wire.trajectory import Json, Prompt
 
@@ -171,9 +172,8 @@ def test_a_row_without_a_number_gets_no_reward(truth: Json):
         ("Far less than $10^{100000}$, hence\n#### 3", 3, 1.0),
     ],
 )
-@pytest.mark.timeout(20)
 def test_mathematics_is_compared_by_value(answer: str, truth: Json, score: float):
-    assert math_answer.score(transcript(answer, truth))["score"] == score
+    assert math_answer.score(transcript(answer, truth), limit_s=HANG_S)["score"] == score
 
 
 # The alarm may ring in a callback of the garbage collector, which swallows it; it rings again.
@@ -213,17 +213,22 @@ def test_an_evaluation_that_takes_too_long_is_wrong(monkeypatch: pytest.MonkeyPa
                 sum(range(1000))
 
     monkeypatch.setattr(math_answer.math_verify, "verify", never)
-    found = math_answer.score(transcript("42", "42"), limit_s=0.02)
+    for limit_s in (0.02, 0.5, 5.0):
+        found = math_answer.score(transcript("42", "42"), limit_s=limit_s)
+        if found["parsed"]:  # else the machine was too slow for that
+            break
     assert found == {"score": 0.0, "parsed": 1.0, "timed_out": 1.0}
 
 
 def test_mathematics_works_on_other_threads_and_in_event_loops():
     async def in_loop() -> float:
-        return math_answer.score(transcript("42", "42"))["score"]
+        return math_answer.score(transcript("42", "42"), limit_s=HANG_S)["score"]
 
     found: list[float] = []
     thread = threading.Thread(
-        target=lambda: found.append(math_answer.score(transcript("42", "42"))["score"])
+        target=lambda: found.append(
+            math_answer.score(transcript("42", "42"), limit_s=HANG_S)["score"]
+        )
     )
     thread.start()
     thread.join()
@@ -475,7 +480,7 @@ def test_a_key_that_others_can_read_is_refused(tmp_path: Path):
 
 def test_a_judge_that_cannot_be_reached_gives_no_reward():
     async def body() -> None:
-        judge = LlmJudge(url="http://127.0.0.1:9/v1", timeout_s=1.0)
+        judge = LlmJudge(url="http://127.0.0.1:9/v1", timeout_s=HANG_S)
         try:
             with pytest.raises(Unavailable, match="cannot be asked"):
                 await judge.score(transcript("x"))

@@ -8,6 +8,7 @@ import pytest
 from broker.rewards import code, sandbox, tester
 from broker.rewards.code import find_program, parse_tests, same_lines, same_value, score
 from broker.rewards.sdk import Unavailable
+from tests.waiting import HANG_S
 from wire.trajectory import Json, Prompt, Transcript
 
 needs_namespaces = pytest.mark.usefixtures("_namespaces")
@@ -24,7 +25,8 @@ def _namespaces() -> None:
 
 
 def scored(program: str, truth: Json, **options: Any) -> dict[str, float]:  # noqa: ANN401
-    return score(transcript(f"Here:\n```python\n{program}\n```\n", truth), **options)
+    patient = {"test_s": HANG_S, "total_s": HANG_S} | options
+    return score(transcript(f"Here:\n```python\n{program}\n```\n", truth), **patient)
 
 
 def transcript(answer: str, truth: Json) -> Transcript:
@@ -172,7 +174,11 @@ def test_a_method_of_solution_a_generator_and_a_changed_argument_are_understood(
 def test_one_call_that_ends_hangs_or_crashes_costs_only_its_own_test():
     for fault in ("import os; os._exit(0)", "while True: pass", "import os; os.abort()"):
         program = f"def add(a, b):\n    if a == 3:\n        {fault}\n    return a + b"
-        assert scored(program, CALLS, test_s=0.5)["score"] == 0.5
+        for test_s in (0.5, 5.0, 60.0):  # on a slow machine the others take long, too
+            reached = scored(program, CALLS, test_s=test_s)["score"]
+            if reached == 0.5:
+                break
+        assert reached == 0.5
 
 
 FORGERIES = {
@@ -236,7 +242,7 @@ def test_a_program_that_takes_too_much_scores_nothing_in_time():
 def test_a_sandbox_that_does_not_start_in_time_is_no_failed_test(
     truth: Json, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
-    (tmp_path / "jail.py").write_text("import time; time.sleep(60)")
+    (tmp_path / "jail.py").write_text("import time; time.sleep(1000)")
     monkeypatch.setattr(sandbox, "_JAIL", tmp_path / "jail.py")
     monkeypatch.setattr(sandbox, "_START_S", 0.1)
     with pytest.raises(Unavailable, match="did not start within"):

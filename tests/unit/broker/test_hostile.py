@@ -28,6 +28,7 @@ from tests.unit.broker.ledger_driver import (
     reward,
 )
 from tests.unit.broker.test_server import V0, bare_socket, one_group, running, submit
+from tests.waiting import HANG_S
 from wire.codec import encode
 from wire.control import (
     Answer,
@@ -188,13 +189,13 @@ def test_a_payload_is_not_sent_twice_in_one_answer(short_folder: Path):
             group_id = (await one_group(learner, generator)).group_id
             for sibling in (0, 1):
                 await submit(generator, group_id, sibling)
-            scoring, _ = await generator.ask(LeaseScoring(credits=2, wait_s=1.0), ScoringLeased)
+            scoring, _ = await generator.ask(LeaseScoring(credits=2, wait_s=30.0), ScoringLeased)
             scores = tuple(
                 Score(group_id=group_id, sibling=i, lease_id=one.lease_id, reward=float(i))
                 for i, one in enumerate(scoring.items)
             )
             await generator.ask_any(SubmitScores(scores=scores))
-            await learner.ask(RequestBatch(version=V0, step=0, wait_s=1.0), BatchDelivered)
+            await learner.ask(RequestBatch(version=V0, step=0, wait_s=30.0), BatchDelivered)
             with pytest.raises(RefusedError, match="names a trajectory twice"):
                 await learner.ask_any(FetchPayloads(keys=((group_id, 0),) * 2))
 
@@ -244,7 +245,7 @@ def test_a_message_that_brings_a_fault_to_light_does_not_hold_up_those_behind_it
         for text in (b"bad", b"bad", b"good"):
             client.send(text)
         with suppress(TimeoutError):
-            async with asyncio.timeout(2.0):
+            async with asyncio.timeout(HANG_S):
                 await is_good.wait()
         router.close()
         client.close(0)

@@ -37,6 +37,7 @@ from broker.rewards.process_table import (
     usage_of,
 )
 from broker.rewards.sdk import Takes
+from tests.waiting import HANG_S
 from wire.control import ScoringItem
 from wire.errors import ProtocolError
 from wire.trajectory import Prompt, Transcript
@@ -147,7 +148,7 @@ def test_a_function_that_is_not_async_never_runs_in_the_event_loop_of_those_that
     path.write_text(FUNCTIONS)
     functions = [load_function(f"{path}:{name}", {}) for name in ("waits", "has_a_loop")]
     ours, theirs = socket.socketpair()
-    ours.settimeout(10)
+    ours.settimeout(HANG_S)
     _, text = pair(0, 0)
     answers: list[tuple[int, float | None, str]] = []
 
@@ -166,7 +167,7 @@ def test_a_function_that_is_not_async_never_runs_in_the_event_loop_of_those_that
             call = Call(call_id=call_id, function=function, transcripts=(text,))
             ours.sendall(frame_of(call))
         done = threads.submit(worker)
-        load = Load(rewards=(), offered={}, timeout_s=5.0)
+        load = Load(rewards=(), offered={}, timeout_s=HANG_S)
         link = Link(theirs.detach())
         runner = Runner(link, load, functions)
         runner.serve()

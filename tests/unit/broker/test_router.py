@@ -7,6 +7,7 @@ import zmq
 import zmq.asyncio
 
 from broker.router import Peer, Router
+from tests.waiting import HANG_S
 from wire.codec import Frame
 
 SMALL, LARGE = b"header", bytes(range(256)) * 512
@@ -27,7 +28,7 @@ async def _answers(
     try:
         client.connect("inproc://router")
         await client.send_multipart(list(sent))
-        async with asyncio.timeout(5.0):
+        async with asyncio.timeout(HANG_S):
             return [await client.recv_multipart() for _ in range(count)]
     finally:
         client.close(0)

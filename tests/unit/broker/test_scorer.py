@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from broker.scorer import Scorer
+from tests.waiting import HANG_S, until_async
 from wire.codec import encode
 from wire.control import (
     Done,
@@ -103,8 +104,16 @@ def test_a_transcript_that_cannot_be_read_is_unavailable_and_the_others_are_scor
 
 def test_what_is_held_is_kept_alive_while_it_takes_long():
     broker = Work(transcript("a"), transcript("b"))
-    asyncio.run(scorer(broker, Lengths(takes_s=0.03), heartbeat_s=0.01).run())
-    assert (0, 1) in broker.kept_alive
+
+    class UntilKeptAlive(Lengths):
+        async def score(
+            self, work: Sequence[tuple[ScoringItem, Transcript]]
+        ) -> AsyncIterator[Score]:
+            await until_async(lambda: (0, 1) in broker.kept_alive)
+            async for score in super().score(work):
+                yield score
+
+    asyncio.run(scorer(broker, UntilKeptAlive(), heartbeat_s=0.01).run())
     assert len(broker.scores) == 2
 
 
@@ -122,7 +131,7 @@ def test_told_to_stop_it_takes_on_nothing_more_and_sends_what_it_has():
         while len(broker.scores) < 3:  # noqa: ASYNC110 there is nothing to wait on
             await asyncio.sleep(0)
         worker.stop()
-        async with asyncio.timeout(2.0):
+        async with asyncio.timeout(HANG_S):
             await job
         return broker
 

@@ -21,6 +21,7 @@ from broker.server import BrokerServer
 from broker.store import MemoryStore
 from broker.telemetry import Telemetry
 from tests.unit.broker.ledger_driver import header, make_ledger, make_rules
+from tests.waiting import HANG_S
 from tests.wire_samples import MEMBERS, RECORD
 from wire.bus import RelayDoor
 from wire.codec import decode_answer, encode
@@ -90,7 +91,9 @@ class Running:
     clients: list[BrokerClient] = field(default_factory=list)
 
     async def client(self, role: Role, name: str) -> BrokerClient:
-        client, _ = await BrokerClient.connect(self.endpoint, role=role, name=name, timeout_s=5.0)
+        client, _ = await BrokerClient.connect(
+            self.endpoint, role=role, name=name, timeout_s=HANG_S
+        )
         self.clients.append(client)
         return client
 
@@ -112,7 +115,7 @@ async def running(
     committer = GroupCommitter(store)
     server = BrokerServer(
         ledger=owned,
-        scoring=ScoringQueue(lease_s=10.0),
+        scoring=ScoringQueue(lease_s=HANG_S),
         committer=committer,
         store=store,
         telemetry=Telemetry(RunSection(name="run")),
@@ -154,7 +157,7 @@ async def bare_socket(endpoint: str) -> AsyncIterator[Callable[..., Awaitable[An
         await socket.send_multipart([frames[0], session, *frames[1:]])
         if not answered:
             return Done()
-        async with asyncio.timeout(5.0):
+        async with asyncio.timeout(HANG_S):
             request_id, body = await socket.recv_multipart()
         assert request_id == frames[0]
         answer = decode_answer(body)
@@ -184,14 +187,14 @@ def test_a_run_of_one_step_goes_through_every_role(short_folder: Path):
             took, _ = await learner.ask(TakeOver(step=0), TookOver)
             assert took.version == V0
             leased, _ = await generator.ask(
-                LeaseGroups(adopted=V0, max_sequences=2, wait_s=1.0), GroupsLeased
+                LeaseGroups(adopted=V0, max_sequences=2, wait_s=30.0), GroupsLeased
             )
             (group,) = leased.groups
             for sibling in group.siblings:
                 await submit(generator, group.group_id, sibling)
             await submit(generator, group.group_id, 0)
             scoring, transcripts = await worker.ask(
-                LeaseScoring(credits=8, wait_s=1.0), ScoringLeased
+                LeaseScoring(credits=8, wait_s=30.0), ScoringLeased
             )
             assert [bytes(t) for t in transcripts] == [b"transcript 0", b"transcript 1"]
             scores = tuple(
@@ -205,7 +208,7 @@ def test_a_run_of_one_step_goes_through_every_role(short_folder: Path):
             )
             await worker.ask(SubmitScores(scores=scores), Done)
             batch, _ = await learner.ask(
-                RequestBatch(version=V0, step=V0.step, wait_s=1.0), BatchDelivered
+                RequestBatch(version=V0, step=V0.step, wait_s=30.0), BatchDelivered
             )
             delivered = batch.groups[0].trajectories
             assert [t.reward for t in delivered] == [0.0, 1.0]
@@ -218,7 +221,7 @@ def test_a_run_of_one_step_goes_through_every_role(short_folder: Path):
             answer, _ = await learner.ask(question, LedgerSnapshotAnswer)
             assert decode_state(answer.data).version == V0.next()
             await learner.ask(
-                RequestBatch(version=V0.next(), step=V0.next().step, wait_s=1.0), RunComplete
+                RequestBatch(version=V0.next(), step=V0.next().step, wait_s=30.0), RunComplete
             )
             work = LeaseGroups(adopted=V0, max_sequences=2, wait_s=0.0)
             not_yet, _ = await generator.ask(work, GroupsLeased)
@@ -299,7 +302,7 @@ def test_a_run_that_is_told_to_end_says_why(short_folder: Path):
             learner = await it.client("learner", "learner")
             await learner.ask(TakeOver(step=0), TookOver)
             it.server.plan_stop("run.max_hours = 1 have passed")
-            await learner.ask(RequestBatch(version=V0, step=V0.step, wait_s=1.0), RunComplete)
+            await learner.ask(RequestBatch(version=V0, step=V0.step, wait_s=30.0), RunComplete)
             await learner.ask(Goodbye(), Done)
             return it.status
 
@@ -364,7 +367,7 @@ def test_who_waits_for_work_is_answered_as_soon_as_there_is_some(short_folder: P
             learner = await it.client("learner", "learner")
             asked_s = loop.time()
             waiting = asyncio.create_task(
-                generator.ask(LeaseGroups(adopted=V0, max_sequences=2, wait_s=20.0), GroupsLeased)
+                generator.ask(LeaseGroups(adopted=V0, max_sequences=2, wait_s=30.0), GroupsLeased)
             )
             # an answer to a later question of the same client: the first one is being waited on
             await generator.ask(Heartbeat(lease_ids=()), HeartbeatAnswer)
@@ -425,7 +428,7 @@ def test_a_trajectory_without_reward_is_scored_again(short_folder: Path):
             worker = await it.client("reward_worker", "reward-worker-0")
             siblings = []
             for _ in range(2):
-                leased, _ = await worker.ask(LeaseScoring(credits=8, wait_s=5.0), ScoringLeased)
+                leased, _ = await worker.ask(LeaseScoring(credits=8, wait_s=30.0), ScoringLeased)
                 (item,) = leased.items
                 siblings.append(item.sibling)
                 none = Score(group_id=0, sibling=1, lease_id=item.lease_id, unavailable="raised")
@@ -519,7 +522,7 @@ async def read_back(store: MemoryStore) -> Ledger:
 
 async def one_group(learner: BrokerClient, generator: BrokerClient) -> LeasedGroup:
     await learner.ask(TakeOver(step=0), TookOver)
-    work = LeaseGroups(adopted=V0, max_sequences=2, wait_s=1.0)
+    work = LeaseGroups(adopted=V0, max_sequences=2, wait_s=30.0)
     leased, _ = await generator.ask(work, GroupsLeased)
     return leased.groups[0]
 
@@ -533,8 +536,8 @@ def test_clients_come_back_to_a_new_broker_and_nothing_is_done_twice(short_folde
             group = await one_group(learner, generator)
             generator.held = lambda: [group.lease_id]
             await submit(generator, group.group_id, 0)
-            batch = RequestBatch(version=V0, step=0, wait_s=20.0)
-            waiting = asyncio.create_task(learner.ask(batch, BatchDelivered, extra_wait_s=20.0))
+            batch = RequestBatch(version=V0, step=0, wait_s=30.0)
+            waiting = asyncio.create_task(learner.ask(batch, BatchDelivered, extra_wait_s=30.0))
             asked.set()
             await generator.ask(Heartbeat(lease_ids=(group.lease_id,)), HeartbeatAnswer)
             first.clients.clear()  # they outlive this broker
@@ -547,7 +550,7 @@ def test_clients_come_back_to_a_new_broker_and_nothing_is_done_twice(short_folde
             assert dict(second.ledger.state.ended_leases) == {}
             await submit(generator, group.group_id, 0)
             worker = await second.client("reward_worker", "reward-worker-0")
-            work = LeaseScoring(credits=8, wait_s=1.0)
+            work = LeaseScoring(credits=8, wait_s=30.0)
             leased, transcripts = await worker.ask(work, ScoringLeased)
             assert [bytes(t) for t in transcripts] == [b"transcript 0", b"transcript 1"]
             scores = tuple(
@@ -560,7 +563,7 @@ def test_clients_come_back_to_a_new_broker_and_nothing_is_done_twice(short_folde
                 for i in leased.items
             )
             await worker.ask(SubmitScores(scores=scores), Done)
-            delivered, _ = await asyncio.wait_for(waiting, 5.0)
+            delivered, _ = await asyncio.wait_for(waiting, HANG_S)
             assert delivered.groups[0].group_id == group.group_id
             assert second.status.queue["being_scored"] == 0
 
@@ -577,7 +580,7 @@ def test_a_lease_whose_grant_was_lost_with_the_broker_is_granted_again(short_fol
             first.clients.clear()
         async with running(short_folder, await read_back(store), store=store) as second:
             second.clients += [learner, generator]
-            work = LeaseGroups(adopted=V0, max_sequences=2, wait_s=5.0)
+            work = LeaseGroups(adopted=V0, max_sequences=2, wait_s=30.0)
             leased, _ = await generator.ask(work, GroupsLeased)
             return leased.groups[0].group_id, dict(second.ledger.state.ended_leases)
 
@@ -607,7 +610,7 @@ def test_what_is_not_in_memory_comes_from_the_store(short_folder: Path):
                 await submit(generator, group.group_id, sibling)
             assert it.server.frames.get((0, 0)) is None
             worker = await it.client("reward_worker", "reward-worker-0")
-            work = LeaseScoring(credits=8, wait_s=1.0)
+            work = LeaseScoring(credits=8, wait_s=30.0)
             leased, transcripts = await worker.ask(work, ScoringLeased)
             assert [bytes(t) for t in transcripts] == [b"transcript 0", b"transcript 1"]
             scores = tuple(
@@ -615,7 +618,7 @@ def test_what_is_not_in_memory_comes_from_the_store(short_folder: Path):
                 for i in leased.items
             )
             await worker.ask(SubmitScores(scores=scores), Done)
-            await learner.ask(RequestBatch(version=V0, step=0, wait_s=1.0), BatchDelivered)
+            await learner.ask(RequestBatch(version=V0, step=0, wait_s=30.0), BatchDelivered)
             _, payloads = await learner.ask(FetchPayloads(keys=((0, 1), (0, 0))), Payloads)
             assert [bytes(p) for p in payloads] == [b"payload 1", b"payload 0"]
 
@@ -634,12 +637,12 @@ def test_a_rejected_batch_is_answered_with_other_groups(short_folder: Path):
                 it.ledger.score(
                     Score(group_id=0, sibling=sibling, lease_id=0, reward=float(sibling))
                 )
-            await learner.ask(RequestBatch(version=V0, step=0, wait_s=1.0), BatchDelivered)
+            await learner.ask(RequestBatch(version=V0, step=0, wait_s=30.0), BatchDelivered)
             reject = RejectBatch(
                 version=V0, step=0, reason="nonfinite", groups=(0,), detail="loss is nan"
             )
             await learner.ask(reject, Done)
-            work = LeaseGroups(adopted=V0, max_sequences=2, wait_s=1.0)
+            work = LeaseGroups(adopted=V0, max_sequences=2, wait_s=30.0)
             again, _ = await generator.ask(work, GroupsLeased)
             assert again.groups[0].prompt.text == "train 1"
             return it.status.dropped
@@ -708,7 +711,7 @@ def test_a_late_reward_counts_once_and_one_that_nobody_leased_does_not(short_fol
             for sibling in group.siblings:
                 await submit(generator, group.group_id, sibling)
             worker = await it.client("reward_worker", "w")
-            leased, _ = await worker.ask(LeaseScoring(credits=8, wait_s=1.0), ScoringLeased)
+            leased, _ = await worker.ask(LeaseScoring(credits=8, wait_s=30.0), ScoringLeased)
             it.server._scoring.expire(it.server._now() + 11.0)
             scores = {
                 item.sibling: Score(
@@ -732,7 +735,7 @@ def test_a_worker_that_died_with_work_has_used_up_an_attempt(short_folder: Path)
             group = await one_group(learner, generator)
             await submit(generator, group.group_id, 0)
             worker = await it.client("reward_worker", "w")
-            await worker.ask(LeaseScoring(credits=8, wait_s=1.0), ScoringLeased)
+            await worker.ask(LeaseScoring(credits=8, wait_s=30.0), ScoringLeased)
             await it.client("reward_worker", "w")  # another incarnation
             return dict(it.ledger.groups[group.group_id].failed_scorings)
 

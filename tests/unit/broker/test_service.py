@@ -19,6 +19,7 @@ from broker.ledger import Ledger
 from broker.service import end_after
 from broker.store import Changes, MemoryStore
 from tests.unit.broker.ledger_driver import header
+from tests.waiting import until_async
 from wire.checkpoints import LEDGER_FILE
 from wire.errors import ConfigError
 from wire.settings import load_table
@@ -285,9 +286,11 @@ def test_the_run_ends_when_its_time_is_up():
     reasons: list[str] = []
 
     async def body() -> None:
-        with pytest.raises(TimeoutError):
-            async with asyncio.timeout(0.2):
-                await end_after(0.05 / 3600, reasons.append, every_s=0.02)
+        task = asyncio.create_task(end_after(0.05 / 3600, reasons.append, every_s=0.02))
+        await until_async(lambda: reasons)
+        assert not task.done()
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
 
     asyncio.run(body())
     assert reasons

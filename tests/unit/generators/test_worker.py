@@ -16,6 +16,7 @@ from generators.worker import GeneratorWorker
 from tests.unit.broker.ledger_driver import make_rules
 from tests.unit.broker.test_server import Running, running
 from tests.unit.generators.test_rollout import ScriptedEngine
+from tests.waiting import HANG_S, until_async
 from wire.control import ScoringItem
 from wire.errors import ConfigError
 from wire.run_settings import SamplingSection
@@ -101,7 +102,7 @@ def test_a_prompt_that_is_too_long_is_dropped_and_another_answered(tmp_path: Pat
             client = await it.client("generator", "generator-0")
             worker, engine = worker_of(it, client, tmp_path, "drop")
             job = asyncio.create_task(worker.run(heartbeat_s=5.0))
-            async with asyncio.timeout(5.0):
+            async with asyncio.timeout(HANG_S):
                 await engine.called.wait()
             assert it.status.dropped == {"overlong_prompt": 1}
             ((prompt_ids, _, count, seeds),) = engine.asked
@@ -122,7 +123,7 @@ def test_a_prompt_that_is_too_long_ends_the_generator_by_default(tmp_path: Path)
                 pytest.RaisesExc(ConfigError, match=r"row 0 .* sampling\.max_prompt_tokens is 6"),
                 flatten_subgroups=True,
             ):
-                async with asyncio.timeout(5.0):
+                async with asyncio.timeout(HANG_S):
                     await worker.run(heartbeat_s=5.0)
             assert engine.asked == []
 
@@ -137,7 +138,7 @@ def test_a_prompt_that_the_chat_template_refuses_is_dropped_where_bad_rows_are_s
             client = await it.client("generator", "generator-0")
             worker, engine = worker_of(it, client, tmp_path, skips_bad_prompts=True)
             job = asyncio.create_task(worker.run(heartbeat_s=5.0))
-            async with asyncio.timeout(5.0):
+            async with asyncio.timeout(HANG_S):
                 await engine.called.wait()
             assert it.status.dropped == {"bad_prompt": 1}
             ((prompt_ids, _, _, seeds),) = engine.asked
@@ -158,7 +159,7 @@ def test_a_prompt_that_the_chat_template_refuses_ends_the_generator_by_default(t
                 pytest.RaisesExc(ConfigError, match=r"row 0 .* refuses it: no tools"),
                 flatten_subgroups=True,
             ):
-                async with asyncio.timeout(5.0):
+                async with asyncio.timeout(HANG_S):
                     await worker.run(heartbeat_s=5.0)
             assert engine.asked == []
             assert it.status.dropped == {}
@@ -196,15 +197,14 @@ def test_a_lease_is_kept_while_its_answers_are_scored_inline(tmp_path: Path):
             rewards = Slow()
             worker, _ = worker_of(it, client, tmp_path, rewards=rewards)
             job = asyncio.create_task(worker.run(heartbeat_s=0.02))
-            async with asyncio.timeout(5.0):
+            async with asyncio.timeout(HANG_S):
                 await rewards.begun.wait()
                 (lease,) = it.ledger.leases.values()
-                ends_s = it.ledger._terms._ends[lease.lease_id]
-                await asyncio.sleep(0.2)
-                assert it.ledger._terms._ends[lease.lease_id] > ends_s, "no heartbeat came"
+                ends_s = it.ledger._terms._ends
+                first_s = ends_s[lease.lease_id]
+                await until_async(lambda: ends_s[lease.lease_id] > first_s, "no heartbeat came")
                 rewards.may_end.set()
-                while it.status.in_flight.get("ready") != 1:  # noqa: ASYNC110 the broker is asked
-                    await asyncio.sleep(0.01)
+                await until_async(lambda: it.status.in_flight.get("ready") == 1)
             (group,) = it.ledger.groups.values()
             assert group.rewards == [0.0, 1.0]
             job.cancel()

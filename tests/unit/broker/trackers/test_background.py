@@ -2,6 +2,7 @@ import threading
 from collections.abc import Mapping
 
 from broker.trackers.background import BackgroundTrackers
+from tests.waiting import HANG_S
 
 
 class Recording:
@@ -28,7 +29,7 @@ class Stuck(Recording):
         self.go_on = threading.Event()
 
     def log(self, step: int, figures: Mapping[str, float]) -> None:
-        self.go_on.wait(10.0)
+        self.go_on.wait(HANG_S)
         super().log(step, figures)
 
 

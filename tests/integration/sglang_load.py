@@ -1,0 +1,35 @@
+"""What a running SGLang server is busy with, for tests that wait until it is."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import aiohttp
+
+from generators.sglang_process import SglangProcess
+from tests.waiting import HANG_S, until_async
+
+
+class Load(NamedTuple):
+    """Counts of answers and tokens."""
+
+    num_running: int  # answers that are being generated
+    num_waiting: int  # answers that wait for their turn
+    num_tokens: int  # in the cache, of prompts and answers
+
+
+async def until_load(server: SglangProcess, is_enough: Callable[[Load], bool]) -> Load:
+    """Wait until a server is so busy; return what it is busy with."""
+    seen: list[Load] = []
+    headers = {"Authorization": f"Bearer {server.api_key}"}
+    async with aiohttp.ClientSession(headers=headers) as http:
+
+        async def look() -> bool:
+            limit = aiohttp.ClientTimeout(HANG_S)
+            async with http.get(f"{server.url}/v1/loads?include=core", timeout=limit) as response:
+                (load,) = (await response.json())["loads"]
+            names = ("num_running_reqs", "num_waiting_reqs", "num_used_tokens")
+            seen.append(Load(*(load[name] for name in names)))
+            return is_enough(seen[-1])
+
+        await until_async(look, lambda: f"it is busy with {seen[-3:]}")
+    return seen[-1]
