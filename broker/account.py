@@ -85,7 +85,8 @@ def describe_wait(ledger: Ledger, group_ids: Sequence[int]) -> str:
         reasons = ", ".join(f"{why}: {n}" for why, n in state.dropped.items())
         barren = f"; the last {state.drops_in_a_row} groups were all dropped ({reasons})"
     if not group_ids:
-        return f"no group is under way: {ledger.in_flight()}{barren}"
+        held = ", ".join(f"{state}: {n}" for state, n in ledger.in_flight().items() if n)
+        return f"no group is under way{f' ({held})' if held else ''}{barren}"
     parts = []
     for group_id in group_ids[:3]:
         group = ledger.groups[group_id]

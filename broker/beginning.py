@@ -25,6 +25,7 @@ from broker.trackers.loading import load_trackers
 from wire.checkpoints import checkpoints_in, read_checkpoint_info, read_ledger
 from wire.errors import ConfigError
 from wire.eval_metric import check_metric
+from wire.patience import saying
 from wire.run_folder import BATCHES
 from wire.trajectory import Prompt
 from wire.trajectory_file import cut_from_step
@@ -329,7 +330,8 @@ async def start_trackers(settings: BrokerSettings) -> BackgroundTrackers:
     plain = msgspec.to_builtins(settings)
     starting = asyncio.to_thread(load_trackers, settings.logging, run, plain, resumed_at=resumed_at)
     try:
-        trackers: list[Tracker] = await asyncio.wait_for(starting, _TRACKERS_START_S)
+        async with saying(f"logging.trackers = {list(settings.logging.trackers)} to start"):
+            trackers: list[Tracker] = await asyncio.wait_for(starting, _TRACKERS_START_S)
     except TimeoutError as error:
         raise ConfigError(
             f"logging.trackers = {list(settings.logging.trackers)} did not start within "

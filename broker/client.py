@@ -289,6 +289,7 @@ class BrokerClient:
 
     async def _watch(self) -> None:
         """Say hello again on every new connection."""
+        has_connected = False
         while True:
             event = parse_monitor_message(await self._monitor.recv_multipart())
             if event["event"] == zmq.EVENT_HANDSHAKE_FAILED_AUTH and self._key is not None:
@@ -298,6 +299,10 @@ class BrokerClient:
                         "(run.key_file): it was revoked, or made for another run"
                     )
                 )
+            if event["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                if has_connected:  # what was said on the former connection may be lost
+                    await self._repeat_hello()
+                has_connected = True
             if not self._is_welcome:
                 continue
             if event["event"] == zmq.EVENT_DISCONNECTED:
@@ -306,6 +311,12 @@ class BrokerClient:
                 _log.log(level, "the broker at %s is gone; waiting for it", self._endpoint)
             else:
                 self._come_back()
+
+    async def _repeat_hello(self) -> None:
+        """Send a hello that has no answer yet once more; its own deadline goes on."""
+        for pending in [*self._pending.values()]:
+            if pending.is_hello and not pending.answer.done():
+                await self._send(pending, time.monotonic() + self._timeout_s)
 
     def _come_back(self) -> None:
         if self._returning is None or self._returning.done():

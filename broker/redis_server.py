@@ -8,19 +8,20 @@ import secrets
 import shutil
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from wire.errors import ChildDiedError, ConfigError
-from wire.patience import Patience, signs_of
+from wire.patience import AT_MOST, END_AT_MOST, Patience, signs_of
 from wire.processes import bound_to_me, last_lines
 
 _log = logging.getLogger(__name__)
 _START_TIMEOUT_S = 30.0  # without a sign of life, as the next one
 _STOP_TIMEOUT_S = 10.0
 _STOP_POLL_S = 0.02
+_ANSWER_S = 5.0  # of a server that may be starved of CPU; the death of one ends the wait
 _LOCK_TIMEOUT_S = 5.0  # for a server that has a broker
 _DYING_S = 60.0  # for one whose broker was killed just now: the kernel is about to end it
 _POLL_S = 0.1
@@ -147,8 +148,9 @@ class RedisServer:
                 )
             await asyncio.sleep(0.01)
 
-    def _patience(self, what: str, limit_s: float) -> Patience:
-        return Patience(what, limit_s, signs_of(lambda: [self.process.pid], self.log_file))
+    def _patience(self, what: str, limit_s: float, *, at_most: float = AT_MOST) -> Patience:
+        signs = signs_of(lambda: [self.process.pid], self.log_file)
+        return Patience(what, limit_s, signs, at_most=at_most)
 
     def check_alive(self) -> None:
         """Raise ChildDiedError if the server ended; ConfigError if the disk is full."""
@@ -187,7 +189,7 @@ class RedisServer:
     def stop(self) -> None:
         """End the server in order; by force, if it does nothing to that end."""
         self.process.terminate()
-        patience = self._patience("the Redis server to end", _STOP_TIMEOUT_S)
+        patience = self._patience("the Redis server to end", _STOP_TIMEOUT_S, at_most=END_AT_MOST)
         while self.process.poll() is None:
             if patience.is_over():
                 _log.warning("the Redis server %s after SIGTERM and is killed", patience.why)
@@ -231,7 +233,7 @@ class RedisServer:
                 pass_fds=(lock,),
             )
             with suppress(OSError):  # for a message only, and the disk may be full
-                os.pwrite(lock, f"{self.process.pid:>10}\n".encode(), 0)
+                os.pwrite(lock, f"{self.process.pid:>10} {os.getpid():>10}\n".encode(), 0)
         if self.process.stdin is not None:
             with suppress(BrokenPipeError), self.process.stdin as stdin:
                 stdin.write(settings.encode())
@@ -239,7 +241,7 @@ class RedisServer:
     async def _answers(self) -> bool:
         """Tell whether the server answers a client at all; one that loads its file does."""
         try:
-            async with asyncio.timeout(_POLL_S):
+            async with asyncio.timeout(_ANSWER_S):
                 reader, writer = await asyncio.open_unix_connection(self.socket)
                 try:
                     writer.write(b"PING\r\n")
@@ -275,13 +277,18 @@ def _quoted(path: Path) -> str:
     return f'"{escaped}"'
 
 
-def _is_dying(holder: str) -> bool:
-    """Tell whether a server has lost the broker that started it, with which it dies."""
+def _is_dying(holder: Sequence[str]) -> bool:
+    """Tell whether a server has lost the broker that started it, with which it dies.
+
+    Args:
+        holder: the pids of the server and of its broker, as the lock's file has them.
+    """
     try:
-        state, parent = Path(f"/proc/{int(holder)}/stat").read_text().rpartition(")")[2].split()[:2]
+        server, broker = map(int, holder)
+        state, parent = Path(f"/proc/{server}/stat").read_text().rpartition(")")[2].split()[:2]
     except (OSError, ValueError):
         return False
-    return state in {"Z", "X"} or parent == "1"
+    return state in {"Z", "X"} or int(parent) != broker
 
 
 @contextmanager
@@ -293,18 +300,27 @@ def _locked(folder: Path, timeout_s: float) -> Iterator[int]:
     """
     lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
-        began_s = time.monotonic()
+        began_s, said_s = time.monotonic(), 10.0
         while True:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             except BlockingIOError as error:
-                holder = os.pread(lock, 32, 0).decode(errors="replace").strip() or "unknown"
+                holder = os.pread(lock, 32, 0).decode(errors="replace").split()
                 limit_s = _DYING_S if timeout_s and _is_dying(holder) else timeout_s
-                if time.monotonic() - began_s >= limit_s:
+                waited_s = time.monotonic() - began_s
+                server = holder[0] if holder else "unknown"
+                if waited_s >= limit_s:
                     raise ConfigError(
-                        f"another Redis server (pid {holder}) runs in {folder}"
+                        f"another Redis server (pid {server}) runs in {folder}"
                     ) from error
+                if waited_s >= said_s:
+                    said_s *= 2
+                    _log.info(
+                        "waiting for the Redis server before (pid %s) to end: %.0f s",
+                        server,
+                        waited_s,
+                    )
                 time.sleep(0.05)
         yield lock
     finally:

@@ -32,7 +32,7 @@ from wire.command_line import (
     disk_trouble,
 )
 from wire.errors import ChildDiedError, ConfigError, PeerLostError, SlipstreamError
-from wire.patience import Patience, signs_of
+from wire.patience import END_AT_MOST, Patience, signs_of
 from wire.processes import is_locked, last_lines
 from wire.run_settings import RunSection, relay_lock, run_section
 from wire.settings import load_table
@@ -43,7 +43,6 @@ _POLL_S = 0.2
 _LINE_EVERY_S = 10.0
 _BROKER_START_S = 120.0  # without a sign of life, as the next one
 _RELAY_END_S = 10.0
-_END_AT_MOST = 6  # times the limit, for what is busy but does not end
 _REFUSED = "refused: "
 _SCRATCH = "slipstream-"
 
@@ -109,7 +108,7 @@ def _await_relay(run: RunSection) -> None:
         "the weight relay to end",
         _RELAY_END_S,
         signs_of(lambda: _relays(run)),
-        at_most=_END_AT_MOST,
+        at_most=END_AT_MOST,
     )
     while is_locked(relay_lock(run)):
         if patience.is_over():
@@ -201,14 +200,10 @@ def _require_complete(
 ) -> None:
     """The last process of a role may end only when the run is over; others may leave."""
     patience = _patience_with_broker(supervisor, console)
-    while True:
-        try:
-            watcher.ask_once()
-        except PeerLostError:
-            if patience.is_over():
-                raise
-        else:
-            break
+    ended_s = time.monotonic()
+    while watcher.asked_s < ended_s:
+        if patience.is_over():
+            raise PeerLostError(watcher.error or f"the broker did not answer: it {patience.why}")
         supervisor.check()  # the broker may be on its way back
         time.sleep(_POLL_S)
     status = watcher.newest

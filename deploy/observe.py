@@ -1,6 +1,7 @@
 """Reads the state of a running run from its broker."""
 
 import asyncio
+import math
 import threading
 import time
 from pathlib import Path
@@ -93,6 +94,7 @@ class StatusWatcher:
         self._thread = threading.Thread(target=self._loop, name="status", daemon=True)
         self._started_s = time.monotonic()
         self._answer: tuple[RunStatus, float] | None = None
+        self.asked_s = -math.inf  # monotonic time at which the newest answer was asked for
         self.error = ""  # of the newest attempt; empty while the broker answers
 
     @property
@@ -109,18 +111,11 @@ class StatusWatcher:
         """Begin to ask."""
         self._thread.start()
 
-    def ask_once(self) -> None:
-        """Get the state as it is now, from any thread; PeerLostError if no broker answers."""
-        self._keep(status_now(self._run))
-
     def close(self) -> None:
         """Ask no more; a question under way is given up, a first hello has a deadline."""
         self._stop.set()
         if self._thread.is_alive():
             self._thread.join(timeout=_TIMEOUT_S)
-
-    def _keep(self, status: RunStatus) -> None:
-        self._answer = (status, time.monotonic())
 
     def _loop(self) -> None:
         while not self._stop.is_set():
@@ -136,13 +131,15 @@ class StatusWatcher:
             while not self._stop.is_set():
                 count = _NEWEST_STEPS if self._answer is not None else -1
                 question = GetStatus(newest_steps=count)
+                asked_s = time.monotonic()
                 asking = asyncio.ensure_future(client.ask(question, StatusAnswer))
                 while not asking.done() and not self._stop.is_set():
                     await asyncio.wait({asking}, timeout=_LOOK_S)
                 if not asking.done():
                     asking.cancel()
                     return
-                self._keep(asking.result()[0].status)
+                self._answer = (asking.result()[0].status, time.monotonic())
+                self.asked_s = asked_s
                 self.error = ""
                 await asyncio.to_thread(self._stop.wait, self._every_s)
         finally:

@@ -11,7 +11,17 @@ from rich.text import Text
 
 from broker.dashboard.advisories import Advisory
 from deploy.show import visible
-from deploy.view import age, counts, equation, last_figure, lengths, number, rates, scores
+from deploy.view import (
+    age,
+    counts,
+    equation,
+    last_figure,
+    lengths,
+    number,
+    rates,
+    scores,
+    startup_wait,
+)
 from wire.bus import PublishRecord
 from wire.status import GONE_S, SILENT_S, RoleStatus, RunStatus
 
@@ -189,6 +199,8 @@ def _news(status: RunStatus, trouble: str, screen: Screen) -> list[Text]:
         news.append(Text(f"the run has ended: {visible(status.outcome)}", style="bold"))
     elif status.stop_reason:
         news.append(Text(f"the run ends because {visible(status.stop_reason)}", style="yellow"))
+    elif beginning := startup_wait(status):
+        news.append(Text(f"the run waits for {beginning}", style="cyan"))
     elif status.waiting_for:
         news.append(Text(f"the learner waits for {visible(status.waiting_for)}", style="cyan"))
     return news

@@ -4,13 +4,22 @@
 #   ./deploy/setup.sh
 #   PYTHON=/path/to/python3.11 ./deploy/setup.sh    another interpreter
 #   SETUP_WITH=pip ./deploy/setup.sh                never uv
-set -Eeuo pipefail
+set -euo pipefail
 cd "$(dirname "$0")/.."
 
 pins="deploy/constraints-cpu.txt deploy/requirements-cpu.txt deploy/requirements-cpu-nodeps.txt"
 # shellcheck disable=SC2086
 stamp=$(cat $pins pyproject.toml deploy/setup.sh deploy/uv_sources.py | sha256sum | cut -d' ' -f1)
-is_complete() { [ "$(cat .venv/.slipstream-setup 2>/dev/null || true)" = "$stamp" ]; }
+describe() { # interpreter: prints "CPython 3.11", or nothing for what is none
+    "$1" -c 'import sys, platform as p
+print(p.python_implementation(), "%d.%d" % sys.version_info[:2])' 2>/dev/null || true
+}
+is_complete() { # and it runs, as the Python that was asked for
+    [ "$(cat .venv/.slipstream-setup 2>/dev/null || true)" = "$stamp" ] || return 1
+    local have
+    have=$(describe .venv/bin/python)
+    [ -n "$have" ] && { [ -z "${PYTHON:-}" ] || [ "$(describe "$PYTHON")" = "$have" ]; }
+}
 if is_complete; then
     exit 0
 fi
@@ -23,10 +32,6 @@ if command -v flock >/dev/null && ! flock --nonblock 9; then
     fi
 fi
 
-describe() { # interpreter: prints "CPython 3.11", or nothing for what is none
-    "$1" -c 'import sys, platform as p
-print(p.python_implementation(), "%d.%d" % sys.version_info[:2])' 2>/dev/null || true
-}
 candidates=(python3.11 python3.12 python3 python)
 [ -z "${PYTHON:-}" ] || candidates=("$PYTHON")
 python='' seen=()
@@ -58,49 +63,52 @@ fi
 mkdir -p .cache
 log=$PWD/.cache/setup.log
 part='the environment'
-exec 3>&2 # what fails may have its own output sent to the log
+: >"$log"
 failed() {
-    trap - ERR
     {
         echo "setup: failed at $part; the end of $log:"
         tail -n 15 "$log" | sed 's/^/    /'
         echo "setup: nothing is used of an environment that is not complete. Once the cause is"
         echo "setup: mended, call it again; what was downloaded is kept. It needs a C compiler and"
         echo "setup: a package index (PIP_INDEX_URL, or pip's configuration, names another one)."
-    } >&3
+    } >&2
     exit 1
 }
-trap failed ERR
 
 started=$SECONDS
 version=$("$python" -c 'import platform; print(platform.python_version())')
 where=$("$python" -c 'import sys; print(sys.executable)')
 echo "setup: a new environment in .venv with CPython $version ($where)"
-"$python" -m venv --clear .venv >"$log" 2>&1
+"$python" -m venv --clear .venv >>"$log" 2>&1 || failed
 new=.venv/bin/python
 
-with_pip() { "$new" -m pip install --disable-pip-version-check "$@"; }
-by=pip
-if [ "${SETUP_WITH:-uv}" != pip ]; then
+with_pip() { "$new" -m pip install --disable-pip-version-check "$@" >>"$log" 2>&1; }
+by=pip sources=()
+find_uv() { # which works here, and where it is to look
+    local words
     if ! uv=$(command -v uv); then
         uv=.venv/bin/uv
-        with_pip --quiet -c deploy/constraints-cpu.txt uv >>"$log" 2>&1 || uv=''
+        with_pip --quiet -c deploy/constraints-cpu.txt uv || return 1
     fi
-    if [ -n "$uv" ]; then # else it cannot be had
-        by=$("$uv" --version 2>>"$log" | cut -d' ' -f1,2)
-        mapfile -t sources < <("$new" deploy/uv_sources.py 2>>"$log")
-    fi
+    words=$("$uv" --version 2>>"$log") || return 1
+    "$new" deploy/uv_sources.py >.venv/uv-sources 2>>"$log" || return 1
+    mapfile -t sources <.venv/uv-sources
+    by=$(cut -d' ' -f1,2 <<<"$words")
+}
+if [ "${SETUP_WITH:-uv}" != pip ] && ! find_uv; then
+    echo "setup: uv cannot be used here ($log); pip installs"
 fi
 install() { # what for, arguments that uv and pip have in common
     part=$1
     shift
     local began=$SECONDS who=$by
+    printf 'setup: %s: ' "$part"
     if [ "$by" = pip ] ||
         ! "$uv" pip install --python "$new" "${sources[@]}" "$@" >>"$log" 2>&1; then
         [ "$by" = pip ] || who="pip, as uv could not"
-        with_pip "$@" >>"$log" 2>&1
+        with_pip "$@" || { echo failed && failed; }
     fi
-    printf 'setup: %s: %d s (%s)\n' "$part" $((SECONDS - began)) "$who"
+    printf '%d s (%s)\n' $((SECONDS - began)) "$who"
 }
 
 install "1 of 4, torch" -c deploy/constraints-cpu.txt torch pip setuptools wheel

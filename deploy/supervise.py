@@ -13,12 +13,11 @@ from deploy.plan import RolePlan
 from generators.sglang_process import remove_leftovers
 from wire.command_line import EXIT_BAD_SETTINGS, EXIT_SUPERSEDED
 from wire.errors import ChildDiedError, ConfigError
-from wire.patience import Patience, signs_of
+from wire.patience import END_AT_MOST, Patience, signs_of
 from wire.processes import LIFELINE_VARIABLE, bound_to_me, last_lines
 
 _log = logging.getLogger(__name__)
 _POLL_S = 0.05
-_STOP_AT_MOST = 6  # times the limit, for a process that is busy but does not end
 
 
 @dataclass(slots=True)
@@ -111,7 +110,7 @@ class Supervisor:
     def _patience(self, child: Child, limit_s: float) -> Patience:
         signs = signs_of(lambda: _pids(child), child.log_file)
         what = f"{child.plan.name} to end"
-        return Patience(what, limit_s, signs, at_most=_STOP_AT_MOST, say=_log.warning, now=self.now)
+        return Patience(what, limit_s, signs, at_most=END_AT_MOST, say=_log.warning, now=self.now)
 
     def let_go(self) -> None:
         """Cut the lifeline of what outlives a role; so does the end of this process."""

@@ -11,24 +11,35 @@ import sys
 from pathlib import Path
 from urllib.parse import urlparse
 
-_OPTIONS = {"index-url": "--index-url", "extra-index-url": "--extra-index-url"}
-_OPTIONS["find-links"] = "--find-links"
+_OPTIONS = {
+    "index-url": "--index-url",
+    "extra-index-url": "--extra-index-url",
+    "find-links": "--find-links",
+}
+_NO_INDEX = "no-index"
+_SECTIONS = ("global", "install", ":env:")  # the later one counts
 _OWN = ("UV_DEFAULT_INDEX", "UV_INDEX", "UV_INDEX_URL", "UV_EXTRA_INDEX_URL", "UV_FIND_LINKS")
 
 
 def options(listing: str) -> list[str]:
     """Return the options for what ``pip config list`` printed.
 
-    A later line of a key takes the place of an earlier one, as pip prints them; one key may hold
-    several places. Folders that do not exist are left out: pip passes over them, uv does not. With
-    several indexes uv is told to look at all of them, as pip does.
+    The environment counts more than a file, and what a file says of ``pip install`` more than what
+    it says of all commands; one key may hold several places. Folders that do not exist are left
+    out: pip passes over them, uv does not. With several indexes uv is told to look at all of them,
+    as pip does.
     """
-    places: dict[str, list[str]] = {}
+    values: dict[str, tuple[int, str]] = {}
     for line in listing.splitlines():
         key, equals, value = line.partition("=")
-        name = key.rpartition(".")[2].replace("_", "-")
-        if equals and name in _OPTIONS and not key.startswith(("download.", "wheel.")):
-            places[name] = ast.literal_eval(value).split()
+        section, _, name = key.rpartition(".")
+        name = name.replace("_", "-")
+        if not equals or section not in _SECTIONS or name not in (*_OPTIONS, _NO_INDEX):
+            continue
+        found = (_SECTIONS.index(section), str(ast.literal_eval(value)))
+        values[name] = max(values.get(name, found), found)
+    places = {name: values[name][1].split() for name in _OPTIONS if name in values}
+    is_offline = values.get(_NO_INDEX, (0, ""))[1].lower() in {"1", "true", "yes", "on"}
     words = [
         word
         for name, found in places.items()
@@ -36,9 +47,9 @@ def options(listing: str) -> list[str]:
         if _may_hold_packages(place)
         for word in (_OPTIONS[name], place)
     ]
-    return (
-        [*words, "--index-strategy", "unsafe-best-match"] if "extra-index-url" in places else words
-    )
+    if "extra-index-url" in places:
+        words += ["--index-strategy", "unsafe-best-match"]
+    return [*words, "--no-index"] if is_offline else words
 
 
 def _may_hold_packages(place: str) -> bool:

@@ -38,9 +38,26 @@ def one_line(status: RunStatus) -> str:
         f"publishes {status.publishes}",
         f"dropped {counts(status.dropped) or 0}",
     ]
-    if status.waiting_for:
+    if beginning := startup_wait(status):
+        parts.append(f"the run waits for {beginning}")
+    elif status.waiting_for:
         parts.append(f"learner waits for {status.waiting_for}")
     return ", ".join(parts)
+
+
+def startup_wait(status: RunStatus) -> str:
+    """Say what a run that has not issued a group yet waits for; empty once it has."""
+    if status.issued or status.stop_reason:
+        return ""
+    generators = [role for role in status.roles if role.role == "generator"]
+    waits = []
+    if not any(role.role == "learner" for role in status.roles):
+        waits.append("the learner (it loads its model)")
+    if not generators:
+        waits.append("a generator (its engine starts)")
+    elif not any(role.adopted for role in generators):
+        waits.append("an engine with the first weights")
+    return " and ".join(waits)
 
 
 def final_table(status: RunStatus, *, outcome: str) -> RenderableType:
@@ -131,8 +148,11 @@ def _flow(status: RunStatus) -> RenderableType:
         "length of answers": lengths(status),
         "waiting for a reward": str(status.queue.get("waiting_for_reward", 0)),
         "publishes": publishes,
-        "learner waits for": status.waiting_for or "nothing",
     }
+    if beginning := startup_wait(status):
+        rows["the run waits for"] = beginning
+    else:
+        rows["learner waits for"] = status.waiting_for or "nothing"
     for name, value in rows.items():
         grid.add_row(Text(name, style="dim"), value)
     return grid

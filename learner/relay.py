@@ -44,7 +44,7 @@ from wire.errors import (
     SupersededError,
 )
 from wire.logs import start_logging
-from wire.patience import Patience, signs_of
+from wire.patience import END_AT_MOST, Patience, signs_of
 from wire.phases import WAIT
 from wire.relay import (
     Alive,
@@ -257,7 +257,8 @@ def _only_one(path: Path) -> Iterator[None]:
         ConfigError: another one holds the place and does not go.
     """
     with path.open("a+") as file:
-        waited = Patience("the relay before to end", _LOCK_S, signs_of(lambda: _holder(path)))
+        signs = signs_of(lambda: _holder(path))
+        waited = Patience("the relay before to end", _LOCK_S, signs, at_most=END_AT_MOST)
         killed: Patience | None = None
         while not _is_ours(file):
             if killed is None and waited.is_over():

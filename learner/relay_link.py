@@ -20,7 +20,7 @@ from weightbus.slots import NUM_SLOTS
 from wire.codec import decode_relay_answer, encode
 from wire.errors import ChildDiedError, PublishError, SupersededError
 from wire.manifest import WeightManifest
-from wire.patience import Patience, signs_of
+from wire.patience import END_AT_MOST, Patience, signs_of
 from wire.relay import (
     Alive,
     EndRelay,
@@ -141,6 +141,16 @@ class RelayLink:
             self._process = None
         return True
 
+    async def _adopt_patiently(self, timeout_s: float, patience: Patience) -> bool:
+        """Adopt a relay that starts, and look meanwhile whether it does something."""
+        adopting = asyncio.create_task(self._adopt(timeout_s))
+        try:
+            while not (await asyncio.wait({adopting}, timeout=_WATCH_S))[0]:
+                patience.is_over()
+            return adopting.result()
+        finally:
+            adopting.cancel()
+
     async def _start(self) -> None:
         self._kill()
         now = time.monotonic()
@@ -164,7 +174,7 @@ class RelayLink:
         patience = Patience("the weight relay to answer", _START_S, signs_of(lambda: [process.pid]))
         answer_s = _FIRST_ANSWER_S
         while process.poll() is None and not self._is_ending:
-            if await self._adopt(answer_s):
+            if await self._adopt_patiently(answer_s, patience):
                 return
             answer_s = min(2 * answer_s, _MAX_FIRST_ANSWER_S)  # it may be slow and not deaf
             if patience.is_over():
@@ -255,7 +265,8 @@ class RelayLink:
         self._kill()
 
     async def _gone(self, pid: int) -> None:
-        patience = Patience("the weight relay to end", _ANSWER_S, signs_of(lambda: [pid]))
+        signs = signs_of(lambda: [pid])
+        patience = Patience("the weight relay to end", _ANSWER_S, signs, at_most=END_AT_MOST)
         while not patience.is_over():
             if self._process is not None:
                 self._process.poll()

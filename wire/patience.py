@@ -19,7 +19,8 @@ _log = logging.getLogger(__name__)
 _LOOK_S = 1.0  # between looks at what is waited for
 _LONGEST_GAP_S = 5.0  # more between two looks is time in which nobody ran, the waiter included
 _LEAST_SHARE = 0.01  # of a core: a process that only looks whether it may go on uses less
-_AT_MOST = 20  # times the limit, for what is busy with nothing
+AT_MOST = 20  # times the limit, for what is busy with nothing
+END_AT_MOST = 6  # the same, for what is to end
 _SAY_FIRST_S = 10.0
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
@@ -41,7 +42,7 @@ class Patience:
         limit_s: float,
         signs: Callable[[], Signs] | None = None,
         *,
-        at_most: float = _AT_MOST,
+        at_most: float = AT_MOST,
         say: Callable[[str], None] = _log.info,
         now: Callable[[], float] = time.monotonic,
     ) -> None:

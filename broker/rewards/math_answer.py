@@ -44,7 +44,7 @@ _BRACKETS = {"{": 1, "(": 1, "}": -1, ")": -1}
 
 
 class _TooLong(BaseException):
-    """The time for one answer is over."""
+    """The CPU time for one answer is over."""
 
 
 @reward(version="1")
@@ -59,7 +59,8 @@ def score(
     Args:
         transcript: ``prompt.ground_truth`` is a number, LaTeX with or without ``$``, or a list of
             such, of which any is right.
-        limit_s: time to parse and compare; kept on the main thread, where the answers are scored.
+        limit_s: CPU seconds to parse and compare, so that a busy machine makes no right answer
+            wrong; kept on the main thread, where the answers are scored.
         max_characters: so much of the end of the answer is looked at.
 
     Raises:
@@ -160,7 +161,7 @@ def _parse(text: str) -> list[Any]:
 
 @contextmanager
 def _time_limit(limit_s: float) -> Iterator[None]:
-    """Raise _TooLong when time is up; on other threads than the main one there is no limit."""
+    """Raise _TooLong when CPU time is up; on other threads than the main one there is no limit."""
     if threading.current_thread() is not threading.main_thread() or limit_s <= 0:
         yield
         return
@@ -168,13 +169,13 @@ def _time_limit(limit_s: float) -> Iterator[None]:
     def ring(_signal: int, _frame: FrameType | None) -> None:
         raise _TooLong
 
-    before = signal.signal(signal.SIGALRM, ring)
-    signal.setitimer(signal.ITIMER_REAL, limit_s, 0.5)  # again, where something caught it
+    before = signal.signal(signal.SIGPROF, ring)
+    signal.setitimer(signal.ITIMER_PROF, limit_s, 0.5)  # again, where something caught it
     try:
         try:
             yield
         finally:
-            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.setitimer(signal.ITIMER_PROF, 0)
     finally:  # also where it rings in the line above
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, before)

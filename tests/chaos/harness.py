@@ -43,6 +43,7 @@ REWARD = """
 def score(data_source, solution_str, ground_truth, extra_info):
     return (sum(map(ord, solution_str)) % 5) / 4
 """
+LEASE_S = 5.0
 GROUP_SIZE = 2
 
 
@@ -228,8 +229,8 @@ def chaos_run(
         "data": {"file": str(folder / "train.jsonl")},
         "reward": {"function": f"{folder / 'reward.py'}:score", "credits": 8},
         "broker": {
-            "lease_s": 5.0,
-            "max_attempts": 30,
+            "lease_s": LEASE_S,
+            "max_attempts": 30,  # a prompt that many kills met is no poison
             "dashboard": {"enabled": False},
         },
         "logging": {"trackers": []},
@@ -312,7 +313,9 @@ def disturb(
             assert time.monotonic() < deadline, f"nobody to {what}\n{it.logs()}"
             assert not it.supervisor.finished(["learner"]), "the run was over: make it longer"
             role = rng.choice(roles)
-            hit = it.kill(role) if what == "kill" else it.stop(role, rng.uniform(0.2, 3.0))
+            hit = (
+                it.kill(role) if what == "kill" else it.stop(role, rng.uniform(0.2, 1.5 * LEASE_S))
+            )
             it.look_after()
 
 

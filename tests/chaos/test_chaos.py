@@ -18,7 +18,7 @@ def test_a_run_that_nobody_disturbs_completes(folder: Path):
         assert view.redelivered_steps == view.requeued == 0
 
 
-@pytest.mark.slow  # the next one stops roles too, at random moments
+@pytest.mark.slow  # the next one stops roles too, for up to one and a half leases
 def test_every_role_may_be_stopped_for_longer_than_a_lease(folder: Path):
     with chaos_run(folder, prompts=600, broker__lease_s=1.5) as it:
         it.start()

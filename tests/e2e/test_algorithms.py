@@ -10,6 +10,7 @@ import pytest
 from deploy.addition import prepare
 from tests.e2e.tiny_run import ROOT
 
+# tests/integration/test_presets.py has every preset with a real learner.
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 STEPS = 100
 SETTINGS = {

@@ -23,6 +23,7 @@ SAME = 1e-4  # nats; float32 noise between two implementations is about 1e-6
         # tests/integration/test_transports.py has every transport with a real engine.
         pytest.param("tcp", 1.0, 1e-3, marks=pytest.mark.slow),
         pytest.param("disk", 1.0, 1e-3, marks=pytest.mark.slow),
+        # test_two_learner_ranks below compares at temperature 0.6 too.
         pytest.param("collective", 0.6, 0.0, marks=pytest.mark.slow),
     ],
 )

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from deploy.addition import SHIPPED_POLICY
 from deploy.observe import fetch_status
 from tests.waiting import HANG_S, until_async
 from wire.errors import SlipstreamError
@@ -90,9 +91,19 @@ async def first_status(run: RunSection, broker: "subprocess.Popen[bytes]") -> Ru
     return found[0]
 
 
-def test_the_project_is_installed_as_a_wheel_with_its_page(slim_python: Path):
+def printed_by(python: Path, code: str) -> str:
+    done = subprocess.run([python, "-c", code], capture_output=True, text=True, check=True, cwd="/")
+    return done.stdout
+
+
+def test_the_project_is_installed_as_a_wheel_with_its_page_and_the_start_policy(slim_python: Path):
     code = "from broker.dashboard.web import _resource; print(len(_resource('page.html')))"
-    printed = subprocess.run(
-        [slim_python, "-c", code], capture_output=True, text=True, check=True, cwd="/"
+    assert int(printed_by(slim_python, code)) > 100
+    code = (
+        "from importlib.resources import files\n"
+        "folder = files('deploy').joinpath('addition_policy')\n"
+        "print(*sorted(file.name for file in folder.iterdir()))"
     )
-    assert int(printed.stdout) > 100
+    assert printed_by(slim_python, code).split() == sorted(
+        path.name for path in SHIPPED_POLICY.iterdir()
+    )

@@ -3,6 +3,7 @@ import contextlib
 import re
 import sys
 import threading
+import time
 from collections.abc import Awaitable
 from pathlib import Path
 
@@ -218,6 +219,16 @@ def test_an_evaluation_that_takes_too_long_is_wrong(monkeypatch: pytest.MonkeyPa
         if found["parsed"]:  # else the machine was too slow for that
             break
     assert found == {"score": 0.0, "parsed": 1.0, "timed_out": 1.0}
+
+
+def test_waiting_for_a_core_makes_no_right_answer_wrong(monkeypatch: pytest.MonkeyPatch):
+    def starved(*_: object, **__: object) -> bool:
+        time.sleep(1.5)  # no CPU was to be had
+        return True
+
+    assert math_answer.score(transcript("42", "42"))["score"] == 1.0  # all is loaded
+    monkeypatch.setattr(math_answer.math_verify, "verify", starved)
+    assert math_answer.score(transcript("42", "42"), limit_s=1.0)["score"] == 1.0
 
 
 def test_mathematics_works_on_other_threads_and_in_event_loops():

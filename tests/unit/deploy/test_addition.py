@@ -119,7 +119,7 @@ def test_the_shipped_policy_is_the_one_that_the_command_describes(tmp_path: Path
         assert json.loads((SHIPPED_POLICY / name).read_bytes()) == json.loads(content), name
 
 
-def test_a_wheel_holds_the_policy():
+def test_the_policy_is_package_data():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     patterns = project["tool"]["setuptools"]["package-data"]["deploy"]
     for path in SHIPPED_POLICY.iterdir():

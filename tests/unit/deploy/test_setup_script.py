@@ -1,8 +1,13 @@
-"""What deploy/setup.sh says where it cannot do its work. Nothing is installed."""
+"""What deploy/setup.sh does and says. Programs that note how they were called stand for Python and
+uv: nothing is installed.
+"""
 
+import fcntl
 import os
 import shutil
 import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -38,6 +43,134 @@ def run_setup(checkout: Path, **environment: str) -> "subprocess.CompletedProces
         check=False,
         env={"PATH": "/usr/bin:/bin", "HOME": os.fspath(checkout), **environment},
     )
+
+
+@contextmanager
+def held(folder: Path) -> Iterator[None]:
+    """Hold the lock that a call holds while it works."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+NOTING_PYTHON = """#!/bin/sh
+case "$*" in
+    *implementation*) echo "CPython ${VERSION:-3.11}" ;;
+    *'-m venv'*) mkdir -p .venv/bin && cp "$0" .venv/bin/python ;;
+    *'-m pip'*) echo "pip $*" >>calls; [ -z "$PIP_FAILS" ] ;;
+    *uv_sources*)
+        [ -z "$SOURCES_FAIL" ] && printf '%s\\n' --index-url 'https://an.example/with space' ;;
+    *) echo 3.11.0 ;;
+esac
+"""
+NOTING_UV = """#!/bin/sh
+case "$*" in
+    --version) [ -z "$UV_IS_BROKEN" ] && echo 'uv 9.9.9 (of a test)' ;;
+    *) for word in "$@"; do printf '<%s>' "$word"; done >>calls; echo >>calls
+       case "$*" in *requirements-cpu.txt*) [ -z "$UV_FAILS_LIBRARIES" ] ;; esac ;;
+esac
+"""
+
+
+@pytest.fixture
+def programs(tmp_path: Path) -> Path:
+    """A folder for PATH with a Python and a uv that note how they were called."""
+    folder = tmp_path / "some programs"
+    folder.mkdir()
+    for name, text in {"python3.11": NOTING_PYTHON, "uv": NOTING_UV}.items():
+        (folder / name).write_text(text)
+        (folder / name).chmod(0o755)
+    return folder
+
+
+def run_noted(checkout: Path, programs: Path, **environment: str) -> tuple[str, list[str]]:
+    """Run it to its end; return what it said, and the calls of uv and pip."""
+    (checkout / "calls").write_text("")
+    done = run_setup(checkout, PATH=f"{programs}:/usr/bin:/bin", **environment)
+    assert done.returncode == 0, done.stderr
+    return done.stdout, (checkout / "calls").read_text().splitlines()
+
+
+def test_uv_installs_all_parts_from_where_pip_looks(checkout: Path, programs: Path):
+    said, calls = run_noted(checkout, programs)
+    assert len(calls) == 4
+    for call in calls:
+        assert call.startswith("<pip><install><--python><.venv/bin/python>")
+        assert "<--index-url><https://an.example/with space>" in call
+    assert next(line for line in said.splitlines() if "(uv 9.9.9)" in line).startswith(
+        "setup: 1 of 4, torch: "
+    )
+    assert run_noted(checkout, programs) == ("", []), "a second call does nothing"
+
+
+def test_pip_installs_the_part_that_uv_could_not(checkout: Path, programs: Path):
+    said, calls = run_noted(checkout, programs, UV_FAILS_LIBRARIES="1")
+    assert [call[:5] for call in calls] == ["<pip>", "<pip>", "pip -", "<pip>", "<pip>"]
+    assert "2 of 4, libraries: 0 s (pip, as uv could not)" in said.replace(": 1 s", ": 0 s")
+
+
+@pytest.mark.parametrize("trouble", ["UV_IS_BROKEN", "SOURCES_FAIL"])
+def test_a_uv_that_does_not_work_is_passed_over(checkout: Path, programs: Path, trouble: str):
+    said, calls = run_noted(checkout, programs, **{trouble: "1"})
+    assert "setup: uv cannot be used here" in said
+    assert len(calls) == 4
+    assert all(call.startswith("pip -m pip install") for call in calls)
+
+
+def test_pip_alone_where_that_is_wanted(checkout: Path, programs: Path):
+    said, calls = run_noted(checkout, programs, SETUP_WITH="pip")
+    assert all(call.startswith("pip -m pip install") for call in calls)
+    assert "uv" not in said
+
+
+def test_what_was_left_half_made_is_made_anew(checkout: Path, programs: Path):
+    first = run_setup(
+        checkout, PATH=f"{programs}:/usr/bin:/bin", UV_FAILS_LIBRARIES="1", PIP_FAILS="1"
+    )
+    assert first.returncode == 1
+    assert "setup: 2 of 4, libraries: failed" in first.stdout
+    assert "setup: failed at 2 of 4, libraries; the end of" in first.stderr
+    assert len(run_noted(checkout, programs)[1]) == 4
+
+
+def test_another_python_than_that_of_the_environment_makes_a_new_one(
+    checkout: Path, programs: Path
+):
+    run_noted(checkout, programs)
+    other = programs / "other"
+    other.write_text(NOTING_PYTHON.replace("${VERSION:-3.11}", "3.12"))
+    other.chmod(0o755)
+    assert len(run_noted(checkout, programs, PYTHON=str(other))[1]) == 4
+    assert run_noted(checkout, programs, PYTHON=str(other))[1] == []
+
+
+def test_an_environment_whose_python_is_gone_is_made_anew(checkout: Path, programs: Path):
+    run_noted(checkout, programs)
+    (checkout / ".venv" / "bin" / "python").write_text("#!/nowhere/python\n")
+    assert len(run_noted(checkout, programs)[1]) == 4
+
+
+def test_a_second_call_at_once_waits_and_finds_nothing_left_to_do(checkout: Path, programs: Path):
+    (checkout / "calls").write_text("")
+    environment = {"PATH": f"{programs}:/usr/bin:/bin", "HOME": str(checkout)}
+    with held(checkout / "deploy"):
+        second = subprocess.Popen(
+            [checkout / "deploy" / "setup.sh"], stdout=subprocess.PIPE, text=True, env=environment
+        )
+        assert second.stdout is not None
+        assert second.stdout.readline() == "setup: another call makes .venv; waiting for it\n"
+    said, _ = second.communicate()
+    assert second.returncode == 0
+    assert "setup: done" in said
+
+
+def test_a_python_that_is_too_new_is_named(checkout: Path, programs: Path):
+    done = run_setup(checkout, PYTHON=str(programs / "python3.11"), VERSION="3.13")
+    assert done.returncode == 2
+    assert "is CPython 3.13" in done.stderr
 
 
 def test_a_python_that_cannot_be_run_is_named(checkout: Path):

@@ -1,3 +1,4 @@
+from itertools import permutations
 from pathlib import Path
 
 from deploy.uv_sources import options
@@ -24,9 +25,21 @@ def test_several_indexes_are_all_looked_at_as_pip_does():
     ]
 
 
-def test_the_environment_takes_the_place_of_a_file_as_pip_lists_them():
-    listing = "global.index-url='https://file.example'\n:env:.index-url='https://env.example'\n"
-    assert options(listing) == ["--index-url", "https://env.example"]
+def test_the_environment_counts_more_than_files_in_whatever_order_pip_lists_them():
+    lines = [
+        ":env:.index-url='https://env.example'",
+        "global.index-url='https://file.example'",
+        "install.index-url='https://install.example'",
+        "download.index-url='https://download.example'",
+    ]
+    for listing in permutations(lines):
+        assert options("\n".join(listing)) == ["--index-url", "https://env.example"]
+    assert options("\n".join(lines[1:])) == ["--index-url", "https://install.example"]
+
+
+def test_without_an_index_none_is_asked(tmp_path: Path):
+    listing = f"global.no-index='true'\nglobal.find-links='{tmp_path}'\n"
+    assert options(listing) == ["--find-links", str(tmp_path), "--no-index"]
 
 
 def test_no_configuration_is_no_option():
