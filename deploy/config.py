@@ -41,8 +41,8 @@ class DeploySection(Section, frozen=True, kw_only=True):
     """Pause before a restart; doubled each time."""
     save_timeout_s: Positive = 600.0
     """After Ctrl-C a learner that for so long uses no CPU and writes no log is killed before it has
-    saved a checkpoint, and so is one that still saves after six times this; another Ctrl-C does it at
-    once."""
+    saved a checkpoint, and so is one that still saves after six times this; another Ctrl-C does
+    it at once."""
     stop_timeout_s: Positive = 20.0
     """A process that was asked to end and for so long uses no CPU and writes no log is killed; so
     is one that has not ended after six times this."""
