@@ -33,10 +33,10 @@ from benchmarks.broker.process import (
 )
 from benchmarks.broker.roles import generate, pack, trajectory_bytes
 from broker.rewards.loading import load_function
-from wire.codec import decode_transcript
 from wire.control import GetStatus, StatusAnswer, TakeOver, TookOver
 from wire.processes import bound_to_me, last_lines
 from wire.status import RunStatus
+from wire.trajectory import Prompt, Transcript
 
 CREDITS = (64, 256)
 NEEDS_MS = 1.0
@@ -176,7 +176,12 @@ def inline_ms(count: int) -> float:
     with work_folder() as folder:
         (folder / "constant.py").write_text(_FUNCTION)
         function = load_function(f"{folder / 'constant.py'}:constant", {})
-        answer = decode_transcript(trajectory_bytes(_PAYLOAD_BYTES).transcript)
+        answer = Transcript(
+            prompt=Prompt(prompt="what is the sum of 17 and 25?", ground_truth="42"),
+            response=trajectory_bytes(_PAYLOAD_BYTES).response.decode(),
+            num_response_tokens=100,
+            finish_reason="stop",
+        )
         began_s = time.process_time()
         for _ in range(count):
             function.call((answer,))

@@ -70,7 +70,7 @@ def build_ledger(
     settings: BrokerSettings, prompts: Prompts, state: BookState | None = None
 ) -> Ledger:
     """Return a ledger over the run's prompts, empty or with a state that was stored."""
-    run = settings.run
+    run, sampling = settings.run, settings.sampling
     max_prompts = math.ceil(run.epochs * prompts.training.num_rows) if run.epochs else None
     if max_prompts is not None and max_prompts < run.groups_per_step:
         raise ConfigError(
@@ -96,7 +96,12 @@ def build_ledger(
         zero_variance_of=settings.broker.zero_variance_of,
         high_water_bytes=settings.broker.high_water_bytes,
         replay_budget_bytes=settings.broker.replay_budget_bytes,
-        drop_overlong=settings.sampling.overlong_responses == "drop",
+        drop_overlong=sampling.overlong_responses == "drop",
+        max_prompt_tokens=sampling.max_prompt_tokens,
+        max_response_tokens={
+            "train": sampling.max_response_tokens,
+            "eval": settings.eval.max_response_tokens or sampling.max_response_tokens,
+        },
         prompts_fingerprint=prompts.training.fingerprint(),
         problems_fingerprint=fingerprint_of(prompts.held_out),
     )

@@ -6,7 +6,9 @@ and applies the events after it. A checkpoint keeps the same snapshot without wh
 
 from bisect import insort
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import get_args
 
 import msgspec
 
@@ -45,7 +47,7 @@ from broker.store import TrajectoryKey
 from broker.survivorship import TRAINED, bucket_of
 from wire.dead_letters import DeadLetter, DeadReason, Failure, is_dead
 from wire.status import EvalPoint
-from wire.trajectory import Score
+from wire.trajectory import MAX_TOKENS, ItemKind, Score
 from wire.versions import PolicyVersion, staleness_steps
 
 REVISION = 2
@@ -68,6 +70,10 @@ class LedgerRules:
     min_groups: int = 1  # fewest groups that the last step of the data may train
     zero_variance_of: str = ""  # a named part of the reward; empty is the reward itself
     drop_overlong: bool = False  # a group with an answer that was cut off
+    max_prompt_tokens: int = MAX_TOKENS
+    max_response_tokens: Mapping[ItemKind, int] = field(
+        default_factory=lambda: dict.fromkeys(get_args(ItemKind), MAX_TOKENS)
+    )
     high_water_bytes: int = 1 << 62  # of untrained payloads
     replay_budget_bytes: int = 1 << 62  # of trained payloads that no checkpoint holds yet
     prompts_fingerprint: str = ""  # what the training prompts are, and their order
@@ -385,7 +391,7 @@ class Book:
                 self.index.leave(group)
                 if group.adopted_step < 0:
                     group.adopted_step = event.adopted_step
-                group.lease_id = lease_id
+                group.lease_to(lease_id, holder)
                 self.index.enter(group)
                 state.leases[lease_id] = Lease(lease_id, group_id, holder)
                 self.by_holder.add(holder, lease_id)

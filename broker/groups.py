@@ -12,6 +12,7 @@ GroupState = Literal["issued", "leased", "generated", "ready", "delivered"]
 STATES: tuple[GroupState, ...] = ("issued", "leased", "generated", "ready", "delivered")
 NOBODY = -1
 _MAX_FAILURES = 8  # that are remembered of a group
+_MAX_LESSEES = 16  # the newest, whose answers may still come
 
 
 class Group(msgspec.Struct, kw_only=True):
@@ -34,6 +35,7 @@ class Group(msgspec.Struct, kw_only=True):
     failed_scorings: dict[int, int] = msgspec.field(default_factory=dict)
     failures: list[Failure] = msgspec.field(default_factory=list)  # the last ones
     retry_of: int = NOBODY  # the dead letter that it repeats
+    lessees: dict[int, str] = msgspec.field(default_factory=dict)  # lease -> holder, the newest
 
     @property
     def missing(self) -> tuple[int, ...]:
@@ -70,6 +72,13 @@ class Group(msgspec.Struct, kw_only=True):
         """Return a named part of the rewards; the reward itself where there is no such part."""
         scores = (self.scores[sibling] for sibling in sorted(self.scores))
         return [s.parts.get(metric, s.reward) for s in scores if s.reward is not None]
+
+    def lease_to(self, lease_id: int, holder: str) -> None:
+        """Enter who generates it, and remember it when that is over."""
+        self.lease_id = lease_id
+        self.lessees[lease_id] = holder
+        if len(self.lessees) > _MAX_LESSEES:
+            del self.lessees[min(self.lessees)]
 
     def note(self, failure: Failure) -> None:
         """Remember why an attempt failed."""

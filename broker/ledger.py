@@ -197,28 +197,58 @@ class Ledger(Book):
         """Extend leases; return those that the holder no longer has."""
         return self._terms.extend(self.leases, holder, lease_ids, now_s)
 
-    def submit(self, header: TrajectoryHeader, num_bytes: int = 0) -> bool:
+    def answered(self, holder: str, header: TrajectoryHeader) -> Group:
+        """Return the group that a trajectory belongs to, whose sender must have leased it.
+
+        Raises:
+            RefusedError: its group has ended, or its lease never was the sender's.
+        """
+        group = self.groups.get(header.group_id)
+        if group is None:
+            raise RefusedError(f"group {header.group_id} has ended")
+        if group.lessees.get(header.lease_id) != holder:
+            raise RefusedError(
+                f"group {header.group_id} was not leased to {holder} as lease {header.lease_id}"
+            )
+        return group
+
+    def submit(self, holder: str, header: TrajectoryHeader, num_bytes: int = 0) -> bool:
         """Take one finished sibling; return False for one that is there already.
 
         A late answer from a lapsed lease is as good as any, as long as its sibling is missing
         and no token of it is older than the group's deadline allows.
 
         Raises:
-            RefusedError: its group has ended, or its tokens are of weights that it may not hold.
+            RefusedError: its group has ended, its lease never was the sender's, it is longer than
+                the settings allow, or its tokens are of weights that it may not hold.
         """
-        group = self.groups.get(header.group_id)
-        if group is None:
-            raise RefusedError(f"group {header.group_id} has ended")
+        group = self.answered(holder, header)
         if not 0 <= header.sibling < group.size:
             raise RefusedError(f"sibling {header.sibling} of a group of {group.size}")
         if header.sibling in group.headers:
             return False
+        self._check_lengths(group, header)
         self._check_versions(group, header)
         self._record(Generated(header=header, num_bytes=num_bytes))
         overlong = header.finish_reason == "length" and group.item == "train"
         if overlong and self.rules.drop_overlong:
             self._drop(group, "overlong_response")
         return True
+
+    def _check_lengths(self, group: Group, header: TrajectoryHeader) -> None:
+        """Refuse what is longer than this broker's settings allow."""
+        longest = self.rules.max_response_tokens[group.item]
+        if header.num_prompt_tokens > self.rules.max_prompt_tokens:
+            raise RefusedError(
+                f"a prompt of {header.num_prompt_tokens} tokens in group {group.group_id}; the "
+                f"broker's sampling.max_prompt_tokens is {self.rules.max_prompt_tokens}"
+            )
+        if header.num_response_tokens > longest:
+            section = "eval or sampling" if group.item == "eval" else "sampling"
+            raise RefusedError(
+                f"a response of {header.num_response_tokens} tokens in group {group.group_id}; the "
+                f"broker's max_response_tokens ({section}) is {longest}"
+            )
 
     def _check_versions(self, group: Group, header: TrajectoryHeader) -> None:
         oldest = header.oldest_version

@@ -48,7 +48,8 @@ class ScoringQueue:
         self._by_holder = Holdings()
         # Another broker's leases have other numbers: its workers may still speak of them.
         self._next_lease_id = _FIRST_LEASE_ID + (secrets.randbits(20) << 32)
-        self._lapsed: dict[TrajectoryKey, set[int]] = {}  # leases whose result may still come
+        # Leases whose result may still come, and from whom.
+        self._lapsed: dict[TrajectoryKey, dict[int, str]] = {}
         self._failures: dict[TrajectoryKey, _Failures] = {}
         self._seen: dict[str, float] = {}  # worker -> when it last asked for work
 
@@ -164,9 +165,9 @@ class ScoringQueue:
         self._end(lease_id)
         return True
 
-    def lapsed(self, lease_id: int, key: TrajectoryKey) -> bool:
-        """Tell whether this very trajectory was leased so and the lease ended without a result."""
-        return lease_id in self._lapsed.get(key, ())
+    def lapsed(self, holder: str, lease_id: int, key: TrajectoryKey) -> bool:
+        """Tell whether a worker held a trajectory by this lease, which ended without a result."""
+        return self._lapsed.get(key, {}).get(lease_id) == holder
 
     def heartbeat(self, holder: str, lease_ids: tuple[int, ...], *, now_s: float) -> list[int]:
         """Extend leases; return those that the worker no longer has."""
@@ -198,8 +199,9 @@ class ScoringQueue:
         return ended
 
     def _put_back(self, lease_id: int) -> TrajectoryKey:
+        holder = self._leases[lease_id].holder
         key = self._end(lease_id)
-        self._lapsed.setdefault(key, set()).add(lease_id)
+        self._lapsed.setdefault(key, {})[lease_id] = holder
         self._enqueue(key)
         self._waiting.move_to_end(key, last=False)
         return key

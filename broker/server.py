@@ -44,7 +44,7 @@ from broker.telemetry import Telemetry, told_of
 from broker.trail import Trail
 from broker.waiting import Parked, WaitingRoom
 from broker.writer import LedgerWriter
-from wire.codec import Frame, decode_request, encode, expect_frames
+from wire.codec import Frame, decode_request, decode_text, encode, expect_frames
 from wire.control import (
     WIRE_REVISION,
     Answer,
@@ -107,7 +107,7 @@ from wire.errors import (
 )
 from wire.ledger_view import LedgerView
 from wire.status import RunStatus
-from wire.trajectory import NO_SCORING_LEASE, Score
+from wire.trajectory import NO_SCORING_LEASE, Score, transcript_of
 
 _log = logging.getLogger(__name__)
 
@@ -766,9 +766,13 @@ class BrokerServer:
         expect_frames(frames, 2, "SubmitTrajectory")
         header = request.header
         key = (header.group_id, header.sibling)
+        prompt = self._ledger.answered(session.holder, header).prompt
+        response = decode_text(frames[1], "response")
         # Frames of a message stay alive as long as a view of them does.
-        stored = StoredTrajectory(payload=frames[0], transcript=frames[1])
-        if not self._ledger.submit(header, stored.num_bytes):
+        stored = StoredTrajectory(
+            payload=frames[0], transcript=encode(transcript_of(header, prompt, response))
+        )
+        if not self._ledger.submit(session.holder, header, stored.num_bytes):
             return {}
         group = self._ledger.groups.get(header.group_id)
         if group is None:
@@ -788,7 +792,9 @@ class BrokerServer:
         for score in request.scores:
             key = (score.group_id, score.sibling)
             holds = self._scoring.finish(session.holder, score.lease_id, key)
-            late = score.reward is not None and self._scoring.lapsed(score.lease_id, key)
+            late = score.reward is not None and self._scoring.lapsed(
+                session.holder, score.lease_id, key
+            )
             if holds or late:  # a late reward is as good as any
                 self._take_score(session, score)
 

@@ -23,7 +23,7 @@ from generators.config import GeneratorSettings, generator_settings
 from generators.prompting import BadPromptError, OverlongPromptError, TextCodec
 from generators.rollout import Rollout, Sampler, run_rollouts
 from generators.running_engine import make_sampler, running_engine, watch
-from wire.codec import decode_transcript
+from wire.codec import encode
 from wire.command_line import EXIT_FAILED, EXIT_INTERRUPTED
 from wire.control import DeliveredGroup, DeliveredTrajectory, LeasedGroup, ScoringItem
 from wire.errors import ConfigError, EngineError
@@ -319,7 +319,7 @@ class Generation:
             step=NOT_TRAINED,
             group=DeliveredGroup(group_id=position, trajectories=tuple(trajectories)),
             payloads=tuple(r.frames[0] for r in rollouts),
-            transcripts=tuple(r.frames[1] for r in rollouts),
+            transcripts=tuple(encode(r.transcript) for r in rollouts),
         )
         self._writer.append(group)
         return ""
@@ -341,7 +341,7 @@ class Generation:
         work = [
             (
                 ScoringItem(group_id=h.group_id, sibling=h.sibling, lease_id=h.lease_id),
-                decode_transcript(rollout.frames[1]),
+                rollout.transcript,
             )
             for rollout in rollouts
             for h in (rollout.message.header,)

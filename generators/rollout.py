@@ -11,7 +11,13 @@ from generators.version_runs import version_runs
 from wire.arrays import PackedArray
 from wire.codec import encode
 from wire.control import LeasedGroup, SubmitTrajectory
-from wire.trajectory import ItemKind, TrajectoryHeader, TrajectoryPayload, Transcript
+from wire.trajectory import (
+    ItemKind,
+    TrajectoryHeader,
+    TrajectoryPayload,
+    Transcript,
+    transcript_of,
+)
 
 _LITTLE_ENDIAN = sys.byteorder == "little"
 
@@ -21,7 +27,8 @@ class Rollout:
     """One finished sibling, ready to be sent."""
 
     message: SubmitTrajectory
-    frames: list[bytes]  # payload, transcript
+    frames: list[bytes]  # payload, response
+    transcript: Transcript  # as the broker makes it
     num_response_tokens: int
     num_retractions: int = 0
 
@@ -72,15 +79,14 @@ def _rollout(
         min_response_tokens=params.min_new_tokens,
         end_token_ids=codec.end_token_ids if params.min_new_tokens else (),
     )
-    transcript = Transcript(
-        prompt=group.prompt,
-        response=codec.decode(completion.token_ids),
-        num_response_tokens=num_response_tokens,
-        finish_reason=completion.finish_reason,
-    )
-    frames = [encode(pack_payload(prompt_ids, completion)), encode(transcript)]
+    response = codec.decode(completion.token_ids)
+    frames = [encode(pack_payload(prompt_ids, completion)), response.encode()]
     return Rollout(
-        SubmitTrajectory(header=header), frames, num_response_tokens, completion.num_retractions
+        SubmitTrajectory(header=header),
+        frames,
+        transcript_of(header, group.prompt, response),
+        num_response_tokens,
+        completion.num_retractions,
     )
 
 

@@ -14,7 +14,6 @@ from broker.client import BrokerClient
 from broker.scorer import Rewards, Scorer
 from generators.prompting import BadPromptError, OverlongPromptError
 from generators.rollout import Rollout, Sampler, run_rollouts
-from wire.codec import decode_transcript
 from wire.control import (
     Done,
     Goodbye,
@@ -242,7 +241,7 @@ class GeneratorWorker:
             group_id=header.group_id, sibling=header.sibling, lease_id=NO_SCORING_LEASE
         )
         found = None
-        async for score in self._rewards.score([(item, decode_transcript(rollout.frames[1]))]):
+        async for score in self._rewards.score([(item, rollout.transcript)]):
             self._counters["unavailable"] += score.reward is None
             found = score
         return SubmitTrajectory(header=header, score=found)

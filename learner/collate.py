@@ -3,6 +3,7 @@
 Shapes: T tokens of B sequences laid end to end.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +17,7 @@ from wire.arrays import PackedArray
 from wire.errors import ProtocolError
 from wire.trajectory import TrajectoryHeader, TrajectoryPayload
 
+_LOGPROB_ROUNDING = 1e-3  # nats: what rounding may add to the logprob of a certain token
 _NUMPY = {"int32": np.dtype("<i4"), "float32": np.dtype("<f4"), "bool": np.dtype("?")}
 
 
@@ -48,39 +50,70 @@ class PackedBatch:
     end_token_ids: tuple[int, ...] = ()
 
 
-def unpack(header: TrajectoryHeader, payload: TrajectoryPayload) -> TrainSequence:
+def unpack(
+    header: TrajectoryHeader, payload: TrajectoryPayload, *, vocab_size: int
+) -> TrainSequence:
     """Return a trajectory's arrays without copying them.
 
+    Args:
+        header: what the sender says of it.
+        payload: its arrays.
+        vocab_size: token ids are below it.
+
     Raises:
-        ProtocolError: header and payload do not belong together, or a logprob is not finite.
+        ProtocolError: it is none that this model could have sampled: header and payload do not
+            belong together, a token is outside the vocabulary, the loss mask is not on the
+            response, or a logprob is not finite or above 0 (by more than rounding, 1e-3 nats).
     """
+    name = f"trajectory {header.group_id}/{header.sibling}"
     if payload.token_ids.shape != (header.num_tokens,):
         raise ProtocolError(
-            f"trajectory {header.group_id}/{header.sibling}: header says {header.num_tokens} "
-            f"tokens, payload has {payload.token_ids.shape}"
+            f"{name}: header says {header.num_tokens} tokens, payload has {payload.token_ids.shape}"
         )
-    mask = _array(payload.loss_mask)
+    if header.temperature == 0:
+        raise ProtocolError(f"{name} was sampled greedily: it has no probabilities to train by")
+    token_ids, mask = _array(payload.token_ids), _array(payload.loss_mask)
     logprobs = _array(payload.behavior_logprobs)
-    if not np.isfinite(logprobs[mask]).all():
-        raise ProtocolError(
-            f"trajectory {header.group_id}/{header.sibling} holds a logprob that is not finite"
-        )
-    if int(mask.sum()) != header.num_response_tokens:
-        raise ProtocolError(
-            f"trajectory {header.group_id}/{header.sibling}: header says "
-            f"{header.num_response_tokens} chosen tokens, the loss mask has {int(mask.sum())}"
-        )
     position = np.arange(header.num_tokens)
+    if not ((token_ids >= 0) & (token_ids < vocab_size)).all():
+        raise ProtocolError(
+            f"{name} holds token ids from {token_ids.min()} to {token_ids.max()}, the vocabulary "
+            f"has {vocab_size}"
+        )
+    if any(not 0 <= token_id < vocab_size for token_id in header.end_token_ids):
+        raise ProtocolError(
+            f"{name} ends by tokens {header.end_token_ids}, the vocabulary has {vocab_size}"
+        )
+    if (mask != (position >= header.num_prompt_tokens)).any():
+        raise ProtocolError(
+            f"{name}: the loss mask is not on the {header.num_response_tokens} response tokens"
+        )
+    if not np.isfinite(logprobs[mask]).all():
+        raise ProtocolError(f"{name} holds a logprob that is not finite")
+    if logprobs[mask].max() > _LOGPROB_ROUNDING:
+        raise ProtocolError(f"{name} holds a logprob of {logprobs[mask].max():.3g}, above 0")
     free_from = header.num_prompt_tokens + header.min_response_tokens
     return TrainSequence(
         end_barred=mask & (position < free_from) if header.min_response_tokens else None,
         end_token_ids=header.end_token_ids,
-        token_ids=_array(payload.token_ids),
+        token_ids=token_ids,
         version_steps=_version_steps(header),
         loss_mask=mask,
         behavior_logprobs=np.where(mask, logprobs, np.float32(0.0)),
         temperature=header.temperature,
     )
+
+
+def bars_others(header: TrajectoryHeader, headers: Sequence[TrajectoryHeader]) -> bool:
+    """Tell whether it bars other end tokens than most trajectories of a batch that bar any.
+
+    A batch has one set of them. All generators of a run sample by the same settings, so whoever
+    disagrees with most is wrong.
+    """
+    if not header.min_response_tokens:
+        return False
+    sets = Counter(one.end_token_ids for one in headers if one.min_response_tokens)
+    return header.end_token_ids != max(sorted(sets), key=sets.__getitem__)
 
 
 def _version_steps(header: TrajectoryHeader) -> NDArray[np.int32]:

@@ -276,7 +276,8 @@ class LearnerLoop:
         if self._link is not None and self._settings.learner.prefetch:
             self._link.begin_prefetch(version.step + 1)
         with self._clock.phase("pack"):
-            sequences = unpack_share(order, self._topology, frames)
+            vocab_size = self._policy.model.hf_config.vocab_size
+            sequences = unpack_share(order, self._topology, frames, vocab_size=vocab_size)
             if isinstance(sequences, Rejection):
                 return sequences
             minibatches = self._packed(order, sequences)

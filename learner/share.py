@@ -4,7 +4,7 @@ import logging
 from collections.abc import Sequence
 
 from learner.broadcast import any_rank, broadcast_frames, union
-from learner.collate import TrainSequence, unpack
+from learner.collate import TrainSequence, bars_others, unpack
 from learner.links import RankLink
 from learner.orders import Rejection, StepOrder, groups_of
 from learner.topology import Topology
@@ -50,7 +50,7 @@ def fetch_share(order: StepOrder, topology: Topology, link: RankLink | None) -> 
 
 
 def unpack_share(
-    order: StepOrder, topology: Topology, frames: Sequence[Frame]
+    order: StepOrder, topology: Topology, frames: Sequence[Frame], *, vocab_size: int
 ) -> dict[int, TrainSequence] | Rejection:
     """Return this replica's sequences by index, or why no rank trains the step.
 
@@ -60,13 +60,14 @@ def unpack_share(
         order: what is to be trained.
         topology: this rank's place.
         frames: of ``fetch_share``.
+        vocab_size: of the model.
     """
     headers = order.headers
     sequences: dict[int, TrainSequence] = {}
-    is_bad = [False] * len(headers)
+    is_bad = [bars_others(header, headers) for header in headers]
     for i, frame in zip(order.wanted(topology.data_parallel_rank), frames, strict=True):
         try:
-            sequences[i] = unpack(headers[i], decode_payload(frame))
+            sequences[i] = unpack(headers[i], decode_payload(frame), vocab_size=vocab_size)
         except ProtocolError as error:
             key = (headers[i].group_id, headers[i].sibling)
             _log.warning("step %d: trajectory %d/%d is invalid: %s", order.step, *key, error)

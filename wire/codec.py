@@ -83,6 +83,14 @@ def decode_transcript(frame: Frame) -> Transcript:
     return _decode(_transcripts, frame, "transcript")
 
 
+def decode_text(frame: Frame, what: str) -> str:
+    """Return a frame that is text; ``what`` names it in the error."""
+    try:
+        return str(frame, "utf-8")
+    except UnicodeDecodeError as error:
+        raise ProtocolError(f"not a valid {what}: {error}") from error
+
+
 def _decode(decoder: msgspec.msgpack.Decoder[T], frame: Frame, what: str) -> T:
     try:
         return decoder.decode(frame)

@@ -16,7 +16,7 @@ from wire.status import EvalPoint, RunStatus
 from wire.trajectory import ItemKind, Prompt, Score, TrajectoryHeader
 from wire.versions import PolicyVersion
 
-WIRE_REVISION = 5
+WIRE_REVISION = 6
 
 Role = Literal["generator", "learner", "relay", "reward_worker", "observer", "operator"]
 RefusalCode = Literal[
@@ -142,7 +142,10 @@ class HeartbeatAnswer(Message, frozen=True):
 
 
 class SubmitTrajectory(Message, frozen=True):
-    """One finished sibling; frames: payload, transcript. Answered by Done or Refusal."""
+    """One finished sibling; frames: payload, response as UTF-8. Answered by Done or Refusal.
+
+    The broker makes the transcript that is scored, from its own prompt and this response.
+    """
 
     header: TrajectoryHeader
     score: Score | None = None  # where the generator has scored it

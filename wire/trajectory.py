@@ -1,8 +1,8 @@
 """Trajectories as generators send them, the broker keeps them and the learner reads them.
 
 A trajectory travels in three parts. The *header* is all that planning and bookkeeping need;
-the *payload* holds the arrays and is opaque to the broker; the *transcript* is the text that
-a reward function reads.
+the *payload* holds the arrays and is opaque to the broker; the *response* is text. With the prompt
+that the broker issued it makes the *transcript* that a reward function reads.
 
 Shapes: T tokens, prompt first.
 """
@@ -128,6 +128,16 @@ class Transcript(msgspec.Struct, frozen=True, kw_only=True):
     response: str
     num_response_tokens: int
     finish_reason: FinishReason
+
+
+def transcript_of(header: TrajectoryHeader, prompt: Prompt, response: str) -> Transcript:
+    """Return what a reward function sees of a trajectory."""
+    return Transcript(
+        prompt=prompt,
+        response=response,
+        num_response_tokens=header.num_response_tokens,
+        finish_reason=header.finish_reason,
+    )
 
 
 MAX_PARTS = 64  # metrics of one reward

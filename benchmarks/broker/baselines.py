@@ -1,6 +1,6 @@
 """What the broker's throughput is compared with: the same bytes from one process to another.
 
-Each hands over one blob per trajectory, as large as payload, transcript and header together, and
+Each hands over one blob per trajectory, as large as payload, response and header together, and
 has a window of blobs that the consumer has not taken yet, so that all memory stays bounded.
 """
 

@@ -80,7 +80,7 @@ def push(
     socket.connect(f"ipc://{folder}/front")
     sent = trajectory_bytes(payload_bytes)
     ids = [os.urandom(8), os.urandom(16)]
-    frames = [*ids, os.urandom(HEADER_BYTES), sent.payload, sent.transcript]
+    frames = [*ids, os.urandom(HEADER_BYTES), sent.payload, sent.response]
     socket.send_multipart(frames, copy=False)
     socket.recv_multipart()
     begun.value = 1

@@ -13,7 +13,6 @@ import zmq
 
 from benchmarks.broker.peer import Peer
 from benchmarks.broker.process import SharedNumber
-from wire.codec import encode
 from wire.control import (
     BatchDelivered,
     BatchNotReady,
@@ -34,7 +33,7 @@ from wire.control import (
     TakeOver,
     TookOver,
 )
-from wire.trajectory import Prompt, Score, TrajectoryHeader, Transcript, VersionRun
+from wire.trajectory import Score, TrajectoryHeader, VersionRun
 from wire.versions import PolicyVersion
 
 PROMPT_TOKENS = 64
@@ -50,23 +49,17 @@ class Bytes:
     """One trajectory as it is sent: the frames, and how many tokens they stand for."""
 
     payload: bytes
-    transcript: bytes
+    response: bytes
     num_tokens: int
 
     @property
     def num_bytes(self) -> int:
-        return len(self.payload) + len(self.transcript)
+        return len(self.payload) + len(self.response)
 
 
 def trajectory_bytes(payload_bytes: int) -> Bytes:
-    transcript = Transcript(
-        prompt=Prompt(prompt="what is the sum of 17 and 25?", ground_truth="42"),
-        response="the sum is 42 " * 24,
-        num_response_tokens=100,
-        finish_reason="stop",
-    )
     num_tokens = max(PROMPT_TOKENS + 1, payload_bytes // BYTES_PER_TOKEN)
-    return Bytes(os.urandom(payload_bytes), encode(transcript), num_tokens)
+    return Bytes(os.urandom(payload_bytes), b"the sum is 42 " * 24, num_tokens)
 
 
 def pack(version: PolicyVersion) -> int:
@@ -125,7 +118,7 @@ class Generator:
             group, sibling, version = self._todo.popleft()
             header = header_of(group, sibling, self._sent.num_tokens, version)
             message = SubmitTrajectory(header=header)
-            sent = self.peer.send(message, self._sent.payload, self._sent.transcript)
+            sent = self.peer.send(message, self._sent.payload, self._sent.response)
             self._unanswered.add(sent)
 
     def listen(self, timeout_s: float) -> None:

@@ -386,7 +386,7 @@ def corpus_of(ledger: Ledger, random: Random) -> list[tuple[bytes, Frames]]:
 
 
 def _attached(request: Request) -> Frames:
-    return [b"payload", b"transcript"] if isinstance(request, SubmitTrajectory) else []
+    return [b"payload", b"response"] if isinstance(request, SubmitTrajectory) else []
 
 
 def rss_mb() -> float:
@@ -466,7 +466,7 @@ async def one_step(it: Fuzzed) -> None:
             for sibling in group.siblings:
                 sent = header(group.group_id, sibling, took.version, lease_id=group.lease_id)
                 await generator.ask(
-                    SubmitTrajectory(header=sent), Done, frames=[b"payload", b"transcript"]
+                    SubmitTrajectory(header=sent), Done, frames=[b"payload", b"response"]
                 )
         leased_scoring, _ = await generator.ask(LeaseScoring(credits=99, wait_s=0.0), ScoringLeased)
         scores = tuple(

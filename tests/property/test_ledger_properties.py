@@ -39,6 +39,7 @@ from tests.unit.broker.ledger_driver import (
     make_ledger,
     make_rules,
     state_of,
+    submit,
 )
 from wire.control import LeasedGroup
 from wire.errors import RefusedError
@@ -198,7 +199,7 @@ class Run(RuleBasedStateMachine):
             versions.append(self.ledger.version)
         try:
             one = header(group.group_id, sibling, *versions, lease_id=group.lease_id)
-            if self.ledger.submit(one, num_bytes=20):
+            if submit(self.ledger, one, num_bytes=20):
                 self.put.add((group.group_id, sibling))
         except RefusedError:
             return  # it ended, or an abandoned learner's weights chose a token of it
@@ -465,7 +466,7 @@ class Run(RuleBasedStateMachine):
             adopted = self.ledger.version
             for group in self.ledger.lease(holder, adopted, max_sequences=100, now_s=self.now_s):
                 for sibling in group.siblings:
-                    self.ledger.submit(header(group.group_id, sibling, adopted))
+                    submit(self.ledger, header(group.group_id, sibling, adopted))
                     self.put.add((group.group_id, sibling))
             self._score_all()
             self._deliver(commits=1, ahead=True)

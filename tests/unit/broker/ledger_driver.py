@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
+
 from broker.admission import StalenessBound
 from broker.book import BookState, LedgerRules, decode_state, encode_state
 from broker.evaluation import EvalPlan
@@ -106,10 +108,20 @@ def header(
     )
 
 
+def submit(ledger: Ledger, sent: TrajectoryHeader, num_bytes: int = 0) -> bool:
+    """Submit as the holder of the newest lease of the group, unless the header names another."""
+    group = ledger.groups.get(sent.group_id)
+    if group is None or not group.lessees:
+        return ledger.submit("nobody", sent, num_bytes)
+    lease_id = sent.lease_id if sent.lease_id in group.lessees else max(group.lessees)
+    sent = msgspec.structs.replace(sent, lease_id=lease_id)
+    return ledger.submit(group.lessees[lease_id], sent, num_bytes)
+
+
 def generate(ledger: Ledger, group: LeasedGroup, version: PolicyVersion | None = None) -> None:
     chosen_by = version if version is not None else ledger.version
     for sibling in group.siblings:
-        ledger.submit(header(group.group_id, sibling, chosen_by, lease_id=group.lease_id))
+        submit(ledger, header(group.group_id, sibling, chosen_by, lease_id=group.lease_id))
 
 
 def reward(ledger: Ledger, group_id: int, rewards: Sequence[float]) -> None:

@@ -10,6 +10,7 @@ from tests.unit.broker.ledger_driver import (
     make_rules,
     reward,
     stored,
+    submit,
     train_step,
 )
 
@@ -28,7 +29,7 @@ def test_siblings_are_counted_through_every_turn_of_a_groups_life():
     ledger = make_ledger(make_rules(max_attempts=1, total_steps=9, max_staleness_steps=3))
     ledger.take_over(0)
     half, whole, equal, *rest = lease(ledger)
-    ledger.submit(header(half.group_id, 0, ledger.version))
+    submit(ledger, header(half.group_id, 0, ledger.version))
     assert _agrees(ledger)
     generate(ledger, whole)
     reward(ledger, whole.group_id, [1.0])

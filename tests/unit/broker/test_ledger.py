@@ -21,6 +21,7 @@ from tests.unit.broker.ledger_driver import (
     reward,
     state_of,
     stored,
+    submit,
     train_step,
 )
 from wire.errors import RefusedError
@@ -101,7 +102,7 @@ def test_no_more_groups_than_max_in_flight():
 def test_a_lapsed_lease_is_granted_again_for_the_missing_siblings_only():
     ledger = started(make_ledger(make_rules(group_size=3)))
     (group,) = lease(ledger, max_sequences=3)
-    ledger.submit(header(group.group_id, 1, V0))
+    submit(ledger, header(group.group_id, 1, V0))
     assert ledger.expire(LEASE_S) == 0
     assert ledger.expire(LEASE_S + 0.1) == 1
     assert in_flight(ledger) == {"issued": 1}
@@ -165,10 +166,10 @@ def test_the_answer_of_a_lapsed_lease_is_taken_once_and_completes_the_group():
     (group,) = lease(ledger, max_sequences=2)
     ledger.expire(LEASE_S + 1.0)
     (again,) = lease(ledger, "generator-1", max_sequences=2)
-    assert ledger.submit(header(group.group_id, 0, V0))
-    assert ledger.submit(header(group.group_id, 1, V0))
+    assert submit(ledger, header(group.group_id, 0, V0))
+    assert submit(ledger, header(group.group_id, 1, V0))
     assert ledger.leases == {}
-    assert not ledger.submit(header(again.group_id, 0, V0))
+    assert not submit(ledger, header(again.group_id, 0, V0))
     assert set(ledger.groups[group.group_id].headers) == {0, 1}
     assert in_flight(ledger) == {"generated": 1}
 
@@ -176,14 +177,14 @@ def test_the_answer_of_a_lapsed_lease_is_taken_once_and_completes_the_group():
 def test_a_trajectory_for_a_group_that_ended_is_refused():
     ledger = started(make_ledger())
     with pytest.raises(RefusedError, match="group 7 has ended"):
-        ledger.submit(header(7, 0, V0))
+        submit(ledger, header(7, 0, V0))
 
 
 def test_a_sibling_outside_the_group_is_refused():
     ledger = started(make_ledger())
     (group,) = lease(ledger, max_sequences=2)
     with pytest.raises(RefusedError, match="sibling 2 of a group of 2"):
-        ledger.submit(header(group.group_id, 2, V0))
+        submit(ledger, header(group.group_id, 2, V0))
 
 
 def test_tokens_older_than_the_admission_or_newer_than_the_learner_are_refused():
@@ -192,9 +193,9 @@ def test_tokens_older_than_the_admission_or_newer_than_the_learner_are_refused()
     train_step(ledger)
     (group,) = lease(ledger, max_sequences=2)
     with pytest.raises(RefusedError, match=r"token chosen by v1\.0.*admitted at v1\.1"):
-        ledger.submit(header(group.group_id, 0, V0, PolicyVersion(1, 1)))
+        submit(ledger, header(group.group_id, 0, V0, PolicyVersion(1, 1)))
     with pytest.raises(RefusedError, match=r"token of v1\.2, the learner is at v1\.1"):
-        ledger.submit(header(group.group_id, 0, PolicyVersion(1, 1), PolicyVersion(1, 2)))
+        submit(ledger, header(group.group_id, 0, PolicyVersion(1, 1), PolicyVersion(1, 2)))
 
 
 # ---- scoring -----------------------------------------------------------------
@@ -225,7 +226,7 @@ def test_equal_rewards_are_trained_where_the_filter_is_off():
 def test_the_first_reward_of_a_sibling_counts_and_a_reward_without_trajectory_does_not():
     ledger = started(make_ledger())
     (group,) = lease(ledger, max_sequences=2)
-    ledger.submit(header(group.group_id, 0, V0))
+    submit(ledger, header(group.group_id, 0, V0))
     for sibling, value in ((0, 0.25), (0, 0.75), (1, 1.0)):
         ledger.score(Score(group_id=group.group_id, sibling=sibling, lease_id=0, reward=value))
     assert ledger.groups[group.group_id].rewards == [0.25]
@@ -411,7 +412,7 @@ def test_a_cut_off_answer_drops_its_group_where_asked_and_another_prompt_is_issu
     ledger = started(make_ledger(make_rules(drop_overlong=True, groups_per_step=1)))
     (group,) = lease(ledger, max_sequences=2)
     cut_off = msgspec.structs.replace(header(group.group_id, 0, V0), finish_reason="length")
-    ledger.submit(cut_off)
+    submit(ledger, cut_off)
     assert ledger.state.dropped == {"overlong_response": 1}
     assert ledger.heartbeat("generator-0", (group.lease_id,), now_s=0.0) == [group.lease_id]
     assert lease(ledger, max_sequences=2)[0].prompt.prompt == "train 1"
@@ -567,8 +568,8 @@ def test_work_of_an_older_epoch_goes_on_while_its_weights_are_ancestors():
     ledger = started(make_ledger())
     (group,) = lease(ledger, max_sequences=2)
     assert ledger.take_over(0) == PolicyVersion(2, 0)
-    assert ledger.submit(header(group.group_id, 0, V0))
-    assert ledger.submit(header(group.group_id, 1, V0, PolicyVersion(2, 0)))
+    assert submit(ledger, header(group.group_id, 0, V0))
+    assert submit(ledger, header(group.group_id, 1, V0, PolicyVersion(2, 0)))
 
 
 def test_what_abandoned_weights_sampled_is_dropped_refused_and_replaced():
@@ -576,13 +577,13 @@ def test_what_abandoned_weights_sampled_is_dropped_refused_and_replaced():
     make_ready(ledger, lease(ledger, max_sequences=6))  # the third group waits
     train_step(ledger)
     late = lease(ledger)
-    ledger.submit(header(late[0].group_id, 0, ledger.version))
+    submit(ledger, header(late[0].group_id, 0, ledger.version))
     assert len(late) == 3
     version = ledger.take_over(0)
     assert ledger.state.dropped == {"orphaned": 3}
     assert (ledger.state.trained, ledger.free_step) == (0, 1)
     with pytest.raises(RefusedError, match="has ended"):
-        ledger.submit(header(late[1].group_id, 0, PolicyVersion(1, 1)))
+        submit(ledger, header(late[1].group_id, 0, PolicyVersion(1, 1)))
     assert [g.group_id for g in train_step(ledger)] == [0, 1]
     assert 2 in ledger.groups, "what ancestors sampled stays"
     assert ledger.version == version.next()
@@ -598,7 +599,7 @@ def test_a_sibling_with_a_token_of_abandoned_weights_is_answered_again():
     ledger.take_over(0)
     mixed = header(straggler.group_id, 0, V0, PolicyVersion(1, 1), lease_id=straggler.lease_id)
     with pytest.raises(RefusedError, match=r"v1\.1, which v2\.0 does not descend from"):
-        ledger.submit(mixed)
+        submit(ledger, mixed)
     assert ledger.state.ended_leases == {"orphaned": 1}
     (again, *_) = lease(ledger, "generator-1")
     assert (again.group_id, again.siblings) == (straggler.group_id, (0, 1))
@@ -657,7 +658,7 @@ def test_past_the_replay_budget_the_oldest_steps_are_generated_again():
         for group in lease(ledger):
             for sibling in group.siblings:
                 one = header(group.group_id, sibling, ledger.version)
-                ledger.submit(one, num_bytes=20)
+                submit(ledger, one, num_bytes=20)
             reward(ledger, group.group_id, [0.0, 1.0])
         train_step(ledger)
     assert (list(ledger.state.replay), ledger.state.replay_bytes) == ([2], 80)
@@ -735,7 +736,7 @@ def test_past_the_high_water_no_more_groups_are_started_than_one_step_needs():
     rules = make_rules(max_staleness_steps=3, total_steps=9, high_water_bytes=100)
     ledger = started(make_ledger(rules))
     (group,) = lease(ledger, max_sequences=2)
-    ledger.submit(header(group.group_id, 0, V0), num_bytes=101)
+    submit(ledger, header(group.group_id, 0, V0), num_bytes=101)
     assert len(lease(ledger)) == 1
 
 
@@ -814,8 +815,8 @@ def test_each_token_counts_under_the_staleness_of_the_version_that_chose_it():
         temperature=1.0,
         finish_reason="length",
     )
-    ledger.submit(mixed)
-    ledger.submit(header(second.group_id, 1, PolicyVersion(1, 1)))
+    submit(ledger, mixed)
+    submit(ledger, header(second.group_id, 1, PolicyVersion(1, 1)))
     reward(ledger, second.group_id, [0.0, 1.0])
     train_step(ledger)
     assert ledger.state.staleness == {0: 2 * RESPONSE_TOKENS + 7 + RESPONSE_TOKENS, 1: 3}
@@ -831,7 +832,7 @@ def test_replaying_the_stored_events_rebuilds_an_equal_state():
     train_step(ledger)
     started(ledger)
     granted = lease(ledger)
-    ledger.submit(header(granted[-1].group_id, 1, ledger.version))
+    submit(ledger, header(granted[-1].group_id, 1, ledger.version))
     ledger.score(Score(group_id=granted[-1].group_id, sibling=1, lease_id=0, unavailable="slow"))
     ledger.expire(1_000.0)
     lease(ledger, "generator-1")
@@ -869,7 +870,7 @@ def test_a_problem_answered_by_abandoned_weights_is_answered_anew():
     train_step(ledger)
     problem = next(group for group in lease(ledger) if group.item == "eval")
     train_step(ledger)
-    ledger.submit(header(problem.group_id, 0, ledger.version))
+    submit(ledger, header(problem.group_id, 0, ledger.version))
     ledger.take_over(1)
     (again,) = [group for group in lease(ledger) if group.item == "eval"]
     assert (again.group_id, again.siblings) == (problem.group_id, (0, 1))

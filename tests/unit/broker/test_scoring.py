@@ -112,12 +112,13 @@ def test_a_failure_is_tried_again_after_longer_and_longer_pauses():
 def test_a_late_result_counts_for_what_was_leased_so_and_is_still_there():
     queue = filled((0, 0))
     (lease_id,) = queue.lease("a", 1, now_s=0.0)
-    assert not queue.lapsed(lease_id, (0, 0)), "it is held"
+    assert not queue.lapsed("a", lease_id, (0, 0)), "it is held"
     queue.expire(10.1)
-    assert queue.lapsed(lease_id, (0, 0))
-    assert not queue.lapsed(lease_id, (0, 1))
+    assert queue.lapsed("a", lease_id, (0, 0))
+    assert not queue.lapsed("a", lease_id, (0, 1))
+    assert not queue.lapsed("b", lease_id, (0, 0)), "it never was another's"
     queue.discard((0, 0))  # its group ended, or was begun anew under the same number
-    assert not queue.lapsed(lease_id, (0, 0))
+    assert not queue.lapsed("a", lease_id, (0, 0))
 
 
 def test_what_was_granted_and_never_arrived_waits_again_without_an_attempt():

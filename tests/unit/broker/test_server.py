@@ -1,7 +1,7 @@
 """The broker's loop over a real socket in a private folder, with the store in memory."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,6 +10,7 @@ import msgspec
 import pytest
 import zmq
 import zmq.asyncio
+from msgspec.structs import replace
 
 from broker.book import decode_state
 from broker.client import BrokerClient
@@ -20,11 +21,11 @@ from broker.scoring import ScoringQueue
 from broker.server import BrokerServer
 from broker.store import MemoryStore
 from broker.telemetry import Telemetry
-from tests.unit.broker.ledger_driver import header, make_ledger, make_rules
+from tests.unit.broker.ledger_driver import RESPONSE_TOKENS, header, make_ledger, make_rules
 from tests.waiting import HANG_S
 from tests.wire_samples import MEMBERS, RECORD
 from wire.bus import RelayDoor
-from wire.codec import decode_answer, encode
+from wire.codec import Frame, decode_answer, decode_transcript, encode
 from wire.control import (
     WIRE_REVISION,
     Answer,
@@ -75,7 +76,7 @@ from wire.errors import ForbiddenError, PeerLostError, RefusedError, SupersededE
 from wire.ledger_view import LedgerView
 from wire.run_settings import RunSection
 from wire.status import RunStatus
-from wire.trajectory import Score
+from wire.trajectory import Prompt, Score, Transcript, VersionRun, transcript_of
 from wire.versions import PolicyVersion
 
 V0 = PolicyVersion(1, 0)
@@ -173,9 +174,13 @@ async def bare_socket(endpoint: str) -> AsyncIterator[Callable[..., Awaitable[An
 
 
 async def submit(client: BrokerClient, group_id: int, sibling: int) -> None:
-    frames = [b"payload %d" % sibling, b"transcript %d" % sibling]
-    message = SubmitTrajectory(header=header(group_id, sibling, V0))
+    frames = [b"payload %d" % sibling, b"response %d" % sibling]
+    message = SubmitTrajectory(header=header(group_id, sibling, V0, lease_id=group_id))
     await client.ask(message, Done, frames=frames)
+
+
+def responses(transcripts: Sequence[Frame]) -> list[str]:
+    return [decode_transcript(transcript).response for transcript in transcripts]
 
 
 def test_a_run_of_one_step_goes_through_every_role(short_folder: Path):
@@ -196,7 +201,10 @@ def test_a_run_of_one_step_goes_through_every_role(short_folder: Path):
             scoring, transcripts = await worker.ask(
                 LeaseScoring(credits=8, wait_s=30.0), ScoringLeased
             )
-            assert [bytes(t) for t in transcripts] == [b"transcript 0", b"transcript 1"]
+            assert [decode_transcript(t).response for t in transcripts] == [
+                "response 0",
+                "response 1",
+            ]
             scores = tuple(
                 Score(
                     group_id=i.group_id,
@@ -552,7 +560,10 @@ def test_clients_come_back_to_a_new_broker_and_nothing_is_done_twice(short_folde
             worker = await second.client("reward_worker", "reward-worker-0")
             work = LeaseScoring(credits=8, wait_s=30.0)
             leased, transcripts = await worker.ask(work, ScoringLeased)
-            assert [bytes(t) for t in transcripts] == [b"transcript 0", b"transcript 1"]
+            assert [decode_transcript(t).response for t in transcripts] == [
+                "response 0",
+                "response 1",
+            ]
             scores = tuple(
                 Score(
                     group_id=i.group_id,
@@ -600,6 +611,73 @@ def test_a_process_that_was_replaced_while_the_broker_was_away_is_out(short_fold
     asyncio.run(body())
 
 
+def test_a_worker_scores_the_prompt_that_was_issued_whatever_a_generator_sends(short_folder: Path):
+    async def body() -> Transcript:
+        async with running(short_folder) as it:
+            generator = await it.client("generator", "generator-0")
+            group = await one_group(await it.client("learner", "learner"), generator)
+            message = SubmitTrajectory(header=header(group.group_id, 0, V0, lease_id=0))
+            forged = transcript_of(message.header, Prompt(prompt="?", ground_truth="mine"), "mine")
+            with pytest.raises(RefusedError, match="not a valid response"):
+                await generator.ask(message, Done, frames=[b"payload", encode(forged)])
+            assert not it.ledger.groups[0].headers
+            await generator.ask(message, Done, frames=[b"payload", b"mine"])
+            worker = await it.client("reward_worker", "reward-worker-0")
+            work = LeaseScoring(credits=8, wait_s=30.0)
+            _, (transcript,) = await worker.ask(work, ScoringLeased)
+            assert decode_transcript(transcript).prompt == it.ledger.groups[0].prompt
+            return decode_transcript(transcript)
+
+    transcript = asyncio.run(body())
+    assert (transcript.response, transcript.num_response_tokens) == ("mine", RESPONSE_TOKENS)
+
+
+def test_nobody_answers_what_another_leased(short_folder: Path):
+    async def body() -> dict[str, int]:
+        async with running(short_folder) as it:
+            generator = await it.client("generator", "generator-0")
+            thief = await it.client("generator", "thief")
+            group = await one_group(await it.client("learner", "learner"), generator)
+            for lease_id in (group.lease_id, 999_999):
+                sent = SubmitTrajectory(header=header(group.group_id, 0, V0, lease_id=lease_id))
+                with pytest.raises(RefusedError, match="group 0 was not leased to thief@"):
+                    await thief.ask(sent, Done, frames=[b"payload", b"response"])
+            assert not it.ledger.groups[0].headers
+            await submit(generator, group.group_id, 0)
+            return dict(+it.server.telemetry.rejected)
+
+    assert asyncio.run(body()) == {"refused": 2}
+
+
+def test_what_is_longer_than_the_settings_allow_is_refused(short_folder: Path):
+    async def body() -> None:
+        rules = make_rules(max_prompt_tokens=2, max_response_tokens={"train": RESPONSE_TOKENS})
+        async with running(short_folder, make_ledger(rules)) as it:
+            generator = await it.client("generator", "generator-0")
+            await one_group(await it.client("learner", "learner"), generator)
+            fits = header(0, 0, V0)
+            long = (
+                (replace(fits, num_tokens=fits.num_tokens + 1), "a response of 5 tokens.*is 4"),
+                (
+                    replace(
+                        fits,
+                        num_prompt_tokens=3,
+                        num_tokens=7,
+                        version_runs=(VersionRun(3, V0),),
+                    ),
+                    "a prompt of 3 tokens.*sampling.max_prompt_tokens is 2",
+                ),
+            )
+            for sent, message in long:
+                with pytest.raises(RefusedError, match=message):
+                    await generator.ask(
+                        SubmitTrajectory(header=sent), Done, frames=[b"payload", b"response"]
+                    )
+            await submit(generator, 0, 0)
+
+    asyncio.run(body())
+
+
 def test_what_is_not_in_memory_comes_from_the_store(short_folder: Path):
     async def body() -> None:
         async with running(short_folder, cache_bytes=0) as it:
@@ -612,7 +690,10 @@ def test_what_is_not_in_memory_comes_from_the_store(short_folder: Path):
             worker = await it.client("reward_worker", "reward-worker-0")
             work = LeaseScoring(credits=8, wait_s=30.0)
             leased, transcripts = await worker.ask(work, ScoringLeased)
-            assert [bytes(t) for t in transcripts] == [b"transcript 0", b"transcript 1"]
+            assert [decode_transcript(t).response for t in transcripts] == [
+                "response 0",
+                "response 1",
+            ]
             scores = tuple(
                 Score(group_id=0, sibling=i.sibling, lease_id=i.lease_id, reward=float(i.sibling))
                 for i in leased.items
@@ -679,7 +760,10 @@ def test_the_account_names_the_oldest_items_and_who_holds_what(short_folder: Pat
     assert (view.issued, view.in_flight["leased"], view.unaccounted) == (1, 1, 0)
     flat = view.trajectories
     assert (flat["in_flight"], flat["to_generate"], flat["to_score"]) == (2, 1, 1)
-    assert view.untrained_bytes == len(b"payload 1" + b"transcript 1")
+    transcript = transcript_of(
+        header(0, 1, V0), Prompt(prompt="train 0", ground_truth="0"), "response 1"
+    )
+    assert view.untrained_bytes == len(b"payload 1" + encode(transcript))
 
 
 def test_more_dead_letters_than_one_answer_holds_are_all_listed_in_order(short_folder: Path):

@@ -18,7 +18,7 @@ from broker.config import BrokerSettings, broker_settings
 from broker.ledger import Ledger
 from broker.service import end_after
 from broker.store import Changes, MemoryStore
-from tests.unit.broker.ledger_driver import header
+from tests.unit.broker.ledger_driver import header, submit
 from tests.waiting import until_async
 from wire.checkpoints import LEDGER_FILE
 from wire.errors import ConfigError
@@ -64,7 +64,7 @@ def trained(ledger: Ledger, steps: int) -> Ledger:
     for _ in range(steps):
         (work,) = ledger.lease("g", ledger.version, max_sequences=8, now_s=0.0)
         for sibling in work.siblings:
-            ledger.submit(header(work.group_id, sibling, ledger.version))
+            submit(ledger, header(work.group_id, sibling, ledger.version))
             reward = float(sibling)
             ledger.score(Score(group_id=work.group_id, sibling=sibling, lease_id=0, reward=reward))
         assert isinstance(ledger.deliver(ledger.version), list)
@@ -129,7 +129,7 @@ def test_under_another_bound_what_is_under_way_begins_anew(tmp_path: Path):
     first.take_over(0)
     saved = checkpoint(tmp_path, first)
     granted = first.lease("g", first.version, max_sequences=24, now_s=0.0)
-    first.submit(header(granted[0].group_id, 0, first.version))
+    submit(first, header(granted[0].group_id, 0, first.version))
     store = asyncio.run(store_with(first))
     with pytest.raises(ConfigError, match=r"other run\.max_staleness_steps.*--resume"):
         begun(settings_in(tmp_path, "run.max_staleness_steps=0"), store)
@@ -181,7 +181,7 @@ def test_open_evaluations_are_those_of_the_settings_of_now(tmp_path: Path, sampl
     first = new_ledger(settings)
     first.take_over(0)
     (problem,) = first.lease("g", first.version, max_sequences=1, now_s=0.0)
-    first.submit(header(problem.group_id, 0, first.version))
+    submit(first, header(problem.group_id, 0, first.version))
     saved = checkpoint(tmp_path, first)
     store = asyncio.run(store_with(first))
     now = [held_out, f"eval.samples={samples}", "eval.temperature=1.0"] if samples else []
@@ -223,7 +223,7 @@ def test_a_run_that_reached_its_target_says_what_to_change(tmp_path: Path):
     first = new_ledger(settings_in(tmp_path, *evaluated))
     first.take_over(0)
     (problem,) = first.lease("g", first.version, max_sequences=1, now_s=0.0)
-    first.submit(header(problem.group_id, 0, first.version))
+    submit(first, header(problem.group_id, 0, first.version))
     first.score(Score(group_id=problem.group_id, sibling=0, lease_id=0, reward=1.0))
     assert first.finished
     resume = f"run.resume_from={checkpoint(tmp_path, first)}"

@@ -3,7 +3,7 @@
 import pytest
 
 from broker.survivorship import bucket_of, survivorship_of, upper_tokens
-from tests.unit.broker.ledger_driver import header, lease, make_ledger, make_rules, reward
+from tests.unit.broker.ledger_driver import header, lease, make_ledger, make_rules, reward, submit
 from wire.versions import PolicyVersion
 
 
@@ -39,9 +39,9 @@ def test_the_ledger_counts_what_was_cancelled_with_what_was_finished():
     first, second, third, *_ = lease(ledger)
     for group in (first, second):
         for sibling in group.siblings:
-            ledger.submit(header(group.group_id, sibling, PolicyVersion(1, 0)))
+            submit(ledger, header(group.group_id, sibling, PolicyVersion(1, 0)))
         reward(ledger, group.group_id, [0.0, 1.0])
-    ledger.submit(header(third.group_id, 0, PolicyVersion(1, 0), PolicyVersion(1, 0)))
+    submit(ledger, header(third.group_id, 0, PolicyVersion(1, 0), PolicyVersion(1, 0)))
     ledger.deliver(ledger.version)
     ledger.commit(ledger.version.next(), {})
     four, eight = bucket_of(4), bucket_of(8)

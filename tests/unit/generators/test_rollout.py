@@ -12,7 +12,7 @@ from generators.engine import Completion, SamplingParams
 from generators.prompting import TextCodec, sibling_seed
 from generators.rollout import Rollout, Sampler, pack_payload, run_rollouts
 from learner.collate import pack, unpack
-from wire.codec import decode_payload, decode_transcript
+from wire.codec import decode_payload
 from wire.control import LeasedGroup
 from wire.manifest import Bucket
 from wire.run_settings import SamplingSection
@@ -123,7 +123,8 @@ def test_a_minimum_length_travels_with_all_tokens_that_it_bars(codec: TextCodec)
 
 def test_a_transcript_holds_the_answer_without_special_tokens(codec: TextCodec):
     results, _ = rollouts(codec)
-    transcripts = [decode_transcript(result.frames[1]) for result in results]
+    transcripts = [result.transcript for result in results]
+    assert [result.frames[1] for result in results] == [b"2", b"12"]
     assert [t.response for t in transcripts] == ["2", "12"]
     assert transcripts[1].prompt == GROUP.prompt
     assert transcripts[1].num_response_tokens == 3
@@ -132,7 +133,8 @@ def test_a_transcript_holds_the_answer_without_special_tokens(codec: TextCodec):
 def test_the_learner_reads_the_arrays_that_the_generator_packed(codec: TextCodec):
     results, _ = rollouts(codec)
     sequences = [
-        unpack(result.message.header, decode_payload(result.frames[0])) for result in results
+        unpack(result.message.header, decode_payload(result.frames[0]), vocab_size=32)
+        for result in results
     ]
     batch = pack(sequences, torch.device("cpu"))
     assert batch.token_ids.tolist() == [4, 13, 4, 16, 5, 2, 4, 13, 4, 16, 4, 5, 2]

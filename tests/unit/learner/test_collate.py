@@ -1,13 +1,18 @@
+from collections.abc import Sequence
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 from msgspec.structs import replace
 
-from learner.collate import TrainSequence, pack, unpack
+from learner.collate import TrainSequence, bars_others, pack, unpack
 from wire.arrays import PackedArray
 from wire.errors import ProtocolError
 from wire.trajectory import TrajectoryHeader, TrajectoryPayload, VersionRun
 from wire.versions import PolicyVersion
+
+VOCAB = 32
 
 
 def header(num_tokens: int = 4, temperature: float = 0.5) -> TrajectoryHeader:
@@ -23,14 +28,16 @@ def header(num_tokens: int = 4, temperature: float = 0.5) -> TrajectoryHeader:
     )
 
 
-def payload(logprobs: list[float]) -> TrajectoryPayload:
+def payload(
+    logprobs: list[float], *, ids: Sequence[int] = (), mask: Sequence[bool] = ()
+) -> TrajectoryPayload:
     count = len(logprobs)
-    ids = np.arange(10, 10 + count, dtype="<i4")
-    mask = np.arange(count) >= 2
+    token_ids = np.array(ids or range(10, 10 + count), "<i4")
+    loss_mask = np.array(mask, "?") if mask else np.arange(count) >= 2
     values = np.array(logprobs, "<f4")
     return TrajectoryPayload(
-        token_ids=PackedArray("int32", (count,), memoryview(ids.tobytes())),
-        loss_mask=PackedArray("bool", (count,), memoryview(mask.tobytes())),
+        token_ids=PackedArray("int32", (count,), memoryview(token_ids.tobytes())),
+        loss_mask=PackedArray("bool", (count,), memoryview(loss_mask.tobytes())),
         behavior_logprobs=PackedArray("float32", (count,), memoryview(values.tobytes())),
     )
 
@@ -66,8 +73,8 @@ def test_sequences_are_laid_end_to_end_without_padding():
 def test_every_token_knows_the_step_of_its_policy():
     runs = (VersionRun(2, PolicyVersion(1, 4)), VersionRun(3, PolicyVersion(1, 6)))
     found = header(num_tokens=5)
-    first = unpack(replace(found, version_runs=runs), payload([0.0] * 5))
-    batch = pack([first, unpack(found, payload([0.0] * 5))], torch.device("cpu"))
+    first = unpack(replace(found, version_runs=runs), payload([0.0] * 5), vocab_size=VOCAB)
+    batch = pack([first, unpack(found, payload([0.0] * 5), vocab_size=VOCAB)], torch.device("cpu"))
     assert batch.version_steps is not None
     assert (
         batch.version_steps.tolist() == [4, 4, 4, 6, 6] + [found.version_runs[0].version.step] * 5
@@ -84,7 +91,7 @@ def test_tensors_have_the_types_that_model_and_loss_read():
 
 def test_unpacked_arrays_share_the_memory_of_the_payload():
     arrays = payload([0.0, 0.0, -1.0, -2.0])
-    unpacked = unpack(header(), arrays)
+    unpacked = unpack(header(), arrays, vocab_size=VOCAB)
     assert unpacked.token_ids.tolist() == [10, 11, 12, 13]
     assert np.shares_memory(unpacked.token_ids, np.frombuffer(arrays.token_ids.data, "<i4"))
     assert unpacked.temperature == 0.5
@@ -92,16 +99,57 @@ def test_unpacked_arrays_share_the_memory_of_the_payload():
 
 @pytest.mark.parametrize("garbage", [float("nan"), float("inf"), 3.0])
 def test_what_stands_outside_the_mask_becomes_zero(garbage: float):
-    unpacked = unpack(header(), payload([garbage, garbage, -1.0, -2.0]))
+    unpacked = unpack(header(), payload([garbage, garbage, -1.0, -2.0]), vocab_size=VOCAB)
     assert unpacked.behavior_logprobs.tolist() == [0.0, 0.0, -1.0, -2.0]
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 def test_a_logprob_that_is_not_finite_names_its_trajectory(value: float):
     with pytest.raises(ProtocolError, match="trajectory 3/1 holds a logprob that is not finite"):
-        unpack(header(), payload([0.0, 0.0, -1.0, value]))
+        unpack(header(), payload([0.0, 0.0, -1.0, value]), vocab_size=VOCAB)
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ({"ids": (10, 11, 12, VOCAB)}, r"token ids from 10 to 32, the vocabulary has 32"),
+        ({"ids": (10, 11, -1, 12)}, r"token ids from -1 to 12"),
+        ({"ids": (10, 2**31 - 1, 11, 12)}, r"token ids from 10 to 2147483647"),
+        ({"mask": (True, True, False, False)}, "the loss mask is not on the 2 response tokens"),
+        ({"mask": (False, True, False, True)}, "the loss mask is not on the 2 response tokens"),
+        ({"mask": (False, False, True, False)}, "the loss mask is not on the 2 response tokens"),
+        ({"logprobs": (0.0, 0.0, 80.0, -1.0)}, "a logprob of 80, above 0"),
+        ({"logprobs": (0.0, 0.0, 2e-3, -1.0)}, "a logprob of 0.002, above 0"),
+    ],
+)
+def test_what_no_policy_can_have_sampled_is_refused(what: dict[str, Any], message: str):
+    logprobs = list(what.pop("logprobs", (0.0, 0.0, -1.0, -2.0)))
+    with pytest.raises(ProtocolError, match=f"trajectory 3/1.*{message}"):
+        unpack(header(), payload(logprobs, **what), vocab_size=VOCAB)
+
+
+def test_a_certain_token_may_have_a_logprob_of_zero_and_rounding():
+    certain = payload([0.0, 0.0, 0.0, 5e-4])
+    assert unpack(header(), certain, vocab_size=VOCAB).loss_mask.sum() == 2
+
+
+def test_what_was_sampled_greedily_or_ends_outside_the_vocabulary_is_refused():
+    arrays = payload([0.0, 0.0, -1.0, -2.0])
+    with pytest.raises(ProtocolError, match="greedily"):
+        unpack(header(temperature=0.0), arrays, vocab_size=VOCAB)
+    with pytest.raises(ProtocolError, match=r"ends by tokens \(5, 32\), the vocabulary has 32"):
+        unpack(replace(header(), end_token_ids=(5, VOCAB)), arrays, vocab_size=VOCAB)
+
+
+def test_who_bars_other_end_tokens_than_most_is_bad_and_its_neighbours_are_not():
+    free = header()
+    usual = replace(free, min_response_tokens=1, end_token_ids=(2,))
+    odd = replace(usual, end_token_ids=(3,))
+    batch = [free, usual, odd, usual]
+    assert [bars_others(one, batch) for one in batch] == [False, False, True, False]
+    assert not bars_others(odd, [odd, free])
 
 
 def test_a_payload_of_another_length_than_its_header_is_refused():
     with pytest.raises(ProtocolError, match=r"3/1: header says 5 tokens, payload has \(4,\)"):
-        unpack(header(num_tokens=5), payload([0.0, 0.0, -1.0, -2.0]))
+        unpack(header(num_tokens=5), payload([0.0, 0.0, -1.0, -2.0]), vocab_size=VOCAB)

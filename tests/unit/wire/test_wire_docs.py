@@ -59,8 +59,8 @@ def test_each_answer_is_what_the_requests_own_text_names():
 
 def test_trajectories_alone_come_with_attached_frames():
     attached = {row[0]: row[3] for row in table("Requests") if row[3] and "answer" not in row[3]}
-    assert attached == {"SubmitTrajectory": "payload, transcript"}
-    assert "payload, transcript" in (SubmitTrajectory.__doc__ or "")
+    assert attached == {"SubmitTrajectory": "payload, response"}
+    assert "payload, response" in (SubmitTrajectory.__doc__ or "")
 
 
 def names(union: object) -> set[str]:
