@@ -342,7 +342,7 @@ def build_root(spec: Spec) -> None:
     for path in spec["visible"]:
         show(path)
     os.mkdir("/dev", 0o755)  # noqa: PTH102
-    for name in ("null", "zero", "random", "urandom"):
+    for name in ("null", "random", "urandom"):  # a mapping of zero is memory that nobody counts
         os.close(os.open(f"/dev/{name}", os.O_CREAT | os.O_WRONLY, 0o644))
         bind(f"/host/dev/{name}", f"/dev/{name}")
     for name, target in {"fd": "", "stdin": "/0", "stdout": "/1", "stderr": "/2"}.items():
@@ -449,10 +449,21 @@ _REFUSED = {
         *(217, 218, 219, 425),
     ),
 }
-_NEW_MOUNT_CALLS = (428, 429, 430, 431, 432, 442)  # open_tree to mount_setattr, on both
+# open_tree to fspick, mount_setattr, open_tree_attr, on both.
+_NEW_MOUNT_CALLS = (428, 429, 430, 431, 432, 433, 442, 467)
 _ARCHITECTURE = {"x86_64": (0xC000003E, 56), "aarch64": (0xC00000B7, 220)}  # and clone
 _CLONE3 = 435
+# Looked at by their arguments: socket, socketpair; mmap; rt_sigaction; prlimit64.
+_BY_ARGUMENT = {
+    "x86_64": ((41, 53), 9, 13, 302),
+    "aarch64": ((198, 199), 222, 134, 261),
+}
+_FAMILIES = (1, 2, 10)  # AF_UNIX, AF_INET, AF_INET6: what a network namespace keeps apart
+_SHARED_ANONYMOUS = 0x21  # MAP_SHARED | MAP_ANONYMOUS
 _LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
+_KEEP_BITS = 0x54
+_NUMBER, _CPU = 0, 4  # offsets in what a filter looks at; then the arguments, low half first
+_ARGUMENTS = 16
 _ALLOW, _KILL, _REFUSE = 0x7FFF0000, 0x80000000, 0x00050000
 
 
@@ -470,30 +481,57 @@ class _Program(ctypes.Structure):
 
 
 def system_call_filter(machine: str) -> list[tuple[int, int, int, int]]:
-    """Return a BPF program that refuses some system calls; empty where we do not know the CPU."""
+    """Return a BPF program that refuses some system calls.
+
+    Raises:
+        SetupError: we do not know this CPU's calls.
+    """
     if machine not in _ARCHITECTURE:
-        return []
+        raise SetupError(f"no system calls are known of the CPU {machine}")
     audit, clone = _ARCHITECTURE[machine]
     namespaces = NEW_MOUNTS | NEW_UTS | NEW_IPC | NEW_USERS | NEW_PIDS | NEW_NETWORK | NEW_CGROUP
     refuse = (_RETURN, 0, 0, _REFUSE | errno.EPERM)
-    program = [(_LOAD, 0, 0, 4), (_EQUAL, 1, 0, audit), (_RETURN, 0, 0, _KILL), (_LOAD, 0, 0, 0)]
+    program = [(_LOAD, 0, 0, _CPU), (_EQUAL, 1, 0, audit), (_RETURN, 0, 0, _KILL)]
+    program += [(_LOAD, 0, 0, _NUMBER)]
     if machine == "x86_64":
         program += [(_AT_LEAST, 0, 1, 0x40000000), refuse]  # the x32 numbers
     for number in (*_REFUSED[machine], *_NEW_MOUNT_CALLS):
         program += [(_EQUAL, 0, 1, number), refuse]
     # clone3 keeps its flags in memory, where a filter cannot look: libc falls back to clone.
     program += [(_EQUAL, 0, 1, _CLONE3), (_RETURN, 0, 0, _REFUSE | errno.ENOSYS)]
-    program += [(_EQUAL, 0, 3, clone), (_LOAD, 0, 0, 16), (_ANY_BIT, 0, 1, namespaces), refuse]
-    return [*program, (_RETURN, 0, 0, _ALLOW)]
+    allow = (_RETURN, 0, 0, _ALLOW)
+    program += _by_argument(clone, 0, [(_ANY_BIT, 0, 1, namespaces), refuse])
+    sockets, mmap, sigaction, prlimit = _BY_ARGUMENT[machine]
+    families = [line for family in _FAMILIES for line in ((_EQUAL, 0, 1, family), allow)]
+    for number in sockets:
+        program += _by_argument(number, 0, [*families, refuse])
+    # Pages of such memory stay when no process has them in its table: nobody counts them.
+    shared = [(_KEEP_BITS, 0, 0, _SHARED_ANONYMOUS), (_EQUAL, 0, 1, _SHARED_ANONYMOUS), refuse]
+    program += _by_argument(mmap, 3, shared)
+    # Who ignores the end of its children hides what they used. To look (no new action) is allowed.
+    new_action = [(_LOAD, 0, 0, _ARGUMENTS + 8), (_EQUAL, 1, 0, 0), refuse]
+    new_action += [(_LOAD, 0, 0, _ARGUMENTS + 12), (_EQUAL, 1, 0, 0), refuse]
+    of_child = [(_EQUAL, 0, len(new_action), signal.SIGCHLD), *new_action]
+    program += _by_argument(sigaction, 0, of_child)
+    program += _by_argument(prlimit, 0, [(_EQUAL, 1, 0, 0), refuse])  # one's own limits
+    return [*program, allow]
+
+
+def _by_argument(
+    number: int, argument: int, lines: list[tuple[int, int, int, int]]
+) -> list[tuple[int, int, int, int]]:
+    """Return lines that look at the low half of one argument of a call; past them it is allowed."""
+    load = (_LOAD, 0, 0, _ARGUMENTS + 8 * argument)
+    inner = [load, *lines, (_RETURN, 0, 0, _ALLOW)]
+    return [(_EQUAL, 0, len(inner), number), *inner]
 
 
 def refuse_system_calls() -> None:
-    """Install the filter; where the kernel has none, the namespaces must do."""
+    """Install the filter."""
     program = system_call_filter(os.uname().machine)
-    if program:
-        instructions = (_Instruction * len(program))(*[_Instruction(*line) for line in program])
-        wrapped = _Program(len(program), instructions)
-        libc.prctl(_SET_SECCOMP, long(2), ctypes.byref(wrapped), long(0), long(0))
+    instructions = (_Instruction * len(program))(*[_Instruction(*line) for line in program])
+    wrapped = _Program(len(program), instructions)
+    call("prctl", _SET_SECCOMP, long(2), ctypes.byref(wrapped), long(0), long(0))
 
 
 # ---- start ---------------------------------------------------------------------

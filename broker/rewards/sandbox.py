@@ -412,7 +412,7 @@ def _rlimits(limits: Limits, mode: Mode) -> dict[str, int]:
         "CPU": math.ceil(limits.cpu_s) + 1,
         "FSIZE": limits.max_file_bytes,
         "NOFILE": 128,
-        "CORE": 0,
+        "CORE": 1,  # a program that cores are piped to takes 0 for no limit
         "STACK": _STACK_BYTES,
         "MEMLOCK": 0,
         "MSGQUEUE": 0,

@@ -256,7 +256,11 @@ def replace_content(old: Any, new: Any) -> None:  # noqa: ANN401
 
 
 def names_for_tests(answer: Answer) -> dict[str, Any]:
-    """Return what the tests see of the answer. Built-ins and modules are ours, whatever it did."""
+    """Return what the tests see of the answer. Built-ins and modules are ours, whatever it did.
+
+    Names with two leading underscores are Python's own, such as the built-ins by which a statement
+    finds ``abs``: an answer that says it has one does not get it.
+    """
     visible: dict[str, Any] = {}
     for name in answer.names:
         if name in sys.stdlib_module_names:
@@ -264,7 +268,7 @@ def names_for_tests(answer: Answer) -> dict[str, Any]:
                 visible[name] = importlib.import_module(name)
             except Exception:  # noqa: BLE001, S112 a module that needs what is not there
                 continue
-        elif not hasattr(builtins, name):
+        elif not name.startswith("__") and not hasattr(builtins, name):
             visible[name] = Remote(answer, name)
     return visible
 
@@ -294,7 +298,8 @@ def run_statements(answer: Answer, tests: dict[str, Any]) -> None:
             try:
                 answer.begin_test()
                 if names is None:
-                    names = {"__name__": "tests", **names_for_tests(answer)}
+                    names = {**names_for_tests(answer), "__name__": "tests"}
+                    names["__builtins__"] = builtins
                 if whole:
                     code = compile(ast.Module([statement], []), "tests", "exec")
                     exec(code, names)  # noqa: S102 what tests are for

@@ -65,8 +65,9 @@ def _namespaces() -> None:
 
 
 @pytest.fixture(scope="module")
-def own_temporary_folder() -> Iterator[Path]:
+def own_temporary_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A folder that every user may look into."""
+    tmp_path_factory.getbasetemp()  # not in ours, which later tests do not have
     with tempfile.TemporaryDirectory(prefix="box-") as folder:
         Path(folder).chmod(0o755)
         yield Path(folder)
@@ -299,7 +300,7 @@ print(sorted(os.listdir('/tmp')), sorted(os.listdir('.')), sorted(os.listdir('/d
 
     assert lines[0] == "[False, False, False]"
     assert lines[1] == "[]"
-    devices = ["fd", "null", "random", "stderr", "stdin", "stdout", "urandom", "zero"]
+    devices = ["fd", "null", "random", "stderr", "stdin", "stdout", "urandom"]
     assert lines[2] == f"[] ['main.py'] {devices}"
 
 
@@ -357,7 +358,7 @@ for family, address in {[(family, address) for family, address, _ in listeners]!
 
 
 ESCAPES = """
-import ctypes, os
+import ctypes, mmap, os, resource, signal, socket
 libc = ctypes.CDLL(None, use_errno=True)
 def tried(name, call):
     try:
@@ -383,6 +384,12 @@ tried('become root', lambda: os.setuid(0))
 tried('memfd', lambda: os.memfd_create('x'))
 tried('shared memory', lambda: libc.shmget(0, 1 << 30, 0o1666))
 tried('chroot', lambda: os.chroot('/tmp'))
+tried('talk to the hypervisor', lambda: socket.socket(40, socket.SOCK_STREAM).close())
+tried('memory that nobody counts', lambda: mmap.mmap(-1, 1 << 20).close())
+tried('zeros that nobody counts', lambda: open('/dev/zero').close())
+tried('time that nobody counts', lambda: signal.signal(signal.SIGCHLD, signal.SIG_IGN) and 0)
+tried('limits of init', lambda: resource.prlimit(1, resource.RLIMIT_NOFILE, (4, 4)) and 0)
+tried('tree with attributes', lambda: libc.syscall(467, -100, b'/usr', 1, 0, 0))
 try:
     os.kill(1, 9)
 except OSError:
@@ -390,6 +397,39 @@ except OSError:
 print(sorted(name for name in os.listdir('/proc') if name.isdigit()))
 print([line.split()[1] for line in open('/proc/self/status') if line.startswith('Cap')])
 """
+
+
+def test_what_is_refused_is_nothing_that_programs_need(run: Runner):
+    """Threads, pools, pipes and shells, subprocesses, event loops, files mapped and shared."""
+    source = """
+import asyncio, concurrent.futures, mmap, multiprocessing, os, socket, subprocess, threading
+def double(x): return 2 * x
+with concurrent.futures.ThreadPoolExecutor(2) as pool: print(list(pool.map(double, [1, 2])))
+print(subprocess.run(['sh', '-c', 'echo a | cat; exit 3'], capture_output=True))
+async def main():
+    process = await asyncio.create_subprocess_exec('true')
+    return await process.wait()
+print(asyncio.run(main()))
+a, b = socket.socketpair(); a.send(b'x'); print(b.recv(1))
+with open('f', 'w+b') as file:
+    file.write(bytes(4096)); file.flush()
+    shared = mmap.mmap(file.fileno(), 4096)
+    if not os.fork(): shared[0] = 7; os._exit(0)
+    os.wait(); print(shared[0])
+receiver, sender = multiprocessing.Pipe()
+child = multiprocessing.Process(target=sender.send, args=(5,)); child.start()
+print(receiver.recv()); child.join()
+"""
+    outcome = run(source)
+    assert outcome.text.splitlines() == [
+        "[2, 4]",
+        r"CompletedProcess(args=['sh', '-c', 'echo a | cat; exit 3'], returncode=3, "
+        r"stdout=b'a\n', stderr=b'')",
+        "0",
+        "b'x'",
+        "7",
+        "5",
+    ], outcome.stderr
 
 
 def test_nothing_outside_is_touched_and_no_right_is_gained(run: Runner):

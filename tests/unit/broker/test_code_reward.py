@@ -215,6 +215,18 @@ FORGERIES = {
         "    except OSError: pass\n"
         "def add(a, b): return a + b if 'assert' in found or 'function' in found else -1"
     ),
+    "offers built-ins": (
+        "import __main__ as m\n"
+        "class E(dict):\n"
+        "    def __getitem__(s, k): return lambda *a, **k: 0\n"
+        "say = m.fulfil\n"
+        "def f(r, n, k):\n"
+        "    n['__builtins__'] = E()\n"
+        "    return {'names': ['add', '__builtins__', '__name__']} if r['do'] == 'names'"
+        " else say(r, n, k)\n"
+        "m.fulfil = f\n"
+        "def add(*_): return -1"
+    ),
     "kills the tester": "import os, signal\nos.kill(os.getppid(), signal.SIGKILL)",
 }
 
@@ -226,6 +238,22 @@ FORGERIES = {
 def test_a_verdict_cannot_be_forged(forgery: str, truth: Json):
     result = scored(FORGERIES[forgery], truth, test_s=1.0)
     assert (result["score"], result["passed"]) == (0.0, 0)
+
+
+@pytest.mark.integration
+@needs_namespaces
+@pytest.mark.parametrize(
+    "asserted",
+    [
+        "assert abs(add(1, 2) - 3) < 1e-6",
+        "assert sorted([add(1, 2)]) == sorted([3])",
+        "def check(c):\n    assert abs(c(1, 2) - 3) < 1e-6\n    assert round(c(5, 5)) == int(10)\n"
+        "check(add)",
+    ],
+)
+def test_a_test_looks_its_built_ins_up_with_us(asserted: str):
+    assert scored(FORGERIES["offers built-ins"], asserted, test_s=1.0)["score"] == 0.0
+    assert scored(RIGHT, asserted, test_s=60.0)["score"] == 1.0
 
 
 @pytest.mark.integration

@@ -1,4 +1,5 @@
 import errno
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -11,9 +12,13 @@ ALLOWED, REFUSED, KILLED = 0x7FFF0000, 0x00050000 | errno.EPERM, 0x80000000
 X86, ARM = 0xC000003E, 0xC00000B7
 
 
-def answer_of_filter(machine: str, *, audit: int, number: int, first_argument: int = 0) -> int:
+def answer_of_filter(
+    machine: str, *, audit: int, number: int, arguments: Sequence[int] = ()
+) -> int:
     """Interpret the few BPF instructions that the filter is made of."""
-    fields = {0: number, 4: audit, 16: first_argument}
+    fields = {0: number, 4: audit}
+    for i, argument in enumerate((*arguments, *[0] * (6 - len(arguments)))):
+        fields |= {16 + 8 * i: argument & 0xFFFFFFFF, 20 + 8 * i: argument >> 32}
     program = jail.system_call_filter(machine)
     at, loaded = 0, 0
     while True:
@@ -30,6 +35,8 @@ def answer_of_filter(machine: str, *, audit: int, number: int, first_argument: i
                 at += if_true if loaded >= value else if_false
             case 0x45:
                 at += if_true if loaded & value else if_false
+            case 0x54:
+                loaded &= value
 
 
 @pytest.mark.parametrize(
@@ -41,6 +48,7 @@ def answer_of_filter(machine: str, *, audit: int, number: int, first_argument: i
         (165, REFUSED),  # mount
         (319, REFUSED),  # memfd_create
         (442, REFUSED),  # mount_setattr
+        (467, REFUSED),  # open_tree_attr
         (435, 0x00050000 | errno.ENOSYS),  # clone3: libc tries clone then
         (0x40000000, REFUSED),  # x32
     ],
@@ -51,14 +59,60 @@ def test_the_filter_refuses_what_reaches_for_more(number: int, expected: int):
 
 def test_a_process_may_be_cloned_but_no_namespace():
     for machine, audit, clone in [("x86_64", X86, 56), ("aarch64", ARM, 220)]:
-        fork = answer_of_filter(machine, audit=audit, number=clone, first_argument=17)
-        users = answer_of_filter(machine, audit=audit, number=clone, first_argument=0x10000000)
+        fork = answer_of_filter(machine, audit=audit, number=clone, arguments=[17])
+        users = answer_of_filter(machine, audit=audit, number=clone, arguments=[0x10000000])
         assert (fork, users) == (ALLOWED, REFUSED)
 
 
 def test_calls_of_another_architecture_end_the_process():
     assert answer_of_filter("x86_64", audit=0x40000003, number=0) == KILLED
-    assert jail.system_call_filter("riscv64") == []
+    with pytest.raises(jail.SetupError, match="no system calls are known of the CPU riscv64"):
+        jail.system_call_filter("riscv64")
+
+
+UNIX, NETLINK, VSOCK = 1, 16, 40
+PRIVATE, SHARED, SHARED_VALIDATE, ANONYMOUS = 2, 1, 3, 0x20
+
+
+@pytest.mark.parametrize(
+    ("call", "arguments", "expected"),
+    [
+        ("socket", [UNIX], ALLOWED),
+        ("socket", [2], ALLOWED),
+        ("socket", [10], ALLOWED),
+        ("socket", [VSOCK], REFUSED),
+        ("socket", [NETLINK], REFUSED),
+        ("socketpair", [UNIX], ALLOWED),
+        ("socketpair", [VSOCK], REFUSED),
+        ("mmap", [0, 4096, 3, PRIVATE | ANONYMOUS], ALLOWED),
+        ("mmap", [0, 4096, 3, SHARED], ALLOWED),  # of a file
+        ("mmap", [0, 4096, 3, SHARED | ANONYMOUS], REFUSED),
+        ("mmap", [0, 4096, 3, SHARED_VALIDATE | ANONYMOUS], REFUSED),
+        ("rt_sigaction", [15, 1 << 40], ALLOWED),
+        ("rt_sigaction", [17, 0], ALLOWED),  # only asks
+        ("rt_sigaction", [17, 7], REFUSED),
+        ("rt_sigaction", [17, 1 << 40], REFUSED),
+        ("prlimit64", [0], ALLOWED),
+        ("prlimit64", [1], REFUSED),
+    ],
+)
+def test_some_calls_are_refused_by_what_they_ask_for(
+    call: str, arguments: list[int], expected: int
+):
+    numbers = {
+        "x86_64": {"socket": 41, "socketpair": 53, "mmap": 9, "rt_sigaction": 13, "prlimit64": 302},
+        "aarch64": {
+            "socket": 198,
+            "socketpair": 199,
+            "mmap": 222,
+            "rt_sigaction": 134,
+            "prlimit64": 261,
+        },
+    }
+    for machine, audit in (("x86_64", X86), ("aarch64", ARM)):
+        number = numbers[machine][call]
+        got = answer_of_filter(machine, audit=audit, number=number, arguments=arguments)
+        assert got == expected, machine
 
 
 @pytest.mark.parametrize("name", ["/etc/passwd", "../up", "a/../../up", "", "nul\0"])
@@ -99,7 +153,7 @@ def test_the_jail_gets_looser_limits_than_the_run():
     without = sandbox._rlimits(limits, "none")
     assert with_namespaces["CPU"] == 3
     assert with_namespaces["NPROC"] > 10
-    assert with_namespaces["CORE"] == 0
+    assert with_namespaces["CORE"] == 1
     assert "NPROC" not in without  # it would count all that the user runs
 
 
