@@ -1,5 +1,6 @@
 """How much is kept of what clients report about themselves; they may have sent anything."""
 
+import re
 from collections.abc import Mapping
 from itertools import islice
 from typing import TypeVar
@@ -8,6 +9,7 @@ N = TypeVar("N", int, float)
 MAX_CHARS = 100  # of a name
 MAX_NAMES = 256  # figures of a report
 MAX_REASON_CHARS = 500
+_WORD = re.compile(r"[a-z][a-z0-9_]{0,39}")  # a phase or counter
 _MOST = 1e15  # of a figure; a sum of some is a number still
 _LAST_MOMENT_S = 1e11  # unix time; calendars end later
 
@@ -16,6 +18,11 @@ def figures(values: Mapping[str, N], *, most: int = MAX_NAMES) -> dict[str, N]:
     """Return what can be added up and shown."""
     sane = ((name[:MAX_CHARS], value) for name, value in values.items() if 0 <= value <= _MOST)
     return dict(islice(sane, most))
+
+
+def by_phase(values: Mapping[str, N]) -> dict[str, N]:
+    """Return figures of phases or counters, whose names are words of lower case."""
+    return figures({name: value for name, value in values.items() if _WORD.fullmatch(name)})
 
 
 def texts(values: Mapping[str, str], *, most: int) -> dict[str, str]:

@@ -6,7 +6,7 @@ from itertools import islice
 
 from msgspec.structs import replace
 
-from broker.bounds import MAX_CHARS, MAX_REASON_CHARS, figures, moment, texts
+from broker.bounds import MAX_CHARS, MAX_REASON_CHARS, by_phase, figures, moment, texts
 from wire.bus import MemberState, PublishRecord
 
 MAX_PUBLISHES = 200
@@ -116,7 +116,7 @@ def _bounded(record: PublishRecord) -> PublishRecord:
         num_in_flight=figures(record.num_in_flight, most=MAX_MEMBERS),
         digest=record.digest[:MAX_CHARS],
         engine_digests=texts(record.engine_digests, most=MAX_MEMBERS),
-        phase_seconds=figures(record.phase_seconds),
+        phase_seconds=by_phase(record.phase_seconds),
         num_bytes=figures({"": record.num_bytes}).get("", 0),
         transports={
             name[:MAX_CHARS]: how for name, how in islice(record.transports.items(), MAX_MEMBERS)

@@ -108,6 +108,7 @@ from wire.errors import (
 from wire.ledger_view import LedgerView
 from wire.status import RunStatus
 from wire.trajectory import NO_SCORING_LEASE, Score, transcript_of
+from wire.visible import one_line
 
 _log = logging.getLogger(__name__)
 
@@ -372,7 +373,7 @@ class BrokerServer:
             if len(self._complained_s) > _MAX_COMPLAINTS:
                 self._complained_s.clear()
             self._complained_s[name] = now
-            _log.warning("%s: %s", name, reason)
+            _log.warning("%s: %s", name, _said(reason))
 
     def _answer(
         self,
@@ -810,7 +811,7 @@ class BrokerServer:
         if score.sibling in group.scores:
             self._scoring.discard(key)
         elif score.group_id in self._ledger.groups:
-            _log.warning("no reward for trajectory %d/%d: %s", *key, score.unavailable)
+            _log.warning("no reward for trajectory %d/%d: %s", *key, _said(score.unavailable))
             self._scoring.failed(key, session.name, now_s=self._now())
             self._settle_soon()
 
@@ -965,7 +966,7 @@ _ANSWERED = (
 
 def _said(text: str) -> str:
     """Return what a client said as one short line of a log."""
-    return "".join(c if c.isprintable() else " " for c in text[:_MAX_SAID])
+    return one_line(text, most=_MAX_SAID)
 
 
 def _not_too_many(groups: tuple[int, ...]) -> tuple[int, ...]:

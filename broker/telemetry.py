@@ -9,7 +9,7 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from broker.bounds import MAX_CHARS, MAX_NAMES, figures
+from broker.bounds import MAX_CHARS, MAX_NAMES, by_phase
 from broker.groups import Group
 from broker.ledger import Ledger
 from broker.publishes import PublishHistory, bounded_members
@@ -114,8 +114,8 @@ class Telemetry:
                 known = record.hello.reconnects
                 record.tokens_before = report.counters.get("tokens", 0.0) if known else 0.0
             record.report = RoleReport(
-                phase_seconds=figures(report.phase_seconds),
-                counters=figures(report.counters),
+                phase_seconds=by_phase(report.phase_seconds),
+                counters=by_phase(report.counters),
                 adopted=report.adopted,
             )
 

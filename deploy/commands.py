@@ -8,6 +8,7 @@ from rich.console import Console
 from broker.summary import summary_of
 from deploy.addition import SHIPPED_POLICY, prepare
 from deploy.config import RunConfig, free_name, run_config
+from deploy.console import make_console
 from deploy.dashboard import show_dashboard
 from deploy.data_check import data_check as data_check
 from deploy.dead_letters import dead_letters as dead_letters
@@ -38,7 +39,7 @@ _RUNS = Path("runs")
 
 def run(path: Path, overrides: Sequence[str], dry_run: bool, resume: str | None = None) -> int:
     """Run every role of a run on this host."""
-    console = Console()
+    console = make_console()
     config = _load(path, overrides, resume, console)
     if dry_run:
         resolved = config.run.folder / "resolved.toml"
@@ -81,7 +82,7 @@ def status(folder: Path | None, *, as_json: bool) -> int:
     now = status_now(of_run)
     if as_json:
         return print_json(summary_of(now))
-    Console().print(live_view(now, dashboard_address(of_run)))
+    make_console().print(live_view(now, dashboard_address(of_run)))
     return 0
 
 
@@ -92,14 +93,14 @@ def top(folder: Path | None, *, as_json: bool) -> int:
 
 def dashboard(folder: Path | None, *, port: int) -> int:
     """Print the address of a run's page; serve that of a run that has ended."""
-    return show_dashboard(folder or newest_started(_RUNS), Console(), port=port)
+    return show_dashboard(folder or newest_started(_RUNS), make_console(), port=port)
 
 
 def trace(folder: Path | None, out: Path | None, *, max_spans: int) -> int:
     """Write the time line of a run."""
     if max_spans < 1:
         raise ConfigError(f"--max-spans must be at least 1, got {max_spans}")
-    return write_trace(folder or newest_started(_RUNS), out, Console(), max_spans=max_spans)
+    return write_trace(folder or newest_started(_RUNS), out, make_console(), max_spans=max_spans)
 
 
 def ledger(words: Sequence[str], *, num_items: int, as_json: bool) -> int:
@@ -108,21 +109,25 @@ def ledger(words: Sequence[str], *, num_items: int, as_json: bool) -> int:
         if len(words) not in {2, 3}:
             raise ConfigError("slipstream ledger trace PROMPT [RUN] names one prompt")
         folder = Path(words[2]) if len(words) == 3 else newest_started(_RUNS)
-        return print_trace(folder, words[1], Console(), as_json=as_json)
+        return print_trace(folder, words[1], make_console(), as_json=as_json)
     if len(words) > 1:
         raise ConfigError(f"slipstream ledger takes one run folder, got {' '.join(words)}")
     folder = Path(words[0]) if words else newest_started(_RUNS)
-    return print_account(folder, Console(), num_items=num_items, as_json=as_json)
+    return print_account(folder, make_console(), num_items=num_items, as_json=as_json)
 
 
 def versions(folder: Path | None, *, count: int, as_json: bool) -> int:
     """Print which weights each engine holds, and how the publishes went."""
-    return print_versions(folder or newest_started(_RUNS), Console(), count=count, as_json=as_json)
+    return print_versions(
+        folder or newest_started(_RUNS), make_console(), count=count, as_json=as_json
+    )
 
 
 def show(folder: Path, *, count: int, step: int | None, group: int | None, evaluation: bool) -> int:
     """Print recorded trajectories, or answers of an evaluation."""
-    return show_rows(folder, Console(), count=count, step=step, group=group, evaluation=evaluation)
+    return show_rows(
+        folder, make_console(), count=count, step=step, group=group, evaluation=evaluation
+    )
 
 
 def _load(path: Path, overrides: Sequence[str], resume: str | None, console: Console) -> RunConfig:

@@ -15,6 +15,7 @@ from rich.text import Text
 from broker.config import DataSection
 from broker.data.files import row_name
 from broker.data.sources import Source, eval_sources, load_source, training_sources
+from deploy.console import make_console
 from generators.prompting import BadPromptError, TextCodec
 from wire.errors import ConfigError
 from wire.run_settings import EvalSection, RunSection, SamplingSection
@@ -62,7 +63,7 @@ def data_check(words: Sequence[str], config: Path | None, model: Path | None) ->
     folder = model or Path(section(table, "run", RunSection).model or os.devnull)
     codec = TextCodec(folder, sampling) if folder != Path(os.devnull) else None
     reports = [_inspect(source, data, codec, sampling) for source in sources]
-    console = Console()
+    console = make_console()
     for report in reports:
         _show(report, sampling, console, in_tokens=codec is not None)
     bad = sum(len(report.bad) for report in reports)

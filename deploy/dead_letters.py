@@ -8,6 +8,7 @@ from rich.panel import Panel
 from rich.table import Table as RichTable
 from rich.text import Text
 
+from deploy.console import make_console
 from deploy.ledger import newest_started
 from deploy.observe import ask_broker, run_of_folder
 from wire.command_line import print_json
@@ -36,7 +37,7 @@ def dead_letters(action: str, words: Sequence[str], *, folder: Path | None, as_j
         as_json: print for programs.
     """
     run = run_of_folder(folder or newest_started(_RUNS))
-    console = Console()
+    console = make_console()
     if action == "list":
         return _list(run, console, as_json=as_json)
     letters = _chosen(run, words, action)

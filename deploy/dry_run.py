@@ -23,7 +23,7 @@ def print_dry_run(config: RunConfig, plans: Sequence[RolePlan], console: Console
     choice = algorithm_of(config.learner).choice
     hosts = len({plan.host for plan in plans})
     console.print(
-        f"run [bold]{config.run.name}[/]: {len(plans)} processes on {hosts} "
+        f"run {config.run.name}: {len(plans)} processes on {hosts} "
         f"host{'' if hosts == 1 else 's'}, {config.run.mode}, staleness bound "
         f"{config.run.staleness_bound}"
     )
@@ -45,7 +45,7 @@ def print_dry_run(config: RunConfig, plans: Sequence[RolePlan], console: Console
     for plan in plans:
         variables = " ".join(f"{name}={value}" for name, value in plan.environment.items())
         command = f"{plan.host}: {variables} {shlex.join(plan.command)}"
-        console.print(command, soft_wrap=True, markup=False, highlight=False)
+        console.print(command, soft_wrap=True, highlight=False)
     console.print()
     hf = load_hf_config(config.learner.model)
     if config.generators.device == "cpu":

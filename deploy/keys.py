@@ -9,6 +9,7 @@ from rich.table import Table as RichTable
 
 from broker.config import BrokerSection, keys_folder
 from broker.keyring import holders, make_client_key, revoke
+from deploy.console import make_console
 from wire.command_line import print_json
 from wire.control import Role
 from wire.errors import ConfigError
@@ -36,7 +37,7 @@ def keys(
         as_json: print for programs.
     """
     folder = folder or _keys_folder(config)
-    console = Console()
+    console = make_console()
     match action:
         case "make":
             _make(names, role, folder, console)

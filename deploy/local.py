@@ -66,13 +66,14 @@ def run_locally(config: RunConfig, console: Console) -> int:
         backoff_s=config.deploy.restart_backoff_s,
         stop_timeout_s=config.deploy.stop_timeout_s,
     )
-    reason, code = "finished", 0
+    reason, code = "failed: by a fault of this program", EXIT_FAILED  # the learner saves then, too
     watcher = StatusWatcher(config.run)
     try:
         with _signals_raise():
             resolved = run.folder / "resolved.toml"
             write_resolved(config, resolved)
             _run(config, supervisor, watcher, console, resolved)
+            reason, code = "finished", 0
     except _StopRequestedError as error:
         reason, code = f"stopped: {error}", EXIT_INTERRUPTED
     except ConfigError as error:
@@ -158,7 +159,7 @@ def _run(
     resolved: Path,
 ) -> None:
     run = config.run
-    console.print(f"run [bold]{run.name}[/]: settings, logs and results in {run.folder}")
+    console.print(f"run {run.name}: settings, logs and results in {run.folder}")
     broker, *others = plan_roles(config, resolved, num_gpus=count_gpus())
     supervisor.start(broker)
     _await_broker(supervisor, run, console)
@@ -290,8 +291,19 @@ class _Show:
         self._live = live
         self._next_line_s = 0.0
         self._announced = False
+        self._is_broken = False
 
     def __call__(self, status: RunStatus, dashboard: str) -> None:
+        try:
+            self._draw(status, dashboard)
+        except SlipstreamError:  # asked to end meanwhile
+            raise
+        except Exception:  # noqa: BLE001 a picture of the run must never end it
+            if not self._is_broken:
+                self._is_broken = True
+                _log.exception("the view cannot be drawn; the run goes on")
+
+    def _draw(self, status: RunStatus, dashboard: str) -> None:
         if self._live is not None:
             self._live.update(live_view(status, dashboard), refresh=True)
             return
@@ -313,9 +325,9 @@ def _finish(run: RunSection, newest: RunStatus | None, reason: str, console: Con
             figures = summary_of(newest)
         replace_figures(path, figures | {"outcome": outcome})
     except OSError as error:
-        console.print(f"no summary was written: {error}", style="red", markup=False)
+        console.print(f"no summary was written: {error}", style="red")
     if outcome.startswith(_REFUSED):
-        console.print(reason, style="bold red", markup=False, highlight=False, soft_wrap=True)
+        console.print(reason, style="bold red", highlight=False, soft_wrap=True)
         return
     if newest is not None:
         console.print(final_table(newest, outcome=outcome))
@@ -326,7 +338,7 @@ def _finish(run: RunSection, newest: RunStatus | None, reason: str, console: Con
         hint = "" if reason == "finished" else "; go on from it with --resume auto"
         console.print(f"checkpoint {checkpoint}{also}{hint}", soft_wrap=True)
     if reason != "finished":
-        console.print(reason, style="bold red", markup=False, highlight=False, soft_wrap=True)
+        console.print(reason, style="bold red", highlight=False, soft_wrap=True)
     console.print(f"figures in {path}")
 
 

@@ -18,6 +18,7 @@ from broker.data.files import RawRow, read_rows
 from broker.data.gym import gym_rows
 from broker.data.rows import BadRowError, RowRules, prompt_from_row
 from broker.rewards.pool import RewardPool
+from deploy.console import make_console
 from wire.command_line import print_json
 from wire.control import ScoringItem
 from wire.errors import ConfigError
@@ -92,7 +93,7 @@ def reward_test(
     if as_json:
         print_json({"answers": tested, "seconds": seconds, **_summary(tested)})
     else:
-        _show(tested, seconds, Console())
+        _show(tested, seconds, make_console())
     return EXIT_UNAVAILABLE if failed else 0
 
 

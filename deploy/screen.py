@@ -10,7 +10,6 @@ from typing import Protocol
 from rich.text import Text
 
 from broker.dashboard.advisories import Advisory
-from deploy.show import visible
 from deploy.view import (
     age,
     counts,
@@ -24,6 +23,7 @@ from deploy.view import (
 )
 from wire.bus import PublishRecord
 from wire.status import GONE_S, SILENT_S, RoleStatus, RunStatus
+from wire.visible import visible
 
 _TITLE = 12  # columns of the names at the left
 _COLORS = {"error": "bold red", "warning": "yellow", "info": "cyan"}

@@ -13,6 +13,7 @@ from rich.text import Text
 
 from wire.errors import ConfigError
 from wire.run_folder import TRAINED, answers_files
+from wire.visible import visible
 
 Row = dict[str, Any]
 
@@ -133,11 +134,4 @@ def _panel(title: str, prompt: str, answer: str, details: list[tuple[str, str]])
         *(Text("prompt", style="dim"), Text(visible(prompt)), Text()),
         *(Text("answer", style="dim"), Text(visible(answer), style="bold"), Text()),
     ]
-    return Panel(Group(*said, lines), title=visible(title), title_align="left")
-
-
-def visible(text: str) -> str:
-    """Return text that no terminal obeys: control characters but line ends become symbols."""
-    return "".join(
-        char if char in "\n\t" or char.isprintable() else f"\\x{ord(char):02x}" for char in text
-    )
+    return Panel(Group(*said, lines), title=Text(visible(title)), title_align="left")

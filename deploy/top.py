@@ -20,6 +20,7 @@ from rich.text import Text
 from broker.config import BrokerSection
 from broker.dashboard.history import StoredState, read_state
 from broker.summary import summary_of
+from deploy.console import make_console
 from deploy.observe import StatusWatcher, dashboard_address, run_of_folder, status_now
 from deploy.recent import Recent
 from deploy.screen import Screen, lines_of
@@ -60,7 +61,7 @@ def top(folder: Path, *, as_json: bool) -> int:
             status = replace(stored.status, outcome=outcome)
             recent.look(status)
         return print_json(summary_of(status) | {"advisories": recent.advisories()})
-    console = Console()
+    console = make_console()
     if not console.is_terminal:
         raise ConfigError("slipstream top draws on a terminal, and this is none: use --json")
     watcher = StatusWatcher(run, every_s=_EVERY_S)

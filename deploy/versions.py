@@ -15,13 +15,13 @@ from rich.text import Text
 
 from broker.summary import PUBLISHES
 from deploy.observe import run_of_folder, status_now
-from deploy.show import visible
 from wire.bus import PUBLISH_PHASES, MemberState, PublishRecord
 from wire.command_line import print_json
 from wire.errors import ConfigError, PeerLostError
 from wire.run_folder import SUMMARY
 from wire.status import GONE_S, RunStatus
 from wire.versions import PolicyVersion
+from wire.visible import visible
 
 _COLORS = {"current": "green", "behind": "yellow", "receiving": "cyan", "torn": "bold red"}
 

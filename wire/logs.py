@@ -3,6 +3,10 @@
 import logging
 import sys
 
+from typing_extensions import override
+
+from wire.visible import visible
+
 
 def start_logging(role: str, level: int = logging.INFO) -> None:
     """Send this process's log lines to standard error under the name of its role.
@@ -11,5 +15,13 @@ def start_logging(role: str, level: int = logging.INFO) -> None:
     """
     handler = logging.StreamHandler(sys.stderr)
     line = f"%(asctime)s.%(msecs)03d %(levelname).1s {role} %(message)s"
-    handler.setFormatter(logging.Formatter(line, datefmt="%H:%M:%S"))
+    handler.setFormatter(_Visible(line, datefmt="%H:%M:%S"))
     logging.basicConfig(level=level, handlers=[handler], force=True)
+
+
+class _Visible(logging.Formatter):
+    """Shows control characters as text: a log is read in a terminal."""
+
+    @override
+    def format(self, record: logging.LogRecord) -> str:
+        return visible(super().format(record))

@@ -102,6 +102,9 @@ def test_the_newest_one_is_kept_however_large_it_is():
     assert list(newest([], most=9, most_members=6)) == []
 
 
+WRONG = {"transfer": -1.0, "[/x]": 1.0, "a\x1b": 1.0, "Load": 1.0}  # figures, names
+
+
 def test_what_a_relay_says_is_bounded_and_can_be_written_as_json():
     names = [f"{i}" + "n" * 999 for i in range(2 * MAX_MEMBERS)]
     hostile = PublishRecord(
@@ -111,7 +114,7 @@ def test_what_a_relay_says_is_bounded_and_can_be_written_as_json():
         failed=dict.fromkeys(names, "w" * 9_999),
         num_in_flight=dict.fromkeys(names, 2**63),
         engine_digests=dict.fromkeys(names, "d" * 9_999),
-        phase_seconds=dict.fromkeys(names, 0.1) | {"transfer": -1.0},
+        phase_seconds=dict.fromkeys(names, 0.1) | {f"p{i}": 1.0 for i in range(999)} | WRONG,
         num_bytes=-5,
         transports=dict.fromkeys(names, "disk"),
     )
@@ -122,6 +125,7 @@ def test_what_a_relay_says_is_bounded_and_can_be_written_as_json():
     assert {len(name) for one in named for name in one} == {100}
     assert {len(text) for text in (*kept.failed.values(), *kept.engine_digests.values())} == {500}
     assert len(kept.phase_seconds) == 256
+    assert not kept.phase_seconds.keys() & {*WRONG, *names}
     json.dumps(msgspec.to_builtins(kept), allow_nan=False)
 
 

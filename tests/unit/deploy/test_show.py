@@ -5,8 +5,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from deploy.show import show, visible
+from deploy.show import show
 from wire.errors import ConfigError
+from wire.visible import visible
 
 TRAINED = {
     "step": 3,
@@ -73,7 +74,7 @@ def test_what_a_model_wrote_is_neither_markup_nor_obeyed_by_the_terminal(run: Pa
     text = shown(run, count=1)
     assert "7[bold]\\x1b[31m" in text
     assert "\x1b" not in text
-    assert visible("a\tb\nc\x07\u202e") == "a\tb\nc\\x07\\x202e"
+    assert visible("a\tb\nc\x07\u202e") == "a\tb\nc\\x07\\u202e"
 
 
 def test_steps_and_groups_can_be_chosen(run: Path):
