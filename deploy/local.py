@@ -34,6 +34,7 @@ from wire.command_line import (
 from wire.errors import ChildDiedError, ConfigError, PeerLostError, SlipstreamError
 from wire.patience import END_AT_MOST, Patience, signs_of
 from wire.processes import is_locked, last_lines
+from wire.run_folder import PAGE_ADDRESS
 from wire.run_settings import RunSection, relay_lock, run_section
 from wire.settings import load_table
 from wire.status import RunStatus
@@ -175,7 +176,7 @@ def _run(
     names = [plan.name for plan in others]
     started = time.monotonic()
     ended: set[str] = set()
-    with _display(console) as show:
+    with _display(console, run) as show:
         while len(ended) < len(names):
             supervisor.check()
             for name in names:
@@ -188,7 +189,7 @@ def _run(
             if limit and time.monotonic() - started > limit:
                 raise ChildDiedError(f"the run took longer than deploy.time_limit_s = {limit:.0f}")
             if watcher.newest is not None:
-                show(watcher.newest, dashboard_address(run))  # another broker has another
+                show(watcher.newest)
             time.sleep(_POLL_S)
 
 
@@ -276,26 +277,33 @@ def _patience_with_broker(supervisor: Supervisor, console: Console) -> Patience:
 
 
 @contextmanager
-def _display(console: Console) -> Iterator["_Show"]:
+def _display(console: Console, run: RunSection) -> Iterator["Show"]:
     """A live view on a terminal; a line now and then elsewhere."""
     if not console.is_terminal:
-        yield _Show(console, None)
+        yield Show(console, run, None)
         return
     with Live(console=console, auto_refresh=False, transient=True) as live:
-        yield _Show(console, live)
+        yield Show(console, run, live)
 
 
-class _Show:
-    def __init__(self, console: Console, live: Live | None) -> None:
+class Show:
+    """Draws a run: one live view, or lines where there is no terminal, which are kept in files.
+
+    The page's address holds its token: it goes to a terminal alone.
+    """
+
+    def __init__(self, console: Console, run: RunSection, live: Live | None) -> None:
         self._console = console
+        self._run = run
         self._live = live
         self._next_line_s = 0.0
         self._announced = False
         self._is_broken = False
 
-    def __call__(self, status: RunStatus, dashboard: str) -> None:
+    def __call__(self, status: RunStatus) -> None:
+        """Draw the newest state, or nothing where that fails."""
         try:
-            self._draw(status, dashboard)
+            self._draw(status)
         except SlipstreamError:  # asked to end meanwhile
             raise
         except Exception:  # noqa: BLE001 a picture of the run must never end it
@@ -303,13 +311,15 @@ class _Show:
                 self._is_broken = True
                 _log.exception("the view cannot be drawn; the run goes on")
 
-    def _draw(self, status: RunStatus, dashboard: str) -> None:
-        if self._live is not None:
-            self._live.update(live_view(status, dashboard), refresh=True)
+    def _draw(self, status: RunStatus) -> None:
+        if self._live is not None:  # another broker has another page
+            self._live.update(live_view(status, dashboard_address(self._run)), refresh=True)
             return
         if not self._announced:
             self._announced = True
-            self._console.print(f"dashboard {dashboard}", soft_wrap=True)
+            if (self._run.folder / PAGE_ADDRESS).exists():
+                place = self._run.folder / PAGE_ADDRESS
+                self._console.print(f"dashboard: its address is in {place}", soft_wrap=True)
         if time.monotonic() >= self._next_line_s:
             self._next_line_s = time.monotonic() + _LINE_EVERY_S
             self._console.print(one_line(status), soft_wrap=True)
