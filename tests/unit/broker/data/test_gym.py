@@ -5,7 +5,7 @@ import pytest
 
 from broker.config import DataSection
 from broker.data.sources import load_training_prompts
-from broker.rewards.reasoning_gym import is_plain_formula, score
+from broker.rewards.reasoning_gym import is_plain_bitwise, is_plain_formula, score
 from wire.errors import ConfigError
 from wire.settings import section
 from wire.trajectory import Prompt
@@ -65,6 +65,40 @@ def test_formulas_for_sympy_are_numbers_operators_and_well_known_functions():
         assert is_plain_formula(text), text
     for text in ("eval(chr(1))", "x.__class__", "'a'", "9**9**9", "2**(1000)", "open(x)", ""):
         assert not is_plain_formula(text), text
+
+
+EVALUATED = (
+    "bitwise_arithmetic",
+    "intermediate_integration",
+    "polynomial_multiplication",
+    "simple_integration",
+)
+
+
+@pytest.mark.parametrize("name", EVALUATED)
+def test_a_data_row_is_never_run(name: str, capsys: pytest.CaptureFixture[str]):
+    (prompt, *_) = prompts(name, size=1)
+    for text in ("print('owned')", "__import__('os').getpid()", "().__class__", 7, None):
+        entry = prompt.extra_info["entry"] | {"answer": text}
+        entry["metadata"] = entry["metadata"] | {"problem": text, "integrand": text}
+        row = msgspec.structs.replace(prompt, extra_info=prompt.extra_info | {"entry": entry})
+        with pytest.raises(ValueError, match=f"entry.* of a {name} row is no plain formula"):
+            scored(row, "5")
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("name", EVALUATED)
+def test_rows_that_reasoning_gym_made_are_plain_formulas(name: str):
+    for prompt in prompts(name, size=20, seed=5):
+        scored(prompt, "5")
+
+
+def test_bitwise_problems_are_whole_numbers_operators_and_small_shifts():
+    for text in ("(0x12 + 0x345)", "((0x1 << 0x3) - ~5) * -2 & 1 | 2 ^ 3 >> 1"):
+        assert is_plain_bitwise(text), text
+    for text in ("f(1)", "1 << 10000", "1 << (1 << 9)", "9 ** 9 ** 9", "a", "'a' * 9", "1.5", ""):
+        assert not is_plain_bitwise(text), text
+    assert not is_plain_bitwise("(" * 30_000 + "1" + ")" * 30_000)
 
 
 def test_unknown_names_and_options_are_refused():
