@@ -55,6 +55,13 @@ class SharedSlots:
         """Return where other processes of this user find it as long as this process lives."""
         return f"/proc/{os.getpid()}/fd/{self._descriptor}"
 
+    def is_at(self, path: str) -> bool:
+        """Tell whether a path leads to this very memory; process ids are used again."""
+        try:
+            return os.path.samestat(os.stat(path), os.fstat(self._descriptor))  # noqa: PTH116
+        except OSError:
+            return False
+
     def slot(self, index: int) -> Tensor:
         """Return a slot. Shape [slot_bytes], uint8; shares the memory."""
         start = index * self._stride

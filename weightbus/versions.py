@@ -54,11 +54,17 @@ class Versions:
         """Serve what is written into this memory, as soon as there is a whole version.
 
         Raises:
-            PublishError: the memory cannot be mapped.
+            PublishError: the memory cannot be mapped, or its epoch is known with another memory:
+                two learners would publish different weights under one label.
         """
         layout = message.layout
         self.refuse_older(message.epoch)
         if self._sources and self._sources[-1].epoch == message.epoch:
+            if not self._sources[-1].memory.is_at(message.path):
+                raise PublishError(
+                    f"epoch {message.epoch} was granted twice: {message.path} is another memory "
+                    "than the one that it publishes from"
+                )
             if message.whole is not None:
                 self.written(message.epoch, message.slot, message.whole)
             return
