@@ -16,24 +16,30 @@ from broker.data.mixture import PromptSource, fingerprint_of
 from broker.data.sources import load_eval_problems, load_training_prompts
 from broker.evaluation import EvalPlan, EvalRound
 from broker.events import decode_event
+from broker.identity import (
+    RunIdentity,
+    begin_life,
+    check_store,
+    next_identity,
+    read_identity,
+    write_identity,
+)
 from broker.ledger import Ledger
 from broker.records import FolderRecords, forget_after, last_recorded
 from broker.store import Changes, TrajectoryKey, TrajectoryStore
 from broker.trackers.background import BackgroundTrackers
 from broker.trackers.base import Tracker
 from broker.trackers.loading import load_trackers
-from wire.checkpoints import checkpoints_in, read_checkpoint_info, read_ledger
+from wire.checkpoints import read_checkpoint_info, read_ledger, readable_checkpoints
 from wire.errors import ConfigError
 from wire.eval_metric import check_metric
 from wire.patience import saying
 from wire.run_folder import BATCHES
 from wire.trajectory import Prompt
 from wire.trajectory_file import cut_from_step
-from wire.versions import PolicyVersion
 
 _log = logging.getLogger(__name__)
 _TRACKERS_START_S = 300.0
-_ID_GAP = 1 << 20  # above all that an abandoned life can have given out since a checkpoint
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +126,7 @@ class Beginning:
     ledger: Ledger
     generation: int  # of this broker
     events: list[bytes]  # the newest, as they were read back
+    identity: RunIdentity
 
 
 async def begin_run(
@@ -144,18 +151,19 @@ async def begin_run(
         first_event: number from which on events of a ledger without a store are counted.
 
     Raises:
-        ConfigError: the run has ended, has other data, or its checkpoint cannot be used.
+        ConfigError: the store is not this run's, the run has ended, has other data, or its
+            checkpoint cannot be used. Then nothing was changed, and whoever uses the store goes on.
     """
+    known = await _check_before(settings, prompts, store, restarted=restarted)
     generation = await store.claim()
     ledger, events = await _stored_ledger(settings, prompts, store)
     stored = Changes()
-    resume_from = settings.run.resume_from
-    has_resumed = restarted and ledger is not None and ledger.state.origin == resume_from
-    if resume_from and not has_resumed:
-        ledger, stored = _resumed(settings, prompts, ledger, first_event)
+    if _is_to_resume(settings, ledger.state if ledger is not None else None, restarted=restarted):
+        ledger, stored = _resumed(settings, prompts, ledger, first_event, known)
         events = []
     elif ledger is None or not ledger.state.num_events:
         ledger = build_ledger(settings, prompts)  # or a broker was there that nobody spoke to
+        begin_life(ledger.state, next_identity(known, [ledger.state], [], apart=False))
         stored = Changes(snapshot=encode_state(ledger.state))
     else:
         if ledger.over and not restarted:
@@ -164,10 +172,55 @@ async def begin_run(
                 "`slipstream run --resume auto` or choose another run.name"
             )
         _check_same_run(ledger, settings)
+        begin_life(ledger.state, next_identity(known, [ledger.state], [], apart=False))
         _log.info("going on with what the store holds, at step %d", ledger.step)
     if not stored.is_empty:
         await store.commit(stored)  # all of it or nothing, before anybody is spoken to
-    return Beginning(ledger, generation, events)
+    state = ledger.state
+    identity = RunIdentity(run_id=state.run_id, life=state.life, epoch=state.granted_epoch)
+    if identity != known:
+        settings.run.folder.mkdir(parents=True, exist_ok=True)
+        write_identity(settings.run.folder, identity)
+    return Beginning(ledger, generation, events, identity)
+
+
+def _is_to_resume(settings: BrokerSettings, state: BookState | None, *, restarted: bool) -> bool:
+    """Tell whether run.resume_from is to be gone on from, and was not already."""
+    origin = settings.run.resume_from
+    return bool(origin) and not (restarted and state is not None and state.origin == origin)
+
+
+async def _check_before(
+    settings: BrokerSettings, prompts: Prompts, store: TrajectoryStore, *, restarted: bool
+) -> RunIdentity | None:
+    """Return what the run folder says, if what is found there and in the store fits together."""
+    run = settings.run
+    known = read_identity(run.folder)
+    data = await store.snapshot()
+    try:
+        stored = decode_state(data) if data is not None else None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise _unreadable(settings, error) from error
+    resumes = _is_to_resume(settings, stored, restarted=restarted)
+    saved = _ledger_of(Path(run.resume_from)) if resumes else None
+    check_store(
+        known,
+        stored,
+        saved,
+        restarted=restarted,
+        run_folder=run.folder,
+        store=settings.broker.redis.url or str(run.folder / "redis"),
+    )
+    if stored is not None and stored.num_events and not resumes:
+        _check_same_run(build_ledger(settings, prompts, stored), settings)
+    return known
+
+
+def _unreadable(settings: BrokerSettings, error: Exception) -> ConfigError:
+    return ConfigError(
+        f"the store holds a ledger of run {settings.run.name!r} that cannot be read: {error!r}; go "
+        "on from a checkpoint on an empty Redis, or choose another run.name"
+    )
 
 
 async def _stored_ledger(
@@ -184,16 +237,17 @@ async def _stored_ledger(
             ledger.apply(decode_event(event))
             events.append(event)
     except (msgspec.DecodeError, UnicodeDecodeError, LookupError) as error:
-        raise ConfigError(
-            f"the store holds a ledger of run {settings.run.name!r} that cannot be read: "
-            f"{error!r}; go on from a checkpoint on an empty Redis, or choose another run.name"
-        ) from error
+        raise _unreadable(settings, error) from error
     ledger.drain()
     return ledger, events
 
 
 def _resumed(
-    settings: BrokerSettings, prompts: Prompts, known: Ledger | None, first_event: int
+    settings: BrokerSettings,
+    prompts: Prompts,
+    known: Ledger | None,
+    first_event: int,
+    identity: RunIdentity | None,
 ) -> tuple[Ledger, Changes]:
     """Go on from run.resume_from: in the store if it reaches back to there, else without it.
 
@@ -218,9 +272,10 @@ def _resumed(
     _check_same_run(ledger, settings)
     released: list[TrajectoryKey] = []
     if goes_on:
+        begin_life(state, next_identity(identity, [state, saved], [], apart=False))
         _log.info("going back from step %d to step %d", ledger.step, version.step)
     else:
-        released = _begin_apart(state, known, settings, first_event)
+        released = _begin_apart(state, known, settings, first_event, identity)
         forget_after(run.folder, version.step)
         count = len(state.groups)
         _log.info("going on from step %d, %d prompts were in flight", version.step, count)
@@ -243,30 +298,26 @@ def _ledger_of(checkpoint: Path) -> BookState:
 
 
 def _begin_apart(
-    state: BookState, known: Ledger | None, settings: BrokerSettings, first_event: int
+    state: BookState,
+    known: Ledger | None,
+    settings: BrokerSettings,
+    first_event: int,
+    identity: RunIdentity | None,
 ) -> list[TrajectoryKey]:
     """Make sure that nothing of an abandoned life is taken for something of this one.
 
     Returns the payloads of that life that the store holds.
     """
-    others = [
-        read_checkpoint_info(path).version for path in checkpoints_in(settings.run.checkpoints)
-    ]
-    epochs = [one.epoch for one in (state.version, *others)]
-    state.num_events = max(state.num_events, first_event)
-    state.next_group_id += _ID_GAP
-    state.next_lease_id += _ID_GAP
-    released: list[TrajectoryKey] = []
-    if known is not None:
-        before = known.state
-        epochs.append(known.version.epoch)
-        state.num_events = max(state.num_events, before.num_events)
-        state.next_group_id = max(state.next_group_id, before.next_group_id)
-        state.next_lease_id = max(state.next_lease_id, before.next_lease_id)
-        held = [*before.groups.values(), *(g for groups in before.replay.values() for g in groups)]
-        released = [key for group in held for key in group.trajectory_keys()]
-    state.version = PolicyVersion(max(epochs), state.version.step)
-    return released
+    infos = readable_checkpoints(settings.run.checkpoints)
+    epochs = [info.version.epoch for info in infos.values()]
+    states = [state] + ([known.state] if known is not None else [])
+    begin_life(state, next_identity(identity, states, epochs, apart=True))
+    state.num_events = max(first_event, *(one.num_events for one in states))
+    if known is None:
+        return []
+    before = known.state
+    held = [*before.groups.values(), *(g for groups in before.replay.values() for g in groups)]
+    return [key for group in held for key in group.trajectory_keys()]
 
 
 def _under_present_settings(ledger: Ledger, released: list[TrajectoryKey]) -> Changes:

@@ -91,6 +91,9 @@ class BookState(msgspec.Struct, kw_only=True):
     """All that is stored. Deadlines of leases are not: after a restart each gets a full term."""
 
     revision: int = REVISION
+    run_id: str = ""  # as in the run folder's identity.json
+    life: int = 0
+    granted_epoch: int = 0  # the highest of any life, in the present lineage or not
     num_events: int = 0  # that made this state
     prompts: str  # fingerprint of the training prompts and their order
     problems: str  # fingerprint of the held-out problems
@@ -276,9 +279,11 @@ class Book:
         """Return by epoch the last step whose weights are in the present lineage."""
         newest: dict[int, int] = {}
         limit = self.step
+        forks = self.state.forks
         for epoch in range(self.version.epoch, -1, -1):
-            newest[epoch] = limit
-            limit = min(limit, self.state.forks.get(epoch, limit))
+            if epoch in forks or epoch in {0, self.version.epoch}:  # else of an abandoned life
+                newest[epoch] = limit
+                limit = min(limit, forks.get(epoch, limit))
         return newest
 
     def _look_for_free_step(self) -> None:
@@ -355,6 +360,7 @@ class Book:
         state.learner = event.learner
         state.awaits_learner = state.learner_left = False
         state.forks[version.epoch] = version.step
+        state.granted_epoch = max(state.granted_epoch, version.epoch)
         self._newest_step = self._newest_steps()
         for group in [g for g in self.groups.values() if g.item == "eval"]:
             if not self.descends(group):

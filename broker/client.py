@@ -92,6 +92,7 @@ class BrokerClient:
             self._socket.curve_secretkey = key.secret.encode()
         self._monitor = self._socket.get_monitor_socket(_EVENTS)
         self._session = b""
+        self.run_id = ""  # of the broker that welcomed us; another run's is never spoken to
         self._sending_again: set[asyncio.Task[None]] = set()
         self._ids = count(1)
         self._pending: dict[bytes, _Pending] = {}
@@ -168,7 +169,7 @@ class BrokerClient:
         except BaseException:
             client.close()
             raise
-        client._session = welcome.session
+        client._session, client.run_id = welcome.session, welcome.run_id
         client._is_welcome = True
         return client, welcome
 
@@ -350,6 +351,7 @@ class BrokerClient:
             held=tuple(self.held()),
             packages=self._hello.packages,
             tokenizer=self._hello.tokenizer,
+            run_id=self.run_id,
         )
         try:
             answer, _ = await self._ask(hello, answer_s)

@@ -414,13 +414,26 @@ class Ledger(Book):
 
     # ---- the learner ---------------------------------------------------------
 
-    def take_over(self, step: int, checkpoint: str = "", learner: str = "") -> PolicyVersion:
+    def take_over(
+        self,
+        step: int,
+        checkpoint: str = "",
+        learner: str = "",
+        held: PolicyVersion | None = None,
+    ) -> PolicyVersion:
         """Grant a new epoch to a learner that holds the weights after ``step`` steps.
 
         A learner takes over once in its life: asked again, it gets the epoch that it has.
 
+        Args:
+            step: learner steps completed in its weights.
+            checkpoint: that it holds, for the record.
+            learner: its incarnation.
+            held: the version of that checkpoint; None for the weights that the run began with.
+
         Raises:
-            RefusedError: this run cannot go on from that step.
+            RefusedError: this run cannot go on from that step, or these are other weights than
+                those that this run had at it.
         """
         if learner and learner == self.state.learner:
             epoch = self.version.epoch
@@ -432,7 +445,14 @@ class Ledger(Book):
                 f"batches from step {known} on; go on from a checkpoint of one of these steps "
                 "(slipstream run --resume CHECKPOINT) or start a new run (run.name)"
             )
-        version = PolicyVersion(self.version.epoch + 1, step)
+        if held is not None and not self.is_ancestor(held):
+            raise RefusedError(
+                f"the learner holds {held.label}, which {self.version.label} does not descend "
+                "from: that checkpoint is of steps that were given up; go on from another one "
+                "(slipstream run --resume CHECKPOINT)"
+            )
+        epoch = max(self.version.epoch, self.state.granted_epoch) + 1
+        version = PolicyVersion(epoch, step)
         self._record(TakenOver(version=version, checkpoint=checkpoint, learner=learner))
         for group_id, position in list(self.state.lost):
             self._requeue(group_id, position)

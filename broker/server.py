@@ -154,6 +154,7 @@ class BrokerServer:
         trail: Trail | None = None,
         store_name: str = "",
         generation: int = 0,
+        on_epoch: Callable[[int], None] = lambda _: None,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self._ledger = ledger
@@ -171,6 +172,7 @@ class BrokerServer:
         self._writer = LedgerWriter(ledger.state, committer, self._trail, self._flooded)
         self._store_name = store_name
         self._generation = generation
+        self._on_epoch = on_epoch
         self._now = now
         self.frames = FrameCache(cache_bytes, store, committer)
         self._sessions = Sessions() if keys is None else Sessions(keys.holder)
@@ -586,6 +588,7 @@ class BrokerServer:
         self._settle_soon()
 
     def _hello(self, peer: Peer, hello: Hello) -> Welcome:
+        self._refuse_other_run(hello.run_id)
         session = self._sessions.hello(peer, hello)
         if hello.role not in {"observer", "operator"}:
             name = session.name
@@ -608,6 +611,7 @@ class BrokerServer:
             session=session.token,
             learner_step=self._ledger.step,
             heartbeat_s=self._ledger.rules.lease_s / 4,
+            run_id=self._ledger.state.run_id,
         )
 
     # ---- requests that wait --------------------------------------------------
@@ -865,10 +869,20 @@ class BrokerServer:
                 assert_never(request)
         return answer, _NO_FRAMES
 
+    def _refuse_other_run(self, run_id: str) -> None:
+        own = self._ledger.state.run_id
+        if run_id and own and run_id != own:
+            raise RefusedError(
+                f"this broker serves run {self._run_name} with the id {own}, not {run_id}: what "
+                "comes from another run of this name has no place in it"
+            )
+
     def _take_over(self, session: Session, request: TakeOver) -> TookOver:
         before = self._ledger.step
         learner = session.holder if session.incarnation else ""
-        version = self._ledger.take_over(request.step, request.checkpoint, learner)
+        self._refuse_other_run(request.run_id)
+        version = self._ledger.take_over(request.step, request.checkpoint, learner, request.held)
+        self._on_epoch(version.epoch)  # on disk before anybody may use it
         if version.step != self._ledger.step:
             return TookOver(version=version)  # said twice
         _log.info(

@@ -25,6 +25,7 @@ from broker.dashboard.items import RecordedItems
 from broker.dashboard.recorder import Recorder, fsync_of
 from broker.dashboard.web import Dashboard
 from broker.events import Trained, decode_event
+from broker.identity import RunIdentity, write_identity
 from broker.keyring import BrokerKey, KeyRing, broker_key
 from broker.redis_server import RedisServer
 from broker.redis_store import RedisStore
@@ -141,6 +142,7 @@ async def _make_server(
         trail=trail,
         store_name=f"{telemetry.versions['redis']}, {durability}",
         generation=beginning.generation,
+        on_epoch=_remembered(run, beginning.identity),
     )
     ledger.restarted(time.monotonic())
     for group in ledger.groups.values():
@@ -155,6 +157,19 @@ async def _make_server(
         time.monotonic() - started,
     )
     return server, committer, beginning
+
+
+def _remembered(run: RunSection, identity: RunIdentity) -> Callable[[int], None]:
+    """Return what puts granted epochs into the run folder."""
+    newest = identity
+
+    def granted(epoch: int) -> None:
+        nonlocal newest
+        if epoch > newest.epoch:
+            newest = newest.granted(epoch)
+            write_identity(run.folder, newest)
+
+    return granted
 
 
 def _point_to(run: RunSection, generation: int) -> Path:

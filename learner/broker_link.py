@@ -13,6 +13,7 @@ from learner.orders import Rejection, StepOrder, order_step
 from learner.payload_link import PayloadLink
 from learner.prefetch import EarlyPlans
 from learner.relay_link import RelayLaunch, RelayLink
+from wire.checkpoints import CheckpointInfo
 from wire.control import (
     BatchDelivered,
     BatchNotReady,
@@ -86,9 +87,21 @@ class LeaderLink(PayloadLink):
     async def _make_relay(self, settings: LearnerSettings, relay: RelayLaunch) -> RelayLink:
         return RelayLink(settings.run.endpoint("relay"), relay)
 
-    def take_over(self, step: int, checkpoint: str) -> PolicyVersion:
+    @property
+    def run_id(self) -> str:
+        """Return which run the broker serves."""
+        return self._client.run_id
+
+    def take_over(
+        self, step: int, checkpoint: str, resumed: CheckpointInfo | None
+    ) -> PolicyVersion:
         """Become the run's learner; return the version of the weights held."""
-        request = TakeOver(step=step, checkpoint=checkpoint)
+        request = TakeOver(
+            step=step,
+            checkpoint=checkpoint,
+            held=resumed.version if resumed is not None else None,
+            run_id=resumed.run_id if resumed is not None else "",
+        )
         answer, _ = self._loop.run(self._client.ask(request, TookOver))
         self._version = answer.version
         return answer.version
@@ -163,7 +176,7 @@ class LeaderLink(PayloadLink):
         """Start the relay and tell it where versions will be written."""
         self._loop.start(self._relay.run())
         epoch = self._version.epoch if self._version is not None else 0
-        self._loop.run(self._relay.open(path, layout, epoch=epoch))
+        self._loop.run(self._relay.open(path, layout, epoch=epoch, run_id=self.run_id))
 
     def reserve(self) -> int:
         """Return the slot to write the next version into."""

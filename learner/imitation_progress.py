@@ -23,9 +23,8 @@ from learner.checkpoint import (
     save_checkpoint,
 )
 from learner.policy import Policy
-from learner.resume import readable_checkpoints
 from learner.topology import Topology
-from wire.checkpoints import FORMAT_REVISION, CheckpointInfo
+from wire.checkpoints import FORMAT_REVISION, CheckpointInfo, readable_checkpoints
 from wire.errors import ConfigError
 from wire.versions import PolicyVersion
 

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from learner.orders import PayloadKey, Rejection, StepOrder
+from wire.checkpoints import CheckpointInfo
 from wire.codec import Frame
 from wire.control import BatchNotReady, RunComplete, StepCommitted
 from wire.manifest import WeightManifest
@@ -35,10 +36,17 @@ class LeadingLink(RankLink, Protocol):
 
     publishes: bool  # whether whole weights are wanted after each step
 
-    def take_over(self, step: int, checkpoint: str) -> PolicyVersion:
+    @property
+    def run_id(self) -> str:
+        """Return which run this is, for its checkpoints; empty without a broker."""
+
+    def take_over(
+        self, step: int, checkpoint: str, resumed: CheckpointInfo | None
+    ) -> PolicyVersion:
         """Become the run's learner at ``step``; return the version of the weights held.
 
-        ``checkpoint`` is what it goes on from, empty if that is the policy the run began with.
+        ``checkpoint`` is what it goes on from, ``resumed`` says what that is; empty and None if it
+        is the policy that the run began with.
         """
 
     def next_order(

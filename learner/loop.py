@@ -105,7 +105,8 @@ class LearnerLoop:
         self._publishes = False  # known when the run is taken over
         self._rejected_in_a_row = 0
         self._told_s: dict[str, float] = {}  # by phase, as of the last commit
-        self._saver = Saver(settings, topology, policy, self._ledger, self._seal)
+        run_id = leader.run_id if leader is not None else ""
+        self._saver = Saver(settings, topology, policy, self._ledger, self._seal, run_id=run_id)
         self._algorithm = algorithm_of(settings)
         self._profiler = StepProfiler(settings.profile, folder / "profile", rank=topology.rank)
         self._rollouts: RolloutLog | None = None
@@ -151,10 +152,12 @@ class LearnerLoop:
     def _begin(self) -> PolicyVersion:
         """Take over the run at the step of the weights held, and publish them."""
         resumed = self._settings.resume_from
-        step = read_checkpoint_info(resumed).step if resumed is not None else 0
+        info = read_checkpoint_info(resumed) if resumed is not None else None
+        step = info.step if info is not None else 0
         version = PolicyVersion(0, step)
         if self._leader is not None:
-            version = self._leader.take_over(step, resumed.name if resumed is not None else "")
+            name = resumed.name if resumed is not None else ""
+            version = self._leader.take_over(step, name, info)
             self._publishes = self._leader.publishes
             self._told_s = self._clock.seconds()
             _log.info("took over as %s", version.label)

@@ -205,9 +205,13 @@ class RelayLink:
 
     # ---- for the learner -----------------------------------------------------
 
-    async def open(self, path: str, layout: WeightManifest, *, epoch: int) -> None:
+    async def open(
+        self, path: str, layout: WeightManifest, *, epoch: int, run_id: str = ""
+    ) -> None:
         """Say where versions will be written."""
-        memory = OpenMemory(epoch=epoch, path=path, layout=layout, num_slots=NUM_SLOTS)
+        memory = OpenMemory(
+            epoch=epoch, path=path, layout=layout, num_slots=NUM_SLOTS, run_id=run_id
+        )
         await self._say(memory, memory)
 
     async def reserve(self) -> int:

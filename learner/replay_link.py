@@ -10,8 +10,7 @@ import msgspec
 
 from learner.config import LearnerSettings
 from learner.orders import PayloadKey, Rejection, StepOrder, order_step
-from learner.resume import readable_checkpoints
-from wire.checkpoints import read_checkpoint_info
+from wire.checkpoints import CheckpointInfo, read_checkpoint_info, readable_checkpoints
 from wire.codec import Frame
 from wire.control import BatchDelivered, BatchNotReady, RunComplete, StepCommitted
 from wire.errors import ConfigError
@@ -133,10 +132,13 @@ class ReplayLink:
         self._present: RecordedBatch | None = None
         self._metrics = settings.run.folder / "replay" / "metrics.jsonl"
 
+    run_id = ""  # there is no broker
+
     def take_over(
         self,
         step: int,
         checkpoint: str,  # noqa: ARG002 nobody records it
+        resumed: CheckpointInfo | None,  # noqa: ARG002 the same
     ) -> PolicyVersion:
         """Begin at ``step``, in an epoch above that of every checkpoint there is."""
         known = list(readable_checkpoints(self._settings.run.checkpoints).values())

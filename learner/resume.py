@@ -1,25 +1,10 @@
 """Which of its run's checkpoints a learner goes on from after it was started again."""
 
-import logging
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from wire.checkpoints import CheckpointInfo, read_checkpoint_info
-from wire.errors import ConfigError
-
-_log = logging.getLogger(__name__)
-
-
-def readable_checkpoints(folder: Path) -> dict[Path, CheckpointInfo]:
-    """Return what the checkpoints in RUN/checkpoints are; unreadable ones are logged, left out."""
-    found: dict[Path, CheckpointInfo] = {}
-    for path in sorted(folder.glob("step-*")):
-        try:
-            found[path] = read_checkpoint_info(path)
-        except ConfigError as error:
-            _log.error("%s is passed over: %s", path, error)
-    return found
+from wire.checkpoints import CheckpointInfo
 
 
 def resume_order(infos: Mapping[Path, CheckpointInfo], named: Path | None) -> list[Path]:

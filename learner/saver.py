@@ -24,7 +24,6 @@ from learner.checkpoint import (
 )
 from learner.config import LearnerSettings
 from learner.policy import Policy
-from learner.resume import readable_checkpoints
 from learner.retention import (
     Resumption,
     best_of,
@@ -45,6 +44,7 @@ from wire.checkpoints import (
     checkpoint_name,
     read_best,
     read_checkpoint_info,
+    readable_checkpoints,
 )
 from wire.errors import SlipstreamError
 from wire.status import EvalPoint
@@ -64,6 +64,8 @@ class Saver:
         policy: Policy,
         ledger: Callable[[PolicyVersion], bytes],
         seal: Callable[[PolicyVersion, int, int], None],
+        *,
+        run_id: str = "",
     ) -> None:
         """Prepare the run's folder.
 
@@ -74,6 +76,7 @@ class Saver:
             ledger: gives the broker's ledger; rank 0 calls it.
             seal: tells the broker (own version, step of a durable checkpoint, step of the oldest
                 one that is kept); rank 0 calls it.
+            run_id: which run this is, as the broker told rank 0.
 
         Raises:
             ConfigError: on rank 0, if the folder cannot be written.
@@ -83,6 +86,7 @@ class Saver:
         self._policy = policy
         self._ledger = ledger
         self._tell_sealed = seal
+        self._run_id = run_id
         self._folder = settings.run.checkpoints
         self._num_failed = 0
         self._seconds: float | None = None
@@ -223,6 +227,7 @@ class Saver:
         return CheckpointInfo(
             format_revision=FORMAT_REVISION,
             run_name=self._settings.run.name,
+            run_id=self._run_id,
             version=version,
             saved_at=datetime.now(UTC).isoformat(timespec="seconds"),
             model=str(self._settings.model.resolve()),

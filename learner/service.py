@@ -34,12 +34,12 @@ from learner.policy import Policy, ReferencePolicy
 from learner.prefetch import EarlyPlans
 from learner.relay_link import RelayLaunch
 from learner.replay_link import ReplayLink
-from learner.resume import readable_checkpoints, resume_order
+from learner.resume import resume_order
 from learner.stop import StopRequest
 from learner.topology import Topology, destroy_topology, init_topology
 from weightbus.interfaces import interface_variables
 from weightbus.rendezvous import open_store
-from wire.checkpoints import read_checkpoint_info
+from wire.checkpoints import read_checkpoint_info, readable_checkpoints
 from wire.errors import ChildDiedError, ConfigError
 from wire.phases import PhaseClock
 from wire.processes import bound_to_me

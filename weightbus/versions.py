@@ -37,6 +37,7 @@ class Versions:
             folder: where versions for the disk transport stand.
         """
         self._folder = folder
+        self._run_id = ""  # of the first learner
         self._sources: list[_Source] = []  # the newest learner's last; an old one until it is idle
         self._reading: Counter[Publication] = Counter()
         self._on_disk: list[Publication] = []  # that may have copies there
@@ -54,10 +55,11 @@ class Versions:
         """Serve what is written into this memory, as soon as there is a whole version.
 
         Raises:
-            PublishError: the memory cannot be mapped, or its epoch is known with another memory:
-                two learners would publish different weights under one label.
+            PublishError: the memory cannot be mapped, is another run's, or its epoch is known with
+                another memory: two learners would publish different weights under one label.
         """
         layout = message.layout
+        self._refuse_other_run(message.run_id)
         self.refuse_older(message.epoch)
         if self._sources and self._sources[-1].epoch == message.epoch:
             if not self._sources[-1].memory.is_at(message.path):
@@ -74,6 +76,13 @@ class Versions:
         self._sources.append(_Source(memory, message))
         if message.whole is not None:
             self.written(message.epoch, message.slot, message.whole)
+
+    def _refuse_other_run(self, run_id: str) -> None:
+        if self._run_id and run_id and run_id != self._run_id:
+            raise PublishError(
+                f"this relay serves the run with the id {self._run_id}, not {run_id}"
+            )
+        self._run_id = self._run_id or run_id
 
     def reserve(self, epoch: int) -> int:
         """Return the slot that the learner of an epoch may write next.

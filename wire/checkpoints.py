@@ -5,6 +5,7 @@ RUN/checkpoints/step-000040/ holds the learner's state, ``checkpoint.json`` (wha
 is complete and on disk, so whatever bears such a name can be gone on from.
 """
 
+import logging
 import re
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from wire.errors import ConfigError
 from wire.status import EvalPoint
 from wire.versions import PolicyVersion
 
+_log = logging.getLogger(__name__)
 FORMAT_REVISION = 1
 INFO_FILE = "checkpoint.json"
 LEDGER_FILE = "ledger.bin"
@@ -26,6 +28,7 @@ class CheckpointInfo(msgspec.Struct, frozen=True, kw_only=True):
 
     format_revision: int
     run_name: str
+    run_id: str = ""  # as in the run folder's identity.json; empty without a broker
     version: PolicyVersion  # (epoch, learner steps completed)
     saved_at: str  # UTC, ISO 8601
     model: str  # absolute path of the Hugging Face folder with config and tokenizer
@@ -61,15 +64,26 @@ def checkpoint_name(step: int) -> str:
     return f"step-{step:06d}"
 
 
+def readable_checkpoints(folder: Path) -> dict[Path, CheckpointInfo]:
+    """Return what the checkpoints in RUN/checkpoints are; unreadable ones are logged, left out."""
+    found: dict[Path, CheckpointInfo] = {}
+    for path in sorted(folder.glob("step-*")):
+        if not _NAME.fullmatch(path.name) or not path.is_dir():
+            continue
+        try:
+            found[path] = read_checkpoint_info(path)
+        except ConfigError as error:
+            _log.error("%s is passed over: %s", path, error)
+    return found
+
+
 def checkpoints_in(folder: Path) -> list[Path]:
-    """Return the complete checkpoints in RUN/checkpoints, the newest last.
+    """Return the readable checkpoints in RUN/checkpoints, the newest last.
 
     Newest is the highest policy version: after going back to an earlier step the epoch decides.
     """
-    if not folder.is_dir():
-        return []
-    found = [path for path in folder.iterdir() if _NAME.fullmatch(path.name) and path.is_dir()]
-    return sorted(found, key=lambda path: read_checkpoint_info(path).version)
+    infos = readable_checkpoints(folder)
+    return sorted(infos, key=lambda path: infos[path].version)
 
 
 def newest_checkpoint(run_folder: Path) -> Path | None:

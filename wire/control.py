@@ -46,6 +46,7 @@ class Hello(Message, frozen=True):
     wire_revision: int = WIRE_REVISION
     packages: dict[str, str] = {}  # versions worth recording, by package
     tokenizer: str = ""  # hash of the tokenizer that this role uses; empty uses none
+    run_id: str = ""  # that it was welcome to before
 
 
 class Welcome(Message, frozen=True):
@@ -55,6 +56,7 @@ class Welcome(Message, frozen=True):
     session: bytes  # 16 random bytes; on another connection they are worth nothing
     learner_step: int
     heartbeat_s: float  # send a heartbeat at least this often
+    run_id: str = ""  # as in the run folder's identity.json
 
 
 class RoleReport(Message, frozen=True):
@@ -250,6 +252,8 @@ class TakeOver(Message, frozen=True):
 
     step: int
     checkpoint: str = ""  # what it goes on from, for the record
+    held: PolicyVersion | None = None  # the version of that; None: what the run began with
+    run_id: str = ""  # of that, as its checkpoint.json says
 
 
 class TookOver(Message, frozen=True):

@@ -26,6 +26,7 @@ class OpenMemory(RelayMessage, frozen=True):
     num_slots: int
     whole: PolicyVersion | None = None
     slot: int = 0  # of the whole version
+    run_id: str = ""  # as in the run folder's identity.json
 
 
 class Reserve(RelayMessage, frozen=True):

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+IDENTITY = Path("identity.json")  # which run this is, and what no life of it may give out again
 BATCHES = Path("rollouts") / "batches.trajectories"
 TRAINED = Path("rollouts") / "trained.jsonl"
 EVAL = Path("eval")

@@ -22,6 +22,7 @@ from learner.config import LearnerSettings, learner_settings
 from learner.relay_link import RelayLaunch
 from tests.chaos.published import publish
 from tests.waiting import HANG_S
+from wire.checkpoints import CheckpointInfo
 from wire.control import StepCommitted
 from wire.logs import start_logging
 from wire.phases import PhaseClock
@@ -40,8 +41,10 @@ class FollowedLink(LeaderLink):
         self.committed: list[dict[str, float]] = []
 
     @override
-    def take_over(self, step: int, checkpoint: str) -> PolicyVersion:
-        version = super().take_over(step, checkpoint)
+    def take_over(
+        self, step: int, checkpoint: str, resumed: CheckpointInfo | None
+    ) -> PolicyVersion:
+        version = super().take_over(step, checkpoint, resumed)
         publish(self._folder, version)
         return version
 

@@ -69,7 +69,7 @@ def test_a_stop_that_was_planned_while_the_learner_waits_reaches_it_at_once(tmp_
     def learner(took_over: asyncio.Event, broker: asyncio.AbstractEventLoop) -> list[BatchNotReady]:
         with BackgroundLoop() as loop:
             link = LeaderLink(loop, settings, PhaseClock(), lambda: False, relay=RelayLaunch())
-            version = link.take_over(0, "")
+            version = link.take_over(0, "", None)
             broker.call_soon_threadsafe(took_over.set)
             first = link.next_order(version, max_wait_s=NEVER_S)
             second = link.next_order(version, max_wait_s=0.0)
@@ -103,7 +103,7 @@ def test_batches_are_prefetched_rejected_and_sealed_at_the_broker(tmp_path: Path
     def learner(is_bound: threading.Event) -> None:
         with BackgroundLoop() as loop:
             link = LeaderLink(loop, settings, PhaseClock(), lambda: False, relay=RelayLaunch())
-            version = link.take_over(0, "")
+            version = link.take_over(0, "", None)
             first = link.next_order(version, max_wait_s=HANG_S)
             assert isinstance(first, StepOrder)
             assert len(link.fetch(0, first.keys(0))) == 2

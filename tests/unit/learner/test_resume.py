@@ -3,8 +3,14 @@ from pathlib import Path
 
 import pytest
 
-from learner.resume import readable_checkpoints, resume_order
-from wire.checkpoints import FORMAT_REVISION, INFO_FILE, CheckpointInfo, checkpoint_name
+from learner.resume import resume_order
+from wire.checkpoints import (
+    FORMAT_REVISION,
+    INFO_FILE,
+    CheckpointInfo,
+    checkpoint_name,
+    readable_checkpoints,
+)
 from wire.versions import PolicyVersion
 
 

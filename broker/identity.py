@@ -1,0 +1,144 @@
+"""Which run this is, and which of its lives: what run folder, store and checkpoints agree on.
+
+A *life* of a run is what one account of it went through, from its beginning, or from a checkpoint
+without the store of the life before. ``identity.json`` in the run folder outlives every store, so
+that an epoch, or the id of a group or a lease, is never given out twice.
+"""
+
+import os
+import secrets
+from collections.abc import Iterable
+from pathlib import Path
+
+import msgspec
+
+from broker.book import BookState
+from wire.errors import ConfigError
+from wire.run_folder import IDENTITY
+
+IDS_PER_LIFE = 1_000_000_000  # so that g2000000017 is read as group 17 of life 2
+
+
+class RunIdentity(msgspec.Struct, frozen=True, kw_only=True):
+    """What no life of a run may give out again."""
+
+    run_id: str  # random; empty before there was one
+    life: int = 0  # from 0
+    epoch: int = 0  # the highest that was granted to a learner
+
+    def granted(self, epoch: int) -> "RunIdentity":
+        """Return it with an epoch that was granted."""
+        return msgspec.structs.replace(self, epoch=max(self.epoch, epoch))
+
+
+def read_identity(run_folder: Path) -> RunIdentity | None:
+    """Return what the run folder says; None where no broker has begun in it.
+
+    Raises:
+        ConfigError: it says something else.
+    """
+    path = run_folder / IDENTITY
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=RunIdentity)
+    except FileNotFoundError:
+        return None
+    except (OSError, msgspec.DecodeError) as error:
+        raise ConfigError(f"cannot read {path}: {error}") from error
+
+
+def write_identity(run_folder: Path, identity: RunIdentity) -> None:
+    """Replace what the run folder says; on return it is on disk."""
+    path = run_folder / IDENTITY
+    new = path.with_name(f".{path.name}")
+    with new.open("wb") as file:
+        file.write(msgspec.json.format(msgspec.json.encode(identity)) + b"\n")
+        file.flush()
+        os.fsync(file.fileno())
+    new.replace(path)
+    descriptor = os.open(run_folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def check_store(
+    known: RunIdentity | None,
+    stored: BookState | None,
+    saved: BookState | None,
+    *,
+    restarted: bool,
+    run_folder: Path,
+    store: str,
+) -> None:
+    """Refuse a store or a checkpoint that is not this run's, before anything of it is touched.
+
+    Args:
+        known: what the run folder says.
+        stored: the ledger that the store holds, if any.
+        saved: the ledger of the checkpoint that is to be gone on from, if any.
+        restarted: this broker takes the place of one that died in the same run.
+        run_folder: to name.
+        store: where it is, to name.
+
+    Raises:
+        ConfigError: with the way out.
+    """
+    if stored is not None and stored.num_events:
+        own = known.run_id if known is not None else saved.run_id if saved is not None else ""
+        if stored.run_id and own != stored.run_id:
+            whose = "another run" if own else "a run that this folder knows nothing of"
+            raise ConfigError(
+                f"the store at {store} holds {whose} of this name: choose another run.name, or "
+                f"remove its keys; nothing was changed there"
+            )
+    if known is None:
+        return
+    if saved is not None and saved.run_id and saved.run_id != known.run_id:
+        raise ConfigError(
+            f"the checkpoint is of another run than {run_folder / IDENTITY}: start a new run from "
+            "its weights (slipstream export, then run.model)"
+        )
+    if stored is None and (saved is None or restarted):
+        raise ConfigError(
+            f"the run in {run_folder} has begun, and its store at {store} is empty: go on from the "
+            "newest checkpoint with `slipstream run --resume auto`, or, where there is none, begin "
+            "a new run (another run.name)"
+        )
+
+
+def next_identity(
+    known: RunIdentity | None,
+    states: Iterable[BookState],
+    epochs: Iterable[int],
+    *,
+    apart: bool,
+) -> RunIdentity:
+    """Return which life begins.
+
+    Args:
+        known: what the run folder says.
+        states: the ledgers that were found, the one to go on with first.
+        epochs: of checkpoints.
+        apart: it goes on from a checkpoint, without the store of the life before.
+    """
+    found = list(states)
+    ids = [known.run_id] if known is not None else []
+    ids += [state.run_id for state in found]
+    lives = [state.life for state in found] + ([known.life] if known is not None else [])
+    granted = [max(state.granted_epoch, state.version.epoch) for state in found]
+    granted += [*epochs, known.epoch if known is not None else 0]
+    return RunIdentity(
+        run_id=next(filter(None, ids), "") or secrets.token_hex(16),
+        life=max(lives, default=0) + apart,
+        epoch=max(granted),
+    )
+
+
+def begin_life(state: BookState, identity: RunIdentity) -> None:
+    """Have a ledger give out what no life before has given out."""
+    first = identity.life * IDS_PER_LIFE
+    state.run_id, state.life = identity.run_id, identity.life
+    state.granted_epoch = identity.epoch
+    state.next_group_id = max(state.next_group_id, first)
+    state.next_lease_id = max(state.next_lease_id, first)

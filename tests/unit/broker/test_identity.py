@@ -1,0 +1,217 @@
+"""A run has an identity: nothing of another run gets in, and nothing is given out twice."""
+
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+
+from broker.beginning import begin_run, load_prompts
+from broker.book import encode_state
+from broker.identity import IDS_PER_LIFE, RunIdentity, read_identity, write_identity
+from broker.store import Changes, MemoryStore, SharedMemory
+from tests.unit.broker.ledger_driver import make_ledger, make_rules
+from tests.unit.broker.test_server import running
+from tests.unit.broker.test_service import begun, checkpoint, settings_in, trained
+from wire.checkpoints import INFO_FILE, newest_checkpoint
+from wire.control import TakeOver, TookOver
+from wire.errors import ConfigError, RefusedError
+from wire.run_folder import IDENTITY
+from wire.versions import PolicyVersion
+
+RUN = RunIdentity(run_id="a" * 32, life=2, epoch=7)
+
+
+async def kept(store: MemoryStore) -> tuple[bytes | None, list[bytes]]:
+    return await store.snapshot(), [event async for event in store.replay()]
+
+
+def test_a_run_begins_with_an_id_that_folder_and_store_agree_on(tmp_path: Path):
+    settings, store = settings_in(tmp_path), MemoryStore()
+    first = begun(settings, store)
+    known = read_identity(settings.run.folder)
+    assert known == first.identity
+    assert (len(first.identity.run_id), first.identity.life) == (32, 0)
+    assert begun(settings, store).identity == first.identity
+    assert begun(settings_in(tmp_path, "run.name=other")).identity.run_id != known.run_id
+
+
+@pytest.mark.parametrize("restarted", [False, True])
+def test_a_store_that_lost_everything_ends_the_run_with_the_way_out(
+    tmp_path: Path, restarted: bool
+):
+    settings = settings_in(tmp_path)
+    begun(settings)
+    empty = MemoryStore()
+    with pytest.raises(
+        ConfigError, match=r"has begun, and its store at .*redis is empty.*--resume"
+    ):
+        begun(settings, empty, restarted=restarted)
+    assert asyncio.run(kept(empty)) == (None, []), "nothing was written"
+    assert asyncio.run(empty.claim()) == 1, "it was not claimed"
+
+
+def test_a_restart_never_goes_back_to_the_checkpoint_that_its_life_began_with(tmp_path: Path):
+    settings = settings_in(tmp_path)
+    first = begun(settings).ledger
+    first.take_over(0)
+    resumed = settings_in(tmp_path, f"run.resume_from={checkpoint(tmp_path, first)}")
+    begun(resumed)
+    with pytest.raises(ConfigError, match="has begun, and its store at"):
+        begun(resumed, MemoryStore(), restarted=True)
+
+
+def test_resumes_on_emptied_stores_give_out_no_epoch_or_id_twice(tmp_path: Path):
+    first = begun(settings_in(tmp_path)).ledger
+    first.take_over(0)
+    resumed = settings_in(tmp_path, f"run.resume_from={checkpoint(tmp_path, first)}")
+    epochs, groups, leases = {1}, set[int](), set[int]()
+    for life in (1, 2, 3):
+        beginning = begun(resumed)  # on an empty store
+        ledger = beginning.ledger
+        for _ in range(2):  # learner restarts that no checkpoint tells of
+            version = ledger.take_over(0)
+            assert version.epoch not in epochs
+            epochs.add(version.epoch)
+        write_identity(resumed.run.folder, beginning.identity.granted(version.epoch))
+        (work, *_) = ledger.lease("g", version, max_sequences=8, now_s=0.0)
+        assert work.group_id // IDS_PER_LIFE == work.lease_id // IDS_PER_LIFE == life
+        assert work.group_id not in groups
+        assert work.lease_id not in leases
+        groups.add(work.group_id)
+        leases.add(work.lease_id)
+        assert beginning.identity.life == life
+
+
+def test_an_epoch_that_the_store_forgot_is_not_granted_again(tmp_path: Path):
+    settings, store = settings_in(tmp_path), MemoryStore()
+    beginning = begun(settings, store)
+    snapshot = asyncio.run(store.snapshot())
+    write_identity(settings.run.folder, beginning.identity.granted(5))  # events were cut off since
+    behind = MemoryStore()
+    asyncio.run(behind.commit(Changes(snapshot=snapshot)))
+    assert begun(settings, behind).ledger.take_over(0) == PolicyVersion(6, 0)
+
+
+def test_the_store_of_a_run_whose_folder_is_gone_is_refused_and_not_touched(tmp_path: Path):
+    async def body() -> None:
+        settings, shared = settings_in(tmp_path), SharedMemory()
+        store = MemoryStore(shared)
+        prompts = load_prompts(settings)
+        old = await begin_run(settings, prompts, store)
+        old.ledger.take_over(0)
+        trained(old.ledger, 1)
+        await store.commit(Changes(snapshot=encode_state(old.ledger.state)))
+        (settings.run.folder / IDENTITY).unlink()
+        before = await kept(store)
+        with pytest.raises(ConfigError, match="a run that this folder knows nothing of"):
+            await begin_run(settings, prompts, MemoryStore(shared))
+        write_identity(settings.run.folder, RUN)
+        with pytest.raises(
+            ConfigError, match=r"holds another run of this name.*nothing was changed"
+        ):
+            await begin_run(settings, prompts, MemoryStore(shared))
+        assert await kept(store) == before
+        await store.commit(Changes(snapshot=before[0]))  # whoever writes there goes on
+
+    asyncio.run(body())
+
+
+def test_another_start_with_other_data_does_not_end_who_runs(tmp_path: Path):
+    async def body() -> None:
+        settings, shared = settings_in(tmp_path), SharedMemory()
+        store = MemoryStore(shared)
+        running = await begin_run(settings, load_prompts(settings), store)
+        running.ledger.take_over(0)
+        trained(running.ledger, 1)
+        await store.commit(Changes(snapshot=encode_state(running.ledger.state)))
+        other = settings_in(tmp_path, "run.seed=7")
+        with pytest.raises(ConfigError, match=r"run\.seed has changed"):
+            await begin_run(other, load_prompts(other), MemoryStore(shared))
+        await store.commit(Changes(events=[]))
+
+    asyncio.run(body())
+
+
+def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path):
+    first = begun(settings_in(tmp_path, "run.name=other")).ledger
+    first.take_over(0)
+    saved = checkpoint(tmp_path, first)
+    settings = settings_in(tmp_path)
+    begun(settings)
+    with pytest.raises(ConfigError, match="the checkpoint is of another run than"):
+        begun(settings_in(tmp_path, f"run.resume_from={saved}"))
+
+
+def test_an_identity_that_cannot_be_read_is_named(tmp_path: Path):
+    (tmp_path / IDENTITY).write_text("{")
+    with pytest.raises(ConfigError, match=r"cannot read .*identity\.json"):
+        read_identity(tmp_path)
+    assert read_identity(tmp_path / "nowhere") is None
+
+
+# ---- in the ledger and at the door ---------------------------------------------
+
+
+def test_a_learner_with_weights_of_steps_that_were_given_up_is_refused():
+    ledger = make_ledger(make_rules(max_staleness_steps=0, groups_per_step=1, total_steps=20))
+    ledger.take_over(0)
+    trained(ledger, 6)
+    ledger.take_over(4, "step-4", held=PolicyVersion(1, 4))
+    for _ in range(2):
+        assert isinstance(ledger.deliver(ledger.version), list)
+        ledger.commit(ledger.version.next(), {})
+    trained(ledger, 1)
+    with pytest.raises(RefusedError, match=r"holds v1\.6, which v2\.7 does not descend from"):
+        ledger.take_over(6, "step-6", held=PolicyVersion(1, 6))
+    assert ledger.take_over(6, "step-6", held=PolicyVersion(2, 6)) == PolicyVersion(3, 6)
+
+
+def test_no_token_of_a_life_that_was_given_up_descends_from_anything():
+    ledger = make_ledger(make_rules(max_staleness_steps=0, groups_per_step=1, total_steps=20))
+    ledger.take_over(0)
+    trained(ledger, 6)
+    ledger.state.granted_epoch = 3  # 2 and 3 were those of another life, from step 4 on
+    assert ledger.take_over(6) == PolicyVersion(4, 6)
+    assert ledger.is_ancestor(PolicyVersion(1, 6))
+    assert not ledger.is_ancestor(PolicyVersion(2, 5))
+    assert not ledger.is_ancestor(PolicyVersion(3, 0))
+
+
+def test_a_client_of_another_run_is_refused_and_changes_nothing(short_folder: Path):
+    async def body() -> None:
+        async with running(short_folder) as it:
+            it.ledger.state.run_id = "b" * 32
+            learner = await it.client("learner", "learner")
+            assert learner.run_id == "b" * 32
+            for held in (None, PolicyVersion(1, 0)):
+                with pytest.raises(RefusedError, match=r"with the id b+, not a+"):
+                    await learner.ask(TakeOver(step=0, held=held, run_id="a" * 32), TookOver)
+            assert it.ledger.version == PolicyVersion(0, 0)
+            await learner.ask(TakeOver(step=0, run_id="b" * 32), TookOver)
+
+    asyncio.run(body())
+
+
+def test_a_checkpoint_that_cannot_be_read_is_passed_over_for_an_older_one(tmp_path: Path):
+    folder = tmp_path / "checkpoints"
+    for step in (2, 4, 6):
+        path = folder / f"step-{step:06d}"
+        path.mkdir(parents=True)
+        info = {
+            "format_revision": 1,
+            "run_name": "run",
+            "version": [1, step],
+            "saved_at": "",
+            "model": "",
+            "architecture": {},
+            "parameters": "",
+            "dtype": "float32",
+            "ranks": 1,
+            "tensor_parallel": 1,
+            "packages": {},
+        }
+        (path / INFO_FILE).write_text(json.dumps(info))
+    (folder / "step-000006" / INFO_FILE).write_text("{")
+    (folder / "step-000002" / INFO_FILE).unlink()
+    assert newest_checkpoint(tmp_path) == folder / "step-000004"
