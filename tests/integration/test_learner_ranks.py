@@ -270,7 +270,8 @@ def test_a_learner_that_was_killed_goes_on_from_the_newest_checkpoint_that_can_b
         output = finish(learning.start(*settings, resumes=True))
     assert f"cannot read the checkpoint {newest.resolve()}" in output
     assert "step-000003 is passed over" in output
-    assert broker.of(TakeOver) == [TakeOver(step=2, checkpoint="step-000002")]
+    held = PolicyVersion(1, 2)
+    assert broker.of(TakeOver) == [TakeOver(step=2, checkpoint="step-000002", held=held)]
     assert [(seal.version, seal.step) for seal in broker.of(SealSteps)] == [
         (PolicyVersion(2, step), step) for step in (2, 3, 4, 5)
     ]
