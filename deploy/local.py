@@ -183,7 +183,7 @@ def _run(
                 if name not in ended and supervisor.finished([name]):
                     ended.add(name)
                     left = [n for n in names if _kind(n) == _kind(name) and n not in ended]
-                    if not left:
+                    if not left and not supervisor.left_out(name):
                         _require_complete(supervisor, watcher, name, console)
             limit = config.deploy.time_limit_s
             if limit and time.monotonic() - started > limit:

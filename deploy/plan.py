@@ -21,6 +21,8 @@ class RolePlan:
     gpus: tuple[int, ...] | None = None  # those it may see; None leaves them as they are
     environment: dict[str, str] = field(default_factory=dict)  # beside what it inherits
     cores: tuple[int, ...] = ()  # it and its children run there; empty is anywhere
+    serves_others: bool = False  # who ends it while others run has it started again
+    is_one_of_many: bool = False  # the run goes on without it if somebody took its name
 
 
 def count_gpus() -> int:
@@ -53,7 +55,17 @@ def plan_roles(config: RunConfig, resolved: Path, *, num_gpus: int) -> list[Role
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
         kind = name.rstrip("-0123456789")
         cores = config.deploy.cores.get(name, config.deploy.cores.get(kind, ()))
-        return RolePlan(name, command, on_restart, host, gpus, environment, cores)
+        return RolePlan(
+            name,
+            command,
+            on_restart,
+            host,
+            gpus,
+            environment,
+            cores,
+            serves_others=name == "broker",
+            is_one_of_many=kind in {"generator", "reward-worker"},
+        )
 
     def named(name: str, module: str) -> RolePlan:
         return role(name, module, "--name", name)

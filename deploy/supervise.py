@@ -31,6 +31,7 @@ class Child:
     num_starts: int = 0
     restart_at_s: float | None = None
     finished: bool = False
+    is_left_out: bool = False  # another process has its name, and its place
 
 
 @dataclass(slots=True)
@@ -66,7 +67,14 @@ class Supervisor:
                     self._spawn(child)
             elif child.process is not None and not child.finished:
                 code = child.process.poll()
-                if code == 0:
+                if code == EXIT_SUPERSEDED and child.plan.is_one_of_many:
+                    child.is_left_out = child.finished = True
+                    _log.warning(
+                        "%s ends: another process said hello under its name and has its place now "
+                        "(start-generator and start-reward-worker take --name)",
+                        child.plan.name,
+                    )
+                elif code == 0 and not child.plan.serves_others:
                     child.finished = True
                 elif code is not None:
                     self._failed(child, code)
@@ -81,8 +89,12 @@ class Supervisor:
         return _pids(self.children[name])
 
     def finished(self, names: Iterable[str]) -> bool:
-        """Tell whether all these roles ended in order."""
+        """Tell whether all these roles ended in order, or were left out."""
         return all(self.children[name].finished for name in names)
+
+    def left_out(self, name: str) -> bool:
+        """Tell whether another process has the name of a role."""
+        return self.children[name].is_left_out
 
     def stop(self, names: Iterable[str] | None = None, *, timeout_s: float | None = None) -> None:
         """End roles: SIGTERM, and SIGKILL for who does not listen. Nothing is left behind."""

@@ -2,6 +2,8 @@
 
 import argparse
 import asyncio
+import os
+import socket
 from pathlib import Path
 
 from wire.command_line import load_arguments, refuse_settings, role_parser, run_role
@@ -19,7 +21,7 @@ def _parser() -> argparse.ArgumentParser:
             "start-generator --config run.toml --offline --out train.trajectories",
         ],
     )
-    parser.add_argument("--name", default="generator-0", help="unique within the run")
+    parser.add_argument("--name", default="", help="unique within the run; default HOST-PID")
     parser.add_argument(
         "--offline",
         action="store_true",
@@ -42,30 +44,31 @@ def main() -> int:
         parser.error("--offline and --out FILE go together")
     if arguments.num_prompts and not arguments.offline:
         parser.error("--num-prompts needs --offline")
+    name = arguments.name or f"{socket.gethostname()}-{os.getpid()}"
     if arguments.offline:
-        return _offline(arguments)
+        return _offline(arguments, name)
     from generators.config import generator_settings
     from generators.sglang_process import server_flags
 
     try:
         settings = generator_settings(load_arguments(arguments))
         if arguments.dry_run:
-            flags = server_flags(settings, port=0, api_key="(random)", seed_of=arguments.name)
+            flags = server_flags(settings, port=0, api_key="(random)", seed_of=name)
             print("\n".join(f"sglang {name} = {value}" for name, value in flags.items()))  # noqa: T201
             return 0
     except ConfigError as error:
         return refuse_settings(error)
-    start_logging(arguments.name)
+    start_logging(name)
     from generators.service import serve
 
     def body() -> int:
-        asyncio.run(serve(settings, arguments.name))
+        asyncio.run(serve(settings, name))
         return 0
 
     return run_role(body)
 
 
-def _offline(arguments: argparse.Namespace) -> int:
+def _offline(arguments: argparse.Namespace, name: str) -> int:
     from generators.offline import generate, offline_settings
 
     try:
@@ -75,8 +78,8 @@ def _offline(arguments: argparse.Namespace) -> int:
     if arguments.dry_run:
         print(f"would write {settings.out}")  # noqa: T201
         return 0
-    start_logging(arguments.name)
-    return run_role(lambda: asyncio.run(generate(settings, arguments.name)))
+    start_logging(name)
+    return run_role(lambda: asyncio.run(generate(settings, name)))
 
 
 if __name__ == "__main__":

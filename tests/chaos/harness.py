@@ -254,7 +254,8 @@ def chaos_run(
     ) -> RolePlan:
         command = (sys.executable, "-m", module, "--config", str(path), *arguments)
         environment = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-        return RolePlan(name, command, again, environment=environment)
+        serves_others = name == "broker"
+        return RolePlan(name, command, again, environment=environment, serves_others=serves_others)
 
     plans = [
         role("broker", broker_module, config, *broker_arguments, again=("--restarted",)),

@@ -1,5 +1,6 @@
 """One kind of fault at a time, at the moment where it hurts most."""
 
+import os
 import shutil
 import signal
 import subprocess
@@ -14,6 +15,7 @@ from deploy.plan import RolePlan
 from tests.chaos.harness import ROOT, Chaos, chaos_run, mounted, redis_server
 from tests.waiting import HANG_S
 from wire.checkpoints import newest_checkpoint
+from wire.errors import ConfigError
 
 pytestmark = [pytest.mark.integration, pytest.mark.redis]
 
@@ -25,6 +27,26 @@ def test_a_broker_killed_between_the_write_and_the_acknowledgement(folder: Path)
         view = it.assert_nothing_was_lost(240)
         assert (folder / "broker-deaths").read_text() == "xxxx"
         assert view.broker_generation == 5
+
+
+def test_a_broker_that_is_asked_to_end_alone_is_started_again(folder: Path):
+    with chaos_run(folder, prompts=80) as it:
+        it.start()
+        it.wait_until(lambda: it.steps() >= 2, "a step")
+        (broker,) = it.supervisor.pids("broker")
+        os.kill(broker, signal.SIGTERM)
+        it.finish()
+        assert it.assert_nothing_was_lost(80).broker_generation == 2
+
+
+def test_a_store_that_comes_back_empty_ends_the_run_with_the_way_out(folder: Path):
+    with chaos_run(folder, prompts=500) as it:
+        it.start()
+        it.wait_until(lambda: it.steps() >= 2, "a step")
+        it.kill("redis")
+        shutil.rmtree(it.run_folder / "redis", ignore_errors=True)
+        with pytest.raises(ConfigError, match=r"has begun, and its store at .* is empty"):
+            it.finish()
 
 
 def test_messages_that_come_twice_late_and_in_another_order(folder: Path):

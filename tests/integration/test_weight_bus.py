@@ -196,7 +196,8 @@ def test_engines_that_die_in_a_transfer_concern_nobody_else_and_may_come_back(bu
     bus.check_tokens()
 
 
-def test_nobody_waits_for_an_engine_that_is_stopped_in_a_transfer(bus: WeightBus):
+def stop_one_in_a_transfer(bus: WeightBus) -> None:
+    """Publish 0 to two engines and 1, in which one of them is stopped; the other gets 2 and 3."""
     bus.start_faulty("stopped", "in_bucket", [3], "stop")
     bus.start("sound")
     bus.publish(0)
@@ -208,6 +209,10 @@ def test_nobody_waits_for_an_engine_that_is_stopped_in_a_transfer(bus: WeightBus
     for number in (2, 3):
         bus.publish(number)
         bus.wait_for("sound", number)
+
+
+def test_nobody_waits_for_an_engine_that_is_stopped_in_a_transfer(bus: WeightBus):
+    stop_one_in_a_transfer(bus)
     assert bus.newest_label("stopped") == "v1.0"
     assert "stopped does not run" not in (bus.folder / "learner.log").read_text()
     bus.signal("stopped", signal.SIGCONT)
@@ -218,17 +223,7 @@ def test_nobody_waits_for_an_engine_that_is_stopped_in_a_transfer(bus: WeightBus
 
 def test_an_engine_that_is_stopped_in_a_transfer_is_left_out_and_repaired_later(folder: Path):
     with weight_bus(folder, timeout_s=GIVEN_UP_S, member_silence_s=GIVEN_UP_S) as bus:
-        bus.start_faulty("stopped", "in_bucket", [3], "stop")
-        bus.start("sound")
-        bus.publish(0)
-        bus.wait_for("stopped", 0)
-        bus.wait_for("sound", 0)
-        bus.publish(1)
-        until_stopped(bus.agents["stopped"].pid)
-        bus.wait_for("sound", 1)
-        for number in (2, 3):
-            bus.publish(number)
-            bus.wait_for("sound", number)
+        stop_one_in_a_transfer(bus)
         log = folder / "learner.log"
         until(lambda: "stopped does not run v1.1" in log.read_text(), log.read_text)
         bus.signal("stopped", signal.SIGCONT)

@@ -153,6 +153,35 @@ def test_a_role_whose_place_was_taken_is_not_started_again(supervisor: Superviso
         supervisor.check()
 
 
+def test_one_of_many_whose_name_was_taken_is_left_out(
+    supervisor: Supervisor, caplog: pytest.LogCaptureFixture
+):
+    taken = plan(f"raise SystemExit({EXIT_SUPERSEDED})", name="generator-0")
+    supervisor.start(dataclasses.replace(taken, is_one_of_many=True))
+    wait(supervisor, "generator-0")
+    with caplog.at_level("WARNING"):
+        supervisor.check()
+        supervisor.check()
+    assert supervisor.finished(["generator-0"])
+    assert supervisor.left_out("generator-0")
+    assert [r.message.partition(":")[0] for r in caplog.records] == ["generator-0 ends"]
+
+
+def test_who_serves_the_others_is_started_again_however_it_ended(
+    supervisor: Supervisor, time: Time
+):
+    code = "import sys; print(sys.argv[1:], flush=True)"
+    ends = dataclasses.replace(plan(code, again=("--restarted",), name="b"), serves_others=True)
+    supervisor.start(ends)
+    wait(supervisor, "b")
+    supervisor.check()
+    assert not supervisor.finished(["b"])
+    time.now_s += 6.0
+    supervisor.check()
+    wait(supervisor, "b")
+    assert (supervisor.logs / "b.log").read_text().splitlines() == ["[]", "['--restarted']"]
+
+
 def test_another_incarnation_is_told_that_it_is_one(supervisor: Supervisor, time: Time):
     code = "import sys; print(sys.argv[1:], flush=True); raise SystemExit(1)"
     supervisor.start(plan(code, again=("--restarted",)))
