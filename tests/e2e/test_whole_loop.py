@@ -67,6 +67,10 @@ def test_publishes_land_in_long_generations_and_every_token_keeps_its_policy(
     steps = [[version["step"] for version in row["version_runs"]] for row in crossing]
     assert all(later > earlier for row in steps for earlier, later in pairwise(row))
     assert summary["publishes_while_generating"] > 0
+    rejected = {
+        name: n for name, n in summary["queue"].items() if name.startswith("rejected") and n
+    }
+    assert not rejected, "a healthy run says nothing that is refused"
 
     differences = [
         (row["step"] - version["step"], difference)

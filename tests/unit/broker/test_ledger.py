@@ -511,6 +511,19 @@ def test_a_learner_that_took_over_gets_the_batch_of_the_step_it_stands_at():
     assert ledger.state.staleness == {0: 2 * 2 * RESPONSE_TOKENS}
 
 
+def test_a_batch_asked_for_ahead_is_answered_though_the_commit_came_meanwhile():
+    ledger = started(make_ledger())
+    make_ready(ledger, lease(ledger, max_sequences=8))
+    ledger.deliver(V0)
+    ledger.commit(V0.next(), {})
+    batch = ledger.deliver(V0, step=1)
+    assert batch == ledger.deliver(V0.next(), step=1)
+    with pytest.raises(RefusedError, match=r"speaks for v1\.0"):
+        ledger.deliver(V0, step=0)
+    with pytest.raises(RefusedError, match=r"speaks for v1\.0"):
+        ledger.deliver(V0, step=2)
+
+
 def test_no_batch_names_the_groups_that_have_to_get_ready():
     ledger = started(make_ledger())
     granted = lease(ledger, max_sequences=4)
