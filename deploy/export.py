@@ -1,6 +1,7 @@
 """`slipstream export`: which checkpoint becomes which Hugging Face folder."""
 
 import os
+import shutil
 import sys
 from pathlib import Path
 from typing import NoReturn
@@ -9,6 +10,8 @@ from wire.checkpoints import INFO_FILE, best_checkpoint, newest_checkpoint, read
 from wire.errors import ConfigError
 
 _RUNS = Path("runs")
+_HELD = ".export-"  # and the process id
+_TRIES = 20  # while a run replaces its checkpoints
 
 
 def export(target: Path | None, out: Path | None, *, best: bool) -> NoReturn:
@@ -22,10 +25,15 @@ def export(target: Path | None, out: Path | None, *, best: bool) -> NoReturn:
     Raises:
         ConfigError: there is no such checkpoint, or ``out`` is in use.
     """
-    checkpoint = checkpoint_of(target, best=best)
-    read_checkpoint_info(checkpoint)
-    folder = out_folder(checkpoint, out)
-    arguments = [sys.executable, "-m", "learner.export", str(checkpoint), str(folder)]
+    held, checkpoint = held_checkpoint(target, best=best)
+    try:
+        read_checkpoint_info(held)
+        folder = out_folder(checkpoint, out)
+    except ConfigError:
+        let_go(held, checkpoint)
+        raise
+    arguments = [sys.executable, "-m", "learner.export", str(held), str(folder)]
+    arguments += ["--of", str(checkpoint)]
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}  # noqa: TID251 handed on
     os.execve(sys.executable, arguments, environment)  # noqa: S606 our own program
 
@@ -48,6 +56,46 @@ def checkpoint_of(target: Path | None, *, best: bool, runs: Path = _RUNS) -> Pat
         what = "evaluated checkpoint" if best else "complete checkpoint"
         raise ConfigError(f"{run} has no {what}")
     return found
+
+
+def held_checkpoint(target: Path | None, *, best: bool, runs: Path = _RUNS) -> tuple[Path, Path]:
+    """Return a checkpoint that a live run cannot remove, and which one it is.
+
+    Its files are linked a second time, which copies nothing: what the run removes stays with us. On
+    a file system without such links it is the checkpoint itself.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    for _ in range(_TRIES):
+        checkpoint = checkpoint_of(target, best=best, runs=runs)
+        if checkpoint == target or checkpoint.parent.name != "checkpoints":
+            return checkpoint, checkpoint
+        run = checkpoint.parent.parent
+        _remove_left(run)
+        held = run / f"{_HELD}{os.getpid()}"
+        try:
+            shutil.copytree(checkpoint, held, copy_function=os.link)
+        except (shutil.Error, OSError):
+            shutil.rmtree(held, ignore_errors=True)
+            if checkpoint.is_dir():  # no links here
+                return checkpoint, checkpoint
+        else:
+            return held, checkpoint
+    raise ConfigError(f"{target or runs} removes its checkpoints faster than they can be held")
+
+
+def let_go(held: Path, checkpoint: Path) -> None:
+    """Remove what was held of a checkpoint."""
+    if held != checkpoint:
+        shutil.rmtree(held, ignore_errors=True)
+
+
+def _remove_left(run: Path) -> None:
+    """Remove what exports that were killed had held."""
+    for path in run.glob(f"{_HELD}*"):
+        if not Path("/proc", path.name.removeprefix(_HELD)).exists():
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def newest_run(runs: Path) -> Path:

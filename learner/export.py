@@ -4,6 +4,7 @@ It is a program of its own: ``python -m learner.export CHECKPOINT OUT``.
 """
 
 import argparse
+import shutil
 import sys
 from pathlib import Path
 
@@ -57,6 +58,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="learner.export", description=__doc__)
     parser.add_argument("checkpoint", type=Path)
     parser.add_argument("out", type=Path)
+    parser.add_argument("--of", type=Path, help="what the checkpoint is a copy of, to be removed")
     arguments = parser.parse_args()
     start_logging("export")
 
@@ -66,10 +68,15 @@ def main() -> int:
         device.prepare()
         export_checkpoint(arguments.checkpoint, arguments.out)
         step = read_checkpoint_info(arguments.checkpoint).step
-        sys.stdout.write(f"wrote {arguments.out}: {arguments.checkpoint}, step {step}\n")
+        sys.stdout.write(f"wrote {arguments.out}: {name}, step {step}\n")
         return 0
 
-    return run_role(body)
+    name = arguments.of or arguments.checkpoint
+    try:
+        return run_role(body)
+    finally:
+        if name != arguments.checkpoint:
+            shutil.rmtree(arguments.checkpoint, ignore_errors=True)
 
 
 if __name__ == "__main__":

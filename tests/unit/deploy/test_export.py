@@ -1,9 +1,10 @@
 import os
+import shutil
 from pathlib import Path
 
 import pytest
 
-from deploy.export import checkpoint_of, newest_run, out_folder
+from deploy.export import checkpoint_of, held_checkpoint, let_go, newest_run, out_folder
 from deploy.replay import recorded_file
 from tests.unit.wire.test_checkpoints import write
 from wire.errors import ConfigError
@@ -18,6 +19,41 @@ def test_a_run_stands_for_its_newest_checkpoint_and_no_name_for_the_newest_run(t
     assert checkpoint_of(new, best=False) == new
     assert newest_run(tmp_path) == tmp_path / "b"
     assert checkpoint_of(None, best=False, runs=tmp_path) == new
+
+
+def test_what_is_exported_outlives_the_checkpoint_that_a_live_run_removes(tmp_path: Path):
+    run = tmp_path / "a b"
+    checkpoint = write(run, 1, 40)
+    (checkpoint / "weights").write_bytes(b"w" * 9)
+    left = run / ".export-999999999"
+    left.mkdir()
+    held, of = held_checkpoint(run, best=False)
+    assert of == checkpoint
+    assert not left.exists(), "of an export that was killed"
+    shutil.rmtree(checkpoint)
+    assert (held / "weights").read_bytes() == b"w" * 9
+    let_go(held, of)
+    assert not list(run.glob(".export-*"))
+
+
+def test_a_checkpoint_that_goes_while_it_is_linked_makes_room_for_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    newest, older = write(tmp_path, 1, 40), write(tmp_path, 1, 20)
+    link = os.link
+
+    def removed_meanwhile(source: str, target: str) -> None:
+        if newest.exists() and source.startswith(str(newest)):
+            shutil.rmtree(newest)
+        link(source, target)
+
+    monkeypatch.setattr(os, "link", removed_meanwhile)
+    assert held_checkpoint(tmp_path, best=False)[1] == older
+
+
+def test_a_checkpoint_that_is_named_is_read_where_it_is(tmp_path: Path):
+    checkpoint = write(tmp_path / "a", 1, 40)
+    assert held_checkpoint(checkpoint, best=False) == (checkpoint, checkpoint)
 
 
 def test_what_names_no_checkpoint_is_refused(tmp_path: Path):
