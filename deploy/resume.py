@@ -1,15 +1,17 @@
 """Which checkpoint `slipstream run --resume` goes on from."""
 
 import json
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 
-from wire.checkpoints import newest_checkpoint, read_checkpoint_info
+from wire.checkpoints import checkpoints_in, newest_checkpoint, read_checkpoint_info
 from wire.errors import ConfigError
 from wire.run_folder import SUMMARY, TRAIL
 from wire.run_settings import RunSection
 from wire.settings import Table
 
+_log = logging.getLogger(__name__)
 AUTO = "auto"
 
 
@@ -65,10 +67,21 @@ def _has_ledger(folder: Path) -> bool:
 
 
 def _point(folder: Path, run: RunSection) -> ResumePoint:
-    checkpoint = newest_checkpoint(folder)
+    from learner.digests import damage_of  # xxhash, which a host without a learner may lack
+
     run_folder = folder
-    if checkpoint is None:
+    damaged: list[str] = []
+    for checkpoint in reversed(checkpoints_in(folder / "checkpoints")):
+        if not (damage := damage_of(checkpoint)):
+            break
+        damaged.append(f"{checkpoint}: {damage}")
+        _log.warning("%s is passed over: %s", checkpoint, damage)
+    else:
+        if damaged:
+            raise ConfigError(f"no checkpoint of {folder} is whole; the newest is {damaged[0]}")
         checkpoint, run_folder = folder, folder.absolute().parent.parent
+        if damage := damage_of(checkpoint):
+            raise ConfigError(f"{checkpoint} is damaged: {damage}; --resume auto takes another one")
     info = read_checkpoint_info(checkpoint)
     if checkpoint.absolute().parent != run_folder.absolute() / "checkpoints":
         raise ConfigError(

@@ -16,7 +16,6 @@ import shutil
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from pickle import UnpicklingError  # noqa: TID251 what torch's reader raises
 from typing import Any, TypeVar
 
 import msgspec
@@ -44,6 +43,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_with_torc
 from typing_extensions import override
 
 from learner.broadcast import any_rank
+from learner.digests import damage_of, write_digests
 from learner.hf_config import HfConfig
 from learner.hf_weights import hf_shapes
 from learner.policy import Policy
@@ -150,9 +150,15 @@ def load_checkpoint(policy: Policy, topology: Topology, folder: Path, info: Chec
     failure: DamagedCheckpointError | None = None
     state: dict[str, Any] = {}
     try:
-        state = _load(wanted, folder)
+        if topology.rank == 0:
+            _refuse_damaged(folder)
     except DamagedCheckpointError as error:
         failure = error
+    if not any_rank(failure is not None, world_size=topology.world_size):
+        try:
+            state = _load(wanted, folder)
+        except DamagedCheckpointError as error:
+            failure = error
     if any_rank(failure is not None, world_size=topology.world_size):
         raise failure or DamagedCheckpointError(
             f"cannot read the checkpoint {folder}: another learner rank failed"
@@ -177,6 +183,7 @@ def load_weights(model: GPTModel, folder: Path, info: CheckpointInfo) -> None:
         DamagedCheckpointError: it cannot be read.
     """
     refuse_other_model(model, folder, info)
+    _refuse_damaged(folder)
     state = _load({"model": model.sharded_state_dict()}, folder)
     model.load_state_dict(state["model"])
 
@@ -325,6 +332,7 @@ def _write_tensors(sharded: dict[str, Any], folder: Path) -> None:
 
 def _finish(unfinished: Path, final: Path) -> None:
     save_config(_BACKEND, str(unfinished))
+    write_digests(unfinished)
     for path in [*unfinished.iterdir(), unfinished]:
         _sync(path)
     replaced = final.with_name(f".{final.name}{_REPLACED}")
@@ -343,6 +351,11 @@ def _sync(path: Path) -> None:
         os.close(descriptor)
 
 
+def _refuse_damaged(folder: Path) -> None:
+    if damage := damage_of(folder):
+        raise DamagedCheckpointError(f"cannot read the checkpoint {folder}: {damage}")
+
+
 def _load(wanted: dict[str, Any], folder: Path) -> dict[str, Any]:
     if not (folder / COMMON_STATE_FNAME).is_file():  # Megatron's own complaint is no sentence
         raise DamagedCheckpointError(
@@ -350,16 +363,7 @@ def _load(wanted: dict[str, Any], folder: Path) -> dict[str, Any]:
         )
     try:
         state: dict[str, Any] = dist_checkpointing.load(wanted, str(folder))
-    except (
-        OSError,
-        RuntimeError,
-        ValueError,
-        KeyError,
-        EOFError,
-        UnpicklingError,
-        CheckpointException,
-        CheckpointingException,
-    ) as error:
+    except (Exception, CheckpointException) as error:  # whatever a damaged file leads to
         raise DamagedCheckpointError(
             f"cannot read the checkpoint {folder}: {_reason(error)}"
         ) from error

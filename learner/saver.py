@@ -239,6 +239,7 @@ class Saver:
             packages={name: package_version(name) for name in _PACKAGES},
             evaluation=evaluation,
             has_critic=self._policy.critic is not None,
+            has_digests=True,
         )
 
     def _settle(self) -> None:

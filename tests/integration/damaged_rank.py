@@ -24,8 +24,11 @@ from wire.versions import PolicyVersion
 def damage(path: Path, how: str) -> None:
     data = path.read_bytes()
     path.unlink()
+    middle = len(data) // 2
+    flipped = data[:middle] + bytes([data[middle] ^ 1]) + data[middle + 1 :]
+    damaged = {"empty": b"", "half": data[:middle], "tail": data[:-1], "bit": flipped}
     if how != "missing":
-        path.write_bytes({"empty": b"", "half": data[: len(data) // 2], "tail": data[:-1]}[how])
+        path.write_bytes(damaged[how])
 
 
 def main(folder: Path, work: Path) -> None:
@@ -76,6 +79,7 @@ def main(folder: Path, work: Path) -> None:
         ranks=1,
         tensor_parallel=1,
         packages={},
+        has_digests=True,
     )
     whole = save_checkpoint(trained, topology, work, info, lambda: b"ledger")
     load_checkpoint(policy(), topology, whole, info)
@@ -83,7 +87,7 @@ def main(folder: Path, work: Path) -> None:
     for file in sorted(whole.iterdir()):
         if file.name in {"checkpoint.json", "ledger.bin"}:  # not what the learner loads
             continue
-        for how in ("missing", "empty", "half", "tail"):
+        for how in ("missing", "empty", "half", "tail", "bit"):
             copy = work / f"{file.name}-{how}"
             shutil.copytree(whole, copy)
             damage(copy / file.name, how)

@@ -4,6 +4,7 @@ import msgspec
 import pytest
 
 from deploy.resume import find_resume_point, resumed_table
+from learner.digests import DIGESTS_FILE, damage_of, write_digests
 from wire.checkpoints import FORMAT_REVISION, INFO_FILE, CheckpointInfo, checkpoint_name
 from wire.errors import ConfigError
 from wire.run_settings import RunSection
@@ -43,6 +44,50 @@ def test_auto_takes_the_newest_checkpoint_of_the_newest_run_that_has_one(tmp_pat
     point = find_resume_point(section(tmp_path), "auto")
     assert point is not None
     assert (point.run_folder, point.checkpoint, point.step) == (tmp_path / "first-2", wanted, 6)
+
+
+def test_auto_passes_over_what_is_damaged_and_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    run = tmp_path / "first"
+    whole, cut, unreadable = save(run, 2), save(run, 4), save(run, 6)
+    for folder in (whole, cut):
+        (folder / "__0_0.distcp").write_bytes(bytes(1000))
+        write_digests(folder)
+    (cut / "__0_0.distcp").write_bytes(bytes(499))
+    (unreadable / INFO_FILE).write_text("{")
+    point = find_resume_point(section(tmp_path), "auto")
+    assert point is not None
+    assert point.checkpoint == whole
+    assert "step-000006 is passed over" in caplog.text
+    assert "step-000004 is passed over: __0_0.distcp is not as it was written" in caplog.text
+    with pytest.raises(ConfigError, match=r"step-000004 is damaged: __0_0\.distcp.*--resume auto"):
+        find_resume_point(section(tmp_path), str(cut))
+    (whole / "__0_0.distcp").unlink()
+    with pytest.raises(ConfigError, match=r"no checkpoint of .* is whole; the newest is .*000004"):
+        find_resume_point(section(tmp_path), "auto")
+
+
+def test_one_bit_that_flipped_is_damage(tmp_path: Path):
+    folder = save(tmp_path / "first", 2)
+    file = folder / "common.pt"
+    file.write_bytes(bytes(100))
+    assert damage_of(folder) == "", "written before there were digests"
+    write_digests(folder)
+    assert damage_of(folder) == ""
+    for bit in (0, 399, 799):
+        data = bytearray(100)
+        data[bit // 8] ^= 1 << bit % 8
+        file.write_bytes(data)
+        assert damage_of(folder) == "common.pt is not as it was written"
+    file.unlink()
+    assert damage_of(folder) == "common.pt: No such file or directory"
+    (folder / DIGESTS_FILE).write_text("{")
+    assert "digests.json cannot be read" in damage_of(folder)
+    (folder / DIGESTS_FILE).unlink()
+    info = msgspec.json.decode((folder / INFO_FILE).read_bytes()) | {"has_digests": True}
+    (folder / INFO_FILE).write_bytes(msgspec.json.encode(info))
+    assert damage_of(folder) == "no digests.json"
 
 
 def test_auto_begins_a_run_where_there_is_nothing_to_go_on_from(tmp_path: Path):
