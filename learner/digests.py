@@ -24,7 +24,7 @@ def write_digests(folder: Path) -> None:
     files = sorted(path for path in folder.iterdir() if path.name not in _LATER)
     with ThreadPoolExecutor(_THREADS) as pool:
         digests = dict(zip((path.name for path in files), pool.map(_digest, files), strict=True))
-    (folder / DIGESTS_FILE).write_bytes(msgspec.json.format(msgspec.json.encode(digests)) + b"\n")
+    (folder / DIGESTS_FILE).write_bytes(msgspec.json.format(msgspec.json.encode(digests)))
 
 
 def damage_of(folder: Path) -> str:
