@@ -122,6 +122,15 @@ async def _make_server(
     durability = await store.durability()
     if "always" not in durability:
         _log.warning("%s (broker.redis.fsync)", durability)
+    if (lost := first_event - ledger.state.num_events) > 0:
+        _log.error(
+            "the store lacks the last %d events that it acknowledged: the run goes on from step "
+            "%d, where what is left of it ends; %s is cut there",
+            lost,
+            ledger.step,
+            run.folder / TRAIL,
+        )
+        trail.cut_from(ledger.state.num_events)
     first = ledger.state.num_events - len(beginning.events)
     trail.append(first, time.time(), beginning.events)
     records = await open_records(settings, ledger, trackers, store)

@@ -32,6 +32,9 @@ class Trail:
         self.note(first, at_s, events)
         self.write()
 
+    def cut_from(self, number: int) -> None:
+        """Forget events from a number on: the store lost them, others will have the numbers."""
+
     def close(self) -> None:
         """Let go of the file."""
 
@@ -53,6 +56,19 @@ class FolderTrail(Trail):
             self._file.truncate(self._size)  # a record that was cut off
             self._file.seek(self._size)
         self._noted: list[bytes] = []
+
+    @override
+    def cut_from(self, number: int) -> None:
+        """Forget events from a number on: the store lost them, others will have the numbers."""
+        self._let_go()
+        for segment in reversed(segments_in(self._folder)):
+            kept = [record for record in read_segments([segment]) if record[0] < number]
+            if kept:
+                with segment.open("r+b") as file:
+                    file.truncate(sum(_HEAD.size + len(data) for _, _, data in kept))
+                break
+            segment.unlink()
+        self.next_event = number
 
     @override
     def note(self, first: int, at_s: float, events: Sequence[bytes]) -> None:

@@ -142,3 +142,25 @@ def test_the_oldest_history_goes_when_there_is_too_much(tmp_path: Path):
     numbers = [number for number, _, _ in read_trail(tmp_path)]
     assert numbers[0] > 0
     assert numbers[-1] == it.written - 1
+
+
+def test_events_that_the_store_lost_leave_the_trail_and_their_numbers_are_used_again(
+    tmp_path: Path,
+):
+    it = Written(tmp_path, max_bytes=2_000)  # several segments
+    it.ledger.take_over(0)
+    for _ in range(6):
+        lease(it.ledger, max_sequences=2)
+        it.flush()
+    before = list(read_trail(tmp_path))
+    assert len(segments_in(tmp_path)) > 2
+    cut = before[len(before) // 2][0]
+    it.trail.cut_from(cut)
+    assert it.trail.next_event == cut
+    assert list(read_trail(tmp_path)) == before[: len(before) // 2]
+    it.trail.append(cut, 99.0, [b"another"])
+    it.trail.close()
+    assert list(read_trail(tmp_path))[-1] == (cut, 99.0, b"another")
+    again = FolderTrail(tmp_path, 2_000)
+    assert again.next_event == cut + 1
+    again.close()
