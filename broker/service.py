@@ -36,12 +36,15 @@ from broker.trackers.background import BackgroundTrackers
 from broker.trail import FolderTrail, Trail
 from wire.errors import ConfigError, PeerLostError
 from wire.keys import read_private, write_private
+from wire.processes import raise_descriptor_limit
 from wire.run_folder import PAGE_ADDRESS, PAGE_STATE, TRAIL
 from wire.run_settings import RunSection
 from wire.stopping import stop_event
 
 _log = logging.getLogger(__name__)
 _CLOCK_S = 1.0
+_LEAST_DESCRIPTORS = 256
+_FEW_DESCRIPTORS = 4_096
 _GARBAGE_AFTER = (20_000, 10, 50)  # items hold no cycles, and a look at all of them stops the loop
 _SERVER_SPEAKS_FIRST_S = 15.0
 
@@ -54,6 +57,9 @@ async def serve(settings: BrokerSettings, *, restarted: bool = False) -> None:
         restarted: it takes the place of one that died in the same run.
     """
     stop = stop_event()
+    limit = raise_descriptor_limit(_LEAST_DESCRIPTORS)
+    if limit < _FEW_DESCRIPTORS:
+        _log.warning("this broker may open %d files; each client needs one (ulimit -Hn)", limit)
     gc.disable()  # what is read back stays
     run = settings.run
     run.logs.mkdir(parents=True, exist_ok=True)

@@ -3,13 +3,17 @@
 import ctypes
 import fcntl
 import os
+import resource
 import signal
 import sys
 from collections.abc import Callable, Collection
 from pathlib import Path
 
+from wire.errors import ConfigError
+
 LIFELINE_VARIABLE = "SLIPSTREAM_LIFELINE"  # descriptor; its end of file ends what outlives a role
 _PR_SET_PDEATHSIG = 1
+_ENOUGH_DESCRIPTORS = 1 << 20  # where there is no limit
 
 
 def die_with_parent(parent_pid: int) -> None:
@@ -37,6 +41,24 @@ def bound_to_me(cores: Collection[int] = ()) -> Callable[[], None]:
             os.sched_setaffinity(0, cores)
 
     return prepare
+
+
+def raise_descriptor_limit(least: int) -> int:
+    """Let this process open as many files as its hard limit allows; return how many.
+
+    Raises:
+        ConfigError: fewer than ``least``.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < least:
+        raise ConfigError(
+            f"the limit of open files is {hard}, and every client needs one: at least {least} are "
+            "needed (ulimit -Hn, LimitNOFILE of systemd)"
+        )
+    most = _ENOUGH_DESCRIPTORS if hard == resource.RLIM_INFINITY else hard
+    if soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    return max(soft, most)
 
 
 def is_locked(path: Path) -> bool:
