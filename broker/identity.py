@@ -43,7 +43,9 @@ def read_identity(run_folder: Path) -> RunIdentity | None:
     except FileNotFoundError:
         return None
     except (OSError, msgspec.DecodeError) as error:
-        raise ConfigError(f"cannot read {path}: {error}") from error
+        raise ConfigError(
+            f"cannot read {path}: {error}; put it back, or begin a new run (another run.name)"
+        ) from error
 
 
 def write_identity(run_folder: Path, identity: RunIdentity) -> None:
@@ -89,8 +91,9 @@ def check_store(
         if stored.run_id and own != stored.run_id:
             whose = "another run" if own else "a run that this folder knows nothing of"
             raise ConfigError(
-                f"the store at {store} holds {whose} of this name: choose another run.name, or "
-                f"remove its keys; nothing was changed there"
+                f"the store at {store} holds {whose} under this name: choose another run.name, put "
+                f"{run_folder / IDENTITY} back if it was lost, or remove what the store holds; "
+                "nothing was changed there"
             )
     if known is None:
         return
@@ -102,8 +105,8 @@ def check_store(
     if stored is None and (saved is None or restarted):
         raise ConfigError(
             f"the run in {run_folder} has begun, and its store at {store} is empty: go on from the "
-            "newest checkpoint with `slipstream run --resume auto`, or, where there is none, begin "
-            "a new run (another run.name)"
+            "newest checkpoint with `slipstream run --resume auto`, or, where there is no "
+            "checkpoint, begin a new run (another run.name)"
         )
 
 

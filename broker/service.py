@@ -217,7 +217,9 @@ async def _open_store(
     run = settings.run
     # A private server that cannot be kept up says why; the store's own patience is a little longer.
     outage_s = run.outage_s + (_SERVER_SPEAKS_FIRST_S if server else 0.0)
-    deadline = time.monotonic() + (run.outage_s if restarted else 0.0)
+    # A private server listens already: it may be slow, or be stopped for a while.
+    is_patient = restarted or server is not None
+    deadline = time.monotonic() + (run.outage_s if is_patient else 0.0)
     while True:
         try:
             return await RedisStore.connect(
@@ -229,8 +231,10 @@ async def _open_store(
                 outage_s=outage_s,
             )
         except ConfigError as error:
-            if not restarted:
+            if not is_patient:
                 raise
+            if server is not None:
+                server.check_alive()  # it says why it ended
             if time.monotonic() > deadline:
                 raise PeerLostError(f"{error} for {run.outage_s:.0f} s (run.outage_s)") from error
             await asyncio.sleep(_CLOCK_S)  # it was there before and may come back

@@ -106,7 +106,7 @@ class Sessions:
         reads = hello.role in {"observer", "operator"}
         if not reads:
             self._take_name(session, hello)  # it may refuse, and then all stays as it was
-        if hello.tokenizer and self._tokenizer is None:
+        if hello.tokenizer and self._tokenizer is None and not peer.key:
             self._tokenizer = (hello.tokenizer, name)
         if (same := self._by_peer.get(peer)) is not None:
             self._forget(same)
@@ -162,6 +162,7 @@ class Sessions:
         return holder.name
 
     def _check_tokenizer(self, hello: Hello) -> None:
+        """Refuse another tokenizer than that of the first role on the broker's own host."""
         if not hello.tokenizer:
             return
         known, first = self._tokenizer or (hello.tokenizer, hello.name)

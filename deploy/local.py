@@ -44,6 +44,7 @@ _POLL_S = 0.2
 _LINE_EVERY_S = 10.0
 _BROKER_START_S = 120.0  # without a sign of life, as the next one
 _RELAY_END_S = 10.0
+_WITHOUT_BROKER_S = 5.0  # for roles to end where the broker is gone for good
 _REFUSED = "refused: "
 _SCRATCH = "slipstream-"
 
@@ -94,7 +95,12 @@ def run_locally(config: RunConfig, console: Console) -> int:
         with _signals_ignored():
             watcher.close()
             roles = [name for name in supervisor.children if name != "broker"]
-            supervisor.stop(roles)
+            if supervisor.runs("broker"):
+                supervisor.stop(roles)
+            else:  # they would only wait for it
+                if code and supervisor.children:
+                    console.print(reason, style="bold red", highlight=False, soft_wrap=True)
+                supervisor.stop(roles, timeout_s=_WITHOUT_BROKER_S, at_most=1)
             supervisor.stop(["broker"])
             supervisor.let_go()
             _await_relay(config.run)

@@ -96,8 +96,20 @@ class Supervisor:
         """Tell whether another process has the name of a role."""
         return self.children[name].is_left_out
 
-    def stop(self, names: Iterable[str] | None = None, *, timeout_s: float | None = None) -> None:
-        """End roles: SIGTERM, and SIGKILL for who does not listen. Nothing is left behind."""
+    def stop(
+        self,
+        names: Iterable[str] | None = None,
+        *,
+        timeout_s: float | None = None,
+        at_most: float = END_AT_MOST,
+    ) -> None:
+        """End roles: SIGTERM, and SIGKILL for who does not listen. Nothing is left behind.
+
+        Args:
+            names: of the roles; None is all.
+            timeout_s: without a sign of life; None is deploy.stop_timeout_s.
+            at_most: times that, whatever they do.
+        """
         chosen = list(self.children) if names is None else names
         children = [self.children[name] for name in chosen if name in self.children]
         running = [c for c in children if c.process is not None and c.process.poll() is None]
@@ -106,7 +118,7 @@ class Supervisor:
         for child in running:
             _signal(child, signal.SIGTERM)
         limit_s = self.stop_timeout_s if timeout_s is None else timeout_s
-        patience = {child.plan.name: self._patience(child, limit_s) for child in running}
+        patience = {child.plan.name: self._patience(child, limit_s, at_most) for child in running}
         while running:
             running = [c for c in running if c.process is not None and c.process.poll() is None]
             for child in running:
@@ -119,10 +131,10 @@ class Supervisor:
         for child in children:
             self._sweep(child)
 
-    def _patience(self, child: Child, limit_s: float) -> Patience:
+    def _patience(self, child: Child, limit_s: float, at_most: float) -> Patience:
         signs = signs_of(lambda: _pids(child), child.log_file)
         what = f"{child.plan.name} to end"
-        return Patience(what, limit_s, signs, at_most=END_AT_MOST, say=_log.warning, now=self.now)
+        return Patience(what, limit_s, signs, at_most=at_most, say=_log.warning, now=self.now)
 
     def let_go(self) -> None:
         """Cut the lifeline of what outlives a role; so does the end of this process."""

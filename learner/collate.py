@@ -70,6 +70,11 @@ def unpack(
         raise ProtocolError(
             f"{name}: header says {header.num_tokens} tokens, payload has {payload.token_ids.shape}"
         )
+    if not 0 <= header.min_response_tokens <= header.num_response_tokens:
+        raise ProtocolError(
+            f"{name} has {header.num_response_tokens} response tokens, of which the first "
+            f"{header.min_response_tokens} could not end it (min_response_tokens)"
+        )
     if header.temperature == 0:
         raise ProtocolError(f"{name} was sampled greedily: it has no probabilities to train by")
     token_ids, mask = _array(payload.token_ids), _array(payload.loss_mask)
@@ -150,7 +155,9 @@ def pack(sequences: Sequence[TrainSequence], device: torch.device) -> PackedBatc
             else None
         ),
         end_barred=_end_barred(sequences, device),
-        end_token_ids=max(s.end_token_ids for s in sequences),
+        end_token_ids=max(
+            (s.end_token_ids for s in sequences if s.end_barred is not None), default=()
+        ),
     )
 
 

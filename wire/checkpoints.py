@@ -98,7 +98,7 @@ def best_checkpoint(run_folder: Path) -> Path | None:
     folder = run_folder / "checkpoints"
     best = read_best(folder)
     path = folder / best.checkpoint if best is not None else None
-    return path if path is not None and path.is_dir() else None
+    return path if path in readable_checkpoints(folder) else None
 
 
 def read_best(folder: Path) -> BestCheckpoint | None:

@@ -69,7 +69,9 @@ class Secured:
         self.server._look_at_keys()  # it would, within a second
         return path
 
-    async def client(self, role: Role, name: str, key: Path | None = None) -> BrokerClient:
+    async def client(
+        self, role: Role, name: str, key: Path | None = None, *, tokenizer: str = ""
+    ) -> BrokerClient:
         client, _ = await BrokerClient.connect(
             self.tcp if key else self.unix,
             role=role,
@@ -77,6 +79,7 @@ class Secured:
             timeout_s=HANG_S,
             outage_s=HANG_S,
             key_file=str(key or ""),
+            tokenizer=tokenizer,
         )
         self.clients.append(client)
         return client
@@ -185,6 +188,19 @@ def test_a_key_cannot_take_the_name_of_anybody_else(short_folder: Path):
             return [role.name for role in it.server.status().roles]
 
     assert {"learner", "a/w", "b/w", "b/learner"} <= set(asyncio.run(body()))
+
+
+def test_no_key_decides_which_tokenizer_the_others_must_have(short_folder: Path):
+    async def body() -> None:
+        async with secured(short_folder) as it:
+            for role in ("reward_worker", "generator"):
+                await it.client(role, "thief", it.key(role, role), tokenizer="f" * 16)
+            await it.client("learner", "learner", tokenizer="a" * 16)
+            await it.client("generator", "g", it.key("honest", "generator"), tokenizer="a" * 16)
+            with pytest.raises(ConfigError, match="is not that of learner"):
+                await it.client("generator", "g", it.key("late", "generator"), tokenizer="f" * 16)
+
+    asyncio.run(body())
 
 
 async def work_forever(worker: BrokerClient) -> None:

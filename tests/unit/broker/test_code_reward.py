@@ -258,6 +258,27 @@ def test_a_test_looks_its_built_ins_up_with_us(asserted: str):
 
 @pytest.mark.integration
 @needs_namespaces
+@pytest.mark.parametrize(
+    ("program", "asserted"),
+    [
+        (
+            "def add(*_): raise StopIteration",
+            "assert all(map(lambda c: add(*c[0]) == c[1], [((1, 2), 3)]))",
+        ),
+        (
+            "class L:\n    def __len__(self): return 3\n    def __iter__(self): return iter(())\n"
+            "def add(*_): return L()",
+            "r = add(1, 2)\nassert len(r) == 3 and all(a == b for a, b in zip(r, [1, 2, 3]))",
+        ),
+    ],
+    ids=["ends our loop", "lies about its length"],
+)
+def test_what_an_answer_raises_or_returns_cannot_empty_a_test(program: str, asserted: str):
+    assert scored(program, asserted, test_s=60.0)["passed"] == 0
+
+
+@pytest.mark.integration
+@needs_namespaces
 def test_a_program_that_takes_too_much_scores_nothing_in_time():
     result = scored("import time; time.sleep(1000)", SUMS, test_s=0.5, total_s=0.8)
     assert result == {"score": 0.0, "passed": 0, "ran": 0, "formatted": 1}

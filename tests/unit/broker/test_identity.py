@@ -108,7 +108,7 @@ def test_the_store_of_a_run_whose_folder_is_gone_is_refused_and_not_touched(tmp_
             await begin_run(settings, prompts, MemoryStore(shared))
         write_identity(settings.run.folder, RUN)
         with pytest.raises(
-            ConfigError, match=r"holds another run of this name.*nothing was changed"
+            ConfigError, match=r"holds another run under this name.*nothing was changed"
         ):
             await begin_run(settings, prompts, MemoryStore(shared))
         assert await kept(store) == before

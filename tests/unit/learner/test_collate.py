@@ -141,6 +141,25 @@ def test_what_was_sampled_greedily_or_ends_outside_the_vocabulary_is_refused():
         unpack(replace(header(), end_token_ids=(5, VOCAB)), arrays, vocab_size=VOCAB)
 
 
+@pytest.mark.parametrize("least", [-1, 3, 2**40])
+def test_a_response_shorter_than_its_own_minimum_is_refused(least: int):
+    with pytest.raises(ProtocolError, match=rf"2 response tokens, of which the first {least} "):
+        unpack(
+            replace(header(), min_response_tokens=least),
+            payload([0.0] * 2 + [-1.0] * 2),
+            vocab_size=9,
+        )
+
+
+def test_end_tokens_of_who_bars_none_do_not_count():
+    honest = replace(header(), min_response_tokens=1, end_token_ids=(3,))
+    other = replace(header(), end_token_ids=(7,))
+    arrays = payload([0.0, 0.0, -1.0, -2.0])
+    sequences = [unpack(one, arrays, vocab_size=VOCAB) for one in (honest, other)]
+    assert pack(sequences, torch.device("cpu")).end_token_ids == (3,)
+    assert pack(sequences[1:], torch.device("cpu")).end_token_ids == ()
+
+
 def test_who_bars_other_end_tokens_than_most_is_bad_and_its_neighbours_are_not():
     free = header()
     usual = replace(free, min_response_tokens=1, end_token_ids=(2,))
