@@ -453,11 +453,12 @@ _REFUSED = {
 _NEW_MOUNT_CALLS = (428, 429, 430, 431, 432, 433, 442, 467)
 _ARCHITECTURE = {"x86_64": (0xC000003E, 56), "aarch64": (0xC00000B7, 220)}  # and clone
 _CLONE3 = 435
-# Looked at by their arguments: socket, socketpair; mmap; rt_sigaction; prlimit64.
+# Looked at by their arguments: socket, socketpair; mmap; rt_sigaction; prlimit64; setsockopt.
 _BY_ARGUMENT = {
-    "x86_64": ((41, 53), 9, 13, 302),
-    "aarch64": ((198, 199), 222, 134, 261),
+    "x86_64": ((41, 53), 9, 13, 302, 54),
+    "aarch64": ((198, 199), 222, 134, 261, 208),
 }
+_BUFFER_SIZES = (7, 8, 32, 33)  # SO_SNDBUF, SO_RCVBUF, and both by force
 _FAMILIES = (1, 2, 10)  # AF_UNIX, AF_INET, AF_INET6: what a network namespace keeps apart
 _SHARED_ANONYMOUS = 0x21  # MAP_SHARED | MAP_ANONYMOUS
 _LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
@@ -501,7 +502,7 @@ def system_call_filter(machine: str) -> list[tuple[int, int, int, int]]:
     program += [(_EQUAL, 0, 1, _CLONE3), (_RETURN, 0, 0, _REFUSE | errno.ENOSYS)]
     allow = (_RETURN, 0, 0, _ALLOW)
     program += _by_argument(clone, 0, [(_ANY_BIT, 0, 1, namespaces), refuse])
-    sockets, mmap, sigaction, prlimit = _BY_ARGUMENT[machine]
+    sockets, mmap, sigaction, prlimit, setsockopt = _BY_ARGUMENT[machine]
     families = [line for family in _FAMILIES for line in ((_EQUAL, 0, 1, family), allow)]
     for number in sockets:
         program += _by_argument(number, 0, [*families, refuse])
@@ -514,6 +515,9 @@ def system_call_filter(machine: str) -> list[tuple[int, int, int, int]]:
     of_child = [(_EQUAL, 0, len(new_action), signal.SIGCHLD), *new_action]
     program += _by_argument(sigaction, 0, of_child)
     program += _by_argument(prlimit, 0, [(_EQUAL, 1, 0, 0), refuse])  # one's own limits
+    # What waits in a socket is the kernel's memory, which nobody counts: no more than is usual.
+    sizes = [line for option in _BUFFER_SIZES for line in ((_EQUAL, 0, 1, option), refuse)]
+    program += _by_argument(setsockopt, 2, sizes)
     return [*program, allow]
 
 

@@ -94,19 +94,30 @@ PRIVATE, SHARED, SHARED_VALIDATE, ANONYMOUS = 2, 1, 3, 0x20
         ("rt_sigaction", [17, 1 << 40], REFUSED),
         ("prlimit64", [0], ALLOWED),
         ("prlimit64", [1], REFUSED),
+        ("setsockopt", [3, 1, 2], ALLOWED),  # SO_REUSEADDR
+        ("setsockopt", [3, 1, 7], REFUSED),  # SO_SNDBUF
+        ("setsockopt", [3, 1, 33], REFUSED),
     ],
 )
 def test_some_calls_are_refused_by_what_they_ask_for(
     call: str, arguments: list[int], expected: int
 ):
     numbers = {
-        "x86_64": {"socket": 41, "socketpair": 53, "mmap": 9, "rt_sigaction": 13, "prlimit64": 302},
+        "x86_64": {
+            "socket": 41,
+            "socketpair": 53,
+            "mmap": 9,
+            "rt_sigaction": 13,
+            "prlimit64": 302,
+            "setsockopt": 54,
+        },
         "aarch64": {
             "socket": 198,
             "socketpair": 199,
             "mmap": 222,
             "rt_sigaction": 134,
             "prlimit64": 261,
+            "setsockopt": 208,
         },
     }
     for machine, audit in (("x86_64", X86), ("aarch64", ARM)):
