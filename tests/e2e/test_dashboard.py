@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 
 import pytest
 
@@ -17,6 +18,7 @@ from deploy.observe import run_of_folder, status_now  # noqa: E402
 from tests.browser.chromium import CHROMIUM, DRIVER, start_chromium  # noqa: E402
 from tests.e2e.tiny_run import ROOT, TinyRun  # noqa: E402
 from tests.waiting import HANG_S  # noqa: E402
+from wire.errors import PeerLostError  # noqa: E402
 from wire.status import RunStatus  # noqa: E402
 
 pytestmark = [
@@ -63,8 +65,10 @@ def kill(run: TinyRun, words: str) -> None:
 
 
 def roles_of(run: TinyRun) -> set[str]:
-    """Return who has said hello to the broker."""
-    return {role.name for role in status_now(run_of_folder(run.folder)).roles}
+    """Return who has said hello to the broker; nobody, while its socket is not there yet."""
+    with suppress(PeerLostError):
+        return {role.name for role in status_now(run_of_folder(run.folder)).roles}
+    return set()
 
 
 def is_network(entry: dict[str, str]) -> bool:
