@@ -411,7 +411,7 @@ def _rlimits(limits: Limits, mode: Mode) -> dict[str, int]:
         "AS": 4 * limits.memory_bytes + 1024 * _MIB,  # threads reserve a lot that they never touch
         "CPU": math.ceil(limits.cpu_s) + 1,
         "FSIZE": limits.max_file_bytes,
-        "NOFILE": 64,
+        "NOFILE": 128,
         "CORE": 1,  # a program that cores are piped to takes 0 for no limit
         "STACK": _STACK_BYTES,
         "MEMLOCK": 0,

@@ -140,7 +140,7 @@ def test_a_stopped_broker_that_comes_back_cannot_write(folder: Path):
 
 def fill(path: Path) -> None:
     """Write until the disk is full."""
-    with path.open("wb") as file, suppress(OSError):
+    with suppress(OSError), path.open("wb") as file:  # closing it writes, too
         while True:
             file.write(b"x" * 65536)
             file.flush()
