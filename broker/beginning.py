@@ -20,7 +20,7 @@ from broker.identity import (
     RunIdentity,
     begin_life,
     check_store,
-    next_identity,
+    identity_of,
     read_identity,
     write_identity,
 )
@@ -76,6 +76,16 @@ def build_ledger(
     settings: BrokerSettings, prompts: Prompts, state: BookState | None = None
 ) -> Ledger:
     """Return a ledger over the run's prompts, empty or with a state that was stored."""
+    return Ledger(
+        _rules(settings, prompts),
+        prompt_at=prompts.training.at,
+        eval_prompt_at=prompts.held_out.__getitem__,
+        state=state,
+    )
+
+
+def _rules(settings: BrokerSettings, prompts: Prompts) -> LedgerRules:
+    """Return the settings that a ledger obeys."""
     run, sampling = settings.run, settings.sampling
     max_prompts = math.ceil(run.epochs * prompts.training.num_rows) if run.epochs else None
     if max_prompts is not None and max_prompts < run.groups_per_step:
@@ -83,7 +93,7 @@ def build_ledger(
             f"run.epochs = {run.epochs:g} of {prompts.training.num_rows} prompts are fewer than "
             f"the run.groups_per_step = {run.groups_per_step} of one learner step"
         )
-    rules = LedgerRules(
+    return LedgerRules(
         bound=StalenessBound(
             run.staleness_bound, run.groups_per_step, reserves=run.staleness_mode == "wait"
         ),
@@ -110,12 +120,6 @@ def build_ledger(
         },
         prompts_fingerprint=prompts.training.fingerprint(),
         problems_fingerprint=fingerprint_of(prompts.held_out),
-    )
-    return Ledger(
-        rules,
-        prompt_at=prompts.training.at,
-        eval_prompt_at=prompts.held_out.__getitem__,
-        state=state,
     )
 
 
@@ -163,7 +167,7 @@ async def begin_run(
         events = []
     elif ledger is None or not ledger.state.num_events:
         ledger = build_ledger(settings, prompts)  # or a broker was there that nobody spoke to
-        begin_life(ledger.state, next_identity(known, [ledger.state], [], apart=False))
+        begin_life(ledger.state, known)
         stored = Changes(snapshot=encode_state(ledger.state))
     else:
         if ledger.over and not restarted:
@@ -171,13 +175,13 @@ async def begin_run(
                 f"run {settings.run.name!r} has ended at step {ledger.step}; go on with "
                 "`slipstream run --resume auto` or choose another run.name"
             )
-        _check_same_run(ledger, settings)
-        begin_life(ledger.state, next_identity(known, [ledger.state], [], apart=False))
+        _check_same_run(ledger.rules, ledger.state, settings)
+        _warn_of_other_problems(ledger)
+        begin_life(ledger.state, known)
         _log.info("going on with what the store holds, at step %d", ledger.step)
     if not stored.is_empty:
         await store.commit(stored)  # all of it or nothing, before anybody is spoken to
-    state = ledger.state
-    identity = RunIdentity(run_id=state.run_id, life=state.life, epoch=state.granted_epoch)
+    identity = identity_of(ledger.state)
     if identity != known:
         settings.run.folder.mkdir(parents=True, exist_ok=True)
         write_identity(settings.run.folder, identity)
@@ -201,19 +205,28 @@ async def _check_before(
         stored = decode_state(data) if data is not None else None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise _unreadable(settings, error) from error
+    has_begun = stored is not None and (stored.num_events > 0 or await _has_events(store))
     resumes = _is_to_resume(settings, stored, restarted=restarted)
     saved = _ledger_of(Path(run.resume_from)) if resumes else None
     check_store(
         known,
         stored,
         saved,
+        has_begun=has_begun,
         restarted=restarted,
         run_folder=run.folder,
         store=settings.broker.redis.url or str(run.folder / "redis"),
     )
-    if stored is not None and stored.num_events and not resumes:
-        _check_same_run(build_ledger(settings, prompts, stored), settings)
+    if stored is not None and has_begun and not resumes:
+        _check_same_run(_rules(settings, prompts), stored, settings)
     return known
+
+
+async def _has_events(store: TrajectoryStore) -> bool:
+    """Tell whether anything has happened since the snapshot."""
+    async for _ in store.replay():
+        return True
+    return False
 
 
 def _unreadable(settings: BrokerSettings, error: Exception) -> ConfigError:
@@ -269,10 +282,11 @@ def _resumed(
     points = [point for point in state.eval_points if point.step <= version.step]
     if reason := ledger.rules.eval_plan.verdict(points):
         raise ConfigError(f"this run has ended: {reason}; change that setting to train on")
-    _check_same_run(ledger, settings)
+    _check_same_run(ledger.rules, state, settings)
+    _warn_of_other_problems(ledger)
     released: list[TrajectoryKey] = []
     if goes_on:
-        begin_life(state, next_identity(identity, [state, saved], [], apart=False))
+        begin_life(state, identity, others=[saved])
         _log.info("going back from step %d to step %d", ledger.step, version.step)
     else:
         released = _begin_apart(state, known, settings, first_event, identity)
@@ -310,9 +324,9 @@ def _begin_apart(
     """
     infos = readable_checkpoints(settings.run.checkpoints)
     epochs = [info.version.epoch for info in infos.values()]
-    states = [state] + ([known.state] if known is not None else [])
-    begin_life(state, next_identity(identity, states, epochs, apart=True))
-    state.num_events = max(first_event, *(one.num_events for one in states))
+    others = [known.state] if known is not None else []
+    begin_life(state, identity, others=others, epochs=epochs, apart=True)
+    state.num_events = max(first_event, *(one.num_events for one in (state, *others)))
     if known is None:
         return []
     before = known.state
@@ -353,25 +367,28 @@ def _fit_evaluations(ledger: Ledger) -> None:
     state.eval_rounds = {step: EvalRound(step, count) for step in state.eval_rounds if count}
 
 
-def _check_same_run(ledger: Ledger, settings: BrokerSettings) -> None:
+def _check_same_run(rules: LedgerRules, state: BookState, settings: BrokerSettings) -> None:
     """The cursor of a ledger means nothing in other data, nor its deadlines under another bound."""
-    rules, state = ledger.rules, ledger.state
     where = settings.run.resume_from or f"run {settings.run.name!r}"
     if state.prompts != rules.prompts_fingerprint and not settings.data.allow_change:
         raise ConfigError(
             f"the training prompts are not those of {where}: [data] or run.seed "
             "has changed; set data.allow_change = true to go on with these at the same position"
         )
-    if state.problems != rules.problems_fingerprint and state.eval_points:
-        _log.warning(
-            "the held-out problems have changed ([eval]): figures of before and after step %d "
-            "cannot be compared",
-            state.version.step,
-        )
     if not settings.run.resume_from and state.bound != rules.bound:
         raise ConfigError(
             f"{where} began with other run.max_staleness_steps, run.staleness_mode or "
             "run.groups_per_step; change them with `slipstream run --resume`"
+        )
+
+
+def _warn_of_other_problems(ledger: Ledger) -> None:
+    state = ledger.state
+    if state.problems != ledger.rules.problems_fingerprint and state.eval_points:
+        _log.warning(
+            "the held-out problems have changed ([eval]): figures of before and after step %d "
+            "cannot be compared",
+            state.version.step,
         )
 
 

@@ -5,14 +5,14 @@ without the store of the life before. ``identity.json`` in the run folder outliv
 that an epoch, or the id of a group or a lease, is never given out twice.
 """
 
-import os
 import secrets
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import msgspec
 
 from broker.book import BookState
+from wire.durable import replace_file
 from wire.errors import ConfigError
 from wire.run_folder import IDENTITY
 
@@ -50,18 +50,12 @@ def read_identity(run_folder: Path) -> RunIdentity | None:
 
 def write_identity(run_folder: Path, identity: RunIdentity) -> None:
     """Replace what the run folder says; on return it is on disk."""
-    path = run_folder / IDENTITY
-    new = path.with_name(f".{path.name}")
-    with new.open("wb") as file:
-        file.write(msgspec.json.format(msgspec.json.encode(identity)) + b"\n")
-        file.flush()
-        os.fsync(file.fileno())
-    new.replace(path)
-    descriptor = os.open(run_folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    replace_file(run_folder / IDENTITY, msgspec.json.format(msgspec.json.encode(identity)) + b"\n")
+
+
+def identity_of(state: BookState) -> RunIdentity:
+    """Return what a ledger says."""
+    return RunIdentity(run_id=state.run_id, life=state.life, epoch=state.granted_epoch)
 
 
 def check_store(
@@ -69,6 +63,7 @@ def check_store(
     stored: BookState | None,
     saved: BookState | None,
     *,
+    has_begun: bool,
     restarted: bool,
     run_folder: Path,
     store: str,
@@ -78,6 +73,7 @@ def check_store(
     Args:
         known: what the run folder says.
         stored: the ledger that the store holds, if any.
+        has_begun: something has happened in that.
         saved: the ledger of the checkpoint that is to be gone on from, if any.
         restarted: this broker takes the place of one that died in the same run.
         run_folder: to name.
@@ -86,7 +82,7 @@ def check_store(
     Raises:
         ConfigError: with the way out.
     """
-    if stored is not None and stored.num_events:
+    if stored is not None and has_begun:
         own = known.run_id if known is not None else saved.run_id if saved is not None else ""
         if stored.run_id and own != stored.run_id:
             whose = "another run" if own else "a run that this folder knows nothing of"
@@ -110,38 +106,32 @@ def check_store(
         )
 
 
-def next_identity(
+def begin_life(
+    state: BookState,
     known: RunIdentity | None,
-    states: Iterable[BookState],
-    epochs: Iterable[int],
     *,
-    apart: bool,
-) -> RunIdentity:
-    """Return which life begins.
+    others: Sequence[BookState] = (),
+    epochs: Iterable[int] = (),
+    apart: bool = False,
+) -> None:
+    """Have a ledger give out what no life before has given out.
 
     Args:
+        state: of the ledger that the run goes on with.
         known: what the run folder says.
-        states: the ledgers that were found, the one to go on with first.
+        others: ledgers that were found besides.
         epochs: of checkpoints.
         apart: it goes on from a checkpoint, without the store of the life before.
     """
-    found = list(states)
+    found = [state, *others]
     ids = [known.run_id] if known is not None else []
     ids += [state.run_id for state in found]
     lives = [state.life for state in found] + ([known.life] if known is not None else [])
     granted = [max(state.granted_epoch, state.version.epoch) for state in found]
     granted += [*epochs, known.epoch if known is not None else 0]
-    return RunIdentity(
-        run_id=next(filter(None, ids), "") or secrets.token_hex(16),
-        life=max(lives, default=0) + apart,
-        epoch=max(granted),
-    )
-
-
-def begin_life(state: BookState, identity: RunIdentity) -> None:
-    """Have a ledger give out what no life before has given out."""
-    first = identity.life * IDS_PER_LIFE
-    state.run_id, state.life = identity.run_id, identity.life
-    state.granted_epoch = identity.epoch
+    state.run_id = next(filter(None, ids), "") or secrets.token_hex(16)
+    state.life = max(lives) + apart
+    state.granted_epoch = max(granted)
+    first = state.life * IDS_PER_LIFE
     state.next_group_id = max(state.next_group_id, first)
     state.next_lease_id = max(state.next_lease_id, first)

@@ -10,7 +10,6 @@ and forks writer processes, which takes seconds and forks a process with running
 
 import hashlib
 import logging
-import os
 import random
 import shutil
 import tempfile
@@ -49,6 +48,7 @@ from learner.hf_weights import hf_shapes
 from learner.policy import Policy
 from learner.topology import Topology
 from wire.checkpoints import INFO_FILE, LEDGER_FILE, CheckpointInfo, checkpoint_name
+from wire.durable import sync
 from wire.errors import ConfigError, SlipstreamError
 
 _log = logging.getLogger(__name__)
@@ -334,21 +334,13 @@ def _finish(unfinished: Path, final: Path) -> None:
     save_config(_BACKEND, str(unfinished))
     write_digests(unfinished)
     for path in [*unfinished.iterdir(), unfinished]:
-        _sync(path)
+        sync(path)
     replaced = final.with_name(f".{final.name}{_REPLACED}")
     if final.exists():
         final.rename(replaced)
     unfinished.rename(final)
-    _sync(final.parent)
+    sync(final.parent)
     shutil.rmtree(replaced, ignore_errors=True)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _refuse_damaged(folder: Path) -> None:

@@ -1,7 +1,6 @@
 """When the learner saves, and which checkpoints it keeps; the decisions are in retention.py."""
 
 import logging
-import os
 import shutil
 import time
 from collections.abc import Callable, Sequence
@@ -46,6 +45,7 @@ from wire.checkpoints import (
     read_checkpoint_info,
     readable_checkpoints,
 )
+from wire.durable import replace_file
 from wire.errors import SlipstreamError
 from wire.status import EvalPoint
 from wire.versions import PolicyVersion
@@ -179,7 +179,7 @@ class Saver:
                 point = evaluation_of(info, evaluations, self._resumption)
                 if point is not None:
                     self._infos[path] = msgspec.structs.replace(info, evaluation=point)
-                    _replace_file(path / INFO_FILE, encode_info(self._infos[path]))
+                    replace_file(path / INFO_FILE, encode_info(self._infos[path]))
                     noted = True
             if noted:
                 self._settle()
@@ -218,7 +218,7 @@ class Saver:
         if path not in self._infos or self._infos[path].version != version:
             return
         try:
-            _replace_file(path / LEDGER_FILE, self._ledger(version))
+            replace_file(path / LEDGER_FILE, self._ledger(version))
         except (OSError, SlipstreamError) as error:  # the older one is as good to go on from
             _log.warning("cannot renew the ledger of %s: %s", path, error)
 
@@ -280,7 +280,7 @@ class Saver:
             newest_version=answered[-1].label if answered else "",
         )
         if read_best(self._folder) != marked:
-            _replace_file(self._folder / BEST_FILE, msgspec.json.encode(marked))
+            replace_file(self._folder / BEST_FILE, msgspec.json.encode(marked))
             _log.info("%s is the best so far: %s %.4f", name, metric, value)
 
 
@@ -292,12 +292,3 @@ def _remove(path: Path) -> None:
         shutil.rmtree(doomed)
     except OSError as error:
         _log.warning("cannot remove the old checkpoint %s: %s", path, error.strerror)
-
-
-def _replace_file(path: Path, data: bytes) -> None:
-    unfinished = path.with_name(f".{path.name}.unfinished")
-    with unfinished.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    unfinished.replace(path)

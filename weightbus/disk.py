@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 
 from weightbus.layout import safetensors_header
+from wire.durable import sync
 from wire.errors import PublishError
 from wire.manifest import WeightManifest
 
@@ -45,7 +46,7 @@ def write_version(
             os.fsync(file.fileno())
         shutil.rmtree(folder, ignore_errors=True)
         unfinished.rename(folder)
-        _sync_folder(parent)
+        sync(parent)
     except OSError as error:
         with contextlib.suppress(OSError):
             shutil.rmtree(unfinished)
@@ -83,11 +84,3 @@ def data_start(folder: Path, manifest: WeightManifest) -> int:
     if found != header or size != len(header) + manifest.num_bytes:
         raise PublishError(f"{folder / WEIGHTS} does not hold what was offered")
     return len(header)
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -8,6 +8,7 @@ import pytest
 
 from broker.beginning import begin_run, load_prompts
 from broker.book import encode_state
+from broker.events import encode_event
 from broker.identity import IDS_PER_LIFE, RunIdentity, read_identity, write_identity
 from broker.store import Changes, MemoryStore, SharedMemory
 from tests.unit.broker.ledger_driver import make_ledger, make_rules
@@ -113,6 +114,25 @@ def test_the_store_of_a_run_whose_folder_is_gone_is_refused_and_not_touched(tmp_
             await begin_run(settings, prompts, MemoryStore(shared))
         assert await kept(store) == before
         await store.commit(Changes(snapshot=before[0]))  # whoever writes there goes on
+
+    asyncio.run(body())
+
+
+def test_events_after_a_first_snapshot_are_a_run_that_has_begun(tmp_path: Path):
+    async def body() -> None:
+        settings, shared = settings_in(tmp_path), SharedMemory()
+        store, prompts = MemoryStore(shared), load_prompts(settings)
+        old = await begin_run(settings, prompts, store)  # with a snapshot of nothing
+        old.ledger.take_over(0)
+        events, _ = old.ledger.drain()
+        await store.commit(Changes(events=[encode_event(event) for event in events]))
+        other = settings_in(tmp_path, "run.seed=7")
+        with pytest.raises(ConfigError, match=r"run\.seed has changed"):
+            await begin_run(other, load_prompts(other), MemoryStore(shared))
+        (settings.run.folder / IDENTITY).unlink()
+        with pytest.raises(ConfigError, match="a run that this folder knows nothing of"):
+            await begin_run(settings, prompts, MemoryStore(shared))
+        await store.commit(Changes(events=[]))  # it was not claimed
 
     asyncio.run(body())
 
