@@ -3,8 +3,6 @@
 import argparse
 import asyncio
 import logging
-import os
-import socket
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +11,13 @@ from broker.client import BrokerClient
 from broker.config import RewardSection, key_paths
 from broker.rewards.pool import RewardPool
 from broker.scorer import Scorer
-from wire.command_line import load_arguments, refuse_settings, role_parser, run_role
+from wire.command_line import (
+    load_arguments,
+    own_name,
+    refuse_settings,
+    role_parser,
+    run_role,
+)
 from wire.control import Done, Goodbye, RoleReport
 from wire.errors import ConfigError, SlipstreamError
 from wire.keys import read_client_key
@@ -21,7 +25,7 @@ from wire.logs import start_logging
 from wire.run_settings import RunSection, run_section
 from wire.settings import section
 from wire.status import REPORT_EVERY_S
-from wire.stopping import stop_event
+from wire.stopping import stop_event, unless
 
 _log = logging.getLogger(__name__)
 _DRAIN_S = 10.0  # what is being scored when the worker is asked to end may take so long
@@ -46,24 +50,20 @@ async def serve(settings: WorkerSettings, name: str) -> None:
         read_client_key(Path(run.key_file))  # before anything that takes long
     pool = await RewardPool.start(reward, function=settings.function, hide=settings.keys)
     try:
-        connecting = asyncio.create_task(
-            BrokerClient.connect(
-                run.broker_endpoint,
-                role="reward_worker",
-                name=name,
-                packages={f"reward {one.name}": one.version for one in pool.functions},
-                outage_s=run.outage_s,
-                key_file=run.key_file,
-            )
+        connecting = BrokerClient.connect(
+            run.broker_endpoint,
+            role="reward_worker",
+            name=name,
+            packages={f"reward {one.name}": one.version for one in pool.functions},
+            outage_s=run.outage_s,
+            key_file=run.key_file,
         )
-        stopping = asyncio.create_task(stop.wait())
-        await asyncio.wait({connecting, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        stopping: asyncio.Task[object] = asyncio.create_task(stop.wait())
+        connected = await unless(connecting, stopping)
         stopping.cancel()
-        if not connecting.done():
-            connecting.cancel()
-            await asyncio.gather(connecting, return_exceptions=True)
+        if connected is None:
             return
-        client, welcome = connecting.result()
+        client, welcome = connected
         try:
             scorer = Scorer(
                 client, pool, max_credits=reward.credits, heartbeat_s=welcome.heartbeat_s
@@ -153,7 +153,7 @@ def _settings(arguments: argparse.Namespace) -> WorkerSettings:
 def main() -> int:
     """Parse, check, run."""
     arguments = _parser().parse_args()
-    name = arguments.name or f"{socket.gethostname()}-{os.getpid()}"
+    name = own_name(arguments.name)
     try:
         settings = _settings(arguments)
         endpoint = settings.run.broker_endpoint

@@ -2,6 +2,7 @@
 
 import json
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -66,21 +67,33 @@ def _has_ledger(folder: Path) -> bool:
     return (folder / TRAIL).is_dir() and outcome != "finished"
 
 
-def _point(folder: Path, run: RunSection) -> ResumePoint:
+def _damage_of(checkpoint: Path) -> str:
     from learner.digests import damage_of  # xxhash, which a host without a learner may lack
 
-    run_folder = folder
+    return damage_of(checkpoint)
+
+
+def _newest_whole(folder: Path, checkpoints: Sequence[Path]) -> Path:
+    """Return the last of a run's checkpoints that is not damaged.
+
+    Raises:
+        ConfigError: all are.
+    """
     damaged: list[str] = []
-    for checkpoint in reversed(checkpoints_in(folder / "checkpoints")):
-        if not (damage := damage_of(checkpoint)):
-            break
+    for checkpoint in reversed(checkpoints):
+        if not (damage := _damage_of(checkpoint)):
+            return checkpoint
         damaged.append(f"{checkpoint}: {damage}")
         _log.warning("%s is passed over: %s", checkpoint, damage)
+    raise ConfigError(f"no checkpoint of {folder} is whole; the newest is {damaged[0]}")
+
+
+def _point(folder: Path, run: RunSection) -> ResumePoint:
+    if own := checkpoints_in(folder / "checkpoints"):
+        checkpoint, run_folder = _newest_whole(folder, own), folder
     else:
-        if damaged:
-            raise ConfigError(f"no checkpoint of {folder} is whole; the newest is {damaged[0]}")
         checkpoint, run_folder = folder, folder.absolute().parent.parent
-        if damage := damage_of(checkpoint):
+        if damage := _damage_of(checkpoint):
             raise ConfigError(f"{checkpoint} is damaged: {damage}; --resume auto takes another one")
     info = read_checkpoint_info(checkpoint)
     if checkpoint.absolute().parent != run_folder.absolute() / "checkpoints":

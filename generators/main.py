@@ -2,13 +2,19 @@
 
 import argparse
 import asyncio
-import os
-import socket
 from pathlib import Path
 
-from wire.command_line import load_arguments, refuse_settings, role_parser, run_role
+from wire.command_line import (
+    load_arguments,
+    own_name,
+    refuse_settings,
+    role_parser,
+    run_role,
+)
 from wire.errors import ConfigError
 from wire.logs import start_logging
+
+_OFFLINE_NAME = "generator-0"  # there is no other; seeds depend on it, so that answers come again
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -44,9 +50,9 @@ def main() -> int:
         parser.error("--offline and --out FILE go together")
     if arguments.num_prompts and not arguments.offline:
         parser.error("--num-prompts needs --offline")
-    name = arguments.name or f"{socket.gethostname()}-{os.getpid()}"
     if arguments.offline:
-        return _offline(arguments, name)
+        return _offline(arguments)
+    name = own_name(arguments.name)
     from generators.config import generator_settings
     from generators.sglang_process import server_flags
 
@@ -68,7 +74,7 @@ def main() -> int:
     return run_role(body)
 
 
-def _offline(arguments: argparse.Namespace, name: str) -> int:
+def _offline(arguments: argparse.Namespace) -> int:
     from generators.offline import generate, offline_settings
 
     try:
@@ -78,6 +84,7 @@ def _offline(arguments: argparse.Namespace, name: str) -> int:
     if arguments.dry_run:
         print(f"would write {settings.out}")  # noqa: T201
         return 0
+    name = arguments.name or _OFFLINE_NAME
     start_logging(name)
     return run_role(lambda: asyncio.run(generate(settings, name)))
 

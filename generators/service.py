@@ -23,10 +23,9 @@ from weightbus.staging import Staging
 from weightbus.subscriber import Subscriber
 from weightbus.tensor_set import TensorSet, model_tensors
 from wire.bus import Join, TransportName
-from wire.control import Welcome
 from wire.errors import ConfigError
 from wire.keys import read_client_key
-from wire.stopping import stop_event
+from wire.stopping import stop_event, unless
 from wire.tokenizer_hash import tokenizer_hash
 
 _log = logging.getLogger(__name__)
@@ -119,42 +118,6 @@ def _transport(settings: GeneratorSettings) -> TransportName:
     return bus.transport
 
 
-async def _connect(
-    settings: GeneratorSettings,
-    name: str,
-    process: SglangProcess,
-    stopping: "asyncio.Task[object]",
-) -> tuple[BrokerClient, Welcome] | None:
-    """Return the connection to the broker, or None if we are asked to end before there is one.
-
-    Raises:
-        ChildDiedError: the engine ended meanwhile.
-    """
-    connecting = asyncio.create_task(
-        BrokerClient.connect(
-            settings.run.broker_endpoint,
-            role="generator",
-            name=name,
-            packages={"sglang": version("sglang"), "torch": version("torch")},
-            tokenizer=tokenizer_hash(settings.model),
-            outage_s=settings.run.outage_s,
-            key_file=settings.run.key_file,
-        )
-    )
-    watching = asyncio.create_task(watch(process))
-    try:
-        await asyncio.wait({connecting, watching, stopping}, return_when=asyncio.FIRST_COMPLETED)
-        if connecting.done():
-            return connecting.result()
-        if watching.done():
-            watching.result()
-        return None
-    finally:
-        for task in (connecting, watching):
-            task.cancel()
-        await asyncio.gather(connecting, watching, return_exceptions=True)
-
-
 async def _generate(
     settings: GeneratorSettings,
     name: str,
@@ -166,7 +129,20 @@ async def _generate(
     stopping: "asyncio.Task[object]",
     rewards: RewardPool | None,
 ) -> None:
-    connected = await _connect(settings, name, process, stopping)
+    watching: asyncio.Task[object] = asyncio.create_task(watch(process))
+    connecting = BrokerClient.connect(
+        settings.run.broker_endpoint,
+        role="generator",
+        name=name,
+        packages={"sglang": version("sglang"), "torch": version("torch")},
+        tokenizer=tokenizer_hash(settings.model),
+        outage_s=settings.run.outage_s,
+        key_file=settings.run.key_file,
+    )
+    try:
+        connected = await unless(connecting, stopping, watching)
+    finally:
+        watching.cancel()
     if connected is None:
         return
     client, welcome = connected

@@ -109,16 +109,15 @@ def unpack(
     )
 
 
-def bars_others(header: TrajectoryHeader, headers: Sequence[TrajectoryHeader]) -> bool:
-    """Tell whether it bars other end tokens than most trajectories of a batch that bar any.
+def who_bars_others(headers: Sequence[TrajectoryHeader]) -> list[bool]:
+    """Tell of each trajectory whether it bars other end tokens than most of its batch that bar any.
 
     A batch has one set of them. All generators of a run sample by the same settings, so whoever
     disagrees with most is wrong.
     """
-    if not header.min_response_tokens:
-        return False
     sets = Counter(one.end_token_ids for one in headers if one.min_response_tokens)
-    return header.end_token_ids != max(sorted(sets), key=sets.__getitem__)
+    usual = max(sorted(sets), key=sets.__getitem__, default=())
+    return [bool(one.min_response_tokens) and one.end_token_ids != usual for one in headers]
 
 
 def _version_steps(header: TrajectoryHeader) -> NDArray[np.int32]:

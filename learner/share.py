@@ -4,7 +4,7 @@ import logging
 from collections.abc import Sequence
 
 from learner.broadcast import any_rank, broadcast_frames, union
-from learner.collate import TrainSequence, bars_others, unpack
+from learner.collate import TrainSequence, unpack, who_bars_others
 from learner.links import RankLink
 from learner.orders import Rejection, StepOrder, groups_of
 from learner.topology import Topology
@@ -64,7 +64,7 @@ def unpack_share(
     """
     headers = order.headers
     sequences: dict[int, TrainSequence] = {}
-    is_bad = [bars_others(header, headers) for header in headers]
+    is_bad = who_bars_others(headers)
     for i, frame in zip(order.wanted(topology.data_parallel_rank), frames, strict=True):
         try:
             sequences[i] = unpack(headers[i], decode_payload(frame), vocab_size=vocab_size)

@@ -69,13 +69,17 @@ def readable_checkpoints(folder: Path) -> dict[Path, CheckpointInfo]:
     """Return what the checkpoints in RUN/checkpoints are; unreadable ones are logged, left out."""
     found: dict[Path, CheckpointInfo] = {}
     for path in sorted(folder.glob("step-*")):
-        if not _NAME.fullmatch(path.name) or not path.is_dir():
-            continue
-        try:
-            found[path] = read_checkpoint_info(path)
-        except ConfigError as error:
-            _log.error("%s is passed over: %s", path, error)
+        if _NAME.fullmatch(path.name) and path.is_dir() and (info := _readable(path)) is not None:
+            found[path] = info
     return found
+
+
+def _readable(path: Path) -> CheckpointInfo | None:
+    try:
+        return read_checkpoint_info(path)
+    except ConfigError as error:
+        _log.error("%s is passed over: %s", path, error)
+        return None
 
 
 def checkpoints_in(folder: Path) -> list[Path]:
@@ -98,7 +102,7 @@ def best_checkpoint(run_folder: Path) -> Path | None:
     folder = run_folder / "checkpoints"
     best = read_best(folder)
     path = folder / best.checkpoint if best is not None else None
-    return path if path in readable_checkpoints(folder) else None
+    return path if path is not None and path.is_dir() and _readable(path) is not None else None
 
 
 def read_best(folder: Path) -> BestCheckpoint | None:

@@ -3,6 +3,8 @@
 import argparse
 import errno
 import logging
+import os
+import socket
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -39,6 +41,11 @@ def role_parser(
         "overrides", nargs="*", metavar="section.key=value", help="settings that win over the file"
     )
     return parser
+
+
+def own_name(wanted: str) -> str:
+    """Return the name of a role: the one that was given, or one that no other process has."""
+    return wanted or f"{socket.gethostname()}-{os.getpid()}"
 
 
 def print_json(value: object) -> int:

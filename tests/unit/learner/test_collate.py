@@ -6,7 +6,7 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from learner.collate import TrainSequence, bars_others, pack, unpack
+from learner.collate import TrainSequence, pack, unpack, who_bars_others
 from wire.arrays import PackedArray
 from wire.errors import ProtocolError
 from wire.trajectory import TrajectoryHeader, TrajectoryPayload, VersionRun
@@ -165,8 +165,8 @@ def test_who_bars_other_end_tokens_than_most_is_bad_and_its_neighbours_are_not()
     usual = replace(free, min_response_tokens=1, end_token_ids=(2,))
     odd = replace(usual, end_token_ids=(3,))
     batch = [free, usual, odd, usual]
-    assert [bars_others(one, batch) for one in batch] == [False, False, True, False]
-    assert not bars_others(odd, [odd, free])
+    assert who_bars_others(batch) == [False, False, True, False]
+    assert who_bars_others([odd, free]) == [False, False]
 
 
 def test_a_payload_of_another_length_than_its_header_is_refused():
