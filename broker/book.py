@@ -24,6 +24,7 @@ from broker.events import (
     EvalRoundOpened,
     Evicted,
     Generated,
+    HistoryCut,
     Issued,
     LearnerLeft,
     Leased,
@@ -75,6 +76,7 @@ class LedgerRules:
         default_factory=lambda: dict.fromkeys(get_args(ItemKind), MAX_TOKENS)
     )
     high_water_bytes: int = 1 << 62  # of untrained payloads
+    max_history: int = 10_000  # steps remembered of a run without checkpoints
     replay_budget_bytes: int = 1 << 62  # of trained payloads that no checkpoint holds yet
     prompts_fingerprint: str = ""  # what the training prompts are, and their order
     problems_fingerprint: str = ""  # what the held-out problems are
@@ -327,6 +329,7 @@ class Book:
         | Unbound
         | Trained
         | Evicted
+        | HistoryCut
         | Sealed,
     ) -> None:
         match event:
@@ -347,6 +350,8 @@ class Book:
                 self._apply_trained(version)
             case Evicted(step=step):
                 self._release_replay(step)
+            case HistoryCut(step=step):
+                self._cut_history(step)
             case Sealed(step=step, oldest_kept=oldest_kept):
                 self._apply_sealed(step, oldest_kept)
         self._look_for_free_step()
@@ -611,8 +616,11 @@ class Book:
             if trained_step in state.history:
                 state.sealed += len(state.history[trained_step].groups)
         state.sealed_step = max(step, state.sealed_step)
-        for trained_step in [s for s in state.history if s < min(step, oldest_kept)]:
-            del state.history[trained_step]
+        self._cut_history(min(step, oldest_kept))
+
+    def _cut_history(self, step: int) -> None:
+        for trained_step in [s for s in self.state.history if s < step]:
+            del self.state.history[trained_step]
 
     def _go_back(self, step: int) -> None:
         """Undo the learner steps from ``step`` on: bind their batches again, or requeue them."""

@@ -187,6 +187,12 @@ class Evicted(Event, frozen=True):
     step: int
 
 
+class HistoryCut(Event, frozen=True):
+    """What was trained before a step is remembered no longer: no learner can go back there."""
+
+    step: int
+
+
 class Sealed(Event, frozen=True):
     """A durable checkpoint holds every step before ``step``."""
 
@@ -214,6 +220,7 @@ LedgerEvent: TypeAlias = (
     | Unbound
     | Trained
     | Evicted
+    | HistoryCut
     | Sealed
 )
 

@@ -15,21 +15,39 @@ class FrameCache:
         self._store = store
         self._committer = committer
         self._pinned: dict[TrajectoryKey, StoredTrajectory] = {}
+        self._pinned_bytes = 0
         self._frames: OrderedDict[TrajectoryKey, StoredTrajectory] = OrderedDict()
-        self.num_bytes = 0
+        self._unpinned_bytes = 0
+
+    @property
+    def num_bytes(self) -> int:
+        """Return how much is here."""
+        return self._pinned_bytes + self._unpinned_bytes
 
     def put(self, key: TrajectoryKey, stored: StoredTrajectory) -> None:
         """Keep a trajectory; the oldest ones go when there are too many."""
         self.discard((key,))
         self._frames[key] = stored
-        self.num_bytes += stored.num_bytes
+        self._unpinned_bytes += stored.num_bytes
+        self._make_room()
+
+    def _make_room(self) -> None:
         while self.num_bytes > self._max_bytes and len(self._frames) > 1:
             _, oldest = self._frames.popitem(last=False)
-            self.num_bytes -= oldest.num_bytes
+            self._unpinned_bytes -= oldest.num_bytes
 
     def pin(self, key: TrajectoryKey, stored: StoredTrajectory) -> None:
-        """Keep a trajectory until it is discarded, outside the budget."""
+        """Keep a trajectory until it is discarded, if all such take no more than half the budget.
+
+        Else it is kept as others are.
+        """
+        if self._pinned_bytes + stored.num_bytes > self._max_bytes // 2:
+            self.put(key, stored)
+            return
+        self.discard((key,))
         self._pinned[key] = stored
+        self._pinned_bytes += stored.num_bytes
+        self._make_room()
 
     def get(self, key: TrajectoryKey) -> StoredTrajectory | None:
         """Return a trajectory that is here."""
@@ -54,6 +72,7 @@ class FrameCache:
     def discard(self, keys: Iterable[TrajectoryKey]) -> None:
         """Forget trajectories."""
         for key in keys:
-            self._pinned.pop(key, None)
+            if (stored := self._pinned.pop(key, None)) is not None:
+                self._pinned_bytes -= stored.num_bytes
             if (stored := self._frames.pop(key, None)) is not None:
-                self.num_bytes -= stored.num_bytes
+                self._unpinned_bytes -= stored.num_bytes

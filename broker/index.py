@@ -20,6 +20,7 @@ class GroupIndex:
         self.num_siblings = 0  # of groups to be trained
         self.num_generated = 0
         self.num_scored = 0
+        self.eval_unscored = 0  # held-out answers that wait for a reward
         self._heaps: dict[int, list[int]] = {}  # deadline -> ready groups, and some that were
         self._ready_ids: set[int] = set()
         self.again: dict[int, Group] = {}  # leased before or for evaluation, in nobody's hands
@@ -32,7 +33,7 @@ class GroupIndex:
         state = group.state
         if group.item == "train":
             self._in_state[state] += 1
-            self._count_siblings(group, 1)
+        self._count_siblings(group, 1)
         if state == "issued":
             self._queue_of(group)[group.group_id] = group
         if group.is_live:
@@ -49,7 +50,7 @@ class GroupIndex:
         state = group.state
         if group.item == "train":
             self._in_state[state] -= 1
-            self._count_siblings(group, -1)
+        self._count_siblings(group, -1)
         if state == "issued":
             self._queue_of(group).pop(group.group_id, None)
         if group.is_live:
@@ -66,8 +67,13 @@ class GroupIndex:
         if group.item == "train":
             self.num_generated += generated
             self.num_scored += scored
+        else:
+            self.eval_unscored += generated - scored
 
     def _count_siblings(self, group: Group, sign: int) -> None:
+        if group.item == "eval":
+            self.eval_unscored += sign * (len(group.headers) - len(group.scores))
+            return
         self.num_siblings += sign * group.size
         self.num_generated += sign * len(group.headers)
         self.num_scored += sign * len(group.scores)

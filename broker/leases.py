@@ -22,16 +22,21 @@ class LeaseTerms:
 
     def __init__(self, lease_s: float) -> None:
         self._lease_s = lease_s
-        self._ends: OrderedDict[int, float] = OrderedDict()  # lease -> time, in order
+        self._ends: OrderedDict[int, float] = OrderedDict()  # lease -> time heard, in order
+        self._deaf_s = 0.0  # in which nobody could be heard; no term goes on in it
 
     def begin(self, lease_id: int, now_s: float) -> None:
         """Give a lease a full term from now on."""
-        self._ends[lease_id] = now_s + self._lease_s
+        self._ends[lease_id] = now_s - self._deaf_s + self._lease_s
         self._ends.move_to_end(lease_id)
 
     def begin_all(self, lease_ids: Iterable[int], now_s: float) -> None:
         """Give all leases there are a full term: their holders could not have been heard."""
-        self._ends = OrderedDict.fromkeys(lease_ids, now_s + self._lease_s)
+        self._ends = OrderedDict.fromkeys(lease_ids, now_s - self._deaf_s + self._lease_s)
+
+    def postpone(self, by_s: float) -> None:
+        """Have every lease lapse so much later: no holder could be heard for that long."""
+        self._deaf_s += by_s
 
     def extend(
         self, leases: Mapping[int, Held], holder: str, lease_ids: Iterable[int], now_s: float
@@ -54,7 +59,7 @@ class LeaseTerms:
         """Return the leases whose term is over, and forget them."""
         overdue = []
         for lease_id, end_s in self._ends.items():
-            if end_s >= now_s:
+            if end_s + self._deaf_s >= now_s:
                 break
             overdue.append(lease_id)
         for lease_id in overdue:

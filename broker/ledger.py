@@ -28,6 +28,7 @@ from broker.events import (
     EvalRoundOpened,
     Evicted,
     Generated,
+    HistoryCut,
     Issued,
     LearnerLeft,
     Leased,
@@ -94,6 +95,10 @@ class Ledger(Book):
         """Give every lease a full term: its holder could not have been heard."""
         self._terms.begin_all(self.leases, now_s)
 
+    def was_deaf(self, for_s: float) -> None:
+        """Leave out of every term so many seconds, in which nobody could have been heard."""
+        self._terms.postpone(for_s)
+
     # ---- generation ----------------------------------------------------------
 
     def permits(self, adopted: PolicyVersion) -> int:
@@ -159,7 +164,7 @@ class Ledger(Book):
             if group.item == "eval":
                 return None  # smaller work would take the lanes that it waits for
         for step, eval_round in self.state.eval_rounds.items():
-            if eval_round.unissued and adopted.step >= step:
+            if eval_round.unissued and adopted.step >= step and self._may_evaluate_more:
                 samples = self.rules.eval_plan.section.samples
                 return self._issue_eval(step, eval_round) if samples <= room else None
         if self.rules.group_size > room or self.permits(adopted) == 0:
@@ -167,6 +172,16 @@ class Ledger(Book):
         for group in self.index.fresh.values():
             return group  # of before a take-over: its prompt was taken long ago
         return None if self.out_of_prompts else self._issue()
+
+    @property
+    def _may_evaluate_more(self) -> bool:
+        """Tell whether what waits for rewards leaves memory for more held-out answers.
+
+        One problem at a time is always answered, so that an evaluation comes to its end.
+        """
+        rules, waiting = self.rules, self.index.eval_unscored
+        is_full = self.state.untrained_bytes > rules.high_water_bytes
+        return not waiting or (not is_full and waiting < rules.max_in_flight * rules.group_size)
 
     def _issue(self) -> Group:
         group_id, cursor = self.state.next_group_id, self.state.cursor
@@ -596,6 +611,8 @@ class Ledger(Book):
             raise RefusedError(f"commit of step {self.step}, which was never delivered")
         self._record(Trained(version=version, metrics=metrics))
         self._evict()
+        if not self.state.sealed_step and len(self.state.history) > self.rules.max_history:
+            self._record(HistoryCut(step=self.step - self.rules.max_history))
         if self.step == self.state.last_step:
             self._drop_unbound("run_ended")  # only a resumed run has any
         self._open_eval_if_due()

@@ -93,6 +93,7 @@ class FolderRecords(RunRecords):
         self._open_batches()
         self._points = list(known)  # of before a resume: logged already
         self._num_answers: dict[int, int] = {}  # by step, in this life of the run
+        self._incomplete: set[int] = set()  # steps of which that was said
         self._last_step = -1  # the newest whose batch is recorded
         self._folder = run.folder / EVAL
         if known:
@@ -160,6 +161,13 @@ class FolderRecords(RunRecords):
         if written >= self._keep_answers:
             return
         self._num_answers[step] = written + group.size
+        if len(frames) < group.size and step not in self._incomplete:
+            self._incomplete.add(step)
+            _log.warning(
+                "eval/ does not show every answer of step %d: broker.cache_bytes has no room for "
+                "all that wait for their rewards; the figures count them all",
+                step,
+            )
         self._folder.mkdir(exist_ok=True)
         path = answers_file(self._run.folder, step)
         rows = (json.dumps(_answer(group, sibling, one)) for sibling, one in frames.items())

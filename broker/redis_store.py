@@ -29,6 +29,7 @@ from redis.exceptions import (
     BusyLoadingError,
     ExecAbortError,
     NoPermissionError,
+    ReadOnlyError,
     RedisError,
     ResponseError,
 )
@@ -403,7 +404,14 @@ class RedisStore:
                     message = f"Redis at {self._url} does not permit what the broker needs: {error}"
                     raise ConfigError(message) from error
                 except (RedisError, OSError) as error:
+                    if isinstance(error, ReadOnlyError):
+                        await self._leave_replica()
                     await outage.wait(error)
+
+    async def _leave_replica(self) -> None:
+        """Connect anew: the server was made a replica, and its address may name another one."""
+        await self._drop_connection()
+        await self._client.connection_pool.disconnect()
 
     async def _told(self, ask: Callable[[], Awaitable[object]]) -> Mapping[str, _Reply] | None:
         """Ask what a server may refuse to tell: some users, and hosted servers."""

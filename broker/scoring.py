@@ -11,6 +11,7 @@ from broker.store import TrajectoryKey
 
 _FIRST_LEASE_ID = 1 << 40  # leases of generation count from 0: one heartbeat may name both
 _LOOK_AHEAD = 256  # trajectories passed over in search of some that a worker may have
+_MANY_WORKERS = 256  # names, before those that are gone are forgotten
 _FIRST_PAUSE_S = 1.0  # before a second try; then four times as long, and so on
 _LONGEST_PAUSE_S = 30.0
 
@@ -113,6 +114,8 @@ class ScoringQueue:
         """
         name = name_of(holder)
         self._seen[name] = now_s
+        if len(self._seen) > _MANY_WORKERS:  # names of HOST-PID that died are never heard again
+            self._seen = {n: at for n, at in self._seen.items() if now_s - at <= self._lease_s}
         chosen: list[TrajectoryKey] = []
         groups: set[int] = set()
         passed = 0
@@ -173,9 +176,9 @@ class ScoringQueue:
         """Extend leases; return those that the worker no longer has."""
         return self._terms.extend(self._leases, holder, lease_ids, now_s)
 
-    def renew_leases(self, now_s: float) -> None:
-        """Give every lease a full term: its holder could not have been heard."""
-        self._terms.begin_all(self._leases, now_s)
+    def was_deaf(self, for_s: float) -> None:
+        """Leave out of every term so many seconds, in which nobody could have been heard."""
+        self._terms.postpone(for_s)
 
     def release_all(self, holder: str) -> list[TrajectoryKey]:
         """Put back what a worker held that is gone, or begins anew; return it."""

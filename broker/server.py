@@ -250,18 +250,17 @@ class BrokerServer:
 
     async def _expire_leases(self) -> None:
         every_s = min(1.0, self._ledger.rules.lease_s / 4)
-        due_s = self._now() + every_s
+        looked_s = self._now()
         while True:
+            due_s = looked_s + every_s
             await asyncio.sleep(max(0.0, due_s - self._now()))
             now = self._now()
-            was_deaf = now - due_s > every_s or self._writer.is_flooded
-            due_s = now + every_s
+            deaf_s = max(0.0, now - (looked_s if self._writer.is_flooded else due_s))
+            looked_s = now
+            self._ledger.was_deaf(deaf_s)  # heartbeats that came meanwhile are still unread
+            self._scoring.was_deaf(deaf_s)
             self._look_at_keys()
             self.telemetry.notice(self._ledger)
-            if was_deaf:  # heartbeats that came meanwhile are still unread
-                self._ledger.renew_leases(now)
-                self._scoring.renew_leases(now)
-                continue
             lapsed = self._ledger.expire(now)
             if lapsed:
                 _log.warning("%d leases lapsed: their holders sent no heartbeat", lapsed)
@@ -456,7 +455,8 @@ class BrokerServer:
                 case Dropped(group_id=group_id):
                     self._issued_at.pop(group_id, None)
                 case Trained(version=version):
-                    for group_id, _ in self._ledger.state.history[version.step - 1].groups:
+                    trained = self._ledger.state.history.get(version.step - 1)
+                    for group_id, _ in trained.groups if trained is not None else ():
                         self._issued_at.pop(group_id, None)
                 case EvalRoundClosed() | TakenOver():
                     groups = self._ledger.groups
@@ -902,7 +902,10 @@ class BrokerServer:
         ids = self._ledger.state.batches.get(step, ())
         batch = [self._ledger.groups[group_id] for group_id in ids]
         found = await self.frames.load(key for group in batch for key in group.trajectory_keys())
+        if request.version == self._ledger.version:
+            return self._commit_step(request), _NO_FRAMES  # said twice: it is being recorded
         answer = self._commit_step(request)
+        self._persist()  # before anything else that happens
         frames = [[found[key] for key in sorted(group.trajectory_keys())] for group in batch]
         await self._records.batch(step, list(zip(batch, frames, strict=True)))
         return answer, _NO_FRAMES

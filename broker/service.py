@@ -164,7 +164,7 @@ async def _make_server(
         if group.item == "eval" and group.headers:  # what eval/ shows of them is kept in memory
             keys = group.trajectory_keys()
             for key, stored in zip(keys, await store.fetch(keys), strict=True):
-                server.frames.pin(key, stored)
+                server.frames.pin(key, stored)  # a group at a time, as much as there is room for
     _log.info(
         "generation %d of the broker: %d groups under way, read in %.2f s",
         beginning.generation,

@@ -23,6 +23,8 @@ from wire.run_settings import RunSection
 from wire.status import RoleStatus, RunStatus, StepPoint
 
 _KEPT_STEPS = 2_000
+_GONE_S = 3_600.0
+_MANY = ("generator", "reward_worker")  # they are heard of by their heartbeats
 _STATM = Path("/proc/self/statm")
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
@@ -96,11 +98,20 @@ class Telemetry:
             tokens = before.tokens
             self._ended_tokens[before.hello.role] += int(tokens)
         now = self._now()
+        self._forget_gone(now)
         known = replace(hello, packages={}, held=())
         self._roles[hello.name] = RoleRecord(known, now, now)
         for package, version in hello.packages.items():
             if package in self.versions or len(self.versions) < MAX_NAMES:
                 self.versions[package[:MAX_CHARS]] = version[:MAX_CHARS]
+
+    def _forget_gone(self, now_s: float) -> None:
+        """Show processes no longer that have been silent for long: a name may hold a pid."""
+        for name, one in list(self._roles.items()):
+            if one.hello.role not in _MANY or now_s - one.heard_s <= _GONE_S:
+                continue
+            gone = self._roles.pop(name)
+            self._ended_tokens[gone.hello.role] += int(gone.tokens)
 
     def heard(self, name: str) -> None:
         """A role sent anything at all."""

@@ -380,6 +380,39 @@ def test_a_copy_of_a_commit_that_arrives_late_is_not_applied_again(folder: Path)
         asyncio.run(body(server))
 
 
+def test_a_server_that_was_made_a_replica_is_left_for_the_one_behind_its_address(folder: Path):
+    """As a failover of hosted Redis does: connections stay, and every write is refused."""
+
+    async def body(old: RedisServer, new: RedisServer) -> None:
+        for server in (old, new):
+            await server.until_listening(server.socket)
+        proxy = Proxy(old.socket)
+        listening = await asyncio.start_unix_server(proxy.serve, folder / "p.sock")
+        async with (
+            connected(old, url=f"unix://{folder}/p.sock", timeout_s=HANG_S) as store,
+            connected(new) as reader,
+            admin(old) as old_admin,
+            admin(new) as new_admin,
+        ):
+            await store.commit(change(0))
+            await store.snapshot()  # a connection of those that read is open, too
+            for key in await old_admin.keys("*"):  # the replica that leads from now on has it
+                await new_admin.restore(key, 0, await old_admin.dump(key))
+            await new_admin.config_set("requirepass", old.password)
+            await old_admin.execute_command("REPLICAOF", "127.0.0.1", "1")
+            proxy.target = new.socket
+            async with asyncio.timeout(HANG_S):
+                await store.commit(change(1))
+            assert await events_of(reader) == [0, 1]
+            assert await store.claim() == 2
+        listening.close()
+
+    second = folder / "new"
+    second.mkdir()
+    with running(launch(folder)) as old, running(launch(second)) as new:
+        asyncio.run(body(old, new))
+
+
 def test_a_broker_that_slept_while_another_claimed_cannot_write(folder: Path):
     async def body(server: RedisServer) -> None:
         async with connected(server) as stale, connected(server) as fresh:

@@ -1032,3 +1032,101 @@ def test_a_reward_that_is_no_number_is_no_reward_and_parts_that_are_none_are_lef
     ledger.score(Score(group_id=group.group_id, sibling=0, lease_id=0, reward=1.0, parts=parts))
     kept = ledger.groups[group.group_id].scores[0].parts
     assert kept == {"format": 1.0, "n" * 100: 2.0}
+
+
+# ---- memory ------------------------------------------------------------------
+
+
+def test_held_out_answers_that_wait_for_rewards_are_bounded_and_the_round_still_ends():
+    rules = make_rules(
+        total_steps=1,
+        groups_per_step=1,
+        max_staleness_steps=0,
+        max_in_flight=3,
+        plan=eval_plan(40, samples=2),
+    )
+    ledger = started(make_ledger(rules))  # an evaluation at step 0: 40 problems of 2 answers
+    answered: list[int] = []
+
+    def answer_all() -> None:
+        while (groups := lease(ledger, max_sequences=2)) and groups[0].item == "eval":
+            generate(ledger, groups[0])
+            answered.append(groups[0].group_id)
+
+    answer_all()
+    assert len(answered) == 3  # max_in_flight groups of group_size answers
+    for _ in range(40):
+        reward(ledger, answered.pop(0), [0.0, 1.0])
+        answer_all()
+    assert [point.step for point in ledger.state.eval_points] == [0]
+
+
+def test_past_the_high_water_one_held_out_problem_at_a_time_is_answered():
+    rules = make_rules(
+        total_steps=1,
+        groups_per_step=1,
+        max_staleness_steps=0,
+        max_in_flight=8,
+        high_water_bytes=100,
+        plan=eval_plan(4, samples=1),
+    )
+    ledger = started(make_ledger(rules))
+    first, second = (lease(ledger, max_sequences=1)[0] for _ in range(2))
+    for group in (first, second):
+        submit(ledger, header(group.group_id, 0, ledger.version, lease_id=group.lease_id), 80)
+    assert lease(ledger, max_sequences=1) == []
+    reward(ledger, first.group_id, [1.0])
+    assert len(lease(ledger, max_sequences=1)) == 1  # 80 bytes are below the high water
+
+
+def test_what_waits_for_rewards_is_counted_the_same_by_a_broker_that_takes_over():
+    ledger = evaluated_ledger(num_problems=3)
+    first, second = lease(ledger, max_sequences=2)
+    generate(ledger, first)
+    generate(ledger, second)
+    reward(ledger, first.group_id, [1.0])
+    assert ledger.index.eval_unscored == 1
+    assert make_ledger(ledger.rules, state_of(ledger)).index.eval_unscored == 1
+    ledger.begin_anew(ledger.groups[second.group_id])
+    assert ledger.index.eval_unscored == 0
+
+
+def test_a_run_without_checkpoints_remembers_so_many_steps_and_says_from_where_on():
+    rules = make_rules(total_steps=9, groups_per_step=1, max_staleness_steps=0, max_history=4)
+    ledger = started(make_ledger(rules))
+    for _ in range(7):
+        make_ready(ledger, lease(ledger, max_sequences=2))
+        train_step(ledger)
+    assert sorted(ledger.state.history) == [3, 4, 5, 6]
+    with pytest.raises(RefusedError, match="knows its batches from step 3 on"):
+        ledger.take_over(0)
+    assert ledger.take_over(3).step == 3
+
+
+def test_the_time_in_which_nobody_could_be_heard_counts_in_no_term():
+    ledger = started(make_ledger())
+    first, second = lease(ledger, max_sequences=4, now_s=0.0)
+    for tick in range(1, 8):  # late each time: every term was given anew, and nothing ever lapsed
+        ledger.was_deaf(1.5)
+        ledger.heartbeat("generator-0", [second.lease_id], now_s=tick * 2.0)
+        assert ledger.expire(tick * 2.0) == 0
+    ledger.heartbeat("generator-0", [second.lease_id], now_s=20.0)
+    assert ledger.expire(LEASE_S + 7 * 1.5 - 0.1) == 0
+    assert ledger.expire(LEASE_S + 7 * 1.5 + 0.1) == 1
+    assert list(ledger.leases) == [second.lease_id]
+    assert first.lease_id not in ledger.leases
+
+
+@pytest.mark.parametrize("value", [1e308, -1e308, float("inf"), float("nan")])
+def test_a_reward_too_large_to_sum_is_none(value: float):
+    ledger = started(make_ledger())
+    (group,) = lease(ledger, max_sequences=2)
+    generate(ledger, group)
+    parts = {"a": value, "b": 1.0}
+    ledger.score(Score(group_id=group.group_id, sibling=0, lease_id=0, reward=value, parts=parts))
+    ledger.score(Score(group_id=group.group_id, sibling=1, lease_id=0, reward=1.0, parts=parts))
+    kept = ledger.groups[group.group_id]
+    assert list(kept.scores) == [1]
+    assert kept.scores[1].parts == {"b": 1.0}
+    assert "at most 1e+15" in kept.failures[-1].reason
+    assert ledger.sampled_reward() == 1.0

@@ -138,3 +138,10 @@ def test_another_worker_that_fell_silent_keeps_nobody_from_trying_again():
 def test_leases_of_scoring_and_of_generation_have_different_numbers():
     (lease_id,) = filled((0, 0)).lease("worker", 1, now_s=0.0)
     assert lease_id >= 1 << 40
+
+
+def test_names_of_workers_that_died_are_forgotten():
+    queue = ScoringQueue(lease_s=10.0)
+    for pid in range(2_000):
+        queue.lease(f"host-{pid}@x", 1, now_s=float(pid))
+    assert len(queue._seen) <= 300

@@ -11,18 +11,21 @@ import pytest
 import zmq
 import zmq.asyncio
 from msgspec.structs import replace
+from typing_extensions import override
 
 from broker.book import decode_state
 from broker.client import BrokerClient
 from broker.commit import GroupCommitter
-from broker.events import decode_event
+from broker.events import TakenOver, Trained, decode_event
+from broker.groups import Group
 from broker.ledger import Ledger
+from broker.records import Frames, RunRecords
 from broker.scoring import ScoringQueue
 from broker.server import BrokerServer
 from broker.store import MemoryStore
 from broker.telemetry import Telemetry
 from tests.unit.broker.ledger_driver import RESPONSE_TOKENS, header, make_ledger, make_rules
-from tests.waiting import HANG_S
+from tests.waiting import HANG_S, until_async
 from tests.wire_samples import MEMBERS, RECORD
 from wire.bus import RelayDoor
 from wire.codec import Frame, decode_answer, decode_transcript, encode
@@ -110,6 +113,7 @@ async def running(
     *,
     store: MemoryStore | None = None,
     cache_bytes: int = 1 << 20,
+    records: RunRecords | None = None,
 ) -> AsyncIterator[Running]:
     owned = ledger or make_ledger(make_rules(groups_per_step=1, total_steps=1))
     store = store or MemoryStore()
@@ -124,6 +128,7 @@ async def running(
         max_message_bytes=1_000_000,
         scores_inline=True,
         cache_bytes=cache_bytes,
+        records=records,
     )
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     endpoint = f"ipc://{folder}/broker.sock"
@@ -702,6 +707,87 @@ def test_what_is_not_in_memory_comes_from_the_store(short_folder: Path):
             await learner.ask(RequestBatch(version=V0, step=0, wait_s=30.0), BatchDelivered)
             _, payloads = await learner.ask(FetchPayloads(keys=((0, 1), (0, 0))), Payloads)
             assert [bytes(p) for p in payloads] == [b"payload 1", b"payload 0"]
+
+    asyncio.run(body())
+
+
+class SlowRecords(RunRecords):
+    """Records batches as slowly as a test wants."""
+
+    def __init__(self) -> None:
+        self.begun, self.may_end = asyncio.Event(), asyncio.Event()
+        self.steps: list[int] = []
+
+    @property
+    @override
+    def wants_batches(self) -> bool:
+        return True
+
+    @override
+    async def batch(self, step: int, groups: Sequence[tuple[Group, Frames]]) -> None:
+        if groups:
+            self.begun.set()
+            await self.may_end.wait()
+            self.steps.append(step)
+
+
+def test_a_learner_takes_over_while_the_batch_of_the_one_before_is_being_recorded(
+    short_folder: Path,
+):
+    """Both in one transaction, they named a step that was remembered no longer: KeyError."""
+    mishaps: list[object] = []
+
+    async def body() -> None:
+        records = SlowRecords()
+        asyncio.get_running_loop().set_exception_handler(lambda _, said: mishaps.append(said))
+        rules = make_rules(groups_per_step=1, total_steps=2, replay_budget_bytes=0)
+        async with running(short_folder, make_ledger(rules), records=records) as it:
+            learner = await it.client("learner", "learner")
+            generator = await it.client("generator", "generator-0")
+            group = await one_group(learner, generator)
+            for sibling in group.siblings:
+                await submit(generator, group.group_id, sibling)
+                score = Score(group_id=0, sibling=sibling, lease_id=0, reward=float(sibling))
+                it.ledger.score(score)
+            await learner.ask(RequestBatch(version=V0, step=0, wait_s=30.0), BatchDelivered)
+            commit = StepCommit(version=V0.next(), metrics={})
+            waiting = asyncio.create_task(learner.ask(commit, StepCommitted))
+            await asyncio.wait_for(records.begun.wait(), HANG_S)
+            assert not waiting.done()
+            learner.close()
+            waiting.cancel()
+            it.clients.remove(learner)
+            successor = await it.client("learner", "learner")
+            took, _ = await successor.ask(TakeOver(step=0), TookOver)
+            assert took.version == PolicyVersion(2, 0)
+            kinds = [type(decode_event(event)) async for event in it.store.replay()]
+            assert kinds.index(Trained) < kinds.index(TakenOver, kinds.index(Trained))
+            records.may_end.set()
+            await until_async(lambda: records.steps == [0], "the batch is not recorded")
+
+    asyncio.run(body())
+    assert mishaps == []
+
+
+def test_a_commit_that_is_said_twice_while_its_batch_is_read_is_answered_twice(short_folder: Path):
+    async def body() -> None:
+        records = SlowRecords()
+        records.may_end.set()
+        rules = make_rules(groups_per_step=1, total_steps=2, replay_budget_bytes=0)
+        ledger = make_ledger(rules)
+        async with running(short_folder, ledger, records=records, cache_bytes=0) as it:
+            learner = await it.client("learner", "learner")
+            generator = await it.client("generator", "generator-0")
+            group = await one_group(learner, generator)
+            for sibling in group.siblings:
+                await submit(generator, group.group_id, sibling)
+                score = Score(group_id=0, sibling=sibling, lease_id=0, reward=float(sibling))
+                it.ledger.score(score)
+            await learner.ask(RequestBatch(version=V0, step=0, wait_s=30.0), BatchDelivered)
+            commit = StepCommit(version=V0.next(), metrics={})
+            await asyncio.gather(*(learner.ask(commit, StepCommitted) for _ in range(2)))
+            assert records.steps == [0]
+            assert it.status.trained == 1
 
     asyncio.run(body())
 

@@ -250,3 +250,20 @@ def test_what_waits_is_counted_by_its_age_in_steps_and_the_oldest_says_how_long(
     assert (after.queue_age_s, after.lags_in_queue) == (7.0, {"0": 1})
     assert after.lags_in_flight == {"0": 2}
     assert after.memory["rss_bytes"] > 1_000_000
+
+
+def test_a_worker_that_was_gone_for_an_hour_is_shown_no_longer_and_its_tokens_stay(
+    telemetry: Telemetry, time: Time, ledger: Ledger
+):
+    telemetry.training_began()
+    telemetry.hello(Hello(role="learner", name="learner"))
+    telemetry.hello(Hello(role="generator", name="host-17", incarnation="a"))
+    telemetry.report("host-17", RoleReport(phase_seconds={}, counters={"tokens": 7_201.0}))
+    time.passes(3_601.0)
+    telemetry.hello(Hello(role="generator", name="host-18", incarnation="b"))
+    status = telemetry.status(ledger, ScoringQueue(lease_s=1.0))
+    assert [role.name for role in status.roles] == ["broker", "host-18", "learner"]
+    telemetry.report("host-18", RoleReport(phase_seconds={}, counters={"tokens": 3_601.0}))
+    time.passes(3_600.0)
+    tokens = telemetry.status(ledger, ScoringQueue(lease_s=1.0)).tokens_per_second
+    assert tokens == {"generator": (7_201 + 3_601) / 7_201}

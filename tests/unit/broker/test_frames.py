@@ -1,0 +1,36 @@
+"""What the broker keeps of trajectories in memory, and how much."""
+
+from broker.commit import GroupCommitter
+from broker.frames import FrameCache
+from broker.store import MemoryStore, StoredTrajectory
+
+
+def cache(max_bytes: int) -> FrameCache:
+    store = MemoryStore()
+    return FrameCache(max_bytes, store, GroupCommitter(store))
+
+
+def trajectory(num_bytes: int) -> StoredTrajectory:
+    return StoredTrajectory(b"p" * (num_bytes - 2), b"t" * 2)
+
+
+def test_what_is_pinned_counts_to_the_budget_and_never_takes_more_than_half_of_it():
+    frames = cache(1_000)
+    for i in range(20):
+        frames.put((0, i), trajectory(100))
+    assert frames.num_bytes == 1_000
+    for i in range(20):
+        frames.pin((1, i), trajectory(100))
+        assert frames.num_bytes == 1_000
+    for i in range(5):
+        assert frames.get((1, i)) is not None  # pinned: nothing pushes them out
+    frames.discard((1, i) for i in range(20))
+    frames.discard((0, i) for i in range(20))
+    assert frames.num_bytes == 0
+
+
+def test_what_is_pinned_twice_counts_once():
+    frames = cache(1_000)
+    for _ in range(3):
+        frames.pin((0, 0), trajectory(100))
+    assert frames.num_bytes == 100
