@@ -30,6 +30,7 @@ _MAX_PAUSE_S = 2.0
 _STEADY_S = 5.0
 _ROOM_BYTES = 1024 * 1024
 _FULL_DISK = ("No space left on device", "Short write while writing to the AOF")
+_DAMAGED = "Bad file format reading the append only file"
 
 
 def find_server(binary: Path | None = None) -> Path:
@@ -153,9 +154,14 @@ class RedisServer:
         return Patience(what, limit_s, signs, at_most=at_most)
 
     def check_alive(self) -> None:
-        """Raise ChildDiedError if the server ended; ConfigError if the disk is full."""
+        """Raise ChildDiedError if the server ended; ConfigError if a person has to do something."""
         if self.process.poll() is None:
             return
+        if _DAMAGED in (tail := last_lines(self.log_file, 8)):
+            raise ConfigError(
+                f"the store in {self.folder} is damaged: what to do stands in docs/operations.md, "
+                f"A damaged store; {self.log_file}:\n{tail}"
+            )
         if self._disk_is_full():
             raise ConfigError(f"{self._end()} (run.dir)")
         raise ChildDiedError(self._end())

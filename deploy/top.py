@@ -34,6 +34,7 @@ from wire.status import RunStatus
 
 _EVERY_S = 1.0
 _OLD_S = 3.0  # an answer that is older is said to be
+_GONE_S = 30.0  # then it is said what to do
 
 
 def top(folder: Path, *, as_json: bool) -> int:
@@ -142,9 +143,16 @@ def trouble_of(error: str, age_s: float, outcome: str) -> str:
     if error and outcome not in {"", "running"}:
         return f"the run has ended: {outcome}"
     why = f" ({error})" if error else ""
-    return (
+    said = (
         f"the broker has not answered for {age(age_s)} and is asked every second; what is shown "
         f"is old{why}"
+    )
+    if age_s < _GONE_S:
+        return said
+    return (
+        f"{said}. Every role waits for it, for run.outage_s: `slipstream run` starts it again, "
+        "one started by hand needs start-broker; see logs/broker.log, and Broker gone in "
+        "docs/operations.md"
     )
 
 

@@ -9,14 +9,14 @@ docs/operations.md.
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from statistics import StatisticsError, correlation, fmean, pstdev
 from typing import Literal, TypeAlias
 
 import msgspec
 
 from wire.bus import PublishRecord
-from wire.status import RunStatus
+from wire.status import RoleStatus, RunStatus
 
 Column: TypeAlias = Sequence[float | None]
 Level: TypeAlias = Literal["info", "warning", "error"]
@@ -168,6 +168,26 @@ class _View:
         """Return the newest value of a measure over time if a rule about it is to speak."""
         return _reading(measure, self.looks, limit)
 
+    def stalled(self, name: str) -> list[float]:
+        """Return what is known of a series since ``WINDOW_S`` ago if no step was done since.
+
+        Empty if one was, or if the run is younger. Needs no step at all, unlike ``values``.
+        """
+        at_s, steps_at_s = self.history.at_s, self.history.steps_at_s
+        if not at_s or self.status.finished or self.status.steps >= self.status.total_steps:
+            return []
+        since_s = at_s[-1] - WINDOW_S
+        if at_s[0] > since_s or (steps_at_s and steps_at_s[-1] > since_s):
+            return []
+        column = self.history.series.get(name, ())
+        return _known(column[bisect_left(at_s, since_s) :])
+
+    @property
+    def generators(self) -> list[RoleStatus]:
+        """Return the generators that have weights."""
+        roles = (one for one in self.status.roles if one.role == "generator")
+        return [one for one in roles if one.adopted is not None]
+
     @property
     def lately(self) -> str:
         """Return the window in words."""
@@ -293,6 +313,57 @@ def _memory_near_the_high_water(view: _View) -> Advisory | None:
 def _gib(num_bytes: float) -> str:
     mib = num_bytes / 2**20
     return f"{mib / 1024:.1f} GiB" if mib >= 1024 else f"{mib:.0f} MiB"
+
+
+# ---- a run that stands still ---------------------------------------------------
+
+
+def _engine_ahead_of_the_learner(view: _View) -> Advisory | None:
+    ahead = {
+        one.name: one.adopted.label
+        for one in view.generators
+        if one.adopted is not None and one.adopted.step > view.status.steps
+    }
+    if not ahead or not view.stalled("in_flight"):
+        return None
+    name, label = next(iter(sorted(ahead.items())))
+    text = (
+        f"{name} holds {label} and the learner stands at step {view.status.steps}, where it has "
+        f"stood for {duration(WINDOW_S)}: no learner of this run has made such weights, so it is "
+        "given no work; end the run and go on with slipstream run --resume auto "
+        "(run.resume_from)."
+    )
+    return _advisory("engine-ahead-of-the-learner", "error", text, "run.resume_from")
+
+
+def _work_not_granted(view: _View) -> Advisory | None:
+    in_flight, unscored = view.stalled("in_flight"), view.stalled("queue:eval_unscored")
+    asking = [one for one in view.generators if not one.leases]
+    if not in_flight or max(in_flight) or any(unscored) or not asking:
+        return None
+    if len(asking) < len(view.generators):
+        return None  # held-out problems are under way
+    runs = ", ".join(sorted({one.adopted.label for one in asking if one.adopted is not None}))
+    text = (
+        f"Nothing has been under way for {duration(WINDOW_S)}, and {len(asking)} generators with "
+        f"{runs} get no work: the learner, at step {view.status.steps}, has not taken over, or "
+        "its weights do not reach them; see the learner's log and slipstream versions, then go on "
+        "with slipstream run --resume auto (run.resume_from)."
+    )
+    return _advisory("work-not-granted", "error", text, "run.resume_from")
+
+
+def _evaluation_waits_for_rewards(view: _View) -> Advisory | None:
+    unscored = view.stalled("queue:eval_unscored")
+    if not unscored or not unscored[0] or any(b < a for a, b in pairwise(unscored)):
+        return None
+    text = (
+        f"{unscored[-1]:.0f} held-out answers wait for a reward and none has got one for "
+        f"{duration(WINDOW_S)}; no more are asked for than the memory bounds allow: see "
+        "the logs of reward workers, and start more of them (reward.workers) or mend what they "
+        "wait for (reward.function, reward.timeout_s)."
+    )
+    return _advisory("evaluation-waits-for-rewards", "warning", text, "reward.workers")
 
 
 # ---- communication -----------------------------------------------------------
@@ -593,6 +664,7 @@ def _advisory(rule: str, level: Level, text: str, setting: str) -> Advisory:
 
 _LEVELS: Sequence[Level] = ("error", "warning", "info")
 _RULES: Sequence[Callable[[_View], Advisory | None]] = (
+    *(_engine_ahead_of_the_learner, _work_not_granted, _evaluation_waits_for_rewards),
     *(_learner_starved, _generators_starved, _memory_near_the_high_water),
     *(
         _kv_thrashing,

@@ -85,5 +85,8 @@ class Rates:
         return sample
 
 
-_QUEUES = ("ready_groups", "leased_groups", "waiting_for_reward", "being_scored", "dead_letters")
+_QUEUES = (
+    *("ready_groups", "leased_groups", "waiting_for_reward", "eval_unscored", "being_scored"),
+    "dead_letters",
+)
 _TOKEN_ROLES = {"generator", "learner"}

@@ -413,6 +413,44 @@ def test_a_server_that_was_made_a_replica_is_left_for_the_one_behind_its_address
         asyncio.run(body(old, new))
 
 
+def test_a_damaged_file_is_named_with_what_to_do_and_that_mends_it(folder: Path):
+    """What docs/operations.md says under "A damaged store", done."""
+
+    async def fill(server: RedisServer) -> None:
+        async with connected(server) as store:
+            for number in range(40):
+                await store.commit(change(number, 1_000))
+
+    async def begin(server: RedisServer) -> None:
+        await server.until_listening(server.socket)
+        await until_async(lambda: server.process.poll() is not None, "the server did not end")
+        server.check_alive()
+
+    async def what_is_left(server: RedisServer) -> list[int]:
+        async with connected(server) as store:
+            return await events_of(store)
+
+    with running(launch(folder)) as server:
+        asyncio.run(fill(server))
+    (file,) = folder.rglob("*.incr.aof")
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2 : len(data) // 2 + 40] = b"#" * 40
+    file.write_bytes(data)
+    with (
+        running(launch(folder)) as server,
+        pytest.raises(ConfigError, match=r"(?s)is damaged.*A damaged store.*" + file.name),
+    ):
+        asyncio.run(begin(server))
+    checker = folder / "valkey-check-aof"
+    checker.symlink_to(packaged_server())
+    command = [str(checker), "--fix", str(file)]
+    subprocess.run(command, input=b"y\n", check=True, capture_output=True)
+    with running(launch(folder)) as server:
+        left = asyncio.run(what_is_left(server))
+    assert left == list(range(len(left)))
+    assert 10 <= len(left) < 40
+
+
 def test_a_broker_that_slept_while_another_claimed_cannot_write(folder: Path):
     async def body(server: RedisServer) -> None:
         async with connected(server) as stale, connected(server) as fresh:

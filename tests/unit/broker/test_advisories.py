@@ -130,9 +130,39 @@ def mixed(kl: Callable[[int], float], staleness: Callable[[int], float]) -> dict
     }
 
 
+def idle(step: int, adopted: int, leases: int = 0) -> RunStatus:
+    """Two generators that run the weights of a step."""
+    version = PolicyVersion(1, adopted)
+    generators = [
+        replace(role(name, "generator"), adopted=version, leases=leases) for name in ("g-0", "g-1")
+    ]
+    return status(steps=step, roles=[role("learner", "learner"), *generators])
+
+
+def still(in_flight: float, unscored: Column, *, num_steps: int = 0) -> Trends:
+    """A run that has done no step for a while."""
+    series = {"in_flight": flat(in_flight), "queue:eval_unscored": unscored}
+    return history(series, num_steps=num_steps)
+
+
 Case = tuple[str, RunStatus, Trends, RunStatus, Trends]
 HERE = status()
 CASES: list[Case] = [
+    (
+        "engine-ahead-of-the-learner",
+        *(idle(3, 4), still(5, flat(0))),
+        *(idle(3, 3), still(5, flat(0))),
+    ),
+    (
+        "work-not-granted",
+        *(idle(3, 3), still(0, flat(0))),
+        *(idle(3, 3, leases=1), still(0, flat(0))),
+    ),
+    (
+        "evaluation-waits-for-rewards",
+        *(idle(3, 3, leases=1), still(0, flat(7))),
+        *(idle(3, 3, leases=1), still(0, [*flat(7, ROWS - 1), 6])),
+    ),
     ("learner-starved", HERE, history(busy(0.74)), HERE, history(busy(0.76))),
     ("generators-starved", HERE, history(busy(1.0, 0.74)), HERE, history(busy(1.0, 0.76))),
     (
@@ -230,6 +260,16 @@ def test_a_rule_is_silent_while_there_is_too_little_data(case: Case):
         fsync="",
     )
     assert said(replace(state, publish_history=state.publish_history[-9:]), early) == {}
+
+
+def test_a_run_that_has_just_done_a_step_or_is_over_does_not_stand_still():
+    for trends in (
+        still(0, flat(7), num_steps=60),
+        replace(still(0, flat(7)), steps_at_s=[EVERY_S * ROWS - 115.0]),
+    ):
+        assert said(idle(60, 61), trends) == {}
+    for over in (replace(idle(3, 4), finished=True), replace(idle(3, 4), total_steps=3)):
+        assert said(over, still(0, flat(7))) == {}
 
 
 def test_nothing_is_said_about_a_run_without_history():

@@ -103,6 +103,8 @@ def test_a_broker_that_does_not_answer_is_told_from_a_run_that_has_ended():
     assert trouble_of("", 0.9, "") == ""
     silent = trouble_of("", 4.0, "")
     assert "the broker has not answered for 4 s and is asked every second" in silent
+    assert "start-broker" not in silent
+    assert "start-broker; see logs/broker.log" in trouble_of("", 31.0, "")
     assert "gone" in trouble_of("gone", 1.0, "running")
     assert trouble_of("gone", 1.0, "finished") == "the run has ended: finished"
 
