@@ -36,6 +36,7 @@ from wire.errors import (
 )
 from wire.keys import ClientKey, read_client_key
 from wire.patience import saying
+from wire.pieces import cut
 
 _log = logging.getLogger(__name__)
 A = TypeVar("A", bound=Answer)
@@ -56,7 +57,7 @@ class _Pending:
     """A request that has no answer yet."""
 
     request_id: bytes
-    frames: list[Frame]  # without the id and the session
+    pieces: list[Frame]  # without the id and the session
     is_hello: bool
     answer: "asyncio.Future[tuple[Answer, list[Frame]]]"
 
@@ -212,7 +213,7 @@ class BrokerClient:
             asyncio.get_running_loop().create_future()
         )
         is_hello = isinstance(request, Hello)
-        pending = _Pending(b"", [encode(request), *frames], is_hello, future)
+        pending = _Pending(b"", cut([encode(request), *frames]), is_hello, future)
         deadline = time.monotonic() + patience_s
         what = type(request).__name__
         try:
@@ -252,7 +253,7 @@ class BrokerClient:
         with suppress(TimeoutError):
             async with asyncio.timeout(deadline - time.monotonic()):
                 session = b"" if pending.is_hello else self._session
-                await self._socket.send_multipart([pending.request_id, session, *pending.frames])
+                await self._socket.send_multipart([pending.request_id, session, *pending.pieces])
 
     def _register(self, pending: _Pending) -> None:
         self._pending.pop(pending.request_id, None)

@@ -110,11 +110,13 @@ class BrokerSection(Section, frozen=True, kw_only=True):
     max_recorded_bytes: AtLeast0 = 1024 * 1024 * 1024
     """Recording stops at this size; 0 is no limit."""
     max_message_bytes: AtLeast1 = 256 * 1024 * 1024
-    """Larger messages are refused by the socket."""
+    """Larger messages are refused."""
     max_requests_per_s: Positive = 20_000.0
     """Requests of one client in the long run; past it it is told to slow down."""
     listen: str = ""
     """Where roles on other hosts connect, tcp://ADDRESS:PORT; they need keys. Empty is nowhere."""
+    max_connections: AtLeast1 = 4096
+    """Connections from other hosts at a time, with and without a key; further ones wait."""
     keys: str = ""
     """Folder of the keys for that; empty is DIR/keys, which all runs share."""
     redis: RedisTable = RedisTable()

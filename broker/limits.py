@@ -7,7 +7,7 @@ from typing import Generic, TypeVar
 from wire.control import Role
 
 P = TypeVar("P")
-MAX_FRAMES = 8  # of one message, without the routing id
+MAX_FRAMES = 8  # of one message, the request id, the session and the body among them
 _MAX_STRANGERS = 4_096  # clients that are remembered; the quietest is forgotten first
 _SMALL_BYTES = 16 * 1024 * 1024
 _TINY_BYTES = 64 * 1024

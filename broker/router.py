@@ -2,11 +2,15 @@
 
 import asyncio
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
 from typing import NamedTuple
 
 import zmq
 
+from broker.gate import ConnectionCount, Gate, TcpGate, UnixGate, listening_socket
 from wire.codec import Frame
+from wire.pieces import PIECE_BYTES
 
 _BURST = 64  # messages handed over before other work gets its turn
 _SEND_LIMIT = 4_000  # answers that wait for one peer; it asked for every one of them
@@ -15,6 +19,7 @@ _NOW_AND_MORE = int(zmq.NOBLOCK | zmq.SNDMORE)
 _LARGE_BYTES = 8 * 1024
 _HANDSHAKE_MS = 5_000  # whoever has connected has so long to prove its key
 _BACKLOG = 1_024  # connections that wait to be taken
+_ENVELOPE_BYTES = 256  # more than CURVE adds to a piece
 
 
 class Peer(NamedTuple):
@@ -44,18 +49,23 @@ class Router:
         context: "zmq.Context[zmq.Socket[bytes]]",
         endpoint: str,
         *,
-        max_message_bytes: int,
         on_message: OnMessage,
         secret_key: bytes = b"",
+        max_connections: int = 1 << 20,
+        setting: str = "",
     ) -> None:
         """Bind a socket.
 
         Args:
             context: of the process.
             endpoint: where clients connect.
-            max_message_bytes: a connection that sends a larger frame is closed.
             on_message: is given each message without its routing id.
             secret_key: of the broker; if given, connections have to prove a key of their own.
+            max_connections: at a time; further ones wait.
+            setting: that says so.
+
+        Raises:
+            ConfigError: a TCP address cannot be listened at.
         """
         self._on_message = on_message
         self._is_secure = bool(secret_key)
@@ -64,7 +74,7 @@ class Router:
         self._is_paused = False
         self._socket = context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.setsockopt(zmq.MAXMSGSIZE, max_message_bytes)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, PIECE_BYTES + _ENVELOPE_BYTES)  # without a key, too
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # an answer to nobody is an error
         self._socket.setsockopt(zmq.SNDHWM, _SEND_LIMIT)
         self._socket.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
@@ -73,7 +83,19 @@ class Router:
             self._socket.curve_secretkey = secret_key
             self._socket.curve_server = True
             self._socket.zap_domain = b"slipstream"
-        self._socket.bind(endpoint)
+        self.connections: ConnectionCount | None = None  # none are counted within a process
+        self._cleanup = ExitStack()
+        self._cleanup.callback(self._socket.close)
+        with ExitStack() as undo:
+            undo.push(self._cleanup)
+            endpoint, gate = self._gate_of(endpoint)
+            if gate is not None:
+                self.connections = ConnectionCount(
+                    self._socket, gate, max_connections, where=endpoint, setting=setting
+                )
+                self._cleanup.callback(self.connections.stop)
+            self._socket.bind(endpoint)
+            undo.pop_all()
         self.endpoint = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
         self._fd = int(self._socket.getsockopt(zmq.FD))
         self._loop.add_reader(self._fd, self._receive)
@@ -125,7 +147,22 @@ class Router:
         self._loop.remove_reader(self._fd)
         if self._look_again is not None:
             self._look_again.cancel()
-        self._socket.close()
+        self._cleanup.close()
+
+    def _gate_of(self, endpoint: str) -> tuple[str, Gate | None]:
+        """Return where to bind, and what stands before it; nothing within a process."""
+        if endpoint.startswith("ipc://"):
+            unix = UnixGate(Path(endpoint.removeprefix("ipc://")))
+            self._cleanup.callback(unix.close)
+            return endpoint, unix
+        if not endpoint.startswith("tcp://"):
+            return endpoint, None
+        listening = listening_socket(endpoint)
+        tcp = TcpGate(listening)
+        self._cleanup.callback(tcp.close)
+        host, port = listening.getsockname()[:2]
+        self._socket.setsockopt(zmq.USE_FD, listening.detach())  # from here on it is the socket's
+        return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}", tcp
 
     def _look(self) -> None:
         if self._look_again is None:

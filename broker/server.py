@@ -7,6 +7,7 @@ that find no work wait in a WaitingRoom, answers that promise something wait for
 
 import asyncio
 import logging
+import resource
 import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Sequence
@@ -106,6 +107,7 @@ from wire.errors import (
     SupersededError,
 )
 from wire.ledger_view import LedgerView
+from wire.pieces import joined, most_pieces
 from wire.status import RunStatus
 from wire.trajectory import NO_SCORING_LEASE, Score, transcript_of
 from wire.visible import one_line
@@ -116,12 +118,14 @@ MAX_WAIT_S = 30.0
 _ITEMS_ON_FILE = 20
 _COMPLAIN_EVERY_S = 10.0  # about one client
 _MAX_COMPLAINTS = 1_000  # clients
+_KEYS_LOST_S = 10.0  # keys that cannot be read count for so long as they were
 _MAX_JOBS = 64  # requests of one client that wait for payloads at a time
 _MAX_LETTERS = 100  # dead letters in one answer
 _MAX_ITEMS = 1_000  # of the ledger, named in one answer
 _PROMISE_NOTHING = (HeartbeatAnswer, StatusAnswer, LedgerAnswer, DeadLetters)  # not of the store
 MAX_CREDITS = 4_096
 _MAX_ID_BYTES = 64
+_ENVELOPE = 2  # frames: the request id and the session
 _MAX_SAID = 500  # characters of a client's text in the log
 _NO_FRAMES: tuple[Frame, ...] = ()
 _OLD_REVISION = Refusal(  # before revision 4 a message had no session
@@ -167,6 +171,7 @@ class BrokerServer:
         self._scores_inline = scores_inline
         self._complained_s: dict[str, float] = {}  # client -> when its refusals were logged last
         self._keys = keys
+        self._keys_lost_s: float | None = None  # since when they cannot be read
         self._records = records or RunRecords()
         self._trail = trail or Trail()
         self._writer = LedgerWriter(ledger.state, committer, self._trail, self._flooded)
@@ -196,6 +201,7 @@ class BrokerServer:
         *,
         listen: str = "",
         key: BrokerKey | None = None,
+        max_connections: int = 1 << 20,
     ) -> None:
         """Answer requests until cancelled.
 
@@ -204,6 +210,8 @@ class BrokerServer:
             endpoint: a Unix socket in a private folder.
             listen: an address for other hosts, where clients have to prove a key.
             key: of the broker, for that address.
+            max_connections: from other hosts at a time; as many as a share of the descriptors that
+                this process may open, if that is less.
 
         Raises:
             ConfigError: an address cannot be listened at.
@@ -214,9 +222,12 @@ class BrokerServer:
         try:
             async with asyncio.TaskGroup() as jobs:
                 self._jobs = jobs
-                self._listen(context, endpoint, b"")
+                descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+                self._listen(context, endpoint, b"", descriptors // 4, "ulimit -n")
                 if listen and key is not None:
-                    self._listen(context, listen, key.secret)
+                    most = min(max_connections, descriptors // 2)
+                    setting = "broker.max_connections" if most == max_connections else "ulimit -n"
+                    self._listen(context, listen, key.secret, most, setting)
                     _log.info("other hosts find this broker at %s", self._routers[-1].endpoint)
                 await self._expire_leases()
         finally:
@@ -229,15 +240,21 @@ class BrokerServer:
             self._routers.clear()
 
     def _listen(
-        self, context: "zmq.Context[zmq.Socket[bytes]]", endpoint: str, secret: bytes
+        self,
+        context: "zmq.Context[zmq.Socket[bytes]]",
+        endpoint: str,
+        secret: bytes,
+        max_connections: int,
+        setting: str,
     ) -> None:
         try:
             router = Router(
                 context,
                 endpoint,
-                max_message_bytes=self._max_message_bytes,
                 on_message=self._receive,
                 secret_key=secret,
+                max_connections=max_connections,
+                setting=setting,
             )
         except zmq.ZMQError as error:
             raise ConfigError(f"cannot listen at {endpoint} (broker.listen): {error}") from error
@@ -288,15 +305,26 @@ class BrokerServer:
         try:
             revoked = self._keys.refresh()
         except OSError as error:
-            _log.error("keys cannot be read: %s", error)
+            if self._keys_lost_s is None:
+                self._keys_lost_s = self._now()
+                _log.error(
+                    "keys cannot be read: %s; in %.0f s nobody from other hosts is served until "
+                    "they can",
+                    error,
+                    _KEYS_LOST_S,
+                )
             return
+        if self._keys_lost_s is not None:
+            self._keys_lost_s = None
+            _log.info("keys can be read again")
         for holder in revoked:
             _log.warning("the key %s (%s) was revoked", holder.name, holder.role)
             for session in self._sessions.end(holder.public):
                 self._release(session.holder, "left")
 
     def _receive(self, peer: Peer, frames: Sequence[zmq.Frame]) -> None:
-        if not 3 <= len(frames) <= MAX_FRAMES or len(frames[0]) > _MAX_ID_BYTES:
+        most = most_pieces(self._max_message_bytes, MAX_FRAMES)
+        if not 3 <= len(frames) <= most or len(frames[0]) > _MAX_ID_BYTES:
             self.telemetry.rejected["malformed"] += 1
             if len(frames) == 2 and len(frames[0]) <= _MAX_ID_BYTES:
                 self._answer(peer, frames[0].bytes, (_OLD_REVISION, _NO_FRAMES))
@@ -305,8 +333,8 @@ class BrokerServer:
         reply: Reply | None
         try:
             session = self._admit(peer, frames)
-            request = decode_request(frames[2].buffer)
-            attached: list[Frame] = [frame.buffer for frame in frames[3:]]
+            body, *attached = self._joined(session, frames[2:])
+            request = decode_request(body)
             put, reply = self._handle(peer, session, request_id, request, attached)
         except _ANSWERED as error:
             put, reply = {}, self._refusal(peer, error)
@@ -328,6 +356,10 @@ class BrokerServer:
         """
         if not self._rate.takes(peer.key or peer, self._now()):
             raise SlowDownError("more requests at a time than broker.max_requests_per_s allows")
+        if peer.key and self._keys_lost_s is not None:
+            lost_s = self._now() - self._keys_lost_s
+            if lost_s > _KEYS_LOST_S:  # a key may have been revoked meanwhile
+                raise SlowDownError(f"keys (broker.keys) cannot be read for {lost_s:.0f} s")
         session = self._sessions.find(frames[1].bytes, peer)
         role = session.role if session else None
         limit = max_bytes(role, self._max_message_bytes)
@@ -335,9 +367,21 @@ class BrokerServer:
         if size > limit:
             who = role or "client that has not said hello"
             raise ProtocolError(f"a message of {size} bytes; a {who} may send {limit}")
-        if len(frames[2]) > max_body_bytes(role, self._max_message_bytes):
-            raise ProtocolError(f"{len(frames[2])} bytes before the frames that carry the data")
         return session
+
+    def _joined(self, session: Session | None, pieces: Sequence[zmq.Frame]) -> list[Frame]:
+        """Return the body of a request and the frames that are attached to it.
+
+        Raises:
+            ProtocolError: there are too many, or the body is too large for this role.
+        """
+        frames = joined([piece.buffer for piece in pieces])
+        if len(frames) > MAX_FRAMES - _ENVELOPE:
+            raise ProtocolError(f"{len(frames)} frames; there may be {MAX_FRAMES - _ENVELOPE}")
+        role = session.role if session else None
+        if len(frames[0]) > max_body_bytes(role, self._max_message_bytes):
+            raise ProtocolError(f"{len(frames[0])} bytes before the frames that carry the data")
+        return frames
 
     def _refusal(self, peer: Peer, error: Exception) -> Reply:
         code: RefusalCode = ""

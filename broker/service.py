@@ -61,7 +61,7 @@ async def serve(settings: BrokerSettings, *, restarted: bool = False) -> None:
     if limit < _FEW_DESCRIPTORS:
         _log.warning("this broker may open %d files; each client needs one (ulimit -Hn)", limit)
     gc.disable()  # what is read back stays
-    run = settings.run
+    run, broker = settings.run, settings.broker
     run.logs.mkdir(parents=True, exist_ok=True)
     run.make_socket_folder()
     telemetry = Telemetry(run)
@@ -92,7 +92,13 @@ async def serve(settings: BrokerSettings, *, restarted: bool = False) -> None:
         cleanup.callback(_remove_own, run.socket("broker"), own_socket)
         jobs = [
             committer.run(),
-            server.serve(context, f"ipc://{own_socket}", listen=settings.broker.listen, key=key),
+            server.serve(
+                context,
+                f"ipc://{own_socket}",
+                listen=broker.listen,
+                key=key,
+                max_connections=broker.max_connections,
+            ),
             end_after(run.max_hours, server.plan_stop),
         ]
         if recorder is not None:

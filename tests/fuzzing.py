@@ -17,6 +17,7 @@ from broker.permissions import ALLOWED
 from wire.codec import decode_request
 from wire.control import Hello, Role, SubmitTrajectory
 from wire.errors import ProtocolError
+from wire.pieces import joined, most_pieces
 
 Frames: TypeAlias = list[bytes]  # of one message: id, session, body, attached
 Verdict = Literal["malformed", "forbidden", "hello_first", "allowed"]
@@ -225,19 +226,21 @@ _WAYS: tuple[_Way, ...] = (
 
 def verdict(frames: Frames, attacker: Attacker) -> Verdict:
     """Return what the broker has to take a message for."""
-    if not 3 <= len(frames) <= MAX_FRAMES or len(frames[0]) > _MAX_ID_BYTES:
+    most = most_pieces(MAX_MESSAGE_BYTES, MAX_FRAMES)
+    if not 3 <= len(frames) <= most or len(frames[0]) > _MAX_ID_BYTES:
         return "malformed"
     known = bool(attacker.session) and frames[1] == attacker.session
     role = attacker.role if known else None
     if sum(map(len, frames)) > max_bytes(role, MAX_MESSAGE_BYTES):
         return "malformed"
-    if len(frames[2]) > max_body_bytes(role, MAX_MESSAGE_BYTES):
-        return "malformed"
     try:
-        request = decode_request(frames[2])
+        whole = joined(frames[2:])
+        if len(whole) + 2 > MAX_FRAMES or len(whole[0]) > max_body_bytes(role, MAX_MESSAGE_BYTES):
+            return "malformed"
+        request = decode_request(whole[0])
     except ProtocolError:
         return "malformed"
-    attached = len(frames) - 3
+    attached = len(whole) - 1
     if isinstance(request, Hello):
         return "malformed" if attached else "allowed"
     if role is None:

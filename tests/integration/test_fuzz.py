@@ -8,6 +8,7 @@ is, byte for byte. What is damaged and still allowed must leave it in balance.
 import asyncio
 import gc
 import logging
+import socket
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator, Sequence
@@ -66,6 +67,7 @@ from wire.control import (
     Welcome,
 )
 from wire.errors import ProtocolError
+from wire.pieces import cut
 from wire.run_settings import RunSection
 from wire.trajectory import Score
 
@@ -310,7 +312,8 @@ class Siege:
         expected: Counter[str] = Counter()
         for _ in range(PER_BATCH):
             bare = random.choice(self._bare)
-            for frames in mutator.sequence(bare.attacker):
+            for whole in mutator.sequence(bare.attacker):
+                frames = [bytes(piece) for piece in cut(whole)]  # larger ones end a connection
                 what = verdict(frames, bare.attacker)
                 expected[what] += 1
                 (allowed if what == "allowed" else harmless).append((bare, frames))
@@ -588,3 +591,44 @@ def test_streams_that_prove_no_key_reach_nobody_and_are_closed(short_folder: Pat
 
     kept_s = asyncio.run(body())
     print(f"\n{NUM_STREAMS} streams, {SILENT} silent ones kept {kept_s:.1f} s")  # noqa: T201
+
+
+def held_for_a_stranger(port: int, size: int) -> socket.socket:
+    """Say that a command of many bytes comes, without any key, and send them."""
+    stranger = socket.create_connection(("127.0.0.1", port))
+    stranger.sendall(b"\xff" + bytes(8) + b"\x7f\x03\x01" + b"CURVE".ljust(20, b"\0") + bytes(32))
+    stranger.settimeout(HANG_S)
+    stranger.recv(64)
+    with suppress(OSError):  # the broker has closed it
+        stranger.sendall(b"\x06" + size.to_bytes(8, "big"))
+        for _ in range(size >> 20):
+            stranger.sendall(bytes(1 << 20))
+    return stranger
+
+
+@pytest.mark.integration
+def test_who_has_no_key_makes_the_broker_hold_no_more_than_a_piece(short_folder: Path):
+    """Frames of 256 MiB were taken before a key was asked for: four strangers, 611 MiB."""
+
+    async def body() -> int:
+        async with fuzzed(short_folder, listens=True) as it:
+            port = int(it.server.addresses[1].rpartition(":")[2])
+            process = psutil.Process()
+            before = process.memory_info().rss
+            most, is_over = before, asyncio.Event()
+
+            async def watch() -> None:
+                nonlocal most
+                while not is_over.is_set():
+                    most = max(most, process.memory_info().rss)
+                    await asyncio.sleep(0.005)
+
+            watching = asyncio.create_task(watch())
+            for _ in range(4):
+                stranger = await asyncio.to_thread(held_for_a_stranger, port, 150 << 20)
+                stranger.close()
+            is_over.set()
+            await watching
+            return most - before
+
+    assert asyncio.run(body()) < 40 << 20

@@ -1,6 +1,7 @@
 """A broker that listens to other hosts: who is let in, and who may say what."""
 
 import asyncio
+import errno
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
@@ -14,7 +15,7 @@ from zmq.auth.asyncio import AsyncioAuthenticator
 
 from broker.client import BrokerClient
 from broker.commit import GroupCommitter
-from broker.keyring import KeyRing, broker_key, make_client_key, revoke
+from broker.keyring import Holder, KeyRing, broker_key, make_client_key, revoke
 from broker.ledger import Ledger
 from broker.scoring import ScoringQueue
 from broker.server import BrokerServer
@@ -226,6 +227,38 @@ def test_a_revoked_key_ends_a_connection_that_stands_and_none_can_be_made_with_i
             return it.rejected("forbidden")
 
     assert asyncio.run(body()) >= 1
+
+
+def test_while_keys_cannot_be_read_nobody_with_one_is_served_and_nobody_is_sent_away(
+    short_folder: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+):
+    """Without a descriptor left the folder could not be listed, and revoked keys stayed good."""
+
+    class Clock:
+        now_s = 0.0
+
+    def fails(_self: KeyRing) -> list[Holder]:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    async def body() -> None:
+        async with secured(short_folder, now=lambda: Clock.now_s) as it:
+            remote = await it.client("observer", "o", it.key("desk", "observer"))
+            local = await it.client("observer", "o")
+            with monkeypatch.context() as patched:
+                patched.setattr(KeyRing, "refresh", fails)
+                it.server._look_at_keys()
+                Clock.now_s += 9.0
+                it.server._look_at_keys()
+                await remote.ask(GetStatus(), StatusAnswer)
+                Clock.now_s += 2.0
+                waiting = asyncio.create_task(remote.ask(GetStatus(), StatusAnswer))
+                await until_async(lambda: it.rejected("slow_down") > 1, "it was served")
+                await local.ask(GetStatus(), StatusAnswer)
+            it.server._look_at_keys()
+            await asyncio.wait_for(waiting, HANG_S)
+
+    asyncio.run(body())
+    assert caplog.text.count("keys cannot be read") == 1
 
 
 def test_a_key_of_another_broker_is_refused_and_says_so(short_folder: Path):

@@ -23,7 +23,7 @@ async def _answers(
         for _ in range(count):
             peer.send(answer(received))
 
-    router = Router(context, "inproc://router", max_message_bytes=1 << 20, on_message=on_message)
+    router = Router(context, "inproc://router", on_message=on_message)
     client = zmq.asyncio.Context(context).socket(zmq.DEALER)
     try:
         client.connect("inproc://router")

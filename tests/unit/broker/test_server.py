@@ -77,6 +77,7 @@ from wire.control import (
 )
 from wire.errors import ForbiddenError, PeerLostError, RefusedError, SupersededError
 from wire.ledger_view import LedgerView
+from wire.pieces import cut
 from wire.run_settings import RunSection
 from wire.status import RunStatus
 from wire.trajectory import Prompt, Score, Transcript, VersionRun, transcript_of
@@ -160,7 +161,7 @@ async def bare_socket(endpoint: str) -> AsyncIterator[Callable[..., Awaitable[An
 
     async def ask(*frames: bytes, answered: bool = True) -> Answer:
         nonlocal session
-        await socket.send_multipart([frames[0], session, *frames[1:]])
+        await socket.send_multipart([frames[0], session, *cut(frames[1:])])
         if not answered:
             return Done()
         async with asyncio.timeout(HANG_S):
@@ -910,3 +911,20 @@ def test_a_worker_that_died_with_work_has_used_up_an_attempt(short_folder: Path)
             return dict(it.ledger.groups[group.group_id].failed_scorings)
 
     assert asyncio.run(body()) == {0: 1}
+
+
+@pytest.mark.parametrize("size", [65_535, 65_536, 65_537, 131_072, 500_000])
+def test_a_payload_arrives_whole_whatever_its_size(short_folder: Path, size: int):
+    payload = bytes(range(251)) * (size // 251 + 1)
+
+    async def body() -> None:
+        async with running(short_folder) as it:
+            learner = await it.client("learner", "learner")
+            generator = await it.client("generator", "generator-0")
+            await one_group(learner, generator)
+            message = SubmitTrajectory(header=header(0, 0, V0, lease_id=0))
+            await generator.ask(message, Done, frames=[payload[:size], b"response"])
+            (stored,) = await it.store.fetch([(0, 0)])
+            assert bytes(stored.payload) == payload[:size]
+
+    asyncio.run(body())

@@ -8,7 +8,7 @@ from broker import client, limits, router, server, sessions
 from broker.permissions import ALLOWED
 from learner import relay_link
 from tests.wire_samples import HEADER
-from wire import bus, control, relay
+from wire import bus, control, pieces, relay
 from wire.control import WIRE_REVISION, RefusalCode, Role, SubmitTrajectory
 from wire.trajectory import MAX_TOKENS
 
@@ -101,6 +101,8 @@ def test_limits_are_those_of_the_code():
     assert limits.max_bytes("operator", most) == limits.max_bytes(None, most) == 64 << 10
     assert told["a message of a generator"] == "broker.max_message_bytes, its body 1 MiB"
     assert limits.max_body_bytes("generator", most) == 1 << 20
+    assert told["a piece of a frame, with or without a key"] == "64 KiB"
+    assert pieces.PIECE_BYTES == 64 << 10
     assert told["frames of a message"] == str(limits.MAX_FRAMES)
     assert told["requests that wait for payloads, per client"] == str(server._MAX_JOBS)
     assert told["clients at a time, by name"] == f"{sessions.MAX_CLIENTS:,}"
