@@ -188,7 +188,9 @@ MOST = {
 
 
 @asynccontextmanager
-async def fuzzed(folder: Path, *, listens: bool = False) -> AsyncIterator[Fuzzed]:
+async def fuzzed(
+    folder: Path, *, listens: bool = False, max_message_bytes: int = MAX_MESSAGE_BYTES
+) -> AsyncIterator[Fuzzed]:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     key, ring = None, None
     doorkeeper = AsyncioAuthenticator(context)
@@ -208,7 +210,7 @@ async def fuzzed(folder: Path, *, listens: bool = False) -> AsyncIterator[Fuzzed
         telemetry=Telemetry(RunSection(name="run")),
         run_name="run",
         scores_inline=True,
-        max_message_bytes=MAX_MESSAGE_BYTES,
+        max_message_bytes=max_message_bytes,
         max_requests_per_s=1e6,
         keys=ring,
         cache_bytes=1 << 20,
@@ -611,7 +613,7 @@ def test_who_has_no_key_makes_the_broker_hold_no_more_than_a_piece(short_folder:
     """Frames of 256 MiB were taken before a key was asked for: four strangers, 611 MiB."""
 
     async def body() -> int:
-        async with fuzzed(short_folder, listens=True) as it:
+        async with fuzzed(short_folder, listens=True, max_message_bytes=256 << 20) as it:
             port = int(it.server.addresses[1].rpartition(":")[2])
             process = psutil.Process()
             before = process.memory_info().rss

@@ -45,6 +45,7 @@ from wire.control import (
 )
 from wire.errors import ConfigError, ForbiddenError
 from wire.keys import ClientKey, read_client_key, write_client_key
+from wire.pieces import cut
 from wire.run_settings import RunSection
 from wire.versions import PolicyVersion
 
@@ -391,7 +392,7 @@ def test_who_asks_too_much_is_slowed_down_and_loses_nothing(short_folder: Path):
 def test_a_message_too_large_for_its_role_is_refused(short_folder: Path):
     async def body() -> tuple[object, int]:
         async with secured(short_folder) as it, bare(it.unix) as socket:
-            answer = await answer_to(socket, b"1", b"", b"x" * 100_000)
+            answer = await answer_to(socket, b"1", b"", *cut([b"x" * 100_000]))
             return answer, it.rejected("malformed")
 
     answer, malformed = asyncio.run(body())
