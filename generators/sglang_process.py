@@ -27,9 +27,11 @@ from wire.processes import bound_to_me, last_lines
 
 _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 where SGLang puts it
 _NOTES = "shared-memory.txt"
+_RENDEZVOUS = "rendezvous"
 _POLL_S = 0.25
 _ANSWER_S = 4.0  # of one look; it is looked again
 _STOP_S = 3.0
+_INIT_METHOD = "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"
 _HOST = "127.0.0.1"
 _PORT_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _USUAL_FIRST_PORT = 32_768
@@ -229,6 +231,9 @@ def _environment(settings: GeneratorSettings, scratch: Path) -> dict[str, str]:
     environment |= {"TMPDIR": str(scratch), "HF_HUB_OFFLINE": "1"}
     environment[GROUP_TIMEOUT_VARIABLE] = str(settings.weightbus.timeout_s)
     environment[SEEDS_VARIABLE] = str(int(settings.sampling.seed_per_sibling))
+    # Its ranks find each other in a file of the private folder. By itself SGLang opens a store of
+    # torch's, which listens on every interface and takes writes of anybody.
+    environment[_INIT_METHOD] = f"file://{scratch / _RENDEZVOUS}"
     if settings.device == "cpu":
         # More than one thread per server collapses as soon as anything else wants a core.
         environment |= {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1"}

@@ -92,6 +92,7 @@ def test_publishes_land_in_long_generations_and_every_token_keeps_its_policy(
     assert set(publish["transports"].values()) == {transport}
     assert publish["engine_digests"] == {"generator-0": expected, "generator-1": expected}
     assert summary["eval"][0]["overall"]["num_answers"] == 64
+    run.assert_heard_here_alone()
     run.assert_nothing_left()
 
 
@@ -113,4 +114,5 @@ def test_two_learner_ranks_train_what_was_planned(start_run: Callable[..., TinyR
     assert fresh, "no answer was trained by the step of its own version"
     assert max(fresh) < SAME
     assert summary["busy"]["learner"] > 0
+    run.assert_heard_here_alone()
     run.assert_nothing_left()

@@ -17,6 +17,7 @@ import psutil
 from deploy.addition import write_blank_model
 from generators.config import generator_settings
 from generators.sglang_process import SglangProcess
+from tests.listening import Listener, listeners_of
 from tests.random_llama import write_random_weights
 from tests.waiting import HANG_S, until
 
@@ -143,6 +144,7 @@ class TinyRun:
                 env={**os.environ, "COLUMNS": "200"},  # noqa: TID251 handed on
             )
         self.descendants: set[psutil.Process] = set()
+        self.listeners: set[Listener] = set()  # of all its processes, at any time
         self._scratch: Path | None = None
 
     @property
@@ -150,9 +152,11 @@ class TinyRun:
         return self.output_file.read_text()
 
     def remember_children(self) -> set[psutil.Process]:
-        """Note all processes of the run; they are checked at the end."""
+        """Note all processes of the run and where they listen; they are checked at the end."""
         with suppress(psutil.NoSuchProcess):
-            self.descendants.update(psutil.Process(self.process.pid).children(recursive=True))
+            now = psutil.Process(self.process.pid).children(recursive=True)
+            self.descendants.update(now)
+            self.listeners |= listeners_of([self.process.pid, *(child.pid for child in now)])
         return self.descendants
 
     def wait_until(self, condition: Callable[[], bool], what: str) -> None:
@@ -224,6 +228,12 @@ class TinyRun:
     def rollouts(self) -> list[dict[str, Any]]:
         lines = (self.folder / "rollouts" / "trained.jsonl").read_text().splitlines()
         return [json.loads(line) for line in lines]
+
+    def assert_heard_here_alone(self) -> None:
+        """No process of the run has listened beyond this machine."""
+        assert self.listeners, "a run without a listener was not looked at"
+        beyond = sorted(one for one in self.listeners if not one.on_loopback)
+        assert not beyond, "listening beyond loopback:\n" + "\n".join(map(str, beyond))
 
     def assert_nothing_left(self) -> None:
         """No process, socket, shared memory or temporary folder of the run remains."""
