@@ -6,6 +6,7 @@ from typing import Annotated, Literal, TypeAlias
 import msgspec
 
 from wire.errors import ConfigError
+from wire.run_folder import PAGE_ADDRESS, PAGE_TOKEN
 from wire.run_settings import (
     AtLeast0,
     AtLeast1,
@@ -162,6 +163,9 @@ class RewardSection(Section, frozen=True, kw_only=True):
     """Memory of one child and all that it starts; past it the child is replaced."""
     max_processes: AtLeast1 = 64
     """Processes and threads of one child and all that it starts."""
+    environment: tuple[str, ...] = ()
+    """Variables that a reward function gets besides those of the system and Python, such as the
+    name of one that holds the key of a judge."""
     sandbox: Literal["namespaces", "none"] = "namespaces"
     """How code that a model wrote is run; none runs it unprotected and is for tests alone."""
 
@@ -213,11 +217,25 @@ def keys_folder(run: RunSection, broker: BrokerSection) -> Path:
     return Path(broker.keys) if broker.keys else Path(run.dir) / "keys"
 
 
-def key_paths(table: Table) -> tuple[Path, ...]:
-    """Return where this host's keys are: what a reward function must not see."""
-    run = run_section(table)
-    own = (Path(run.key_file),) if run.key_file else ()
-    return (keys_folder(run, section(table, "broker", BrokerSection)), *own)
+def redis_folder(run: RunSection) -> Path:
+    """Return the folder of the private server's files, with all prompts, answers and truths."""
+    return run.folder / "redis"
+
+
+def private_paths(table: Table) -> tuple[Path, ...]:
+    """Return what a reward function must not see: keys, and where it could act as a role.
+
+    The folder of sockets needs no key, so that whoever reaches it may say that it is the learner. A
+    role that belongs to a broker on another host has none, nor a store, unless one is there.
+    """
+    run, broker = run_section(table), section(table, "broker", BrokerSection)
+    files = (run.key_file, broker.redis.password_file, str(run.folder / PAGE_ADDRESS))
+    of_run = (run.socket_folder, redis_folder(run), run.folder / PAGE_TOKEN.parent)
+    return (
+        keys_folder(run, broker),
+        *(path for path in of_run if not run.broker or path.exists()),
+        *(Path(name) for name in files if name and Path(name).exists()),
+    )
 
 
 def broker_settings(table: Table) -> BrokerSettings:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from broker.client import BrokerClient
-from broker.config import RewardSection, key_paths
+from broker.config import RewardSection, private_paths
 from broker.rewards.pool import RewardPool
 from broker.scorer import Scorer
 from wire.command_line import (
@@ -39,7 +39,7 @@ class WorkerSettings:
     run: RunSection
     reward: RewardSection
     function: str  # instead of reward.function; empty is that
-    keys: tuple[Path, ...]  # which a function must not see
+    hidden: tuple[Path, ...]  # which a function must not see
 
 
 async def serve(settings: WorkerSettings, name: str) -> None:
@@ -48,7 +48,7 @@ async def serve(settings: WorkerSettings, name: str) -> None:
     run, reward = settings.run, settings.reward
     if run.key_file:
         read_client_key(Path(run.key_file))  # before anything that takes long
-    pool = await RewardPool.start(reward, function=settings.function, hide=settings.keys)
+    pool = await RewardPool.start(reward, function=settings.function, hide=settings.hidden)
     try:
         connecting = BrokerClient.connect(
             run.broker_endpoint,
@@ -143,7 +143,7 @@ def _settings(arguments: argparse.Namespace) -> WorkerSettings:
         run_section(table),
         section(table, "reward", RewardSection),
         arguments.reward,
-        key_paths(table),
+        private_paths(table),
     )
     if arguments.config is None and not settings.run.broker:
         raise ConfigError("which broker? give --config RUN.toml, or --broker tcp://HOST:PORT")

@@ -20,7 +20,7 @@ from broker.beginning import (
     start_trackers,
 )
 from broker.commit import GroupCommitter
-from broker.config import BrokerSettings
+from broker.config import BrokerSettings, redis_folder
 from broker.dashboard.items import RecordedItems
 from broker.dashboard.recorder import Recorder, fsync_of
 from broker.dashboard.web import Dashboard
@@ -319,7 +319,7 @@ async def _redis_server(settings: BrokerSettings, cleanup: AsyncExitStack) -> Re
     socket = settings.run.socket("redis")
     server = RedisServer.launch(
         socket=socket,
-        folder=settings.run.folder / "redis",
+        folder=redis_folder(settings.run),
         log_file=settings.run.logs / "redis.log",
         fsync=redis.fsync,
     )

@@ -249,7 +249,7 @@ def _remove_scratch_of_killed_run(run: RunSection) -> None:
     resolved = run.folder / "resolved.toml"
     if not resolved.is_file():
         return
-    folder = Path(run_section(load_table(resolved)).socket_dir)
+    folder = Path(run_section(load_table(resolved)).socket_dir).parent
     if folder.name.startswith(_SCRATCH) and folder.parent == Path(tempfile.gettempdir()):
         for left in folder.glob("*-*"):
             remove_leftovers(left)
@@ -259,8 +259,9 @@ def _remove_scratch_of_killed_run(run: RunSection) -> None:
 def _with_sockets(config: RunConfig, scratch: Path) -> RunConfig:
     if config.run.socket_dir:
         return config
-    table = {**config.table, "run": {**config.table.get("run", {}), "socket_dir": str(scratch)}}
-    return run_config(table)
+    # Not the folder of temporary files itself, which reward functions use and this one is hidden.
+    sockets = {"socket_dir": str(scratch / "sockets")}
+    return run_config({**config.table, "run": {**config.table.get("run", {}), **sockets}})
 
 
 def _await_broker(supervisor: Supervisor, run: RunSection, console: Console) -> None:

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from broker.config import DataSection, RewardSection, key_paths
+from broker.config import DataSection, RewardSection, private_paths
 from broker.data.files import RawRow, read_rows
 from broker.data.gym import gym_rows
 from broker.data.rows import BadRowError, RowRules, prompt_from_row
@@ -98,8 +98,8 @@ def reward_test(
 
 
 def _hidden(table: Table) -> list[Path]:
-    """Return the keys of the run that are there; to try a function makes no folder for them."""
-    return [path for path in key_paths(table) if path.exists()]
+    """Return what of the run is private and there; to try a function makes no folder for it."""
+    return [path for path in private_paths(table) if path.exists()]
 
 
 # ---- what to score -------------------------------------------------------------

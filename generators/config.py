@@ -6,7 +6,7 @@ from typing import Literal
 
 import msgspec
 
-from broker.config import DataSection, RewardSection, key_paths
+from broker.config import DataSection, RewardSection, private_paths
 from weightbus.config import WeightBusSection, weightbus_section
 from wire.errors import ConfigError
 from wire.run_settings import (
@@ -54,6 +54,8 @@ class GeneratorsSection(Section, frozen=True, kw_only=True):
     that does not answer after twenty times this."""
     request_timeout_s: Positive = 3600.0
     """A generation that takes longer has failed; its lease is handed back."""
+    environment: tuple[str, ...] = ()
+    """Variables that the engine gets besides those of the system, Python, CUDA, NCCL and SGLang."""
     sglang: dict[str, str | int | float | bool] = msgspec.field(default_factory=dict)
     """Passed on to SGLang: names of its settings with underscores, as in max_prefill_tokens."""
 
@@ -68,7 +70,7 @@ class GeneratorSettings(msgspec.Struct, frozen=True, kw_only=True):
     generators: GeneratorsSection
     weightbus: WeightBusSection
     reward: RewardSection
-    keys: tuple[Path, ...]  # which a reward function must not see
+    hidden: tuple[Path, ...]  # which a reward function must not see
 
     @property
     def model(self) -> Path:
@@ -105,7 +107,7 @@ def generator_settings(table: Table) -> GeneratorSettings:
         generators=section(table, "generators", GeneratorsSection),
         weightbus=weightbus_section(table),
         reward=section(table, "reward", RewardSection),
-        keys=key_paths(table),
+        hidden=private_paths(table),
     )
     folder = model_folder(settings.run)
     _check_sampling(settings.sampling)

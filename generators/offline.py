@@ -146,7 +146,8 @@ async def generate(settings: OfflineSettings, name: str) -> int:
     run = settings.generator.run
     codec = TextCodec(settings.generator.model, settings.generator.sampling)
     source = load_training_prompts(settings.generator.data, seed=run.seed)
-    pool = await RewardPool.start(settings.reward, hide=settings.generator.keys)
+    hidden = [path for path in settings.generator.hidden if path.exists()]  # no run makes more
+    pool = await RewardPool.start(settings.reward, hide=hidden)
     try:
         return await _generate_with(settings, name, source, codec, pool)
     finally:

@@ -95,7 +95,7 @@ async def _inline_rewards(
     """
     if not settings.reward.inline:
         return None
-    pool = await RewardPool.start(settings.reward, hide=settings.keys)
+    pool = await RewardPool.start(settings.reward, hide=settings.hidden)
     cleanup.push_async_callback(pool.close)
     if pool.needs_groups:
         raise ConfigError(

@@ -21,6 +21,7 @@ import aiohttp
 from generators.config import GeneratorSettings
 from generators.sglang_patches import GROUP_TIMEOUT_VARIABLE, SEEDS_VARIABLE
 from weightbus.interfaces import interface_variables
+from wire.environment import handed_on
 from wire.errors import ChildDiedError, ConfigError
 from wire.patience import Patience, signs_of
 from wire.processes import bound_to_me, last_lines
@@ -31,6 +32,12 @@ _RENDEZVOUS = "rendezvous"
 _POLL_S = 0.25
 _ANSWER_S = 4.0  # of one look; it is looked again
 _STOP_S = 3.0
+_VARIABLES_OF_ENGINES = (
+    *("SGLANG_", "SGL_", "NCCL_", "GLOO_", "TORCH", "PYTORCH_", "TRITON_", "FLASHINFER_", "DG_"),
+    *("CUTE_", "CUTLASS_", "TRTLLM_", "NVSHMEM_", "UCX_", "MC_", "MLX5_", "IBV_", "RDMAV_", "FI_"),
+    *("ROCM_", "HIP_", "HSA_", "ROCR_", "AITER_", "RCCL_", "GPU_", "CC", "CXX", "CPATH"),
+    *("LIBRARY_PATH", "C_INCLUDE_PATH", "CPLUS_INCLUDE_PATH", "MAX_JOBS"),
+)
 _INIT_METHOD = "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"
 _HOST = "127.0.0.1"
 _PORT_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
@@ -227,7 +234,12 @@ def hash_seed(text: str) -> int:
 
 
 def _environment(settings: GeneratorSettings, scratch: Path) -> dict[str, str]:
-    environment = dict(os.environ)  # noqa: TID251 handed on to a child
+    environment = handed_on(
+        os.environ,  # noqa: TID251 parts of it are handed on to a child
+        named=settings.generators.environment,
+        prefixes=_VARIABLES_OF_ENGINES,
+        setting="generators.environment",
+    )
     environment |= {"TMPDIR": str(scratch), "HF_HUB_OFFLINE": "1"}
     environment[GROUP_TIMEOUT_VARIABLE] = str(settings.weightbus.timeout_s)
     environment[SEEDS_VARIABLE] = str(int(settings.sampling.seed_per_sibling))

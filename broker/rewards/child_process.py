@@ -60,8 +60,10 @@ class ChildProcess(asyncio.Protocol):
         self._at_load: set[int] = set()
         self._ending = False
 
-    async def start(self, *, jailed: bool, hide: Sequence[Path]) -> None:
-        """Start the process.
+    async def start(
+        self, *, jailed: bool, hide: Sequence[Path], environment: Mapping[str, str]
+    ) -> None:
+        """Start the process, with this environment and no more.
 
         Forks on the calling thread, which must be the main one: the child dies with it.
         """
@@ -76,6 +78,7 @@ class ChildProcess(asyncio.Protocol):
                     stdin=subprocess.DEVNULL,
                     stdout=printed,
                     stderr=printed,
+                    env=dict(environment),
                     pass_fds=(theirs.fileno(),),
                     start_new_session=True,
                     preexec_fn=bound_to_me(),

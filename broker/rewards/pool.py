@@ -9,6 +9,7 @@ All state changes in callbacks of the event loop; nothing here waits with a chil
 import asyncio
 import logging
 import math
+import os
 import signal
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Coroutine, Iterable, Sequence
@@ -26,6 +27,7 @@ from broker.rewards.choice import RewardChoice
 from broker.rewards.outcomes import Fault, FunctionInfo, Outcome, unavailable
 from broker.rewards.process_table import ProcessRow, Usage, now_s, process_table
 from broker.rewards.sandbox import pid_namespaces_work
+from wire.environment import handed_on
 from wire.errors import ConfigError
 from wire.patience import Patience, signs_of
 from wire.trajectory import MAX_PARTS, Score
@@ -77,6 +79,7 @@ class RewardPool:
         self._settings = settings
         self._choice = choice
         self._hide = hide
+        self._environment: dict[str, str] = {}
         self._jailed = False
         self._are_async: tuple[bool, ...] = ()
         self._slots = [_Slot(number) for number in range(settings.processes)]
@@ -105,9 +108,14 @@ class RewardPool:
                 where the kernel allows PID namespaces. A folder that is not there yet is made.
 
         Raises:
-            ConfigError: a function cannot be loaded.
+            ConfigError: a function cannot be loaded, or a variable that it is to get is not there.
         """
         pool = cls(settings, RewardChoice(settings, function=function), hide)
+        pool._environment = handed_on(
+            os.environ,  # noqa: TID251 parts of it are handed on to children
+            named=settings.environment,
+            setting="reward.environment",
+        )
         pool._jailed = await asyncio.to_thread(pid_namespaces_work)
         if pool._jailed:
             _make_folders(hide)
@@ -355,7 +363,7 @@ class RewardPool:
         )
         slot.child, slot.loaded = child, loaded
         try:
-            await child.start(jailed=self._jailed, hide=self._hide)
+            await child.start(jailed=self._jailed, hide=self._hide, environment=self._environment)
             child.send(self._load_request())
             answer = await self._until_loaded(child, loaded)
         except BaseException:
@@ -492,7 +500,7 @@ class RewardPool:
 def _make_folders(hide: Iterable[Path]) -> None:
     """Make the folders that are missing, for nothing can be laid over what is not there."""
     for path in hide:
-        if not path.suffix:
+        if not path.exists() and not path.suffix:
             with suppress(OSError):  # it is for another user to make, and to protect
                 path.mkdir(mode=0o700, parents=True, exist_ok=True)
 

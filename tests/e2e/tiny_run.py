@@ -200,7 +200,7 @@ class TinyRun:
         """Return the folder of sockets and temporary files."""
         if self._scratch is None:
             resolved = (self.folder / "resolved.toml").read_text()
-            self._scratch = Path(resolved.split('socket_dir = "')[1].split('"')[0])
+            self._scratch = Path(resolved.split('socket_dir = "')[1].split('"')[0]).parent
         return self._scratch
 
     def wait(self) -> int:

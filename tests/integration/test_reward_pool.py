@@ -4,6 +4,7 @@ import asyncio
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -14,12 +15,14 @@ import psutil
 import pytest
 from msgspec import structs
 
-from broker.config import RewardSection, RewardTable
+from broker.config import RewardSection, RewardTable, private_paths, redis_folder
 from broker.rewards import pool as pool_module
 from broker.rewards.pool import RewardPool
 from tests.waiting import HANG_S, until, until_async
 from wire.control import ScoringItem
 from wire.errors import ConfigError
+from wire.run_settings import run_section
+from wire.settings import Table, section
 from wire.trajectory import Prompt, Score, Transcript
 
 pytestmark = pytest.mark.integration
@@ -816,3 +819,59 @@ def test_a_folder_of_keys_that_is_made_later_is_not_seen_either(tmp_path: Path):
     assert asyncio.run(body()).reward == 0.0
     assert keys.stat().st_mode & 0o777 == 0o700
     assert not (tmp_path / "none.key").exists()
+
+
+REACHES = """
+import os, pathlib, socket, tempfile
+
+def score(data_source, solution_str, ground_truth, extra_info):
+    reached = 0.0
+    try:
+        with socket.socket(socket.AF_UNIX) as broker:
+            broker.connect(PATH)
+            reached = 1.0
+    except OSError:
+        pass
+    with tempfile.TemporaryFile() as file:
+        file.write(b"room")
+    truths = len(list(pathlib.Path(STORE).iterdir()))
+    secret = float(os.environ.get("WANDB_API_KEY") == "w")
+    return {"score": 1.0, "reached": reached, "truths": truths, "secret": secret,
+            "judge": float(os.environ.get("JUDGE_KEY") == "j")}
+"""
+
+
+def test_a_reward_function_is_no_other_role(short_folder: Path, monkeypatch: pytest.MonkeyPatch):
+    """The broker's socket takes anybody of this user: as a learner, say, that takes over."""
+    monkeypatch.setenv("WANDB_API_KEY", "w")
+    monkeypatch.setenv("JUDGE_KEY", "j")
+    table: Table = {
+        "run": {"name": "r", "dir": str(short_folder / "runs")},
+        "reward": {
+            "function": f"{short_folder / 'reaches.py'}:score",
+            "environment": ["JUDGE_KEY"],
+        },
+    }
+    run = run_section(table)
+    run.make_socket_folder()
+    redis_folder(run).mkdir(mode=0o700)
+    (redis_folder(run) / "appendonly.aof").write_text("42")
+    (short_folder / "reaches.py").write_text(
+        f"PATH = {str(run.socket('broker'))!r}\nSTORE = {str(redis_folder(run))!r}\n{REACHES}"
+    )
+
+    async def body() -> Score:
+        settings = section(table, "reward", RewardSection)
+        pool = await RewardPool.start(settings, hide=private_paths(table))
+        try:
+            return (await score_all(pool, work("a")))[0]
+        finally:
+            await pool.close()
+
+    with socket.socket(socket.AF_UNIX) as broker:
+        broker.bind(str(run.socket("broker")))
+        broker.listen()
+        score = asyncio.run(body())
+    hidden = pool_module.pid_namespaces_work()
+    expected = {"reached": 0.0 if hidden else 1.0, "truths": 0.0 if hidden else 1.0}
+    assert score.parts == {"score": 1.0, **expected, "secret": 0.0, "judge": 1.0}, score.unavailable

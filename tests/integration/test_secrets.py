@@ -40,8 +40,12 @@ def test_the_password_of_the_private_redis(short_folder: Path):
         server.stop()
 
 
-def test_the_api_key_of_sglang():
+def test_the_api_key_of_sglang_and_no_secret_of_whoever_started_it(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setenv("WANDB_API_KEY", "a-key-of-a-tracker")
     with sglang_server() as server:
+        assert "a-key-of-a-tracker" not in shown(server.process.pid)
         assert len(server.api_key) >= 16
         assert server.api_key not in shown(server.process.pid)
         assert server.api_key not in repr(server)
