@@ -222,6 +222,11 @@ def redis_folder(run: RunSection) -> Path:
     return run.folder / "redis"
 
 
+def private_folders(run: RunSection) -> tuple[Path, ...]:
+    """Return the folders of a run that hold its sockets, its store and the token of its page."""
+    return (run.socket_folder, redis_folder(run), run.folder / PAGE_TOKEN.parent)
+
+
 def private_paths(table: Table) -> tuple[Path, ...]:
     """Return what a reward function must not see: keys, and where it could act as a role.
 
@@ -229,11 +234,11 @@ def private_paths(table: Table) -> tuple[Path, ...]:
     role that belongs to a broker on another host has none, nor a store, unless one is there.
     """
     run, broker = run_section(table), section(table, "broker", BrokerSection)
-    files = (run.key_file, broker.redis.password_file, str(run.folder / PAGE_ADDRESS))
-    of_run = (run.socket_folder, redis_folder(run), run.folder / PAGE_TOKEN.parent)
+    files = (broker.redis.password_file, str(run.folder / PAGE_ADDRESS))
     return (
         keys_folder(run, broker),
-        *(path for path in of_run if not run.broker or path.exists()),
+        *((Path(run.key_file),) if run.key_file else ()),
+        *(path for path in private_folders(run) if not run.broker or path.exists()),
         *(Path(name) for name in files if name and Path(name).exists()),
     )
 

@@ -120,10 +120,13 @@ class RedisServer:
     ) -> "RedisServer":
         """Start a server that will listen on a Unix socket only; on the main thread.
 
+        Nobody else reads its files, which hold every prompt, answer and ground truth.
+
         Raises:
             ConfigError: another server runs in the folder, or there is no server to start.
         """
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        folder.chmod(0o700)
         server = cls(find_server(binary), socket.absolute(), folder.resolve(), log_file, fsync)
         server._start(_LOCK_TIMEOUT_S)
         return server
@@ -237,6 +240,7 @@ class RedisServer:
                 preexec_fn=bound_to_me(),
                 process_group=0,
                 pass_fds=(lock,),
+                umask=0o077,
             )
             with suppress(OSError):  # for a message only, and the disk may be full
                 os.pwrite(lock, f"{self.process.pid:>10} {os.getpid():>10}\n".encode(), 0)

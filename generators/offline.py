@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from broker.config import RewardSection
+from broker.config import RewardSection, private_folders
 from broker.data.mixture import PromptSource
 from broker.data.sources import load_training_prompts
 from broker.rewards.pool import RewardPool
@@ -146,7 +146,8 @@ async def generate(settings: OfflineSettings, name: str) -> int:
     run = settings.generator.run
     codec = TextCodec(settings.generator.model, settings.generator.sampling)
     source = load_training_prompts(settings.generator.data, seed=run.seed)
-    hidden = [path for path in settings.generator.hidden if path.exists()]  # no run makes more
+    folders = private_folders(run)  # of a run in the same place, if there is one
+    hidden = [p for p in settings.generator.hidden if p not in folders or p.exists()]
     pool = await RewardPool.start(settings.reward, hide=hidden)
     try:
         return await _generate_with(settings, name, source, codec, pool)

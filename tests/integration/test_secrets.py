@@ -9,6 +9,7 @@ import pytest
 
 from broker.redis_server import RedisServer
 from tests.e2e.tiny_run import sglang_server
+from tests.waiting import until
 
 pytestmark = pytest.mark.integration
 
@@ -36,6 +37,22 @@ def test_the_password_of_the_private_redis(short_folder: Path):
         assert log in files
         assert not [path for path in files if server.password.encode() in path.read_bytes()]
         assert server.password not in repr(server)
+    finally:
+        server.stop()
+
+
+def test_nobody_else_reads_what_the_private_redis_keeps(short_folder: Path):
+    folder, socket = short_folder / "redis", short_folder / "redis.sock"
+    folder.mkdir(mode=0o755)  # as a version before left it
+    server = RedisServer.launch(
+        socket=socket, folder=folder, log_file=short_folder / "redis.log", fsync="always"
+    )
+    try:
+        asyncio.run(server.until_listening(socket))
+        until(lambda: list(folder.rglob("*.manifest")), "its first files")
+        files = [path for path in folder.rglob("*") if path.is_file()]
+        open_to_others = [path for path in (folder, *files) if path.stat().st_mode & 0o077]
+        assert not open_to_others
     finally:
         server.stop()
 
