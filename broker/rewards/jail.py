@@ -397,6 +397,10 @@ def write_files(files: dict[str, str]) -> None:
         os.makedirs(os.path.dirname(path), exist_ok=True)  # noqa: PTH103, PTH120
         with open(path, "wb") as file:  # noqa: PTH123
             file.write(binascii.a2b_base64(content))
+    for top in {name.split("/")[0] for name in files}:  # the code may be the user who wrote them
+        path = f"/box/{top}"
+        bind(path, path)
+        make_read_only(path.encode())
 
 
 # ---- privileges and limits -----------------------------------------------------
@@ -453,11 +457,13 @@ _REFUSED = {
 _NEW_MOUNT_CALLS = (428, 429, 430, 431, 432, 433, 442, 467)
 _ARCHITECTURE = {"x86_64": (0xC000003E, 56), "aarch64": (0xC00000B7, 220)}  # and clone
 _CLONE3 = 435
-# Looked at by their arguments: socket, socketpair; mmap; rt_sigaction; prlimit64; setsockopt.
+# Looked at by their arguments: socket, socketpair; mmap; rt_sigaction; prlimit64; setsockopt and
+# fcntl.
 _BY_ARGUMENT = {
-    "x86_64": ((41, 53), 9, 13, 302, 54),
-    "aarch64": ((198, 199), 222, 134, 261, 208),
+    "x86_64": ((41, 53), 9, 13, 302, 54, 72),
+    "aarch64": ((198, 199), 222, 134, 261, 208, 25),
 }
+_RANGE_LOCKS = (6, 7, 37, 38)  # F_SETLK, F_SETLKW, F_OFD_SETLK, F_OFD_SETLKW
 _BUFFER_SIZES = (7, 8, 32, 33)  # SO_SNDBUF, SO_RCVBUF, and both by force
 _FAMILIES = (1, 2, 10)  # AF_UNIX, AF_INET, AF_INET6: what a network namespace keeps apart
 _SHARED_ANONYMOUS = 0x21  # MAP_SHARED | MAP_ANONYMOUS
@@ -502,7 +508,7 @@ def system_call_filter(machine: str) -> list[tuple[int, int, int, int]]:
     program += [(_EQUAL, 0, 1, _CLONE3), (_RETURN, 0, 0, _REFUSE | errno.ENOSYS)]
     allow = (_RETURN, 0, 0, _ALLOW)
     program += _by_argument(clone, 0, [(_ANY_BIT, 0, 1, namespaces), refuse])
-    sockets, mmap, sigaction, prlimit, setsockopt = _BY_ARGUMENT[machine]
+    sockets, mmap, sigaction, prlimit, setsockopt, fcntl = _BY_ARGUMENT[machine]
     families = [line for family in _FAMILIES for line in ((_EQUAL, 0, 1, family), allow)]
     for number in sockets:
         program += _by_argument(number, 0, [*families, refuse])
@@ -518,6 +524,11 @@ def system_call_filter(machine: str) -> list[tuple[int, int, int, int]]:
     # What waits in a socket is the kernel's memory, which nobody counts: no more than is usual.
     sizes = [line for option in _BUFFER_SIZES for line in ((_EQUAL, 0, 1, option), refuse)]
     program += _by_argument(setsockopt, 2, sizes)
+    # A file may have any number of locks on ranges of it, each some of the kernel's memory, and no
+    # limit counts them. Locks on whole files (flock) are as few as descriptors.
+    no_locks = (_RETURN, 0, 0, _REFUSE | errno.ENOLCK)
+    locks = [line for kind in _RANGE_LOCKS for line in ((_EQUAL, 0, 1, kind), no_locks)]
+    program += _by_argument(fcntl, 1, locks)
     return [*program, allow]
 
 

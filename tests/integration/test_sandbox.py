@@ -358,7 +358,7 @@ for family, address in {[(family, address) for family, address, _ in listeners]!
 
 
 ESCAPES = """
-import ctypes, mmap, os, resource, signal, socket
+import ctypes, fcntl, mmap, os, resource, signal, socket, struct
 libc = ctypes.CDLL(None, use_errno=True)
 def tried(name, call):
     try:
@@ -390,6 +390,14 @@ tried('zeros that nobody counts', lambda: open('/dev/zero').close())
 tried('time that nobody counts', lambda: signal.signal(signal.SIGCHLD, signal.SIG_IGN) and 0)
 tried('limits of init', lambda: resource.prlimit(1, resource.RLIMIT_NOFILE, (4, 4)) and 0)
 tried('tree with attributes', lambda: libc.syscall(467, -100, b'/usr', 1, 0, 0))
+tried('rewrite its own program', lambda: open('/box/main.py', 'a').close())
+tried('open its program up', lambda: os.chmod('/box/main.py', 0o777))
+tried('replace its program', lambda: os.replace('/box/main.py', '/box/other.py'))
+tried('remove its program', lambda: os.remove('/box/main.py'))
+for kind in (fcntl.F_SETLK, fcntl.F_SETLKW, 37, 38):
+    with open('/box/locked', 'w') as file:
+        flock = struct.pack('hhqqi4x', fcntl.F_WRLCK, 0, 7, 1, 0)
+        tried('lock that nobody counts', lambda: fcntl.fcntl(file, kind, flock) and 0)
 try:
     os.kill(1, 9)
 except OSError:
@@ -400,8 +408,16 @@ print([line.split()[1] for line in open('/proc/self/status') if line.startswith(
 
 
 def test_what_is_refused_is_nothing_that_programs_need(run: Runner):
-    """Threads, pools, pipes and shells, subprocesses, event loops, files mapped and shared."""
+    """Threads, pools, pipes and shells, subprocesses, event loops, files mapped and shared.
+
+    Temporary files, a data base in memory and locks on whole files, too.
+    """
     source = """
+import fcntl, sqlite3, tempfile
+with tempfile.NamedTemporaryFile('w+') as file:
+    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    file.write('a'); file.seek(0)
+    print(sqlite3.connect(':memory:').execute('select 1 + 1').fetchone(), file.read())
 import asyncio, concurrent.futures, mmap, multiprocessing, os, socket, subprocess, threading
 def double(x): return 2 * x
 with concurrent.futures.ThreadPoolExecutor(2) as pool: print(list(pool.map(double, [1, 2])))
@@ -422,6 +438,7 @@ print(receiver.recv()); child.join()
 """
     outcome = run(source)
     assert outcome.text.splitlines() == [
+        "(2,) a",
         "[2, 4]",
         r"CompletedProcess(args=['sh', '-c', 'echo a | cat; exit 3'], returncode=3, "
         r"stdout=b'a\n', stderr=b'')",

@@ -9,6 +9,7 @@ from broker.rewards.sandbox import Limits, SandboxUnavailableError
 from wire.errors import ConfigError
 
 ALLOWED, REFUSED, KILLED = 0x7FFF0000, 0x00050000 | errno.EPERM, 0x80000000
+NO_LOCKS = 0x00050000 | errno.ENOLCK
 X86, ARM = 0xC000003E, 0xC00000B7
 
 
@@ -97,6 +98,12 @@ PRIVATE, SHARED, SHARED_VALIDATE, ANONYMOUS = 2, 1, 3, 0x20
         ("setsockopt", [3, 1, 2], ALLOWED),  # SO_REUSEADDR
         ("setsockopt", [3, 1, 7], REFUSED),  # SO_SNDBUF
         ("setsockopt", [3, 1, 33], REFUSED),
+        ("fcntl", [3, 1], ALLOWED),  # F_GETFD
+        ("fcntl", [3, 6], NO_LOCKS),  # F_SETLK
+        ("fcntl", [3, 7], NO_LOCKS),
+        ("fcntl", [3, 37], NO_LOCKS),  # F_OFD_SETLK
+        ("fcntl", [3, 38], NO_LOCKS),
+        ("fcntl", [3, 1030], ALLOWED),  # F_DUPFD_CLOEXEC
     ],
 )
 def test_some_calls_are_refused_by_what_they_ask_for(
@@ -110,6 +117,7 @@ def test_some_calls_are_refused_by_what_they_ask_for(
             "rt_sigaction": 13,
             "prlimit64": 302,
             "setsockopt": 54,
+            "fcntl": 72,
         },
         "aarch64": {
             "socket": 198,
@@ -118,6 +126,7 @@ def test_some_calls_are_refused_by_what_they_ask_for(
             "rt_sigaction": 134,
             "prlimit64": 261,
             "setsockopt": 208,
+            "fcntl": 25,
         },
     }
     for machine, audit in (("x86_64", X86), ("aarch64", ARM)):
