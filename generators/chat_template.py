@@ -9,9 +9,9 @@ from typing import Any
 from jinja2 import TemplateError, nodes
 from jinja2.ext import Extension
 from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 from typing_extensions import override
 
+from generators.bounded_templates import BoundedEnvironment
 from wire.errors import ConfigError
 from wire.trajectory import ChatMessage, Json
 
@@ -19,7 +19,9 @@ _SPECIAL_TOKENS = tuple(
     f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 )
 # What a template can raise besides its own errors: its expressions are Python's.
-_RENDERING_ERRORS = (TemplateError, ArithmeticError, AttributeError, LookupError, TypeError)
+_RENDERING_ERRORS = (
+    *(TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, RecursionError),
+)
 
 
 class ChatTemplate:
@@ -31,7 +33,7 @@ class ChatTemplate:
         Raises:
             ConfigError: it is not a template.
         """
-        environment = ImmutableSandboxedEnvironment(
+        environment = BoundedEnvironment(
             trim_blocks=True,
             lstrip_blocks=True,
             extensions=[_Generation, "jinja2.ext.loopcontrols"],
@@ -40,25 +42,29 @@ class ChatTemplate:
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = _strftime_now
         try:
-            self._template = environment.from_string(source)
-        except TemplateError as error:
+            self._template = environment.bounded(source)
+        except (TemplateError, RecursionError) as error:
             raise ConfigError(f"{origin} is not a chat template: {error}") from error
+        self._environment = environment
         self._variables = variables
 
     def render(self, turns: Sequence[ChatMessage]) -> str:
         """Return the text that asks the model to reply to a conversation.
 
         Raises:
-            ValueError: the template refuses these turns.
+            ValueError: the template refuses these turns, or goes on without an end.
         """
         messages = [{"role": turn.role, "content": turn.content} for turn in turns]
         try:
-            return self._template.render(
-                messages=messages,
-                tools=None,
-                documents=None,
-                add_generation_prompt=True,
-                **self._variables,
+            return self._environment.text_of(
+                self._template,
+                {
+                    "messages": messages,
+                    "tools": None,
+                    "documents": None,
+                    "add_generation_prompt": True,
+                    **self._variables,
+                },
             )
         except _RENDERING_ERRORS as error:
             raise ValueError(str(error)) from error

@@ -1,0 +1,108 @@
+"""Jinja templates that end: what they do and what they write is counted, without a clock.
+
+Jinja's sandbox keeps a template from our objects, not from looping for ever. Straight text ends by
+itself; what repeats are loops, macros and calls of blocks, so each turn of one is a step. What
+grows does so in a variable, in the output, or by ``*`` and ``**``.
+"""
+
+from collections.abc import Mapping, Sized
+from typing import Any
+
+from jinja2 import Template, TemplateRuntimeError, nodes
+from jinja2.runtime import Context
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from typing_extensions import override
+
+MOST_STEPS = 100_000  # a conversation takes one per turn and loop
+MOST_CHARACTERS = 16 * 1024 * 1024  # of the output, of a text in a variable
+_MOST_BITS = 4096  # of a number
+
+
+class BoundedEnvironment(ImmutableSandboxedEnvironment):
+    """Compiles templates; one is rendered at a time."""
+
+    intercepted_binops = frozenset({"*", "**"})
+
+    def __init__(self, **options: Any) -> None:  # noqa: ANN401 jinja's own
+        super().__init__(**options)
+        self._steps = 0
+        self.globals["range"] = self._range
+        self.filters["within_bounds"] = self.kept
+
+    def bounded(self, source: str) -> Template:
+        """Compile a template whose loops, macros and variables are counted.
+
+        Raises:
+            TemplateError: it is none.
+        """
+        tree = self.parse(source)
+        for loop in tree.find_all(nodes.For):
+            loop.body.insert(0, nodes.ExprStmt(_call("step")))
+            if loop.test is not None:  # what it leaves out is gone through, too
+                loop.test = nodes.And(_call("step"), loop.test)
+        for block in tree.find_all((nodes.Macro, nodes.CallBlock)):
+            block.body.insert(0, nodes.ExprStmt(_call("step")))
+        for assignment in tree.find_all(nodes.Assign):
+            assignment.node = _call("kept", assignment.node)
+        for text in tree.find_all(nodes.AssignBlock):
+            text.filter = nodes.Filter(text.filter, "within_bounds", [], [], None, None)  # type: ignore[arg-type]  # None is the block
+        tree.set_environment(self)
+        return Template.from_code(self, self.compile(tree), self.make_globals(None))
+
+    def text_of(self, template: Template, variables: Mapping[str, object]) -> str:
+        """Return what a template of ours writes.
+
+        Raises:
+            TemplateRuntimeError: it takes too many steps, or writes too much.
+        """
+        self._steps, pieces, size = 0, [], 0
+        for piece in template.generate(**variables):
+            size += len(piece)
+            if size > MOST_CHARACTERS:
+                raise TemplateRuntimeError(f"it writes more than {MOST_CHARACTERS:,} characters")
+            pieces.append(piece)
+        return "".join(pieces)
+
+    def step(self, count: int = 1) -> bool:
+        """Count turns of loops and calls; True."""
+        self._steps += count
+        if self._steps > MOST_STEPS:
+            raise TemplateRuntimeError(f"its loops and macros take more than {MOST_STEPS:,} steps")
+        return True
+
+    def kept(self, value: object) -> object:
+        """Return what a variable is to hold, unless it is too long."""
+        if isinstance(value, Sized) and len(value) > MOST_CHARACTERS:
+            raise TemplateRuntimeError(f"a variable holds more than {MOST_CHARACTERS:,} characters")
+        return value
+
+    def _range(self, *arguments: int) -> range:
+        numbers = range(*arguments)
+        self.step(len(numbers))
+        return numbers
+
+    @override
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        """Carry out ``*`` or ``**``, unless the result is too long."""
+        if _size_of(operator, left, right) > (
+            _MOST_BITS if isinstance(left, int) and isinstance(right, int) else MOST_CHARACTERS
+        ):
+            raise TemplateRuntimeError(f"the result of {operator} is too long")
+        return super().call_binop(context, operator, left, right)
+
+
+def _call(method: str, *arguments: nodes.Expr) -> nodes.Call:
+    """Return a call of a method of the environment, which no name in a template can stand for."""
+    return nodes.Call(nodes.EnvironmentAttribute(method), list(arguments), [], None, None)
+
+
+def _size_of(operator: str, left: object, right: object) -> int:
+    """Return how long a result will be: bits of a number, items of a text or list."""
+    if isinstance(left, int) and isinstance(right, int):
+        if operator == "**":
+            return left.bit_length() * max(0, right)
+        return left.bit_length() + right.bit_length()
+    times, repeated = (left, right) if isinstance(left, int) else (right, left)
+    if isinstance(times, int) and isinstance(repeated, Sized):
+        return times * len(repeated)
+    return 0
