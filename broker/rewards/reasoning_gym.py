@@ -29,11 +29,12 @@ _BITWISE = (ast.Expression, ast.BinOp, ast.UnaryOp, ast.operator, ast.unaryop)
 _MOST_SHIFTED = 256  # bits
 _LONGEST = 20_000  # characters
 _ALLOWED = re.compile(r"[\w\s+\-*/^().,=]{1,1000}")
-_WORD = re.compile(r"[^\W\d]\w*")
 _FUNCTIONS = frozenset(
     "Abs acos asin atan cos cosh exp ln log pi sin sinh sqrt tan tanh".split()  # noqa: SIM905
 )
-_BIG_POWER = re.compile(r"\*\*\s*\(?\s*[-+]?\s*(\d{3,}|[\w.]+\s*\*\*)")
+_GROWING = frozenset({"cosh", "exp", "sinh"})
+_MOST_EXPONENT_BITS = 7
+_MOST_BITS = 4096  # of a number
 
 
 def score(
@@ -86,10 +87,53 @@ def _verified(verify: Verifier, name: str, answer: str, entry: dict[str, Json]) 
 
 
 def is_plain_formula(text: str) -> bool:
-    """Tell whether text is numbers, operators, one-letter names and well-known functions."""
-    if not _ALLOWED.fullmatch(text) or _BIG_POWER.search(text.replace("^", "**")):
+    """Tell whether text is numbers, operators, one-letter names and well-known functions.
+
+    And whether no number in it is large: sympy works out 9**(99)**99 while it reads it, which
+    nothing interrupts.
+    """
+    if not _ALLOWED.fullmatch(text):
         return False
-    return all(len(word) == 1 or word in _FUNCTIONS for word in _WORD.findall(text))
+    try:
+        return _bits(ast.parse(text.strip().replace("^", "**"), mode="eval").body) <= _MOST_BITS
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return False
+
+
+def _bits(node: ast.expr) -> int:
+    """Return how many bits the value of a formula has at most; names are symbols, and have none.
+
+    Raises:
+        ValueError: it holds what is no formula, or a power with a large exponent.
+    """
+    match node:
+        case ast.Constant(value=int() as number):
+            return number.bit_length()
+        case ast.Constant(value=float()):
+            return 64
+        case ast.Name(id=name) if len(name) == 1 or name in _FUNCTIONS:
+            return 0
+        case ast.UnaryOp(operand=operand):
+            return _bits(operand)
+        case ast.Tuple(elts=parts):
+            return max(map(_bits, parts), default=0)
+        case ast.BinOp(left=base, op=ast.Pow(), right=exponent):
+            return _grown(_bits(base), _bits(exponent))
+        case ast.BinOp(left=left, op=ast.Add() | ast.Sub(), right=right):
+            return max(_bits(left), _bits(right)) + 1
+        case ast.BinOp(left=left, op=ast.Mult() | ast.Div() | ast.FloorDiv(), right=right):
+            return _bits(left) + _bits(right)
+        case ast.Call(func=ast.Name(id=name), args=arguments, keywords=[]) if name in _FUNCTIONS:
+            bits = max(map(_bits, arguments), default=0)
+            return _grown(2, bits) if name in _GROWING else bits
+    raise ValueError(f"no formula: {type(node).__name__}")
+
+
+def _grown(base_bits: int, exponent_bits: int) -> int:
+    bits = base_bits << exponent_bits if exponent_bits <= _MOST_EXPONENT_BITS else _MOST_BITS + 1
+    if bits > _MOST_BITS:
+        raise ValueError("a power with a large exponent")
+    return bits
 
 
 def is_plain_bitwise(text: str) -> bool:

@@ -65,6 +65,27 @@ def test_formulas_for_sympy_are_numbers_operators_and_well_known_functions():
         assert is_plain_formula(text), text
     for text in ("eval(chr(1))", "x.__class__", "'a'", "9**9**9", "2**(1000)", "open(x)", ""):
         assert not is_plain_formula(text), text
+    for text in ("x**(3/2)/3 + exp(-12*x)", "2^10 - x^(n)", "((x + 1)**2)**3", "8 / (3 - 8/3)"):
+        assert is_plain_formula(text), text
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "9**(99)**99",
+        "9**(9**9**9)",
+        "9**(9*9*9*9*9*9*9*9)",
+        "((((9**99)**99)**99)**99)**99",
+        "9**sqrt(10**16)",
+        "2**(x - x + 999999999)",
+        "exp(exp(exp(exp(9))))",
+        "N(pi, 99999999)",
+        "x.n(99999999)",
+        "*".join(["9**99"] * 100),
+    ],
+)
+def test_a_number_that_would_take_for_ever_is_no_formula(text: str):
+    assert not is_plain_formula(text)
 
 
 EVALUATED = (
