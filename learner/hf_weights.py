@@ -1,11 +1,10 @@
 """Weights between a Hugging Face folder and the Megatron model, one tensor at a time."""
 
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
-import msgspec
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -24,10 +23,8 @@ from weightbus.names import (
 )
 from weightbus.shards import Geometry, Shard, write_shard
 from wire.errors import ConfigError
+from wire.model_files import WEIGHTS, copied_files, weight_files
 
-WEIGHTS = "model.safetensors"
-WEIGHTS_INDEX = "model.safetensors.index.json"
-_COPIED_SUFFIXES = (".json", ".jinja", ".model", ".txt", ".tiktoken")
 _IGNORED_SUFFIX = ".rotary_emb.inv_freq"  # derived from the config; old files hold it
 
 
@@ -110,9 +107,8 @@ def save_hf_folder(
     unfinished = folder.with_name(f".{folder.name}.unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir(parents=True)
-    for path in sorted(source_folder.iterdir()):
-        if path.suffix in _COPIED_SUFFIXES and path.name != WEIGHTS_INDEX:
-            shutil.copyfile(path, unfinished / path.name)
+    for path in copied_files(source_folder):
+        shutil.copyfile(path, unfinished / path.name)
     save_file(tensors, unfinished / WEIGHTS, metadata={"format": "pt"})
     _put_in_place(unfinished, folder)
 
@@ -137,7 +133,7 @@ class HfTensors:
     def __enter__(self) -> "HfTensors":
         with ExitStack() as stack:
             try:
-                for path in _weight_files(self._folder):
+                for path in weight_files(self._folder):
                     file = stack.enter_context(safe_open(path, framework="pt"))
                     self._file_of.update(dict.fromkeys(file.keys(), file))
             except (SafetensorError, OSError) as error:
@@ -168,23 +164,6 @@ class HfTensors:
             )
         tensor: Tensor = part[(slice(None),) * dim + (rows,)]
         return tensor
-
-
-class _Index(msgspec.Struct, frozen=True):
-    weight_map: Mapping[str, str]
-
-
-def _weight_files(folder: Path) -> list[Path]:
-    if (folder / WEIGHTS).is_file():
-        return [folder / WEIGHTS]
-    index = folder / WEIGHTS_INDEX
-    if not index.is_file():
-        raise ConfigError(f"{folder} holds neither {WEIGHTS} nor {WEIGHTS_INDEX} (run.model)")
-    try:
-        weight_map = msgspec.json.decode(index.read_bytes(), type=_Index).weight_map
-    except msgspec.DecodeError as error:
-        raise ConfigError(f"{index}: {error} (run.model)") from error
-    return [folder / name for name in sorted(set(weight_map.values()))]
 
 
 def _own_parameters(model: GPTModel) -> Iterator[tuple[str, torch.nn.Parameter]]:

@@ -7,6 +7,7 @@ import msgspec
 
 from wire.bus import RelayDoor
 from wire.errors import ConfigError
+from wire.model_files import copied_files
 from wire.run_folder import SUMMARY
 from wire.settings import Section, Table, section
 from wire.trajectory import Json
@@ -289,11 +290,13 @@ def model_folder(run: RunSection) -> Path:
     """Return the folder of the policy to start from.
 
     Raises:
-        ConfigError: run.model is not set, or is no Hugging Face folder.
+        ConfigError: run.model is not set, is no Hugging Face folder, or holds a link that an export
+            at the end would have to refuse.
     """
     folder = Path(required(run.model, "run.model"))
     if not (folder / "config.json").is_file():
         raise ConfigError(f"no config.json in {folder} (run.model)")
+    copied_files(folder)
     return folder
 
 
