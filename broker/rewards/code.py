@@ -8,6 +8,7 @@
     {"inputs": ["1 2", ...], "outputs": ["3", ...]}            what it reads and prints
     {"fn_name": "add", "inputs": [[1, 2], ...], "outputs": [3, ...]}     calls of its function
     {"asserts": "assert add(1, 2) == 3"}, or a list of such texts        assertions
+    {"fn_name": "add", "asserts": ...}                   that take nothing but add of the answer
 
 Expected values are compared here, outside of the sandbox; assertions are checked in the sandbox by
 a process that the answer cannot reach (``tester.py``).
@@ -38,7 +39,7 @@ class Tests:
 
     inputs: tuple[bytes, ...] = ()
     outputs: tuple[str, ...] = ()
-    function: str = ""
+    function: str = ""  # that is called, or all that assertions take of the answer; "" is any name
     calls: tuple[tuple[list[Json], Json], ...] = ()  # arguments, expected result
     texts: tuple[str, ...] = ()  # of assertions
 
@@ -153,14 +154,16 @@ def parse_tests(ground_truth: Json) -> Tests:
             truth = json.loads(truth)
         except ValueError:
             truth = [truth]
+    function = ""
     if isinstance(truth, Mapping) and "asserts" in truth:
+        function = str(truth.get("fn_name") or "")
         truth = truth["asserts"]
         truth = [truth] if isinstance(truth, str) else truth
     if isinstance(truth, Mapping):
         tests = _parse_pairs(truth)
     elif isinstance(truth, Sequence) and all(isinstance(item, str) for item in truth):
         try:
-            tests = Tests(texts=tuple(truth))
+            tests = Tests(texts=tuple(truth), function=function)
             len(tests)
         except SyntaxError as error:
             raise ValueError(f"ground_truth: the assertions are no Python: {error}") from error
@@ -252,7 +255,7 @@ def _run_tester(program: str, tests: Tests, budget: Budget) -> tuple[int, bool]:
     if tests.calls:
         request |= {"function": tests.function, "calls": [given for given, _ in tests.calls]}
     else:
-        request["texts"] = tests.texts
+        request |= {"texts": tests.texts, "function": tests.function}
     outcome = budget.run(
         Path(tester.__file__).read_text(),
         stdin=json.dumps(request).encode(),

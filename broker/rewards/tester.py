@@ -259,8 +259,11 @@ def replace_content(old: Any, new: Any) -> None:  # noqa: ANN401
         old.update(new)
 
 
-def names_for_tests(answer: Answer) -> dict[str, Any]:
+def names_for_tests(answer: Answer, function: str = "") -> dict[str, Any]:
     """Return what the tests see of the answer. Built-ins and modules are ours, whatever it did.
+
+    Of its own names that is ``function`` alone, where one is given: any other that a test uses and
+    does not define, such as a function that compares, would be the answer's word for itself.
 
     Names with two leading underscores are Python's own, such as the built-ins by which a statement
     finds ``abs``: an answer that says it has one does not get it.
@@ -272,7 +275,9 @@ def names_for_tests(answer: Answer) -> dict[str, Any]:
                 visible[name] = importlib.import_module(name)
             except Exception:  # noqa: BLE001, S112 a module that needs what is not there
                 continue
-        elif not name.startswith("__") and not hasattr(builtins, name):
+        elif name.startswith("__") or hasattr(builtins, name):
+            continue
+        elif name == function or not function:
             visible[name] = Remote(answer, name)
     return visible
 
@@ -302,7 +307,7 @@ def run_statements(answer: Answer, tests: dict[str, Any]) -> None:
             try:
                 answer.begin_test()
                 if names is None:
-                    names = {**names_for_tests(answer), "__name__": "tests"}
+                    names = {**names_for_tests(answer, tests["function"]), "__name__": "tests"}
                     names["__builtins__"] = builtins
                 if whole:
                     code = compile(ast.Module([statement], []), "tests", "exec")

@@ -278,6 +278,19 @@ def test_what_an_answer_raises_or_returns_cannot_empty_a_test(program: str, asse
 
 
 @pytest.mark.integration
+@pytest.mark.usefixtures("_namespaces")
+def test_where_the_function_is_named_no_other_name_is_the_answer_s():
+    wrong = "import math\ndef same(a, b): return True\ndef add(a, b): return -1"
+    right = "import math\ndef add(a, b): return a + b"
+    helped = "assert same(add(1, 2), 3)"
+    plain = "import math\nassert math.isclose(add(1, 2), 3)"
+    assert scored(wrong, {"asserts": helped})["score"] == 1.0, "a name that nobody defined"
+    assert scored(wrong, {"asserts": helped, "fn_name": "add"})["score"] == 0.0
+    assert scored(right, {"asserts": [helped, plain], "fn_name": "add"})["score"] == 0.5
+    assert scored(right, {"asserts": plain, "fn_name": "add"})["score"] == 1.0
+
+
+@pytest.mark.integration
 @needs_namespaces
 def test_a_program_that_takes_too_much_scores_nothing_in_time():
     result = scored("import time; time.sleep(1000)", SUMS, test_s=0.5, total_s=0.8)
