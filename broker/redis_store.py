@@ -115,8 +115,10 @@ class RedisStore:
         # The library's own timeouts go through asyncio.wait_for, which can swallow a cancellation
         # before Python 3.12; every wait here is inside an asyncio.timeout instead.
         tls: dict[str, Any] = {}
-        if ca_file and url.startswith("rediss://"):
-            tls["ssl_ca_certs"] = ca_file
+        if url.startswith("rediss://"):
+            tls["ssl_check_hostname"] = True  # a certificate of somebody else is no proof
+            if ca_file:
+                tls["ssl_ca_certs"] = ca_file
         client = aioredis.Redis.from_url(
             url,
             username=username,

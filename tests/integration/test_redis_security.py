@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import shutil
+import ssl
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,8 +20,8 @@ pytestmark = [pytest.mark.integration, pytest.mark.redis]
 RULES = "on >secret-of-the-user ~slipstream:* +@all -@dangerous +info +config|get"
 
 
-def make_certificates(folder: Path) -> None:
-    """A certificate authority, and a server's certificate for 127.0.0.1."""
+def make_certificates(folder: Path, address: str = "127.0.0.1") -> None:
+    """A certificate authority, and a server's certificate for an address."""
     if shutil.which("openssl") is None:
         pytest.skip("TLS needs the command openssl to make certificates")
 
@@ -35,7 +36,7 @@ def make_certificates(folder: Path) -> None:
         *("req", "-newkey", "rsa:2048", "-nodes", "-subj", "/CN=redis"),
         *("-keyout", "server.key", "-out", "server.csr"),
     )
-    (folder / "names").write_text("subjectAltName=IP:127.0.0.1\n")
+    (folder / "names").write_text(f"subjectAltName=IP:{address}\n")
     openssl(
         *("x509", "-req", "-in", "server.csr", "-CA", "ca.crt", "-CAkey", "ca.key"),
         *("-CAcreateserial", "-days", "2", "-extfile", "names", "-out", "server.crt"),
@@ -135,3 +136,39 @@ def test_who_proves_nothing_is_not_let_in_and_no_secret_is_printed(
     assert password not in str(caught.value)
     del caught
     gc.collect()  # here, and not in whatever test comes next
+
+
+async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """Say to every command that it was carried out, which is all that a client asks of a PING."""
+    while line := await reader.readline():
+        if line.startswith(b"*"):  # its arguments follow
+            writer.write(b"+OK\r\n")
+    writer.close()
+
+
+# As above.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize(("address", "is_let_in"), [("127.0.0.1", True), ("192.0.2.1", False)])
+def test_a_server_has_to_prove_the_name_that_it_is_called_by(
+    tmp_path: Path, address: str, is_let_in: bool
+):
+    make_certificates(tmp_path, address)
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.load_cert_chain(tmp_path / "server.crt", tmp_path / "server.key")
+
+    async def body() -> None:
+        server = await asyncio.start_server(answer, "127.0.0.1", 0, ssl=context)
+        port = server.sockets[0].getsockname()[1]
+        try:
+            url, trusted = f"rediss://127.0.0.1:{port}", str(tmp_path / "ca.crt")
+            store = await RedisStore.connect(url, "run", ca_file=trusted)
+            await store.close()
+        finally:
+            server.close()
+
+    if is_let_in:
+        asyncio.run(body())
+    else:
+        with pytest.raises(ConfigError, match=r"CERTIFICATE_VERIFY_FAILED.*IP address mismatch"):
+            asyncio.run(body())
+    gc.collect()
