@@ -4,6 +4,8 @@ PY := .venv/bin/python
 CORES := $(shell nproc)
 WORKERS ?= $(shell echo $$(($(CORES) + 1)))
 PARALLEL := --dist loadfile --no-loadscope-reorder
+AUDIT := pip-audit==2.10.1
+QUIETLY := --quiet --disable-pip-version-check --upgrade
 # Folders to look in: to import what is not run takes as long as many tests. tests/unit/test_folders.py
 HERMETIC_TESTS := tests/unit tests/property tests/contract
 PROCESS_TESTS := tests/e2e tests/chaos tests/integration tests/contract tests/browser \
@@ -48,9 +50,14 @@ test-slow: setup  ## whole fault matrices, a real chat model, three algorithms; 
 	$(PY) -m pip install --quiet --disable-pip-version-check --target .cache/trackers \
 		wandb==0.31.0 mlflow-skinny==3.17.2 swanlab==0.10.3
 	PYTHONPATH=.cache/trackers $(PY) -m pytest -q tests/integration/test_trackers.py
+	$(PY) -m pip install $(QUIETLY) --target .cache/audit -c deploy/constraints-cpu.txt $(AUDIT)
+	PYTHONPATH=.cache/audit $(PY) -m pytest -q tests/integration/test_known_holes.py
 	$(PY) -m pytest -q -s -m 'slow and not chaos' $(PROCESS_TESTS)
+audit: setup  ## look for known holes in what is installed; fails where PyPI cannot be asked
+	$(PY) -m pip install $(QUIETLY) --target .cache/audit -c deploy/constraints-cpu.txt $(AUDIT)
+	PYTHONPATH=.cache/audit $(PY) -m tests.audit
 chaos: setup  ## 200 kills of a scripted run, and more of runs of real parts; half an hour
 	$(PY) -m pytest -q -s -m chaos $(PROCESS_TESTS)
 .PHONY: help setup quickstart quickstart-null smollm2 policy docs format lint unit test-integration test
 test-all: test test-slow chaos  ## every test there is
-.PHONY: test-slow chaos test-all
+.PHONY: test-slow audit chaos test-all
