@@ -108,7 +108,7 @@ class Run:
     reference: bool = False  # whether there is a reference policy
     critic: bool = False
     outcome: str = ""  # empty: as ``live`` says
-    run_name: str = "gsm-0.5b"
+    run_name: str = "sample-data"
     waiting_for: str = ""
     tokens_by_lag: Mapping[str, int] = field(
         default_factory=lambda: {"0": 1_974_900, "1": 7_155_800, "2": 1_540_700}
@@ -203,7 +203,7 @@ class Run:
         empty: dict[str, int] = {}
         return msgspec.structs.replace(
             STATUS,
-            run_name="gsm-0.5b",
+            run_name="sample-data",
             outcome="running",
             finished=False,
             stop_reason="",
