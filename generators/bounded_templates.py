@@ -6,7 +6,7 @@ grows does so in a variable, in the output, or by ``*`` and ``**``.
 """
 
 from collections.abc import Mapping, Sized
-from typing import Any
+from typing import Any, cast
 
 from jinja2 import Template, TemplateRuntimeError, nodes
 from jinja2.runtime import Context
@@ -40,12 +40,13 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
             loop.body.insert(0, nodes.ExprStmt(_call("step")))
             if loop.test is not None:  # what it leaves out is gone through, too
                 loop.test = nodes.And(_call("step"), loop.test)
-        for block in tree.find_all((nodes.Macro, nodes.CallBlock)):
+        blocks: list[nodes.Macro | nodes.CallBlock] = list(tree.find_all(nodes.Macro))
+        for block in [*blocks, *tree.find_all(nodes.CallBlock)]:
             block.body.insert(0, nodes.ExprStmt(_call("step")))
         for assignment in tree.find_all(nodes.Assign):
-            assignment.node = _call("kept", assignment.node)
+            assignment.node = _call("kept", cast("nodes.Expr", assignment.node))
         for text in tree.find_all(nodes.AssignBlock):
-            text.filter = nodes.Filter(text.filter, "within_bounds", [], [], None, None)  # type: ignore[arg-type]  # None is the block
+            text.filter = nodes.Filter(text.filter, "within_bounds", [], [], None, None)
         tree.set_environment(self)
         return Template.from_code(self, self.compile(tree), self.make_globals(None))
 
