@@ -47,6 +47,7 @@ _RELAY_END_S = 10.0
 _WITHOUT_BROKER_S = 5.0  # for roles to end where the broker is gone for good
 _REFUSED = "refused: "
 _SCRATCH = "slipstream-"
+_SOCKETS = "sockets"
 
 
 class _StopRequestedError(SlipstreamError):
@@ -249,7 +250,10 @@ def _remove_scratch_of_killed_run(run: RunSection) -> None:
     resolved = run.folder / "resolved.toml"
     if not resolved.is_file():
         return
-    folder = Path(run_section(load_table(resolved)).socket_dir).parent
+    sockets = Path(run_section(load_table(resolved)).socket_dir)
+    folder = sockets.parent
+    if sockets.name != _SOCKETS:  # the user's own
+        return
     if folder.name.startswith(_SCRATCH) and folder.parent == Path(tempfile.gettempdir()):
         for left in folder.glob("*-*"):
             remove_leftovers(left)
@@ -260,7 +264,7 @@ def _with_sockets(config: RunConfig, scratch: Path) -> RunConfig:
     if config.run.socket_dir:
         return config
     # Not the folder of temporary files itself, which reward functions use and this one is hidden.
-    sockets = {"socket_dir": str(scratch / "sockets")}
+    sockets = {"socket_dir": str(scratch / _SOCKETS)}
     return run_config({**config.table, "run": {**config.table.get("run", {}), **sockets}})
 
 

@@ -3,6 +3,7 @@ from pathlib import Path
 import pytest
 
 from deploy.addition import write_blank_model
+from generators import sglang_process
 from generators.config import generator_settings
 from generators.sglang_process import server_flags
 from wire.errors import ConfigError
@@ -37,3 +38,22 @@ def test_a_prefix_cache_cannot_be_asked_for_beside_in_place(tmp_path: Path):
 def test_version_runs_are_exact_whatever_a_change_does_to_answers(tmp_path: Path):
     for in_flight in ("retract", "in_place"):
         assert flags(tmp_path, in_flight)["disable_overlap_schedule"] is True
+
+
+def test_an_engine_gets_what_it_needs_of_the_environment_and_what_a_setting_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    ours = {"NCCL_IB_HCA": "mlx5", "SGLANG_LOGGING": "1", "HF_TOKEN": "h", "PLUGIN": "p", "X": "x"}
+    for name, value in ours.items():
+        monkeypatch.setenv(name, value)
+    write_blank_model(tmp_path, hidden=16, layers=1)
+    settings = generator_settings(
+        {
+            "run": {"model": str(tmp_path)},
+            "sampling": {"max_prompt_tokens": 100, "max_response_tokens": 100},
+            "generators": {"device": "cpu", "environment": ["PLUGIN"]},
+        }
+    )
+    found = sglang_process._environment(settings, tmp_path)
+    assert {name for name in ours if name in found} == {"NCCL_IB_HCA", "SGLANG_LOGGING", "PLUGIN"}
+    assert found["SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"] == f"file://{tmp_path}/rendezvous"

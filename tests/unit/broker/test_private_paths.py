@@ -1,0 +1,35 @@
+"""What a reward function must not see, from the settings of the role that runs it."""
+
+from pathlib import Path
+
+from broker.config import private_paths
+from wire.settings import Table
+
+
+def test_keys_sockets_the_store_and_the_page_are_private_whether_they_are_there_or_not(
+    tmp_path: Path,
+):
+    table: Table = {"run": {"name": "r", "dir": str(tmp_path), "socket_dir": "/s/sockets"}}
+    of_run = (Path("/s/sockets"), tmp_path / "r" / "redis", tmp_path / "r" / "dashboard")
+    assert private_paths(table) == (tmp_path / "keys", *of_run)
+
+
+def test_a_role_of_a_broker_elsewhere_makes_no_folder_of_a_run(tmp_path: Path):
+    run = {"name": "r", "dir": str(tmp_path), "broker": "tcp://10.0.0.1:1", "key_file": "/k.key"}
+    assert private_paths({"run": run}) == (tmp_path / "keys", Path("/k.key"))
+    (tmp_path / "r" / "redis").mkdir(parents=True)
+    assert tmp_path / "r" / "redis" in private_paths({"run": run})
+
+
+def test_files_with_a_password_or_a_token_are_private_where_they_are(tmp_path: Path):
+    password, address = tmp_path / "password", tmp_path / "r" / "dashboard.url"
+    table: Table = {
+        "run": {"name": "r", "dir": str(tmp_path)},
+        "broker": {"keys": "/keys", "redis": {"password_file": str(password)}},
+    }
+    assert private_paths(table)[0] == Path("/keys")
+    assert password not in private_paths(table)
+    address.parent.mkdir()
+    for file in (password, address):
+        file.touch()
+        assert file in private_paths(table)
