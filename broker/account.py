@@ -77,13 +77,21 @@ def _oldest(groups: Mapping[int, Group], count: int) -> list[int]:
     return list(islice(groups if len(groups) > _SORTED_UP_TO else sorted(groups), count))
 
 
-def describe_wait(ledger: Ledger, group_ids: Sequence[int]) -> str:
-    """Say which groups a batch waits for and who holds them; warn if nothing but drops comes."""
+def describe_wait(ledger: Ledger, group_ids: Sequence[int], *, trouble: str = "") -> str:
+    """Say which groups a batch waits for and who holds them; warn if nothing but drops comes.
+
+    Args:
+        ledger: of the run.
+        group_ids: that the batch waits for.
+        trouble: what is known of reward functions that fail.
+    """
     state = ledger.state
     barren = ""
+    if unscored := _trajectories_in_flight(ledger)["to_score"]:
+        barren = f"; {unscored} answers wait for a reward{f', {trouble}' if trouble else ''}"
     if state.drops_in_a_row >= 2 * ledger.rules.bound.groups_per_step:  # it could be so for ever
         reasons = ", ".join(f"{why}: {n}" for why, n in state.dropped.items())
-        barren = f"; the last {state.drops_in_a_row} groups were all dropped ({reasons})"
+        barren += f"; the last {state.drops_in_a_row} groups were all dropped ({reasons})"
     if not group_ids:
         held = ", ".join(f"{state}: {n}" for state, n in ledger.in_flight().items() if n)
         return f"no group is under way{f' ({held})' if held else ''}{barren}"

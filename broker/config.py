@@ -149,7 +149,7 @@ class RewardSection(Section, frozen=True, kw_only=True):
     """Reward workers that `slipstream run` starts; 0 if they are started by hand."""
     inline: bool = False
     """Score in the generators first; workers get what has no reward then."""
-    processes: AtLeast1 = 1
+    processes: AtLeast1 = 2
     """Child processes in which one worker runs the function."""
     concurrency: AtLeast1 = 16
     """Answers that one child works on at a time where the function is async."""

@@ -49,7 +49,7 @@ ALLOWED: dict[type[Request], frozenset[Role]] = {
     DropDeadLetters: _OPERATOR,
     LeaseGroups: _GENERATOR,
     SubmitTrajectory: _GENERATOR,
-    ReleaseLease: _GENERATOR,
+    ReleaseLease: _SCORERS,
     RejectPrompt: _GENERATOR,
     Heartbeat: _SCORERS,
     LeaseScoring: _SCORERS,

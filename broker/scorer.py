@@ -17,6 +17,7 @@ from wire.control import (
     Heartbeat,
     HeartbeatAnswer,
     LeaseScoring,
+    ReleaseLease,
     ScoringItem,
     ScoringLeased,
     SubmitScores,
@@ -40,7 +41,11 @@ class Rewards(Protocol):
         ...
 
     def score(self, work: Work) -> AsyncIterator[Score]:
-        """Yield exactly one score per item, as they come."""
+        """Yield exactly one score per item that is not given back, as they come."""
+        ...
+
+    def give_back(self, group_id: int) -> Sequence[ScoringItem]:
+        """Forget answers of a group that have not begun; return them."""
         ...
 
 
@@ -64,6 +69,7 @@ class Scorer:
         self._poll_s = poll_s
         self._held: dict[int, None] = {}  # leases whose score is not sent yet
         self._scored: asyncio.Queue[Score] = asyncio.Queue()  # no more than are held
+        self._given_back: list[int] = []  # leases, of siblings of what has no reward yet
         self._sent = asyncio.Event()
         self._stop = asyncio.Event()
         self.clock = PhaseClock()
@@ -130,6 +136,9 @@ class Scorer:
 
     async def _score(self, work: Work) -> None:
         async for score in self._rewards.score(work):
+            if score.reward is None:  # its group may be lost: let the broker try that one first
+                given_back = self._rewards.give_back(score.group_id)
+                self._given_back += [item.lease_id for item in given_back]
             self._scored.put_nowait(score)
 
     async def _send_forever(self) -> None:
@@ -139,6 +148,7 @@ class Scorer:
             while len(scores) < _MAX_SCORES and not self._scored.empty():
                 scores.append(self._scored.get_nowait())
             await self._client.ask(SubmitScores(scores=tuple(scores)), Done)
+            await self._release_given_back()  # when the broker knows why
             for score in scores:
                 self._held.pop(score.lease_id, None)
                 self.counters["scored"] += score.reward is not None
@@ -146,6 +156,13 @@ class Scorer:
             if not self._held:
                 self.clock.enter(WAIT)
             self._sent.set()
+
+    async def _release_given_back(self) -> None:
+        leases, self._given_back = self._given_back, []
+        for lease_id in leases:
+            release = ReleaseLease(lease_id=lease_id, reason="a sibling has no reward yet")
+            await self._client.ask(release, Done)
+            self._held.pop(lease_id, None)
 
     async def _until_some_are_sent(self) -> None:
         self._sent.clear()

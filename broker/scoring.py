@@ -37,13 +37,17 @@ class ScoringQueue:
     """First come, first scored; what lapses goes back to the front.
 
     What one worker could not score is kept for others, as long as there are any, and for a while.
+    Until it has its reward, its siblings are held back: if it never gets one their group is
+    dropped, and nothing was spent on them.
     """
 
     def __init__(self, *, lease_s: float) -> None:
         self._terms = LeaseTerms(lease_s)
         self._lease_s = lease_s
         self._waiting: OrderedDict[TrajectoryKey, None] = OrderedDict()
+        self._held_back: OrderedDict[TrajectoryKey, None] = OrderedDict()  # waiting, not granted
         self._waiting_of: dict[int, dict[int, None]] = {}  # group -> siblings that wait
+        self._failed_of: dict[int, dict[int, int]] = {}  # group -> sibling -> attempts
         self._leases: dict[int, ScoringLease] = {}
         self._lease_of: dict[TrajectoryKey, int] = {}
         self._by_holder = Holdings()
@@ -57,7 +61,7 @@ class ScoringQueue:
     @property
     def num_waiting(self) -> int:
         """Return how many trajectories nobody is scoring."""
-        return len(self._waiting)
+        return len(self._waiting) + len(self._held_back)
 
     @property
     def num_leased(self) -> int:
@@ -80,7 +84,8 @@ class ScoringQueue:
     def discard(self, key: TrajectoryKey) -> None:
         """Forget a trajectory that has its reward, or whose group ended."""
         self._dequeue(key)
-        self._failures.pop(key, None)
+        if self._failures.pop(key, None) is not None:
+            self._is_clear(key)
         self._lapsed.pop(key, None)
         if (lease_id := self._lease_of.get(key)) is not None:
             self._end(lease_id)
@@ -92,7 +97,34 @@ class ScoringQueue:
         pause_s = min(_FIRST_PAUSE_S * 4**failures.count, _LONGEST_PAUSE_S)
         failures.count += 1
         failures.not_before_s = now_s + pause_s
+        self._failed_of.setdefault(key[0], {})[key[1]] = failures.count
         self.add(key)
+        self._sort_out(key[0])
+
+    def _is_clear(self, key: TrajectoryKey) -> None:
+        """Doubt a group no longer on account of a sibling that has its reward, or is gone."""
+        failed = self._failed_of.get(key[0], {})
+        failed.pop(key[1], None)
+        if not failed:
+            self._failed_of.pop(key[0], None)
+        self._sort_out(key[0])
+
+    def _decider(self, group_id: int) -> int | None:
+        """Return the sibling that has failed most often, if any has."""
+        failed = self._failed_of.get(group_id)
+        return max(failed, key=lambda sibling: (failed[sibling], -sibling)) if failed else None
+
+    def _sort_out(self, group_id: int) -> None:
+        """Hold back what waits of a group in doubt, but for the one that decides."""
+        decider = self._decider(group_id)
+        for sibling in self._waiting_of.get(group_id, ()):
+            key = (group_id, sibling)
+            goes, comes = self._waiting, self._held_back
+            if decider is None or sibling == decider:
+                goes, comes = self._held_back, self._waiting
+            if key in goes:
+                del goes[key]
+                comes[key] = None
 
     def lease(
         self,
@@ -185,6 +217,14 @@ class ScoringQueue:
         self._seen.pop(name_of(holder), None)
         return [self._put_back(i) for i in list(self._by_holder.get(holder, ()))]
 
+    def give_back(self, holder: str, lease_id: int) -> bool:
+        """Put back what a worker has not begun; no attempt. False if it does not hold it."""
+        lease = self._leases.get(lease_id)
+        if lease is None or lease.holder != holder:
+            return False
+        self._put_back(lease_id)
+        return True
+
     def release(self, lease_ids: Iterable[int]) -> None:
         """Put back leases that never arrived."""
         for lease_id in lease_ids:
@@ -206,7 +246,8 @@ class ScoringQueue:
         key = self._end(lease_id)
         self._lapsed.setdefault(key, {})[lease_id] = holder
         self._enqueue(key)
-        self._waiting.move_to_end(key, last=False)
+        if key in self._waiting:
+            self._waiting.move_to_end(key, last=False)
         return key
 
     def _end(self, lease_id: int) -> TrajectoryKey:
@@ -217,13 +258,16 @@ class ScoringQueue:
         return lease.key
 
     def _enqueue(self, key: TrajectoryKey) -> None:
-        self._waiting[key] = None
+        decider = self._decider(key[0])
+        queue = self._waiting if decider in {None, key[1]} else self._held_back
+        queue[key] = None
         self._waiting_of.setdefault(key[0], {})[key[1]] = None
 
     def _dequeue(self, key: TrajectoryKey) -> None:
-        if key not in self._waiting:
+        if key[1] not in self._waiting_of.get(key[0], ()):
             return
-        del self._waiting[key]
+        self._waiting.pop(key, None)
+        self._held_back.pop(key, None)
         siblings = self._waiting_of[key[0]]
         del siblings[key[1]]
         if not siblings:

@@ -37,6 +37,7 @@ from broker.ledger import Ledger
 from broker.limits import MAX_FRAMES, RateLimit, max_body_bytes, max_bytes
 from broker.permissions import may_say
 from broker.records import RunRecords
+from broker.reward_trouble import RewardTrouble
 from broker.router import Peer, Router
 from broker.scoring import ScoringQueue
 from broker.sessions import Session, Sessions, name_of
@@ -190,6 +191,7 @@ class BrokerServer:
         self._jobs: asyncio.TaskGroup | None = None
         self._jobs_of: Counter[str] = Counter()
         self._relay = RelayPlace(is_known=False)
+        self._trouble = RewardTrouble()
         self._alarm = ""
 
     # ---- the loop ------------------------------------------------------------
@@ -570,6 +572,10 @@ class BrokerServer:
                 return HeartbeatAnswer(lost=tuple(sorted(lost)))
             case SubmitScores():
                 self._submit_scores(session, request)
+            case ReleaseLease(lease_id=lease_id) if self._scoring.give_back(
+                session.holder, lease_id
+            ):
+                self._settle_soon()
             case ReleaseLease(lease_id=lease_id, reason=reason):
                 _log.warning("%s handed back lease %d: %s", session.name, lease_id, _said(reason))
                 self._ledger.release(session.holder, lease_id, "failed")
@@ -800,7 +806,7 @@ class BrokerServer:
 
     def _not_ready(self, request: RequestBatch, not_yet: NotYet) -> BatchNotReady:
         waiting_for = self._ledger.waiting_for(not_yet)
-        reason = describe_wait(self._ledger, waiting_for)
+        reason = describe_wait(self._ledger, waiting_for, trouble=self._trouble.said())
         if request.step == self._ledger.step:
             self.telemetry.waiting_for = reason
         return BatchNotReady(
@@ -858,7 +864,11 @@ class BrokerServer:
             self._records.eval_answers(group, {i: one for i, one in stored.items() if one})
         if score.sibling in group.scores:
             self._scoring.discard(key)
-        elif score.group_id in self._ledger.groups:
+            self._trouble.scored(_said(score.function))
+            return
+        if warning := self._trouble.failed(_said(score.function), _said(score.unavailable)):
+            _log.warning("%s; try it without a run: slipstream reward test", warning)
+        if score.group_id in self._ledger.groups:
             _log.warning("no reward for trajectory %d/%d: %s", *key, _said(score.unavailable))
             self._scoring.failed(key, session.name, now_s=self._now())
             self._settle_soon()

@@ -47,12 +47,24 @@ class PendingCall:
 
 @dataclass(eq=False, slots=True)
 class ScoringRequest:
-    """What one caller wants to know. As many scores come as there are answers."""
+    """What one caller wants to know. As many scores come as there are answers not given back."""
 
     waiting: deque[PendingCall] = field(default_factory=deque)
-    scores: asyncio.Queue[Score] = field(default_factory=asyncio.Queue)
+    scores: asyncio.Queue[Score | None] = field(default_factory=asyncio.Queue)  # None: look again
+    num_answers: int = 0
     asked_s: float = field(default_factory=now_s)
     abandoned: bool = False  # nobody listens any more
+
+    def give_back(self, group_id: int) -> list[ScoringItem]:
+        """Forget the answers of a group that wait for a call of their own; return them."""
+        alone = [call for call in self.waiting if len(call.work) == 1 and not call.divisible]
+        calls = [call for call in alone if call.work[0][0].group_id == group_id]
+        for call in calls:
+            self.waiting.remove(call)
+        self.num_answers -= len(calls)
+        if calls:
+            self.scores.put_nowait(None)
+        return [call.work[0][0] for call in calls]
 
 
 def request_of(
@@ -62,7 +74,7 @@ def request_of(
     by_function: dict[int, list[tuple[ScoringItem, Transcript]]] = {}
     for pair in work:
         by_function.setdefault(choice.index_of(pair[1].prompt.data_source), []).append(pair)
-    request = ScoringRequest()
+    request = ScoringRequest(num_answers=len(work))
     for function, share in by_function.items():
         for part in _parts(share, functions[function]):
             divisible = functions[function].takes == "batch"

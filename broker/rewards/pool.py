@@ -27,6 +27,7 @@ from broker.rewards.choice import RewardChoice
 from broker.rewards.outcomes import Fault, FunctionInfo, Outcome, unavailable
 from broker.rewards.process_table import ProcessRow, Usage, now_s, process_table
 from broker.rewards.sandbox import pid_namespaces_work
+from wire.control import ScoringItem
 from wire.environment import handed_on
 from wire.errors import ConfigError
 from wire.patience import Patience, signs_of
@@ -140,7 +141,8 @@ class RewardPool:
     async def score(self, work: Work) -> AsyncIterator[Score]:
         """Yield one score per answer as they are there, in any order.
 
-        Callers take turns. One that stops listening gives up what has not begun.
+        Callers take turns. One that stops listening gives up what has not begun. No score comes
+        for what was given back meanwhile.
         """
         request = request_of(work, self._choice, self.functions)
         self._requests.append(request)
@@ -148,11 +150,21 @@ class RewardPool:
             self._fail_waiting("the reward pool is closed")
         self._dispatch()
         try:
-            for _ in work:
-                yield await request.scores.get()
+            num_scores = 0
+            while num_scores < request.num_answers:
+                if (score := await request.scores.get()) is not None:
+                    num_scores += 1
+                    yield score
         finally:
             request.abandoned = True
             request.waiting.clear()
+
+    def give_back(self, group_id: int) -> list[ScoringItem]:
+        """Forget the answers of a group whose turn has not come; return them.
+
+        Halves of a batch, and groups that a function takes whole, stay.
+        """
+        return [item for request in self._requests for item in request.give_back(group_id)]
 
     async def close(self) -> None:
         """End all children with all that they have started. What has no score gets none."""

@@ -87,15 +87,15 @@ def test_a_group_of_which_somebody_has_a_part_is_not_granted_whole():
 
 
 def test_what_one_worker_could_not_score_is_kept_for_another_as_long_as_there_is_one():
-    queue = filled((0, 0), (0, 1))
+    queue = filled((0, 0), (1, 0))
     queue.lease("b@1", 1, now_s=0.0)
     (lease_id, *_) = queue.lease("a@1", 1, now_s=0.0)
-    assert queue.finish("a@1", lease_id, (0, 1))
-    queue.failed((0, 1), "a", now_s=0.0)
+    assert queue.finish("a@1", lease_id, (1, 0))
+    queue.failed((1, 0), "a", now_s=0.0)
     assert queue.lease("a@2", 1, now_s=2.0) == {}
-    assert list(queue.lease("b@1", 1, now_s=2.0).values()) == [(0, 1)]
+    assert list(queue.lease("b@1", 1, now_s=2.0).values()) == [(1, 0)]
     queue.release_all("b@1")  # it left: nobody else is there
-    assert list(queue.lease("a@2", 2, now_s=3.0).values()) == [(0, 1), (0, 0)]
+    assert list(queue.lease("a@2", 2, now_s=3.0).values()) == [(1, 0), (0, 0)]
 
 
 def test_a_failure_is_tried_again_after_longer_and_longer_pauses():
@@ -145,3 +145,54 @@ def test_names_of_workers_that_died_are_forgotten():
     for pid in range(2_000):
         queue.lease(f"host-{pid}@x", 1, now_s=float(pid))
     assert len(queue._seen) <= 300
+
+
+# ---- a group in doubt --------------------------------------------------------
+
+
+def test_until_a_sibling_that_failed_has_its_reward_the_others_of_its_group_wait():
+    queue = filled((0, 0), (0, 1), (0, 2), (1, 0))
+    (lease_id,) = queue.lease("worker-0", 1, now_s=0.0)
+    assert queue.finish("worker-0", lease_id, (0, 0))
+    queue.failed((0, 0), "worker-0", now_s=0.0)
+    assert list(queue.lease("worker-1", 8, now_s=0.1).values()) == [(1, 0)]
+    assert queue.num_waiting == 3
+    (again,) = queue.lease("worker-1", 8, now_s=1.1).items()
+    assert again[1] == (0, 0)
+    queue.finish("worker-1", again[0], (0, 0))
+    queue.discard((0, 0))  # it has its reward
+    assert list(queue.lease("worker-1", 8, now_s=1.2).values()) == [(0, 1), (0, 2)]
+
+
+def test_of_several_that_failed_the_one_that_failed_most_often_decides():
+    queue = filled((0, 0), (0, 1), (0, 2))
+    for lease_id, key in queue.lease("worker-0", 2, now_s=0.0).items():
+        queue.finish("worker-0", lease_id, key)
+        queue.failed(key, "worker-0", now_s=0.0)
+    (lease_id,) = queue.lease("worker-0", 8, now_s=2.0)
+    queue.finish("worker-0", lease_id, (0, 0))
+    queue.failed((0, 0), "worker-0", now_s=2.0)
+    assert list(queue.lease("worker-0", 8, now_s=20.0).values()) == [(0, 0)]
+    for sibling in range(3):  # its group was dropped
+        queue.discard((0, sibling))
+    assert (queue.num_waiting, queue.num_leased) == (0, 0)
+    assert not queue._failed_of
+    assert not queue._held_back
+
+
+def test_what_a_worker_gives_back_is_no_attempt_and_only_its_own():
+    queue = filled((0, 0))
+    (lease_id,) = queue.lease("worker-0", 1, now_s=0.0)
+    assert not queue.give_back("worker-1", lease_id)
+    assert queue.give_back("worker-0", lease_id)
+    assert not queue.give_back("worker-0", lease_id)
+    assert list(queue.lease("worker-0", 1, now_s=0.0).values()) == [(0, 0)]
+
+
+def test_a_group_that_a_function_takes_whole_is_granted_whole_though_one_of_it_failed():
+    queue = filled((0, 0), (0, 1))
+    for lease_id, key in queue.lease("w", 2, now_s=0.0).items():
+        queue.finish("w", lease_id, key)
+        queue.failed(key, "w", now_s=0.0)
+    granted = queue.lease("w", 8, now_s=5.0, siblings_of=lambda _: (0, 1))
+    assert sorted(granted.values()) == [(0, 0), (0, 1)]

@@ -1,0 +1,92 @@
+"""A reward function that hangs for some answers, in real children, under the real broker's loop."""
+
+import asyncio
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from broker.config import RewardSection
+from broker.rewards.pool import RewardPool
+from broker.scorer import Scorer
+from broker.scoring import ScoringQueue
+from tests.unit.broker.ledger_driver import header, make_ledger, make_rules
+from tests.unit.broker.test_server import V0, running
+from tests.waiting import HANG_S, until_async
+from wire.control import (
+    BatchNotReady,
+    Done,
+    GroupsLeased,
+    LeaseGroups,
+    RequestBatch,
+    SubmitTrajectory,
+    TakeOver,
+    TookOver,
+)
+
+pytestmark = pytest.mark.integration
+GROUPS, SIBLINGS, ATTEMPTS = 4, 8, 3
+FUNCTION = """
+import time
+
+def score(data_source, solution_str, ground_truth, extra_info):
+    if ground_truth == "1":
+        time.sleep(3600)
+    return float(len(solution_str) % 3)
+"""
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_group_whose_reward_hangs_costs_its_attempts_and_holds_up_nobody_for_longer(
+    short_folder: Path, processes: int
+):
+    """All siblings of such a group were tried in rounds, one after the other: 24 times."""
+    (short_folder / "hangs.py").write_text(FUNCTION)
+    settings = RewardSection(
+        function=f"{short_folder}/hangs.py:score", timeout_s=1.0, processes=processes
+    )
+    rules = make_rules(
+        groups_per_step=GROUPS,
+        group_size=SIBLINGS,
+        total_steps=1,
+        max_attempts=ATTEMPTS,
+        drop_zero_variance=False,
+    )
+
+    async def body() -> tuple[Counter[str], Counter[str], str]:
+        async with running(short_folder, make_ledger(rules)) as it:
+            it.server._scoring = ScoringQueue(lease_s=HANG_S)
+            learner = await it.client("learner", "learner")
+            generator = await it.client("generator", "generator-0")
+            worker = await it.client("reward_worker", "w")
+            await learner.ask(TakeOver(step=0), TookOver)
+            leased, _ = await generator.ask(
+                LeaseGroups(adopted=V0, max_sequences=GROUPS * SIBLINGS, wait_s=30.0), GroupsLeased
+            )
+            for group in leased.groups:
+                for sibling in group.siblings:
+                    sent = header(group.group_id, sibling, V0, lease_id=group.lease_id)
+                    frames = [b"payload", b"r" * sibling]
+                    await generator.ask(SubmitTrajectory(header=sent), Done, frames=frames)
+            pool = await RewardPool.start(settings)
+            scorer = Scorer(worker, pool, max_credits=64, heartbeat_s=1.0)
+            scoring = asyncio.create_task(scorer.run())
+            try:
+                await until_async(lambda: it.server._trouble._tries, "nothing was scored")
+                await until_async(
+                    lambda: it.ledger.state.dropped["reward_unavailable"], "nothing was dropped"
+                )
+                await until_async(lambda: not it.server._scoring.num_waiting)
+                request = RequestBatch(version=V0, step=0, wait_s=0.0)
+                answer, _ = await learner.ask(request, BatchNotReady)
+                assert it.status.in_flight["ready"] == GROUPS - 1
+                return it.ledger.state.dropped, pool.replaced, answer.reason
+            finally:
+                scoring.cancel()
+                await asyncio.gather(scoring, return_exceptions=True)
+                await pool.close()
+
+    dropped, replaced, _ = asyncio.run(body())
+    assert dropped == {"reward_unavailable": 1}
+    # Each child may be at another sibling when the first one fails.
+    assert ATTEMPTS <= replaced["timeout"] <= ATTEMPTS + processes - 1
