@@ -27,6 +27,7 @@ from wire.control import Answer, Hello, Refusal, Request, Role, Welcome
 from wire.errors import (
     ConfigError,
     ForbiddenError,
+    NameTakenError,
     PeerLostError,
     ProtocolError,
     RefusedError,
@@ -44,6 +45,7 @@ _SEND_LIMIT = 1_000
 _REPEAT_S = 20.0  # an answer that is lost without a lost connection is asked for again
 _HELLO_S = 5.0  # then it is said again: it may have been lost. Doubled, for who is slow and there
 _MAX_HELLO_S = 80.0
+_NAME_TAKEN_S = 1.0  # between hellos while another process has the name
 _SLOW_DOWN_S = 0.2  # and up to twice that
 _EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 _HEARTBEAT_MS = 2_000  # of the connection, so that a broker that is stopped counts as gone
@@ -162,8 +164,7 @@ class BrokerClient:
         ]
         try:
             async with saying(f"the broker at {endpoint}"):
-                answer, _ = await client._ask(hello, timeout_s)
-            welcome = _expect(answer, Welcome, hello)
+                welcome = await client._first_hello(hello, timeout_s)
         except RefusedError as error:
             client.close()
             raise ConfigError(str(error)) from error
@@ -173,6 +174,23 @@ class BrokerClient:
         client._session, client.run_id = welcome.session, welcome.run_id
         client._is_welcome = True
         return client, welcome
+
+    async def _first_hello(self, hello: Hello, timeout_s: float) -> Welcome:
+        """Say hello; again and again while another process with this name is connected."""
+        deadline = time.monotonic() + timeout_s
+        was_said = False
+        while True:
+            try:
+                answer, _ = await self._ask(hello, max(0.0, deadline - time.monotonic()))
+                return _expect(answer, Welcome, hello)
+            except NameTakenError as error:
+                if time.monotonic() + _NAME_TAKEN_S >= deadline:
+                    raise
+                if not was_said:
+                    left_s = deadline - time.monotonic()
+                    _log.warning("%s; waiting up to %.0f s for that", error, left_s)
+                    was_said = True
+            await asyncio.sleep(_NAME_TAKEN_S)
 
     async def ask(
         self,
@@ -388,6 +406,8 @@ def _refused(refusal: Refusal, what: str) -> SlipstreamError:
             return ForbiddenError(text)
         case "slow_down":
             return SlowDownError(text)
+        case "name_taken":
+            return NameTakenError(text)
         case _:
             return RefusedError(text)
 

@@ -18,7 +18,10 @@ _NOW = int(zmq.NOBLOCK)  # plain numbers: joining flags of an enum costs more th
 _NOW_AND_MORE = int(zmq.NOBLOCK | zmq.SNDMORE)
 _LARGE_BYTES = 8 * 1024
 _HANDSHAKE_MS = 5_000  # whoever has connected has so long to prove its key
+_HEARTBEAT_MS = 10_000
+_GONE_AFTER_MS = 60_000  # whose connection says nothing for so long has gone
 _BACKLOG = 1_024  # connections that wait to be taken
+_ANSWER_TO_NOTHING = (b"", b"")  # a request id that nobody uses, and no body
 _ENVELOPE_BYTES = 256  # more than CURVE adds to a piece
 
 
@@ -32,6 +35,10 @@ class Peer(NamedTuple):
     def send(self, frames: Sequence[Frame]) -> bool:
         """Send one message; False if nobody is there or reads it."""
         return self.router.send([self.routing_id, *frames])
+
+    def is_there(self) -> bool:
+        """Tell whether the connection stands: an answer to no request can be sent."""
+        return self.send(_ANSWER_TO_NOTHING)
 
 
 OnMessage = Callable[[Peer, Sequence[zmq.Frame]], None]
@@ -82,6 +89,8 @@ class Router:
         if secret_key:
             self._socket.curve_secretkey = secret_key
             self._socket.curve_server = True
+            self._socket.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)  # a host may just vanish
+            self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, _GONE_AFTER_MS)
             self._socket.zap_domain = b"slipstream"
         self.connections: ConnectionCount | None = None  # none are counted within a process
         self._cleanup = ExitStack()

@@ -102,6 +102,7 @@ from wire.dead_letters import DeadLetter
 from wire.errors import (
     ConfigError,
     ForbiddenError,
+    NameTakenError,
     ProtocolError,
     RefusedError,
     SlowDownError,
@@ -404,6 +405,10 @@ class BrokerServer:
             case SlowDownError():
                 self.telemetry.rejected["slow_down"] += 1
                 code = "slow_down"
+            case NameTakenError():
+                self.telemetry.rejected["name_taken"] += 1
+                code = "name_taken"
+                self._complain(self._sessions.named(peer), reason)
             case RefusedError():
                 self.telemetry.rejected["refused"] += 1
             case _:
@@ -935,6 +940,9 @@ class BrokerServer:
         before = self._ledger.step
         learner = session.holder if session.incarnation else ""
         self._refuse_other_run(request.run_id)
+        trains = self._ledger.state.learner
+        if trains and trains != learner and self._sessions.is_connected(trains):
+            raise RefusedError(f"{name_of(trains)} is connected and trains this run: end it first")
         version = self._ledger.take_over(request.step, request.checkpoint, learner, request.held)
         self._on_epoch(version.epoch)  # on disk before anybody may use it
         if version.step != self._ledger.step:

@@ -36,8 +36,8 @@ from broker.trackers.background import BackgroundTrackers
 from broker.trail import FolderTrail, Trail
 from wire.errors import ConfigError, PeerLostError
 from wire.keys import read_private, write_private
-from wire.processes import raise_descriptor_limit
-from wire.run_folder import PAGE_ADDRESS, PAGE_STATE, TRAIL
+from wire.processes import locked, raise_descriptor_limit
+from wire.run_folder import BROKER_LOCK, PAGE_ADDRESS, PAGE_STATE, TRAIL
 from wire.run_settings import RunSection
 from wire.stopping import stop_event
 
@@ -68,6 +68,7 @@ async def serve(settings: BrokerSettings, *, restarted: bool = False) -> None:
     prompts = load_prompts(settings)
     telemetry.data = prompts.counts()
     async with AsyncExitStack() as cleanup:
+        _take_lock(run, cleanup, restarted=restarted)
         redis_server = await _redis_server(settings, cleanup)
         store = await _open_store(settings, redis_server, restarted=restarted)
         cleanup.push_async_callback(store.close)
@@ -106,6 +107,24 @@ async def serve(settings: BrokerSettings, *, restarted: bool = False) -> None:
         if redis_server is not None:
             jobs.append(redis_server.keep_alive(outage_s=run.outage_s))
         await _run_until(stop, *jobs)
+
+
+def _take_lock(run: RunSection, cleanup: AsyncExitStack, *, restarted: bool) -> None:
+    """Be the one broker of a run folder, before anything is claimed.
+
+    A store that is shared would give its place to a second broker that somebody starts by mistake.
+    One that takes the place of another may: that may be stopped, and cannot write any more.
+
+    Raises:
+        ConfigError: there is one.
+    """
+    try:
+        lock = locked(run.folder / BROKER_LOCK, f"is the broker of the run in {run.folder}")
+        cleanup.enter_context(lock)
+    except ConfigError as error:
+        if not restarted:
+            raise
+        _log.warning("%s; this broker takes its place (--restarted)", error)
 
 
 async def _make_server(

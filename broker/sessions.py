@@ -8,13 +8,14 @@ from dataclasses import dataclass
 from broker.keyring import Holder
 from broker.router import Peer
 from wire.control import WIRE_REVISION, Hello, Role
-from wire.errors import ForbiddenError, RefusedError, SupersededError
+from wire.errors import ForbiddenError, NameTakenError, RefusedError, SupersededError
 
 MAX_READERS = 64  # observers and operators; they leave without a word
 MAX_CLIENTS = 10_000  # with one key, or on the Unix socket
 _MAX_NAME = 100  # characters
 _ALSO: dict[Role, tuple[Role, ...]] = {"operator": ("observer",), "learner": ("relay",)}
 _SESSION_BYTES = 16
+_MANY = ("generator", "reward_worker")
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,12 +51,18 @@ class Sessions:
     token on another connection than that of its hello.
     """
 
-    def __init__(self, key_of: Callable[[str], Holder | None] = lambda _key: None) -> None:
+    def __init__(
+        self,
+        key_of: Callable[[str], Holder | None] = lambda _key: None,
+        is_there: Callable[[Peer], bool] = Peer.is_there,
+    ) -> None:
         """Make an empty list.
 
         Args:
             key_of: returns who a public key was made for; None if nobody, or no longer.
+            is_there: tells whether a connection stands.
         """
+        self._is_there = is_there
         self._key_of = key_of
         self._by_token: dict[bytes, Session] = {}
         self._by_peer: dict[Peer, Session] = {}
@@ -85,6 +92,13 @@ class Sessions:
         """Tell whether nobody has said hello under this name since."""
         return self._by_token.get(session.token) is session
 
+    def is_connected(self, holder: str) -> bool:
+        """Tell whether who holds leases under this name is here, and its connection stands."""
+        return any(
+            session.holder == holder and self._is_there(session.peer)
+            for session in self._by_token.values()
+        )
+
     def hello(self, peer: Peer, hello: Hello) -> Session:
         """Take note of a connection.
 
@@ -92,6 +106,7 @@ class Sessions:
             RefusedError: it does not fit to the others.
             ForbiddenError: its key is not for this role.
             SupersededError: a newer process has this name.
+            NameTakenError: another process that is connected has it.
         """
         if hello.wire_revision != WIRE_REVISION:
             raise RefusedError(
@@ -133,10 +148,17 @@ class Sessions:
                 self._forget(names.pop(next(iter(names))))
         elif hello.reconnects and before.incarnation != hello.incarnation:
             raise SupersededError(f"another process has said hello as {hello.name}")
+        elif before.incarnation != hello.incarnation and self._is_elsewhere(before, session):
+            other = " or choose another name (--name)" if hello.role in _MANY else ""
+            raise NameTakenError(f"another process is connected as {hello.name}: end it{other}")
         else:
             self._forget(before)
         names.pop(session.name, None)  # the one that said hello last stands last
         names[session.name] = session
+
+    def _is_elsewhere(self, before: Session, session: Session) -> bool:
+        """Tell whether another connection, which stands, has the name."""
+        return before.peer != session.peer and self._is_there(before.peer)
 
     def _forget(self, session: Session) -> None:
         self._by_token.pop(session.token, None)

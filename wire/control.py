@@ -24,6 +24,7 @@ RefusalCode = Literal[
     "hello_first",  # this broker does not know the connection: say hello, then ask again
     "superseded",  # another process has said hello under the same name
     "forbidden",  # not with this key, or not in this role
+    "name_taken",  # a connected process has this name: say hello again a little later
     "slow_down",  # more than a peer may ask at a time: ask again a little later
 ]
 

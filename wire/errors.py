@@ -6,6 +6,7 @@ SlipstreamError
     RefusedError      a peer understood the request and refused it, with a reason
         ForbiddenError    not with this key, or not in this role
         SlowDownError     more than a peer may ask at a time
+        NameTakenError    a process that is connected has this name
     PeerLostError     a peer missed its deadline
     ChildDiedError    a process that we started ended before its time
     EngineError       an inference engine answered with an error
@@ -37,6 +38,10 @@ class ForbiddenError(RefusedError):
 
 class SlowDownError(RefusedError):
     """A peer asks more than it may at a time."""
+
+
+class NameTakenError(RefusedError):
+    """A process that is connected has this name: come again when it has gone."""
 
 
 class PeerLostError(SlipstreamError):

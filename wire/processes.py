@@ -6,7 +6,8 @@ import os
 import resource
 import signal
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from wire.errors import ConfigError
@@ -59,6 +60,30 @@ def raise_descriptor_limit(least: int) -> int:
     if soft < most:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
     return max(soft, most)
+
+
+@contextmanager
+def locked(path: Path, what: str) -> Iterator[None]:
+    """Hold the lock on a file; the kernel lets go of it when this process ends.
+
+    Args:
+        path: of the file, which is made. It holds the id of the process that has the lock.
+        what: that only one process may do, for the error.
+
+    Raises:
+        ConfigError: another process holds it.
+    """
+    with path.open("a+") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            file.seek(0)
+            holder = file.read(20).strip() or "unknown"
+            raise ConfigError(f"another process (pid {holder}) {what}: end it first") from error
+        file.truncate(0)
+        file.write(f"{os.getpid()}\n")
+        file.flush()
+        yield
 
 
 def is_locked(path: Path) -> bool:

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 IDENTITY = Path("identity.json")  # which run this is, and what no life of it may give out again
+BROKER_LOCK = Path("broker.lock")  # held by the one broker of the run
 BATCHES = Path("rollouts") / "batches.trajectories"
 TRAINED = Path("rollouts") / "trained.jsonl"
 EVAL = Path("eval")

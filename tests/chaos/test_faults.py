@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import pytest
@@ -199,8 +199,12 @@ def test_a_run_that_died_before_its_first_checkpoint_goes_on(folder: Path):
         assert (view.requeued, view.redelivered_steps >= 5) == (0, True)
 
 
-def test_a_second_broker_does_not_start_beside_the_first(folder: Path):
-    with chaos_run(folder, prompts=400) as it:
+@pytest.mark.parametrize("shared", [False, True], ids=["own-redis", "shared-redis"])
+def test_a_second_broker_does_not_start_beside_the_first(folder: Path, shared: bool):
+    """On a shared server it claimed the store, and the first one ended with code 3."""
+    with ExitStack() as cleanup:
+        server = {"broker__redis": cleanup.enter_context(redis_server(folder))} if shared else {}
+        it = cleanup.enter_context(chaos_run(folder, prompts=400, **server))
         it.start()
         it.wait_until(lambda: it.steps() >= 2, "second step")
         plan = it.plans["broker"]
@@ -208,6 +212,7 @@ def test_a_second_broker_does_not_start_beside_the_first(folder: Path):
             plan.command, cwd=ROOT, capture_output=True, text=True, timeout=HANG_S, check=False
         )
         assert second.returncode == 2
-        assert "another Redis server" in second.stderr
+        assert "is the broker of the run in" in second.stderr
         before = it.steps()
-        it.wait_until(lambda: it.steps() > before, "one step more by the first")
+        it.wait_until(lambda: it.steps() > before + 1, "two steps more by the first")
+        assert it.supervisor.children["broker"].num_starts == 1

@@ -63,6 +63,7 @@ from wire.control import (
     Request,
     RequestBatch,
     Role,
+    RoleReport,
     RunComplete,
     ScoringLeased,
     SealSteps,
@@ -75,7 +76,13 @@ from wire.control import (
     TookOver,
     Welcome,
 )
-from wire.errors import ForbiddenError, PeerLostError, RefusedError, SupersededError
+from wire.errors import (
+    ConfigError,
+    ForbiddenError,
+    PeerLostError,
+    RefusedError,
+    SupersededError,
+)
 from wire.ledger_view import LedgerView
 from wire.pieces import cut
 from wire.run_settings import RunSection
@@ -420,8 +427,10 @@ def test_a_generator_that_starts_anew_loses_its_leases_and_its_old_self_is_out(s
             old = await it.client("generator", "generator-0")
             work = LeaseGroups(adopted=V0, max_sequences=2, wait_s=0.0)
             await old.ask(work, GroupsLeased)
+            old._socket.disconnect(it.endpoint)  # as if its network was gone
             new = await it.client("generator", "generator-0")
             again, _ = await new.ask(work, GroupsLeased)
+            old._socket.connect(it.endpoint)
             with pytest.raises(SupersededError, match="another process has said hello as gen"):
                 await old.ask(Heartbeat(lease_ids=(0,)), HeartbeatAnswer)
             lost, _ = await new.ask(Heartbeat(lease_ids=(0, 1)), HeartbeatAnswer)
@@ -604,11 +613,69 @@ def test_a_lease_whose_grant_was_lost_with_the_broker_is_granted_again(short_fol
     assert asyncio.run(body()) == (0, {"lost": 1})
 
 
+@pytest.mark.parametrize("role", ["learner", "generator", "reward_worker"])
+def test_a_second_process_of_a_name_disturbs_nobody_and_waits_until_the_first_has_gone(
+    short_folder: Path, role: Role
+):
+    """It ended the first one, and with it the run, before it had done anything itself."""
+
+    async def body() -> None:
+        async with running(short_folder) as it:
+            first = await it.client(role, "one")
+            if role == "learner":
+                took, _ = await first.ask(TakeOver(step=0), TookOver)
+                assert took.version == V0
+            second = asyncio.create_task(it.client(role, "one"))
+            await until_async(lambda: it.server.telemetry.rejected["name_taken"] > 0)
+            assert not second.done()
+            await first.ask(RoleReport(phase_seconds={}, counters={}), Done)
+            assert it.ledger.version.epoch == (role == "learner")
+            first.close()
+            it.clients.remove(first)
+            successor = await asyncio.wait_for(second, HANG_S)
+            await successor.ask(RoleReport(phase_seconds={}, counters={}), Done)
+
+    asyncio.run(body())
+
+
+def test_a_learner_of_another_name_takes_over_only_when_the_first_has_gone(short_folder: Path):
+    async def body() -> None:
+        async with running(short_folder) as it:
+            first = await it.client("learner", "learner")
+            await first.ask(TakeOver(step=0), TookOver)
+            second = await it.client("learner", "another")
+            with pytest.raises(RefusedError, match="learner is connected and trains this run"):
+                await second.ask(TakeOver(step=0), TookOver)
+            assert it.ledger.version == V0
+            first.close()
+            it.clients.remove(first)
+            await until_async(lambda: not it.server._sessions.is_connected(it.ledger.state.learner))
+            took, _ = await second.ask(TakeOver(step=0), TookOver)
+            assert took.version == PolicyVersion(2, 0)
+
+    asyncio.run(body())
+
+
+def test_a_second_process_whose_patience_ends_is_told_who_has_its_name(short_folder: Path):
+    async def body() -> None:
+        async with running(short_folder) as it:
+            first = await it.client("learner", "learner")
+            with pytest.raises(ConfigError, match="another process is connected as learner: end"):
+                await BrokerClient.connect(
+                    it.endpoint, role="learner", name="learner", timeout_s=1.5
+                )
+            await first.ask(TakeOver(step=0), TookOver)
+
+    asyncio.run(body())
+
+
 def test_a_process_that_was_replaced_while_the_broker_was_away_is_out(short_folder: Path):
     async def body() -> None:
         async with running(short_folder) as it:
             old = await it.client("generator", "generator-0")
+            old._socket.disconnect(it.endpoint)
             await it.client("generator", "generator-0")
+            old._socket.connect(it.endpoint)
             with pytest.raises(SupersededError):
                 await old.ask(GetStatus(), StatusAnswer)
             with pytest.raises(SupersededError):
@@ -907,6 +974,8 @@ def test_a_worker_that_died_with_work_has_used_up_an_attempt(short_folder: Path)
             await submit(generator, group.group_id, 0)
             worker = await it.client("reward_worker", "w")
             await worker.ask(LeaseScoring(credits=8, wait_s=30.0), ScoringLeased)
+            worker.close()
+            it.clients.remove(worker)
             await it.client("reward_worker", "w")  # another incarnation
             return dict(it.ledger.groups[group.group_id].failed_scorings)
 
