@@ -20,6 +20,7 @@ DropReason = Literal[
     "orphaned",  # sampled by weights that a take-over from a checkpoint abandoned
     "nonfinite",  # its learner step had no finite loss or gradient
     "invalid",  # its payload is not what its header says
+    "revoked",  # answered with a key that was revoked with --discard
     "end_of_data",  # too few groups were left to fill a step
     "run_ended",  # not needed for the last step
 ]

@@ -32,6 +32,7 @@ class Holder(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     role: Role
     public: str
+    discard: bool = False  # it was revoked, and what came with it is not to be trained
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +56,7 @@ class KeyRing:
         self.folder = folder
         self._by_public: dict[str, Holder] = {}
         self._seen: list[tuple[str, int, int]] | None = None
+        self.discarded: frozenset[str] = frozenset()  # keys that were revoked with --discard
         self.refresh()
 
     def holder(self, public: str) -> Holder | None:
@@ -80,6 +82,8 @@ class KeyRing:
         if seen == self._seen:
             return []
         now = {holder.public: holder for holder in holders(self.folder)}
+        gone = {holder.name for holder in holders(self.folder, "revoked") if holder.discard}
+        self.discarded = frozenset(gone - {holder.name for holder in now.values()})
         before, self._by_public, self._seen = self._by_public, now, seen
         return [holder for public, holder in before.items() if public not in now]
 
@@ -143,16 +147,29 @@ def make_client_key(folder: Path, name: str, role: Role) -> Path:
     return carried
 
 
-def revoke(folder: Path, name: str) -> None:
+def revoke(folder: Path, name: str, *, discard: bool = False) -> None:
     """Take a key's rights away; a broker that runs notices within a second.
 
+    Args:
+        folder: of the keys.
+        name: of the key.
+        discard: what was answered with it and is not trained yet is dropped, too.
+
     Raises:
-        ConfigError: there is no such key.
+        ConfigError: there is no such key, or it is for another role than generator and ``discard``.
     """
     known = folder / "authorized" / f"{name}.toml"
     if not known.exists():
         raise ConfigError(f"there is no key {name} in {folder}")
+    found = {holder.name: holder.role for holder in holders(folder)}
+    if discard and found.get(name) != "generator":
+        raise ConfigError(
+            f"--discard drops answers, and {name} is the key of a {found.get(name, 'file')}; "
+            "revoke it without"
+        )
     (folder / "revoked").mkdir(exist_ok=True, mode=0o700)
+    if discard:
+        write_private(known, known.read_text() + "discard = true\n")
     known.replace(folder / "revoked" / known.name)
     (folder / "clients" / f"{name}.key").unlink(missing_ok=True)
 

@@ -396,6 +396,21 @@ class Ledger(Book):
 
     # ---- the end -------------------------------------------------------------
 
+    def discard_answers_of(self, key: str) -> tuple[int, int]:
+        """Drop what holds an answer that was delivered with a key.
+
+        Batches in the learner's hands stay.
+
+        Returns:
+            groups dropped, and groups that are being trained already.
+        """
+        own = [group for group in self.groups.values() if _is_from(group, f"{key}/")]
+        free = [group for group in own if group.bound_to == NOBODY]
+        for group in free:
+            if group.group_id in self.groups:  # the end of another may have ended the run
+                self._drop(group, "revoked")
+        return len(free), len(own) - len(free)
+
     def plan_stop(self, reason: str, drop_as: DropReason = "run_ended") -> bool:
         """End the run in order: a batch in the learner's hands is the last one.
 
@@ -660,3 +675,11 @@ class Ledger(Book):
                 and (not_yet.overdue is None or deadline(group.adopted_step) <= not_yet.overdue)
             )
         )
+
+
+def _is_from(group: Group, prefix: str) -> bool:
+    """Tell whether an answer of a group came from a holder whose name begins so."""
+    return any(
+        group.lessees.get(header.lease_id, "").startswith(prefix)
+        for header in group.headers.values()
+    )

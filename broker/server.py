@@ -173,6 +173,7 @@ class BrokerServer:
         self._scores_inline = scores_inline
         self._complained_s: dict[str, float] = {}  # client -> when its refusals were logged last
         self._keys = keys
+        self._discarded: frozenset[str] = frozenset()  # keys whose answers were dropped
         self._keys_lost_s: float | None = None  # since when they cannot be read
         self._records = records or RunRecords()
         self._trail = trail or Trail()
@@ -324,6 +325,15 @@ class BrokerServer:
             _log.warning("the key %s (%s) was revoked", holder.name, holder.role)
             for session in self._sessions.end(holder.public):
                 self._release(session.holder, "left")
+        for name in self._keys.discarded - self._discarded:
+            dropped, trained = self._ledger.discard_answers_of(name)
+            _log.warning(
+                "what the key %s delivered is dropped: %d groups; %d are being trained already",
+                name,
+                dropped,
+                trained,
+            )
+        self._discarded = self._keys.discarded
 
     def _receive(self, peer: Peer, frames: Sequence[zmq.Frame]) -> None:
         most = most_pieces(self._max_message_bytes, MAX_FRAMES)

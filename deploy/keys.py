@@ -25,6 +25,7 @@ def keys(
     folder: Path | None,
     config: Path | None,
     as_json: bool,
+    discard: bool = False,
 ) -> int:
     """Make, list or revoke keys.
 
@@ -35,6 +36,7 @@ def keys(
         folder: of the keys; None is that of ``config``.
         config: the run's settings; None is all defaults.
         as_json: print for programs.
+        discard: what was answered with a revoked key and is not trained yet is dropped.
     """
     folder = folder or _keys_folder(config)
     console = make_console()
@@ -43,8 +45,9 @@ def keys(
             _make(names, role, folder, console)
         case "revoke":
             for name in names:
-                revoke(folder, name)
-                console.print(f"revoked {name}: it is refused from the next second on")
+                revoke(folder, name, discard=discard)
+                also = ", and what it delivered is dropped unless it is trained" if discard else ""
+                console.print(f"revoked {name}: it is refused from the next second on{also}")
         case _:
             return _list(folder, console, as_json=as_json)
     return 0

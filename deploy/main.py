@@ -74,6 +74,7 @@ _KEYS_EXAMPLES = """examples:
   slipstream keys make judge-1 judge-2 --role reward_worker --keys /srv/keys
   slipstream keys list --config run.toml
   slipstream keys revoke judge-1 --config run.toml     a broker that runs notices within a second
+  slipstream keys revoke gpu7 --discard                what it answered is not to be trained
 """
 _NEWEST = "a run folder, default the newest one"
 _RESUME_HELP = "go on from the newest checkpoint of this run (auto), of a run folder, or from one"
@@ -223,6 +224,11 @@ def _add_keys(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
     keys.add_argument("--role", default="reward_worker", help="what a new key is for")
     keys.add_argument("--keys", type=Path, metavar="DIR", help="folder of the keys")
     keys.add_argument("--config", type=Path, metavar="RUN.toml", help="whose broker.keys to use")
+    keys.add_argument(
+        "--discard",
+        action="store_true",
+        help="revoke: also drop what was answered with the key and is not trained yet",
+    )
     keys.add_argument("--json", action="store_true", help="for programs")
 
 
@@ -267,7 +273,13 @@ def _bodies() -> dict[str, Callable[[argparse.Namespace], int]]:
             as_json=a.json,
         ),
         "keys": lambda a: do.keys(
-            a.action, a.names, role=a.role, folder=a.keys, config=a.config, as_json=a.json
+            a.action,
+            a.names,
+            role=a.role,
+            folder=a.keys,
+            config=a.config,
+            as_json=a.json,
+            discard=a.discard,
         ),
         "data": lambda a: do.data_check(a.overrides, a.config, a.model),
     }

@@ -21,16 +21,18 @@ from broker.scoring import ScoringQueue
 from broker.server import BrokerServer
 from broker.store import MemoryStore
 from broker.telemetry import Telemetry
-from tests.unit.broker.ledger_driver import make_ledger, make_rules
+from tests.unit.broker.ledger_driver import header, make_ledger, make_rules
 from tests.waiting import HANG_S, until_async
 from wire.codec import decode_answer, encode
 from wire.control import (
     WIRE_REVISION,
     Done,
     GetStatus,
+    GroupsLeased,
     Heartbeat,
     HeartbeatAnswer,
     Hello,
+    LeaseGroups,
     LeaseScoring,
     Refusal,
     Role,
@@ -39,6 +41,7 @@ from wire.control import (
     StatusAnswer,
     StepCommit,
     StepCommitted,
+    SubmitTrajectory,
     TakeOver,
     TookOver,
     Welcome,
@@ -228,6 +231,31 @@ def test_a_revoked_key_ends_a_connection_that_stands_and_none_can_be_made_with_i
             return it.rejected("forbidden")
 
     assert asyncio.run(body()) >= 1
+
+
+def test_what_came_with_a_key_that_is_revoked_with_discard_is_not_trained(short_folder: Path):
+    """A stolen key's answers stayed, and were trained."""
+
+    async def body() -> tuple[dict[str, int], int]:
+        async with secured(short_folder) as it:
+            learner = await it.client("learner", "learner")
+            await learner.ask(TakeOver(step=0), TookOver)
+            thief = await it.client("generator", "g", it.key("gpu7", "generator"))
+            await it.client("generator", "g", it.key("gpu8", "generator"))
+            work = LeaseGroups(adopted=PolicyVersion(1, 0), max_sequences=2, wait_s=30.0)
+            leased, _ = await thief.ask(work, GroupsLeased)
+            group = leased.groups[0]
+            sent = header(group.group_id, 0, PolicyVersion(1, 0), lease_id=group.lease_id)
+            await thief.ask(SubmitTrajectory(header=sent), Done, frames=[b"payload", b"answer"])
+            revoke(it.keys, "gpu8", discard=True)  # nothing came with it
+            it.server._look_at_keys()
+            assert group.group_id in it.ledger.groups
+            revoke(it.keys, "gpu7", discard=True)
+            it.server._look_at_keys()
+            it.server._look_at_keys()
+            return dict(it.ledger.state.dropped), it.ledger.unaccounted()
+
+    assert asyncio.run(body()) == ({"revoked": 1}, 0)
 
 
 def test_while_keys_cannot_be_read_nobody_with_one_is_served_and_nobody_is_sent_away(

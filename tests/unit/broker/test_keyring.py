@@ -107,3 +107,19 @@ def test_a_secret_does_not_show_in_what_is_printed(tmp_path: Path):
     assert key.secret not in repr(key)
     own = broker_key(tmp_path)
     assert own.secret.decode() not in repr(own)
+
+
+def test_only_a_generators_key_is_revoked_with_what_it_delivered(tmp_path: Path):
+    make_client_key(tmp_path, "gpu7", "generator")
+    make_client_key(tmp_path, "judge", "reward_worker")
+    ring = KeyRing(tmp_path)
+    with pytest.raises(ConfigError, match="--discard drops answers, and judge is the key of a rew"):
+        revoke(tmp_path, "judge", discard=True)
+    assert len(holders(tmp_path)) == 2
+    revoke(tmp_path, "gpu7", discard=True)
+    ring.refresh()
+    assert ring.discarded == {"gpu7"}
+    assert KeyRing(tmp_path).discarded == {"gpu7"}, "a broker that was away drops them, too"
+    make_client_key(tmp_path, "gpu7", "generator")  # another key of that name
+    ring.refresh()
+    assert ring.discarded == set()
