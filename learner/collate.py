@@ -18,6 +18,8 @@ from wire.errors import ProtocolError
 from wire.trajectory import TrajectoryHeader, TrajectoryPayload
 
 _LOGPROB_ROUNDING = 1e-3  # nats: what rounding may add to the logprob of a certain token
+_LEAST_LOGPROB = -1e4  # nats: its square is no trouble in float32, and none is drawn at e^-100
+_TEMPERATURES = (1e-3, 1e3)  # that logits may be divided by and stay numbers
 _NUMPY = {"int32": np.dtype("<i4"), "float32": np.dtype("<f4"), "bool": np.dtype("?")}
 
 
@@ -77,6 +79,11 @@ def unpack(
         )
     if header.temperature == 0:
         raise ProtocolError(f"{name} was sampled greedily: it has no probabilities to train by")
+    if not _TEMPERATURES[0] <= header.temperature <= _TEMPERATURES[1]:
+        raise ProtocolError(
+            f"{name} was sampled at a temperature of {header.temperature:g}; logits are divided by "
+            f"{_TEMPERATURES[0]:g} to {_TEMPERATURES[1]:g}"
+        )
     token_ids, mask = _array(payload.token_ids), _array(payload.loss_mask)
     logprobs = _array(payload.behavior_logprobs)
     position = np.arange(header.num_tokens)
@@ -97,6 +104,11 @@ def unpack(
         raise ProtocolError(f"{name} holds a logprob that is not finite")
     if logprobs[mask].max() > _LOGPROB_ROUNDING:
         raise ProtocolError(f"{name} holds a logprob of {logprobs[mask].max():.3g}, above 0")
+    if logprobs[mask].min() < _LEAST_LOGPROB:
+        raise ProtocolError(
+            f"{name} holds a logprob of {logprobs[mask].min():.3g}, below {_LEAST_LOGPROB:g}: "
+            "nobody samples such a token"
+        )
     free_from = header.num_prompt_tokens + header.min_response_tokens
     return TrainSequence(
         end_barred=mask & (position < free_from) if header.min_response_tokens else None,
