@@ -47,7 +47,7 @@ from learner.hf_config import HfConfig
 from learner.hf_weights import hf_shapes
 from learner.policy import Policy
 from learner.topology import Topology
-from wire.checkpoints import INFO_FILE, LEDGER_FILE, CheckpointInfo, checkpoint_name
+from wire.checkpoints import INFO_FILE, LEDGER_FILE, CheckpointInfo, checkpoint_name, ledger_file
 from wire.durable import sync
 from wire.errors import ConfigError, SlipstreamError
 
@@ -304,7 +304,7 @@ class _Writer(FileSystemWriter):
 def _begin(unfinished: Path, info: CheckpointInfo, ledger: bytes) -> None:
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir(parents=True)
-    (unfinished / LEDGER_FILE).write_bytes(ledger)
+    (unfinished / LEDGER_FILE).write_bytes(ledger_file(ledger))
     (unfinished / INFO_FILE).write_bytes(encode_info(info))
 
 

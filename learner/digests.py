@@ -1,7 +1,7 @@
 """What the files of a checkpoint held when it was written, so that damage is noticed before use.
 
 ``digests.json`` has the xxh3 (128 bits) of every file but those that are replaced later:
-checkpoint.json, which is checked by reading it, and the broker's ledger.
+checkpoint.json, which is checked by reading it, and the broker's ledger, which holds its own.
 """
 
 import os
@@ -11,7 +11,8 @@ from pathlib import Path
 import msgspec
 import xxhash
 
-from wire.checkpoints import INFO_FILE, LEDGER_FILE, read_checkpoint_info
+from wire.checkpoints import INFO_FILE, LEDGER_FILE, read_checkpoint_info, read_ledger
+from wire.errors import ConfigError
 
 DIGESTS_FILE = "digests.json"
 _LATER = {INFO_FILE, LEDGER_FILE, DIGESTS_FILE}
@@ -44,7 +45,15 @@ def damage_of(folder: Path) -> str:
         return f"{DIGESTS_FILE} cannot be read: {error}"
     with ThreadPoolExecutor(_THREADS) as pool:
         found = pool.map(lambda name: _look(folder / name, digests[name]), digests)
-        return next(filter(None, found), "")
+        return next(filter(None, found), "") or _damage_of_ledger(folder)
+
+
+def _damage_of_ledger(folder: Path) -> str:
+    try:
+        read_ledger(folder)
+    except ConfigError as error:
+        return str(error)
+    return ""
 
 
 def _look(path: Path, expected: str) -> str:

@@ -41,6 +41,7 @@ from wire.checkpoints import (
     BestCheckpoint,
     CheckpointInfo,
     checkpoint_name,
+    ledger_file,
     read_best,
     read_checkpoint_info,
     readable_checkpoints,
@@ -218,7 +219,7 @@ class Saver:
         if path not in self._infos or self._infos[path].version != version:
             return
         try:
-            replace_file(path / LEDGER_FILE, self._ledger(version))
+            replace_file(path / LEDGER_FILE, ledger_file(self._ledger(version)))
         except (OSError, SlipstreamError) as error:  # the older one is as good to go on from
             _log.warning("cannot renew the ledger of %s: %s", path, error)
 

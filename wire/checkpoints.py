@@ -5,6 +5,7 @@ RUN/checkpoints/step-000040/ holds the learner's state, ``checkpoint.json`` (wha
 is complete and on disk, so whatever bears such a name can be gone on from.
 """
 
+import hashlib
 import logging
 import re
 from pathlib import Path
@@ -20,6 +21,8 @@ FORMAT_REVISION = 1
 INFO_FILE = "checkpoint.json"
 LEDGER_FILE = "ledger.bin"
 BEST_FILE = "best.json"
+_LEDGER_MARK = b"slipstream-ledger-1\n"
+_DIGEST_BYTES = 16
 _NAME = re.compile(r"step-([0-9]{6,})")
 
 
@@ -137,14 +140,33 @@ def read_checkpoint_info(folder: Path) -> CheckpointInfo:
     return info
 
 
+def ledger_file(ledger: bytes) -> bytes:
+    """Return the content of ledger.bin: a mark, a digest of the ledger (BLAKE2b, 128 bits), itself.
+
+    Empty for a checkpoint that was trained without a broker.
+    """
+    return _LEDGER_MARK + _digest_of(ledger) + ledger if ledger else b""
+
+
 def read_ledger(folder: Path) -> bytes:
     """Return the broker's ledger in a checkpoint; empty if it was trained without a broker.
 
     Raises:
-        ConfigError: the checkpoint lacks it.
+        ConfigError: the checkpoint lacks it, or it is damaged.
     """
     path = folder / LEDGER_FILE
     try:
-        return path.read_bytes()
+        data = path.read_bytes()
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from error
+    if not data:
+        return data
+    start = len(_LEDGER_MARK) + _DIGEST_BYTES
+    ledger = data[start:]
+    if data[:start] != _LEDGER_MARK + _digest_of(ledger):
+        raise ConfigError(f"{path} is damaged: it is not as it was written")
+    return ledger
+
+
+def _digest_of(ledger: bytes) -> bytes:
+    return hashlib.blake2b(ledger, digest_size=_DIGEST_BYTES).digest()

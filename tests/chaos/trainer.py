@@ -26,6 +26,7 @@ from wire.checkpoints import (
     CheckpointInfo,
     checkpoint_name,
     checkpoints_in,
+    ledger_file,
     read_checkpoint_info,
 )
 from wire.codec import decode_payload
@@ -215,7 +216,7 @@ class Trainer:
             dtype="float32",
         )
         (temporary / INFO_FILE).write_bytes(msgspec.json.encode(info))
-        (temporary / LEDGER_FILE).write_bytes(snapshot.data)
+        (temporary / LEDGER_FILE).write_bytes(ledger_file(snapshot.data))
         (temporary / STATE_FILE).write_text(json.dumps(self.weights.dump()))
         self.reach("save")
         if folder.exists():

@@ -406,6 +406,7 @@ def test_a_server_that_was_made_a_replica_is_left_for_the_one_behind_its_address
             assert await events_of(reader) == [0, 1]
             assert await store.claim() == 2
         listening.close()
+        await until_async(lambda: proxy.num_open == 0, "a connection of the proxy stays open")
 
     second = folder / "new"
     second.mkdir()

@@ -20,7 +20,7 @@ from broker.service import end_after
 from broker.store import Changes, MemoryStore
 from tests.unit.broker.ledger_driver import header, submit
 from tests.waiting import until_async
-from wire.checkpoints import LEDGER_FILE
+from wire.checkpoints import LEDGER_FILE, ledger_file
 from wire.errors import ConfigError
 from wire.settings import load_table
 from wire.trajectory import Score
@@ -42,7 +42,8 @@ def new_ledger(settings: BrokerSettings) -> Ledger:
 def checkpoint(folder: Path, ledger: Ledger) -> Path:
     saved = folder / "step-000000"
     saved.mkdir()
-    (saved / LEDGER_FILE).write_bytes(encode_state(ledger.snapshot(ledger.version)))
+    state = encode_state(ledger.snapshot(ledger.version))
+    (saved / LEDGER_FILE).write_bytes(ledger_file(state))
     return saved
 
 
@@ -260,7 +261,11 @@ def test_a_tracker_that_does_not_start_is_named(tmp_path: Path):
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [(b"", "was trained without a broker"), (b"garbage", "its ledger cannot be read")],
+    [
+        (b"", "was trained without a broker"),
+        (b"garbage", "is damaged"),
+        (ledger_file(b"x"), "cannot be read"),
+    ],
 )
 def test_a_checkpoint_without_a_usable_ledger_is_refused(
     tmp_path: Path, content: bytes, message: str

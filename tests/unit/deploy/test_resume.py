@@ -5,7 +5,14 @@ import pytest
 
 from deploy.resume import find_resume_point, resumed_table
 from learner.digests import DIGESTS_FILE, damage_of, write_digests
-from wire.checkpoints import FORMAT_REVISION, INFO_FILE, CheckpointInfo, checkpoint_name
+from wire.checkpoints import (
+    FORMAT_REVISION,
+    INFO_FILE,
+    LEDGER_FILE,
+    CheckpointInfo,
+    checkpoint_name,
+    ledger_file,
+)
 from wire.errors import ConfigError
 from wire.run_settings import RunSection
 from wire.versions import PolicyVersion
@@ -28,6 +35,7 @@ def save(run_folder: Path, step: int) -> Path:
         dtype="float32",
     )
     (folder / INFO_FILE).write_bytes(msgspec.json.encode(info))
+    (folder / LEDGER_FILE).write_bytes(ledger_file(b"ledger"))
     return folder
 
 
@@ -80,6 +88,10 @@ def test_one_bit_that_flipped_is_damage(tmp_path: Path):
         data[bit // 8] ^= 1 << bit % 8
         file.write_bytes(data)
         assert damage_of(folder) == "common.pt is not as it was written"
+    file.write_bytes(bytes(100))
+    (folder / LEDGER_FILE).write_bytes(ledger_file(b"ledger")[:-1])
+    assert "ledger.bin is damaged" in damage_of(folder)
+    (folder / LEDGER_FILE).write_bytes(ledger_file(b"ledger"))
     file.unlink()
     assert damage_of(folder) == "common.pt: No such file or directory"
     (folder / DIGESTS_FILE).write_text("{")

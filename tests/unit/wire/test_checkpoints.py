@@ -9,6 +9,7 @@ from wire.checkpoints import (
     best_checkpoint,
     checkpoint_name,
     checkpoints_in,
+    ledger_file,
     newest_checkpoint,
     read_checkpoint_info,
     read_ledger,
@@ -34,7 +35,7 @@ def write(run: Path, epoch: int, step: int, *, revision: int = 1) -> Path:
         packages={"torch": "2"},
     )
     (folder / "checkpoint.json").write_bytes(msgspec.json.encode(info))
-    (folder / "ledger.bin").write_bytes(b"ledger")
+    (folder / "ledger.bin").write_bytes(ledger_file(b"ledger"))
     return folder
 
 
@@ -70,6 +71,17 @@ def test_what_is_no_checkpoint_is_refused_with_its_reason(tmp_path: Path):
     newer = write(tmp_path / "run", 1, 5, revision=9)
     with pytest.raises(ConfigError, match="checkpoint format 9, this version reads 1"):
         read_checkpoint_info(newer)
+    whole = (newer / "ledger.bin").read_bytes()
+    for damaged in (
+        whole[:-1],
+        whole + b"x",
+        b"x" + whole[1:],
+        whole[:-1] + bytes([whole[-1] ^ 1]),
+        whole[:25] + bytes([whole[25] ^ 1]) + whole[26:],
+    ):
+        (newer / "ledger.bin").write_bytes(damaged)
+        with pytest.raises(ConfigError, match=r"ledger\.bin is damaged"):
+            read_ledger(newer)
     (newer / "ledger.bin").unlink()
     with pytest.raises(ConfigError, match=r"ledger\.bin: No such file"):
         read_ledger(newer)
