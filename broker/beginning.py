@@ -103,6 +103,7 @@ def _rules(settings: BrokerSettings, prompts: Prompts) -> LedgerRules:
         max_in_flight=settings.max_in_flight,
         drop_zero_variance=settings.broker.drop_zero_variance,
         lease_s=settings.broker.lease_s,
+        max_lease_s=settings.broker.max_lease_s,
         eval_plan=EvalPlan(
             sources=tuple(problem.data_source for problem in prompts.held_out),
             section=settings.eval,

@@ -76,6 +76,7 @@ class LedgerRules:
         default_factory=lambda: dict.fromkeys(get_args(ItemKind), MAX_TOKENS)
     )
     high_water_bytes: int = 1 << 62  # of untrained payloads
+    max_lease_s: float = 0.0  # however often its holder is heard of; 0 is for ever
     max_history: int = 10_000  # steps remembered of a run without checkpoints
     replay_budget_bytes: int = 1 << 62  # of trained payloads that no checkpoint holds yet
     prompts_fingerprint: str = ""  # what the training prompts are, and their order

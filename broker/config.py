@@ -11,6 +11,7 @@ from wire.run_settings import (
     AtLeast0,
     AtLeast1,
     EvalSection,
+    NotNegative,
     Positive,
     RunSection,
     SamplingSection,
@@ -90,6 +91,8 @@ class BrokerSection(Section, frozen=True, kw_only=True):
 
     lease_s: Positive = 60.0
     """A lease ends this long after its last heartbeat."""
+    max_lease_s: NotNegative = 0.0
+    """A lease of generation ends after this long, whatever is heard of its holder; 0 is never."""
     max_attempts: AtLeast1 = 3
     """Attempts to generate and to score before a group is dropped."""
     max_in_flight: int | None = None

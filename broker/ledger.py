@@ -74,7 +74,7 @@ class Ledger(Book):
         self._prompt_at = prompt_at
         self._eval_prompt_at = eval_prompt_at
         self._events: list[LedgerEvent] = []
-        self._terms = LeaseTerms(rules.lease_s)
+        self._terms = LeaseTerms(rules.lease_s, rules.max_lease_s)
 
     def _record(self, event: LedgerEvent) -> None:
         self.apply(event)

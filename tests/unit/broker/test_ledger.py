@@ -1117,6 +1117,21 @@ def test_the_time_in_which_nobody_could_be_heard_counts_in_no_term():
     assert first.lease_id not in ledger.leases
 
 
+def test_a_generator_that_says_it_is_there_and_answers_nothing_keeps_no_lease_for_ever():
+    ledger = started(make_ledger(make_rules(max_lease_s=35.0)))
+    (first,) = lease(ledger, max_sequences=2, now_s=0.0)
+    heard = {
+        now: ledger.heartbeat("generator-0", [first.lease_id], now_s=now)
+        for now in (8.0, 16.0, 24.0, 32.0, 40.0)
+    }
+    assert [now for now, lost in heard.items() if lost] == [40.0]
+    assert ledger.expire(41.0) == 0
+    assert ledger.expire(32.0 + LEASE_S + 0.1) == 1
+    (again,) = lease(ledger, "generator-1", max_sequences=2, now_s=43.0)
+    assert again.group_id == first.group_id
+    assert ledger.heartbeat("generator-1", [again.lease_id], now_s=50.0) == []
+
+
 @pytest.mark.parametrize("value", [1e308, -1e308, float("inf"), float("nan")])
 def test_a_reward_too_large_to_sum_is_none(value: float):
     ledger = started(make_ledger())
