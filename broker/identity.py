@@ -1,8 +1,9 @@
 """Which run this is, and which of its lives: what run folder, store and checkpoints agree on.
 
-A *life* of a run is what one account of it went through, from its beginning, or from a checkpoint
-without the store of the life before. ``identity.json`` in the run folder outlives every store, so
-that an epoch, or the id of a group or a lease, is never given out twice.
+A *life* of a run is what one account of it went through, from its beginning, from a checkpoint
+without the store of the life before, or from where a store that lost acknowledged events ends.
+``identity.json`` in the run folder outlives every store, so that an epoch, or the id of a group or
+a lease, is never given out twice.
 """
 
 import secrets
@@ -121,7 +122,7 @@ def begin_life(
         known: what the run folder says.
         others: ledgers that were found besides.
         epochs: of checkpoints.
-        apart: it goes on from a checkpoint, without the store of the life before.
+        apart: it goes on without the store of the life before, or without the end of that.
     """
     found = [state, *others]
     ids = [known.run_id] if known is not None else []

@@ -13,7 +13,13 @@ from broker.identity import IDS_PER_LIFE, RunIdentity, read_identity, write_iden
 from broker.store import Changes, MemoryStore, SharedMemory
 from tests.unit.broker.ledger_driver import make_ledger, make_rules
 from tests.unit.broker.test_server import running
-from tests.unit.broker.test_service import begun, checkpoint, settings_in, trained
+from tests.unit.broker.test_service import (
+    begun,
+    checkpoint,
+    new_ledger,
+    settings_in,
+    trained,
+)
 from wire.checkpoints import INFO_FILE, newest_checkpoint
 from wire.control import TakeOver, TookOver
 from wire.errors import ConfigError, RefusedError
@@ -92,6 +98,30 @@ def test_an_epoch_that_the_store_forgot_is_not_granted_again(tmp_path: Path):
     behind = MemoryStore()
     asyncio.run(behind.commit(Changes(snapshot=snapshot)))
     assert begun(settings, behind).ledger.take_over(0) == PolicyVersion(6, 0)
+
+
+def test_ids_that_a_store_forgot_are_not_given_out_again(tmp_path: Path):
+    async def body() -> None:
+        settings, shared = settings_in(tmp_path), SharedMemory()
+        store, prompts = MemoryStore(shared), load_prompts(settings)
+        first = (await begin_run(settings, prompts, store)).ledger
+        first.take_over(0)
+        granted = first.lease("g", first.version, max_sequences=16, now_s=0.0)
+        events = [encode_event(event) for event in first.drain()[0]]
+        for kept in (len(events) - 2, 0):  # the last lease and its group were lost, and everything
+            shared.events = events[:kept]
+            again = await begin_run(settings, prompts, store, first_event=len(events))
+            assert again.identity.life == 1
+            version = again.ledger.take_over(0)
+            new = again.ledger.lease("h", version, max_sequences=99, now_s=0.0)
+            assert {group.lease_id for group in new}.isdisjoint(g.lease_id for g in granted)
+            assert max(group.group_id for group in new) >= IDS_PER_LIFE
+            restarted = await begin_run(settings, prompts, MemoryStore(shared), restarted=True)
+            assert restarted.identity == again.identity.granted(version.epoch - 1)
+            write_identity(settings.run.folder, RunIdentity(run_id=again.identity.run_id))
+            shared.snapshot = encode_state(new_ledger(settings).state)
+
+    asyncio.run(body())
 
 
 def test_the_store_of_a_run_whose_folder_is_gone_is_refused_and_not_touched(tmp_path: Path):

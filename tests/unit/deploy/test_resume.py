@@ -3,7 +3,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from deploy.resume import find_resume_point, resumed_table
+from deploy.resume import ResumePoint, find_resume_point, resumed_table
 from learner.digests import DIGESTS_FILE, damage_of, write_digests
 from wire.checkpoints import (
     FORMAT_REVISION,
@@ -156,3 +156,11 @@ def test_a_resumed_run_keeps_its_settings_and_goes_on_in_its_folder(tmp_path: Pa
         },
         "learner": {"lr": 0.1},
     }
+
+
+def test_a_cut_ledger_has_auto_take_the_checkpoint_before(tmp_path: Path):
+    older, newer = (save(tmp_path / "first", step) for step in (2, 4))
+    (newer / LEDGER_FILE).write_bytes(ledger_file(b"ledger")[:-1])
+    assert find_resume_point(section(tmp_path), "auto") == ResumePoint(
+        tmp_path / "first", older, 2
+    )
