@@ -34,7 +34,6 @@ class Member:
         key: str = "",
         transport: TransportName,
         timeout_s: float,
-        now: Callable[[], float] = time.monotonic,
     ) -> None:
         self.name = name
         self._relay = relay  # what the relay calls itself
@@ -42,7 +41,6 @@ class Member:
         self.peer = peer  # routing id of its agent
         self.join = join
         self.transport = transport
-        self.heard_s = now()
         self.adopted: PolicyVersion | None = join.adopted
         self.since_s = time.time()  # unix time since which it holds that
         self.receiving: PolicyVersion | None = None
@@ -50,7 +48,6 @@ class Member:
         self.num_publishes = 0
         self._socket = socket
         self._timeout_s = timeout_s
-        self._now = now
         self._waiting: dict[int, asyncio.Future[Outcome]] = {}
         self._gone = ""
 
@@ -68,7 +65,6 @@ class Member:
 
     def heard(self, peer: bytes, join: Join) -> None:
         """Take note of a heartbeat."""
-        self.heard_s = self._now()
         self.peer = peer
         if self.receiving is None and self.adopted != join.adopted:
             self.holds(join.adopted)  # it went back to what it had, or has lost it

@@ -1,8 +1,7 @@
 """The relay's side of the weight bus: brings every engine that joined to the newest version.
 
-Newest wins: a version that is ready before the older one left replaces it. A member gets its first
-version, and a whole one after any failure, by itself over TCP (or from disk), which disturbs
-nobody; the members of a party get the following ones together.
+What is done next, and for whom, is decided in fleet.py and course.py; here is what waits and sends.
+A member by itself gets a version over TCP (or from disk), a party over its collective.
 """
 
 import asyncio
@@ -21,12 +20,13 @@ from weightbus.collective_transport import Collective
 from weightbus.compatibility import Libraries, why_no_collective
 from weightbus.config import WeightBusSection
 from weightbus.doors import MAX_WAITING, FarDoor
+from weightbus.fleet import Fleet, PartySeat, Seat, Serving
 from weightbus.interfaces import is_loopback
 from weightbus.member import Member
 from weightbus.staged_transports import OverDisk, OverTcp
 from weightbus.transaction import Transaction
 from weightbus.transport import Transport
-from weightbus.versions import Versions
+from weightbus.versions import Reading, Versions
 from wire.bus import (
     AgentMessage,
     Heard,
@@ -40,7 +40,6 @@ from wire.bus import (
 )
 from wire.codec import decode_agent_message, encode
 from wire.errors import ProtocolError
-from wire.versions import PolicyVersion
 
 _log = logging.getLogger(__name__)
 _RETRY_S = 1.0
@@ -55,21 +54,6 @@ class Sender(NamedTuple):
     socket: zmq.asyncio.Socket
     prefix: str  # of the names of engines there
     key: str  # that it proved; empty on this host
-
-
-class Party:
-    """Engines that share one collective."""
-
-    def __init__(self, settings: WeightBusSection) -> None:
-        self.members: list[Member] = []
-        self.collective = Collective(settings)
-        self.task: asyncio.Task[None] | None = None
-        self.is_idle = True
-
-    def has_room(self, member: Member, most: int) -> bool:
-        """Tell whether a member may come in: only engines on like devices share a collective."""
-        is_alike = all(one.join.device == member.join.device for one in self.members)
-        return is_alike and len(self.members) < most
 
 
 class Publisher:
@@ -100,8 +84,13 @@ class Publisher:
         self._now = now
         self._incarnation = secrets.token_hex(8)
         self._members: dict[str, Member] = {}
-        self._alone: dict[Member, asyncio.Task[None]] = {}
-        self._parties: list[Party] = []
+        self._fleet = Fleet(
+            silence_s=settings.member_silence_s,
+            retry_s=_RETRY_S,
+            party_size=settings.engines_per_group,
+        )
+        self._alone: dict[Seat, asyncio.Task[None]] = {}
+        self._collectives: dict[PartySeat, Collective] = {}
 
     async def run(self, door: RelayDoor, far_door: FarDoor | None = None) -> None:
         """Serve until cancelled.
@@ -130,14 +119,15 @@ class Publisher:
                 pairs.append((*far, far_door))
             async with asyncio.TaskGroup() as group:
                 group.create_task(self._watch(far_door))
+                group.create_task(self._serve_due(group))
                 for socket, bulk, checks in pairs:
                     group.create_task(serve_buckets(bulk, self._versions, checks))
-                    group.create_task(self._listen(socket, checks, group))
+                    group.create_task(self._listen(socket, checks))
         finally:
             for member in list(self._members.values()):
                 self._forget(member, "is left: the relay ends")
-            for party in self._parties:
-                party.collective.close_soon()
+            for party in list(self._collectives):
+                self._dissolve(party)
             if far_door is not None:
                 far_door.close()
             for one in sockets:
@@ -161,9 +151,7 @@ class Publisher:
 
     # ---- membership ----------------------------------------------------------
 
-    async def _listen(
-        self, socket: zmq.asyncio.Socket, door: FarDoor | None, group: asyncio.TaskGroup
-    ) -> None:
+    async def _listen(self, socket: zmq.asyncio.Socket, door: FarDoor | None) -> None:
         while True:
             peer, *frames = await socket.recv_multipart(copy=False)
             key = proved(peer) if door is not None else ""
@@ -176,15 +164,13 @@ class Publisher:
                 _log.warning("malformed message on the weight bus: %s", error)
                 continue
             sender = Sender(peer.bytes, socket, prefix, key)
-            await self._take(sender, message, group)
+            await self._take(sender, message)
 
-    async def _take(
-        self, sender: "Sender", message: AgentMessage, group: asyncio.TaskGroup
-    ) -> None:
+    async def _take(self, sender: "Sender", message: AgentMessage) -> None:
         peer, socket = sender.peer, sender.socket
         match message:
             case Join():
-                self._joined(sender, message, group)
+                self._joined(sender, message)
                 with suppress(zmq.ZMQError):  # it has gone meanwhile
                     await socket.send_multipart([peer, encode(Heard(relay=self._incarnation))])
             case Leave(name=name):
@@ -196,11 +182,15 @@ class Publisher:
                     if member.is_at(peer, socket):
                         member.take(message)
 
-    def _joined(self, sender: "Sender", join: Join, group: asyncio.TaskGroup) -> None:
+    def _joined(self, sender: "Sender", join: Join) -> None:
         peer, name = sender.peer, sender.prefix + join.name
         known = self._members.get(name)
         if known is not None and known.join.incarnation == join.incarnation:
             known.heard(peer, join)
+            before = self._fleet.seats[name].adopted
+            self._fleet.heard(name, join.adopted, self._now())
+            if self._fleet.seats[name].adopted != before:
+                self._versions.wake()
             return
         if known is not None:
             self._forget(known, "restarted")
@@ -216,11 +206,12 @@ class Publisher:
             key=sender.key,
             transport=self._transport_for(join, name, is_far=bool(sender.key)),
             timeout_s=self._settings.timeout_s,
-            now=self._now,
         )
         _log.info("%s joined the weight bus (%s)", name, member.transport)
         self._members[name] = member
-        self._serve_alone(member, group)
+        seat = Seat(name, member.transport, join.device, join.adopted, heard_s=self._now())
+        self._fleet.join(seat)
+        self._versions.wake()
 
     def _transport_for(self, join: Join, name: str, *, is_far: bool) -> TransportName:
         """Return how a member gets versions: as it asks, or over TCP where that cannot be."""
@@ -238,100 +229,71 @@ class Publisher:
     def _forget(self, member: Member, why: str) -> None:
         _log.info("%s %s", member.name, why)
         del self._members[member.name]
-        if (task := self._alone.pop(member, None)) is not None:
+        if (task := self._alone.pop(self._fleet.seats[member.name], None)) is not None:
             task.cancel()
-        for party in list(self._parties):
-            if member in party.members:
-                self._take_out(member, party)
+        self._dissolve(self._fleet.forget(member.name))
         member.leave(why)
 
     async def _watch(self, far_door: FarDoor | None) -> None:
         """Leave out who fell silent or may no longer be there, whatever is going on with it."""
         while True:
             await asyncio.sleep(_WATCH_S)
-            limit = self._now() - self._settings.member_silence_s
-            for member in [m for m in self._members.values() if m.heard_s < limit]:
-                self._forget(member, f"was silent for {self._settings.member_silence_s:g} s")
+            for name in self._fleet.silent(self._now()):
+                self._forget(
+                    self._members[name], f"was silent for {self._settings.member_silence_s:g} s"
+                )
             for member in [m for m in self._members.values() if m.key]:
                 if far_door is not None and far_door.name_of(member.key) is None:
                     self._forget(member, "is left: its key was revoked")
 
-    # ---- one member by itself ------------------------------------------------
+    # ---- publishes -----------------------------------------------------------
 
-    def _serve_alone(self, member: Member, group: asyncio.TaskGroup) -> None:
-        """Serve one member by itself, if need be until it can be in a party."""
-        self._alone[member] = group.create_task(self._alone_loop(member, group))
-
-    async def _alone_loop(self, member: Member, group: asyncio.TaskGroup) -> None:
+    async def _serve_due(self, group: asyncio.TaskGroup) -> None:
+        """Do what the fleet says, whenever something has changed."""
         while True:
-            if member.failure:
-                await asyncio.sleep(_RETRY_S)
-            if member.transport == "collective" and member.adopted is not None:
-                del self._alone[member]
-                self._admit(member, group)
-                return
-            async with self._versions.read_newest(lambda v: v != member.adopted) as publication:
-                transport = self._staged(member)
-                transaction = Transaction(
-                    publication, [member], transport, self._settings.engine_check_every
-                )
-                record = await transaction.run()
-            await self._finished(record)
-            if member.transport == "disk":
-                await self._versions.clean_disk()
+            changed = self._versions.changed
+            for serving in self._fleet.due(self._versions.newest, self._now()):
+                if (reading := self._versions.begin()) is None:
+                    break  # two others are being read: the end of one wakes us
+                self._begin(serving, reading, group)
+            with suppress(TimeoutError):
+                await asyncio.wait_for(changed.wait(), self._fleet.wait_s(self._now()))
 
-    def _staged(self, member: Member) -> Transport:
-        chosen = OverDisk if member.transport == "disk" else OverTcp
-        return chosen(timeout_s=self._settings.receive_timeout_s)
+    def _begin(self, serving: Serving, reading: Reading, group: asyncio.TaskGroup) -> None:
+        self._fleet.begun(serving)
+        members = [self._members[seat.name] for seat in serving.seats]
+        task = group.create_task(self._serve(serving, members, reading))
+        task.add_done_callback(lambda _: reading.end())  # it may be cancelled before it runs
+        if serving.party is None:
+            self._alone[serving.seats[0]] = task
 
-    async def _finished(self, record: PublishRecord) -> None:
+    async def _serve(self, serving: Serving, members: list[Member], reading: Reading) -> None:
+        """Bring members to a version; what became of them is in the record and in the fleet."""
+        try:
+            record = await Transaction(
+                reading.publication,
+                members,
+                self._transport_of(serving),
+                self._settings.engine_check_every,
+            ).run()
+            self._alone.pop(serving.seats[0], None)
+            self._dissolve(self._fleet.finished(serving, record.adopted_by, self._now()))
+        finally:
+            await asyncio.shield(reading.end())
         for name, why in record.failed.items():
             _log.warning("%s does not run %s: %s", name, record.version.label, why)
         await self._on_record(record)
+        if any(member.transport == "disk" for member in members):
+            await self._versions.clean_disk()
 
-    # ---- parties -------------------------------------------------------------
+    def _transport_of(self, serving: Serving) -> Transport:
+        if serving.party is not None:
+            if serving.party not in self._collectives:
+                self._collectives[serving.party] = Collective(self._settings)
+            return self._collectives[serving.party]
+        chosen = OverDisk if serving.seats[0].transport == "disk" else OverTcp
+        return chosen(timeout_s=self._settings.receive_timeout_s)
 
-    def _admit(self, member: Member, group: asyncio.TaskGroup) -> None:
-        """Put a member into a party, whose next publish it takes part in."""
-        most = self._settings.engines_per_group
-        party = next((p for p in self._parties if p.has_room(member, most)), None)
-        if party is None:
-            party = Party(self._settings)
-            self._parties.append(party)
-            party.task = group.create_task(self._party_loop(party, group))
-        party.members.append(member)
-        self._versions.wake()
-
-    async def _party_loop(self, party: Party, group: asyncio.TaskGroup) -> None:
-        """Bring a party to version after version; who fails is served alone from then on."""
-
-        def is_wanted(version: PolicyVersion) -> bool:
-            return any(member.adopted != version for member in party.members)
-
-        while True:
-            async with self._versions.read_newest(is_wanted) as publication:
-                party.is_idle = False
-                transaction = Transaction(
-                    publication, party.members, party.collective, self._settings.engine_check_every
-                )
-                record = await transaction.run()
-                party.is_idle = True
-            await self._finished(record)
-            for member in [m for m in party.members if m.name in record.failed]:
-                self._take_out(member, party)
-                self._serve_alone(member, group)
-            if not party.members:
-                self._dissolve(party)
-                return
-
-    def _take_out(self, member: Member, party: Party) -> None:
-        party.members.remove(member)
-        if not party.members and party.is_idle and party.task is not None:
-            self._dissolve(party)
-
-    def _dissolve(self, party: Party) -> None:
-        if party in self._parties:
-            self._parties.remove(party)
-        party.collective.close_soon()
-        if party.task is not None and party.task is not asyncio.current_task():
-            party.task.cancel()
+    def _dissolve(self, party: PartySeat | None) -> None:
+        if party is not None and (collective := self._collectives.pop(party, None)) is not None:
+            collective.close_soon()

@@ -5,8 +5,10 @@ next transaction brings it a whole version.
 """
 
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import assert_never
 
+from weightbus.course import Course, Phase, is_check_due
 from weightbus.engine_checksums import differing, digest_of
 from weightbus.laps import Laps
 from weightbus.member import Member
@@ -14,6 +16,7 @@ from weightbus.publication import Publication
 from weightbus.transport import MembersFailedError, T, Transport, each
 from wire.bus import Abandon, Commit, Offer, Outcome, Pause, PublishRecord, Verify
 from wire.errors import PublishError
+from wire.manifest import WeightManifest
 
 
 class Transaction:
@@ -33,8 +36,7 @@ class Transaction:
         self._check_every = engine_check_every
         self._now = now
         self._all = list(members)
-        self._members = list(members)  # that are still with us
-        self._failed: dict[Member, str] = {}
+        self._course = Course(members)
         self._num_in_flight: dict[str, int] = {}
         self._digest = ""
         self._digests: dict[str, str] = {}
@@ -49,7 +51,7 @@ class Transaction:
         adopted: dict[str, float] = {}
         try:
             await self._phases(laps)
-            for member in self._members:
+            for member in self._course.members:
                 member.holds(version)
                 member.failure = ""
                 adopted[member.name] = self._now() - started_s
@@ -63,7 +65,7 @@ class Transaction:
             version=version,
             at_s=at_s,
             adopted_by=adopted,
-            failed={member.name: why for member, why in self._failed.items()},
+            failed={member.name: why for member, why in self._course.failed.items()},
             num_in_flight=self._num_in_flight,
             digest=self._digest,
             engine_digests=self._digests,
@@ -78,60 +80,68 @@ class Transaction:
         manifest = publication.undigested
         if self._transport.needs_digests:
             manifest = await publication.manifest()
-        if self._check_every and any(member.join.device == "cpu" for member in self._members):
+        if self._check_every and any(member.join.device == "cpu" for member in self._all):
             publication.begin_checksums()  # not while engines are paused
         laps.lap("digest")
-        name = self._transport.name
-        await self._each(
-            lambda m: m.tell(lambda n: Offer(command_id=n, manifest=manifest, transport=name))
-        )
-        laps.lap("offer")
-        await self._prepare()
-        laps.lap("receive" if name != "collective" else "group")
-        paused = await self._each(lambda m: m.tell(lambda n: Pause(command_id=n)))
-        self._num_in_flight = {m.name: outcome.num_in_flight for m, outcome in paused.items()}
-        await self._prepare()  # a group is made anew if somebody was lost
-        laps.lap("pause")
-        await self._load()
-        laps.lap("transfer" if name == "collective" else "load")
-        await self._each(self._verify)
-        laps.lap("verify")
-        await self._each(lambda m: m.tell(lambda n: Commit(command_id=n, version=manifest.version)))
-        laps.lap("commit")
+        is_collective = self._transport.name == "collective"
+        names = {
+            Phase.OFFER: "offer",
+            Phase.PREPARE: "group" if is_collective else "receive",
+            Phase.PREPARE_AGAIN: "pause",
+            Phase.LOAD: "transfer" if is_collective else "load",
+            Phase.VERIFY: "verify",
+            Phase.COMMIT: "commit",
+        }
+        course = self._course
+        while (phase := course.phase) is not None:
+            course.done(await self._do(phase, manifest))
+            if course.phase is not phase and phase in names:
+                laps.lap(names[phase])
 
-    async def _each(self, work: Callable[[Member], Awaitable[T]]) -> dict[Member, T]:
-        """Do something with all members; who fails is left out from here on."""
-        done, failed = await each(self._members, work)
-        self._leave_out(failed)
-        return done
-
-    def _leave_out(self, failed: dict[Member, str]) -> None:
-        self._failed |= failed
-        self._members = [member for member in self._members if member not in failed]
-
-    async def _prepare(self) -> None:
-        while self._members:
-            try:
-                await self._transport.prepare(self._publication, self._members)
-            except MembersFailedError as error:
-                self._leave_out(error.reasons)
-            else:
-                return
-
-    async def _load(self) -> None:
-        if not self._members:
-            return
+    async def _do(self, phase: Phase, manifest: WeightManifest) -> Mapping[Member, str]:
+        """Have all that are still with us do something; return who could not, and why."""
+        members, name = self._course.members, self._transport.name
         try:
-            await self._transport.load(self._publication, self._members)
+            match phase:
+                case Phase.OFFER:
+                    return await self._each(
+                        lambda m: m.tell(
+                            lambda n: Offer(command_id=n, manifest=manifest, transport=name)
+                        )
+                    )
+                case Phase.PREPARE | Phase.PREPARE_AGAIN:
+                    if members:
+                        await self._transport.prepare(self._publication, members)
+                case Phase.PAUSE:
+                    return await self._each(self._pause)
+                case Phase.LOAD:
+                    if members:
+                        await self._transport.load(self._publication, members)
+                case Phase.VERIFY:
+                    return await self._each(self._verify)
+                case Phase.COMMIT:
+                    version = manifest.version
+                    return await self._each(
+                        lambda m: m.tell(lambda n: Commit(command_id=n, version=version))
+                    )
+                case _:
+                    assert_never(phase)
         except MembersFailedError as error:
-            torn = dict.fromkeys(self._members, "another engine of its group failed")
-            self._leave_out(torn | error.reasons)
+            return error.reasons
+        return {}
+
+    async def _each(self, work: Callable[[Member], Awaitable[T]]) -> dict[Member, str]:
+        return (await each(self._course.members, work))[1]
+
+    async def _pause(self, member: Member) -> None:
+        outcome = await member.tell(lambda n: Pause(command_id=n))
+        self._num_in_flight[member.name] = outcome.num_in_flight
 
     async def _verify(self, member: Member) -> Outcome:
         """Close the update, and look at what the engine holds if it is time for that."""
-        every = self._check_every
-        is_due = (member.num_publishes - 1) % every == 0 if every else False
-        checks = is_due or bool(member.failure)  # a repair is always looked at
+        checks = is_check_due(
+            self._check_every, member.num_publishes, is_repair=bool(member.failure)
+        )
         outcome = await member.tell(lambda n: Verify(command_id=n, wants_checksums=checks))
         if not checks:
             return outcome
@@ -150,13 +160,14 @@ class Transaction:
 
     async def _abandon(self) -> None:
         """Free who was left out: our end first, then theirs. Their engines stay paused if torn."""
-        if not self._failed:
+        failed = self._course.failed
+        if not failed:
             return
         await self._transport.close()
-        for member, why in self._failed.items():
+        for member, why in failed.items():
             member.failure = why
             member.holds(None)
         await each(  # nobody waits for them: what they are told next they do after this
-            list(self._failed),
-            lambda m: m.send(lambda n: Abandon(command_id=n, reason=self._failed[m])),
+            list(failed),
+            lambda m: m.send(lambda n: Abandon(command_id=n, reason=failed[m])),
         )

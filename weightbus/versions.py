@@ -3,8 +3,7 @@
 import asyncio
 import shutil
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 from weightbus.memory import SharedSlots
@@ -27,6 +26,22 @@ class _Source:
         self.publications: dict[int, Publication] = {}
 
 
+class Reading:
+    """A version that is not overwritten meanwhile."""
+
+    def __init__(self, publication: Publication, on_end: Callable[[], None]) -> None:
+        self.publication = publication
+        self._on_end = on_end
+        self._end: asyncio.Future[None] | None = None
+
+    def end(self) -> asyncio.Future[None]:
+        """Let it go once nothing of ours reads it any more, even if nobody waits for that."""
+        if self._end is None:
+            self._end = asyncio.ensure_future(self.publication.settled())
+            self._end.add_done_callback(lambda _: self._on_end())
+        return self._end
+
+
 class Versions:
     """Whole versions, the newest of which is served. Use it inside one event loop."""
 
@@ -47,9 +62,7 @@ class Versions:
     def newest(self) -> PolicyVersion | None:
         """Return the newest whole version."""
         source = self._serving()
-        if source is None or source.slots.newest is None:
-            return None
-        return source.slots.version(source.slots.newest)
+        return source.slots.version_of_newest if source is not None else None
 
     def open(self, message: OpenMemory) -> None:
         """Serve what is written into this memory, as soon as there is a whole version.
@@ -119,33 +132,18 @@ class Versions:
         self._sources = self._sources[-1:]  # transactions of an old one keep what they read
         self.wake()
 
-    @asynccontextmanager
-    async def read_newest(
-        self, is_wanted: Callable[[PolicyVersion], bool]
-    ) -> AsyncIterator[Publication]:
-        """Wait until the newest version is wanted; keep it from being overwritten meanwhile."""
-        while True:
-            changed = self._changed
-            source = self._serving()
-            newest = self.newest
-            slot = None
-            if source is not None and newest is not None and is_wanted(newest):
-                slot = source.slots.begin()
-            if source is not None and slot is not None:
-                break
-            await changed.wait()
+    def begin(self) -> "Reading | None":
+        """Return the newest version, which is kept from being overwritten until its ``end``.
+
+        None while there is none, or while two others are being read.
+        """
+        source = self._serving()
+        slot = source.slots.begin() if source is not None else None
+        if source is None or slot is None:
+            return None
         publication = source.publications[slot]
         self._reading[publication] += 1
-        try:
-            yield publication
-        finally:
-            await self._end(source, slot, publication)
-
-    async def _end(self, source: _Source, slot: int, publication: Publication) -> None:
-        """Let a slot go once nothing of ours reads it any more, even if we are being cancelled."""
-        settled = asyncio.ensure_future(publication.settled())
-        settled.add_done_callback(lambda _: self._ended(source, slot, publication))
-        await asyncio.shield(settled)
+        return Reading(publication, lambda: self._ended(source, slot, publication))
 
     def _ended(self, source: _Source, slot: int, publication: Publication) -> None:
         source.slots.end(slot)
@@ -189,6 +187,11 @@ class Versions:
         if not self._sources or self._sources[-1].epoch != epoch:
             raise PublishError("this learner has not said where its weights are")
         return self._sources[-1]
+
+    @property
+    def changed(self) -> asyncio.Event:
+        """Return what is set when somebody should look again."""
+        return self._changed
 
     def wake(self) -> None:
         """Have all who wait look again whether the newest version is wanted."""

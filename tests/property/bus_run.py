@@ -1,0 +1,362 @@
+"""The relay's decisions at the mercy of engines, agents, learners and time.
+
+Engines hold bytes and a label; what a phase of a publish does to them is what an agent does. Who is
+served, with which version, in which phase, and which slot a learner writes is decided by the
+product. Faults are drawn: whoever does something may fail before it or after, hang, die, be
+replaced or fall silent; then all of it stops, and everybody who lives has to arrive.
+"""
+
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+)
+
+from weightbus.course import Course, Phase
+from weightbus.fleet import Fleet, PartySeat, Seat, Serving
+from weightbus.slots import Slots
+from wire.bus import TransportName
+from wire.versions import PolicyVersion
+
+SILENCE_S = 30.0
+RETRY_S = 1.0
+PATIENCE_S = SILENCE_S + RETRY_S
+NAMES = ("a", "b", "c", "d")
+MIXTURE = PolicyVersion(0, 999)
+
+
+@dataclass(eq=False)
+class Engine:
+    """What one engine holds. It generates unless it is paused."""
+
+    name: str
+    label: PolicyVersion | None = None
+    data: PolicyVersion | None = None
+    is_paused: bool = False
+    is_alive: bool = True
+    hears: bool = True  # its agent; else it answers nothing and says nothing
+
+    @property
+    def is_whole(self) -> bool:
+        return self.data == self.label
+
+    def abandon(self) -> None:
+        """Go on with what it had if that is whole, else stay paused."""
+        if self.is_whole:
+            self.is_paused = False
+        else:
+            self.label = None
+
+    @property
+    def adopted(self) -> PolicyVersion | None:
+        """What its agent says that it runs."""
+        return self.label if self.is_whole else None
+
+
+@dataclass(eq=False)
+class Publish:
+    """One serving on its way."""
+
+    serving: Serving
+    slot: int
+    engines: dict[str, Engine]
+    course: Course[str] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.course = Course(list(self.engines))
+
+
+class Bus(RuleBasedStateMachine):
+    """A relay with up to four engines and the learner's three slots."""
+
+    begun: ClassVar[dict[str, int]] = {"schedules": 0, "publishes": 0, "faults": 0, "given up": 0}
+
+    @initialize(
+        party_size=st.integers(1, 3),
+        transports=st.lists(
+            st.sampled_from(["collective", "collective", "tcp", "disk"]), min_size=1, max_size=4
+        ),
+    )
+    def begin(self, party_size: int, transports: list[TransportName]) -> None:
+        self.begun["schedules"] += 1
+        self.fleet = Fleet(silence_s=SILENCE_S, retry_s=RETRY_S, party_size=party_size)
+        self.party_size = party_size
+        self.slots = Slots()
+        self.memory: list[PolicyVersion | None] = [None, None, None]
+        self.writing: int | None = None
+        self.newest: PolicyVersion | None = None  # that the learner has published
+        self.version = PolicyVersion(1, 0)
+        self.engines: dict[str, Engine] = {}
+        self.publishes: list[Publish] = []
+        self.now_s = 0.0
+        for name, transport in zip(NAMES, transports, strict=False):
+            self.an_engine_starts(name, transport, "cpu")
+
+    # ---- the learner ---------------------------------------------------------
+
+    @rule()
+    def learner_begins_to_write(self) -> None:
+        newest = self.slots.newest
+        slot = self.slots.reserve()
+        assert slot not in {publish.slot for publish in self.publishes}, "it is being read"
+        if slot == newest:
+            others = {0, 1, 2} - {slot}
+            assert others == {publish.slot for publish in self.publishes}, "the only whole one"
+        self.memory[slot] = MIXTURE
+        self.writing = slot
+
+    @precondition(lambda self: self.writing is not None)
+    @rule(new_epoch=st.booleans())
+    def learner_has_written(self, new_epoch: bool) -> None:
+        assert self.writing is not None
+        epoch, step = self.version.epoch, self.version.step
+        self.version = PolicyVersion(epoch + new_epoch, step + 1)
+        self.memory[self.writing] = self.version
+        self.slots.written(self.writing, self.version)
+        self.newest, self.writing = self.version, None
+
+    @rule(new_epoch=st.sampled_from([False, False, True]))
+    def learner_publishes(self, new_epoch: bool) -> None:
+        self.learner_begins_to_write()
+        self.learner_has_written(new_epoch)
+
+    # ---- members -------------------------------------------------------------
+
+    @rule(
+        name=st.sampled_from(NAMES),
+        transport=st.sampled_from(["collective", "collective", "tcp", "disk"]),
+        device=st.sampled_from(["cpu", "cpu", "cuda"]),
+    )
+    def an_engine_starts(self, name: str, transport: TransportName, device: str) -> None:
+        """Maybe in the place of another one of its name."""
+        if name in self.engines:
+            self.engines[name].is_alive = False
+            self._forget(name)
+        self.engines[name] = Engine(name)
+        self.fleet.join(Seat(name, transport, device, None, heard_s=self.now_s))
+
+    @rule(seconds=st.sampled_from([0.1, 1.0, 1.0, PATIENCE_S]))
+    def time_passes(self, seconds: float) -> None:
+        """Who has a voice is heard; who has none for too long is given up."""
+        self.now_s += seconds
+        self._heartbeats()
+        for name in self.fleet.silent(self.now_s):
+            assert not self.engines[name].hears, "it was heard"
+            self.begun["given up"] += 1
+            self.engines.pop(name).is_alive = False
+            self._forget(name)
+
+    def _heartbeats(self) -> None:
+        for name in self.fleet.seats:
+            if self.engines[name].hears:
+                self.fleet.heard(name, self.engines[name].adopted, self.now_s)
+
+    @precondition(lambda self: self.engines)
+    @rule(data=st.data())
+    def an_agent_falls_silent(self, data: st.DataObject) -> None:
+        self.begun["faults"] += 1
+        self.engines[data.draw(st.sampled_from(sorted(self.engines)))].hears = False
+
+    @precondition(lambda self: self.engines)
+    @rule(data=st.data())
+    def an_agent_leaves(self, data: st.DataObject) -> None:
+        name = data.draw(st.sampled_from(sorted(self.engines)))
+        self.engines.pop(name).is_alive = False
+        self._forget(name)
+
+    def _forget(self, name: str) -> None:
+        seat = self.fleet.seats[name]
+        dissolved = self.fleet.forget(name)
+        assert dissolved is None or not dissolved.seats
+        for publish in list(self.publishes):
+            if publish.serving.seats == (seat,) and publish.serving.party is None:
+                self._release(publish)  # nobody else is in it: it is cancelled
+
+    # ---- publishes -----------------------------------------------------------
+
+    @rule()
+    def decide(self) -> None:
+        for serving in self.fleet.due(self.slots.version_of_newest, self.now_s):
+            slot = self.slots.begin()
+            if slot is None:
+                assert len({publish.slot for publish in self.publishes}) == 2
+                return
+            assert serving.version == self.slots.version(slot) == self.memory[slot]
+            self.fleet.begun(serving)
+            engines = {seat.name: self.engines[seat.name] for seat in serving.seats}
+            self.publishes.append(Publish(serving, slot, engines))
+            self.begun["publishes"] += 1
+
+    @rule(data=st.data())
+    def the_bus_turns_once(self, data: st.DataObject) -> None:
+        """Everybody is heard, and what is begun goes to its end or somewhere on the way there."""
+        self.time_passes(RETRY_S)
+        self.decide()
+        for publish in list(self.publishes):
+            for _ in range(data.draw(st.sampled_from([9, 9, 4, 5]))):
+                if publish in self.publishes:
+                    self._go_on(publish, {}, {})
+
+    @precondition(lambda self: self.publishes)
+    @rule(data=st.data())
+    def a_publish_goes_on(self, data: st.DataObject) -> None:
+        self._go_on(data.draw(st.sampled_from(self.publishes)), {}, {})
+
+    @precondition(lambda self: self.publishes)
+    @rule(data=st.data(), phases=st.integers(1, 7))
+    def a_publish_goes_on_for_long(self, data: st.DataObject, phases: int) -> None:
+        publish = data.draw(st.sampled_from(self.publishes))
+        for _ in range(phases):
+            if publish in self.publishes:
+                self._go_on(publish, {}, {})
+
+    @precondition(lambda self: self.publishes)
+    @rule(
+        data=st.data(),
+        before=st.integers(0, 6),
+        takes_effect=st.booleans(),
+        hears_of_it=st.booleans(),
+    )
+    def somebody_fails(
+        self, data: st.DataObject, before: int, takes_effect: bool, hears_of_it: bool
+    ) -> None:
+        """In any phase; what it was told may have taken effect all the same."""
+        publish = max(self.publishes, key=lambda publish: len(publish.engines))
+        for _ in range(before):
+            if publish in self.publishes:
+                self._go_on(publish, {}, {})
+        if publish in self.publishes and publish.course.members:
+            self.begun["faults"] += 1
+            name = data.draw(st.sampled_from(publish.course.members))
+            self._go_on(publish, {name: takes_effect}, {name: hears_of_it})
+
+    def _go_on(self, publish: Publish, fails: dict[str, bool], abandons: dict[str, bool]) -> None:
+        """All that are left do the next phase; who is gone or says nothing fails in it."""
+        course, phase = publish.course, publish.course.phase
+        assert phase is not None
+        failed = {}
+        for name in course.members:
+            engine = publish.engines[name]
+            is_there = engine.is_alive and engine.hears
+            if is_there and fails.get(name, True):
+                is_torn = phase is Phase.LOAD and bool(fails)
+                self._does(engine, phase, publish, is_torn=is_torn)
+            if not is_there or name in fails:
+                failed[name] = "it failed"
+            elif phase is Phase.VERIFY and engine.data != publish.serving.version:
+                failed[name] = "it holds something else"
+        before = list(course.members)
+        course.done(failed)
+        assert not set(course.members) & set(course.failed)
+        assert set(course.members) | set(course.failed) == set(publish.engines)
+        assert not failed or phase is not Phase.LOAD or set(before) <= set(course.failed)
+        if course.phase is None:
+            self._finish(publish, abandons)
+
+    def _does(self, engine: Engine, phase: Phase, publish: Publish, *, is_torn: bool) -> None:
+        version = publish.serving.version
+        match phase:
+            case Phase.PAUSE:
+                engine.is_paused = True
+            case Phase.LOAD:
+                assert engine.is_paused, "weights move under an engine that generates"
+                engine.data = MIXTURE if is_torn else self.memory[publish.slot]
+            case Phase.COMMIT:
+                assert engine.data == version, "it commits what it does not hold"
+                assert engine.label is None or engine.label <= version, "a label goes back"
+                engine.label, engine.is_paused = version, False
+            case _:
+                pass
+
+    def _finish(self, publish: Publish, abandons: dict[str, bool]) -> None:
+        course = publish.course
+        for name in course.members:
+            assert publish.engines[name].label == publish.serving.version
+        for name in course.failed:
+            engine = publish.engines[name]
+            if engine.is_alive and engine.hears and abandons.get(name, True):
+                engine.abandon()
+        gone = self.fleet.finished(publish.serving, course.members, self.now_s)
+        assert gone is None or not gone.seats
+        for seat in publish.serving.seats:
+            is_current = seat.adopted == publish.serving.version
+            assert is_current == (seat.name in course.members), "who failed is not current"
+        self._release(publish)
+
+    def _release(self, publish: Publish) -> None:
+        self.publishes.remove(publish)
+        self.slots.end(publish.slot)
+
+    # ---- what holds at every moment ------------------------------------------
+
+    @invariant()
+    def an_engine_runs_one_version_or_nothing(self) -> None:
+        for engine in self.engines.values():
+            assert engine.is_paused or engine.is_whole, "it generates with a mixture"
+            assert engine.label is None or engine.label <= self.version
+
+    @invariant()
+    def what_is_read_is_not_written(self) -> None:
+        for publish in self.publishes:
+            assert self.memory[publish.slot] == publish.serving.version
+        assert len({publish.slot for publish in self.publishes}) <= 2
+
+    @invariant()
+    def everybody_is_in_one_place(self) -> None:
+        assert self.fleet.seats.keys() == self.engines.keys()
+        served = [seat for publish in self.publishes for seat in publish.serving.seats]
+        assert len(set(served)) == len(served)
+        parties: set[PartySeat] = set()
+        for seat in self.fleet.seats.values():
+            assert (seat.receiving is not None) == (seat in served)
+            if seat.party is not None:
+                parties.add(seat.party)
+                assert seat.party.seats.count(seat) == 1
+                assert seat.party.device == seat.device
+        assert all(len(party.seats) <= self.party_size for party in parties)
+
+    @invariant()
+    def nobody_waits_for_another(self) -> None:
+        """Whoever is behind is served, is in a party that is, or failed less than a second ago."""
+        newest = self.slots.version_of_newest
+        due = {seat for serving in self.fleet.due(newest, self.now_s) for seat in serving.seats}
+        for seat in self.fleet.seats.values():
+            is_busy = seat.receiving is not None
+            is_busy = is_busy or (seat.party is not None and seat.party.receiving is not None)
+            waits = seat.again_s > self.now_s
+            assert seat in due or is_busy or waits or newest is None or seat.adopted == newest
+            assert seat.again_s <= self.now_s + RETRY_S
+        wait_s = self.fleet.wait_s(self.now_s)
+        assert wait_s is None or 0 < wait_s <= RETRY_S
+
+    # ---- and at the end ------------------------------------------------------
+
+    def teardown(self) -> None:
+        if not hasattr(self, "fleet"):
+            return
+        for _ in range(2):  # whoever says nothing is given up, and what it held goes
+            self.time_passes(PATIENCE_S)
+            self.now_s += RETRY_S
+            self._heartbeats()
+        assert all(engine.hears for engine in self.engines.values())
+        for _ in range(4):  # what is under way; alone; with its party
+            for publish in list(self.publishes):
+                while publish in self.publishes:
+                    self._go_on(publish, {}, {})
+            self._heartbeats()
+            self.now_s += RETRY_S
+            self.decide()
+            self.nobody_waits_for_another()
+        newest = self.slots.version_of_newest
+        for publish in list(self.publishes):
+            assert publish.serving.version == newest
+        assert not self.publishes, "they do not come to an end"
+        for engine in self.engines.values():
+            assert newest is None or engine.label == engine.data == newest
+            assert newest is None or not engine.is_paused
