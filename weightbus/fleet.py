@@ -98,9 +98,6 @@ class Fleet:
                 and are served alone after a while.
             now_s: monotonic seconds.
         """
-        party = serving.party
-        if party is not None:
-            party.receiving = None
         for seat in serving.seats:
             seat.receiving = None
             if seat.name in adopted:
@@ -109,9 +106,10 @@ class Fleet:
             seat.adopted, seat.again_s = None, now_s + self._retry_s
             if seat.party is not None:
                 self._take_out(seat)
-        if party is not None and not party.seats:
-            return self._dissolved(party)
-        return None
+        if (party := serving.party) is None:
+            return None
+        party.receiving = None
+        return self._dissolved(party) if not party.seats else None
 
     def _take_out(self, seat: Seat) -> PartySeat | None:
         party, seat.party = seat.party, None

@@ -298,11 +298,13 @@ class Bus(RuleBasedStateMachine):
             engine = publish.engines[name]
             if engine.is_alive and engine.hears and abandons.get(name, True):
                 engine.abandon()
+        party = publish.serving.party
         gone = self.fleet.finished(publish.serving, course.members, self.now_s)
-        assert gone is None or not gone.seats
+        assert gone is (party if party is not None and not party.seats else None)
         for seat in publish.serving.seats:
             is_current = seat.adopted == publish.serving.version
             assert is_current == (seat.name in course.members), "who failed is not current"
+            assert is_current or seat.party is None, "who failed is repaired alone"
         self._release(publish)
 
     def _release(self, publish: Publish) -> None:

@@ -94,6 +94,14 @@ def test_a_heartbeat_of_one_that_is_served_says_nothing_of_what_it_runs():
     assert it.silent(31.5) == ["a"]
 
 
+def test_a_party_whose_last_member_failed_is_given_up():
+    it = fleet()
+    join(it, "a", adopted=V1)
+    (serving,) = it.due(V2, 0.0)
+    it.begun(serving)
+    assert it.finished(serving, set(), 0.0) is serving.party
+
+
 def test_a_party_that_nobody_is_in_is_given_up_once_nothing_runs():
     it = fleet()
     join(it, "a", adopted=V1)
