@@ -4,6 +4,7 @@ import contextlib
 import os
 import re
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 
 from weightbus.layout import safetensors_header
@@ -14,7 +15,7 @@ from wire.manifest import WeightManifest
 WEIGHTS = "model.safetensors"
 _UNFINISHED = ".unfinished"
 _COPY = "-"
-_OURS = re.compile(r"\.?(v[0-9]+\.[0-9]+)-[0-9]+(?:\.unfinished)?")
+_OURS = re.compile(r"\.?(v[0-9]+\.[0-9]+)-([0-9]+)(?:\.unfinished)?")
 _CHUNK = 64 * 1024 * 1024
 
 
@@ -56,13 +57,25 @@ def write_version(
     return folder
 
 
-def forget_versions(parent: Path, *, keep: set[str]) -> None:
-    """Remove the copies of all versions but those whose labels are to be kept."""
-    with contextlib.suppress(FileNotFoundError):
-        for path in list(parent.iterdir()):
-            found = _OURS.fullmatch(path.name)
-            if found is not None and found[1] not in keep:
-                shutil.rmtree(path, ignore_errors=True)
+def copies_in(parent: Path) -> list[Path]:
+    """Return the copies of versions in a folder that relays before have left there."""
+    try:
+        return sorted(path for path in parent.iterdir() if _OURS.fullmatch(path.name))
+    except FileNotFoundError:
+        return []
+
+
+def number_after(copies: Iterable[Path]) -> int:
+    """Return a number that none of these copies has, nor any later than it."""
+    found = (_OURS.fullmatch(path.name) for path in copies)
+    return 1 + max((int(match[2]) for match in found if match is not None), default=0)
+
+
+def remove_copies(copies: Iterable[Path], *, unfinished_only: bool = False) -> None:
+    """Remove copies; what nobody has finished nobody reads."""
+    for path in copies:
+        if not unfinished_only or path.name.endswith(_UNFINISHED):
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def data_start(folder: Path, manifest: WeightManifest) -> int:

@@ -24,13 +24,15 @@ class Publication:
     Whoever waits for a part may be cancelled; the others get it all the same.
     """
 
-    def __init__(self, snapshot: WeightSnapshot, *, folder: Path) -> None:
+    def __init__(self, snapshot: WeightSnapshot, *, folder: Path, first_copy: int = 1) -> None:
         """Prepare nothing yet.
 
         Args:
             snapshot: what is published.
             folder: where versions for the disk transport stand.
+            first_copy: number of its first copy there.
         """
+        self._first_copy = first_copy
         self.snapshot = snapshot
         self.gpu_digests: set[str] = set()  # at most one: what the first engine on a GPU held
         self._folder = folder
@@ -76,7 +78,7 @@ class Publication:
         """
         manifest, data = await self.manifest(), self.snapshot.memory.numpy().data
         if self._on_disk is None:
-            number = len(self._writes) + 1
+            number = self._first_copy + len(self._writes)
             self._on_disk = _in_thread(
                 lambda: write_version(self._folder, manifest, data, number=number)
             )

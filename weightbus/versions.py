@@ -56,6 +56,7 @@ class Versions:
         self._sources: list[_Source] = []  # the newest learner's last; an old one until it is idle
         self._reading: Counter[Publication] = Counter()
         self._on_disk: list[Publication] = []  # that may have copies there
+        self.first_copy = 1  # number of a version's first copy on disk
         self._changed = asyncio.Event()
 
     @property
@@ -124,7 +125,7 @@ class Versions:
         except ValueError as error:
             raise PublishError(str(error)) from error
         snapshot = WeightSnapshot(version, source.layout, source.memory.slot(slot))
-        publication = Publication(snapshot, folder=self._folder)
+        publication = Publication(snapshot, folder=self._folder, first_copy=self.first_copy)
         source.publications[slot] = publication
         self._on_disk.append(publication)
         for old in self._sources[:-1]:

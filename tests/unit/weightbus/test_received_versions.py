@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from weightbus.disk import WEIGHTS, forget_versions, write_version
+from weightbus.disk import WEIGHTS, copies_in, number_after, remove_copies, write_version
 from weightbus.memory import SharedSlots
 from weightbus.snapshot import WeightSnapshot
 from weightbus.staging import Staging, check_folder
@@ -122,12 +122,18 @@ def test_a_damaged_version_on_disk_is_refused(
 
 
 def test_old_versions_are_removed_and_nothing_of_anybody_else(tmp_path: Path):
-    for step in (1, 2, 3):
+    for step in (1, 2):
         write(tmp_path, snapshot(step))
     for name in ("my-model", "v1", "v2.1", "notes-v1.2-3"):
         (tmp_path / name).mkdir()
     (tmp_path / ".v1.9-1.unfinished").mkdir()
-    forget_versions(tmp_path, keep={"v1.3"})
+    left = copies_in(tmp_path)
+    assert [path.name for path in left] == [".v1.9-1.unfinished", "v1.1-1", "v1.2-1"]
+    assert number_after(left) == 2
+    write(tmp_path, snapshot(3))  # by another relay, meanwhile
+    remove_copies(left, unfinished_only=True)
+    assert [path.name for path in copies_in(tmp_path)] == ["v1.1-1", "v1.2-1", "v1.3-1"]
+    remove_copies(left)
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         "my-model",
         "notes-v1.2-3",
@@ -135,7 +141,8 @@ def test_old_versions_are_removed_and_nothing_of_anybody_else(tmp_path: Path):
         "v1.3-1",
         "v2.1",
     ]
-    forget_versions(tmp_path / "nowhere", keep=set())
+    assert copies_in(tmp_path / "nowhere") == []
+    assert number_after([]) == 1
 
 
 def test_a_disk_that_refuses_is_named_with_its_setting(tmp_path: Path):
