@@ -10,9 +10,11 @@ from tests.waiting import HANG_S
 @pytest.fixture
 def start_run(tmp_path: Path) -> Iterator[Callable[..., TinyRun]]:
     runs: list[TinyRun] = []
+    folder = tmp_path / "a b/ü"  # paths of users are like that
+    folder.mkdir(parents=True)
 
     def start(**settings: object) -> TinyRun:
-        run = TinyRun(tmp_path, {key.replace("__", "."): v for key, v in settings.items()})
+        run = TinyRun(folder, {key.replace("__", "."): v for key, v in settings.items()})
         runs.append(run)
         return run
 

@@ -414,6 +414,21 @@ def test_a_server_that_was_made_a_replica_is_left_for_the_one_behind_its_address
         asyncio.run(body(old, new))
 
 
+def test_a_folder_may_have_spaces_quotes_and_letters_of_any_language(folder: Path):
+    odd = folder / 'a b"c\\d' / "ü"
+    odd.mkdir(parents=True)
+
+    async def body(server: RedisServer) -> list[int]:
+        async with connected(server) as store:
+            await store.commit(change(len(await events_of(store))))
+            return await events_of(store)
+
+    for count in (1, 2):
+        with running(launch(odd)) as server:
+            assert asyncio.run(body(server)) == list(range(count))
+    assert list(odd.rglob("*.incr.aof"))
+
+
 def test_a_damaged_file_is_named_with_what_to_do_and_that_mends_it(folder: Path):
     """What docs/operations.md says under "A damaged store", done."""
 
