@@ -46,6 +46,8 @@ _REPEAT_S = 20.0  # an answer that is lost without a lost connection is asked fo
 _HELLO_S = 5.0  # then it is said again: it may have been lost. Doubled, for who is slow and there
 _MAX_HELLO_S = 80.0
 _NAME_TAKEN_S = 1.0  # between hellos while another process has the name
+_NAME_PATIENCE_S = 30.0
+_FAR_NAME_PATIENCE_S = 90.0  # on another host than the broker
 _SLOW_DOWN_S = 0.2  # and up to twice that
 _EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 _HEARTBEAT_MS = 2_000  # of the connection, so that a broker that is stopped counts as gone
@@ -133,6 +135,7 @@ class BrokerClient:
 
         Raises:
             PeerLostError: no broker answers within ``timeout_s``.
+            NameTakenError: another process that is connected has this name, and stays.
             ConfigError: the broker does not want this client: another wire revision, another
                 tokenizer, a key that it does not know. Or there is no key to show.
         """
@@ -163,8 +166,10 @@ class BrokerClient:
             asyncio.create_task(client._watch()),
         ]
         try:
-            async with saying(f"the broker at {endpoint}"):
-                welcome = await client._first_hello(hello, timeout_s)
+            welcome = await client._first_hello(hello, timeout_s)
+        except NameTakenError:
+            client.close()
+            raise
         except RefusedError as error:
             client.close()
             raise ConfigError(str(error)) from error
@@ -176,20 +181,25 @@ class BrokerClient:
         return client, welcome
 
     async def _first_hello(self, hello: Hello, timeout_s: float) -> Welcome:
-        """Say hello; again and again while another process with this name is connected."""
-        deadline = time.monotonic() + timeout_s
-        was_said = False
+        """Say hello; for a while again and again, if another process with this name is there.
+
+        The connection of one that died is gone at once, that of a host that vanished after a
+        minute. Who waits for longer waits for one that lives.
+        """
+        patience_s = _NAME_PATIENCE_S if self._key is None else _FAR_NAME_PATIENCE_S
+        give_up_s: float | None = None
         while True:
             try:
-                answer, _ = await self._ask(hello, max(0.0, deadline - time.monotonic()))
+                async with saying(f"the broker at {self._endpoint}"):
+                    answer, _ = await self._ask(hello, timeout_s)
                 return _expect(answer, Welcome, hello)
             except NameTakenError as error:
-                if time.monotonic() + _NAME_TAKEN_S >= deadline:
+                now = time.monotonic()
+                if give_up_s is None:
+                    give_up_s = now + patience_s
+                    _log.warning("%s; waiting up to %.0f s for that", error, patience_s)
+                if now >= give_up_s:
                     raise
-                if not was_said:
-                    left_s = deadline - time.monotonic()
-                    _log.warning("%s; waiting up to %.0f s for that", error, left_s)
-                    was_said = True
             await asyncio.sleep(_NAME_TAKEN_S)
 
     async def ask(

@@ -25,6 +25,8 @@ from wire.errors import ConfigError
 _log = logging.getLogger(__name__)
 _EVENTS = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_MONITOR_STOPPED
 _SO_ATTACH_FILTER, _SO_DETACH_FILTER = 26, 27  # asm-generic/socket.h
+_BACKLOG = 128  # that are let in after the gate was shut, at most
+_MOST_LINES = 10  # of one broker: who connects again and again must not fill the disk
 _OPEN_AGAIN = 0.9  # of the limit, so that it does not open and shut for every single one
 
 
@@ -99,7 +101,7 @@ def listening_socket(endpoint: str) -> socket.socket:
             raise ValueError(f"{port} is no port")  # noqa: TRY301
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         address = ("" if host == "*" else host.strip("[]"), number)
-        return socket.create_server(address, family=family, backlog=socket.SOMAXCONN)
+        return socket.create_server(address, family=family, backlog=_BACKLOG)
     except (OSError, ValueError) as error:
         raise ConfigError(f"cannot listen at {endpoint} (broker.listen): {error}") from error
 
@@ -130,7 +132,8 @@ class ConnectionCount:
         self._watched = watched
         self._gate = gate
         self._limit = limit
-        self._what = f"{limit} connections to {where}", setting
+        self._where = where
+        self._setting = setting
         self._log = log
         self.is_shut = False
         self._said = 0
@@ -156,15 +159,30 @@ class ConnectionCount:
             self._monitor.close(0)
 
     def _look(self) -> None:
+        """Shut or open the gate if it is time; the thread must not end before its socket is closed.
+
+        libzmq would wait for ever to tell of the next connection.
+        """
+        try:
+            self._shut_or_open()
+        except OSError as error:
+            self._say("connections to %s cannot be limited: %s", self._where, error)
+
+    def _shut_or_open(self) -> None:
         if not self.is_shut and self.num_connections >= self._limit:
             self._gate.shut()
             self.is_shut = True
-            if self._said < _MOST_LINES:
-                self._said += 1
-                self._log("there are %s: further ones wait (%s)", *self._what)
+            self._say(
+                "there are %d connections to %s: further ones wait (%s)",
+                self._limit,
+                self._where,
+                self._setting,
+            )
         elif self.is_shut and self.num_connections < self._limit * _OPEN_AGAIN:
             self.is_shut = False
             self._gate.open()
 
-
-_MOST_LINES = 10  # of one broker: who connects again and again must not fill the disk
+    def _say(self, line: str, *words: object) -> None:
+        if self._said < _MOST_LINES:
+            self._said += 1
+            self._log(line, *words)

@@ -21,6 +21,7 @@ class GroupIndex:
         self.num_generated = 0
         self.num_scored = 0
         self.eval_unscored = 0  # held-out answers that wait for a reward
+        self.eval_open = 0  # that are to come, or wait for one
         self._heaps: dict[int, list[int]] = {}  # deadline -> ready groups, and some that were
         self._ready_ids: set[int] = set()
         self.again: dict[int, Group] = {}  # leased before or for evaluation, in nobody's hands
@@ -69,10 +70,12 @@ class GroupIndex:
             self.num_scored += scored
         else:
             self.eval_unscored += generated - scored
+            self.eval_open -= scored
 
     def _count_siblings(self, group: Group, sign: int) -> None:
         if group.item == "eval":
             self.eval_unscored += sign * (len(group.headers) - len(group.scores))
+            self.eval_open += sign * (group.size - len(group.scores))
             return
         self.num_siblings += sign * group.size
         self.num_generated += sign * len(group.headers)

@@ -175,13 +175,15 @@ class Ledger(Book):
 
     @property
     def _may_evaluate_more(self) -> bool:
-        """Tell whether what waits for rewards leaves memory for more held-out answers.
+        """Tell whether held-out answers that are to come or to be scored leave memory for more.
 
         One problem at a time is always answered, so that an evaluation comes to its end.
         """
-        rules, waiting = self.rules, self.index.eval_unscored
+        rules, answers = self.rules, self.index.eval_open
         is_full = self.state.untrained_bytes > rules.high_water_bytes
-        return not waiting or (not is_full and waiting < rules.max_in_flight * rules.group_size)
+        most = rules.max_in_flight * rules.group_size
+        samples = rules.eval_plan.section.samples
+        return not answers or (not is_full and answers + samples <= most)
 
     def _issue(self) -> Group:
         group_id, cursor = self.state.next_group_id, self.state.cursor
@@ -396,20 +398,30 @@ class Ledger(Book):
 
     # ---- the end -------------------------------------------------------------
 
-    def discard_answers_of(self, key: str) -> tuple[int, int]:
+    def discard_answers_of(self, key: str, *, takes_over: bool = False) -> tuple[int, int]:
         """Drop what holds an answer that was delivered with a key.
 
-        Batches in the learner's hands stay.
+        Args:
+            key: its name.
+            takes_over: a learner has just taken over and has no batch yet. Else batches stay, for
+                they are in its hands.
 
         Returns:
             groups dropped, and groups that are being trained already.
         """
         own = [group for group in self.groups.values() if _is_from(group, f"{key}/")]
-        free = [group for group in own if group.bound_to == NOBODY]
-        for group in free:
-            if group.group_id in self.groups:  # the end of another may have ended the run
+        bound: dict[int, list[int]] = {}
+        for group in own:
+            if group.bound_to != NOBODY:
+                bound.setdefault(group.bound_to, []).append(group.group_id)
+            elif group.group_id in self.groups:  # the end of another may have ended the run
                 self._drop(group, "revoked")
-        return len(free), len(own) - len(free)
+        if takes_over:
+            for step, group_ids in bound.items():
+                self.reject_batch(self.version, step, "revoked", group_ids)
+            bound = {}
+        left = sum(map(len, bound.values()))
+        return len(own) - left, left
 
     def plan_stop(self, reason: str, drop_as: DropReason = "run_ended") -> bool:
         """End the run in order: a batch in the learner's hands is the last one.

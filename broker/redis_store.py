@@ -16,6 +16,7 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from types import TracebackType
 from typing import Any, TypeAlias, TypeVar, cast
@@ -412,8 +413,9 @@ class RedisStore:
 
     async def _leave_replica(self) -> None:
         """Connect anew: the server was made a replica, and its address may name another one."""
-        await self._drop_connection()
-        await self._client.connection_pool.disconnect()
+        with suppress(RedisError, OSError):
+            await self._drop_connection()
+            await self._client.connection_pool.disconnect()
 
     async def _told(self, ask: Callable[[], Awaitable[object]]) -> Mapping[str, _Reply] | None:
         """Ask what a server may refuse to tell: some users, and hosted servers."""

@@ -20,7 +20,7 @@ _LARGE_BYTES = 8 * 1024
 _HANDSHAKE_MS = 5_000  # whoever has connected has so long to prove its key
 _HEARTBEAT_MS = 10_000
 _GONE_AFTER_MS = 60_000  # whose connection says nothing for so long has gone
-_BACKLOG = 1_024  # connections that wait to be taken
+_BACKLOG = 128  # connections that wait to be taken
 _ANSWER_TO_NOTHING = (b"", b"")  # a request id that nobody uses, and no body
 _ENVELOPE_BYTES = 256  # more than CURVE adds to a piece
 

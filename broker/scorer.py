@@ -68,8 +68,8 @@ class Scorer:
         self._heartbeat_s = heartbeat_s
         self._poll_s = poll_s
         self._held: dict[int, None] = {}  # leases whose score is not sent yet
-        self._scored: asyncio.Queue[Score] = asyncio.Queue()  # no more than are held
-        self._given_back: list[int] = []  # leases, of siblings of what has no reward yet
+        # No more than are held; with the leases of its siblings that are given back after it.
+        self._scored: asyncio.Queue[tuple[Score, list[int]]] = asyncio.Queue()
         self._sent = asyncio.Event()
         self._stop = asyncio.Event()
         self.clock = PhaseClock()
@@ -130,25 +130,27 @@ class Scorer:
             try:
                 work.append((item, decode_transcript(frame)))
             except ProtocolError as error:
-                self._scored.put_nowait(_unreadable(item, error))
+                self._scored.put_nowait((_unreadable(item, error), []))
         if work:
             group.create_task(self._score(work))
 
     async def _score(self, work: Work) -> None:
         async for score in self._rewards.score(work):
+            given_back: list[int] = []
             if score.reward is None:  # its group may be lost: let the broker try that one first
-                given_back = self._rewards.give_back(score.group_id)
-                self._given_back += [item.lease_id for item in given_back]
-            self._scored.put_nowait(score)
+                given_back = [item.lease_id for item in self._rewards.give_back(score.group_id)]
+            self._scored.put_nowait((score, given_back))
 
     async def _send_forever(self) -> None:
         """Send what is scored, and with it what has come up meanwhile."""
         while True:
-            scores = [await self._scored.get()]
-            while len(scores) < _MAX_SCORES and not self._scored.empty():
-                scores.append(self._scored.get_nowait())
+            ready = [await self._scored.get()]
+            while len(ready) < _MAX_SCORES and not self._scored.empty():
+                ready.append(self._scored.get_nowait())
+            scores = [score for score, _ in ready]
             await self._client.ask(SubmitScores(scores=tuple(scores)), Done)
-            await self._release_given_back()  # when the broker knows why
+            for _, given_back in ready:
+                await self._release(given_back)  # now that the broker knows why
             for score in scores:
                 self._held.pop(score.lease_id, None)
                 self.counters["scored"] += score.reward is not None
@@ -157,8 +159,7 @@ class Scorer:
                 self.clock.enter(WAIT)
             self._sent.set()
 
-    async def _release_given_back(self) -> None:
-        leases, self._given_back = self._given_back, []
+    async def _release(self, leases: Sequence[int]) -> None:
         for lease_id in leases:
             release = ReleaseLease(lease_id=lease_id, reason="a sibling has no reward yet")
             await self._client.ask(release, Done)

@@ -56,6 +56,7 @@ class ScoringQueue:
         # Leases whose result may still come, and from whom.
         self._lapsed: dict[TrajectoryKey, dict[int, str]] = {}
         self._failures: dict[TrajectoryKey, _Failures] = {}
+        self.num_given_back = 0  # untried, because a sibling had failed
         self._seen: dict[str, float] = {}  # worker -> when it last asked for work
 
     @property
@@ -218,11 +219,12 @@ class ScoringQueue:
         return [self._put_back(i) for i in list(self._by_holder.get(holder, ()))]
 
     def give_back(self, holder: str, lease_id: int) -> bool:
-        """Put back what a worker has not begun; no attempt. False if it does not hold it."""
+        """Queue again what a worker has not begun; no attempt. False if it does not hold it."""
         lease = self._leases.get(lease_id)
         if lease is None or lease.holder != holder:
             return False
-        self._put_back(lease_id)
+        self._enqueue(self._end(lease_id))
+        self.num_given_back += 1
         return True
 
     def release(self, lease_ids: Iterable[int]) -> None:

@@ -120,6 +120,7 @@ MAX_WAIT_S = 30.0
 _ITEMS_ON_FILE = 20
 _COMPLAIN_EVERY_S = 10.0  # about one client
 _MAX_COMPLAINTS = 1_000  # clients
+_COME_BACK_S = 5.0  # that clients of the broker before have to come back under their names
 _KEYS_LOST_S = 10.0  # keys that cannot be read count for so long as they were
 _MAX_JOBS = 64  # requests of one client that wait for payloads at a time
 _MAX_LETTERS = 100  # dead letters in one answer
@@ -183,7 +184,12 @@ class BrokerServer:
         self._on_epoch = on_epoch
         self._now = now
         self.frames = FrameCache(cache_bytes, store, committer)
-        self._sessions = Sessions() if keys is None else Sessions(keys.holder)
+        self._began_s = now()
+        self._sessions = Sessions(
+            (lambda _key: None) if keys is None else keys.holder,
+            may_come_back=self._may_come_back,
+            now=now,
+        )
         self._routers: list[Router] = []
         self._leases: WaitingRoom[LeaseGroups] = WaitingRoom(self._no_groups)
         self._scorings: WaitingRoom[LeaseScoring] = WaitingRoom(self._no_scoring)
@@ -229,7 +235,7 @@ class BrokerServer:
                 descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
                 self._listen(context, endpoint, b"", descriptors // 4, "ulimit -n")
                 if listen and key is not None:
-                    most = min(max_connections, descriptors // 2)
+                    most = min(max_connections, descriptors // 4)
                     setting = "broker.max_connections" if most == max_connections else "ulimit -n"
                     self._listen(context, listen, key.secret, most, setting)
                     _log.info("other hosts find this broker at %s", self._routers[-1].endpoint)
@@ -418,7 +424,7 @@ class BrokerServer:
             case NameTakenError():
                 self.telemetry.rejected["name_taken"] += 1
                 code = "name_taken"
-                self._complain(self._sessions.named(peer), reason)
+                self._complain("a second process", reason)
             case RefusedError():
                 self.telemetry.rejected["refused"] += 1
             case _:
@@ -652,6 +658,13 @@ class BrokerServer:
         self._scoring.release_all(holder)
         self._settle_soon()
 
+    def _may_come_back(self, name: str, holder: str) -> bool:
+        """Tell whether another process had this name before this broker was there."""
+        if self._now() - self._began_s > _COME_BACK_S:
+            return False
+        known = {*self._ledger.by_holder, self._ledger.state.learner}
+        return any(name_of(one) == name and one != holder for one in known)
+
     def _hello(self, peer: Peer, hello: Hello) -> Welcome:
         self._refuse_other_run(hello.run_id)
         session = self._sessions.hello(peer, hello)
@@ -881,10 +894,11 @@ class BrokerServer:
             self._scoring.discard(key)
             self._trouble.scored(_said(score.function))
             return
-        if warning := self._trouble.failed(_said(score.function), _said(score.unavailable)):
+        reason = _said(group.failures[-1].reason if group.failures else score.unavailable)
+        if warning := self._trouble.failed(_said(score.function), reason):
             _log.warning("%s; try it without a run: slipstream reward test", warning)
         if score.group_id in self._ledger.groups:
-            _log.warning("no reward for trajectory %d/%d: %s", *key, _said(score.unavailable))
+            _log.warning("no reward for trajectory %d/%d: %s", *key, reason)
             self._scoring.failed(key, session.name, now_s=self._now())
             self._settle_soon()
 
@@ -957,6 +971,9 @@ class BrokerServer:
         self._on_epoch(version.epoch)  # on disk before anybody may use it
         if version.step != self._ledger.step:
             return TookOver(version=version)  # said twice
+        if trains != learner or not learner:
+            for name in self._discarded:  # what was trained and is delivered again is not its
+                self._ledger.discard_answers_of(name, takes_over=True)
         _log.info(
             "a learner took over as %s%s",
             version.label,

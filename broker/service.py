@@ -44,6 +44,7 @@ from wire.stopping import stop_event
 _log = logging.getLogger(__name__)
 _CLOCK_S = 1.0
 _LEAST_DESCRIPTORS = 256
+_LEAST_LISTENING = 4_096  # strangers are counted, and a few hundred more may come meanwhile
 _FEW_DESCRIPTORS = 4_096
 _GARBAGE_AFTER = (20_000, 10, 50)  # items hold no cycles, and a look at all of them stops the loop
 _SERVER_SPEAKS_FIRST_S = 15.0
@@ -57,7 +58,8 @@ async def serve(settings: BrokerSettings, *, restarted: bool = False) -> None:
         restarted: it takes the place of one that died in the same run.
     """
     stop = stop_event()
-    limit = raise_descriptor_limit(_LEAST_DESCRIPTORS)
+    least = _LEAST_LISTENING if settings.broker.listen else _LEAST_DESCRIPTORS
+    limit = raise_descriptor_limit(least)
     if limit < _FEW_DESCRIPTORS:
         _log.warning("this broker may open %d files; each client needs one (ulimit -Hn)", limit)
     gc.disable()  # what is read back stays
@@ -218,7 +220,7 @@ def _point_to(run: RunSection, generation: int) -> Path:
     A broker whose place was taken removes its own socket when it ends, not its successor's.
     """
     own, known = run.socket(f"broker-{generation}"), run.socket("broker")
-    for left in known.parent.glob("broker-*.sock"):
+    for left in known.parent.glob("broker-*.sock*"):
         left.unlink()  # of brokers that were killed
     new = known.with_name(f".{own.name}")
     new.unlink(missing_ok=True)

@@ -1,6 +1,7 @@
 """Who is on the other side of each connection."""
 
 import secrets
+import time
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from wire.errors import ForbiddenError, NameTakenError, RefusedError, Superseded
 MAX_READERS = 64  # observers and operators; they leave without a word
 MAX_CLIENTS = 10_000  # with one key, or on the Unix socket
 _MAX_NAME = 100  # characters
+_COMES_BACK_S = 3.0  # whose connection was lost, before another process gets its name
 _ALSO: dict[Role, tuple[Role, ...]] = {"operator": ("observer",), "learner": ("relay",)}
 _SESSION_BYTES = 16
 _MANY = ("generator", "reward_worker")
@@ -55,13 +57,22 @@ class Sessions:
         self,
         key_of: Callable[[str], Holder | None] = lambda _key: None,
         is_there: Callable[[Peer], bool] = Peer.is_there,
+        may_come_back: Callable[[str, str], bool] = lambda _name, _holder: False,
+        now: Callable[[], float] = time.monotonic,
     ) -> None:
         """Make an empty list.
 
         Args:
             key_of: returns who a public key was made for; None if nobody, or no longer.
             is_there: tells whether a connection stands.
+            may_come_back: tells whether another holder than this one had a name before this
+                broker, and may still say hello to it.
+            now: returns the time.
         """
+        self._may_come_back = may_come_back
+        self._now = now
+        # Who was told that its name is taken -> since when its predecessor is gone.
+        self._waiting: OrderedDict[tuple[str, str], float | None] = OrderedDict()
         self._is_there = is_there
         self._key_of = key_of
         self._by_token: dict[bytes, Session] = {}
@@ -143,22 +154,47 @@ class Sessions:
     def _take_name(self, session: Session, hello: Hello) -> None:
         names = self._by_name.setdefault(session.peer.key, {})
         before = names.get(session.name)
+        if not hello.reconnects and (before is None or before.incarnation != hello.incarnation):
+            self._wait_for(before, session, hello)
         if before is None:
             if len(names) >= MAX_CLIENTS:  # if it is still there it says hello again
                 self._forget(names.pop(next(iter(names))))
         elif hello.reconnects and before.incarnation != hello.incarnation:
             raise SupersededError(f"another process has said hello as {hello.name}")
-        elif before.incarnation != hello.incarnation and self._is_elsewhere(before, session):
-            other = " or choose another name (--name)" if hello.role in _MANY else ""
-            raise NameTakenError(f"another process is connected as {hello.name}: end it{other}")
         else:
             self._forget(before)
         names.pop(session.name, None)  # the one that said hello last stands last
         names[session.name] = session
 
-    def _is_elsewhere(self, before: Session, session: Session) -> bool:
-        """Tell whether another connection, which stands, has the name."""
-        return before.peer != session.peer and self._is_there(before.peer)
+    def _wait_for(self, before: Session | None, session: Session, hello: Hello) -> None:
+        """Have a new process wait while another has its name, or may be about to come back.
+
+        Where nobody is there, the first hello is welcome: a role that died is replaced at once.
+
+        Raises:
+            NameTakenError: it may say hello again in a moment.
+        """
+        waiter = (session.name, hello.incarnation)
+        other = " or choose another name (--name)" if hello.role in _MANY else ""
+        if before is not None and before.peer != session.peer and self._is_there(before.peer):
+            self._wait(waiter, None)
+            raise NameTakenError(f"another process is connected as {hello.name}: end it{other}")
+        if before is None and self._may_come_back(session.name, session.holder):
+            self._wait(waiter, None)
+            raise NameTakenError(f"another process was {hello.name} and may come back")
+        if waiter not in self._waiting:
+            return
+        gone_s = self._waiting[waiter]
+        if gone_s is None:
+            self._wait(waiter, self._now())
+        if gone_s is None or self._now() - gone_s < _COMES_BACK_S:
+            raise NameTakenError(f"{hello.name} was connected a moment ago and may come back")
+        del self._waiting[waiter]
+
+    def _wait(self, waiter: tuple[str, str], gone_s: float | None) -> None:
+        self._waiting[waiter] = gone_s
+        if len(self._waiting) > MAX_READERS:
+            self._waiting.popitem(last=False)
 
     def _forget(self, session: Session) -> None:
         self._by_token.pop(session.token, None)

@@ -205,6 +205,7 @@ class Telemetry:
                 "leased_groups": in_flight["leased"],
                 "waiting_for_reward": scoring.num_waiting,
                 "being_scored": scoring.num_leased,
+                "given_back_by_scorers": scoring.num_given_back,
                 "eval_unscored": ledger.index.eval_unscored,
                 "eval_rounds": len(state.eval_rounds),
                 "lapsed_leases": state.ended_leases["lapsed"],

@@ -2,10 +2,13 @@
 
 Jinja's sandbox keeps a template from our objects, not from looping for ever. Straight text ends by
 itself; what repeats are loops, macros and calls of blocks, so each turn of one is a step. What
-grows does so in a variable, in the output, or by ``*`` and ``**``.
+grows does so in a variable, in the output, by ``*`` and ``**``, or by a filter, a method or a
+format that is told a number: such a number may not be large.
 """
 
-from collections.abc import Mapping, Sized
+import re
+from collections.abc import Callable, Mapping, Sized
+from functools import wraps
 from typing import Any, cast
 
 from jinja2 import Template, TemplateRuntimeError, nodes
@@ -15,18 +18,21 @@ from typing_extensions import override
 
 MOST_STEPS = 100_000  # a conversation takes one per turn and loop
 MOST_CHARACTERS = 16 * 1024 * 1024  # of the output, of a text in a variable
+_LARGE_WIDTH = re.compile(r"[%{][^%{}\s]*(\d{6}|\*)")  # of a format, or one that is told
 _MOST_BITS = 4096  # of a number
 
 
 class BoundedEnvironment(ImmutableSandboxedEnvironment):
     """Compiles templates; one is rendered at a time."""
 
-    intercepted_binops = frozenset({"*", "**"})
+    intercepted_binops = frozenset({"*", "**", "%"})
 
     def __init__(self, **options: Any) -> None:  # noqa: ANN401 jinja's own
         super().__init__(**options)
         self._steps = 0
         self.globals["range"] = self._range
+        del self.globals["lipsum"]
+        self.filters = {n: _told_small_numbers(n, one) for n, one in self.filters.items()}
         self.filters["within_bounds"] = self.kept
 
     def bounded(self, source: str) -> Template:
@@ -85,11 +91,60 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
     @override
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         """Carry out ``*`` or ``**``, unless the result is too long."""
-        if _size_of(operator, left, right) > (
+        if operator == "%":
+            _check_widths(left)
+        elif _size_of(operator, left, right) > (
             _MOST_BITS if isinstance(left, int) and isinstance(right, int) else MOST_CHARACTERS
         ):
             raise TemplateRuntimeError(f"the result of {operator} is too long")
         return super().call_binop(context, operator, left, right)
+
+    @override
+    def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
+        """Return what formats a text safely, unless it asks for much."""
+        if (safe := super().wrap_str_format(value)) is not None:
+            _check_widths(value.__self__)
+        return safe
+
+    @override
+    def call(
+        self,
+        context: Context,
+        obj: Any,
+        /,
+        *arguments: Any,
+        **named: Any,
+    ) -> Any:
+        """Call what a template calls, unless it is a text's method that is told a large number."""
+        text = getattr(obj, "__self__", None)
+        if isinstance(text, str):
+            _check_numbers(*arguments, *named.values())
+        return super().call(context, obj, *arguments, **named)
+
+
+def _told_small_numbers(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a filter that refuses large numbers besides what it filters."""
+    first = int(hasattr(function, "jinja_pass_arg"))  # jinja itself puts one before that
+
+    @wraps(function)
+    def checked(*arguments: Any, **named: Any) -> Any:  # noqa: ANN401
+        _check_numbers(*arguments[first + 1 :], *named.values())
+        if name == "format":
+            _check_widths(arguments[first])
+        return function(*arguments, **named)
+
+    return checked
+
+
+def _check_numbers(*values: object) -> None:
+    """Refuse widths and counts that make a small text a large one."""
+    if any(isinstance(value, int) and abs(value) > MOST_STEPS for value in values):
+        raise TemplateRuntimeError(f"a filter or method is told more than {MOST_STEPS:,}")
+
+
+def _check_widths(text: object) -> None:
+    if isinstance(text, str) and _LARGE_WIDTH.search(text):
+        raise TemplateRuntimeError("a format asks for more than 99,999 characters")
 
 
 def _call(method: str, *arguments: nodes.Expr) -> nodes.Call:

@@ -21,6 +21,7 @@ _SPECIAL_TOKENS = tuple(
 # What a template can raise besides its own errors: its expressions are Python's.
 _RENDERING_ERRORS = (
     *(TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, RecursionError),
+    MemoryError,
 )
 
 

@@ -14,7 +14,7 @@ import select
 import signal
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
 from typing import TextIO
@@ -32,7 +32,7 @@ from weightbus.interfaces import interface_variables
 from weightbus.publisher import Publisher
 from weightbus.threads import are_done
 from weightbus.versions import Versions
-from wire.bus import MemberState, PublishRecord
+from wire.bus import PublishRecord
 from wire.codec import decode_relay_request, encode
 from wire.command_line import load_arguments, refuse_settings, role_parser, run_role
 from wire.control import Done, PublishReport, RelayHeard, RelayReport, RoleReport
@@ -63,7 +63,6 @@ from wire.status import REPORT_EVERY_S
 from wire.stopping import stop_event
 
 _log = logging.getLogger(__name__)
-_LOOK_S = 1.0
 _CLOSE_S = 1.0  # for groups whose engines are gone
 _BROKER_AGAIN_S = 5.0
 _LOCK_POLL_S = 0.1
@@ -84,11 +83,6 @@ class RelaySettings(msgspec.Struct, frozen=True, kw_only=True):
         if self.weightbus.folder:
             return Path(self.weightbus.folder).resolve() / self.run.name
         return self.run.folder.resolve() / "weights"
-
-
-def _all_current(states: Sequence[MemberState]) -> bool:
-    """Tell whether there are engines, and all have what this relay serves."""
-    return bool(states) and all(one.state == "current" for one in states)
 
 
 def relay_settings(table: Table) -> RelaySettings:
@@ -151,13 +145,12 @@ class Relay:
     async def _remove_when_unread(self, left: list[Path]) -> None:
         """Remove copies on disk of relays before this one, once no engine can be reading them.
 
-        One that the last relay had told to load goes on with that, and joins this relay after it.
+        One that the last relay had told to load goes on with that for weightbus.timeout_s at most.
         """
         await asyncio.to_thread(remove_copies, left, unfinished_only=True)
-        while left and not _all_current(self._publisher.states()):
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(_LOOK_S):
-                    await self._stop.wait()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._settings.weightbus.timeout_s):
+                await self._stop.wait()
         await asyncio.to_thread(remove_copies, left)
         await self._stop.wait()
 

@@ -251,13 +251,14 @@ class Publisher:
     async def _serve_due(self, group: asyncio.TaskGroup) -> None:
         """Do what the fleet says, whenever something has changed."""
         while True:
-            changed = self._versions.changed
-            for serving in self._fleet.due(self._versions.newest, self._now()):
+            changed, now = self._versions.changed, self._now()
+            for serving in self._fleet.due(self._versions.newest, now):
                 if (reading := self._versions.begin()) is None:
                     break  # two others are being read: the end of one wakes us
                 self._begin(serving, reading, group)
-            with suppress(TimeoutError):
-                await asyncio.wait_for(changed.wait(), self._fleet.wait_s(self._now()))
+            with suppress(TimeoutError):  # not wait_for, which can swallow a cancellation
+                async with asyncio.timeout(self._fleet.wait_s(now)):
+                    await changed.wait()
 
     def _begin(self, serving: Serving, reading: Reading, group: asyncio.TaskGroup) -> None:
         self._fleet.begun(serving)

@@ -17,7 +17,7 @@ from wire.status import EvalPoint
 from wire.versions import PolicyVersion
 
 _log = logging.getLogger(__name__)
-FORMAT_REVISION = 1
+FORMAT_REVISION = 2
 INFO_FILE = "checkpoint.json"
 LEDGER_FILE = "ledger.bin"
 BEST_FILE = "best.json"
@@ -143,9 +143,9 @@ def read_checkpoint_info(folder: Path) -> CheckpointInfo:
 def ledger_file(ledger: bytes) -> bytes:
     """Return the content of ledger.bin: a mark, a digest of the ledger (BLAKE2b, 128 bits), itself.
 
-    Empty for a checkpoint that was trained without a broker.
+    The ledger is empty in a checkpoint that was trained without a broker.
     """
-    return _LEDGER_MARK + _digest_of(ledger) + ledger if ledger else b""
+    return _LEDGER_MARK + _digest_of(ledger) + ledger
 
 
 def read_ledger(folder: Path) -> bytes:
@@ -159,8 +159,6 @@ def read_ledger(folder: Path) -> bytes:
         data = path.read_bytes()
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from error
-    if not data:
-        return data
     start = len(_LEDGER_MARK) + _DIGEST_BYTES
     ledger = data[start:]
     if data[:start] != _LEDGER_MARK + _digest_of(ledger):

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import msgspec
 
-from wire.errors import ConfigError, SlipstreamError, SupersededError
+from wire.errors import ConfigError, NameTakenError, SlipstreamError, SupersededError
 from wire.settings import Table, load_table
 
 EXIT_FAILED = 1
@@ -99,7 +99,8 @@ def _say(error: SlipstreamError) -> int:
     if isinstance(error, ConfigError):
         return refuse_settings(error)
     logging.getLogger("slipstream").error("%s: %s", type(error).__name__, error)
-    return EXIT_SUPERSEDED if isinstance(error, SupersededError) else EXIT_FAILED
+    has_successor = isinstance(error, SupersededError | NameTakenError)
+    return EXIT_SUPERSEDED if has_successor else EXIT_FAILED
 
 
 def refuse_settings(error: SlipstreamError) -> int:

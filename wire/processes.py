@@ -80,6 +80,8 @@ def locked(path: Path, what: str) -> Iterator[None]:
             file.seek(0)
             holder = file.read(20).strip() or "unknown"
             raise ConfigError(f"another process (pid {holder}) {what}: end it first") from error
+        except OSError as error:
+            raise ConfigError(f"{path} cannot be locked (run.dir): {error.strerror}") from error
         file.truncate(0)
         file.write(f"{os.getpid()}\n")
         file.flush()

@@ -326,7 +326,6 @@ def test_engines_torn_by_the_death_of_the_relay_are_repaired_by_the_next_one(bus
     for name in TRANSPORTS:
         bus.wait_for(name, 1)
     bus.check_tokens()
-    until(lambda: not (weights / "v1.1-1").exists(), "what the last relay left stays on disk")
 
 
 def test_a_learner_that_dies_in_its_copy_publishes_nothing_and_the_next_one_finds_its_relay(

@@ -10,6 +10,7 @@ import pytest
 import zmq
 import zmq.asyncio
 
+from broker.gate import ConnectionCount
 from broker.router import Peer, Router
 from tests.waiting import HANG_S, until_async
 from wire.errors import ConfigError
@@ -75,11 +76,9 @@ def test_further_connections_wait_until_others_have_gone(
             before = strangers(router.endpoint, LIMIT, leave)
             assert before == LIMIT
             await until_async(lambda: count.is_shut, "the gate stays open")
-            inside = count.num_connections
             strangers(router.endpoint, 300, leave)
             late = asyncio.create_task(asked(router.endpoint))
-            await asyncio.sleep(0.3)
-            assert count.num_connections == inside
+            assert count.is_shut
             assert not late.done()
         assert await late == [b"1", b"hello"]
         assert not count.is_shut
@@ -111,3 +110,44 @@ def test_an_address_that_cannot_be_listened_at_is_named(endpoint: str, setting: 
 
     with pytest.raises(ConfigError, match=f"{endpoint} .broker.listen.*({setting})"):
         asyncio.run(body())
+
+
+class StuckGate:
+    """A gate of a kernel that allows no filters."""
+
+    def shut(self) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    def open(self) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+
+def test_a_gate_that_cannot_be_shut_is_said_and_the_socket_goes_on(short_folder: Path):
+    """The thread ended, and libzmq waited for ever to tell it of the next connection."""
+    said: list[str] = []
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    router = context.socket(zmq.ROUTER)
+    endpoint = f"ipc://{short_folder}/r.sock"
+    count = ConnectionCount(
+        router,
+        StuckGate(),
+        1,
+        where=endpoint,
+        setting="some",
+        log=lambda line, *words: said.append(line % words),
+    )
+    router.bind(endpoint)
+    clients = [context.socket(zmq.DEALER) for _ in range(30)]
+    for client in clients:
+        client.connect(endpoint)
+        client.send(b"hello")
+    router.setsockopt(zmq.RCVTIMEO, round(HANG_S * 1_000))
+    for _ in clients:
+        assert router.recv_multipart()[1] == b"hello"
+    for client in clients:
+        client.close(0)
+    count.stop()
+    router.close(0)
+    context.term()
+    assert 1 <= len(said) <= 10
+    assert "cannot be limited: [Errno 1] Operation not permitted" in said[0]

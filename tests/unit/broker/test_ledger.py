@@ -45,6 +45,7 @@ def evaluated_ledger(num_problems: int = 2, total_steps: int = 1, **section: flo
         total_steps=total_steps,
         groups_per_step=1,
         max_staleness_steps=0,
+        max_in_flight=8,
         plan=eval_plan(num_problems, **section),
     )
     return started(make_ledger(rules))
@@ -1061,6 +1062,32 @@ def test_held_out_answers_that_wait_for_rewards_are_bounded_and_the_round_still_
     assert [point.step for point in ledger.state.eval_points] == [0]
 
 
+def test_a_generator_with_many_lanes_is_given_no_more_held_out_problems_than_fit():
+    rules = make_rules(
+        groups_per_step=1, max_staleness_steps=0, max_in_flight=3, plan=eval_plan(40)
+    )
+    ledger = started(make_ledger(rules))
+    groups = [one for one in lease(ledger, max_sequences=80) if one.item == "eval"]
+    assert len(groups) == 3 * rules.group_size
+    ledger.expire(LEASE_S + 1.0)
+    again = [one for one in lease(ledger, max_sequences=80, now_s=20.0) if one.item == "eval"]
+    assert sorted(one.group_id for one in again) == sorted(one.group_id for one in groups)
+    full = make_rules(
+        groups_per_step=1,
+        max_staleness_steps=0,
+        max_in_flight=8,
+        high_water_bytes=100,
+        plan=eval_plan(4),
+    )
+    ledger = started(make_ledger(full))
+    (first,) = [one for one in lease(ledger, max_sequences=1) if one.item == "eval"]
+    submit(ledger, header(first.group_id, 0, ledger.version, lease_id=first.lease_id), 200)
+    assert [one for one in lease(ledger, max_sequences=80) if one.item == "eval"] == []
+    reward(ledger, first.group_id, [1.0])
+    ledger.state.untrained_bytes += 200  # others have filled it
+    assert len([one for one in lease(ledger, max_sequences=80) if one.item == "eval"]) == 1
+
+
 def test_past_the_high_water_one_held_out_problem_at_a_time_is_answered():
     rules = make_rules(
         total_steps=1,
@@ -1130,6 +1157,21 @@ def test_a_generator_that_says_it_is_there_and_answers_nothing_keeps_no_lease_fo
     (again,) = lease(ledger, "generator-1", max_sequences=2, now_s=43.0)
     assert again.group_id == first.group_id
     assert ledger.heartbeat("generator-1", [again.lease_id], now_s=50.0) == []
+
+
+def test_what_a_revoked_key_delivered_is_not_trained_after_a_step_back_either():
+    ledger = started(make_ledger(make_rules(groups_per_step=2, max_staleness_steps=0)))
+    (stolen,) = lease(ledger, "thief/g@1", max_sequences=2)
+    (honest,) = lease(ledger, "g@1", max_sequences=2)
+    make_ready(ledger, [stolen, honest])
+    train_step(ledger)
+    assert ledger.discard_answers_of("thief") == (0, 0)
+    ledger.take_over(0)  # its batch is recorded, and would be delivered again
+    assert ledger.discard_answers_of("thief") == (0, 1)
+    assert ledger.discard_answers_of("thief", takes_over=True) == (1, 0)
+    assert ledger.state.dropped == {"revoked": 1}
+    assert honest.group_id in ledger.groups
+    assert ledger.unaccounted() == 0
 
 
 @pytest.mark.parametrize("value", [1e308, -1e308, float("inf"), float("nan")])

@@ -13,6 +13,7 @@ import zmq.asyncio
 from msgspec.structs import replace
 from typing_extensions import override
 
+from broker import client as client_module
 from broker.book import decode_state
 from broker.client import BrokerClient
 from broker.commit import GroupCommitter
@@ -29,6 +30,7 @@ from tests.waiting import HANG_S, until_async
 from tests.wire_samples import MEMBERS, RECORD
 from wire.bus import RelayDoor
 from wire.codec import Frame, decode_answer, decode_transcript, encode
+from wire.command_line import EXIT_SUPERSEDED, run_role
 from wire.control import (
     WIRE_REVISION,
     Answer,
@@ -77,8 +79,8 @@ from wire.control import (
     Welcome,
 )
 from wire.errors import (
-    ConfigError,
     ForbiddenError,
+    NameTakenError,
     PeerLostError,
     RefusedError,
     SupersededError,
@@ -656,17 +658,27 @@ def test_a_learner_of_another_name_takes_over_only_when_the_first_has_gone(short
     asyncio.run(body())
 
 
-def test_a_second_process_whose_patience_ends_is_told_who_has_its_name(short_folder: Path):
+def test_a_second_process_whose_patience_ends_is_told_who_has_its_name(
+    short_folder: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """By exit code 3: bad settings (2) would end a run that started it again."""
+    monkeypatch.setattr(client_module, "_NAME_PATIENCE_S", 0.5)
+
     async def body() -> None:
         async with running(short_folder) as it:
             first = await it.client("learner", "learner")
-            with pytest.raises(ConfigError, match="another process is connected as learner: end"):
-                await BrokerClient.connect(
-                    it.endpoint, role="learner", name="learner", timeout_s=1.5
-                )
+            with pytest.raises(
+                NameTakenError, match="another process is connected as learner: end"
+            ):
+                await it.client("learner", "learner")
             await first.ask(TakeOver(step=0), TookOver)
 
     asyncio.run(body())
+
+    def role() -> int:
+        raise NameTakenError("another process is connected")
+
+    assert run_role(role) == EXIT_SUPERSEDED
 
 
 def test_a_process_that_was_replaced_while_the_broker_was_away_is_out(short_folder: Path):

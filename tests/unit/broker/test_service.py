@@ -262,7 +262,8 @@ def test_a_tracker_that_does_not_start_is_named(tmp_path: Path):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"", "was trained without a broker"),
+        (ledger_file(b""), "was trained without a broker"),
+        (b"", "is damaged"),
         (b"garbage", "is damaged"),
         (ledger_file(b"x"), "cannot be read"),
     ],

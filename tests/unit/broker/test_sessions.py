@@ -9,7 +9,7 @@ from broker.keyring import Holder
 from broker.router import Peer, Router
 from broker.sessions import Sessions
 from wire.control import Hello, Role
-from wire.errors import ForbiddenError, RefusedError
+from wire.errors import ForbiddenError, NameTakenError, RefusedError, SupersededError
 
 NOWHERE = cast("Router", None)  # a session never sends
 
@@ -109,3 +109,51 @@ def test_a_key_is_good_for_no_role_beyond_its_own(made_for: Role, said: Role):
 def test_a_name_that_could_be_taken_for_another_is_refused(name: str):
     with pytest.raises(RefusedError, match="a client's name is"):
         Sessions().hello(peer(0), hello(name))
+
+
+def test_whose_connection_was_lost_for_a_moment_keeps_its_name_from_one_that_waits_for_it():
+    """The one that waited got it, and the one that trained was superseded as it came back."""
+    there, clock = {1: True}, [0.0]
+    known = Sessions(
+        is_there=lambda one: there.get(int(one.routing_id), True), now=lambda: clock[0]
+    )
+    known.hello(peer(1), hello("a", incarnation="first"))
+    with pytest.raises(NameTakenError, match="another process is connected as a: end it"):
+        known.hello(peer(2), hello("a", incarnation="second"))
+    there[1] = False
+    for clock[0] in (10.0, 11.0):
+        with pytest.raises(NameTakenError, match="was connected a moment ago and may come back"):
+            known.hello(peer(2), hello("a", incarnation="second"))
+    back = known.hello(peer(3), hello("a", incarnation="first", reconnects=True))
+    assert known.is_current(back)
+    with pytest.raises(NameTakenError, match="is connected"):
+        known.hello(peer(2), hello("a", incarnation="second"))
+    there[3] = False
+    for clock[0] in (20.0, 22.9):
+        with pytest.raises(NameTakenError, match="a moment ago"):
+            known.hello(peer(2), hello("a", incarnation="second"))
+    clock[0] = 23.1
+    assert known.is_current(known.hello(peer(2), hello("a", incarnation="second")))
+    with pytest.raises(SupersededError):
+        known.hello(peer(4), hello("a", incarnation="first", reconnects=True))
+
+
+def test_a_role_that_died_is_replaced_at_its_first_hello():
+    known = Sessions(is_there=lambda one: int(one.routing_id) != 1)
+    known.hello(peer(1), hello("a", incarnation="first"))
+    assert known.is_current(known.hello(peer(2), hello("a", incarnation="second")))
+
+
+def test_after_a_restart_of_the_broker_who_had_a_name_has_a_moment_to_come_back():
+    may = [True]
+    known = Sessions(
+        is_there=lambda _: True,
+        may_come_back=lambda _, holder: may[0] and holder != "a@first",
+    )
+    with pytest.raises(NameTakenError, match="another process was a and may come back"):
+        known.hello(peer(2), hello("a", incarnation="second"))
+    first = known.hello(peer(1), hello("a", incarnation="first", reconnects=True))
+    may[0] = False
+    with pytest.raises(NameTakenError, match="another process is connected"):
+        known.hello(peer(2), hello("a", incarnation="second"))
+    assert known.is_current(first)

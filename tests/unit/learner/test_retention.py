@@ -34,7 +34,7 @@ def point(step: int, mean: float, *, epoch: int = 1, pass_at_2: float = 0.0) -> 
 
 def saved(step: int, mean: float | None = None, *, epoch: int = 1) -> CheckpointInfo:
     return CheckpointInfo(
-        format_revision=1,
+        format_revision=2,
         run_name="a",
         version=PolicyVersion(epoch, step),
         saved_at="2026-01-01T00:00:00+00:00",

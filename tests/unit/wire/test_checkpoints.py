@@ -18,7 +18,7 @@ from wire.errors import ConfigError
 from wire.versions import PolicyVersion
 
 
-def write(run: Path, epoch: int, step: int, *, revision: int = 1) -> Path:
+def write(run: Path, epoch: int, step: int, *, revision: int = 2) -> Path:
     folder = run / "checkpoints" / checkpoint_name(step)
     folder.mkdir(parents=True)
     info = CheckpointInfo(
@@ -69,10 +69,11 @@ def test_what_is_no_checkpoint_is_refused_with_its_reason(tmp_path: Path):
     with pytest.raises(ConfigError, match="missing required field `format_revision`"):
         read_checkpoint_info(tmp_path)
     newer = write(tmp_path / "run", 1, 5, revision=9)
-    with pytest.raises(ConfigError, match="checkpoint format 9, this version reads 1"):
+    with pytest.raises(ConfigError, match="checkpoint format 9, this version reads 2"):
         read_checkpoint_info(newer)
     whole = (newer / "ledger.bin").read_bytes()
     for damaged in (
+        b"",
         whole[:-1],
         whole + b"x",
         b"x" + whole[1:],
