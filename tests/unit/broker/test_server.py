@@ -668,7 +668,7 @@ def test_a_second_process_whose_patience_ends_is_told_who_has_its_name(
         async with running(short_folder) as it:
             first = await it.client("learner", "learner")
             with pytest.raises(
-                NameTakenError, match="another process is connected as learner: end"
+                NameTakenError, match="another process is connected as learner"
             ):
                 await it.client("learner", "learner")
             await first.ask(TakeOver(step=0), TookOver)
