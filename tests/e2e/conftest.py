@@ -8,13 +8,19 @@ from tests.waiting import HANG_S
 
 
 @pytest.fixture
-def start_run(tmp_path: Path) -> Iterator[Callable[..., TinyRun]]:
-    runs: list[TinyRun] = []
-    folder = tmp_path / "a b/ü"  # paths of users are like that
+def inputs(tmp_path: Path) -> Path:
+    """Return the folder in which runs are started; paths of users are like that."""
+    folder = tmp_path / "a b/ü"
     folder.mkdir(parents=True)
+    return folder
+
+
+@pytest.fixture
+def start_run(inputs: Path) -> Iterator[Callable[..., TinyRun]]:
+    runs: list[TinyRun] = []
 
     def start(**settings: object) -> TinyRun:
-        run = TinyRun(folder, {key.replace("__", "."): v for key, v in settings.items()})
+        run = TinyRun(inputs, {key.replace("__", "."): v for key, v in settings.items()})
         runs.append(run)
         return run
 

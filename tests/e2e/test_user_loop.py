@@ -151,16 +151,16 @@ def assert_replayed_to_the_bit(run: TinyRun, folder: Path) -> None:
 
 
 def test_several_sets_are_sampled_scored_and_end_the_run_at_the_target(
-    start_run: Callable[..., TinyRun], tmp_path: Path
+    start_run: Callable[..., TinyRun], inputs: Path
 ):
-    (tmp_path / "other.jsonl").write_text('{"prompt": "11+11=", "data_source": "other"}\n' * 3)
+    (inputs / "other.jsonl").write_text('{"prompt": "11+11=", "data_source": "other"}\n' * 3)
     run = start_run(
         run__steps=50,
         generators__count=1,
         sampling__max_response_tokens=16,
-        eval__sets__ours__file=tmp_path / "held_out.jsonl",
+        eval__sets__ours__file=inputs / "held_out.jsonl",
         eval__sets__ours__max_rows=8,
-        eval__sets__more__file=tmp_path / "other.jsonl",
+        eval__sets__more__file=inputs / "other.jsonl",
         eval__samples=4,
         eval__temperature=1.0,
         eval__every_steps=2,

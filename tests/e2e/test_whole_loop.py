@@ -29,7 +29,7 @@ SAME = 1e-4  # nats; float32 noise between two implementations is about 1e-6
 )
 def test_publishes_land_in_long_generations_and_every_token_keeps_its_policy(
     start_run: Callable[..., TinyRun],
-    tmp_path: Path,
+    inputs: Path,
     transport: TransportName,
     temperature: float,
     lr: float,
@@ -44,7 +44,7 @@ def test_publishes_land_in_long_generations_and_every_token_keeps_its_policy(
         generators__max_sequences=2,  # one group at a time: engines are always in mid-answer
         learner__lr=lr,
         weightbus__transport=transport,
-        eval__file=tmp_path / "held_out.jsonl",
+        eval__file=inputs / "held_out.jsonl",
         eval__before_train="false",
     )
     assert run.wait() == 0, run.output

@@ -667,9 +667,7 @@ def test_a_second_process_whose_patience_ends_is_told_who_has_its_name(
     async def body() -> None:
         async with running(short_folder) as it:
             first = await it.client("learner", "learner")
-            with pytest.raises(
-                NameTakenError, match="another process is connected as learner"
-            ):
+            with pytest.raises(NameTakenError, match="another process is connected as learner"):
                 await it.client("learner", "learner")
             await first.ask(TakeOver(step=0), TookOver)
 
