@@ -20,7 +20,7 @@ from tests.unit.broker.test_service import (
     settings_in,
     trained,
 )
-from wire.checkpoints import INFO_FILE, newest_checkpoint
+from wire.checkpoints import FORMAT_REVISION, INFO_FILE, newest_checkpoint
 from wire.control import TakeOver, TookOver
 from wire.errors import ConfigError, RefusedError
 from wire.run_folder import IDENTITY
@@ -249,7 +249,7 @@ def test_a_checkpoint_that_cannot_be_read_is_passed_over_for_an_older_one(tmp_pa
         path = folder / f"step-{step:06d}"
         path.mkdir(parents=True)
         info = {
-            "format_revision": 1,
+            "format_revision": FORMAT_REVISION,
             "run_name": "run",
             "version": [1, step],
             "saved_at": "",
