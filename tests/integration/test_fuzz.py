@@ -431,11 +431,13 @@ def lay_siege(folder: Path, num_sequences: int) -> None:
             assert not over, f"grew past {MOST}: {over}"
 
         try:
-            attack()
+            try:
+                attack()
+            finally:
+                siege.close()  # one of them may be the learner, and would keep its place
             runner.run(one_step(it))
             sizes = it.sizes()
         finally:
-            siege.close()
             runner.run(manager.__aexit__(None, None, None))
     seconds = time.monotonic() - began
     sent = siege.sent
@@ -459,6 +461,8 @@ async def one_step(it: Fuzzed) -> None:
         clients.append(one)
         return one
 
+    sessions = it.server._sessions
+    await until_async(lambda: not sessions.is_connected(it.ledger.state.learner))
     learner, generator = await client("learner", "L"), await client("generator", "G")
     took, _ = await learner.ask(TakeOver(step=it.ledger.step), TookOver)
     for name in list(it.ledger.by_holder):
