@@ -11,7 +11,7 @@ import msgspec
 
 from broker.admission import StalenessBound
 from broker.book import BookState, LedgerRules, decode_state, encode_state
-from broker.config import BrokerSettings
+from broker.config import BrokerSettings, redis_folder
 from broker.data.mixture import PromptSource, fingerprint_of
 from broker.data.sources import load_eval_problems, load_training_prompts
 from broker.evaluation import EvalPlan, EvalRound
@@ -219,7 +219,7 @@ async def _check_before(
         has_begun=has_begun,
         restarted=restarted,
         run_folder=run.folder,
-        store=settings.broker.redis.url or str(run.folder / "redis"),
+        store=settings.broker.redis.url or str(redis_folder(run)),
     )
     if stored is not None and has_begun and not resumes:
         _check_same_run(_rules(settings, prompts), stored, settings)

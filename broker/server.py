@@ -170,6 +170,7 @@ class BrokerServer:
         self.telemetry = telemetry
         self._run_name = run_name
         self._max_message_bytes = max_message_bytes
+        self._most_pieces = most_pieces(max_message_bytes, MAX_FRAMES)
         self._rate: RateLimit[Peer | str] = RateLimit(max_requests_per_s)  # keys have one each
         self._scores_inline = scores_inline
         self._complained_s: dict[str, float] = {}  # client -> when its refusals were logged last
@@ -342,8 +343,7 @@ class BrokerServer:
         self._discarded = self._keys.discarded
 
     def _receive(self, peer: Peer, frames: Sequence[zmq.Frame]) -> None:
-        most = most_pieces(self._max_message_bytes, MAX_FRAMES)
-        if not 3 <= len(frames) <= most or len(frames[0]) > _MAX_ID_BYTES:
+        if not 3 <= len(frames) <= self._most_pieces or len(frames[0]) > _MAX_ID_BYTES:
             self.telemetry.rejected["malformed"] += 1
             if len(frames) == 2 and len(frames[0]) <= _MAX_ID_BYTES:
                 self._answer(peer, frames[0].bytes, (_OLD_REVISION, _NO_FRAMES))
@@ -961,7 +961,7 @@ class BrokerServer:
             )
 
     def _take_over(self, session: Session, request: TakeOver) -> TookOver:
-        before = self._ledger.step
+        before, epoch = self._ledger.step, self._ledger.version.epoch
         learner = session.holder if session.incarnation else ""
         self._refuse_other_run(request.run_id)
         trains = self._ledger.state.learner
@@ -971,7 +971,7 @@ class BrokerServer:
         self._on_epoch(version.epoch)  # on disk before anybody may use it
         if version.step != self._ledger.step:
             return TookOver(version=version)  # said twice
-        if trains != learner or not learner:
+        if version.epoch > epoch:
             for name in self._discarded:  # what was trained and is delivered again is not its
                 self._ledger.discard_answers_of(name, takes_over=True)
         _log.info(

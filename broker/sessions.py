@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from broker.keyring import Holder
 from broker.router import Peer
-from wire.control import WIRE_REVISION, Hello, Role
+from wire.control import MANY, WIRE_REVISION, Hello, Role
 from wire.errors import ForbiddenError, NameTakenError, RefusedError, SupersededError
 
 MAX_READERS = 64  # observers and operators; they leave without a word
@@ -17,7 +17,6 @@ _MAX_NAME = 100  # characters
 _COMES_BACK_S = 3.0  # whose connection was lost, before another process gets its name
 _ALSO: dict[Role, tuple[Role, ...]] = {"operator": ("observer",), "learner": ("relay",)}
 _SESSION_BYTES = 16
-_MANY = ("generator", "reward_worker")
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +174,7 @@ class Sessions:
             NameTakenError: it may say hello again in a moment.
         """
         waiter = (session.name, hello.incarnation)
-        other = " or choose another name (--name)" if hello.role in _MANY else ""
+        other = " or choose another name (--name)" if hello.role in MANY else ""
         if before is not None and before.peer != session.peer and self._is_there(before.peer):
             self._wait(waiter, None)
             raise NameTakenError(f"another process is connected as {hello.name}: end it{other}")

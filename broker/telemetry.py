@@ -17,14 +17,13 @@ from broker.scoring import ScoringQueue
 from broker.sessions import name_of
 from broker.survivorship import survivorship_of
 from wire.bus import MemberState, PublishRecord
-from wire.control import Hello, RoleReport
+from wire.control import MANY, Hello, RoleReport
 from wire.phases import WAIT, busy_share
 from wire.run_settings import RunSection
 from wire.status import RoleStatus, RunStatus, StepPoint
 
 _KEPT_STEPS = 2_000
 _GONE_S = 3_600.0
-_MANY = ("generator", "reward_worker")  # they are heard of by their heartbeats
 _STATM = Path("/proc/self/statm")
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
@@ -106,9 +105,12 @@ class Telemetry:
                 self.versions[package[:MAX_CHARS]] = version[:MAX_CHARS]
 
     def _forget_gone(self, now_s: float) -> None:
-        """Show processes no longer that have been silent for long: a name may hold a pid."""
+        """Show processes no longer that have been silent for long: a name may hold a pid.
+
+        Of a learner only one is shown, and it may be silent in a long step.
+        """
         for name, one in list(self._roles.items()):
-            if one.hello.role not in _MANY or now_s - one.heard_s <= _GONE_S:
+            if one.hello.role not in MANY or now_s - one.heard_s <= _GONE_S:
                 continue
             gone = self._roles.pop(name)
             self._ended_tokens[gone.hello.role] += int(gone.tokens)

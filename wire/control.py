@@ -19,6 +19,7 @@ from wire.versions import PolicyVersion
 WIRE_REVISION = 6
 
 Role = Literal["generator", "learner", "relay", "reward_worker", "observer", "operator"]
+MANY: tuple[Role, ...] = ("generator", "reward_worker")  # of which a run has any number
 RefusalCode = Literal[
     "",
     "hello_first",  # this broker does not know the connection: say hello, then ask again

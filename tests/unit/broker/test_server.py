@@ -789,6 +789,18 @@ def test_what_is_not_in_memory_comes_from_the_store(short_folder: Path):
     asyncio.run(body())
 
 
+async def learner_with_a_batch(it: Running) -> BrokerClient:
+    """Return a learner that was delivered the one group of its first step."""
+    learner = await it.client("learner", "learner")
+    generator = await it.client("generator", "generator-0")
+    group = await one_group(learner, generator)
+    for sibling in group.siblings:
+        await submit(generator, group.group_id, sibling)
+        it.ledger.score(Score(group_id=0, sibling=sibling, lease_id=0, reward=float(sibling)))
+    await learner.ask(RequestBatch(version=V0, step=0, wait_s=30.0), BatchDelivered)
+    return learner
+
+
 class SlowRecords(RunRecords):
     """Records batches as slowly as a test wants."""
 
@@ -820,14 +832,7 @@ def test_a_learner_takes_over_while_the_batch_of_the_one_before_is_being_recorde
         asyncio.get_running_loop().set_exception_handler(lambda _, said: mishaps.append(said))
         rules = make_rules(groups_per_step=1, total_steps=2, replay_budget_bytes=0)
         async with running(short_folder, make_ledger(rules), records=records) as it:
-            learner = await it.client("learner", "learner")
-            generator = await it.client("generator", "generator-0")
-            group = await one_group(learner, generator)
-            for sibling in group.siblings:
-                await submit(generator, group.group_id, sibling)
-                score = Score(group_id=0, sibling=sibling, lease_id=0, reward=float(sibling))
-                it.ledger.score(score)
-            await learner.ask(RequestBatch(version=V0, step=0, wait_s=30.0), BatchDelivered)
+            learner = await learner_with_a_batch(it)
             commit = StepCommit(version=V0.next(), metrics={})
             waiting = asyncio.create_task(learner.ask(commit, StepCommitted))
             await asyncio.wait_for(records.begun.wait(), HANG_S)
@@ -854,14 +859,7 @@ def test_a_commit_that_is_said_twice_while_its_batch_is_read_is_answered_twice(s
         rules = make_rules(groups_per_step=1, total_steps=2, replay_budget_bytes=0)
         ledger = make_ledger(rules)
         async with running(short_folder, ledger, records=records, cache_bytes=0) as it:
-            learner = await it.client("learner", "learner")
-            generator = await it.client("generator", "generator-0")
-            group = await one_group(learner, generator)
-            for sibling in group.siblings:
-                await submit(generator, group.group_id, sibling)
-                score = Score(group_id=0, sibling=sibling, lease_id=0, reward=float(sibling))
-                it.ledger.score(score)
-            await learner.ask(RequestBatch(version=V0, step=0, wait_s=30.0), BatchDelivered)
+            learner = await learner_with_a_batch(it)
             commit = StepCommit(version=V0.next(), metrics={})
             await asyncio.gather(*(learner.ask(commit, StepCommitted) for _ in range(2)))
             assert records.steps == [0]
