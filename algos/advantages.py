@@ -6,8 +6,9 @@ no siblings to compare with: where the docstring says nothing else, its baseline
 Shapes: N trajectories of a step.
 """
 
-from dataclasses import dataclass
-from typing import Annotated
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
 
 import msgspec
 import torch
@@ -30,6 +31,7 @@ class Outcomes:
     num_groups: int
     lengths: Tensor  # [N], response tokens
     greedy_rewards: Tensor | None = None  # [N], of a greedy answer to the same prompt
+    parts: Mapping[str, Tensor] = field(default_factory=dict)  # name -> [N] float64, NaN: none
 
     def __post_init__(self) -> None:
         """Reject outcomes that no part could use."""
@@ -40,6 +42,12 @@ class Outcomes:
             if found is not None and found.shape != self.rewards.shape:
                 raise ValueError(
                     f"{name} has shape {tuple(found.shape)}, expected "
+                    f"{tuple(self.rewards.shape)} as the rewards"
+                )
+        for name, values in self.parts.items():
+            if values.shape != self.rewards.shape:
+                raise ValueError(
+                    f"part {name!r} has shape {tuple(values.shape)}, expected "
                     f"{tuple(self.rewards.shape)} as the rewards"
                 )
         if bool(((self.groups < 0) | (self.groups >= self.num_groups)).any()):
@@ -72,9 +80,13 @@ class GrpoOptions(Options, frozen=True, kw_only=True):
     """Settings of grpo."""
 
     divide_by_std: bool = True
-    """Divide by the standard deviation of the group; without it, this is Dr. GRPO."""
+    """Divide by the standard deviation; without it, this is Dr. GRPO."""
     epsilon: Annotated[float, msgspec.Meta(ge=0)] = 1e-6
     """Added to the standard deviation."""
+    std_over: Literal["group", "batch"] = "group"
+    """Whose standard deviation: the group's, or that of all rewards of the step (Lite PPO)."""
+    leave_one_out: bool = False
+    """Take the mean of the other siblings alone, as rloo does."""
 
 
 @advantage("grpo", GrpoOptions, needs=("siblings",))
@@ -82,12 +94,17 @@ def grpo(outcomes: Outcomes, options: GrpoOptions) -> Tensor:
     """A = (r - mean(r)) / (std(r) + epsilon) over the group.
 
     DeepSeekMath (arXiv 2402.03300) section 4.1.2, with the unbiased standard deviation. Without
-    ``divide_by_std`` it is A = r - mean(r), Dr. GRPO (arXiv 2503.20783). A group of equal rewards
-    has advantage 0.0; one of a single trajectory has mean 0 and std 1.
+    ``divide_by_std`` it is A = r - mean(r), Dr. GRPO (arXiv 2503.20783); with the standard
+    deviation of the whole step, Lite PPO (arXiv 2508.08221). A group of equal rewards has advantage
+    0.0; one of a single trajectory has mean 0 and std 1.
     """
+    centered = rloo(outcomes, NoOptions()) if options.leave_one_out else outcomes.centered()
     if not options.divide_by_std:
-        return outcomes.centered()
-    return outcomes.centered() / (outcomes.deviations() + options.epsilon)
+        return centered
+    deviations = outcomes.deviations()
+    if options.std_over == "batch":
+        deviations = group_deviations(outcomes.rewards, torch.zeros_like(outcomes.groups), 1)
+    return centered / (deviations + options.epsilon)
 
 
 @advantage("rloo", needs=("siblings",))
@@ -107,6 +124,75 @@ def opo(outcomes: Outcomes, _: NoOptions) -> Tensor:
     OPO (arXiv 2505.23585): the baseline of least variance if a gradient's square grows with length.
     """
     return outcomes.centered(outcomes.lengths)
+
+
+@advantage("maxrl", needs=("siblings",))
+def maxrl(outcomes: Outcomes, _: NoOptions) -> Tensor:
+    """A = (r - mean(r)) / mean(r) over the group, 0 where the mean is 0.
+
+    MaxRL (arXiv 2602.02710): with rewards of 0 and 1, in expectation the gradient of the likelihood
+    of a right answer, so that hard prompts weigh 1 / p. A group of one has advantage 0.
+
+    Raises:
+        ValueError: a reward is negative, so that the mean is no success rate.
+    """
+    if bool((outcomes.rewards < 0).any()):
+        raise ValueError(
+            f"maxrl needs rewards >= 0, got {float(outcomes.rewards.min()):g} (algo.data.bias)"
+        )
+    groups, num_groups = outcomes.groups, outcomes.num_groups
+    centered = group_centered(outcomes.rewards, groups, num_groups)
+    means = group_sums(outcomes.rewards, groups, num_groups) / outcomes.siblings
+    return where(means > 0, centered / where(means > 0, means, 1.0), 0.0)
+
+
+class GdpoOptions(Options, frozen=True, kw_only=True):
+    """Settings of gdpo."""
+
+    weights: dict[str, float] = msgspec.field(default_factory=dict)
+    """Weight of each part of the reward by its name; empty gives every part but ``score`` 1."""
+    epsilon: Annotated[float, msgspec.Meta(ge=0)] = 1e-6
+    """Added to each standard deviation."""
+
+
+@advantage("gdpo", GdpoOptions, needs=("siblings", "reward_parts"))
+def gdpo(outcomes: Outcomes, options: GdpoOptions) -> Tensor:
+    """A = the parts of the reward normalized each within the group, added, normalized in the batch.
+
+    GDPO (arXiv 2601.05242). With S = sum over parts k of weight_k (r_k - mean(r_k)) / (std(r_k) +
+    epsilon), means and deviations over the group, A = (S - mean(S)) / (std(S) + epsilon) over all
+    trajectories of the step. A trajectory without a part has 0 for it, and is in neither its mean
+    nor its deviation.
+
+    Raises:
+        ValueError: there are no parts, or none of a name that is weighed.
+    """
+    weights = options.weights or dict.fromkeys(outcomes.parts.keys() - {"score"}, 1.0)
+    if not weights:
+        raise ValueError("gdpo needs rewards with named parts, got rewards without any")
+    unknown = sorted(weights.keys() - outcomes.parts.keys())
+    if unknown:
+        raise ValueError(
+            f"algo.advantage.weights names {', '.join(unknown)}; the parts of the rewards are "
+            f"{', '.join(sorted(outcomes.parts))}"
+        )
+    total = torch.zeros_like(outcomes.rewards)
+    for name in sorted(weights):
+        values = outcomes.parts[name].double()
+        there = ~values.isnan()
+        groups = outcomes.groups[there]
+        centered = group_centered(values[there], groups, outcomes.num_groups)
+        deviations = group_deviations(values[there], groups, outcomes.num_groups)
+        total[there] += weights[name] * centered / (deviations + options.epsilon)
+    one_group = torch.zeros_like(outcomes.groups)
+    centered = group_centered(total, one_group, 1)
+    return centered / (group_deviations(total, one_group, 1) + options.epsilon)
+
+
+@advantage("zero")
+def zero(outcomes: Outcomes, _: NoOptions) -> Tensor:
+    """A = 0: what is learned comes from elsewhere, such as a teacher (algo.teacher)."""
+    return torch.zeros_like(outcomes.rewards)
 
 
 class PassAtKOptions(Options, frozen=True, kw_only=True):

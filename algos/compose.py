@@ -18,7 +18,8 @@ from algos.corrections import Correction, CorrectionInputs, combined
 from algos.diagnostics import Diagnosed, Sums, diagnostic_sums
 from algos.kl import kl_estimate
 from algos.packing import Packing
-from algos.reduce import Denominators, reduced
+from algos.ratios import log_ratio
+from algos.reduce import Denominators, masked_sum, reduced
 from algos.returns import TokenAdvantages, TokenOutcomes, at_end
 from algos.shaping import (
     normalized,
@@ -28,7 +29,15 @@ from algos.shaping import (
     scaled,
     zero_variance,
 )
-from algos.surrogates import SurrogateInputs
+from algos.surrogates import SurrogateInputs, WholeMinibatch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RightAnswers:
+    """Which sequences of a microbatch are right answers."""
+
+    is_right: Tensor  # [B] bool
+    num_tokens: float  # of right answers in the whole minibatch, copies counted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,8 +54,11 @@ class LossInputs:
     kept: Denominators | None = None  # of the surrogate, where rejected tokens do not count
     reference: Tensor | None = None  # [T]
     full_kl: Tensor | None = None  # [T] carries gradient, KL(current || reference)
+    teacher: Tensor | None = None  # [T] log teacher, told and not learned from: see advantages
     lags: Tensor | None = None  # [T] int
     copies: Tensor | None = None  # [B] how often each sequence is in the batch
+    right: RightAnswers | None = None
+    minibatch: WholeMinibatch | None = None  # for a surrogate that needs it
     correction: Correction | None = None  # where it had to be known before the first gradient
 
     def __post_init__(self) -> None:
@@ -83,17 +95,41 @@ class Algorithm:
         self._corrections = sorted(
             choice.corrections, key=lambda one: "first" not in one.part.needs
         )
-        needs = set().union(*(chosen.part.needs for chosen in choice.corrections))
-        self.corrects_before = "whole_minibatch" in needs or choice.reduce.denominator == "kept"
+        of_corrections = frozenset[str]().union(*(chosen.needs for chosen in choice.corrections))
+        self.corrects_before = (
+            "whole_minibatch" in of_corrections or choice.reduce.denominator == "kept"
+        )
         """Whether a minibatch's correction must be known before its first gradient."""
-        self.needs_full_kl = choice.needs_reference and choice.kl.name == "full"
-        self.needs_reference_logprobs = choice.needs_reference and not self.needs_full_kl
-        self.is_token_level = "tokens" in choice.advantage.part.needs
-        self.centers_rewards = "centered" in choice.advantage.part.needs
+        self.shows_minibatch = "whole_minibatch" in choice.surrogate.needs
+        """Whether the surrogate is shown all of a minibatch."""
+        self.charges_kl = choice.has_kl and choice.kl.place == "reward"
+        """Whether rewards are less a KL divergence."""
+        self.needs_proximal = (
+            self.corrects_before or self.shows_minibatch or self.charges_kl or choice.has_teacher
+        )
+        """Whether the proximal policy's log-probabilities must be known before training."""
+        self.needs_squares = "squares" in choice.advantage.needs
+        """Whether advantages need the sum of squared probabilities at each token."""
+        self.needs_full_kl = choice.has_kl and choice.kl.name == "full"
+        """Whether the loss needs the KL divergence over all tokens that could be chosen."""
+        estimates = choice.has_kl and choice.kl.to == "reference" and not self.needs_full_kl
+        self.needs_reference_logprobs = estimates or "reference" in choice.needs_of_tokens
+        """Whether the reference policy's log-probabilities must be known."""
+        self.is_token_level = "tokens" in choice.advantage.needs
+        """Whether advantages are of tokens and not of trajectories."""
+        self.needs_whole_step = "whole_step" in choice.advantage.needs
+        """Whether advantages of tokens are computed for all of a step at once."""
+        self.centers_rewards = "centered" in choice.advantage.needs
+        """Whether rewards are less the mean of their group before they stand on a token."""
 
     def trains_policy(self, step: int) -> bool:
         """Return whether a learner step trains the policy, or its critic alone."""
         return not self.choice.needs_values or step >= self.choice.critic.warmup_steps
+
+    def renews_reference(self, step: int) -> bool:
+        """Return whether the reference policy becomes the policy after so many learner steps."""
+        every = self.choice.kl.renew_every
+        return every > 0 and step % every == 0
 
     def prepared(
         self, outcomes: Outcomes, is_truncated: Tensor, generator: torch.Generator
@@ -139,20 +175,23 @@ class Algorithm:
         values: Tensor = advantage.part.function(outcomes, advantage.options)
         return values
 
-    def token_advantages(
-        self, rewards: Tensor, values: Tensor | None, packing: Packing
-    ) -> TokenAdvantages:
-        """Return advantages of tokens and what a critic learns. Only where ``is_token_level``.
-
-        Args:
-            rewards: [T], 0.0 where nothing was rewarded.
-            values: [T], of the state in which each token was chosen.
-            packing: of the microbatch.
-        """
+    def token_advantages(self, given: TokenOutcomes) -> TokenAdvantages:
+        """Return advantages of tokens and what a critic learns. Only where ``is_token_level``."""
         advantage = self.choice.advantage
-        given = TokenOutcomes(rewards=rewards, values=values, packing=packing)
         result: TokenAdvantages = advantage.part.function(given, advantage.options)
         return result
+
+    def taught(self, proximal: Tensor, teacher: Tensor, mask: Tensor) -> Tensor:
+        """Return what a teacher adds to advantages: c (log teacher - log q). Shapes [T].
+
+        On average over tokens of q it is the slope of -c KL(q || teacher): on-policy distillation
+        (arXiv 2306.13649; https://thinkingmachines.ai/blog/on-policy-distillation).
+        """
+        options = self.choice.teacher
+        difference = log_ratio(target=teacher.detach(), sampled_from=proximal, mask=mask)
+        if options.clip is not None:
+            difference = difference.clamp(-options.clip, options.clip)
+        return options.coefficient * difference
 
     def token_rewards(self, rewards: Tensor, kl: Tensor | None, packing: Packing) -> Tensor:
         """Return each trajectory's reward on its last token, less the KL penalty of every token.
@@ -179,6 +218,8 @@ class Algorithm:
         advantages: Tensor,
         lags: Tensor | None,
         packing: Packing,
+        entropy: Tensor | None = None,
+        reference: Tensor | None = None,
         gather: Callable[[Tensor], Tensor] = lambda values: values,
     ) -> Correction:
         """Return what all corrections together do. Arguments as in ``CorrectionInputs``.
@@ -191,6 +232,8 @@ class Algorithm:
             advantages=advantages,
             lags=lags,
             packing=packing,
+            entropy=None if entropy is None else entropy.detach(),
+            reference=reference,
             gather=gather,
         )
         results = []
@@ -212,9 +255,11 @@ class Algorithm:
     def loss(self, given: LossInputs, *, num_lags: int = 0) -> tuple[Tensor, Sums]:
         """Return this microbatch's share of the loss, and sums to log. Shapes [].
 
-        loss = reduce(w L) + beta reduce(KL) - eta reduce(H), where L is the surrogate, w the
-        corrections' weights (0 where they reject), KL the divergence from the reference policy and
-        H the entropy. Rejected tokens count in KL and H whatever ``kept`` says.
+        loss = reduce(w L + p |log r|) + beta reduce(KL) - eta reduce(H) + lambda NLL, where L is
+        the surrogate, w the corrections' weights (0 where they reject) and p their penalty, KL the
+        divergence from the reference policy or the behavior policy, H the entropy and NLL the mean
+        of -log pi over the tokens of right answers. Rejected tokens count in KL, H and NLL whatever
+        ``kept`` says.
         """
         choice, packing, rule = self.choice, given.packing, self.choice.reduce.name
         correction = given.correction or self.correct(
@@ -223,20 +268,31 @@ class Algorithm:
             advantages=given.advantages,
             lags=given.lags,
             packing=packing,
+            entropy=given.entropy,
+            reference=given.reference,
         )
         proximal = given.proximal if correction.proximal is None else correction.proximal
+        anchor = proximal if choice.anchor == "proximal" else given.behavior
+        kept = packing.only(correction.keep)
         terms = choice.surrogate.part.function(
             SurrogateInputs(
                 current=given.current,
-                anchor=proximal if choice.anchor == "proximal" else given.behavior,
+                anchor=anchor,
                 behavior=given.behavior,
                 advantages=given.advantages,
-                packing=packing.only(correction.keep),  # a rejected token is in no sequence's ratio
+                packing=kept,  # a rejected token is in no sequence's ratio
+                entropy=given.entropy,
+                reference=given.reference,
+                lags=given.lags,
+                minibatch=given.minibatch,
             ),
             choice.surrogate.options,
         )
         weighted = correction.weights.to(terms.per_token.dtype) * terms.per_token
-        counted = packing if given.kept is None else packing.only(correction.keep)
+        if correction.penalty is not None:
+            distance = log_ratio(target=given.current, sampled_from=anchor, mask=kept.mask).abs()
+            weighted = weighted + correction.penalty * distance
+        counted = packing if given.kept is None else kept
         divisors = given.denominators if given.kept is None else given.kept
         loss = reduced(weighted, counted, divisors, rule, given.copies)
         trained = packing.present(given.copies)
@@ -261,25 +317,48 @@ class Algorithm:
             loss = loss - choice.entropy_bonus * reduced(
                 entropy, packing, given.denominators, rule, given.copies
             )
+        if given.right is not None:
+            loss = loss + choice.likelihood.coefficient * self._unlikelihood(given, given.right)
+        if given.teacher is not None:
+            gap = log_ratio(target=proximal, sampled_from=given.teacher, mask=trained)
+            sums["policy/kl_teacher"] = gap.sum()
         kl = self._kl(given)
         if kl is not None:
-            sums["policy/kl_reference"] = where(trained, kl.detach(), torch.zeros_like(kl)).sum()
+            sums[f"policy/kl_{choice.kl.to}"] = masked_sum(kl.detach(), trained)
             if choice.kl.place == "loss":
                 loss = loss + choice.kl.coefficient * reduced(
                     kl, packing, given.denominators, rule, given.copies
                 )
         return loss, sums
 
+    @staticmethod
+    def _unlikelihood(given: LossInputs, right: RightAnswers) -> Tensor:
+        """Return this microbatch's share of the mean of -log pi over right answers. Shapes []."""
+        packing = given.packing
+        copies = right.is_right.long() if given.copies is None else right.is_right * given.copies
+        return reduced(
+            -where(packing.present(copies), given.current, torch.zeros_like(given.current)),
+            packing,
+            Denominators(num_tokens=right.num_tokens, num_sequences=1.0),
+            "token-mean",
+            copies,
+        )
+
     def _kl(self, given: LossInputs) -> Tensor | None:
-        if not self.choice.needs_reference:
+        kl = self.choice.kl
+        if not self.choice.has_kl:
             return None
-        name = self.choice.kl.name
-        if name == "full":
+        if kl.name == "full":
             if given.full_kl is None:
                 raise ValueError('algo.kl.name = "full" needs LossInputs.full_kl')
             return where(given.packing.mask, given.full_kl, torch.zeros_like(given.full_kl))
-        if given.reference is None:
+        other = given.behavior if kl.to == "behavior" else given.reference
+        if other is None:
             raise ValueError("algo.kl.coefficient > 0 needs LossInputs.reference")
         return kl_estimate(
-            name, current=given.current, reference=given.reference, mask=given.packing.mask
+            kl.name,
+            current=given.current,
+            reference=other,
+            mask=given.packing.mask,
+            sampled_from=given.behavior if kl.importance_weighted else None,
         )

@@ -3,8 +3,10 @@
 Every part and its settings are known here, so this needs torch; ``algos.section`` does not.
 """
 
-from collections.abc import Mapping
+import importlib
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
@@ -30,11 +32,15 @@ ADVANTAGES: dict[str, AnyPart] = _by_name(
     advantages.rloo,
     advantages.opo,
     advantages.pass_at_k,
+    advantages.maxrl,
+    advantages.gdpo,
     advantages.remax,
     advantages.plain,
+    advantages.zero,
     returns.discounted_returns,
     returns.centered_returns,
     returns.gae,
+    returns.optimal_token_baseline,
 )
 SURROGATES: dict[str, AnyPart] = _by_name(
     surrogates.policy_gradient,
@@ -46,6 +52,8 @@ SURROGATES: dict[str, AnyPart] = _by_name(
     surrogates.gmpo,
     surrogates.dppo_tv,
     surrogates.dppo_kl,
+    surrogates.drpo,
+    surrogates.topr,
 )
 CORRECTIONS: dict[str, AnyPart] = _by_name(
     corrections.importance_sampling,
@@ -53,6 +61,8 @@ CORRECTIONS: dict[str, AnyPart] = _by_name(
     corrections.veto,
     corrections.opsm,
     corrections.m2po,
+    corrections.clip_cov,
+    corrections.kl_cov,
     corrections.staleness_decay,
     corrections.approximate_proximal,
 )
@@ -61,7 +71,19 @@ PARTS: dict[Kind, dict[str, AnyPart]] = {
     "surrogate": SURROGATES,
     "correction": CORRECTIONS,
 }
-_WEIGHING = frozenset({"importance-sampling", "staleness-decay", "approximate-proximal"})
+_WITHOUT_RATIO = frozenset({"policy-gradient"})
+_KEEPING_ALL = frozenset(
+    {"importance-sampling", "staleness-decay", "approximate-proximal", "kl-cov"}
+)
+Whiten = Literal[
+    "none",
+    "batch",
+    "group",
+    "batch-mean",
+    "group-mean",
+    "batch-leave-one-out",
+    "group-leave-one-out",
+]
 
 
 class ReduceOptions(Options, frozen=True, kw_only=True):
@@ -80,12 +102,47 @@ class KlOptions(Options, frozen=True, kw_only=True):
 
     coefficient: NotNegative = 0.0
     """Weight of the KL divergence; 0 needs no reference policy."""
+    to: Literal["reference", "behavior"] = "reference"
+    """What it is taken from: a frozen policy, or the policy that chose the token."""
     name: KlKind = "k3"
     """Estimator; k1+ and k3+ have the gradient of k2, full takes all logits."""
     place: Literal["loss", "reward"] = "loss"
     """Added to the loss, or taken from the reward of each token."""
+    importance_weighted: bool = False
+    """Weigh the estimate of a token by current / behavior: unbiased for stale tokens."""
     reference: str = ""
     """Hugging Face folder of the reference policy; empty is run.model."""
+    renew_every: Annotated[int, msgspec.Meta(ge=0)] = 0
+    """The reference becomes the policy itself after every so many learner steps; 0 is never."""
+
+
+class TeacherOptions(Options, frozen=True, kw_only=True):
+    """[algo.teacher]: a policy to distill from; log teacher - log proximal is added to advantages.
+
+    It needs `model` or `endpoint`, and tells this run's tokens by the same numbers.
+    """
+
+    coefficient: NotNegative = 0.0
+    """Weight of the teacher's part of the advantage, added after whitening; 0 has no teacher."""
+    model: str = ""
+    """Hugging Face folder of a teacher that the learner holds itself."""
+    endpoint: str = ""
+    """URL of an SGLang server that serves the teacher, such as http://10.0.0.7:30000."""
+    api_key_file: str = ""
+    """File with the bearer token of the endpoint, which nobody else may read."""
+    concurrency: Annotated[int, msgspec.Meta(ge=1)] = 32
+    """Requests to the endpoint at a time, of each rank of the learner that asks."""
+    clip: Positive | None = None
+    """The difference counts as this many nats at most; not set for no limit."""
+
+
+class LikelihoodOptions(Options, frozen=True, kw_only=True):
+    """[algo.likelihood]: right answers are imitated besides: VAPO's positive example loss."""
+
+    coefficient: NotNegative = 0.0
+    """Weight of the mean of -log pi over the tokens of right answers."""
+    least_reward: float = 1.0
+    """An answer is right from this reward on, as it was scored."""
 
 
 class CriticOptions(Options, frozen=True, kw_only=True):
@@ -135,6 +192,11 @@ class Chosen:
     part: AnyPart
     options: Options
 
+    @property
+    def needs(self) -> frozenset[str]:
+        """Return what it needs, as it is set; of ``NEEDS``."""
+        return self.part.needs | self.options.needs
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AlgoChoice:
@@ -146,35 +208,61 @@ class AlgoChoice:
     anchor: Literal["proximal", "behavior"]
     corrections: tuple[Chosen, ...]
     reduce: ReduceOptions
-    whiten: Literal["none", "batch", "group"]
+    whiten: Whiten
     entropy_bonus: float
     kl: KlOptions
+    teacher: TeacherOptions
+    likelihood: LikelihoodOptions
     critic: CriticOptions
     data: DataOptions
 
     @property
     def needs_values(self) -> bool:
         """Return whether there is a critic."""
-        return "values" in self.advantage.part.needs
+        return "values" in self.advantage.needs
+
+    @property
+    def needs_of_tokens(self) -> frozenset[str]:
+        """Return what the surrogate and the corrections need."""
+        return self.surrogate.needs.union(*(chosen.needs for chosen in self.corrections))
+
+    @property
+    def has_kl(self) -> bool:
+        """Return whether a KL divergence is in the loss or in the reward."""
+        return self.kl.coefficient > 0
 
     @property
     def needs_reference(self) -> bool:
         """Return whether there is a reference policy."""
-        return self.kl.coefficient > 0
+        of_kl = self.has_kl and self.kl.to == "reference"
+        return of_kl or "reference" in self.needs_of_tokens
+
+    @property
+    def has_teacher(self) -> bool:
+        """Return whether there is a teacher."""
+        return self.teacher.coefficient > 0
 
     @property
     def learns_from_equal_rewards(self) -> bool:
-        """Return whether a group of equal rewards has advantages other than 0."""
+        """Return whether a group of equal rewards teaches something."""
+        if self.has_teacher or self.likelihood.coefficient > 0:
+            return True
         return not self.is_group_relative and self.data.normalize != "group"
 
     @property
     def is_group_relative(self) -> bool:
         """Return whether a trajectory is compared with its siblings."""
-        return "siblings" in self.advantage.part.needs
+        return "siblings" in self.advantage.needs
 
 
-def choice_of(section: AlgoSection) -> AlgoChoice:
+def choice_of(
+    section: AlgoSection, module_named: Callable[[str], ModuleType] = importlib.import_module
+) -> AlgoChoice:
     """Return the parts that a section chooses.
+
+    Args:
+        section: [algo].
+        module_named: imports the module of a part of one's own, or its file if it knows how.
 
     Raises:
         PartError: an unknown name or setting, or parts that make no sense together.
@@ -186,10 +274,10 @@ def choice_of(section: AlgoSection) -> AlgoChoice:
     preset = PRESETS[section.preset]
     choice = AlgoChoice(
         preset=section.preset,
-        advantage=_chosen("advantage", preset, section.advantage),
-        surrogate=_chosen("surrogate", preset, section.surrogate),
+        advantage=_chosen("advantage", preset, section.advantage, module_named),
+        surrogate=_chosen("surrogate", preset, section.surrogate, module_named),
         anchor=section.anchor or preset.get("anchor", "proximal"),
-        corrections=_corrections(preset.get("correction", {}), section.correction),
+        corrections=_corrections(preset.get("correction", {}), section.correction, module_named),
         reduce=_options("algo.reduce", ReduceOptions, _merged(preset, "reduce", section.reduce)),
         whiten=section.whiten or preset.get("whiten", "none"),
         entropy_bonus=(
@@ -198,6 +286,8 @@ def choice_of(section: AlgoSection) -> AlgoChoice:
             else section.entropy_bonus
         ),
         kl=_table("kl", KlOptions, preset, section.kl),
+        teacher=_table("teacher", TeacherOptions, preset, section.teacher),
+        likelihood=_table("likelihood", LikelihoodOptions, preset, section.likelihood),
         critic=_table("critic", CriticOptions, preset, section.critic),
         data=_table("data", DataOptions, preset, section.data),
     )
@@ -216,14 +306,23 @@ def _merged(preset: Mapping[str, Any], kind: str, given: str | Table) -> Table:
     return {**base, **table}
 
 
-def _chosen(kind: Kind, preset: Mapping[str, Any], given: str | Table) -> Chosen:
+def _chosen(
+    kind: Kind,
+    preset: Mapping[str, Any],
+    given: str | Table,
+    module_named: Callable[[str], ModuleType],
+) -> Chosen:
     table = _merged(preset, kind, given)
     name = table.pop("name", "")
-    part = find_part(kind, name, PARTS[kind], f"algo.{kind}")
+    part = find_part(kind, name, PARTS[kind], f"algo.{kind}", module_named)
     return Chosen(part, _options(f"algo.{kind}", part.options, table))
 
 
-def _corrections(preset: Mapping[str, Table], given: str | Table) -> tuple[Chosen, ...]:
+def _corrections(
+    preset: Mapping[str, Table],
+    given: str | Table,
+    module_named: Callable[[str], ModuleType],
+) -> tuple[Chosen, ...]:
     tables: dict[str, Table] = {name: dict(table) for name, table in preset.items()}
     if given == "none":
         tables = {}
@@ -241,7 +340,7 @@ def _corrections(preset: Mapping[str, Table], given: str | Table) -> tuple[Chose
                 )
     chosen = []
     for name, table in tables.items():
-        part = find_part("correction", name, CORRECTIONS, "algo.correction")
+        part = find_part("correction", name, CORRECTIONS, "algo.correction", module_named)
         chosen.append(Chosen(part, _options(f"algo.correction.{name}", part.options, table)))
     return tuple(chosen)
 
@@ -278,9 +377,10 @@ def _refuse(choice: AlgoChoice, section: AlgoSection) -> None:
 def _contradictions(choice: AlgoChoice) -> dict[str, bool]:
     """Return what cannot be together, and whether it is."""
     names = {chosen.part.name for chosen in choice.corrections}
-    needs = set().union(*(chosen.part.needs for chosen in choice.corrections))
     advantage, kl, data = choice.advantage.part, choice.kl, choice.data
-    has_ratio = choice.surrogate.part.name != "policy-gradient"
+    has_ratio = choice.surrogate.part.name not in _WITHOUT_RATIO
+    needs = choice.needs_of_tokens
+    reads_parts = "reward_parts" in choice.advantage.needs
     return {
         f"algo.advantage = {advantage.name!r} needs {NEEDS['greedy']}": (
             "greedy" in advantage.needs
@@ -291,6 +391,17 @@ def _contradictions(choice: AlgoChoice) -> dict[str, bool]:
         ),
         f"algo.kl.name = {kl.name!r} differs from its estimator in the gradient only, and a "
         "reward has none: use k1 or k3": kl.name in {"k1+", "k3+"} and kl.place == "reward",
+        'algo.kl.name = "full" is a sum over all tokens, which the behavior policy told of one '
+        "(algo.kl.to)": kl.name == "full" and kl.to == "behavior",
+        "algo.kl.importance_weighted weighs an estimate in the loss: neither a reward nor the full "
+        "divergence": kl.importance_weighted and (kl.place == "reward" or kl.name == "full"),
+        f"algo.advantage = {advantage.name!r} reads the parts of the reward, and algo.data (scale, "
+        "bias, clip, normalize, overlong_buffer) or a KL in the reward would change the reward "
+        "alone": reads_parts
+        and (_shapes_rewards(data) or (choice.has_kl and kl.place == "reward")),
+        "algo.teacher takes a model or an endpoint, not both": (
+            bool(choice.teacher.model) and bool(choice.teacher.endpoint)
+        ),
         'algo.anchor = "behavior" already divides by the behavior policy; importance-sampling '
         "would correct for the same difference once more": (
             choice.anchor == "behavior" and has_ratio and "importance-sampling" in names
@@ -301,17 +412,26 @@ def _contradictions(choice: AlgoChoice) -> dict[str, bool]:
             and choice.anchor == "behavior"
             and "importance-sampling" not in names
         ),
-        'algo.whiten = "group" after algo.data.normalize = "group" does the same twice': (
-            choice.whiten == "group" and data.normalize == "group"
-        ),
+        f'algo.whiten = {choice.whiten!r} after algo.data.normalize = "group" does the same '
+        "twice": choice.whiten.startswith("group") and data.normalize == "group",
         "algo.data.normalize already centers and scales rewards as algo.advantage does": (
             data.normalize == "group" and advantage.name == "grpo"
         ),
         "algo.data.resample counts a trajectory several times, and a correction that decides over "
-        "a whole minibatch (m2po) would count it once": (
+        "a whole minibatch (m2po, clip-cov, kl-cov, normalized weights) would count it once": (
             data.resample != "none" and "whole_minibatch" in needs
         ),
+        "algo.data.resample counts a trajectory several times, and algo.advantage = "
+        f"{advantage.name!r} compares tokens of siblings": (
+            data.resample != "none" and "whole_step" in choice.advantage.needs
+        ),
     }
+
+
+def _shapes_rewards(data: DataOptions) -> bool:
+    plain = DataOptions()
+    names = ("scale", "bias", "clip", "normalize", "overlong_buffer")
+    return any(getattr(data, name) != getattr(plain, name) for name in names)
 
 
 def _without_effect(choice: AlgoChoice, section: AlgoSection) -> dict[str, bool]:
@@ -325,10 +445,36 @@ def _without_effect(choice: AlgoChoice, section: AlgoSection) -> dict[str, bool]
             bool(section.critic) and not choice.needs_values
         ),
         "algo.kl has no effect as long as algo.kl.coefficient is 0": (
-            bool(section.kl) and "coefficient" not in section.kl and not choice.needs_reference
+            bool(section.kl)
+            and "coefficient" not in section.kl
+            and not choice.has_kl
+            and not (set(section.kl) <= {"reference", "renew_every"} and choice.needs_reference)
+        ),
+        "algo.kl.reference and algo.kl.renew_every have no effect without a reference policy "
+        '(algo.kl.to = "behavior")': (
+            not choice.needs_reference and bool({"reference", "renew_every"} & set(section.kl))
+        ),
+        "algo.teacher has no effect as long as algo.teacher.coefficient is 0": (
+            bool(section.teacher)
+            and not choice.has_teacher
+            and "coefficient" not in section.teacher
+        ),
+        "algo.likelihood has no effect as long as algo.likelihood.coefficient is 0": (
+            bool(section.likelihood)
+            and choice.likelihood.coefficient == 0
+            and "coefficient" not in section.likelihood
+        ),
+        "algo.teacher.api_key_file and algo.teacher.concurrency are of algo.teacher.endpoint": (
+            bool({"api_key_file", "concurrency"} & set(section.teacher))
+            and not choice.teacher.endpoint
         ),
         "algo.anchor has no effect: policy-gradient has no ratio": (
-            bool(section.anchor) and choice.surrogate.part.name == "policy-gradient"
+            bool(section.anchor) and choice.surrogate.part.name in _WITHOUT_RATIO
+        ),
+        "algo.advantage.std_over has no effect without divide_by_std": (
+            isinstance(options, advantages.GrpoOptions)
+            and "std_over" in given
+            and not options.divide_by_std
         ),
         "algo.advantage.decay has no effect with length_adaptive, which computes its own": (
             "decay" in given and adaptive
@@ -340,8 +486,8 @@ def _without_effect(choice: AlgoChoice, section: AlgoSection) -> dict[str, bool]
             choice.reduce.length > 0 and choice.reduce.name != "sequence-mean-token-sum-norm"
         ),
         'algo.reduce.denominator = "kept" has no meaning without a correction that rejects '
-        "(rejection, veto, opsm, m2po)": (
-            choice.reduce.denominator == "kept" and names <= _WEIGHING
+        "(rejection, veto, opsm, m2po, clip-cov)": (
+            choice.reduce.denominator == "kept" and names <= _KEEPING_ALL
         ),
         'algo.data.resample_power has no effect without algo.data.resample = "pow"': (
             "resample_power" in section.data and data.resample != "pow"

@@ -11,13 +11,15 @@ from typing import Annotated, Literal
 import torch
 from msgspec import Meta
 from torch import Tensor, where
+from typing_extensions import override
 
 from algos.packing import Packing
 from algos.parts import Options, correction
-from algos.ratios import MAX_LOG_RATIO, bounded_exp, log_ratio, sequence_ratio, upcast
+from algos.ratios import MAX_LOG_RATIO, binary_kl, bounded_exp, log_ratio, sequence_ratio, upcast
 
 NotNegative = Annotated[float, Meta(ge=0)]
 Positive = Annotated[float, Meta(gt=0)]
+Share = Annotated[float, Meta(ge=0, le=1)]
 
 
 def _itself(values: Tensor) -> Tensor:
@@ -28,6 +30,8 @@ def _itself(values: Tensor) -> Tensor:
 class CorrectionInputs:
     """What a correction is computed from. Nothing outside the packing's mask matters.
 
+    What may be None is there for corrections that need it (``needs``), and perhaps for others.
+
     Raises:
         ValueError: a tensor does not have the shape of the packing's mask.
     """
@@ -37,12 +41,14 @@ class CorrectionInputs:
     advantages: Tensor  # [T]
     lags: Tensor | None = None  # [T] int64, staleness of each token in learner steps
     packing: Packing
+    entropy: Tensor | None = None  # [T] of q
+    reference: Tensor | None = None  # [T] log ref
     gather: Callable[[Tensor], Tensor] = _itself  # [n] -> [sum of n], concatenated over ranks
 
     def __post_init__(self) -> None:
         """Reject tensors that are not aligned."""
         expected = tuple(self.packing.mask.shape)
-        for name in ("proximal", "behavior", "advantages", "lags"):
+        for name in ("proximal", "behavior", "advantages", "lags", "entropy", "reference"):
             value = getattr(self, name)
             if value is not None and tuple(value.shape) != expected:
                 raise ValueError(
@@ -60,6 +66,15 @@ class CorrectionInputs:
         """Return float32 or float64 values, 0.0 outside the mask. Shapes [T] -> [T]."""
         values = upcast(per_token.detach())
         return where(self.packing.mask, values, torch.zeros_like(values))
+
+    def total(self, values: Sequence[Tensor]) -> list[Tensor]:
+        """Return sums over all ranks, in float64; for parts that need the whole minibatch.
+
+        Args:
+            values: numbers of this rank, each [].
+        """
+        mine = torch.stack([value.double() for value in values])
+        return list(self.gather(mine).view(-1, len(values)).sum(0))
 
     def known_lags(self) -> Tensor:
         """Return the lags, at least 0 and 0 outside the mask, [T] int64.
@@ -79,21 +94,26 @@ class Correction:
     weights: Tensor  # [T] factor, >= 0, no gradient, 1.0 where nothing is corrected
     keep: Tensor  # [T] bool, tokens that stay: a subset of the mask
     proximal: Tensor | None = None  # [T] log q instead of the one given
+    penalty: Tensor | None = None  # [T] >= 0, added to the loss times |log r|; None is 0
 
 
 def combined(corrections: Sequence[Correction], packing: Packing) -> Correction:
-    """Return all corrections as one: weights multiply, kept is what all keep, the last q stands.
+    """Return all corrections as one.
+
+    Weights multiply, kept is what all keep, the last q stands, penalties add up.
 
     Args:
         corrections: of the same tokens; none of them leaves everything as it is.
         packing: of these tokens.
     """
     weights, keep = torch.ones(packing.mask.shape, device=packing.mask.device), packing.mask
-    proximal = None
+    proximal = penalty = None
     for one in corrections:
         weights, keep = weights * one.weights, keep & one.keep
         proximal = proximal if one.proximal is None else one.proximal
-    return Correction(weights=weights, keep=keep, proximal=proximal)
+        if one.penalty is not None:
+            penalty = one.penalty if penalty is None else penalty + one.penalty
+    return Correction(weights=weights, keep=keep, proximal=proximal, penalty=penalty)
 
 
 class ImportanceSamplingOptions(Options, frozen=True, kw_only=True):
@@ -105,6 +125,13 @@ class ImportanceSamplingOptions(Options, frozen=True, kw_only=True):
     """Weights are at most this."""
     low: NotNegative = 0.0
     """Weights are at least this."""
+    normalize: bool = False
+    """Divide by the mean weight of the minibatch, after the bounds: the step stays as long."""
+
+    @property
+    @override
+    def needs(self) -> frozenset[str]:
+        return frozenset({"whole_minibatch"}) if self.normalize else frozenset()
 
     def __post_init__(self) -> None:
         """Reject what has no meaning."""
@@ -120,24 +147,35 @@ def importance_sampling(inputs: CorrectionInputs, options: ImportanceSamplingOpt
 
     On tokens it is the correction of decoupled PPO (arXiv 2110.00641, eq. 12; arXiv 2505.24298,
     eq. 5). On sequences w is the product over the sequence, which is unbiased without a cap, or
-    its geometric mean.
+    its geometric mean. Normalized weights have mean 1 over the tokens of a minibatch, or over its
+    sequences where they are of sequences.
     """
     packing, log_ratios = inputs.packing, inputs.log_ratios
     if options.level == "token":
-        weights = bounded_exp(log_ratios)
+        weights = bounded_exp(log_ratios).clamp(options.low, options.high)
+        total, count = weights[packing.mask].sum(), packing.mask.sum()
     else:
         geometric = options.level == "geometric"
-        weights = packing.spread(sequence_ratio(log_ratios, packing, geometric=geometric))
-    return _weighing(inputs, weights.clamp(options.low, options.high))
+        ratios = sequence_ratio(log_ratios, packing, geometric=geometric)
+        ratios = ratios.clamp(options.low, options.high)
+        there = packing.counts > 0
+        total, count = ratios[there].sum(), there.sum()
+        weights = packing.spread(ratios)
+    if options.normalize:
+        total, count = inputs.total([total, count])
+        mean = total / count.clamp(min=1)
+        weights = weights / where(mean > 0, mean, 1.0).to(weights.dtype)
+    return _weighing(inputs, weights)
 
 
 class RejectionOptions(Options, frozen=True, kw_only=True):
     """What is measured, over what, and its bounds; a measure of exactly a bound stays."""
 
-    measure: Literal["ratio", "k1", "k2", "k3"] = "ratio"
-    """The ratio proximal / behavior, or an estimate of KL(behavior || proximal) in nats."""
+    measure: Literal["ratio", "k1", "k2", "k3", "tv", "binary-kl"] = "ratio"
+    """The ratio proximal / behavior; an estimate of KL(behavior || proximal) in nats (k1 to k3);
+    how far the probability moved (tv), or its KL as of two coins (binary-kl)."""
     level: Literal["token", "sequence", "geometric", "sequence-mean", "sequence-max"] = "token"
-    """Each token's measure; or of a sequence the product of ratios and the sum of a KL
+    """Each token's measure; or of a sequence the product of ratios and the sum of what is no ratio
     (sequence), the geometric mean of ratios, the mean, or the maximum."""
     high: float | None = 2.0
     """Rejected above this; inf for no limit."""
@@ -162,13 +200,14 @@ def rejection(inputs: CorrectionInputs, options: RejectionOptions) -> Correction
     """Drop the tokens, or the whole sequences, whose measure is out of bounds.
 
     Measures of a token, of samples from mu: ratio w, k1 = -log w, k2 = (log w)^2 / 2,
-    k3 = w - 1 - log w; |log w| counts as 20 at most. Together with importance-sampling, bounds on
+    k3 = w - 1 - log w, tv = |q - mu|, binary-kl = KL(mu || q) of the coin "this token or another";
+    |log w| counts as 20 at most in the first four. Together with importance-sampling, bounds on
     the ratio of tokens are IcePop (arXiv 2510.18855), on that of sequences masked importance
-    sampling.
+    sampling. tv and binary-kl do not trip over rare tokens (arXiv 2602.04879).
     """
     packing = inputs.packing
     log_ratios = inputs.log_ratios.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    measured = _measured(log_ratios, options.measure)
+    measured = _measured(inputs, log_ratios, options.measure)
     if options.level == "geometric" or (options.level, options.measure) == ("sequence", "ratio"):
         ratio = sequence_ratio(log_ratios, packing, geometric=options.level == "geometric")
         measured = packing.spread(ratio)
@@ -222,28 +261,81 @@ class M2poOptions(Options, frozen=True, kw_only=True):
     """Trust region of the whole minibatch."""
 
     threshold: Positive = 0.04
-    """Largest mean of log(proximal / behavior) squared over the tokens that stay."""
+    """Largest mean of log(proximal / behavior) squared over the trust-region tokens that stay."""
 
 
 @correction("m2po", M2poOptions, needs=("whole_minibatch",))
 def m2po(inputs: CorrectionInputs, options: M2poOptions) -> Correction:
-    """M2PO: drop the tokens of largest (log w)^2 until its mean is at most the threshold.
+    """M2PO: drop the trust-region tokens of largest (log w)^2 until their mean is at most that.
 
-    Dropped are only tokens that a PPO clip would stop: A > 0 and w > 1, or A < 0 and w < 1. All
-    others stay and count in the mean; if it is above the threshold without any of the former,
-    these are all dropped (arXiv 2510.01161). |log w| counts as 20 at most. Tokens of
-    equal measure at the limit are dropped together: the result does not depend on their order.
+    Trust-region tokens are those that a PPO clip could stop: A > 0 and w > 1, or A < 0 and w < 1.
+    The mean is over those of them that stay, and over no others; all other tokens stay
+    (arXiv 2510.01161, algorithm 1). |log w| counts as 20 at most. Tokens of equal measure at the
+    limit are dropped together: the result does not depend on their order.
     """
     mask = inputs.packing.mask
     log_ratios = inputs.log_ratios.double().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     squares = log_ratios.square()
-    droppable = mask & (inputs.masked(inputs.advantages) * log_ratios.sign() > 0)
-    limit = _second_moment_limit(
-        fixed=inputs.gather(squares[mask & ~droppable]),
-        droppable=inputs.gather(squares[droppable]),
-        threshold=options.threshold,
-    )
-    return _keeping(inputs, ~droppable | (squares < limit))
+    in_region = mask & (inputs.masked(inputs.advantages) * log_ratios.sign() > 0)
+    limit = _second_moment_limit(inputs.gather(squares[in_region]), options.threshold)
+    return _keeping(inputs, ~in_region | (squares < limit))
+
+
+class ClipCovOptions(Options, frozen=True, kw_only=True):
+    """Which tokens are left out for what they would do to the entropy."""
+
+    share: Share = 2e-4
+    """At most this share of the minibatch's tokens is dropped, and one where there is any."""
+    low: float = 1.0
+    """Only tokens whose covariance is above this."""
+    high: float = 5.0
+    """Only tokens whose covariance is below this."""
+
+    def __post_init__(self) -> None:
+        """Reject what has no meaning."""
+        if self.low >= self.high:
+            raise ValueError(f"clip-cov needs low < high, got low {self.low}, high {self.high}")
+
+
+@correction("clip-cov", ClipCovOptions, needs=("whole_minibatch",))
+def clip_cov(inputs: CorrectionInputs, options: ClipCovOptions) -> Correction:
+    """Clip-Cov: drop a few tokens, drawn from those with low < covariance < high.
+
+    Of a token, covariance is (log q - mean log q) (A - mean A), means over the minibatch: tokens
+    where it is large take the entropy away (arXiv 2505.22617). The lot is a hash of the token's
+    place in its sequence, behavior log-probability and advantage: any split into microbatches and
+    ranks draws the same. Of tokens that are equal in all three, all are drawn or none.
+    """
+    covariance, num_tokens = _covariance(inputs)
+    drawable = inputs.packing.mask & (covariance > options.low) & (covariance < options.high)
+    lots = _lots(inputs)
+    num_dropped = max(1, int(options.share * num_tokens))
+    drawn = _is_among_smallest(lots, drawable, num_dropped, inputs.gather)
+    return _keeping(inputs, ~drawn)
+
+
+class KlCovOptions(Options, frozen=True, kw_only=True):
+    """Which tokens are held for what they would do to the entropy, and how firmly."""
+
+    share: Share = 2e-4
+    """This share of the minibatch's tokens is held, and at least one."""
+    coefficient: Positive = 1.0
+    """Weight of |log r|, which is added to the loss of these tokens."""
+
+
+@correction("kl-cov", KlCovOptions, needs=("whole_minibatch",))
+def kl_cov(inputs: CorrectionInputs, options: KlCovOptions) -> Correction:
+    """KL-Cov: add coefficient |log r| to the loss of the tokens of largest covariance.
+
+    Covariance as clip-cov has it (arXiv 2505.22617). r is the surrogate's ratio.
+    """
+    covariance, num_tokens = _covariance(inputs)
+    mask = inputs.packing.mask
+    num_held = max(1, int(options.share * num_tokens))
+    held = _is_among_smallest(-covariance, mask, num_held, inputs.gather)
+    everything = _keeping(inputs, mask)
+    penalty = held.to(everything.weights.dtype) * options.coefficient
+    return Correction(weights=everything.weights, keep=everything.keep, penalty=penalty)
 
 
 class StalenessDecayOptions(Options, frozen=True, kw_only=True):
@@ -279,8 +371,11 @@ def approximate_proximal(inputs: CorrectionInputs, _: ApproximateProximalOptions
     return Correction(weights=everything.weights, keep=everything.keep, proximal=anchor)
 
 
-def _measured(log_ratios: Tensor, measure: str) -> Tensor:
+def _measured(inputs: CorrectionInputs, log_ratios: Tensor, measure: str) -> Tensor:
     """Return the measure of each token. Shapes [T] -> [T]."""
+    if measure in {"tv", "binary-kl"}:
+        q, mu = (inputs.masked(one).clamp(max=0.0) for one in (inputs.proximal, inputs.behavior))
+        return (q.exp() - mu.exp()).abs() if measure == "tv" else binary_kl(mu, q)
     if measure == "k1":
         return -log_ratios
     if measure == "k2":
@@ -289,18 +384,62 @@ def _measured(log_ratios: Tensor, measure: str) -> Tensor:
     return ratio - 1.0 - log_ratios if measure == "k3" else ratio
 
 
-def _second_moment_limit(*, fixed: Tensor, droppable: Tensor, threshold: float) -> Tensor:
+def _second_moment_limit(squares: Tensor, threshold: float) -> Tensor:
     """Return the least square that must go for the mean of the rest to be at most the threshold.
 
-    Shapes: [m] squares that stay and [n] that may go, of all ranks -> []. inf: none must go.
+    Shapes: [n] squares of all ranks -> []. inf: none must go.
     """
-    ascending = droppable.sort().values
-    none = ascending.new_zeros(1)
-    sums = fixed.sort().values.sum() + torch.cat([none, ascending.cumsum(0)])
-    numbers = len(fixed) + torch.arange(len(sums), device=sums.device)
-    is_met = sums / numbers.clamp(min=1) <= threshold
-    staying = where(is_met, torch.arange(len(sums), device=sums.device), 0).max()
-    return torch.cat([ascending, none + torch.inf])[staying]
+    ascending = squares.sort().values
+    numbers = torch.arange(1, len(ascending) + 1, device=squares.device)
+    # Means of the least 1, 2, ... squares never fall, so that the last that is met tells how many.
+    staying = (ascending.cumsum(0) / numbers <= threshold).sum()
+    return torch.cat([ascending, ascending.new_full((1,), torch.inf)])[staying]
+
+
+def _covariance(inputs: CorrectionInputs) -> tuple[Tensor, float]:
+    """Return (log q - mean) (A - mean) [T] float64, and how many tokens the minibatch has."""
+    mask = inputs.packing.mask
+    logprobs = inputs.masked(inputs.proximal).double()
+    advantages = inputs.masked(inputs.advantages).double()
+    count, of_logprobs, of_advantages = inputs.total(
+        [mask.sum(), logprobs[mask].sum(), advantages[mask].sum()]
+    )
+    count = count.clamp(min=1)
+    return (logprobs - of_logprobs / count) * (advantages - of_advantages / count), float(count)
+
+
+def _lots(inputs: CorrectionInputs) -> Tensor:
+    """Return a number for each token that looks drawn at random, whatever its neighbors are. [T].
+
+    Multiplicative hashing (Knuth, TAOCP 3, 6.4) of what the token is, in float64: exact to 2^53.
+    """
+    packing = inputs.packing
+    ordinal = packing.mask.long().cumsum(0)
+    first = packing.counts.cumsum(0) - packing.counts
+    lot = ordinal - packing.spread(first)
+    for values in (inputs.behavior, inputs.advantages):
+        bits = inputs.masked(values).float().contiguous().view(torch.int32).long()
+        for factor in (0x9E3779B1, 0x85EBCA6B):
+            lot = ((lot ^ bits ^ (lot >> 15)) * factor) & 0xFFFFFFFF
+    return (lot ^ (lot >> 13)).double()
+
+
+def _is_among_smallest(
+    values: Tensor, among: Tensor, number: int, gather: Callable[[Tensor], Tensor]
+) -> Tensor:
+    """Return True at the smallest values of a minibatch: so many, fewer where several tie. [T].
+
+    Args:
+        values: [T] of this rank.
+        among: [T] bool, those that count.
+        number: of values.
+        gather: of the correction's inputs.
+    """
+    mine = values[among]
+    candidates = gather(mine.topk(min(number + 1, len(mine)), largest=False).values)
+    if len(candidates) <= number:
+        return among
+    return among & (values < candidates.sort().values[number])
 
 
 def _weighing(inputs: CorrectionInputs, weights: Tensor) -> Correction:

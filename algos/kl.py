@@ -12,6 +12,10 @@ d = log pi - log reference of a token sampled from pi. What each estimates is KL
     k1+, k3+   of k1, of k3         of k2
 
 "full" is the sum over the vocabulary, which needs all logits and is not estimated here.
+
+All of this is of tokens that pi sampled. Weighed by r = pi / mu, gradient and all, value and
+gradient of k1 and k3 are on average those of KL(pi || reference) for tokens that mu sampled
+(DeepSeek-V3.2, arXiv 2512.02556, has k3 so).
 """
 
 from typing import Literal
@@ -19,14 +23,21 @@ from typing import Literal
 import torch
 from torch import Tensor, where
 
-from algos.ratios import MAX_LOG_RATIO, log_ratio
+from algos.ratios import MAX_LOG_RATIO, importance_ratio, log_ratio
 
 Kind = Literal["k1", "k2", "k3", "abs", "low-var", "k1+", "k3+", "full"]
 
 MAX_LOW_VAR = 10.0  # in nats
 
 
-def kl_estimate(kind: Kind, *, current: Tensor, reference: Tensor, mask: Tensor) -> Tensor:
+def kl_estimate(
+    kind: Kind,
+    *,
+    current: Tensor,
+    reference: Tensor,
+    mask: Tensor,
+    sampled_from: Tensor | None = None,
+) -> Tensor:
     """Return the estimate of KL(current || reference) at each token, 0.0 outside the mask.
 
     Gradient flows through ``current`` only. In k3, -d is at most MAX_LOG_RATIO: there is no
@@ -37,6 +48,7 @@ def kl_estimate(kind: Kind, *, current: Tensor, reference: Tensor, mask: Tensor)
         current: [T] log pi.
         reference: [T] log reference.
         mask: [T] bool.
+        sampled_from: [T] log mu; weighs the estimate by current / mu. None weighs nothing.
 
     Raises:
         ValueError: kind is "full".
@@ -50,6 +62,8 @@ def kl_estimate(kind: Kind, *, current: Tensor, reference: Tensor, mask: Tensor)
         estimate = value.detach() + (half_square - half_square.detach())
     else:
         estimate = _value(kind, d)
+    if sampled_from is not None:
+        estimate = estimate * importance_ratio(target=current, sampled_from=sampled_from, mask=mask)
     return where(mask, estimate, torch.zeros_like(estimate))
 
 

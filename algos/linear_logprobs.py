@@ -100,8 +100,7 @@ def linear_logprobs(
             (CUDA_CHUNK_BYTES).
     """
     if chunk_tokens is None:
-        chunk_bytes = CUDA_CHUNK_BYTES if hidden.is_cuda else CHUNK_BYTES
-        chunk_tokens = max(1, chunk_bytes // (4 * len(layer.weight)))
+        chunk_tokens = _tokens_of_a_chunk(hidden, layer)
     other = None
     if reference is not None:
         sampling = _Sampling.of(reference.layer, temperature, barred)
@@ -116,6 +115,30 @@ def linear_logprobs(
         chunk_tokens,
     )
     return TokenLogprobs(logprobs, entropy, kl)
+
+
+@torch.no_grad()
+def squared_probabilities(
+    hidden: Tensor,
+    layer: OutputLayer,
+    *,
+    temperature: Tensor | None = None,
+    barred: Tensor | None = None,
+) -> Tensor:
+    """Return the sum over the vocabulary of p^2 at each token, without gradient. [T, H] -> [T].
+
+    The chance that two draws are equal. Arguments as for ``linear_logprobs``; equal on all ranks.
+    """
+    sampling = _Sampling.of(layer, temperature, barred)
+    exact = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+    part = hidden.new_empty(2, len(hidden), dtype=exact)
+    for chunk in _chunks(len(hidden), _tokens_of_a_chunk(hidden, layer)):
+        logits = sampling.logits(hidden, layer.weight, chunk)
+        part[0, chunk] = logits.logsumexp(-1)
+        part[1, chunk] = logits.mul_(2.0).logsumexp(-1)
+    log_sum, log_sum_of_squares = _gathered(part, layer.split).logsumexp(0)
+    squares: Tensor = (log_sum_of_squares - 2.0 * log_sum).exp()
+    return squares
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,6 +283,12 @@ class _LinearLogprobs(torch.autograd.Function):
                 _add_product(by_weight, sent.t(), hidden[chunk])
         by_weight = None if by_weight is None else by_weight.to(weight.dtype)
         return by_hidden, by_weight, None, None, None, None, None
+
+
+def _tokens_of_a_chunk(hidden: Tensor, layer: OutputLayer) -> int:
+    """Return how many tokens' logits, in float32, fill a chunk."""
+    chunk_bytes = CUDA_CHUNK_BYTES if hidden.is_cuda else CHUNK_BYTES
+    return max(1, chunk_bytes // (4 * len(layer.weight)))
 
 
 def _chunks(num_tokens: int, chunk_tokens: int) -> Iterator[slice]:

@@ -9,12 +9,13 @@ A part is one function, marked by a decorator that says what it is for and which
     def mine(inputs: SurrogateInputs, options: Mine) -> Terms: ...
 
 It is chosen by its name (``algo.surrogate = "mine"``) if it is one of this package's, and as
-``module:function`` if it is not. Nothing is registered by importing a module.
+``FILE.py:FUNCTION`` or ``MODULE:FUNCTION`` if it is not. Nothing is registered by importing a
+module.
 """
 
-import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any, Generic, Literal, ParamSpec, TypeVar
 
 import msgspec
@@ -27,6 +28,11 @@ R = TypeVar("R")
 
 class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Settings of one part: every field has a default and a docstring below it."""
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """Return what the part needs as it is set, beyond what it always needs; of NEEDS."""
+        return frozenset()
 
 
 class NoOptions(Options, frozen=True, kw_only=True):
@@ -67,9 +73,21 @@ NEEDS = {
     "tokens": "rewards by token",
     "siblings": "at least two answers to each prompt (run.group_size)",
     "centered": "rewards less the mean of their group",
+    "reward_parts": "the named parts of each reward",
+    "whole_step": "all tokens of a learner step at once, and their groups",
+    "squares": "the sum of the squared probabilities that each token was chosen from",
     "greedy": "the reward of a greedy answer to each prompt, which is not generated",
+    "entropy": "the entropy at each token",
+    "reference": "the log-probability of each token under the reference policy (algo.kl.reference)",
+    "lags": "the staleness of each token",
     "whole_minibatch": "all tokens of a minibatch before its first gradient",
     "first": "to come before other corrections, which are of the proximal policy it gives",
+}
+_OF_ADVANTAGES = ("values", "tokens", "siblings", "centered", "reward_parts", "greedy")
+_OF_KIND: dict[Kind, frozenset[str]] = {
+    "advantage": frozenset({*_OF_ADVANTAGES, "whole_step", "squares"}),
+    "surrogate": frozenset({"entropy", "reference", "lags", "whole_minibatch"}),
+    "correction": frozenset({"entropy", "reference", "lags", "whole_minibatch", "first"}),
 }
 
 
@@ -97,11 +115,17 @@ def correction(
 def _marked(
     kind: Kind, name: str, options: type[Options], needs: tuple[str, ...]
 ) -> Callable[[Callable[P, R]], Part[P, R]]:
-    unknown = set(needs) - set(NEEDS)
+    known = _OF_KIND[kind]
+    unknown = set(needs) - known
     if unknown:
-        raise PartError(f"{kind} {name}: needs {sorted(unknown)}, known are {sorted(NEEDS)}")
-    if "values" in needs and "tokens" not in needs:
-        raise PartError(f"{kind} {name}: values are of tokens, so it needs both or neither")
+        raise PartError(
+            f"{kind} {name}: needs {sorted(unknown)}; known of this kind are {sorted(known)}"
+        )
+    for of_tokens in ("values", "whole_step", "squares"):
+        if of_tokens in needs and "tokens" not in needs:
+            raise PartError(
+                f"{kind} {name}: {of_tokens} are of tokens, so it needs both or neither"
+            )
 
     def mark(function: Callable[P, R]) -> Part[P, R]:
         return Part(kind, name, options, function, frozenset(needs))
@@ -109,24 +133,39 @@ def _marked(
     return mark
 
 
-def find_part(kind: Kind, name: str, built_in: Mapping[str, AnyPart], setting: str) -> AnyPart:
-    """Return a part by its name, or by ``module:function``.
+def find_part(
+    kind: Kind,
+    name: str,
+    built_in: Mapping[str, AnyPart],
+    setting: str,
+    module_named: Callable[[str], ModuleType],
+) -> AnyPart:
+    """Return a part by its name, or by ``FILE.py:FUNCTION`` or ``MODULE:FUNCTION``.
+
+    Args:
+        kind: what it must be.
+        name: of the part.
+        built_in: those that need no module.
+        setting: that names it, for messages.
+        module_named: imports what stands before the colon.
 
     Raises:
         PartError: there is none, its module cannot be imported, or it is of another kind.
     """
     if name in built_in:
         return built_in[name]
-    module_name, colon, function = name.partition(":")
+    module_name, colon, function = name.rpartition(":")
     if not colon:
         raise PartError(
             f"{setting} = {name!r} is not known; there are {', '.join(sorted(built_in))}, "
-            "and one's own as module:function"
+            "and one's own as FILE.py:FUNCTION or MODULE:FUNCTION"
         )
     try:
-        found = getattr(importlib.import_module(module_name), function)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise PartError(f"{setting} = {name!r} cannot be loaded: {error}") from error
+        found = getattr(module_named(module_name), function)
+    except (Exception, SystemExit) as error:  # whatever a user's module does when it is imported
+        raise PartError(
+            f"{setting} = {name!r} cannot be loaded: {type(error).__name__}: {error}"
+        ) from error
     if not isinstance(found, Part) or found.kind != kind:
         raise PartError(
             f"{setting} = {name!r} is {found!r}; expected a function under "

@@ -48,6 +48,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         },
         "ppo": _PPO,
         "vapo": {
+            "likelihood": {"coefficient": 0.1},
             "advantage": {
                 "name": "gae",
                 "discount": 1.0,
@@ -92,6 +93,36 @@ PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
             "kl": {"coefficient": 0.001, "name": "k2", "place": "loss"},
         },
         "pf-ppo": {**_PPO, "data": {"resample": "pow", "resample_power": 5.0}},
+        "dppo": {
+            "advantage": {"name": "grpo", "divide_by_std": False},
+            "surrogate": {"name": "dppo-tv", "clip_low": 0.2, "clip_high": 0.2},
+            "anchor": "behavior",
+            "kl": {"coefficient": 0.002, "to": "behavior", "name": "k2", "place": "loss"},
+        },
+        "drpo": {
+            "advantage": _GRPO,
+            "surrogate": {"name": "drpo"},
+            "anchor": "behavior",
+        },
+        "sapo": {
+            "advantage": _GRPO,
+            "surrogate": {"name": "sapo"},
+            "anchor": "behavior",
+            "reduce": {"name": "sequence-mean-token-mean"},
+        },
+        "topr": {
+            "advantage": {"name": "grpo", "divide_by_std": False},
+            "surrogate": {"name": "topr"},
+            "anchor": "behavior",
+            "reduce": {"name": "sequence-mean-token-sum-norm"},
+        },
+        "distill": {
+            "advantage": {"name": "zero"},
+            "surrogate": _CLIP,
+            "anchor": "proximal",
+            "correction": {"importance-sampling": {"level": "token", "high": 5.0}},
+            "teacher": {"coefficient": 1.0},
+        },
         "m2po": {
             "advantage": _GRPO,
             "surrogate": {"name": "reinforce-is"},

@@ -39,6 +39,18 @@ def importance_ratio(*, target: Tensor, sampled_from: Tensor, mask: Tensor) -> T
     return bounded_exp(log_ratio(target=target, sampled_from=sampled_from, mask=mask))
 
 
+def binary_kl(log_p: Tensor, log_q: Tensor) -> Tensor:
+    """Return KL(p || q) of two coins, in nats, without gradient. Shapes [T] logs -> [T].
+
+    p log(p / q) + (1 - p) log((1 - p) / (1 - q)), with 1e-8 added to the probabilities of "any
+    other": what two policies differ by where only the probability of one token is known
+    (arXiv 2602.04879).
+    """
+    log_p, log_q = log_p.detach().clamp(max=0.0), log_q.detach().clamp(max=0.0)
+    p, q = log_p.exp(), log_q.exp()
+    return p * (log_p - log_q) + (1.0 - p) * ((1.0 - p + 1e-8) / (1.0 - q + 1e-8)).log()
+
+
 def sequence_ratio(log_ratios: Tensor, packing: Packing, *, geometric: bool) -> Tensor:
     """Return the ratio of whole sequences: the product over tokens, or its T-th root. [T] -> [B].
 

@@ -6,8 +6,9 @@ chosen token is the one in which the next token is chosen, and only chosen token
 Shapes: T tokens of B sequences laid end to end.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 import torch
@@ -19,9 +20,25 @@ from algos.parts import Options, advantage
 from algos.ratios import upcast
 
 
+def _alone(values: Tensor) -> Tensor:
+    return values
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Groups:
+    """Which sequences answer the same prompt, and how ranks add up. Shapes: B sequences."""
+
+    of_sequence: Tensor  # [B] int64
+    num_groups: int  # of the step
+    longest: int  # most masked-in tokens of a sequence of the step
+    summed: Callable[[Tensor], Tensor] = _alone  # any shape -> the sum over ranks
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenOutcomes:
     """What each token earned, and what its critic expected.
+
+    What may be None is there for advantages that need it (``needs``).
 
     Raises:
         ValueError: a tensor does not fit the packing.
@@ -30,10 +47,13 @@ class TokenOutcomes:
     rewards: Tensor  # [T], 0.0 where nothing was rewarded
     packing: Packing
     values: Tensor | None = None  # [T], V of the state in which token t is chosen
+    proximal: Tensor | None = None  # [T] log q
+    squares: Tensor | None = None  # [T] sum over the vocabulary of q^2
+    groups: Groups | None = None  # where the packing is that of the whole step on this rank
 
     def __post_init__(self) -> None:
         """Reject tensors of other tokens."""
-        for name in ("rewards", "values"):
+        for name in ("rewards", "values", "proximal", "squares"):
             found: Tensor | None = getattr(self, name)
             if found is not None and found.shape != self.packing.mask.shape:
                 raise ValueError(
@@ -130,6 +150,59 @@ def gae(outcomes: TokenOutcomes, options: GaeOptions) -> TokenAdvantages:
     return TokenAdvantages(advantages=advantages, returns=targets + values)
 
 
+class OptimalTokenBaselineOptions(Options, frozen=True, kw_only=True):
+    """Settings of optimal-token-baseline."""
+
+    discount: Annotated[float, msgspec.Meta(ge=0, le=1)] = 1.0
+    """What a reward one chosen token later is worth (gamma)."""
+    tail: Literal["own", "zero"] = "own"
+    """Baseline where no sibling is as long: the sequence's own return (it learns nothing), or 0."""
+
+
+@advantage(
+    "optimal-token-baseline",
+    OptimalTokenBaselineOptions,
+    needs=("tokens", "siblings", "whole_step", "squares"),
+)
+def optimal_token_baseline(
+    outcomes: TokenOutcomes, options: OptimalTokenBaselineOptions
+) -> TokenAdvantages:
+    """A_t = G_t - sum_i W_it G_it / sum_i W_it over the siblings that have a token t.
+
+    G as discounted-returns has it; W_t = sum_(j <= t) (1 - 2 q_j + sum_v q_j(v)^2): the squared
+    norm of the gradient of log q by the logits, added up to t, so that the baseline has the least
+    variance where gradients of tokens are orthogonal (verl's optimal_token_baseline). In a group of
+    one the baseline is 0.
+
+    Raises:
+        ValueError: the groups, log-probabilities or squares are missing.
+    """
+    groups, proximal, squares = outcomes.groups, outcomes.proximal, outcomes.squares
+    if groups is None or proximal is None or squares is None:
+        raise ValueError("optimal-token-baseline needs groups, proximal and squares, got None")
+    packing = outcomes.packing
+    mask = packing.mask
+    returns = _discounted_sums(_masked(outcomes.rewards, packing), packing, options.discount)
+    chosen = _masked(proximal, packing).double().exp()
+    energy = where(mask, 1.0 - 2.0 * chosen + _masked(squares, packing).double(), 0.0)
+    weights = _from_start(energy.clamp(min=0.0), packing)
+    position = (_from_start(mask.double(), packing).long() - 1).clamp(min=0)
+    group = packing.spread(groups.of_sequence)
+    place = (group * groups.longest + position)[mask]
+    there = torch.stack([torch.ones_like(weights), weights, weights * returns], 1)[mask]
+    sums = there.new_zeros(groups.num_groups * groups.longest, 3).index_add(0, place, there)
+    sums = groups.summed(sums)
+    first = sums[:: groups.longest, 0]  # siblings that have a first token
+    siblings, total, weighted = sums[place].unbind(1)
+    is_single = first[group[mask]] <= 1
+    baseline = where(total > 0, weighted / where(total > 0, total, 1.0), 0.0)
+    has_none = is_single if options.tail == "own" else is_single | (siblings <= 1)
+    baselines = torch.zeros_like(weights)
+    baselines[mask] = where(has_none, 0.0, baseline)
+    advantages = where(mask, returns - baselines, 0.0).to(returns.dtype)
+    return TokenAdvantages(advantages=advantages, returns=returns)
+
+
 def moments(
     per_token: Tensor, mask: Tensor, index: Tensor, num: int, copies: Tensor | None = None
 ) -> Tensor:
@@ -158,6 +231,8 @@ def whiten(
     moments: Tensor,
     *,
     shift_mean: bool = True,
+    divide_by_std: bool = True,
+    leave_one_out: bool = False,
     epsilon: float = 1e-8,
     unbiased: bool = True,
 ) -> Tensor:
@@ -169,13 +244,20 @@ def whiten(
         index: [T] int64, as it was for the moments.
         moments: [num, 3], of ``moments``, added over all parts of the batch.
         shift_mean: False keeps the mean and changes the spread about it alone.
+        divide_by_std: False leaves x - mean.
+        leave_one_out: take the mean of all but the token itself, 0 where it is the only one.
         epsilon: added to the variance.
         unbiased: divide the variance by count - 1; a count of 1 has variance 0.
     """
     count, total, squares = moments.unbind(dim=1)
     mean = total / count.clamp(min=1)
     variance = (squares - total * mean) / (count - int(unbiased)).clamp(min=1)
-    scale = (variance.clamp(min=0) + epsilon).rsqrt()
+    scale = torch.ones_like(variance)
+    if divide_by_std:
+        scale = (variance.clamp(min=0) + epsilon).rsqrt()
+    if leave_one_out:
+        scale = scale * where(count > 1, count / (count - 1).clamp(min=1), 1.0)
+        mean = where(count > 1, mean, 0.0)
     values = upcast(where(mask, per_token, torch.zeros_like(per_token)))
     whitened = (values - mean[index]) * scale[index]
     if not shift_mean:
@@ -200,6 +282,13 @@ def _next_chosen(values: Tensor, packing: Packing) -> Tensor:
     has_next = _has_next(packing)
     here_or_later = _scan_backward(values, (has_next & ~packing.mask).to(values.dtype))
     return where(has_next, pad(here_or_later, (0, 1))[1:], 0.0)
+
+
+def _from_start(per_token: Tensor, packing: Packing) -> Tensor:
+    """Return the sum over the masked-in tokens of the sequence up to each token. Shapes [T]."""
+    upto = where(packing.mask, per_token, 0.0).cumsum(0)
+    totals = packing.sums(per_token)
+    return upto - packing.spread(totals.cumsum(0) - totals)
 
 
 def _has_next(packing: Packing) -> Tensor:

@@ -14,7 +14,8 @@ class AlgoSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     table with its name and its settings, which the tables below list: `algo.surrogate = "gspo"`, or
     `algo.surrogate.clip_high = 0.28` to change one setting of the preset's. Corrections are tables
     by name (`algo.correction.rejection.high = 5`); `algo.correction = "none"` takes the preset's
-    away. A part of one's own is `module:function`. See [algorithms.md](algorithms.md).
+    away. A part of one's own is `FILE.py:FUNCTION` or `MODULE:FUNCTION`. See
+    [algorithms.md](algorithms.md).
     """
 
     preset: str = "async-default"
@@ -29,12 +30,26 @@ class AlgoSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """What staleness and numerics between learner and engine are corrected with, together."""
     reduce: str | Table = ""
     """How losses of tokens become one number."""
-    whiten: Literal["", "none", "batch", "group"] = ""
-    """Shift and scale the advantages of tokens to mean 0 and deviation 1."""
+    whiten: Literal[
+        "",
+        "none",
+        "batch",
+        "group",
+        "batch-mean",
+        "group-mean",
+        "batch-leave-one-out",
+        "group-leave-one-out",
+    ] = ""
+    """Shift and scale the advantages of tokens to mean 0 and deviation 1; or shift them only, by
+    the mean of all tokens, or of all but the token itself."""
     entropy_bonus: Annotated[float, msgspec.Meta(ge=0)] | None = None
     """Weight of the mean entropy, which is added to what is maximized."""
     kl: Table = msgspec.field(default_factory=dict)
-    """Divergence from a reference policy."""
+    """Divergence from a reference policy, or from the behavior policy."""
+    teacher: Table = msgspec.field(default_factory=dict)
+    """A policy to distill from."""
+    likelihood: Table = msgspec.field(default_factory=dict)
+    """Imitation of right answers."""
     critic: Table = msgspec.field(default_factory=dict)
     """The value model."""
     data: Table = msgspec.field(default_factory=dict)

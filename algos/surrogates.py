@@ -10,7 +10,7 @@ the gradient of the sequence's loss; with weights per token, each weighs its own
 """
 
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Literal
 
 import torch
 from msgspec import Meta
@@ -18,7 +18,7 @@ from torch import Tensor, where
 
 from algos.packing import Packing
 from algos.parts import NoOptions, Options, surrogate
-from algos.ratios import bounded_exp, log_ratio, upcast
+from algos.ratios import binary_kl, bounded_exp, log_ratio, sequence_ratio, upcast
 
 Width = Annotated[float, Meta(ge=0)]
 Share = Annotated[float, Meta(ge=0, le=1)]
@@ -26,8 +26,22 @@ Positive = Annotated[float, Meta(gt=0)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class WholeMinibatch:
+    """All tokens of a minibatch that are trained, of all microbatches and ranks, in no order.
+
+    Equal on all ranks but for that order. Shapes: n tokens.
+    """
+
+    proximal: Tensor  # [n] log q
+    behavior: Tensor  # [n] log mu
+    advantages: Tensor  # [n]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SurrogateInputs:
     """What a surrogate is computed from. Nothing outside the packing's mask matters.
+
+    What has a default is there for surrogates that need it (``needs``), and perhaps for others.
 
     Raises:
         ValueError: a tensor does not have the shape of the packing's mask.
@@ -38,14 +52,20 @@ class SurrogateInputs:
     behavior: Tensor  # [T] log mu
     advantages: Tensor  # [T]
     packing: Packing
+    entropy: Tensor | None = None  # [T] of pi, with gradient
+    reference: Tensor | None = None  # [T] log ref
+    lags: Tensor | None = None  # [T] int64, staleness of each token in learner steps
+    minibatch: WholeMinibatch | None = None  # before its first gradient
 
     def __post_init__(self) -> None:
         """Reject tensors that are not aligned."""
         expected = tuple(self.packing.mask.shape)
-        for name in ("current", "anchor", "behavior", "advantages"):
-            shape = tuple(getattr(self, name).shape)
-            if shape != expected:
-                raise ValueError(f"{name} has shape {shape}, expected {expected} as the mask")
+        for name in ("current", "anchor", "behavior", "advantages", "entropy", "reference", "lags"):
+            found: Tensor | None = getattr(self, name)
+            if found is not None and tuple(found.shape) != expected:
+                raise ValueError(
+                    f"{name} has shape {tuple(found.shape)}, expected {expected} as the mask"
+                )
 
     @property
     def log_ratios(self) -> Tensor:
@@ -249,15 +269,68 @@ def dppo_kl(inputs: SurrogateInputs, options: DppoKlOptions) -> Terms:
     KL = a log(a / pi) + (1 - a) log((1 - a) / (1 - pi)), with 1e-8 added to the probabilities of
     "any other token". Only tokens on their way out are dropped (arXiv 2602.04879, binary KL).
     """
-    pi, anchor = _probability(inputs, inputs.current), _probability(inputs, inputs.anchor)
-    others = ((1.0 - anchor + 1e-8) / (1.0 - pi + 1e-8)).log()
-    divergence = -anchor * inputs.log_ratios.detach() + (1.0 - anchor) * others
+    pi, anchor = inputs.masked(inputs.current.detach()), inputs.masked(inputs.anchor)
+    divergence = binary_kl(anchor, pi)
     return _divergence_bounded(
         inputs,
         (divergence > options.clip_high) & (pi > anchor),
         (divergence > options.clip_low) & (pi < anchor),
         options.max_weight,
     )
+
+
+class DrpoOptions(Options, frozen=True, kw_only=True):
+    """Trust region of the probability itself, without an edge."""
+
+    width: Positive = 0.2
+    """Where pi has moved so far from the anchor, A pulls no more; beyond, it pulls back."""
+
+
+@surrogate("drpo", DrpoOptions)
+def drpo(inputs: SurrogateInputs, options: DrpoOptions) -> Terms:
+    """DRPO: -r A + |A| a (r - 1)^2 / (2 width) (arXiv 2606.09821).
+
+    The gradient is -r (A - |A| (pi - a) / width) by log pi: DPPO's total variation as a slope. On
+    its way out a token's pull shrinks with the distance, is 0 at the width and turns round beyond.
+    """
+    ratio = bounded_exp(inputs.log_ratios)
+    advantages = inputs.masked(inputs.advantages)
+    anchor = _probability(inputs, inputs.anchor)
+    distance = anchor * (ratio - 1.0)  # pi - a
+    loss = -ratio * advantages + advantages.abs() * distance * (ratio - 1.0) / (2 * options.width)
+    far_out = distance.detach() * advantages.sign() > options.width
+    return _terms(
+        inputs, loss, ratio, up=far_out & (advantages > 0), down=far_out & (advantages < 0)
+    )
+
+
+class ToprOptions(Options, frozen=True, kw_only=True):
+    """How what failed is tapered."""
+
+    level: Literal["token", "sequence", "geometric"] = "sequence"
+    """The token's ratio, the product over its sequence, or the product's root (its mean)."""
+    high: Positive = 1.0
+    """What failed weighs at most this."""
+
+
+@surrogate("topr", ToprOptions)
+def topr(inputs: SurrogateInputs, options: ToprOptions) -> Terms:
+    """TOPR: -A log pi where A > 0, and -sg(min(s, high)) A log pi where it is not.
+
+    s is the ratio of the sequence (arXiv 2503.14286): what succeeded is imitated however the policy
+    has moved, what failed counts less the less the policy would still write it.
+    """
+    packing, log_ratios = inputs.packing, inputs.log_ratios.detach()
+    if options.level == "token":
+        ratio = bounded_exp(log_ratios)
+    else:
+        geometric = options.level == "geometric"
+        ratio = packing.spread(sequence_ratio(log_ratios, packing, geometric=geometric))
+    advantages = inputs.masked(inputs.advantages)
+    failed = advantages < 0
+    weights = where(failed, ratio.clamp(max=options.high), torch.ones_like(ratio))
+    loss = -weights * advantages * inputs.masked(inputs.current)
+    return _terms(inputs, loss, ratio, up=failed & (ratio > options.high))
 
 
 def _clipped(

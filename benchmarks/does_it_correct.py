@@ -60,6 +60,7 @@ class Case:
 
 
 CASES = (Case(lag=0), Case(lag=2), Case(lag=8), Case(lag=2, mismatch=1.0))
+_NUM_VERSIONS = 1 + max(case.lag for case in CASES)
 
 
 # ---- estimators --------------------------------------------------------------
@@ -110,6 +111,9 @@ ESTIMATORS: dict[str, AlgoSection] = {
     "cispo at mu": _section("cispo", anchor="behavior"),
     "reinforce-is at mu": _section("reinforce-is", anchor="behavior"),
     "m2po": AlgoSection(preset="m2po", reduce="token-sum"),
+    "dppo at mu": _section("dppo-tv", anchor="behavior"),
+    "drpo at mu": _section("drpo", anchor="behavior"),
+    "topr at mu": _section("topr", anchor="behavior"),
     "staleness-decay": _section("policy-gradient", {"staleness-decay": {"decay": 0.9}}),
     "approximate-proximal": _section(
         "ppo-clip",
@@ -179,14 +183,18 @@ class Problem:
         return torch.einsum("shr,shv->shrv", own_row, chosen).flatten(2)
 
 
-def problem(horizon: int, seed: int) -> Problem:
+def problem(
+    horizon: int, seed: int, *, width: int | None = None, num_versions: int = _NUM_VERSIONS
+) -> Problem:
     """Return a random problem of so many tokens.
 
     Args:
-        horizon: a key of HORIZONS.
+        horizon: tokens of a sequence.
         seed: of the marks, the first policy and the engine.
+        width: tokens to choose from; None takes that of HORIZONS.
+        num_versions: of the policy, the learner's included.
     """
-    width = HORIZONS[horizon]
+    width = HORIZONS[horizon] if width is None else width
     tokens = torch.cartesian_prod(*[torch.arange(width)] * horizon)
     before = torch.cat([torch.zeros(len(tokens), 1, dtype=torch.int64), tokens[:, :-1]], 1)
     rows = torch.arange(horizon) * width + before
@@ -197,7 +205,7 @@ def problem(horizon: int, seed: int) -> Problem:
     rewards = (marked > marked.quantile(1.0 - _SUCCESSES)).double()
     empty = Problem(tokens, rows, rewards, torch.empty(0), noise)
     versions = [_START_DEVIATION * start]
-    for _ in range(max(case.lag for case in CASES)):
+    for _ in range(num_versions - 1):
         step = _LEARNING_RATE * empty.gradient(versions[-1]).view(shape)
         versions.append(versions[-1] + step)
     return Problem(tokens, rows, rewards, torch.stack(versions), noise)
@@ -413,7 +421,7 @@ def plain(figures: Figures) -> str:
 # ---- picture -----------------------------------------------------------------
 
 _PLOT = (350, 270)  # width and height of a panel's axes, pixels
-_PANEL = (620, 360)  # the labels are to the right of the axes
+_PANEL = (620, 400)  # the labels are to the right of the axes
 _MARGIN = (64, 44)  # of the axes in their panel, left and top
 _LABEL_HEIGHT = 15
 _BIASES = (0.0, 0.5, 1.0, 1.5, 2.0)

@@ -56,7 +56,10 @@ def print_dry_run(config: RunConfig, plans: Sequence[RolePlan], console: Console
         f"memory per GPU of {available:g} GiB for a policy of P = {num_parameters(hf):,} parameters"
     )
     learner = learner_memory(
-        hf, config, has_reference=choice.needs_reference, has_critic=choice.needs_values
+        hf,
+        config,
+        num_frozen=choice.needs_reference + bool(choice.teacher.model),
+        has_critic=choice.needs_values,
     )
     generator = generator_memory(hf, config)
     shared = config.deploy.share_gpus and len({plan.gpus for plan in plans if plan.gpus}) == 1

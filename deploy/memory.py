@@ -42,14 +42,14 @@ def kv_bytes_per_token(hf: HfConfig, *, element_bytes: int = 2) -> int:
 
 
 def learner_memory(
-    hf: HfConfig, config: RunConfig, *, has_reference: bool = False, has_critic: bool = False
+    hf: HfConfig, config: RunConfig, *, num_frozen: int = 0, has_critic: bool = False
 ) -> list[MemoryPart]:
     """Return what rank 0 of the learner holds, the one that holds most; bfloat16 weights.
 
     Args:
         hf: the policy's architecture.
         config: the run's settings.
-        has_reference: whether a frozen reference policy of the same size is beside it (algo.kl).
+        num_frozen: policies beside it, taken to be of its size: a reference (algo.kl), a teacher.
         has_critic: whether a critic is (algo.advantage).
     """
     learner = config.learner.learner
@@ -80,7 +80,15 @@ def learner_memory(
             8 * hf.vocab_size * hidden / share,
             "8 V h / t: float32, and a chunk's share and the result in bfloat16",
         ),
-        *([MemoryPart("reference policy, bfloat16", 2 * own, "2 P / t")] * has_reference),
+        *(
+            [
+                MemoryPart(
+                    "frozen policies, bfloat16", 2 * own * num_frozen, f"{num_frozen} x 2 P / t"
+                )
+            ]
+            if num_frozen
+            else []
+        ),
         *([MemoryPart("critic: weights, gradients, optimizer", 18 * own, "18 P / t")] * has_critic),
     ]
 

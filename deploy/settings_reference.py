@@ -19,7 +19,9 @@ from algos.config import (
     CriticOptions,
     DataOptions,
     KlOptions,
+    LikelihoodOptions,
     ReduceOptions,
+    TeacherOptions,
 )
 from algos.presets import PRESETS
 from algos.section import AlgoSection
@@ -50,6 +52,8 @@ _TABLE_HEAD = ("| setting | default | meaning |", "|---|---|---|")
 _TABLES: dict[str, type[msgspec.Struct]] = {
     "reduce": ReduceOptions,
     "kl": KlOptions,
+    "teacher": TeacherOptions,
+    "likelihood": LikelihoodOptions,
     "critic": CriticOptions,
     "data": DataOptions,
 }

@@ -1,10 +1,12 @@
 """The run's algorithm, from its settings."""
 
 from algos.compose import Algorithm
-from algos.config import choice_of
+from algos.config import TeacherOptions, choice_of
 from algos.parts import PartError
 from learner.config import LearnerSettings
 from wire.errors import ConfigError
+from wire.run_settings import SamplingSection
+from wire.source_files import module_named
 
 
 def algorithm_of(settings: LearnerSettings) -> Algorithm:
@@ -14,7 +16,7 @@ def algorithm_of(settings: LearnerSettings) -> Algorithm:
         ConfigError: the settings name no algorithm, or one that this run cannot train.
     """
     try:
-        choice = choice_of(settings.algo)
+        choice = choice_of(settings.algo, module_named)
     except PartError as error:
         raise ConfigError(str(error)) from error
     run = settings.run
@@ -28,4 +30,30 @@ def algorithm_of(settings: LearnerSettings) -> Algorithm:
             f"algo.critic.warmup_steps = {choice.critic.warmup_steps} leaves no step of "
             f"run.steps = {run.steps} to train the policy in"
         )
+    if choice.has_teacher:
+        _refuse_teacher(choice.teacher, settings.sampling)
     return Algorithm(choice, max_response_tokens=settings.sampling.max_response_tokens)
+
+
+def _refuse_teacher(teacher: TeacherOptions, sampling: SamplingSection) -> None:
+    """Refuse a teacher that nobody named, or that would tell of another distribution.
+
+    Raises:
+        ConfigError: says which setting.
+    """
+    if not teacher.model and not teacher.endpoint:
+        raise ConfigError(
+            "algo.teacher.coefficient > 0 needs a teacher: algo.teacher.model (a Hugging Face "
+            "folder) or algo.teacher.endpoint (URL of an SGLang server)"
+        )
+    if teacher.endpoint and sampling.temperature != 1.0:
+        raise ConfigError(
+            "algo.teacher.endpoint tells log-probabilities at temperature 1, got "
+            f"sampling.temperature = {sampling.temperature:g}: algo.teacher.model takes any"
+        )
+    if teacher.endpoint and sampling.min_response_tokens > 0:
+        raise ConfigError(
+            "algo.teacher.endpoint tells log-probabilities over the whole vocabulary, and "
+            f"sampling.min_response_tokens = {sampling.min_response_tokens} bars the end of a "
+            "response: algo.teacher.model bars it, too"
+        )

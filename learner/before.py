@@ -13,11 +13,12 @@ import torch
 from torch import Tensor
 
 from algos.advantages import Outcomes
-from algos.compose import Algorithm, Prepared
+from algos.compose import Algorithm, Prepared, RightAnswers
 from algos.corrections import Correction
 from algos.packing import Packing
 from algos.reduce import Denominators
-from algos.returns import moments, whiten
+from algos.returns import Groups, TokenOutcomes, moments, whiten
+from algos.surrogates import WholeMinibatch
 from learner.collate import PackedBatch
 
 if TYPE_CHECKING:
@@ -43,10 +44,14 @@ class Microbatch:
     copies: Tensor | None  # [B] int64, None if every trajectory is trained once
     lags: Tensor | None  # [T]
     proximal: Tensor | None = None  # [T]; None until the forward pass of the training itself
+    entropy: Tensor | None = None  # [T] of the proximal policy, where a correction needs it
+    squares: Tensor | None = None  # [T] of the proximal policy, where advantages need it
     reference: Tensor | None = None  # [T]
+    teacher: Tensor | None = None  # [T]
     values: Tensor | None = None  # [T]
     advantages: Tensor = field(default_factory=lambda: torch.empty(0))  # [T]
     returns: Tensor | None = None  # [T]
+    right: RightAnswers | None = None
     correction: Correction | None = None
 
     @property
@@ -62,6 +67,7 @@ class Ready:
     microbatches: Sequence[Microbatch]
     denominators: Denominators
     kept: Denominators | None  # of the surrogate, where rejected tokens do not count
+    whole: WholeMinibatch | None = None  # where the surrogate is shown it
 
     @property
     def is_empty(self) -> bool:
@@ -90,35 +96,54 @@ def ready(
     has to know them earlier, its proximal logprobs are those of its training pass, and cost none
     of their own.
     """
-    needs_all = algorithm.corrects_before or not trains_policy or _charges_kl(algorithm)
+    needs_all = algorithm.needs_proximal or algorithm.needs_squares or not trains_policy
     shares = [_laid_out(minibatch, prepared.copies, step) for minibatch in minibatches]
     for number, share in enumerate(shares):
         batches = [one.batch for one in share]
         if needs_all or number > 0:
-            _fill(share, "proximal", policy.proximal_logprobs(batches))
+            for one, said in zip(share, policy.proximal(batches), strict=True):
+                one.proximal, one.entropy, one.squares = said.logprobs, said.entropy, said.squares
         if policy.reference is not None and algorithm.needs_reference_logprobs:
             _fill(share, "reference", policy.reference.logprobs(batches))
+        if policy.teacher is not None:
+            _fill(share, "teacher", policy.teacher.logprobs(batches))
         if policy.critic is not None:
             _fill(share, "values", policy.critic.values(batches))
     everything = [one for share in shares for one in share]
     _fill_advantages(policy, everything, outcomes, prepared, algorithm)
+    is_right = outcomes.rewards >= algorithm.choice.likelihood.least_reward
     result = []
     for share, minibatch in zip(shares, minibatches, strict=True):
         members = list(minibatch.members)
         lengths, copies = outcomes.lengths[members], prepared.copies[members]
         num_tokens = float((lengths * copies).sum())
         num_sequences = float(((lengths > 0) * copies).sum())
-        kept = None
+        if algorithm.choice.likelihood.coefficient > 0:
+            right_tokens = float((lengths * copies * is_right[members]).sum())
+            for one in share:
+                here = is_right[one.indices].to(one.batch.loss_mask.device)
+                one.right = RightAnswers(is_right=here, num_tokens=right_tokens)
+        kept = whole = None
         if algorithm.corrects_before and trains_policy:
             counts = _correct(policy, share, algorithm)
             if algorithm.choice.reduce.denominator == "kept":
                 kept = algorithm.denominators(*counts)
-        result.append(Ready(share, algorithm.denominators(num_tokens, num_sequences), kept))
+        if algorithm.shows_minibatch and trains_policy:
+            whole = _whole(policy.replicas.gathered, share)
+        denominators = algorithm.denominators(num_tokens, num_sequences)
+        result.append(Ready(share, denominators, kept, whole))
     return result
 
 
-def _charges_kl(algorithm: Algorithm) -> bool:
-    return algorithm.choice.needs_reference and algorithm.choice.kl.place == "reward"
+def _whole(gathered: Callable[[Tensor], Tensor], share: Sequence[Microbatch]) -> WholeMinibatch:
+    def everywhere(values: Callable[[Microbatch], Tensor]) -> Tensor:
+        return gathered(torch.cat([values(one)[one.trained] for one in share]))
+
+    return WholeMinibatch(
+        proximal=everywhere(lambda one: _known(one.proximal, "proximal")),
+        behavior=everywhere(lambda one: one.batch.behavior_logprobs),
+        advantages=everywhere(lambda one: one.advantages),
+    )
 
 
 def _laid_out(minibatch: Minibatch, copies: Tensor, step: int) -> list[Microbatch]:
@@ -156,23 +181,84 @@ def _fill_advantages(
     charges = [_kl_charge(one, algorithm) for one in everything]
     if algorithm.is_token_level:
         rewards = shaped.centered() if algorithm.centers_rewards else shaped.rewards
-        for one, charge in zip(everything, charges, strict=True):
-            mine = _here(rewards[one.indices], one)
-            per_token = algorithm.token_rewards(mine, charge, one.packing)
-            result = algorithm.token_advantages(per_token, one.values, one.packing)
-            one.advantages, one.returns = result.advantages, result.returns
+        rewarded = [
+            algorithm.token_rewards(_here(rewards[one.indices], one), charge, one.packing)
+            for one, charge in zip(everything, charges, strict=True)
+        ]
+        if algorithm.needs_whole_step:
+            _fill_from_whole_step(policy, everything, rewarded, outcomes, algorithm)
+        else:
+            for one, per_token in zip(everything, rewarded, strict=True):
+                result = algorithm.token_advantages(
+                    TokenOutcomes(
+                        rewards=per_token,
+                        values=one.values,
+                        packing=one.packing,
+                        proximal=one.proximal,
+                        squares=one.squares,
+                    )
+                )
+                one.advantages, one.returns = result.advantages, result.returns
     else:
         total = torch.zeros_like(shaped.rewards)
         for one, charge in zip(everything, charges, strict=True):
             if charge is not None:
                 total[one.indices] = one.packing.sums(charge).to(total)
-        if _charges_kl(algorithm):
+        if algorithm.charges_kl:
             total = algorithm.choice.kl.coefficient * policy.replicas.summed(total)
         charged = replace(shaped, rewards=shaped.rewards - total)
         advantages = algorithm.trajectory_advantages(charged)
         for one in everything:
             one.advantages = one.packing.spread(_here(advantages[one.indices], one))
     _whiten(policy.replicas.summed, everything, outcomes, algorithm)
+    for one in everything:
+        if one.teacher is not None:
+            proximal = _known(one.proximal, "proximal")
+            one.advantages = one.advantages + algorithm.taught(
+                proximal, one.teacher, one.packing.mask
+            )
+
+
+def _fill_from_whole_step(
+    policy: "Policy",
+    everything: Sequence[Microbatch],
+    rewarded: Sequence[Tensor],
+    outcomes: Outcomes,
+    algorithm: Algorithm,
+) -> None:
+    """Give every token its advantage where that depends on tokens of other microbatches."""
+    device = everything[0].packing.mask.device
+    numbers = torch.cat([one.indices for one in everything])
+    values = [one.values for one in everything if one.values is not None]
+    squares = [one.squares for one in everything if one.squares is not None]
+    result = algorithm.token_advantages(
+        TokenOutcomes(
+            rewards=torch.cat(list(rewarded)),
+            values=torch.cat(values) if values else None,
+            packing=_joined(everything, [one.packing.mask for one in everything]),
+            proximal=torch.cat([_known(one.proximal, "proximal") for one in everything]),
+            squares=torch.cat(squares) if squares else None,
+            groups=Groups(
+                of_sequence=outcomes.groups[numbers].to(device),
+                num_groups=outcomes.num_groups,
+                longest=max(1, int(outcomes.lengths.max())),
+                summed=policy.replicas.summed,
+            ),
+        )
+    )
+    sizes = [len(one.packing.mask) for one in everything]
+    for one, mine in zip(everything, torch.split(result.advantages, sizes), strict=True):
+        one.advantages = mine
+    if result.returns is not None:
+        for one, mine in zip(everything, torch.split(result.returns, sizes), strict=True):
+            one.returns = mine
+
+
+def _joined(several: Sequence[Microbatch], masks: Sequence[Tensor]) -> Packing:
+    """Return the layout of several microbatches laid end to end, with these masks."""
+    starts = torch.tensor([0, *(one.packing.num_sequences for one in several)]).cumsum(0).tolist()
+    sequence = [one.packing.sequence + at for one, at in zip(several, starts, strict=False)]
+    return Packing(torch.cat(list(masks)), torch.cat(sequence), starts[-1])
 
 
 def _here(values: Tensor, one: Microbatch) -> Tensor:
@@ -180,10 +266,12 @@ def _here(values: Tensor, one: Microbatch) -> Tensor:
 
 
 def _kl_charge(one: Microbatch, algorithm: Algorithm) -> Tensor | None:
-    if not _charges_kl(algorithm):
+    if not algorithm.charges_kl:
         return None
-    proximal, reference = _known(one.proximal, "proximal"), _known(one.reference, "reference")
-    return algorithm.reward_kl(proximal, reference, one.packing.mask)
+    other = one.batch.behavior_logprobs
+    if algorithm.choice.kl.to == "reference":
+        other = _known(one.reference, "reference")
+    return algorithm.reward_kl(_known(one.proximal, "proximal"), other, one.packing.mask)
 
 
 def _known(values: Tensor | None, what: str) -> Tensor:
@@ -198,10 +286,11 @@ def _whiten(
     outcomes: Outcomes,
     algorithm: Algorithm,
 ) -> None:
-    """Whiten advantages over the whole step, or over each of its groups."""
-    if algorithm.choice.whiten == "none":
+    """Whiten or center advantages over the whole step, or over each of its groups."""
+    over, _, how = algorithm.choice.whiten.partition("-")
+    if over == "none":
         return
-    by_group = algorithm.choice.whiten == "group"
+    by_group = over == "group"
     number = outcomes.groups if by_group else torch.zeros_like(outcomes.groups)
     count = outcomes.num_groups if by_group else 1
     total: Tensor | None = None
@@ -216,7 +305,14 @@ def _whiten(
         return
     total = summed(total)
     for one, index in zip(everything, spread, strict=True):
-        one.advantages = whiten(one.advantages, one.packing.mask, index, total)
+        one.advantages = whiten(
+            one.advantages,
+            one.packing.mask,
+            index,
+            total,
+            divide_by_std=not how,
+            leave_one_out=how == "leave-one-out",
+        )
 
 
 def _correct(
@@ -224,27 +320,30 @@ def _correct(
 ) -> tuple[float, float]:
     """Correct a whole minibatch at once; return how many tokens and sequences are kept."""
     sizes = [len(one.packing.mask) for one in share]
-    starts = torch.tensor([0, *(one.packing.num_sequences for one in share)]).cumsum(0).tolist()
-    packing = Packing(
-        torch.cat([one.trained for one in share]),
-        torch.cat([one.packing.sequence + at for one, at in zip(share, starts, strict=False)]),
-        starts[-1],
-    )
+    packing = _joined(share, [one.trained for one in share])
     lags = [one.lags for one in share if one.lags is not None]
+    entropies = [one.entropy for one in share if one.entropy is not None]
+    references = [one.reference for one in share if one.reference is not None]
     correction = algorithm.correct(
         proximal=torch.cat([_known(one.proximal, "proximal") for one in share]),
         behavior=torch.cat([one.batch.behavior_logprobs for one in share]),
         advantages=torch.cat([one.advantages for one in share]),
         lags=torch.cat(lags) if len(lags) == len(share) else None,
         packing=packing,
+        entropy=torch.cat(entropies) if entropies else None,
+        reference=torch.cat(references) if references else None,
         gather=policy.replicas.gathered,
     )
     weights, keep = torch.split(correction.weights, sizes), torch.split(correction.keep, sizes)
-    moved = torch.split(correction.proximal, sizes) if correction.proximal is not None else None
+    moved = None if correction.proximal is None else torch.split(correction.proximal, sizes)
+    penalties = None if correction.penalty is None else torch.split(correction.penalty, sizes)
     kept = torch.zeros(2, dtype=torch.float64, device=packing.mask.device)
     for i, one in enumerate(share):
         one.correction = Correction(
-            weights=weights[i], keep=keep[i], proximal=None if moved is None else moved[i]
+            weights=weights[i],
+            keep=keep[i],
+            proximal=None if moved is None else moved[i],
+            penalty=None if penalties is None else penalties[i],
         )
         tokens = one.packing.sums(keep[i].double())
         copies = torch.ones_like(tokens) if one.copies is None else one.copies.double()

@@ -144,7 +144,9 @@ def load_checkpoint(policy: Policy, topology: Topology, folder: Path, info: Chec
             "that wrote it, or export it and start a run from it (run.model)"
         )
     same = (info.ranks, info.tensor_parallel) == (topology.world_size, topology.tensor_parallel)
-    wanted = policy.sharded_state(is_loading=True)
+    wanted = policy.sharded_state(is_loading=True, has_reference=info.has_reference)
+    if policy.renews_reference and not info.has_reference:
+        _log.info("%s holds no reference policy: it begins as algo.kl.reference says", folder.name)
     if same:
         wanted["rng"] = _rng(topology)
     failure: DamagedCheckpointError | None = None

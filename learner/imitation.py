@@ -29,7 +29,6 @@ from megatron.core.models.gpt import GPTModel  # noqa: E402
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed  # noqa: E402
 
 from algos.diagnostics import Sums  # noqa: E402
-from algos.linear_logprobs import TokenLogprobs  # noqa: E402
 from algos.reduce import token_mean  # noqa: E402
 from learner.collate import PackedBatch, TrainSequence, pack  # noqa: E402
 from learner.config import LearnerSection  # noqa: E402
@@ -38,6 +37,7 @@ from learner.hf_weights import load_hf_weights, save_hf_folder  # noqa: E402
 from learner.imitation_progress import Progress, digests  # noqa: E402
 from learner.model import build_model, packed_logits  # noqa: E402
 from learner.policy import Policy  # noqa: E402
+from learner.said import Said  # noqa: E402
 from learner.topology import Topology, destroy_topology, init_topology  # noqa: E402
 from wire.errors import ConfigError, SlipstreamError  # noqa: E402
 from wire.trajectory import Prompt  # noqa: E402
@@ -125,7 +125,7 @@ def imitate(policy: Policy, rows: Sequence[Row]) -> None:
     batch = pack([_sequence(row.prompt, row.answer) for row in rows], device.device())
     num_tokens = int(batch.loss_mask.sum())
 
-    def loss(_number: int, batch: PackedBatch, said: TokenLogprobs) -> tuple[Tensor, Sums]:
+    def loss(_number: int, batch: PackedBatch, said: Said) -> tuple[Tensor, Sums]:
         return token_mean(-said.logprobs, batch.loss_mask, global_num_tokens=num_tokens), {}
 
     policy.update([batch], loss)

@@ -187,6 +187,8 @@ class LearnerLoop:
         figures["policy/lr"] = self._policy.lr
         self._policy.end_step(trained_policy=self._algorithm.trains_policy(version.step))
         version = version.next()
+        if self._algorithm.renews_reference(version.step):
+            self._policy.renew_reference()
         last_step = 0
         if self._leader is not None:
             figures["time/step"] = time.monotonic() - started

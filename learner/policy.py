@@ -4,21 +4,37 @@ Shapes: T tokens of B sequences laid end to end, H hidden size.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
 from algos.diagnostics import Sums
-from algos.linear_logprobs import OutputLayer, Reference, TokenLogprobs, linear_logprobs
+from algos.linear_logprobs import (
+    OutputLayer,
+    Reference,
+    linear_logprobs,
+    squared_probabilities,
+)
 from learner.collate import PackedBatch
 from learner.config import LearnerSection
 from learner.critic import Critic
 from learner.model import output_weight, packed_forward
 from learner.replicas import Replicas
+from learner.said import Said
 from learner.topology import Topology
 from learner.trainable import LossFunction, Trainable
+
+_REFERENCE_PREFIX = "reference."
+
+
+class Teacher(Protocol):
+    """Another policy, which tells how probable it finds the tokens of a batch."""
+
+    def logprobs(self, batches: Sequence[PackedBatch]) -> list[Tensor]:
+        """Return the log-probabilities [T] per microbatch."""
+        ...
 
 
 class ReferencePolicy:
@@ -42,6 +58,24 @@ class ReferencePolicy:
         )
         return Reference(hidden, output_layer(self._model, self._topology, batch))
 
+    @torch.no_grad()
+    def renew(self, model: GPTModel) -> None:
+        """Take over the weights of a model of the same architecture."""
+        ours = dict(self._model.named_parameters())
+        for name, weights in model.named_parameters():
+            ours[name].copy_(weights)
+
+    def sharded_state(self) -> dict[str, Any]:
+        """Return the weights in Megatron's description of who holds what."""
+        state: dict[str, Any] = self._model.sharded_state_dict(prefix=_REFERENCE_PREFIX)
+        return state
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Take over what was loaded for ``sharded_state``."""
+        self._model.load_state_dict(
+            {name.removeprefix(_REFERENCE_PREFIX): value for name, value in state.items()}
+        )
+
 
 class Policy:
     """What is trained, with the models that help: a frozen reference policy and a critic."""
@@ -54,8 +88,11 @@ class Policy:
         *,
         decay_steps: int = 1,
         reference: ReferencePolicy | None = None,
+        renews_reference: bool = False,
+        teacher: Teacher | None = None,
         critic: Critic | None = None,
         needs_full_kl: bool = False,
+        needs_squares: bool = False,
     ) -> None:
         """Wrap a model.
 
@@ -65,14 +102,20 @@ class Policy:
             topology: this rank's place.
             decay_steps: where the learning rate's decay ends.
             reference: what KL is taken from, if it is.
+            renews_reference: whether ``renew_reference`` is called now and then.
+            teacher: what is distilled from, if something is.
             critic: what predicts returns, if something does.
             needs_full_kl: whether a loss is told the KL from the reference over all tokens.
+            needs_squares: whether ``proximal`` tells the sum of squared probabilities.
         """
         self.model = model
         self.reference = reference
+        self.renews_reference = renews_reference
+        self.teacher = teacher
         self.critic = critic
         self._topology = topology
         self._needs_full_kl = needs_full_kl
+        self._needs_squares = needs_squares
         self._trained = Trainable(model, settings, topology, self._read, decay_steps=decay_steps)
 
     @property
@@ -95,11 +138,23 @@ class Policy:
         if self.critic is not None:
             self.critic.end_step()
 
-    def sharded_state(self, *, is_loading: bool) -> dict[str, Any]:
-        """Return weights, optimizers and schedules in Megatron's description of who holds what."""
+    def renew_reference(self) -> None:
+        """Let the reference policy be what the policy is now."""
+        if self.reference is not None:
+            self.reference.renew(self.model)
+
+    def sharded_state(self, *, is_loading: bool, has_reference: bool = True) -> dict[str, Any]:
+        """Return weights, optimizers and schedules in Megatron's description of who holds what.
+
+        Args:
+            is_loading: whether the state is to be filled.
+            has_reference: whether the checkpoint has a reference policy that was renewed.
+        """
         state = self._trained.sharded_state(is_loading=is_loading)
         if self.critic is not None:
             state["critic"] = self.critic.sharded_state(is_loading=is_loading)
+        if self.reference is not None and self.renews_reference and has_reference:
+            state["reference"] = self.reference.sharded_state()
         return state
 
     def load_state(self, state: dict[str, Any]) -> None:
@@ -107,8 +162,10 @@ class Policy:
         self._trained.load_state(state)
         if self.critic is not None:
             self.critic.load_state(state["critic"])
+        if self.reference is not None and "reference" in state:
+            self.reference.load_state(state["reference"])
 
-    def logprobs(self, batch: PackedBatch) -> TokenLogprobs:
+    def said(self, batch: PackedBatch) -> Said:
         """Return what the tempered policy says at each token.
 
         Index t belongs to the token at t; 0.0 outside the loss mask, where nothing was chosen.
@@ -116,12 +173,12 @@ class Policy:
         return self._trained.forward(batch)
 
     @torch.no_grad()
-    def proximal_logprobs(self, batches: Sequence[PackedBatch]) -> list[Tensor]:
-        """Return the log probabilities [T] per microbatch under the present weights."""
-        return [self.logprobs(batch).logprobs for batch in batches]
+    def proximal(self, batches: Sequence[PackedBatch]) -> list[Said]:
+        """Return what the policy says at each token, per microbatch, without gradient."""
+        return [self.said(batch) for batch in batches]
 
     def update(
-        self, batches: Sequence[PackedBatch], loss_function: LossFunction[TokenLogprobs]
+        self, batches: Sequence[PackedBatch], loss_function: LossFunction[Said]
     ) -> tuple[Sums, float]:
         """Do one optimizer update; return the summed figures of all replicas, and the norm.
 
@@ -131,12 +188,15 @@ class Policy:
         """
         return self._trained.update(batches, loss_function)
 
-    def _read(self, batch: PackedBatch, hidden: Tensor) -> TokenLogprobs:
+    def _read(self, batch: PackedBatch, hidden: Tensor) -> Said:
         reference = None
         if self._needs_full_kl and self.reference is not None and torch.is_grad_enabled():
             reference = self.reference.said(batch)
         layer = output_layer(self.model, self._topology, batch)
-        return token_logprobs(batch, hidden, layer, reference)
+        said = token_logprobs(batch, hidden, layer, reference)
+        if self._needs_squares and not torch.is_grad_enabled():
+            return said._replace(squares=token_squares(batch, hidden, layer))
+        return said
 
 
 def output_layer(model: GPTModel, topology: Topology, batch: PackedBatch) -> OutputLayer:
@@ -151,7 +211,7 @@ def output_layer(model: GPTModel, topology: Topology, batch: PackedBatch) -> Out
 
 def token_logprobs(
     batch: PackedBatch, hidden: Tensor, layer: OutputLayer, reference: Reference | None = None
-) -> TokenLogprobs:
+) -> Said:
     """Return what is said about the token at each index, 0.0 outside the loss mask.
 
     The hidden state at t chooses the token at t + 1: what is said is shifted by one. The logits
@@ -166,13 +226,27 @@ def token_logprobs(
         barred=None if batch.end_barred is None else batch.end_barred.roll(-1),
         reference=reference,
     )
-    zero = torch.zeros((), device=hidden.device)
-
-    def aligned(values: Tensor) -> Tensor:
-        return torch.where(batch.loss_mask, values.roll(1), zero)
-
-    return TokenLogprobs(
-        aligned(following.logprobs),
-        aligned(following.entropy),
-        None if following.kl is None else aligned(following.kl),
+    return Said(
+        _aligned(batch, following.logprobs),
+        _aligned(batch, following.entropy),
+        None if following.kl is None else _aligned(batch, following.kl),
     )
+
+
+def token_squares(batch: PackedBatch, hidden: Tensor, layer: OutputLayer) -> Tensor:
+    """Return the sum of the squared probabilities that each token was chosen from, [T].
+
+    0.0 outside the loss mask; shifted, tempered and barred as ``token_logprobs`` has it.
+    """
+    following = squared_probabilities(
+        hidden.to(layer.weight.dtype),
+        layer,
+        temperature=batch.temperature,
+        barred=None if batch.end_barred is None else batch.end_barred.roll(-1),
+    )
+    return _aligned(batch, following)
+
+
+def _aligned(batch: PackedBatch, following: Tensor) -> Tensor:
+    """Return at each token what was said in the place before it, 0.0 outside the mask. [T]."""
+    return torch.where(batch.loss_mask, following.roll(1), torch.zeros_like(following))

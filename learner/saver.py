@@ -240,6 +240,7 @@ class Saver:
             packages={name: package_version(name) for name in _PACKAGES},
             evaluation=evaluation,
             has_critic=self._policy.critic is not None,
+            has_reference=self._policy.renews_reference,
             has_digests=True,
         )
 

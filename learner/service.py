@@ -21,7 +21,7 @@ from learner.algorithm import algorithm_of
 from learner.background import BackgroundLoop
 from learner.broadcast import broadcast_bytes
 from learner.broker_link import LeaderLink
-from learner.checkpoint import DamagedCheckpointError, load_checkpoint
+from learner.checkpoint import DamagedCheckpointError, architecture_of, load_checkpoint
 from learner.config import LearnerSettings
 from learner.critic import Critic, with_value_head
 from learner.hf_config import load_hf_config
@@ -30,12 +30,13 @@ from learner.links import LeadingLink, RankLink
 from learner.loop import LearnerLoop
 from learner.model import build_model
 from learner.payload_link import PayloadLink
-from learner.policy import Policy, ReferencePolicy
+from learner.policy import Policy, ReferencePolicy, Teacher
 from learner.prefetch import EarlyPlans
 from learner.relay_link import RelayLaunch
 from learner.replay_link import ReplayLink
 from learner.resume import resume_order
 from learner.stop import StopRequest
+from learner.teacher import EndpointTeacher
 from learner.topology import Topology, destroy_topology, init_topology
 from weightbus.interfaces import interface_variables
 from weightbus.rendezvous import open_store
@@ -207,12 +208,37 @@ def build_policy(settings: LearnerSettings, topology: Topology) -> Policy:
         model.train()
         return model
 
-    reference = critic = None
+    hf = load_hf_config(settings.model)
+    critic = None
+    frozen: dict[Path, ReferencePolicy] = {}
+
+    def frozen_policy(folder: Path, setting: str) -> ReferencePolicy:
+        _refuse_other_tokens(folder, settings.model, setting)
+        known = frozen.get(folder.resolve())
+        return known if known is not None else ReferencePolicy(build(folder), topology)
+
+    reference: ReferencePolicy | None = None
     decay_steps = settings.lr_decay_steps
     if choice.needs_reference:
         folder = Path(choice.kl.reference) if choice.kl.reference else settings.model
-        _refuse_other_tokens(folder, settings.model)
-        reference = ReferencePolicy(build(folder), topology)
+        reference = frozen_policy(folder, "algo.kl.reference")
+        if not choice.kl.renew_every:
+            frozen[folder.resolve()] = reference  # a teacher of this folder is the same model
+        elif architecture_of(load_hf_config(folder)) != architecture_of(hf):
+            raise ConfigError(
+                f"{folder} (algo.kl.reference) has another architecture than run.model: it cannot "
+                "become the policy (algo.kl.renew_every)"
+            )
+    teacher: Teacher | None = None
+    if choice.has_teacher and choice.teacher.endpoint:
+        teacher = EndpointTeacher(
+            choice.teacher,
+            topology,
+            vocab_size=hf.vocab_size,
+            timeout_s=learner.timeout_s,
+        )
+    elif choice.has_teacher:
+        teacher = frozen_policy(Path(choice.teacher.model), "algo.teacher.model")
     if choice.needs_values:
         lr = choice.critic.lr
         lr_min = lr * learner.lr_min / learner.lr if learner.lr > 0 else 0.0
@@ -230,8 +256,11 @@ def build_policy(settings: LearnerSettings, topology: Topology) -> Policy:
         topology,
         decay_steps=decay_steps,
         reference=reference,
+        renews_reference=choice.kl.renew_every > 0,
+        teacher=teacher,
         critic=critic,
         needs_full_kl=algorithm.needs_full_kl,
+        needs_squares=algorithm.needs_squares,
     )
     if settings.resume_from is not None:
         info = read_checkpoint_info(settings.resume_from)
@@ -240,17 +269,17 @@ def build_policy(settings: LearnerSettings, topology: Topology) -> Policy:
     return policy
 
 
-def _refuse_other_tokens(reference: Path, model: Path) -> None:
-    """Compare the vocabulary of the reference policy with that of the policy.
+def _refuse_other_tokens(frozen: Path, model: Path, setting: str) -> None:
+    """Compare the vocabulary of a frozen policy with that of the policy.
 
     Raises:
         ConfigError: they differ, so that the same number is not the same token.
     """
-    theirs, ours = load_hf_config(reference).vocab_size, load_hf_config(model).vocab_size
+    theirs, ours = load_hf_config(frozen).vocab_size, load_hf_config(model).vocab_size
     if theirs != ours:
         raise ConfigError(
-            f"{reference} has {theirs} tokens and run.model {ours}: a reference policy needs the "
-            "same ones (algo.kl.reference)"
+            f"{frozen} ({setting}) has {theirs} tokens and run.model {ours}: the same number must "
+            "be the same token"
         )
 
 

@@ -5,6 +5,7 @@ forward passes and advantages -> minibatches of packed microbatches -> optimizer
 
 import hashlib
 import logging
+import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,11 +18,11 @@ from algos.advantages import Outcomes
 from algos.compose import Algorithm, LossInputs
 from algos.critic import value_loss
 from algos.diagnostics import Sums, add_sums, critic_figures, critic_sums, figures_of
-from algos.linear_logprobs import TokenLogprobs
 from algos.reduce import reduced
 from learner.before import Minibatch, Ready, ready
 from learner.collate import PackedBatch
 from learner.orders import NonFiniteError
+from learner.said import Said
 from wire.control import DeliveredGroup
 from wire.phases import PhaseClock
 
@@ -60,6 +61,12 @@ def step_data(groups: Sequence[DeliveredGroup], *, step: int, seed: int) -> Step
             groups=torch.arange(len(groups)).repeat_interleave(sizes),
             num_groups=len(groups),
             lengths=torch.tensor([t.header.num_response_tokens for t in trajectories]),
+            parts={
+                name: torch.tensor(
+                    [t.parts.get(name, math.nan) for t in trajectories], dtype=torch.float64
+                )
+                for name in sorted({name for t in trajectories for name in t.parts})
+            },
         ),
         is_truncated=torch.tensor([t.header.finish_reason == "length" for t in trajectories]),
         step=step,
@@ -168,7 +175,7 @@ class _PolicyLoss:
     algorithm: Algorithm
     num_lags: int
 
-    def __call__(self, number: int, batch: PackedBatch, said: TokenLogprobs) -> tuple[Tensor, Sums]:
+    def __call__(self, number: int, batch: PackedBatch, said: Said) -> tuple[Tensor, Sums]:
         one = self.minibatch.microbatches[number]
         if one.proximal is None:
             one.proximal = said.logprobs.detach()
@@ -184,8 +191,11 @@ class _PolicyLoss:
                 kept=self.minibatch.kept,
                 reference=one.reference,
                 full_kl=said.kl,
+                teacher=one.teacher,
                 lags=one.lags,
                 copies=one.copies,
+                right=one.right,
+                minibatch=self.minibatch.whole,
                 correction=one.correction,
             ),
             num_lags=self.num_lags,

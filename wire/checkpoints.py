@@ -45,6 +45,7 @@ class CheckpointInfo(msgspec.Struct, frozen=True, kw_only=True):
     # (docs/adr/0011), its ``versions`` say which.
     evaluation: EvalPoint | None = None
     has_critic: bool = False
+    has_reference: bool = False  # one that was renewed
     has_digests: bool = False  # of its files, in digests.json
 
     @property

@@ -1,14 +1,10 @@
 """Find a reward by its name: a function or a class, decorated or with verl's signature."""
 
 import hashlib
-import importlib
-import importlib.util
 import inspect
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 
 import msgspec
 
@@ -16,6 +12,7 @@ from broker.rewards import sandbox
 from broker.rewards.outcomes import FunctionInfo
 from broker.rewards.sdk import DECLARED, Takes, Transcript
 from wire.errors import ConfigError
+from wire.source_files import module_named
 from wire.trajectory import Json
 
 _VERL_ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
@@ -211,7 +208,7 @@ def _resolve(name: str, setting: str) -> tuple[Target, str]:
     if not (colon and where and attribute):
         raise ConfigError(f"{setting}.function {name!r} is not MODULE:FUNCTION or FILE.py:FUNCTION")
     try:
-        module = _file(Path(where)) if where.endswith(".py") else importlib.import_module(where)
+        module = module_named(where)
         target: object = module
         for part in attribute.split("."):
             target = getattr(target, part)
@@ -222,29 +219,3 @@ def _resolve(name: str, setting: str) -> tuple[Target, str]:
     if not callable(target):
         raise ConfigError(f"{setting}.function {name!r} is not callable")
     return target, module.__file__ or ""
-
-
-def _file(path: Path) -> ModuleType:
-    """Import a file as a script would be: it can import its neighbors."""
-    path = path.resolve()
-    if not path.is_file():
-        raise FileNotFoundError(f"No such file: {path}")
-    name = path.stem
-    known = sys.modules.get(name)
-    if known is not None:
-        if getattr(known, "__file__", None) == str(path):
-            return known
-        name = f"{name}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
-    if str(path.parent) not in sys.path:
-        sys.path.insert(0, str(path.parent))
-    spec = importlib.util.spec_from_file_location(name, path)
-    if spec is None or spec.loader is None:
-        raise ImportError(f"{path} is not a Python file")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses and pickle look it up there
-    try:
-        spec.loader.exec_module(module)
-    except BaseException:
-        del sys.modules[name]
-        raise
-    return module

@@ -32,15 +32,16 @@ def score(data_source, solution_str, ground_truth, extra_info):
 
 
 @contextmanager
-def sglang_server() -> Iterator[SglangProcess]:
-    """Yield a real server of the tiny policy."""
+def sglang_server(model: Path | None = None, longest: int = 456) -> Iterator[SglangProcess]:
+    """Yield a real server of a model, of the tiny policy if none is given."""
     with tempfile.TemporaryDirectory(prefix="sp-", dir="/tmp") as name:
-        folder = Path(name)
-        write_policy(folder / "model")
+        if model is None:
+            model = Path(name) / "model"
+            write_policy(model)
         settings = generator_settings(
             {
-                "run": {"name": "p", "dir": name, "model": str(folder / "model")},
-                "sampling": {"max_prompt_tokens": 16, "max_response_tokens": 440},
+                "run": {"name": "p", "dir": name, "model": str(model)},
+                "sampling": {"max_prompt_tokens": 16, "max_response_tokens": longest - 16},
                 "generators": {"device": "cpu", "max_cached_tokens": 4096},
             }
         )

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from algos.linear_logprobs import OutputLayer, Reference, linear_logprobs
+from algos.linear_logprobs import OutputLayer, Reference, linear_logprobs, squared_probabilities
 from tests.waiting import HANG_S
 
 TIMEOUT = timedelta(seconds=HANG_S)
@@ -43,9 +43,21 @@ def main(work: Path, rank: int, world_size: int) -> None:
     )
     sum((part * mix).sum() for part, mix in zip(said, case["mix"], strict=True)).backward()
     dist.all_reduce(hidden.grad)
+    squares = squared_probabilities(
+        hidden,
+        OutputLayer(weight=weight, **settings),
+        temperature=case["temperature"],
+        barred=case["barred"],
+    )
     said = torch.stack([part.detach() for part in said])
     torch.save(
-        {"said": said, "by_hidden": hidden.grad, "by_weight": weight.grad}, work / f"{rank}.pt"
+        {
+            "said": said,
+            "squares": squares,
+            "by_hidden": hidden.grad,
+            "by_weight": weight.grad,
+        },
+        work / f"{rank}.pt",
     )
     dist.destroy_process_group()
 

@@ -99,7 +99,7 @@ def plain_logprobs(model: torch.nn.Module, sequence: TrainSequence) -> list[floa
 
 
 def algorithms(reference: Path) -> dict[str, dict[str, object]]:
-    """Return an [algo] section for each algorithm; all but the default hold to a reference."""
+    """Return an [algo] section for each algorithm."""
     kl = {"coefficient": 0.1, "reference": str(reference)}
     penalty = {**kl, "name": "k1", "place": "reward"}
     return {
@@ -114,6 +114,30 @@ def algorithms(reference: Path) -> dict[str, dict[str, object]]:
             "data": {"zero_variance": "mask"},
         },
         "group": {"preset": "grpo", "whiten": "group", "kl": penalty},
+        "taught": {
+            "preset": "distill",
+            "advantage": "grpo",
+            "teacher": {"model": str(reference), "coefficient": 0.5, "clip": 2.0},
+            "kl": {**kl, "name": "k3", "importance_weighted": True},
+            "likelihood": {"coefficient": 0.1, "least_reward": 0.3},
+            "whiten": "batch-leave-one-out",
+        },
+        "whole": {
+            "preset": "m2po",
+            "advantage": "optimal-token-baseline",
+            "correction": {
+                "m2po": False,
+                "clip-cov": {"share": 0.2, "low": -1.0, "high": 9.0},
+                "kl-cov": {"share": 0.2, "coefficient": 0.3},
+                "staleness-decay": {},
+            },
+            "kl": {"coefficient": 0.1, "name": "k2", "to": "behavior"},
+        },
+        "normalized": {
+            "preset": "rloo",
+            "correction": {"importance-sampling": {"level": "sequence", "normalize": True}},
+            "kl": {**kl, "name": "k1+", "renew_every": 1},
+        },
     }
 
 
@@ -163,7 +187,7 @@ def main(folder: Path, work: Path, rank: int, world_size: int, tensor_parallel: 
         policy = build_policy(settings, topology)
         if name == "default":  # one pack of all, for a comparison with the plain formula
             together = pack(everything, cpu)
-            report["logprobs"] = policy.proximal_logprobs([together])[0].tolist()
+            report["logprobs"] = policy.proximal([together])[0].logprobs.tolist()
             if world_size == 1:
                 report["plain"] = [
                     value for s in everything for value in plain_logprobs(policy.model, s)
@@ -185,6 +209,15 @@ def main(folder: Path, work: Path, rank: int, world_size: int, tensor_parallel: 
             num_lags=3,
         )
         save_hf_folder(policy.model, work / name, folder)
+        if policy.renews_reference:
+            batches = minibatches[0].batches
+            policy.renew_reference()
+            assert policy.reference is not None
+            renewed = policy.reference.logprobs(batches)
+            mine = [said.logprobs for said in policy.proximal(batches)]
+            report["renewed"] = max(
+                float((a - b).abs().max()) for a, b in zip(renewed, mine, strict=True)
+            )
     report["figures"] = figures
     (work / f"{rank}.json").write_text(json.dumps(report))
     torch.distributed.barrier()

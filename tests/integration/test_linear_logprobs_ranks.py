@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from algos.linear_logprobs import OutputLayer, Reference, linear_logprobs
+from algos.linear_logprobs import OutputLayer, Reference, linear_logprobs, squared_probabilities
 from tests.integration.ranks import outputs, start
 
 pytestmark = pytest.mark.integration
@@ -52,7 +52,13 @@ def unsplit(case: dict) -> dict[str, Tensor]:
     )
     sum((part * mix).sum() for part, mix in zip(said, case["mix"], strict=True)).backward()
     said = torch.stack([part.detach() for part in said])
-    return {"said": said, "by_hidden": hidden.grad, "by_weight": weight.grad}
+    squares = squared_probabilities(
+        hidden,
+        OutputLayer(weight=weight, **settings),
+        temperature=case["temperature"],
+        barred=case["barred"],
+    )
+    return {"said": said, "squares": squares, "by_hidden": hidden.grad, "by_weight": weight.grad}
 
 
 @pytest.mark.parametrize(

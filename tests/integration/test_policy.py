@@ -40,9 +40,15 @@ def test_a_step_on_two_ranks_is_the_step_of_one(tmp_path: Path, family: str):
     (alone,) = reports(tmp_path / "one", 1)
     assert alone["logprobs"] == pytest.approx(alone["plain"], abs=3e-5)
     assert min(alone["plain"]) < -1.0, "nothing was compared"
-    for algorithm in alone["figures"].keys() - {"default"}:
+    with_reference = {name for name, f in alone["figures"].items() if "policy/kl_reference" in f}
+    assert with_reference == alone["figures"].keys() - {"default", "whole"}
+    for algorithm in with_reference:
         kl = alone["figures"][algorithm]["policy/kl_reference"]
         assert abs(kl) > 0.1, f"{algorithm} has a reference policy like its own"
+    assert abs(alone["figures"]["whole"]["policy/kl_behavior"]) > 0.1
+    assert alone["figures"]["taught"]["policy/kl_teacher"] != 0.0
+    assert 0 < alone["figures"]["whole"]["staleness/masked"] < 1
+    assert alone["renewed"] < 1e-6, "a renewed reference is the policy"
     before = load_file(model / "model.safetensors")
     for algorithm, figures in alone["figures"].items():
         weights = load_file(tmp_path / "one" / algorithm / "model.safetensors")

@@ -1,7 +1,8 @@
-"""Every preset trains through broker, ledger and agents, on answers of a scripted engine."""
+"""Every algorithm trains through broker, ledger and agents, on answers of a scripted engine."""
 
 import json
 import math
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -21,9 +22,28 @@ pytestmark = [pytest.mark.integration, pytest.mark.redis]
 STEPS, BOUND, GROUPS, SIBLINGS, MINIBATCHES = 3, 2, 4, 4, 2
 VOCABULARY = 40  # the scripted engine's
 WITH_CRITIC = {"ppo", "vapo", "pf-ppo"}
-WITH_REFERENCE = {"grpo", "reinforce++", "reinforce++-baseline"}
+WITH_REFERENCE = {"grpo", "reinforce++", "reinforce++-baseline", "renewed"}
+REJECTING = {"m2po", "whole minibatch"}
 WARMUP = {"vapo": 1}  # steps that train the critic alone; its own 50 leave no other
-OVERRIDES = {name: (f"algo.critic.warmup_steps={steps}",) for name, steps in WARMUP.items()}
+# Algorithms that are no presets: a part of each needs something that no other does.
+OTHERS: dict[str, tuple[str, ...]] = {
+    "optimal token baseline": ("algo.advantage=optimal-token-baseline",),
+    "maxrl": ("algo.advantage=maxrl", "algo.data.bias=1.0"),
+    "parts of the reward": ("algo.advantage=gdpo",),
+    "whole minibatch": (
+        "algo.correction.clip-cov={share = 0.5, low = -1.0, high = 9.0}",
+        "algo.correction.kl-cov={share = 0.1}",
+        "algo.correction.importance-sampling.normalize=true",
+    ),
+    "renewed": (
+        "algo.kl={coefficient = 0.01, renew_every = 2, importance_weighted = true}",
+        "checkpoint.every_steps=1",
+    ),
+}
+OVERRIDES = {
+    **{name: (f"algo.critic.warmup_steps={steps}",) for name, steps in WARMUP.items()},
+    "distill": ("algo.teacher.model={teacher}",),
+}
 
 
 class Report(msgspec.Struct):
@@ -77,13 +97,21 @@ def learner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Learner]:
     learner.end()
 
 
-@pytest.mark.parametrize("preset", PRESETS)
-def test_a_preset_trains_what_the_ledger_delivers(
+REWARD = """
+def score(data_source, solution_str, ground_truth, extra_info):
+    codes = [*map(ord, solution_str)]
+    return {"score": sum(codes) % 5 / 4, "low": sum(codes) % 3, "many": len(codes)}
+"""
+
+
+@pytest.mark.parametrize("preset", [*PRESETS, *OTHERS])
+def test_an_algorithm_trains_what_the_ledger_delivers(
     learner: Learner, short_folder: Path, preset: str
 ):
     with chaos_run(
         short_folder,
         prompts=500,
+        reward=REWARD,
         generators=1,
         run__steps=STEPS,
         run__epochs=0.0,
@@ -95,14 +123,17 @@ def test_a_preset_trains_what_the_ledger_delivers(
     ) as it:
         write_blank_model(short_folder / "model", hidden=32, layers=1, vocab_size=VOCABULARY)
         write_random_weights(short_folder / "model", scale=0.15, seed=3)
+        teacher = short_folder / "teacher"
+        shutil.copytree(short_folder / "model", teacher)
+        write_random_weights(teacher, scale=0.15, seed=4)
         del it.plans["learner"]
         it.start()
         report = learner.train(
             short_folder / "run.json.toml",
-            f"algo.preset={preset}",
+            *([f"algo.preset={preset}"] if preset in PRESETS else OTHERS[preset]),
             f"learner.minibatches={MINIBATCHES}",
             "learner.lr=1e-3",
-            *OVERRIDES.get(preset, ()),
+            *(override.format(teacher=teacher) for override in OVERRIDES.get(preset, ())),
         )
         it.finish()
         account = it.account()
@@ -135,9 +166,13 @@ def test_a_preset_trains_what_the_ledger_delivers(
     assert ("policy/kl_reference" in figures) == (preset in WITH_REFERENCE)
     if preset in WITH_REFERENCE:
         assert trained[-1]["policy/kl_reference"] != 0.0, "the reference moved with the policy"
-    assert (max(step["staleness/masked"] for step in trained) > 0) == (preset == "m2po")
+    assert ("policy/kl_behavior" in figures) == (preset == "dppo")
+    assert ("policy/kl_teacher" in figures) == (preset == "distill")
+    assert (max(step["staleness/masked"] for step in trained) > 0) == (preset in REJECTING)
     assert (min(step["policy/trained_share"] for step in trained) < 1) == (preset == "pf-ppo")
 
     newest = newest_checkpoint(it.run_folder)
     assert newest is not None
-    assert read_checkpoint_info(newest).has_critic == (preset in WITH_CRITIC)
+    info = read_checkpoint_info(newest)
+    assert info.has_critic == (preset in WITH_CRITIC)
+    assert info.has_reference == (preset == "renewed")

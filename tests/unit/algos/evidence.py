@@ -11,8 +11,8 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import FunctionType, ModuleType
-from typing import Any, TypeVar, get_args, get_type_hints
+from types import FunctionType, ModuleType, UnionType
+from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import msgspec
 import torch
@@ -22,7 +22,9 @@ from algos.config import (
     CriticOptions,
     DataOptions,
     KlOptions,
+    LikelihoodOptions,
     ReduceOptions,
+    TeacherOptions,
 )
 from algos.diagnostics import (
     Diagnosed,
@@ -47,13 +49,63 @@ COLUMNS = {
     PROPERTY: "properties",
 }
 GOLDEN = frozenset({VERL, SLIME, AREAL})
+Flags = dict[str, list[bool]]  # bound -> of each token, or answer, whether it is beyond
+
+TABLES: dict[str, type[msgspec.Struct]] = {
+    "reduce": ReduceOptions,
+    "kl": KlOptions,
+    "teacher": TeacherOptions,
+    "likelihood": LikelihoodOptions,
+    "critic": CriticOptions,
+    "data": DataOptions,
+}
 
 PAGE = Path(__file__).parents[3] / "docs" / "algorithms.md"
 BEGIN = "<!-- generated: python -m tests.unit.algos.evidence --write -->\n"
 END = "<!-- end of what is generated -->\n"
 
+FROM_LOGITS = ("log-probabilities", "entropy", "sum of squared probabilities")
 OFF = frozenset({"", "none", "keep"})  # choices that do nothing
-NOT_FORMULAS = frozenset({"kl.reference", "critic.lr", "critic.model", "critic.warmup_steps"})
+NOT_FORMULAS = frozenset(
+    {
+        "kl.reference",
+        "kl.renew_every",
+        "critic.lr",
+        "critic.model",
+        "critic.warmup_steps",
+        "teacher.model",
+        "teacher.endpoint",
+        "teacher.api_key_file",
+        "teacher.concurrency",
+    }
+)
+NOT_BOUNDS = frozenset(  # numbers that scale, weigh or shift, and decide nothing
+    {
+        "advantage.grpo.epsilon",
+        "advantage.gdpo.epsilon",
+        "advantage.pass-at-k.epsilon",
+        "advantage.discounted-returns.discount",
+        "advantage.reinforce++-baseline.discount",
+        "advantage.gae.discount",
+        "advantage.gae.decay",
+        "advantage.gae.critic_decay",
+        "advantage.optimal-token-baseline.discount",
+        "surrogate.sapo.tau_positive",
+        "surrogate.sapo.tau_negative",
+        "correction.kl-cov.coefficient",
+        "correction.staleness-decay.decay",
+        "reduce.length",
+        "kl.coefficient",
+        "critic.lr",
+        "teacher.coefficient",
+        "likelihood.coefficient",
+        "data.scale",
+        "data.bias",
+        "data.overlong_penalty",
+        "data.resample_power",
+        "data.resample_share",
+    }
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,15 +155,50 @@ def known() -> list[str]:
     """Return everything that needs a proof: parts, settings that are in a formula, figures."""
     names = [f"{kind} = {name}" for kind, parts in PARTS.items() for name in parts]
     names += _settings(AlgoSection, "", only={"anchor", "whiten", "entropy_bonus"})
-    for prefix, options in (
-        ("reduce.", ReduceOptions),
-        ("kl.", KlOptions),
-        ("critic.", CriticOptions),
-        ("data.", DataOptions),
-    ):
-        names += _settings(options, prefix)
+    for table, options in TABLES.items():
+        names += _settings(options, f"{table}.")
     names += ["gae: length_adaptive", "gae: critic_decay"]
-    return [*names, "log-probabilities", "entropy", *figures()]
+    return [*names, *FROM_LOGITS, *figures()]
+
+
+def bounds() -> list[str]:
+    """Return every number that something may be beyond: settings of parts and tables, and k3's."""
+    names = []
+    for kind, parts in PARTS.items():
+        for part in parts.values():
+            names += _numbers(part.options, f"{kind}.{part.name}.")
+    for table, options in TABLES.items():
+        names += _numbers(options, f"{table}.")
+    return [*(name for name in names if name not in NOT_BOUNDS), "kl.name = low-var"]
+
+
+def _numbers(options: type[msgspec.Struct], prefix: str) -> Iterator[str]:
+    hints = get_type_hints(options)
+    for field in msgspec.structs.fields(options):
+        if hints[field.name] is float or float in _alternatives(hints[field.name]):
+            yield prefix + field.name
+
+
+def _alternatives(hint: object) -> tuple[object, ...]:
+    return get_args(hint) if get_origin(hint) in {Union, UnionType} else ()
+
+
+def straddles(flags: Callable[[], Flags]) -> Callable[[F], F]:
+    """Say which of a test's tokens are beyond which bound, by its statement of the formula."""
+
+    def mark(test: F) -> F:
+        test.__dict__["flags"] = flags
+        return test
+
+    return mark
+
+
+def straddled() -> Flags:
+    """Return what all tests of this folder say of their bounds."""
+    told: Flags = {}
+    for test in collected():
+        told |= test.function.__dict__.get("flags", dict)()
+    return told
 
 
 def figures() -> list[str]:

@@ -36,6 +36,23 @@ def square(inputs: SurrogateInputs, options: SquareOptions) -> Terms:
     )
 
 
+SHOWN: list[SurrogateInputs] = []
+
+
+@surrogate("shown", needs=("entropy", "reference", "lags", "whole_minibatch"))
+def shown(inputs: SurrogateInputs, _: NoOptions) -> Terms:
+    """-A log pi, and a note of what it was shown."""
+    SHOWN.append(inputs)
+    none = torch.zeros_like(inputs.packing.mask)
+    return Terms(
+        per_token=-inputs.masked(inputs.advantages) * inputs.masked(inputs.current),
+        ratio=bounded_exp(inputs.log_ratios).detach(),
+        clipped_up=none,
+        clipped_down=none,
+        clipped_dual=none,
+    )
+
+
 @advantage("sign")
 def sign(outcomes: Outcomes, _: NoOptions) -> Tensor:
     """1 above the group's mean, -1 below it."""

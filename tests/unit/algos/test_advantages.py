@@ -1,5 +1,7 @@
+import math
 from typing import Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import pytest
@@ -10,15 +12,19 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from algos.advantages import (
+    GdpoOptions,
     GrpoOptions,
     Outcomes,
     PassAtKOptions,
+    gdpo,
     grpo,
+    maxrl,
     opo,
     pass_at_k,
     plain,
     remax,
     rloo,
+    zero,
 )
 from algos.parts import NoOptions, Options, Part
 from tests.unit.algos.evidence import DEFINITION, PROPERTY, proves
@@ -38,6 +44,7 @@ ALL: dict[str, tuple[Part[..., Any], Options]] = {
     "pass-at-k, not divided": (pass_at_k, PLAIN_PASS_AT_K),
     "remax": (remax, NONE),
     "reinforce": (plain, NONE),
+    "grpo, leave one out": (grpo, GrpoOptions(leave_one_out=True)),
 }
 EVERY_ADVANTAGE = [part for part, _ in ALL.values()]
 AMONG_SIBLINGS = sorted(set(ALL) - {"remax", "reinforce"})
@@ -103,6 +110,8 @@ def of_papers(name: str, r: Array, lengths: Array, i: int) -> float:
     match name:
         case "grpo":
             return (r[i] - r.mean()) / (r.std(ddof=1) + 1e-6)
+        case "grpo, leave one out":
+            return (r[i] - others.mean()) / (r.std(ddof=1) + 1e-6)
         case "dr-grpo" | "reinforce++-baseline":
             return r[i] - r.mean()
         case "rloo":
@@ -166,9 +175,9 @@ def test_a_baseline_takes_out_what_all_have(name: str, step: Outcomes, shift: fl
 def test_the_scale_of_rewards_cancels_only_with_the_standard_deviation(name: str, step: Outcomes):
     part, options = ALL[name]
     factor = 8.0
-    if name in ("grpo", "pass-at-k"):
+    if name in ("grpo", "grpo, leave one out", "pass-at-k"):
         # epsilon scaled with the rewards, so that it cancels too
-        small, large = type(options)(epsilon=1e-3), type(options)(epsilon=8e-3)
+        small, large = (msgspec.structs.replace(options, epsilon=e) for e in (1e-3, 8e-3))
         assert_close(part(changed(step, scale=factor), large), part(step, small))
     else:
         assert_close(part(changed(step, scale=factor), options), factor * part(step, options))
@@ -269,3 +278,118 @@ def test_outcomes_that_do_not_fit_are_refused(change: dict[str, Tensor], message
     }
     with pytest.raises(ValueError, match=message):
         Outcomes(num_groups=2, **{**fitting, **change})
+
+
+# ---- over the batch, by the mean, of parts ----
+
+
+def several(rewards: list[list[float]], **parts: list[list[float]]) -> Outcomes:
+    """Return outcomes of groups, and named parts of their rewards."""
+    return Outcomes(
+        rewards=torch.tensor([r for group in rewards for r in group]),
+        groups=torch.tensor([g for g, group in enumerate(rewards) for _ in group]),
+        num_groups=len(rewards),
+        lengths=torch.ones(sum(map(len, rewards))),
+        parts={
+            name: torch.tensor([r for group in values for r in group], dtype=torch.float64)
+            for name, values in parts.items()
+        },
+    )
+
+
+@proves(grpo, against=DEFINITION)
+def test_the_deviation_may_be_that_of_the_batch():
+    groups = [[1.0, 0.0, 0.5], [4.0, 2.0], [7.0]]
+    flat = [r for group in groups for r in group]
+    expected = [
+        (r - (np.mean(group) if len(group) > 1 else 0.0)) / (np.std(flat, ddof=1) + 1e-3)
+        for group in groups
+        for r in group
+    ]
+    found = grpo(several(groups), GrpoOptions(std_over="batch", epsilon=1e-3))
+    assert found.tolist() == pytest.approx(expected)
+
+
+@proves(maxrl, against=DEFINITION)
+def test_maxrl_divides_by_the_mean_reward():
+    found = maxrl(several([[1.0, 0.0, 0.0, 0.0], [1.0, 1.0, 1.0, 0.0], [0.0, 0.0], [1.0]]), NONE)
+    # success rates 1/4 and 3/4: a right answer to a hard prompt has three times the weight
+    expected = [3.0, -1.0, -1.0, -1.0, 1 / 3, 1 / 3, 1 / 3, -1.0, 0.0, 0.0, 0.0]
+    assert found.tolist() == pytest.approx(expected)
+
+
+def test_maxrl_refuses_rewards_whose_mean_is_no_rate():
+    with pytest.raises(ValueError, match="maxrl needs rewards >= 0, got -1"):
+        maxrl(several([[1.0, -1.0]]), NONE)
+
+
+def stated_gdpo(parts: list[list[list[float]]], weights: list[float], eps: float) -> list[float]:
+    """Normalize each part within its group, add them up, normalize over all trajectories."""
+    sums: list[float] = []
+    for g in range(len(parts[0])):
+        for i in range(len(parts[0][g])):
+            total = 0.0
+            for weight, part in zip(weights, parts, strict=True):
+                there = [r for r in part[g] if not math.isnan(r)]
+                if math.isnan(part[g][i]) or len(there) < 2:
+                    continue
+                total += weight * (part[g][i] - np.mean(there)) / (np.std(there, ddof=1) + eps)
+            sums.append(total)
+    return [(s - np.mean(sums)) / (np.std(sums, ddof=1) + eps) for s in sums]
+
+
+RIGHT = [[1.0, 0.0, 0.0, 1.0], [0.0, 0.0, 1.0, 0.0]]
+SHORT = [[0.9, 0.1, 0.5, 0.5], [0.2, 0.2, 0.2, 0.2]]
+STYLE = [[1.0, 2.0, math.nan, 4.0], [math.nan, 1.0, math.nan, math.nan]]
+
+
+@proves(gdpo, against=DEFINITION)
+@pytest.mark.parametrize("weights", [{}, {"right": 1.0, "short": 0.25}])
+def test_gdpo_normalizes_each_part_of_the_reward_before_it_adds_them(weights: dict[str, float]):
+    step = several(RIGHT, right=RIGHT, short=SHORT, style=STYLE, score=RIGHT)
+    found = gdpo(step, GdpoOptions(weights=weights, epsilon=1e-3))
+    if weights:
+        expected = stated_gdpo([RIGHT, SHORT], [1.0, 0.25], 1e-3)
+    else:
+        expected = stated_gdpo([RIGHT, SHORT, STYLE], [1.0] * 3, 1e-3)
+    assert found.tolist() == pytest.approx(expected)
+
+
+def test_gdpo_tells_apart_what_a_sum_does_not():
+    """Two answers of equal sums, one right and long, one wrong and short, differ."""
+    right, short = [[1.0, 0.0, 0.0, 0.0]], [[0.0, 1.0, 0.0, 1.0]]
+    sums = [[1.0, 1.0, 0.0, 1.0]]
+    step = several(sums, right=right, short=short)
+    first, second = gdpo(step, GdpoOptions()).tolist()[:2]
+    assert first > second + 0.1
+    of_sums = grpo(step, GrpoOptions()).tolist()
+    assert of_sums[0] == of_sums[1]
+
+
+@pytest.mark.parametrize(
+    ("parts", "weights", "message"),
+    [
+        ({}, {}, "gdpo needs rewards with named parts"),
+        ({"score": RIGHT}, {}, "gdpo needs rewards with named parts"),
+        (
+            {"right": RIGHT},
+            {"rihgt": 1.0},
+            "algo.advantage.weights names rihgt; the parts of the rewards are right",
+        ),
+    ],
+)
+def test_gdpo_says_which_parts_are_missing(
+    parts: dict[str, Any], weights: dict[str, float], message: str
+):
+    with pytest.raises(ValueError, match=message):
+        gdpo(several(RIGHT, **parts), GdpoOptions(weights=weights))
+
+
+@proves(zero, against=DEFINITION)
+def test_zero_is_zero():
+    assert zero(several(RIGHT), NONE).tolist() == [0.0] * 8
+
+
+def test_parts_that_do_not_fit_are_refused():
+    with pytest.raises(ValueError, match=r"part 'right' has shape \(3,\), expected \(8,\)"):
+        several(RIGHT, right=[[1.0, 2.0, 3.0]])

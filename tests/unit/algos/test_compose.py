@@ -31,6 +31,8 @@ SURROGATES = (
     "gmpo",
     "dppo-tv",
     "dppo-kl",
+    "drpo",
+    "topr",
     f"{OWN}:square",
 )
 RULES = (

@@ -10,6 +10,7 @@ from torch import Tensor
 from algos.compose import Algorithm, LossInputs
 from algos.config import choice_of
 from algos.packing import Packing
+from algos.returns import TokenOutcomes
 from algos.section import AlgoSection
 from algos.surrogates import policy_gradient, reinforce_is
 from tests.unit.algos.evidence import DEFINITION, proves
@@ -88,12 +89,34 @@ def test_the_entropy_bonus_is_taken_from_the_loss_and_reduced_as_it_is(rule: str
     assert with_bonus - without == pytest.approx(-0.5 * mean)
 
 
-@proves("kl.coefficient", "kl.place = loss", against=DEFINITION)
+@proves("kl.coefficient", "kl.place = loss", "kl.to = reference", against=DEFINITION)
 def test_the_divergence_is_added_to_the_loss_by_its_coefficient():
     with_kl, _ = loss_of(kl={"coefficient": 0.2, "name": "k2"})
     without, _ = loss_of()
     squares = [(c - r) ** 2 / 2 for c, r in zip(CURRENT, REFERENCE, strict=True)]
     assert with_kl - without == pytest.approx(0.2 * sum(squares) / 3)
+
+
+@proves("kl.to = behavior", against=DEFINITION)
+def test_the_divergence_may_be_from_the_policy_that_chose_the_token():
+    kl = {"coefficient": 0.2, "name": "k2", "to": "behavior"}
+    assert not algorithm(kl=kl).choice.needs_reference
+    with_kl, _ = loss_of(kl=kl)
+    without, _ = loss_of()
+    squares = [(c - b) ** 2 / 2 for c, b in zip(CURRENT, BEHAVIOR, strict=True)]
+    assert with_kl - without == pytest.approx(0.2 * sum(squares) / 3)
+
+
+@proves("kl.importance_weighted", against=DEFINITION)
+def test_the_divergence_of_a_token_may_be_weighed_by_how_likely_it_is_by_now():
+    kl = {"coefficient": 0.2, "name": "k3", "importance_weighted": True}
+    with_kl, _ = loss_of(kl=kl)
+    without, _ = loss_of()
+    expected = [
+        math.exp(c - b) * (math.exp(r - c) - 1 - (r - c))
+        for c, b, r in zip(CURRENT, BEHAVIOR, REFERENCE, strict=True)
+    ]
+    assert with_kl - without == pytest.approx(0.2 * sum(expected) / 3)
 
 
 @proves("kl.coefficient", "kl.place = reward", against=DEFINITION)
@@ -105,7 +128,7 @@ def test_the_reward_of_each_token_is_charged_for_the_divergence_of_the_proximal_
     rewards = chosen.token_rewards(torch.tensor([1.0, -1.0]), charge, SEQUENCES)
     # PROXIMAL - REFERENCE = -0.4, 0.6, 0.0; the reward stands on the last token of its sequence
     assert rewards.tolist() == pytest.approx([0.08, 1.0 - 0.12, -1.0])
-    result = chosen.token_advantages(rewards, None, SEQUENCES)
+    result = chosen.token_advantages(TokenOutcomes(rewards=rewards, packing=SEQUENCES))
     assert result.advantages.tolist() == pytest.approx([0.96, 0.88, -1.0])
 
 

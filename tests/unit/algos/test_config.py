@@ -1,15 +1,19 @@
+import sys
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
+from algos.compose import Algorithm
 from algos.config import PARTS, AlgoChoice, choice_of
 from algos.corrections import ImportanceSamplingOptions, RejectionOptions
-from algos.parts import PartError, surrogate
+from algos.parts import PartError, advantage, surrogate
 from algos.presets import PRESETS
 from algos.section import AlgoSection
 from algos.surrogates import CispoOptions, PpoOptions
 from tests.unit.algos.own_parts import SquareOptions
+from wire.source_files import module_named
 
 OWN = "tests.unit.algos.own_parts"
 
@@ -93,14 +97,14 @@ def test_parts_of_ones_own_are_taken_by_module_and_function():
 
 REFUSED: dict[str, dict[str, Any]] = {
     r"algo.preset = 'grppo' is not known; there are async-default, grpo": {"preset": "grppo"},
-    r"algo.surrogate = 'ppo' is not known; there are cispo, .*module:function": {
+    r"algo.surrogate = 'ppo' is not known; there are cispo, .*MODULE:FUNCTION": {
         "surrogate": "ppo"
     },
     r"unknown setting algo.surrogate.clip; known are clip_low, clip_high": {
         "surrogate": {"clip": 0.2}
     },
     r"algo.surrogate: Expected `float` <= 1.0 - at `\$.clip_low`": {"surrogate": {"clip_low": 2.0}},
-    r"algo.surrogate = 'no.such:part' cannot be loaded: No module named 'no'": {
+    r"algo.surrogate = 'no.such:part' cannot be loaded: ModuleNotFoundError: No module": {
         "surrogate": "no.such:part"
     },
     r"own_parts:undecorated' is <function .*; expected a function under @algos.parts.surrogate": {
@@ -136,7 +140,7 @@ REFUSED: dict[str, dict[str, Any]] = {
     r'algo.reduce.denominator = "kept" has no meaning without a correction that rejects': {
         "reduce": {"denominator": "kept"}
     },
-    r'algo.whiten = "group" after algo.data.normalize = "group" does the same twice': {
+    r"algo.whiten = 'group' after algo.data.normalize = \"group\" does the same twice": {
         "advantage": "reinforce",
         "whiten": "group",
         "data": {"normalize": "group"},
@@ -168,6 +172,53 @@ REFUSED: dict[str, dict[str, Any]] = {
     r"algo.correction.importance-sampling: importance-sampling needs low <= high": {
         "correction": {"importance-sampling": {"low": 9.0}}
     },
+    r'algo.kl.name = "full" is a sum over all tokens, which the behavior policy told of one': {
+        "kl": {"coefficient": 0.1, "name": "full", "to": "behavior"}
+    },
+    r"algo.kl.importance_weighted weighs an estimate in the loss": {
+        "kl": {"coefficient": 0.1, "name": "k1", "place": "reward", "importance_weighted": True}
+    },
+    r"algo.kl.reference and algo.kl.renew_every have no effect without a reference policy": {
+        "preset": "dppo",
+        "kl": {"renew_every": 10},
+    },
+    r"algo.advantage = 'gdpo' reads the parts of the reward": {
+        "advantage": "gdpo",
+        "data": {"scale": 2.0},
+    },
+    r"and algo.data .* or a KL in the reward would change the reward alone": {
+        "advantage": "gdpo",
+        "kl": {"coefficient": 0.1, "name": "k1", "place": "reward"},
+    },
+    r"algo.teacher takes a model or an endpoint, not both": {
+        "preset": "distill",
+        "teacher": {"model": "/m", "endpoint": "http://h"},
+    },
+    r"algo.teacher has no effect as long as algo.teacher.coefficient is 0": {
+        "teacher": {"model": "/m"}
+    },
+    r"algo.teacher.api_key_file and algo.teacher.concurrency are of algo.teacher.endpoint": {
+        "preset": "distill",
+        "teacher": {"model": "/m", "concurrency": 3},
+    },
+    r"algo.likelihood has no effect as long as algo.likelihood.coefficient is 0": {
+        "likelihood": {"least_reward": 2.0}
+    },
+    r"algo.advantage.std_over has no effect without divide_by_std": {
+        "preset": "dr-grpo",
+        "advantage": {"std_over": "batch"},
+    },
+    r"algo.correction.clip-cov: clip-cov needs low < high, got low 6.0, high 5.0": {
+        "correction": {"clip-cov": {"low": 6.0}}
+    },
+    r"algo.data.resample counts a trajectory several times, and a correction that decides": {
+        "correction": {"importance-sampling": {"normalize": True}},
+        "data": {"resample": "max-min"},
+    },
+    r"algo.advantage = 'optimal-token-baseline' compares tokens of siblings": {
+        "advantage": "optimal-token-baseline",
+        "data": {"resample": "max-min"},
+    },
     r"algo.data.overlong_penalty needs algo.data.overlong_buffer": {
         "data": {"overlong_penalty": 2.0}
     },
@@ -186,5 +237,75 @@ def test_importance_sampling_is_allowed_where_the_surrogate_has_no_ratio():
 
 
 def test_a_part_cannot_need_what_nobody_gives():
-    with pytest.raises(PartError, match=r"surrogate mine: needs \['luck'\], known are"):
+    with pytest.raises(
+        PartError, match=r"surrogate mine: needs \['luck'\]; known of this kind are"
+    ):
         surrogate("mine", needs=("luck",))
+
+
+@pytest.mark.parametrize("of_tokens", ["values", "whole_step", "squares"])
+def test_what_is_of_tokens_is_needed_together_with_tokens(of_tokens: str):
+    with pytest.raises(PartError, match=f"{of_tokens} are of tokens, so it needs both or neither"):
+        advantage("mine", needs=(of_tokens,))
+
+
+# ---- what a choice needs ----
+
+
+def test_a_divergence_from_the_behavior_policy_needs_no_reference():
+    assert chosen(preset="grpo").needs_reference
+    choice = chosen(preset="dppo")
+    assert choice.has_kl
+    assert not choice.needs_reference
+    assert (choice.kl.to, choice.kl.name, choice.kl.coefficient) == ("behavior", "k2", 0.002)
+    assert choice.anchor == "behavior"
+
+
+def test_a_part_that_needs_the_reference_has_one_loaded():
+    choice = chosen(surrogate=f"{OWN}:shown", kl={"reference": "/ref", "renew_every": 5})
+    assert choice.needs_reference
+    assert not choice.has_kl
+    made = Algorithm(choice, max_response_tokens=4)
+    assert made.needs_reference_logprobs
+    assert made.shows_minibatch
+    assert made.needs_proximal
+    assert [made.renews_reference(step) for step in (4, 5, 6, 10)] == [False, True, False, True]
+    assert not Algorithm(chosen(), max_response_tokens=4).renews_reference(5)
+
+
+def test_settings_of_a_part_may_need_more():
+    plain, normalized = (
+        chosen(correction={"importance-sampling": {"normalize": on}}) for on in (False, True)
+    )
+    assert "whole_minibatch" not in plain.needs_of_tokens
+    assert "whole_minibatch" in normalized.needs_of_tokens
+    assert Algorithm(normalized, max_response_tokens=4).corrects_before
+
+
+def test_what_teaches_without_rewards_learns_from_equal_ones():
+    assert not chosen().learns_from_equal_rewards
+    assert chosen(preset="distill").learns_from_equal_rewards
+    assert chosen(teacher={"coefficient": 0.1}).learns_from_equal_rewards
+    assert chosen(likelihood={"coefficient": 0.1}).learns_from_equal_rewards
+
+
+def test_the_presets_of_papers_reduce_as_they_do():
+    rules = {name: chosen(preset=name).reduce.name for name in ("sapo", "gspo", "dppo", "drpo")}
+    assert rules["sapo"] == rules["gspo"] == "sequence-mean-token-mean"
+    assert rules["dppo"] == rules["drpo"] == "token-mean"
+
+
+def test_a_part_may_stand_in_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    text = "from tests.unit.algos.own_parts import square as mine\n"
+    (tmp_path / "my_part.py").write_text(text)
+    section = AlgoSection(surrogate={"name": f"{tmp_path / 'my_part.py'}:mine", "strength": 2.0})
+    assert choice_of(section, module_named).surrogate.options == SquareOptions(strength=2.0)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [one for one in sys.path if one])
+    for name in ("my_part.py:mine", "my_part:mine"):
+        assert choice_of(AlgoSection(surrogate=name), module_named).surrogate.part.name == "square"
+    with pytest.raises(PartError, match=r"'no_file.py:f' cannot be loaded: FileNotFoundError: No"):
+        choice_of(AlgoSection(surrogate="no_file.py:f"), module_named)
+    (tmp_path / "ends.py").write_text("raise SystemExit(3)\n")
+    with pytest.raises(PartError, match=r"'ends.py:f' cannot be loaded: SystemExit: 3"):
+        choice_of(AlgoSection(surrogate="ends.py:f"), module_named)

@@ -1,6 +1,5 @@
 """docs/algorithms.md: every name has its evidence and its place, and the example in it works."""
 
-import importlib
 import math
 import re
 import sys
@@ -24,13 +23,16 @@ from tests.unit.algos.evidence import (
     GOLDEN,
     PAGE,
     PROPERTY,
+    bounds,
     collected,
     figures,
     known,
     reads_golden_files,
+    straddled,
     table,
     written,
 )
+from wire.source_files import module_named
 
 TEXT = PAGE.read_text("utf-8")
 OWN_PART = re.search(r"^## Writing your own part\n.*?(?=^## )", TEXT, re.DOTALL | re.MULTILINE)
@@ -78,6 +80,18 @@ def test_who_claims_to_agree_with_another_system_reads_what_it_computed():
             assert reads_golden_files(test.function), test.place
     stated_anew = [test for test in collected() if test.place.startswith("test_papers.py")]
     assert not any(reads_golden_files(test.function) for test in stated_anew)
+
+
+@pytest.mark.parametrize("bound", bounds())
+def test_every_bound_is_compared_on_both_sides(bound: str):
+    flags = straddled().get(bound)
+    assert flags is not None, f"no test says which of its data are beyond {bound}"
+    assert 0 < sum(flags) < len(flags), f"{sum(flags)} of {len(flags)} are beyond {bound}"
+
+
+def test_whatever_a_test_says_is_on_both_sides_is():
+    one_sided = [name for name, flags in straddled().items() if not 0 < sum(flags) < len(flags)]
+    assert not one_sided
 
 
 # ---- what the page names ----
@@ -129,8 +143,9 @@ def test_every_figure_of_the_losses_is_defined():
 @pytest.fixture
 def my_losses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     (tmp_path / "my_losses.py").write_text(block("python"), "utf-8")
-    monkeypatch.syspath_prepend(tmp_path)
-    yield importlib.import_module("my_losses")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    yield module_named("my_losses.py")
     sys.modules.pop("my_losses")
 
 
@@ -142,7 +157,7 @@ def test_the_example_of_a_part_is_short():
 @pytest.mark.usefixtures("my_losses")
 def test_the_example_of_a_part_computes_what_it_says():
     section = msgspec.convert(tomllib.loads(block("toml"))["algo"], AlgoSection)
-    chosen = Algorithm(choice_of(section), max_response_tokens=2)
+    chosen = Algorithm(choice_of(section, module_named), max_response_tokens=2)
     current = torch.tensor([-1.0, -2.0], requires_grad=True)
     anchor = torch.tensor([-1.5, -2.0])
     packing = Packing.of(torch.ones(2, dtype=torch.bool), torch.tensor([0, 2]))

@@ -13,7 +13,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from algos.linear_logprobs import OutputLayer, Reference, TokenLogprobs, linear_logprobs
+from algos.linear_logprobs import (
+    OutputLayer,
+    Reference,
+    TokenLogprobs,
+    linear_logprobs,
+    squared_probabilities,
+)
 from algos.packing import Packing
 from algos.reduce import Denominators, reduced
 from algos.surrogates import PpoOptions, SurrogateInputs, ppo_clip
@@ -56,16 +62,16 @@ class Case:
 
     def plain(self) -> TokenLogprobs:
         """The definitions. A token that cannot be chosen has no column, or adds nothing."""
-        logprobs = self._log_softmax(self.hidden, self.weight)
+        logprobs = self.log_softmax(self.hidden, self.weight)
         chosen = logprobs.gather(-1, self.target.unsqueeze(-1)).squeeze(-1)
         entropy = -xlogy(logprobs.exp(), logprobs)
         if self.reference is None:
             return TokenLogprobs(chosen, entropy)
-        others = self._log_softmax(*self.reference)
+        others = self.log_softmax(*self.reference)
         gap = torch.where(logprobs == -torch.inf, 0.0, logprobs - others)
         return TokenLogprobs(chosen, entropy, xlogy(logprobs.exp(), gap))
 
-    def _log_softmax(self, hidden: Tensor, weight: Tensor) -> Tensor:
+    def log_softmax(self, hidden: Tensor, weight: Tensor) -> Tensor:
         logits = hidden @ weight.T
         logits = logits if logits.dtype == torch.float64 else logits.float()
         if self.temperature is not None:
@@ -124,7 +130,7 @@ def assert_same(got: tuple[Tensor, ...], expected: tuple[Tensor, ...], tolerance
 )
 @pytest.mark.parametrize("shaped", [False, True], ids=["plain", "tempered-barred-padded"])
 @pytest.mark.parametrize("alone", ["logprobs", "entropy", "kl", "mixed"])
-def test_values_and_gradients_are_those_of_log_softmax(alone: str, shaped: bool):
+def test_values_and_gradients_are_those_oflog_softmax(alone: str, shaped: bool):
     one = case(shaped=shaped)
     got, expected = one.ours(), one.plain()
     assert_same(got, expected, 1e-13)
@@ -134,6 +140,18 @@ def test_values_and_gradients_are_those_of_log_softmax(alone: str, shaped: bool)
         values = tuple((getattr(said, alone) * one.mix[0]).sum() for said in (got, expected))
     assert values[0].abs() > 0.1, "nothing was compared"
     assert_same(*map(one.gradients, values), 1e-12)
+
+
+@proves("sum of squared probabilities", against=DEFINITION)
+@pytest.mark.parametrize("shaped", [False, True], ids=["plain", "tempered-barred-padded"])
+def test_the_sum_of_squares_is_that_of_the_softmax(shaped: bool):
+    one = case(shaped=shaped)
+    found = squared_probabilities(
+        one.hidden, one.layer(one.weight), temperature=one.temperature, barred=one.barred
+    )
+    probabilities = one.log_softmax(one.hidden, one.weight).exp()
+    assert found.tolist() == pytest.approx(probabilities.square().sum(-1).tolist())
+    assert not found.requires_grad
 
 
 @proves("log-probabilities", "entropy", "kl.name = full", against=PROPERTY, what="packing")

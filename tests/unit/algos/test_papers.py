@@ -3,23 +3,37 @@
 The statements below are NumPy loops over tokens, one token at a time.
 """
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from itertools import pairwise
+
 import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
 from torch import Tensor
+from torch.testing import assert_close
 
 from algos.corrections import (
     ApproximateProximalOptions,
+    ClipCovOptions,
+    Correction,
     CorrectionInputs,
+    ImportanceSamplingOptions,
+    KlCovOptions,
     M2poOptions,
     StalenessDecayOptions,
     approximate_proximal,
+    clip_cov,
+    importance_sampling,
+    kl_cov,
     m2po,
     staleness_decay,
 )
 from algos.kl import Kind, kl_estimate
 from algos.packing import Packing
+from algos.parts import Options, Part
 from tests.unit.algos.evidence import DEFINITION, PROPERTY, proves
 
 Array = npt.NDArray[np.float64]
@@ -40,90 +54,70 @@ def inputs_of(
     )
 
 
-# ---- M2PO (arXiv 2510.01161) ----
+# ---- rules for a whole minibatch ----
+
+WHOLE: dict[str, tuple[Part[..., Correction], Options]] = {
+    "m2po": (m2po, M2poOptions()),
+    "clip-cov": (clip_cov, ClipCovOptions(share=0.2, low=0.1, high=3.0)),
+    "kl-cov": (kl_cov, KlCovOptions(share=0.2)),
+    "normalized tokens": (importance_sampling, ImportanceSamplingOptions(normalize=True)),
+    "normalized sequences": (
+        importance_sampling,
+        ImportanceSamplingOptions(normalize=True, level="sequence"),
+    ),
+}
+CUTS = (7, 7, 12, 30)  # of three ranks, one of which holds nothing
 
 
-def kept_by_m2po(log_ratios: Array, advantages: Array, threshold: float) -> list[bool]:
-    """Mask the worst token again and again while the second moment is above the threshold."""
-    kept = [True] * len(log_ratios)
-    while np.mean([r**2 for r, stays in zip(log_ratios, kept, strict=True) if stays]) > threshold:
-        pulling_out = [
-            (log_ratios[i] ** 2, i)
-            for i, stays in enumerate(kept)
-            if stays
-            and (
-                (advantages[i] > 0 and log_ratios[i] > 0)
-                or (advantages[i] < 0 and log_ratios[i] < 0)
-            )
-        ]
-        if not pulling_out or sum(kept) == 1:
-            break
-        kept[max(pulling_out)[1]] = False
-    return kept
+def on_ranks(
+    part: Part[..., Correction], options: Options, shares: list[CorrectionInputs]
+) -> list[Correction]:
+    """Return what each rank's correction is, in as many threads that gather together."""
+    meet = threading.Barrier(len(shares))
+    held: list[Tensor] = [torch.empty(0)] * len(shares)
+
+    def of_rank(rank: int) -> Correction:
+        def gather(values: Tensor) -> Tensor:
+            held[rank] = values
+            meet.wait()
+            everything = torch.cat(held)
+            meet.wait()
+            return everything
+
+        return part(replace(shares[rank], gather=gather), options)
+
+    with ThreadPoolExecutor(len(shares)) as threads:
+        return list(threads.map(of_rank, range(len(shares))))
 
 
-@proves(m2po, against=DEFINITION)
-@pytest.mark.parametrize("seed", range(8))
-@pytest.mark.parametrize("spread", [0.1, 0.3, 1.0])
-def test_m2po_masks_the_worst_token_until_the_second_moment_is_within_bounds(
-    seed: int, spread: float
-):
-    generator = np.random.default_rng(seed)
-    log_ratios, advantages = generator.normal(size=40) * spread, generator.normal(size=40)
-    kept = m2po(inputs_of(log_ratios, advantages), M2poOptions(threshold=0.04)).keep
-    assert kept.tolist() == kept_by_m2po(log_ratios, advantages, 0.04)
-
-
-@proves(m2po, against=DEFINITION)
-def test_m2po_drops_no_more_than_it_must():
-    log_ratios = np.array([1.0, 0.5, 0.1, 0.1, 0.1])
-    keep = m2po(inputs_of(log_ratios, np.ones(5)), M2poOptions(threshold=0.08)).keep
-    # with the largest alone gone, the mean is (0.25 + 3 * 0.01) / 4 = 0.07
-    assert keep.tolist() == [False, True, True, True, True]
-
-
-@proves(m2po, against=DEFINITION)
-def test_m2po_keeps_tokens_on_their_way_back_however_far_they_are():
-    keep = m2po(
-        inputs_of(np.array([2.0, -2.0, 1.0]), np.array([-1.0, 1.0, 1.0])), M2poOptions()
-    ).keep
-    assert keep.tolist() == [True, True, False]
-
-
-@proves(m2po, against=PROPERTY, what="packing")
-def test_m2po_decides_over_all_ranks_whatever_each_of_them_holds():
+@proves(*(part for part, _ in WHOLE.values()), against=PROPERTY, what="packing")
+@pytest.mark.parametrize("name", WHOLE)
+def test_a_rule_for_a_minibatch_decides_over_all_ranks_whatever_each_of_them_holds(name: str):
+    part, options = WHOLE[name]
     generator = np.random.default_rng(0)
-    log_ratios, advantages = generator.normal(size=30) * 0.3, generator.normal(size=30)
-    whole = m2po(inputs_of(log_ratios, advantages), M2poOptions()).keep
-    parts = [inputs_of(log_ratios[part], advantages[part]) for part in (slice(7), slice(7, 30))]
-    assert 0 < whole.sum() < 30
+    log_ratios, advantages = generator.normal(size=30) * 0.5, generator.normal(size=30)
+    behavior = torch.from_numpy(-3 * generator.random(30))
 
-    sent: list[list[Tensor]] = []
-    for inputs in parts:  # what each rank contributes, in the order of its calls
-        calls: list[Tensor] = []
-        m2po(
-            with_gather(inputs, lambda values, calls=calls: calls.append(values) or values),
-            M2poOptions(),
+    def share(first: int, last: int) -> CorrectionInputs:
+        at = slice(first, last)
+        size = last - first
+        starts = torch.tensor([i for i in (0, *CUTS) if first <= i <= last]) - first
+        return CorrectionInputs(
+            proximal=behavior[at] + torch.from_numpy(log_ratios[at]),
+            behavior=behavior[at],
+            advantages=torch.from_numpy(advantages[at]),
+            packing=Packing.of(torch.ones(size, dtype=torch.bool), starts),
         )
-        sent.append(calls)
-    everywhere = [torch.cat(of_ranks) for of_ranks in zip(*sent, strict=True)]
-    kept = []
-    for inputs in parts:
-        answers = iter(everywhere)
-        kept.append(
-            m2po(with_gather(inputs, lambda _, answers=answers: next(answers)), M2poOptions()).keep
-        )
-    assert torch.cat(kept).tolist() == whole.tolist()
 
-
-def with_gather(inputs: CorrectionInputs, gather: object) -> CorrectionInputs:
-    return CorrectionInputs(
-        proximal=inputs.proximal,
-        behavior=inputs.behavior,
-        advantages=inputs.advantages,
-        packing=inputs.packing,
-        gather=gather,  # type: ignore[arg-type]  # a lambda with a default argument
-    )
+    whole = part(share(0, 30), options)
+    found = on_ranks(part, options, [share(*ends) for ends in pairwise((0, *CUTS))])
+    assert torch.equal(torch.cat([one.keep for one in found]), whole.keep)
+    assert_close(torch.cat([one.weights for one in found]), whole.weights)
+    if whole.penalty is not None:
+        penalties = [one.penalty for one in found if one.penalty is not None]
+        assert torch.equal(torch.cat(penalties), whole.penalty)
+    changes = (~whole.keep).sum() + (whole.weights != 1.0).sum()
+    assert changes + (0 if whole.penalty is None else (whole.penalty > 0).sum()) > 0
 
 
 # ---- staleness ----
@@ -196,3 +190,37 @@ def test_the_gradient_of_a_straight_through_kl_is_on_average_that_of_the_kl(kind
     # every token of the vocabulary once, as often as it is sampled
     (estimated,) = torch.autograd.grad((logprobs.exp().detach() * per_token).sum(), logits)
     torch.testing.assert_close(estimated, exact, rtol=1e-9, atol=1e-12)
+
+
+# ---- KL of tokens that another policy sampled ----
+
+
+@proves("kl.importance_weighted", against=DEFINITION, what="value, gradient")
+@pytest.mark.parametrize("kind", ["k1", "k3"])
+def test_a_weighted_kl_and_its_gradient_are_on_average_those_of_the_kl(kind: Kind):
+    """Over all tokens of a vocabulary, each as often as mu samples it (arXiv 2512.02556)."""
+    logits = torch.tensor([0.3, -1.0, 0.8, 0.0], dtype=torch.float64).requires_grad_()
+    reference = torch.tensor([0.1, 0.4, -0.2, 0.0], dtype=torch.float64).log_softmax(0)
+    behavior = torch.tensor([-0.5, 0.2, 0.1, 0.9], dtype=torch.float64).log_softmax(0)
+    logprobs = logits.log_softmax(0)
+    exact = (logprobs.exp() * (logprobs - reference)).sum()
+    everything = torch.ones(4, dtype=torch.bool)
+    means = [
+        (
+            behavior.exp()
+            * kl_estimate(
+                kind,
+                current=logprobs,
+                reference=reference,
+                mask=everything,
+                sampled_from=sampled_from,
+            )
+        ).sum()
+        for sampled_from in (behavior, None)
+    ]
+    (of_exact,) = torch.autograd.grad(exact, logits, retain_graph=True)
+    (weighted,) = torch.autograd.grad(means[0], logits, retain_graph=True)
+    (plain,) = torch.autograd.grad(means[1], logits)
+    assert_close(means[0], exact)
+    assert_close(weighted, of_exact)
+    assert (plain - of_exact).abs().max() > 0.01, "without the weight it is another gradient"

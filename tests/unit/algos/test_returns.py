@@ -1,4 +1,5 @@
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -13,11 +14,14 @@ from algos.packing import Packing
 from algos.returns import (
     DiscountOptions,
     GaeOptions,
+    Groups,
+    OptimalTokenBaselineOptions,
     TokenOutcomes,
     at_end,
     discounted_returns,
     gae,
     moments,
+    optimal_token_baseline,
     whiten,
 )
 from tests.unit.algos.evidence import DEFINITION, PROPERTY, proves
@@ -385,3 +389,144 @@ def test_what_is_equal_to_all_others_is_whitened_to_0():
     mask, index = torch.ones(3, dtype=torch.bool), torch.zeros(3, dtype=torch.int64)
     ours = whiten(values, mask, index, moments(values, mask, index, 1))
     assert_close(ours, torch.zeros_like(ours), rtol=0, atol=1e-9)
+
+
+@proves(
+    "whiten = batch-mean",
+    "whiten = group-mean",
+    "whiten = batch-leave-one-out",
+    "whiten = group-leave-one-out",
+    against=DEFINITION,
+)
+@pytest.mark.parametrize("leave_one_out", [True, False])
+@given(given_tokens=tokens())
+@settings(deadline=None, max_examples=30)
+def test_each_index_is_centered_by_its_mean_or_by_that_of_the_others(
+    leave_one_out: bool, given_tokens: tuple[Tensor, Tensor, Tensor]
+):
+    values, mask, index = given_tokens
+    counted = moments(values, mask, index, 3)
+    ours = whiten(values, mask, index, counted, divide_by_std=False, leave_one_out=leave_one_out)
+    assert (ours[~mask] == 0.0).all()
+    for group in range(3):
+        x = values[mask & (index == group)].numpy()
+        expected = []
+        for i in range(len(x)):
+            among = np.delete(x, i) if leave_one_out else x
+            expected.append(x[i] - (among.mean() if len(among) else 0.0))
+        mine = ours[mask & (index == group)].numpy()
+        np.testing.assert_allclose(mine, expected, rtol=1e-9, atol=1e-9)
+
+
+# ---- optimal token baseline --------------------------------------------------
+
+
+@st.composite
+def steps(draw: st.DrawFn) -> TokenOutcomes:
+    """Sequences of several groups, in any order, with what the policy said of their tokens."""
+    case = draw(cases())
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
+    total, count = len(case.mask), len(case.lengths)
+    chosen = torch.rand(total, generator=generator, dtype=torch.float64) * 0.98 + 0.01
+    others = torch.rand(total, generator=generator, dtype=torch.float64) * (1 - chosen)
+    groups = draw(st.lists(st.integers(0, 2), min_size=count, max_size=count))
+    return TokenOutcomes(
+        rewards=case.rewards,
+        packing=case.packing,
+        proximal=chosen.log(),
+        squares=chosen.square() + others.square(),
+        groups=Groups(of_sequence=torch.tensor(groups), num_groups=3, longest=9),
+    )
+
+
+def stated_otb(step: TokenOutcomes, discount: float, *, zero_tail: bool) -> list[float]:
+    """B_t = sum_i W_it G_it / sum_i W_it, over the siblings that have a token t; one by one."""
+    assert step.proximal is not None
+    assert step.squares is not None
+    assert step.groups is not None
+    packing, result = step.packing, [0.0] * len(step.rewards)
+    sequences = [
+        [t for t in range(len(result)) if packing.mask[t] and packing.sequence[t] == s]
+        for s in range(packing.num_sequences)
+    ]
+    returns = [
+        plain_returns(step.rewards[places].numpy(), discount) if places else np.zeros(0)
+        for places in sequences
+    ]
+    weights = [
+        np.cumsum([1 - 2 * float(step.proximal[t].exp()) + float(step.squares[t]) for t in places])
+        for places in sequences
+    ]
+    for mine, places in enumerate(sequences):
+        group = step.groups.of_sequence[mine]
+        family = [s for s, g in enumerate(step.groups.of_sequence) if g == group and sequences[s]]
+        for t, place in enumerate(places):
+            there = [s for s in family if len(sequences[s]) > t]
+            total = sum(weights[s][t] for s in there)
+            baseline = sum(weights[s][t] * returns[s][t] for s in there) / total if total else 0.0
+            if len(family) == 1 or (zero_tail and len(there) == 1):
+                baseline = 0.0
+            result[place] = returns[mine][t] - baseline
+    return result
+
+
+@proves(optimal_token_baseline, against=DEFINITION)
+@pytest.mark.parametrize("tail", ["own", "zero"])
+@given(step=steps(), discount=st.sampled_from([0.5, 1.0]))
+@settings(deadline=None, max_examples=40)
+def test_the_baseline_weighs_siblings_by_the_energy_of_their_way(
+    tail: Literal["own", "zero"], step: TokenOutcomes, discount: float
+):
+    options = OptimalTokenBaselineOptions(tail=tail, discount=discount)
+    found = optimal_token_baseline(step, options).advantages
+    expected = stated_otb(step, discount, zero_tail=tail == "zero")
+    np.testing.assert_allclose(found.numpy(), expected, rtol=1e-7, atol=1e-7)
+
+
+@proves(optimal_token_baseline, against=PROPERTY, what="packing")
+@given(step=steps(), data=st.data())
+@settings(deadline=None, max_examples=20)
+def test_the_baseline_is_of_all_ranks_whatever_each_of_them_holds(
+    step: TokenOutcomes, data: st.DataObject
+):
+    assert step.proximal is not None
+    assert step.squares is not None
+    assert step.groups is not None
+    groups = step.groups
+    cut = data.draw(st.integers(0, step.packing.num_sequences))
+    options = OptimalTokenBaselineOptions()
+    sent: list[Tensor] = []
+
+    def part(first: int, last: int, total: Tensor | None) -> Tensor:
+        at = (step.packing.sequence >= first) & (step.packing.sequence < last)
+
+        def summed(values: Tensor) -> Tensor:
+            sent.append(values)
+            return values if total is None else total
+
+        return optimal_token_baseline(
+            TokenOutcomes(
+                rewards=step.rewards[at],
+                proximal=step.proximal[at],  # type: ignore[index]  # asserted above
+                squares=step.squares[at],  # type: ignore[index]  # asserted above
+                packing=Packing(
+                    step.packing.mask[at], step.packing.sequence[at] - first, last - first
+                ),
+                groups=replace(groups, of_sequence=groups.of_sequence[first:last], summed=summed),
+            ),
+            options,
+        ).advantages
+
+    halves = [(0, cut), (cut, step.packing.num_sequences)]
+    for first, last in halves:
+        part(first, last, None)
+    total = torch.stack(sent).sum(0)
+    found = torch.cat([part(first, last, total) for first, last in halves])
+    assert_close(found, optimal_token_baseline(step, options).advantages)
+
+
+def test_the_optimal_baseline_says_what_it_lacks():
+    packing = Packing.of(torch.ones(2, dtype=torch.bool), torch.tensor([0, 2]))
+    given_step = TokenOutcomes(rewards=torch.zeros(2), packing=packing)
+    with pytest.raises(ValueError, match="needs groups, proximal and squares"):
+        optimal_token_baseline(given_step, OptimalTokenBaselineOptions())

@@ -12,17 +12,21 @@ from torch import Tensor
 
 from algos.corrections import (
     ApproximateProximalOptions,
+    ClipCovOptions,
     Correction,
     CorrectionInputs,
     ImportanceSamplingOptions,
+    KlCovOptions,
     M2poOptions,
     OpsmOptions,
     RejectionOptions,
     StalenessDecayOptions,
     VetoOptions,
     approximate_proximal,
+    clip_cov,
     combined,
     importance_sampling,
+    kl_cov,
     m2po,
     opsm,
     rejection,
@@ -37,21 +41,25 @@ from algos.surrogates import (
     CispoOptions,
     DppoKlOptions,
     DppoTvOptions,
+    DrpoOptions,
     GmpoOptions,
     GspoOptions,
     PpoOptions,
     SapoOptions,
     SurrogateInputs,
     Terms,
+    ToprOptions,
     cispo,
     dppo_kl,
     dppo_tv,
+    drpo,
     gmpo,
     gspo,
     policy_gradient,
     ppo_clip,
     reinforce_is,
     sapo,
+    topr,
 )
 from tests.unit.algos.evidence import DEFINITION, PROPERTY, proves
 
@@ -66,6 +74,9 @@ SURROGATES: dict[str, tuple[Any, Any]] = {
     "gmpo": (gmpo, GmpoOptions()),
     "dppo-tv": (dppo_tv, DppoTvOptions()),
     "dppo-kl": (dppo_kl, DppoKlOptions()),
+    "drpo": (drpo, DrpoOptions(width=0.05)),
+    "topr": (topr, ToprOptions(high=0.9)),
+    "topr-token": (topr, ToprOptions(level="token")),
 }
 CORRECTIONS: dict[str, tuple[Any, Any]] = {
     **{
@@ -91,7 +102,18 @@ CORRECTIONS: dict[str, tuple[Any, Any]] = {
     "rejection-geometric": (rejection, RejectionOptions(level="geometric", low=0.9, high=1.1)),
     "veto": (veto, VetoOptions(threshold=0.5)),
     "opsm": (opsm, OpsmOptions(max_kl=0.05)),
+    "rejection-tv": (rejection, RejectionOptions(measure="tv", high=0.05)),
+    "rejection-binary-kl": (
+        rejection,
+        RejectionOptions(measure="binary-kl", level="sequence-mean", high=0.01),
+    ),
+    "importance-sampling-normalized": (
+        importance_sampling,
+        ImportanceSamplingOptions(normalize=True),
+    ),
     "m2po": (m2po, M2poOptions()),
+    "clip-cov": (clip_cov, ClipCovOptions(share=0.5, low=0.0, high=10.0)),
+    "kl-cov": (kl_cov, KlCovOptions(share=0.3)),
     "staleness-decay": (staleness_decay, StalenessDecayOptions()),
     "approximate-proximal": (approximate_proximal, ApproximateProximalOptions()),
 }
@@ -100,6 +122,8 @@ GARBAGE = (math.nan, math.inf, -math.inf)
 
 EVERY_SURROGATE = [part for part, _ in SURROGATES.values()]
 EVERY_CORRECTION = [part for part, _ in CORRECTIONS.values()]
+OF_RATIOS = {name: part for name, (part, _) in CORRECTIONS.items() if "cov" not in name}
+every_correction_of_ratios = pytest.mark.parametrize("name", OF_RATIOS)
 every_surrogate = pytest.mark.parametrize("name", SURROGATES)
 every_correction = pytest.mark.parametrize("name", CORRECTIONS)
 some = settings(max_examples=8, deadline=None, derandomize=True, database=None)
@@ -192,6 +216,9 @@ def same(one: Correction, other: Correction, at: Tensor | None = None) -> None:
     assert torch.equal(one.keep[at], other.keep)
     torch.testing.assert_close(one.weights[at], other.weights, rtol=1e-12, atol=0)
     assert (one.proximal is None) == (other.proximal is None)
+    assert (one.penalty is None) == (other.penalty is None)
+    if one.penalty is not None and other.penalty is not None:
+        assert torch.equal(one.penalty[at], other.penalty)
     if one.proximal is not None and other.proximal is not None:
         torch.testing.assert_close(one.proximal[at], other.proximal, rtol=1e-12, atol=0)
 
@@ -260,8 +287,10 @@ def is_at_a_kink(name: str, batch: Batch, terms: Terms, by: float) -> bool:
     return any(bool(((ratio - bound).abs() < by).any()) for bound in [*bounds, dual or 1.0 + high])
 
 
-@proves(reinforce_is, ppo_clip, sapo, gmpo, against=PROPERTY, what="slope")
-@pytest.mark.parametrize("name", ["reinforce-is", "ppo-clip", "ppo-clip-dual", "sapo", "gmpo"])
+@proves(reinforce_is, ppo_clip, sapo, gmpo, drpo, against=PROPERTY, what="slope")
+@pytest.mark.parametrize(
+    "name", ["reinforce-is", "ppo-clip", "ppo-clip-dual", "sapo", "gmpo", "drpo"]
+)
 @some
 @given(batch=batches(whole_sequences=True))
 def test_the_gradient_is_the_slope_of_the_loss(name: str, batch: Batch):
@@ -449,8 +478,8 @@ def test_the_order_of_sequences_changes_no_correction(name: str, batch: Batch, d
     )
 
 
-@proves(*EVERY_CORRECTION, against=PROPERTY, what="scale")
-@every_correction
+@proves(*OF_RATIOS.values(), against=PROPERTY, what="scale")
+@every_correction_of_ratios
 @some
 @given(batch=batches(), factor=st.floats(0.01, 100.0))
 def test_the_size_of_advantages_changes_no_correction(name: str, batch: Batch, factor: float):
@@ -458,8 +487,8 @@ def test_the_size_of_advantages_changes_no_correction(name: str, batch: Batch, f
     same(corrected(name, batch.correction_inputs()), corrected(name, scaled.correction_inputs()))
 
 
-@proves(*EVERY_CORRECTION, against=PROPERTY, what="identity")
-@every_correction
+@proves(*OF_RATIOS.values(), against=PROPERTY, what="identity")
+@every_correction_of_ratios
 @some
 @given(batch=batches())
 def test_nothing_is_corrected_where_the_policies_are_one(name: str, batch: Batch):

@@ -1,19 +1,22 @@
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+import msgspec
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from algos.compose import Algorithm
+from algos.compose import Algorithm, LossInputs
 from algos.config import choice_of
+from algos.corrections import Correction, CorrectionInputs
 from algos.diagnostics import Sums, add_sums
-from algos.linear_logprobs import TokenLogprobs
+from algos.parts import NoOptions, correction
 from algos.section import AlgoSection
 from learner.before import Minibatch
 from learner.collate import PackedBatch, TrainSequence, pack
 from learner.orders import NonFiniteError
+from learner.said import Said
 from learner.step import (
     StepData,
     TrainedMinibatch,
@@ -22,6 +25,7 @@ from learner.step import (
     step_data,
     train_step,
 )
+from tests.unit.algos.own_parts import SHOWN
 from wire.control import DeliveredGroup, DeliveredTrajectory
 from wire.phases import PhaseClock
 from wire.trajectory import TrajectoryHeader, VersionRun
@@ -97,6 +101,7 @@ class Bigrams:
 
     critic = None
     reference = None
+    teacher = None
 
     def __init__(self, *bad: int) -> None:
         generator = torch.Generator().manual_seed(1)
@@ -106,23 +111,27 @@ class Bigrams:
         self.forwards = 0
         self._bad = bad
 
-    def said(self, batch: PackedBatch) -> TokenLogprobs:
+    def said(self, batch: PackedBatch) -> Said:
         rows = self.logits.log_softmax(-1)[batch.token_ids.roll(1)]
         chosen = rows.gather(-1, batch.token_ids.unsqueeze(-1)).squeeze(-1)
         entropy = -(rows.exp() * rows).sum(-1)
-        return TokenLogprobs(*(torch.where(batch.loss_mask, v, 0.0) for v in (chosen, entropy)))
+        squares = rows.exp().square().sum(-1)
+        masked = [torch.where(batch.loss_mask, v, 0.0) for v in (chosen, entropy, squares)]
+        return Said(masked[0], masked[1], squares=masked[2])
 
     @torch.no_grad()
     def logprobs(self, batches: Sequence[PackedBatch]) -> list[Tensor]:
-        self.forwards += len(batches)
-        return [self.said(batch).logprobs for batch in batches]
+        return [said.logprobs for said in self.proximal(batches)]
 
-    proximal_logprobs = logprobs
+    @torch.no_grad()
+    def proximal(self, batches: Sequence[PackedBatch]) -> list[Said]:
+        self.forwards += len(batches)
+        return [self.said(batch) for batch in batches]
 
     def update(
         self,
         batches: Sequence[PackedBatch],
-        loss: Callable[[int, PackedBatch, TokenLogprobs], tuple[Tensor, Sums]],
+        loss: Callable[[int, PackedBatch, Said], tuple[Tensor, Sums]],
     ) -> tuple[Sums, float]:
         number, self.updates = self.updates, self.updates + 1
         if number in self._bad:
@@ -486,3 +495,187 @@ def test_a_group_is_compared_by_rewards_that_were_charged_with_the_divergence():
     assert torch.allclose(policy.logits, by_hand.logits, atol=1e-5)
     train(uncharged, without, given, parts)
     assert (by_hand.logits - uncharged.logits).abs().max() > 1e-2
+
+
+# ---- teachers, right answers, and what parts are shown ----
+
+
+def teacher_of(policy: Bigrams) -> Bigrams:
+    teacher = Bigrams()
+    with torch.no_grad():
+        teacher.logits.copy_(policy.logits.flip(0) * 1.5)
+    return teacher
+
+
+def taught(policy: Bigrams, chosen: Algorithm, given: StepData | None = None) -> dict[str, float]:
+    policy.teacher = teacher_of(policy)  # type: ignore[assignment]  # a fake of a fake
+    return train(policy, chosen, given or data(), minibatches())
+
+
+def gap_of(policy: Bigrams, teacher: Bigrams) -> float:
+    """Return KL(policy || teacher), averaged over what stands before a token."""
+    q, p = policy.logits.log_softmax(-1), teacher.logits.log_softmax(-1)
+    return (q.exp() * (q - p)).sum(-1).mean().item()
+
+
+def test_a_teacher_alone_draws_the_policy_to_itself():
+    policy = Bigrams()
+    chosen = algorithm(preset="distill", teacher={"coefficient": 1.0, "model": "/t"})
+    given = data()
+    given = replace(given, outcomes=replace(given.outcomes, rewards=torch.zeros(12)))
+    before = gap_of(policy, teacher_of(Bigrams()))
+    figures = taught(policy, chosen, given)
+    assert gap_of(policy, teacher_of(Bigrams())) < before
+    tokens = [batch for part in minibatches() for batch in part.batches]
+    with torch.no_grad():
+        gaps = [Bigrams().said(b).logprobs - teacher_of(Bigrams()).said(b).logprobs for b in tokens]
+    mean = float(torch.cat([g[b.loss_mask] for g, b in zip(gaps, tokens, strict=True)]).mean())
+    assert figures["policy/kl_teacher"] == pytest.approx(mean, rel=1e-5)
+
+
+def test_a_teacher_beside_rewards_adds_to_their_advantages():
+    chosen = algorithm(reduce="token-sum", teacher={"coefficient": 0.3, "model": "/t"})
+    policy, by_hand = Bigrams(), Bigrams()
+    taught(policy, chosen)
+    teacher = teacher_of(Bigrams())
+    seen: list[Tensor] = []
+
+    class Told(Algorithm):
+        def loss(self, given: LossInputs, *, num_lags: int = 0) -> tuple[Tensor, Sums]:
+            batch = batches[len(seen)]
+            with torch.no_grad():
+                difference = teacher.said(batch).logprobs - Bigrams().said(batch).logprobs
+            seen.append(difference)
+            more = 0.3 * torch.where(batch.loss_mask, difference, 0.0)
+            return super().loss(
+                replace(given, advantages=given.advantages + more), num_lags=num_lags
+            )
+
+    batches = [batch for part in minibatches() for batch in part.batches]
+    told = Told(algorithm(reduce="token-sum").choice, max_response_tokens=6)
+    train(by_hand, told, data(), minibatches())
+    assert len(seen) == len(batches)
+    assert torch.allclose(policy.logits, by_hand.logits, atol=1e-5)
+    plain = Bigrams()
+    train(plain, algorithm(reduce="token-sum"), data(), minibatches())
+    assert (plain.logits - policy.logits).abs().max() > 1e-2
+
+
+def test_right_answers_become_likelier_whatever_their_advantage_is():
+    chosen = algorithm(advantage="zero", likelihood={"coefficient": 1.0, "least_reward": 1.5})
+    given = data()
+    rewards = given.outcomes.rewards
+    assert 0 < (rewards >= 1.5).sum() < len(rewards)
+
+    def likelihood(policy: Bigrams, right: bool) -> float:
+        chosen_ones = [i for i, r in enumerate(rewards.tolist()) if (r >= 1.5) == right]
+        everything = sequences(12)
+        batch = pack([everything[i] for i in chosen_ones], CPU)
+        with torch.no_grad():
+            return float(policy.said(batch).logprobs.sum())
+
+    policy = Bigrams()
+    train(policy, chosen, given, minibatches())
+    assert likelihood(policy, right=True) > likelihood(Bigrams(), right=True)
+    by_hand = Bigrams()
+    for part in minibatches():
+        right = [i for i in part.members if rewards[i] >= 1.5]
+        if not right:
+            continue
+        batch = pack([sequences(12)[i] for i in right], CPU)
+        said = by_hand.said(batch).logprobs
+        descend(by_hand.logits, [(-said.sum() / batch.loss_mask.sum(), {})])
+    assert torch.allclose(policy.logits, by_hand.logits, atol=1e-5)
+
+
+def test_a_surrogate_is_shown_what_it_needs():
+    SHOWN.clear()
+    policy = with_reference(Bigrams())
+    chosen = algorithm(surrogate="tests.unit.algos.own_parts:shown", correction="none")
+    train(policy, chosen, data(), minibatches())
+    assert len(SHOWN) == 6
+    parts = minibatches()
+    for number, shown in enumerate(SHOWN):
+        batch = parts[number // 2].batches[number % 2]
+        mask = batch.loss_mask
+        assert shown.entropy is not None
+        assert shown.reference is not None
+        assert shown.lags is not None
+        assert shown.minibatch is not None
+        assert (shown.entropy[mask] > 0).all()
+        expected = policy.reference.said(batch).logprobs
+        assert torch.equal(shown.reference, expected)
+        assert shown.lags[mask].tolist() == (5 - batch.version_steps[mask]).tolist()
+        whole = parts[number // 2].batches
+        behavior = torch.cat([one.behavior_logprobs[one.loss_mask] for one in whole])
+        assert torch.equal(shown.minibatch.behavior, behavior)
+        assert len(shown.minibatch.proximal) == len(shown.minibatch.advantages) == len(behavior)
+    SHOWN.clear()
+
+
+SEEN: list[CorrectionInputs] = []
+
+
+@correction("look", needs=("entropy", "reference", "whole_minibatch"))
+def look(inputs: CorrectionInputs, _: NoOptions) -> Correction:
+    """Note what it is shown, and correct nothing."""
+    SEEN.append(inputs)
+    return Correction(weights=torch.ones_like(inputs.log_ratios), keep=inputs.packing.mask)
+
+
+def test_a_correction_of_a_minibatch_is_shown_what_it_needs():
+    SEEN.clear()
+    policy = with_reference(Bigrams())
+    name = f"{__name__}:look"
+    train(policy, algorithm(correction={name: {}}), data(), minibatches())
+    assert len(SEEN) == 3
+    for seen, part in zip(SEEN, minibatches(), strict=True):
+        with torch.no_grad():
+            first = Bigrams()
+            entropy = torch.cat([first.said(batch).entropy for batch in part.batches])
+            reference = torch.cat([policy.reference.said(b).logprobs for b in part.batches])
+        assert seen.entropy is not None
+        assert seen.reference is not None
+        assert torch.equal(seen.entropy, entropy)
+        assert torch.equal(seen.reference, reference)
+    SEEN.clear()
+
+
+def test_an_optimal_token_baseline_compares_siblings_in_other_microbatches():
+    """However siblings are spread over microbatches, the step is the same."""
+    given = data(2)
+    chosen = algorithm(advantage="optimal-token-baseline", reduce="token-sum", correction="none")
+    together, apart, plain = Bigrams(), Bigrams(), Bigrams()
+    train(together, chosen, given, [minibatch((0, 1, 2, 3, 4, 5, 6, 7))])
+    train(apart, chosen, given, [minibatch((0, 4), (5, 2), (7, 1), (3, 6))])
+    assert torch.allclose(together.logits, apart.logits, atol=1e-5)
+    train(
+        plain,
+        algorithm(advantage="reinforce++-baseline", reduce="token-sum", correction="none"),
+        given,
+        [minibatch((0, 1, 2, 3, 4, 5, 6, 7))],
+    )
+    assert (plain.logits - together.logits).abs().max() > 1e-2
+
+
+def test_parts_of_rewards_reach_the_advantage():
+    delivered = [
+        DeliveredGroup(
+            group_id=g,
+            trajectories=tuple(
+                msgspec.structs.replace(
+                    trajectory(g, sibling, 1.0, (4, 5)),
+                    parts={"right": float(sibling), "short": 1.0 - sibling}
+                    if g
+                    else {"right": 1.0},
+                )
+                for sibling in range(2)
+            ),
+        )
+        for g in range(2)
+    ]
+    parts = step_data(delivered, step=5, seed=0).outcomes.parts
+    assert sorted(parts) == ["right", "short"]
+    assert parts["right"].tolist() == [1.0, 1.0, 0.0, 1.0]
+    assert parts["short"].isnan().tolist() == [True, True, False, False]
+    assert parts["short"][2:].tolist() == [1.0, 0.0]

@@ -1,0 +1,219 @@
+"""A teacher behind an SGLang server: what it says about the tokens of a batch, over HTTP.
+
+One rank of each model replica asks and tells the others. The server reads prompts alone
+(``max_new_tokens = 0``) and answers with the log-probability of every token of them, at temperature
+1 and over its whole vocabulary: ``learner.algorithm`` refuses runs that sample otherwise.
+
+Shapes: T tokens of B sequences laid end to end.
+"""
+
+import asyncio
+import logging
+import math
+import time
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import aiohttp
+import msgspec
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from algos.config import TeacherOptions
+from learner.collate import PackedBatch
+from wire.errors import ConfigError, EngineError, PeerLostError
+from wire.keys import read_private
+
+if TYPE_CHECKING:
+    from learner.topology import Topology
+
+_log = logging.getLogger(__name__)
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.2, 5.0  # before what failed is asked again
+_SHOWN_CHARACTERS = 200
+_ABOVE_0 = 1e-3  # nats: what rounding may add to the log-probability of a certain token
+
+
+class _Meta(msgspec.Struct):
+    input_token_logprobs: list[tuple[float | None, int, str | None]] = []
+
+
+class _Reply(msgspec.Struct):
+    meta_info: _Meta
+
+
+class EndpointTeacher:
+    """A policy that another machine serves."""
+
+    def __init__(
+        self, options: TeacherOptions, topology: "Topology", *, vocab_size: int, timeout_s: float
+    ) -> None:
+        """Ask one question, so that a wrong server is known at the start.
+
+        SGLang does not tell the size of its vocabulary, and ends where it is asked about a token
+        that it does not have: that teacher and policy have the same tokens is the user's word.
+
+        Args:
+            options: [algo.teacher].
+            topology: this rank's place.
+            vocab_size: of policy and teacher.
+            timeout_s: how long a question is asked again while the server does not answer.
+
+        Raises:
+            ConfigError: the address or the key is wrong, or it is no server of SGLang's.
+            PeerLostError: nobody answers there.
+        """
+        if not options.endpoint.startswith(("http://", "https://")):
+            raise ConfigError(
+                "algo.teacher.endpoint must begin with http:// or https://, got "
+                f"{options.endpoint!r}"
+            )
+        self._url = options.endpoint.rstrip("/") + "/generate"
+        self._last_token = vocab_size - 1
+        self._concurrency = options.concurrency
+        self._timeout_s = timeout_s
+        self._headers = {}
+        if options.api_key_file:
+            key = read_private(Path(options.api_key_file), "algo.teacher.api_key_file").strip()
+            self._headers["Authorization"] = f"Bearer {key}"
+        self._topology = topology
+        self._asks = topology.tensor_parallel_rank == 0
+        if self._asks:
+            try:
+                asyncio.run(self._all([([0, 0], 1)]))
+            except EngineError as error:
+                raise ConfigError(f"nobody to learn from: {error}") from error
+
+    def logprobs(self, batches: Sequence[PackedBatch]) -> list[Tensor]:
+        """Return the log-probabilities [T] per microbatch, 0.0 outside the loss mask.
+
+        Raises:
+            PeerLostError: the server did not answer for ``timeout_s``.
+            EngineError: it answered with an error, or of other tokens.
+        """
+        result = [torch.zeros_like(batch.behavior_logprobs) for batch in batches]
+        if self._asks:
+            questions = [_questions(batch) for batch in batches]
+            answers = iter(asyncio.run(self._all([q for each in questions for q in each])))
+            for batch, values in zip(batches, result, strict=True):
+                _fill(batch, values, answers)
+        if self._topology.tensor_parallel > 1:
+            group = self._topology.tensor_group
+            for values in result:
+                dist.broadcast(values, src=dist.get_global_rank(group, 0), group=group)
+        return result
+
+    async def _all(self, questions: Sequence[tuple[list[int], int]]) -> list[list[float]]:
+        """Return the log-probability of each token from ``start`` on, of each (tokens, start)."""
+        gate = asyncio.Semaphore(self._concurrency)
+        timeout = aiohttp.ClientTimeout(total=self._timeout_s)
+        connector = aiohttp.TCPConnector(limit=self._concurrency)
+        async with aiohttp.ClientSession(
+            timeout=timeout, connector=connector, headers=self._headers
+        ) as session:
+
+            async def one(tokens: list[int], start: int) -> list[float]:
+                async with gate:
+                    return await self._asked(session, tokens, start)
+
+            try:
+                async with asyncio.TaskGroup() as tasks:
+                    asked = [tasks.create_task(one(*question)) for question in questions]
+            except ExceptionGroup as several:
+                raise several.exceptions[0] from None
+            return [task.result() for task in asked]
+
+    async def _asked(
+        self, session: aiohttp.ClientSession, tokens: list[int], start: int
+    ) -> list[float]:
+        question = {
+            "input_ids": tokens,
+            "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
+            "return_logprob": True,
+            "logprob_start_len": max(start - 1, 0),  # the first of them has none: nothing chose it
+        }
+        given_up = time.monotonic() + self._timeout_s
+        pause_s = _FIRST_PAUSE_S
+        while True:
+            status, body = await self._posted(session, question)
+            if status == 200:
+                return self._values(body, tokens[start:])
+            trouble = f"HTTP {status}: {_shown(body)}" if status else body.decode()
+            if 0 < status < 500:
+                raise EngineError(
+                    f"the teacher at {self._url} (algo.teacher.endpoint) answered {trouble}"
+                )
+            if time.monotonic() + pause_s > given_up:
+                raise PeerLostError(
+                    f"the teacher at {self._url} (algo.teacher.endpoint) did not answer for "
+                    f"{self._timeout_s:g} s (learner.timeout_s): {trouble}"
+                )
+            _log.warning("the teacher at %s: %s; asked again", self._url, trouble)
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+    async def _posted(
+        self, session: aiohttp.ClientSession, question: dict[str, Any]
+    ) -> tuple[int, bytes]:
+        """Return status and body of the answer; 0 and why, if there is none."""
+        try:
+            async with session.post(self._url, json=question, allow_redirects=False) as reply:
+                return reply.status, await reply.read()
+        except (aiohttp.ClientError, TimeoutError) as error:
+            return 0, f"{type(error).__name__}: {error}".encode()
+
+    def _values(self, body: bytes, tokens: Sequence[int]) -> list[float]:
+        """Return the log-probabilities of these tokens, the last ones that were asked about.
+
+        Raises:
+            EngineError: the reply is of other tokens, or holds what is no log-probability.
+        """
+        try:
+            told = msgspec.json.decode(body, type=_Reply).meta_info.input_token_logprobs
+        except msgspec.DecodeError as error:
+            raise EngineError(
+                f"the teacher's reply ({self._url}) cannot be read: {error}: {_shown(body)}"
+            ) from error
+        told = told[-len(tokens) :]
+        if len(told) != len(tokens) or not all(
+            # SGLang calls the last token of the vocabulary 0, and means itself.
+            token == asked or (token == 0 and asked == self._last_token)
+            for (_, token, _), asked in zip(told, tokens, strict=True)
+        ):
+            raise EngineError(
+                f"the teacher ({self._url}) was asked about {len(tokens)} tokens and answered "
+                f"about others ({len(told)} of them)"
+            )
+        values = [math.nan if value is None else value for value, _, _ in told]
+        for value in values:
+            if not (math.isfinite(value) and value <= _ABOVE_0):
+                raise EngineError(f"the teacher ({self._url}) told a log-probability of {value:g}")
+        return values
+
+
+def _questions(batch: PackedBatch) -> list[tuple[list[int], int]]:
+    """Return the tokens of each sequence that has a chosen one, and the place of the first such."""
+    return [
+        (batch.token_ids[span].tolist(), int(batch.loss_mask[span].int().argmax()))
+        for span in _asked_spans(batch)
+    ]
+
+
+def _asked_spans(batch: PackedBatch) -> list[slice]:
+    spans = [slice(first, last) for first, last in pairwise(batch.cu_seqlens.tolist())]
+    return [span for span in spans if batch.loss_mask[span].any()]
+
+
+def _fill(batch: PackedBatch, values: Tensor, answers: Iterator[list[float]]) -> None:
+    """Put the answers to ``_questions`` at their tokens."""
+    for span in _asked_spans(batch):
+        answer = torch.tensor(next(answers), dtype=values.dtype, device=values.device)
+        values[span.stop - len(answer) : span.stop] = answer
+    values.masked_fill_(~batch.loss_mask, 0.0)
+
+
+def _shown(body: bytes) -> str:
+    line = " ".join(body.decode(errors="replace").split())
+    return line if len(line) <= _SHOWN_CHARACTERS else line[:_SHOWN_CHARACTERS] + "..."

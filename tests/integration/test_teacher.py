@@ -1,0 +1,227 @@
+"""A teacher behind an endpoint: a real SGLang server, and one that says what it is told to."""
+
+import asyncio
+import json
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from aiohttp import web
+
+from algos.config import TeacherOptions
+from learner.collate import PackedBatch, TrainSequence, pack
+from learner.teacher import EndpointTeacher
+from tests.e2e.tiny_run import sglang_server, write_policy
+from tests.integration.ranks import outputs, start
+from wire.errors import ConfigError, EngineError, PeerLostError
+from wire.keys import write_private
+
+pytestmark = pytest.mark.integration
+VOCAB_SIZE = 20  # of the tiny policy
+ALONE = SimpleNamespace(tensor_parallel=1, tensor_parallel_rank=0)
+KEY = "teacher-key-0815"
+
+
+def token_sequences() -> list[list[int]]:
+    """Return sequences of unlike lengths, of any tokens."""
+    random = np.random.default_rng(0)
+    return [random.integers(0, VOCAB_SIZE, length).tolist() for length in (30, 3, 17, 2, 41)]
+
+
+def train_sequences() -> list[TrainSequence]:
+    """Return them with prompts of a third of each, and a hole in one."""
+    result = []
+    for number, tokens in enumerate(token_sequences()):
+        mask = np.arange(len(tokens)) >= max(1, len(tokens) // 3)
+        if number == 0:
+            mask[len(tokens) // 2] = False
+        result.append(
+            TrainSequence(
+                token_ids=np.array(tokens, np.int32),
+                loss_mask=mask,
+                behavior_logprobs=np.zeros(len(tokens), np.float32),
+                temperature=1.0,
+            )
+        )
+    return result
+
+
+def batches() -> list[PackedBatch]:
+    everything, cpu = train_sequences(), torch.device("cpu")
+    return [pack(everything[:2], cpu), pack(everything[2:], cpu)]
+
+
+def teacher(url: str, *, timeout_s: float = 60.0, **options: Any) -> EndpointTeacher:  # noqa: ANN401 as TeacherOptions
+    return EndpointTeacher(
+        TeacherOptions(coefficient=1.0, endpoint=url, **options),
+        ALONE,  # type: ignore[arg-type]  # what it reads of a topology
+        vocab_size=VOCAB_SIZE,
+        timeout_s=timeout_s,
+    )
+
+
+# ---- a real server ----
+
+
+def test_what_sglang_tells_is_what_transformers_computes(tmp_path: Path):
+    write_policy(tmp_path / "model")
+    given, key_file = tmp_path / "sequences.json", tmp_path / "key"
+    given.write_text(json.dumps(token_sequences()))
+    (printed,) = outputs([start(tmp_path, "transformers_logprobs", tmp_path / "model", given)])
+    expected = json.loads(printed)
+    with sglang_server(tmp_path / "model") as server:
+        write_private(key_file, server.api_key)
+        asked = teacher(server.url, api_key_file=str(key_file), concurrency=2)
+        first, second = (values.tolist() for values in asked.logprobs(batches()))
+        with pytest.raises(ConfigError, match=r"nobody to learn from: .* answered HTTP 401"):
+            teacher(server.url)
+    told = iter([*first, *second])
+    for sequence, logprobs in zip(train_sequences(), expected, strict=True):
+        for chosen, logprob in zip(sequence.loss_mask, [0.0, *logprobs], strict=True):
+            assert next(told) == pytest.approx(logprob if chosen else 0.0, abs=2e-4)
+    assert min(min(logprobs) for logprobs in expected) < -1.0, "nothing was compared"
+
+
+# ---- a server that is told what to say ----
+
+Answer = Callable[[dict[str, Any]], tuple[int, Any]]
+
+
+@contextmanager
+def server_of(answer: Answer) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+    """Yield the URL of a server, in a thread of its own, and the questions that it was asked."""
+    asked: list[dict[str, Any]] = []
+    loop = asyncio.new_event_loop()
+
+    async def handler(request: web.Request) -> web.Response:
+        question = await request.json()
+        asked.append({**question, "authorization": request.headers.get("Authorization")})
+        status, said = answer(question)
+        return web.json_response(said, status=status)
+
+    async def begin() -> tuple[web.AppRunner, int]:
+        app = web.Application()
+        app.router.add_post("/generate", handler)
+        runner = web.AppRunner(app, shutdown_timeout=0.1)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        return runner, int(runner.addresses[0][1])
+
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+    runner, port = asyncio.run_coroutine_threadsafe(begin(), loop).result()
+    try:
+        yield f"http://127.0.0.1:{port}", asked
+    finally:
+        asyncio.run_coroutine_threadsafe(runner.cleanup(), loop).result()
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        loop.close()
+
+
+def logprob_of(token: int) -> float:
+    return -0.01 * (token + 1)
+
+
+def truth(question: dict[str, Any]) -> tuple[int, Any]:
+    first = question["logprob_start_len"]
+    told = [[logprob_of(token), token, None] for token in question["input_ids"][first:]]
+    told[0][0] = None  # nothing chose the first
+    return 200, {"text": "", "meta_info": {"input_token_logprobs": told}}
+
+
+def test_answers_stand_at_their_tokens_and_the_key_is_sent(tmp_path: Path):
+    write_private(tmp_path / "key", KEY + "\n")
+    with server_of(truth) as (url, asked):
+        found = teacher(url + "/", api_key_file=str(tmp_path / "key")).logprobs(batches())
+    for batch, values in zip(batches(), found, strict=True):
+        expected = torch.where(batch.loss_mask, -0.01 * (batch.token_ids + 1), 0.0)
+        assert torch.allclose(values, expected)
+    assert len(asked) == 1 + len(train_sequences())
+    assert {one["authorization"] for one in asked} == {f"Bearer {KEY}"}
+    assert all(one["sampling_params"] == {"max_new_tokens": 0, "temperature": 1.0} for one in asked)
+    starts = {len(one["input_ids"]): one["logprob_start_len"] for one in asked[1:]}
+    assert starts == {n: max(1, n // 3) - 1 for n in map(len, token_sequences())}
+
+
+def test_a_server_that_is_away_for_a_while_is_asked_again():
+    failures = 3
+
+    def sometimes(question: dict[str, Any]) -> tuple[int, Any]:
+        nonlocal failures
+        if failures and len(question["input_ids"]) > 2:
+            failures -= 1
+            return 503, {"error": "busy"}
+        return truth(question)
+
+    with server_of(sometimes) as (url, asked):
+        found = teacher(url).logprobs(batches())
+    assert failures == 0
+    assert len(asked) == 1 + len(train_sequences()) + 3
+    assert all(
+        (values[batch.loss_mask] < 0).all() for values, batch in zip(found, batches(), strict=True)
+    )
+
+
+def test_nobody_there_is_said_with_the_settings():
+    with server_of(truth) as (url, _):
+        pass
+    with pytest.raises(
+        PeerLostError,
+        match=rf"the teacher at {url}/generate \(algo.teacher.endpoint\) did not answer for 0.5 s",
+    ):
+        teacher(url, timeout_s=0.5)
+
+
+def others(question: dict[str, Any]) -> tuple[int, Any]:
+    status, said = truth(question)
+    for entry in said["meta_info"]["input_token_logprobs"]:
+        entry[1] += 1
+    return status, said
+
+
+def cut(question: dict[str, Any]) -> tuple[int, Any]:
+    status, said = truth(question)
+    del said["meta_info"]["input_token_logprobs"][2:]
+    return status, said
+
+
+def above_0(question: dict[str, Any]) -> tuple[int, Any]:
+    status, said = truth(question)
+    said["meta_info"]["input_token_logprobs"][-1][0] = 0.5
+    return status, said
+
+
+WRONG: dict[str, tuple[Answer, str]] = {
+    "other tokens": (others, "was asked about .* tokens and answered about others"),
+    "cut": (cut, "was asked about .* tokens and answered about others"),
+    "above 0": (above_0, "told a log-probability of 0.5"),
+    "no numbers": (lambda _: (200, {"meta_info": {}}), "answered about others"),
+    "something else": (lambda _: (200, {"choices": []}), "the teacher's reply .* cannot be read"),
+    "refused": (lambda _: (400, {"error": "too long"}), "answered HTTP 400: .*too long"),
+    "elsewhere": (lambda _: (302, {}), "answered HTTP 302"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_an_answer_that_makes_no_sense_is_an_error(name: str):
+    answer, message = WRONG[name]
+
+    def later(question: dict[str, Any]) -> tuple[int, Any]:
+        return (truth if len(question["input_ids"]) == 2 else answer)(question)
+
+    with server_of(later) as (url, _):
+        asked = teacher(url)
+        with pytest.raises(EngineError, match=message):
+            asked.logprobs(batches())
+
+
+def test_an_address_that_is_none_is_refused():
+    with pytest.raises(ConfigError, match=r"algo.teacher.endpoint must begin with http://"):
+        teacher("10.0.0.7:30000")

@@ -1,0 +1,52 @@
+"""Python that a user names in a setting: a file, or a module that Python or this folder has."""
+
+import hashlib
+import importlib
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+
+
+def module_named(where: str) -> ModuleType:
+    """Return the module ``FILE.py`` or ``MODULE``; modules of the current folder are found, too.
+
+    A file is imported as a script would be: its folder is on ``sys.path``, so that it can import
+    its neighbors. Whatever the module raises while it is imported passes through.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ImportError: there is no such module, or the file is no Python file.
+    """
+    if where.endswith(".py"):
+        return _of_file(Path(where))
+    here = str(Path.cwd())
+    if here in sys.path or "" in sys.path:
+        return importlib.import_module(where)
+    sys.path.append(here)  # last: what is installed goes first
+    return importlib.import_module(where)
+
+
+def _of_file(path: Path) -> ModuleType:
+    path = path.resolve()
+    if not path.is_file():
+        raise FileNotFoundError(f"No such file: {path}")
+    name = path.stem
+    known = sys.modules.get(name)
+    if known is not None:
+        if getattr(known, "__file__", None) == str(path):
+            return known
+        name = f"{name}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
+    if str(path.parent) not in sys.path:
+        sys.path.insert(0, str(path.parent))
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{path} is not a Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses and pickle look it up there
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
