@@ -69,15 +69,15 @@ class Budget:
         """Run what makes some tests and take its time; None when none is left."""
         if self.left_s <= 0:
             return None
-        wall_s = min(self.left_s, self.test_s * num_tests)
+        own_s = min(self.left_s, self.test_s * num_tests)
         limits = sandboxes.Limits(
-            wall_s=wall_s,
-            cpu_s=wall_s,
+            own_s=own_s,
+            cpu_s=own_s,
             memory_bytes=self.memory_bytes,
             max_processes=_MAX_PROCESSES,
         )
         outcome = sandboxes.run(source, stdin=stdin, files=files, limits=limits, mode=self.mode)
-        self.left_s -= outcome.wall_s
+        self.left_s -= max(outcome.own_s, outcome.cpu_s)
         return outcome
 
 
@@ -99,9 +99,10 @@ def score(
         require_fence: without a fence of three backticks there is no program; else the whole
             answer is one.
         all_or_nothing: 1.0 if every test passes, else 0.0.
-        test_s: what one test may take.
-        total_s: what all may take; tests that there was no time for have failed. Keep it well
-            under reward.timeout_s.
+        test_s: what one test may take, in seconds in which the program has a core or wants none:
+            a busy machine makes no answer wrong.
+        total_s: what all may take, in the same; tests that there was no time for have failed. Keep
+            it well under reward.timeout_s, which is of the clock and leaves the answer unscored.
         memory_mb: memory of one run.
         sandbox: reward.sandbox; ``none`` runs the program unprotected.
 

@@ -24,10 +24,12 @@ from pathlib import Path, PurePosixPath
 from types import MappingProxyType
 from typing import Literal, TypeAlias
 
+from broker.rewards.own_time import OwnTime
 from wire.errors import ConfigError
 
 Mode: TypeAlias = Literal["namespaces", "none"]
 Status: TypeAlias = Literal["ok", "failed", "timeout", "memory", "processes", "output"]
+_End: TypeAlias = Status | Literal["starved"]
 
 _JAIL = Path(__file__).with_name("jail.py")
 _MIB = 1024 * 1024
@@ -40,6 +42,8 @@ _READ_BYTES = 65536
 _MOST_LOOKED_AT = 4096
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _TICK_S = 1 / os.sysconf("SC_CLK_TCK")
+_WANTING = (b"R", b"D")
+_AT_MOST = 20  # times own_s: then the machine is too busy
 NO_FILES: Mapping[str, bytes] = MappingProxyType({})
 _ENVIRONMENT = {"PATH": "/usr/local/bin:/usr/bin:/bin", "HOME": "/tmp", "LANG": "C.UTF-8"}  # noqa: S108
 _SYSTEM_FOLDERS = ("/usr", "/lib", "/lib64", "/bin")
@@ -58,7 +62,8 @@ class SandboxUnavailableError(ConfigError):
 class Limits:
     """What one run may take, all its processes together."""
 
-    wall_s: float = 10.0
+    own_s: float = 10.0
+    """Seconds in which it had a core, or wanted none: those in which others had it do not count."""
     cpu_s: float = 10.0
     memory_bytes: int = 512 * _MIB
     max_processes: int = 32
@@ -80,7 +85,7 @@ class Outcome:
     exit_code: int | None
     stdout: bytes
     stderr: bytes
-    wall_s: float
+    own_s: float
     cpu_s: float
     peak_bytes: int
 
@@ -191,6 +196,7 @@ class _Run:
         self._report = b""
         self._output: dict[str, bytearray] = {"stdout": bytearray(), "stderr": bytearray()}
         self._usage = _Usage()
+        self._own: OwnTime | None = None  # from the start of the code
         self._start_s = time.monotonic()
         self._code_start_s: float | None = None
         with contextlib.ExitStack() as stack:
@@ -243,7 +249,7 @@ class _Run:
                 pass
         return self._outcome(status, now_s)
 
-    def _until_the_end(self, selector: selectors.BaseSelector) -> Status | None:
+    def _until_the_end(self, selector: selectors.BaseSelector) -> _End | None:
         """Return why the run has to be ended, or None when it ended by itself."""
         next_look_s = 0.0
         while True:
@@ -253,13 +259,15 @@ class _Run:
                 if not self._read(key.data):
                     selector.unregister(key.fileobj)
             now_s = time.monotonic()
-            if self._code_start_s is None and b'"started"' in self._report:
-                self._code_start_s = now_s
+            if self._own is None and b'"started"' in self._report:
+                self._code_start_s, self._own = now_s, OwnTime(now_s, self._usage.cpu_s)
             if now_s >= next_look_s:
                 next_look_s = now_s + _POLL_S
                 levels = 1 if self._plain else 2
                 most = self._limits.memory_bytes
                 self._usage.look(self._process.pid, levels=levels, enough_bytes=most)
+                if self._own is not None:
+                    self._own.tick(now_s, self._usage.cpu_s, wants_core=self._usage.wants_core)
             status = self._too_much_output() or self._over_limit(now_s)
             if status is not None:
                 return status
@@ -281,13 +289,15 @@ class _Run:
         written = sum(len(output) for output in self._output.values())
         return "output" if written > self._limits.max_output_bytes else None
 
-    def _over_limit(self, now_s: float) -> Status | None:
+    def _over_limit(self, now_s: float) -> _End | None:
         """Return which limit the run is past."""
         limits, usage = self._limits, self._usage
-        if self._code_start_s is None:
-            return "timeout" if now_s - self._start_s > _START_S + limits.wall_s else None
-        if now_s - self._code_start_s > limits.wall_s or usage.cpu_s > limits.cpu_s:
+        if self._own is None or self._code_start_s is None:
+            return "timeout" if now_s - self._start_s > _START_S + limits.own_s else None
+        if self._own.seconds > limits.own_s or usage.cpu_s > limits.cpu_s:
             return "timeout"
+        if now_s - self._code_start_s > _AT_MOST * limits.own_s:
+            return "starved"
         if usage.num_tasks > limits.max_processes:
             return "processes"
         return "memory" if usage.memory_bytes > limits.memory_bytes else None
@@ -319,20 +329,26 @@ class _Run:
                     os.close(init)
         return False
 
-    def _outcome(self, status: Status | None, now_s: float) -> Outcome:
+    def _outcome(self, status: _End | None, now_s: float) -> Outcome:
         """Put together what was seen; raise SandboxUnavailableError if the code never started."""
         said: dict[str, object] = {}
+        own_s = 0.0 if self._own is None else self._own.seconds
         for line in self._report.splitlines():
             said |= json.loads(line)
         stderr = bytes(self._output["stderr"])
         shown = str(said.get("error", stderr.decode(errors="replace")[-300:]))
         if status == "timeout" and "started" not in said and "error" not in said:
-            waited_s = _START_S + self._limits.wall_s
+            waited_s = _START_S + self._limits.own_s
             raise SandboxUnavailableError(
                 f"the sandbox did not start within {waited_s:g} s: {shown.strip() or 'no output'}"
             )
         if "error" in said or "started" not in said:
             raise SandboxUnavailableError(_why_not(shown))
+        if status == "starved":
+            raise SandboxUnavailableError(
+                f"the machine is too busy: in {now_s - (self._code_start_s or now_s):.0f} s the "
+                f"run had {own_s:.1f} of {self._limits.own_s:g} s for itself"
+            )
         exit_code = said.get("exit")
         code = exit_code if isinstance(exit_code, int) and status is None else None
         if status is None:
@@ -343,7 +359,7 @@ class _Run:
             exit_code=code,
             stdout=bytes(self._output["stdout"][:limit]),
             stderr=stderr[:limit],
-            wall_s=now_s - (self._code_start_s or self._start_s),
+            own_s=own_s,
             cpu_s=max(self._usage.cpu_s, _number(said.get("cpu_s"))),
             peak_bytes=max(self._usage.peak_bytes, int(_number(said.get("peak_bytes")))),
         )
@@ -460,6 +476,7 @@ class _Usage:
     cpu_s: float = 0.0
     memory_bytes: int = 0
     peak_bytes: int = 0
+    wants_core: bool = False  # a thread of it runs, waits for a core, or for a disk
 
     def look(self, root: int, *, levels: int, enough_bytes: int) -> None:
         """Measure the tree under a process.
@@ -470,7 +487,7 @@ class _Usage:
             enough_bytes: more than that is measured again, slowly and exactly.
         """
         above, pids = _tree(root, levels)
-        tasks, memory, cpu_s = 0, 0, 0.0
+        tasks, memory, cpu_s, wants_core = 0, 0, 0.0, False
         for pid in (*above, *pids):
             with contextlib.suppress(OSError, ValueError, IndexError):
                 parts = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
@@ -479,10 +496,27 @@ class _Usage:
                     cpu_s += sum(map(int, parts[11:13])) * _TICK_S
                     tasks += int(parts[17])
                     memory += int(parts[21]) * _PAGE_BYTES
+                    wants_core = wants_core or _wants_core(pid, parts)
         if memory > enough_bytes:
             memory = sum(map(_proportional_bytes, pids))  # pages that they share counted once
-        self.num_tasks, self.memory_bytes = tasks, memory
+        self.num_tasks, self.memory_bytes, self.wants_core = tasks, memory, wants_core
         self.cpu_s, self.peak_bytes = max(self.cpu_s, cpu_s), max(self.peak_bytes, memory)
+
+
+def _wants_core(pid: int, parts: Sequence[bytes]) -> bool:
+    """Tell whether one of a process's threads would go on if the machine let it.
+
+    Args:
+        pid: of the process.
+        parts: of its line in /proc, from the state of its first thread on.
+    """
+    if parts[0] in _WANTING or int(parts[17]) == 1:
+        return parts[0] in _WANTING
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        with contextlib.suppress(OSError, IndexError):  # it has ended
+            if (task / "stat").read_bytes().rpartition(b")")[2].split()[0] in _WANTING:
+                return True
+    return False
 
 
 def _proportional_bytes(pid: int) -> int:

@@ -11,6 +11,7 @@ import tempfile
 from base64 import b64decode, b64encode
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -24,8 +25,8 @@ from tests.waiting import HANG_S, until
 pytestmark = pytest.mark.integration
 needs_namespaces = pytest.mark.usefixtures("_namespaces")
 
-SMALL = Limits(wall_s=HANG_S, cpu_s=HANG_S, memory_bytes=96 << 20, max_processes=12)
-IMPATIENT = replace(SMALL, wall_s=1.0, cpu_s=0.5)
+SMALL = Limits(own_s=HANG_S, cpu_s=HANG_S, memory_bytes=96 << 20, max_processes=12)
+IMPATIENT = replace(SMALL, own_s=1.0, cpu_s=0.5)
 NOBODY = 65534
 SUBREAPER = 36
 LEFT = Path(f"/tmp/left-by-code-{os.getpid()}")  # noqa: S108 what the code in DAEMON writes
@@ -36,6 +37,7 @@ COPIED = (
     "broker/__init__.py",
     "broker/rewards/__init__.py",
     "broker/rewards/jail.py",
+    "broker/rewards/own_time.py",
     "broker/rewards/sandbox.py",
 )
 SERVED = """
@@ -532,7 +534,57 @@ def test_a_sandbox_that_does_not_start_is_missing_and_no_fault_of_the_code(
     monkeypatch.setattr(sandbox, "_JAIL", tmp_path / "jail.py")
     monkeypatch.setattr(sandbox, "_START_S", start_s)
     with pytest.raises(sandbox.SandboxUnavailableError, match=why):
-        sandbox.run("print(1)", limits=Limits(wall_s=0.2, max_output_bytes=10_000), mode=mode)
+        sandbox.run("print(1)", limits=Limits(own_s=0.2, max_output_bytes=10_000), mode=mode)
+
+
+BURNS = """
+import time
+while time.process_time() < 0.6:
+    pass
+print("done")
+"""
+
+
+@contextmanager
+def busy_machine() -> Iterator[None]:
+    """Have five others on every core that never leave it."""
+    spin = [sys.executable, "-c", "while True: pass"]
+    others = [subprocess.Popen(spin) for _ in range(5 * len(os.sched_getaffinity(0)))]
+    try:
+        yield
+    finally:
+        for one in others:
+            one.kill()
+        for one in others:
+            one.wait()
+
+
+@needs_namespaces
+@pytest.mark.parametrize("mode", ["namespaces", "none"])
+def test_a_busy_machine_makes_no_run_too_slow(mode: sandbox.Mode):
+    """With a sixth of a core 0.6 seconds of work take more than the 1.5 that it may take."""
+    with busy_machine():
+        outcome = sandbox.run(BURNS, limits=replace(SMALL, own_s=1.5, cpu_s=1.5), mode=mode)
+    assert (outcome.status, outcome.stdout) == ("ok", b"done\n")
+    assert 0.3 < outcome.own_s < 1.5
+
+
+@needs_namespaces
+@pytest.mark.parametrize("mode", ["namespaces", "none"])
+@pytest.mark.parametrize("source", ["import time; time.sleep(1000)", "while True: pass"])
+def test_what_hangs_ends_on_a_busy_machine_all_the_same(mode: sandbox.Mode, source: str):
+    with busy_machine():
+        outcome = sandbox.run(source, limits=replace(SMALL, own_s=0.5, cpu_s=0.5), mode=mode)
+    assert outcome.status == "timeout"
+
+
+@needs_namespaces
+def test_a_run_that_gets_nothing_of_the_machine_is_no_fault_of_the_code(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setattr(sandbox, "_AT_MOST", 0.2)
+    with pytest.raises(sandbox.SandboxUnavailableError, match="the machine is too busy: in"):
+        sandbox.run("import time; time.sleep(1000)", limits=replace(SMALL, own_s=2.0))
 
 
 @needs_namespaces

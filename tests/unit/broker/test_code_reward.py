@@ -333,7 +333,7 @@ def test_only_the_time_of_the_program_is_taken_from_its_budget(
             exit_code=0,
             stdout=f"{total}\n".encode(),
             stderr=b"",
-            wall_s=code_s,
+            own_s=code_s,
             cpu_s=code_s,
             peak_bytes=0,
         )

@@ -135,6 +135,30 @@ def test_unknown_names_and_options_are_refused():
         prompts("basic_arithmetic", options={"size": 1})
 
 
+@pytest.mark.parametrize("name", ["basic_arithmetic", "countdown", "puzzle24", "word_sorting"])
+@pytest.mark.parametrize("key", ["question", "answer", "metadata"])
+def test_a_row_without_what_its_verifier_needs_has_no_reward(name: str, key: str):
+    (prompt, *_) = prompts(name, size=1)
+    entry = {k: v for k, v in prompt.extra_info["entry"].items() if k != key}  # type: ignore[union-attr]
+    spoiled = msgspec.structs.replace(prompt, extra_info={**prompt.extra_info, "entry": entry})
+    with pytest.raises(ValueError, match=f"entry of a {name} row has no {key}"):
+        scored(spoiled, "12")
+
+
+@pytest.mark.parametrize("name", ["countdown", "word_sorting"])
+def test_a_row_whose_verifier_fails_at_its_own_answer_has_no_reward(name: str):
+    (prompt, *_) = prompts(name, size=1)
+    entry = {**prompt.extra_info["entry"], "metadata": {"nothing": "here"}}  # type: ignore[dict-item]
+    spoiled = msgspec.structs.replace(prompt, extra_info={**prompt.extra_info, "entry": entry})
+    with pytest.raises(ValueError, match=f"entry of a {name} row cannot be verified: "):
+        scored(spoiled, "12")
+
+
+def test_an_answer_that_its_verifier_cannot_read_is_wrong():
+    (prompt, *_) = prompts("countdown", size=1)
+    assert scored(prompt, "<answer>((((</answer>")["score"] < 0.1
+
+
 def test_a_row_of_another_origin_cannot_be_scored():
     with pytest.raises(ValueError, match="holds no reasoning_gym and entry"):
         score("x", "1", "1", {})

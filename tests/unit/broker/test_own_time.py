@@ -1,0 +1,34 @@
+"""What counts as a run's own time."""
+
+from broker.rewards.own_time import OwnTime
+
+
+def own_s(*looks: tuple[float, float, bool]) -> float:
+    """Return the own time after looks at (clock, processor seconds, whether it wants a core)."""
+    clock = OwnTime(100.0, 5.0)
+    for now_s, cpu_s, wants_core in looks:
+        clock.tick(100.0 + now_s, 5.0 + cpu_s, wants_core=wants_core)
+    return round(clock.seconds, 9)
+
+
+def test_who_computes_is_charged_with_what_it_got():
+    assert own_s((1.0, 1.0, True), (2.0, 2.0, True)) == 2.0
+    assert own_s((1.0, 0.2, True), (2.0, 0.4, True)) == 0.4
+    assert own_s((10.0, 0.0, True)) == 0.0
+
+
+def test_who_sleeps_is_charged_with_all_of_the_time():
+    assert own_s((1.0, 0.0, False), (2.0, 0.0, False)) == 1.0  # what was before is not known
+    assert own_s((0.0, 0.0, False), (5.0, 0.0, False)) == 5.0
+
+
+def test_who_woke_up_in_between_is_charged_with_what_it_got():
+    assert own_s((0.0, 0.0, False), (1.0, 0.3, True), (2.0, 0.5, False), (3.0, 0.5, False)) == 1.5
+
+
+def test_several_threads_are_charged_with_the_clock_at_most():
+    assert own_s((1.0, 4.0, True)) == 1.0
+
+
+def test_clocks_that_go_back_take_nothing_away():
+    assert own_s((1.0, 1.0, True), (0.5, 0.5, True), (1.5, 1.5, True)) == 1.5
