@@ -606,6 +606,9 @@ class BrokerServer:
             case Goodbye():
                 if session.role == "learner":
                     self._ledger.learner_leaves()
+                if self._sessions.is_current(session):  # what it asked for is for others now
+                    self._leases.dismiss(session.name)
+                    self._scorings.dismiss(session.name)
                 self._release(session.holder, "left")
             case RoleReport():
                 self.telemetry.report(session.name, request)

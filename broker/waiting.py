@@ -55,6 +55,11 @@ class WaitingRoom(Generic[R]):
         while (queue := self._queues.get(kind)) is not None:
             yield next(iter(queue.values()))
 
+    def dismiss(self, key: Hashable) -> None:
+        """Answer a request now, as if its time were up."""
+        if (parked := self._by_key.get(key)) is not None:
+            self._time_is_up(parked)
+
     def take_out(self, parked: Parked[R]) -> None:
         """Forget a request that is answered."""
         if parked.timer is not None:

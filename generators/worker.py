@@ -108,12 +108,12 @@ class GeneratorWorker:
 
     # ---- the loop ------------------------------------------------------------
 
-    async def run(self, *, heartbeat_s: float) -> None:
+    async def run(self, *, heartbeat_s: float, report_every_s: float = REPORT_EVERY_S) -> None:
         """Work until the broker says that no work will come again."""
         async with asyncio.TaskGroup() as group:
             side = [
                 group.create_task(self._heartbeats(heartbeat_s)),
-                group.create_task(self._reports()),
+                group.create_task(self._reports(report_every_s)),
             ]
             if self._rewards is not None:
                 scorer = Scorer(
@@ -259,10 +259,10 @@ class GeneratorWorker:
                     _log.warning("lease %d was lost", lease_id)
                     task.cancel()
 
-    async def _reports(self) -> None:
+    async def _reports(self, every_s: float) -> None:
         while True:
             await self._report()
-            await asyncio.sleep(REPORT_EVERY_S)
+            await asyncio.sleep(every_s)
 
     async def _report(self) -> None:
         report = RoleReport(

@@ -319,6 +319,27 @@ def test_a_prompt_that_cannot_be_answered_is_dropped_and_replaced(short_folder: 
     assert asyncio.run(body()) == ({"overlong_prompt": 1}, "train 1")
 
 
+def test_who_says_goodbye_is_granted_nothing_that_it_asked_for_before(short_folder: Path):
+    async def body() -> tuple[GroupsLeased, GroupsLeased]:
+        async with running(short_folder) as it:
+            it.ledger.take_over(0)
+            leaving = await it.client("generator", "generator-0")
+            work = LeaseGroups(adopted=V0, max_sequences=2, wait_s=30.0)
+            await leaving.ask(work, GroupsLeased)
+            asked = asyncio.create_task(leaving.ask(work, GroupsLeased))
+            await until_async(lambda: len(it.server._leases) == 1, "it does not wait")
+            await leaving.ask(Goodbye(), Done)
+            nothing, _ = await asked
+            assert it.ledger.leases == {}
+            other = await it.client("generator", "generator-1")
+            answer, _ = await other.ask(work, GroupsLeased)
+            return nothing, answer
+
+    nothing, answer = asyncio.run(body())
+    assert nothing == GroupsLeased(groups=())
+    assert [one.group_id for one in answer.groups] == [0]
+
+
 def test_a_run_that_is_told_to_end_says_why(short_folder: Path):
     async def body() -> RunStatus:
         async with running(short_folder) as it:

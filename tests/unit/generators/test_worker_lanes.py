@@ -1,0 +1,168 @@
+"""How many answers a worker lets be under way, and what it gives back, at a real broker."""
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+
+from tests.unit.generators.working import Answered, ledger_of, working
+from tests.waiting import HANG_S, until_async
+from wire.control import GroupsLeased, LeaseGroups, ReleaseLease, ScoringItem
+from wire.trajectory import Score, Transcript
+from wire.versions import PolicyVersion
+
+
+def group(position: int, num_siblings: int) -> list[Answered]:
+    return [(position, sibling) for sibling in range(num_siblings)]
+
+
+def test_no_more_answers_are_under_way_than_there_are_lanes(tmp_path: Path):
+    async def scenario() -> None:
+        async with working(tmp_path, ledger_of(8, 2), max_sequences=4) as it:
+            await it.until_held(*group(0, 2), *group(1, 2))
+            await it.until_asked_again()
+            assert it.client.granted == 4, "the broker would have granted all eight groups"
+            it.engine.let_all()
+            await until_async(lambda: len(it.engine.begun) == 16, "not every group was answered")
+            await until_async(lambda: not it.broker.ledger.leases)
+            assert it.engine.most == 4
+            assert max(it.rooms()) == 4
+            assert min(it.rooms()) > 0, "a question for nothing"
+
+    asyncio.run(scenario())
+
+
+def test_a_lane_comes_back_with_each_answer_and_a_group_begins_when_all_of_it_has_one(
+    tmp_path: Path,
+):
+    async def scenario() -> None:
+        async with working(tmp_path, ledger_of(2, 4), max_sequences=5) as it:
+            await it.until_held(*group(0, 4))
+            for sibling in (2, 0):
+                it.engine.let((0, sibling))
+                await it.until_asked_again()
+            await it.until_held((0, 1), (0, 3))
+            it.engine.let((0, 3))
+            await it.until_held((0, 1), *group(1, 4))
+            assert it.engine.most == 5
+            assert it.rooms()[:2] == [5, 1]
+            assert 4 in it.rooms()
+
+    asyncio.run(scenario())
+
+
+def test_the_lanes_of_a_group_that_is_sampled_together_come_back_together(tmp_path: Path):
+    async def scenario() -> None:
+        ledger = ledger_of(3, 2)
+        async with working(tmp_path, ledger, max_sequences=4, siblings_together=True) as it:
+            await it.until_held(*group(0, 2), *group(1, 2))
+            it.engine.let((1, 0))
+            await it.until_held(*group(0, 2), *group(2, 2))
+            assert it.engine.most == 4
+
+    asyncio.run(scenario())
+
+
+class Held:
+    """A reward that comes when the test lets it."""
+
+    needs_groups = False
+
+    def __init__(self) -> None:
+        self.may_end = asyncio.Event()
+
+    async def score(self, work: Sequence[tuple[ScoringItem, Transcript]]) -> AsyncIterator[Score]:
+        await self.may_end.wait()
+        for item, _ in work:
+            yield Score(
+                group_id=item.group_id, sibling=item.sibling, lease_id=item.lease_id, reward=1.0
+            )
+
+
+def test_an_answer_that_is_being_scored_takes_no_lane(tmp_path: Path):
+    async def scenario() -> None:
+        rewards = Held()
+        async with working(tmp_path, ledger_of(2, 2), max_sequences=2, rewards=rewards) as it:
+            await it.until_held(*group(0, 2))
+            it.engine.let(*group(0, 2))
+            await it.until_held(*group(1, 2))
+            assert len(it.broker.ledger.leases) == 2, "the first group is not scored yet"
+
+    asyncio.run(scenario())
+
+
+def test_a_group_that_the_engine_fails_at_is_handed_back_with_the_reason_and_done_again(
+    tmp_path: Path,
+):
+    async def scenario() -> None:
+        async with working(tmp_path, ledger_of(2, 2), max_sequences=4) as it:
+            await it.until_held(*group(0, 2), *group(1, 2))
+            (lease_id,) = (
+                one.lease_id for one in it.broker.ledger.leases.values() if one.group_id == 0
+            )
+            it.engine.fail((0, 1), "out of memory" + 300 * "!")
+            await until_async(lambda: len(it.engine.begun) == 6, "it was not begun again")
+            assert it.engine.cancelled == [(0, 0)], "its sibling alone is given up"
+            assert it.client.asked(ReleaseLease) == [
+                ReleaseLease(lease_id=lease_id, reason=("out of memory" + 300 * "!")[:200])
+            ]
+            await it.until_held(*group(0, 2), *group(1, 2))
+            await it.until_asked_again()
+            assert it.engine.most == 4
+            assert it.last_report().counters["failed"] == 1
+            ended = it.broker.ledger.state.ended_leases
+            assert {reason: count for reason, count in ended.items() if count} == {"failed": 1}
+            it.engine.let_all()
+            await until_async(lambda: it.last_report().counters["trajectories"] == 4)
+            assert not it.broker.ledger.leases
+
+    asyncio.run(scenario())
+
+
+def test_a_group_that_the_engine_always_fails_at_is_given_up_by_the_broker(tmp_path: Path):
+    async def scenario() -> None:
+        async with working(tmp_path, ledger_of(1, 2, max_attempts=2), max_sequences=2) as it:
+            for attempt in (1, 2):
+                begun = attempt * 2
+                await until_async(lambda begun=begun: len(it.engine.begun) == begun)
+                it.engine.fail((0, 0), "no memory at all")
+            await until_async(lambda: len(it.broker.ledger.state.dead_letters) == 1)
+            await it.until_held(*group(1, 2))
+            assert len(it.engine.begun) == 6, "another prompt took its place"
+
+    asyncio.run(scenario())
+
+
+def test_work_on_a_lease_that_lapsed_is_given_up_and_its_lanes_come_back(tmp_path: Path):
+    async def scenario() -> None:
+        async with working(tmp_path, ledger_of(2, 2), max_sequences=4) as it:
+            await it.until_held(*group(0, 2), *group(1, 2))
+            it.broker.ledger.release(it.broker.ledger.leases[0].holder, 0, "lapsed")
+            await until_async(lambda: len(it.engine.begun) == 6, "the lanes did not come back")
+            assert set(it.engine.cancelled) == set(group(0, 2)), "the other group goes on"
+            await it.until_held(*group(0, 2), *group(1, 2))
+            assert it.engine.most == 4
+            assert it.client.asked(ReleaseLease) == [], "there is nothing to give back"
+
+    asyncio.run(scenario())
+
+
+def test_a_worker_that_is_asked_to_end_gives_up_what_it_is_at_and_hands_every_lease_back(
+    tmp_path: Path,
+):
+    async def scenario() -> None:
+        async with working(tmp_path, ledger_of(2, 2), max_sequences=4) as it:
+            await it.until_held(*group(0, 2), *group(1, 2))
+            it.engine.let((0, 0))
+            await until_async(lambda: it.last_report().counters["trajectories"] == 1)
+            await it.end()
+            assert it.engine.held == {}
+            assert len(it.broker.ledger.leases) == 2, "nobody was told yet"
+            await it.worker.hand_back()
+            assert it.broker.ledger.leases == {}
+            other = await it.broker.client("generator", "generator-1")
+            work = LeaseGroups(adopted=PolicyVersion(1, 0), max_sequences=8, wait_s=HANG_S)
+            answer, _ = await other.ask(work, GroupsLeased)
+            missing = {(one.position, one.siblings) for one in answer.groups}
+            assert missing == {(0, (1,)), (1, (0, 1))}, "what was answered is kept"
+
+    asyncio.run(scenario())

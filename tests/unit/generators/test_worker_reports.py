@@ -1,0 +1,120 @@
+"""What a worker tells of itself, and what the broker, the page and its advice make of it."""
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+
+from broker.dashboard.rates import Rates
+from tests.unit.generators.working import Working, ledger_of, working
+from tests.waiting import until_async
+from wire.control import RoleReport, ScoringItem
+from wire.phases import WAIT
+from wire.trajectory import Score, Transcript
+
+
+async def until_reported(it: Working, name: str, value: float) -> None:
+    await until_async(
+        lambda: it.client.asked(RoleReport) and it.last_report().counters[name] == value,
+        lambda: f"{name} is {it.last_report().counters[name]}, not {value}",
+    )
+
+
+def test_a_worker_reports_again_and_again_while_its_answers_are_in_the_making(tmp_path: Path):
+    async def scenario() -> None:
+        async with working(tmp_path, ledger_of(1, 2), max_sequences=2) as it:
+            await it.until_held((0, 0), (0, 1))
+            before = len(it.client.asked(RoleReport))
+            await until_async(lambda: len(it.client.asked(RoleReport)) >= before + 3)
+            (told,) = (one for one in it.broker.status.roles if one.name == "generator-0")
+            assert told.adopted == it.broker.ledger.version
+            assert told.leases == 1
+
+    asyncio.run(scenario())
+
+
+def test_what_was_answered_is_counted_in_tokens_and_trajectories(tmp_path: Path):
+    async def scenario() -> None:
+        async with working(tmp_path, ledger_of(2, 3), max_sequences=6) as it:
+            it.engine.let_all()
+            await until_reported(it, "trajectories", 6)
+            counters = it.last_report().counters
+            assert counters["tokens"] == it.engine.num_chosen > 6
+            none = ("retracted", "refused", "failed", "rejected", "unavailable")
+            assert [counters[name] for name in none] == [0.0] * 5
+
+    asyncio.run(scenario())
+
+
+def test_answers_thrown_out_of_the_cache_reach_the_series_that_the_advice_reads(tmp_path: Path):
+    async def scenario() -> None:
+        async with working(tmp_path, ledger_of(2, 3), max_sequences=6) as it:
+            it.engine.retractions = {(0, 1): 2, (1, 2): 3}
+            it.engine.let_all()
+            await until_reported(it, "trajectories", 6)
+            assert it.last_report().counters["retracted"] == 5
+            sample = Rates().take(it.broker.status)
+            assert (sample["answers"], sample["retracted"]) == (6, 5)
+
+    asyncio.run(scenario())
+
+
+class OneUnavailable:
+    """A reward that has none for the first sibling of a group."""
+
+    needs_groups = False
+
+    async def score(self, work: Sequence[tuple[ScoringItem, Transcript]]) -> AsyncIterator[Score]:
+        for item, _ in work:
+            none = item.sibling == 0
+            yield Score(
+                group_id=item.group_id,
+                sibling=item.sibling,
+                lease_id=item.lease_id,
+                reward=None if none else float(item.sibling),
+                unavailable="the judge is down" if none else "",
+            )
+
+
+def test_answers_without_a_reward_are_counted_and_not_those_with_one(tmp_path: Path):
+    async def scenario() -> None:
+        ledger = ledger_of(2, 3)
+        async with working(tmp_path, ledger, max_sequences=6, rewards=OneUnavailable()) as it:
+            it.engine.let_all()
+            await until_reported(it, "trajectories", 6)
+            assert it.last_report().counters["unavailable"] == 2
+
+    asyncio.run(scenario())
+
+
+def test_an_answer_that_the_broker_refuses_is_counted_and_the_work_goes_on(tmp_path: Path):
+    async def scenario() -> None:
+        async with working(tmp_path, ledger_of(2, 2), max_sequences=2) as it:
+            await it.until_held((0, 0), (0, 1))
+            del it.broker.ledger.groups[0].lessees[0]  # as if it had never been granted
+            it.engine.let_all()
+            await until_reported(it, "refused", 2)
+            await until_async(lambda: len(it.engine.begun) >= 4, "the next group is not begun")
+
+    asyncio.run(scenario())
+
+
+def test_time_is_told_apart_by_what_the_engine_does(tmp_path: Path):
+    async def scenario() -> None:
+        async with working(tmp_path, ledger_of(1, 2), max_sequences=2) as it:
+
+            def told() -> set[str]:
+                return set(it.last_report().phase_seconds)
+
+            await it.until_held((0, 0), (0, 1))
+            await until_async(lambda: "generate" in told())
+            assert "adopt" not in told()
+            it.worker.pausing()
+            await until_async(lambda: "adopt" in told())
+            it.worker.adopted(it.broker.ledger.version)
+            it.engine.let_all()
+            await until_async(lambda: it.last_report().counters["trajectories"] == 2)
+            before = it.last_report().phase_seconds
+            await until_async(lambda: it.last_report().phase_seconds[WAIT] > before[WAIT])
+            assert told() == {"generate", "adopt", WAIT}
+
+    asyncio.run(scenario())

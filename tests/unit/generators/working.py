@@ -1,0 +1,219 @@
+"""A generator's worker at a real broker, with an engine that answers when a test lets it."""
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TypeVar
+
+from typing_extensions import override
+
+from broker.client import BrokerClient
+from broker.ledger import Ledger
+from broker.scorer import Rewards
+from deploy.addition import write_blank_model
+from generators.engine import Completion, SamplingParams
+from generators.prompting import TextCodec, sibling_seed
+from generators.rollout import Sampler
+from generators.scripted_engine import ScriptedEngine
+from generators.worker import GeneratorWorker
+from tests.unit.broker.ledger_driver import make_rules
+from tests.unit.broker.test_server import Running, running
+from tests.waiting import HANG_S, until_async
+from wire.codec import Frame
+from wire.control import Answer, GroupsLeased, Heartbeat, LeaseGroups, Request, RoleReport
+from wire.errors import EngineError
+from wire.run_settings import SamplingSection
+from wire.trajectory import Prompt
+
+R = TypeVar("R")
+Answered = tuple[int, int]  # position of the prompt, sibling
+RUN_SEED = 9
+MOST_PROMPTS, MOST_SIBLINGS = 64, 8
+BEAT_S = 0.02
+PARAMS = SamplingParams(temperature=1.0, max_new_tokens=16)
+
+
+class NotingClient(BrokerClient):
+    """The real client; it notes what was asked, in order, and how much work came of it."""
+
+    requests: list[Request]
+    granted: int
+
+    @override
+    async def ask_any(
+        self, request: Request, *, frames: Sequence[Frame] = (), extra_wait_s: float = 0.0
+    ) -> tuple[Answer, list[Frame]]:
+        self.requests.append(request)
+        answer, attached = await super().ask_any(request, frames=frames, extra_wait_s=extra_wait_s)
+        if isinstance(answer, GroupsLeased):
+            self.granted += sum(len(group.siblings) for group in answer.groups)
+        return answer, attached
+
+    def asked(self, kind: type[R]) -> list[R]:
+        """Return all requests of one kind so far."""
+        return [request for request in self.requests if isinstance(request, kind)]
+
+
+class HeldEngine(ScriptedEngine):
+    """The scripted engine; each request waits at its door until the test lets it in."""
+
+    def __init__(self) -> None:
+        super().__init__(vocabulary=40, end_token_id=2)
+        self.held: dict[Answered, asyncio.Event] = {}
+        self.begun: list[Answered] = []
+        self.cancelled: list[Answered] = []
+        self.most = 0  # answers under way at a time, ever
+        self.lets_all = False
+        self.num_chosen = 0  # tokens
+        self.retractions: dict[Answered, int] = {}
+        self._failing: dict[Answered, str] = {}
+        self._who = {
+            sibling_seed(RUN_SEED, "train", position, sibling): (position, sibling)
+            for position in range(MOST_PROMPTS)
+            for sibling in range(MOST_SIBLINGS)
+        }
+
+    @override
+    async def sample(
+        self,
+        prompt_ids: list[int],
+        params: SamplingParams,
+        *,
+        count: int,
+        seeds: Sequence[int] = (),
+    ) -> list[Completion]:
+        who = [self._who[seed] for seed in seeds]
+        may_go = asyncio.Event()
+        self.begun += who
+        self.held |= dict.fromkeys(who, may_go)
+        self.most = max(self.most, len(self.held))
+        try:
+            if not self.lets_all:
+                await may_go.wait()
+            if (reason := self._failing.pop(who[0], "")) != "":
+                raise EngineError(reason)
+            answers = await super().sample(prompt_ids, params, count=count, seeds=seeds)
+            self.num_chosen += sum(len(answer.token_ids) for answer in answers)
+            return [
+                replace(answer, num_retractions=self.retractions.get(one, 0))
+                for one, answer in zip(who, answers, strict=True)
+            ]
+        except asyncio.CancelledError:
+            self.cancelled += who
+            raise
+        finally:
+            for one in who:
+                del self.held[one]
+
+    def let(self, *who: Answered) -> None:
+        """Answer these."""
+        for one in who:
+            self.held[one].set()
+
+    def let_all(self) -> None:
+        """Answer all that wait, and all that come."""
+        self.lets_all = True
+        self.let(*self.held)
+
+    def fail(self, who: Answered, reason: str) -> None:
+        """Give one request no answer."""
+        self._failing[who] = reason
+        self.let(who)
+
+
+@dataclass
+class Working:
+    """A worker under way."""
+
+    broker: Running
+    client: NotingClient
+    engine: HeldEngine
+    worker: GeneratorWorker
+    job: "asyncio.Task[None]"
+
+    async def until_held(self, *who: Answered) -> None:
+        """Wait until the engine is at these answers, and at no others."""
+        await until_async(
+            lambda: set(self.engine.held) == set(who),
+            lambda: f"the engine is at {sorted(self.engine.held)}, not at {sorted(who)}",
+        )
+
+    async def until_asked_again(self) -> None:
+        """Wait until the worker has been granted whatever it asks for of its own accord.
+
+        It asks at once when it may, its requests go one way, and it waits for the answer to each
+        heartbeat: when the third from now on is sent, what it asked for before has been settled.
+        """
+        last = len(self.client.asked(Heartbeat)) + 3
+        await until_async(lambda: len(self.client.asked(Heartbeat)) >= last, "no heartbeats came")
+
+    def rooms(self) -> list[int]:
+        """Return how many sequences it asked for, request by request, repeats left out."""
+        rooms = [request.max_sequences for request in self.client.asked(LeaseGroups)]
+        return [room for i, room in enumerate(rooms) if i == 0 or rooms[i - 1] != room]
+
+    def last_report(self) -> RoleReport:
+        """Return what it told of itself last."""
+        return self.client.asked(RoleReport)[-1]
+
+    async def end(self) -> None:
+        """Cancel it as a generator does that was asked to end, without handing back."""
+        self.job.cancel()
+        await asyncio.gather(self.job, return_exceptions=True)
+
+
+def ledger_of(num_groups: int, group_size: int, **rules: object) -> Ledger:
+    """Return a ledger that grants so many groups at once, and no more in its life."""
+    made = make_rules(
+        groups_per_step=num_groups,
+        group_size=group_size,
+        max_staleness_steps=0,
+        total_steps=1,
+        **rules,  # type: ignore[arg-type]
+    )
+
+    def prompt_at(cursor: int) -> Prompt:
+        return Prompt(prompt=f"{cursor}+1=", row=cursor)
+
+    ledger = Ledger(made, prompt_at=prompt_at, eval_prompt_at=prompt_at)
+    ledger.take_over(0)
+    return ledger
+
+
+@asynccontextmanager
+async def working(
+    folder: Path,
+    ledger: Ledger,
+    *,
+    max_sequences: int,
+    siblings_together: bool = False,
+    rewards: Rewards | None = None,
+) -> AsyncIterator[Working]:
+    """Have a worker work for a broker in this process."""
+    write_blank_model(folder / "model", hidden=16, layers=1)
+    codec = TextCodec(folder / "model", SamplingSection(max_prompt_tokens=16))
+    engine = HeldEngine()
+    await engine.label(ledger.version)
+    async with running(folder, ledger) as broker, asyncio.timeout(HANG_S):
+        client, _ = await NotingClient.connect(
+            broker.endpoint, role="generator", name="generator-0", timeout_s=HANG_S
+        )
+        client.requests, client.granted = [], 0
+        broker.clients.append(client)
+        worker = GeneratorWorker(
+            client=client,
+            sampler=Sampler(engine, codec, {"train": PARAMS}, RUN_SEED),
+            max_sequences=max_sequences,
+            siblings_together=siblings_together,
+            skips_bad_prompts=False,
+            rewards=rewards,
+        )
+        worker.adopted(ledger.version)
+        job = asyncio.create_task(worker.run(heartbeat_s=BEAT_S, report_every_s=BEAT_S))
+        it = Working(broker, client, engine, worker, job)
+        try:
+            yield it
+        finally:
+            await it.end()
