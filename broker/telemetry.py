@@ -58,6 +58,9 @@ class RoleRecord:
             leases=leases,
             trajectories=self.report.counters.get("trajectories", 0.0),
             retracted=self.report.counters.get("retracted", 0.0),
+            kv_use=self.report.gauges.get("kv_use"),
+            sequences=int(self.report.gauges.get("sequences", 0.0)),
+            sequence_limit=int(self.report.gauges.get("sequence_limit", 0.0)),
         )
 
 
@@ -130,6 +133,7 @@ class Telemetry:
                 phase_seconds=by_phase(report.phase_seconds),
                 counters=by_phase(report.counters),
                 adopted=report.adopted,
+                gauges=by_phase(report.gauges),
             )
 
     def went_back(self, step: int) -> None:

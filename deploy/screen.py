@@ -277,6 +277,9 @@ def _pool(role: RoleStatus, recent: float | None, width: int, screen: Screen) ->
     line.append(f"{role.adopted.label if role.adopted else '':7}")
     line.append(f"{role.leases:3} leases" if role.leases else " " * 10)
     if screen.width >= _WIDE:
+        if role.sequence_limit:
+            cache = "" if role.kv_use is None else f", {role.kv_use:.0%} of the cache"
+            line.append(f"  {role.sequences} of {role.sequence_limit} answers{cache}")
         total = sum(role.phase_seconds.values()) or 1.0
         phases = {name: s / total for name, s in role.phase_seconds.items() if s >= total / 100}
         text = ", ".join(f"{visible(name)} {share:.0%}" for name, share in phases.items())

@@ -43,7 +43,10 @@ class GeneratorsSection(Section, frozen=True, kw_only=True):
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Type of the engine's weights; auto is float32 on a CPU, bfloat16 on a GPU."""
     max_sequences: AtLeast1 = 64
-    """Trajectories that one engine generates at a time."""
+    """Trajectories that one engine generates at a time, at most."""
+    concurrency: Literal["adaptive", "fixed"] = "adaptive"
+    """How many of `max_sequences` are under way: adaptive follows what the engine's KV cache holds
+    and takes fewer before answers are thrown out of it; fixed is always all."""
     siblings_together: bool = False
     """Send the siblings of a group to the engine in one request: half the CPU time for short
     answers, but siblings arrive when the longest is finished."""
@@ -88,6 +91,12 @@ class GeneratorSettings(msgspec.Struct, frozen=True, kw_only=True):
     def skips_bad_prompts(self) -> bool:
         """Tell whether a row that is no prompt costs its group and not the run."""
         return self.data.on_bad_row == "skip"
+
+    @property
+    def longest_tokens(self) -> int:
+        """Return how long prompt and response may become together."""
+        responses = self.sampling.max_response_tokens, self.eval.max_response_tokens
+        return self.sampling.max_prompt_tokens + max(responses)
 
     @property
     def dtype(self) -> str:
@@ -170,8 +179,8 @@ def _check_lengths(settings: GeneratorSettings, folder: Path) -> None:
         "sampling.max_response_tokens": sampling.max_response_tokens,
         "eval.max_response_tokens": settings.eval.max_response_tokens,
     }
-    setting, response = max(responses.items(), key=lambda item: item[1])
-    longest = sampling.max_prompt_tokens + response
+    setting = max(responses, key=responses.__getitem__)
+    longest = settings.longest_tokens
     what = f"one trajectory of sampling.max_prompt_tokens + {setting} = {longest}"
     positions = _max_positions(folder)
     if positions is not None and longest > positions:

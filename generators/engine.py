@@ -30,7 +30,22 @@ class Completion:
     logprobs: list[float]  # N, of the tempered distribution they were sampled from
     version_starts: list[tuple[int, PolicyVersion]]  # (index of first token, version), in order
     finish_reason: FinishReason
-    num_retractions: int = 0  # times its keys and values were given up for want of memory
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineLoad:
+    """What an engine is busy with; some of it may be a few tokens old."""
+
+    num_running: int  # sequences that are being generated
+    num_waiting: int  # sequences that it keeps waiting: they hold no keys and values
+    used_tokens: int  # of the cache, by sequences that run; prefixes merely kept do not count
+    capacity_tokens: int  # of the cache
+    num_retractions: int  # times that it gave up a sequence's keys and values for want of memory
+
+    @property
+    def kv_use(self) -> float:
+        """Return the share of the cache that is in use, 0 to 1."""
+        return self.used_tokens / self.capacity_tokens
 
 
 class InferenceEngine(EngineWeights, Protocol):
@@ -49,5 +64,12 @@ class InferenceEngine(EngineWeights, Protocol):
         ``seeds`` are 63-bit, one per response, or none.
 
         Raises EngineError when the engine gives none. Cancelling the call ends the generation.
+        """
+        ...
+
+    async def load(self) -> EngineLoad:
+        """Return what the engine is busy with, at once, even while it is paused.
+
+        What a pause gives up counts as no retraction. Raises EngineError when it does not say.
         """
         ...

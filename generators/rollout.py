@@ -30,7 +30,6 @@ class Rollout:
     frames: list[bytes]  # payload, response
     transcript: Transcript  # as the broker makes it
     num_response_tokens: int
-    num_retractions: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +85,6 @@ def _rollout(
         frames,
         transcript_of(header, group.prompt, response),
         num_response_tokens,
-        completion.num_retractions,
     )
 
 

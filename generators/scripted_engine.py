@@ -2,7 +2,8 @@
 
 For unit tests, chaos runs and simulations of many generators. It keeps the promises of a real
 engine (tests/contract/test_engines.py): versions change in mid-answer, a pause holds every answer,
-a seed decides an answer under one version, cancelling ends the work.
+a seed decides an answer under one version, cancelling ends the work, an answer that no longer fits
+into the cache is retracted and goes on later.
 """
 
 import asyncio
@@ -11,8 +12,9 @@ import random
 from collections.abc import Sequence
 from pathlib import Path
 
-from generators.engine import Completion, SamplingParams
+from generators.engine import Completion, EngineLoad, SamplingParams
 from generators.weight_files import check_weight_files
+from wire.errors import EngineError
 from wire.manifest import Bucket
 from wire.versions import PolicyVersion
 
@@ -29,6 +31,7 @@ class ScriptedEngine:
         end_token_id: int,
         mean_tokens: float = 16.0,
         tokens_per_second: float = math.inf,
+        cached_tokens: int = 1 << 20,
     ) -> None:
         """Script an engine.
 
@@ -37,6 +40,7 @@ class ScriptedEngine:
             end_token_id: ends an answer, before ``max_new_tokens`` do.
             mean_tokens: of nine answers in ten.
             tokens_per_second: of each answer, however many there are at a time.
+            cached_tokens: of prompts and answers together; who finds no room waits for it.
         """
         self._vocabulary = vocabulary
         self._end_token_id = end_token_id
@@ -46,6 +50,10 @@ class ScriptedEngine:
         self._runs = asyncio.Event()
         self._runs.set()
         self._num_in_flight = 0
+        self._cached_tokens = cached_tokens
+        self._held: dict[object, int] = {}  # tokens in the cache, by answer
+        self._freed = asyncio.Event()
+        self._num_retractions = 0
         self._unseeded = random.Random(0)  # noqa: S311 a script, not a secret
 
     async def sample(
@@ -61,14 +69,55 @@ class ScriptedEngine:
         if params.temperature == 0.0:
             chosen = [0] * count
         self._num_in_flight += count
+        answers = [asyncio.create_task(self._cached(prompt_ids, params, seed)) for seed in chosen]
         try:
-            return list(
-                await asyncio.gather(*(self._answer(prompt_ids, params, seed) for seed in chosen))
-            )
+            return list(await asyncio.gather(*answers))
         finally:
             self._num_in_flight -= count
+            for answer in answers:  # one without an answer ends the others
+                answer.cancel()
 
-    async def _answer(self, prompt_ids: list[int], params: SamplingParams, seed: int) -> Completion:
+    async def load(self) -> EngineLoad:
+        """Return what the engine is busy with."""
+        return EngineLoad(
+            num_running=len(self._held),
+            num_waiting=self._num_in_flight - len(self._held),
+            used_tokens=sum(self._held.values()),
+            capacity_tokens=self._cached_tokens,
+            num_retractions=self._num_retractions,
+        )
+
+    async def _cached(self, prompt_ids: list[int], params: SamplingParams, seed: int) -> Completion:
+        key = object()
+        try:
+            return await self._answer(key, prompt_ids, params, seed)
+        finally:
+            self._give_up(key)
+
+    async def _hold(self, key: object, num_tokens: int) -> None:
+        """Have an answer's tokens in the cache; where they do not fit it waits with none."""
+        while True:
+            others = sum(self._held.values()) - self._held.get(key, 0)
+            if others + num_tokens <= self._cached_tokens:
+                self._held[key] = num_tokens
+                return
+            if others == 0:
+                raise EngineError(
+                    f"an answer of {num_tokens} tokens does not fit into a cache of "
+                    f"{self._cached_tokens}"
+                )
+            self._num_retractions += self._give_up(key)
+            self._freed.clear()
+            await self._freed.wait()
+
+    def _give_up(self, key: object) -> bool:
+        """Forget an answer's tokens; return whether it had any."""
+        self._freed.set()
+        return self._held.pop(key, 0) > 0
+
+    async def _answer(
+        self, key: object, prompt_ids: list[int], params: SamplingParams, seed: int
+    ) -> Completion:
         rng = random.Random(f"{prompt_ids} {seed}")  # noqa: S311 a script, not a secret
         length = 1 + int(rng.expovariate(1.0 / self._mean_tokens))
         if rng.random() < 0.1:
@@ -77,8 +126,9 @@ class ScriptedEngine:
         ids: list[int] = []
         starts: list[tuple[int, PolicyVersion]] = []
         while len(ids) < min(length, params.max_new_tokens):
-            await self._runs.wait()
             chunk = min(_CHUNK, length - len(ids), params.max_new_tokens - len(ids))
+            await self._hold(key, len(prompt_ids) + len(ids) + chunk)
+            await self._runs.wait()
             if not starts or starts[-1][1] != self._version:
                 starts.append((len(ids), self._version))
             ids += [self._token(rng) for _ in range(chunk)]

@@ -11,6 +11,7 @@ from pathlib import Path
 from broker.client import BrokerClient
 from broker.rewards.pool import RewardPool
 from generators.config import GeneratorSettings
+from generators.lanes import lanes_of
 from generators.prompting import TextCodec
 from generators.relay_search import take_weights
 from generators.running_engine import make_sampler, running_engine, watch
@@ -149,7 +150,7 @@ async def _generate(
     worker = GeneratorWorker(
         client=client,
         sampler=make_sampler(settings, engine, codec),
-        max_sequences=settings.generators.max_sequences,
+        lanes=lanes_of(settings),
         siblings_together=settings.generators.siblings_together,
         skips_bad_prompts=settings.skips_bad_prompts,
         rewards=rewards,

@@ -16,7 +16,7 @@ from typing import Any, Literal
 import aiohttp
 import msgspec
 
-from generators.engine import Completion, SamplingParams
+from generators.engine import Completion, EngineLoad, SamplingParams
 from generators.version_runs import version_starts
 from generators.weight_files import check_weight_files
 from wire.errors import EngineError
@@ -24,6 +24,7 @@ from wire.manifest import Bucket
 from wire.versions import PolicyVersion
 
 _log = logging.getLogger(__name__)
+_LOADS = "/v1/loads?include=core,queues"
 _KEPT_S = 2.0  # an idle connection; the server closes its end after five, as a request may arrive
 
 
@@ -61,7 +62,6 @@ class SglangEngine:
         self._control_timeout = aiohttp.ClientTimeout(control_timeout_s)
         self._load_timeout = aiohttp.ClientTimeout(load_timeout_s or control_timeout_s)
         self._num_in_flight = 0
-        self._num_pauses = 0
 
     async def close(self) -> None:
         """Close the connections, which also ends what is being generated over them."""
@@ -85,15 +85,31 @@ class SglangEngine:
             "return_logprob": True,
         }
         self._num_in_flight += count
-        pauses = self._num_pauses
         try:
             answers = await self._post("/generate", body, self._request_timeout)
         finally:
             self._num_in_flight -= count
         if not isinstance(answers, list) or len(answers) != count:
             raise EngineError(f"SGLang /generate: {count} answers asked, got {str(answers)[:200]}")
-        by_pauses = self._num_pauses - pauses if self._in_flight == "retract" else 0
-        return [_completion(answer, by_pauses) for answer in answers]
+        return [_completion(answer) for answer in answers]
+
+    async def load(self) -> EngineLoad:
+        """Return what the server is busy with, as of its last batch; it answers while paused.
+
+        ``queues.retracted`` counts since the server's start, thanks to ``sglang_patches``.
+        """
+        answer = await self._request("GET", _LOADS, None, self._control_timeout)
+        try:
+            (load,) = answer["loads"] if isinstance(answer, dict) else answer
+            return EngineLoad(
+                num_running=load["num_running_reqs"],
+                num_waiting=load["num_waiting_reqs"],
+                used_tokens=load["num_used_tokens"],
+                capacity_tokens=load["max_total_num_tokens"],
+                num_retractions=load.get("queues", {}).get("retracted", 0),
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise EngineError(f"SGLang {_LOADS}: unexpected answer, {error!r}") from error
 
     # ---- weights -------------------------------------------------------------
 
@@ -133,7 +149,6 @@ class SglangEngine:
         and values of the old weights, and so does a prompt that was half computed.
         """
         num_in_flight = self._num_in_flight
-        self._num_pauses += 1
         await self._control("/pause_generation", {"mode": self._in_flight})
         return num_in_flight
 
@@ -218,8 +233,14 @@ class SglangEngine:
     async def _post(
         self, path: str, body: dict[str, Any], limit: aiohttp.ClientTimeout
     ) -> dict[str, Any] | list[dict[str, Any]]:
+        return await self._request("POST", path, body, limit)
+
+    async def _request(
+        self, method: str, path: str, body: dict[str, Any] | None, limit: aiohttp.ClientTimeout
+    ) -> dict[str, Any] | list[dict[str, Any]]:
         try:
-            async with self._http.post(self._url + path, json=body, timeout=limit) as response:
+            asking = self._http.request(method, self._url + path, json=body, timeout=limit)
+            async with asking as response:
                 if response.status != 200:
                     raise EngineError(
                         f"SGLang {path}: {response.status} {(await response.text())[:300]}"
@@ -249,8 +270,7 @@ def _sampling_params(params: SamplingParams) -> dict[str, Any]:
     return sampling
 
 
-def _completion(answer: dict[str, Any], by_pauses: int) -> Completion:
-    """Return what SGLang answered; ``by_pauses`` of its retractions may have been publishes."""
+def _completion(answer: dict[str, Any]) -> Completion:
     try:
         info = answer["meta_info"]
         token_ids: list[int] = answer["output_ids"]
@@ -268,5 +288,4 @@ def _completion(answer: dict[str, Any], by_pauses: int) -> Completion:
         logprobs=[row[0] for row in rows],
         version_starts=version_starts(spans, len(token_ids)),
         finish_reason="stop" if reason == "stop" else "length",
-        num_retractions=max(0, int(info.get("num_retractions") or 0) - by_pauses),
     )

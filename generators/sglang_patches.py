@@ -27,6 +27,8 @@ _GROUPS = "torch.distributed.distributed_c10d"
 _MIN_NEW_TOKENS = "sglang.srt.sampling.penaltylib.min_new_tokens"
 _SAMPLING_BATCH = "sglang.srt.sampling.sampling_batch_info"
 _SAMPLER = "sglang.srt.layers.sampler"
+_SCHEDULE_BATCH = "sglang.srt.managers.schedule_batch"
+_LOAD_INQUIRER = "sglang.srt.managers.scheduler_components.load_inquirer"
 _WEIGHT_UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater"
 
 
@@ -37,7 +39,10 @@ def install() -> None:
         ConfigError: this is another SGLang than the one that they were written for.
     """
     check_version(metadata.version("sglang"))
+    retractions = Retractions()
     corrections: dict[str, Callable[[ModuleType], None]] = {
+        _SCHEDULE_BATCH: retractions.count,
+        _LOAD_INQUIRER: retractions.tell,
         _MIN_NEW_TOKENS: _count_tokens_before_retraction,
         _GROUPS: _bound_waits_in_groups,
         _WEIGHT_UPDATER: _answer_failed_loads,
@@ -102,6 +107,43 @@ def _answer_failed_loads(module: ModuleType) -> None:
             return False, f"Failed to update weights: {error}"
 
     replace(updater, "update_weights_from_disk", update_weights_from_disk)
+
+
+class Retractions:
+    """Tells how often the scheduler ran out of memory for keys and values, since its start.
+
+    SGLang's own figure is that of the newest retraction, is overwritten by the next, and becomes 0
+    some batches later: who looks twice a second misses most of them. Here it is a count, under the
+    same name, ``queues.retracted`` of /v1/loads. What a pause retracts does not count. Remove
+    when SGLang tells a count without --enable-metrics.
+    """
+
+    def __init__(self) -> None:
+        self._num = 0
+
+    def count(self, module: ModuleType) -> None:
+        """Count what the scheduler gives up while it decodes."""
+        batch = module.ScheduleBatch
+        retract = batch.retract_decode
+
+        def retract_decode(batch_of_requests: Any) -> Any:  # noqa: ANN401
+            retracted, *others = retract(batch_of_requests)
+            self._num += len(retracted)
+            return retracted, *others
+
+        replace(batch, "retract_decode", retract_decode)
+
+    def tell(self, module: ModuleType) -> None:
+        """Put the count into what the scheduler publishes of its load."""
+        inquirer = module.SchedulerLoadInquirer
+        inquire = inquirer.get_loads
+
+        def get_loads(of: Any) -> Any:  # noqa: ANN401
+            snapshot = inquire(of)
+            snapshot.queues.retracted = self._num
+            return snapshot
+
+        replace(inquirer, "get_loads", get_loads)
 
 
 def _count_tokens_before_retraction(module: ModuleType) -> None:

@@ -1,8 +1,8 @@
 """The agent's loop: lease -> rollouts of a group -> send siblings as they finish.
 
 Consumes: leases from the broker. Produces: trajectories. Waits for: permits (the staleness
-bound) and free lanes of the engine. Never stops for weights; while the engine is paused for an
-adopt, what is in flight waits inside it.
+bound) and free lanes of the engine, of which there are as many as its KV cache allows. Never stops
+for weights; while the engine is paused for an adopt, what is in flight waits inside it.
 """
 
 import asyncio
@@ -12,6 +12,8 @@ from typing import Literal
 
 from broker.client import BrokerClient
 from broker.scorer import Rewards, Scorer
+from generators.engine import EngineLoad
+from generators.lanes import Booking, Lanes
 from generators.prompting import BadPromptError, OverlongPromptError
 from generators.rollout import Rollout, Sampler, run_rollouts
 from wire.control import (
@@ -50,7 +52,7 @@ class GeneratorWorker:
         *,
         client: BrokerClient,
         sampler: Sampler,
-        max_sequences: int,
+        lanes: Lanes,
         siblings_together: bool,
         skips_bad_prompts: bool,
         rewards: Rewards | None = None,
@@ -61,7 +63,7 @@ class GeneratorWorker:
         Args:
             client: of the broker.
             sampler: how answers are sampled.
-            max_sequences: answers that the engine works on at a time.
+            lanes: of the engine.
             siblings_together: send a group at once instead of answer by answer.
             skips_bad_prompts: drop prompts that the chat template refuses, instead of failing.
             rewards: scores answers before they are sent, and those that another generator could
@@ -72,16 +74,15 @@ class GeneratorWorker:
         self._rewards = rewards
         self._client = client
         self._sampler = sampler
-        self._free = max_sequences
+        self._lanes = lanes
         self._together = siblings_together
         self._skips_bad_prompts = skips_bad_prompts
-        self._lane_freed = asyncio.Event()
+        self._load: EngineLoad | None = None  # as of the last look
         self._adopted: PolicyVersion | None = None
         self._situation_changed = asyncio.Event()
         self._finished = False
         self._paused = False
         self._groups: dict[int, asyncio.Task[None]] = {}  # by lease
-        self._lanes: dict[int, int] = {}  # by lease: those that it still takes
         self._generating: set[int] = set()  # leases whose siblings are not all sampled yet
         client.held = lambda: tuple(self._groups)
         self._clock = PhaseClock()
@@ -113,6 +114,7 @@ class GeneratorWorker:
         async with asyncio.TaskGroup() as group:
             side = [
                 group.create_task(self._heartbeats(heartbeat_s)),
+                group.create_task(self._looks(report_every_s)),
                 group.create_task(self._reports(report_every_s)),
             ]
             if self._rewards is not None:
@@ -133,9 +135,7 @@ class GeneratorWorker:
     async def _lease_forever(self, group: asyncio.TaskGroup) -> None:
         """Keep asking for work. An adopt replaces the question, because it earns new permits."""
         while not self._finished:
-            while self._free <= 0:
-                self._lane_freed.clear()
-                await self._lane_freed.wait()
+            await self._lanes.until_free()
             self._situation_changed.clear()
             question = group.create_task(self._ask_for_groups(group))
             change = asyncio.create_task(self._situation_changed.wait())
@@ -144,22 +144,21 @@ class GeneratorWorker:
 
     async def _ask_for_groups(self, group: asyncio.TaskGroup) -> None:
         leased, _ = await self._client.ask(
-            LeaseGroups(adopted=self._adopted, max_sequences=self._free, wait_s=_POLL_S),
+            LeaseGroups(adopted=self._adopted, max_sequences=self._lanes.free, wait_s=_POLL_S),
             GroupsLeased,
             extra_wait_s=_POLL_S,
         )
         for work in leased.groups:
-            self._free -= len(work.siblings)
-            self._lanes[work.lease_id] = len(work.siblings)
-            task = group.create_task(self._run_group(work))
+            booking = self._lanes.book(len(work.siblings))
+            task = group.create_task(self._run_group(work, booking))
             self._groups[work.lease_id] = task
             self._generating.add(work.lease_id)
             self._tell_clock()
         self._finished = self._finished or leased.finished
 
-    async def _run_group(self, work: LeasedGroup) -> None:
+    async def _run_group(self, work: LeasedGroup, booking: Booking) -> None:
         try:
-            await self._encode_and_generate(work)
+            await self._encode_and_generate(work, booking)
         except* (EngineError, ValueError) as failed:
             error = failed.exceptions[0]
             self._counters["failed"] += 1
@@ -170,16 +169,10 @@ class GeneratorWorker:
         finally:
             del self._groups[work.lease_id]
             self._generating.discard(work.lease_id)
-            self._free_lanes(work, self._lanes[work.lease_id])
-            del self._lanes[work.lease_id]
+            booking.close()
             self._tell_clock()
 
-    def _free_lanes(self, work: LeasedGroup, num_lanes: int) -> None:
-        self._lanes[work.lease_id] -= num_lanes
-        self._free += num_lanes
-        self._lane_freed.set()
-
-    async def _encode_and_generate(self, work: LeasedGroup) -> None:
+    async def _encode_and_generate(self, work: LeasedGroup, booking: Booking) -> None:
         try:
             prompt_ids = self._sampler.codec.encode(work.prompt)
         except OverlongPromptError as error:
@@ -189,7 +182,8 @@ class GeneratorWorker:
                 raise
             await self._reject(work, "bad_prompt", error)
         else:
-            await self._generate(work, prompt_ids)
+            await booking.enter()
+            await self._generate(work, prompt_ids, booking)
 
     async def _reject(
         self, work: LeasedGroup, reason: Literal["overlong_prompt", "bad_prompt"], error: Exception
@@ -200,7 +194,7 @@ class GeneratorWorker:
             rejection = RejectPrompt(lease_id=work.lease_id, reason=reason, detail=str(error))
             await self._client.ask(rejection, Done)
 
-    async def _generate(self, work: LeasedGroup, prompt_ids: list[int]) -> None:
+    async def _generate(self, work: LeasedGroup, prompt_ids: list[int], booking: Booking) -> None:
         """Sample the siblings, together or each by itself, and send each when it is there."""
         together = [work.siblings] if self._together else [(s,) for s in work.siblings]
         unsent = len(work.siblings)
@@ -215,7 +209,7 @@ class GeneratorWorker:
 
         async def sample_and_send(siblings: tuple[int, ...]) -> None:
             rollouts = await run_rollouts(self._sampler, work, siblings, prompt_ids)
-            self._free_lanes(work, len(siblings))  # scoring and sending take none
+            booking.leave(len(siblings))  # scoring and sending take no lane
             await asyncio.gather(*map(score_and_send, rollouts))
 
         async with asyncio.TaskGroup() as group:  # one that fails ends its siblings too
@@ -225,7 +219,6 @@ class GeneratorWorker:
     async def _send(self, rollout: Rollout, message: SubmitTrajectory) -> None:
         self._counters["tokens"] += rollout.num_response_tokens
         self._counters["trajectories"] += 1
-        self._counters["retracted"] += rollout.num_retractions
         try:
             await self._client.ask(message, Done, frames=rollout.frames)
         except RefusedError as error:
@@ -259,6 +252,24 @@ class GeneratorWorker:
                     _log.warning("lease %d was lost", lease_id)
                     task.cancel()
 
+    async def _looks(self, every_s: float) -> None:
+        """Have the lanes follow what the engine is busy with; a pause says nothing about that."""
+        fails = False
+        while True:
+            try:
+                load = await self._sampler.engine.load()
+            except EngineError as error:
+                if not fails:
+                    _log.warning("%s; the lanes stay as they are", error)
+                fails = True
+            else:
+                fails = False
+                self._load = load
+                self._counters["retracted"] = load.num_retractions
+                if not self._paused:
+                    self._lanes.observe(load)
+            await asyncio.sleep(every_s)
+
     async def _reports(self, every_s: float) -> None:
         while True:
             await self._report()
@@ -269,8 +280,17 @@ class GeneratorWorker:
             phase_seconds=self._clock.seconds(),
             counters=dict(self._counters),
             adopted=self._adopted,
+            gauges=self._gauges(),
         )
         await self._client.ask(report, Done)
+
+    def _gauges(self) -> dict[str, float]:
+        """Return what is to be read off this generator now."""
+        lanes = self._lanes
+        gauges: dict[str, float] = {"sequences": lanes.in_flight, "sequence_limit": lanes.limit}
+        if self._load is not None:
+            gauges["kv_use"] = self._load.kv_use
+        return gauges
 
     async def hand_back(self) -> None:
         """Give every lease back, because this generator ends. Cancel ``run`` before."""

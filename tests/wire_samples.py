@@ -137,6 +137,9 @@ STATUS = RunStatus(
             phase_seconds={"wait": 0.1},
             tokens_per_second=3.0,
             adopted=VERSION,
+            kv_use=0.25,
+            sequences=6,
+            sequence_limit=8,
         )
     ],
     data={"rows": 40},
@@ -188,7 +191,12 @@ REQUESTS: list[control.Request] = [
     control.Hello(
         role="generator", name="generator-0", incarnation="a1", reconnects=True, held=(4,)
     ),
-    control.RoleReport(phase_seconds={"wait": 1.0}, counters={"tokens": 3.0}, adopted=VERSION),
+    control.RoleReport(
+        phase_seconds={"wait": 1.0},
+        counters={"tokens": 3.0},
+        adopted=VERSION,
+        gauges={"kv_use": 0.25},
+    ),
     control.GetStatus(),
     control.LeaseGroups(adopted=VERSION, max_sequences=8, wait_s=2.0),
     control.Heartbeat(lease_ids=(1, 2)),

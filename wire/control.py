@@ -67,6 +67,7 @@ class RoleReport(Message, frozen=True):
     phase_seconds: dict[str, float]  # seconds by phase, e.g. generate, wait, adopt
     counters: dict[str, float]  # monotonic counts, e.g. tokens
     adopted: PolicyVersion | None = None
+    gauges: dict[str, float] = {}  # readings of now, e.g. kv_use
 
 
 class Done(Message, frozen=True):

@@ -96,6 +96,22 @@ class MetricName(StrEnum):
         *("slipstream_adopted_step", "gauge", "steps", ("name",)),
         "Learner step of the weights that a generator runs",
     )
+    SEQUENCES = (
+        *("slipstream_sequences", "gauge", "sequences", ("name",)),
+        "Answers that an engine has been given and has not finished",
+    )
+    SEQUENCE_LIMIT = (
+        *("slipstream_sequence_limit", "gauge", "sequences", ("name",)),
+        "How many answers an engine may be given at a time, at present (generators.concurrency)",
+    )
+    KV_USE = (
+        *("slipstream_kv_use_ratio", "gauge", "share from 0 to 1", ("name",)),
+        "Share of an engine's KV cache that answers in the making hold",
+    )
+    RETRACTIONS = (
+        *("slipstream_retractions", "counter", "retractions", ("name",)),
+        "Times that an engine threw an answer out of its KV cache for want of room",
+    )
     ENGINE_STATE = (
         *("slipstream_engine_state", "gauge", "1", ("name", "state")),
         "1 for the state that an engine is in: current, behind, receiving or torn",

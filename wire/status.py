@@ -75,6 +75,9 @@ class RoleStatus(msgspec.Struct, frozen=True, kw_only=True):
     leases: int = 0
     trajectories: float = 0.0  # that it finished
     retracted: float = 0.0  # times that an answer was thrown out of the engine's cache
+    kv_use: float | None = None  # share of the engine's cache that answers in the making hold
+    sequences: int = 0  # answers that the engine has been given and has not finished
+    sequence_limit: int = 0  # how many it may be given at present; 0: it does not say
 
 
 class StepPoint(msgspec.Struct, frozen=True, kw_only=True):

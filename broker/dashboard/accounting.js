@@ -52,13 +52,15 @@ function workers(s, states, live, busy) {
     fillTable(byId("workers"), ["process"], [["No process has reported yet."]]);
     return;
   }
-  fillTable(byId("workers"), ["process", "role", "state", ...(live ? ["busy now"] : []), "busy since its start", "tokens/s since its start", "weights", "leases",
+  fillTable(byId("workers"), ["process", "role", "state", ...(live ? ["busy now"] : []), "busy since its start", "tokens/s since its start", "weights", "leases", "answers in the engine", "KV cache",
     "last heard", "spends its time on, since its start"],
     s.roles.map((one, i) => {
       const state = states[i];
       return [one.name, words(one.role), element("span", { class: "tag", "data-state": state, text: state }),
         ...(live ? [percent(busy.get(one.name))] : []), percent(one.busy),
         one.tokens_per_second ? fixed(one.tokens_per_second) : "-", label(one.adopted), fixed(one.leases ?? 0),
+        one.sequence_limit ? `${fixed(one.sequences)} of ${fixed(one.sequence_limit)}` : "-",
+        one.kv_use == null ? "-" : percent(one.kv_use),
         one.silent_s < 1 ? "now" : `${duration(one.silent_s)} ago`,
         element("span", { class: "text", text: spends(one.phase_seconds) })];
     }));

@@ -413,12 +413,15 @@ def _kv_thrashing(view: _View) -> Advisory | None:
 
     if (thrown := view.reading(measure, THRASHED)) is None:
         return None
+    limit = max((one.sequence_limit for one in view.generators), default=0)
+    under_way = f", with up to {limit} under way in an engine now" if limit else ""
     return _advisory(
         "kv-thrashing",
         "warning",
         f"Engines threw {thrown:.0%} of the answers of {view.lately} out of their cache and "
-        "computed them again: let fewer be under way (generators.max_sequences) or give the cache "
-        "more room (generators.max_cached_tokens, generators.sglang.mem_fraction_static).",
+        f"computed them again{under_way}: give the cache more room (generators.max_cached_tokens, "
+        "generators.sglang.mem_fraction_static) or let fewer be under way "
+        '(generators.max_sequences, generators.concurrency = "adaptive").',
         "generators.max_sequences",
     )
 

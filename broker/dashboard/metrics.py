@@ -68,6 +68,7 @@ def _samples(status: RunStatus) -> dict[MetricName, Samples]:
 
 def _of_roles(status: RunStatus) -> dict[MetricName, Samples]:
     roles = status.roles
+    engines = [role for role in roles if role.sequence_limit]
     return {
         MetricName.ROLE_BUSY_RATIO: {
             (role.name, role.role): role.busy for role in roles if role.phase_seconds
@@ -81,6 +82,10 @@ def _of_roles(status: RunStatus) -> dict[MetricName, Samples]:
         MetricName.ADOPTED_STEP: {
             (role.name,): role.adopted.step for role in roles if role.adopted is not None
         },
+        MetricName.SEQUENCES: {(one.name,): one.sequences for one in engines},
+        MetricName.SEQUENCE_LIMIT: {(one.name,): one.sequence_limit for one in engines},
+        MetricName.KV_USE: {(one.name,): one.kv_use for one in engines if one.kv_use is not None},
+        MetricName.RETRACTIONS: {(one.name,): one.retracted for one in engines},
     }
 
 

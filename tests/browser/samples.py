@@ -280,6 +280,9 @@ class Run:
             else 0.0,
             adopted=PolicyVersion(1, self.steps) if is_generator and not is_torn else None,
             leases=10 if is_generator and not is_torn else 0,
+            kv_use=0.62 if is_generator else None,
+            sequences=40 if is_generator else 0,
+            sequence_limit=48 if is_generator else 0,
         )
 
     def point(self, row: int) -> dict[str, float | None]:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from broker.client import BrokerClient
 from generators.config import GeneratorSettings, generator_settings
+from generators.lanes import lanes_of
 from generators.prompting import TextCodec
 from generators.running_engine import make_sampler
 from generators.scripted_engine import ScriptedEngine
@@ -49,7 +50,7 @@ async def serve(settings: GeneratorSettings, name: str, rate: float) -> None:
     worker = GeneratorWorker(
         client=client,
         sampler=make_sampler(settings, engine, codec),
-        max_sequences=settings.generators.max_sequences,
+        lanes=lanes_of(settings),
         siblings_together=False,
         skips_bad_prompts=settings.skips_bad_prompts,
     )

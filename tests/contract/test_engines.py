@@ -7,7 +7,7 @@ from typing import TypeAlias
 
 import pytest
 
-from generators.engine import Completion, InferenceEngine, SamplingParams
+from generators.engine import Completion, EngineLoad, InferenceEngine, SamplingParams
 from generators.scripted_engine import ScriptedEngine
 from generators.sglang_engine import SglangEngine
 from generators.sglang_process import SglangProcess
@@ -23,6 +23,7 @@ OLD, NEW = PolicyVersion(1, 3), PolicyVersion(1, 4)
 PROMPT = [3, 4, 13]
 SHORT = SamplingParams(temperature=1.0, max_new_tokens=12, min_new_tokens=12)
 LONG = SamplingParams(temperature=1.0, max_new_tokens=300, min_new_tokens=300)
+CACHED = 4096  # tokens, as of the real server
 TRIES = 20  # to pause while answers are in the making: a slow machine may do it too late
 
 
@@ -43,7 +44,9 @@ class OnEngine:
 
     async def _run(self, scenario: Scenario) -> None:
         if self._server is None:
-            scripted = ScriptedEngine(vocabulary=40, end_token_id=2, tokens_per_second=500.0)
+            scripted = ScriptedEngine(
+                vocabulary=40, end_token_id=2, tokens_per_second=500.0, cached_tokens=CACHED
+            )
             await scripted.label(OLD)
             await scenario(scripted)
             return
@@ -218,3 +221,75 @@ def test_an_answer_that_is_cancelled_ends(on_engine: OnEngine):
         await on_engine.until_idle(engine)
 
     on_engine(scenario)
+
+
+def test_an_engine_tells_what_it_is_busy_with_and_that_it_is_idle(on_engine: OnEngine):
+    async def scenario(engine: InferenceEngine) -> None:
+        await on_engine.until_idle(engine)
+        idle = await engine.load()
+        assert (idle.num_running, idle.num_waiting, idle.used_tokens) == (0, 0, 0)
+        assert (idle.capacity_tokens, idle.kv_use) == (CACHED, 0.0)
+        for _ in range(TRIES):  # to look twice while they are in the making
+            asked = asyncio.create_task(engine.sample(PROMPT, LONG, count=3, seeds=[1, 2, 3]))
+            busy = [idle]
+            while not asked.done():
+                busy.append(await engine.load())
+                await asyncio.sleep(0.02)
+            used = sorted({load.used_tokens for load in busy if load.num_running == 3})
+            if len(used) > 1:
+                break
+        assert len(used) > 1
+        assert 3 <= used[0] < used[-1] <= 3 * (len(PROMPT) + 300)
+        for load in busy:
+            assert load.num_running + load.num_waiting <= 3
+            assert load.kv_use == load.used_tokens / CACHED
+            assert load.num_retractions == idle.num_retractions
+        await load_of(engine, lambda load: (load.num_running, load.used_tokens) == (0, 0))
+
+    on_engine(scenario)
+
+
+def test_answers_that_do_not_fit_are_retracted_counted_and_finished_all_the_same(
+    on_engine: OnEngine,
+):
+    async def scenario(engine: InferenceEngine) -> None:
+        await on_engine.until_idle(engine)
+        before = await engine.load()
+        seeds = range(1, 25)  # 24 answers of 300 tokens are 1.8 times the cache
+        asked = asyncio.create_task(engine.sample(PROMPT, LONG, count=24, seeds=seeds))
+        full = await load_of(
+            engine, lambda load: load.num_retractions > before.num_retractions or asked.done()
+        )
+        assert full.num_retractions > before.num_retractions
+        answers = await asked
+        assert [len(answer.token_ids) for answer in answers] == [300] * 24
+        assert [len(answer.logprobs) for answer in answers] == [300] * 24
+        after = await engine.load()
+        assert after.num_retractions >= full.num_retractions
+
+    on_engine(scenario)
+
+
+def test_a_pause_counts_as_no_retraction_and_the_load_is_told_in_it(on_engine: OnEngine):
+    async def scenario(engine: InferenceEngine) -> None:
+        before = await engine.load()
+        asked = await on_engine.paused_in(engine, 3)
+        paused = await engine.load()
+        assert paused.num_running + paused.num_waiting == 3
+        await engine.resume()
+        await asked
+        assert (await engine.load()).num_retractions == before.num_retractions
+
+    on_engine(scenario)
+
+
+async def load_of(engine: InferenceEngine, is_enough: Callable[[EngineLoad], bool]) -> EngineLoad:
+    """Wait until an engine is so busy."""
+    seen: list[EngineLoad] = []
+
+    async def look() -> bool:
+        seen.append(await engine.load())
+        return is_enough(seen[-1])
+
+    await until_async(look, lambda: f"it is busy with {seen[-3:]}")
+    return seen[-1]

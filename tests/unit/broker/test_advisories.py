@@ -312,6 +312,21 @@ def test_the_sentence_has_the_number_the_time_and_the_setting():
     )
 
 
+def test_thrashing_says_how_many_answers_an_engine_may_have_at_present():
+    thrown = history({"answers": rising(10.0), "retracted": rising(1.0)})
+    generators = [
+        replace(role(f"g-{i}", "generator"), sequence_limit=limit)
+        for i, limit in enumerate((8, 24))
+    ]
+    text = said(status(roles=generators), thrown)["kv-thrashing"].text
+    assert text.startswith(
+        "Engines threw 10% of the answers of the last 2 minutes out of their cache and computed "
+        "them again, with up to 24 under way in an engine now: give the cache more room "
+    )
+    unknown = [replace(one, sequence_limit=0) for one in generators]
+    assert "under way in an engine" not in said(status(roles=unknown), thrown)["kv-thrashing"].text
+
+
 def test_long_steps_make_the_window_longer():
     waits = [0.0 if row % 100 else 1.0 for row in range(1_000)]  # busy once in a step of 200 s
     trends = history({"busy:learner": waits}, rows=1_000, step_s=200.0, num_steps=11)

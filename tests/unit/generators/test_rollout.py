@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from deploy.addition import write_blank_model
-from generators.engine import Completion, SamplingParams
+from generators.engine import Completion, EngineLoad, SamplingParams
 from generators.prompting import TextCodec, sibling_seed
 from generators.rollout import Rollout, Sampler, pack_payload, run_rollouts
 from learner.collate import pack, unpack
@@ -63,6 +63,10 @@ class ScriptedEngine:
 
     async def label(self, version: PolicyVersion) -> None: ...
     async def resume(self) -> None: ...
+    async def load(self) -> EngineLoad:
+        return EngineLoad(
+            num_running=0, num_waiting=0, used_tokens=0, capacity_tokens=1, num_retractions=0
+        )
 
 
 def completion(*ids: int, starts: list[tuple[int, PolicyVersion]] | None = None) -> Completion:

@@ -3,7 +3,7 @@ import types
 import pytest
 
 from generators import seeded_sampling
-from generators.sglang_patches import check_version, replace, sample_by_seed
+from generators.sglang_patches import Retractions, check_version, replace, sample_by_seed
 from wire.errors import ConfigError
 
 
@@ -37,3 +37,50 @@ def test_a_sampler_without_a_function_that_takes_seeds_is_refused():
     sample_by_seed(module)
     assert vars(module)[NAMES[0]] is seeded_sampling.sampling_from_probs
     assert vars(module)[NAMES[1]] is seeded_sampling.sampling_from_truncated_probs
+
+
+class Queues:
+    retracted = 0
+
+
+class Snapshot:
+    def __init__(self) -> None:
+        self.queues = Queues()
+
+
+class Batch:
+    """As ScheduleBatch: what it retracts, a ratio, what it gives up for good."""
+
+    def __init__(self, *retracted: str) -> None:
+        self.retracted = list(retracted)
+
+    def retract_decode(self) -> tuple[list[str], float, list[str]]:
+        return self.retracted, 0.5, ["aborted"]
+
+
+class Inquirer:
+    def get_loads(self) -> Snapshot:
+        return Snapshot()
+
+
+def test_retractions_are_counted_over_all_batches_and_told_with_every_load():
+    retractions = Retractions()
+    batches, inquirers = types.ModuleType("batches"), types.ModuleType("inquirers")
+    batches.__dict__["ScheduleBatch"] = type("ScheduleBatch", (Batch,), dict(vars(Batch)))
+    inquirers.__dict__["SchedulerLoadInquirer"] = type("Asked", (Inquirer,), dict(vars(Inquirer)))
+    retractions.count(batches)
+    retractions.tell(inquirers)
+    load = inquirers.SchedulerLoadInquirer()
+    assert load.get_loads().queues.retracted == 0
+    answer = batches.ScheduleBatch("a", "b").retract_decode()
+    assert answer == (["a", "b"], 0.5, ["aborted"])
+    assert load.get_loads().queues.retracted == 2
+    batches.ScheduleBatch("c").retract_decode()
+    assert load.get_loads().queues.retracted == 3
+
+
+def test_a_scheduler_without_what_is_counted_is_refused():
+    batches = types.ModuleType("batches")
+    batches.__dict__["ScheduleBatch"] = type("ScheduleBatch", (), {})
+    with pytest.raises((AttributeError, ConfigError), match="retract_decode"):
+        Retractions().count(batches)

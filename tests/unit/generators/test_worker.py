@@ -9,7 +9,9 @@ import pytest
 from broker.ledger import Ledger
 from broker.scorer import Rewards
 from deploy.addition import write_blank_model
+from generators.concurrency import Range
 from generators.engine import Completion, SamplingParams
+from generators.lanes import Lanes
 from generators.prompting import TextCodec, sibling_seed
 from generators.rollout import Sampler
 from generators.worker import GeneratorWorker
@@ -82,7 +84,7 @@ def worker_of(
     worker = GeneratorWorker(
         client=client,  # type: ignore[arg-type]
         sampler=sampler,
-        max_sequences=8,
+        lanes=Lanes(Range(lowest=2, highest=8, step=2)),
         siblings_together=True,
         skips_bad_prompts=skips_bad_prompts,
         rewards=rewards,

@@ -4,6 +4,10 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
+import pytest
+
+from generators.concurrency import Range
+from generators.lanes import Lanes
 from tests.unit.generators.working import Answered, ledger_of, working
 from tests.waiting import HANG_S, until_async
 from wire.control import GroupsLeased, LeaseGroups, ReleaseLease, ScoringItem
@@ -164,5 +168,74 @@ def test_a_worker_that_is_asked_to_end_gives_up_what_it_is_at_and_hands_every_le
             answer, _ = await other.ask(work, GroupsLeased)
             missing = {(one.position, one.siblings) for one in answer.groups}
             assert missing == {(0, (1,)), (1, (0, 1))}, "what was answered is kept"
+
+    asyncio.run(scenario())
+
+
+def lanes_that_follow_the_cache(longest_tokens: int) -> Lanes:
+    return Lanes(Range(lowest=2, highest=8, step=2), longest_tokens=longest_tokens)
+
+
+def test_an_engine_whose_cache_stays_empty_is_given_all_that_there_may_be(tmp_path: Path):
+    async def scenario() -> None:
+        lanes = lanes_that_follow_the_cache(longest_tokens=1 << 20)
+        async with working(tmp_path, ledger_of(8, 2), lanes=lanes) as it:
+            await it.engine.pause()
+            it.engine.let_all()
+            await it.until_held(*(one for position in range(4) for one in group(position, 2)))
+            await it.until_asked_again()
+            assert it.client.granted == lanes.limit == 8
+            assert it.rooms()[0] == 2, "it begins with what fits however long it becomes"
+
+    asyncio.run(scenario())
+
+
+def test_an_engine_is_given_no_more_than_its_cache_holds(tmp_path: Path):
+    async def scenario() -> None:
+        lanes = lanes_that_follow_the_cache(longest_tokens=1 << 20)
+        async with working(tmp_path, ledger_of(8, 2), lanes=lanes, cached_tokens=100) as it:
+            await it.engine.pause()  # where an answer stands still with twelve tokens in the cache
+            it.engine.let_all()
+            await until_async(lambda: lanes.in_flight == 6, "0.48 of it is in use by four")
+            await it.until_asked_again()
+            assert (it.client.granted, lanes.in_flight, lanes.limit) == (6, 6, 6), "0.72 by six"
+            await it.engine.resume()
+            await until_async(lambda: len(it.engine.begun) == 16)
+
+    asyncio.run(scenario())
+
+
+def test_the_lanes_stay_as_they_are_while_the_engine_is_paused_for_weights(tmp_path: Path):
+    async def scenario() -> None:
+        lanes = lanes_that_follow_the_cache(longest_tokens=1 << 20)
+        async with working(tmp_path, ledger_of(8, 2), lanes=lanes) as it:
+            it.worker.pausing()
+            await it.engine.pause()
+            it.engine.let_all()
+            await it.until_held(*group(0, 2))
+            await it.until_asked_again()
+            assert (lanes.limit, it.client.granted) == (2, 2)
+            it.worker.adopted(it.broker.ledger.version)
+            await until_async(lambda: lanes.limit == 8)
+
+    asyncio.run(scenario())
+
+
+def test_an_engine_that_does_not_tell_its_load_goes_on_with_the_lanes_it_has(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    async def scenario() -> None:
+        lanes = lanes_that_follow_the_cache(longest_tokens=1 << 20)
+        async with working(tmp_path, ledger_of(8, 2), lanes=lanes) as it:
+            it.engine.says_nothing = True
+            await it.engine.pause()
+            it.engine.let_all()
+            await it.until_held(*group(0, 2))
+            await it.until_asked_again()
+            assert (lanes.limit, it.client.granted) == (2, 2)
+            it.engine.says_nothing = False
+            await until_async(lambda: lanes.limit == 8)
+        said = [one for one in caplog.messages if "no answer to /v1/loads" in one]
+        assert len(said) == 1, "once, not at every look"
 
     asyncio.run(scenario())

@@ -47,13 +47,31 @@ def test_what_was_answered_is_counted_in_tokens_and_trajectories(tmp_path: Path)
 
 def test_answers_thrown_out_of_the_cache_reach_the_series_that_the_advice_reads(tmp_path: Path):
     async def scenario() -> None:
-        async with working(tmp_path, ledger_of(2, 3), max_sequences=6) as it:
-            it.engine.retractions = {(0, 1): 2, (1, 2): 3}
-            it.engine.let_all()
+        ledger = ledger_of(2, 3)
+        async with working(tmp_path, ledger, max_sequences=6, cached_tokens=60) as it:
+            it.engine.let_all()  # six answers of four and sixteen tokens are twice the cache
             await until_reported(it, "trajectories", 6)
-            assert it.last_report().counters["retracted"] == 5
+            thrown_out = (await it.engine.load()).num_retractions
+            assert thrown_out > 0
+            await until_reported(it, "retracted", thrown_out)
             sample = Rates().take(it.broker.status)
-            assert (sample["answers"], sample["retracted"]) == (6, 5)
+            assert (sample["answers"], sample["retracted"]) == (6, thrown_out)
+
+    asyncio.run(scenario())
+
+
+def test_the_cache_and_the_lanes_of_an_engine_are_told_as_they_are_now(tmp_path: Path):
+    async def scenario() -> None:
+        async with working(tmp_path, ledger_of(1, 2), max_sequences=8, cached_tokens=96) as it:
+            await it.until_held((0, 0), (0, 1))
+            await it.engine.pause()
+            it.engine.let_all()  # each has its prompt of four and its first eight tokens there
+            await until_async(lambda: it.last_report().gauges.get("kv_use") == 24 / 96)
+            (told,) = (one for one in it.broker.status.roles if one.name == "generator-0")
+            assert (told.sequences, told.sequence_limit, told.kv_use) == (2, 8, 0.25)
+            await it.engine.resume()
+            await until_async(lambda: it.last_report().gauges["kv_use"] == 0.0)
+            assert it.last_report().gauges["sequences"] == 0
 
     asyncio.run(scenario())
 

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
@@ -13,7 +13,9 @@ from broker.client import BrokerClient
 from broker.ledger import Ledger
 from broker.scorer import Rewards
 from deploy.addition import write_blank_model
-from generators.engine import Completion, SamplingParams
+from generators.concurrency import Range
+from generators.engine import Completion, EngineLoad, SamplingParams
+from generators.lanes import Lanes
 from generators.prompting import TextCodec, sibling_seed
 from generators.rollout import Sampler
 from generators.scripted_engine import ScriptedEngine
@@ -32,7 +34,7 @@ Answered = tuple[int, int]  # position of the prompt, sibling
 RUN_SEED = 9
 MOST_PROMPTS, MOST_SIBLINGS = 64, 8
 BEAT_S = 0.02
-PARAMS = SamplingParams(temperature=1.0, max_new_tokens=16)
+PARAMS = SamplingParams(temperature=1.0, max_new_tokens=16, min_new_tokens=15)
 
 
 class NotingClient(BrokerClient):
@@ -59,15 +61,17 @@ class NotingClient(BrokerClient):
 class HeldEngine(ScriptedEngine):
     """The scripted engine; each request waits at its door until the test lets it in."""
 
-    def __init__(self) -> None:
-        super().__init__(vocabulary=40, end_token_id=2)
+    def __init__(self, *, cached_tokens: int) -> None:
+        super().__init__(
+            vocabulary=40, end_token_id=2, tokens_per_second=4000.0, cached_tokens=cached_tokens
+        )
         self.held: dict[Answered, asyncio.Event] = {}
         self.begun: list[Answered] = []
         self.cancelled: list[Answered] = []
         self.most = 0  # answers under way at a time, ever
         self.lets_all = False
+        self.says_nothing = False  # of its load
         self.num_chosen = 0  # tokens
-        self.retractions: dict[Answered, int] = {}
         self._failing: dict[Answered, str] = {}
         self._who = {
             sibling_seed(RUN_SEED, "train", position, sibling): (position, sibling)
@@ -95,17 +99,21 @@ class HeldEngine(ScriptedEngine):
             if (reason := self._failing.pop(who[0], "")) != "":
                 raise EngineError(reason)
             answers = await super().sample(prompt_ids, params, count=count, seeds=seeds)
-            self.num_chosen += sum(len(answer.token_ids) for answer in answers)
-            return [
-                replace(answer, num_retractions=self.retractions.get(one, 0))
-                for one, answer in zip(who, answers, strict=True)
-            ]
         except asyncio.CancelledError:
             self.cancelled += who
             raise
+        else:
+            self.num_chosen += sum(len(answer.token_ids) for answer in answers)
+            return answers
         finally:
             for one in who:
                 del self.held[one]
+
+    @override
+    async def load(self) -> EngineLoad:
+        if self.says_nothing:
+            raise EngineError("no answer to /v1/loads")
+        return await super().load()
 
     def let(self, *who: Answered) -> None:
         """Answer these."""
@@ -187,14 +195,18 @@ async def working(
     folder: Path,
     ledger: Ledger,
     *,
-    max_sequences: int,
+    max_sequences: int = 0,
+    lanes: Lanes | None = None,
+    cached_tokens: int = 1 << 20,
     siblings_together: bool = False,
     rewards: Rewards | None = None,
 ) -> AsyncIterator[Working]:
-    """Have a worker work for a broker in this process."""
+    """Have a worker work for a broker in this process; without ``lanes`` in a fixed number."""
+    size = ledger.rules.group_size
+    fixed = Lanes(Range(lowest=size, highest=max_sequences, step=size))
     write_blank_model(folder / "model", hidden=16, layers=1)
     codec = TextCodec(folder / "model", SamplingSection(max_prompt_tokens=16))
-    engine = HeldEngine()
+    engine = HeldEngine(cached_tokens=cached_tokens)
     await engine.label(ledger.version)
     async with running(folder, ledger) as broker, asyncio.timeout(HANG_S):
         client, _ = await NotingClient.connect(
@@ -205,7 +217,7 @@ async def working(
         worker = GeneratorWorker(
             client=client,
             sampler=Sampler(engine, codec, {"train": PARAMS}, RUN_SEED),
-            max_sequences=max_sequences,
+            lanes=lanes or fixed,
             siblings_together=siblings_together,
             skips_bad_prompts=False,
             rewards=rewards,

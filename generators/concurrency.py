@@ -1,0 +1,135 @@
+"""How many sequences an engine is given at a time: additive increase, multiplicative decrease.
+
+More of them use an accelerator better, until their keys and values no longer fit. Then the engine
+retracts some (it gives up their keys and values, and computes them again later), which is work
+done twice. How many fit depends on how long answers become, so it is found out while they are
+generated, as TCP finds out what a path carries: increase by a little while there is room, decrease
+to a part when something was lost (Chiu and Jain, 1989; Jacobson, 1988).
+
+Units: limits are sequences. ``kv_use`` is the share of the cache, 0 to 1, that sequences under way
+hold; prefixes that are merely kept do not count.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+GROW_BELOW = 0.6  # share of the cache; below it more sequences fit
+TRIM_FROM = 0.8  # share of the cache; from here on sequences that grow may fill it
+_CUT_TO = 0.75  # of what was in flight, on a retraction
+
+Verdict = Literal["hold", "grow", "trim", "cut"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Range:
+    """Between which limits to choose."""
+
+    lowest: int  # one group must always fit, or nothing would be generated
+    highest: int  # generators.max_sequences
+    step: int  # sequences of a group, which begin together
+
+    def clamp(self, limit: int) -> int:
+        """Return the nearest limit of the range."""
+        return max(self.lowest, min(self.highest, limit))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Observation:
+    """An engine and the work that it has, at one moment."""
+
+    in_flight: int  # sequences that were given to the engine and have not come back
+    num_finished: int  # that came back, ever
+    kv_use: float  # by those that run
+    num_running: int  # of those in flight; others are on their way, or the engine has them wait
+    num_waiting: int
+    num_retractions: int  # times that it gave up a sequence for want of memory, ever
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Concurrency:
+    """What was decided, and what of the past the next decision needs."""
+
+    limit: int  # sequences that may be in flight
+    verdict: Verdict = "hold"
+    is_starting: bool = True  # nothing was trimmed or cut yet: the limit may double
+    num_finished: int = 0  # when the limit was changed last
+    num_retractions: int = 0  # that were taken into account
+
+
+def first_limit(within: Range, *, capacity_tokens: int, longest_tokens: int) -> int:
+    """Return with how many sequences to begin: those that fit however long they become.
+
+    Whole groups, so that no lane of the first ones is left over.
+
+    Args:
+        within: the limits to choose from.
+        capacity_tokens: of the engine's cache.
+        longest_tokens: of prompt and response together, by the settings.
+    """
+    fitting = capacity_tokens // longest_tokens
+    return within.clamp(fitting if fitting >= within.highest else fitting - fitting % within.step)
+
+
+def decide(state: Concurrency, seen: Observation, within: Range) -> Concurrency:
+    """Return the limit from now on.
+
+    A limit that was lowered takes effect when sequences end, since none is taken back. Until then
+    nothing more is decided: what is seen is the past's doing, a burst of retractions is one loss.
+    """
+    retracted = seen.num_retractions > state.num_retractions
+    state = replace(state, verdict="hold", num_retractions=seen.num_retractions)
+    if seen.in_flight > state.limit:
+        return state
+    if retracted:
+        return _lowered(state, seen, within, "cut", int(_CUT_TO * seen.in_flight))
+    if seen.kv_use >= TRIM_FROM:
+        return _lowered(state, seen, within, "trim", seen.in_flight - within.step)
+    if _may_grow(state, seen, within):
+        limit = within.clamp(state.limit + _increase(state, seen, within))
+        return replace(state, limit=limit, verdict="grow", num_finished=seen.num_finished)
+    return state
+
+
+def _lowered(
+    state: Concurrency, seen: Observation, within: Range, verdict: Verdict, limit: int
+) -> Concurrency:
+    return replace(
+        state,
+        limit=within.clamp(limit),
+        verdict=verdict,
+        is_starting=False,
+        num_finished=seen.num_finished,
+    )
+
+
+def _may_grow(state: Concurrency, seen: Observation, within: Range) -> bool:
+    """Tell whether there is room, and whether more would be used.
+
+    Later than at the start it grows once for every turn of all lanes: only then does the share of
+    the cache show what the last increase has done.
+    """
+    if seen.kv_use >= GROW_BELOW or state.limit >= within.highest:
+        return False
+    if seen.num_waiting or not seen.num_running:
+        return False  # more would wait, too; or nothing shows what a sequence takes
+    if seen.in_flight + within.step <= state.limit:
+        return False  # another group would have fit: it is not the limit that holds back work
+    if state.is_starting:
+        return True
+    is_turned_over = seen.num_finished - state.num_finished >= state.limit
+    return is_turned_over and _use_of(state.limit + within.step, seen) < TRIM_FROM
+
+
+def _increase(state: Concurrency, seen: Observation, within: Range) -> int:
+    """Return a group, or at the start up to as many again, if so many fit as they are now."""
+    if not state.is_starting:
+        return within.step
+    doubled = 2 * state.limit
+    if _use_of(doubled, seen) > GROW_BELOW:
+        doubled = int(GROW_BELOW / seen.kv_use * seen.num_running)
+    return max(within.step, doubled - state.limit)
+
+
+def _use_of(limit: int, seen: Observation) -> float:
+    """Return the share of the cache that so many sequences would hold."""
+    return seen.kv_use * limit / seen.num_running

@@ -1,0 +1,136 @@
+"""The lanes of an engine: who may give it sequences, and how many at a time."""
+
+import asyncio
+import logging
+
+from generators.concurrency import Concurrency, Observation, Range, decide, first_limit
+from generators.config import GeneratorSettings
+from generators.engine import EngineLoad
+
+_log = logging.getLogger(__name__)
+
+
+class Lanes:
+    """Counts the sequences that an engine has, and those that it is to get.
+
+    Work is booked when it is leased, and enters the engine when its lanes are free, at once unless
+    the limit was lowered since it was asked for.
+    """
+
+    def __init__(self, within: Range, *, longest_tokens: int | None = None) -> None:
+        """Open the lanes.
+
+        Args:
+            within: how many there are; without ``longest_tokens`` always ``within.highest``.
+            longest_tokens: of prompt and response together; the limit follows the engine's load.
+        """
+        self._within = within
+        self._longest_tokens = longest_tokens
+        self._state: Concurrency | None = None
+        self._num_finished = 0
+        self._booked = 0
+        self._changed = asyncio.Event()
+        self.in_flight = 0
+        self.limit = within.highest if longest_tokens is None else within.lowest
+
+    @property
+    def free(self) -> int:
+        """Return for how many more sequences there are lanes; below 0 for fewer than are booked."""
+        return self.limit - self._booked
+
+    async def until_free(self) -> None:
+        """Wait for a lane."""
+        while self.free <= 0:
+            await self.until_changed()
+
+    def book(self, num_sequences: int) -> "Booking":
+        """Take note of work that was leased."""
+        self._booked += num_sequences
+        return Booking(self, num_sequences)
+
+    def observe(self, load: EngineLoad) -> None:
+        """Choose the limit anew by what the engine is busy with."""
+        if self._longest_tokens is None:
+            return
+        before = self.limit
+        if self._state is None:
+            limit = first_limit(
+                self._within,
+                capacity_tokens=load.capacity_tokens,
+                longest_tokens=self._longest_tokens,
+            )
+            self._state = Concurrency(limit=limit, num_retractions=load.num_retractions)
+        else:
+            seen = Observation(
+                in_flight=self.in_flight,
+                num_finished=self._num_finished,
+                kv_use=load.kv_use,
+                num_running=load.num_running,
+                num_waiting=load.num_waiting,
+                num_retractions=load.num_retractions,
+            )
+            self._state = decide(self._state, seen, self._within)
+        self.limit = self._state.limit
+        if self._state.verdict in {"trim", "cut"} and self.limit < before:
+            _log.info(
+                "%s to %d sequences at a time: %.0f%% of the KV cache in use, %d retractions",
+                self._state.verdict,
+                self.limit,
+                100 * load.kv_use,
+                load.num_retractions,
+            )
+        self._changed.set()
+
+    async def until_changed(self) -> None:
+        """Wait until something has ended, or the limit was looked at."""
+        self._changed.clear()
+        await self._changed.wait()
+
+    async def _enter(self, num_sequences: int) -> None:
+        while self.in_flight + num_sequences > self.limit and self.in_flight:
+            await self.until_changed()
+        self.in_flight += num_sequences
+
+    def _leave(self, num_sequences: int, *, has_entered: bool) -> None:
+        self._booked -= num_sequences
+        if has_entered:
+            self.in_flight -= num_sequences
+            self._num_finished += num_sequences
+        self._changed.set()
+
+
+class Booking:
+    """The lanes of one leased group."""
+
+    def __init__(self, lanes: Lanes, num_sequences: int) -> None:
+        self._lanes = lanes
+        self._open = num_sequences
+        self._has_entered = False
+
+    async def enter(self) -> None:
+        """Wait until the engine may be given the group."""
+        await self._lanes._enter(self._open)
+        self._has_entered = True
+
+    def leave(self, num_sequences: int) -> None:
+        """Give back the lanes of sequences that the engine has finished."""
+        self._open -= num_sequences
+        self._lanes._leave(num_sequences, has_entered=self._has_entered)
+
+    def close(self) -> None:
+        """Give back all lanes that are left, because the group has ended."""
+        self.leave(self._open)
+
+
+def lanes_of(settings: GeneratorSettings) -> Lanes:
+    """Return the lanes of one engine under these settings."""
+    group_size = settings.run.group_size
+    evaluated = settings.eval.samples if settings.eval.enabled else 0
+    within = Range(
+        lowest=max(group_size, evaluated),
+        highest=settings.generators.max_sequences,
+        step=group_size,
+    )
+    if settings.generators.concurrency == "fixed":
+        return Lanes(within)
+    return Lanes(within, longest_tokens=settings.longest_tokens)

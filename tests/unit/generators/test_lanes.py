@@ -1,0 +1,160 @@
+"""Lanes of an engine: what is booked, what is in it, and a limit that follows its load."""
+
+import asyncio
+
+import pytest
+
+from generators.concurrency import Range
+from generators.config import generator_settings
+from generators.engine import EngineLoad
+from generators.lanes import Lanes, lanes_of
+from tests.waiting import HANG_S
+
+WITHIN = Range(lowest=4, highest=32, step=4)
+
+
+def load(used: int, *, retractions: int = 0, waiting: int = 0) -> EngineLoad:
+    return EngineLoad(
+        num_running=14,
+        num_waiting=waiting,
+        used_tokens=used,
+        capacity_tokens=1000,
+        num_retractions=retractions,
+    )
+
+
+async def entered(lanes: Lanes, *sizes: int) -> None:
+    for size in sizes:
+        await lanes.book(size).enter()
+
+
+def test_fixed_lanes_never_change():
+    lanes = Lanes(WITHIN)
+    asyncio.run(entered(lanes, 4, 4))
+    for seen in (load(0), load(1000, retractions=7), load(900)):
+        lanes.observe(seen)
+        assert (lanes.limit, lanes.free) == (32, 24)
+
+
+def test_lanes_that_follow_the_load_begin_with_what_fits_however_long_it_becomes():
+    lanes = Lanes(WITHIN, longest_tokens=50)
+    assert lanes.limit == 4, "nothing is known of the cache yet"
+    lanes.observe(load(0, retractions=3))
+    assert lanes.limit == 20
+    lanes.observe(load(0, retractions=3))
+    assert lanes.limit == 20, "what was retracted before is nothing that they did"
+
+
+def test_a_retraction_cuts_what_may_be_under_way_and_lanes_open_again_when_some_have_ended():
+    async def scenario() -> None:
+        lanes = Lanes(WITHIN, longest_tokens=50)
+        lanes.observe(load(0))
+        bookings = [lanes.book(4) for _ in range(5)]
+        for booking in bookings:
+            await booking.enter()
+        lanes.observe(load(990, retractions=1))
+        assert (lanes.limit, lanes.free) == (15, -5)
+        waiting = asyncio.create_task(lanes.until_free())
+        bookings[0].leave(4)
+        await asyncio.sleep(0)
+        assert not waiting.done()
+        lanes.observe(load(990, retractions=2))
+        assert lanes.limit == 15, "it is one burst"
+        bookings[1].leave(2)
+        async with asyncio.timeout(HANG_S):
+            await waiting
+        assert (lanes.free, lanes.in_flight) == (1, 14)
+
+    asyncio.run(scenario())
+
+
+def test_lanes_that_were_cut_open_again_by_a_group_when_all_of_them_have_turned_over():
+    async def scenario() -> None:
+        lanes = Lanes(WITHIN, longest_tokens=50)
+        lanes.observe(load(0))
+        first = lanes.book(20)
+        await first.enter()
+        lanes.observe(load(990, retractions=1))
+        assert lanes.limit == 15
+
+        async def turn_over(count: int) -> None:
+            for _ in range(count):
+                booking = lanes.book(1)
+                await booking.enter()
+                booking.leave(1)
+            lanes.observe(load(100, retractions=1))
+
+        first.leave(6)
+        await turn_over(8)
+        assert lanes.limit == 15, "14 have ended since"
+        await turn_over(1)
+        assert lanes.limit == 19
+
+    asyncio.run(scenario())
+
+
+def test_work_that_was_granted_before_a_cut_enters_when_its_lanes_are_free():
+    async def scenario() -> None:
+        lanes = Lanes(WITHIN, longest_tokens=125)
+        lanes.observe(load(0))
+        first = lanes.book(4)
+        await first.enter()
+        granted = lanes.book(4)
+        lanes.observe(load(990, retractions=1))
+        assert lanes.limit == 4
+        entering = asyncio.create_task(granted.enter())
+        await asyncio.sleep(0)
+        assert (entering.done(), lanes.in_flight, lanes.free) == (False, 4, -4)
+        first.leave(3)
+        first.close()
+        async with asyncio.timeout(HANG_S):
+            await entering
+        assert (lanes.in_flight, lanes.free) == (4, 0)
+
+    asyncio.run(scenario())
+
+
+def test_work_that_ends_before_it_entered_gives_back_what_it_had_booked():
+    lanes = Lanes(WITHIN)
+    booking = lanes.book(8)
+    assert (lanes.free, lanes.in_flight) == (24, 0)
+    booking.close()
+    booking.close()
+    assert (lanes.free, lanes.in_flight) == (32, 0)
+
+
+def test_a_group_larger_than_the_limit_enters_an_empty_engine_rather_than_never():
+    lanes = Lanes(Range(lowest=2, highest=2, step=2))
+    asyncio.run(asyncio.wait_for(entered(lanes, 8), HANG_S))
+    assert (lanes.in_flight, lanes.free) == (8, -6)
+
+
+@pytest.mark.parametrize(("eval_samples", "limits"), [(1, [8, 32, 64]), (24, [24, 32, 64])])
+def test_one_group_and_one_problem_always_fit(
+    tmp_path_factory: pytest.TempPathFactory, eval_samples: int, limits: list[int]
+):
+    folder = tmp_path_factory.mktemp("model")
+    (folder / "config.json").write_text("{}")
+    table = {
+        "run": {"name": "r", "model": str(folder), "group_size": 8},
+        "sampling": {"max_prompt_tokens": 100, "max_response_tokens": 300},
+        "eval": {"file": "held_out.jsonl", "samples": eval_samples, "temperature": 1.0},
+        "generators": {"max_sequences": 64, "device": "cpu"},
+    }
+    lanes = lanes_of(generator_settings(table))
+    found = [lanes.limit]
+    for capacity in (12_800, 25_600):
+        again = lanes_of(generator_settings(table))
+        again.observe(
+            EngineLoad(
+                num_running=0,
+                num_waiting=0,
+                used_tokens=0,
+                capacity_tokens=capacity,
+                num_retractions=0,
+            )
+        )
+        found.append(again.limit)
+    assert found == limits
+    table["generators"] = {"max_sequences": 64, "device": "cpu", "concurrency": "fixed"}
+    assert lanes_of(generator_settings(table)).limit == 64
