@@ -39,7 +39,7 @@ lint:  ## style, types and import rules; changes nothing
 	$(PY) -m ruff check .
 	$(PY) -m mypy
 	.venv/bin/lint-imports --no-logo
-unit: ## hermetic tests, under a minute; run before every commit
+unit: ## hermetic tests, one to two minutes; run before every commit
 	OMP_NUM_THREADS=1 $(PY) -m pytest -q -n $(CORES) $(PARALLEL) -m '$(HERMETIC)' $(HERMETIC_TESTS)
 test-integration:  ## real processes, Redis, SGLang, Megatron, and the whole loop
 	OMP_NUM_THREADS=1 $(PY) -m pytest -q -n $(WORKERS) $(PARALLEL) \

@@ -90,7 +90,7 @@ class MetricName(StrEnum):
     )
     ROLE_SILENT_SECONDS = (
         *("slipstream_role_silent_seconds", "gauge", "seconds", ("name", "role")),
-        "Time since a process was heard; all report every second",
+        "Time since a process was heard; all report twice a second",
     )
     ADOPTED_STEP = (
         *("slipstream_adopted_step", "gauge", "steps", ("name",)),
