@@ -1,4 +1,4 @@
-// How far a step takes the policy: clips, masks and ratios; the reference and the critic where there are any.
+// How far a step takes the policy: clips, masks and ratios; reference, teacher and critic where there are any.
 
 import { Chart } from "/static/chart.js";
 import { byId } from "/static/dom.js";
@@ -12,7 +12,8 @@ const POLICY = [
   ["ratio-max-chart", { title: "Ratio, largest", unit: "of any token", axis: "step", low: 0 }, [["largest", "policy/ratio_max", "--c5"]]],
 ];
 const OPTIONAL = [ // hidden in a run that has no such figures
-  ["reference-chart", { title: "KL to the reference", unit: "nats per token", axis: "step", low: 0 }, [["KL", "policy/kl_reference", "--c4"]]],
+  ["reference-chart", { title: "KL of the policy", unit: "nats per token", axis: "step", low: 0 },
+    [["reference", "policy/kl_reference", "--c4"], ["behavior", "policy/kl_behavior", "--c1"], ["teacher", "policy/kl_teacher", "--c3"]]],
   ["explained-chart", { title: "Explained variance", unit: "of returns", axis: "step", low: 0, high: 1 },
     [["explained", "critic/explained_variance", "--c3"]]],
   ["critic-loss-chart", { title: "Critic loss", unit: "per minibatch", axis: "step", low: 0 }, [["loss", "critic/loss", "--c6"]]],

@@ -350,6 +350,8 @@ class Run:
         }
         if self.reference:
             metrics["policy/kl_reference"] = 0.03 * done + 0.002 * draw.random()
+            metrics["policy/kl_behavior"] = 0.004 + 0.001 * draw.random()
+            metrics["policy/kl_teacher"] = 0.12 - 0.08 * done + 0.002 * draw.random()
         if self.critic:
             metrics |= {
                 "critic/loss": 0.02 + 0.2 / (1 + step / 20) + 0.01 * draw.random(),

@@ -948,7 +948,11 @@ def test_critic_and_reference_are_shown_where_there_are_any(browser: WebDriver) 
         assert ask(browser, _HIDDEN) == []
         newest = run.step(60).metrics
         for chart, names, digits in (
-            ("reference", ("policy/kl_reference",), 4),
+            (
+                "reference",
+                tuple(f"policy/kl_{to}" for to in ("reference", "behavior", "teacher")),
+                4,
+            ),
             ("explained", ("critic/explained_variance",), 3),
             ("critic-loss", ("critic/loss",), 4),
             ("value", ("critic/value", "critic/return"), 3),

@@ -10,6 +10,7 @@ import importlib
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from types import FunctionType, ModuleType, UnionType
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -193,6 +194,7 @@ def straddles(flags: Callable[[], Flags]) -> Callable[[F], F]:
     return mark
 
 
+@cache
 def straddled() -> Flags:
     """Return what all tests of this folder say of their bounds."""
     told: Flags = {}
