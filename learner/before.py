@@ -20,6 +20,7 @@ from algos.reduce import Denominators
 from algos.returns import Groups, TokenOutcomes, moments, whiten
 from algos.surrogates import WholeMinibatch
 from learner.collate import PackedBatch
+from wire.errors import ConfigError
 
 if TYPE_CHECKING:
     from learner.policy import Policy
@@ -95,34 +96,23 @@ def ready(
     The first minibatch is computed with the weights that the step starts from: unless something
     has to know them earlier, its proximal logprobs are those of its training pass, and cost none
     of their own.
+
+    Raises:
+        ConfigError: the advantage cannot be computed from such rewards.
     """
     needs_all = algorithm.needs_proximal or algorithm.needs_squares or not trains_policy
     shares = [_laid_out(minibatch, prepared.copies, step) for minibatch in minibatches]
     for number, share in enumerate(shares):
-        batches = [one.batch for one in share]
-        if needs_all or number > 0:
-            for one, said in zip(share, policy.proximal(batches), strict=True):
-                one.proximal, one.entropy, one.squares = said.logprobs, said.entropy, said.squares
-        if policy.reference is not None and algorithm.needs_reference_logprobs:
-            _fill(share, "reference", policy.reference.logprobs(batches))
-        if policy.teacher is not None:
-            _fill(share, "teacher", policy.teacher.logprobs(batches))
-        if policy.critic is not None:
-            _fill(share, "values", policy.critic.values(batches))
+        _do_forward_passes(policy, share, algorithm, needs_proximal=needs_all or number > 0)
     everything = [one for share in shares for one in share]
-    _fill_advantages(policy, everything, outcomes, prepared, algorithm)
-    is_right = outcomes.rewards >= algorithm.choice.likelihood.least_reward
+    try:
+        _fill_advantages(policy, everything, outcomes, prepared, algorithm)
+    except ValueError as error:  # of a part: these rewards are not for it
+        name = algorithm.choice.advantage.part.name
+        raise ConfigError(f"algo.advantage = {name!r} cannot be taken here: {error}") from error
     result = []
     for share, minibatch in zip(shares, minibatches, strict=True):
-        members = list(minibatch.members)
-        lengths, copies = outcomes.lengths[members], prepared.copies[members]
-        num_tokens = float((lengths * copies).sum())
-        num_sequences = float(((lengths > 0) * copies).sum())
-        if algorithm.choice.likelihood.coefficient > 0:
-            right_tokens = float((lengths * copies * is_right[members]).sum())
-            for one in share:
-                here = is_right[one.indices].to(one.batch.loss_mask.device)
-                one.right = RightAnswers(is_right=here, num_tokens=right_tokens)
+        denominators = _denominators(share, minibatch, outcomes, prepared, algorithm)
         kept = whole = None
         if algorithm.corrects_before and trains_policy:
             counts = _correct(policy, share, algorithm)
@@ -130,9 +120,44 @@ def ready(
                 kept = algorithm.denominators(*counts)
         if algorithm.shows_minibatch and trains_policy:
             whole = _whole(policy.replicas.gathered, share)
-        denominators = algorithm.denominators(num_tokens, num_sequences)
         result.append(Ready(share, denominators, kept, whole))
     return result
+
+
+def _do_forward_passes(
+    policy: "Policy", share: Sequence[Microbatch], algorithm: Algorithm, *, needs_proximal: bool
+) -> None:
+    """Ask every model that has a say about a minibatch."""
+    batches = [one.batch for one in share]
+    if needs_proximal:
+        for one, said in zip(share, policy.proximal(batches), strict=True):
+            one.proximal, one.entropy, one.squares = said.logprobs, said.entropy, said.squares
+    if policy.reference is not None and algorithm.needs_reference_logprobs:
+        _fill(share, "reference", policy.reference.logprobs(batches))
+    if policy.teacher is not None:
+        _fill(share, "teacher", policy.teacher.logprobs(batches))
+    if policy.critic is not None:
+        _fill(share, "values", policy.critic.values(batches))
+
+
+def _denominators(
+    share: Sequence[Microbatch],
+    minibatch: Minibatch,
+    outcomes: Outcomes,
+    prepared: Prepared,
+    algorithm: Algorithm,
+) -> Denominators:
+    """Return what the minibatch is divided by; tell its microbatches which answers are right."""
+    members = list(minibatch.members)
+    lengths, copies = outcomes.lengths[members], prepared.copies[members]
+    if algorithm.choice.likelihood.coefficient > 0:
+        is_right = outcomes.rewards >= algorithm.choice.likelihood.least_reward
+        num_tokens = float((lengths * copies * is_right[members]).sum())
+        for one in share:
+            here = is_right[one.indices].to(one.batch.loss_mask.device)
+            one.right = RightAnswers(is_right=here, num_tokens=num_tokens)
+    num_sequences = float(((lengths > 0) * copies).sum())
+    return algorithm.denominators(float((lengths * copies).sum()), num_sequences)
 
 
 def _whole(gathered: Callable[[Tensor], Tensor], share: Sequence[Microbatch]) -> WholeMinibatch:

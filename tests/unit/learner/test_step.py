@@ -27,6 +27,7 @@ from learner.step import (
 )
 from tests.unit.algos.own_parts import SHOWN
 from wire.control import DeliveredGroup, DeliveredTrajectory
+from wire.errors import ConfigError
 from wire.phases import PhaseClock
 from wire.trajectory import TrajectoryHeader, VersionRun
 from wire.versions import PolicyVersion
@@ -679,3 +680,19 @@ def test_parts_of_rewards_reach_the_advantage():
     assert parts["right"].tolist() == [1.0, 1.0, 0.0, 1.0]
     assert parts["short"].isnan().tolist() == [True, True, False, False]
     assert parts["short"][2:].tolist() == [1.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("advantage", "message"),
+    [
+        ("gdpo", "algo.advantage = 'gdpo' cannot be taken here: gdpo needs rewards with named"),
+        ("maxrl", "algo.advantage = 'maxrl' cannot be taken here: maxrl needs rewards >= 0"),
+    ],
+)
+def test_an_advantage_that_the_rewards_are_not_for_is_an_error_of_the_settings(
+    advantage: str, message: str
+):
+    given = data(1)
+    given = replace(given, outcomes=replace(given.outcomes, rewards=-given.outcomes.rewards - 1.0))
+    with pytest.raises(ConfigError, match=message):
+        train(Bigrams(), algorithm(advantage=advantage), given)
