@@ -112,7 +112,12 @@ def ready(
         raise ConfigError(f"algo.advantage = {name!r} cannot be taken here: {error}") from error
     result = []
     for share, minibatch in zip(shares, minibatches, strict=True):
-        denominators = _denominators(share, minibatch, outcomes, prepared, algorithm)
+        members = list(minibatch.members)
+        lengths, copies = outcomes.lengths[members], prepared.copies[members]
+        denominators = algorithm.denominators(
+            float((lengths * copies).sum()), float(((lengths > 0) * copies).sum())
+        )
+        _mark_right_answers(share, members, outcomes, prepared, algorithm)
         kept = whole = None
         if algorithm.corrects_before and trains_policy:
             counts = _correct(policy, share, algorithm)
@@ -140,24 +145,21 @@ def _do_forward_passes(
         _fill(share, "values", policy.critic.values(batches))
 
 
-def _denominators(
+def _mark_right_answers(
     share: Sequence[Microbatch],
-    minibatch: Minibatch,
+    members: Sequence[int],
     outcomes: Outcomes,
     prepared: Prepared,
     algorithm: Algorithm,
-) -> Denominators:
-    """Return what the minibatch is divided by; tell its microbatches which answers are right."""
-    members = list(minibatch.members)
-    lengths, copies = outcomes.lengths[members], prepared.copies[members]
-    if algorithm.choice.likelihood.coefficient > 0:
-        is_right = outcomes.rewards >= algorithm.choice.likelihood.least_reward
-        num_tokens = float((lengths * copies * is_right[members]).sum())
-        for one in share:
-            here = is_right[one.indices].to(one.batch.loss_mask.device)
-            one.right = RightAnswers(is_right=here, num_tokens=num_tokens)
-    num_sequences = float(((lengths > 0) * copies).sum())
-    return algorithm.denominators(float((lengths * copies).sum()), num_sequences)
+) -> None:
+    """Tell the microbatches of a minibatch which of their answers are imitated."""
+    if algorithm.choice.likelihood.coefficient == 0:
+        return
+    is_right = outcomes.rewards >= algorithm.choice.likelihood.least_reward
+    tokens = (outcomes.lengths * prepared.copies * is_right)[list(members)]
+    for one in share:
+        here = is_right[one.indices].to(one.batch.loss_mask.device)
+        one.right = RightAnswers(is_right=here, num_tokens=float(tokens.sum()))
 
 
 def _whole(gathered: Callable[[Tensor], Tensor], share: Sequence[Microbatch]) -> WholeMinibatch:
