@@ -1,5 +1,14 @@
 """What every benchmark prints: one line per bar, and an exit code."""
 
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class NotRun:
+    """In place of a figure that could not be measured here: its bar is short."""
+
+    reason: str
+
 
 class Bars:
     """Collects the bars of one benchmark."""
@@ -7,19 +16,24 @@ class Bars:
     def __init__(self) -> None:
         self._short = False
 
-    def at_least(self, name: str, value: float, unit: str, *, needs: float) -> None:
+    def at_least(self, name: str, value: float | NotRun, unit: str, *, needs: float) -> None:
         """Print a bar that must reach a value."""
-        self._print(name, value, unit, f">= {needs:g}", value >= needs)
+        ok = not isinstance(value, NotRun) and value >= needs
+        self._print(name, value, unit, f">= {needs:g}", ok=ok)
 
-    def at_most(self, name: str, value: float, unit: str, *, needs: float) -> None:
+    def at_most(self, name: str, value: float | NotRun, unit: str, *, needs: float) -> None:
         """Print a bar that must stay below a value."""
-        self._print(name, value, unit, f"<= {needs:g}", value <= needs)
+        ok = not isinstance(value, NotRun) and value <= needs
+        self._print(name, value, unit, f"<= {needs:g}", ok=ok)
 
-    def _print(self, name: str, value: float, unit: str, needs: str, ok: bool) -> None:
+    def _print(self, name: str, value: float | NotRun, unit: str, needs: str, *, ok: bool) -> None:
         self._short = self._short or not ok
-        print(
-            f"bar {name}: {value:.3f} {unit} (needs {needs}): {'ok' if ok else 'short'}", flush=True
-        )
+        figure, verdict = "-", "short (not run)"
+        if isinstance(value, NotRun):
+            print(f"{name} was not run: {value.reason}")
+        else:
+            figure, verdict = f"{value:.3f}", "ok" if ok else "short"
+        print(f"bar {name}: {figure} {unit} (needs {needs}): {verdict}", flush=True)
 
     @property
     def exit_code(self) -> int:

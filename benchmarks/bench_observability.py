@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-from benchmarks.bars import Bars
+from benchmarks.bars import Bars, NotRun
 from benchmarks.measured_runs import ROOT, run_slipstream, write_inputs
 from wire.run_folder import PAGE_ADDRESS
 
@@ -99,10 +99,11 @@ def kind_of(frames: list[str]) -> str:
 
 def main() -> int:
     """Run and count."""
-    if not _SAMPLER.exists():
-        print(f"there is no {_SAMPLER}: pip install py-spy", file=sys.stderr)
-        return 2
     bars = Bars()
+    if not _SAMPLER.exists():
+        missing = NotRun(f"there is no {_SAMPLER}: pip install py-spy")
+        bars.at_most("observability_of_a_run", missing, "of its CPU", needs=NEEDS_SHARE)
+        return bars.exit_code
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_inputs(folder, hidden=128, layers=4)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 import psutil
 import torch
 
-from benchmarks.bars import Bars
+from benchmarks.bars import Bars, NotRun
 from benchmarks.weightbus.figures import spread, table
 from benchmarks.weightbus.gpu import measure_gpu
 from benchmarks.weightbus.late_join import measure_late_join
@@ -61,26 +61,25 @@ class Bench:
             rounds = 3 if self._quick else 9
             figures = measure_wire(self._sizes, receivers=receivers, rounds=rounds)
             self._wire_rows(f"{receivers} receivers", figures)
-            self._wire_bars(f"_{receivers}", figures)
+            self._wire_bars(f"_{receivers}", figures.share, figures.digest_share)
         if not self._quick:
             self._wire_1b(ONE_BILLION)
 
     def _wire_1b(self, sizes: Sizes) -> None:
+        _say("wire: 1B parameters")
         free = psutil.virtual_memory().available
         if free < _FREE_FOR_1B:
-            _say(f"wire: 1B parameters are left out, {free / 1024**3:.0f} GiB are free")
+            few = f"{free / 1024**3:.0f} GiB are free, {_FREE_FOR_1B / 1024**3:.0f} are needed"
+            self._wire_bars("_1b", NotRun(few), NotRun(few))
             return
-        _say("wire: 1B parameters")
         raw = [size for size in RAW_BUCKETS if size >= 16 * MIB]
         figures = measure_wire(sizes, receivers=1, rounds=3, raw_buckets=raw)
         self._wire_rows("1B parameters", figures)
-        self._wire_bars("_1b", figures)
+        self._wire_bars("_1b", figures.share, figures.digest_share)
 
-    def _wire_bars(self, name: str, figures: WireFigures) -> None:
-        self.bars.at_least("wire_share" + name, figures.share, "of raw", needs=NEEDS_WIRE_SHARE)
-        self.bars.at_most(
-            "digest_share" + name, figures.digest_share, "of CPU", needs=NEEDS_DIGEST_SHARE
-        )
+    def _wire_bars(self, name: str, wire: float | NotRun, digests: float | NotRun) -> None:
+        self.bars.at_least("wire_share" + name, wire, "of raw", needs=NEEDS_WIRE_SHARE)
+        self.bars.at_most("digest_share" + name, digests, "of CPU", needs=NEEDS_DIGEST_SHARE)
 
     def _wire_rows(self, name: str, figures: WireFigures) -> None:
         size, _ = figures.raw_best

@@ -21,6 +21,7 @@ from typing import Any
 import redis
 from typing_extensions import override
 
+from benchmarks.bars import NotRun
 from benchmarks.broker.process import (
     Driver,
     SharedNumber,
@@ -290,16 +291,15 @@ def describe_http(way: Way) -> str:
     return f"{how}, {way.batch} to a request, {way.connections} connections"
 
 
-def ray_python_or_reason(python: str) -> tuple[str, str]:
-    """Return a Python that has ray; else why the bar is skipped."""
-    candidates = [python] if python else [sys.executable]
-    for candidate in candidates:
-        try:
-            found = subprocess.run(
-                [candidate, "-c", "import ray"], capture_output=True, timeout=60, check=False
-            )
-        except OSError as error:
-            return "", f"{candidate}: {error.strerror}"
-        if not found.returncode:
-            return candidate, ""
-    return "", f"{candidates[0]} has no ray: give --ray-python PATH"
+def python_with_ray(python: str) -> str | NotRun:
+    """Return the Python that was named, or this one, if it has ray."""
+    candidate = python or sys.executable
+    try:
+        found = subprocess.run(
+            [candidate, "-c", "import ray"], capture_output=True, timeout=60, check=False
+        )
+    except OSError as error:
+        return NotRun(f"{candidate}: {error.strerror} (--ray-python)")
+    if found.returncode:
+        return NotRun(f"{candidate} has no ray: give --ray-python PATH")
+    return candidate

@@ -2,7 +2,6 @@
 
 import pytest
 
-from benchmarks.bars import Bars
 from benchmarks.broker.baselines import lists_of
 from benchmarks.broker.roles import BYTES_PER_TOKEN, header_of, pack, trajectory_bytes, unpack
 from benchmarks.broker.throughput import GROUP_SIZE, groups_per_step
@@ -38,15 +37,3 @@ def test_every_transport_carries_the_same_number_of_tokens():
 
 def test_a_step_of_large_trajectories_has_fewer_groups_but_some():
     assert groups_per_step(16 * 1024) > groups_per_step(128 * 1024) >= GROUP_SIZE
-
-
-def test_a_bar_that_is_missed_makes_the_benchmark_fail(capsys: pytest.CaptureFixture[str]):
-    bars = Bars()
-    bars.at_most("cost", 1.0, "x", needs=1.3)
-    assert bars.exit_code == 0
-    bars.at_least("speed", 0.5, "x", needs=0.6)
-    assert bars.exit_code == 1
-    assert capsys.readouterr().out.splitlines() == [
-        "bar cost: 1.000 x (needs <= 1.3): ok",
-        "bar speed: 0.500 x (needs >= 0.6): short",
-    ]

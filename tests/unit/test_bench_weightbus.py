@@ -2,7 +2,6 @@
 
 import pytest
 
-from benchmarks.bars import Bars
 from benchmarks.weightbus.figures import best, growth, loss_beyond_pause, pause_s, share, table
 from benchmarks.weightbus.late_join import JoinFigures
 from benchmarks.weightbus.learner_side import StepFigures
@@ -82,18 +81,6 @@ def test_control_costs_counted_calls_times_one_that_does_nothing():
         commands=5, calls=7, command_s=0.001, call_s=0.1, scheduler_call_s=0.002
     )
     assert figures.seconds == pytest.approx(0.019)
-
-
-def test_a_short_bar_is_said_and_is_the_exit_code(capsys: pytest.CaptureFixture[str]):
-    bars = Bars()
-    bars.at_least("wire_share_1", 0.9, "of raw", needs=0.85)
-    assert bars.exit_code == 0
-    bars.at_most("late_join", 1.6, "x one transfer", needs=1.5)
-    assert bars.exit_code == 1
-    assert capsys.readouterr().out.splitlines() == [
-        "bar wire_share_1: 0.900 of raw (needs >= 0.85): ok",
-        "bar late_join: 1.600 x one transfer (needs <= 1.5): short",
-    ]
 
 
 def test_a_table_is_markdown():

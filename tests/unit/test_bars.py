@@ -1,0 +1,52 @@
+"""What benchmarks say of their bars."""
+
+import pytest
+
+from benchmarks.bars import Bars, NotRun
+from benchmarks.broker.baselines import python_with_ray
+
+
+def test_a_bar_that_is_reached_is_ok(capsys: pytest.CaptureFixture[str]):
+    bars = Bars()
+    bars.at_least("speed", 0.6, "x", needs=0.6)
+    bars.at_most("cost", 1.3, "x", needs=1.3)
+    assert bars.exit_code == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "bar speed: 0.600 x (needs >= 0.6): ok",
+        "bar cost: 1.300 x (needs <= 1.3): ok",
+    ]
+
+
+def test_a_bar_that_is_missed_is_short_and_stays_so(capsys: pytest.CaptureFixture[str]):
+    bars = Bars()
+    bars.at_most("cost", 1.301, "x", needs=1.3)
+    bars.at_least("speed", 0.6, "x", needs=0.6)
+    assert bars.exit_code == 1
+    assert capsys.readouterr().out.splitlines() == [
+        "bar cost: 1.301 x (needs <= 1.3): short",
+        "bar speed: 0.600 x (needs >= 0.6): ok",
+    ]
+
+
+def test_a_bar_that_could_not_run_says_why_and_is_short(capsys: pytest.CaptureFixture[str]):
+    bars = Bars()
+    bars.at_least("speed", NotRun("there is no ray"), "x", needs=10)
+    assert bars.exit_code == 1
+    assert capsys.readouterr().out.splitlines() == [
+        "speed was not run: there is no ray",
+        "bar speed: - x (needs >= 10): short (not run)",
+    ]
+
+
+def test_a_bar_that_is_not_a_number_is_short():
+    for compare in (Bars.at_least, Bars.at_most):
+        bars = Bars()
+        compare(bars, "speed", float("nan"), "x", needs=1)
+        assert bars.exit_code == 1
+
+
+def test_without_ray_its_bar_is_not_run():
+    nowhere = "/nowhere/bin/python"
+    assert python_with_ray(nowhere) == NotRun(
+        f"{nowhere}: No such file or directory (--ray-python)"
+    )
