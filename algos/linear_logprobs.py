@@ -1,21 +1,24 @@
-"""Log-probabilities, entropy and KL from hidden states: logits exist a few tokens at a time.
+"""Log-probabilities, entropy and KL from hidden states: logits exist a part of them at a time.
 
 A vocabulary of 150,000 makes the logits of 8,000 tokens 5 GB in float32, and autograd keeps them
-more than once. Here each chunk of tokens is multiplied by the output weights, reduced to a few
-numbers per token and forgotten; the backward pass multiplies once more. The weights may be split
-over ranks by rows, as tensor parallelism does: each rank sends a few numbers per token, once, and
-the backward pass sends nothing.
+more than once. Here all tokens are multiplied by a chunk of the output weights' rows at a time,
+reduced to a few numbers per token and forgotten; the backward pass multiplies once more. Chunks are
+of the vocabulary and not of tokens, so that a row's gradient is one matrix product over all tokens,
+summed in float32 inside of it and written once in the weights' type: no sum of them in float32. The
+weights may be split over ranks by rows, as tensor parallelism does: each rank sends a few numbers
+per token, once, and the backward pass sends nothing.
 
 With p the softmax of a token's logits x, H its entropy, q the reference's softmax, and K =
 KL(p || q), the gradients by logit j of the log-probability of token k, of H and of K are
 
     [j = k] - p_j        -p_j (log p_j + H)        p_j (log p_j - log q_j - K)
 
-Split into the ranks' columns, p is a choice of a rank (share s_r) and of a column there (p_r), so
+Split into parts of the columns, p is a choice of a part (share s_r) and of a column there (p_r), so
 that H = sum_r s_r (H_r - log s_r) and K = sum_r s_r (K_r + log s_r - log t_r), t_r being q's share.
+So are chunks joined, and then ranks.
 
-Shapes: T tokens, c tokens of a chunk, H hidden size, V rows of output weights over all ranks, V/tp
-of this rank, R ranks.
+Shapes: T tokens, H hidden size, V rows of output weights over all ranks, V/tp of this rank, c rows
+of a chunk (columns of the logits), R parts.
 """
 
 from collections.abc import Iterator
@@ -32,7 +35,10 @@ from algos.ratios import upcast
 
 PADDED_LOGIT = -1e30  # probability 0; finite, so that 0 * logit is 0 and not NaN
 CHUNK_BYTES = 64 * 2**20  # of one chunk's logits in float32, on a CPU
-CUDA_CHUNK_BYTES = 512 * 2**20  # fewer passes over the sum of the weights' gradient
+CUDA_CHUNK_BYTES = 512 * 2**20  # fewer passes over the sum of the hidden states' gradient
+MIN_CHUNK_COLUMNS = 1024  # however many tokens: those passes are V / c, over T rows
+
+_NO_COLUMNS = (PADDED_LOGIT, PADDED_LOGIT, 0.0, PADDED_LOGIT, 0.0)  # what _part says of none
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +84,7 @@ def linear_logprobs(
     temperature: Tensor | None = None,
     barred: Tensor | None = None,
     reference: Reference | None = None,
-    chunk_tokens: int | None = None,
+    chunk_columns: int | None = None,
 ) -> TokenLogprobs:
     """Return the log-probability of each target, the entropy, and the KL from a reference.
 
@@ -86,7 +92,7 @@ def linear_logprobs(
     and equal on all ranks. The gradient by ``hidden`` is this rank's share: whoever splits the rows
     sums it over ranks, as Megatron's copy to the tensor-parallel region does.
 
-    On one rank, torch.compile takes it whole, but unrolls the chunks for each T, and a compiler may
+    On one rank, torch.compile takes it whole, but unrolls the chunks, and a compiler may
     keep logits for the backward pass: to save memory, leave it out of compiled regions.
 
     Args:
@@ -96,11 +102,11 @@ def linear_logprobs(
         temperature: [T], 1 if None.
         barred: [T] bool, where ``layer.barred_ids`` cannot be chosen; nowhere if None.
         reference: what KL is taken from; tempered and barred alike.
-        chunk_tokens: tokens whose logits exist at a time; None fills CHUNK_BYTES
-            (CUDA_CHUNK_BYTES).
+        chunk_columns: columns of this rank whose logits exist at a time; None fills CHUNK_BYTES
+            (CUDA_CHUNK_BYTES), with MIN_CHUNK_COLUMNS at least.
     """
-    if chunk_tokens is None:
-        chunk_tokens = _tokens_of_a_chunk(hidden, layer)
+    if chunk_columns is None:
+        chunk_columns = _columns_of_a_chunk(hidden)
     other = None
     if reference is not None:
         sampling = _Sampling.of(reference.layer, temperature, barred)
@@ -112,7 +118,7 @@ def linear_logprobs(
         _Sampling.of(layer, temperature, barred),
         other,
         layer.split,
-        chunk_tokens,
+        chunk_columns,
     )
     return TokenLogprobs(logprobs, entropy, kl)
 
@@ -130,15 +136,15 @@ def squared_probabilities(
     The chance that two draws are equal. Arguments as for ``linear_logprobs``; equal on all ranks.
     """
     sampling = _Sampling.of(layer, temperature, barred)
-    exact = torch.float64 if hidden.dtype == torch.float64 else torch.float32
-    part = hidden.new_empty(2, len(hidden), dtype=exact)
-    for chunk in _chunks(len(hidden), _tokens_of_a_chunk(hidden, layer)):
+    log_sums = hidden.new_full((2, len(hidden)), -torch.inf, dtype=torch.float64)
+    for chunk in _chunks(len(layer.weight), _columns_of_a_chunk(hidden)):
         logits = sampling.logits(hidden, layer.weight, chunk)
-        part[0, chunk] = logits.logsumexp(-1)
-        part[1, chunk] = logits.mul_(2.0).logsumexp(-1)
-    log_sum, log_sum_of_squares = _gathered(part, layer.split).logsumexp(0)
+        once = logits.logsumexp(-1)
+        part = torch.stack([once, logits.mul_(2.0).logsumexp(-1)]).double()
+        log_sums = torch.logaddexp(log_sums, part)
+    log_sum, log_sum_of_squares = _gathered(log_sums, layer.split).logsumexp(0)
     squares: Tensor = (log_sum_of_squares - 2.0 * log_sum).exp()
-    return squares
+    return squares if hidden.dtype == torch.float64 else squares.float()
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +153,7 @@ class _Sampling:
 
     temperature: Tensor | None  # [T]
     barred: Tensor | None  # [T] bool
-    barred_columns: Tensor | None  # int64, columns of this rank
+    barred_columns: tuple[int, ...]  # of this rank
     num_real: int  # columns from here on are padding
     first_row: int
 
@@ -156,24 +162,20 @@ class _Sampling:
         """Return how a layer's tokens are chosen."""
         first, rows = layer.first_row, len(layer.weight)
         last = first + rows if layer.vocab_size is None else layer.vocab_size
-        here = [i - first for i in layer.barred_ids if first <= i < first + rows]
-        columns = None
-        if barred is not None and here:
-            columns = torch.tensor(here, device=layer.weight.device)
-        return cls(temperature, barred, columns, min(max(last - first, 0), rows), first)
+        here = tuple(i - first for i in layer.barred_ids if first <= i < first + rows)
+        return cls(temperature, barred, here, min(max(last - first, 0), rows), first)
 
     def logits(self, hidden: Tensor, weight: Tensor, chunk: slice) -> Tensor:
-        """Return the logits of a chunk, in memory of their own. [T, H], [V/tp, H] -> [c, V/tp]."""
-        logits = upcast(hidden[chunk] @ weight.t())
+        """Return a chunk's logits, in memory of their own. Shapes [T, H], [V/tp, H] -> [T, c]."""
+        logits = upcast(hidden @ weight[chunk].t())
         if self.temperature is not None:
-            logits.div_(self.temperature[chunk].unsqueeze(-1))
-        if self.num_real < len(weight):
-            logits[:, self.num_real :] = PADDED_LOGIT
-        if self.barred is not None and self.barred_columns is not None:
-            free = logits[:, self.barred_columns]
-            logits[:, self.barred_columns] = free.masked_fill(
-                self.barred[chunk].unsqueeze(-1), PADDED_LOGIT
-            )
+            logits.div_(self.temperature.unsqueeze(-1))
+        if self.num_real < chunk.stop:
+            logits[:, max(self.num_real - chunk.start, 0) :] = PADDED_LOGIT
+        if self.barred is not None:
+            for column in self.barred_columns:
+                if chunk.start <= column < chunk.stop:
+                    logits[:, column - chunk.start].masked_fill_(self.barred, PADDED_LOGIT)
         return logits
 
     def untempered(self, by_logits: Tensor) -> Tensor:
@@ -190,7 +192,7 @@ class _Frozen(NamedTuple):
     sampling: _Sampling
 
     def logits(self, chunk: slice) -> Tensor:
-        """Return the logits of a chunk, in memory of their own. Shapes [c, V/tp]."""
+        """Return a chunk's logits, in memory of their own. Shapes [T, c]."""
         return self.sampling.logits(self.hidden, self.weight, chunk)
 
 
@@ -201,7 +203,7 @@ class _Context(Protocol):
     needs_input_grad: tuple[bool, ...]
     sampling: _Sampling
     reference: _Frozen | None
-    chunk_tokens: int
+    chunk_columns: int
 
     def save_for_backward(self, *tensors: Tensor) -> None: ...
 
@@ -219,32 +221,28 @@ class _LinearLogprobs(torch.autograd.Function):
         sampling: _Sampling,
         reference: _Frozen | None,
         group: dist.ProcessGroup | None,
-        chunk_tokens: int,
+        chunk_columns: int,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        column = target - sampling.first_row
-        is_here = (column >= 0) & (column < len(weight))
-        column = column.clamp(0, len(weight) - 1).unsqueeze(-1)
-        exact = torch.float64 if hidden.dtype == torch.float64 else torch.float32
-        part = hidden.new_empty(5, len(hidden), dtype=exact)
-        for chunk in _chunks(len(hidden), chunk_tokens):
+        num_rows = len(weight) * (1 if group is None else group.size())
+        column = target.clamp(0, num_rows - 1) - sampling.first_row  # of a rank before or after us
+        own = hidden.new_tensor(_NO_COLUMNS, dtype=torch.float64).unsqueeze(-1)
+        own = own.expand(-1, len(hidden))  # float64: nothing is lost by joining many chunks
+        for chunk in _chunks(len(weight), chunk_columns):
             logits = sampling.logits(hidden, weight, chunk)
             others = reference.logits(chunk) if reference is not None else None
-            part[:, chunk] = _part(logits, column[chunk], others)
-
-        ranks = _gathered(part, group)
-        log_total, log_shares = _shares(ranks[:, 0])
-        other_total, other_log_shares = _shares(ranks[:, 3])
-        shares = log_shares.exp()
-        rank = (target // len(weight)).clamp(0, len(ranks) - 1).unsqueeze(0)
-        logprobs = (ranks[:, 1] + log_shares).gather(0, rank).squeeze(0)
-        entropy = (shares * (ranks[:, 2] - log_shares)).sum(0)
-        kl = (shares * (ranks[:, 4] + log_shares - other_log_shares)).sum(0)
+            part = _part(logits, column - chunk.start, others)
+            own = _joined(torch.stack([own, part.double()]))
+        log_total, logit, entropy, other_total, kl = _joined(_gathered(own, group)).unbind()
+        logprobs = logit - log_total
 
         # A target that is barred or padding has a constant for its logit: no gradient.
-        is_free = is_here & (part[1] > PADDED_LOGIT / 2)
-        gap_offset = other_total - kl
+        is_free = logit > PADDED_LOGIT / 2
+        exact = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+        logprobs, log_total, entropy, kl, gap_offset = (
+            one.to(exact) for one in (logprobs, log_total, entropy, kl, other_total - kl)
+        )
         ctx.save_for_backward(hidden, weight, column, is_free, log_total, entropy, gap_offset)
-        ctx.sampling, ctx.reference, ctx.chunk_tokens = sampling, reference, chunk_tokens
+        ctx.sampling, ctx.reference, ctx.chunk_columns = sampling, reference, chunk_columns
         ctx.set_materialize_grads(False)
         return logprobs, entropy, kl if reference is not None else None
 
@@ -256,58 +254,68 @@ class _LinearLogprobs(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         hidden, weight, column, is_free, log_total, entropy, gap_offset = ctx.saved_tensors
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
-        by_hidden = torch.empty_like(hidden) if needs_hidden else None
-        by_weight = torch.zeros_like(weight, dtype=log_total.dtype) if needs_weight else None
+        by_hidden = torch.zeros_like(hidden, dtype=log_total.dtype) if needs_hidden else None
+        by_weight = torch.empty_like(weight) if needs_weight else None
         none = torch.zeros_like(log_total)
         by_chosen = ctx.sampling.untempered(none if by_logprobs is None else by_logprobs)
         by_entropy = None if by_entropy is None else ctx.sampling.untempered(by_entropy)
         by_kl = None if by_kl is None else ctx.sampling.untempered(by_kl)
-        for chunk in _chunks(len(hidden), ctx.chunk_tokens):
+        for chunk in _chunks(len(weight), ctx.chunk_columns):
             logits = ctx.sampling.logits(hidden, weight, chunk)
-            all_logprobs = logits.sub_(log_total[chunk].unsqueeze(-1))
+            all_logprobs = logits.sub_(log_total.unsqueeze(-1))
             probabilities = all_logprobs.exp()
             # What is as large as PADDED_LOGIT meets its probability 0 first: it cannot overflow.
-            grad = probabilities * -by_chosen[chunk]
-            grad.scatter_add_(-1, column[chunk], by_chosen[chunk] * is_free[chunk, None])
+            grad = probabilities * -by_chosen
+            at, is_here = _within(column - chunk.start, grad)
+            grad.scatter_add_(-1, at, by_chosen * (is_free.unsqueeze(-1) & is_here))
             if by_kl is not None and ctx.reference is not None:
                 gap = all_logprobs - ctx.reference.logits(chunk)
-                gap.add_(gap_offset[chunk, None]).mul_(probabilities)
-                grad.addcmul_(gap, by_kl[chunk])
+                gap.add_(gap_offset.unsqueeze(-1)).mul_(probabilities)
+                grad.addcmul_(gap, by_kl)
             if by_entropy is not None:
-                surprise = all_logprobs.add_(entropy[chunk, None]).mul_(probabilities)
-                grad.addcmul_(surprise, by_entropy[chunk], value=-1)
+                surprise = all_logprobs.add_(entropy.unsqueeze(-1)).mul_(probabilities)
+                grad.addcmul_(surprise, by_entropy, value=-1)
             sent = grad.to(hidden.dtype)
             if by_hidden is not None:
-                torch.mm(sent, weight, out=by_hidden[chunk])
+                _add_product(by_hidden, sent, weight[chunk])
             if by_weight is not None:
-                _add_product(by_weight, sent.t(), hidden[chunk])
-        by_weight = None if by_weight is None else by_weight.to(weight.dtype)
+                torch.mm(sent.t(), hidden, out=by_weight[chunk])
+        by_hidden = None if by_hidden is None else by_hidden.to(hidden.dtype)
         return by_hidden, by_weight, None, None, None, None, None
 
 
-def _tokens_of_a_chunk(hidden: Tensor, layer: OutputLayer) -> int:
-    """Return how many tokens' logits, in float32, fill a chunk."""
+def _columns_of_a_chunk(hidden: Tensor) -> int:
+    """Return how many columns' logits, in float32, fill a chunk."""
     chunk_bytes = CUDA_CHUNK_BYTES if hidden.is_cuda else CHUNK_BYTES
-    return max(1, chunk_bytes // (4 * len(layer.weight)))
+    return max(MIN_CHUNK_COLUMNS, chunk_bytes // (4 * max(1, len(hidden))))
 
 
-def _chunks(num_tokens: int, chunk_tokens: int) -> Iterator[slice]:
-    return (slice(at, at + chunk_tokens) for at in range(0, num_tokens, chunk_tokens))
+def _chunks(num_columns: int, chunk_columns: int) -> Iterator[slice]:
+    starts = range(0, num_columns, chunk_columns)
+    return (slice(at, min(at + chunk_columns, num_columns)) for at in starts)
+
+
+def _within(column: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Return columns [T, 1] that the logits [T, c] have, and where they are the ones asked for."""
+    at = column.clamp(0, logits.shape[-1] - 1)
+    return at.unsqueeze(-1), (at == column).unsqueeze(-1)
 
 
 def _part(logits: Tensor, column: Tensor, others: Tensor | None) -> Tensor:
-    """Return what this rank's columns say, as if there were no others; consumes the logits.
+    """Return what these columns say, as if there were no others; consumes the logits.
 
     Args:
-        logits: [c, V/tp].
-        column: [c, 1] of the target.
-        others: [c, V/tp] of the reference.
+        logits: [T, c].
+        column: [T] of the target, if it is one of these.
+        others: [T, c] of the reference.
 
     Returns:
-        [5, c]: log of the sum of exp, log-probability of the target, entropy, log of the
-        reference's sum of exp, KL.
+        [5, T]: log of the sum of exp, the target's logit (PADDED_LOGIT if it is not here), entropy,
+        log of the reference's sum of exp, KL.
     """
-    other_largest = other_log_sum = torch.zeros_like(logits[:, 0])
+    at, is_here = _within(column, logits)
+    chosen = logits.gather(-1, at).where(is_here, PADDED_LOGIT).squeeze(-1)
+    other_largest = other_log_sum = torch.zeros_like(chosen)
     if others is not None:
         other_largest = others.amax(-1)
         other_log_sum = others.sub_(other_largest.unsqueeze(-1)).exp().sum(-1).log()
@@ -315,7 +323,6 @@ def _part(logits: Tensor, column: Tensor, others: Tensor | None) -> Tensor:
     weights = logits.sub_(largest.unsqueeze(-1)).exp()
     total = weights.sum(-1)
     log_sum = total.log()
-    chosen = logits.gather(-1, column).squeeze(-1) - log_sum
     if others is not None:
         gap = others.sub_(logits).neg_().mul_(weights).sum(-1) / total
         kl = gap - log_sum + other_log_sum
@@ -334,15 +341,22 @@ def _gathered(part: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     return parts
 
 
-def _shares(log_sums: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the log of the sum over ranks [T], and the logs of the ranks' shares [R, T]."""
-    log_total = log_sums.logsumexp(0)
-    return log_total, log_sums - log_total
+def _joined(parts: Tensor) -> Tensor:
+    """Return what all parts of the columns say together. Shapes [R, 5, T] -> [5, T]."""
+    log_sums, logits, entropies, other_log_sums, kls = parts.unbind(1)
+    log_total, other_total = log_sums.logsumexp(0), other_log_sums.logsumexp(0)
+    log_shares, other_log_shares = log_sums - log_total, other_log_sums - other_total
+    shares = log_shares.exp()
+    entropy = (shares * (entropies - log_shares)).sum(0)
+    kl = (shares * (kls + log_shares - other_log_shares)).sum(0)
+    return torch.stack([log_total, logits.amax(0), entropy, other_total, kl])
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
     """Add a matrix product to a total that may be of a wider type."""
     if total.dtype == left.dtype:
         total.addmm_(left, right)
+    elif left.is_cuda:
+        total.add_(torch.mm(left, right, out_dtype=total.dtype))
     else:
-        total.add_(left @ right)
+        total.add_(left @ right)  # each product is rounded: a CPU has none of a wider type

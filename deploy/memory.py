@@ -10,6 +10,7 @@ from learner.hf_config import HfConfig
 
 GIB = 2**30
 CHUNK_BYTES = 512 * 2**20  # CUDA_CHUNK_BYTES of algos.linear_logprobs, which needs torch
+MIN_CHUNK_COLUMNS = 1024  # the same of there
 _DEFAULT_STATIC_SHARE = 0.85  # of a GPU that SGLang takes for weights and cache
 
 
@@ -56,6 +57,7 @@ def learner_memory(
     share = learner.tensor_parallel
     tokens, hidden, layers = learner.max_tokens_per_microbatch, hf.hidden_size, hf.num_hidden_layers
     own = num_parameters(hf) / share
+    chunk_columns = max(MIN_CHUNK_COLUMNS, CHUNK_BYTES // (4 * tokens))
     return [
         MemoryPart("weights, bfloat16", 2 * own, "2 P / t"),
         MemoryPart("gradients, float32", 4 * own, "4 P / t"),
@@ -71,14 +73,14 @@ def learner_memory(
             "T h L (10 + 24 / t), Korthikanti et al. 2022 eq. 2 with flash attention",
         ),
         MemoryPart(
-            "logits and their gradient, a few tokens at a time",
-            min(tokens * hf.vocab_size / share * 4, CHUNK_BYTES) * 3,
-            f"3 chunks of at most {CHUNK_BYTES // 2**20} MiB",
+            "logits and their gradient, a part of the vocabulary at a time",
+            4 * tokens * min(hf.vocab_size / share, chunk_columns) * 3,
+            f"3 chunks of {CHUNK_BYTES // 2**20} MiB, of {MIN_CHUNK_COLUMNS} columns at least",
         ),
         MemoryPart(
-            "sum of the output weights' gradient",
-            8 * hf.vocab_size * hidden / share,
-            "8 V h / t: float32, and a chunk's share and the result in bfloat16",
+            "gradients of the output weights and the last hidden states",
+            2 * hf.vocab_size * hidden / share + 8 * tokens * hidden,
+            "2 V h / t + 8 T h: bfloat16; the sum in float32, a chunk's share and the result",
         ),
         *(
             [

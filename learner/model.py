@@ -1,7 +1,7 @@
 """A policy as a Megatron-Core model, and its forward pass over packed sequences.
 
 The output layer keeps its weights, its place in checkpoints and its gradients, but hands its input
-on: whoever needs log-probabilities multiplies a few tokens at a time (``algos.linear_logprobs``).
+on: whoever needs log-probabilities multiplies a part at a time (``algos.linear_logprobs``).
 
 Shapes: T tokens of B sequences laid end to end, H hidden size, V the vocabulary padded to a
 multiple of tp.

@@ -39,7 +39,7 @@ def main(work: Path, rank: int, world_size: int) -> None:
         temperature=case["temperature"],
         barred=case["barred"],
         reference=reference,
-        chunk_tokens=case["chunk_tokens"],
+        chunk_columns=case["chunk_columns"],
     )
     sum((part * mix).sum() for part, mix in zip(said, case["mix"], strict=True)).backward()
     dist.all_reduce(hidden.grad)

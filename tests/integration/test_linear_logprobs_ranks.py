@@ -32,7 +32,7 @@ def a_case(*, vocab_size: int, num_tokens: int) -> dict[str, Tensor | int | list
         "mix": normal(3, num_tokens),
         "vocab_size": vocab_size,
         "barred_ids": list(BARRED),
-        "chunk_tokens": 4,
+        "chunk_columns": 4,
     }
 
 
@@ -48,7 +48,7 @@ def unsplit(case: dict) -> dict[str, Tensor]:
         reference=Reference(
             case["reference_hidden"], OutputLayer(weight=case["reference_weight"], **settings)
         ),
-        chunk_tokens=7,
+        chunk_columns=7,
     )
     sum((part * mix).sum() for part, mix in zip(said, case["mix"], strict=True)).backward()
     said = torch.stack([part.detach() for part in said])

@@ -46,7 +46,7 @@ class Case:
     def layer(self, weight: Tensor) -> OutputLayer:
         return OutputLayer(weight=weight, vocab_size=self.vocab_size, barred_ids=BARRED)
 
-    def ours(self, chunk_tokens: int | None = 4) -> TokenLogprobs:
+    def ours(self, chunk_columns: int | None = 4) -> TokenLogprobs:
         reference = None
         if self.reference is not None:
             reference = Reference(self.reference[0], self.layer(self.reference[1]))
@@ -57,7 +57,7 @@ class Case:
             temperature=self.temperature,
             barred=self.barred,
             reference=reference,
-            chunk_tokens=chunk_tokens,
+            chunk_columns=chunk_columns,
         )
 
     def plain(self) -> TokenLogprobs:
@@ -155,12 +155,12 @@ def test_the_sum_of_squares_is_that_of_the_softmax(shaped: bool):
 
 
 @proves("log-probabilities", "entropy", "kl.name = full", against=PROPERTY, what="packing")
-@pytest.mark.parametrize("chunk_tokens", [1, 2, 4, T - 1, T, T + 1, None])
-def test_the_chunk_size_changes_nothing(chunk_tokens: int | None):
+@pytest.mark.parametrize("chunk_columns", [1, 2, 4, V - 1, V, V + 1, None])
+def test_the_chunk_size_changes_nothing(chunk_columns: int | None):
     one = case()
-    got, expected = one.ours(chunk_tokens), one.ours(3)
-    assert_same(got, expected, 1e-14)
-    assert_same(one.gradients(one.mixed(got)), one.gradients(one.mixed(expected)), 1e-13)
+    got, expected = one.ours(chunk_columns), one.ours(3)
+    assert_same(got, expected, 5e-14)  # sums of up to 12, in another order
+    assert_same(one.gradients(one.mixed(got)), one.gradients(one.mixed(expected)), 1e-12)
 
 
 def test_without_a_reference_there_is_no_kl_and_the_rest_is_the_same():

@@ -7,12 +7,13 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from algos.linear_logprobs import CUDA_CHUNK_BYTES
+from algos import linear_logprobs
 from deploy.config import RunConfig, run_config
 from deploy.dry_run import print_dry_run
 from deploy.memory import (
     CHUNK_BYTES,
     GIB,
+    MIN_CHUNK_COLUMNS,
     generator_memory,
     kv_bytes_per_token,
     learner_memory,
@@ -122,7 +123,8 @@ def test_optimizer_memory_is_split_over_tensor_parallel_ranks(tmp_path: Path):
 
 
 def test_the_estimate_knows_the_chunks_that_logits_are_computed_in():
-    assert CHUNK_BYTES == CUDA_CHUNK_BYTES
+    assert CHUNK_BYTES == linear_logprobs.CUDA_CHUNK_BYTES
+    assert MIN_CHUNK_COLUMNS == linear_logprobs.MIN_CHUNK_COLUMNS
 
 
 def test_a_reference_and_a_critic_take_memory_of_their_own(tmp_path: Path):
