@@ -10,6 +10,7 @@ import zmq
 from wire.codec import Frame, decode_answer, encode
 from wire.control import Answer, Hello, Refusal, Request, Role, Welcome
 from wire.errors import PeerLostError, RefusedError
+from wire.pieces import cut
 
 A = TypeVar("A", bound=Answer)
 Received = tuple[bytes, Answer, list[zmq.Frame]]
@@ -48,7 +49,7 @@ class Peer:
         """Send a request; return its id."""
         request_id = next(self._ids).to_bytes(8, "big")
         large = bool(frames)
-        message = [request_id, self._session, encode(request), *frames]
+        message = [request_id, self._session, *cut([encode(request), *frames])]
         self.socket.send_multipart(message, copy=not large)
         return request_id
 

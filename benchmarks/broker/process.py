@@ -27,6 +27,7 @@ from wire.processes import bound_to_me, die_with_parent, last_lines
 ROOT = Path(__file__).parents[2]
 _START_S = 120.0
 _NUM_ROWS = 1_000
+_LONGEST_RESPONSE = 32 * 1024  # more tokens than the largest payload holds
 
 
 @contextmanager
@@ -65,6 +66,7 @@ class BrokerProcess:
             "run.steps": 10_000_000,
             "data.file": folder / "train.jsonl",
             "logging.trackers": "[]",
+            "sampling.max_response_tokens": _LONGEST_RESPONSE,
         } | {name.replace("__", "."): value for name, value in settings.items()}
         config = ["--config", str(folder / "run.toml")]
         overrides = [f"{name}={value}" for name, value in given.items()]
