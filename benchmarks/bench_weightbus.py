@@ -15,7 +15,7 @@ import psutil
 import torch
 
 from benchmarks.bars import Bars, NotRun
-from benchmarks.weightbus.figures import spread, table
+from benchmarks.weightbus.figures import best, spread, table
 from benchmarks.weightbus.gpu import measure_gpu
 from benchmarks.weightbus.late_join import measure_late_join
 from benchmarks.weightbus.learner_side import measure_stall, measure_steps
@@ -92,7 +92,7 @@ class Bench:
             f"{size // MIB}: {1e3 * figures.ours_s(size):.0f}" for size in figures.ours
         )
         _say(f"  raw, ms by MiB of a bucket: {raw_by_size}")
-        _say(f"  ours in one group, ms by MiB of a bucket: {ours_by_size}")
+        _say(f"  ours, ms by MiB of a bucket: {ours_by_size}")
         self._row(
             f"wire, {name}, {figures.num_bytes / 1e6:.0f} MB: ms",
             f"{spread([turn.seconds for turn in turns], unit=1e3, digits=0)}, of which digests "
@@ -103,6 +103,14 @@ class Bench:
             f"raw broadcasts, {name}: ms",
             f"{spread(figures.raw[size], unit=1e3, digits=0)}, best at {size // MIB} MiB",
         )
+        if figures.ours_shared:
+            shared, _ = best(figures.raw_shared)
+            self._row(
+                f"wire, {name} in one group that they share: ms",
+                f"{spread([turn.seconds for turn in figures.ours_shared], unit=1e3, digits=0)}; "
+                f"raw {spread(figures.raw_shared[shared], unit=1e3, digits=0)}, best at "
+                f"{shared // MIB} MiB; {figures.share_shared:.2f} of raw",
+            )
         self._row(
             f"wire, {name}: CPU ms",
             f"{1e3 * statistics.median(turn.cpu_s for turn in turns):.0f}, of which digests "

@@ -7,6 +7,7 @@ benchmark, which begin with an exclamation mark and are JSON.
 import datetime
 import json
 import time
+from collections import deque
 
 import torch
 import torch.distributed as dist
@@ -20,7 +21,7 @@ from wire.codec import decode_command, encode
 from wire.manifest import WeightManifest
 
 TIMEOUT_S = 60.0
-RAW_GROUP = "raw-{}"
+IN_FLIGHT = 2  # broadcasts of a group, as many as Collective.load has
 
 
 def join_group(store: TCPStore, name: str, *, rank: int, world_size: int) -> dist.ProcessGroup:
@@ -40,8 +41,14 @@ def join_group(store: TCPStore, name: str, *, rank: int, world_size: int) -> dis
 
 def raw_broadcasts(memory: torch.Tensor, group: dist.ProcessGroup, bucket_bytes: int) -> None:
     """Broadcast a memory from rank 0, so many bytes at a time, and nothing else."""
+    moving: deque[dist.Work] = deque()
     for start in range(0, len(memory), bucket_bytes):
-        dist.broadcast(memory[start : start + bucket_bytes], src=0, group=group)
+        if len(moving) == IN_FLIGHT:
+            moving.popleft().wait()
+        part = memory[start : start + bucket_bytes]
+        moving.append(dist.broadcast(part, src=0, group=group, async_op=True))
+    for work in moving:
+        work.wait()
 
 
 def receive(endpoint: str, name: str, sizes: Sizes) -> None:
@@ -96,15 +103,12 @@ class _Receiver:
                 self._join("127.0.0.1", port, name, rank, int(str(order["world_size"])))
             case {"do": "layout", "bucket_bytes": int(bucket_bytes)}:
                 self._layout = self._sizes.layout(bucket_bytes)
-            case {"do": "raw", "bucket_bytes": int(bucket_bytes)}:
-                raw_broadcasts(self._memory, self._raw_group(), bucket_bytes)
+            case {"do": "raw", "group": str(name), "bucket_bytes": int(bucket_bytes)}:
+                raw_broadcasts(self._memory, self._groups[name], bucket_bytes)
                 self._ended_s = time.monotonic()
             case {"do": "sum"}:
                 return {"sum": float(self._memory.view(torch.int64).sum().item() % 2**40)}
         return {"ended_s": self._ended_s, "cpu_s": time.process_time()}
-
-    def _raw_group(self) -> dist.ProcessGroup:
-        return next(group for name, group in self._groups.items() if name.startswith("raw"))
 
     def _join(self, host: str, port: int, name: str, rank: int, world_size: int) -> None:
         limit = datetime.timedelta(seconds=TIMEOUT_S)

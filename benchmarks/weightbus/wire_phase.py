@@ -3,7 +3,9 @@
 Ours is what the relay does: digests of all tensors, then ``Collective.load``, which tells every
 agent of every bucket, broadcasts it and waits for the outcome. It counts from the start of the
 digests until the last receiver has the last byte. The broadcasts go from the same memory of the
-same process into the same memory of the same receivers, in turns with ours.
+same process into the same memory of the same receivers, in turns with ours, over the same groups:
+one for every engine, all at once, as the relay has them by default, and for comparison one that is
+shared. A group has as many broadcasts in flight on both sides.
 """
 
 import asyncio
@@ -11,11 +13,13 @@ import gc
 import itertools
 import json
 import statistics
+import threading
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Self
 
 import torch.distributed as dist
 import zmq
@@ -30,7 +34,7 @@ from benchmarks.weightbus.model import (
     snapshot_of,
     written_slots,
 )
-from benchmarks.weightbus.receiver import RAW_GROUP, TIMEOUT_S, join_group, raw_broadcasts, receive
+from benchmarks.weightbus.receiver import TIMEOUT_S, join_group, raw_broadcasts, receive
 from weightbus.collective_transport import Collective
 from weightbus.config import WeightBusSection
 from weightbus.member import Member
@@ -60,10 +64,11 @@ class WireFigures:
 
     num_bytes: int
     receivers: int
-    raw: dict[int, list[float]] = field(default_factory=dict)
+    raw: dict[int, list[float]] = field(default_factory=dict)  # a group for every receiver
     raw_cpu: dict[int, list[float]] = field(default_factory=dict)
-    ours: dict[int, list[Turn]] = field(default_factory=dict)
-    pairs: list[Turn] = field(default_factory=list)  # a group of its own for every receiver
+    ours: dict[int, list[Turn]] = field(default_factory=dict)  # the same
+    raw_shared: dict[int, list[float]] = field(default_factory=dict)  # one group of all
+    ours_shared: list[Turn] = field(default_factory=list)  # the same
 
     def ours_s(self, bucket_bytes: int = BUCKET_BYTES) -> float:
         return statistics.median(turn.seconds for turn in self.ours[bucket_bytes])
@@ -71,7 +76,7 @@ class WireFigures:
     @property
     def by_default(self) -> list[Turn]:
         """The relay's defaults: its bucket size, and a group for every engine."""
-        return self.pairs or self.ours[BUCKET_BYTES]
+        return self.ours[BUCKET_BYTES]
 
     @property
     def raw_best(self) -> tuple[int, float]:
@@ -80,15 +85,33 @@ class WireFigures:
     @property
     def share(self) -> float:
         """Median over the rounds, each compared with the raw broadcasts of the same round."""
-        turns, raw = self.by_default, self.raw[self.raw_best[0]]
-        return statistics.median(share(r, t.seconds) for r, t in zip(raw, turns, strict=True))
+        return share_of(self.raw[self.raw_best[0]], self.by_default)
+
+    @property
+    def share_shared(self) -> float:
+        """The same of one group that all share."""
+        return share_of(self.raw_shared[best(self.raw_shared)[0]], self.ours_shared)
 
     @property
     def digest_share(self) -> float:
         return statistics.median(turn.digest_cpu_s / turn.cpu_s for turn in self.by_default)
 
 
-_groups = itertools.count(1)  # torch wants a new name for each
+def share_of(raw: Sequence[float], turns: Sequence[Turn]) -> float:
+    """Return the median share of the raw speed, each turn compared with that of its round."""
+    return statistics.median(share(r, t.seconds) for r, t in zip(raw, turns, strict=True))
+
+
+_group_numbers = itertools.count(1)  # torch wants a new name for each
+
+
+@dataclass(frozen=True, slots=True)
+class _RawGroup:
+    """Rank 0 of a group in which nothing but broadcasts happens, and who else is in it."""
+
+    name: str
+    group: dist.ProcessGroup
+    receivers: Sequence[str]
 
 
 class _Relay:
@@ -136,16 +159,17 @@ class _Relay:
             await self.order(name, **order)
         return await self.answers()
 
-    async def join_raw(self) -> dist.ProcessGroup:
-        size, group_name = len(self.members) + 1, RAW_GROUP.format(next(_groups))
+    async def join_raw(self, receivers: Sequence[str]) -> _RawGroup:
+        size, group_name = len(receivers) + 1, f"raw-{next(_group_numbers)}"
         store = open_store("127.0.0.1", world_size=size, timeout_s=TIMEOUT_S)
-        for rank, name in enumerate(self._answers, 1):
+        for rank, name in enumerate(receivers, 1):
             await self.order(
                 name, do="join", port=store.port, group=group_name, rank=rank, world_size=size
             )
         group = await asyncio.to_thread(join_group, store, group_name, rank=0, world_size=size)
-        await self.answers()
-        return group
+        for name in receivers:
+            await self._answers[name].get()
+        return _RawGroup(group_name, group, receivers)
 
 
 @asynccontextmanager
@@ -177,41 +201,58 @@ async def _measure(
     layout = sizes.layout()
     memory = SharedSlots.open(made.path, slot_bytes=layout.num_bytes, num_slots=1)
     figures = WireFigures(layout.num_bytes, receivers)
-    collective = Collective(WeightBusSection(timeout_s=TIMEOUT_S))
     async with _relay(folder, sizes, receivers) as relay:
-        pairs = [Collective(WeightBusSection(timeout_s=TIMEOUT_S)) for _ in relay.members]
-        raw_group = await relay.join_raw()
-        nothing = Publication(
+        publication = Publication(
             snapshot_of(sizes, memory, bucket_bytes=BUCKET_BYTES, step=0), folder=folder
         )
-        await collective.prepare(nothing, relay.members)
-        if receivers > 1:
-            for pair, member in zip(pairs, relay.members, strict=True):
-                await pair.prepare(nothing, [member])
+        each = await _Groups.of([[member] for member in relay.members], relay, publication)
+        shared = await _Groups.of([relay.members], relay, publication) if receivers > 1 else None
         for number in range(-1, rounds):  # the first round warms up
             turn = _Round(folder, sizes, memory, relay, number)
             for size in raw_buckets:
-                seconds, cpu_s = await turn.raw(raw_group, size)
+                seconds, cpu_s = await turn.raw(each.raw, size)
                 if number >= 0:
                     figures.raw.setdefault(size, []).append(seconds)
                     figures.raw_cpu.setdefault(size, []).append(cpu_s)
             for size in OUR_BUCKETS:
-                done = await turn.ours([(collective, relay.members)], size)
+                done = await turn.ours(each.ours, size)
                 if number >= 0:
                     figures.ours.setdefault(size, []).append(done)
-            if receivers > 1:
-                groups = [(p, [m]) for p, m in zip(pairs, relay.members, strict=True)]
-                done = await turn.ours(groups, BUCKET_BYTES)
+            if shared is not None:
+                for size in raw_buckets:
+                    seconds, _ = await turn.raw(shared.raw, size)
+                    if number >= 0:
+                        figures.raw_shared.setdefault(size, []).append(seconds)
+                done = await turn.ours(shared.ours, BUCKET_BYTES)
                 if number >= 0:
-                    figures.pairs.append(done)
+                    figures.ours_shared.append(done)
         sums = {answer["sum"] for answer in await relay.ask(do="sum")}
         if len(sums) != 1:
             raise RuntimeError("the receivers hold different bytes")
-        for one in (collective, *pairs):
-            await one.close()
+        for groups in (each, shared):
+            for collective, _ in groups.ours if groups is not None else ():
+                await collective.close()
     made.close()
     memory.close()
     return figures
+
+
+@dataclass(frozen=True, slots=True)
+class _Groups:
+    """The same groups twice: for broadcasts alone, and for publishes."""
+
+    raw: Sequence[_RawGroup]
+    ours: Sequence[tuple[Collective, Sequence[Member]]]
+
+    @classmethod
+    async def of(
+        cls, parties: Sequence[Sequence[Member]], relay: _Relay, publication: Publication
+    ) -> Self:
+        raw = [await relay.join_raw([member.name for member in party]) for party in parties]
+        ours = [(Collective(WeightBusSection(timeout_s=TIMEOUT_S)), party) for party in parties]
+        for collective, party in ours:
+            await collective.prepare(publication, party)
+        return cls(raw, ours)
 
 
 class _Round:
@@ -221,12 +262,21 @@ class _Round:
         self._folder, self._sizes, self._memory = folder, sizes, memory
         self._relay, self._number = relay, number
 
-    async def raw(self, group: dist.ProcessGroup, bucket_bytes: int) -> tuple[float, float]:
+    async def raw(self, groups: Sequence[_RawGroup], bucket_bytes: int) -> tuple[float, float]:
         before = sum(one["cpu_s"] for one in await self._relay.ask(do="cpu"))
         began_cpu_s, began_s = time.process_time(), time.monotonic()
-        for member in self._relay.members:
-            await self._relay.order(member.name, do="raw", bucket_bytes=bucket_bytes)
-        raw_broadcasts(self._memory.slot(0), group, bucket_bytes)
+        for one in groups:
+            for name in one.receivers:
+                await self._relay.order(name, do="raw", group=one.name, bucket_bytes=bucket_bytes)
+        memory = self._memory.slot(0)
+        sending = [
+            threading.Thread(target=raw_broadcasts, args=(memory, one.group, bucket_bytes))
+            for one in groups
+        ]
+        for thread in sending:
+            thread.start()
+        for thread in sending:
+            thread.join()  # without the loop: nothing but broadcasts
         own_cpu_s = time.process_time() - began_cpu_s
         answers = await self._relay.answers()
         seconds = max(one["ended_s"] for one in answers) - began_s

@@ -8,6 +8,7 @@ from benchmarks.weightbus.learner_side import StepFigures
 from benchmarks.weightbus.model import BUCKET_BYTES, MIB, ONE_BILLION, SMOLLM2
 from benchmarks.weightbus.served import ControlFigures, LossFigures
 from benchmarks.weightbus.wire_phase import Turn, WireFigures
+from weightbus.config import WeightBusSection
 
 
 def _turn(seconds: float, *, digest_cpu_s: float = 0.01) -> Turn:
@@ -41,13 +42,25 @@ def test_the_wire_share_compares_each_round_with_the_best_raw_buckets_of_the_sam
     assert figures.digest_share == pytest.approx(0.05)
 
 
-def test_with_several_receivers_the_bar_is_of_the_relays_default_of_a_group_each():
+def test_a_group_each_and_one_that_is_shared_are_compared_with_raw_ones_of_their_own_kind():
     figures = WireFigures(num_bytes=1, receivers=2)
-    figures.raw = {4 * MIB: [0.18]}
-    figures.ours = {BUCKET_BYTES: [_turn(0.9)]}
-    figures.pairs = [_turn(0.2, digest_cpu_s=0.02)]
+    figures.raw, figures.raw_shared = {4 * MIB: [0.18]}, {4 * MIB: [0.9], 8 * MIB: [0.6]}
+    figures.ours = {BUCKET_BYTES: [_turn(0.2, digest_cpu_s=0.02)]}
+    figures.ours_shared = [_turn(0.8)]
     assert figures.share == pytest.approx(0.9)
     assert figures.digest_share == pytest.approx(0.1)
+    assert figures.share_shared == pytest.approx(0.75)
+
+
+def test_the_buckets_of_the_bar_are_the_relays_default_however_fast_others_are():
+    figures = WireFigures(num_bytes=1, receivers=1)
+    figures.raw = {4 * MIB: [0.2]}
+    figures.ours = {16 * MIB: [_turn(0.1)], BUCKET_BYTES: [_turn(0.4)]}
+    assert figures.share == pytest.approx(0.5)
+
+
+def test_relays_go_to_one_group_per_engine_by_default():
+    assert WeightBusSection().engines_per_group == 1
 
 
 def test_an_engine_is_paused_from_the_pause_to_the_commit():
