@@ -208,9 +208,12 @@ class Bench:
         self._row(
             "a learner step: CPU s",
             f"{spread(figures.without)}; published {spread(figures.with_publish)}; "
-            f"beside it the relay {figures.relay:.3f}",
+            f"beside it the relay {figures.relay:.3f}; the learner alone grows by "
+            f"{figures.growth_of_learner:.3f}",
         )
-        self.bars.at_most("step_growth", figures.growth, "of CPU time", needs=NEEDS_STEP_GROWTH)
+        self.bars.at_most(
+            "step_growth", figures.growth, "of CPU time, with the relay's", needs=NEEDS_STEP_GROWTH
+        )
 
     def late_join(self) -> None:
         """How soon a late joiner is up to date."""

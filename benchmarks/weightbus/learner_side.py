@@ -71,6 +71,13 @@ class StepFigures:
 
     @property
     def growth(self) -> float:
+        """By which part a step costs more, what the relay spends beside it included."""
+        published = statistics.median(self.with_publish) + self.relay
+        return growth(published, statistics.median(self.without))
+
+    @property
+    def growth_of_learner(self) -> float:
+        """The same of the learner's process alone."""
         return growth(statistics.median(self.with_publish), statistics.median(self.without))
 
 

@@ -84,9 +84,10 @@ def test_late_joins_are_compared_with_the_transfer_of_the_same_round():
     assert figures.ratio_to_publish == pytest.approx(0.8)
 
 
-def test_steps_are_compared_by_their_medians():
+def test_steps_are_compared_by_their_medians_and_the_relay_counts():
     figures = StepFigures(without=[2.0, 2.0, 9.0], with_publish=[2.1, 1.0, 2.2], relay=0.3)
-    assert figures.growth == pytest.approx(0.05)
+    assert figures.growth_of_learner == pytest.approx(0.05)
+    assert figures.growth == pytest.approx(0.2)
 
 
 def test_control_costs_counted_calls_times_one_that_does_nothing():
