@@ -1,38 +1,50 @@
 """Which share of a run's CPU seconds is spent on watching it.
 
 A run of real parts with everything on that is on by default, and one viewer who reads the page's
-stream. A sampling profiler (py-spy; install it by hand) looks at every thread of every
-process; a sample counts if a function of the modules below is anywhere on its stack. A thread that
-waits for a core counts as working, so that the share is rather too high. The baseline is the CPU
-time of all processes of the same run. What a viewer costs his own machine does not count.
+stream. In every Python process the functions of the modules below are on CPU clocks of their thread
+(benchmarks/cpu_clocks.py); the baseline is the CPU clocks of the same processes. Both are added up
+by the same processes at the same moments, and count only where they reach the CPU time that the
+system reports of them. Redis runs no Python and is on neither side. What a viewer costs his own
+machine does not count.
 """
 
-import re
+import json
+import os
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
+
 from benchmarks.bars import Bars, NotRun
-from benchmarks.measured_runs import ROOT, run_slipstream, write_inputs
+from benchmarks.cpu_clocks import KINDS, VARIABLE
+from benchmarks.measured_runs import ROOT, CpuMeter, run_slipstream, write_inputs
 from wire.run_folder import PAGE_ADDRESS
 
 NEEDS_SHARE = 0.02
-_SAMPLER = Path(sys.executable).with_name("py-spy")
+MOST_APART = 0.1  # of the CPU time that the system reports
 _STEPS = 60
-_RATE = 50  # samples a second
 _WAIT_S = 60.0
-_WATCHING = {
-    "page, history, advice": r"broker/dashboard/",
-    "state of the run": r"broker/(telemetry|survivorship|account)\.py|^status .*broker/server\.py",
-    "files and trackers": r"broker/(trackers/|records|summary|trail|versions_file)|/tensorboard/",
-    "recorded trajectories": r"learner/rollout_log\.py",
-    "learner's figures": r"algos/diagnostics\.py",
-    "reports of the roles": r"^_?reports? \(|wire/phases\.py|wire/metrics\.py",
-    "terminal": r"deploy/(view|observe|recent|screen|top)\.py|/rich/",
+_COUNT_S = 0.1
+_NOT_PYTHON = ("redis-server",)
+WATCHING = {
+    "page, history, advice": r"broker\.dashboard\..*:",
+    "state of the run": r"broker\.(telemetry|survivorship|account):|broker\.server:status$",
+    "files and trackers": (
+        r"(broker\.trackers\..*|broker\.(records|summary|trail|versions_file)"
+        r"|tensorboard\.summary\.writer\..*):"
+    ),
+    "recorded trajectories": r"learner\.rollout_log:",
+    "learner's figures": r"algos\.diagnostics:",
+    "reports of the roles": (
+        r"(learner\.(relay|broker_link)|generators\.worker):_reports?$|wire\.(phases|metrics):"
+    ),
+    "terminal": r"(deploy\.(view|observe|recent|screen|top)|rich\.live):",
 }
 _SETTINGS: dict[str, object] = {
     "run.steps": _STEPS,
@@ -41,85 +53,104 @@ _SETTINGS: dict[str, object] = {
     "learner.rollouts_per_step": 2,
     "generators.max_sequences": 64,
     "generators.max_cached_tokens": 64 * 1024,
+    "generators.environment": json.dumps([VARIABLE, "PYTHONPATH"]),
 }
 
 
 class Watch:
-    """A viewer and a profiler beside a run."""
+    """A viewer beside a run, and the CPU time that the system reports of its processes."""
 
     def __init__(self, folder: Path, name: str) -> None:
         self._page = folder / "runs" / name / PAGE_ADDRESS
-        self.samples = folder / "samples.txt"
-        self._processes: list[subprocess.Popen[bytes]] = []
+        self.cpu_s = 0.0  # of the run's Python processes
+        self._viewer: subprocess.Popen[bytes] | None = None
+        self._counting: threading.Thread | None = None
 
     def begin(self, pid: int) -> None:
-        """Start to sample, and to look at the page as soon as there is one."""
-        sampler = [str(_SAMPLER), "record", "--pid", str(pid)]
-        sampler += ["--subprocesses", "--nonblocking", "--full-filenames", "--rate", str(_RATE)]
-        sampler += ["--format", "raw", "--output", str(self.samples)]
-        self._start(sampler)
+        """Count, and look at the page as soon as there is one."""
+        self._counting = threading.Thread(target=self._count, args=(pid,))
+        self._counting.start()
         deadline = time.monotonic() + _WAIT_S
         while not self._page.exists():
             if time.monotonic() > deadline:
                 raise RuntimeError(f"no page within {_WAIT_S:.0f} s")
             time.sleep(0.1)
-        address = self._page.read_text().strip()
-        self._start([sys.executable, "-m", "benchmarks.bench_dashboard", address])
+        address, quiet = self._page.read_text().strip(), subprocess.DEVNULL
+        command = [sys.executable, "-m", "benchmarks.bench_dashboard", address]
+        self._viewer = subprocess.Popen(command, cwd=ROOT, stdout=quiet, stderr=quiet, stdin=quiet)
 
-    def _start(self, command: list[str]) -> None:
-        quiet = subprocess.DEVNULL
-        self._processes.append(
-            subprocess.Popen(command, cwd=ROOT, stdout=quiet, stderr=quiet, stdin=quiet)
-        )
+    def _count(self, pid: int) -> None:
+        """Read the CPU time until the run is over."""
+        meter = CpuMeter(pid, without=_NOT_PYTHON)
+        while psutil.pid_exists(pid):
+            self.cpu_s = meter.read()
+            time.sleep(_COUNT_S)
 
     def end(self) -> None:
-        """Wait for the samples; the run is over."""
-        sampler, *others = self._processes
-        for process in others:
-            process.kill()
-            process.wait()
-        sampler.wait(_WAIT_S)
+        """Stop looking; the run is over."""
+        if self._viewer is not None:
+            self._viewer.kill()
+            self._viewer.wait()
+        if self._counting is not None:
+            self._counting.join()
 
 
-def stacks(path: Path) -> Iterator[tuple[list[str], int]]:
-    """Yield (frames from the outermost on, number of samples)."""
-    for line in path.read_text().splitlines():
-        text, _, count = line.rpartition(" ")
-        yield text.split(";"), int(count)
+@dataclass(frozen=True, slots=True)
+class Clocked:
+    """CPU seconds of all processes by their own clocks, and as the system reports them."""
 
+    spent_s: Counter[str]  # by what they worked on, of WATCHING
+    process_s: float
+    reported_s: float
 
-def kind_of(frames: list[str]) -> str:
-    """Return what a thread worked on, as a name of _WATCHING; empty is the run itself."""
-    for frame in frames:
-        for kind, pattern in _WATCHING.items():
-            if re.search(pattern, frame):
-                return kind
-    return ""
+    @classmethod
+    def read(cls, folder: Path, reported_s: float) -> "Clocked":
+        """Add up what the processes wrote."""
+        files = [path for path in folder.glob("*.json") if path.name != KINDS]
+        clocks = [json.loads(path.read_text()) for path in files]
+        spent_s = sum((Counter(one["spent_s"]) for one in clocks), Counter[str]())
+        return cls(spent_s, sum(one["process_s"] for one in clocks), reported_s)
+
+    @property
+    def share_of_watching(self) -> float | NotRun:
+        """The part of the processes' CPU time that is not the run itself."""
+        if abs(self.process_s - self.reported_s) > MOST_APART * self.reported_s:
+            return NotRun(
+                f"the processes' clocks add up to {self.process_s:.0f} of {self.reported_s:.0f} "
+                f"CPU seconds, more than {MOST_APART:.0%} apart"
+            )
+        return self.spent_s.total() / self.process_s
 
 
 def main() -> int:
     """Run and count."""
     bars = Bars()
-    if not _SAMPLER.exists():
-        missing = NotRun(f"there is no {_SAMPLER}: pip install py-spy")
-        bars.at_most("observability_of_a_run", missing, "of its CPU", needs=NEEDS_SHARE)
-        return bars.exit_code
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
+        folder, clocks = Path(name), Path(name) / "clocks"
+        clocks.mkdir()
+        (clocks / KINDS).write_text(json.dumps(WATCHING))
         write_inputs(folder, hidden=128, layers=4)
         watch = Watch(folder, "watched")
-        readings = run_slipstream(folder, "watched", _SETTINGS, began=watch.begin)
+        search = os.pathsep.join([str(ROOT / "benchmarks" / "clocked"), str(ROOT)])
+        readings = run_slipstream(
+            folder,
+            "watched",
+            _SETTINGS,
+            began=watch.begin,
+            environment={VARIABLE: str(clocks), "PYTHONPATH": search},
+        )
         watch.end()
-        spent = Counter[str]()
-        for frames, count in stacks(watch.samples):
-            spent[kind_of(frames)] += count
-    cpu_s = readings[-1].cpu_s
-    sampled = sum(spent.values())
-    print(f"{cpu_s:.0f} CPU seconds in {readings[-1].step} steps; {sampled / _RATE:.0f} s sampled")
-    for kind in _WATCHING:
-        print(f"{kind}: {spent[kind] / _RATE:.2f} s, {spent[kind] / _RATE / cpu_s:.2%}")
-    watching = (sampled - spent[""]) / _RATE
-    bars.at_most("observability_of_a_run", watching / cpu_s, "of its CPU", needs=NEEDS_SHARE)
+        clocked = Clocked.read(clocks, watch.cpu_s)
+    print(
+        f"{readings[-1].step} steps: {clocked.reported_s:.0f} CPU seconds of Python processes; "
+        f"{clocked.process_s:.0f} by their own clocks"
+    )
+    for kind in WATCHING:
+        seconds = clocked.spent_s[kind]
+        print(f"{kind}: {seconds:.2f} s, {seconds / clocked.process_s:.2%}")
+    bars.at_most(
+        "observability_of_a_run", clocked.share_of_watching, "of its CPU time", needs=NEEDS_SHARE
+    )
     return bars.exit_code
 
 

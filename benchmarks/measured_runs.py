@@ -12,9 +12,10 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 import psutil
 
@@ -58,8 +59,15 @@ class Reading:
 class CpuMeter:
     """CPU seconds of a process and everything it started."""
 
-    def __init__(self, pid: int) -> None:
+    def __init__(self, pid: int, *, without: Collection[str] = ()) -> None:
+        """Count a process and its children.
+
+        Args:
+            pid: of the process.
+            without: names of processes that do not count.
+        """
         self._root = psutil.Process(pid)
+        self._without = without
         self._seconds: dict[tuple[int, float], float] = {}
 
     def read(self) -> float:
@@ -69,6 +77,8 @@ class CpuMeter:
             return sum(self._seconds.values())
         for process in processes:
             try:
+                if process.name() in self._without:
+                    continue
                 times = process.cpu_times()
                 self._seconds[process.pid, process.create_time()] = times.user + times.system
             except psutil.NoSuchProcess:
@@ -82,6 +92,7 @@ def run_slipstream(
     settings: Mapping[str, object],
     *,
     began: Callable[[int], None] = lambda _: None,
+    environment: Mapping[str, str] = MappingProxyType({}),
 ) -> list[Reading]:
     """Do a whole run; return a reading per learner step. ``began`` gets its process id."""
     runs = folder / "runs"
@@ -109,7 +120,13 @@ def run_slipstream(
 
     output = folder / f"{name}.txt"
     with output.open("w") as file:
-        process = subprocess.Popen([*command, *overrides], cwd=ROOT, stdout=file, stderr=file)
+        process = subprocess.Popen(
+            [*command, *overrides],
+            cwd=ROOT,
+            stdout=file,
+            stderr=file,
+            env={**os.environ, **environment},
+        )
     try:
         began(process.pid)
         readings = list(_readings(process, step_now))
