@@ -1,6 +1,6 @@
 """TRL's GRPOTrainer on the inputs of measured_runs.py; prints ``step N`` after each step.
 
-usage: python -m benchmarks.trl_grpo FOLDER STEPS MIN_TOKENS MAX_TOKENS THREADS [PATH]
+usage: python -m benchmarks.trl_grpo FOLDER JOB, as benchmarks.vs_trl starts it
 """
 
 import importlib.util
@@ -14,9 +14,10 @@ from generators.sglang_cpu import define_torchvision_operators
 
 
 def main() -> int:
-    folder, steps, minimum, limit, threads = Path(sys.argv[1]), *map(int, sys.argv[2:6])
-    sys.path.extend(path for path in sys.argv[6:] if path)
-    torch.set_num_threads(threads)
+    folder, job = Path(sys.argv[1]), json.loads(sys.argv[2])
+    minimum, limit = job["limits"]
+    sys.path.extend([job["path"]] if job["path"] else [])
+    torch.set_num_threads(job["threads"])
     define_torchvision_operators()
     from datasets import Dataset
     from transformers import (
@@ -47,7 +48,7 @@ def main() -> int:
             print(f"step {state.global_step}", flush=True)
 
     rows = [json.loads(line) for line in (folder / "train.jsonl").read_text().splitlines()]
-    model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=job["dtype"])
     trainer = GRPOTrainer(
         model=model,
         reward_funcs=score,
@@ -55,10 +56,10 @@ def main() -> int:
             output_dir=str(folder / "trl"),
             use_cpu=True,
             bf16=False,
-            max_steps=steps,
+            max_steps=job["steps"],
             learning_rate=0.0,
-            per_device_train_batch_size=64,
-            gradient_accumulation_steps=1,
+            per_device_train_batch_size=job["microbatch"],
+            gradient_accumulation_steps=job["samples"] // job["microbatch"],
             num_generations=8,
             max_completion_length=limit,
             generation_kwargs={"min_new_tokens": minimum} if minimum else None,

