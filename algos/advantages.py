@@ -67,6 +67,11 @@ class Outcomes:
         centered = group_centered(self.rewards, self.groups, self.num_groups, weights)
         return where(self.siblings > 1, centered, self.rewards)
 
+    def against_others(self) -> Tensor:
+        """Return r minus the mean of the other siblings, r itself in a group of one. [N]."""
+        siblings = self.siblings
+        return self.centered() * where(siblings > 1, siblings / (siblings - 1), 1.0)
+
     def deviations(self) -> Tensor:
         """Return the unbiased standard deviation of the group, 1.0 in a group of one. [N]."""
         return group_deviations(self.rewards, self.groups, self.num_groups)
@@ -98,7 +103,7 @@ def grpo(outcomes: Outcomes, options: GrpoOptions) -> Tensor:
     deviation of the whole step, Lite PPO (arXiv 2508.08221). A group of equal rewards has advantage
     0.0; one of a single trajectory has mean 0 and std 1.
     """
-    centered = rloo(outcomes, NoOptions()) if options.leave_one_out else outcomes.centered()
+    centered = outcomes.against_others() if options.leave_one_out else outcomes.centered()
     if not options.divide_by_std:
         return centered
     deviations = outcomes.deviations()
@@ -113,8 +118,7 @@ def rloo(outcomes: Outcomes, _: NoOptions) -> Tensor:
 
     RLOO (arXiv 2402.14740), computed as n / (n - 1) (r - mean(r)) in a group of n.
     """
-    siblings = outcomes.siblings
-    return outcomes.centered() * where(siblings > 1, siblings / (siblings - 1), 1.0)
+    return outcomes.against_others()
 
 
 @advantage("opo", needs=("siblings",))
@@ -150,7 +154,7 @@ class GdpoOptions(Options, frozen=True, kw_only=True):
     """Settings of gdpo."""
 
     weights: dict[str, float] = msgspec.field(default_factory=dict)
-    """Weight of each part of the reward by its name; empty gives every part but ``score`` 1."""
+    """Weight of each part of the reward by its name; needed. Other parts are figures only."""
     epsilon: Annotated[float, msgspec.Meta(ge=0)] = 1e-6
     """Added to each standard deviation."""
 
@@ -162,22 +166,20 @@ def gdpo(outcomes: Outcomes, options: GdpoOptions) -> Tensor:
     GDPO (arXiv 2601.05242). With S = sum over parts k of weight_k (r_k - mean(r_k)) / (std(r_k) +
     epsilon), means and deviations over the group, A = (S - mean(S)) / (std(S) + epsilon) over all
     trajectories of the step. A trajectory without a part has 0 for it, and is in neither its mean
-    nor its deviation.
+    nor its deviation; a step may have none that has it.
 
     Raises:
-        ValueError: there are no parts, or none of a name that is weighed.
+        ValueError: no reward of the step has a part that is weighed.
     """
-    weights = options.weights or dict.fromkeys(outcomes.parts.keys() - {"score"}, 1.0)
-    if not weights:
-        raise ValueError("gdpo needs rewards with named parts, got rewards without any")
-    unknown = sorted(weights.keys() - outcomes.parts.keys())
-    if unknown:
+    weights = options.weights
+    known = sorted(weights.keys() & outcomes.parts.keys())
+    if not known:
         raise ValueError(
-            f"algo.advantage.weights names {', '.join(unknown)}; the parts of the rewards are "
-            f"{', '.join(sorted(outcomes.parts))}"
+            f"algo.advantage.weights names {', '.join(sorted(weights)) or 'nothing'}; the parts of "
+            f"these rewards are {', '.join(sorted(outcomes.parts)) or 'none'}"
         )
     total = torch.zeros_like(outcomes.rewards)
-    for name in sorted(weights):
+    for name in known:
         values = outcomes.parts[name].double()
         there = ~values.isnan()
         groups = outcomes.groups[there]

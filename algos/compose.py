@@ -104,12 +104,19 @@ class Algorithm:
         """Whether the surrogate is shown all of a minibatch."""
         self.charges_kl = choice.has_kl and choice.kl.place == "reward"
         """Whether rewards are less a KL divergence."""
-        self.needs_proximal = (
-            self.corrects_before or self.shows_minibatch or self.charges_kl or choice.has_teacher
-        )
-        """Whether the proximal policy's log-probabilities must be known before training."""
         self.needs_squares = "squares" in choice.advantage.needs
         """Whether advantages need the sum of squared probabilities at each token."""
+        self.needs_whole_step = "whole_step" in choice.advantage.needs
+        """Whether advantages of tokens are computed for all of a step at once."""
+        self.needs_proximal = (
+            self.corrects_before
+            or self.shows_minibatch
+            or self.charges_kl
+            or choice.has_teacher
+            or self.needs_squares
+            or self.needs_whole_step
+        )
+        """Whether the proximal policy's log-probabilities must be known before training."""
         self.needs_full_kl = choice.has_kl and choice.kl.name == "full"
         """Whether the loss needs the KL divergence over all tokens that could be chosen."""
         estimates = choice.has_kl and choice.kl.to == "reference" and not self.needs_full_kl
@@ -117,8 +124,6 @@ class Algorithm:
         """Whether the reference policy's log-probabilities must be known."""
         self.is_token_level = "tokens" in choice.advantage.needs
         """Whether advantages are of tokens and not of trajectories."""
-        self.needs_whole_step = "whole_step" in choice.advantage.needs
-        """Whether advantages of tokens are computed for all of a step at once."""
         self.centers_rewards = "centered" in choice.advantage.needs
         """Whether rewards are less the mean of their group before they stand on a token."""
 
@@ -184,8 +189,9 @@ class Algorithm:
     def taught(self, proximal: Tensor, teacher: Tensor, mask: Tensor) -> Tensor:
         """Return what a teacher adds to advantages: c (log teacher - log q). Shapes [T].
 
-        On average over tokens of q it is the slope of -c KL(q || teacher): on-policy distillation
-        (arXiv 2306.13649; https://thinkingmachines.ai/blog/on-policy-distillation).
+        On average over tokens of q it is the slope of -c KL(q || teacher) of each token where it
+        stands: what a token does to those after it is not in it (on-policy distillation, arXiv
+        2306.13649; https://thinkingmachines.ai/blog/on-policy-distillation).
         """
         options = self.choice.teacher
         difference = log_ratio(target=teacher.detach(), sampled_from=proximal, mask=mask)
@@ -318,7 +324,7 @@ class Algorithm:
                 entropy, packing, given.denominators, rule, given.copies
             )
         if given.right is not None:
-            loss = loss + choice.likelihood.coefficient * self._unlikelihood(given, given.right)
+            loss = loss + choice.likelihood.coefficient * self._nll(given, given.right)
         if given.teacher is not None:
             gap = log_ratio(target=proximal, sampled_from=given.teacher, mask=trained)
             sums["policy/kl_teacher"] = gap.sum()
@@ -332,7 +338,7 @@ class Algorithm:
         return loss, sums
 
     @staticmethod
-    def _unlikelihood(given: LossInputs, right: RightAnswers) -> Tensor:
+    def _nll(given: LossInputs, right: RightAnswers) -> Tensor:
         """Return this microbatch's share of the mean of -log pi over right answers. Shapes []."""
         packing = given.packing
         copies = right.is_right.long() if given.copies is None else right.is_right * given.copies

@@ -13,7 +13,7 @@ import msgspec
 
 from algos import advantages, corrections, returns, surrogates
 from algos.kl import Kind as KlKind
-from algos.parts import NEEDS, AnyPart, Kind, Options, PartError, find_part
+from algos.parts import NEEDS, AnyPart, Kind, Options, PartError, check_needs, find_part
 from algos.presets import PRESETS
 from algos.reduce import Rule
 from algos.section import AlgoSection, Table
@@ -247,6 +247,8 @@ class AlgoChoice:
         """Return whether a group of equal rewards teaches something."""
         if self.has_teacher or self.likelihood.coefficient > 0:
             return True
+        if "reward_parts" in self.advantage.needs:
+            return True
         return not self.is_group_relative and self.data.normalize != "group"
 
     @property
@@ -315,7 +317,17 @@ def _chosen(
     table = _merged(preset, kind, given)
     name = table.pop("name", "")
     part = find_part(kind, name, PARTS[kind], f"algo.{kind}", module_named)
-    return Chosen(part, _options(f"algo.{kind}", part.options, table))
+    return _checked(Chosen(part, _options(f"algo.{kind}", part.options, table)))
+
+
+def _checked(chosen: Chosen) -> Chosen:
+    """Return a part whose options need what there is.
+
+    Raises:
+        PartError: they need something else.
+    """
+    check_needs(chosen.part.kind, chosen.part.name, chosen.needs)
+    return chosen
 
 
 def _corrections(
@@ -341,7 +353,8 @@ def _corrections(
     chosen = []
     for name, table in tables.items():
         part = find_part("correction", name, CORRECTIONS, "algo.correction", module_named)
-        chosen.append(Chosen(part, _options(f"algo.correction.{name}", part.options, table)))
+        options = _options(f"algo.correction.{name}", part.options, table)
+        chosen.append(_checked(Chosen(part, options)))
     return tuple(chosen)
 
 
@@ -399,6 +412,32 @@ def _contradictions(choice: AlgoChoice) -> dict[str, bool]:
         "bias, clip, normalize, overlong_buffer) or a KL in the reward would change the reward "
         "alone": reads_parts
         and (_shapes_rewards(data) or (choice.has_kl and kl.place == "reward")),
+        "algo.advantage = 'gdpo' needs algo.advantage.weights: the parts of the reward that are "
+        "learned from, by name, and their weights": (
+            isinstance(choice.advantage.options, advantages.GdpoOptions)
+            and not choice.advantage.options.weights
+        ),
+        "algo.advantage = 'zero' learns nothing without algo.teacher or algo.likelihood": (
+            advantage.name == "zero"
+            and not choice.has_teacher
+            and choice.likelihood.coefficient == 0
+        ),
+        "algo.advantage = 'maxrl' needs rewards >= 0: algo.data.overlong_buffer, normalize and "
+        "negative scales, and a KL in the reward, make them negative": (
+            advantage.name == "maxrl"
+            and (
+                data.overlong_buffer > 0
+                or data.normalize != "none"
+                or data.scale < 0
+                or (choice.has_kl and kl.place == "reward")
+            )
+        ),
+        'algo.data.zero_variance = "mask" leaves out groups of equal rewards, which teach here '
+        "(algo.teacher, algo.likelihood, parts of rewards)": (
+            data.zero_variance == "mask"
+            and choice.learns_from_equal_rewards
+            and choice.is_group_relative
+        ),
         "algo.teacher takes a model or an endpoint, not both": (
             bool(choice.teacher.model) and bool(choice.teacher.endpoint)
         ),
@@ -469,11 +508,13 @@ def _without_effect(choice: AlgoChoice, section: AlgoSection) -> dict[str, bool]
             and not choice.teacher.endpoint
         ),
         "algo.anchor has no effect: policy-gradient has no ratio": (
-            bool(section.anchor) and choice.surrogate.part.name in _WITHOUT_RATIO
+            bool(section.anchor)
+            and choice.surrogate.part.name in _WITHOUT_RATIO
+            and "kl-cov" not in names
         ),
-        "algo.advantage.std_over has no effect without divide_by_std": (
+        "algo.advantage.std_over and epsilon have no effect without divide_by_std": (
             isinstance(options, advantages.GrpoOptions)
-            and "std_over" in given
+            and bool(given & {"std_over", "epsilon"})
             and not options.divide_by_std
         ),
         "algo.advantage.decay has no effect with length_adaptive, which computes its own": (

@@ -303,8 +303,8 @@ def clip_cov(inputs: CorrectionInputs, options: ClipCovOptions) -> Correction:
 
     Of a token, covariance is (log q - mean log q) (A - mean A), means over the minibatch: tokens
     where it is large take the entropy away (arXiv 2505.22617). The lot is a hash of the token's
-    place in its sequence, behavior log-probability and advantage: any split into microbatches and
-    ranks draws the same. Of tokens that are equal in all three, all are drawn or none.
+    place and of its sequence's behavior log-probabilities: any split into microbatches and ranks
+    draws the same. Of tokens that are equal in both, all are drawn or none.
     """
     covariance, num_tokens = _covariance(inputs)
     drawable = inputs.packing.mask & (covariance > options.low) & (covariance < options.high)
@@ -411,17 +411,22 @@ def _covariance(inputs: CorrectionInputs) -> tuple[Tensor, float]:
 def _lots(inputs: CorrectionInputs) -> Tensor:
     """Return a number for each token that looks drawn at random, whatever its neighbors are. [T].
 
-    Multiplicative hashing (Knuth, TAOCP 3, 6.4) of what the token is, in float64: exact to 2^53.
+    Multiplicative hashing (Knuth, TAOCP 3, 6.4) of its place and of the behavior log-probabilities
+    of its sequence: whole numbers, added exactly, of what was sent and never computed here.
     """
     packing = inputs.packing
     ordinal = packing.mask.long().cumsum(0)
-    first = packing.counts.cumsum(0) - packing.counts
-    lot = ordinal - packing.spread(first)
-    for values in (inputs.behavior, inputs.advantages):
-        bits = inputs.masked(values).float().contiguous().view(torch.int32).long()
-        for factor in (0x9E3779B1, 0x85EBCA6B):
-            lot = ((lot ^ bits ^ (lot >> 15)) * factor) & 0xFFFFFFFF
-    return (lot ^ (lot >> 13)).double()
+    place = ordinal - packing.spread(packing.counts.cumsum(0) - packing.counts)
+    bits = inputs.masked(inputs.behavior).float().contiguous().view(torch.int32).long()
+    of_token = _hashed(bits ^ _hashed(place))
+    return _hashed(of_token ^ packing.spread(packing.sums(of_token))).double()  # exact to 2^53
+
+
+def _hashed(values: Tensor) -> Tensor:
+    """Return 32 bits of each whole number that depend on all of its lowest 32. Shapes [T]."""
+    for factor in (0x9E3779B1, 0x85EBCA6B):
+        values = ((values ^ (values >> 15)) * factor) & 0xFFFFFFFF
+    return values ^ (values >> 13)
 
 
 def _is_among_smallest(

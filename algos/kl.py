@@ -13,9 +13,11 @@ d = log pi - log reference of a token sampled from pi. What each estimates is KL
 
 "full" is the sum over the vocabulary, which needs all logits and is not estimated here.
 
-All of this is of tokens that pi sampled. Weighed by r = pi / mu, gradient and all, value and
-gradient of k1 and k3 are on average those of KL(pi || reference) for tokens that mu sampled
-(DeepSeek-V3.2, arXiv 2512.02556, has k3 so).
+All of this is of tokens that pi sampled. Of tokens that mu sampled, what is weighed by r = pi / mu
+is on average what it is of tokens that pi sampled. Where the value's own gradient is wanted (k1,
+k3, low-var, abs), r has its gradient, too: the gradient of k1 and of k3 is then on average that of
+KL(pi || reference) (DeepSeek-V3.2, arXiv 2512.02556, has k3 so). Where the gradient is that of k2,
+r has none, and it is on average that of KL(pi || reference) as before.
 """
 
 from typing import Literal
@@ -28,6 +30,7 @@ from algos.ratios import MAX_LOG_RATIO, importance_ratio, log_ratio
 Kind = Literal["k1", "k2", "k3", "abs", "low-var", "k1+", "k3+", "full"]
 
 MAX_LOW_VAR = 10.0  # in nats
+_GRADIENT_OF_K2 = frozenset({"k2", "k1+", "k3+"})
 
 
 def kl_estimate(
@@ -63,7 +66,8 @@ def kl_estimate(
     else:
         estimate = _value(kind, d)
     if sampled_from is not None:
-        estimate = estimate * importance_ratio(target=current, sampled_from=sampled_from, mask=mask)
+        weight = importance_ratio(target=current, sampled_from=sampled_from, mask=mask)
+        estimate = estimate * (weight.detach() if kind in _GRADIENT_OF_K2 else weight)
     return where(mask, estimate, torch.zeros_like(estimate))
 
 

@@ -112,20 +112,29 @@ def correction(
     return _marked("correction", name, options, needs)
 
 
-def _marked(
-    kind: Kind, name: str, options: type[Options], needs: tuple[str, ...]
-) -> Callable[[Callable[P, R]], Part[P, R]]:
+def check_needs(kind: Kind, name: str, needs: frozenset[str]) -> None:
+    """Refuse needs that nobody meets.
+
+    Raises:
+        PartError: says which, and which there are.
+    """
     known = _OF_KIND[kind]
-    unknown = set(needs) - known
+    unknown = needs - known
     if unknown:
         raise PartError(
             f"{kind} {name}: needs {sorted(unknown)}; known of this kind are {sorted(known)}"
         )
     for of_tokens in ("values", "whole_step", "squares"):
         if of_tokens in needs and "tokens" not in needs:
-            raise PartError(
-                f"{kind} {name}: {of_tokens} are of tokens, so it needs both or neither"
-            )
+            raise PartError(f"{kind} {name}: {of_tokens} are of tokens, so it needs tokens, too")
+    if {"tokens", "reward_parts"} <= needs:
+        raise PartError(f"{kind} {name}: reward_parts are of trajectories, and tokens have none")
+
+
+def _marked(
+    kind: Kind, name: str, options: type[Options], needs: tuple[str, ...]
+) -> Callable[[Callable[P, R]], Part[P, R]]:
+    check_needs(kind, name, frozenset(needs))
 
     def mark(function: Callable[P, R]) -> Part[P, R]:
         return Part(kind, name, options, function, frozenset(needs))

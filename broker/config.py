@@ -237,7 +237,12 @@ def private_paths(table: Table) -> tuple[Path, ...]:
     role that belongs to a broker on another host has none, nor a store, unless one is there.
     """
     run, broker = run_section(table), section(table, "broker", BrokerSection)
-    files = (broker.redis.password_file, str(run.folder / PAGE_ADDRESS))
+    teacher = table.get("algo", {}).get("teacher", {})  # whose settings are the learner's
+    files = (
+        broker.redis.password_file,
+        str(run.folder / PAGE_ADDRESS),
+        str(teacher.get("api_key_file", "")) if isinstance(teacher, dict) else "",
+    )
     return (
         keys_folder(run, broker),
         *((Path(run.key_file),) if run.key_file else ()),

@@ -30,6 +30,13 @@ def algorithm_of(settings: LearnerSettings) -> Algorithm:
             f"algo.critic.warmup_steps = {choice.critic.warmup_steps} leaves no step of "
             f"run.steps = {run.steps} to train the policy in"
         )
+    holds = any(one.part.name == "kl-cov" for one in choice.corrections)
+    if holds and choice.anchor == "proximal" and settings.learner.minibatches == 1:
+        raise ConfigError(
+            "algo.correction.kl-cov holds tokens to where the step begins (algo.anchor = "
+            '"proximal"), and the only minibatch is there: set learner.minibatches > 1 or '
+            'algo.anchor = "behavior"'
+        )
     if choice.has_teacher:
         _refuse_teacher(choice.teacher, settings.sampling)
     return Algorithm(choice, max_response_tokens=settings.sampling.max_response_tokens)

@@ -100,7 +100,7 @@ def ready(
     Raises:
         ConfigError: the advantage cannot be computed from such rewards.
     """
-    needs_all = algorithm.needs_proximal or algorithm.needs_squares or not trains_policy
+    needs_all = algorithm.needs_proximal or not trains_policy
     shares = [_laid_out(minibatch, prepared.copies, step) for minibatch in minibatches]
     for number, share in enumerate(shares):
         _do_forward_passes(policy, share, algorithm, needs_proximal=needs_all or number > 0)

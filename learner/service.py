@@ -75,7 +75,8 @@ def run_learner(
     """
     if algorithm_of(settings).choice.learns_from_equal_rewards and settings.drops_equal_rewards:
         _log.warning(
-            "groups of equal rewards teach this algorithm as well (algo.advantage), and "
+            "groups of equal rewards teach this algorithm as well (algo.advantage, algo.teacher, "
+            "algo.likelihood), and "
             "broker.drop_zero_variance = true has them replaced: set it to false"
         )
     ranks = settings.learner.ranks

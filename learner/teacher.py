@@ -12,9 +12,11 @@ import logging
 import math
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 import aiohttp
 import msgspec
@@ -23,6 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from algos.config import TeacherOptions
+from learner.broadcast import any_rank
 from learner.collate import PackedBatch
 from wire.errors import ConfigError, EngineError, PeerLostError
 from wire.keys import read_private
@@ -32,6 +35,9 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.2, 5.0  # before what failed is asked again
+_ROUND_S = 1.0  # after which ranks that wait for an answer hear that there is none yet
+_COME_AGAIN = (408, 429)  # what a server says that is not ready
+_MOST_BYTES, _MOST_BYTES_OF_TOKEN = 1 << 20, 256  # of an answer
 _SHOWN_CHARACTERS = 200
 _ABOVE_0 = 1e-3  # nats: what rounding may add to the log-probability of a certain token
 
@@ -65,10 +71,11 @@ class EndpointTeacher:
             ConfigError: the address or the key is wrong, or it is no server of SGLang's.
             PeerLostError: nobody answers there.
         """
-        if not options.endpoint.startswith(("http://", "https://")):
+        parts = urlsplit(options.endpoint)
+        if parts.scheme not in {"http", "https"} or not parts.hostname or "@" in parts.netloc:
             raise ConfigError(
-                "algo.teacher.endpoint must begin with http:// or https://, got "
-                f"{options.endpoint!r}"
+                "algo.teacher.endpoint must be http:// or https:// and a host, without a user, got "
+                f"{parts.scheme or 'no scheme'} and {parts.hostname or 'no host'}"
             )
         self._url = options.endpoint.rstrip("/") + "/generate"
         self._last_token = vocab_size - 1
@@ -79,7 +86,9 @@ class EndpointTeacher:
             key = read_private(Path(options.api_key_file), "algo.teacher.api_key_file").strip()
             self._headers["Authorization"] = f"Bearer {key}"
         self._topology = topology
+        self._world_size = topology.world_size
         self._asks = topology.tensor_parallel_rank == 0
+        self._thread = ThreadPoolExecutor(1, "teacher")
         if self._asks:
             try:
                 asyncio.run(self._all([([0, 0], 1)]))
@@ -89,21 +98,35 @@ class EndpointTeacher:
     def logprobs(self, batches: Sequence[PackedBatch]) -> list[Tensor]:
         """Return the log-probabilities [T] per microbatch, 0.0 outside the loss mask.
 
+        Every rank calls this; all of them wait until whoever asks is done, and fail together.
+
         Raises:
             PeerLostError: the server did not answer for ``timeout_s``.
             EngineError: it answered with an error, or of other tokens.
+            ConfigError: tokens were sampled from another distribution than it tells of.
         """
         result = [torch.zeros_like(batch.behavior_logprobs) for batch in batches]
-        if self._asks:
-            questions = [_questions(batch) for batch in batches]
-            answers = iter(asyncio.run(self._all([q for each in questions for q in each])))
-            for batch, values in zip(batches, result, strict=True):
-                _fill(batch, values, answers)
+        asked = self._thread.submit(self._fill, batches, result) if self._asks else None
+        while any_rank(asked is not None and not asked.done(), world_size=self._world_size):
+            if asked is not None:  # ranks that do not ask wait in the line above
+                wait([asked], _ROUND_S)
+        failure = None if asked is None else asked.exception()
+        if any_rank(failure is not None, world_size=self._world_size):
+            raise failure or EngineError("another rank of the learner was not answered")
         if self._topology.tensor_parallel > 1:
             group = self._topology.tensor_group
             for values in result:
                 dist.broadcast(values, src=dist.get_global_rank(group, 0), group=group)
         return result
+
+    def _fill(self, batches: Sequence[PackedBatch], result: Sequence[Tensor]) -> None:
+        """Ask about the tokens of batches and put the answers into tensors [T]."""
+        for batch in batches:
+            _refuse_other_distribution(batch)
+        questions = [question for batch in batches for question in _questions(batch)]
+        answers = iter(asyncio.run(self._all(questions)))
+        for batch, values in zip(batches, result, strict=True):
+            _place(batch, values, answers)
 
     async def _all(self, questions: Sequence[tuple[list[int], int]]) -> list[list[float]]:
         """Return the log-probability of each token from ``start`` on, of each (tokens, start)."""
@@ -141,7 +164,7 @@ class EndpointTeacher:
             if status == 200:
                 return self._values(body, tokens[start:])
             trouble = f"HTTP {status}: {_shown(body)}" if status else body.decode()
-            if 0 < status < 500:
+            if 0 < status < 500 and status not in _COME_AGAIN:
                 raise EngineError(
                     f"the teacher at {self._url} (algo.teacher.endpoint) answered {trouble}"
                 )
@@ -160,7 +183,11 @@ class EndpointTeacher:
         """Return status and body of the answer; 0 and why, if there is none."""
         try:
             async with session.post(self._url, json=question, allow_redirects=False) as reply:
-                return reply.status, await reply.read()
+                return reply.status, await _read(reply, len(question["input_ids"]))
+        except aiohttp.ClientSSLError as error:
+            raise ConfigError(
+                f"the teacher at {self._url} (algo.teacher.endpoint) cannot be trusted: {error}"
+            ) from error
         except (aiohttp.ClientError, TimeoutError) as error:
             return 0, f"{type(error).__name__}: {error}".encode()
 
@@ -206,12 +233,45 @@ def _asked_spans(batch: PackedBatch) -> list[slice]:
     return [span for span in spans if batch.loss_mask[span].any()]
 
 
-def _fill(batch: PackedBatch, values: Tensor, answers: Iterator[list[float]]) -> None:
+def _refuse_other_distribution(batch: PackedBatch) -> None:
+    """Refuse tokens that were not sampled at temperature 1 from the whole vocabulary.
+
+    Raises:
+        ConfigError: says what they were sampled from.
+    """
+    temperatures = batch.temperature[batch.loss_mask]
+    if bool((temperatures != 1.0).any()):
+        raise ConfigError(
+            "algo.teacher.endpoint tells log-probabilities at temperature 1, and these answers "
+            f"were sampled at {float(temperatures[temperatures != 1.0][0]):g}"
+        )
+    if batch.end_barred is not None and bool(batch.end_barred.any()):
+        raise ConfigError(
+            "algo.teacher.endpoint tells log-probabilities over the whole vocabulary, and these "
+            "answers were not allowed to end at first (min_response_tokens)"
+        )
+
+
+def _place(batch: PackedBatch, values: Tensor, answers: Iterator[list[float]]) -> None:
     """Put the answers to ``_questions`` at their tokens."""
     for span in _asked_spans(batch):
         answer = torch.tensor(next(answers), dtype=values.dtype, device=values.device)
         values[span.stop - len(answer) : span.stop] = answer
     values.masked_fill_(~batch.loss_mask, 0.0)
+
+
+async def _read(reply: aiohttp.ClientResponse, num_tokens: int) -> bytes:
+    """Return the body of an answer about so many tokens.
+
+    Raises:
+        EngineError: it is longer than any such answer.
+    """
+    most, body = _MOST_BYTES + _MOST_BYTES_OF_TOKEN * num_tokens, bytearray()
+    async for part in reply.content.iter_any():
+        body += part
+        if len(body) > most:
+            raise EngineError(f"the teacher's answer about {num_tokens} tokens is too long")
+    return bytes(body)
 
 
 def _shown(body: bytes) -> str:

@@ -11,8 +11,8 @@ from types import ModuleType
 def module_named(where: str) -> ModuleType:
     """Return the module ``FILE.py`` or ``MODULE``; modules of the current folder are found, too.
 
-    A file is imported as a script would be: its folder is on ``sys.path``, so that it can import
-    its neighbors. Whatever the module raises while it is imported passes through.
+    The folder of a file is on ``sys.path``, so that it can import its neighbors; what is installed
+    goes first. Whatever the module raises while it is imported passes through.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -32,13 +32,12 @@ def _of_file(path: Path) -> ModuleType:
     if not path.is_file():
         raise FileNotFoundError(f"No such file: {path}")
     name = path.stem
-    known = sys.modules.get(name)
-    if known is not None:
-        if getattr(known, "__file__", None) == str(path):
-            return known
+    if name in sys.modules and not _is_of(sys.modules[name], path):
         name = f"{name}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
+    if name in sys.modules:
+        return sys.modules[name]
     if str(path.parent) not in sys.path:
-        sys.path.insert(0, str(path.parent))
+        sys.path.append(str(path.parent))  # last: a neighbor named as a library hides none
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
         raise ImportError(f"{path} is not a Python file")
@@ -50,3 +49,7 @@ def _of_file(path: Path) -> ModuleType:
         del sys.modules[name]
         raise
     return module
+
+
+def _is_of(module: ModuleType, path: Path) -> bool:
+    return getattr(module, "__file__", None) == str(path)

@@ -19,8 +19,13 @@ def score(
 
     Example: ``score("add", " 122", "122", {})`` and ``score("add", "122", [122, "one"], {})``
     are 1.0.
+
+    Raises:
+        ValueError: there is no truth.
     """
     truths = ground_truth if isinstance(ground_truth, list | tuple) else [ground_truth]
+    if not truths or None in truths:
+        raise ValueError(f"ground_truth holds no text to compare with: {ground_truth!r:.200}")
     return 1.0 if solution_str.strip() in [_text(truth) for truth in truths] else 0.0
 
 

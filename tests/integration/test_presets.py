@@ -29,7 +29,7 @@ WARMUP = {"vapo": 1}  # steps that train the critic alone; its own 50 leave no o
 OTHERS: dict[str, tuple[str, ...]] = {
     "optimal token baseline": ("algo.advantage=optimal-token-baseline",),
     "maxrl": ("algo.advantage=maxrl", "algo.data.bias=1.0"),
-    "parts of the reward": ("algo.advantage=gdpo",),
+    "parts of the reward": ("algo.advantage={name = 'gdpo', weights = {low = 1.0, many = 0.1}}",),
     "whole minibatch": (
         "algo.correction.clip-cov={share = 0.5, low = -1.0, high = 9.0}",
         "algo.correction.kl-cov={share = 0.1}",

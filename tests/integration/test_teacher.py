@@ -5,6 +5,7 @@ import json
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,7 +25,7 @@ from wire.keys import write_private
 
 pytestmark = pytest.mark.integration
 VOCAB_SIZE = 20  # of the tiny policy
-ALONE = SimpleNamespace(tensor_parallel=1, tensor_parallel_rank=0)
+ALONE = SimpleNamespace(world_size=1, tensor_parallel=1, tensor_parallel_rank=0)
 KEY = "teacher-key-0815"
 
 
@@ -222,6 +223,26 @@ def test_an_answer_that_makes_no_sense_is_an_error(name: str):
             asked.logprobs(batches())
 
 
-def test_an_address_that_is_none_is_refused():
-    with pytest.raises(ConfigError, match=r"algo.teacher.endpoint must begin with http://"):
-        teacher("10.0.0.7:30000")
+@pytest.mark.parametrize("url", ["10.0.0.7:30000", "http://", "http://me:secret@host:1"])
+def test_an_address_that_is_none_is_refused(url: str):
+    with pytest.raises(ConfigError, match=r"algo.teacher.endpoint must be http://") as refused:
+        teacher(url)
+    assert "secret" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"temperature": 0.7}, "these answers were sampled at 0.7"),
+        (
+            {"end_barred": np.ones(30, np.bool_), "end_token_ids": (5,)},
+            "not allowed to end at first",
+        ),
+    ],
+)
+def test_tokens_of_another_distribution_are_refused(changes: dict[str, Any], message: str):
+    first = replace(train_sequences()[0], **changes)
+    with server_of(truth) as (url, _):
+        asked = teacher(url)
+        with pytest.raises(ConfigError, match=message):
+            asked.logprobs([pack([first], torch.device("cpu"))])

@@ -72,7 +72,6 @@ NOT_FORMULAS = frozenset(
         "kl.reference",
         "kl.renew_every",
         "critic.lr",
-        "critic.model",
         "critic.warmup_steps",
         "teacher.model",
         "teacher.endpoint",

@@ -5,11 +5,13 @@ from typing import Annotated
 import msgspec
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from algos.advantages import Outcomes
 from algos.corrections import Correction, CorrectionInputs
 from algos.parts import NoOptions, Options, advantage, correction, surrogate
 from algos.ratios import bounded_exp
+from algos.returns import TokenAdvantages, TokenOutcomes
 from algos.surrogates import SurrogateInputs, Terms
 
 
@@ -64,6 +66,28 @@ def fresh(inputs: CorrectionInputs, _: NoOptions) -> Correction:
     """Only tokens of the newest version."""
     keep = inputs.packing.mask & (inputs.known_lags() == 0)
     return Correction(weights=torch.ones_like(inputs.log_ratios), keep=keep)
+
+
+@advantage("of-all", needs=("tokens", "whole_step"))
+def of_all(outcomes: TokenOutcomes, _: NoOptions) -> TokenAdvantages:
+    """The log-probability of each token."""
+    assert outcomes.proximal is not None
+    return TokenAdvantages(advantages=outcomes.proximal, returns=None)
+
+
+class GreedyOptions(Options, frozen=True, kw_only=True):
+    """It needs what there is not."""
+
+    @property
+    @override
+    def needs(self) -> frozenset[str]:
+        return frozenset({"luck"})
+
+
+@correction("greedy", GreedyOptions)
+def greedy(inputs: CorrectionInputs, _: GreedyOptions) -> Correction:
+    """Not to be had."""
+    raise NotImplementedError
 
 
 def undecorated(inputs: SurrogateInputs, options: NoOptions) -> Terms:

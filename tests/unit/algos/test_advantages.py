@@ -344,14 +344,20 @@ STYLE = [[1.0, 2.0, math.nan, 4.0], [math.nan, 1.0, math.nan, math.nan]]
 
 
 @proves(gdpo, against=DEFINITION)
-@pytest.mark.parametrize("weights", [{}, {"right": 1.0, "short": 0.25}])
+@pytest.mark.parametrize(
+    "weights",
+    [
+        {"right": 1.0, "short": 1.0, "style": 1.0},
+        {"right": 1.0, "short": 0.25},
+        {"right": 1.0, "short": 0.25, "of another source": 3.0},
+    ],
+)
 def test_gdpo_normalizes_each_part_of_the_reward_before_it_adds_them(weights: dict[str, float]):
     step = several(RIGHT, right=RIGHT, short=SHORT, style=STYLE, score=RIGHT)
     found = gdpo(step, GdpoOptions(weights=weights, epsilon=1e-3))
-    if weights:
-        expected = stated_gdpo([RIGHT, SHORT], [1.0, 0.25], 1e-3)
-    else:
-        expected = stated_gdpo([RIGHT, SHORT, STYLE], [1.0] * 3, 1e-3)
+    parts = {"right": RIGHT, "short": SHORT, "style": STYLE}
+    there = [name for name in weights if name in parts]
+    expected = stated_gdpo([parts[n] for n in there], [weights[n] for n in there], 1e-3)
     assert found.tolist() == pytest.approx(expected)
 
 
@@ -360,7 +366,7 @@ def test_gdpo_tells_apart_what_a_sum_does_not():
     right, short = [[1.0, 0.0, 0.0, 0.0]], [[0.0, 1.0, 0.0, 1.0]]
     sums = [[1.0, 1.0, 0.0, 1.0]]
     step = several(sums, right=right, short=short)
-    first, second = gdpo(step, GdpoOptions()).tolist()[:2]
+    first, second = gdpo(step, GdpoOptions(weights={"right": 2.0, "short": 1.0})).tolist()[:2]
     assert first > second + 0.1
     of_sums = grpo(step, GrpoOptions()).tolist()
     assert of_sums[0] == of_sums[1]
@@ -369,12 +375,11 @@ def test_gdpo_tells_apart_what_a_sum_does_not():
 @pytest.mark.parametrize(
     ("parts", "weights", "message"),
     [
-        ({}, {}, "gdpo needs rewards with named parts"),
-        ({"score": RIGHT}, {}, "gdpo needs rewards with named parts"),
+        ({}, {"right": 1.0}, "names right; the parts of these rewards are none"),
         (
-            {"right": RIGHT},
-            {"rihgt": 1.0},
-            "algo.advantage.weights names rihgt; the parts of the rewards are right",
+            {"right": RIGHT, "score": RIGHT},
+            {"rihgt": 1.0, "shrot": 1.0},
+            "weights names rihgt, shrot; the parts of these rewards are right, score",
         ),
     ],
 )

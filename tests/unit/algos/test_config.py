@@ -183,11 +183,11 @@ REFUSED: dict[str, dict[str, Any]] = {
         "kl": {"renew_every": 10},
     },
     r"algo.advantage = 'gdpo' reads the parts of the reward": {
-        "advantage": "gdpo",
+        "advantage": {"name": "gdpo", "weights": {"right": 1.0}},
         "data": {"scale": 2.0},
     },
     r"and algo.data .* or a KL in the reward would change the reward alone": {
-        "advantage": "gdpo",
+        "advantage": {"name": "gdpo", "weights": {"right": 1.0}},
         "kl": {"coefficient": 0.1, "name": "k1", "place": "reward"},
     },
     r"algo.teacher takes a model or an endpoint, not both": {
@@ -204,9 +204,19 @@ REFUSED: dict[str, dict[str, Any]] = {
     r"algo.likelihood has no effect as long as algo.likelihood.coefficient is 0": {
         "likelihood": {"least_reward": 2.0}
     },
-    r"algo.advantage.std_over has no effect without divide_by_std": {
+    r"algo.advantage.std_over and epsilon have no effect without divide_by_std": {
         "preset": "dr-grpo",
         "advantage": {"std_over": "batch"},
+    },
+    r"algo.advantage = 'gdpo' needs algo.advantage.weights": {"advantage": "gdpo"},
+    r"algo.advantage = 'zero' learns nothing without algo.teacher or algo.likelihood": {
+        "preset": "distill",
+        "teacher": {"coefficient": 0.0},
+    },
+    r"algo.advantage = 'maxrl' needs rewards >= 0": {"preset": "dapo", "advantage": "maxrl"},
+    r'algo.data.zero_variance = "mask" leaves out groups of equal rewards, which teach here': {
+        "teacher": {"coefficient": 0.1},
+        "data": {"zero_variance": "mask"},
     },
     r"algo.correction.clip-cov: clip-cov needs low < high, got low 6.0, high 5.0": {
         "correction": {"clip-cov": {"low": 6.0}}
@@ -245,7 +255,7 @@ def test_a_part_cannot_need_what_nobody_gives():
 
 @pytest.mark.parametrize("of_tokens", ["values", "whole_step", "squares"])
 def test_what_is_of_tokens_is_needed_together_with_tokens(of_tokens: str):
-    with pytest.raises(PartError, match=f"{of_tokens} are of tokens, so it needs both or neither"):
+    with pytest.raises(PartError, match=f"{of_tokens} are of tokens, so it needs tokens, too"):
         advantage("mine", needs=(of_tokens,))
 
 
@@ -309,3 +319,23 @@ def test_a_part_may_stand_in_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     (tmp_path / "ends.py").write_text("raise SystemExit(3)\n")
     with pytest.raises(PartError, match=r"'ends.py:f' cannot be loaded: SystemExit: 3"):
         choice_of(AlgoSection(surrogate="ends.py:f"), module_named)
+
+
+def test_parts_of_rewards_are_of_trajectories():
+    with pytest.raises(PartError, match="reward_parts are of trajectories, and tokens have none"):
+        advantage("mine", needs=("tokens", "reward_parts"))
+
+
+def test_options_may_not_need_what_nobody_gives():
+    with pytest.raises(PartError, match=r"correction greedy: needs \['luck'\]; known of this kind"):
+        chosen(correction={f"{OWN}:greedy": {}})
+
+
+def test_an_anchor_has_an_effect_where_tokens_are_held_to_it():
+    choice = chosen(surrogate="policy-gradient", anchor="behavior", correction="kl-cov")
+    assert choice.anchor == "behavior"
+
+
+def test_a_whole_step_of_tokens_knows_its_proximal_policy():
+    choice = chosen(advantage=f"{OWN}:of_all")
+    assert Algorithm(choice, max_response_tokens=4).needs_proximal

@@ -130,7 +130,7 @@ def assert_same(got: tuple[Tensor, ...], expected: tuple[Tensor, ...], tolerance
 )
 @pytest.mark.parametrize("shaped", [False, True], ids=["plain", "tempered-barred-padded"])
 @pytest.mark.parametrize("alone", ["logprobs", "entropy", "kl", "mixed"])
-def test_values_and_gradients_are_those_oflog_softmax(alone: str, shaped: bool):
+def test_values_and_gradients_are_those_of_log_softmax(alone: str, shaped: bool):
     one = case(shaped=shaped)
     got, expected = one.ours(), one.plain()
     assert_same(got, expected, 1e-13)

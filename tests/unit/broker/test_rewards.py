@@ -63,11 +63,16 @@ def test_exact_match_ignores_white_space_at_both_ends(response: str, value: floa
         (["122", 122.5, " x "], "x", 1.0),
         (["122"], '["122"]', 0.0),
         ({"a": [1]}, '{"a": [1]}', 1.0),
-        (None, "", 0.0),
     ],
 )
 def test_exact_match_compares_with_any_json_truth(truth: object, response: str, value: float):
     assert exact_match.score("s", response, truth, {}) == value
+
+
+@pytest.mark.parametrize("truth", [None, [], ["122", None]])
+def test_exact_match_has_no_score_for_a_row_without_a_truth(truth: object):
+    with pytest.raises(ValueError, match="ground_truth holds no text to compare with"):
+        exact_match.score("s", "122", truth, {})
 
 
 # ---- results -------------------------------------------------------------------

@@ -685,12 +685,15 @@ def test_parts_of_rewards_reach_the_advantage():
 @pytest.mark.parametrize(
     ("advantage", "message"),
     [
-        ("gdpo", "algo.advantage = 'gdpo' cannot be taken here: gdpo needs rewards with named"),
+        (
+            {"name": "gdpo", "weights": {"right": 1.0}},
+            "algo.advantage = 'gdpo' cannot be taken here: algo.advantage.weights names right; the",
+        ),
         ("maxrl", "algo.advantage = 'maxrl' cannot be taken here: maxrl needs rewards >= 0"),
     ],
 )
 def test_an_advantage_that_the_rewards_are_not_for_is_an_error_of_the_settings(
-    advantage: str, message: str
+    advantage: object, message: str
 ):
     given = data(1)
     given = replace(given, outcomes=replace(given.outcomes, rewards=-given.outcomes.rewards - 1.0))
