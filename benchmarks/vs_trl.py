@@ -96,9 +96,9 @@ POLICIES = (
     Policy(
         name="smollm2",
         needs={_FIXED: 1.0, _LONG_TAILED: 2.0},
-        groups=4,
+        groups=2,
         fixed_tokens=32,
-        max_tokens=256,
+        max_tokens=192,
         steps=5,
         skipped=2,
         repeats={_FIXED: 1, _LONG_TAILED: 1},
