@@ -50,7 +50,7 @@ from broker.events import (
     decode_event,
     encode_event,
 )
-from broker.groups import Lease
+from broker.groups import Group, Lease
 from broker.identity import write_identity
 from broker.index import GroupIndex
 from broker.ledger import Ledger
@@ -728,6 +728,22 @@ class Run(RuleBasedStateMachine):
         assert ledger.state.untrained_bytes == bytes_held
         assert ledger.state.replay_bytes <= rules.replay_budget_bytes
         assert ledger.state.sealed <= ledger.state.trained
+        self._every_trajectory_is_accounted_for(groups)
+
+    def _every_trajectory_is_accounted_for(self, groups: list[Group]) -> None:
+        """By a count of siblings: a group stands for all of them, and is trained with all."""
+        state, size = self.ledger.state, self.rules_of_run.group_size
+        for batch in state.replay.values():
+            for group in batch:
+                assert sorted(group.headers) == sorted(group.scores) == list(range(size))
+        trained = sum(len(node.batch) for node in self.book.node.path()) * size
+        account = self.ledger.trajectories()
+        assert account["trained"] == trained
+        assert account["in_flight"] == sum(len(group.missing) for group in groups) + sum(
+            len(group.headers) for group in groups
+        )
+        assert account["issued"] == account["trained"] + account["dropped"] + account["in_flight"]
+        assert account["dropped"] == state.dropped.total() * size
 
     @invariant()
     def the_views_are_what_a_walk_over_all_groups_would_find(self) -> None:

@@ -2,8 +2,10 @@
 
 from pathlib import Path
 
+import msgspec
 import pytest
 
+from algos.config import PARTS
 from deploy.settings_reference import SECTION_STRUCTS, reference, rows
 from wire.settings import SECTIONS
 
@@ -24,6 +26,27 @@ def test_every_setting_is_explained(setting: str, meaning: str):
     text, _, kind = meaning.rpartition(" Type: ")
     assert text.rstrip().endswith((".", ")")), f"{setting} has no sentence under it"
     assert kind
+
+
+@pytest.mark.parametrize(
+    "struct",
+    [
+        *(struct for struct, _ in SECTION_STRUCTS.values()),
+        *(part.options for of_kind in PARTS.values() for part in of_kind.values()),
+    ],
+    ids=lambda struct: struct.__name__,
+)
+def test_every_default_is_within_its_own_limits(struct: type[msgspec.Struct]):
+    """The constructor does not look at them: only what a file says is checked."""
+    for field in msgspec.structs.fields(struct):
+        if field.default_factory is not msgspec.NODEFAULT:
+            default = field.default_factory()
+        elif field.default is not msgspec.NODEFAULT:
+            default = field.default
+        else:
+            continue
+        stated = msgspec.to_builtins(default)
+        assert msgspec.convert(stated, field.type) == default, field.name
 
 
 def test_defaults_limits_and_choices_are_shown():

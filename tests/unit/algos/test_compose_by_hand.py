@@ -1,6 +1,7 @@
 """Whole losses of three tokens, worked out by hand."""
 
 import math
+from typing import get_args
 
 import msgspec
 import pytest
@@ -9,7 +10,9 @@ from torch import Tensor
 
 from algos.compose import Algorithm, LossInputs
 from algos.config import choice_of
+from algos.corrections import Correction
 from algos.packing import Packing
+from algos.reduce import Denominators, Rule, reduced
 from algos.returns import TokenOutcomes
 from algos.section import AlgoSection
 from algos.surrogates import policy_gradient, reinforce_is
@@ -140,3 +143,50 @@ def test_the_constant_length_is_that_of_the_settings_or_the_longest_response(
     rule = "sequence-mean-token-sum-norm"
     loss, _ = loss_of(surrogate="policy-gradient", reduce={"name": rule, "length": length})
     assert loss == pytest.approx(-(2 * -1.0 + 2 * -2.0 + -1 * -0.5) / (2 * divisor))
+
+
+KEPT = {  # losses are 2, 4 and -0.5; sequences are the first two tokens, and the third
+    ("token-mean", "original"): (2 - 0.5) / 3,
+    ("token-mean", "kept"): (2 - 0.5) / 2,
+    ("sequence-mean-token-mean", "original"): (2 / 2 - 0.5) / 2,
+    ("sequence-mean-token-mean", "kept"): (2 / 1 - 0.5) / 2,
+    ("sequence-mean-token-sum", "original"): (2 - 0.5) / 2,
+    ("sequence-mean-token-sum", "kept"): (2 - 0.5) / 2,
+}
+
+
+@pytest.mark.parametrize(("rule", "denominator"), KEPT)
+def test_the_denominator_says_whether_a_rejected_token_counts_in_the_mean_of_its_sequence(
+    rule: str, denominator: str
+):
+    chosen = algorithm(surrogate="policy-gradient", correction="none", reduce=rule)
+    current = torch.tensor(CURRENT, dtype=torch.float64)
+    keep = torch.tensor([True, False, True])
+    loss, _ = chosen.loss(
+        LossInputs(
+            current=current,
+            proximal=current,
+            behavior=current,
+            advantages=torch.tensor(ADVANTAGES, dtype=torch.float64),
+            entropy=torch.zeros(3, dtype=torch.float64),
+            packing=SEQUENCES,
+            denominators=chosen.denominators(3.0, 2.0),
+            kept=chosen.denominators(2.0, 2.0) if denominator == "kept" else None,
+            correction=Correction(weights=keep.double(), keep=keep),
+        )
+    )
+    assert loss.item() == pytest.approx(KEPT[rule, denominator])
+
+
+@pytest.mark.parametrize("rule", get_args(Rule))
+@pytest.mark.parametrize("garbage", [math.nan, math.inf, -math.inf])
+def test_a_sequence_that_was_not_drawn_adds_nothing_whatever_it_holds(rule: Rule, garbage: float):
+    denominators = Denominators(num_tokens=2.0, num_sequences=2.0, length=4.0)
+    per_token = torch.tensor([garbage, 1.0, -0.5], dtype=torch.float64, requires_grad=True)
+    drawn = reduced(per_token, SEQUENCES, denominators, rule, torch.tensor([0, 2]))
+    alone = torch.tensor([-0.5], dtype=torch.float64)
+    single = Packing.of(torch.ones(1, dtype=torch.bool), torch.tensor([0, 1]))
+    assert drawn.item() == pytest.approx(2 * reduced(alone, single, denominators, rule).item())
+    (gradient,) = torch.autograd.grad(drawn, per_token)
+    assert gradient[:2].tolist() == [0.0, 0.0]
+    assert gradient[2] > 0

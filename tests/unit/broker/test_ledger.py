@@ -1187,3 +1187,59 @@ def test_a_reward_too_large_to_sum_is_none(value: float):
     assert kept.scores[1].parts == {"b": 1.0}
     assert "at most 1e+15" in kept.failures[-1].reason
     assert ledger.sampled_reward() == 1.0
+
+
+def test_after_a_restart_of_the_broker_every_lease_has_one_full_term_again():
+    before = started(make_ledger())
+    granted = lease(before, now_s=0.0)
+    assert len(granted) > 1
+    ledger = make_ledger(before.rules, state_of(before))
+    ledger.restarted(1_000.0)
+    assert ledger.expire(1_000.0 + LEASE_S) == 0
+    assert ledger.leases.keys() == {group.lease_id for group in granted}
+    assert ledger.expire(1_000.0 + LEASE_S + 0.1) == len(granted)
+    assert not ledger.leases
+
+
+def test_where_nobody_could_be_heard_a_lease_may_be_held_for_its_whole_time_again():
+    ledger = started(make_ledger(make_rules(max_lease_s=3 * LEASE_S)))
+    granted = [group.lease_id for group in lease(ledger, now_s=0.0)]
+    ledger.renew_leases(1_000.0)
+    for late_s in (LEASE_S, 2 * LEASE_S, 3 * LEASE_S):
+        assert ledger.heartbeat("generator-0", granted, now_s=1_000.0 + late_s) == []
+    assert ledger.heartbeat("generator-0", granted, now_s=1_000.1 + 3 * LEASE_S) == granted
+
+
+def test_history_is_forgotten_at_a_seal_that_holds_nothing_new():
+    """As where an older checkpoint was removed: what nobody can go back to is not kept."""
+    ledger = started(make_ledger(make_rules(groups_per_step=1)))
+    for _ in range(3):
+        make_ready(ledger, lease(ledger))
+        train_step(ledger)
+    ledger.seal(ledger.version, 3, oldest_kept=0)
+    assert list(ledger.state.history) == [0, 1, 2]
+    ledger.seal(ledger.version, 3, oldest_kept=2)
+    assert list(ledger.state.history) == [2]
+    ledger.drain()
+    ledger.seal(ledger.version, 3, oldest_kept=2)
+    assert ledger.drain() == ([], [])
+
+
+def test_the_reward_of_sampled_answers_is_that_of_a_step_and_holds_what_filters_drop():
+    ledger = started(make_ledger())
+    assert ledger.sampled_reward() is None
+    ready, *equal = lease(ledger)
+    make_ready(ledger, [ready])  # rewards 0 and 1
+    for group in equal:
+        generate(ledger, group)
+        reward(ledger, group.group_id, [2.0, 2.0])
+    answers = [0.0, 1.0, *[2.0] * (2 * len(equal))]
+    assert ledger.state.dropped["zero_variance"] == len(equal) > 0
+    assert ledger.sampled_reward() == pytest.approx(sum(answers) / len(answers))
+    make_ready(ledger, lease(ledger))
+    train_step(ledger)
+    assert ledger.sampled_reward() is None
+    (one,) = lease(ledger)[:1]
+    generate(ledger, one)
+    reward(ledger, one.group_id, [0.25, 0.75])
+    assert ledger.sampled_reward() == pytest.approx(0.5)

@@ -54,6 +54,25 @@ def test_where_there_is_no_room_the_oldest_client_says_hello_again(
     assert len(known._by_name[""]) == len(known._by_token) == 2
 
 
+def test_of_those_that_only_read_the_oldest_gives_way_and_no_other_client_does():
+    known = Sessions()
+    worker = known.hello(peer(0), hello("worker"))
+    readers = [
+        known.hello(peer(1 + n), Hello(role=role, name="view"))
+        for n, role in enumerate(["observer", "operator"] * (sessions.MAX_READERS // 2))
+    ]
+    assert all(known.find(one.token, one.peer) is one for one in readers)
+    last = known.hello(peer(1 + len(readers)), Hello(role="observer", name="view"))
+    assert [one for one in readers if known.find(one.token, one.peer) is None] == readers[:1]
+    assert known.find(worker.token, worker.peer) is worker
+    assert known.find(last.token, last.peer) is last
+    more = [
+        known.hello(peer(1_000 + n), hello(f"worker-{n}")) for n in range(sessions.MAX_READERS + 1)
+    ]
+    everyone = [worker, *more, *readers[1:], last]
+    assert all(known.find(one.token, one.peer) is one for one in everyone)
+
+
 def test_names_belong_to_their_key():
     holders = {
         "A": Holder(name="judge-1", role="reward_worker", public="A"),

@@ -169,6 +169,30 @@ def test_end_tokens_of_who_bars_none_do_not_count():
     assert pack(sequences[1:], torch.device("cpu")).end_token_ids == ()
 
 
+def test_end_tokens_are_barred_from_the_first_response_tokens_of_who_bars_them():
+    barring = replace(header(num_tokens=5), min_response_tokens=2, end_token_ids=(3, 4))
+    first = unpack(barring, payload([0.0, 0.0, -1.0, -1.0, -1.0]), vocab_size=VOCAB)
+    free = unpack(header(), payload([0.0, 0.0, -1.0, -2.0]), vocab_size=VOCAB)
+    assert first.end_barred is not None
+    assert first.end_barred.tolist() == [False, False, True, True, False]
+    assert free.end_barred is None
+    batch = pack([free, first], torch.device("cpu"))
+    assert batch.end_barred is not None
+    assert batch.end_barred.tolist() == [False] * 4 + [False, False, True, True, False]
+    assert batch.end_token_ids == (3, 4)
+    assert pack([free, free], torch.device("cpu")).end_barred is None
+
+
+def test_one_batch_has_one_set_of_end_tokens():
+    one = replace(header(), min_response_tokens=1, end_token_ids=(3,))
+    arrays = payload([0.0, 0.0, -1.0, -2.0])
+    sequences = [
+        unpack(replace(one, end_token_ids=ids), arrays, vocab_size=VOCAB) for ids in [(3,), (5,)]
+    ]
+    with pytest.raises(ProtocolError, match="disagree on the tokens that end a response"):
+        pack(sequences, torch.device("cpu"))
+
+
 def test_who_bars_other_end_tokens_than_most_is_bad_and_its_neighbours_are_not():
     free = header()
     usual = replace(free, min_response_tokens=1, end_token_ids=(2,))

@@ -7,13 +7,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from algos.compose import Algorithm, LossInputs
+from algos.compose import Algorithm, LossInputs, Prepared
 from algos.config import choice_of
 from algos.corrections import Correction, CorrectionInputs
 from algos.diagnostics import Sums, add_sums
 from algos.parts import NoOptions, correction
 from algos.section import AlgoSection
-from learner.before import Minibatch
+from learner.before import Minibatch, ready
 from learner.collate import PackedBatch, TrainSequence, pack
 from learner.orders import NonFiniteError
 from learner.said import Said
@@ -640,6 +640,72 @@ def test_a_correction_of_a_minibatch_is_shown_what_it_needs():
         assert torch.equal(seen.entropy, entropy)
         assert torch.equal(seen.reference, reference)
     SEEN.clear()
+
+
+@correction("every-third", needs=("whole_minibatch",))
+def every_third(inputs: CorrectionInputs, _: NoOptions) -> Correction:
+    """Reject every third token of the minibatch; say something else of each token."""
+    numbers = torch.arange(len(inputs.packing.mask))
+    return Correction(
+        weights=numbers.float(),
+        keep=inputs.packing.mask & (numbers % 3 > 0) & (inputs.packing.sequence != 2),
+        proximal=-numbers.float(),
+        penalty=10.0 * numbers,
+    )
+
+
+def test_a_correction_of_a_minibatch_is_divided_among_its_microbatches():
+    chosen = algorithm(
+        preset="grpo",
+        correction={f"{__name__}:every_third": {}},
+        reduce={"name": "token-mean", "denominator": "kept"},
+    )
+    given = data(1)
+    copies = torch.tensor([1, 2, 1, 0])  # all of 2 is rejected, 3 was not drawn
+    (share,) = ready(
+        Bigrams(),  # type: ignore[arg-type]  # a fake
+        [minibatch((0, 1), (2, 3))],
+        given.outcomes,
+        Prepared(rewards=given.outcomes.rewards, copies=copies),
+        chosen,
+        step=5,
+        trains_policy=True,
+    )
+    numbers = torch.arange(40).reshape(4, 10)  # of 4 trajectories, whose responses begin at 4
+    is_response = torch.arange(10) >= 4
+    keep = is_response & (numbers % 3 > 0) & (torch.arange(4) < 2).unsqueeze(-1)
+    for at, one in enumerate(share.microbatches):
+        of_one = numbers[2 * at : 2 * at + 2].flatten()
+        assert one.correction is not None
+        assert one.correction.proximal is not None
+        assert one.correction.penalty is not None
+        is_kept = keep[2 * at : 2 * at + 2].flatten()
+        assert one.correction.keep.tolist() == is_kept.tolist()
+        assert torch.equal(one.correction.proximal, -of_one.float())
+        assert torch.equal(one.correction.weights, of_one.float())
+        assert torch.equal(one.correction.penalty, 10.0 * of_one)
+    assert share.kept is not None
+    by_trajectory = keep.sum(-1)
+    assert by_trajectory.tolist() == [4, 4, 0, 0]
+    assert share.kept.num_tokens == (copies * by_trajectory).sum() == 12
+    assert share.kept.num_sequences == 3
+    assert (share.denominators.num_tokens, share.denominators.num_sequences) == (24, 4)
+
+
+def test_the_loss_of_a_step_is_the_mean_of_its_minibatches():
+    chosen = algorithm(surrogate="policy-gradient", correction="none", reduce="token-sum")
+    given, parts = data(2), minibatches(2)
+    figures = train(Bigrams(), chosen, given, parts)
+    policy, losses = Bigrams(), []
+    advantages = chosen.trajectory_advantages(given.outcomes).float()
+    for part in parts:
+        said = [policy.said(batch).logprobs for batch in part.batches]
+        each = torch.stack([one[:10].sum() for one in said] + [one[10:].sum() for one in said])
+        members = [*part.members[::2], *part.members[1::2]]
+        losses.append(-(advantages[members] * each).sum())
+        descend(policy.logits, [(losses[-1], {})])
+    assert figures["policy/loss"] == pytest.approx(sum(one.item() for one in losses) / 2, rel=1e-5)
+    assert abs(figures["policy/loss"]) > 0.1
 
 
 def test_an_optimal_token_baseline_compares_siblings_in_other_microbatches():

@@ -69,7 +69,8 @@ def test_weighted_sources_keep_their_file_order_without_shuffling():
 def test_the_largest_remainders_get_what_rounding_left():
     assert shares([1, 1, 1], 10) == [4, 3, 3]
     assert shares([0.5, 0.25, 0.25], 1000) == [500, 250, 250]
-    assert shares([5, 3, 2.6], 10) == [5, 3, 2] or sum(shares([5, 3, 2.6], 10)) == 10
+    assert shares([5, 3, 2.6], 10) == [5, 3, 2]  # 4.72, 2.83 and 2.45
+    assert shares([5, 3, 2.9], 10) == [4, 3, 3]  # 4.59, 2.75 and 2.66
 
 
 def test_all_sources_have_a_weight_or_none():
