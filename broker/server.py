@@ -140,6 +140,11 @@ Reply: TypeAlias = tuple[Answer, Sequence[Frame]]
 Job: TypeAlias = Coroutine[None, None, Reply]
 
 
+def may_wait_s(asked_s: float) -> float:
+    """Return how long a request may wait that asks for so many seconds, which may be no number."""
+    return max(0.0, min(MAX_WAIT_S, asked_s))  # in this order NaN is MAX_WAIT_S
+
+
 class BrokerServer:
     """Owns the ledger, the scoring queue and the frames of untrained trajectories."""
 
@@ -704,7 +709,7 @@ class BrokerServer:
         request: LeaseGroups | LeaseScoring | RequestBatch,
     ) -> None:
         """Have a request wait for what it asks for, which may be there already."""
-        wait_s = max(0.0, min(MAX_WAIT_S, request.wait_s))  # in this order NaN is MAX_WAIT_S
+        wait_s = may_wait_s(request.wait_s)
         name = session.name
         match request:
             case LeaseGroups(adopted=adopted, max_sequences=room):

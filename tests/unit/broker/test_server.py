@@ -22,7 +22,7 @@ from broker.groups import Group
 from broker.ledger import Ledger
 from broker.records import Frames, RunRecords
 from broker.scoring import ScoringQueue
-from broker.server import BrokerServer
+from broker.server import MAX_WAIT_S, BrokerServer, may_wait_s
 from broker.store import MemoryStore
 from broker.telemetry import Telemetry
 from tests.unit.broker.ledger_driver import RESPONSE_TOKENS, header, make_ledger, make_rules
@@ -423,6 +423,21 @@ def test_who_waits_for_work_is_answered_as_soon_as_there_is_some(short_folder: P
     answer, seconds = asyncio.run(body())
     assert [group.siblings for group in answer.groups] == [(0, 1)]
     assert seconds < 5.0
+
+
+@pytest.mark.parametrize(
+    ("asked_s", "may_s"),
+    [
+        (0.0, 0.0),
+        (-1.0, 0.0),
+        (0.5, 0.5),
+        (MAX_WAIT_S + 1.0, MAX_WAIT_S),
+        (float("inf"), MAX_WAIT_S),
+        (float("nan"), MAX_WAIT_S),
+    ],
+)
+def test_a_request_waits_as_long_as_it_asks_within_limits(asked_s: float, may_s: float):
+    assert may_wait_s(asked_s) == may_s
 
 
 def test_who_waits_in_vain_is_told_what_for(short_folder: Path):
@@ -868,6 +883,9 @@ def test_a_learner_takes_over_while_the_batch_of_the_one_before_is_being_recorde
             assert kinds.index(Trained) < kinds.index(TakenOver, kinds.index(Trained))
             records.may_end.set()
             await until_async(lambda: records.steps == [0], "the batch is not recorded")
+            unheard = it.server.telemetry.rejected
+            await until_async(lambda: unheard["unreachable"], "nobody hears of the commit")
+            assert unheard["unreachable"] == 1
 
     asyncio.run(body())
     assert mishaps == []
