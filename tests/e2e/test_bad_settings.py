@@ -8,10 +8,12 @@ import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from deploy.addition import write_blank_model
 from tests.e2e.tiny_run import TinyRun
+from tests.waiting import HANG_S
 from wire.checkpoints import INFO_FILE, LEDGER_FILE
 
 pytestmark = [pytest.mark.e2e]
@@ -81,11 +83,16 @@ def test_bad_input_is_refused_in_one_line(case: str, tmp_path: Path):
 
 def assert_refused(run: TinyRun, message: str) -> None:
     assert run.wait() == 2, run.output
-    lines = [line for line in run.output.splitlines() if re.search(message, line)]
-    assert lines, f"nothing says {message}:\n{run.output}"
+    refusals = {line for line in run.output.splitlines() if line.startswith("refused: ")}
+    assert len(refusals) == 1, f"one line, though it may come again at the end:\n{run.output}"
+    assert re.search(message, *refusals), f"the line does not say {message}:\n{run.output}"
+    assert run.output.splitlines()[-1] in refusals
     assert "Traceback" not in run.output
     if (run.folder / "resolved.toml").exists():
         run.assert_nothing_left()
+    else:
+        _, alive = psutil.wait_procs(list(run.descendants), timeout=HANG_S)
+        assert not alive
 
 
 def test_a_port_in_use_is_named(tmp_path: Path):

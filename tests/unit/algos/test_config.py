@@ -305,6 +305,17 @@ def test_the_presets_of_papers_reduce_as_they_do():
     assert rules["dppo"] == rules["drpo"] == "token-mean"
 
 
+def test_trust_regions_are_as_wide_as_in_their_papers():
+    def bounds(name: str) -> tuple[float | None, float | None]:
+        options: Any = PARTS["surrogate"][name].options()
+        return options.clip_low, options.clip_high
+
+    assert bounds("ppo-clip")[0] == 0.2  # arXiv 1707.06347
+    assert bounds("gspo") == (3e-4, 4e-4)  # arXiv 2507.18071
+    assert bounds("gmpo") == (0.4, 0.4)  # arXiv 2507.20673, of the log-ratio
+    assert bounds("cispo")[0] is None  # arXiv 2506.13585: no floor
+
+
 def test_a_part_may_stand_in_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     text = "from tests.unit.algos.own_parts import square as mine\n"
     (tmp_path / "my_part.py").write_text(text)

@@ -783,3 +783,59 @@ def test_right_answers_are_imitated_by_the_mean_over_their_tokens():
         for t in sequence
     )
     assert float(losses[0] - losses[1]) == pytest.approx(0.1 * nll / total)
+
+
+@pytest.mark.parametrize("measure", ["tv", "binary-kl"])
+def test_a_certain_token_whose_logprob_was_rounded_above_zero_is_measured_as_certain(
+    measure: Literal["tv", "binary-kl"],
+):
+    rounded = torch.tensor([5e-4, -1.0], dtype=torch.float64)
+    certain = rounded.clamp(max=0.0)
+    packing = Packing.of(torch.ones(2, dtype=torch.bool), torch.tensor([0, 2]))
+    for proximal, behavior in [(rounded, certain), (certain, rounded), (rounded, rounded)]:
+        inputs = CorrectionInputs(
+            proximal=proximal,
+            behavior=behavior,
+            advantages=torch.ones(2, dtype=torch.float64),
+            lags=None,
+            packing=packing,
+        )
+        options = RejectionOptions(level="token", measure=measure, low=None, high=1e-9)
+        assert rejection(inputs, options).keep.tolist() == [True, True]
+
+
+def test_a_distance_that_is_the_width_does_not_pull_back_yet():
+    """From a certain token to one half, of which both are exact numbers."""
+    half = torch.tensor([math.log(0.5)], dtype=torch.float64)
+    assert half.exp().item() == 0.5
+    inputs = SurrogateInputs(
+        current=half,
+        anchor=torch.zeros(1, dtype=torch.float64),
+        behavior=half,
+        advantages=torch.tensor([-1.0], dtype=torch.float64),
+        packing=Packing.of(torch.ones(1, dtype=torch.bool), torch.tensor([0, 1])),
+        entropy=torch.ones(1, dtype=torch.float64),
+    )
+    for width, is_beyond in ((0.5, False), (0.49, True)):
+        assert drpo(inputs, DrpoOptions(width=width)).clipped_down.tolist() == [is_beyond]
+        assert drpo(inputs, DrpoOptions(width=width)).clipped_up.tolist() == [False]
+
+
+def test_a_ratio_on_its_bound_is_not_clipped():
+    """Bounds of 0 lie at a ratio of 1, which every floating point number has exactly."""
+    logprobs = torch.tensor([-1.0, -2.0], dtype=torch.float64)
+    inputs = SurrogateInputs(
+        current=logprobs,
+        anchor=logprobs,
+        behavior=logprobs,
+        advantages=torch.tensor([1.0, -1.0], dtype=torch.float64),
+        packing=Packing.of(torch.ones(2, dtype=torch.bool), torch.tensor([0, 1, 2])),
+        entropy=torch.ones(2, dtype=torch.float64),
+    )
+    for terms in (
+        cispo(inputs, CispoOptions(clip_low=0.0, clip_high=0.0)),
+        ppo_clip(inputs, PpoOptions(clip_low=0.0, clip_high=0.0)),
+        gspo(inputs, GspoOptions(clip_low=0.0, clip_high=0.0)),
+    ):
+        assert terms.clipped_up.tolist() == [False, False]
+        assert terms.clipped_down.tolist() == [False, False]

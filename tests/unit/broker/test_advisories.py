@@ -123,7 +123,9 @@ def drops(zero_variance: float, trained: float) -> dict[str, Column]:
     return {"dropped:zero_variance": rising(zero_variance), "trained": rising(trained)}
 
 
-def mixed(kl: Callable[[int], float], staleness: Callable[[int], float]) -> dict[str, Column]:
+def mixed(
+    kl: Callable[[int], float | None], staleness: Callable[[int], float]
+) -> dict[str, Column]:
     return {
         "staleness/mismatch_kl": [kl(i) for i in range(STEPS)],
         "staleness/mean": [staleness(i) for i in range(STEPS)],
@@ -378,6 +380,10 @@ def test_a_kl_that_follows_the_staleness_is_named_where_there_is_none_by_lag():
     )
     numerics = mixed(lambda step: 0.03 + 0.01 * (-1) ** (step // 2), staleness)
     assert said(HERE, history(steps=numerics)) == {}
+    unknown = mixed(
+        lambda step: None if step == STEPS - 9 else 0.03 + 0.01 * (-1) ** step, staleness
+    )
+    assert said(HERE, history(steps=unknown)) == {}
     harmless = mixed(lambda step: 0.003 + 0.001 * (-1) ** step, staleness)
     assert said(HERE, history(steps=harmless)) == {}
 

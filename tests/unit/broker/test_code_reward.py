@@ -63,6 +63,8 @@ def test_test_cases_are_read_in_all_their_shapes():
     as_text: Json = {"fn_name": "f", "inputs": ['[1, 2]\n"a"'], "outputs": ['"b"']}
     assert parse_tests(as_text).calls == (([[1, 2], "a"], "b"),)
     assert len(parse_tests(ASSERTS)) == 2
+    named = parse_tests({"fn_name": "f", "asserts": "assert f(1)"})
+    assert (named.function, named.texts) == ("f", ("assert f(1)",))
     assert len(parse_tests(["assert f(1)", "assert f(2)"])) == 2
     assert len(parse_tests("def check(f):\n    assert f(1)\n    assert f(2)\ncheck(g)")) == 1
     assert len(parse_tests("s = Stack()\ns.push(1)\nassert s.pop() == 1")) == 1

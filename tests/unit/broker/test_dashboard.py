@@ -839,3 +839,43 @@ def test_the_page_takes_a_process_for_silent_or_gone_when_the_terminal_does():
         "SILENT_S": SILENT_S,
         "GONE_S": GONE_S,
     }
+
+
+def test_advice_and_the_file_wait_for_their_time(tmp_path: Path):
+    """The clock decides, not how often the run is looked at."""
+    clock, looks, advised, written = [1e9], 0, [], []
+
+    def status() -> RunStatus:
+        nonlocal looks
+        looks += 1
+        return STATUS
+
+    def advise(_status: RunStatus, _trends: object) -> list[Advisory]:
+        advised.append(clock[0])
+        return []
+
+    async def looked() -> None:
+        end = looks + 3
+        await until_async(lambda: looks > end)
+
+    async def body() -> None:
+        recorder = Recorder(
+            status,
+            tmp_path / PAGE_STATE,
+            high_water_bytes=0,
+            fsync="",
+            now=lambda: clock[0],
+            advise=advise,
+            write=lambda _path, _state: written.append(clock[0]),
+        )
+        looking = asyncio.create_task(recorder.run())
+        for now_s in (1e9, 1e9 + 4.9, 1e9 + 5.0, 1e9 + 9.9, 1e9 + 10.0):
+            clock[0] = now_s
+            await looked()
+        looking.cancel()
+        with suppress(asyncio.CancelledError):
+            await looking
+
+    asyncio.run(body())
+    assert advised == [1e9, 1e9 + 5.0, 1e9 + 10.0]
+    assert written == [1e9, 1e9 + 10.0, 1e9 + 10.0]  # the last one as it ends

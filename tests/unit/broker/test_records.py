@@ -202,3 +202,20 @@ def test_packages_go_into_versions_json(run: RunSection):
     content = json.loads((run.folder / "versions.json").read_text())
     assert content["packages"] == {"torch": "2.13.0"}
     assert set(content) >= {"slipstream", "git_commit", "python", "seed"}
+
+
+def test_a_batch_that_is_told_twice_is_recorded_once(run: RunSection):
+    path = run.folder / "rollouts" / "batches.trajectories"
+    records = FolderRecords(run, ListTracker(), keep_answers=0, batches=path)
+    ledger = make_ledger()
+    ledger.take_over(0)
+    make_ready(ledger, lease(ledger))
+
+    async def train_and_record() -> None:
+        batch = [(group, frames(group)) for group in train_step(ledger)]
+        for _ in range(2):
+            await records.batch(0, batch)
+
+    asyncio.run(train_and_record())
+    records.close(status_of(ledger, run), account(ledger))
+    assert [group.step for group in read_groups(path)] == [0, 0]

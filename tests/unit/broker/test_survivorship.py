@@ -20,6 +20,11 @@ def test_without_drops_for_age_no_quarter_is_short_of_any():
     assert meter.trained_mean == pytest.approx(30, rel=0.2)
 
 
+def test_a_run_without_answers_has_no_mean_length():
+    meter = survivorship_of({}, {}, drops=True)
+    assert (meter.generated_mean, meter.trained_mean, meter.cancelled) == (0.0, 0.0, 0)
+
+
 def test_dropping_the_long_ones_raises_an_alarm_that_names_the_setting():
     lengths = {
         "trained": {bucket_of(n): 100 for n in (8, 16, 32)},

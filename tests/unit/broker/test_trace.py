@@ -164,3 +164,16 @@ def test_events_that_the_store_lost_leave_the_trail_and_their_numbers_are_used_a
     again = FolderTrail(tmp_path, 2_000)
     assert again.next_event == cut + 1
     again.close()
+
+
+def test_of_a_long_prompt_the_beginning_is_shown(tmp_path: Path):
+    it = Written(tmp_path / "ledger")
+    text = "".join(f"{number:04d}" for number in range(2_000))
+    it.ledger._prompt_at = lambda _cursor: Prompt(prompt=text)
+    it.ledger.take_over(0)
+    lease(it.ledger, max_sequences=2)
+    it.flush()
+    it.trail.close()
+    trace = trace_item(read_trail(it.folder), "0")
+    assert trace is not None
+    assert trace.prompt == text[:4_000]

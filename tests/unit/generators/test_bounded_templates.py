@@ -71,6 +71,15 @@ def test_a_template_that_ends_says_what_jinja_says(source: str):
     assert ChatTemplate(source, {}, origin="t").render(TURNS) == expected
 
 
+def test_a_format_reads_no_attribute_that_a_template_may_not():
+    for source in ("{{ '{0.__class__}'.format(1) }}", "{{ '{x.__class__}'.format_map({'x': 1}) }}"):
+        assert ChatTemplate(source, {}, origin="t").render(TURNS) == ""
+    with pytest.raises(
+        ValueError, match="access to attribute '__class__' of 'int' object is unsafe"
+    ):
+        ChatTemplate("{{ '{0.__class__.__mro__}'.format(1) }}", {}, origin="t").render(TURNS)
+
+
 def test_every_rendering_has_all_steps_for_itself():
     template = ChatTemplate("{% for i in range(40000) %}{% endfor %}a", {}, origin="t")
     assert [template.render(TURNS) for _ in range(4)] == ["a"] * 4

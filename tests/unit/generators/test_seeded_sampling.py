@@ -80,3 +80,15 @@ def test_a_row_that_truncates_nothing_is_decided_as_without_truncation():
     assert torch.equal(
         truncated(probs, 1 << 30, 1.0), sampling_from_probs(probs, seeds(50), torch.arange(50))
     )
+
+
+def test_a_top_p_of_one_leaves_nothing_out_where_rounding_makes_the_sum_more_than_one():
+    probs = torch.tensor([0.7, 0.5, 0.3]).expand(3_000, -1)
+    assert set(truncated(probs, 1 << 30, 1.0).tolist()) == {0, 1, 2}
+
+
+def test_without_a_seed_or_a_position_tokens_are_drawn_by_chance():
+    probs = torch.tensor([[0.0, 1.0, 0.0], [0.0, 0.0, 1.0]])
+    assert sampling_from_probs(probs).tolist() == [1, 2]
+    assert sampling_from_probs(probs, sampling_seed=seeds(2)).tolist() == [1, 2]
+    assert sampling_from_probs(probs, positions=torch.arange(2)).tolist() == [1, 2]

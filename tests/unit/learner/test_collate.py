@@ -120,6 +120,7 @@ def test_a_logprob_that_is_not_finite_names_its_trajectory(value: float):
         ({"mask": (False, False, True, False)}, "the loss mask is not on the 2 response tokens"),
         ({"logprobs": (0.0, 0.0, 80.0, -1.0)}, "a logprob of 80, above 0"),
         ({"logprobs": (0.0, 0.0, 2e-3, -1.0)}, "a logprob of 0.002, above 0"),
+        ({"logprobs": (0.0, 0.0, 1.1e-3, -1.0)}, "a logprob of 0.0011, above 0"),
         ({"logprobs": (0.0, 0.0, -3e38, -1.0)}, r"a logprob of -3e\+38, below -10000"),
     ],
 )
@@ -130,7 +131,7 @@ def test_what_no_policy_can_have_sampled_is_refused(what: dict[str, Any], messag
 
 
 def test_a_certain_token_may_have_a_logprob_of_zero_and_rounding():
-    certain = payload([0.0, 0.0, 0.0, 5e-4])
+    certain = payload([0.0, 0.0, 0.0, 9e-4])
     assert unpack(header(), certain, vocab_size=VOCAB).loss_mask.sum() == 2
 
 

@@ -44,6 +44,14 @@ def test_what_was_received_is_a_folder_that_can_be_loaded_again_and_again(tmp_pa
     assert not list(tmp_path.iterdir())
 
 
+def test_nobody_else_on_the_host_reads_what_was_received(tmp_path: Path):
+    staging = Staging(tmp_path / "of-agents", "agent")
+    assert (tmp_path / "of-agents").stat().st_mode & 0o777 == 0o700
+    (folder,) = (tmp_path / "of-agents").iterdir()
+    assert folder.stat().st_mode & 0o777 == 0o700
+    staging.close()
+
+
 def test_memory_is_there_before_a_version_and_gone_after_it(tmp_path: Path):
     def held() -> int:
         (folder,) = tmp_path.iterdir()

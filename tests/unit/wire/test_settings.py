@@ -162,6 +162,20 @@ def test_settings_of_the_broker_that_contradict_each_other_are_named(
         broker_settings({**table, **data})
 
 
+def test_a_learner_step_fits_under_the_high_water():
+    """4 groups of 8 answers of 300 + 700 tokens, 13 bytes each."""
+    table: dict[str, dict[str, object]] = {
+        "data": {"file": "x"},
+        "run": {"groups_per_step": 4, "group_size": 8},
+        "sampling": {"max_prompt_tokens": 300, "max_response_tokens": 700},
+    }
+    enough = 4 * 8 * 1_000 * 13
+    settings = broker_settings({**table, "broker": {"high_water_bytes": enough}})
+    assert settings.broker.high_water_bytes == enough
+    with pytest.raises(ConfigError, match=rf"high_water_bytes is {enough - 1}, .* {enough} bytes"):
+        broker_settings({**table, "broker": {"high_water_bytes": enough - 1}})
+
+
 def test_in_flight_is_limited_by_the_bound_unless_set_lower():
     table = {
         "data": {"file": "x"},
