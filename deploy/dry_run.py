@@ -2,6 +2,8 @@
 
 import shlex
 from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
@@ -9,7 +11,10 @@ from rich.table import Table
 from deploy.config import RunConfig
 from deploy.memory import GIB, MemoryPart, generator_memory, learner_memory, num_parameters
 from deploy.plan import RolePlan
-from learner.hf_config import load_hf_config
+from learner.hf_config import HfConfig, load_hf_config
+
+if TYPE_CHECKING:
+    from algos.config import AlgoChoice
 
 
 def print_dry_run(config: RunConfig, plans: Sequence[RolePlan], console: Console) -> None:
@@ -58,7 +63,7 @@ def print_dry_run(config: RunConfig, plans: Sequence[RolePlan], console: Console
     learner = learner_memory(
         hf,
         config,
-        num_frozen=choice.needs_reference + bool(choice.teacher.model),
+        frozen=_frozen(choice, config.learner.model),
         has_critic=choice.needs_values,
     )
     generator = generator_memory(hf, config)
@@ -70,6 +75,16 @@ def print_dry_run(config: RunConfig, plans: Sequence[RolePlan], console: Console
         _print_parts(
             "learner and generator on one GPU", both, available, console, parts_shown=False
         )
+
+
+def _frozen(choice: "AlgoChoice", model: Path) -> list[HfConfig]:
+    """Return the policies that the learner holds beside its own, each folder once."""
+    folders: dict[Path, str] = {}
+    if choice.needs_reference:
+        folders[Path(choice.kl.reference or model)] = "algo.kl.reference"
+    if choice.has_teacher and choice.teacher.model:
+        folders.setdefault(Path(choice.teacher.model), "algo.teacher.model")
+    return [load_hf_config(folder, setting) for folder, setting in folders.items()]
 
 
 def _print_parts(

@@ -3,6 +3,7 @@
 An estimate, to see in advance what cannot fit; P parameters, t = learner.tensor_parallel.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from deploy.config import RunConfig
@@ -43,14 +44,18 @@ def kv_bytes_per_token(hf: HfConfig, *, element_bytes: int = 2) -> int:
 
 
 def learner_memory(
-    hf: HfConfig, config: RunConfig, *, num_frozen: int = 0, has_critic: bool = False
+    hf: HfConfig,
+    config: RunConfig,
+    *,
+    frozen: Sequence[HfConfig] = (),
+    has_critic: bool = False,
 ) -> list[MemoryPart]:
     """Return what rank 0 of the learner holds, the one that holds most; bfloat16 weights.
 
     Args:
         hf: the policy's architecture.
         config: the run's settings.
-        num_frozen: policies beside it, taken to be of its size: a reference (algo.kl), a teacher.
+        frozen: policies beside it: a reference (algo.kl), a teacher (algo.teacher.model).
         has_critic: whether a critic is (algo.advantage).
     """
     learner = config.learner.learner
@@ -83,13 +88,8 @@ def learner_memory(
             "2 V h / t + 8 T h: bfloat16; the sum in float32, a chunk's share and the result",
         ),
         *(
-            [
-                MemoryPart(
-                    "frozen policies, bfloat16", 2 * own * num_frozen, f"{num_frozen} x 2 P / t"
-                )
-            ]
-            if num_frozen
-            else []
+            MemoryPart("a frozen policy, bfloat16", 2 * num_parameters(one) / share, "2 P' / t")
+            for one in frozen
         ),
         *([MemoryPart("critic: weights, gradients, optimizer", 18 * own, "18 P / t")] * has_critic),
     ]

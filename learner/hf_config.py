@@ -6,6 +6,7 @@ from typing import Literal, get_args
 import msgspec
 
 from wire.errors import ConfigError
+from wire.tokenizer_hash import tokenizer_hash
 
 ModelType = Literal["llama", "qwen2", "qwen3"]
 SUPPORTED: tuple[str, ...] = get_args(ModelType)
@@ -78,8 +79,8 @@ class _Family(msgspec.Struct, frozen=True):
     model_type: str
 
 
-def load_hf_config(folder: Path) -> HfConfig:
-    """Return the architecture of the model in ``folder``.
+def load_hf_config(folder: Path, setting: str = "run.model") -> HfConfig:
+    """Return the architecture of the model in ``folder``, which a setting names.
 
     Raises:
         ConfigError: there is no readable config.json, or the learner cannot train such a model.
@@ -88,22 +89,53 @@ def load_hf_config(folder: Path) -> HfConfig:
     try:
         data = path.read_bytes()
     except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror} (run.model)") from error
+        raise ConfigError(f"cannot read {path}: {error.strerror} ({setting})") from error
     try:
         family = msgspec.json.decode(data, type=_Family).model_type
         if family not in SUPPORTED:
             raise ConfigError(
                 f"{path} has model_type {family!r}; supported are {', '.join(SUPPORTED)} "
-                "(run.model)"
+                f"({setting})"
             )
         config = msgspec.json.decode(data, type=HfConfig)
     except msgspec.DecodeError as error:
-        raise ConfigError(f"{path}: {error} (run.model)") from error
-    _refuse_unsupported(config, path)
+        raise ConfigError(f"{path}: {error} ({setting})") from error
+    _refuse_unsupported(config, path, setting)
     return config
 
 
-def _refuse_unsupported(config: HfConfig, path: Path) -> None:
+def refuse_other_tokens(frozen: Path, model: Path, setting: str, *, whole: bool) -> None:
+    """Refuse a frozen policy whose tokens are not those of the policy.
+
+    Models of one family may pad the same vocabulary to different sizes: that does not matter where
+    only tokens that were chosen are looked at, and their tokenizers say so.
+
+    Args:
+        frozen: Hugging Face folder.
+        model: that of the policy.
+        setting: that names the frozen one.
+        whole: whether whole distributions are compared, row by row.
+
+    Raises:
+        ConfigError: the same number is not, or may not be, the same token.
+    """
+    theirs, ours = load_hf_config(frozen, setting).vocab_size, load_hf_config(model).vocab_size
+    if theirs == ours or (not whole and _tokenizer(frozen) == _tokenizer(model) != ""):
+        return
+    raise ConfigError(
+        f"{frozen} ({setting}) has {theirs} tokens and run.model {ours}: the same number must be the "
+        "same token"
+    )
+
+
+def _tokenizer(folder: Path) -> str:
+    try:
+        return tokenizer_hash(folder)
+    except ConfigError:
+        return ""
+
+
+def _refuse_unsupported(config: HfConfig, path: Path, setting: str) -> None:
     """Refuse what would otherwise load and silently compute something else."""
     ropes = [rope for rope in (config.rope_parameters, config.rope_scaling) if rope is not None]
     expectations: list[tuple[str, object, object]] = [
@@ -116,9 +148,9 @@ def _refuse_unsupported(config: HfConfig, path: Path) -> None:
         expectations.append(("attention_bias", config.attention_bias, False))
     for key, got, expected in expectations:
         if got != expected:
-            raise ConfigError(f"{path}: {key} must be {expected!r}, got {got!r} (run.model)")
+            raise ConfigError(f"{path}: {key} must be {expected!r}, got {got!r} ({setting})")
     if config.num_attention_heads % config.num_query_groups:
         raise ConfigError(
             f"{path}: num_attention_heads must be a multiple of num_key_value_heads, got "
-            f"{config.num_attention_heads} and {config.num_query_groups} (run.model)"
+            f"{config.num_attention_heads} and {config.num_query_groups} ({setting})"
         )

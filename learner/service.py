@@ -24,7 +24,7 @@ from learner.broker_link import LeaderLink
 from learner.checkpoint import DamagedCheckpointError, architecture_of, load_checkpoint
 from learner.config import LearnerSettings
 from learner.critic import Critic, with_value_head
-from learner.hf_config import load_hf_config
+from learner.hf_config import load_hf_config, refuse_other_tokens
 from learner.hf_weights import load_hf_weights
 from learner.links import LeadingLink, RankLink
 from learner.loop import LearnerLoop
@@ -214,7 +214,7 @@ def build_policy(settings: LearnerSettings, topology: Topology) -> Policy:
     frozen: dict[Path, ReferencePolicy] = {}
 
     def frozen_policy(folder: Path, setting: str) -> ReferencePolicy:
-        _refuse_other_tokens(folder, settings.model, setting)
+        refuse_other_tokens(folder, settings.model, setting, whole=algorithm.needs_full_kl)
         known = frozen.get(folder.resolve())
         return known if known is not None else ReferencePolicy(build(folder), topology)
 
@@ -268,20 +268,6 @@ def build_policy(settings: LearnerSettings, topology: Topology) -> Policy:
         load_checkpoint(policy, topology, settings.resume_from, info)
         _log.info("goes on from %s", settings.resume_from)
     return policy
-
-
-def _refuse_other_tokens(frozen: Path, model: Path, setting: str) -> None:
-    """Compare the vocabulary of a frozen policy with that of the policy.
-
-    Raises:
-        ConfigError: they differ, so that the same number is not the same token.
-    """
-    theirs, ours = load_hf_config(frozen).vocab_size, load_hf_config(model).vocab_size
-    if theirs != ours:
-        raise ConfigError(
-            f"{frozen} ({setting}) has {theirs} tokens and run.model {ours}: the same number must "
-            "be the same token"
-        )
 
 
 @contextmanager

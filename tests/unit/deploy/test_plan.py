@@ -131,7 +131,7 @@ def test_a_reference_and_a_critic_take_memory_of_their_own(tmp_path: Path):
     config = config_of("qwen3-8b-16gpu", tmp_path)
     hf = load_hf_config(tmp_path)
     alone = sum(part.num_bytes for part in learner_memory(hf, config))
-    both = learner_memory(hf, config, num_frozen=1, has_critic=True)
+    both = learner_memory(hf, config, frozen=[hf], has_critic=True)
     own = num_parameters(hf) / config.learner.learner.tensor_parallel
     assert sum(part.num_bytes for part in both) - alone == pytest.approx(20 * own)
 

@@ -52,3 +52,13 @@ def test_an_endpoint_that_would_tell_of_another_distribution_is_refused(
 def test_a_teacher_that_nobody_named_is_refused(model: str):
     with pytest.raises(ConfigError, match=r"needs a teacher: algo\.teacher\.model"):
         algorithm(model, algo={"teacher": {"coefficient": 1.0}})
+
+
+def test_tokens_are_not_held_to_where_their_only_minibatch_begins(model: str):
+    held: Table = {"correction": "kl-cov"}
+    with pytest.raises(
+        ConfigError, match=r"kl-cov holds tokens .* set learner\.minibatches > 1 or"
+    ):
+        algorithm(model, algo=held)
+    assert algorithm(model, algo=held, learner={"minibatches": 2}).corrects_before
+    assert algorithm(model, algo={**held, "anchor": "behavior"}).corrects_before

@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from learner.hf_config import load_hf_config
+from learner.hf_config import load_hf_config, refuse_other_tokens
 from wire.errors import ConfigError
 
 QWEN2 = {
@@ -89,3 +89,43 @@ def test_what_would_compute_something_else_is_refused(
 def test_folder_without_config_is_refused(tmp_path: Path):
     with pytest.raises(ConfigError, match=r"config\.json: No such file.*run\.model"):
         load_hf_config(tmp_path)
+
+
+def test_a_frozen_policy_is_named_by_its_own_setting(tmp_path: Path):
+    with pytest.raises(ConfigError, match=r"cannot read .*config.json: .* \(algo.teacher.model\)"):
+        load_hf_config(tmp_path / "nowhere", "algo.teacher.model")
+    with pytest.raises(ConfigError, match=r"hidden_act must be 'silu'.* \(algo.teacher.model\)"):
+        load_hf_config(write(tmp_path, hidden_act="gelu"), "algo.teacher.model")
+
+
+def models(folder: Path, *, tokenizers: tuple[str, str], sizes: tuple[int, int]) -> list[Path]:
+    found = []
+    for name, tokenizer, size in zip(("teacher", "policy"), tokenizers, sizes, strict=True):
+        (folder / name).mkdir()
+        found.append(write(folder / name, vocab_size=size))
+        if tokenizer:
+            (found[-1] / "tokenizer.json").write_text(tokenizer)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("tokenizers", "sizes", "whole", "fits"),
+    [
+        (("", ""), (100, 100), True, True),
+        (('{"a": 1}', '{"a": 1}'), (128, 100), False, True),  # the same, padded otherwise
+        (('{"a": 1}', '{"a": 1}'), (128, 100), True, False),
+        (('{"a": 1}', '{"a": 2}'), (128, 100), False, False),
+        (("", ""), (128, 100), False, False),
+    ],
+)
+def test_a_frozen_policy_has_the_same_tokens(
+    tmp_path: Path, tokenizers: tuple[str, str], sizes: tuple[int, int], whole: bool, fits: bool
+):
+    teacher, policy = models(tmp_path, tokenizers=tokenizers, sizes=sizes)
+    if fits:
+        refuse_other_tokens(teacher, policy, "algo.teacher.model", whole=whole)
+        return
+    with pytest.raises(
+        ConfigError, match=r"\(algo.teacher.model\) has 128 tokens and run.model 100"
+    ):
+        refuse_other_tokens(teacher, policy, "algo.teacher.model", whole=whole)
