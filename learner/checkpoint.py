@@ -145,6 +145,12 @@ def load_checkpoint(policy: Policy, topology: Topology, folder: Path, info: Chec
         )
     same = (info.ranks, info.tensor_parallel) == (topology.world_size, topology.tensor_parallel)
     wanted = policy.sharded_state(is_loading=True, has_reference=info.has_reference)
+    if info.has_reference and not policy.renews_reference:
+        _log.warning(
+            "%s holds a renewed reference policy, and algo.kl.renew_every is 0: it is the one of "
+            "algo.kl.reference again",
+            folder.name,
+        )
     if policy.renews_reference and not info.has_reference:
         _log.info("%s holds no reference policy: it begins as algo.kl.reference says", folder.name)
     if same:

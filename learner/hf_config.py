@@ -123,8 +123,8 @@ def refuse_other_tokens(frozen: Path, model: Path, setting: str, *, whole: bool)
     if theirs == ours or (not whole and _tokenizer(frozen) == _tokenizer(model) != ""):
         return
     raise ConfigError(
-        f"{frozen} ({setting}) has {theirs} tokens and run.model {ours}: the same number must be the "
-        "same token"
+        f"{frozen} ({setting}) has {theirs} tokens and run.model {ours}: the same number must be "
+        "the same token"
     )
 
 

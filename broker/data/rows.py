@@ -110,14 +110,20 @@ def _text(row: Mapping[str, Any], column: str) -> str:
     return value
 
 
+_SCALARS: tuple[type[bool | int | float | str], ...] = (bool, int, float, str)
+
+
 def plain(value: Any, where: str) -> Json:  # noqa: ANN401 anything that a file holds
     """Return a value as JSON holds it: scalars and arrays of numpy or arrow become Python's.
 
     Raises:
         BadRowError: it cannot be written as JSON.
     """
-    if value is None or isinstance(value, bool | int | float | str):
+    if value is None or type(value) in _SCALARS:
         return value
+    for scalar in _SCALARS:  # of a class of its own, such as numpy's text and double numbers
+        if isinstance(value, scalar):
+            return scalar(value)
     if isinstance(value, Mapping):
         return {str(key): plain(inner, where) for key, inner in value.items()}
     if isinstance(value, datetime | date | time):

@@ -144,7 +144,9 @@ def _truths(truth: Json) -> list[list[Any]]:
 
 @lru_cache(maxsize=4096)
 def _parsed_truth(text: str) -> list[Any]:
-    return _parse(_marked(with_powers(text)))
+    """Return a truth as math-verify reads it; nothing if it does not even equal itself."""
+    parsed = _parse(_marked(with_powers(text)))
+    return parsed if math_verify.verify(parsed, parsed, timeout_seconds=None) else []
 
 
 def _marked(text: str) -> str:

@@ -38,6 +38,7 @@ _REQUESTS, _REPLIES = 3, 4  # descriptors of the answer's process
 _MOST_BYTES = 1 << 20  # of one reply
 _LOAD_S = 60.0  # to start Python, besides what a test may take
 _LOOK_S = 0.05
+_WANTING = (b"R", b"D")  # a core, or a disk
 _PLAIN: tuple[type, ...] = (type(None), bool, int, float, str)
 _CONTAINERS: dict[str, Any] = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
 
@@ -196,7 +197,19 @@ class Answer:
         except OSError:
             return time.monotonic(), self._last_cpu_s, False
         cpu_s = (int(parts[11]) + int(parts[12])) / os.sysconf("SC_CLK_TCK")
-        return time.monotonic(), cpu_s, parts[0] in (b"R", b"D")
+        return time.monotonic(), cpu_s, parts[0] in _WANTING or self._has_thread_that_wants()
+
+    def _has_thread_that_wants(self) -> bool:
+        folder = f"/proc/{self._pid}/task"
+        try:
+            tasks = os.listdir(folder)  # noqa: PTH208 pathlib is slow to import
+            for task in tasks if len(tasks) > 1 else ():
+                with open(f"{folder}/{task}/stat", "rb") as file:  # noqa: PTH123
+                    if file.read().rpartition(b")")[2].split()[0] in _WANTING:
+                        return True
+        except (OSError, IndexError):  # it has ended
+            return False
+        return False
 
     def _wait(self, reads: list[int], writes: list[int]) -> None:
         """Wait for a pipe for as long as the answer has; others' use of the machine is not its.

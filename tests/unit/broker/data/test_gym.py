@@ -162,3 +162,8 @@ def test_an_answer_that_its_verifier_cannot_read_is_wrong():
 def test_a_row_of_another_origin_cannot_be_scored():
     with pytest.raises(ValueError, match="holds no reasoning_gym and entry"):
         score("x", "1", "1", {})
+
+
+def test_texts_of_numpy_are_texts():
+    (prompt, *_) = prompts("knights_knaves", size=1)
+    assert scored(prompt, f"<answer>{prompt.ground_truth}</answer>")["score"] == 1.0
