@@ -14,6 +14,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.slow]
 )
 def test_every_data_set_gives_its_own_answers_1():
     """tests/unit/broker/data/test_gym.py has four of them in every run."""
+    prompts("basic_arithmetic")  # imports the library without what it needs for pictures
     unlike = {"composite", "zebra_puzzles"}  # made of others; needs a solver that is not installed
     names = sorted(set(importlib.import_module("reasoning_gym.factory").DATASETS) - unlike)
     assert len(names) > 100
