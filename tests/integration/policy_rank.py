@@ -7,7 +7,9 @@ WORK_FOLDER/RANK.json and, from rank 0, the trained models to WORK_FOLDER/ALGORI
 
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
@@ -21,15 +23,21 @@ from algos.section import AlgoSection
 from learner import device
 from learner.algorithm import algorithm_of
 from learner.before import Minibatch
-from learner.collate import TrainSequence, pack
+from learner.collate import PackedBatch, TrainSequence, pack
 from learner.config import LearnerSection, LearnerSettings
 from learner.plan import plan_step
 from learner.step import StepData, train_step
 from tests.integration.tiny_models import sequences
 from tests.waiting import HANG_S
 from weightbus.config import WeightBusSection
+from wire.checkpoints import FORMAT_REVISION, CheckpointInfo
 from wire.phases import PhaseClock
 from wire.run_settings import RunSection, SamplingSection
+from wire.versions import PolicyVersion
+
+if TYPE_CHECKING:
+    from learner.policy import Policy
+    from learner.topology import Topology
 
 ENDS = (5, 9)
 
@@ -141,6 +149,57 @@ def algorithms(reference: Path) -> dict[str, dict[str, object]]:
     }
 
 
+def distance(some: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> float:
+    """Return the largest difference."""
+    return max(float((a - b).abs().max()) for a, b in zip(some, others, strict=True))
+
+
+def restored_reference(
+    policy: "Policy",
+    settings: LearnerSettings,
+    topology: "Topology",
+    work: Path,
+    batches: Sequence[PackedBatch],
+) -> dict[str, float]:
+    """Save; return how far the reference of a policy is from ours, made anew and then loaded."""
+    from learner.checkpoint import (
+        architecture_of,
+        dtype_name,
+        load_checkpoint,
+        parameters_hash,
+        prepare_folder,
+        save_checkpoint,
+    )
+    from learner.service import build_policy
+
+    info = CheckpointInfo(
+        format_revision=FORMAT_REVISION,
+        run_name="a",
+        version=PolicyVersion(1, 1),
+        saved_at="",
+        model=str(settings.model),
+        architecture=architecture_of(policy.model.hf_config),
+        parameters=parameters_hash(policy.model),
+        dtype=dtype_name(policy.model),
+        ranks=topology.world_size,
+        tensor_parallel=topology.tensor_parallel,
+        packages={},
+        has_digests=True,
+        has_reference=True,
+    )
+    if topology.rank == 0:
+        prepare_folder(work / "checkpoints")
+    torch.distributed.barrier()
+    saved = save_checkpoint(policy, topology, work / "checkpoints", info, lambda: b"ledger")
+    again = build_policy(settings, topology)
+    assert policy.reference is not None
+    assert again.reference is not None
+    ours = policy.reference.logprobs(batches)
+    made_anew = distance(again.reference.logprobs(batches), ours)
+    load_checkpoint(again, topology, saved, info)
+    return {"made anew": made_anew, "restored": distance(again.reference.logprobs(batches), ours)}
+
+
 def main(folder: Path, work: Path, rank: int, world_size: int, tensor_parallel: int) -> None:
     device.prepare()
     device.set_threads(1)
@@ -215,9 +274,8 @@ def main(folder: Path, work: Path, rank: int, world_size: int, tensor_parallel: 
             assert policy.reference is not None
             renewed = policy.reference.logprobs(batches)
             mine = [said.logprobs for said in policy.proximal(batches)]
-            report["renewed"] = max(
-                float((a - b).abs().max()) for a, b in zip(renewed, mine, strict=True)
-            )
+            report["renewed"] = distance(renewed, mine)
+            report |= restored_reference(policy, settings, topology, work, batches)
     report["figures"] = figures
     (work / f"{rank}.json").write_text(json.dumps(report))
     torch.distributed.barrier()

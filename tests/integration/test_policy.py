@@ -48,7 +48,10 @@ def test_a_step_on_two_ranks_is_the_step_of_one(tmp_path: Path, family: str):
     assert abs(alone["figures"]["whole"]["policy/kl_behavior"]) > 0.1
     assert alone["figures"]["taught"]["policy/kl_teacher"] != 0.0
     assert 0 < alone["figures"]["whole"]["staleness/masked"] < 1
-    assert alone["renewed"] < 1e-6, "a renewed reference is the policy"
+    for name, (world_size, _) in works.items():
+        for report in reports(tmp_path / name, world_size):
+            assert report["renewed"] < 1e-5, "a renewed reference is the policy"
+            assert report["restored"] == 0.0 < 1e-3 < report["made anew"]
     before = load_file(model / "model.safetensors")
     for algorithm, figures in alone["figures"].items():
         weights = load_file(tmp_path / "one" / algorithm / "model.safetensors")
