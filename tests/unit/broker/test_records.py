@@ -28,7 +28,7 @@ from wire.codec import encode
 from wire.ledger_view import LedgerView
 from wire.run_settings import RunSection
 from wire.status import RunStatus
-from wire.trajectory import Score, Transcript
+from wire.trajectory import Prompt, Score, Transcript
 from wire.trajectory_file import cut_from_step, read_groups
 
 
@@ -219,3 +219,12 @@ def test_a_batch_that_is_told_twice_is_recorded_once(run: RunSection):
     asyncio.run(train_and_record())
     records.close(status_of(ledger, run), account(ledger))
     assert [group.step for group in read_groups(path)] == [0, 0]
+
+
+def test_the_account_shows_the_beginning_of_a_prompt():
+    text = "".join(f"{number:03d}" for number in range(300))
+    ledger = make_ledger()
+    ledger._prompt_at = lambda _cursor: Prompt(prompt=text)
+    ledger.take_over(0)
+    lease(ledger)
+    assert {item.prompt for item in account(ledger).oldest} == {text[:60]}

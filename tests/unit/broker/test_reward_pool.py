@@ -124,6 +124,9 @@ def test_frames_are_found_however_the_bytes_come(size: int):
 def test_an_absurdly_long_frame_is_refused():
     with pytest.raises(ProtocolError, match="4294967295 bytes"):
         list(Unframer().feed(b"\xff\xff\xff\xff"))
+    with pytest.raises(ProtocolError, match="a frame of 1073741825 bytes, at most 1073741824"):
+        list(Unframer().feed((2**30 + 1).to_bytes(4, "big")))
+    assert list(Unframer().feed((2**30).to_bytes(4, "big"))) == []
 
 
 # ---- a child -------------------------------------------------------------------
@@ -270,6 +273,7 @@ def test_nothing_outside_of_a_child_is_killed_even_while_it_ends(
         (0, "ended with exit code 0"),
         (139, "was killed by SIGSEGV"),
         (-9, "was killed by SIGKILL"),
+        (-1, "was killed by SIGHUP"),
         (255, "ended with exit code 255"),
         (None, "sent nonsense"),
     ],

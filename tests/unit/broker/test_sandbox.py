@@ -181,3 +181,44 @@ def test_a_jailed_command_comes_last_and_whole():
     argv = sandbox.jailed(["python", "-c", "x; y"], hide=[Path("/keys")])
     assert argv[-3:] == ["python", "-c", "x; y"]
     assert '"hide": ["/keys"]' in argv[-4]
+
+
+# By the kernel's headers: arch/x86/entry/syscalls/syscall_64.tbl, include/uapi/asm-generic/unistd.h
+NUMBERS = {
+    "memfd_create": (319, 279),
+    "memfd_secret": (447, 447),
+    "shmget": (29, 194),
+    "shmat": (30, 196),
+    "msgget": (68, 186),
+    "semget": (64, 190),
+    "mq_open": (240, 180),
+    "ptrace": (101, 117),
+    "process_vm_readv": (310, 270),
+    "process_vm_writev": (311, 271),
+    "bpf": (321, 280),
+    "perf_event_open": (298, 241),
+    "userfaultfd": (323, 282),
+    "mount": (165, 40),
+    "umount2": (166, 39),
+    "pivot_root": (155, 41),
+    "chroot": (161, 51),
+    "unshare": (272, 97),
+    "setns": (308, 268),
+    "open_by_handle_at": (304, 265),
+    "add_key": (248, 217),
+    "request_key": (249, 218),
+    "keyctl": (250, 219),
+    "io_uring_setup": (425, 425),
+}
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_a_call_is_refused_by_its_number_on_either_architecture(name: str):
+    on_x86, on_arm = NUMBERS[name]
+    assert answer_of_filter("x86_64", audit=X86, number=on_x86) == REFUSED
+    assert answer_of_filter("aarch64", audit=ARM, number=on_arm) == REFUSED
+
+
+def test_a_step_that_the_kernel_refuses_is_told_with_its_answer():
+    with pytest.raises(jail.SetupError, match=r"chdir\(b'/no/such'\): No such file .*\(ENOENT\)"):
+        jail.call("chdir", b"/no/such")

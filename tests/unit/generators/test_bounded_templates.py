@@ -20,6 +20,8 @@ TREE = "{% for i in [[[1], [2]], [3]] recursive %}{{ loop([i, i]) }}{% endfor %}
     [
         (NESTED, "take more than 100,000 steps"),
         ("{% for a in messages[0].content * 9999 %}" + LEAVES_OUT + "{% endfor %}", "steps"),
+        ("{% for a in messages[0].content * 40000 %}{% endfor %}", "take more than 100,000 steps"),
+        ("{% for a in range(100001) %}{% endfor %}", "take more than 100,000 steps"),
         ("{{ range(99999999) | list | length }}", "steps"),
         (MACRO, "take more than 100,000 steps"),
         (TREE, "recursion"),

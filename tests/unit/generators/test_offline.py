@@ -4,6 +4,7 @@ import asyncio
 import json
 import logging
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -189,3 +190,33 @@ def test_a_row_that_the_template_refuses_is_skipped_or_ends_it(tmp_path: Path, o
         pytest.RaisesExc(ConfigError, match=r"row 3 of default: the chat template refuses it: no 3")
     ):
         generate(settings, Failing(0))
+
+
+class CuttingOff(Failing):
+    """Ends the answers to its second prompt at the length limit."""
+
+    async def sample(
+        self,
+        prompt_ids: list[int],
+        params: SamplingParams,
+        *,
+        count: int,
+        seeds: Sequence[int] = (),
+    ) -> list[Completion]:
+        answers = await super().sample(prompt_ids, params, count=count, seeds=seeds)
+        is_second = len(self.asked) == 2
+        return [replace(one, finish_reason="length") for one in answers] if is_second else answers
+
+
+@pytest.mark.parametrize(("overlong", "kept"), [("keep", [0, 1, 2, 3, 4]), ("drop", [0, 2, 3, 4])])
+def test_answers_that_were_cut_off_cost_their_prompt_where_asked_for(
+    tmp_path: Path, overlong: str, kept: list[int], caplog: pytest.LogCaptureFixture
+):
+    settings = settings_of(
+        tmp_path, sampling__overlong_responses=overlong, generators__max_sequences=2
+    )
+    with caplog.at_level(logging.INFO):
+        assert generate(settings, CuttingOff(0)) == 0
+    assert positions(settings) == kept
+    said = "prompt 1 dropped: 2 responses were cut off (sampling.overlong_responses)"
+    assert (said in caplog.text) == (overlong == "drop")

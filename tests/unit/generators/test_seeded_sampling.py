@@ -92,3 +92,15 @@ def test_without_a_seed_or_a_position_tokens_are_drawn_by_chance():
     assert sampling_from_probs(probs).tolist() == [1, 2]
     assert sampling_from_probs(probs, sampling_seed=seeds(2)).tolist() == [1, 2]
     assert sampling_from_probs(probs, positions=torch.arange(2)).tolist() == [1, 2]
+
+
+def test_a_number_of_exactly_zero_chooses_no_impossible_token():
+    zero = torch.zeros(1, dtype=torch.int64)
+    assert uniform(zero, zero).item() == 0.0
+    assert choose(torch.tensor([[0.0, 0.0, 0.4, 0.6]]), zero, zero).tolist() == [2]
+
+
+def test_a_row_without_numbers_gives_a_token_of_the_vocabulary():
+    nan = torch.full((3, 5), torch.nan)
+    tokens = choose(nan, seeds(3), torch.arange(3))
+    assert tokens.tolist() == [4, 4, 4]

@@ -692,6 +692,45 @@ def test_a_correction_of_a_minibatch_is_divided_among_its_microbatches():
     assert (share.denominators.num_tokens, share.denominators.num_sequences) == (24, 4)
 
 
+@pytest.mark.parametrize("over", ["batch", "group"])
+@pytest.mark.parametrize("how", ["", "-mean", "-leave-one-out"])
+def test_advantages_are_shifted_and_scaled_as_the_setting_says(over: str, how: str):
+    chosen = algorithm(advantage="discounted-returns", correction="none", whiten=over + how)
+    plain = algorithm(advantage="discounted-returns", correction="none", whiten="none")
+    given = data(1)
+    given = replace(
+        given,
+        outcomes=replace(
+            given.outcomes, rewards=torch.tensor([1.0, -2.0, 0.5, 3.0], dtype=torch.float64)
+        ),
+    )
+
+    def advantages(of: Algorithm) -> np.ndarray:
+        prepared = of.prepared(given.outcomes, given.is_truncated, lots(given))
+        (share,) = ready(
+            Bigrams(),  # type: ignore[arg-type]  # a fake
+            [minibatch((0, 1), (2, 3))],
+            given.outcomes,
+            prepared,
+            of,
+            step=5,
+            trains_policy=True,
+        )
+        return torch.cat([one.advantages for one in share.microbatches]).numpy().reshape(4, 10)
+
+    before, after = advantages(plain), advantages(chosen)
+    for rows in [(0, 1, 2, 3)] if over == "batch" else [(0, 1), (2, 3)]:
+        x = before[list(rows), 4:].flatten().astype(np.float64)
+        centered = x - x.mean()
+        expected = {
+            "": centered / np.sqrt(x.var(ddof=1) + 1e-8),
+            "-mean": centered,
+            "-leave-one-out": np.array([v - np.delete(x, i).mean() for i, v in enumerate(x)]),
+        }[how]
+        assert after[list(rows), 4:].flatten() == pytest.approx(expected, abs=1e-5)
+        assert (after[list(rows), :4] == 0).all()
+
+
 def test_the_loss_of_a_step_is_the_mean_of_its_minibatches():
     chosen = algorithm(surrogate="policy-gradient", correction="none", reduce="token-sum")
     given, parts = data(2), minibatches(2)

@@ -89,3 +89,18 @@ def test_what_was_not_reserved_cannot_have_been_written():
         slots.written(slot, version(2))
     with pytest.raises(ValueError, match="cannot have been written"):
         slots.written(NUM_SLOTS, version(2))
+
+
+def test_what_is_being_written_is_no_version_although_it_was_the_newest():
+    slots = Slots()
+    written = []
+    for step in range(1, NUM_SLOTS + 1):
+        written.append(slots.reserve())
+        slots.written(written[-1], version(step))
+        if step < NUM_SLOTS:
+            assert slots.begin() == written[-1]
+    again = slots.reserve()
+    assert again == written[-1], "all others are being read"
+    assert slots.version(again) is None
+    assert slots.newest != version(NUM_SLOTS)
+    assert slots.begin() != again
