@@ -499,3 +499,19 @@ def test_a_judge_that_cannot_be_reached_gives_no_reward():
             await judge.close()
 
     asyncio.run(body())
+
+
+@pytest.mark.parametrize(
+    ("text", "is_big"),
+    [
+        ("2^3 12345678", False),
+        ("2^3, 12345678", False),
+        ("2^{3} + 12345678", False),
+        ("(2^3) 12345678", False),
+        ("2^12345", True),
+        ("2^{12345}", True),
+        ("2^{(12345)}", True),
+    ],
+)
+def test_an_exponent_ends_where_its_bracket_or_its_word_does(text: str, is_big: bool):
+    assert math_answer.is_too_big(text) is is_big

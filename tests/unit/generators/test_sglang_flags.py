@@ -57,3 +57,9 @@ def test_an_engine_gets_what_it_needs_of_the_environment_and_what_a_setting_name
     found = sglang_process._environment(settings, tmp_path)
     assert {name for name in ours if name in found} == {"NCCL_IB_HCA", "SGLANG_LOGGING", "PLUGIN"}
     assert found["SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"] == f"file://{tmp_path}/rendezvous"
+
+
+def test_on_a_cpu_the_tokens_bound_the_memory_and_not_a_share_of_what_is_free(tmp_path: Path):
+    found = flags(tmp_path, "retract")
+    assert found["max_total_tokens"] >= 200, "one answer and its prompt"
+    assert 0.5 < float(found["mem_fraction_static"]) < 1.0
