@@ -39,16 +39,13 @@ def main(words: Sequence[str]) -> int:
     """Draw, run, print; return the exit code."""
     options = _parser().parse_args(words)
     began_s = time.monotonic()
+    if options.list:
+        for one in _chosen(ROOT, options):
+            _say(f"{one.file}:{one.line} [{one.scope}] {one.mutation}\n    {one.statement}")
+        return 0
     with tempfile.TemporaryDirectory(prefix="mutants-", ignore_cleanup_errors=True) as folder:
         tree = copied_tree(ROOT, Path(folder, "0"))
-        mutants = [one for one in all_mutants(tree) if is_chosen(one, options.only)]
-        known = judged()
-        if options.sample:
-            mutants = drawn(mutants, count=options.sample, seed=options.seed)
-        if options.list:
-            for one in mutants:
-                _say(f"{one.file}:{one.line} [{one.scope}] {one.mutation}\n    {one.statement}")
-            return 0
+        mutants, known = _chosen(tree, options), judged()
         record = up_to_date(ROOT, tree, ROOT / ".cache/mutation/record.json", _say)
         trees = [
             tree,
@@ -77,6 +74,11 @@ def main(words: Sequence[str]) -> int:
         f"wanted); seed {options.seed}; {time.monotonic() - began_s:.0f} s"
     )
     return 0 if share >= options.least else 1
+
+
+def _chosen(tree: Path, options: argparse.Namespace) -> list[Mutant]:
+    mutants = [one for one in all_mutants(tree) if is_chosen(one, options.only)]
+    return drawn(mutants, count=options.sample, seed=options.seed) if options.sample else mutants
 
 
 def all_mutants(tree: Path) -> list[Mutant]:
