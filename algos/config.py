@@ -16,7 +16,7 @@ from algos.kl import Kind as KlKind
 from algos.parts import NEEDS, AnyPart, Kind, Options, PartError, check_needs, find_part
 from algos.presets import PRESETS
 from algos.reduce import Rule
-from algos.section import AlgoSection, Table
+from algos.section import AlgoSection, Table, Whiten
 
 T = TypeVar("T", bound=Options)
 NotNegative = Annotated[float, msgspec.Meta(ge=0)]
@@ -75,15 +75,6 @@ _WITHOUT_RATIO = frozenset({"policy-gradient"})
 _KEEPING_ALL = frozenset(
     {"importance-sampling", "staleness-decay", "approximate-proximal", "kl-cov"}
 )
-Whiten = Literal[
-    "none",
-    "batch",
-    "group",
-    "batch-mean",
-    "group-mean",
-    "batch-leave-one-out",
-    "group-leave-one-out",
-]
 
 
 class ReduceOptions(Options, frozen=True, kw_only=True):

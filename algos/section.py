@@ -5,6 +5,15 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 Table = dict[str, Any]
+Whiten = Literal[
+    "none",
+    "batch",
+    "group",
+    "batch-mean",
+    "group-mean",
+    "batch-leave-one-out",
+    "group-leave-one-out",
+]
 
 
 class AlgoSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -30,16 +39,7 @@ class AlgoSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """What staleness and numerics between learner and engine are corrected with, together."""
     reduce: str | Table = ""
     """How losses of tokens become one number."""
-    whiten: Literal[
-        "",
-        "none",
-        "batch",
-        "group",
-        "batch-mean",
-        "group-mean",
-        "batch-leave-one-out",
-        "group-leave-one-out",
-    ] = ""
+    whiten: Literal["", Whiten] = ""
     """Shift and scale the advantages of tokens to mean 0 and deviation 1; or shift them only, by
     the mean of all tokens, or of all but the token itself."""
     entropy_bonus: Annotated[float, msgspec.Meta(ge=0)] | None = None
