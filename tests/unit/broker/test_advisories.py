@@ -441,3 +441,9 @@ def test_every_setting_that_is_named_exists():
     }
     assert named
     assert {name for name in named if f"`{name}`" not in settings} == set()
+
+
+def test_without_an_engine_to_ask_nothing_is_said_of_how_many_are_under_way():
+    thrown = history({"answers": rising(10.0), "retracted": rising(6.0)})
+    alone = said(status(roles=[role("learner", "learner")]), thrown)["kv-thrashing"]
+    assert "under way in an engine" not in alone.text

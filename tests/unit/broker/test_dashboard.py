@@ -855,7 +855,7 @@ def test_advice_and_the_file_wait_for_their_time(tmp_path: Path):
         return []
 
     async def looked() -> None:
-        end = looks + 3
+        end = looks + 1
         await until_async(lambda: looks > end)
 
     async def body() -> None:
@@ -869,7 +869,7 @@ def test_advice_and_the_file_wait_for_their_time(tmp_path: Path):
             write=lambda _path, _state: written.append(clock[0]),
         )
         looking = asyncio.create_task(recorder.run())
-        for now_s in (1e9, 1e9 + 4.9, 1e9 + 5.0, 1e9 + 9.9, 1e9 + 10.0):
+        for now_s in (1e9, 1e9 + 4.9, 1e9 + 10.0):
             clock[0] = now_s
             await looked()
         looking.cancel()
@@ -877,5 +877,5 @@ def test_advice_and_the_file_wait_for_their_time(tmp_path: Path):
             await looking
 
     asyncio.run(body())
-    assert advised == [1e9, 1e9 + 5.0, 1e9 + 10.0]
+    assert advised == [1e9, 1e9 + 10.0]
     assert written == [1e9, 1e9 + 10.0, 1e9 + 10.0]  # the last one as it ends

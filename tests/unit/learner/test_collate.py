@@ -135,7 +135,14 @@ def test_a_certain_token_may_have_a_logprob_of_zero_and_rounding():
     assert unpack(header(), certain, vocab_size=VOCAB).loss_mask.sum() == 2
 
 
-@pytest.mark.parametrize("temperature", [1e-30, 1e30])
+@pytest.mark.parametrize("temperature", [1e-3, 1.5e-3, 1e3])
+def test_a_temperature_that_logits_can_be_divided_by_is_taken(temperature: float):
+    arrays = payload([0.0, 0.0, -1.0, -2.0])
+    taken = unpack(header(temperature=temperature), arrays, vocab_size=VOCAB)
+    assert taken.temperature == temperature
+
+
+@pytest.mark.parametrize("temperature", [1e-30, 9e-4, 1.1e3, 1e30])
 def test_a_temperature_that_makes_logits_no_numbers_is_refused(temperature: float):
     """One such trajectory made the loss of the whole batch NaN, and all its groups were dropped."""
     arrays = payload([0.0, 0.0, -1.0, -2.0])
