@@ -5,7 +5,7 @@ Nothing here has a gradient. Shapes: T tokens of B sequences laid end to end.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Literal
 
 import torch
@@ -335,7 +335,7 @@ def kl_cov(inputs: CorrectionInputs, options: KlCovOptions) -> Correction:
     held = _is_among_smallest(-covariance, mask, num_held, inputs.gather)
     everything = _keeping(inputs, mask)
     penalty = held.to(everything.weights.dtype) * options.coefficient
-    return Correction(weights=everything.weights, keep=everything.keep, penalty=penalty)
+    return replace(everything, penalty=penalty)
 
 
 class StalenessDecayOptions(Options, frozen=True, kw_only=True):
@@ -367,8 +367,7 @@ def approximate_proximal(inputs: CorrectionInputs, _: ApproximateProximalOptions
     lags = inputs.known_lags().to(inputs.log_ratios.dtype)
     share = 1.0 - 1.0 / lags.clamp(min=1.0)
     anchor = inputs.masked(inputs.behavior) + share * inputs.log_ratios
-    everything = _keeping(inputs, inputs.packing.mask)
-    return Correction(weights=everything.weights, keep=everything.keep, proximal=anchor)
+    return replace(_keeping(inputs, inputs.packing.mask), proximal=anchor)
 
 
 def _measured(inputs: CorrectionInputs, log_ratios: Tensor, measure: str) -> Tensor:
