@@ -45,6 +45,7 @@ def test_a_run_of_twelve_kills_and_three_stops_loses_nothing(folder: Path):
         eval__temperature=1.0,
     ) as it:
         it.start()
+        it.wait_until(lambda: it.steps() >= 1, "a step")  # a broker has begun, and can begin again
         disturb(it, kills=12, stops=3)
         it.finish()
         view = it.assert_nothing_was_lost(500)

@@ -85,7 +85,7 @@ class OnEngine:
         await until_load(self._server, lambda load: load.num_running == count or asked.done())
 
     async def until_idle(self, engine: InferenceEngine) -> None:
-        """Wait until no answer is in the making."""
+        """Wait until no answer is in the making, not even one that nobody waits for any more."""
 
         async def is_idle() -> bool:
             in_flight = await engine.pause()
@@ -94,7 +94,10 @@ class OnEngine:
 
         await until_async(is_idle, "answers are still being written")
         if self._server is not None:
-            await until_load(self._server, lambda load: load.num_running == 0)
+            # SGLang tells its load as of its last batch, which may be one of before the pause, and
+            # needs seconds to notice that a client is gone.
+            await engine.sample(PROMPT, SHORT, count=1)
+            await until_load(self._server, lambda load: load == (0, 0, 0))
 
     async def _num_running(self, asked: Completions, count: int) -> int:
         if self._server is None:

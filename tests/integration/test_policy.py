@@ -50,7 +50,7 @@ def test_a_step_on_two_ranks_is_the_step_of_one(tmp_path: Path, family: str):
     assert 0 < alone["figures"]["whole"]["staleness/masked"] < 1
     for name, (world_size, _) in works.items():
         for report in reports(tmp_path / name, world_size):
-            assert report["renewed"] < 1e-5, "a renewed reference is the policy"
+            assert report["renewed"] < 3e-5, "a renewed reference is the policy"
             assert report["restored"] == 0.0 < 1e-3 < report["made anew"]
     before = load_file(model / "model.safetensors")
     for algorithm, figures in alone["figures"].items():

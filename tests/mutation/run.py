@@ -269,7 +269,8 @@ def _run_tests(tree: Path, root: Path, names: Sequence[str], cpu_s: float) -> No
         os.dup2(log, 1)
         os.dup2(log, 2)
         sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__
-        for name in [one for one in sys.modules if one == "tests" or one.startswith("tests.")]:
+        ours = {path.stem for path in tree.iterdir()}
+        for name in [one for one in sys.modules if one.partition(".")[0] in ours]:
             del sys.modules[name]
         sys.path[:] = [str(tree)] + [one for one in sys.path if one not in {"", str(root)}]
         files = sorted({name.partition("::")[0] for name in names})
