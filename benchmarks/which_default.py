@@ -166,10 +166,10 @@ _PLAIN = {"preset": PRESET, "correction": "none"}
 RUNS: dict[str, dict[str, object]] = {  # all with the advantages and the reduction of the default
     PRESET: {"preset": PRESET},
     "none": {**_PLAIN, "surrogate": "policy-gradient"},
-    "sequence, cap 5": {
+    "sequence, cap 2": {
         **_PLAIN,
         "surrogate": "policy-gradient",
-        "correction": {"importance-sampling": {"level": "sequence", "high": 5.0}},
+        "correction": {"importance-sampling": {"level": "sequence", "high": 2.0}},
     },
     "ppo-clip at mu": {**_PLAIN, "anchor": "behavior"},
     "dppo at mu": {**_PLAIN, "surrogate": "dppo-tv", "anchor": "behavior"},

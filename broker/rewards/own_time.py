@@ -16,6 +16,7 @@ class OwnTime:
             now_s: seconds of a monotonic clock.
             cpu_s: processor seconds that the run has used so far.
         """
+        self.began_s = now_s
         self.seconds = 0.0
         self._now_s, self._cpu_s = now_s, cpu_s
         self._wanted_core = True

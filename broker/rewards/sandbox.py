@@ -198,7 +198,6 @@ class _Run:
         self._usage = _Usage()
         self._own: OwnTime | None = None  # from the start of the code
         self._start_s = time.monotonic()
-        self._code_start_s: float | None = None
         with contextlib.ExitStack() as stack:
             report, theirs = os.pipe()
             self._report_read = stack.enter_context(os.fdopen(report, "rb", buffering=0))
@@ -260,7 +259,7 @@ class _Run:
                     selector.unregister(key.fileobj)
             now_s = time.monotonic()
             if self._own is None and b'"started"' in self._report:
-                self._code_start_s, self._own = now_s, OwnTime(now_s, self._usage.cpu_s)
+                self._own = OwnTime(now_s, self._usage.cpu_s)
             if now_s >= next_look_s:
                 next_look_s = now_s + _POLL_S
                 levels = 1 if self._plain else 2
@@ -292,11 +291,11 @@ class _Run:
     def _over_limit(self, now_s: float) -> _End | None:
         """Return which limit the run is past."""
         limits, usage = self._limits, self._usage
-        if self._own is None or self._code_start_s is None:
+        if self._own is None:
             return "timeout" if now_s - self._start_s > _START_S + limits.own_s else None
         if self._own.seconds > limits.own_s or usage.cpu_s > limits.cpu_s:
             return "timeout"
-        if now_s - self._code_start_s > _AT_MOST * limits.own_s:
+        if now_s - self._own.began_s > _AT_MOST * limits.own_s:
             return "starved"
         if usage.num_tasks > limits.max_processes:
             return "processes"
@@ -332,7 +331,6 @@ class _Run:
     def _outcome(self, status: _End | None, now_s: float) -> Outcome:
         """Put together what was seen; raise SandboxUnavailableError if the code never started."""
         said: dict[str, object] = {}
-        own_s = 0.0 if self._own is None else self._own.seconds
         for line in self._report.splitlines():
             said |= json.loads(line)
         stderr = bytes(self._output["stderr"])
@@ -344,10 +342,10 @@ class _Run:
             )
         if "error" in said or "started" not in said:
             raise SandboxUnavailableError(_why_not(shown))
-        if status == "starved":
+        if status == "starved" and self._own is not None:
             raise SandboxUnavailableError(
-                f"the machine is too busy: in {now_s - (self._code_start_s or now_s):.0f} s the "
-                f"run had {own_s:.1f} of {self._limits.own_s:g} s for itself"
+                f"the machine is too busy: in {now_s - self._own.began_s:.0f} s the run had "
+                f"{self._own.seconds:.1f} of {self._limits.own_s:g} s for itself"
             )
         exit_code = said.get("exit")
         code = exit_code if isinstance(exit_code, int) and status is None else None
@@ -359,7 +357,7 @@ class _Run:
             exit_code=code,
             stdout=bytes(self._output["stdout"][:limit]),
             stderr=stderr[:limit],
-            own_s=own_s,
+            own_s=0.0 if self._own is None else self._own.seconds,
             cpu_s=max(self._usage.cpu_s, _number(said.get("cpu_s"))),
             peak_bytes=max(self._usage.peak_bytes, int(_number(said.get("peak_bytes")))),
         )
