@@ -48,7 +48,7 @@ class TcpGate(Gate):
     def __init__(self, listening: socket.socket) -> None:
         """Stand before a socket that listens, which may be handed to libzmq."""
         self._socket = socket.socket(fileno=os.dup(listening.fileno()))
-        self._drop_all = ctypes.create_string_buffer(struct.pack("HBBI", 0x06, 0, 0, 0))  # ret 0
+        self._drop_all = ctypes.create_string_buffer(struct.pack("HxxI", 0x06, 0))  # ret 0
 
     @override
     def shut(self) -> None:

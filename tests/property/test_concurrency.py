@@ -156,6 +156,15 @@ def test_sequences_that_all_fit_reach_the_highest_limit_by_doubling(within: Rang
 WITHIN = Range(lowest=8, highest=512, step=8)
 
 
+@pytest.mark.parametrize(
+    ("kv_use", "verdict"),
+    [(GROW_BELOW - 0.001, "grow"), (GROW_BELOW, "hold"), (TRIM_FROM - 0.001, "hold")],
+)
+def test_below_the_one_share_it_grows_and_from_there_on_it_holds(kv_use: float, verdict: str):
+    after = decide(Concurrency(limit=64), seen(64, kv_use=kv_use, running=64), WITHIN)
+    assert after.verdict == verdict
+
+
 def seen(in_flight: int, *, kv_use: float = 0.1, running: int, waiting: int = 0) -> Observation:
     return Observation(
         in_flight=in_flight,

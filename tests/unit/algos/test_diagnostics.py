@@ -153,6 +153,7 @@ def test_a_lag_without_tokens_has_no_figure():
     figures = figures_of(floats(sums))
     assert figures["staleness/mismatch_kl@lag0"] > 0
     assert not [name for name in figures if name.endswith("@lag1")]
+    assert figures_of({"policy/entropy": 3.0}) == {}, "of how many tokens?"
 
 
 def test_sums_of_parts_are_those_of_the_whole():

@@ -1,5 +1,5 @@
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -525,8 +525,18 @@ def test_the_baseline_is_of_all_ranks_whatever_each_of_them_holds(
     assert_close(found, optimal_token_baseline(step, options).advantages)
 
 
-def test_the_optimal_baseline_says_what_it_lacks():
+@pytest.mark.parametrize("lacking", ["groups", "proximal", "squares"])
+def test_the_optimal_baseline_says_what_it_lacks(lacking: str):
     packing = Packing.of(torch.ones(2, dtype=torch.bool), torch.tensor([0, 2]))
-    given_step = TokenOutcomes(rewards=torch.zeros(2), packing=packing)
+    given_step = TokenOutcomes(
+        rewards=torch.zeros(2),
+        packing=packing,
+        proximal=torch.full((2,), -1.0),
+        squares=torch.ones(2),
+        groups=Groups(of_sequence=torch.tensor([0]), num_groups=1, longest=2),
+    )
+    options = OptimalTokenBaselineOptions()
+    assert optimal_token_baseline(given_step, options).advantages.tolist() == [0.0, 0.0]
+    without: dict[str, Any] = {lacking: None}
     with pytest.raises(ValueError, match="needs groups, proximal and squares"):
-        optimal_token_baseline(given_step, OptimalTokenBaselineOptions())
+        optimal_token_baseline(replace(given_step, **without), options)

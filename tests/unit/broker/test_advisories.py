@@ -365,6 +365,14 @@ def test_a_mended_pool_is_not_complained_about_any_more():
     assert spoke == [True, False]
 
 
+def test_a_lost_entropy_is_said_from_the_thirtieth_step_on():
+    spoke = [
+        "entropy-collapse" in said(HERE, history(steps={"policy/entropy": column}))
+        for column in ([1.0] * 15 + [0.01] * 14, [1.0] * 15 + [0.01] * 15)
+    ]
+    assert spoke == [False, True]
+
+
 def test_a_hiccup_says_nothing():
     shares: Sequence[float] = [1.0] * 150 + [0.0] * 10 + [1.0] * 40
     assert said(HERE, history({"busy:learner": shares})) == {}
@@ -375,9 +383,12 @@ def test_a_kl_that_follows_the_staleness_is_named_where_there_is_none_by_lag():
         return 1.0 + 0.5 * (-1) ** step
 
     follows = mixed(lambda step: 0.03 + 0.01 * (-1) ** step, staleness)
-    assert (
-        "correlation 1.00" in said(HERE, history(steps=follows))["mismatch-kl-rising-with-lag"].text
-    )
+    text = said(HERE, history(steps=follows))["mismatch-kl-rising-with-lag"].text
+    assert "correlation 1.00 over 40 steps" in text
+    assert "The mismatch KL is 0.03 and" in text
+    rising_kl = mixed(lambda step: 0.03 + 0.001 * step + 0.01 * (-1) ** step, staleness)
+    text = said(HERE, history(steps=rising_kl))["mismatch-kl-rising-with-lag"].text
+    assert "The mismatch KL is 0.069 and" in text, "the newest window ends with the last step"
     numerics = mixed(lambda step: 0.03 + 0.01 * (-1) ** (step // 2), staleness)
     assert said(HERE, history(steps=numerics)) == {}
     unknown = mixed(

@@ -511,6 +511,8 @@ def test_a_judge_that_cannot_be_reached_gives_no_reward():
         ("2^12345", True),
         ("2^{12345}", True),
         ("2^{(12345)}", True),
+        ("2^{3}^{4}", True),  # a power of a power
+        ("2^{3} 4^x", False),
     ],
 )
 def test_an_exponent_ends_where_its_bracket_or_its_word_does(text: str, is_big: bool):

@@ -34,3 +34,15 @@ def test_what_is_pinned_twice_counts_once():
     for _ in range(3):
         frames.pin((0, 0), trajectory(100))
     assert frames.num_bytes == 100
+
+
+def test_what_comes_again_takes_the_place_of_what_was_there_pinned_or_not():
+    frames = cache(1_000)
+    frames.put((0, 0), trajectory(100))
+    frames.put((0, 0), trajectory(200))
+    assert frames.num_bytes == 200
+    frames.pin((0, 0), trajectory(300))
+    assert frames.num_bytes == 300
+    frames.put((0, 0), trajectory(400))
+    assert frames.num_bytes == 400
+    assert frames.get((0, 0)) == trajectory(400)

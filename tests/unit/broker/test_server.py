@@ -1,6 +1,7 @@
 """The broker's loop over a real socket in a private folder, with the store in memory."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
@@ -632,6 +633,24 @@ def test_clients_come_back_to_a_new_broker_and_nothing_is_done_twice(short_folde
             assert second.status.queue["being_scored"] == 0
 
     asyncio.run(body())
+
+
+def test_a_broker_that_is_gone_is_waited_for_as_long_as_an_outage_may_last(short_folder: Path):
+    async def body() -> float:
+        async with running(short_folder) as first:
+            client, _ = await BrokerClient.connect(
+                first.endpoint, role="generator", name="g", timeout_s=HANG_S, outage_s=0.5
+            )
+        client._timeout_s = 0.01  # of a request while the broker is there
+        began_s = time.monotonic()
+        try:
+            with pytest.raises(PeerLostError, match="LeaseGroups"):
+                await client.ask(LeaseGroups(adopted=V0, max_sequences=2, wait_s=0.0), GroupsLeased)
+            return time.monotonic() - began_s
+        finally:
+            client.close()
+
+    assert asyncio.run(body()) >= 0.5
 
 
 def test_a_lease_whose_grant_was_lost_with_the_broker_is_granted_again(short_folder: Path):

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from broker.data.sources import load_training_prompts
@@ -20,10 +21,11 @@ from generators.prompting import TextCodec
 from generators.rollout import Sampler
 from generators.running_engine import sampling_by_item
 from tests.unit.generators.test_rollout import ScriptedEngine, completion
+from wire.codec import decode_payload, decode_transcript
 from wire.control import ScoringItem
 from wire.errors import ConfigError, EngineError
 from wire.trajectory import Score, Transcript
-from wire.trajectory_file import TrajectoryFileWriter, read_groups
+from wire.trajectory_file import NOT_TRAINED, TrajectoryFileWriter, read_groups
 
 REFUSING = "{% if messages[0].content == '3' %}{{ raise_exception('no 3') }}{% endif %}1+1="
 
@@ -102,8 +104,15 @@ def generate(
     settings.origin_file.write_text(json.dumps(settings.origin))
     scorer = scorer or InProcess()
     job = Generation(settings, source, sampler, scorer, writer, answered, retry_after_s=0.0)
+
+    async def run() -> int:
+        failed = await job.run()
+        await asyncio.sleep(0)
+        assert len(asyncio.all_tasks()) == 1, "something goes on after the end"
+        return failed
+
     try:
-        return asyncio.run(job.run())
+        return asyncio.run(run())
     finally:
         writer.close()
 
@@ -141,6 +150,29 @@ def test_keys_are_hidden_from_the_reward_function(tmp_path: Path, monkeypatch: p
             asyncio.run(offline.generate(settings, "generator-1"))
     key = Path("/etc/generator.key")
     assert hidden == [tmp_path / "keys", key, Path("/elsewhere/keys"), key]
+
+
+def test_what_is_recorded_are_the_tokens_and_the_texts_of_each_answer(tmp_path: Path):
+    settings = settings_of(tmp_path)
+    assert generate(settings, Failing(0)) == 0
+    for recorded in read_groups(settings.out):
+        assert recorded.step == NOT_TRAINED
+        assert len(recorded.payloads) == len(recorded.transcripts) == 2
+        for payload, transcript in zip(recorded.payloads, recorded.transcripts, strict=True):
+            token_ids = np.frombuffer(decode_payload(payload).token_ids.data, np.int32)
+            assert token_ids[-2:].tolist() == completion(5, 2).token_ids
+            assert decode_transcript(transcript).prompt.prompt == str(recorded.group.group_id)
+
+
+def test_the_progress_counts_what_an_earlier_start_has_done(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    settings = settings_of(tmp_path)
+    assert generate(settings, Failing(2)) == 1
+    with caplog.at_level(logging.INFO):
+        assert generate(settings_of(tmp_path), Failing(0)) == 0
+    assert "4 prompts are in the file already" in caplog.text
+    assert "5 of 5 prompts, 0 dropped, 2 answers" in caplog.text
 
 
 def test_an_engine_that_fails_once_is_asked_again(tmp_path: Path):

@@ -17,9 +17,11 @@ def test_a_connection_that_was_idle_for_longer_than_the_server_may_keep_it_is_no
     assert sglang_engine._KEPT_S <= 5.0 / 2
     monkeypatch.setattr(sglang_engine, "_KEPT_S", 0.2)
     ports: list[int] = []
+    paths: list[str] = []
 
     async def answer_to(request: web.Request) -> web.Response:
         ports.append(request.transport.get_extra_info("peername")[1])
+        paths.append(request.path)
         return web.json_response({"version": "x"})
 
     async def body() -> None:
@@ -38,12 +40,12 @@ def test_a_connection_that_was_idle_for_longer_than_the_server_may_keep_it_is_no
                 async with engine._http.get(f"http://127.0.0.1:{port}/health") as answer:
                     await answer.read()
                 await asyncio.sleep(pause_s)
-            async with engine._http.post(f"http://127.0.0.1:{port}/generate") as answer:
-                await answer.read()
+            await engine.resume()
         finally:
             await engine.close()
             await runner.cleanup()
 
     asyncio.run(body())
+    assert paths == ["/health", "/health", "/continue_generation"]
     assert ports[0] == ports[1], "a connection is used again"
     assert ports[2] != ports[1], "not one that has been idle"

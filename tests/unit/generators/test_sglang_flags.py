@@ -57,6 +57,9 @@ def test_an_engine_gets_what_it_needs_of_the_environment_and_what_a_setting_name
     found = sglang_process._environment(settings, tmp_path)
     assert {name for name in ours if name in found} == {"NCCL_IB_HCA", "SGLANG_LOGGING", "PLUGIN"}
     assert found["SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"] == f"file://{tmp_path}/rendezvous"
+    assert found["SLIPSTREAM_SEEDS"] == str(int(settings.sampling.seed_per_sibling))
+    assert found["SLIPSTREAM_GROUP_TIMEOUT_S"] == str(settings.weightbus.timeout_s)
+    assert (found["TMPDIR"], found["HF_HUB_OFFLINE"]) == (str(tmp_path), "1")
 
 
 def test_on_a_cpu_the_tokens_bound_the_memory_and_not_a_share_of_what_is_free(tmp_path: Path):

@@ -115,6 +115,12 @@ def test_the_newest_rows_stay_when_the_file_is_full(tmp_path: Path, tokenizer: T
     assert (tmp_path / "trained.jsonl").stat().st_size <= 3_000
     tiny = RolloutLog(tmp_path, per_step=1, seed=1, max_bytes=10, tokenizer=tokenizer)
     assert record(tiny, range(50, 52)) == []
+    roomy = RolloutLog(tmp_path, per_step=1, seed=1, max_bytes=10_000, tokenizer=tokenizer)
+    assert record(roomy, range(10, 20)) == list(range(10, 20))
+    size = (tmp_path / "trained.jsonl").stat().st_size
+    exact = RolloutLog(tmp_path, per_step=1, seed=1, max_bytes=size, tokenizer=tokenizer)
+    roomy.forget_from(19)
+    assert record(exact, range(19, 20)) == list(range(10, 20)), "it fits to the byte"
 
 
 def test_steps_that_are_trained_again_are_forgotten_with_what_was_half_written(

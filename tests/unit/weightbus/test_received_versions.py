@@ -1,6 +1,7 @@
 """What an agent accepts: every byte of the manifest's, or nothing."""
 
 import asyncio
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -62,8 +63,10 @@ def test_memory_is_there_before_a_version_and_gone_after_it(tmp_path: Path):
     assert held() >= 1 << 20
     sent = snapshot()
     mapped = load_file(receive(staging, sent) / WEIGHTS)
+    descriptors = os.listdir("/proc/self/fd")  # noqa: PTH208 of the listing itself, too
     staging.free()
     assert held() == 0
+    assert os.listdir("/proc/self/fd") == descriptors, "one is left open"  # noqa: PTH208
     assert torch.equal(mapped["t0"], sent.tensors["t0"])  # whoever maps it does not fall
     again = snapshot(2)
     loaded = load_file(receive(staging, again) / WEIGHTS)
