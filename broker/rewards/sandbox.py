@@ -342,10 +342,11 @@ class _Run:
             )
         if "error" in said or "started" not in said:
             raise SandboxUnavailableError(_why_not(shown))
-        if status == "starved" and self._own is not None:
+        own = self._own or OwnTime(now_s, 0.0)
+        if status == "starved":
             raise SandboxUnavailableError(
-                f"the machine is too busy: in {now_s - self._own.began_s:.0f} s the run had "
-                f"{self._own.seconds:.1f} of {self._limits.own_s:g} s for itself"
+                f"the machine is too busy: in {now_s - own.began_s:.0f} s the run had "
+                f"{own.seconds:.1f} of {self._limits.own_s:g} s for itself"
             )
         exit_code = said.get("exit")
         code = exit_code if isinstance(exit_code, int) and status is None else None
@@ -357,7 +358,7 @@ class _Run:
             exit_code=code,
             stdout=bytes(self._output["stdout"][:limit]),
             stderr=stderr[:limit],
-            own_s=0.0 if self._own is None else self._own.seconds,
+            own_s=own.seconds,
             cpu_s=max(self._usage.cpu_s, _number(said.get("cpu_s"))),
             peak_bytes=max(self._usage.peak_bytes, int(_number(said.get("peak_bytes")))),
         )
