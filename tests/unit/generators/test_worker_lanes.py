@@ -10,7 +10,14 @@ from generators.concurrency import Range
 from generators.lanes import Lanes
 from tests.unit.generators.working import Answered, ledger_of, working
 from tests.waiting import HANG_S, until_async
-from wire.control import GroupsLeased, LeaseGroups, ReleaseLease, ScoringItem
+from wire.control import (
+    GroupsLeased,
+    Heartbeat,
+    LeaseGroups,
+    ReleaseLease,
+    ScoringItem,
+    SubmitTrajectory,
+)
 from wire.trajectory import Score, Transcript
 from wire.versions import PolicyVersion
 
@@ -90,6 +97,31 @@ def test_an_answer_that_is_being_scored_takes_no_lane(tmp_path: Path):
             it.engine.let(*group(0, 2))
             await it.until_held(*group(1, 2))
             assert len(it.broker.ledger.leases) == 2, "the first group is not scored yet"
+
+    asyncio.run(scenario())
+
+
+def test_a_group_whose_last_answer_is_on_its_way_is_held_no_more(tmp_path: Path):
+    """Its lease ends when that comes: who names it later is told that it was lost."""
+
+    async def scenario() -> None:
+        async with working(tmp_path, ledger_of(2, 2), max_sequences=4) as it:
+            await it.until_held(*group(0, 2), *group(1, 2))
+            it.client.may_submit.clear()
+            it.engine.let((0, 0))
+            await until_async(lambda: len(it.client.asked(SubmitTrajectory)) == 1)
+            await it.until_asked_again()
+            both = set(it.broker.ledger.leases)
+            assert set(it.client.asked(Heartbeat)[-1].lease_ids) == both
+            it.engine.let((0, 1))
+            await until_async(lambda: len(it.client.asked(SubmitTrajectory)) == 2)
+            await it.until_asked_again()
+            (left,) = it.client.asked(Heartbeat)[-1].lease_ids
+            assert left in both
+            it.client.may_submit.set()
+            it.engine.let_all()
+            await until_async(lambda: not it.broker.ledger.leases)
+            assert it.engine.cancelled == []
 
     asyncio.run(scenario())
 

@@ -24,7 +24,15 @@ from tests.unit.broker.ledger_driver import make_rules
 from tests.unit.broker.test_server import Running, running
 from tests.waiting import HANG_S, until_async
 from wire.codec import Frame
-from wire.control import Answer, GroupsLeased, Heartbeat, LeaseGroups, Request, RoleReport
+from wire.control import (
+    Answer,
+    GroupsLeased,
+    Heartbeat,
+    LeaseGroups,
+    Request,
+    RoleReport,
+    SubmitTrajectory,
+)
 from wire.errors import EngineError
 from wire.run_settings import SamplingSection
 from wire.trajectory import Prompt
@@ -42,12 +50,15 @@ class NotingClient(BrokerClient):
 
     requests: list[Request]
     granted: int
+    may_submit: asyncio.Event  # answers wait for it before they are sent
 
     @override
     async def ask_any(
         self, request: Request, *, frames: Sequence[Frame] = (), extra_wait_s: float = 0.0
     ) -> tuple[Answer, list[Frame]]:
         self.requests.append(request)
+        if isinstance(request, SubmitTrajectory):
+            await self.may_submit.wait()
         answer, attached = await super().ask_any(request, frames=frames, extra_wait_s=extra_wait_s)
         if isinstance(answer, GroupsLeased):
             self.granted += sum(len(group.siblings) for group in answer.groups)
@@ -212,7 +223,8 @@ async def working(
         client, _ = await NotingClient.connect(
             broker.endpoint, role="generator", name="generator-0", timeout_s=HANG_S
         )
-        client.requests, client.granted = [], 0
+        client.requests, client.granted, client.may_submit = [], 0, asyncio.Event()
+        client.may_submit.set()
         broker.clients.append(client)
         worker = GeneratorWorker(
             client=client,
