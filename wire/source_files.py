@@ -29,7 +29,9 @@ def module_named(where: str) -> ModuleType:
 
 
 def _of_file(path: Path) -> ModuleType:
-    path = path.resolve()
+    real = path.resolve()
+    # What a link leads to may have no such name, as in the folders of the Hugging Face Hub.
+    path = real if real.suffix == ".py" else path.parent.resolve() / path.name
     if not path.is_file():
         raise FileNotFoundError(f"No such file: {path}")
     name = path.stem

@@ -41,3 +41,18 @@ def test_any_name_will_do(tmp_path: Path, name: str):
 def test_files_of_one_name_are_two_modules(tmp_path: Path):
     paths = [write(tmp_path / folder / "part.py", i) for i, folder in enumerate("ab")]
     assert [module_named(str(path)).VALUE for path in paths] == [0, 1]
+
+
+def test_what_a_link_leads_to_needs_no_name_of_python(tmp_path: Path):
+    blob = write(tmp_path / "blobs" / "0815", 3)
+    link, other = tmp_path / "snapshot" / "part.py", tmp_path / "neighbor" / "link.py"
+    for one, to in ((link, blob), (other, write(tmp_path / "lib" / "whole.py", 4))):
+        one.parent.mkdir()
+        one.symlink_to(to)
+    write(link.with_name("neighbor_of_link.py"), 5)
+    assert module_named(str(link)).VALUE == 3
+    assert module_named("neighbor_of_link").VALUE == 5
+    assert module_named(str(other)) is module_named(str(tmp_path / "lib" / "whole.py"))
+    (tmp_path / "to_nothing.py").symlink_to("gone")
+    with pytest.raises(FileNotFoundError, match=r"No such file: .*to_nothing.py"):
+        module_named(str(tmp_path / "to_nothing.py"))
