@@ -313,6 +313,8 @@ def _chosen(
 ) -> Chosen:
     table = _merged(preset, kind, given)
     name = table.pop("name", "")
+    if not isinstance(name, str):
+        raise PartError(f"algo.{kind}.name must be the name of a part, got {name!r}")
     part = find_part(kind, name, PARTS[kind], f"algo.{kind}", module_named)
     return _checked(Chosen(part, _options(f"algo.{kind}", part.options, table)))
 

@@ -113,6 +113,10 @@ REFUSED: dict[str, dict[str, Any]] = {
     r"algo.surrogate = 'ppo' is not known; there are cispo, .*MODULE:FUNCTION": {
         "surrogate": "ppo"
     },
+    r"algo.surrogate.name must be the name of a part, got 3": {"surrogate": {"name": 3}},
+    r"algo.advantage.name must be the name of a part, got \['grpo'\]": {
+        "advantage": {"name": ["grpo"]}
+    },
     r"unknown setting algo.surrogate.clip; known are clip_low, clip_high": {
         "surrogate": {"clip": 0.2}
     },
