@@ -71,12 +71,7 @@ class EndpointTeacher:
             ConfigError: the address or the key is wrong, or it is no server of SGLang's.
             PeerLostError: nobody answers there.
         """
-        parts = urlsplit(options.endpoint)
-        if parts.scheme not in {"http", "https"} or not parts.hostname or "@" in parts.netloc:
-            raise ConfigError(
-                "algo.teacher.endpoint must be http:// or https:// and a host, without a user, got "
-                f"{parts.scheme or 'no scheme'} and {parts.hostname or 'no host'}"
-            )
+        _refuse_no_address(options.endpoint)
         self._url = options.endpoint.rstrip("/") + "/generate"
         self._last_token = vocab_size - 1
         self._concurrency = options.concurrency
@@ -84,6 +79,11 @@ class EndpointTeacher:
         self._headers = {}
         if options.api_key_file:
             key = read_private(Path(options.api_key_file), "algo.teacher.api_key_file").strip()
+            if not key or not key.isprintable():
+                raise ConfigError(
+                    f"{options.api_key_file} (algo.teacher.api_key_file) holds no line that is a "
+                    "bearer token"
+                )
             self._headers["Authorization"] = f"Bearer {key}"
         self._topology = topology
         self._world_size = topology.world_size
@@ -218,6 +218,31 @@ class EndpointTeacher:
             if not (math.isfinite(value) and value <= _ABOVE_0):
                 raise EngineError(f"the teacher ({self._url}) told a log-probability of {value:g}")
         return values
+
+
+def _refuse_no_address(endpoint: str) -> None:
+    """Refuse what is no address of a server.
+
+    Raises:
+        ConfigError: says why, and no password.
+    """
+    try:
+        parts = urlsplit(endpoint)
+        host = parts.hostname or ""
+        host.encode("idna")
+        is_whole = parts.port != 0 and endpoint.split() == [endpoint]
+    except ValueError as error:
+        raise ConfigError(f"algo.teacher.endpoint is no address: {error}") from error
+    if parts.scheme not in {"http", "https"} or not host or "@" in parts.netloc:
+        raise ConfigError(
+            "algo.teacher.endpoint must be http:// or https:// and a host, without a user, got "
+            f"{parts.scheme or 'no scheme'} and {host or 'no host'}"
+        )
+    if not is_whole or parts.query or parts.fragment:
+        raise ConfigError(
+            "algo.teacher.endpoint must be http:// or https:// and a host, with a port above 0, "
+            "and no white space, query or fragment after it"
+        )
 
 
 def _questions(batch: PackedBatch) -> list[tuple[list[int], int]]:

@@ -223,11 +223,29 @@ def test_an_answer_that_makes_no_sense_is_an_error(name: str):
             asked.logprobs(batches())
 
 
-@pytest.mark.parametrize("url", ["10.0.0.7:30000", "http://", "http://me:secret@host:1"])
+@pytest.mark.parametrize(
+    "url",
+    [
+        *("10.0.0.7:30000", "http://", "http://me:secret@host:1", "http://me:secret@host:port"),
+        *("http://[::1", "http://host:99999999", "http://host:0", "http://a..b"),
+        *("http://a host:1", " http://host:1", "http://host:1/?secret=1", "http://host:1/#secret"),
+    ],
+)
 def test_an_address_that_is_none_is_refused(url: str):
-    with pytest.raises(ConfigError, match=r"algo.teacher.endpoint must be http://") as refused:
+    with pytest.raises(ConfigError, match=r"algo.teacher.endpoint (must be|is no)") as refused:
         teacher(url)
     assert "secret" not in str(refused.value)
+
+
+@pytest.mark.parametrize("text", ["", "\n", "two\nlines", "nul\0"])
+def test_a_key_that_is_none_is_refused(tmp_path: Path, text: str):
+    write_private(tmp_path / "key", text)
+    with (
+        server_of(truth) as (url, asked),
+        pytest.raises(ConfigError, match=r"key \(algo.teacher.api_key_file\) holds no line that"),
+    ):
+        teacher(url, api_key_file=str(tmp_path / "key"))
+    assert not asked
 
 
 @pytest.mark.parametrize(
