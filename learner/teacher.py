@@ -29,6 +29,7 @@ from learner.broadcast import any_rank
 from learner.collate import PackedBatch
 from wire.errors import ConfigError, EngineError, PeerLostError
 from wire.keys import read_private
+from wire.visible import visible
 
 if TYPE_CHECKING:
     from learner.topology import Topology
@@ -77,6 +78,7 @@ class EndpointTeacher:
         self._concurrency = options.concurrency
         self._timeout_s = timeout_s
         self._headers = {}
+        self._key = b""
         if options.api_key_file:
             key = read_private(Path(options.api_key_file), "algo.teacher.api_key_file").strip()
             if not key or not key.isprintable():
@@ -85,6 +87,7 @@ class EndpointTeacher:
                     "bearer token"
                 )
             self._headers["Authorization"] = f"Bearer {key}"
+            self._key = key.encode()
         self._topology = topology
         self._world_size = topology.world_size
         self._asks = topology.tensor_parallel_rank == 0
@@ -163,7 +166,7 @@ class EndpointTeacher:
             status, body = await self._posted(session, question)
             if status == 200:
                 return self._values(body, tokens[start:])
-            trouble = f"HTTP {status}: {_shown(body)}" if status else body.decode()
+            trouble = f"HTTP {status}: {self._shown(body)}" if status else body.decode()
             if 0 < status < 500 and status not in _COME_AGAIN:
                 raise EngineError(
                     f"the teacher at {self._url} (algo.teacher.endpoint) answered {trouble}"
@@ -191,6 +194,13 @@ class EndpointTeacher:
         except (aiohttp.ClientError, TimeoutError) as error:
             return 0, f"{type(error).__name__}: {error}".encode()
 
+    def _shown(self, body: bytes) -> str:
+        """Return a line of what the server said, which may repeat what it was told."""
+        if self._key:
+            body = body.replace(self._key, b"(key)")
+        line = visible(" ".join(body.decode(errors="replace").split()))
+        return line if len(line) <= _SHOWN_CHARACTERS else line[:_SHOWN_CHARACTERS] + "..."
+
     def _values(self, body: bytes, tokens: Sequence[int]) -> list[float]:
         """Return the log-probabilities of these tokens, the last ones that were asked about.
 
@@ -201,7 +211,7 @@ class EndpointTeacher:
             told = msgspec.json.decode(body, type=_Reply).meta_info.input_token_logprobs
         except msgspec.DecodeError as error:
             raise EngineError(
-                f"the teacher's reply ({self._url}) cannot be read: {error}: {_shown(body)}"
+                f"the teacher's reply ({self._url}) cannot be read: {error}: {self._shown(body)}"
             ) from error
         told = told[-len(tokens) :]
         if len(told) != len(tokens) or not all(
@@ -297,8 +307,3 @@ async def _read(reply: aiohttp.ClientResponse, num_tokens: int) -> bytes:
         if len(body) > most:
             raise EngineError(f"the teacher's answer about {num_tokens} tokens is too long")
     return bytes(body)
-
-
-def _shown(body: bytes) -> str:
-    line = " ".join(body.decode(errors="replace").split())
-    return line if len(line) <= _SHOWN_CHARACTERS else line[:_SHOWN_CHARACTERS] + "..."

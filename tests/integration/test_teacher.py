@@ -248,6 +248,18 @@ def test_a_key_that_is_none_is_refused(tmp_path: Path, text: str):
     assert not asked
 
 
+def test_a_key_that_the_server_repeats_is_not_shown(tmp_path: Path):
+    write_private(tmp_path / "key", KEY + "\n")
+    repeated = {"you sent": {"Authorization": f"Bearer {KEY}"}}
+    with (
+        server_of(lambda _: (400, repeated)) as (url, asked),
+        pytest.raises(ConfigError, match=r"HTTP 400: .*Bearer \(key\)") as refused,
+    ):
+        teacher(url, api_key_file=str(tmp_path / "key"))
+    assert asked[0]["authorization"] == f"Bearer {KEY}"
+    assert KEY not in str(refused.value)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
