@@ -41,6 +41,7 @@ _COME_AGAIN = (408, 429)  # what a server says that is not ready
 _MOST_BYTES, _MOST_BYTES_OF_TOKEN = 1 << 20, 256  # of an answer
 _SHOWN_CHARACTERS = 200
 _ABOVE_0 = 1e-3  # nats: what rounding may add to the log-probability of a certain token
+_LEAST = -1e6  # nats: no logits are so far apart, and squares of it are finite in float32
 
 
 class _Meta(msgspec.Struct):
@@ -225,7 +226,7 @@ class EndpointTeacher:
             )
         values = [math.nan if value is None else value for value, _, _ in told]
         for value in values:
-            if not (math.isfinite(value) and value <= _ABOVE_0):
+            if not _LEAST <= value <= _ABOVE_0:
                 raise EngineError(f"the teacher ({self._url}) told a log-probability of {value:g}")
         return values
 

@@ -199,10 +199,17 @@ def above_0(question: dict[str, Any]) -> tuple[int, Any]:
     return status, said
 
 
+def far_below_0(question: dict[str, Any]) -> tuple[int, Any]:
+    status, said = truth(question)
+    said["meta_info"]["input_token_logprobs"][-1][0] = -1e300  # -inf in float32
+    return status, said
+
+
 WRONG: dict[str, tuple[Answer, str]] = {
     "other tokens": (others, "was asked about .* tokens and answered about others"),
     "cut": (cut, "was asked about .* tokens and answered about others"),
     "above 0": (above_0, "told a log-probability of 0.5"),
+    "far below 0": (far_below_0, r"told a log-probability of -1e\+300"),
     "no numbers": (lambda _: (200, {"meta_info": {}}), "answered about others"),
     "something else": (lambda _: (200, {"choices": []}), "the teacher's reply .* cannot be read"),
     "refused": (lambda _: (400, {"error": "too long"}), "answered HTTP 400: .*too long"),
