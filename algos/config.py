@@ -4,6 +4,7 @@ Every part and its settings are known here, so this needs torch; ``algos.section
 """
 
 import importlib
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import ModuleType
@@ -71,6 +72,10 @@ PARTS: dict[Kind, dict[str, AnyPart]] = {
     "surrogate": SURROGATES,
     "correction": CORRECTIONS,
 }
+# What is multiplied or divided by. Other settings are limits, and inf is no limit.
+_FACTORS = frozenset(
+    {"coefficient", "scale", "bias", "weights", "lr", "length", "least_reward", "entropy_bonus"}
+)
 _WITHOUT_RATIO = frozenset({"policy-gradient"})
 _KEEPING_ALL = frozenset(
     {"importance-sampling", "staleness-decay", "approximate-proximal", "kl-cov"}
@@ -265,6 +270,7 @@ def choice_of(
             f"algo.preset = {section.preset!r} is not known; there are {', '.join(PRESETS)}"
         )
     preset = PRESETS[section.preset]
+    _refuse_no_number("algo", {"entropy_bonus": section.entropy_bonus})
     choice = AlgoChoice(
         preset=section.preset,
         advantage=_chosen("advantage", preset, section.advantage, module_named),
@@ -307,6 +313,8 @@ def _chosen(
 ) -> Chosen:
     table = _merged(preset, kind, given)
     name = table.pop("name", "")
+    if not isinstance(name, str):
+        raise PartError(f"algo.{kind}.name must be the name of a part, got {name!r}")
     part = find_part(kind, name, PARTS[kind], f"algo.{kind}", module_named)
     return _checked(Chosen(part, _options(f"algo.{kind}", part.options, table)))
 
@@ -361,9 +369,27 @@ def _options(where: str, kind: type[T], table: Table) -> T:
                 f"unknown setting {where}.{key}; known are {', '.join(known) or 'none'}"
             )
     try:
-        return msgspec.convert(table, kind)
+        options = msgspec.convert(table, kind)
     except msgspec.ValidationError as error:
         raise PartError(f"{where}: {error}") from error
+    _refuse_no_number(where, msgspec.structs.asdict(options))
+    return options
+
+
+def _refuse_no_number(where: str, settings: Table) -> None:
+    """Refuse nan, and infinite factors: they would make every batch one that cannot be trained.
+
+    Raises:
+        PartError: says which setting.
+    """
+    for name, value in settings.items():
+        table = value if isinstance(value, dict) else {"": value}
+        for key, number in table.items():
+            if isinstance(number, float) and (
+                math.isnan(number) or (math.isinf(number) and name in _FACTORS)
+            ):
+                setting = ".".join(filter(None, (where, name, key)))
+                raise PartError(f"{setting} must be a finite number, got {number}")
 
 
 def _refuse(choice: AlgoChoice, section: AlgoSection) -> None:

@@ -29,6 +29,7 @@ from learner.broadcast import any_rank
 from learner.collate import PackedBatch
 from wire.errors import ConfigError, EngineError, PeerLostError
 from wire.keys import read_private
+from wire.visible import visible
 
 if TYPE_CHECKING:
     from learner.topology import Topology
@@ -40,6 +41,7 @@ _COME_AGAIN = (408, 429)  # what a server says that is not ready
 _MOST_BYTES, _MOST_BYTES_OF_TOKEN = 1 << 20, 256  # of an answer
 _SHOWN_CHARACTERS = 200
 _ABOVE_0 = 1e-3  # nats: what rounding may add to the log-probability of a certain token
+_LEAST = -1e6  # nats: no logits are so far apart, and squares of it are finite in float32
 
 
 class _Meta(msgspec.Struct):
@@ -71,20 +73,22 @@ class EndpointTeacher:
             ConfigError: the address or the key is wrong, or it is no server of SGLang's.
             PeerLostError: nobody answers there.
         """
-        parts = urlsplit(options.endpoint)
-        if parts.scheme not in {"http", "https"} or not parts.hostname or "@" in parts.netloc:
-            raise ConfigError(
-                "algo.teacher.endpoint must be http:// or https:// and a host, without a user, got "
-                f"{parts.scheme or 'no scheme'} and {parts.hostname or 'no host'}"
-            )
+        _refuse_no_address(options.endpoint)
         self._url = options.endpoint.rstrip("/") + "/generate"
         self._last_token = vocab_size - 1
         self._concurrency = options.concurrency
         self._timeout_s = timeout_s
         self._headers = {}
+        self._key = b""
         if options.api_key_file:
             key = read_private(Path(options.api_key_file), "algo.teacher.api_key_file").strip()
+            if not key or not key.isprintable():
+                raise ConfigError(
+                    f"{options.api_key_file} (algo.teacher.api_key_file) holds no line that is a "
+                    "bearer token"
+                )
             self._headers["Authorization"] = f"Bearer {key}"
+            self._key = key.encode()
         self._topology = topology
         self._world_size = topology.world_size
         self._asks = topology.tensor_parallel_rank == 0
@@ -163,7 +167,7 @@ class EndpointTeacher:
             status, body = await self._posted(session, question)
             if status == 200:
                 return self._values(body, tokens[start:])
-            trouble = f"HTTP {status}: {_shown(body)}" if status else body.decode()
+            trouble = f"HTTP {status}: {self._shown(body)}" if status else body.decode()
             if 0 < status < 500 and status not in _COME_AGAIN:
                 raise EngineError(
                     f"the teacher at {self._url} (algo.teacher.endpoint) answered {trouble}"
@@ -191,6 +195,13 @@ class EndpointTeacher:
         except (aiohttp.ClientError, TimeoutError) as error:
             return 0, f"{type(error).__name__}: {error}".encode()
 
+    def _shown(self, body: bytes) -> str:
+        """Return a line of what the server said, which may repeat what it was told."""
+        if self._key:
+            body = body.replace(self._key, b"(key)")
+        line = visible(" ".join(body.decode(errors="replace").split()))
+        return line if len(line) <= _SHOWN_CHARACTERS else line[:_SHOWN_CHARACTERS] + "..."
+
     def _values(self, body: bytes, tokens: Sequence[int]) -> list[float]:
         """Return the log-probabilities of these tokens, the last ones that were asked about.
 
@@ -201,7 +212,7 @@ class EndpointTeacher:
             told = msgspec.json.decode(body, type=_Reply).meta_info.input_token_logprobs
         except msgspec.DecodeError as error:
             raise EngineError(
-                f"the teacher's reply ({self._url}) cannot be read: {error}: {_shown(body)}"
+                f"the teacher's reply ({self._url}) cannot be read: {error}: {self._shown(body)}"
             ) from error
         told = told[-len(tokens) :]
         if len(told) != len(tokens) or not all(
@@ -215,9 +226,34 @@ class EndpointTeacher:
             )
         values = [math.nan if value is None else value for value, _, _ in told]
         for value in values:
-            if not (math.isfinite(value) and value <= _ABOVE_0):
+            if not _LEAST <= value <= _ABOVE_0:
                 raise EngineError(f"the teacher ({self._url}) told a log-probability of {value:g}")
         return values
+
+
+def _refuse_no_address(endpoint: str) -> None:
+    """Refuse what is no address of a server.
+
+    Raises:
+        ConfigError: says why, and no password.
+    """
+    try:
+        parts = urlsplit(endpoint)
+        host = parts.hostname or ""
+        host.encode("idna")
+        is_whole = parts.port != 0 and endpoint.split() == [endpoint]
+    except ValueError as error:
+        raise ConfigError(f"algo.teacher.endpoint is no address: {error}") from error
+    if parts.scheme not in {"http", "https"} or not host or "@" in parts.netloc:
+        raise ConfigError(
+            "algo.teacher.endpoint must be http:// or https:// and a host, without a user, got "
+            f"{parts.scheme or 'no scheme'} and {host or 'no host'}"
+        )
+    if not is_whole or parts.query or parts.fragment:
+        raise ConfigError(
+            "algo.teacher.endpoint must be http:// or https:// and a host, with a port above 0, "
+            "and no white space, query or fragment after it"
+        )
 
 
 def _questions(batch: PackedBatch) -> list[tuple[list[int], int]]:
@@ -272,8 +308,3 @@ async def _read(reply: aiohttp.ClientResponse, num_tokens: int) -> bytes:
         if len(body) > most:
             raise EngineError(f"the teacher's answer about {num_tokens} tokens is too long")
     return bytes(body)
-
-
-def _shown(body: bytes) -> str:
-    line = " ".join(body.decode(errors="replace").split())
-    return line if len(line) <= _SHOWN_CHARACTERS else line[:_SHOWN_CHARACTERS] + "..."

@@ -12,7 +12,8 @@ def module_named(where: str) -> ModuleType:
     """Return the module ``FILE.py`` or ``MODULE``; modules of the current folder are found, too.
 
     The folder of a file is on ``sys.path``, so that it can import its neighbors; what is installed
-    goes first. Whatever the module raises while it is imported passes through.
+    goes first, and a file that is named as a library is imported under another name. Whatever the
+    module raises while it is imported passes through.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -28,11 +29,13 @@ def module_named(where: str) -> ModuleType:
 
 
 def _of_file(path: Path) -> ModuleType:
-    path = path.resolve()
+    real = path.resolve()
+    # What a link leads to may have no such name, as in the folders of the Hugging Face Hub.
+    path = real if real.suffix == ".py" else path.parent.resolve() / path.name
     if not path.is_file():
         raise FileNotFoundError(f"No such file: {path}")
     name = path.stem
-    if name in sys.modules and not _is_of(sys.modules[name], path):
+    if _is_of_another(name, path):
         name = f"{name}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
     if name in sys.modules:
         return sys.modules[name]
@@ -51,5 +54,12 @@ def _of_file(path: Path) -> ModuleType:
     return module
 
 
-def _is_of(module: ModuleType, path: Path) -> bool:
-    return getattr(module, "__file__", None) == str(path)
+def _is_of_another(name: str, path: Path) -> bool:
+    """Tell whether a name is that of a module that is not this file, be it imported yet or not."""
+    if name in sys.modules:
+        return getattr(sys.modules[name], "__file__", None) != str(path)
+    try:
+        spec = importlib.util.find_spec(name)
+    except (ImportError, ValueError):  # a name with a dot, of no package
+        return False
+    return spec is not None and (spec.origin is None or Path(spec.origin).resolve() != path)

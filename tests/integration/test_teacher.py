@@ -199,10 +199,17 @@ def above_0(question: dict[str, Any]) -> tuple[int, Any]:
     return status, said
 
 
+def far_below_0(question: dict[str, Any]) -> tuple[int, Any]:
+    status, said = truth(question)
+    said["meta_info"]["input_token_logprobs"][-1][0] = -1e300  # -inf in float32
+    return status, said
+
+
 WRONG: dict[str, tuple[Answer, str]] = {
     "other tokens": (others, "was asked about .* tokens and answered about others"),
     "cut": (cut, "was asked about .* tokens and answered about others"),
     "above 0": (above_0, "told a log-probability of 0.5"),
+    "far below 0": (far_below_0, r"told a log-probability of -1e\+300"),
     "no numbers": (lambda _: (200, {"meta_info": {}}), "answered about others"),
     "something else": (lambda _: (200, {"choices": []}), "the teacher's reply .* cannot be read"),
     "refused": (lambda _: (400, {"error": "too long"}), "answered HTTP 400: .*too long"),
@@ -223,11 +230,41 @@ def test_an_answer_that_makes_no_sense_is_an_error(name: str):
             asked.logprobs(batches())
 
 
-@pytest.mark.parametrize("url", ["10.0.0.7:30000", "http://", "http://me:secret@host:1"])
+@pytest.mark.parametrize(
+    "url",
+    [
+        *("10.0.0.7:30000", "http://", "http://me:secret@host:1", "http://me:secret@host:port"),
+        *("http://[::1", "http://host:99999999", "http://host:0", "http://a..b"),
+        *("http://a host:1", " http://host:1", "http://host:1/?secret=1", "http://host:1/#secret"),
+    ],
+)
 def test_an_address_that_is_none_is_refused(url: str):
-    with pytest.raises(ConfigError, match=r"algo.teacher.endpoint must be http://") as refused:
+    with pytest.raises(ConfigError, match=r"algo.teacher.endpoint (must be|is no)") as refused:
         teacher(url)
     assert "secret" not in str(refused.value)
+
+
+@pytest.mark.parametrize("text", ["", "\n", "two\nlines", "nul\0"])
+def test_a_key_that_is_none_is_refused(tmp_path: Path, text: str):
+    write_private(tmp_path / "key", text)
+    with (
+        server_of(truth) as (url, asked),
+        pytest.raises(ConfigError, match=r"key \(algo.teacher.api_key_file\) holds no line that"),
+    ):
+        teacher(url, api_key_file=str(tmp_path / "key"))
+    assert not asked
+
+
+def test_a_key_that_the_server_repeats_is_not_shown(tmp_path: Path):
+    write_private(tmp_path / "key", KEY + "\n")
+    repeated = {"you sent": {"Authorization": f"Bearer {KEY}"}}
+    with (
+        server_of(lambda _: (400, repeated)) as (url, asked),
+        pytest.raises(ConfigError, match=r"HTTP 400: .*Bearer \(key\)") as refused,
+    ):
+        teacher(url, api_key_file=str(tmp_path / "key"))
+    assert asked[0]["authorization"] == f"Bearer {KEY}"
+    assert KEY not in str(refused.value)
 
 
 @pytest.mark.parametrize(

@@ -1,3 +1,4 @@
+import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -96,9 +97,25 @@ def test_parts_of_ones_own_are_taken_by_module_and_function():
 
 
 REFUSED: dict[str, dict[str, Any]] = {
+    r"algo.data.scale must be a finite number, got nan": {"data": {"scale": math.nan}},
+    r"algo.kl.coefficient must be a finite number, got inf": {"kl": {"coefficient": math.inf}},
+    r"algo.entropy_bonus must be a finite number, got inf": {"entropy_bonus": math.inf},
+    r"algo.likelihood.least_reward must be a finite number, got nan": {
+        "likelihood": {"coefficient": 0.1, "least_reward": math.nan}
+    },
+    r"algo.correction.rejection.high must be a finite number, got nan": {
+        "correction": {"rejection": {"high": math.nan}}
+    },
+    r"algo.advantage.weights.right must be a finite number, got -inf": {
+        "advantage": {"name": "gdpo", "weights": {"right": -math.inf}}
+    },
     r"algo.preset = 'grppo' is not known; there are async-default, grpo": {"preset": "grppo"},
     r"algo.surrogate = 'ppo' is not known; there are cispo, .*MODULE:FUNCTION": {
         "surrogate": "ppo"
+    },
+    r"algo.surrogate.name must be the name of a part, got 3": {"surrogate": {"name": 3}},
+    r"algo.advantage.name must be the name of a part, got \['grpo'\]": {
+        "advantage": {"name": ["grpo"]}
     },
     r"unknown setting algo.surrogate.clip; known are clip_low, clip_high": {
         "surrogate": {"clip": 0.2}
