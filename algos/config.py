@@ -459,7 +459,8 @@ def _contradictions(choice: AlgoChoice) -> dict[str, bool]:
             bool(choice.teacher.model) and bool(choice.teacher.endpoint)
         ),
         'algo.anchor = "behavior" already divides by the behavior policy; importance-sampling '
-        "would correct for the same difference once more": (
+        'would correct for the same difference once more (algo.preset = "decoupled-ppo" anchors at '
+        "the proximal policy)": (
             choice.anchor == "behavior" and has_ratio and "importance-sampling" in names
         ),
         "algo.correction.approximate-proximal replaces the proximal policy, which "

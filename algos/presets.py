@@ -24,6 +24,11 @@ PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         "async-default": {
             "advantage": _GRPO,
             "surrogate": _CLIP,
+            "anchor": "behavior",
+        },
+        "decoupled-ppo": {
+            "advantage": _GRPO,
+            "surrogate": _CLIP,
             "anchor": "proximal",
             "correction": {"importance-sampling": {"level": "token", "high": 5.0}},
         },

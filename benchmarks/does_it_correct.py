@@ -85,7 +85,7 @@ def _weighted(level: str, high: float) -> AlgoSection:
     return _section("policy-gradient", {"importance-sampling": {"level": level, "high": high}})
 
 
-PRESET = "async-default"
+DECOUPLED = "decoupled-ppo"
 UNCORRECTED = "none"
 UNBIASED = "sequence, no cap"
 _ICE_POP = {"level": "token", "low": 0.5, "high": 2.0}
@@ -93,7 +93,7 @@ ESTIMATORS: dict[str, AlgoSection] = {
     UNCORRECTED: _section("policy-gradient"),
     "token, cap 2": _weighted("token", 2.0),
     "token, cap 5": _weighted("token", 5.0),
-    PRESET: AlgoSection(preset=PRESET, reduce="token-sum"),
+    DECOUPLED: AlgoSection(preset=DECOUPLED, reduce="token-sum"),
     "sequence, cap 2": _weighted("sequence", 2.0),
     "sequence, cap 5": _weighted("sequence", 5.0),
     UNBIASED: _weighted("sequence", _UNLIMITED),
@@ -429,7 +429,7 @@ _VARIANCES = (0.01, 0.1, 1.0, 10.0, 100.0, 1000.0)
 _COLORS = {  # by what stands first in an estimator's name
     "none": "#000000",
     "token": "#0b62c4",
-    PRESET: "#0b62c4",
+    DECOUPLED: "#0b62c4",
     "sequence": "#0a7d34",
     "geometric": "#7a7a00",
     "reject": "#b35c00",

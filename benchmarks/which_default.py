@@ -2,7 +2,7 @@
 
     python -m benchmarks.which_default exact           every length, lag and mismatch (5 minutes)
     python -m benchmarks.which_default runs --out F    real runs, one line of F each (an hour)
-    python -m benchmarks.which_default report F        what the runs say, with tests
+    python -m benchmarks.which_default report [F]      what the runs say, with tests
 
 exact: the errors of ``does_it_correct`` over a grid of lengths, lags and mismatches. Of each
 candidate: the geometric mean over cells of its error over the least error in the cell (1 is best
@@ -14,7 +14,7 @@ stale as they may be. All candidates train with the same advantages, learning ra
 is compared is the share of right answers to held-out problems at the end, and its mean over the
 evaluations on the way.
 
-report: differences from the default, paired by seed; p is of the exact sign-flip test over all
+report: differences from decoupled PPO, paired by seed; p is of the exact sign-flip test over all
 2^n signs (two-sided), after Holm's correction over candidates; *detectable* is the difference that
 a paired t-test with as many seeds and as large a deviation would find with a chance of 80% at a
 level of 5%.
@@ -35,8 +35,8 @@ import msgspec
 import torch
 
 from benchmarks.does_it_correct import (
+    DECOUPLED,
     ESTIMATORS,
-    PRESET,
     Case,
     estimate,
     on_policy_variance,
@@ -45,6 +45,7 @@ from benchmarks.does_it_correct import (
 from deploy.addition import prepare
 
 ROOT = Path(__file__).parents[1]
+RECORDED = ROOT / "benchmarks" / "recorded" / "which_default.jsonl"  # what docs/staleness.md shows
 # ---- the exact study ---------------------------------------------------------
 
 WIDTHS = {4: 3, 6: 3, 8: 2, 10: 2, 12: 2}  # tokens of a sequence -> tokens to choose from
@@ -53,7 +54,7 @@ MISMATCHES = (0.02, 0.3, 1.0)
 NUM_PROBLEMS = 5
 _NEAR = 1.02  # of the least error: as good as the best
 CANDIDATES = (
-    PRESET,
+    DECOUPLED,
     "none",
     "token, cap 2",
     "sequence, cap 2",
@@ -162,9 +163,9 @@ COMMON = {
     "checkpoint.at_end": "false",
     "logging.trackers": "[]",
 }
-_PLAIN = {"preset": PRESET, "correction": "none"}
-RUNS: dict[str, dict[str, object]] = {  # all with the advantages and the reduction of the default
-    PRESET: {"preset": PRESET},
+_PLAIN = {"preset": DECOUPLED, "correction": "none"}
+RUNS: dict[str, dict[str, object]] = {  # all with the same advantages and the same reduction
+    DECOUPLED: {"preset": DECOUPLED},
     "none": {**_PLAIN, "surrogate": "policy-gradient"},
     "sequence, cap 2": {
         **_PLAIN,
@@ -305,11 +306,11 @@ def report(results: Sequence[Result]) -> str:
     lines = [f"| estimator | staleness | {titles} |", "|---|---:|---:|---:|"]
     cells: dict[str, list[str]] = {name: [] for name in names}
     for figure in ("final", "mean"):
-        base = values(PRESET, figure)
+        base = values(DECOUPLED, figure)
         differences = {
             name: [a - b for a, b in zip(values(name, figure), base, strict=True)]
             for name in names
-            if name != PRESET
+            if name != DECOUPLED
         }
         ps = holm({name: sign_flip_p(each) for name, each in differences.items()})
         for name in names:
@@ -333,7 +334,7 @@ def main() -> int:
     runs = commands.add_parser("runs", help="real runs; goes on where it was stopped")
     runs.add_argument("--out", type=Path, required=True, metavar="FILE")
     told = commands.add_parser("report", help="what the runs of a file say")
-    told.add_argument("file", type=Path)
+    told.add_argument("file", type=Path, nargs="?", default=RECORDED, help="%(default)s")
     arguments = parser.parse_args()
 
     def say(line: str) -> None:

@@ -31,6 +31,7 @@ OTHERS: dict[str, tuple[str, ...]] = {
     "maxrl": ("algo.advantage=maxrl", "algo.data.bias=1.0"),
     "parts of the reward": ("algo.advantage={name = 'gdpo', weights = {low = 1.0, many = 0.1}}",),
     "whole minibatch": (
+        "algo.preset=decoupled-ppo",
         "algo.correction.clip-cov={share = 0.5, low = -1.0, high = 9.0}",
         "algo.correction.kl-cov={share = 0.1}",
         "algo.correction.importance-sampling.normalize=true",

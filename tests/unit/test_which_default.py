@@ -1,12 +1,18 @@
 """The statistics behind the choice of a default, against values that stand in tables."""
 
 import math
+import statistics
 
+import msgspec
 import pytest
 
+from algos.config import choice_of
+from algos.section import AlgoSection
 from benchmarks.does_it_correct import Case
 from benchmarks.which_default import (
     CANDIDATES,
+    RECORDED,
+    ROOT,
     RUNS,
     SEEDS,
     Result,
@@ -14,6 +20,7 @@ from benchmarks.which_default import (
     errors,
     exact_tables,
     holm,
+    read,
     report,
     sign_flip_p,
     standings,
@@ -91,3 +98,18 @@ def test_the_report_pairs_runs_by_seed():
     # better by the same in each of 8 pairs: p = 2 / 256, four candidates
     assert f"| {names[1]} | 2.00 | 0.855, +0.020, 0.031, 0.000 |" in lines[3]
     assert "0.835, +0.000, 1.000, 0.000" in lines[4]
+
+
+def test_the_page_has_the_table_of_the_recorded_runs():
+    results = read(RECORDED)
+    assert len(results) == len({(one.candidate, one.seed) for one in results})
+    assert {one.seed for one in results} == set(SEEDS)
+    assert report(results) in (ROOT / "docs" / "staleness.md").read_text()
+
+
+def test_the_default_is_what_learned_the_most():
+    def learned(name: str) -> float:
+        return statistics.fmean(one.final for one in read(RECORDED) if one.candidate == name)
+
+    best = choice_of(msgspec.convert(RUNS[max(RUNS, key=learned)], AlgoSection))
+    assert best == choice_of(AlgoSection())

@@ -46,7 +46,8 @@ LENGTHS = (5, 3, 8, 1, 6)
 
 
 def algorithm(**settings: object) -> Algorithm:
-    return Algorithm(choice_of(msgspec.convert(settings, AlgoSection)), max_response_tokens=8)
+    table = {"preset": "decoupled-ppo", **settings}
+    return Algorithm(choice_of(msgspec.convert(table, AlgoSection)), max_response_tokens=8)
 
 
 def cut(sequences: range, seed: int = 0) -> dict[str, Any]:

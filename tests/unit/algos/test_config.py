@@ -20,7 +20,7 @@ OWN = "tests.unit.algos.own_parts"
 
 
 def chosen(**settings: object) -> AlgoChoice:
-    return choice_of(msgspec.convert(settings, AlgoSection))
+    return choice_of(msgspec.convert({"preset": "decoupled-ppo", **settings}, AlgoSection))
 
 
 @pytest.mark.parametrize("preset", PRESETS)
@@ -47,6 +47,20 @@ def test_the_presets_are_those_that_are_promised():
         "m2po",
         "async-default",
     }
+
+
+def test_the_default_keeps_to_the_policy_that_sampled():
+    """As docs/staleness.md measured it; decoupled PPO does not, and keeps its name."""
+    default = choice_of(AlgoSection())
+    assert (default.surrogate.part.name, default.anchor) == ("ppo-clip", "behavior")
+    assert default.surrogate.options == PpoOptions(clip_low=0.2, clip_high=0.2)
+    assert corrections(default) == {}
+    decoupled = chosen(preset="decoupled-ppo")
+    assert (decoupled.surrogate, decoupled.anchor) == (default.surrogate, "proximal")
+    assert corrections(decoupled) == {
+        "importance-sampling": ImportanceSamplingOptions(level="token", high=5.0)
+    }
+    assert (decoupled.advantage, decoupled.reduce) == (default.advantage, default.reduce)
 
 
 def test_parts_are_named_as_they_are_found():
@@ -109,7 +123,9 @@ REFUSED: dict[str, dict[str, Any]] = {
     r"algo.advantage.weights.right must be a finite number, got -inf": {
         "advantage": {"name": "gdpo", "weights": {"right": -math.inf}}
     },
-    r"algo.preset = 'grppo' is not known; there are async-default, grpo": {"preset": "grppo"},
+    r"algo.preset = 'grppo' is not known; there are async-default, decoupled-ppo": {
+        "preset": "grppo"
+    },
     r"algo.surrogate = 'ppo' is not known; there are cispo, .*MODULE:FUNCTION": {
         "surrogate": "ppo"
     },

@@ -55,7 +55,7 @@ def test_a_teacher_that_nobody_named_is_refused(model: str):
 
 
 def test_tokens_are_not_held_to_where_their_only_minibatch_begins(model: str):
-    held: Table = {"correction": "kl-cov"}
+    held: Table = {"preset": "decoupled-ppo", "correction": "kl-cov"}
     with pytest.raises(
         ConfigError, match=r"kl-cov holds tokens .* set learner\.minibatches > 1 or"
     ):
