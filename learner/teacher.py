@@ -167,7 +167,7 @@ class EndpointTeacher:
             status, body = await self._posted(session, question)
             if status == 200:
                 return self._values(body, tokens[start:])
-            trouble = f"HTTP {status}: {self._shown(body)}" if status else body.decode()
+            trouble = f"HTTP {status}: " * (status > 0) + self._shown(body)
             if 0 < status < 500 and status not in _COME_AGAIN:
                 raise EngineError(
                     f"the teacher at {self._url} (algo.teacher.endpoint) answered {trouble}"
