@@ -109,7 +109,7 @@ def grpo(outcomes: Outcomes, options: GrpoOptions) -> Tensor:
     deviations = outcomes.deviations()
     if options.std_over == "batch":
         deviations = group_deviations(outcomes.rewards, torch.zeros_like(outcomes.groups), 1)
-    return centered / (deviations + options.epsilon)
+    return _divided(centered, deviations + options.epsilon)
 
 
 @advantage("rloo", needs=("siblings",))
@@ -185,10 +185,10 @@ def gdpo(outcomes: Outcomes, options: GdpoOptions) -> Tensor:
         groups = outcomes.groups[there]
         centered = group_centered(values[there], groups, outcomes.num_groups)
         deviations = group_deviations(values[there], groups, outcomes.num_groups)
-        total[there] += weights[name] * centered / (deviations + options.epsilon)
+        total[there] += weights[name] * _divided(centered, deviations + options.epsilon)
     one_group = torch.zeros_like(outcomes.groups)
     centered = group_centered(total, one_group, 1)
-    return centered / (group_deviations(total, one_group, 1) + options.epsilon)
+    return _divided(centered, group_deviations(total, one_group, 1) + options.epsilon)
 
 
 @advantage("zero")
@@ -223,7 +223,9 @@ def pass_at_k(outcomes: Outcomes, options: PassAtKOptions) -> Tensor:
     second = outcomes.largest(where(is_best, -torch.inf, rewards))
     num_best = group_sums(is_best.double(), outcomes.groups, outcomes.num_groups)
     lead = where(is_best & (num_best == 1), rewards - second, 0.0)
-    return lead / (outcomes.deviations() + options.epsilon) if options.divide_by_std else lead
+    if not options.divide_by_std:
+        return lead
+    return _divided(lead, outcomes.deviations() + options.epsilon)
 
 
 @advantage("remax", needs=("greedy",))
@@ -247,3 +249,8 @@ def plain(outcomes: Outcomes, _: NoOptions) -> Tensor:
     REINFORCE (Williams, 1992) without a baseline.
     """
     return outcomes.rewards
+
+
+def _divided(values: Tensor, deviations: Tensor) -> Tensor:
+    """Return values by their deviations, 0 where nothing deviates. Shapes [N]."""
+    return where(deviations > 0, values / where(deviations > 0, deviations, 1.0), 0.0)

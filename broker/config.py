@@ -237,7 +237,8 @@ def private_paths(table: Table) -> tuple[Path, ...]:
     role that belongs to a broker on another host has none, nor a store, unless one is there.
     """
     run, broker = run_section(table), section(table, "broker", BrokerSection)
-    teacher = table.get("algo", {}).get("teacher", {})  # whose settings are the learner's
+    algo = table.get("algo")  # whose settings are the learner's to check
+    teacher = algo.get("teacher") if isinstance(algo, dict) else None
     files = (
         broker.redis.password_file,
         str(run.folder / PAGE_ADDRESS),

@@ -6,6 +6,7 @@ from typing import Annotated, Literal, Self
 import msgspec
 
 from algos.section import AlgoSection
+from learner.teacher_address import refuse_no_address
 from weightbus.config import WeightBusSection, weightbus_section
 from wire.checkpoints import read_checkpoint_info
 from wire.errors import ConfigError
@@ -162,6 +163,9 @@ def learner_settings(table: Table, *, may_resume: bool = False) -> LearnerSettin
     model_folder(settings.run)
     if settings.resume_from is not None and not may_resume:
         read_checkpoint_info(settings.resume_from)
+    endpoint = settings.algo.teacher.get("endpoint")
+    if endpoint and isinstance(endpoint, str):  # before it is written down: it may hold a password
+        refuse_no_address(endpoint)
     _check_split(settings)
     _check_schedule(settings)
     _check_profile(settings)

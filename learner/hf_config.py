@@ -6,7 +6,7 @@ from typing import Literal, get_args
 import msgspec
 
 from wire.errors import ConfigError
-from wire.tokenizer_hash import tokenizer_hash
+from wire.tokenizer_hash import numbered_tokens, tokenizer_hash
 
 ModelType = Literal["llama", "qwen2", "qwen3"]
 SUPPORTED: tuple[str, ...] = get_args(ModelType)
@@ -108,7 +108,8 @@ def refuse_other_tokens(frozen: Path, model: Path, setting: str, *, whole: bool)
     """Refuse a frozen policy whose tokens are not those of the policy.
 
     Models of one family may pad the same vocabulary to different sizes: that does not matter where
-    only tokens that were chosen are looked at, and their tokenizers say so.
+    only tokens that were chosen are looked at, and their tokenizers say so. Models of two families
+    may have as many tokens as each other.
 
     Args:
         frozen: Hugging Face folder.
@@ -120,6 +121,12 @@ def refuse_other_tokens(frozen: Path, model: Path, setting: str, *, whole: bool)
         ConfigError: the same number is not, or may not be, the same token.
     """
     theirs, ours = load_hf_config(frozen, setting).vocab_size, load_hf_config(model).vocab_size
+    tokens, own_tokens = numbered_tokens(frozen), numbered_tokens(model)
+    if tokens and own_tokens and tokens != own_tokens:
+        raise ConfigError(
+            f"{frozen} ({setting}) numbers other tokens than run.model (tokenizer.json): the same "
+            "number must be the same token"
+        )
     if theirs == ours or (not whole and _tokenizer(frozen) == _tokenizer(model) != ""):
         return
     raise ConfigError(

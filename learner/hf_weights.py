@@ -28,13 +28,13 @@ from wire.model_files import WEIGHTS, copied_files, weight_files
 _IGNORED_SUFFIX = ".rotary_emb.inv_freq"  # derived from the config; old files hold it
 
 
-def load_hf_weights(model: GPTModel, folder: Path) -> None:
+def load_hf_weights(model: GPTModel, folder: Path, setting: str = "run.model") -> None:
     """Fill this rank's part of the model from the safetensors files in ``folder``.
 
     Raises:
         ConfigError: a tensor is missing, has another shape, or has no place in the model.
     """
-    with HfTensors(folder) as tensors, torch.no_grad():
+    with HfTensors(folder, setting) as tensors, torch.no_grad():
         used = {"lm_head.weight"} if model.hf_config.tie_word_embeddings else set()
         for name, parameter in _own_parameters(model):
             mapping = _mapping(model, name)
@@ -44,7 +44,7 @@ def load_hf_weights(model: GPTModel, folder: Path) -> None:
     if left:
         raise ConfigError(
             f"{folder} holds {len(left)} tensors that a {model.hf_config.model_type} model does "
-            f"not have, such as {left[0]} (run.model)"
+            f"not have, such as {left[0]} ({setting})"
         )
 
 
@@ -125,20 +125,20 @@ def _put_in_place(unfinished: Path, folder: Path) -> None:
 class HfTensors:
     """The tensors in a folder of safetensors files, read on demand."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self, folder: Path, setting: str = "run.model") -> None:
+        self._folder, self._setting = folder, setting
         self._open_files = ExitStack()
         self._file_of: dict[str, safe_open] = {}
 
     def __enter__(self) -> "HfTensors":
         with ExitStack() as stack:
             try:
-                for path in weight_files(self._folder):
+                for path in weight_files(self._folder, self._setting):
                     file = stack.enter_context(safe_open(path, framework="pt"))
                     self._file_of.update(dict.fromkeys(file.keys(), file))
             except (SafetensorError, OSError) as error:
                 raise ConfigError(
-                    f"cannot read the weights in {self._folder}: {error} (run.model)"
+                    f"cannot read the weights in {self._folder}: {error} ({self._setting})"
                 ) from error
             self._open_files = stack.pop_all()
         return self
@@ -154,13 +154,13 @@ class HfTensors:
     def read(self, name: str, shape: tuple[int, ...], rows: slice, dim: int) -> Tensor:
         """Return part of a tensor that must have the given whole shape."""
         if name not in self._file_of:
-            raise ConfigError(f"{self._folder} holds no tensor {name} (run.model)")
+            raise ConfigError(f"{self._folder} holds no tensor {name} ({self._setting})")
         part = self._file_of[name].get_slice(name)  # type: ignore[no-untyped-call]  # safetensors is untyped
         got = tuple(part.get_shape())
         if got != shape:
             raise ConfigError(
                 f"{self._folder}: tensor {name} must have shape {list(shape)} for its "
-                f"config.json, got {list(got)} (run.model)"
+                f"config.json, got {list(got)} ({self._setting})"
             )
         tensor: Tensor = part[(slice(None),) * dim + (rows,)]
         return tensor

@@ -202,10 +202,11 @@ def build_policy(settings: LearnerSettings, topology: Topology) -> Policy:
     choice = algorithm.choice
     resumes = settings.resume_from is not None
 
-    def build(folder: Path, *, fill: bool = True) -> GPTModel:
-        model = build_model(load_hf_config(folder), dtype=_dtype(learner.dtype), extra=extra)
+    def build(folder: Path, setting: str = "run.model", *, fill: bool = True) -> GPTModel:
+        hf = load_hf_config(folder, setting)
+        model = build_model(hf, dtype=_dtype(learner.dtype), extra=extra)
         if fill:
-            load_hf_weights(model, folder)
+            load_hf_weights(model, folder, setting)
         model.train()
         return model
 
@@ -216,13 +217,14 @@ def build_policy(settings: LearnerSettings, topology: Topology) -> Policy:
     def frozen_policy(folder: Path, setting: str) -> ReferencePolicy:
         refuse_other_tokens(folder, settings.model, setting, whole=algorithm.needs_full_kl)
         known = frozen.get(folder.resolve())
-        return known if known is not None else ReferencePolicy(build(folder), topology)
+        return known if known is not None else ReferencePolicy(build(folder, setting), topology)
 
     reference: ReferencePolicy | None = None
     decay_steps = settings.lr_decay_steps
     if choice.needs_reference:
         folder = Path(choice.kl.reference) if choice.kl.reference else settings.model
-        reference = frozen_policy(folder, "algo.kl.reference")
+        setting = "algo.kl.reference" if choice.kl.reference else "run.model"
+        reference = frozen_policy(folder, setting)
         if not choice.kl.renew_every:
             frozen[folder.resolve()] = reference  # a teacher of this folder is the same model
         elif architecture_of(load_hf_config(folder)) != architecture_of(hf):

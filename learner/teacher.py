@@ -16,7 +16,6 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
 
 import aiohttp
 import msgspec
@@ -27,6 +26,7 @@ from torch import Tensor
 from algos.config import TeacherOptions
 from learner.broadcast import any_rank
 from learner.collate import PackedBatch
+from learner.teacher_address import refuse_no_address
 from wire.errors import ConfigError, EngineError, PeerLostError
 from wire.keys import read_private
 from wire.visible import visible
@@ -73,7 +73,7 @@ class EndpointTeacher:
             ConfigError: the address or the key is wrong, or it is no server of SGLang's.
             PeerLostError: nobody answers there.
         """
-        _refuse_no_address(options.endpoint)
+        refuse_no_address(options.endpoint)
         self._url = options.endpoint.rstrip("/") + "/generate"
         self._last_token = vocab_size - 1
         self._concurrency = options.concurrency
@@ -167,7 +167,7 @@ class EndpointTeacher:
             status, body = await self._posted(session, question)
             if status == 200:
                 return self._values(body, tokens[start:])
-            trouble = f"HTTP {status}: {self._shown(body)}" if status else body.decode()
+            trouble = f"HTTP {status}: " * (status > 0) + self._shown(body)
             if 0 < status < 500 and status not in _COME_AGAIN:
                 raise EngineError(
                     f"the teacher at {self._url} (algo.teacher.endpoint) answered {trouble}"
@@ -229,31 +229,6 @@ class EndpointTeacher:
             if not _LEAST <= value <= _ABOVE_0:
                 raise EngineError(f"the teacher ({self._url}) told a log-probability of {value:g}")
         return values
-
-
-def _refuse_no_address(endpoint: str) -> None:
-    """Refuse what is no address of a server.
-
-    Raises:
-        ConfigError: says why, and no password.
-    """
-    try:
-        parts = urlsplit(endpoint)
-        host = parts.hostname or ""
-        host.encode("idna")
-        is_whole = parts.port != 0 and endpoint.split() == [endpoint]
-    except ValueError as error:
-        raise ConfigError(f"algo.teacher.endpoint is no address: {error}") from error
-    if parts.scheme not in {"http", "https"} or not host or "@" in parts.netloc:
-        raise ConfigError(
-            "algo.teacher.endpoint must be http:// or https:// and a host, without a user, got "
-            f"{parts.scheme or 'no scheme'} and {host or 'no host'}"
-        )
-    if not is_whole or parts.query or parts.fragment:
-        raise ConfigError(
-            "algo.teacher.endpoint must be http:// or https:// and a host, with a port above 0, "
-            "and no white space, query or fragment after it"
-        )
 
 
 def _questions(batch: PackedBatch) -> list[tuple[list[int], int]]:

@@ -16,8 +16,10 @@ class _Index(msgspec.Struct, frozen=True):
     weight_map: Mapping[str, str]
 
 
-def weight_files(folder: Path) -> list[Path]:
-    """Return the files with the weights of a folder: one, or those that its index names.
+def weight_files(folder: Path, setting: str = "run.model") -> list[Path]:
+    """Return the files with the weights of a folder, which a setting names.
+
+    One, or those that its index names.
 
     Raises:
         ConfigError: there are none, or the index is none or names a file elsewhere.
@@ -26,15 +28,15 @@ def weight_files(folder: Path) -> list[Path]:
         return [folder / WEIGHTS]
     index = folder / WEIGHTS_INDEX
     if not index.is_file():
-        raise ConfigError(f"{folder} holds neither {WEIGHTS} nor {WEIGHTS_INDEX} (run.model)")
+        raise ConfigError(f"{folder} holds neither {WEIGHTS} nor {WEIGHTS_INDEX} ({setting})")
     try:
         names = set(msgspec.json.decode(index.read_bytes(), type=_Index).weight_map.values())
     except msgspec.DecodeError as error:
-        raise ConfigError(f"{index}: {error} (run.model)") from error
+        raise ConfigError(f"{index}: {error} ({setting})") from error
     for name in sorted(names):
         if PurePath(name).name != name or name in {"", ".."} or "\0" in name:
             raise ConfigError(
-                f"{index} names {name!r:.200}, which is no file beside it (run.model)"
+                f"{index} names {name!r:.200}, which is no file beside it ({setting})"
             )
     return [folder / name for name in sorted(names)]
 

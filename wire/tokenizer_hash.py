@@ -1,4 +1,4 @@
-"""One number for what decides token ids, so that two roles can tell that they agree on them."""
+"""What decides token ids, so that two roles or two models can tell that they agree on them."""
 
 import hashlib
 import json
@@ -29,6 +29,21 @@ def tokenizer_hash(folder: Path) -> str:
         raise ConfigError(f"{path} is not valid JSON (run.model): {error}") from error
     canonical = json.dumps(_canonical(content), sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(canonical.encode()).hexdigest()[:_HEX_DIGITS]
+
+
+def numbered_tokens(folder: Path) -> list[str] | dict[str, int]:
+    """Return the tokens of a Hugging Face folder's tokenizer with their numbers.
+
+    Those that were added to the vocabulary are left out: fine-tuned models rename spare ones.
+    Empty if there is no tokenizer.json with a vocabulary.
+    """
+    try:
+        vocabulary = json.loads((folder / "tokenizer.json").read_bytes())["model"]["vocab"]
+        if isinstance(vocabulary, list):  # tokens and their scores, in order
+            return [str(token) for token, *_ in vocabulary]
+        return {str(token): int(number) for token, number in vocabulary.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return {}
 
 
 def _canonical(content: Any) -> Any:  # noqa: ANN401 JSON

@@ -7,30 +7,42 @@ class OwnTime:
     Looked at now and then: where the run wants a core, only what it got of the processor counts;
     where it sleeps, or waits for what does not come, all of the time does. So a busy machine makes
     no run too slow, and a run that hangs ends all the same.
+
+    Waiting for a disk counts as wanting a core for a while only: a process whose child has not
+    started its program yet (vfork) looks the same, and may look so for as long as it likes.
     """
 
-    def __init__(self, now_s: float, cpu_s: float) -> None:
+    def __init__(self, now_s: float, cpu_s: float, *, disk_s: float) -> None:
         """Begin.
 
         Args:
             now_s: seconds of a monotonic clock.
             cpu_s: processor seconds that the run has used so far.
+            disk_s: for how long it may wait for a disk.
         """
         self.began_s = now_s
         self.seconds = 0.0
-        self._now_s, self._cpu_s = now_s, cpu_s
-        self._wanted_core = True
+        self._now_s, self._cpu_s, self._disk_s = now_s, cpu_s, disk_s
+        self._wanted_core, self._waited_for_disk = True, False
 
-    def tick(self, now_s: float, cpu_s: float, *, wants_core: bool) -> None:
+    def tick(self, now_s: float, cpu_s: float, *, wants_core: bool, waits_for_disk: bool) -> None:
         """Add what has passed since the last look.
 
         Args:
             now_s: seconds of the same clock.
             cpu_s: processor seconds that the run has used so far.
-            wants_core: whether something of it would go on if the machine let it.
+            wants_core: whether something of it would go on if it were given a core.
+            waits_for_disk: whether something of it seems to wait for a disk.
         """
         elapsed = max(0.0, now_s - self._now_s)
         used = min(elapsed, max(0.0, cpu_s - self._cpu_s))
-        self.seconds += used if wants_core or self._wanted_core else elapsed
+        if wants_core or self._wanted_core:
+            self.seconds += used
+        elif waits_for_disk or self._waited_for_disk:
+            spared = min(elapsed - used, self._disk_s)
+            self._disk_s -= spared
+            self.seconds += elapsed - spared
+        else:
+            self.seconds += elapsed
         self._now_s, self._cpu_s = now_s, max(cpu_s, self._cpu_s)
-        self._wanted_core = wants_core
+        self._wanted_core, self._waited_for_disk = wants_core, waits_for_disk

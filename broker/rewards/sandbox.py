@@ -42,8 +42,9 @@ _READ_BYTES = 65536
 _MOST_LOOKED_AT = 4096
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _TICK_S = 1 / os.sysconf("SC_CLK_TCK")
-_WANTING = (b"R", b"D")
+_WANTS_CORE, _WAITS_FOR_DISK = b"R", b"D"
 _AT_MOST = 20  # times own_s: then the machine is too busy
+_DISK_SHARE = 0.5  # of own_s: the run may wait for a disk as long as that besides
 NO_FILES: Mapping[str, bytes] = MappingProxyType({})
 _ENVIRONMENT = {"PATH": "/usr/local/bin:/usr/bin:/bin", "HOME": "/tmp", "LANG": "C.UTF-8"}  # noqa: S108
 _SYSTEM_FOLDERS = ("/usr", "/lib", "/lib64", "/bin")
@@ -259,14 +260,20 @@ class _Run:
                     selector.unregister(key.fileobj)
             now_s = time.monotonic()
             if self._own is None and b'"started"' in self._report:
-                self._own = OwnTime(now_s, self._usage.cpu_s)
+                disk_s = _DISK_SHARE * self._limits.own_s
+                self._own = OwnTime(now_s, self._usage.cpu_s, disk_s=disk_s)
             if now_s >= next_look_s:
                 next_look_s = now_s + _POLL_S
                 levels = 1 if self._plain else 2
                 most = self._limits.memory_bytes
                 self._usage.look(self._process.pid, levels=levels, enough_bytes=most)
                 if self._own is not None:
-                    self._own.tick(now_s, self._usage.cpu_s, wants_core=self._usage.wants_core)
+                    self._own.tick(
+                        now_s,
+                        self._usage.cpu_s,
+                        wants_core=self._usage.wants_core,
+                        waits_for_disk=self._usage.waits_for_disk,
+                    )
             status = self._too_much_output() or self._over_limit(now_s)
             if status is not None:
                 return status
@@ -342,7 +349,7 @@ class _Run:
             )
         if "error" in said or "started" not in said:
             raise SandboxUnavailableError(_why_not(shown))
-        own = self._own or OwnTime(now_s, 0.0)
+        own = self._own or OwnTime(now_s, 0.0, disk_s=0.0)
         if status == "starved":
             raise SandboxUnavailableError(
                 f"the machine is too busy: in {now_s - own.began_s:.0f} s the run had "
@@ -475,7 +482,8 @@ class _Usage:
     cpu_s: float = 0.0
     memory_bytes: int = 0
     peak_bytes: int = 0
-    wants_core: bool = False  # a thread of it runs, waits for a core, or for a disk
+    wants_core: bool = False  # a thread of it runs, or waits for a core
+    waits_for_disk: bool = False  # or seems to, see ``OwnTime``
 
     def look(self, root: int, *, levels: int, enough_bytes: int) -> None:
         """Measure the tree under a process.
@@ -486,7 +494,8 @@ class _Usage:
             enough_bytes: more than that is measured again, slowly and exactly.
         """
         above, pids = _tree(root, levels)
-        tasks, memory, cpu_s, wants_core = 0, 0, 0.0, False
+        tasks, memory, cpu_s = 0, 0, 0.0
+        states: set[bytes] = set()
         for pid in (*above, *pids):
             with contextlib.suppress(OSError, ValueError, IndexError):
                 parts = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
@@ -495,27 +504,28 @@ class _Usage:
                     cpu_s += sum(map(int, parts[11:13])) * _TICK_S
                     tasks += int(parts[17])
                     memory += int(parts[21]) * _PAGE_BYTES
-                    wants_core = wants_core or _wants_core(pid, parts)
+                    states |= _states(pid, parts)
         if memory > enough_bytes:
             memory = sum(map(_proportional_bytes, pids))  # pages that they share counted once
-        self.num_tasks, self.memory_bytes, self.wants_core = tasks, memory, wants_core
+        self.num_tasks, self.memory_bytes = tasks, memory
+        self.wants_core, self.waits_for_disk = _WANTS_CORE in states, _WAITS_FOR_DISK in states
         self.cpu_s, self.peak_bytes = max(self.cpu_s, cpu_s), max(self.peak_bytes, memory)
 
 
-def _wants_core(pid: int, parts: Sequence[bytes]) -> bool:
-    """Tell whether one of a process's threads would go on if the machine let it.
+def _states(pid: int, parts: Sequence[bytes]) -> set[bytes]:
+    """Return the states of a process's threads; where one wants a core, perhaps of it alone.
 
     Args:
         pid: of the process.
         parts: of its line in /proc, from the state of its first thread on.
     """
-    if parts[0] in _WANTING or int(parts[17]) == 1:
-        return parts[0] in _WANTING
+    states = {parts[0]}
+    if parts[0] == _WANTS_CORE or int(parts[17]) == 1:
+        return states
     for task in Path(f"/proc/{pid}/task").iterdir():
         with contextlib.suppress(OSError, IndexError):  # it has ended
-            if (task / "stat").read_bytes().rpartition(b")")[2].split()[0] in _WANTING:
-                return True
-    return False
+            states.add((task / "stat").read_bytes().rpartition(b")")[2].split()[0])
+    return states
 
 
 def _proportional_bytes(pid: int) -> int:

@@ -38,7 +38,9 @@ _REQUESTS, _REPLIES = 3, 4  # descriptors of the answer's process
 _MOST_BYTES = 1 << 20  # of one reply
 _LOAD_S = 60.0  # to start Python, besides what a test may take
 _LOOK_S = 0.05
-_WANTING = (b"R", b"D")  # a core, or a disk
+_WANTS_CORE, _WAITS_FOR_DISK = b"R", b"D"
+_DISK_SHARE = 0.5  # of a test's time: an answer may wait for a disk as long as that besides
+_MOST_LOOKED_AT = 64  # processes of an answer
 _PLAIN: tuple[type, ...] = (type(None), bool, int, float, str)
 _CONTAINERS: dict[str, Any] = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
 
@@ -109,9 +111,9 @@ class Answer:
         self._test_s = test_s
         self._pid = 0
         self._requests = self._replies = -1
-        self._clock_left_s = 0.0
+        self._clock_left_s = self._disk_left_s = 0.0
         self._last_s = self._last_cpu_s = 0.0
-        self._wanted_core = True
+        self._states: set[bytes] = set()
         self.names: list[str] = []
 
     def begin_test(self) -> None:
@@ -186,42 +188,46 @@ class Answer:
             os.close(descriptor)
 
     def _set_clock(self, left_s: float) -> None:
-        self._clock_left_s, self._wanted_core = left_s, True
+        self._clock_left_s, self._disk_left_s = left_s, _DISK_SHARE * left_s
         self._last_s, self._last_cpu_s, _ = self._look()
+        self._states = {_WANTS_CORE}
 
-    def _look(self) -> tuple[float, float, bool]:
-        """Return now, the answer's processor seconds, and whether it would go on if it could."""
-        try:
-            with open(f"/proc/{self._pid}/stat", "rb") as file:  # noqa: PTH123 pathlib is slow to import
-                parts = file.read().rpartition(b")")[2].split()
-        except OSError:
-            return time.monotonic(), self._last_cpu_s, False
-        cpu_s = (int(parts[11]) + int(parts[12])) / os.sysconf("SC_CLK_TCK")
-        return time.monotonic(), cpu_s, parts[0] in _WANTING or self._has_thread_that_wants()
-
-    def _has_thread_that_wants(self) -> bool:
-        folder = f"/proc/{self._pid}/task"
-        try:
-            tasks = os.listdir(folder)  # noqa: PTH208 pathlib is slow to import
-            for task in tasks if len(tasks) > 1 else ():
-                with open(f"{folder}/{task}/stat", "rb") as file:  # noqa: PTH123
-                    if file.read().rpartition(b")")[2].split()[0] in _WANTING:
-                        return True
-        except (OSError, IndexError):  # it has ended
-            return False
-        return False
+    def _look(self) -> tuple[float, float, set[bytes]]:
+        """Return now, and of the answer and all that it started processor seconds and states."""
+        ticks, states, pids = 0, set(), [self._pid]
+        for pid in pids:
+            try:
+                parts = stat_of(f"/proc/{pid}/stat")
+                ticks += sum(map(int, parts[11:15]))  # of children that are gone, too
+                states.add(parts[0])
+                folder = f"/proc/{pid}/task"
+                for task in os.listdir(folder):  # noqa: PTH208 pathlib is slow to import
+                    states.add(stat_of(f"{folder}/{task}/stat")[0])
+                    if len(pids) < _MOST_LOOKED_AT:
+                        with open(f"{folder}/{task}/children", "rb") as file:  # noqa: PTH123
+                            pids += map(int, file.read().split())
+            except (OSError, IndexError):  # it has ended, or the kernel lists no children
+                continue
+        return time.monotonic(), ticks / os.sysconf("SC_CLK_TCK"), states
 
     def _wait(self, reads: list[int], writes: list[int]) -> None:
         """Wait for a pipe for as long as the answer has; others' use of the machine is not its.
 
-        As ``broker.rewards.own_time`` has it: where the answer wants a core, what it got counts.
+        As ``broker.rewards.own_time`` has it: where the answer wants a core, what it got counts,
+        and waiting for a disk counts as that for a while.
         """
         while not any(select.select(reads, writes, [], min(_LOOK_S, self._clock_left_s))[:2]):
-            now_s, cpu_s, wants_core = self._look()
-            elapsed = now_s - self._last_s
+            now_s, cpu_s, states = self._look()
+            elapsed, both = now_s - self._last_s, states | self._states
             used = min(elapsed, max(0.0, cpu_s - self._last_cpu_s))
-            self._clock_left_s -= used if wants_core or self._wanted_core else elapsed
-            self._last_s, self._last_cpu_s, self._wanted_core = now_s, cpu_s, wants_core
+            if _WANTS_CORE in both:
+                self._clock_left_s -= used
+            else:
+                spared = min(elapsed - used, self._disk_left_s) if _WAITS_FOR_DISK in both else 0.0
+                self._disk_left_s -= spared
+                self._clock_left_s -= elapsed - spared
+            self._last_s, self._states = now_s, states
+            self._last_cpu_s = max(cpu_s, self._last_cpu_s)
             if self._clock_left_s <= 0:
                 raise AnswerError("it took too long")
 
@@ -239,6 +245,12 @@ class Answer:
                 raise AnswerError("it ended" if not new else "it said too much")
             data += new
         return data
+
+
+def stat_of(path: str) -> list[bytes]:
+    """Return what /proc tells of a process or thread, from its state on."""
+    with open(path, "rb") as file:  # noqa: PTH123 pathlib is slow to import
+        return file.read().rpartition(b")")[2].split()
 
 
 class Remote:

@@ -579,6 +579,18 @@ def test_what_hangs_ends_on_a_busy_machine_all_the_same(mode: sandbox.Mode, sour
 
 
 @needs_namespaces
+@pytest.mark.parametrize("mode", ["namespaces", "none"])
+@pytest.mark.parametrize("vfork", ["syscall(58)", "vfork()"])
+def test_who_hangs_as_if_it_waited_for_a_disk_is_ended(mode: sandbox.Mode, vfork: str):
+    """Whoever starts a child by vfork waits until that starts its program, and seems to read."""
+    if os.uname().machine != "x86_64" and vfork != "vfork()":
+        pytest.skip("there is no such call here")
+    source = f"import ctypes, time\nctypes.CDLL(None).{vfork}\ntime.sleep(1000)"
+    outcome = sandbox.run(source, limits=replace(SMALL, own_s=0.5), mode=mode)
+    assert outcome.status == "timeout"
+
+
+@needs_namespaces
 def test_a_run_that_gets_nothing_of_the_machine_is_no_fault_of_the_code(
     monkeypatch: pytest.MonkeyPatch,
 ):

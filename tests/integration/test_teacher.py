@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -265,6 +266,33 @@ def test_a_key_that_the_server_repeats_is_not_shown(tmp_path: Path):
         teacher(url, api_key_file=str(tmp_path / "key"))
     assert asked[0]["authorization"] == f"Bearer {KEY}"
     assert KEY not in str(refused.value)
+
+
+def test_what_is_no_http_is_shown_in_a_line_without_the_key(tmp_path: Path):
+    write_private(tmp_path / "key", KEY + "\n")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def repeat_it() -> None:
+            while True:
+                try:
+                    connection, _ = server.accept()
+                except OSError:
+                    return  # closed
+                with connection:
+                    connection.recv(65536)
+                    connection.sendall(f"Bearer {KEY}\r\n\r\n".encode())
+
+        thread = threading.Thread(target=repeat_it)
+        thread.start()
+        url = f"http://127.0.0.1:{server.getsockname()[1]}"
+        try:
+            with pytest.raises(PeerLostError, match=r"did not answer .*Bearer \(key\)") as lost:
+                teacher(url, timeout_s=0.5, api_key_file=str(tmp_path / "key"))
+        finally:
+            server.shutdown(socket.SHUT_RDWR)
+            thread.join()
+    assert KEY not in str(lost.value)
+    assert "\n" not in str(lost.value)
 
 
 @pytest.mark.parametrize(

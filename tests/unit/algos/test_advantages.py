@@ -361,6 +361,19 @@ def test_gdpo_normalizes_each_part_of_the_reward_before_it_adds_them(weights: di
     assert found.tolist() == pytest.approx(expected)
 
 
+def test_what_does_not_deviate_is_0_without_an_epsilon():
+    """A part that a whole group has alike is usual, and 0 / 0 would reject the step."""
+    step = several([[1.0, 1.0], [0.0, 1.0]], right=[[1.0, 1.0], [0.0, 1.0]], style=[[2.0] * 2] * 2)
+    none = {"epsilon": 0.0}
+    assert grpo(step, GrpoOptions(**none)).tolist()[:2] == [0.0, 0.0]
+    assert pass_at_k(step, PassAtKOptions(**none)).tolist()[:2] == [0.0, 0.0]
+    weighed = gdpo(step, GdpoOptions(weights={"right": 1.0, "style": 1.0}, **none)).tolist()
+    assert weighed == pytest.approx([0.0, 0.0, -math.sqrt(1.5), math.sqrt(1.5)])
+    assert gdpo(step, GdpoOptions(weights={"style": 1.0}, **none)).tolist() == [0.0] * 4
+    whole = GrpoOptions(std_over="batch", **none)
+    assert grpo(several([[3.0, 3.0], [3.0, 3.0]]), whole).tolist() == [0.0] * 4
+
+
 def test_gdpo_tells_apart_what_a_sum_does_not():
     """Two answers of equal sums, one right and long, one wrong and short, differ."""
     right, short = [[1.0, 0.0, 0.0, 0.0]], [[0.0, 1.0, 0.0, 1.0]]

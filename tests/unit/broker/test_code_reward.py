@@ -1,4 +1,8 @@
 import json
+import os
+import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -8,7 +12,7 @@ import pytest
 from broker.rewards import code, sandbox, tester
 from broker.rewards.code import find_program, parse_tests, same_lines, same_value, score
 from broker.rewards.sdk import Unavailable
-from tests.waiting import HANG_S
+from tests.waiting import HANG_S, state_of, until, until_stopped
 from wire.trajectory import Json, Prompt, Transcript
 
 needs_namespaces = pytest.mark.usefixtures("_namespaces")
@@ -299,6 +303,50 @@ def test_a_program_that_takes_too_much_scores_nothing_in_time():
     assert result == {"score": 0.0, "passed": 0, "ran": 0, "formatted": 1}
     bomb = "import os\nwhile True:\n    try: os.fork()\n    except OSError: pass"
     assert scored(bomb, CALLS, total_s=5.0)["score"] == 0.0
+
+
+HIDES = """
+import ctypes, time
+def add(a, b):
+    if a == 1:
+        ctypes.CDLL(None).vfork()
+        time.sleep(1000)
+    return a + b
+"""
+
+
+@pytest.mark.integration
+@needs_namespaces
+def test_a_call_that_hangs_as_if_it_waited_for_a_disk_costs_only_its_own_test():
+    assert scored(HIDES, CALLS, test_s=2.0)["score"] == 0.5
+
+
+@pytest.mark.integration
+def test_what_an_answer_starts_is_looked_at_like_itself():
+    """A parent that waits for its child to compute wants a core as much as the child does."""
+    burns = "import os\nif os.fork():\n    os.wait()\nwhile True:\n    pass\n"
+    process = subprocess.Popen([sys.executable, "-c", burns])
+    try:
+        answer = tester.Answer(1.0)
+        answer._pid = process.pid
+        until(lambda: looks_computing(answer, cpu_s=0.2), "the child is not seen to compute")
+        (child,) = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        until(lambda: state_of(process.pid) == "S", "the parent does not wait")
+        os.kill(int(child), signal.SIGSTOP)
+        until_stopped(int(child))
+        until(lambda: not looks_computing(answer), "nothing computes, and it looks so")
+        before_s = answer._look()[1]
+        os.kill(int(child), signal.SIGKILL)
+        until(lambda: looks_computing(answer), "the parent is not seen to compute")
+        assert answer._look()[1] >= before_s >= 0.2
+    finally:
+        process.kill()
+        process.wait()
+
+
+def looks_computing(answer: tester.Answer, *, cpu_s: float = 0.0) -> bool:
+    _, used_s, states = answer._look()
+    return b"R" in states and used_s >= cpu_s
 
 
 @pytest.mark.integration

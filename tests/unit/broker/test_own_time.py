@@ -3,11 +3,14 @@
 from broker.rewards.own_time import OwnTime
 
 
-def own_s(*looks: tuple[float, float, bool]) -> float:
-    """Return the own time after looks at (clock, processor seconds, whether it wants a core)."""
-    clock = OwnTime(100.0, 5.0)
+def own_s(*looks: tuple[float, float, bool], disk: bool = False) -> float:
+    """Return the own time after looks at (clock, processor seconds, whether it wants a core).
+
+    With ``disk``, two seconds of waiting for one are free.
+    """
+    clock = OwnTime(100.0, 5.0, disk_s=2.0)
     for now_s, cpu_s, wants_core in looks:
-        clock.tick(100.0 + now_s, 5.0 + cpu_s, wants_core=wants_core)
+        clock.tick(100.0 + now_s, 5.0 + cpu_s, wants_core=wants_core, waits_for_disk=disk)
     return round(clock.seconds, 9)
 
 
@@ -32,3 +35,9 @@ def test_several_threads_are_charged_with_the_clock_at_most():
 
 def test_clocks_that_go_back_take_nothing_away():
     assert own_s((1.0, 1.0, True), (0.5, 0.5, True), (1.5, 1.5, True)) == 1.5
+
+
+def test_who_waits_for_a_disk_is_spared_for_a_while():
+    assert own_s((0.0, 0.0, False), (1.0, 0.25, False), disk=True) == 0.25
+    assert own_s((0.0, 0.0, False), (1.5, 0.0, False), (7.0, 0.0, False), disk=True) == 5.0
+    assert own_s((1.0, 0.0, True), (7.0, 0.0, True), disk=True) == 0.0  # it waits for a core

@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import pytest
+
 from broker.config import private_paths
 from wire.settings import Table
 
@@ -33,3 +35,11 @@ def test_files_with_a_password_or_a_token_are_private_where_they_are(tmp_path: P
     for file in (password, address):
         file.touch()
         assert file in private_paths(table)
+
+
+@pytest.mark.parametrize("algo", [3, "grpo", [], {"teacher": 3}, {"teacher": {"api_key_file": 3}}])
+def test_what_is_wrong_in_the_learners_section_is_for_the_learner_to_say(
+    tmp_path: Path, algo: object
+):
+    table: Table = {"run": {"name": "r", "dir": str(tmp_path)}}
+    assert private_paths({**table, "algo": algo}) == private_paths(table)

@@ -75,3 +75,11 @@ def test_a_learner_that_looks_for_a_checkpoint_itself_needs_none_by_name(run: Ta
     settings = learner_settings({"run": named}, may_resume=True)
     assert settings.resume_from == Path("/gone/step-000004")
     assert settings.resumed(Path("/there/step-000008")).run.resume_from == "/there/step-000008"
+
+
+def test_an_address_of_a_teacher_with_a_password_is_refused_before_it_is_written_down(run: Table):
+    with pytest.raises(ConfigError, match=r"algo\.teacher\.endpoint must be .*") as error:
+        learner_settings({"run": run, "algo": {"teacher": {"endpoint": "http://me:secret@h:1"}}})
+    assert "secret" not in str(error.value)
+    table: Table = {"run": run, "algo": {"teacher": {"endpoint": "http://h:30000"}}}
+    assert learner_settings(table).algo.teacher["endpoint"] == "http://h:30000"

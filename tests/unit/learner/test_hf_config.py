@@ -129,3 +129,29 @@ def test_a_frozen_policy_has_the_same_tokens(
         ConfigError, match=r"\(algo.teacher.model\) has 128 tokens and run.model 100"
     ):
         refuse_other_tokens(teacher, policy, "algo.teacher.model", whole=whole)
+
+
+BPE = '{"model": {"type": "BPE", "vocab": %s}, "added_tokens": [{"id": 2, "content": "%s"}]}'
+UNIGRAM = '{"model": {"type": "Unigram", "vocab": [["a", -1.0], ["%s", %s]]}}'
+
+
+@pytest.mark.parametrize(
+    ("tokenizers", "fits"),
+    [
+        ((BPE % ('{"a": 0, "b": 1}', "<x>"), BPE % ('{"b": 1, "a": 0}', "<y>")), True),
+        ((BPE % ('{"a": 0, "b": 1}', "<x>"), BPE % ('{"a": 1, "b": 0}', "<x>")), False),
+        ((UNIGRAM % ("b", -2.0), UNIGRAM % ("b", -3.0)), True),
+        ((UNIGRAM % ("b", -2.0), UNIGRAM % ("c", -2.0)), False),
+        ((BPE % ('{"a": 0}', "<x>"), ""), True),
+        ((BPE % ('{"a": 0}', "<x>"), '{"model": 3}'), True),
+        ((BPE % ('{"a": 0}', "<x>"), "[]"), True),
+    ],
+)
+def test_as_many_tokens_may_be_others(tmp_path: Path, tokenizers: tuple[str, str], fits: bool):
+    teacher, policy = models(tmp_path, tokenizers=tokenizers, sizes=(100, 100))
+    for whole in (False, True):
+        if fits:
+            refuse_other_tokens(teacher, policy, "algo.teacher.model", whole=whole)
+            continue
+        with pytest.raises(ConfigError, match=r"\(algo.teacher.model\) numbers other tokens than"):
+            refuse_other_tokens(teacher, policy, "algo.teacher.model", whole=whole)

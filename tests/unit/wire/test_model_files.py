@@ -42,6 +42,8 @@ def test_a_folder_without_weights_says_so(tmp_path: Path):
     (tmp_path / "model.safetensors.index.json").write_text("[]")
     with pytest.raises(ConfigError, match=r"index\.json: .*\(run\.model\)"):
         weight_files(tmp_path)
+    with pytest.raises(ConfigError, match=r"index\.json: .*\(algo\.teacher\.model\)"):
+        weight_files(tmp_path, "algo.teacher.model")
 
 
 def test_an_export_takes_config_and_tokenizer_over_and_no_weights(tmp_path: Path):
