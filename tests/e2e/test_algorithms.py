@@ -15,6 +15,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 STEPS = 100
 SETTINGS = {
     "async-default": (),
+    "decoupled-ppo": (),
     "grpo": (),
     "ppo": ("algo.critic.lr=1e-3",),  # ten times the policy's: its head begins at 0
 }
