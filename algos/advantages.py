@@ -252,5 +252,5 @@ def plain(outcomes: Outcomes, _: NoOptions) -> Tensor:
 
 
 def _divided(values: Tensor, deviations: Tensor) -> Tensor:
-    """Return values by their deviations, 0 where nothing deviates. Shapes [N]."""
-    return where(deviations > 0, values / where(deviations > 0, deviations, 1.0), 0.0)
+    """Return values by their deviations, 0 where nothing deviates; NaN stays NaN. Shapes [N]."""
+    return where(deviations == 0, 0.0, values / where(deviations == 0, 1.0, deviations))

@@ -374,6 +374,17 @@ def test_what_does_not_deviate_is_0_without_an_epsilon():
     assert grpo(several([[3.0, 3.0], [3.0, 3.0]]), whole).tolist() == [0.0] * 4
 
 
+@pytest.mark.parametrize("epsilon", [0.0, 1e-6])
+def test_a_reward_that_is_no_number_makes_none_of_its_group(epsilon: float):
+    """The learner rejects such a step: a 0 in its place would be trained."""
+    step = several([[math.nan, 1.0], [0.0, 1.0]])
+    for found in (
+        grpo(step, GrpoOptions(epsilon=epsilon)),
+        grpo(step, GrpoOptions(epsilon=epsilon, std_over="batch")),
+    ):
+        assert all(math.isnan(value) for value in found.tolist()[:2])
+
+
 def test_gdpo_tells_apart_what_a_sum_does_not():
     """Two answers of equal sums, one right and long, one wrong and short, differ."""
     right, short = [[1.0, 0.0, 0.0, 0.0]], [[0.0, 1.0, 0.0, 1.0]]
