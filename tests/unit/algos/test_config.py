@@ -332,6 +332,15 @@ def test_what_teaches_without_rewards_learns_from_equal_ones():
     assert chosen(likelihood={"coefficient": 0.1}).learns_from_equal_rewards
 
 
+def test_a_correction_by_its_name_alone_has_the_bounds_of_its_page():
+    plain = chosen(preset="dr-grpo", anchor="proximal", correction="importance-sampling")
+    assert corrections(plain) == {
+        "importance-sampling": ImportanceSamplingOptions(
+            level="token", high=2.0, low=0.0, normalize=False
+        )
+    }
+
+
 def test_the_presets_of_papers_reduce_as_they_do():
     rules = {name: chosen(preset=name).reduce.name for name in ("sapo", "gspo", "dppo", "drpo")}
     assert rules["sapo"] == rules["gspo"] == "sequence-mean-token-mean"
