@@ -12,6 +12,11 @@ from typing import Any
 _GRPO: dict[str, Any] = {"name": "grpo"}
 _CLIP: dict[str, Any] = {"name": "ppo-clip", "clip_low": 0.2, "clip_high": 0.2}
 _CLIP_HIGHER: dict[str, Any] = {"name": "ppo-clip", "clip_low": 0.2, "clip_high": 0.28}
+_DECOUPLED: dict[str, Any] = {
+    "surrogate": _CLIP,
+    "anchor": "proximal",
+    "correction": {"importance-sampling": {"level": "token", "high": 5.0}},
+}
 _PPO: dict[str, Any] = {
     "advantage": {"name": "gae", "discount": 1.0, "decay": 0.95},
     "surrogate": _CLIP,
@@ -26,12 +31,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
             "surrogate": _CLIP,
             "anchor": "behavior",
         },
-        "decoupled-ppo": {
-            "advantage": _GRPO,
-            "surrogate": _CLIP,
-            "anchor": "proximal",
-            "correction": {"importance-sampling": {"level": "token", "high": 5.0}},
-        },
+        "decoupled-ppo": {"advantage": _GRPO, **_DECOUPLED},
         "grpo": {
             "advantage": _GRPO,
             "surrogate": _CLIP,
@@ -123,9 +123,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         },
         "distill": {
             "advantage": {"name": "zero"},
-            "surrogate": _CLIP,
-            "anchor": "proximal",
-            "correction": {"importance-sampling": {"level": "token", "high": 5.0}},
+            **_DECOUPLED,
             "teacher": {"coefficient": 1.0},
         },
         "m2po": {

@@ -197,9 +197,8 @@ class Answer:
         ticks, states, pids = 0, set(), [self._pid]
         for pid in pids:
             try:
-                parts = stat_of(f"/proc/{pid}/stat")
-                ticks += sum(map(int, parts[11:15]))  # of children that are gone, too
-                states.add(parts[0])
+                # Of children that are gone, too.
+                ticks += sum(map(int, stat_of(f"/proc/{pid}/stat")[11:15]))
                 folder = f"/proc/{pid}/task"
                 for task in os.listdir(folder):  # noqa: PTH208 pathlib is slow to import
                     states.add(stat_of(f"{folder}/{task}/stat")[0])
