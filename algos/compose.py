@@ -12,16 +12,16 @@ from dataclasses import dataclass, fields, replace
 import torch
 from torch import Tensor, where
 
-from algos.advantages import Outcomes
-from algos.config import AlgoChoice
-from algos.corrections import Correction, CorrectionInputs, combined
-from algos.diagnostics import Diagnosed, Sums, diagnostic_sums
-from algos.kl import kl_estimate
-from algos.packing import Packing
-from algos.ratios import log_ratio
-from algos.reduce import Denominators, masked_sum, reduced
-from algos.returns import TokenAdvantages, TokenOutcomes, at_end
-from algos.shaping import (
+from slipstream.algos.advantages import Outcomes
+from slipstream.algos.config import AlgoChoice
+from slipstream.algos.corrections import Correction, CorrectionInputs, combined
+from slipstream.algos.diagnostics import Diagnosed, Sums, diagnostic_sums
+from slipstream.algos.kl import kl_estimate
+from slipstream.algos.packing import Packing
+from slipstream.algos.ratios import log_ratio
+from slipstream.algos.reduce import Denominators, masked_sum, reduced
+from slipstream.algos.returns import TokenAdvantages, TokenOutcomes, at_end
+from slipstream.algos.shaping import (
     normalized,
     overlong_filter,
     overlong_penalty,
@@ -29,7 +29,7 @@ from algos.shaping import (
     scaled,
     zero_variance,
 )
-from algos.surrogates import SurrogateInputs, WholeMinibatch
+from slipstream.algos.surrogates import SurrogateInputs, WholeMinibatch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +84,7 @@ class Algorithm:
     """The parts of one run's algorithm, put together. Pure: holds settings, no state."""
 
     def __init__(self, choice: AlgoChoice, *, max_response_tokens: int) -> None:
-        """Compose what ``algos.config.choice_of`` chose.
+        """Compose what ``slipstream.algos.config.choice_of`` chose.
 
         Args:
             choice: parts and their settings.

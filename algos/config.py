@@ -12,12 +12,12 @@ from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 
-from algos import advantages, corrections, returns, surrogates
-from algos.kl import Kind as KlKind
-from algos.parts import NEEDS, AnyPart, Kind, Options, PartError, check_needs, find_part
-from algos.presets import PRESETS
-from algos.reduce import Rule
-from algos.section import AlgoSection, Table, Whiten
+from slipstream.algos import advantages, corrections, returns, surrogates
+from slipstream.algos.kl import Kind as KlKind
+from slipstream.algos.parts import NEEDS, AnyPart, Kind, Options, PartError, check_needs, find_part
+from slipstream.algos.presets import PRESETS
+from slipstream.algos.reduce import Rule
+from slipstream.algos.section import AlgoSection, Table, Whiten
 
 T = TypeVar("T", bound=Options)
 NotNegative = Annotated[float, msgspec.Meta(ge=0)]

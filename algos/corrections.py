@@ -13,9 +13,16 @@ from msgspec import Meta
 from torch import Tensor, where
 from typing_extensions import override
 
-from algos.packing import Packing
-from algos.parts import Options, correction
-from algos.ratios import MAX_LOG_RATIO, binary_kl, bounded_exp, log_ratio, sequence_ratio, upcast
+from slipstream.algos.packing import Packing
+from slipstream.algos.parts import Options, correction
+from slipstream.algos.ratios import (
+    MAX_LOG_RATIO,
+    binary_kl,
+    bounded_exp,
+    log_ratio,
+    sequence_ratio,
+    upcast,
+)
 
 NotNegative = Annotated[float, Meta(ge=0)]
 Positive = Annotated[float, Meta(gt=0)]

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, where
 
-from algos.ratios import upcast
+from slipstream.algos.ratios import upcast
 
 
 def value_loss(

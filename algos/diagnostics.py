@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from algos.ratios import bounded_exp, log_ratio
+from slipstream.algos.ratios import bounded_exp, log_ratio
 
 Sums = dict[str, Tensor]
 _TOKENS = "policy/tokens"

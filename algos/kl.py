@@ -25,7 +25,7 @@ from typing import Literal
 import torch
 from torch import Tensor, where
 
-from algos.ratios import MAX_LOG_RATIO, importance_ratio, log_ratio
+from slipstream.algos.ratios import MAX_LOG_RATIO, importance_ratio, log_ratio
 
 Kind = Literal["k1", "k2", "k3", "abs", "low-var", "k1+", "k3+", "full"]
 

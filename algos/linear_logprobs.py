@@ -31,7 +31,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from typing_extensions import override
 
-from algos.ratios import upcast
+from slipstream.algos.ratios import upcast
 
 PADDED_LOGIT = -1e30  # probability 0; finite, so that 0 * logit is 0 and not NaN
 CHUNK_BYTES = 64 * 2**20  # of one chunk's logits in float32, on a CPU

@@ -178,6 +178,6 @@ def find_part(
     if not isinstance(found, Part) or found.kind != kind:
         raise PartError(
             f"{setting} = {name!r} is {found!r}; expected a function under "
-            f"@algos.parts.{kind}(name, options)"
+            f"@slipstream.algos.parts.{kind}(name, options)"
         )
     return found

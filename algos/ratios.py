@@ -6,7 +6,7 @@ Shapes: T tokens, B sequences.
 import torch
 from torch import Tensor, where
 
-from algos.packing import Packing
+from slipstream.algos.packing import Packing
 
 MAX_LOG_RATIO = 20.0  # exp(20) is about 5e8: finite, and squares of it are too
 

@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 from torch import Tensor, where
 
-from algos.packing import Packing
+from slipstream.algos.packing import Packing
 
 Rule = Literal[
     "token-mean",

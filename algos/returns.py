@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, where
 from torch.nn.functional import pad
 
-from algos.packing import Packing
-from algos.parts import Options, advantage
-from algos.ratios import upcast
+from slipstream.algos.packing import Packing
+from slipstream.algos.parts import Options, advantage
+from slipstream.algos.ratios import upcast
 
 
 def _alone(values: Tensor) -> Tensor:

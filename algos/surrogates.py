@@ -16,9 +16,9 @@ import torch
 from msgspec import Meta
 from torch import Tensor, where
 
-from algos.packing import Packing
-from algos.parts import NoOptions, Options, surrogate
-from algos.ratios import binary_kl, bounded_exp, log_ratio, sequence_ratio, upcast
+from slipstream.algos.packing import Packing
+from slipstream.algos.parts import NoOptions, Options, surrogate
+from slipstream.algos.ratios import binary_kl, bounded_exp, log_ratio, sequence_ratio, upcast
 
 Width = Annotated[float, Meta(ge=0)]
 Share = Annotated[float, Meta(ge=0, le=1)]

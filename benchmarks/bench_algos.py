@@ -62,7 +62,7 @@ def plain(hidden: "Tensor", weight: "Tensor", target: "Tensor") -> "tuple[Tensor
 
 
 def ours(hidden: "Tensor", weight: "Tensor", target: "Tensor") -> "tuple[Tensor, Tensor]":
-    from algos.linear_logprobs import OutputLayer, linear_logprobs
+    from slipstream.algos.linear_logprobs import OutputLayer, linear_logprobs
 
     said = linear_logprobs(hidden, OutputLayer(weight=weight), target)
     return said.logprobs, said.entropy

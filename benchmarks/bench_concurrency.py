@@ -24,14 +24,14 @@ from pathlib import Path
 from benchmarks.bars import Bars
 from benchmarks.broker.process import work_folder
 from benchmarks.measured_runs import write_inputs
-from generators.concurrency import Range
-from generators.config import GeneratorSettings, generator_settings
-from generators.engine import SamplingParams
-from generators.lanes import Booking, Lanes
-from generators.sglang_engine import SglangEngine
-from generators.sglang_process import SglangProcess
-from wire.status import REPORT_EVERY_S
-from wire.versions import PolicyVersion
+from slipstream.generators.concurrency import Range
+from slipstream.generators.config import GeneratorSettings, generator_settings
+from slipstream.generators.engine import SamplingParams
+from slipstream.generators.lanes import Booking, Lanes
+from slipstream.generators.sglang.engine import SglangEngine
+from slipstream.generators.sglang.process import SglangProcess
+from slipstream.wire.messages.status import REPORT_EVERY_S
+from slipstream.wire.messages.versions import PolicyVersion
 
 GROUP_SIZE = 4
 MOST_SEQUENCES = 256

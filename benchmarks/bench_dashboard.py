@@ -19,20 +19,20 @@ import msgspec
 from yarl import URL
 
 from benchmarks.bars import Bars
-from broker.dashboard.history import History, StoredState, encode_json, write_state
-from broker.dashboard.items import RecordedItems
-from broker.dashboard.recorder import Recorder
-from broker.dashboard.web import Dashboard
-from broker.scoring import ScoringQueue
-from broker.telemetry import Telemetry
-from tests.unit.broker.ledger_driver import lease, make_ledger, make_ready, make_rules, train_step
-from tests.wire_samples import STATUS
-from wire.bus import MemberState, PublishRecord
-from wire.control import Hello, RoleReport
-from wire.run_folder import PAGE_STATE
-from wire.run_settings import RunSection
-from wire.status import REPORT_EVERY_S, RunStatus, StepPoint
-from wire.versions import PolicyVersion
+from slipstream.broker.dashboard.history import History, StoredState, encode_json, write_state
+from slipstream.broker.dashboard.items import RecordedItems
+from slipstream.broker.dashboard.recorder import Recorder
+from slipstream.broker.dashboard.web import Dashboard
+from slipstream.broker.ledger.scoring_queue import ScoringQueue
+from slipstream.broker.report.telemetry import Telemetry
+from slipstream.wire.files.run_folder import PAGE_STATE
+from slipstream.wire.messages.broker import Hello, RoleReport
+from slipstream.wire.messages.status import REPORT_EVERY_S, RunStatus, StepPoint
+from slipstream.wire.messages.versions import PolicyVersion
+from slipstream.wire.messages.weightbus import MemberState, PublishRecord
+from slipstream.wire.settings.sections import RunSection
+from tests.support.ledger_driver import lease, make_ledger, make_ready, make_rules, train_step
+from tests.support.wire_samples import STATUS
 
 NEEDS_MB = 50
 NEEDS_CPU_SHARE = 0.02

@@ -24,7 +24,7 @@ import psutil
 from benchmarks.bars import Bars, NotRun
 from benchmarks.cpu_clocks import KINDS, VARIABLE
 from benchmarks.measured_runs import ROOT, CpuMeter, run_slipstream, write_inputs
-from wire.run_folder import PAGE_ADDRESS
+from slipstream.wire.files.run_folder import PAGE_ADDRESS
 
 NEEDS_SHARE = 0.02
 MOST_APART = 0.1  # of the CPU time that the system reports
@@ -33,18 +33,22 @@ _WAIT_S = 60.0
 _COUNT_S = 0.1
 _NOT_PYTHON = ("redis-server",)
 WATCHING = {
-    "page, history, advice": r"broker\.dashboard\..*:",
-    "state of the run": r"broker\.(telemetry|survivorship|account):|broker\.server:status$",
+    "page, history, advice": r"slipstream\.broker\.dashboard\..*:",
+    "state of the run": (
+        r"slipstream\.broker\.(report\.telemetry|ledger\.survivorship|ledger\.view):"
+        r"|slipstream\.broker\.server\.loop:status$"
+    ),
     "files and trackers": (
-        r"(broker\.trackers\..*|broker\.(records|summary|trail|versions_file)"
-        r"|tensorboard\.summary\.writer\..*):"
+        r"(slipstream\.broker\.report\.(trackers\..*|run_files|summary|versions_file)"
+        r"|slipstream\.broker\.store\.event_log|tensorboard\.summary\.writer\..*):"
     ),
-    "recorded trajectories": r"learner\.rollout_log:",
-    "learner's figures": r"algos\.diagnostics:",
+    "recorded trajectories": r"slipstream\.learner\.record\.rollout_log:",
+    "learner's figures": r"slipstream\.algos\.diagnostics:",
     "reports of the roles": (
-        r"(learner\.(relay|broker_link)|generators\.worker):_reports?$|wire\.(phases|metrics):"
+        r"slipstream\.(weightbus\.relay\.main|learner\.batches\.broker_link|generators\.worker)"
+        r":_reports?$|slipstream\.wire\.(process\.phases|messages\.metrics):"
     ),
-    "terminal": r"(deploy\.(view|observe|recent|screen|top)|rich\.live):",
+    "terminal": r"(slipstream\.deploy\.(terminal\.\w+|commands\.top)|rich\.live):",
 }
 _SETTINGS: dict[str, object] = {
     "run.steps": _STEPS,

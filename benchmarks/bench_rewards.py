@@ -32,11 +32,11 @@ from benchmarks.broker.process import (
     work_folder,
 )
 from benchmarks.broker.roles import generate, pack, trajectory_bytes
-from broker.rewards.loading import load_function
-from wire.control import GetStatus, StatusAnswer, TakeOver, TookOver
-from wire.processes import bound_to_me, last_lines
-from wire.status import RunStatus
-from wire.trajectory import Prompt, Transcript
+from slipstream.broker.rewards.loading import load_function
+from slipstream.wire.messages.broker import GetStatus, StatusAnswer, TakeOver, TookOver
+from slipstream.wire.messages.status import RunStatus
+from slipstream.wire.messages.trajectory import Prompt, Transcript
+from slipstream.wire.process.processes import bound_to_me, last_lines
 
 CREDITS = (64, 256)
 NEEDS_MS = 1.0
@@ -79,7 +79,13 @@ class Worker:
         reward.write_text(_FUNCTION)
         self._log = folder / "worker.txt"
         command = [
-            *(sys.executable, "-m", "broker.reward_worker", "--config", str(folder / "run.toml")),
+            *(
+                sys.executable,
+                "-m",
+                "slipstream.broker.reward_worker.main",
+                "--config",
+                str(folder / "run.toml"),
+            ),
             *("--reward", f"{reward}:constant", "--name", "worker"),
             *("run.name=r", f"run.dir={folder}", f"reward.credits={credits_}"),
         ]

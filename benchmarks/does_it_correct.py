@@ -30,12 +30,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from algos.compose import Algorithm, LossInputs
-from algos.config import choice_of
-from algos.corrections import Correction
-from algos.packing import Packing
-from algos.reduce import Denominators
-from algos.section import AlgoSection, Table
+from slipstream.algos.compose import Algorithm, LossInputs
+from slipstream.algos.config import choice_of
+from slipstream.algos.corrections import Correction
+from slipstream.algos.packing import Packing
+from slipstream.algos.reduce import Denominators
+from slipstream.algos.section import AlgoSection, Table
 
 HORIZONS = {4: 3, 10: 2}  # H -> V
 NUM_PROBLEMS = 10

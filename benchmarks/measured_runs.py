@@ -19,8 +19,8 @@ from types import MappingProxyType
 
 import psutil
 
-from deploy.addition import write_blank_model
-from tests.random_llama import write_random_weights
+from slipstream.deploy.examples.addition import write_blank_model
+from tests.support.random_llama import write_random_weights
 
 ROOT = Path(__file__).parents[1]
 MEAN_TOKENS = 96  # of an answer, where nothing forces its length
@@ -112,7 +112,14 @@ def run_slipstream(
         "deploy.time_limit_s": 900,
     }
     overrides = [f"{key}={value}" for key, value in (defaults | dict(settings)).items()]
-    command = [sys.executable, "-m", "deploy.main", "run", "--config", str(folder / "run.toml")]
+    command = [
+        sys.executable,
+        "-m",
+        "slipstream.deploy.main",
+        "run",
+        "--config",
+        str(folder / "run.toml"),
+    ]
     summary = runs / name / "summary.json"
 
     def step_now() -> int:

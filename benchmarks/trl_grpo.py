@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from generators.sglang_cpu import define_torchvision_operators
+from slipstream.generators.sglang.cpu import define_torchvision_operators
 
 
 def main() -> int:

@@ -83,7 +83,7 @@ class Policy:
         """Return why it cannot be trained here."""
         if self.hidden or (_SMOLLM2 / "config.json").exists():
             return None
-        return NotRun(f"there is no {_SMOLLM2}: python -m deploy.smollm2 (see make smollm2)")
+        return NotRun(f"there is no {_SMOLLM2}: `make smollm2` makes it")
 
 
 POLICIES = (
@@ -114,7 +114,7 @@ POLICIES = (
 
 
 def _write_smollm2(folder: Path) -> None:
-    from generators.sglang_cpu import define_torchvision_operators
+    from slipstream.generators.sglang.cpu import define_torchvision_operators
 
     define_torchvision_operators()
     from transformers import AutoTokenizer

@@ -42,7 +42,7 @@ from benchmarks.does_it_correct import (
     on_policy_variance,
     problem,
 )
-from deploy.addition import prepare
+from slipstream.deploy.examples.addition import prepare
 
 ROOT = Path(__file__).parents[1]
 RECORDED = ROOT / "benchmarks" / "recorded" / "which_default.jsonl"  # what docs/staleness.md shows
@@ -210,7 +210,7 @@ def run(name: str, algo: dict[str, object], seed: int) -> Result:
         settings = COMMON | {"run.dir": folder, "run.name": "run", "run.seed": seed}
         overrides = [f"{key}={value}" for key, value in settings.items()]
         overrides += [f"algo.{key}={_toml(value)}" for key, value in algo.items()]
-        command = [sys.executable, "-m", "deploy.main", "run"]
+        command = [sys.executable, "-m", "slipstream.deploy.main", "run"]
         command += ["--config", str(ROOT / "configs" / "quickstart.toml"), *overrides]
         done = subprocess.run(
             command, cwd=ROOT, capture_output=True, text=True, errors="replace", check=False

@@ -22,9 +22,7 @@ import zmq
 import zmq.asyncio
 from zmq.utils.monitor import parse_monitor_message
 
-from wire.codec import Frame, decode_answer, encode
-from wire.control import Answer, Hello, Refusal, Request, Role, Welcome
-from wire.errors import (
+from slipstream.wire.errors import (
     ConfigError,
     ForbiddenError,
     NameTakenError,
@@ -35,9 +33,11 @@ from wire.errors import (
     SlowDownError,
     SupersededError,
 )
-from wire.keys import ClientKey, read_client_key
-from wire.patience import saying
-from wire.pieces import cut
+from slipstream.wire.files.keys import ClientKey, read_client_key
+from slipstream.wire.messages.broker import Answer, Hello, Refusal, Request, Role, Welcome
+from slipstream.wire.messages.codec import Frame, decode_answer, encode
+from slipstream.wire.messages.pieces import cut
+from slipstream.wire.process.patience import saying
 
 _log = logging.getLogger(__name__)
 A = TypeVar("A", bound=Answer)

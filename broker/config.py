@@ -5,9 +5,11 @@ from typing import Annotated, Literal, TypeAlias
 
 import msgspec
 
-from wire.errors import ConfigError
-from wire.run_folder import PAGE_ADDRESS, PAGE_TOKEN
-from wire.run_settings import (
+from slipstream.wire.errors import ConfigError
+from slipstream.wire.files.run_folder import PAGE_ADDRESS, PAGE_TOKEN
+from slipstream.wire.messages.trajectory import Json
+from slipstream.wire.settings.load import Section, Table, section
+from slipstream.wire.settings.sections import (
     AtLeast0,
     AtLeast1,
     EvalSection,
@@ -19,8 +21,6 @@ from wire.run_settings import (
     required,
     run_section,
 )
-from wire.settings import Section, Table, section
-from wire.trajectory import Json
 
 _BYTES_PER_TOKEN = 13  # id, logprob, mask, and four characters in the transcript
 TrackerName: TypeAlias = Literal["tensorboard", "wandb", "mlflow", "swanlab"]
@@ -142,7 +142,7 @@ class RewardSection(Section, frozen=True, kw_only=True):
     See [rewards.md](rewards.md). A path is relative to the folder the process was started in.
     """
 
-    function: str = "broker.rewards.exact_match:score"
+    function: str = "slipstream.broker.rewards.exact_match:score"
     """MODULE:NAME or FILE.py:NAME of a function or class."""
     options: dict[str, Json] = msgspec.field(default_factory=dict)
     """Keyword arguments of the function, or of the class."""

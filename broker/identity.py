@@ -12,10 +12,10 @@ from pathlib import Path
 
 import msgspec
 
-from broker.book import BookState
-from wire.durable import replace_file
-from wire.errors import ConfigError
-from wire.run_folder import IDENTITY
+from slipstream.broker.ledger.book import BookState
+from slipstream.wire.errors import ConfigError
+from slipstream.wire.files.replace import replace_file
+from slipstream.wire.files.run_folder import IDENTITY
 
 IDS_PER_LIFE = 1_000_000_000  # so that g2000000017 is read as group 17 of life 2
 

@@ -2,15 +2,15 @@
 
 import asyncio
 
-from wire.command_line import (
+from slipstream.wire.errors import ConfigError
+from slipstream.wire.process.command_line import (
     load_arguments,
     print_json,
     refuse_settings,
     role_parser,
     run_role,
 )
-from wire.errors import ConfigError
-from wire.logs import start_logging
+from slipstream.wire.process.logs import start_logging
 
 
 def main() -> int:
@@ -35,9 +35,9 @@ def main() -> int:
         help="go on with what the store holds: an earlier broker of this run has died",
     )
     arguments = parser.parse_args()
-    from broker.beginning import load_prompts
-    from broker.config import broker_settings
-    from broker.service import serve
+    from slipstream.broker.config import broker_settings
+    from slipstream.broker.service import serve
+    from slipstream.broker.startup import load_prompts
 
     try:
         if arguments.from_checkpoint:

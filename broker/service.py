@@ -11,7 +11,18 @@ from pathlib import Path
 import zmq
 from zmq.auth.asyncio import AsyncioAuthenticator
 
-from broker.beginning import (
+from slipstream.broker.config import BrokerSettings, redis_folder
+from slipstream.broker.dashboard.items import RecordedItems
+from slipstream.broker.dashboard.recorder import Recorder, fsync_of
+from slipstream.broker.dashboard.web import Dashboard
+from slipstream.broker.identity import RunIdentity, write_identity
+from slipstream.broker.ledger.events import Trained, decode_event
+from slipstream.broker.ledger.scoring_queue import ScoringQueue
+from slipstream.broker.report.telemetry import Telemetry
+from slipstream.broker.report.trackers.background import BackgroundTrackers
+from slipstream.broker.server.keyring import BrokerKey, KeyRing, broker_key
+from slipstream.broker.server.loop import BrokerServer
+from slipstream.broker.startup import (
     Beginning,
     Prompts,
     begin_run,
@@ -19,27 +30,16 @@ from broker.beginning import (
     open_records,
     start_trackers,
 )
-from broker.commit import GroupCommitter
-from broker.config import BrokerSettings, redis_folder
-from broker.dashboard.items import RecordedItems
-from broker.dashboard.recorder import Recorder, fsync_of
-from broker.dashboard.web import Dashboard
-from broker.events import Trained, decode_event
-from broker.identity import RunIdentity, write_identity
-from broker.keyring import BrokerKey, KeyRing, broker_key
-from broker.redis_server import RedisServer
-from broker.redis_store import RedisStore
-from broker.scoring import ScoringQueue
-from broker.server import BrokerServer
-from broker.telemetry import Telemetry
-from broker.trackers.background import BackgroundTrackers
-from broker.trail import FolderTrail, Trail
-from wire.errors import ConfigError, PeerLostError
-from wire.keys import read_private, write_private
-from wire.processes import locked, raise_descriptor_limit
-from wire.run_folder import BROKER_LOCK, PAGE_ADDRESS, PAGE_STATE, TRAIL
-from wire.run_settings import RunSection
-from wire.stopping import stop_event
+from slipstream.broker.store.event_log import FolderTrail, Trail
+from slipstream.broker.store.group_commit import GroupCommitter
+from slipstream.broker.store.private_server import RedisServer
+from slipstream.broker.store.redis import RedisStore
+from slipstream.wire.errors import ConfigError, PeerLostError
+from slipstream.wire.files.keys import read_private, write_private
+from slipstream.wire.files.run_folder import BROKER_LOCK, PAGE_ADDRESS, PAGE_STATE, TRAIL
+from slipstream.wire.process.processes import locked, raise_descriptor_limit
+from slipstream.wire.process.stopping import stop_event
+from slipstream.wire.settings.sections import RunSection
 
 _log = logging.getLogger(__name__)
 _CLOCK_S = 1.0

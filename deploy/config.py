@@ -7,12 +7,12 @@ from typing import Annotated
 import msgspec
 import tomli_w
 
-from broker.config import BrokerSettings, broker_settings
-from generators.config import GeneratorSettings, generator_settings
-from learner.config import LearnerSettings, learner_settings
-from wire.errors import ConfigError
-from wire.run_settings import AtLeast0, Positive, RunSection
-from wire.settings import Section, Table, section, to_table
+from slipstream.broker.config import BrokerSettings, broker_settings
+from slipstream.generators.config import GeneratorSettings, generator_settings
+from slipstream.learner.config import LearnerSettings, learner_settings
+from slipstream.wire.errors import ConfigError
+from slipstream.wire.settings.load import Section, Table, section, to_table
+from slipstream.wire.settings.sections import AtLeast0, Positive, RunSection
 
 
 class DeploySection(Section, frozen=True, kw_only=True):

@@ -5,7 +5,7 @@ import logging
 from collections.abc import Callable
 from pathlib import Path
 
-from wire.command_line import run_role
+from slipstream.wire.process.command_line import run_role
 
 _EXAMPLES = """examples:
   slipstream quickstart                                  two-digit addition on this machine
@@ -246,7 +246,7 @@ def main() -> int:
 
 def _bodies() -> dict[str, Callable[[argparse.Namespace], int]]:
     """Return what each subcommand does; what that needs is imported here, after the parsing."""
-    from deploy import commands as do
+    from slipstream.deploy.commands import bodies as do
 
     return {
         "run": lambda a: do.run(a.config, a.overrides, a.dry_run, a.resume),

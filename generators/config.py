@@ -6,10 +6,11 @@ from typing import Literal
 
 import msgspec
 
-from broker.config import DataSection, RewardSection, private_paths
-from weightbus.config import WeightBusSection, weightbus_section
-from wire.errors import ConfigError
-from wire.run_settings import (
+from slipstream.broker.config import DataSection, RewardSection, private_paths
+from slipstream.weightbus.config import WeightBusSection, weightbus_section
+from slipstream.wire.errors import ConfigError
+from slipstream.wire.settings.load import Section, Table, section
+from slipstream.wire.settings.sections import (
     AtLeast0,
     AtLeast1,
     EvalSection,
@@ -19,7 +20,6 @@ from wire.run_settings import (
     model_folder,
     run_section,
 )
-from wire.settings import Section, Table, section
 
 Device = Literal["cpu", "cuda"]
 

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from weightbus.engine import EngineWeights
-from wire.trajectory import FinishReason
-from wire.versions import PolicyVersion
+from slipstream.weightbus.agent.engine import EngineWeights
+from slipstream.wire.messages.trajectory import FinishReason
+from slipstream.wire.messages.versions import PolicyVersion
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,9 +3,9 @@
 import asyncio
 import logging
 
-from generators.concurrency import Concurrency, Observation, Range, decide, first_limit
-from generators.config import GeneratorSettings
-from generators.engine import EngineLoad
+from slipstream.generators.concurrency import Concurrency, Observation, Range, decide, first_limit
+from slipstream.generators.config import GeneratorSettings
+from slipstream.generators.engine import EngineLoad
 
 _log = logging.getLogger(__name__)
 

@@ -4,15 +4,15 @@ import argparse
 import asyncio
 from pathlib import Path
 
-from wire.command_line import (
+from slipstream.wire.errors import ConfigError
+from slipstream.wire.process.command_line import (
     load_arguments,
     own_name,
     refuse_settings,
     role_parser,
     run_role,
 )
-from wire.errors import ConfigError
-from wire.logs import start_logging
+from slipstream.wire.process.logs import start_logging
 
 _OFFLINE_NAME = "generator-0"  # there is no other; seeds depend on it, so that answers come again
 
@@ -53,8 +53,8 @@ def main() -> int:
     if arguments.offline:
         return _offline(arguments)
     name = own_name(arguments.name)
-    from generators.config import generator_settings
-    from generators.sglang_process import server_flags
+    from slipstream.generators.config import generator_settings
+    from slipstream.generators.sglang.process import server_flags
 
     try:
         settings = generator_settings(load_arguments(arguments))
@@ -65,7 +65,7 @@ def main() -> int:
     except ConfigError as error:
         return refuse_settings(error)
     start_logging(name)
-    from generators.service import serve
+    from slipstream.generators.service import serve
 
     def body() -> int:
         asyncio.run(serve(settings, name))
@@ -75,7 +75,7 @@ def main() -> int:
 
 
 def _offline(arguments: argparse.Namespace) -> int:
-    from generators.offline import generate, offline_settings
+    from slipstream.generators.offline import generate, offline_settings
 
     try:
         settings = offline_settings(load_arguments(arguments), arguments.out, arguments.num_prompts)

@@ -15,28 +15,33 @@ from typing import Any, Protocol
 
 import msgspec
 
-from broker.config import RewardSection, private_folders
-from broker.data.mixture import PromptSource
-from broker.data.sources import load_training_prompts
-from broker.rewards.pool import RewardPool
-from generators.config import GeneratorSettings, generator_settings
-from generators.prompting import BadPromptError, OverlongPromptError, TextCodec
-from generators.rollout import Rollout, Sampler, run_rollouts
-from generators.running_engine import make_sampler, running_engine, watch
-from wire.codec import encode
-from wire.command_line import EXIT_FAILED, EXIT_INTERRUPTED
-from wire.control import DeliveredGroup, DeliveredTrajectory, LeasedGroup, ScoringItem
-from wire.errors import ConfigError, EngineError
-from wire.settings import Table, section
-from wire.stopping import stop_event
-from wire.trajectory import Score, Transcript
-from wire.trajectory_file import (
+from slipstream.broker.config import RewardSection, private_folders
+from slipstream.broker.data.mixture import PromptSource
+from slipstream.broker.data.sources import load_training_prompts
+from slipstream.broker.reward_worker.pool import RewardPool
+from slipstream.generators.config import GeneratorSettings, generator_settings
+from slipstream.generators.rollout import Rollout, Sampler, run_rollouts
+from slipstream.generators.sglang.running import make_sampler, running_engine, watch
+from slipstream.generators.text.codec import BadPromptError, OverlongPromptError, TextCodec
+from slipstream.wire.errors import ConfigError, EngineError
+from slipstream.wire.files.trajectory_file import (
     NOT_TRAINED,
     RecordedGroup,
     TrajectoryFileWriter,
     read_groups,
 )
-from wire.versions import PolicyVersion
+from slipstream.wire.messages.broker import (
+    DeliveredGroup,
+    DeliveredTrajectory,
+    LeasedGroup,
+    ScoringItem,
+)
+from slipstream.wire.messages.codec import encode
+from slipstream.wire.messages.trajectory import Score, Transcript
+from slipstream.wire.messages.versions import PolicyVersion
+from slipstream.wire.process.command_line import EXIT_FAILED, EXIT_INTERRUPTED
+from slipstream.wire.process.stopping import stop_event
+from slipstream.wire.settings.load import Table, section
 
 _log = logging.getLogger(__name__)
 _VERSION = PolicyVersion(0, 0)

@@ -5,13 +5,13 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from generators.engine import Completion, InferenceEngine, SamplingParams
-from generators.prompting import TextCodec, sibling_seed
-from generators.version_runs import version_runs
-from wire.arrays import PackedArray
-from wire.codec import encode
-from wire.control import LeasedGroup, SubmitTrajectory
-from wire.trajectory import (
+from slipstream.generators.engine import Completion, InferenceEngine, SamplingParams
+from slipstream.generators.text.codec import TextCodec, sibling_seed
+from slipstream.generators.version_runs import version_runs
+from slipstream.wire.messages.arrays import PackedArray
+from slipstream.wire.messages.broker import LeasedGroup, SubmitTrajectory
+from slipstream.wire.messages.codec import encode
+from slipstream.wire.messages.trajectory import (
     ItemKind,
     TrajectoryHeader,
     TrajectoryPayload,

@@ -8,26 +8,26 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from importlib.metadata import version
 from pathlib import Path
 
-from broker.client import BrokerClient
-from broker.rewards.pool import RewardPool
-from generators.config import GeneratorSettings
-from generators.lanes import lanes_of
-from generators.prompting import TextCodec
-from generators.relay_search import take_weights
-from generators.running_engine import make_sampler, running_engine, watch
-from generators.sglang_engine import SglangEngine
-from generators.sglang_process import SglangProcess
-from generators.worker import GeneratorWorker
-from weightbus.compatibility import installed_libraries
-from weightbus.interfaces import is_loopback
-from weightbus.staging import Staging
-from weightbus.subscriber import Subscriber
-from weightbus.tensor_set import TensorSet, model_tensors
-from wire.bus import Join, TransportName
-from wire.errors import ConfigError
-from wire.keys import read_client_key
-from wire.stopping import stop_event, unless
-from wire.tokenizer_hash import tokenizer_hash
+from slipstream.broker.client import BrokerClient
+from slipstream.broker.reward_worker.pool import RewardPool
+from slipstream.generators.config import GeneratorSettings
+from slipstream.generators.lanes import lanes_of
+from slipstream.generators.sglang.engine import SglangEngine
+from slipstream.generators.sglang.process import SglangProcess
+from slipstream.generators.sglang.running import make_sampler, running_engine, watch
+from slipstream.generators.text.codec import TextCodec
+from slipstream.generators.weights import take_weights
+from slipstream.generators.worker import GeneratorWorker
+from slipstream.weightbus.agent.staging import Staging
+from slipstream.weightbus.agent.subscriber import Subscriber
+from slipstream.weightbus.agent.tensor_set import TensorSet, model_tensors
+from slipstream.weightbus.net.compatibility import installed_libraries
+from slipstream.weightbus.net.interfaces import is_loopback
+from slipstream.wire.errors import ConfigError
+from slipstream.wire.files.keys import read_client_key
+from slipstream.wire.files.tokenizer_hash import tokenizer_hash
+from slipstream.wire.messages.weightbus import Join, TransportName
+from slipstream.wire.process.stopping import stop_event, unless
 
 _log = logging.getLogger(__name__)
 

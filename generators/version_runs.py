@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from typing import TypedDict
 
-from wire.errors import EngineError, ProtocolError
-from wire.trajectory import VersionRun
-from wire.versions import PolicyVersion, parse_label
+from slipstream.wire.errors import EngineError, ProtocolError
+from slipstream.wire.messages.trajectory import VersionRun
+from slipstream.wire.messages.versions import PolicyVersion, parse_label
 
 
 class Span(TypedDict):

@@ -10,13 +10,14 @@ import logging
 from contextlib import suppress
 from typing import Literal
 
-from broker.client import BrokerClient
-from broker.scorer import Rewards, Scorer
-from generators.engine import EngineLoad
-from generators.lanes import Booking, Lanes
-from generators.prompting import BadPromptError, OverlongPromptError
-from generators.rollout import Rollout, Sampler, run_rollouts
-from wire.control import (
+from slipstream.broker.client import BrokerClient
+from slipstream.broker.reward_worker.scorer import Rewards, Scorer
+from slipstream.generators.engine import EngineLoad
+from slipstream.generators.lanes import Booking, Lanes
+from slipstream.generators.rollout import Rollout, Sampler, run_rollouts
+from slipstream.generators.text.codec import BadPromptError, OverlongPromptError
+from slipstream.wire.errors import EngineError, RefusedError
+from slipstream.wire.messages.broker import (
     Done,
     Goodbye,
     GroupsLeased,
@@ -30,11 +31,10 @@ from wire.control import (
     ScoringItem,
     SubmitTrajectory,
 )
-from wire.errors import EngineError, RefusedError
-from wire.phases import WAIT, PhaseClock
-from wire.status import REPORT_EVERY_S
-from wire.trajectory import NO_SCORING_LEASE
-from wire.versions import PolicyVersion
+from slipstream.wire.messages.status import REPORT_EVERY_S
+from slipstream.wire.messages.trajectory import NO_SCORING_LEASE
+from slipstream.wire.messages.versions import PolicyVersion
+from slipstream.wire.process.phases import WAIT, PhaseClock
 
 _log = logging.getLogger(__name__)
 _POLL_S = 0.5  # free lanes beyond those asked for wait no longer than this

@@ -1,1 +1,4 @@
-"""The training role: Megatron-Core model, packed batches, optimizer, checkpoints."""
+"""The training role: Megatron-Core model, packed batches, optimizer, checkpoints.
+
+loop calls batches, training, checkpoints and publish; model is below all of them.
+"""

@@ -5,12 +5,13 @@ from typing import Annotated, Literal, Self
 
 import msgspec
 
-from algos.section import AlgoSection
-from learner.teacher_address import refuse_no_address
-from weightbus.config import WeightBusSection, weightbus_section
-from wire.checkpoints import read_checkpoint_info
-from wire.errors import ConfigError
-from wire.run_settings import (
+from slipstream.algos.section import AlgoSection
+from slipstream.learner.teacher_address import refuse_no_address
+from slipstream.weightbus.config import WeightBusSection, weightbus_section
+from slipstream.wire.errors import ConfigError
+from slipstream.wire.files.checkpoints import read_checkpoint_info
+from slipstream.wire.settings.load import Section, Table, section
+from slipstream.wire.settings.sections import (
     AtLeast0,
     AtLeast1,
     CheckpointSection,
@@ -22,7 +23,6 @@ from wire.run_settings import (
     model_folder,
     run_section,
 )
-from wire.settings import Section, Table, section
 
 Share = Annotated[float, msgspec.Meta(ge=0, lt=1)]
 Schedule = Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"]

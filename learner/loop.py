@@ -13,15 +13,8 @@ from typing import TypeVar
 import msgspec
 from tokenizers import Tokenizer
 
-from learner.algorithm import algorithm_of
-from learner.before import Minibatch
-from learner.broadcast import any_rank, broadcast_bytes
-from learner.collate import TrainSequence, pack
-from learner.config import LearnerSettings
-from learner.device import device
-from learner.hf_weights import save_hf_folder
-from learner.links import LeadingLink, RankLink
-from learner.orders import (
+from slipstream.learner.batches.links import LeadingLink, RankLink
+from slipstream.learner.batches.orders import (
     NonFiniteError,
     Order,
     Rejection,
@@ -31,20 +24,27 @@ from learner.orders import (
     encode_order,
     groups_of,
 )
-from learner.policy import Policy
-from learner.profiling import StepProfiler
-from learner.rollout_log import RolloutLog, TrainedPart
-from learner.saver import Saver
-from learner.share import fetch_share, unpack_share
-from learner.step import TrainedMinibatch, batch_figures, step_data, train_step
-from learner.stop import StopRequest
-from learner.topology import Topology
-from learner.weight_writer import WeightWriter
-from wire.checkpoints import read_checkpoint_info
-from wire.control import BatchNotReady, RunComplete
-from wire.errors import PublishError, SlipstreamError
-from wire.phases import PHASE_TIME, PhaseClock
-from wire.versions import PolicyVersion
+from slipstream.learner.batches.packing import TrainSequence, pack
+from slipstream.learner.batches.share import fetch_share, unpack_share
+from slipstream.learner.checkpoints.saver import Saver
+from slipstream.learner.config import LearnerSettings
+from slipstream.learner.model.collectives import any_rank, broadcast_bytes
+from slipstream.learner.model.device import device
+from slipstream.learner.model.hf_weights import save_hf_folder
+from slipstream.learner.model.topology import Topology
+from slipstream.learner.publish.weight_writer import WeightWriter
+from slipstream.learner.record.profiling import StepProfiler
+from slipstream.learner.record.rollout_log import RolloutLog, TrainedPart
+from slipstream.learner.stop import StopRequest
+from slipstream.learner.training.algorithm import algorithm_of
+from slipstream.learner.training.policy import Policy
+from slipstream.learner.training.prepare import Minibatch
+from slipstream.learner.training.step import TrainedMinibatch, batch_figures, step_data, train_step
+from slipstream.wire.errors import PublishError, SlipstreamError
+from slipstream.wire.files.checkpoints import read_checkpoint_info
+from slipstream.wire.messages.broker import BatchNotReady, RunComplete
+from slipstream.wire.messages.versions import PolicyVersion
+from slipstream.wire.process.phases import PHASE_TIME, PhaseClock
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")

@@ -4,16 +4,16 @@ import os
 import sys
 from pathlib import Path
 
-from wire.command_line import (
+from slipstream.wire.errors import ConfigError
+from slipstream.wire.process.command_line import (
     load_arguments,
     print_json,
     refuse_settings,
     role_parser,
     run_role,
 )
-from wire.errors import ConfigError
-from wire.logs import start_logging
-from wire.processes import LIFELINE_VARIABLE
+from slipstream.wire.process.logs import start_logging
+from slipstream.wire.process.processes import LIFELINE_VARIABLE
 
 
 def main() -> int:
@@ -39,14 +39,14 @@ def main() -> int:
     parser.add_argument("--rank", type=int, default=0, help="set by start-learner itself")
     parser.add_argument("--port", type=int, default=0, help="set by start-learner itself")
     arguments = parser.parse_args()
-    from learner.config import learner_settings
+    from slipstream.learner.config import learner_settings
 
     try:
         settings = learner_settings(
             load_arguments(arguments), may_resume=arguments.resume is not None
         )
         if arguments.dry_run:
-            from learner.algorithm import algorithm_of
+            from slipstream.learner.training.algorithm import algorithm_of
 
             algorithm_of(settings)
     except ConfigError as error:
@@ -56,15 +56,15 @@ def main() -> int:
     start_logging("learner" if arguments.rank == 0 else f"learner-rank-{arguments.rank}")
 
     def body() -> int:
-        from learner import device
-        from learner.stop import StopRequest
+        from slipstream.learner.model import device
+        from slipstream.learner.stop import StopRequest
 
         stop = StopRequest()
         if arguments.rank == 0:
             stop.listen()
         device.prepare()
-        from learner.relay_link import RelayLaunch
-        from learner.service import Launch, join_ranks, run_learner
+        from slipstream.learner.launch import Launch, join_ranks, run_learner
+        from slipstream.learner.publish.relay_link import RelayLaunch
 
         lifeline = os.environ.get(LIFELINE_VARIABLE)  # noqa: TID251 from who started us
         launch = Launch(

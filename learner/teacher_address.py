@@ -2,7 +2,7 @@
 
 from urllib.parse import urlsplit
 
-from wire.errors import ConfigError
+from slipstream.wire.errors import ConfigError
 
 
 def refuse_no_address(endpoint: str) -> None:

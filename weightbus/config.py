@@ -3,9 +3,9 @@
 from ipaddress import IPv4Address, ip_address
 from typing import Literal
 
-from wire.errors import ConfigError
-from wire.run_settings import AtLeast0, AtLeast1, Positive
-from wire.settings import Section, Table, section
+from slipstream.wire.errors import ConfigError
+from slipstream.wire.settings.load import Section, Table, section
+from slipstream.wire.settings.sections import AtLeast0, AtLeast1, Positive
 
 _TCP = "tcp://"
 _MAX_PORT = 65_534  # buckets take the one after it

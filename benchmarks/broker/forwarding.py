@@ -24,8 +24,8 @@ from benchmarks.broker.process import (
     work_folder,
 )
 from benchmarks.broker.roles import Generator, pack, trajectory_bytes, unpack
-from wire.control import TakeOver, TookOver
-from wire.versions import PolicyVersion
+from slipstream.wire.messages.broker import TakeOver, TookOver
+from slipstream.wire.messages.versions import PolicyVersion
 
 WINDOW = 256
 

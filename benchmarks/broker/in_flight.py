@@ -23,9 +23,9 @@ from benchmarks.broker.process import (
     work_folder,
 )
 from benchmarks.broker.roles import consume, generate, pack
-from broker.redis_server import RedisServer
-from wire.control import TakeOver, TookOver
-from wire.versions import PolicyVersion
+from slipstream.broker.store.private_server import RedisServer
+from slipstream.wire.messages.broker import TakeOver, TookOver
+from slipstream.wire.messages.versions import PolicyVersion
 
 GROUPS_PER_STEP = 500
 SMALL_BYTES = 256

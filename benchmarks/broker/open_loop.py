@@ -20,14 +20,14 @@ from benchmarks.broker.process import (
     work_folder,
 )
 from benchmarks.broker.roles import pack, unpack
-from wire.control import (
+from slipstream.wire.messages.broker import (
     GroupsLeased,
     Heartbeat,
     LeaseGroups,
     TakeOver,
     TookOver,
 )
-from wire.versions import PolicyVersion
+from slipstream.wire.messages.versions import PolicyVersion
 
 RATE = 500.0  # leases per second, of all generators together
 _NUM_DRIVERS = 2

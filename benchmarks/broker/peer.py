@@ -7,10 +7,10 @@ from typing import TypeVar
 
 import zmq
 
-from wire.codec import Frame, decode_answer, encode
-from wire.control import Answer, Hello, Refusal, Request, Role, Welcome
-from wire.errors import PeerLostError, RefusedError
-from wire.pieces import cut
+from slipstream.wire.errors import PeerLostError, RefusedError
+from slipstream.wire.messages.broker import Answer, Hello, Refusal, Request, Role, Welcome
+from slipstream.wire.messages.codec import Frame, decode_answer, encode
+from slipstream.wire.messages.pieces import cut
 
 A = TypeVar("A", bound=Answer)
 Received = tuple[bytes, Answer, list[zmq.Frame]]

@@ -20,9 +20,9 @@ import redis
 import zmq
 
 from benchmarks.broker.peer import Peer
-from broker.redis_server import RedisServer
-from wire.errors import PeerLostError
-from wire.processes import bound_to_me, die_with_parent, last_lines
+from slipstream.broker.store.private_server import RedisServer
+from slipstream.wire.errors import PeerLostError
+from slipstream.wire.process.processes import bound_to_me, die_with_parent, last_lines
 
 ROOT = Path(__file__).parents[2]
 _START_S = 120.0
@@ -70,7 +70,7 @@ class BrokerProcess:
         } | {name.replace("__", "."): value for name, value in settings.items()}
         config = ["--config", str(folder / "run.toml")]
         overrides = [f"{name}={value}" for name, value in given.items()]
-        self._command = [sys.executable, "-m", "broker.main", *config]
+        self._command = [sys.executable, "-m", "slipstream.broker.main", *config]
         self._overrides = overrides
         self.endpoint = f"ipc://{folder / 'r' / 'sockets' / 'broker.sock'}"
         self.redis_folder = folder / "r" / "redis"

@@ -13,7 +13,7 @@ import zmq
 
 from benchmarks.broker.peer import Peer
 from benchmarks.broker.process import SharedNumber
-from wire.control import (
+from slipstream.wire.messages.broker import (
     BatchDelivered,
     BatchNotReady,
     Done,
@@ -33,8 +33,8 @@ from wire.control import (
     TakeOver,
     TookOver,
 )
-from wire.trajectory import Score, TrajectoryHeader, VersionRun
-from wire.versions import PolicyVersion
+from slipstream.wire.messages.trajectory import Score, TrajectoryHeader, VersionRun
+from slipstream.wire.messages.versions import PolicyVersion
 
 PROMPT_TOKENS = 64
 BYTES_PER_TOKEN = 9  # int32 id, float32 logprob, mask

@@ -19,15 +19,15 @@ from torch.distributed import TCPStore
 
 from benchmarks.weightbus.model import QUICK, SMOLLM2, Sizes
 from benchmarks.weightbus.receiver import join_group
-from weightbus.compatibility import installed_libraries
-from weightbus.engine_checksums import expected_checksums
-from weightbus.staging import Staging
-from weightbus.subscriber import Subscriber
-from weightbus.tensor_set import TensorSet
-from wire.bus import Join
-from wire.manifest import Bucket
-from wire.run_settings import RunSection, relay_door
-from wire.versions import PolicyVersion
+from slipstream.weightbus.agent.staging import Staging
+from slipstream.weightbus.agent.subscriber import Subscriber
+from slipstream.weightbus.agent.tensor_set import TensorSet
+from slipstream.weightbus.net.compatibility import installed_libraries
+from slipstream.weightbus.relay.engine_checksums import expected_checksums
+from slipstream.wire.messages.manifest import Bucket
+from slipstream.wire.messages.versions import PolicyVersion
+from slipstream.wire.messages.weightbus import Join
+from slipstream.wire.settings.sections import RunSection, relay_door
 
 SIZES = {"smollm2": SMOLLM2, "quick": QUICK}
 

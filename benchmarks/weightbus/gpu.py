@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from benchmarks.weightbus.model import Sizes, random_tensors, written_slots
-from weightbus.snapshot import tensor_views
+from slipstream.weightbus.version.snapshot import tensor_views
 
 
 @dataclass(frozen=True, slots=True)

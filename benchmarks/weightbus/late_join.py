@@ -10,15 +10,15 @@ from benchmarks.broker.process import work_folder
 from benchmarks.weightbus.agent import SIZES
 from benchmarks.weightbus.light_bus import Agent
 from benchmarks.weightbus.model import written_slots
-from weightbus.compatibility import installed_libraries
-from weightbus.config import WeightBusSection
-from weightbus.publisher import Publisher
-from weightbus.slots import NUM_SLOTS
-from weightbus.versions import Versions
-from wire.bus import PublishRecord
-from wire.relay import OpenMemory
-from wire.run_settings import RunSection, relay_door
-from wire.versions import PolicyVersion
+from slipstream.weightbus.config import WeightBusSection
+from slipstream.weightbus.net.compatibility import installed_libraries
+from slipstream.weightbus.relay.publisher import Publisher
+from slipstream.weightbus.relay.served import Versions
+from slipstream.weightbus.version.slots import NUM_SLOTS
+from slipstream.wire.messages.relay import OpenMemory
+from slipstream.wire.messages.versions import PolicyVersion
+from slipstream.wire.messages.weightbus import PublishRecord
+from slipstream.wire.settings.sections import RunSection, relay_door
 
 _LONGEST_S = 60.0
 

@@ -12,7 +12,7 @@ from benchmarks.weightbus.agent import SIZES
 from benchmarks.weightbus.figures import growth
 from benchmarks.weightbus.light_bus import copy_checked, light_bus
 from benchmarks.weightbus.model import random_tensors, written_slots
-from weightbus.snapshot import tensor_views
+from slipstream.weightbus.version.snapshot import tensor_views
 
 _WIDTH = 1024
 _LONGEST_S = 400.0

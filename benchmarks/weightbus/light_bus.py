@@ -13,14 +13,14 @@ import torch
 
 from benchmarks.broker.process import ROOT, cpu_s, work_folder
 from benchmarks.weightbus.agent import SIZES
-from learner.background import BackgroundLoop
-from learner.relay_link import RelayLaunch, RelayLink
-from weightbus.memory import SharedSlots
-from weightbus.shards import is_finite
-from weightbus.slots import NUM_SLOTS
-from weightbus.snapshot import tensor_views
-from wire.processes import bound_to_me, last_lines
-from wire.versions import PolicyVersion
+from slipstream.learner.batches.background import BackgroundLoop
+from slipstream.learner.model.shards import is_finite
+from slipstream.learner.publish.relay_link import RelayLaunch, RelayLink
+from slipstream.weightbus.version.shared_memory import SharedSlots
+from slipstream.weightbus.version.slots import NUM_SLOTS
+from slipstream.weightbus.version.snapshot import tensor_views
+from slipstream.wire.messages.versions import PolicyVersion
+from slipstream.wire.process.processes import bound_to_me, last_lines
 
 _CONFIG = """
 [run]

@@ -4,13 +4,13 @@ from dataclasses import dataclass
 
 import torch
 
-from weightbus.config import WeightBusSection
-from weightbus.layout import plan_layout
-from weightbus.memory import SharedSlots
-from weightbus.slots import NUM_SLOTS
-from weightbus.snapshot import WeightSnapshot, tensor_views
-from wire.manifest import TensorSpec, WeightManifest
-from wire.versions import PolicyVersion
+from slipstream.weightbus.config import WeightBusSection
+from slipstream.weightbus.version.layout import plan_layout
+from slipstream.weightbus.version.shared_memory import SharedSlots
+from slipstream.weightbus.version.slots import NUM_SLOTS
+from slipstream.weightbus.version.snapshot import WeightSnapshot, tensor_views
+from slipstream.wire.messages.manifest import TensorSpec, WeightManifest
+from slipstream.wire.messages.versions import PolicyVersion
 
 MIB = 1024 * 1024
 BUCKET_BYTES = WeightBusSection().bucket_bytes

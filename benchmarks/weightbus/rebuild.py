@@ -5,7 +5,7 @@ import time
 from dataclasses import dataclass, field
 
 from benchmarks.broker.process import work_folder
-from tests.bus_harness import WeightBus, weight_bus
+from tests.support.bus.harness import WeightBus, weight_bus
 
 TIMEOUT_S = 2.0  # weightbus.timeout_s
 _NAMES = ("g0", "g1", "g2")

@@ -16,9 +16,9 @@ from torch.distributed import TCPStore
 from torch.distributed import distributed_c10d as c10d
 
 from benchmarks.weightbus.model import Sizes
-from wire.bus import LoadBucket, OpenGroup, Outcome
-from wire.codec import decode_command, encode
-from wire.manifest import WeightManifest
+from slipstream.wire.messages.codec import decode_command, encode
+from slipstream.wire.messages.manifest import WeightManifest
+from slipstream.wire.messages.weightbus import LoadBucket, OpenGroup, Outcome
 
 TIMEOUT_S = 60.0
 IN_FLIGHT = 2  # broadcasts of a group, as many as Collective.load has

@@ -24,27 +24,35 @@ from typing_extensions import override
 from benchmarks.weightbus.figures import loss_beyond_pause, pause_s
 from benchmarks.weightbus.light_bus import copy_checked
 from benchmarks.weightbus.model import BUCKET_BYTES
-from deploy.addition import write_blank_model
-from generators.config import generator_settings
-from generators.engine import SamplingParams
-from generators.sglang_engine import SglangEngine
-from generators.sglang_process import SglangProcess
-from tests.random_llama import write_random_weights
-from weightbus.compatibility import installed_libraries
-from weightbus.config import WeightBusSection
-from weightbus.layout import plan_layout
-from weightbus.member import Member
-from weightbus.memory import SharedSlots
-from weightbus.publisher import Publisher
-from weightbus.slots import NUM_SLOTS
-from weightbus.snapshot import tensor_spec, tensor_views
-from weightbus.staging import Staging
-from weightbus.subscriber import Subscriber
-from weightbus.tensor_set import model_tensors
-from weightbus.versions import Versions
-from wire.bus import Command, Join, Offer, Outcome, PublishRecord, RelayDoor, TransportName
-from wire.relay import OpenMemory
-from wire.versions import PolicyVersion
+from slipstream.deploy.examples.addition import write_blank_model
+from slipstream.generators.config import generator_settings
+from slipstream.generators.engine import SamplingParams
+from slipstream.generators.sglang.engine import SglangEngine
+from slipstream.generators.sglang.process import SglangProcess
+from slipstream.weightbus.agent.staging import Staging
+from slipstream.weightbus.agent.subscriber import Subscriber
+from slipstream.weightbus.agent.tensor_set import model_tensors
+from slipstream.weightbus.config import WeightBusSection
+from slipstream.weightbus.net.compatibility import installed_libraries
+from slipstream.weightbus.relay.member import Member
+from slipstream.weightbus.relay.publisher import Publisher
+from slipstream.weightbus.relay.served import Versions
+from slipstream.weightbus.version.layout import plan_layout
+from slipstream.weightbus.version.shared_memory import SharedSlots
+from slipstream.weightbus.version.slots import NUM_SLOTS
+from slipstream.weightbus.version.snapshot import tensor_spec, tensor_views
+from slipstream.wire.messages.relay import OpenMemory
+from slipstream.wire.messages.versions import PolicyVersion
+from slipstream.wire.messages.weightbus import (
+    Command,
+    Join,
+    Offer,
+    Outcome,
+    PublishRecord,
+    RelayDoor,
+    TransportName,
+)
+from tests.support.random_llama import write_random_weights
 
 TRANSPORTS: tuple[TransportName, ...] = ("collective", "tcp", "disk")
 _LONGEST_S = 120.0

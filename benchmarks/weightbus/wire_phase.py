@@ -35,14 +35,14 @@ from benchmarks.weightbus.model import (
     written_slots,
 )
 from benchmarks.weightbus.receiver import TIMEOUT_S, join_group, raw_broadcasts, receive
-from weightbus.collective_transport import Collective
-from weightbus.config import WeightBusSection
-from weightbus.member import Member
-from weightbus.memory import SharedSlots
-from weightbus.publication import Publication
-from weightbus.rendezvous import open_store
-from wire.bus import Join, Outcome
-from wire.codec import decode_agent_message
+from slipstream.weightbus.config import WeightBusSection
+from slipstream.weightbus.net.rendezvous import open_store
+from slipstream.weightbus.relay.member import Member
+from slipstream.weightbus.relay.publication import Publication
+from slipstream.weightbus.relay.transports.collective import Collective
+from slipstream.weightbus.version.shared_memory import SharedSlots
+from slipstream.wire.messages.codec import decode_agent_message
+from slipstream.wire.messages.weightbus import Join, Outcome
 
 RAW_BUCKETS = (4 * MIB, 8 * MIB, 16 * MIB, 32 * MIB, 64 * MIB, 128 * MIB)
 OUR_BUCKETS = tuple(sorted({BUCKET_BYTES, 16 * MIB, 32 * MIB, 64 * MIB, 128 * MIB}))

@@ -15,8 +15,8 @@ from typing import Literal, TypeAlias
 
 import msgspec
 
-from wire.bus import PublishRecord
-from wire.status import RoleStatus, RunStatus
+from slipstream.wire.messages.status import RoleStatus, RunStatus
+from slipstream.wire.messages.weightbus import PublishRecord
 
 Column: TypeAlias = Sequence[float | None]
 Level: TypeAlias = Literal["info", "warning", "error"]

@@ -12,8 +12,8 @@ from pathlib import Path
 
 from yarl import URL
 
-from wire.keys import write_private
-from wire.run_folder import PAGE_PORT, PAGE_TOKEN
+from slipstream.wire.files.keys import write_private
+from slipstream.wire.files.run_folder import PAGE_PORT, PAGE_TOKEN
 
 _log = logging.getLogger(__name__)
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")

@@ -21,10 +21,10 @@ from typing import Annotated, SupportsIndex, TypeAlias, overload
 import msgspec
 from typing_extensions import override
 
-from broker.dashboard.advisories import Column, Trends
-from broker.dashboard.items import Letter
-from broker.dashboard.rates import Rates
-from wire.status import RunStatus, StepPoint
+from slipstream.broker.dashboard.advisories import Column, Trends
+from slipstream.broker.dashboard.items import Letter
+from slipstream.broker.dashboard.rates import Rates
+from slipstream.wire.messages.status import RunStatus, StepPoint
 
 _log = logging.getLogger(__name__)
 EVERY_S = 2.0  # of a new run

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import msgspec
 
-from broker.trace import Moment, groups_at, trace_group
-from wire.dead_letters import DeadLetter, Failure
-from wire.run_folder import TRAIL, TRAINED
+from slipstream.broker.store.item_history import Moment, groups_at, trace_group
+from slipstream.wire.files.run_folder import TRAIL, TRAINED
+from slipstream.wire.messages.dead_letters import DeadLetter, Failure
 
 MAX_INDEXED = 50_000  # the newest rows
 MAX_FOUND = 50

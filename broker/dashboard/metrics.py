@@ -9,8 +9,8 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.registry import Collector
 from typing_extensions import override
 
-from wire.metrics import MetricName
-from wire.status import RunStatus
+from slipstream.wire.messages.metrics import MetricName
+from slipstream.wire.messages.status import RunStatus
 
 Samples: TypeAlias = Mapping[tuple[str, ...], float]  # by the values of the labels
 
@@ -23,7 +23,7 @@ class _StatusCollector(Collector):
 
     @override
     def collect(self) -> Iterable[Metric]:
-        """Yield every metric; names and units stand in wire/metrics.py."""
+        """Yield every metric; names and units stand in wire/messages/metrics.py."""
         for name, samples in _samples(self._status).items():
             if samples:
                 yield _family(name, samples)

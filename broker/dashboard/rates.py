@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-from wire.phases import WAIT
-from wire.status import RoleStatus, RunStatus
+from slipstream.wire.messages.status import RoleStatus, RunStatus
+from slipstream.wire.process.phases import WAIT
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,8 +15,8 @@ from typing import TypeAlias
 
 import msgspec
 
-from broker.dashboard.advisories import Advisory, Trends, advise, is_ready
-from broker.dashboard.history import (
+from slipstream.broker.dashboard.advisories import Advisory, Trends, advise, is_ready
+from slipstream.broker.dashboard.history import (
     History,
     HistoryColumns,
     Row,
@@ -26,10 +26,10 @@ from broker.dashboard.history import (
     trends_of,
     write_state,
 )
-from broker.dashboard.items import Letter, shown_letters
-from broker.telemetry import told_of
-from wire.dead_letters import DeadLetter
-from wire.status import RunStatus
+from slipstream.broker.dashboard.items import Letter, shown_letters
+from slipstream.broker.report.telemetry import told_of
+from slipstream.wire.messages.dead_letters import DeadLetter
+from slipstream.wire.messages.status import RunStatus
 
 _log = logging.getLogger(__name__)
 _LOOK_S = 1.0

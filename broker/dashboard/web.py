@@ -17,8 +17,8 @@ from typing import Protocol, TypeVar
 import msgspec
 from aiohttp import web
 
-from broker.dashboard.advisories import Advisory
-from broker.dashboard.door import (
+from slipstream.broker.dashboard.advisories import Advisory
+from slipstream.broker.dashboard.door import (
     Door,
     is_loopback,
     known_names,
@@ -27,12 +27,12 @@ from broker.dashboard.door import (
     plain,
     reachable,
 )
-from broker.dashboard.history import HistoryColumns, Row, encode_json
-from broker.dashboard.items import Letter, RecordedItems
-from broker.dashboard.metrics import render_metrics
-from broker.dashboard.recorder import Look, Mishaps, shown_status
-from wire.errors import ConfigError
-from wire.status import RunStatus
+from slipstream.broker.dashboard.history import HistoryColumns, Row, encode_json
+from slipstream.broker.dashboard.items import Letter, RecordedItems
+from slipstream.broker.dashboard.metrics import render_metrics
+from slipstream.broker.dashboard.recorder import Look, Mishaps, shown_status
+from slipstream.wire.errors import ConfigError
+from slipstream.wire.messages.status import RunStatus
 
 _log = logging.getLogger(__name__)
 _PATIENCE_S = 10.0  # for a browser that does not read
@@ -60,6 +60,7 @@ _HEADERS = {
 }
 _TYPES = {".js": "text/javascript", ".css": "text/css"}
 _FOLDERS = (".", "vendor")
+_FILES = files("slipstream.broker.dashboard") / "page"
 _PAGE, _WHY = "page.html", "why.json"
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 T = TypeVar("T")
@@ -486,10 +487,10 @@ def _resources() -> dict[str, bytes]:
     return {
         one.name: _resource(one.name, folder)
         for folder in _FOLDERS
-        for one in (files("broker.dashboard") / folder).iterdir()
+        for one in (_FILES / folder).iterdir()
         if one.is_file() and (PurePosixPath(one.name).suffix in _TYPES or one.name in {_PAGE, _WHY})
     }
 
 
 def _resource(name: str, folder: str = ".") -> bytes:
-    return (files("broker.dashboard") / folder / name).read_bytes()
+    return (_FILES / folder / name).read_bytes()

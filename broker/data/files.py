@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from wire.errors import ConfigError
+from slipstream.wire.errors import ConfigError
 
 _BATCH_ROWS = 1024
 

@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from broker.data.files import RawRow
-from broker.data.rows import BadRowError, plain
-from wire.errors import ConfigError
-from wire.trajectory import Json
+from slipstream.broker.data.files import RawRow
+from slipstream.broker.data.rows import BadRowError, plain
+from slipstream.wire.errors import ConfigError
+from slipstream.wire.messages.trajectory import Json
 
 NAME_KEY = "reasoning_gym"
 ENTRY_KEY = "entry"

@@ -9,8 +9,8 @@ from itertools import accumulate
 
 import msgspec
 
-from wire.errors import ConfigError
-from wire.trajectory import Prompt
+from slipstream.wire.errors import ConfigError
+from slipstream.wire.messages.trajectory import Prompt
 
 BLOCK = 1000  # positions in which weighted sources get their shares exactly
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from wire.trajectory import ChatMessage, Json, Prompt
+from slipstream.wire.messages.trajectory import ChatMessage, Json, Prompt
 
 SYSTEM = "system"
 _TURN_KEYS = ("role", "content")

@@ -5,14 +5,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from broker.config import DataSection
-from broker.data.files import RawRow, read_rows, row_name
-from broker.data.gym import gym_rows
-from broker.data.mixture import PromptSource, checked_weights
-from broker.data.rows import BadRowError, RowRules, prompt_from_row
-from wire.errors import ConfigError
-from wire.run_settings import EvalSection, SourceTable
-from wire.trajectory import Prompt
+from slipstream.broker.config import DataSection
+from slipstream.broker.data.files import RawRow, read_rows, row_name
+from slipstream.broker.data.gym import gym_rows
+from slipstream.broker.data.mixture import PromptSource, checked_weights
+from slipstream.broker.data.rows import BadRowError, RowRules, prompt_from_row
+from slipstream.wire.errors import ConfigError
+from slipstream.wire.messages.trajectory import Prompt
+from slipstream.wire.settings.sections import EvalSection, SourceTable
 
 _log = logging.getLogger(__name__)
 DEFAULT_SOURCE = "default"

@@ -1,7 +1,7 @@
 """Runs the program in an answer against test cases, in the sandbox.
 
     [reward]
-    function = "broker.rewards.code:score"
+    function = "slipstream.broker.rewards.code:score"
 
 ``ground_truth`` of a row is one of these, or its JSON as text:
 
@@ -11,7 +11,7 @@
     {"fn_name": "add", "asserts": ...}                   that take nothing but add of the answer
 
 Expected values are compared here, outside of the sandbox; assertions are checked in the sandbox by
-a process that the answer cannot reach (``tester.py``).
+a process that the answer cannot reach (``code_tester.py``).
 """
 
 import contextlib
@@ -22,10 +22,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from broker.rewards import sandbox as sandboxes
-from broker.rewards import tester
-from broker.rewards.sdk import Transcript, Unavailable, reward
-from wire.trajectory import Json
+from slipstream.broker.rewards import code_tester
+from slipstream.broker.rewards.sdk import Transcript, Unavailable, reward
+from slipstream.broker.sandbox import sandbox as sandboxes
+from slipstream.wire.messages.trajectory import Json
 
 _FENCE = re.compile(r"```[ \t]*([^\s`]*)[^\n]*\n(.*?)(?:\n[ \t]*)?```", re.DOTALL)
 _PYTHON = ("python", "python3", "py")
@@ -45,7 +45,7 @@ class Tests:
 
     def __len__(self) -> int:
         """Return the number of test cases."""
-        statements = sum(is_test for text in self.texts for _, is_test in tester.split(text))
+        statements = sum(is_test for text in self.texts for _, is_test in code_tester.split(text))
         return len(self.inputs) + len(self.calls) + statements
 
 
@@ -258,7 +258,7 @@ def _run_tester(program: str, tests: Tests, budget: Budget) -> tuple[int, bool]:
     else:
         request |= {"texts": tests.texts, "function": tests.function}
     outcome = budget.run(
-        Path(tester.__file__).read_text(),
+        Path(code_tester.__file__).read_text(),
         stdin=json.dumps(request).encode(),
         num_tests=len(tests) + 1,
         files={"answer.py": program.encode(errors="replace")},

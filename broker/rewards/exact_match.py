@@ -3,7 +3,7 @@
 import json
 from collections.abc import Mapping
 
-from wire.trajectory import Json
+from slipstream.wire.messages.trajectory import Json
 
 
 def score(

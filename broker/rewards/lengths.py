@@ -1,9 +1,9 @@
 """Penalties for long answers, in tokens: rewards of 0.0 and less, to be added to another one.
 
-See ``broker.rewards.weighted`` for adding them.
+See ``slipstream.broker.rewards.weighted`` for adding them.
 """
 
-from broker.rewards.sdk import Transcript, reward
+from slipstream.broker.rewards.sdk import Transcript, reward
 
 
 @reward(version="1")

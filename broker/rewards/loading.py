@@ -8,12 +8,12 @@ from pathlib import Path
 
 import msgspec
 
-from broker.rewards import sandbox
-from broker.rewards.outcomes import FunctionInfo
-from broker.rewards.sdk import DECLARED, Takes, Transcript
-from wire.errors import ConfigError
-from wire.source_files import module_named
-from wire.trajectory import Json
+from slipstream.broker.rewards.outcomes import FunctionInfo
+from slipstream.broker.rewards.sdk import DECLARED, Takes, Transcript
+from slipstream.broker.sandbox import sandbox
+from slipstream.wire.errors import ConfigError
+from slipstream.wire.files.source_files import module_named
+from slipstream.wire.messages.trajectory import Json
 
 _VERL_ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
 _VERSION_DIGITS = 12

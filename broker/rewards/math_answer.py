@@ -1,7 +1,7 @@
 r"""1.0 if the answer is mathematically the expected one, by math-verify (LaTeX, sets, equations).
 
     [reward]
-    function = "broker.rewards.math_answer:score"
+    function = "slipstream.broker.rewards.math_answer:score"
 
 Needs ``pip install slipstream[rewards]``.
 """
@@ -16,15 +16,16 @@ from functools import lru_cache
 from types import FrameType
 from typing import Any
 
-from broker.rewards.final_answer import after_thought, marked_answer
-from broker.rewards.sdk import Transcript, reward
-from wire.trajectory import Json
+from slipstream.broker.rewards.final_answer import after_thought, marked_answer
+from slipstream.broker.rewards.sdk import Transcript, reward
+from slipstream.wire.messages.trajectory import Json
 
 try:
     import math_verify
 except ImportError as error:
     raise ImportError(
-        "broker.rewards.math_answer needs the package math-verify: pip install slipstream[rewards]"
+        "slipstream.broker.rewards.math_answer needs the package math-verify: "
+        "pip install slipstream[rewards]"
     ) from error
 
 _POWER = re.compile(r"\^")

@@ -1,7 +1,7 @@
 r"""1.0 if the last number of the answer is the expected one, within a tolerance.
 
     [reward]
-    function = "broker.rewards.numeric:score"
+    function = "slipstream.broker.rewards.numeric:score"
     options = { relative = 0.01 }
 
 Looked at is what is marked as the answer (``\boxed{}``, ``<answer>`` tags, after ``####``), or
@@ -14,9 +14,9 @@ from fractions import Fraction
 from functools import lru_cache
 from typing import Literal, NamedTuple, TypeAlias
 
-from broker.rewards.final_answer import after_thought, marked_answer
-from broker.rewards.sdk import Transcript, reward
-from wire.trajectory import Json
+from slipstream.broker.rewards.final_answer import after_thought, marked_answer
+from slipstream.broker.rewards.sdk import Transcript, reward
+from slipstream.wire.messages.trajectory import Json
 
 Percent: TypeAlias = Literal["either", "ignored", "hundredth"]
 _MAX_CHARACTERS = 10_000

@@ -7,9 +7,9 @@ from typing import Literal, SupportsFloat
 
 import msgspec
 
-from broker.rewards.sdk import Takes, Unavailable
-from wire.control import ScoringItem
-from wire.trajectory import (
+from slipstream.broker.rewards.sdk import Takes, Unavailable
+from slipstream.wire.messages.broker import ScoringItem
+from slipstream.wire.messages.trajectory import (
     MAX_EXCERPT,
     MAX_PART_NAME,
     MAX_PARTS,

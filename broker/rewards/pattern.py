@@ -1,14 +1,14 @@
 r"""1.0 if the answer has a form: a regular expression, or thought and answer in their tags.
 
 [reward]
-function = "broker.rewards.pattern:Pattern"
+function = "slipstream.broker.rewards.pattern:Pattern"
 options = { pattern = 'Final answer: (?P<number>\d+)\s*$' }
 """
 
 import re
 from typing import Literal
 
-from broker.rewards.sdk import Transcript, reward
+from slipstream.broker.rewards.sdk import Transcript, reward
 
 _TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 

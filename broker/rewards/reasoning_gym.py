@@ -6,8 +6,8 @@ import re
 from collections.abc import Mapping
 from functools import lru_cache
 
-from broker.data.gym import ENTRY_KEY, NAME_KEY, OPTIONS_KEY, Verifier, verifier
-from wire.trajectory import Json
+from slipstream.broker.data.gym import ENTRY_KEY, NAME_KEY, OPTIONS_KEY, Verifier, verifier
+from slipstream.wire.messages.trajectory import Json
 
 _RIGHT = 0.999  # all data sets give their own answers 1
 _TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)

@@ -1,6 +1,6 @@
 """What a custom reward is written with.
 
-    from broker.rewards.sdk import Transcript, Unavailable, reward
+    from slipstream.broker.rewards.sdk import Transcript, Unavailable, reward
 
     @reward(version="2")
     async def polite(transcript: Transcript, *, word: str = "please") -> float:
@@ -13,7 +13,7 @@ signature of verl, ``(data_source, solution_str, ground_truth, extra_info, **opt
 from collections.abc import Callable, Mapping
 from typing import Literal, TypeAlias, TypeVar
 
-from wire.trajectory import Prompt, Transcript
+from slipstream.wire.messages.trajectory import Prompt, Transcript
 
 __all__ = ["Prompt", "RewardResult", "Takes", "Transcript", "Unavailable", "reward"]
 

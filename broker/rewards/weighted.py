@@ -1,16 +1,16 @@
 """A sum of several rewards, each with a weight and each a metric.
 
 [reward]
-function = "broker.rewards.weighted:Weighted"
+function = "slipstream.broker.rewards.weighted:Weighted"
 
 [reward.options]
 shaping = ["overlong"]
 
 [reward.options.parts.right]
-function = "broker.rewards.numeric:score"
+function = "slipstream.broker.rewards.numeric:score"
 
 [reward.options.parts.overlong]
-function = "broker.rewards.lengths:overlong"
+function = "slipstream.broker.rewards.lengths:overlong"
 weight = 0.5
 options = { max_tokens = 4096, cache_tokens = 512 }
 """
@@ -23,11 +23,11 @@ from typing import Any
 
 import msgspec
 
-from broker.rewards.loading import RewardFunction, load_function
-from broker.rewards.outcomes import Outcome, failure, outcome_of
-from broker.rewards.sdk import Transcript, Unavailable, reward
-from wire.errors import ConfigError
-from wire.trajectory import Json
+from slipstream.broker.rewards.loading import RewardFunction, load_function
+from slipstream.broker.rewards.outcomes import Outcome, failure, outcome_of
+from slipstream.broker.rewards.sdk import Transcript, Unavailable, reward
+from slipstream.wire.errors import ConfigError
+from slipstream.wire.messages.trajectory import Json
 
 _RESERVED = ("score", "unshaped")
 _SETTING = "reward.options.parts"

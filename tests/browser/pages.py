@@ -8,10 +8,10 @@ from pathlib import Path
 
 from typing_extensions import override
 
-from broker.dashboard.history import HistoryColumns
-from broker.dashboard.items import Found, Letter, RecordedItems, Trajectory
-from broker.dashboard.recorder import Look
-from broker.dashboard.web import Dashboard
+from slipstream.broker.dashboard.history import HistoryColumns
+from slipstream.broker.dashboard.items import Found, Letter, RecordedItems, Trajectory
+from slipstream.broker.dashboard.recorder import Look
+from slipstream.broker.dashboard.web import Dashboard
 from tests.browser import samples
 
 _EVERY_S = 0.5

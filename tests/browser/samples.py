@@ -1,4 +1,4 @@
-"""A run that looks like a real one, for the page's tests; made of the structs in wire/status.py."""
+"""A run that looks like a real one, for the page's tests; made of the structs of the status."""
 
 import math
 import random
@@ -9,13 +9,11 @@ from operator import mul
 
 import msgspec
 
-from broker.dashboard.advisories import Advisory, Trends, advise
-from broker.dashboard.history import HistoryColumns, StepColumns, TimeColumns
-from broker.dashboard.items import Item, Letter, Sibling, Token, Trajectory
-from broker.trace import Moment
-from tests.wire_samples import STATUS
-from wire.bus import MemberState, PublishRecord
-from wire.status import (
+from slipstream.broker.dashboard.advisories import Advisory, Trends, advise
+from slipstream.broker.dashboard.history import HistoryColumns, StepColumns, TimeColumns
+from slipstream.broker.dashboard.items import Item, Letter, Sibling, Token, Trajectory
+from slipstream.broker.store.item_history import Moment
+from slipstream.wire.messages.status import (
     EvalFigures,
     EvalPoint,
     LengthQuartile,
@@ -24,7 +22,9 @@ from wire.status import (
     StepPoint,
     Survivorship,
 )
-from wire.versions import PolicyVersion
+from slipstream.wire.messages.versions import PolicyVersion
+from slipstream.wire.messages.weightbus import MemberState, PublishRecord
+from tests.support.wire_samples import STATUS
 
 STARTED_S = 1_760_000_000.0  # unix time
 HOSTILE = '<script>window.hurt = 1</script><img src=x onerror="window.hurt = 2">'
@@ -77,7 +77,7 @@ class Record:
 
     @property
     def life(self) -> list[Moment]:
-        """Return its life in the words of broker/trace.py."""
+        """Return its life in the words of broker/store/item_history.py."""
         counts: dict[str, int] = {}
         for token in self.tokens:
             counts[token.version] = counts.get(token.version, 0) + 1

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator
 import msgspec
 import pytest
 
-from broker.dashboard.advisories import RULES
-from broker.dashboard.items import Item
+from slipstream.broker.dashboard.advisories import RULES
+from slipstream.broker.dashboard.items import Item
 from tests.browser import samples
 from tests.browser.pages import SampleServer, served
 

@@ -5,9 +5,9 @@ import signal
 import sys
 from pathlib import Path
 
-from broker import main as broker_main
-from broker.redis_store import RedisStore
-from broker.store import Changes
+from slipstream.broker import main as broker_main
+from slipstream.broker.store.base import Changes
+from slipstream.broker.store.redis import RedisStore
 
 _EVERY = 60  # commits of payloads between two deaths
 _DEATHS = 4

@@ -5,18 +5,18 @@ import asyncio
 import random
 from pathlib import Path
 
-from broker.client import BrokerClient
-from generators.config import GeneratorSettings, generator_settings
-from generators.lanes import lanes_of
-from generators.prompting import TextCodec
-from generators.running_engine import make_sampler
-from generators.scripted_engine import ScriptedEngine
-from generators.worker import GeneratorWorker
+from slipstream.broker.client import BrokerClient
+from slipstream.generators.config import GeneratorSettings, generator_settings
+from slipstream.generators.lanes import lanes_of
+from slipstream.generators.sglang.running import make_sampler
+from slipstream.generators.text.codec import TextCodec
+from slipstream.generators.worker import GeneratorWorker
+from slipstream.wire.process.command_line import run_role
+from slipstream.wire.process.logs import start_logging
+from slipstream.wire.process.stopping import stop_event
+from slipstream.wire.settings.load import load_table
 from tests.chaos.published import published
-from wire.command_line import run_role
-from wire.logs import start_logging
-from wire.settings import load_table
-from wire.stopping import stop_event
+from tests.support.scripted_engine import ScriptedEngine
 
 
 async def follow(folder: Path, engine: ScriptedEngine, worker: GeneratorWorker, seed: str) -> None:

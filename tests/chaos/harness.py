@@ -24,19 +24,19 @@ import psutil
 import pytest
 import tomli_w
 
-from broker.redis_server import RedisServer
-from deploy.addition import write_blank_model
-from deploy.observe import fetch_account
-from deploy.plan import RolePlan
-from deploy.supervise import Supervisor
+from slipstream.broker.store.private_server import RedisServer
+from slipstream.deploy.examples.addition import write_blank_model
+from slipstream.deploy.launch.plan import RolePlan
+from slipstream.deploy.launch.supervise import Supervisor
+from slipstream.deploy.terminal.observe import fetch_account
+from slipstream.wire.errors import PeerLostError
+from slipstream.wire.files.run_folder import ACCOUNT, BATCHES
+from slipstream.wire.files.trajectory_file import read_groups
+from slipstream.wire.messages.ledger_view import LedgerView
+from slipstream.wire.settings.load import load_table
+from slipstream.wire.settings.sections import run_section
 from tests.chaos.trainer import Weights, chained
-from tests.waiting import HANG_S
-from wire.errors import PeerLostError
-from wire.ledger_view import LedgerView
-from wire.run_folder import ACCOUNT, BATCHES
-from wire.run_settings import run_section
-from wire.settings import load_table
-from wire.trajectory_file import read_groups
+from tests.support.waiting import HANG_S
 
 ROOT = Path(__file__).parents[2]
 REWARD = """
@@ -193,7 +193,7 @@ def chaos_run(
     prompts: int,
     seed: int = 0,
     generators: int = 2,
-    broker_module: str = "broker.main",
+    broker_module: str = "slipstream.broker.main",
     broker_arguments: tuple[str, ...] = (),
     trainer_arguments: tuple[str, ...] = (),
     clients_sockets: str = "sockets",
@@ -263,7 +263,7 @@ def chaos_run(
         *(
             role(
                 f"reward-worker-{i}",
-                "broker.reward_worker",
+                "slipstream.broker.reward_worker.main",
                 clients,
                 "--name",
                 f"reward-worker-{i}",

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from wire.versions import PolicyVersion, parse_label
+from slipstream.wire.messages.versions import PolicyVersion, parse_label
 
 
 def publish(folder: Path, version: PolicyVersion) -> None:

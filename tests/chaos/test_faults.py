@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from deploy.plan import RolePlan
+from slipstream.deploy.launch.plan import RolePlan
+from slipstream.wire.errors import ConfigError
+from slipstream.wire.files.checkpoints import newest_checkpoint
 from tests.chaos.harness import ROOT, Chaos, chaos_run, mounted, redis_server
-from tests.waiting import HANG_S
-from wire.checkpoints import newest_checkpoint
-from wire.errors import ConfigError
+from tests.support.waiting import HANG_S
 
 pytestmark = [pytest.mark.integration, pytest.mark.redis]
 

@@ -7,16 +7,16 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from deploy.dead_letters import dead_letters
-from deploy.observe import ask_broker
+from slipstream.deploy.commands.dead_letters import dead_letters
+from slipstream.deploy.terminal.observe import ask_broker
+from slipstream.wire.errors import ConfigError
+from slipstream.wire.files.run_folder import BATCHES
+from slipstream.wire.files.trajectory_file import read_groups
+from slipstream.wire.messages.broker import DeadLetters, GetDeadLetters
+from slipstream.wire.messages.codec import decode_transcript
+from slipstream.wire.settings.load import load_table
+from slipstream.wire.settings.sections import run_section
 from tests.chaos.harness import Chaos, chaos_run
-from wire.codec import decode_transcript
-from wire.control import DeadLetters, GetDeadLetters
-from wire.errors import ConfigError
-from wire.run_folder import BATCHES
-from wire.run_settings import run_section
-from wire.settings import load_table
-from wire.trajectory_file import read_groups
 
 pytestmark = [pytest.mark.integration, pytest.mark.redis]
 SLOW = """

@@ -17,9 +17,8 @@ from pathlib import Path
 
 import msgspec
 
-from broker.client import BrokerClient
-from tests.chaos.published import publish
-from wire.checkpoints import (
+from slipstream.broker.client import BrokerClient
+from slipstream.wire.files.checkpoints import (
     FORMAT_REVISION,
     INFO_FILE,
     LEDGER_FILE,
@@ -29,9 +28,7 @@ from wire.checkpoints import (
     ledger_file,
     read_checkpoint_info,
 )
-from wire.codec import decode_payload
-from wire.command_line import run_role
-from wire.control import (
+from slipstream.wire.messages.broker import (
     BatchDelivered,
     BatchNotReady,
     Done,
@@ -49,10 +46,13 @@ from wire.control import (
     TakeOver,
     TookOver,
 )
-from wire.logs import start_logging
-from wire.run_settings import RunSection, run_section
-from wire.settings import load_table
-from wire.versions import PolicyVersion
+from slipstream.wire.messages.codec import decode_payload
+from slipstream.wire.messages.versions import PolicyVersion
+from slipstream.wire.process.command_line import run_role
+from slipstream.wire.process.logs import start_logging
+from slipstream.wire.settings.load import load_table
+from slipstream.wire.settings.sections import RunSection, run_section
+from tests.chaos.published import publish
 
 STATE_FILE = "state.json"
 

@@ -7,15 +7,15 @@ from typing import TypeAlias
 
 import pytest
 
-from generators.engine import Completion, EngineLoad, InferenceEngine, SamplingParams
-from generators.scripted_engine import ScriptedEngine
-from generators.sglang_engine import SglangEngine
-from generators.sglang_process import SglangProcess
-from tests.e2e.tiny_run import sglang_server, write_policy
+from slipstream.generators.engine import Completion, EngineLoad, InferenceEngine, SamplingParams
+from slipstream.generators.sglang.engine import SglangEngine
+from slipstream.generators.sglang.process import SglangProcess
+from slipstream.wire.errors import EngineError
+from slipstream.wire.messages.versions import PolicyVersion
 from tests.integration.sglang_load import Load, until_load
-from tests.waiting import HANG_S, until_async
-from wire.errors import EngineError
-from wire.versions import PolicyVersion
+from tests.support.scripted_engine import ScriptedEngine
+from tests.support.tiny_run import sglang_server, write_policy
+from tests.support.waiting import HANG_S, until_async
 
 Scenario = Callable[[InferenceEngine], Awaitable[None]]
 Completions: TypeAlias = "asyncio.Task[list[Completion]]"

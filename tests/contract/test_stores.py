@@ -12,10 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from broker.redis_server import RedisServer, packaged_server
-from broker.redis_store import RedisStore
-from broker.store import Changes, MemoryStore, SharedMemory, StoredTrajectory, TrajectoryStore
-from wire.errors import SupersededError
+from slipstream.broker.store.base import Changes, StoredTrajectory, TrajectoryStore
+from slipstream.broker.store.private_server import RedisServer, packaged_server
+from slipstream.broker.store.redis import RedisStore
+from slipstream.wire.errors import SupersededError
+from tests.support.memory_store import MemoryStore, SharedMemory
 
 Open = Callable[[], Awaitable[TrajectoryStore]]  # another handle on the same store
 Body = Callable[[Open], Awaitable[None]]

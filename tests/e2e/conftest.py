@@ -3,8 +3,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.tiny_run import TinyRun
-from tests.waiting import HANG_S
+from tests.support.tiny_run import TinyRun
+from tests.support.waiting import HANG_S
 
 
 @pytest.fixture

@@ -14,8 +14,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.e2e.tiny_run import ROOT
-from tests.waiting import HANG_S
+from tests.support.tiny_run import ROOT
+from tests.support.waiting import HANG_S
 
 SCP = """#!/bin/sh
 # scp head:PATH . between two "hosts" that share a file system

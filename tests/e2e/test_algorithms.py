@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from deploy.addition import prepare
-from tests.e2e.tiny_run import ROOT
+from slipstream.deploy.examples.addition import prepare
+from tests.support.tiny_run import ROOT
 
 # tests/integration/test_presets.py has every preset with a real learner.
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
@@ -30,7 +30,14 @@ def _task() -> None:
 @pytest.mark.parametrize("preset", SETTINGS)
 def test_a_preset_teaches_addition(tmp_path: Path, preset: str, capsys: pytest.CaptureFixture[str]):
     output = tmp_path / "output.txt"
-    command = [sys.executable, "-m", "deploy.main", "run", "--config", "configs/quickstart.toml"]
+    command = [
+        sys.executable,
+        "-m",
+        "slipstream.deploy.main",
+        "run",
+        "--config",
+        "configs/quickstart.toml",
+    ]
     settings = [f"run.dir={tmp_path}", f"run.steps={STEPS}", f"algo.preset={preset}"]
     with output.open("w") as file:
         code = subprocess.run(

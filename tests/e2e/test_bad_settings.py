@@ -11,10 +11,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from deploy.addition import write_blank_model
-from tests.e2e.tiny_run import TinyRun
-from tests.waiting import HANG_S
-from wire.checkpoints import INFO_FILE, LEDGER_FILE
+from slipstream.deploy.examples.addition import write_blank_model
+from slipstream.wire.files.checkpoints import INFO_FILE, LEDGER_FILE
+from tests.support.tiny_run import TinyRun
+from tests.support.waiting import HANG_S
 
 pytestmark = [pytest.mark.e2e]
 Spoil = Callable[[Path], None]

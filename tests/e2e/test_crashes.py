@@ -12,9 +12,9 @@ import psutil
 import pytest
 from safetensors.torch import load_file
 
-from tests.e2e.tiny_run import TinyRun, slipstream
-from tests.waiting import HANG_S
-from wire.trajectory_file import read_groups
+from slipstream.wire.files.trajectory_file import read_groups
+from tests.support.tiny_run import TinyRun, slipstream
+from tests.support.waiting import HANG_S
 
 pytestmark = [pytest.mark.e2e, pytest.mark.redis]
 
@@ -66,7 +66,7 @@ def test_a_run_whose_learner_and_then_everything_is_killed_trains_every_prompt_o
 ):
     first = TinyRun(tmp_path, SETTINGS | {"generators.count": 1})
     first.wait_until(lambda: first.steps() >= 4, "fourth learner step")
-    learner = first.process_with("learner.main")
+    learner = first.process_with("slipstream.learner.main")
     assert learner is not None
     learner.kill()
     first.wait_until(lambda: "v2." in first.log("learner"), "second learner")
@@ -116,7 +116,7 @@ def test_a_broker_its_redis_a_generator_and_a_learner_are_killed_in_one_run(
         "broker.lease_s": 4.0,
     }
     run = start_run(**{key.replace(".", "__"): value for key, value in wanted.items()})
-    roles = ["broker.main", "redis", "--name generator-0", "learner.main"]
+    roles = ["slipstream.broker.main", "redis", "--name generator-0", "slipstream.learner.main"]
     rng.shuffle(roles)
     for number, role in enumerate(roles):
         run.wait_until(lambda: run.steps() >= number + 1, "the step to kill at")  # noqa: B023
@@ -133,11 +133,11 @@ def test_a_broker_its_redis_a_generator_and_a_learner_are_killed_in_one_run(
     run.assert_nothing_left()
 
 
-@pytest.mark.slow  # the decision is tested in tests/unit/deploy/test_supervise.py
+@pytest.mark.slow  # the decision is tested in tests/unit/deploy/launch/test_supervise.py
 def test_a_role_that_fails_again_and_again_ends_the_run(start_run: Callable[..., TinyRun]):
     run = start_run(run__steps=1000, deploy__max_restarts=0)
     run.wait_until(lambda: run.steps() >= 1, "first learner step")
-    broker = run.process_with("broker.main")
+    broker = run.process_with("slipstream.broker.main")
     assert broker is not None
     broker.send_signal(signal.SIGKILL)
     assert run.wait() == 1

@@ -14,12 +14,12 @@ selenium = pytest.importorskip("selenium")
 from selenium.webdriver.common.by import By  # noqa: E402
 from selenium.webdriver.remote.webdriver import WebDriver  # noqa: E402
 
-from deploy.observe import run_of_folder, status_now  # noqa: E402
+from slipstream.deploy.terminal.observe import run_of_folder, status_now  # noqa: E402
+from slipstream.wire.errors import PeerLostError  # noqa: E402
+from slipstream.wire.messages.status import RunStatus  # noqa: E402
 from tests.browser.chromium import CHROMIUM, DRIVER, start_chromium  # noqa: E402
-from tests.e2e.tiny_run import ROOT, TinyRun  # noqa: E402
-from tests.waiting import HANG_S  # noqa: E402
-from wire.errors import PeerLostError  # noqa: E402
-from wire.status import RunStatus  # noqa: E402
+from tests.support.tiny_run import ROOT, TinyRun  # noqa: E402
+from tests.support.waiting import HANG_S  # noqa: E402
 
 pytestmark = [
     pytest.mark.e2e,
@@ -117,7 +117,7 @@ def test_the_page_shows_the_ledger_a_killed_generator_and_later_the_finished_run
     )
 
     steps = run.steps()
-    kill(run, "broker.main")
+    kill(run, "slipstream.broker.main")
     until(lambda: "live" not in text(browser, "state"), "the page does not miss the broker")
     until(lambda: "live" in text(browser, "state"), "the page does not come back")
     run.wait_until(lambda: run.steps() > steps, "a step under the new broker")
@@ -129,7 +129,7 @@ def test_the_page_shows_the_ledger_a_killed_generator_and_later_the_finished_run
     assert [one["message"] for one in browser.get_log("browser") if not is_network(one)] == []
 
     server = subprocess.Popen(
-        [sys.executable, "-m", "deploy.main", "dashboard", str(run.folder)],
+        [sys.executable, "-m", "slipstream.deploy.main", "dashboard", str(run.folder)],
         cwd=ROOT,
         stdout=subprocess.PIPE,
         text=True,

@@ -7,8 +7,8 @@ from collections.abc import Callable
 import psutil
 import pytest
 
-from tests.e2e.tiny_run import TinyRun
-from tests.waiting import HANG_S
+from tests.support.tiny_run import TinyRun
+from tests.support.waiting import HANG_S
 
 pytestmark = [pytest.mark.e2e]
 
@@ -66,7 +66,7 @@ def test_a_signal_ends_the_run_and_leaves_nothing(
 def test_a_learner_that_leaves_early_fails_the_run(start_run: Callable[..., TinyRun]):
     run = start_run(run__steps=1000, generators__count=1)
     run.wait_until(lambda: run.steps() >= 1, "first learner step")
-    learner = run.process_with("learner.main")
+    learner = run.process_with("slipstream.learner.main")
     assert learner is not None
     learner.terminate()
     assert run.wait() == 1

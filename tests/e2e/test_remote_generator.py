@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from broker.summary import PUBLISHES
+from slipstream.broker.report.summary import PUBLISHES
+from slipstream.wire.files.run_folder import ACCOUNT, SUMMARY
 from tests.e2e.hosts import Host, end, fences, toml_of, two_hosts
-from tests.e2e.tiny_run import ROOT, tiny_inputs, tiny_settings
-from tests.waiting import HANG_S
-from wire.run_folder import ACCOUNT, SUMMARY
+from tests.support.tiny_run import ROOT, tiny_inputs, tiny_settings
+from tests.support.waiting import HANG_S
 
 pytestmark = [pytest.mark.e2e]
 DOCUMENT = ROOT / "docs" / "weight-bus.md"

@@ -14,11 +14,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from broker.keyring import make_client_key
+from slipstream.broker.server.keyring import make_client_key
+from slipstream.wire.files.run_folder import ACCOUNT
 from tests.e2e.hosts import Host, end, fences, toml_of, two_hosts
-from tests.e2e.tiny_run import ROOT, tiny_inputs, tiny_settings
-from tests.waiting import HANG_S
-from wire.run_folder import ACCOUNT
+from tests.support.tiny_run import ROOT, tiny_inputs, tiny_settings
+from tests.support.waiting import HANG_S
 
 pytestmark = [pytest.mark.e2e]
 DOCUMENT = ROOT / "docs" / "rewards.md"
@@ -130,7 +130,7 @@ def test_ctrl_c_ends_a_worker_that_waits_for_a_broker(tmp_path: Path):
     )
     options = ("--broker", "tcp://127.0.0.1:9", "--key", str(key), "--reward", "r.py:score")
     worker = subprocess.Popen(
-        [sys.executable, "-m", "broker.reward_worker", *options],
+        [sys.executable, "-m", "slipstream.broker.reward_worker.main", *options],
         cwd=tmp_path,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

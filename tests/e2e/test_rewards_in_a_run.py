@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.tiny_run import TinyRun
-from wire.run_folder import ACCOUNT
+from slipstream.wire.files.run_folder import ACCOUNT
+from tests.support.tiny_run import TinyRun
 
 pytestmark = [pytest.mark.e2e]
 WHIMSICAL = """
 import os, pathlib
-from broker.rewards.sdk import Transcript, Unavailable, reward
+from slipstream.broker.rewards.sdk import Transcript, Unavailable, reward
 
 FOLDER = pathlib.Path(__file__).parent
 

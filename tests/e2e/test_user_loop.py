@@ -14,14 +14,14 @@ import pytest
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.plugin_event_accumulator import EventAccumulator
 
-from tests.e2e.tiny_run import ROOT, TinyRun, slipstream
-from tests.waiting import HANG_S
-from wire.trajectory_file import read_groups
+from slipstream.wire.files.trajectory_file import read_groups
+from tests.support.tiny_run import ROOT, TinyRun, slipstream
+from tests.support.waiting import HANG_S
 
 pytestmark = [pytest.mark.e2e]
 GREEDY = """
 import json, sys
-from generators.sglang_cpu import define_torchvision_operators
+from slipstream.generators.sglang.cpu import define_torchvision_operators
 define_torchvision_operators()
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer

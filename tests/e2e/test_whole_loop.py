@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from tests.e2e.tiny_run import TinyRun
-from weightbus.engine_checksums import digest_of, expected_checksums
-from wire.bus import TransportName
+from slipstream.weightbus.relay.engine_checksums import digest_of, expected_checksums
+from slipstream.wire.messages.weightbus import TransportName
+from tests.support.tiny_run import TinyRun
 
 pytestmark = [pytest.mark.e2e]
 BOUND = 2

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import msgspec
 
-from tests.wire_samples import FAMILIES
-from wire.codec import encode
-from wire.control import WIRE_REVISION
+from slipstream.wire.messages.broker import WIRE_REVISION
+from slipstream.wire.messages.codec import encode
+from tests.support.wire_samples import FAMILIES
 
 FOLDER = Path(__file__).parent / "wire"
 TODAY = FOLDER / f"revision-{WIRE_REVISION}"

@@ -22,9 +22,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from generators.sglang_cpu import define_torchvision_operators
-from learner import device
-from tests.waiting import HANG_S
+from slipstream.generators.sglang.cpu import define_torchvision_operators
+from slipstream.learner.model import device
+from tests.support.waiting import HANG_S
 
 
 def next_logprobs(logits: Tensor, targets: Tensor, barred: int) -> list[float]:
@@ -41,10 +41,10 @@ class LearnersModels:
     def __init__(self, folders: list[Path], barred: int) -> None:
         from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-        from learner.hf_config import load_hf_config
-        from learner.hf_weights import load_hf_weights
-        from learner.model import build_model
-        from learner.topology import init_topology
+        from slipstream.learner.model.gpt import build_model
+        from slipstream.learner.model.hf_config import load_hf_config
+        from slipstream.learner.model.hf_weights import load_hf_weights
+        from slipstream.learner.model.topology import init_topology
 
         self._barred = barred
         self._models: dict[str, Any] = {}
@@ -57,7 +57,7 @@ class LearnersModels:
             self._models[str(folder)] = model
 
     def logprobs(self, folder: str, sequences: list[list[int]]) -> list[list[float]]:
-        from learner.model import packed_logits
+        from slipstream.learner.model.gpt import packed_logits
 
         model = self._models[folder]
         lengths = [len(sequence) for sequence in sequences]

@@ -8,20 +8,20 @@ from pathlib import Path
 
 import numpy as np
 
-from tests.e2e.tiny_run import write_policy
-from tests.waiting import HANG_S
-from wire.arrays import PackedArray
-from wire.codec import encode
-from wire.control import DeliveredGroup, DeliveredTrajectory
-from wire.trajectory import (
+from slipstream.wire.files.trajectory_file import RecordedGroup, TrajectoryFileWriter
+from slipstream.wire.messages.arrays import PackedArray
+from slipstream.wire.messages.broker import DeliveredGroup, DeliveredTrajectory
+from slipstream.wire.messages.codec import encode
+from slipstream.wire.messages.trajectory import (
     Prompt,
     TrajectoryHeader,
     TrajectoryPayload,
     Transcript,
     VersionRun,
 )
-from wire.trajectory_file import RecordedGroup, TrajectoryFileWriter
-from wire.versions import PolicyVersion
+from slipstream.wire.messages.versions import PolicyVersion
+from tests.support.tiny_run import write_policy
+from tests.support.waiting import HANG_S
 
 ROOT = Path(__file__).parents[2]
 GROUPS, SIBLINGS, VOCABULARY = 3, 2, 12
@@ -108,7 +108,14 @@ class Replays:
         )
 
     def command(self, name: str, *overrides: str) -> list[str]:
-        module = ["-m", "learner.main", "--config", str(self.config), "--replay", str(self.file)]
+        module = [
+            "-m",
+            "slipstream.learner.main",
+            "--config",
+            str(self.config),
+            "--replay",
+            str(self.file),
+        ]
         return [sys.executable, *module, f"run.name={name}", *overrides]
 
     def start(

@@ -12,9 +12,8 @@ from typing import Self, TypeVar
 
 import zmq
 
-from tests.waiting import HANG_S
-from wire.codec import decode_request, encode
-from wire.control import (
+from slipstream.wire.files.trajectory_file import RecordedGroup
+from slipstream.wire.messages.broker import (
     Answer,
     BatchDelivered,
     BatchNotReady,
@@ -35,8 +34,9 @@ from wire.control import (
     TookOver,
     Welcome,
 )
-from wire.trajectory_file import RecordedGroup
-from wire.versions import PolicyVersion
+from slipstream.wire.messages.codec import decode_request, encode
+from slipstream.wire.messages.versions import PolicyVersion
+from tests.support.waiting import HANG_S
 
 R = TypeVar("R")
 Key = tuple[int, int]

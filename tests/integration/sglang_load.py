@@ -5,8 +5,8 @@ from typing import NamedTuple
 
 import aiohttp
 
-from generators.sglang_process import SglangProcess
-from tests.waiting import HANG_S, until_async
+from slipstream.generators.sglang.process import SglangProcess
+from tests.support.waiting import HANG_S, until_async
 
 
 class Load(NamedTuple):

@@ -4,7 +4,7 @@ import pytest
 
 from benchmarks.broker.process import BrokerProcess, Driver, drivers, shared_number, work_folder
 from benchmarks.broker.roles import consume, generate
-from tests.waiting import HANG_S
+from tests.support.waiting import HANG_S
 
 pytestmark = pytest.mark.integration
 

@@ -13,12 +13,12 @@ from pathlib import Path
 
 import pytest
 
-from deploy.addition import SHIPPED_POLICY
-from deploy.observe import fetch_status
-from tests.waiting import HANG_S, until_async
-from wire.errors import SlipstreamError
-from wire.run_settings import RunSection
-from wire.status import RunStatus
+from slipstream.deploy.examples.addition import SHIPPED_POLICY
+from slipstream.deploy.terminal.observe import fetch_status
+from slipstream.wire.errors import SlipstreamError
+from slipstream.wire.messages.status import RunStatus
+from slipstream.wire.settings.sections import RunSection
+from tests.support.waiting import HANG_S, until_async
 
 ROOT = Path(__file__).parents[2]
 HEAVY = ("torch", "megatron", "sglang", "ray", "transformers", "pyarrow", "reasoning_gym")
@@ -97,11 +97,13 @@ def printed_by(python: Path, code: str) -> str:
 
 
 def test_the_project_is_installed_as_a_wheel_with_its_page_and_the_start_policy(slim_python: Path):
-    code = "from broker.dashboard.web import _resource; print(len(_resource('page.html')))"
+    code = (
+        "from slipstream.broker.dashboard.web import _resource; print(len(_resource('page.html')))"
+    )
     assert int(printed_by(slim_python, code)) > 100
     code = (
         "from importlib.resources import files\n"
-        "folder = files('deploy').joinpath('addition_policy')\n"
+        "folder = files('slipstream.deploy.examples').joinpath('addition_policy')\n"
         "print(*sorted(file.name for file in folder.iterdir()))"
     )
     assert printed_by(slim_python, code).split() == sorted(

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
-from generators.prompting import TextCodec
-from wire.run_settings import SamplingSection
-from wire.trajectory import ChatMessage, Prompt
+from slipstream.generators.text.codec import TextCodec
+from slipstream.wire.messages.trajectory import ChatMessage, Prompt
+from slipstream.wire.settings.sections import SamplingSection
 
 pytestmark = pytest.mark.integration
 ROOT = Path(__file__).parents[2]

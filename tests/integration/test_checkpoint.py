@@ -10,16 +10,16 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.integration.ranks import outputs, reports, start
-from tests.integration.recorded import Replays, finish
-from tests.integration.tiny_models import write_tiny_model
-from wire.checkpoints import (
+from slipstream.wire.files.checkpoints import (
     best_checkpoint,
     checkpoints_in,
     newest_checkpoint,
     read_checkpoint_info,
 )
-from wire.versions import PolicyVersion
+from slipstream.wire.messages.versions import PolicyVersion
+from tests.integration.recorded import Replays, finish
+from tests.support.ranks.run import outputs, reports, start
+from tests.support.tiny_models import write_tiny_model
 
 pytestmark = pytest.mark.integration
 LAYOUTS = {

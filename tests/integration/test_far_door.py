@@ -10,29 +10,29 @@ from pathlib import Path
 import pytest
 import zmq
 
-from generators.relay_search import take_weights
-from generators.sglang_process import free_port
-from tests.bus_engine import BusEngine, random_tensors
-from tests.waiting import NEVER_S, until_async
-from weightbus.compatibility import installed_libraries
-from weightbus.config import WeightBusSection
-from weightbus.doors import FarDoor
-from weightbus.layout import plan_layout
-from weightbus.memory import SharedSlots
-from weightbus.publisher import Publisher
-from weightbus.slots import NUM_SLOTS
-from weightbus.snapshot import tensor_spec, tensor_views
-from weightbus.staging import Staging
-from weightbus.subscriber import Subscriber
-from weightbus.tensor_set import TensorSet
-from weightbus.versions import Versions
-from wire.bus import Join, PublishRecord, RelayDoor
-from wire.control import FindRelay, RelayPlace
-from wire.errors import ConfigError
-from wire.keys import ClientKey
-from wire.relay import OpenMemory
-from wire.run_settings import RunSection
-from wire.versions import PolicyVersion
+from slipstream.generators.sglang.process import free_port
+from slipstream.generators.weights import take_weights
+from slipstream.weightbus.agent.staging import Staging
+from slipstream.weightbus.agent.subscriber import Subscriber
+from slipstream.weightbus.agent.tensor_set import TensorSet
+from slipstream.weightbus.config import WeightBusSection
+from slipstream.weightbus.net.compatibility import installed_libraries
+from slipstream.weightbus.net.curve import FarDoor
+from slipstream.weightbus.relay.publisher import Publisher
+from slipstream.weightbus.relay.served import Versions
+from slipstream.weightbus.version.layout import plan_layout
+from slipstream.weightbus.version.shared_memory import SharedSlots
+from slipstream.weightbus.version.slots import NUM_SLOTS
+from slipstream.weightbus.version.snapshot import tensor_spec, tensor_views
+from slipstream.wire.errors import ConfigError
+from slipstream.wire.files.keys import ClientKey
+from slipstream.wire.messages.broker import FindRelay, RelayPlace
+from slipstream.wire.messages.relay import OpenMemory
+from slipstream.wire.messages.versions import PolicyVersion
+from slipstream.wire.messages.weightbus import Join, PublishRecord, RelayDoor
+from slipstream.wire.settings.sections import RunSection
+from tests.support.bus.engine import BusEngine, random_tensors
+from tests.support.waiting import NEVER_S, until_async
 
 pytestmark = pytest.mark.integration
 TENSORS = random_tensors(seed=1)

@@ -26,22 +26,18 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from zmq.auth.asyncio import AsyncioAuthenticator
 
-from broker import publishes, sessions
-from broker.book import encode_state
-from broker.client import BrokerClient
-from broker.commit import GroupCommitter
-from broker.keyring import KeyRing, broker_key, make_client_key
-from broker.ledger import Ledger
-from broker.scoring import ScoringQueue
-from broker.server import BrokerServer
-from broker.store import MemoryStore
-from broker.telemetry import Telemetry
-from tests.fuzzing import MAX_MESSAGE_BYTES, Attacker, Frames, Mutator, verdict
-from tests.unit.broker.ledger_driver import header, make_ledger, make_rules
-from tests.waiting import HANG_S, until_async
-from tests.wire_samples import DECODERS, FAMILIES, REQUESTS
-from wire.codec import decode_answer, encode
-from wire.control import (
+from slipstream.broker.client import BrokerClient
+from slipstream.broker.ledger.book import encode_state
+from slipstream.broker.ledger.commands import Ledger
+from slipstream.broker.ledger.scoring_queue import ScoringQueue
+from slipstream.broker.report import publishes
+from slipstream.broker.report.telemetry import Telemetry
+from slipstream.broker.server import sessions
+from slipstream.broker.server.keyring import KeyRing, broker_key, make_client_key
+from slipstream.broker.server.loop import BrokerServer
+from slipstream.broker.store.group_commit import GroupCommitter
+from slipstream.wire.errors import ProtocolError
+from slipstream.wire.messages.broker import (
     BatchDelivered,
     Done,
     FetchPayloads,
@@ -66,10 +62,15 @@ from wire.control import (
     TookOver,
     Welcome,
 )
-from wire.errors import ProtocolError
-from wire.pieces import cut
-from wire.run_settings import RunSection
-from wire.trajectory import Score
+from slipstream.wire.messages.codec import decode_answer, encode
+from slipstream.wire.messages.pieces import cut
+from slipstream.wire.messages.trajectory import Score
+from slipstream.wire.settings.sections import RunSection
+from tests.support.fuzzing import MAX_MESSAGE_BYTES, Attacker, Frames, Mutator, verdict
+from tests.support.ledger_driver import header, make_ledger, make_rules
+from tests.support.memory_store import MemoryStore
+from tests.support.waiting import HANG_S, until_async
+from tests.support.wire_samples import DECODERS, FAMILIES, REQUESTS
 
 PROFILE = settings(
     derandomize=True,

@@ -6,14 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from broker.config import RewardSection
-from broker.rewards.pool import RewardPool
-from broker.scorer import Scorer
-from broker.scoring import ScoringQueue
-from tests.unit.broker.ledger_driver import header, make_ledger, make_rules
-from tests.unit.broker.test_server import V0, running
-from tests.waiting import HANG_S, until_async
-from wire.control import (
+from slipstream.broker.config import RewardSection
+from slipstream.broker.ledger.scoring_queue import ScoringQueue
+from slipstream.broker.reward_worker.pool import RewardPool
+from slipstream.broker.reward_worker.scorer import Scorer
+from slipstream.wire.messages.broker import (
     BatchNotReady,
     Done,
     GroupsLeased,
@@ -23,6 +20,9 @@ from wire.control import (
     TakeOver,
     TookOver,
 )
+from tests.support.ledger_driver import header, make_ledger, make_rules
+from tests.support.waiting import HANG_S, until_async
+from tests.unit.broker.server.test_loop import V0, running
 
 pytestmark = pytest.mark.integration
 GROUPS, SIBLINGS, ATTEMPTS = 4, 8, 3

@@ -25,20 +25,20 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from deploy.addition import write_blank_model
-from generators.config import generator_settings
-from generators.engine import Completion, SamplingParams
-from generators.sglang_engine import SglangEngine
-from generators.sglang_process import SglangProcess
-from tests.integration.ranks import ROOT
+from slipstream.deploy.examples.addition import write_blank_model
+from slipstream.generators.config import generator_settings
+from slipstream.generators.engine import Completion, SamplingParams
+from slipstream.generators.sglang.engine import SglangEngine
+from slipstream.generators.sglang.process import SglangProcess
+from slipstream.weightbus.relay.transports.collective import EngineGroup
+from slipstream.weightbus.version.layout import plan_layout
+from slipstream.wire.errors import EngineError
+from slipstream.wire.messages.manifest import TensorSpec
+from slipstream.wire.messages.versions import PolicyVersion
 from tests.integration.sglang_load import Load, until_load
-from tests.random_llama import write_random_weights
-from tests.waiting import HANG_S
-from weightbus.collective_transport import EngineGroup
-from weightbus.layout import plan_layout
-from wire.errors import EngineError
-from wire.manifest import TensorSpec
-from wire.versions import PolicyVersion
+from tests.support.random_llama import write_random_weights
+from tests.support.ranks.run import ROOT
+from tests.support.waiting import HANG_S
 
 pytestmark = pytest.mark.integration
 Mode = Literal["retract", "in_place"]

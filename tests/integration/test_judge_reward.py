@@ -10,16 +10,16 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from broker.config import RewardSection
-from broker.rewards.judge import LlmJudge
-from broker.rewards.pool import RewardPool
-from broker.rewards.sdk import Transcript, Unavailable
-from generators.sglang_process import SglangProcess
-from tests.e2e.tiny_run import sglang_server
-from tests.waiting import HANG_S
-from wire.control import ScoringItem
-from wire.keys import write_private
-from wire.trajectory import Prompt, Score
+from slipstream.broker.config import RewardSection
+from slipstream.broker.reward_worker.pool import RewardPool
+from slipstream.broker.rewards.judge import LlmJudge
+from slipstream.broker.rewards.sdk import Transcript, Unavailable
+from slipstream.generators.sglang.process import SglangProcess
+from slipstream.wire.files.keys import write_private
+from slipstream.wire.messages.broker import ScoringItem
+from slipstream.wire.messages.trajectory import Prompt, Score
+from tests.support.tiny_run import sglang_server
+from tests.support.waiting import HANG_S
 
 pytestmark = pytest.mark.integration
 KEY = "judge-key-4711"
@@ -169,7 +169,7 @@ def key_file(server: SglangProcess, tmp_path: Path) -> str:
 
 
 def scores(options: dict[str, Any], count: int = 4) -> list[Score]:
-    settings = RewardSection(function="broker.rewards.judge:LlmJudge", options=options)
+    settings = RewardSection(function="slipstream.broker.rewards.judge:LlmJudge", options=options)
     work = [
         (ScoringItem(group_id=0, sibling=n, lease_id=n), transcript(str(n))) for n in range(count)
     ]

@@ -6,16 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from deploy.addition import write_blank_model
-from learner.background import BackgroundLoop
-from learner.broker_link import LeaderLink
-from learner.config import LearnerSettings, learner_settings
-from learner.orders import Rejection, StepOrder
-from learner.relay_link import RelayLaunch
-from tests.unit.broker.ledger_driver import eval_plan, make_ledger, make_rules
-from tests.unit.broker.test_server import Running, running, submit
-from tests.waiting import HANG_S, NEVER_S
-from wire.control import (
+from slipstream.deploy.examples.addition import write_blank_model
+from slipstream.learner.batches.background import BackgroundLoop
+from slipstream.learner.batches.broker_link import LeaderLink
+from slipstream.learner.batches.orders import Rejection, StepOrder
+from slipstream.learner.config import LearnerSettings, learner_settings
+from slipstream.learner.publish.relay_link import RelayLaunch
+from slipstream.wire.messages.broker import (
     BatchNotReady,
     Done,
     GroupsLeased,
@@ -25,9 +22,12 @@ from wire.control import (
     ScoringLeased,
     SubmitScores,
 )
-from wire.phases import PhaseClock
-from wire.trajectory import Score
-from wire.versions import PolicyVersion
+from slipstream.wire.messages.trajectory import Score
+from slipstream.wire.messages.versions import PolicyVersion
+from slipstream.wire.process.phases import PhaseClock
+from tests.support.ledger_driver import eval_plan, make_ledger, make_rules
+from tests.support.waiting import HANG_S, NEVER_S
+from tests.unit.broker.server.test_loop import Running, running, submit
 
 pytestmark = pytest.mark.integration
 

@@ -15,11 +15,9 @@ import psutil
 import pytest
 import torch
 
-from tests.integration.recorded import GROUPS, SIBLINGS, Replays, finish, start_tool
-from tests.integration.scripted_broker import Batch, Script, ScriptedBroker, keys_of
-from tests.integration.test_checkpoint import LAYOUTS, weights
-from wire.checkpoints import checkpoints_in
-from wire.control import (
+from slipstream.wire.files.checkpoints import checkpoints_in
+from slipstream.wire.files.trajectory_file import RecordedGroup, TrajectoryFileWriter, read_groups
+from slipstream.wire.messages.broker import (
     FetchPayloads,
     Hello,
     RejectBatch,
@@ -28,8 +26,10 @@ from wire.control import (
     StepCommit,
     TakeOver,
 )
-from wire.trajectory_file import RecordedGroup, TrajectoryFileWriter, read_groups
-from wire.versions import PolicyVersion
+from slipstream.wire.messages.versions import PolicyVersion
+from tests.integration.recorded import GROUPS, SIBLINGS, Replays, finish, start_tool
+from tests.integration.scripted_broker import Batch, Script, ScriptedBroker, keys_of
+from tests.integration.test_checkpoint import LAYOUTS, weights
 
 pytestmark = pytest.mark.integration
 EXPORT = "checkpoint.export_at_end=true"
@@ -50,7 +50,13 @@ class Learning:
         self.batches = [groups[i : i + GROUPS] for i in range(0, len(groups), GROUPS)]
 
     def start(self, *overrides: str, resumes: bool = False) -> subprocess.Popen[str]:
-        command = [sys.executable, "-m", "learner.main", "--config", str(self.replays.config)]
+        command = [
+            sys.executable,
+            "-m",
+            "slipstream.learner.main",
+            "--config",
+            str(self.replays.config),
+        ]
         options = ["--resume", "auto"] if resumes else []
         own = ("run.name=a", f"run.socket_dir={self.sockets}")
         process = start_tool([*command, *options, *overrides, *own])

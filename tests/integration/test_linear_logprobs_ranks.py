@@ -6,8 +6,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from algos.linear_logprobs import OutputLayer, Reference, linear_logprobs, squared_probabilities
-from tests.integration.ranks import outputs, start
+from slipstream.algos.linear_logprobs import (
+    OutputLayer,
+    Reference,
+    linear_logprobs,
+    squared_probabilities,
+)
+from tests.support.ranks.run import outputs, start
 
 pytestmark = pytest.mark.integration
 

@@ -14,8 +14,8 @@ from typing import NamedTuple
 import pytest
 from safetensors.torch import load_file
 
-from tests.integration.ranks import outputs, reports, start, start_ranks
-from tests.integration.tiny_models import FAMILIES, write_tiny_model
+from tests.support.ranks.run import outputs, reports, start, start_ranks
+from tests.support.tiny_models import FAMILIES, write_tiny_model
 
 pytestmark = pytest.mark.integration
 

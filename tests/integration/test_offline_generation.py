@@ -10,11 +10,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from generators.prompting import sibling_seed
-from tests.e2e.tiny_run import write_policy
-from tests.waiting import HANG_S
-from wire.codec import decode_payload, decode_transcript
-from wire.trajectory_file import read_groups
+from slipstream.generators.text.codec import sibling_seed
+from slipstream.wire.files.trajectory_file import read_groups
+from slipstream.wire.messages.codec import decode_payload, decode_transcript
+from tests.support.tiny_run import write_policy
+from tests.support.waiting import HANG_S
 
 pytestmark = pytest.mark.integration
 ROOT = Path(__file__).parents[2]
@@ -50,7 +50,13 @@ def write_run(folder: Path, *, length: int, shortest: int = 0) -> list[str]:
     (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in prompts))
     (folder / "reward.py").write_text(REWARD)
     (folder / "run.toml").write_text(CONFIG.format(folder=folder, length=length, shortest=shortest))
-    program = [sys.executable, "-m", "generators.main", "--config", str(folder / "run.toml")]
+    program = [
+        sys.executable,
+        "-m",
+        "slipstream.generators.main",
+        "--config",
+        str(folder / "run.toml"),
+    ]
     return [*program, "--offline", "--out", str(folder / "a.trajectories")]
 
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.integration.ranks import outputs, reports, start, start_ranks
-from tests.integration.tiny_models import write_tiny_model
+from tests.support.ranks.run import outputs, reports, start, start_ranks
+from tests.support.tiny_models import write_tiny_model
 
 pytestmark = pytest.mark.integration
 

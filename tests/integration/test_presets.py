@@ -12,11 +12,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from algos.presets import PRESETS
-from deploy.addition import write_blank_model
+from slipstream.algos.presets import PRESETS
+from slipstream.deploy.examples.addition import write_blank_model
+from slipstream.wire.files.checkpoints import newest_checkpoint, read_checkpoint_info
 from tests.chaos.harness import ROOT, chaos_run
-from tests.random_llama import write_random_weights
-from wire.checkpoints import newest_checkpoint, read_checkpoint_info
+from tests.support.random_llama import write_random_weights
 
 pytestmark = [pytest.mark.integration, pytest.mark.redis]
 STEPS, BOUND, GROUPS, SIBLINGS, MINIBATCHES = 3, 2, 4, 4, 2
@@ -64,7 +64,7 @@ class Learner:
     def start(self) -> None:
         with self._log.open("w") as errors:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "tests.integration.presets_rank"],
+                [sys.executable, "-m", "tests.support.ranks.presets"],
                 cwd=ROOT,
                 env={"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
                 stdin=subprocess.PIPE,

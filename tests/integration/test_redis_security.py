@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from broker.redis_store import RedisStore
-from broker.store import Changes
-from generators.sglang_process import free_port
-from tests.waiting import HANG_S, until
-from wire.errors import ConfigError
+from slipstream.broker.store.base import Changes
+from slipstream.broker.store.redis import RedisStore
+from slipstream.generators.sglang.process import free_port
+from slipstream.wire.errors import ConfigError
+from tests.support.waiting import HANG_S, until
 
 pytestmark = [pytest.mark.integration, pytest.mark.redis]
 RULES = "on >secret-of-the-user ~slipstream:* +@all -@dangerous +info +config|get"

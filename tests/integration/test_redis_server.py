@@ -19,17 +19,17 @@ from pathlib import Path
 import pytest
 import redis.asyncio as aioredis
 
-from broker.redis_server import RedisServer, find_server, packaged_server
-from broker.redis_store import RedisStore
-from broker.store import Changes, StoredTrajectory
-from tests.waiting import HANG_S, NEVER_S, until_async, until_ended
-from wire.errors import (
+from slipstream.broker.store.base import Changes, StoredTrajectory
+from slipstream.broker.store.private_server import RedisServer, find_server, packaged_server
+from slipstream.broker.store.redis import RedisStore
+from slipstream.wire.errors import (
     ChildDiedError,
     ConfigError,
     PeerLostError,
     StoreLostError,
     SupersededError,
 )
+from tests.support.waiting import HANG_S, NEVER_S, until_async, until_ended
 
 pytestmark = [pytest.mark.integration, pytest.mark.redis]
 
@@ -581,7 +581,7 @@ def test_nobody_at_the_address_is_an_error_of_the_settings(folder: Path):
 
 
 def test_a_second_server_in_one_folder_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("broker.redis_server._LOCK_TIMEOUT_S", 0.3)
+    monkeypatch.setattr("slipstream.broker.store.private_server._LOCK_TIMEOUT_S", 0.3)
     with running(launch(folder)) as server:
         with pytest.raises(ConfigError, match=rf"pid {server.process.pid}\) runs in {folder}"):
             launch(folder)
@@ -609,7 +609,7 @@ def test_the_server_dies_with_the_process_that_launched_it(folder: Path):
 import sys, time
 sys.path.insert(0, {str(Path(__file__).parents[2])!r})
 from pathlib import Path
-from broker.redis_server import RedisServer
+from slipstream.broker.store.private_server import RedisServer
 folder = Path({str(folder)!r})
 server = RedisServer.launch(
     socket=folder / "r.sock", folder=folder / "data", log_file=folder / "log", fsync="no"

@@ -12,19 +12,19 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from tests.integration.ranks import outputs, start
+from slipstream.wire.files.checkpoints import newest_checkpoint
+from slipstream.wire.files.trajectory_file import read_groups
+from slipstream.wire.messages.codec import decode_payload
 from tests.integration.recorded import GROUPS, Replays, finish, start_tool
 from tests.integration.test_checkpoint import LAYOUTS, rows, weights
-from tests.waiting import until
-from wire.checkpoints import newest_checkpoint
-from wire.codec import decode_payload
-from wire.trajectory_file import read_groups
+from tests.support.ranks.run import outputs, start
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.integration
 
 
 def slipstream(*arguments: object, code: int = 0) -> str:
-    command = [sys.executable, "-m", "deploy.main", *map(str, arguments)]
+    command = [sys.executable, "-m", "slipstream.deploy.main", *map(str, arguments)]
     return finish(start_tool(command), code=code)
 
 

@@ -11,19 +11,19 @@ from typing import Any
 
 import pytest
 
-from broker.config import RewardSection, RewardTable
-from broker.data.gym import gym_rows
-from broker.rewards.pool import RewardPool
-from deploy.reward_test import reward_test
-from tests.waiting import HANG_S
-from wire.control import ScoringItem
-from wire.trajectory import Prompt, Transcript
+from slipstream.broker.config import RewardSection, RewardTable
+from slipstream.broker.data.gym import gym_rows
+from slipstream.broker.reward_worker.pool import RewardPool
+from slipstream.deploy.commands.try_reward import reward_test
+from slipstream.wire.messages.broker import ScoringItem
+from slipstream.wire.messages.trajectory import Prompt, Transcript
+from tests.support.waiting import HANG_S
 
 pytestmark = pytest.mark.integration
 GOLDEN = Path(__file__).parents[1] / "golden" / "rewards"
 FUNCTIONS = {
-    "math": "broker.rewards.math_answer:score",
-    "code": "broker.rewards.code:score",
+    "math": "slipstream.broker.rewards.math_answer:score",
+    "code": "slipstream.broker.rewards.code:score",
 }
 
 

@@ -15,15 +15,15 @@ import psutil
 import pytest
 from msgspec import structs
 
-from broker.config import RewardSection, RewardTable, private_paths, redis_folder
-from broker.rewards import pool as pool_module
-from broker.rewards.pool import RewardPool
-from tests.waiting import HANG_S, until, until_async
-from wire.control import ScoringItem
-from wire.errors import ConfigError
-from wire.run_settings import run_section
-from wire.settings import Table, section
-from wire.trajectory import Prompt, Score, Transcript
+from slipstream.broker.config import RewardSection, RewardTable, private_paths, redis_folder
+from slipstream.broker.reward_worker import pool as pool_module
+from slipstream.broker.reward_worker.pool import RewardPool
+from slipstream.wire.errors import ConfigError
+from slipstream.wire.messages.broker import ScoringItem
+from slipstream.wire.messages.trajectory import Prompt, Score, Transcript
+from slipstream.wire.settings.load import Table, section
+from slipstream.wire.settings.sections import run_section
+from tests.support.waiting import HANG_S, until, until_async
 
 pytestmark = pytest.mark.integration
 ROOT = Path(__file__).parents[2]
@@ -33,7 +33,7 @@ PATIENCES_S = (0.6, 6.0, 60.0)
 
 REWARDS = """
 import asyncio, ctypes, math, os, subprocess, sys, time
-from broker.rewards.sdk import Transcript, Unavailable, reward
+from slipstream.broker.rewards.sdk import Transcript, Unavailable, reward
 import neighbor
 
 def verl(data_source, solution_str, ground_truth, extra_info, *, bonus=0.0):
@@ -684,7 +684,7 @@ def test_a_class_is_closed_with_the_pool(rewards: Path, tmp_path: Path):
 
 @pytest.mark.usefixtures("isolation")
 def test_model_written_code_runs_in_a_sandbox_below_the_child():
-    section = RewardSection(function="broker.rewards.code:score")
+    section = RewardSection(function="slipstream.broker.rewards.code:score")
     todo = work("```python\nprint(int(input()) + 1)\n```", "```python\nprint(0)\n```")
     truth = {"inputs": ["1\n"], "outputs": ["2\n"]}
     todo = [
@@ -746,9 +746,9 @@ def test_answers_wait_while_no_child_can_be_started_and_not_for_ever(tmp_path: P
 
 WORKER = """
 import asyncio, sys
-from broker.config import RewardSection
-from broker.rewards import pool as module
-from broker.rewards.pool import RewardPool
+from slipstream.broker.config import RewardSection
+from slipstream.broker.rewards import pool as module
+from slipstream.broker.reward_worker.pool import RewardPool
 from tests.integration.test_reward_pool import score_all, work
 
 async def main():

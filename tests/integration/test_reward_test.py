@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from broker.rewards.sandbox import pid_namespaces_work
-from deploy.reward_test import reward_test
-from wire.errors import ConfigError
+from slipstream.broker.sandbox.sandbox import pid_namespaces_work
+from slipstream.deploy.commands.try_reward import reward_test
+from slipstream.wire.errors import ConfigError
 
 pytestmark = pytest.mark.integration
 
@@ -35,7 +35,7 @@ def test_without_answers_the_truth_and_an_empty_text_are_scored(
         (0, "2", 1.0), (0, "", 0.0), (1, "3", 1.0), (1, "", 0.0), (2, "", 0.0), (3, "6", 0.0),
     ]  # fmt: skip
     assert said["mean"] == pytest.approx(1 / 3)
-    assert said["functions"][0]["name"] == "broker.rewards.exact_match:score"
+    assert said["functions"][0]["name"] == "slipstream.broker.rewards.exact_match:score"
 
 
 def test_answers_of_a_file_are_scored_by_row(
@@ -70,7 +70,9 @@ def test_a_function_that_is_asked_for_scores_every_data_source(
 ):
     (tmp_path / "ones.py").write_text("def score(d, s, g, e): return 1\n")
     config = tmp_path / "run.toml"
-    config.write_text("[reward.sources.add]\nfunction = 'broker.rewards.numeric:score'\n")
+    config.write_text(
+        "[reward.sources.add]\nfunction = 'slipstream.broker.rewards.numeric:score'\n"
+    )
     reward = f"{tmp_path}/ones.py:score"
     assert reward_test([], config=config, reward=reward, data=str(rows), as_json=True) == 0
     said = json.loads(capsys.readouterr().out)

@@ -7,12 +7,12 @@ from collections.abc import Awaitable, Callable, Iterator
 
 import pytest
 
-from generators.engine import Completion, SamplingParams
-from generators.sglang_engine import SglangEngine
-from generators.sglang_process import SglangProcess
-from tests.e2e.tiny_run import sglang_server
-from tests.waiting import HANG_S
-from wire.versions import PolicyVersion
+from slipstream.generators.engine import Completion, SamplingParams
+from slipstream.generators.sglang.engine import SglangEngine
+from slipstream.generators.sglang.process import SglangProcess
+from slipstream.wire.messages.versions import PolicyVersion
+from tests.support.tiny_run import sglang_server
+from tests.support.waiting import HANG_S
 
 pytestmark = pytest.mark.integration
 PROMPT = [3, 4, 13]

@@ -18,9 +18,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from broker.rewards import sandbox
-from broker.rewards.sandbox import Limits, Outcome, jailed, pid_namespaces_work
-from tests.waiting import HANG_S, until
+from slipstream.broker.sandbox import sandbox
+from slipstream.broker.sandbox.sandbox import Limits, Outcome, jailed, pid_namespaces_work
+from tests.support.waiting import HANG_S, until
 
 pytestmark = pytest.mark.integration
 needs_namespaces = pytest.mark.usefixtures("_namespaces")
@@ -36,15 +36,15 @@ COPIED = (
     "wire/errors.py",
     "broker/__init__.py",
     "broker/rewards/__init__.py",
-    "broker/rewards/jail.py",
-    "broker/rewards/own_time.py",
-    "broker/rewards/sandbox.py",
+    "broker/sandbox/jail.py",
+    "broker/sandbox/own_time.py",
+    "broker/sandbox/sandbox.py",
 )
 SERVED = """
 import json, sys
 from base64 import b64decode, b64encode
 from dataclasses import asdict, replace
-from broker.rewards import sandbox
+from slipstream.broker.rewards import sandbox
 asked = json.load(sys.stdin)
 outcome = asdict(sandbox.run(
     asked["source"], stdin=b64decode(asked["stdin"]), limits=sandbox.Limits(**asked["limits"])
@@ -478,7 +478,9 @@ while True:
 
 @needs_namespaces
 def test_a_killed_owner_takes_the_code_with_it():
-    script = "from broker.rewards import sandbox; sandbox.run('import time; time.sleep(1000)')"
+    script = (
+        "from slipstream.broker.sandbox import sandbox; sandbox.run('import time; time.sleep(99)')"
+    )
     before = descendants()
     owner = subprocess.Popen([sys.executable, "-c", script], cwd=ROOT)
     until(lambda: len(psutil.Process(owner.pid).children(recursive=True)) >= 3)
@@ -616,7 +618,7 @@ def test_runs_at_the_same_time_do_not_count_each_other():
 
 def test_a_machine_without_namespaces_is_told_apart_by_setting_and_reason():
     script = """
-from broker.rewards import sandbox
+from slipstream.broker.rewards import sandbox
 print(sandbox.pid_namespaces_work(), sandbox.run("print(1)", mode="none").text)
 try:
     sandbox.check("namespaces")
@@ -745,7 +747,7 @@ def test_a_jail_asked_to_end_does_so_when_all_below_it_is_gone():
 
 @needs_namespaces
 def test_a_sandbox_starts_inside_a_jail():
-    script = "from broker.rewards import sandbox; print(sandbox.run('print(1)').text)"
+    script = "from slipstream.broker.sandbox import sandbox; print(sandbox.run('print(1)').text)"
     done = subprocess.run(
         jailed([sys.executable, "-c", script]),
         cwd=ROOT,

@@ -7,10 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.integration.ranks import outputs, start
-from tests.integration.recorded import Replays
-from tests.integration.test_checkpoint import LAYOUTS, rows
-from wire.checkpoints import (
+from slipstream.wire.files.checkpoints import (
     best_checkpoint,
     checkpoints_in,
     newest_checkpoint,
@@ -18,7 +15,10 @@ from wire.checkpoints import (
     read_checkpoint_info,
     read_ledger,
 )
-from wire.versions import PolicyVersion
+from slipstream.wire.messages.versions import PolicyVersion
+from tests.integration.recorded import Replays
+from tests.integration.test_checkpoint import LAYOUTS, rows
+from tests.support.ranks.run import outputs, start
 
 pytestmark = pytest.mark.integration
 EVERY_2 = ("checkpoint.every_steps=2", "eval.file=held_out.jsonl", "eval.every_steps=2")

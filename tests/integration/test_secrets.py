@@ -7,9 +7,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from broker.redis_server import RedisServer
-from tests.e2e.tiny_run import sglang_server
-from tests.waiting import until
+from slipstream.broker.store.private_server import RedisServer
+from tests.support.tiny_run import sglang_server
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.integration
 

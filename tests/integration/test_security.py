@@ -13,18 +13,16 @@ import zmq
 import zmq.asyncio
 from zmq.auth.asyncio import AsyncioAuthenticator
 
-from broker.client import BrokerClient
-from broker.commit import GroupCommitter
-from broker.keyring import Holder, KeyRing, broker_key, make_client_key, revoke
-from broker.ledger import Ledger
-from broker.scoring import ScoringQueue
-from broker.server import BrokerServer
-from broker.store import MemoryStore
-from broker.telemetry import Telemetry
-from tests.unit.broker.ledger_driver import header, make_ledger, make_rules
-from tests.waiting import HANG_S, until_async
-from wire.codec import decode_answer, encode
-from wire.control import (
+from slipstream.broker.client import BrokerClient
+from slipstream.broker.ledger.commands import Ledger
+from slipstream.broker.ledger.scoring_queue import ScoringQueue
+from slipstream.broker.report.telemetry import Telemetry
+from slipstream.broker.server.keyring import Holder, KeyRing, broker_key, make_client_key, revoke
+from slipstream.broker.server.loop import BrokerServer
+from slipstream.broker.store.group_commit import GroupCommitter
+from slipstream.wire.errors import ConfigError, ForbiddenError
+from slipstream.wire.files.keys import ClientKey, read_client_key, write_client_key
+from slipstream.wire.messages.broker import (
     WIRE_REVISION,
     Done,
     GetStatus,
@@ -46,11 +44,13 @@ from wire.control import (
     TookOver,
     Welcome,
 )
-from wire.errors import ConfigError, ForbiddenError
-from wire.keys import ClientKey, read_client_key, write_client_key
-from wire.pieces import cut
-from wire.run_settings import RunSection
-from wire.versions import PolicyVersion
+from slipstream.wire.messages.codec import decode_answer, encode
+from slipstream.wire.messages.pieces import cut
+from slipstream.wire.messages.versions import PolicyVersion
+from slipstream.wire.settings.sections import RunSection
+from tests.support.ledger_driver import header, make_ledger, make_rules
+from tests.support.memory_store import MemoryStore
+from tests.support.waiting import HANG_S, until_async
 
 pytestmark = pytest.mark.integration
 

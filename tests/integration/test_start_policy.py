@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from deploy.addition import SHIPPED_POLICY, prepare
+from slipstream.deploy.examples.addition import SHIPPED_POLICY, prepare
 
 ROOT = Path(__file__).parents[2]
 TOLERANCE = (
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.integration
 MEASURE = """
 import dataclasses, json, sys
 from pathlib import Path
-from learner.imitation import measure_folder
+from slipstream.learner.warmup.imitation import measure_folder
 print(json.dumps(dataclasses.asdict(measure_folder(Path(sys.argv[1]), Path(sys.argv[2])))))
 """
 

@@ -16,13 +16,13 @@ import pytest
 import torch
 from aiohttp import web
 
-from algos.config import TeacherOptions
-from learner.collate import PackedBatch, TrainSequence, pack
-from learner.teacher import EndpointTeacher
-from tests.e2e.tiny_run import sglang_server, write_policy
-from tests.integration.ranks import outputs, start
-from wire.errors import ConfigError, EngineError, PeerLostError
-from wire.keys import write_private
+from slipstream.algos.config import TeacherOptions
+from slipstream.learner.batches.packing import PackedBatch, TrainSequence, pack
+from slipstream.learner.training.teacher import EndpointTeacher
+from slipstream.wire.errors import ConfigError, EngineError, PeerLostError
+from slipstream.wire.files.keys import write_private
+from tests.support.ranks.run import outputs, start
+from tests.support.tiny_run import sglang_server, write_policy
 
 pytestmark = pytest.mark.integration
 VOCAB_SIZE = 20  # of the tiny policy

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from broker.config import LoggingSection
-from broker.trackers.loading import load_trackers
-from wire.errors import ConfigError
-from wire.run_settings import RunSection
+from slipstream.broker.config import LoggingSection
+from slipstream.broker.report.trackers.loading import load_trackers
+from slipstream.wire.errors import ConfigError
+from slipstream.wire.settings.sections import RunSection
 
 pytestmark = [
     pytest.mark.integration,

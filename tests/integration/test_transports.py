@@ -15,30 +15,30 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from generators.engine import SamplingParams
-from generators.sglang_engine import SglangEngine
-from generators.sglang_process import SglangProcess
-from tests.e2e.tiny_run import sglang_server, write_policy
+from slipstream.generators.engine import SamplingParams
+from slipstream.generators.sglang.engine import SglangEngine
+from slipstream.generators.sglang.process import SglangProcess
+from slipstream.weightbus.agent.staging import Staging
+from slipstream.weightbus.agent.subscriber import Subscriber
+from slipstream.weightbus.agent.tensor_set import model_tensors
+from slipstream.weightbus.config import WeightBusSection
+from slipstream.weightbus.net.compatibility import installed_libraries
+from slipstream.weightbus.relay import publication
+from slipstream.weightbus.relay.engine_checksums import differing, expected_checksums
+from slipstream.weightbus.relay.publisher import Publisher
+from slipstream.weightbus.relay.served import Versions
+from slipstream.weightbus.version.disk import WEIGHTS
+from slipstream.weightbus.version.layout import plan_layout
+from slipstream.weightbus.version.shared_memory import SharedSlots
+from slipstream.weightbus.version.slots import NUM_SLOTS
+from slipstream.weightbus.version.snapshot import WeightSnapshot, tensor_spec, tensor_views
+from slipstream.wire.messages.manifest import WeightManifest
+from slipstream.wire.messages.relay import OpenMemory
+from slipstream.wire.messages.versions import PolicyVersion
+from slipstream.wire.messages.weightbus import Join, PublishRecord, RelayDoor, TransportName
 from tests.integration.sglang_load import until_load
-from tests.waiting import HANG_S, NEVER_S
-from weightbus import publication
-from weightbus.compatibility import installed_libraries
-from weightbus.config import WeightBusSection
-from weightbus.disk import WEIGHTS
-from weightbus.engine_checksums import differing, expected_checksums
-from weightbus.layout import plan_layout
-from weightbus.memory import SharedSlots
-from weightbus.publisher import Publisher
-from weightbus.slots import NUM_SLOTS
-from weightbus.snapshot import WeightSnapshot, tensor_spec, tensor_views
-from weightbus.staging import Staging
-from weightbus.subscriber import Subscriber
-from weightbus.tensor_set import model_tensors
-from weightbus.versions import Versions
-from wire.bus import Join, PublishRecord, RelayDoor, TransportName
-from wire.manifest import WeightManifest
-from wire.relay import OpenMemory
-from wire.versions import PolicyVersion
+from tests.support.tiny_run import sglang_server, write_policy
+from tests.support.waiting import HANG_S, NEVER_S
 
 pytestmark = pytest.mark.integration
 LONG = SamplingParams(temperature=1.0, max_new_tokens=420, min_new_tokens=400)

@@ -1,8 +1,8 @@
 """The weight bus between real processes: whatever dies, no token comes from a mixture of versions.
 
-The engines are plain tensors (tests/bus_engine.py), so that they can be told to fail at any point;
-test_transports.py does the same publishes with SGLang. No deadline of the bus runs out in a test
-that does not set it: what happens there does not wait for one.
+The engines are plain tensors (tests/support/bus/engine.py), so that they can be told to fail at any
+point; test_transports.py does the same publishes with SGLang. No deadline of the bus runs out in a
+test that does not set it: what happens there does not wait for one.
 """
 
 import fcntl
@@ -17,10 +17,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.bus_harness import WeightBus, end_nursery, weight_bus
-from tests.bus_nursery import ROOT
-from tests.waiting import HANG_S, until, until_ended, until_stopped
-from wire.bus import TransportName
+from slipstream.wire.messages.weightbus import TransportName
+from tests.support.bus.harness import WeightBus, end_nursery, weight_bus
+from tests.support.bus.nursery import ROOT
+from tests.support.waiting import HANG_S, until, until_ended, until_stopped
 
 pytestmark = pytest.mark.integration
 TRANSPORTS: tuple[TransportName, ...] = ("collective", "tcp", "disk")
@@ -386,7 +386,15 @@ def test_the_relay_ends_when_its_lifeline_is_cut(bus: WeightBus):
     read, write = os.pipe()
     config = str(bus.folder / "run.toml")
     relay = subprocess.Popen(
-        [sys.executable, "-m", "learner.relay", "--config", config, "--lifeline", str(read)],
+        [
+            sys.executable,
+            "-m",
+            "slipstream.weightbus.relay.main",
+            "--config",
+            config,
+            "--lifeline",
+            str(read),
+        ],
         cwd=ROOT,
         pass_fds=[read],
     )

@@ -3,7 +3,7 @@
 import json
 import sys
 
-from generators.sglang_cpu import define_torchvision_operators
+from slipstream.generators.sglang.cpu import define_torchvision_operators
 
 
 def main(folder: str) -> None:

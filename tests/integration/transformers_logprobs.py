@@ -9,8 +9,8 @@ from pathlib import Path
 
 import torch
 
-from generators.sglang_cpu import define_torchvision_operators
-from tests.integration.tiny_models import sequences
+from slipstream.generators.sglang.cpu import define_torchvision_operators
+from tests.support.tiny_models import sequences
 
 
 def main(folder: str, file: str | None = None) -> None:

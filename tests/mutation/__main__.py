@@ -25,8 +25,8 @@ examples:
   make mutants                                    60 mutants over all packages
   make mutants MUTANTS='--sample 200 --seed 3'    200 others
   python -m tests.mutation --only algos           60 of one package
-  python -m tests.mutation --only broker/book.py --sample 0      all of one file
-  python -m tests.mutation --only broker/book.py:212 --sample 0  all of one line
+  python -m tests.mutation --only broker/ledger/book.py --sample 0      all of one file
+  python -m tests.mutation --only broker/ledger/book.py:212 --sample 0  all of one line
   python -m tests.mutation --only wire --list     what would be drawn, without running it
 
 A survivor is a test that is missing, or a mutant that changes nothing: that is listed, with the

@@ -269,10 +269,11 @@ def _run_tests(tree: Path, root: Path, names: Sequence[str], cpu_s: float) -> No
         os.dup2(log, 1)
         os.dup2(log, 2)
         sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__
-        ours = {path.stem for path in tree.iterdir()}
+        ours = {"slipstream", *(path.stem for path in tree.iterdir())}
         for name in [one for one in sys.modules if one.partition(".")[0] in ours]:
             del sys.modules[name]
-        sys.path[:] = [str(tree)] + [one for one in sys.path if one not in {"", str(root)}]
+        others = [one for one in sys.path if one not in {"", str(root), str(root / "src")}]
+        sys.path[:] = [str(tree / "src"), str(tree), *others]
         files = sorted({name.partition("::")[0] for name in names})
         words = ["-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "--hypothesis-seed=0"]
         words += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]  # hypothesis is there already

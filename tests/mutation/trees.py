@@ -15,9 +15,9 @@ def copied_tree(root: Path, folder: Path) -> Path:
         check=True,
     )
     for name in filter(None, listed.stdout.decode().split("\0")):
-        if (root / name).is_file():
+        if (root / name).is_file() or (root / name).is_symlink():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(root / name, folder / name)
+            shutil.copy2(root / name, folder / name, follow_symlinks=False)
     return folder
 
 
@@ -25,7 +25,7 @@ def environment(tree: Path, root: Path) -> dict[str, str]:
     """Return the environment in which tests see a tree's packages only."""
     return {
         **os.environ,  # noqa: TID251 for those of the tests
-        "PYTHONPATH": f"{tree}:{root}/.cache/mutation/lib",
+        "PYTHONPATH": f"{tree}/src:{tree}:{root}/.cache/mutation/lib",
         "PYTHONHASHSEED": "0",
         "OMP_NUM_THREADS": "1",
         "HYPOTHESIS_STORAGE_DIRECTORY": f"{tree}/.hypothesis",

@@ -18,11 +18,11 @@ from hypothesis.stateful import (
     rule,
 )
 
-from weightbus.course import Course, Phase
-from weightbus.fleet import Fleet, PartySeat, Seat, Serving
-from weightbus.slots import Slots
-from wire.bus import TransportName
-from wire.versions import PolicyVersion
+from slipstream.weightbus.relay.course import Course, Phase
+from slipstream.weightbus.relay.fleet import Fleet, PartySeat, Seat, Serving
+from slipstream.weightbus.version.slots import Slots
+from slipstream.wire.messages.versions import PolicyVersion
+from slipstream.wire.messages.weightbus import TransportName
 
 SILENCE_S = 30.0
 RETRY_S = 1.0

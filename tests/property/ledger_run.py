@@ -31,11 +31,12 @@ from hypothesis.stateful import (
     rule,
 )
 
-from broker.beginning import Beginning, Prompts, begin_run, build_ledger
-from broker.book import BookState, LedgerRules, decode_state, encode_state
-from broker.config import BrokerSettings, broker_settings
-from broker.data.mixture import PromptSource
-from broker.events import (
+from slipstream.broker.config import BrokerSettings, broker_settings
+from slipstream.broker.data.mixture import PromptSource
+from slipstream.broker.identity import write_identity
+from slipstream.broker.ledger.book import BookState, LedgerRules, decode_state, encode_state
+from slipstream.broker.ledger.commands import Ledger
+from slipstream.broker.ledger.events import (
     Delivered,
     Evicted,
     Generated,
@@ -50,24 +51,16 @@ from broker.events import (
     decode_event,
     encode_event,
 )
-from broker.groups import Group, Lease
-from broker.identity import write_identity
-from broker.index import GroupIndex
-from broker.ledger import Ledger
-from broker.store import Changes, MemoryStore, SharedMemory, StoredTrajectory, TrajectoryKey
-from deploy.resume import find_resume_point
-from learner.digests import DIGESTS_FILE, damage_of, write_digests
-from learner.resume import resume_order
-from learner.retention import Resumption, is_overtaken, to_remove
-from tests.unit.broker.ledger_driver import (
-    LEASE_S,
-    eval_plan,
-    header,
-    make_rules,
-    state_of,
-    submit,
-)
-from wire.checkpoints import (
+from slipstream.broker.ledger.groups import Group, Lease
+from slipstream.broker.ledger.index import GroupIndex
+from slipstream.broker.startup import Beginning, Prompts, begin_run, build_ledger
+from slipstream.broker.store.base import Changes, StoredTrajectory
+from slipstream.deploy.launch.resume import find_resume_point
+from slipstream.learner.checkpoints.digests import DIGESTS_FILE, damage_of, write_digests
+from slipstream.learner.checkpoints.resume import resume_order
+from slipstream.learner.checkpoints.retention import Resumption, is_overtaken, to_remove
+from slipstream.wire.errors import ConfigError, RefusedError
+from slipstream.wire.files.checkpoints import (
     FORMAT_REVISION,
     INFO_FILE,
     LEDGER_FILE,
@@ -78,13 +71,21 @@ from wire.checkpoints import (
     read_ledger,
     readable_checkpoints,
 )
-from wire.control import LeasedGroup
-from wire.errors import ConfigError, RefusedError
-from wire.run_folder import TRAIL
-from wire.run_settings import CheckpointSection, EvalSection
-from wire.settings import load_table
-from wire.trajectory import Prompt, Score, TrajectoryHeader
-from wire.versions import PolicyVersion
+from slipstream.wire.files.run_folder import TRAIL
+from slipstream.wire.messages.broker import LeasedGroup
+from slipstream.wire.messages.trajectory import Prompt, Score, TrajectoryHeader, TrajectoryKey
+from slipstream.wire.messages.versions import PolicyVersion
+from slipstream.wire.settings.load import load_table
+from slipstream.wire.settings.sections import CheckpointSection, EvalSection
+from tests.support.ledger_driver import (
+    LEASE_S,
+    eval_plan,
+    header,
+    make_rules,
+    state_of,
+    submit,
+)
+from tests.support.memory_store import MemoryStore, SharedMemory
 
 GENERATORS = ("generator-0", "generator-1")
 MAX_ATTEMPTS = 3

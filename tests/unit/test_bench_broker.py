@@ -6,9 +6,9 @@ from benchmarks.broker.baselines import lists_of
 from benchmarks.broker.forwarding import PathCost
 from benchmarks.broker.roles import BYTES_PER_TOKEN, header_of, pack, trajectory_bytes, unpack
 from benchmarks.broker.throughput import GROUP_SIZE, groups_per_step
-from wire.control import LeasedGroup
-from wire.trajectory import Prompt
-from wire.versions import PolicyVersion
+from slipstream.wire.messages.broker import LeasedGroup
+from slipstream.wire.messages.trajectory import Prompt
+from slipstream.wire.messages.versions import PolicyVersion
 
 
 def test_a_version_survives_being_shared_as_a_number():

@@ -117,13 +117,13 @@ def test_functions_that_are_not_named_are_left_alone(clocks: Clocks):
 
 def test_every_kind_names_a_function_of_the_product():
     names = {
-        "page, history, advice": "broker.dashboard.recorder:_take",
-        "state of the run": "broker.server:status",
-        "files and trackers": "broker.trackers.tensorboard:step",
-        "recorded trajectories": "learner.rollout_log:write",
-        "learner's figures": "algos.diagnostics:diagnose",
-        "reports of the roles": "generators.worker:_report",
-        "terminal": "deploy.view:show",
+        "page, history, advice": "slipstream.broker.dashboard.recorder:_take",
+        "state of the run": "slipstream.broker.server.loop:status",
+        "files and trackers": "slipstream.broker.report.trackers.tensorboard:step",
+        "recorded trajectories": "slipstream.learner.record.rollout_log:write",
+        "learner's figures": "slipstream.algos.diagnostics:diagnose",
+        "reports of the roles": "slipstream.generators.worker:_report",
+        "terminal": "slipstream.deploy.terminal.view:show",
     }
     for kind, name in names.items():
         spent = {other for other, pattern in WATCHING.items() if re.match(pattern, name)}

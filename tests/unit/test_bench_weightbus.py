@@ -8,7 +8,7 @@ from benchmarks.weightbus.learner_side import StepFigures
 from benchmarks.weightbus.model import BUCKET_BYTES, MIB, ONE_BILLION, SMOLLM2
 from benchmarks.weightbus.served import ControlFigures, LossFigures
 from benchmarks.weightbus.wire_phase import Turn, WireFigures
-from weightbus.config import WeightBusSection
+from slipstream.weightbus.config import WeightBusSection
 
 
 def _turn(seconds: float, *, digest_cpu_s: float = 0.01) -> Turn:

@@ -14,12 +14,15 @@ MOST_MODULES = 600  # torch alone has more
 @pytest.mark.parametrize(
     ("module", "example"),
     [
-        ("learner.main", "start-learner --config run.toml"),
-        ("learner.warmup", "python -m learner.warmup --model blank"),
-        ("generators.main", "start-generator --config run.toml"),
-        ("broker.main", "start-broker --config run.toml"),
-        ("broker.reward_worker", "start-reward-worker --config run.toml"),
-        ("deploy.main", "slipstream quickstart"),
+        ("slipstream.learner.main", "start-learner --config run.toml"),
+        (
+            "slipstream.learner.warmup.main",
+            "python -m slipstream.learner.warmup.main --model blank",
+        ),
+        ("slipstream.generators.main", "start-generator --config run.toml"),
+        ("slipstream.broker.main", "start-broker --config run.toml"),
+        ("slipstream.broker.reward_worker.main", "start-reward-worker --config run.toml"),
+        ("slipstream.deploy.main", "slipstream quickstart"),
     ],
 )
 def test_help_is_fast_and_shows_an_example(module: str, example: str):

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.listening import Listener, listeners_of, parsed_table
+from tests.support.listening import Listener, listeners_of, parsed_table
 
 HEADER = (
     "  sl  local_address rem_address   st tx_queue rx_queue tr tm->when retrnsmt uid timeout ino\n"

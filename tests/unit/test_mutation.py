@@ -95,9 +95,9 @@ def test_a_mutant_changes_its_own_text_alone():
 
 
 def test_every_mutant_of_the_product_can_be_compiled_and_is_not_the_product():
-    path = ROOT / "broker" / "admission.py"
+    path = ROOT / "broker" / "ledger" / "admission.py"
     source = path.read_text()
-    mutants = mutants_of("broker/admission.py", source)
+    mutants = mutants_of("broker/ledger/admission.py", source)
     assert len(mutants) > 40
     whole = ast.dump(ast.parse(source))
     for mutant in mutants:
@@ -141,13 +141,13 @@ def test_a_sample_is_spread_over_packages_and_statements_and_stays_as_it_is():
         (["broker"], True),
         (["broker/"], True),
         (["brok"], False),
-        (["wire", "broker/book.py"], True),
-        (["broker/book.py:7"], True),
-        (["broker/book.py:8"], False),
+        (["wire", "broker/ledger/book.py"], True),
+        (["broker/ledger/book.py:7"], True),
+        (["broker/ledger/book.py:8"], False),
     ],
 )
 def test_packages_files_and_lines_are_chosen_by_name(only: list[str], chosen: bool):
-    mutant = replace(some(1, "broker")[0], file="broker/book.py", line=7)
+    mutant = replace(some(1, "broker")[0], file="broker/ledger/book.py", line=7)
     assert is_chosen(mutant, only) is chosen
 
 
@@ -278,10 +278,10 @@ def test_the_share_is_of_what_is_executed_and_not_equivalent():
 
 
 def test_what_would_be_run_can_be_listed(capsys: pytest.CaptureFixture[str]):
-    assert main(["--list", "--only", "wire/versions.py", "--sample", "3"]) == 0
+    assert main(["--list", "--only", "wire/messages/versions.py", "--sample", "3"]) == 0
     listed = capsys.readouterr().out.splitlines()
     assert len(listed) == 6
-    assert all(line.startswith("wire/versions.py:") for line in listed[::2])
+    assert all(line.startswith("wire/messages/versions.py:") for line in listed[::2])
 
 
 def test_help_has_examples_and_every_package_is_there(capsys: pytest.CaptureFixture[str]):

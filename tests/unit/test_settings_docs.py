@@ -5,9 +5,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from algos.config import PARTS
-from deploy.settings_reference import SECTION_STRUCTS, reference, rows
-from wire.settings import SECTIONS
+from docs.generate.settings import SECTION_STRUCTS, reference, rows
+from slipstream.algos.config import PARTS
+from slipstream.wire.settings.load import SECTIONS
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "settings.md"
 ROWS = [row for name, (struct, _) in SECTION_STRUCTS.items() for row in rows(struct, name)]

@@ -7,8 +7,6 @@ from dataclasses import replace
 import msgspec
 import pytest
 
-from algos.config import choice_of
-from algos.section import AlgoSection
 from benchmarks.does_it_correct import Case
 from benchmarks.which_default import (
     CANDIDATES,
@@ -27,6 +25,8 @@ from benchmarks.which_default import (
     standings,
     student_t,
 )
+from slipstream.algos.config import choice_of
+from slipstream.algos.section import AlgoSection
 
 DEFAULT = "async-default"
 

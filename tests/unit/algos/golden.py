@@ -18,7 +18,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from algos.packing import Packing
+from slipstream.algos.packing import Packing
 
 FOLDER = Path(__file__).parents[2] / "golden" / "algos"
 MASKS = ("mask_prefix", "mask_holes", "mask_empty")

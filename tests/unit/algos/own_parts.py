@@ -7,12 +7,12 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from algos.advantages import Outcomes
-from algos.corrections import Correction, CorrectionInputs
-from algos.parts import NoOptions, Options, advantage, correction, surrogate
-from algos.ratios import bounded_exp
-from algos.returns import TokenAdvantages, TokenOutcomes
-from algos.surrogates import SurrogateInputs, Terms
+from slipstream.algos.advantages import Outcomes
+from slipstream.algos.corrections import Correction, CorrectionInputs
+from slipstream.algos.parts import NoOptions, Options, advantage, correction, surrogate
+from slipstream.algos.ratios import bounded_exp
+from slipstream.algos.returns import TokenAdvantages, TokenOutcomes
+from slipstream.algos.surrogates import SurrogateInputs, Terms
 
 
 class SquareOptions(Options, frozen=True, kw_only=True):

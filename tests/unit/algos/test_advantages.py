@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.testing import assert_close
 
-from algos.advantages import (
+from docs.generate.evidence import DEFINITION, PROPERTY, proves
+from slipstream.algos.advantages import (
     GdpoOptions,
     GrpoOptions,
     Outcomes,
@@ -26,8 +27,7 @@ from algos.advantages import (
     rloo,
     zero,
 )
-from algos.parts import NoOptions, Options, Part
-from tests.unit.algos.evidence import DEFINITION, PROPERTY, proves
+from slipstream.algos.parts import NoOptions, Options, Part
 
 Array = npt.NDArray[np.float64]
 

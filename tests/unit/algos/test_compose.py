@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from algos.advantages import Outcomes
-from algos.compose import Algorithm, LossInputs
-from algos.config import choice_of
-from algos.diagnostics import add_sums, figures_of
-from algos.packing import Packing
-from algos.presets import PRESETS
-from algos.section import AlgoSection
-from tests.unit.algos.evidence import DEFINITION, PROPERTY, proves
+from docs.generate.evidence import DEFINITION, PROPERTY, proves
+from slipstream.algos.advantages import Outcomes
+from slipstream.algos.compose import Algorithm, LossInputs
+from slipstream.algos.config import choice_of
+from slipstream.algos.diagnostics import add_sums, figures_of
+from slipstream.algos.packing import Packing
+from slipstream.algos.presets import PRESETS
+from slipstream.algos.section import AlgoSection
 from tests.unit.algos.golden import AREAL, MASKS, VERL, golden, layout
 
 OWN = "tests.unit.algos.own_parts"

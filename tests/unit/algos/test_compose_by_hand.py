@@ -8,15 +8,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from algos.compose import Algorithm, LossInputs
-from algos.config import choice_of
-from algos.corrections import Correction
-from algos.packing import Packing
-from algos.reduce import Denominators, Rule, reduced
-from algos.returns import TokenOutcomes
-from algos.section import AlgoSection
-from algos.surrogates import policy_gradient, reinforce_is
-from tests.unit.algos.evidence import DEFINITION, proves
+from docs.generate.evidence import DEFINITION, proves
+from slipstream.algos.compose import Algorithm, LossInputs
+from slipstream.algos.config import choice_of
+from slipstream.algos.corrections import Correction
+from slipstream.algos.packing import Packing
+from slipstream.algos.reduce import Denominators, Rule, reduced
+from slipstream.algos.returns import TokenOutcomes
+from slipstream.algos.section import AlgoSection
+from slipstream.algos.surrogates import policy_gradient, reinforce_is
 
 CURRENT = [-1.0, -2.0, -0.5]
 PROXIMAL = [-1.2, -1.9, -0.5]

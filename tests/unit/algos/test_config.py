@@ -6,15 +6,15 @@ from typing import Any
 import msgspec
 import pytest
 
-from algos.compose import Algorithm
-from algos.config import PARTS, AlgoChoice, choice_of
-from algos.corrections import ImportanceSamplingOptions, RejectionOptions
-from algos.parts import PartError, advantage, surrogate
-from algos.presets import PRESETS
-from algos.section import AlgoSection
-from algos.surrogates import CispoOptions, PpoOptions
+from slipstream.algos.compose import Algorithm
+from slipstream.algos.config import PARTS, AlgoChoice, choice_of
+from slipstream.algos.corrections import ImportanceSamplingOptions, RejectionOptions
+from slipstream.algos.parts import PartError, advantage, surrogate
+from slipstream.algos.presets import PRESETS
+from slipstream.algos.section import AlgoSection
+from slipstream.algos.surrogates import CispoOptions, PpoOptions
+from slipstream.wire.files.source_files import module_named
 from tests.unit.algos.own_parts import SquareOptions
-from wire.source_files import module_named
 
 OWN = "tests.unit.algos.own_parts"
 
@@ -140,10 +140,10 @@ REFUSED: dict[str, dict[str, Any]] = {
     r"algo.surrogate = 'no.such:part' cannot be loaded: ModuleNotFoundError: No module": {
         "surrogate": "no.such:part"
     },
-    r"own_parts:undecorated' is <function .*; expected a function under @algos.parts.surrogate": {
+    r"own_parts:undecorated' is <function .*; expected a function under @.*algos.parts.surrogate": {
         "surrogate": f"{OWN}:undecorated"
     },
-    r"own_parts:sign' is <advantage sign>; expected a function under @algos.parts.surrogate": {
+    r"own_parts:sign' is <advantage sign>; expected a function under @.*algos.parts.surrogate": {
         "surrogate": f"{OWN}:sign"
     },
     r"algo.correction.rejection must be a table of settings or false, got 3": {

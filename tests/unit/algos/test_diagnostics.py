@@ -5,7 +5,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from algos.diagnostics import (
+from docs.generate.evidence import DEFINITION, PROPERTY, proves
+from slipstream.algos.diagnostics import (
     Diagnosed,
     add_sums,
     critic_figures,
@@ -15,7 +16,6 @@ from algos.diagnostics import (
     figures_of,
     is_maximum,
 )
-from tests.unit.algos.evidence import DEFINITION, PROPERTY, proves
 
 
 def seen(garbage: float = 0.0) -> Diagnosed:

@@ -12,13 +12,7 @@ import msgspec
 import pytest
 import torch
 
-from algos.compose import Algorithm, LossInputs
-from algos.config import PARTS, choice_of
-from algos.packing import Packing
-from algos.parts import NEEDS
-from algos.presets import PRESETS
-from algos.section import AlgoSection
-from tests.unit.algos.evidence import (
+from docs.generate.evidence import (
     COLUMNS,
     GOLDEN,
     PAGE,
@@ -32,7 +26,13 @@ from tests.unit.algos.evidence import (
     table,
     written,
 )
-from wire.source_files import module_named
+from slipstream.algos.compose import Algorithm, LossInputs
+from slipstream.algos.config import PARTS, choice_of
+from slipstream.algos.packing import Packing
+from slipstream.algos.parts import NEEDS
+from slipstream.algos.presets import PRESETS
+from slipstream.algos.section import AlgoSection
+from slipstream.wire.files.source_files import module_named
 
 TEXT = PAGE.read_text("utf-8")
 OWN_PART = re.search(r"^## Writing your own part\n.*?(?=^## )", TEXT, re.DOTALL | re.MULTILINE)
@@ -50,7 +50,7 @@ def block(language: str) -> str:
 
 def test_the_table_of_the_page_is_what_the_tests_say():
     assert written(TEXT) == table(collected()), (
-        "run `python -m tests.unit.algos.evidence --write` (never edit the table)"
+        "run `python -m docs.generate.evidence --write` (never edit the table)"
     )
 
 

@@ -15,9 +15,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from algos.compose import Algorithm, LossInputs, RightAnswers
-from algos.config import choice_of
-from algos.corrections import (
+from docs.generate.evidence import DEFINITION, Flags, proves, straddles
+from slipstream.algos.compose import Algorithm, LossInputs, RightAnswers
+from slipstream.algos.config import choice_of
+from slipstream.algos.corrections import (
     ClipCovOptions,
     Correction,
     CorrectionInputs,
@@ -35,13 +36,13 @@ from algos.corrections import (
     rejection,
     veto,
 )
-from algos.critic import value_loss
-from algos.kl import MAX_LOW_VAR, kl_estimate
-from algos.packing import Packing
-from algos.returns import GaeOptions, TokenOutcomes, gae
-from algos.section import AlgoSection
-from algos.shaping import overlong_penalty, scaled
-from algos.surrogates import (
+from slipstream.algos.critic import value_loss
+from slipstream.algos.kl import MAX_LOW_VAR, kl_estimate
+from slipstream.algos.packing import Packing
+from slipstream.algos.returns import GaeOptions, TokenOutcomes, gae
+from slipstream.algos.section import AlgoSection
+from slipstream.algos.shaping import overlong_penalty, scaled
+from slipstream.algos.surrogates import (
     CispoOptions,
     DppoKlOptions,
     DppoTvOptions,
@@ -60,7 +61,6 @@ from algos.surrogates import (
     ppo_clip,
     topr,
 )
-from tests.unit.algos.evidence import DEFINITION, Flags, proves, straddles
 
 LENGTHS = (5, 3, 8, 1, 6, 4, 7, 2)
 

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from algos.advantages import (
+from docs.generate.evidence import proves
+from slipstream.algos.advantages import (
     GrpoOptions,
     Outcomes,
     PassAtKOptions,
@@ -18,9 +19,9 @@ from algos.advantages import (
     remax,
     rloo,
 )
-from algos.packing import Packing
-from algos.parts import NoOptions, Options, Part
-from algos.returns import (
+from slipstream.algos.packing import Packing
+from slipstream.algos.parts import NoOptions, Options, Part
+from slipstream.algos.returns import (
     DiscountOptions,
     GaeOptions,
     TokenOutcomes,
@@ -31,8 +32,7 @@ from algos.returns import (
     moments,
     whiten,
 )
-from algos.shaping import normalized, overlong_penalty, scaled
-from tests.unit.algos.evidence import proves
+from slipstream.algos.shaping import normalized, overlong_penalty, scaled
 from tests.unit.algos.golden import AREAL, MASKS, SLIME, VERL, Golden, Layout, batch, golden, layout
 
 NUM_GROUPS = 8

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor, where
 
-from algos.corrections import (
+from docs.generate.evidence import proves
+from slipstream.algos.corrections import (
     Correction,
     CorrectionInputs,
     ImportanceSamplingOptions,
@@ -21,12 +22,18 @@ from algos.corrections import (
     rejection,
     veto,
 )
-from algos.kl import kl_estimate
-from algos.packing import Packing
-from algos.ratios import importance_ratio, log_ratio, sequence_ratio
-from algos.reduce import Denominators, reduced
-from algos.surrogates import GspoOptions, PpoOptions, SurrogateInputs, Terms, gspo, ppo_clip
-from tests.unit.algos.evidence import proves
+from slipstream.algos.kl import kl_estimate
+from slipstream.algos.packing import Packing
+from slipstream.algos.ratios import importance_ratio, log_ratio, sequence_ratio
+from slipstream.algos.reduce import Denominators, reduced
+from slipstream.algos.surrogates import (
+    GspoOptions,
+    PpoOptions,
+    SurrogateInputs,
+    Terms,
+    gspo,
+    ppo_clip,
+)
 from tests.unit.algos.golden import AREAL, MASKS, SLIME, VERL, Golden, Layout, golden, layout
 
 UNCAPPED = 1e9  # above exp(20), the largest ratio there is

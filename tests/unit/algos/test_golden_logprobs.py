@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from algos.linear_logprobs import OutputLayer, TokenLogprobs, linear_logprobs
-from algos.reduce import Denominators, Rule, reduced
-from tests.unit.algos.evidence import proves
+from docs.generate.evidence import proves
+from slipstream.algos.linear_logprobs import OutputLayer, TokenLogprobs, linear_logprobs
+from slipstream.algos.reduce import Denominators, Rule, reduced
 from tests.unit.algos.golden import MASKS, SLIME, VERL, Layout, golden, layout
 
 RULES: dict[str, Rule] = {

@@ -10,13 +10,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from algos.critic import value_loss
-from algos.kl import MAX_LOW_VAR, Kind, kl_estimate
-from algos.packing import Packing
-from algos.parts import Options
-from algos.ratios import MAX_LOG_RATIO, importance_ratio
-from algos.reduce import Denominators, Rule, reduced
-from algos.surrogates import (
+from docs.generate.evidence import proves
+from slipstream.algos.critic import value_loss
+from slipstream.algos.kl import MAX_LOW_VAR, Kind, kl_estimate
+from slipstream.algos.packing import Packing
+from slipstream.algos.parts import Options
+from slipstream.algos.ratios import MAX_LOG_RATIO, importance_ratio
+from slipstream.algos.reduce import Denominators, Rule, reduced
+from slipstream.algos.surrogates import (
     CispoOptions,
     DppoKlOptions,
     DppoTvOptions,
@@ -34,7 +35,6 @@ from algos.surrogates import (
     ppo_clip,
     sapo,
 )
-from tests.unit.algos.evidence import proves
 from tests.unit.algos.golden import AREAL, MASKS, SLIME, VERL, Golden, Layout, golden, layout
 
 WIDTH = 17  # columns of the padded batch: verl's constant where none is given

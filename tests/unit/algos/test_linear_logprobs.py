@@ -13,17 +13,17 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from algos.linear_logprobs import (
+from docs.generate.evidence import DEFINITION, PROPERTY, proves
+from slipstream.algos.linear_logprobs import (
     OutputLayer,
     Reference,
     TokenLogprobs,
     linear_logprobs,
     squared_probabilities,
 )
-from algos.packing import Packing
-from algos.reduce import Denominators, reduced
-from algos.surrogates import PpoOptions, SurrogateInputs, ppo_clip
-from tests.unit.algos.evidence import DEFINITION, PROPERTY, proves
+from slipstream.algos.packing import Packing
+from slipstream.algos.reduce import Denominators, reduced
+from slipstream.algos.surrogates import PpoOptions, SurrogateInputs, ppo_clip
 
 T, H, V = 11, 5, 29
 REAL = 24  # of the V rows; the others are padding where a test says so

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from algos.corrections import (
+from docs.generate.evidence import DEFINITION, PROPERTY, proves
+from slipstream.algos.corrections import (
     ApproximateProximalOptions,
     ClipCovOptions,
     Correction,
@@ -31,10 +32,9 @@ from algos.corrections import (
     m2po,
     staleness_decay,
 )
-from algos.kl import Kind, kl_estimate
-from algos.packing import Packing
-from algos.parts import Options, Part
-from tests.unit.algos.evidence import DEFINITION, PROPERTY, proves
+from slipstream.algos.kl import Kind, kl_estimate
+from slipstream.algos.packing import Packing
+from slipstream.algos.parts import Options, Part
 
 Array = npt.NDArray[np.float64]
 

@@ -3,8 +3,8 @@ import math
 import pytest
 import torch
 
-from algos.packing import Packing
-from algos.ratios import (
+from slipstream.algos.packing import Packing
+from slipstream.algos.ratios import (
     MAX_LOG_RATIO,
     bounded_exp,
     importance_ratio,
@@ -12,7 +12,7 @@ from algos.ratios import (
     sequence_ratio,
     upcast,
 )
-from algos.reduce import masked_sum, token_mean
+from slipstream.algos.reduce import masked_sum, token_mean
 
 MASK = torch.tensor([True, True, False])
 PACKING = Packing.of(torch.tensor([True, True, False, True, False]), torch.tensor([0, 3, 4, 5]))

@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.testing import assert_close
 
-from algos.packing import Packing
-from algos.returns import (
+from docs.generate.evidence import DEFINITION, PROPERTY, proves
+from slipstream.algos.packing import Packing
+from slipstream.algos.returns import (
     DiscountOptions,
     GaeOptions,
     Groups,
@@ -24,7 +25,6 @@ from algos.returns import (
     optimal_token_baseline,
     whiten,
 )
-from tests.unit.algos.evidence import DEFINITION, PROPERTY, proves
 
 Array = npt.NDArray[np.float64]
 

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.testing import assert_close
 
-from algos.shaping import (
+from docs.generate.evidence import DEFINITION, proves
+from slipstream.algos.shaping import (
     Over,
     Strategy,
     normalized,
@@ -18,7 +19,6 @@ from algos.shaping import (
     scaled,
     zero_variance,
 )
-from tests.unit.algos.evidence import DEFINITION, proves
 
 REWARDS = torch.tensor([1.0, 0.0, 0.5, -0.5, 0.5, 0.5], dtype=torch.float64)
 GROUPS = torch.tensor([1, 0, 1, 0, 2, 2])

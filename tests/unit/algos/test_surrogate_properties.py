@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from algos.corrections import (
+from docs.generate.evidence import DEFINITION, PROPERTY, proves
+from slipstream.algos.corrections import (
     ApproximateProximalOptions,
     ClipCovOptions,
     Correction,
@@ -33,11 +34,11 @@ from algos.corrections import (
     staleness_decay,
     veto,
 )
-from algos.critic import value_loss
-from algos.kl import Kind, kl_estimate
-from algos.packing import Packing
-from algos.parts import NoOptions
-from algos.surrogates import (
+from slipstream.algos.critic import value_loss
+from slipstream.algos.kl import Kind, kl_estimate
+from slipstream.algos.packing import Packing
+from slipstream.algos.parts import NoOptions
+from slipstream.algos.surrogates import (
     CispoOptions,
     DppoKlOptions,
     DppoTvOptions,
@@ -61,7 +62,6 @@ from algos.surrogates import (
     sapo,
     topr,
 )
-from tests.unit.algos.evidence import DEFINITION, PROPERTY, proves
 
 SURROGATES: dict[str, tuple[Any, Any]] = {
     "policy-gradient": (policy_gradient, NoOptions()),

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from broker.dashboard import advisories
-from broker.dashboard.advisories import (
+from slipstream.broker.dashboard import advisories
+from slipstream.broker.dashboard.advisories import (
     LOOKS,
     RULES,
     WINDOW_S,
@@ -19,10 +19,10 @@ from broker.dashboard.advisories import (
     Trends,
     advise,
 )
-from tests.wire_samples import RECORD, STATUS
-from wire.bus import PublishRecord
-from wire.status import RoleStatus, RunStatus
-from wire.versions import PolicyVersion
+from slipstream.wire.messages.status import RoleStatus, RunStatus
+from slipstream.wire.messages.versions import PolicyVersion
+from slipstream.wire.messages.weightbus import PublishRecord
+from tests.support.wire_samples import RECORD, STATUS
 
 EVERY_S = 2.0
 ROWS = 200  # 400 s

@@ -9,17 +9,17 @@ from pathlib import Path
 
 import pytest
 
-from broker.rewards import math_answer, numeric
-from broker.rewards.final_answer import marked_answer
-from broker.rewards.judge import LlmJudge, filled
-from broker.rewards.lengths import linear, overlong
-from broker.rewards.loading import load_function
-from broker.rewards.outcomes import Outcome, failure, outcome_of
-from broker.rewards.pattern import Pattern, think_answer
-from broker.rewards.sdk import Transcript, Unavailable
-from tests.waiting import HANG_S
-from wire.errors import ConfigError
-from wire.trajectory import Json, Prompt
+from slipstream.broker.rewards import math_answer, numeric
+from slipstream.broker.rewards.final_answer import marked_answer
+from slipstream.broker.rewards.judge import LlmJudge, filled
+from slipstream.broker.rewards.lengths import linear, overlong
+from slipstream.broker.rewards.loading import load_function
+from slipstream.broker.rewards.outcomes import Outcome, failure, outcome_of
+from slipstream.broker.rewards.pattern import Pattern, think_answer
+from slipstream.broker.rewards.sdk import Transcript, Unavailable
+from slipstream.wire.errors import ConfigError
+from slipstream.wire.messages.trajectory import Json, Prompt
+from tests.support.waiting import HANG_S
 
 
 def transcript(response: str, truth: Json = "", *, tokens: int = 10) -> Transcript:
@@ -133,7 +133,7 @@ def test_a_number_without_a_mark_is_none_where_marks_are_required():
 
 @pytest.mark.parametrize("truth", ["none", True, None, [1]])
 def test_a_row_without_a_number_gets_no_reward(truth: Json):
-    found = outcome("broker.rewards.numeric:score", transcript("1", truth))
+    found = outcome("slipstream.broker.rewards.numeric:score", transcript("1", truth))
     assert found.reward is None
     assert "ground_truth" in found.unavailable
 
@@ -248,9 +248,9 @@ def test_mathematics_works_on_other_threads_and_in_event_loops():
 
 def test_a_missing_math_verify_says_what_to_install(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "math_verify", None)
-    monkeypatch.delitem(sys.modules, "broker.rewards.math_answer")
+    monkeypatch.delitem(sys.modules, "slipstream.broker.rewards.math_answer")
     with pytest.raises(ConfigError, match=r"pip install slipstream\[rewards\]"):
-        load_function("broker.rewards.math_answer:score", {})
+        load_function("slipstream.broker.rewards.math_answer:score", {})
 
 
 # ---- patterns ------------------------------------------------------------------
@@ -272,7 +272,7 @@ def test_a_pattern_can_be_for_all_of_the_answer():
 @pytest.mark.parametrize("options", [{"pattern": "("}, {"pattern": "a", "mode": "match"}, {}])
 def test_a_wrong_pattern_is_refused_when_it_is_loaded(options: dict[str, Json]):
     with pytest.raises(ConfigError, match=r"reward\.options"):
-        load_function("broker.rewards.pattern:Pattern", options)
+        load_function("slipstream.broker.rewards.pattern:Pattern", options)
 
 
 @pytest.mark.parametrize(
@@ -314,7 +314,7 @@ def test_the_overlong_punishment_is_that_of_dapo(tokens: int, penalty: float):
 @pytest.mark.parametrize("cache_tokens", [0, -1, 101])
 def test_an_overlong_punishment_without_a_slope_is_no_reward(cache_tokens: int):
     found = outcome(
-        "broker.rewards.lengths:overlong",
+        "slipstream.broker.rewards.lengths:overlong",
         transcript(""),
         max_tokens=100,
         cache_tokens=cache_tokens,
@@ -330,10 +330,10 @@ def test_a_linear_penalty_starts_late_and_ends(tokens: int, penalty: float):
 
 # ---- the weighted sum ----------------------------------------------------------
 
-WEIGHTED = "broker.rewards.weighted:Weighted"
-RIGHT = {"function": "broker.rewards.numeric:score"}
+WEIGHTED = "slipstream.broker.rewards.weighted:Weighted"
+RIGHT = {"function": "slipstream.broker.rewards.numeric:score"}
 LONG = {
-    "function": "broker.rewards.lengths:overlong",
+    "function": "slipstream.broker.rewards.lengths:overlong",
     "weight": 0.5,
     "options": {"max_tokens": 10, "cache_tokens": 10},
 }
@@ -384,7 +384,7 @@ def test_a_sum_is_unavailable_while_a_part_is(tmp_path: Path, shape: str):
 def _mine(folder: Path, name: str = "two") -> str:
     (folder / "mine.py").write_text(
         "from pathlib import Path\n"
-        "from broker.rewards.sdk import Unavailable, reward\n"
+        "from slipstream.broker.rewards.sdk import Unavailable, reward\n"
         "@reward()\nasync def two(transcript): return 2\n"
         "@reward()\ndef refuses(transcript): raise Unavailable('later')\n"
         "@reward()\nasync def refuses_async(transcript): raise Unavailable('later')\n"
@@ -404,7 +404,7 @@ def test_the_version_of_a_sum_is_that_of_its_parts_and_weights(tmp_path: Path):
         return load_function(WEIGHTED, {"parts": parts}).info.version
 
     (tmp_path / "versioned.py").write_text(
-        "from broker.rewards.sdk import reward\n"
+        "from slipstream.broker.rewards.sdk import reward\n"
         "@reward(version='1')\ndef one(transcript): return 0\n"
         "@reward(version='2')\ndef two(transcript): return 0\n"
     )
@@ -477,7 +477,7 @@ def test_what_the_policy_wrote_stands_between_fences_that_it_cannot_close():
 )
 def test_a_wrong_judge_is_refused_when_it_is_loaded(options: dict[str, Json]):
     with pytest.raises(ConfigError, match="cannot be made"):
-        load_function("broker.rewards.judge:LlmJudge", options)
+        load_function("slipstream.broker.rewards.judge:LlmJudge", options)
 
 
 def test_a_key_that_others_can_read_is_refused(tmp_path: Path):

@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 
-from broker.rewards import code, sandbox, tester
-from broker.rewards.code import find_program, parse_tests, same_lines, same_value, score
-from broker.rewards.sdk import Unavailable
-from tests.waiting import HANG_S, state_of, until, until_stopped
-from wire.trajectory import Json, Prompt, Transcript
+from slipstream.broker.rewards import code, code_tester
+from slipstream.broker.rewards.code import find_program, parse_tests, same_lines, same_value, score
+from slipstream.broker.rewards.sdk import Unavailable
+from slipstream.broker.sandbox import sandbox
+from slipstream.wire.messages.trajectory import Json, Prompt, Transcript
+from tests.support.waiting import HANG_S, state_of, until, until_stopped
 
 needs_namespaces = pytest.mark.usefixtures("_namespaces")
 SUMS: dict[str, Json] = {"inputs": ["1 2\n", "3 4\n"], "outputs": ["3\n", "7\n"]}
@@ -119,8 +120,8 @@ def test_a_wrapped_expected_value_is_unwrapped():
     [None, True, 2**100, 1.5, "a", [1, (2, {3})], {1: {"a": b"x"}}, frozenset([1]), 1 + 2j],
 )
 def test_plain_data_survives_the_way_between_the_processes(value: object):
-    encoded = json.loads(json.dumps(tester.encode(value)))
-    decoded = tester.decode(encoded, None)
+    encoded = json.loads(json.dumps(code_tester.encode(value)))
+    decoded = code_tester.decode(encoded, None)
     assert (type(decoded), decoded) == (type(value), value)
 
 
@@ -131,15 +132,15 @@ def test_an_object_of_the_answer_loses_its_own_idea_of_equality():
 
         __hash__ = int.__hash__
 
-    decoded = tester.decode(tester.encode([Equal(1)]), None)
+    decoded = code_tester.decode(code_tester.encode([Equal(1)]), None)
     assert type(decoded[0]) is int
     with pytest.raises(TypeError):
-        tester.encode(object())
+        code_tester.encode(object())
 
 
 def test_results_that_are_no_json_equal_nothing():
-    assert code.as_json(tester.encode((1, [2], {"a": (3,)}))) == [1, [2], {"a": [3]}]
-    assert code.as_json(tester.encode({1})) != [1]
+    assert code.as_json(code_tester.encode((1, [2], {"a": (3,)}))) == [1, [2], {"a": [3]}]
+    assert code.as_json(code_tester.encode({1})) != [1]
 
 
 def test_an_answer_without_a_program_scores_nothing_without_a_sandbox():
@@ -327,7 +328,7 @@ def test_what_an_answer_starts_is_looked_at_like_itself():
     burns = "import os\nif os.fork():\n    os.wait()\nwhile True:\n    pass\n"
     process = subprocess.Popen([sys.executable, "-c", burns])
     try:
-        answer = tester.Answer(1.0)
+        answer = code_tester.Answer(1.0)
         answer._pid = process.pid
         until(lambda: looks_computing(answer, cpu_s=0.2), "the child is not seen to compute")
         (child,) = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
@@ -344,7 +345,7 @@ def test_what_an_answer_starts_is_looked_at_like_itself():
         process.wait()
 
 
-def looks_computing(answer: tester.Answer, *, cpu_s: float = 0.0) -> bool:
+def looks_computing(answer: code_tester.Answer, *, cpu_s: float = 0.0) -> bool:
     _, used_s, states = answer._look()
     return b"R" in states and used_s >= cpu_s
 

@@ -23,9 +23,9 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from yarl import URL
 
-from broker.dashboard.advisories import Advisory
-from broker.dashboard.door import name_of
-from broker.dashboard.history import (
+from slipstream.broker.dashboard.advisories import Advisory
+from slipstream.broker.dashboard.door import name_of
+from slipstream.broker.dashboard.history import (
     History,
     HistoryColumns,
     Row,
@@ -35,22 +35,22 @@ from broker.dashboard.history import (
     read_state,
     write_state,
 )
-from broker.dashboard.items import Found, Letter, RecordedItems
-from broker.dashboard.metrics import render_metrics
-from broker.dashboard.recorder import FinishedRun, Look, Recorder, fsync_of
-from broker.dashboard.web import MAX_VIEWERS, Dashboard
-from broker.events import Trained, encode_event
-from broker.scoring import ScoringQueue
-from broker.service import trained_steps
-from broker.telemetry import Telemetry
-from tests.unit.broker.ledger_driver import lease, make_ledger, make_ready, train_step
-from tests.waiting import HANG_S, until_async
-from tests.wire_samples import STATUS
-from wire.control import Hello, RoleReport
-from wire.run_folder import PAGE_PORT, PAGE_STATE, PAGE_TOKEN, TRAINED
-from wire.run_settings import RunSection
-from wire.status import GONE_S, SILENT_S, RunStatus, StepPoint
-from wire.versions import PolicyVersion
+from slipstream.broker.dashboard.items import Found, Letter, RecordedItems
+from slipstream.broker.dashboard.metrics import render_metrics
+from slipstream.broker.dashboard.recorder import FinishedRun, Look, Recorder, fsync_of
+from slipstream.broker.dashboard.web import MAX_VIEWERS, Dashboard
+from slipstream.broker.ledger.events import Trained, encode_event
+from slipstream.broker.ledger.scoring_queue import ScoringQueue
+from slipstream.broker.report.telemetry import Telemetry
+from slipstream.broker.service import trained_steps
+from slipstream.wire.files.run_folder import PAGE_PORT, PAGE_STATE, PAGE_TOKEN, TRAINED
+from slipstream.wire.messages.broker import Hello, RoleReport
+from slipstream.wire.messages.status import GONE_S, SILENT_S, RunStatus, StepPoint
+from slipstream.wire.messages.versions import PolicyVersion
+from slipstream.wire.settings.sections import RunSection
+from tests.support.ledger_driver import lease, make_ledger, make_ready, train_step
+from tests.support.waiting import HANG_S, until_async
+from tests.support.wire_samples import STATUS
 
 SCRIPT = "<script>alert(1)</script>"
 
@@ -833,7 +833,7 @@ def test_the_steps_among_events_are_those_that_count_in_the_end():
 
 
 def test_the_page_takes_a_process_for_silent_or_gone_when_the_terminal_does():
-    source = (files("broker.dashboard") / "accounting.js").read_text("utf-8")
+    source = (files("slipstream.broker.dashboard") / "page" / "accounting.js").read_text("utf-8")
     limits = dict(re.findall(r"const (SILENT_S|GONE_S) = ([\d.]+);", source))
     assert {name: float(text) for name, text in limits.items()} == {
         "SILENT_S": SILENT_S,

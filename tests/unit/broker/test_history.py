@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from broker.dashboard.history import (
+from slipstream.broker.dashboard.history import (
     MAX_ROWS,
     History,
     StoredState,
@@ -22,8 +22,8 @@ from broker.dashboard.history import (
     trends_of,
     write_state,
 )
-from tests.wire_samples import STATUS
-from wire.status import RunStatus, StepPoint
+from slipstream.wire.messages.status import RunStatus, StepPoint
+from tests.support.wire_samples import STATUS
 
 DAY_S = 24 * 3600
 BEGAN_S = 1_763_786_000.0

@@ -11,26 +11,15 @@ import pytest
 import zmq
 import zmq.asyncio
 
-from broker.groups import Group
-from broker.limits import max_body_bytes
-from broker.records import FolderRecords
-from broker.router import Peer, Router
-from broker.sessions import Sessions
-from broker.store import StoredTrajectory
-from broker.telemetry import Telemetry
-from tests.unit.broker.ledger_driver import (
-    eval_plan,
-    generate,
-    header,
-    lease,
-    make_ledger,
-    make_rules,
-    reward,
-)
-from tests.unit.broker.test_server import V0, bare_socket, one_group, running, submit
-from tests.waiting import HANG_S
-from wire.codec import encode
-from wire.control import (
+from slipstream.broker.ledger.groups import Group
+from slipstream.broker.report.run_files import FolderRecords
+from slipstream.broker.report.telemetry import Telemetry
+from slipstream.broker.server.limits import max_body_bytes
+from slipstream.broker.server.router import Peer, Router
+from slipstream.broker.server.sessions import Sessions
+from slipstream.broker.store.base import StoredTrajectory
+from slipstream.wire.errors import RefusedError, SupersededError
+from slipstream.wire.messages.broker import (
     Answer,
     BatchDelivered,
     FetchPayloads,
@@ -52,11 +41,22 @@ from wire.control import (
     SubmitScores,
     TakeOver,
 )
-from wire.errors import RefusedError, SupersededError
-from wire.pieces import cut
-from wire.run_settings import RunSection
-from wire.trajectory import Score
-from wire.versions import PolicyVersion
+from slipstream.wire.messages.codec import encode
+from slipstream.wire.messages.pieces import cut
+from slipstream.wire.messages.trajectory import Score
+from slipstream.wire.messages.versions import PolicyVersion
+from slipstream.wire.settings.sections import RunSection
+from tests.support.ledger_driver import (
+    eval_plan,
+    generate,
+    header,
+    lease,
+    make_ledger,
+    make_rules,
+    reward,
+)
+from tests.support.waiting import HANG_S
+from tests.unit.broker.server.test_loop import V0, bare_socket, one_group, running, submit
 
 NAN, INF = float("nan"), float("inf")
 

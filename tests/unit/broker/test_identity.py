@@ -6,13 +6,19 @@ from pathlib import Path
 
 import pytest
 
-from broker.beginning import begin_run, load_prompts
-from broker.book import encode_state
-from broker.events import encode_event
-from broker.identity import IDS_PER_LIFE, RunIdentity, read_identity, write_identity
-from broker.store import Changes, MemoryStore, SharedMemory
-from tests.unit.broker.ledger_driver import make_ledger, make_rules
-from tests.unit.broker.test_server import running
+from slipstream.broker.identity import IDS_PER_LIFE, RunIdentity, read_identity, write_identity
+from slipstream.broker.ledger.book import encode_state
+from slipstream.broker.ledger.events import encode_event
+from slipstream.broker.startup import begin_run, load_prompts
+from slipstream.broker.store.base import Changes
+from slipstream.wire.errors import ConfigError, RefusedError
+from slipstream.wire.files.checkpoints import FORMAT_REVISION, INFO_FILE, newest_checkpoint
+from slipstream.wire.files.run_folder import IDENTITY
+from slipstream.wire.messages.broker import TakeOver, TookOver
+from slipstream.wire.messages.versions import PolicyVersion
+from tests.support.ledger_driver import make_ledger, make_rules
+from tests.support.memory_store import MemoryStore, SharedMemory
+from tests.unit.broker.server.test_loop import running
 from tests.unit.broker.test_service import (
     begun,
     checkpoint,
@@ -20,11 +26,6 @@ from tests.unit.broker.test_service import (
     settings_in,
     trained,
 )
-from wire.checkpoints import FORMAT_REVISION, INFO_FILE, newest_checkpoint
-from wire.control import TakeOver, TookOver
-from wire.errors import ConfigError, RefusedError
-from wire.run_folder import IDENTITY
-from wire.versions import PolicyVersion
 
 RUN = RunIdentity(run_id="a" * 32, life=2, epoch=7)
 

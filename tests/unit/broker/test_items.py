@@ -3,11 +3,11 @@
 import json
 from pathlib import Path
 
-from broker.dashboard.items import RecordedItems
-from broker.events import Dropped, encode_event
-from broker.trail import FolderTrail
-from tests.unit.broker.ledger_driver import lease, make_ledger, make_ready, make_rules
-from wire.run_folder import TRAIL, TRAINED
+from slipstream.broker.dashboard.items import RecordedItems
+from slipstream.broker.ledger.events import Dropped, encode_event
+from slipstream.broker.store.event_log import FolderTrail
+from slipstream.wire.files.run_folder import TRAIL, TRAINED
+from tests.support.ledger_driver import lease, make_ledger, make_ready, make_rules
 
 
 def row(group_id: int, prompt: str, *steps: int) -> str:

@@ -1,6 +1,6 @@
 """What counts as a run's own time."""
 
-from broker.rewards.own_time import OwnTime
+from slipstream.broker.sandbox.own_time import OwnTime
 
 
 def own_s(*looks: tuple[float, float, bool], disk: bool = False) -> float:

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from broker.config import private_paths
-from wire.settings import Table
+from slipstream.broker.config import private_paths
+from slipstream.wire.settings.load import Table
 
 
 def test_keys_sockets_the_store_and_the_page_are_private_whether_they_are_there_or_not(

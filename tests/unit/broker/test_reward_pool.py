@@ -11,11 +11,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from broker.config import RewardSection, RewardTable
-from broker.rewards import child_process
-from broker.rewards.calls import request_of
-from broker.rewards.child import Link, Runner
-from broker.rewards.child_messages import (
+from slipstream.broker.config import RewardSection, RewardTable
+from slipstream.broker.reward_worker import process
+from slipstream.broker.reward_worker.child import Link, Runner
+from slipstream.broker.reward_worker.choice import RewardChoice
+from slipstream.broker.reward_worker.messages import (
     Answered,
     Call,
     Load,
@@ -24,23 +24,23 @@ from broker.rewards.child_messages import (
     from_child,
     to_child,
 )
-from broker.rewards.child_output import OutputLog
-from broker.rewards.choice import RewardChoice
-from broker.rewards.loading import load_function
-from broker.rewards.outcomes import FunctionInfo, Outcome, unavailable
-from broker.rewards.pool import how_it_ended
-from broker.rewards.process_table import (
+from slipstream.broker.reward_worker.output import OutputLog
+from slipstream.broker.reward_worker.pool import how_it_ended
+from slipstream.broker.reward_worker.queue import request_of
+from slipstream.broker.rewards.loading import load_function
+from slipstream.broker.rewards.outcomes import FunctionInfo, Outcome, unavailable
+from slipstream.broker.rewards.sdk import Takes
+from slipstream.broker.sandbox.process_table import (
     ProcessRow,
     children_by_parent,
     descendants,
     process_table,
     usage_of,
 )
-from broker.rewards.sdk import Takes
-from tests.waiting import HANG_S
-from wire.control import ScoringItem
-from wire.errors import ProtocolError
-from wire.trajectory import Prompt, Transcript
+from slipstream.wire.errors import ProtocolError
+from slipstream.wire.messages.broker import ScoringItem
+from slipstream.wire.messages.trajectory import Prompt, Transcript
+from tests.support.waiting import HANG_S
 
 
 def pair(group_id: int, sibling: int, source: str = "") -> tuple[ScoringItem, Transcript]:
@@ -256,8 +256,8 @@ def test_nothing_outside_of_a_child_is_killed_even_while_it_ends(
     jailed: bool, rows: list[ProcessRow], doomed: list[int], monkeypatch: pytest.MonkeyPatch
 ):
     killed: list[int] = []
-    monkeypatch.setattr(child_process, "kill", killed.append)
-    child = child_process.ChildProcess("child", lambda _: None, lambda _: None)
+    monkeypatch.setattr(process, "kill", killed.append)
+    child = process.ChildProcess("child", lambda _: None, lambda _: None)
     child._process, child._jailed = SimpleNamespace(pid=50), jailed  # type: ignore[assignment]
     child._at_load = {52}
     table = {one.pid: one for one in [row(1, 0), row(2, 0), row(7, 1), *rows]}

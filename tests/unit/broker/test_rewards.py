@@ -9,11 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from broker.config import RewardSection, RewardTable
-from broker.rewards import exact_match
-from broker.rewards.choice import RewardChoice
-from broker.rewards.loading import RewardFunction, load_function
-from broker.rewards.outcomes import (
+from slipstream.broker.config import RewardSection, RewardTable
+from slipstream.broker.ledger.scores import tidied
+from slipstream.broker.reward_worker.choice import RewardChoice
+from slipstream.broker.rewards import exact_match
+from slipstream.broker.rewards.loading import RewardFunction, load_function
+from slipstream.broker.rewards.outcomes import (
     FunctionInfo,
     InvalidResultsError,
     all_or_none,
@@ -24,12 +25,17 @@ from broker.rewards.outcomes import (
     score_of,
     unavailable,
 )
-from broker.rewards.sdk import Unavailable
-from broker.scores import tidied
-from wire.codec import encode
-from wire.control import ScoringItem, SubmitScores
-from wire.errors import ConfigError
-from wire.trajectory import MAX_EXCERPT, MAX_PARTS, MAX_REASON, Prompt, Transcript
+from slipstream.broker.rewards.sdk import Unavailable
+from slipstream.wire.errors import ConfigError
+from slipstream.wire.messages.broker import ScoringItem, SubmitScores
+from slipstream.wire.messages.codec import encode
+from slipstream.wire.messages.trajectory import (
+    MAX_EXCERPT,
+    MAX_PARTS,
+    MAX_REASON,
+    Prompt,
+    Transcript,
+)
 
 ITEM = ScoringItem(group_id=3, sibling=1, lease_id=9)
 FUNCTION = FunctionInfo(name="test:function", version="7")
@@ -49,9 +55,9 @@ def transcript(response: str) -> Transcript:
 
 @pytest.mark.parametrize(("response", "value"), [(" 122\n", 1.0), ("121", 0.0), ("", 0.0)])
 def test_exact_match_ignores_white_space_at_both_ends(response: str, value: float):
-    function = load_function("broker.rewards.exact_match:score", {})
+    function = load_function("slipstream.broker.rewards.exact_match:score", {})
     assert function.call([transcript(response)]) == value
-    assert function.info.name == "broker.rewards.exact_match:score"
+    assert function.info.name == "slipstream.broker.rewards.exact_match:score"
 
 
 @pytest.mark.parametrize(
@@ -250,7 +256,7 @@ def test_siblings_of_a_group_come_together_and_in_order():
 # ---- names ---------------------------------------------------------------------
 
 SOURCE = """
-from broker.rewards.sdk import reward
+from slipstream.broker.rewards.sdk import reward
 import friend
 
 def verl(data_source, solution_str, ground_truth, extra_info):
@@ -393,7 +399,7 @@ def test_what_does_not_fit_is_named(
 @pytest.mark.parametrize(
     ("name", "why"),
     [
-        ("broker.rewards.exact_match", "is not MODULE:FUNCTION"),
+        ("slipstream.broker.rewards.exact_match", "is not MODULE:FUNCTION"),
         ("no_such_module_at_all:score", "No module named"),
         ("no_such_file.py:score", "No such file"),
     ],

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from broker.rewards import jail, sandbox
-from broker.rewards.sandbox import Limits, SandboxUnavailableError
-from wire.errors import ConfigError
+from slipstream.broker.sandbox import jail, sandbox
+from slipstream.broker.sandbox.sandbox import Limits, SandboxUnavailableError
+from slipstream.wire.errors import ConfigError
 
 ALLOWED, REFUSED, KILLED = 0x7FFF0000, 0x00050000 | errno.EPERM, 0x80000000
 NO_LOCKS = 0x00050000 | errno.ENOLCK

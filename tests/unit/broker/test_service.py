@@ -6,25 +6,26 @@ from pathlib import Path
 
 import pytest
 
-from broker.beginning import (
+from slipstream.broker.config import BrokerSettings, broker_settings
+from slipstream.broker.ledger.book import encode_state
+from slipstream.broker.ledger.commands import Ledger
+from slipstream.broker.service import end_after
+from slipstream.broker.startup import (
     Beginning,
     begin_run,
     build_ledger,
     load_prompts,
     start_trackers,
 )
-from broker.book import encode_state
-from broker.config import BrokerSettings, broker_settings
-from broker.ledger import Ledger
-from broker.service import end_after
-from broker.store import Changes, MemoryStore
-from tests.unit.broker.ledger_driver import header, submit
-from tests.waiting import until_async
-from wire.checkpoints import LEDGER_FILE, ledger_file
-from wire.errors import ConfigError
-from wire.settings import load_table
-from wire.trajectory import Score
-from wire.versions import PolicyVersion
+from slipstream.broker.store.base import Changes
+from slipstream.wire.errors import ConfigError
+from slipstream.wire.files.checkpoints import LEDGER_FILE, ledger_file
+from slipstream.wire.messages.trajectory import Score
+from slipstream.wire.messages.versions import PolicyVersion
+from slipstream.wire.settings.load import load_table
+from tests.support.ledger_driver import header, submit
+from tests.support.memory_store import MemoryStore
+from tests.support.waiting import until_async
 
 
 def settings_in(folder: Path, *overrides: str) -> BrokerSettings:

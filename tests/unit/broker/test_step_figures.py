@@ -7,16 +7,22 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.plugin_event_accumulator import EventAccumulator
 
-from algos.diagnostics import Diagnosed, critic_figures, critic_sums, diagnostic_sums, figures_of
-from broker.dashboard.history import History
-from broker.trackers.base import step_figures
-from broker.trackers.tensorboard import TensorBoardTracker
-from learner.step import batch_figures
-from tests.wire_samples import STATUS
-from wire.control import DeliveredGroup, DeliveredTrajectory
-from wire.status import StepPoint
-from wire.trajectory import TrajectoryHeader, VersionRun
-from wire.versions import PolicyVersion
+from slipstream.algos.diagnostics import (
+    Diagnosed,
+    critic_figures,
+    critic_sums,
+    diagnostic_sums,
+    figures_of,
+)
+from slipstream.broker.dashboard.history import History
+from slipstream.broker.report.trackers.base import step_figures
+from slipstream.broker.report.trackers.tensorboard import TensorBoardTracker
+from slipstream.learner.training.step import batch_figures
+from slipstream.wire.messages.broker import DeliveredGroup, DeliveredTrajectory
+from slipstream.wire.messages.status import StepPoint
+from slipstream.wire.messages.trajectory import TrajectoryHeader, VersionRun
+from slipstream.wire.messages.versions import PolicyVersion
+from tests.support.wire_samples import STATUS
 
 BOUND = 8
 STEP = 20

@@ -3,12 +3,12 @@ from pathlib import Path
 
 import pytest
 
-from deploy.addition import write_blank_model
-from deploy.config import free_name, run_config, write_resolved
-from deploy.plan import plan_roles
-from wire.errors import ConfigError
-from wire.run_settings import RunSection
-from wire.settings import Table, load_table
+from slipstream.deploy.config import free_name, run_config, write_resolved
+from slipstream.deploy.examples.addition import write_blank_model
+from slipstream.deploy.launch.plan import plan_roles
+from slipstream.wire.errors import ConfigError
+from slipstream.wire.settings.load import Table, load_table
+from slipstream.wire.settings.sections import RunSection
 
 
 @pytest.fixture
@@ -117,7 +117,7 @@ def test_a_run_is_a_broker_then_generators_a_learner_and_reward_workers(table: T
         ("reward-worker-0", ()),
         ("reward-worker-1", ()),
     ]
-    shared = (sys.executable, "-m", "generators.main", "--config", "resolved.toml")
+    shared = (sys.executable, "-m", "slipstream.generators.main", "--config", "resolved.toml")
     assert plans[1].command == (*shared, "--name", "generator-0")
 
 

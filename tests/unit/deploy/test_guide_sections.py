@@ -5,12 +5,12 @@ from importlib.resources import files
 
 import pytest
 
-from broker.dashboard.advisories import RULES
-from deploy.guide_sections import reference, sections
+from docs.generate.guide_sections import reference, sections
+from slipstream.broker.dashboard.advisories import RULES
 
 
 def test_what_the_page_shows_is_what_the_guide_says():
-    shipped = (files("broker.dashboard") / "why.json").read_text("utf-8")
+    shipped = (files("slipstream.broker.dashboard") / "page" / "why.json").read_text("utf-8")
     assert shipped == reference(), "run `make docs`"
     assert set(json.loads(shipped)) == set(RULES)
     for section in json.loads(shipped).values():

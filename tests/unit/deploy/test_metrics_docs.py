@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from broker.dashboard.metrics import render_metrics
-from deploy.metrics_reference import reference
-from tests.wire_samples import STATUS
-from wire.metrics import MetricName
+from docs.generate.metrics import reference
+from slipstream.broker.dashboard.metrics import render_metrics
+from slipstream.wire.messages.metrics import MetricName
+from tests.support.wire_samples import STATUS
 
 ROOT = Path(__file__).parents[3]
 GRAFANA: dict[str, Any] = json.loads((ROOT / "deploy" / "grafana.json").read_text("utf-8"))
@@ -29,7 +29,7 @@ def expressions() -> list[str]:
 
 def test_the_document_is_what_the_code_says():
     document = (ROOT / "docs" / "metrics.md").read_text("utf-8")
-    assert document == reference(), "run `python -m deploy.metrics_reference > docs/metrics.md`"
+    assert document == reference(), "run `python -m docs.generate.metrics > docs/metrics.md`"
 
 
 @pytest.mark.parametrize("name", list(MetricName))

@@ -1,7 +1,7 @@
 from itertools import permutations
 from pathlib import Path
 
-from deploy.uv_sources import options
+from slipstream.deploy.uv_sources import options
 
 
 def test_uv_looks_where_pip_is_told_to_look(tmp_path: Path):

@@ -4,11 +4,11 @@ import asyncio
 
 import pytest
 
-from generators.concurrency import Range
-from generators.config import generator_settings
-from generators.engine import EngineLoad
-from generators.lanes import Lanes, lanes_of
-from tests.waiting import HANG_S
+from slipstream.generators.concurrency import Range
+from slipstream.generators.config import generator_settings
+from slipstream.generators.engine import EngineLoad
+from slipstream.generators.lanes import Lanes, lanes_of
+from tests.support.waiting import HANG_S
 
 WITHIN = Range(lowest=4, highest=32, step=4)
 

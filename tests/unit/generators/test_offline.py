@@ -10,22 +10,27 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from broker.data.sources import load_training_prompts
-from broker.rewards.loading import load_function
-from broker.rewards.outcomes import Outcome, outcome_of, score_of, unavailable
-from deploy.addition import write_blank_model
-from generators import offline
-from generators.engine import Completion, SamplingParams
-from generators.offline import Generation, OfflineSettings, answered_positions, offline_settings
-from generators.prompting import TextCodec
-from generators.rollout import Sampler
-from generators.running_engine import sampling_by_item
+from slipstream.broker.data.sources import load_training_prompts
+from slipstream.broker.rewards.loading import load_function
+from slipstream.broker.rewards.outcomes import Outcome, outcome_of, score_of, unavailable
+from slipstream.deploy.examples.addition import write_blank_model
+from slipstream.generators import offline
+from slipstream.generators.engine import Completion, SamplingParams
+from slipstream.generators.offline import (
+    Generation,
+    OfflineSettings,
+    answered_positions,
+    offline_settings,
+)
+from slipstream.generators.rollout import Sampler
+from slipstream.generators.sglang.running import sampling_by_item
+from slipstream.generators.text.codec import TextCodec
+from slipstream.wire.errors import ConfigError, EngineError
+from slipstream.wire.files.trajectory_file import NOT_TRAINED, TrajectoryFileWriter, read_groups
+from slipstream.wire.messages.broker import ScoringItem
+from slipstream.wire.messages.codec import decode_payload, decode_transcript
+from slipstream.wire.messages.trajectory import Score, Transcript
 from tests.unit.generators.test_rollout import ScriptedEngine, completion
-from wire.codec import decode_payload, decode_transcript
-from wire.control import ScoringItem
-from wire.errors import ConfigError, EngineError
-from wire.trajectory import Score, Transcript
-from wire.trajectory_file import NOT_TRAINED, TrajectoryFileWriter, read_groups
 
 REFUSING = "{% if messages[0].content == '3' %}{{ raise_exception('no 3') }}{% endif %}1+1="
 
@@ -55,7 +60,7 @@ class InProcess:
     """Scores by exact match, last sibling first; some answers have no reward."""
 
     def __init__(self, *unavailable_groups: int) -> None:
-        self.function = load_function("broker.rewards.exact_match:score", {})
+        self.function = load_function("slipstream.broker.rewards.exact_match:score", {})
         self.unavailable_groups = unavailable_groups
 
     async def score(

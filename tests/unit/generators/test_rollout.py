@@ -7,17 +7,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from deploy.addition import write_blank_model
-from generators.engine import Completion, EngineLoad, SamplingParams
-from generators.prompting import TextCodec, sibling_seed
-from generators.rollout import Rollout, Sampler, pack_payload, run_rollouts
-from learner.collate import pack, unpack
-from wire.codec import decode_payload
-from wire.control import LeasedGroup
-from wire.manifest import Bucket
-from wire.run_settings import SamplingSection
-from wire.trajectory import Prompt, VersionRun
-from wire.versions import PolicyVersion
+from slipstream.deploy.examples.addition import write_blank_model
+from slipstream.generators.engine import Completion, EngineLoad, SamplingParams
+from slipstream.generators.rollout import Rollout, Sampler, pack_payload, run_rollouts
+from slipstream.generators.text.codec import TextCodec, sibling_seed
+from slipstream.learner.batches.packing import pack, unpack
+from slipstream.wire.messages.broker import LeasedGroup
+from slipstream.wire.messages.codec import decode_payload
+from slipstream.wire.messages.manifest import Bucket
+from slipstream.wire.messages.trajectory import Prompt, VersionRun
+from slipstream.wire.messages.versions import PolicyVersion
+from slipstream.wire.settings.sections import SamplingSection
 
 OLD, NEW = PolicyVersion(1, 3), PolicyVersion(1, 4)
 GROUP = LeasedGroup(

@@ -2,8 +2,8 @@
 
 import asyncio
 
-from generators.engine import Completion, SamplingParams
-from generators.scripted_engine import ScriptedEngine
+from slipstream.generators.engine import Completion, SamplingParams
+from tests.support.scripted_engine import ScriptedEngine
 
 END = 2
 

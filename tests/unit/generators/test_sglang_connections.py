@@ -5,9 +5,9 @@ import asyncio
 import pytest
 from aiohttp import web
 
-from generators import sglang_engine
-from generators.sglang_engine import SglangEngine
-from tests.waiting import HANG_S
+from slipstream.generators.sglang import engine as sglang_engine
+from slipstream.generators.sglang.engine import SglangEngine
+from tests.support.waiting import HANG_S
 
 
 def test_a_connection_that_was_idle_for_longer_than_the_server_may_keep_it_is_not_used_again(

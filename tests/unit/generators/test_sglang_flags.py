@@ -2,11 +2,11 @@ from pathlib import Path
 
 import pytest
 
-from deploy.addition import write_blank_model
-from generators import sglang_process
-from generators.config import generator_settings
-from generators.sglang_process import server_flags
-from wire.errors import ConfigError
+from slipstream.deploy.examples.addition import write_blank_model
+from slipstream.generators.config import generator_settings
+from slipstream.generators.sglang import process
+from slipstream.generators.sglang.process import server_flags
+from slipstream.wire.errors import ConfigError
 
 
 def flags(model: Path, in_flight: str, **sglang: bool) -> dict[str, str | int | float | bool]:
@@ -54,7 +54,7 @@ def test_an_engine_gets_what_it_needs_of_the_environment_and_what_a_setting_name
             "generators": {"device": "cpu", "environment": ["PLUGIN"]},
         }
     )
-    found = sglang_process._environment(settings, tmp_path)
+    found = process._environment(settings, tmp_path)
     assert {name for name in ours if name in found} == {"NCCL_IB_HCA", "SGLANG_LOGGING", "PLUGIN"}
     assert found["SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"] == f"file://{tmp_path}/rendezvous"
     assert found["SLIPSTREAM_SEEDS"] == str(int(settings.sampling.seed_per_sibling))

@@ -1,9 +1,9 @@
 import pytest
 
-from generators.version_runs import Span, version_runs, version_starts
-from wire.errors import EngineError
-from wire.trajectory import VersionRun
-from wire.versions import PolicyVersion
+from slipstream.generators.version_runs import Span, version_runs, version_starts
+from slipstream.wire.errors import EngineError
+from slipstream.wire.messages.trajectory import VersionRun
+from slipstream.wire.messages.versions import PolicyVersion
 
 V3, V4 = PolicyVersion(1, 3), PolicyVersion(1, 4)
 

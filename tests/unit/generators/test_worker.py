@@ -6,24 +6,24 @@ from pathlib import Path
 
 import pytest
 
-from broker.ledger import Ledger
-from broker.scorer import Rewards
-from deploy.addition import write_blank_model
-from generators.concurrency import Range
-from generators.engine import Completion, SamplingParams
-from generators.lanes import Lanes
-from generators.prompting import TextCodec, sibling_seed
-from generators.rollout import Sampler
-from generators.worker import GeneratorWorker
-from tests.unit.broker.ledger_driver import make_rules
-from tests.unit.broker.test_server import Running, running
+from slipstream.broker.ledger.commands import Ledger
+from slipstream.broker.reward_worker.scorer import Rewards
+from slipstream.deploy.examples.addition import write_blank_model
+from slipstream.generators.concurrency import Range
+from slipstream.generators.engine import Completion, SamplingParams
+from slipstream.generators.lanes import Lanes
+from slipstream.generators.rollout import Sampler
+from slipstream.generators.text.codec import TextCodec, sibling_seed
+from slipstream.generators.worker import GeneratorWorker
+from slipstream.wire.errors import ConfigError
+from slipstream.wire.messages.broker import ScoringItem
+from slipstream.wire.messages.trajectory import ChatMessage, Prompt, Score, Transcript
+from slipstream.wire.messages.versions import PolicyVersion
+from slipstream.wire.settings.sections import SamplingSection
+from tests.support.ledger_driver import make_rules
+from tests.support.waiting import HANG_S, until_async
+from tests.unit.broker.server.test_loop import Running, running
 from tests.unit.generators.test_rollout import ScriptedEngine
-from tests.waiting import HANG_S, until_async
-from wire.control import ScoringItem
-from wire.errors import ConfigError
-from wire.run_settings import SamplingSection
-from wire.trajectory import ChatMessage, Prompt, Score, Transcript
-from wire.versions import PolicyVersion
 
 VERSION = PolicyVersion(1, 0)
 PARAMS = SamplingParams(temperature=1.0, max_new_tokens=2)

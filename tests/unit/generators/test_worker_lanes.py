@@ -6,11 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from generators.concurrency import Range
-from generators.lanes import Lanes
-from tests.unit.generators.working import Answered, ledger_of, working
-from tests.waiting import HANG_S, until_async
-from wire.control import (
+from slipstream.generators.concurrency import Range
+from slipstream.generators.lanes import Lanes
+from slipstream.wire.messages.broker import (
     GroupsLeased,
     Heartbeat,
     LeaseGroups,
@@ -18,8 +16,10 @@ from wire.control import (
     ScoringItem,
     SubmitTrajectory,
 )
-from wire.trajectory import Score, Transcript
-from wire.versions import PolicyVersion
+from slipstream.wire.messages.trajectory import Score, Transcript
+from slipstream.wire.messages.versions import PolicyVersion
+from tests.support.waiting import HANG_S, until_async
+from tests.unit.generators.working import Answered, ledger_of, working
 
 
 def group(position: int, num_siblings: int) -> list[Answered]:

@@ -4,12 +4,12 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
-from broker.dashboard.rates import Rates
+from slipstream.broker.dashboard.rates import Rates
+from slipstream.wire.messages.broker import RoleReport, ScoringItem
+from slipstream.wire.messages.trajectory import Score, Transcript
+from slipstream.wire.process.phases import WAIT
+from tests.support.waiting import until_async
 from tests.unit.generators.working import Working, ledger_of, working
-from tests.waiting import until_async
-from wire.control import RoleReport, ScoringItem
-from wire.phases import WAIT
-from wire.trajectory import Score, Transcript
 
 
 async def until_reported(it: Working, name: str, value: float) -> None:

@@ -9,22 +9,18 @@ from typing import TypeVar
 
 from typing_extensions import override
 
-from broker.client import BrokerClient
-from broker.ledger import Ledger
-from broker.scorer import Rewards
-from deploy.addition import write_blank_model
-from generators.concurrency import Range
-from generators.engine import Completion, EngineLoad, SamplingParams
-from generators.lanes import Lanes
-from generators.prompting import TextCodec, sibling_seed
-from generators.rollout import Sampler
-from generators.scripted_engine import ScriptedEngine
-from generators.worker import GeneratorWorker
-from tests.unit.broker.ledger_driver import make_rules
-from tests.unit.broker.test_server import Running, running
-from tests.waiting import HANG_S, until_async
-from wire.codec import Frame
-from wire.control import (
+from slipstream.broker.client import BrokerClient
+from slipstream.broker.ledger.commands import Ledger
+from slipstream.broker.reward_worker.scorer import Rewards
+from slipstream.deploy.examples.addition import write_blank_model
+from slipstream.generators.concurrency import Range
+from slipstream.generators.engine import Completion, EngineLoad, SamplingParams
+from slipstream.generators.lanes import Lanes
+from slipstream.generators.rollout import Sampler
+from slipstream.generators.text.codec import TextCodec, sibling_seed
+from slipstream.generators.worker import GeneratorWorker
+from slipstream.wire.errors import EngineError
+from slipstream.wire.messages.broker import (
     Answer,
     GroupsLeased,
     Heartbeat,
@@ -33,9 +29,13 @@ from wire.control import (
     RoleReport,
     SubmitTrajectory,
 )
-from wire.errors import EngineError
-from wire.run_settings import SamplingSection
-from wire.trajectory import Prompt
+from slipstream.wire.messages.codec import Frame
+from slipstream.wire.messages.trajectory import Prompt
+from slipstream.wire.settings.sections import SamplingSection
+from tests.support.ledger_driver import make_rules
+from tests.support.scripted_engine import ScriptedEngine
+from tests.support.waiting import HANG_S, until_async
+from tests.unit.broker.server.test_loop import Running, running
 
 R = TypeVar("R")
 Answered = tuple[int, int]  # position of the prompt, sibling

@@ -2,9 +2,9 @@ from pathlib import Path
 
 import pytest
 
-from learner.config import learner_settings
-from wire.errors import ConfigError
-from wire.settings import Table
+from slipstream.learner.config import learner_settings
+from slipstream.wire.errors import ConfigError
+from slipstream.wire.settings.load import Table
 
 
 @pytest.fixture

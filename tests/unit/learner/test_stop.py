@@ -3,7 +3,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from learner.stop import StopRequest
+from slipstream.learner.stop import StopRequest
 
 
 @pytest.fixture

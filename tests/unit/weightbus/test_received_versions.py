@@ -9,13 +9,19 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from weightbus.disk import WEIGHTS, copies_in, number_after, remove_copies, write_version
-from weightbus.memory import SharedSlots
-from weightbus.snapshot import WeightSnapshot
-from weightbus.staging import Staging, check_folder
-from wire.codec import Frame
-from wire.errors import PublishError
-from wire.versions import PolicyVersion
+from slipstream.weightbus.agent.staging import Staging, check_folder
+from slipstream.weightbus.version.disk import (
+    WEIGHTS,
+    copies_in,
+    number_after,
+    remove_copies,
+    write_version,
+)
+from slipstream.weightbus.version.shared_memory import SharedSlots
+from slipstream.weightbus.version.snapshot import WeightSnapshot
+from slipstream.wire.errors import PublishError
+from slipstream.wire.messages.codec import Frame
+from slipstream.wire.messages.versions import PolicyVersion
 
 
 def snapshot(step: int = 1, count: int = 5) -> WeightSnapshot:

@@ -4,11 +4,11 @@ import socket
 
 import pytest
 
-from learner.relay_link import RelayLaunch
-from weightbus.config import weightbus_section
-from weightbus.interfaces import interface_variables
-from wire.errors import ConfigError
-from wire.settings import Table
+from slipstream.learner.publish.relay_link import RelayLaunch
+from slipstream.weightbus.config import weightbus_section
+from slipstream.weightbus.net.interfaces import interface_variables
+from slipstream.wire.errors import ConfigError
+from slipstream.wire.settings.load import Table
 
 
 def listening(address: str) -> Table:

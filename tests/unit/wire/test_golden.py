@@ -5,8 +5,12 @@ from typing import get_args
 import msgspec
 import pytest
 
+from slipstream.wire.errors import ProtocolError
+from slipstream.wire.messages import broker, relay, weightbus
+from slipstream.wire.messages.broker import WIRE_REVISION
+from slipstream.wire.messages.codec import decode_answer, decode_request, encode
 from tests.golden.make_wire import FOLDER, READABLE, TODAY, golden_files, readable
-from tests.wire_samples import (
+from tests.support.wire_samples import (
     AGENT_MESSAGES,
     ANSWERS,
     COMMANDS,
@@ -16,14 +20,11 @@ from tests.wire_samples import (
     RELAY_REQUESTS,
     REQUESTS,
 )
-from wire import bus, control, relay
-from wire.codec import decode_answer, decode_request, encode
-from wire.control import WIRE_REVISION
-from wire.errors import ProtocolError
 
 CHANGED = (
-    "the wire format is not what it was: if that is meant, raise WIRE_REVISION in wire/control.py, "
-    "run `python -m tests.golden.make_wire`, and say in CHANGELOG.md under Wire what changed; "
+    "the wire format is not what it was: if that is meant, raise WIRE_REVISION in "
+    "wire/messages/broker.py, run `python -m tests.golden.make_wire`, and say in CHANGELOG.md "
+    "under Wire what changed; "
     "docs/wire.md says what may change without a new revision"
 )
 SAMPLES = [(family, name) for family, samples in FAMILIES.items() for name in samples]
@@ -63,10 +64,10 @@ def test_what_is_sent_today_is_golden(family: str, name: str):
 @pytest.mark.parametrize(
     ("union", "samples"),
     [
-        (control.Request, REQUESTS),
-        (control.Answer, ANSWERS),
-        (bus.Command, COMMANDS),
-        (bus.AgentMessage, AGENT_MESSAGES),
+        (broker.Request, REQUESTS),
+        (broker.Answer, ANSWERS),
+        (weightbus.Command, COMMANDS),
+        (weightbus.AgentMessage, AGENT_MESSAGES),
         (relay.RelayRequest, RELAY_REQUESTS),
         (relay.RelayAnswer, RELAY_ANSWERS),
     ],

@@ -4,13 +4,14 @@ from itertools import dropwhile, takewhile
 from pathlib import Path
 from typing import get_args
 
-from broker import client, limits, router, server, sessions
-from broker.permissions import ALLOWED
-from learner import relay_link
-from tests.wire_samples import HEADER
-from wire import bus, control, pieces, relay
-from wire.control import WIRE_REVISION, RefusalCode, Role, SubmitTrajectory
-from wire.trajectory import MAX_TOKENS
+from slipstream.broker import client
+from slipstream.broker.server import limits, loop, router, sessions
+from slipstream.broker.server.permissions import ALLOWED
+from slipstream.learner.publish import relay_link
+from slipstream.wire.messages import broker, pieces, relay, weightbus
+from slipstream.wire.messages.broker import WIRE_REVISION, RefusalCode, Role, SubmitTrajectory
+from slipstream.wire.messages.trajectory import MAX_TOKENS
+from tests.support.wire_samples import HEADER
 
 PAGE = (Path(__file__).parents[3] / "docs" / "wire.md").read_text("utf-8")
 
@@ -47,12 +48,12 @@ def test_every_kind_of_request_is_taken_from_the_roles_that_the_table_names():
 
 def test_every_kind_of_answer_answers_something():
     told = set().union(*(words(row[2]) for row in table("Requests")))
-    assert told | {"Refusal"} == {kind.__name__ for kind in get_args(control.Answer)}
+    assert told | {"Refusal"} == {kind.__name__ for kind in get_args(broker.Answer)}
 
 
 def test_each_answer_is_what_the_requests_own_text_names():
     for kind, _, answers, *_ in table("Requests"):
-        text = getattr(control, kind).__doc__
+        text = getattr(broker, kind).__doc__
         if "nswered by" in text:
             assert any(answer in text for answer in words(answers)), kind
 
@@ -71,13 +72,13 @@ def test_every_socket_of_the_weight_bus_stands_with_what_is_said_over_it():
     said = {row[0]: words(row[2]) for row in table("The weight bus")}
     answered = {row[0]: words(row[3]) for row in table("The weight bus")}
     assert said == {
-        "weightbus": names(bus.AgentMessage),
-        "weights": {bus.FetchBucket.__name__},
+        "weightbus": names(weightbus.AgentMessage),
+        "weights": {weightbus.FetchBucket.__name__},
         "relay": names(relay.RelayRequest),
     }
     assert answered == {
-        "weightbus": names(bus.Command),
-        "weights": {bus.BucketAnswer.__name__},
+        "weightbus": names(weightbus.Command),
+        "weights": {weightbus.BucketAnswer.__name__},
         "relay": names(relay.RelayAnswer),
     }
 
@@ -104,10 +105,10 @@ def test_limits_are_those_of_the_code():
     assert told["a piece of a frame, with or without a key"] == "64 KiB"
     assert pieces.PIECE_BYTES == 64 << 10
     assert told["frames of a message"] == str(limits.MAX_FRAMES)
-    assert told["requests that wait for payloads, per client"] == str(server._MAX_JOBS)
+    assert told["requests that wait for payloads, per client"] == str(loop._MAX_JOBS)
     assert told["clients at a time, by name"] == f"{sessions.MAX_CLIENTS:,}"
     assert told["observers and operators at a time"] == str(sessions.MAX_READERS)
-    assert told["scoring credits at a time"] == f"{server.MAX_CREDITS:,}"
+    assert told["scoring credits at a time"] == f"{loop.MAX_CREDITS:,}"
     assert told["time to prove a key on a new connection"] == f"{router._HANDSHAKE_MS / 1000:.0f} s"
     assert told["answers that a client does not read"] == f"{router._SEND_LIMIT:,}"
     assert HEADER.num_tokens < MAX_TOKENS == 2**31 - 1
@@ -121,4 +122,4 @@ def test_a_client_comes_back_as_it_says():
         f"({client.OUTAGE_S:.0f} s)",
     ):
         assert said in " ".join(section.split())
-    assert f"lasts {server.MAX_WAIT_S:.0f} s at most" in " ".join(PAGE.split())
+    assert f"lasts {loop.MAX_WAIT_S:.0f} s at most" in " ".join(PAGE.split())

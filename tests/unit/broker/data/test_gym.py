@@ -3,12 +3,12 @@
 import msgspec
 import pytest
 
-from broker.config import DataSection
-from broker.data.sources import load_training_prompts
-from broker.rewards.reasoning_gym import is_plain_bitwise, is_plain_formula, score
-from wire.errors import ConfigError
-from wire.settings import section
-from wire.trajectory import Prompt
+from slipstream.broker.config import DataSection
+from slipstream.broker.data.sources import load_training_prompts
+from slipstream.broker.rewards.reasoning_gym import is_plain_bitwise, is_plain_formula, score
+from slipstream.wire.errors import ConfigError
+from slipstream.wire.messages.trajectory import Prompt
+from slipstream.wire.settings.load import section
 
 
 def prompts(name: str, **table: object) -> list[Prompt]:

@@ -2,9 +2,9 @@ from collections import Counter
 
 import pytest
 
-from broker.data.mixture import BLOCK, PromptSource, checked_weights, shares
-from wire.errors import ConfigError
-from wire.trajectory import Prompt
+from slipstream.broker.data.mixture import BLOCK, PromptSource, checked_weights, shares
+from slipstream.wire.errors import ConfigError
+from slipstream.wire.messages.trajectory import Prompt
 
 
 def rows(name: str, count: int) -> list[Prompt]:

@@ -3,8 +3,8 @@ from datetime import date
 import numpy as np
 import pytest
 
-from broker.data.rows import BadRowError, RowRules, plain, prompt_from_row
-from wire.trajectory import ChatMessage, Prompt
+from slipstream.broker.data.rows import BadRowError, RowRules, plain, prompt_from_row
+from slipstream.wire.messages.trajectory import ChatMessage, Prompt
 
 RULES = RowRules(data_source="mine")
 

@@ -7,12 +7,12 @@ import pyarrow as arrow
 import pytest
 from pyarrow import parquet
 
-from broker.config import DataSection
-from broker.data.sources import load_eval_problems, load_training_prompts
-from wire.errors import ConfigError
-from wire.run_settings import EvalSection
-from wire.settings import section
-from wire.trajectory import ChatMessage, Prompt
+from slipstream.broker.config import DataSection
+from slipstream.broker.data.sources import load_eval_problems, load_training_prompts
+from slipstream.wire.errors import ConfigError
+from slipstream.wire.messages.trajectory import ChatMessage, Prompt
+from slipstream.wire.settings.load import section
+from slipstream.wire.settings.sections import EvalSection
 
 VERL_ROWS = [
     {

@@ -1,0 +1,239 @@
+"""What can happen to an item. The ledger's state is the sum of these events, in order."""
+
+from typing import Literal, TypeAlias
+
+import msgspec
+
+from slipstream.wire.messages.status import EvalPoint
+from slipstream.wire.messages.trajectory import ItemKind, Prompt, Score, TrajectoryHeader
+from slipstream.wire.messages.versions import PolicyVersion
+
+DropReason = Literal[
+    "zero_variance",  # no gradient in it
+    "overlong_prompt",
+    "bad_prompt",  # its chat template refuses it
+    "overlong_response",
+    "lease_exhausted",  # nobody managed to answer
+    "poison",  # nobody who tried to answer was heard of again
+    "reward_unavailable",  # nobody managed to score
+    "stale",  # past its deadline, in drop mode
+    "orphaned",  # sampled by weights that a take-over from a checkpoint abandoned
+    "nonfinite",  # its learner step had no finite loss or gradient
+    "invalid",  # its payload is not what its header says
+    "revoked",  # answered with a key that was revoked with --discard
+    "end_of_data",  # too few groups were left to fill a step
+    "run_ended",  # not needed for the last step
+]
+
+
+class Event(msgspec.Struct, frozen=True, kw_only=True, tag_field="e", tag=str.lower):
+    """Base of all events."""
+
+
+class Issued(Event, frozen=True):
+    """A prompt became an item; it is ``leased`` in the same breath."""
+
+    group_id: int
+    item: ItemKind
+    prompt: Prompt
+    cursor: int  # position in the prompt source (train) or in the evaluation round (eval)
+    size: int  # siblings
+    eval_step: int = -1
+
+
+class Leased(Event, frozen=True):
+    """A generator owns the missing siblings of a group."""
+
+    lease_id: int
+    group_id: int
+    holder: str
+    adopted_step: int
+
+
+LeaseEnd = Literal[
+    "lapsed",  # no heartbeat
+    "restarted",  # its holder started anew
+    "failed",  # its holder handed it back
+    "left",  # its holder ended in order
+    "lost",  # the answer that granted it never arrived
+    "orphaned",  # its work was of weights that a take-over abandoned
+]
+FAULTS: tuple[LeaseEnd, ...] = ("lapsed", "restarted", "failed")  # count as an attempt
+DEATHS: tuple[LeaseEnd, ...] = ("lapsed", "restarted")
+
+
+class LeaseEnded(Event, frozen=True):
+    """A lease ended before all siblings came."""
+
+    lease_id: int
+    reason: LeaseEnd
+
+
+class Generated(Event, frozen=True):
+    """One sibling is finished and its payload is stored."""
+
+    header: TrajectoryHeader
+    num_bytes: int = 0  # of its payload and transcript
+
+
+class ScoringFailed(Event, frozen=True):
+    """An attempt to score one sibling ended without a reward."""
+
+    group_id: int
+    sibling: int
+    reason: str
+    by: str = ""  # who tried
+    function: str = ""
+    version: str = ""
+    excerpt: str = ""  # the beginning of the answer
+
+
+class Scored(Event, frozen=True):
+    """One sibling has its reward."""
+
+    score: Score
+
+
+class Dropped(Event, frozen=True):
+    """A group ends untrained; another prompt takes its place."""
+
+    group_id: int
+    reason: DropReason
+
+
+class EvalRoundOpened(Event, frozen=True):
+    """Held-out problems are to be answered by the policy of this step or a newer one."""
+
+    step: int
+    num_problems: int
+
+
+class EvalRoundClosed(Event, frozen=True):
+    """Every item of the round has ended."""
+
+    step: int
+    point: EvalPoint
+
+
+class TakenOver(Event, frozen=True):
+    """A learner owns the run under a new epoch, maybe from an earlier step than the last one did.
+
+    Batches of that step and later ones are bound again as they were; where their payloads are gone,
+    their prompts are to be answered again.
+    """
+
+    version: PolicyVersion
+    checkpoint: str = ""
+    learner: str = ""  # who it was granted to
+
+
+class Requeued(Event, frozen=True):
+    """A group of a lost step whose payload is gone is to be generated again, under another id."""
+
+    group_id: int
+    of: int  # its id so far
+    position: int
+    prompt: Prompt
+    size: int
+
+
+class Retried(Event, frozen=True):
+    """The prompt of a dead letter is issued again."""
+
+    group_id: int
+    of: int  # the group that was dropped
+    size: int  # siblings
+
+
+class LetterDropped(Event, frozen=True):
+    """A dead letter is forgotten."""
+
+    group_id: int
+
+
+class LearnerLeft(Event, frozen=True):
+    """The run is complete and its learner has nothing to do any more: everybody may leave."""
+
+
+class StopPlanned(Event, frozen=True):
+    """The run ends after ``last_step`` learner steps, before the number that was planned."""
+
+    last_step: int
+    reason: str
+
+
+class Delivered(Event, frozen=True):
+    """A batch is bound to a learner step."""
+
+    step: int
+    group_ids: tuple[int, ...]
+
+
+class Unbound(Event, frozen=True):
+    """The batch of a step is taken apart: its groups wait again."""
+
+    step: int
+
+
+class Trained(Event, frozen=True):
+    """A learner step was committed."""
+
+    version: PolicyVersion
+    metrics: dict[str, float]
+
+
+class Evicted(Event, frozen=True):
+    """The payloads of a trained step are kept no longer, though no checkpoint holds it yet."""
+
+    step: int
+
+
+class HistoryCut(Event, frozen=True):
+    """What was trained before a step is remembered no longer: no learner can go back there."""
+
+    step: int
+
+
+class Sealed(Event, frozen=True):
+    """A durable checkpoint holds every step before ``step``."""
+
+    step: int
+    oldest_kept: int  # step of the oldest checkpoint that somebody could go back to
+
+
+LedgerEvent: TypeAlias = (
+    Issued
+    | Leased
+    | LeaseEnded
+    | Generated
+    | ScoringFailed
+    | Scored
+    | Dropped
+    | EvalRoundOpened
+    | EvalRoundClosed
+    | StopPlanned
+    | TakenOver
+    | Requeued
+    | Retried
+    | LetterDropped
+    | LearnerLeft
+    | Delivered
+    | Unbound
+    | Trained
+    | Evicted
+    | HistoryCut
+    | Sealed
+)
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder: msgspec.msgpack.Decoder[LedgerEvent] = msgspec.msgpack.Decoder(LedgerEvent)
+
+
+def encode_event(event: LedgerEvent) -> bytes:
+    """Return an event as the store keeps it."""
+    return _encoder.encode(event)
+
+
+def decode_event(data: bytes) -> LedgerEvent:
+    """Return an event from the store."""
+    return _decoder.decode(data)

@@ -1,0 +1,121 @@
+"""Views of the groups that would cost a walk over all of them. Derived; never stored."""
+
+import heapq
+from collections import Counter
+from collections.abc import Iterable
+
+from slipstream.broker.ledger.admission import StalenessBound
+from slipstream.broker.ledger.groups import STATES, Group, GroupState
+
+
+class GroupIndex:
+    """Counts and queues of groups. A group leaves before it changes and enters afterwards."""
+
+    def __init__(self, bound: StalenessBound, groups: Iterable[Group] = ()) -> None:
+        self._bound = bound
+        self._in_state: Counter[GroupState] = Counter()  # of groups to be trained
+        self.due: Counter[int] = Counter()  # deadline -> live groups
+        self.ready: Counter[int] = Counter()  # deadline -> live groups that are ready
+        self.num_live = 0
+        self.num_siblings = 0  # of groups to be trained
+        self.num_generated = 0
+        self.num_scored = 0
+        self.eval_unscored = 0  # held-out answers that wait for a reward
+        self.eval_open = 0  # that are to come, or wait for one
+        self._heaps: dict[int, list[int]] = {}  # deadline -> ready groups, and some that were
+        self._ready_ids: set[int] = set()
+        self.again: dict[int, Group] = {}  # leased before or for evaluation, in nobody's hands
+        self.fresh: dict[int, Group] = {}  # to be trained, never leased
+        for group in groups:
+            self.enter(group)
+
+    def enter(self, group: Group) -> None:
+        """Take a group into every view that it belongs to."""
+        state = group.state
+        if group.item == "train":
+            self._in_state[state] += 1
+        self._count_siblings(group, 1)
+        if state == "issued":
+            self._queue_of(group)[group.group_id] = group
+        if group.is_live:
+            deadline = self._bound.deadline(group.adopted_step)
+            self.num_live += 1
+            self.due[deadline] += 1
+            if state == "ready":
+                self.ready[deadline] += 1
+                self._ready_ids.add(group.group_id)
+                heapq.heappush(self._heaps.setdefault(deadline, []), group.group_id)
+
+    def leave(self, group: Group) -> None:
+        """Take a group out of every view."""
+        state = group.state
+        if group.item == "train":
+            self._in_state[state] -= 1
+        self._count_siblings(group, -1)
+        if state == "issued":
+            self._queue_of(group).pop(group.group_id, None)
+        if group.is_live:
+            deadline = self._bound.deadline(group.adopted_step)
+            self.num_live -= 1
+            self._count_down(self.due, deadline)
+            if state == "ready":
+                self._ready_ids.discard(group.group_id)
+                if not self._count_down(self.ready, deadline):
+                    self._heaps.pop(deadline, None)
+
+    def sibling_came(self, group: Group, *, generated: int = 0, scored: int = 0) -> None:
+        """Count what a group has got that stays in every view that it is in."""
+        if group.item == "train":
+            self.num_generated += generated
+            self.num_scored += scored
+        else:
+            self.eval_unscored += generated - scored
+            self.eval_open -= scored
+
+    def _count_siblings(self, group: Group, sign: int) -> None:
+        if group.item == "eval":
+            self.eval_unscored += sign * (len(group.headers) - len(group.scores))
+            self.eval_open += sign * (group.size - len(group.scores))
+            return
+        self.num_siblings += sign * group.size
+        self.num_generated += sign * len(group.headers)
+        self.num_scored += sign * len(group.scores)
+
+    def _queue_of(self, group: Group) -> dict[int, Group]:
+        """Return where a group waits to be leased; only what was never leased needs a permit."""
+        is_new = group.adopted_step < 0 and group.item == "train"
+        return self.fresh if is_new else self.again
+
+    @staticmethod
+    def _count_down(counts: Counter[int], deadline: int) -> bool:
+        counts[deadline] -= 1
+        if not counts[deadline]:
+            del counts[deadline]
+            return False
+        return True
+
+    def in_flight(self) -> dict[str, int]:
+        """Return how many groups to be trained stand in each state."""
+        return {state: self._in_state[state] for state in STATES}
+
+    def nearest(self, take: dict[int, int]) -> tuple[int, ...]:
+        """Return so many ready groups of each deadline, the oldest first; they stay where they are.
+
+        An entry of a heap whose group is not ready any more is forgotten on the way.
+        """
+        chosen: list[int] = []
+        for deadline, count in sorted(take.items()):
+            heap = self._heaps[deadline]
+            found: list[int] = []
+            while len(found) < count:
+                group_id = heapq.heappop(heap)
+                if group_id in self._ready_ids and group_id not in found[-1:]:
+                    found.append(group_id)
+            for group_id in found:
+                heapq.heappush(heap, group_id)
+            chosen += found
+        return tuple(chosen)
+
+    def any_due_before(self, step: int) -> bool:
+        """Tell whether a live group falls due before this step."""
+        return min(self.due, default=step) < step

@@ -1,0 +1,110 @@
+"""What leases of generation and of scoring have in common: a holder, and a term."""
+
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping
+from typing import Protocol
+
+
+def holder_of(name: str, incarnation: str) -> str:
+    """Return what leases of one incarnation of a role are held under."""
+    return f"{name}@{incarnation}" if incarnation else name
+
+
+def name_of(holder: str) -> str:
+    """Return the role of a holder."""
+    return holder.partition("@")[0]
+
+
+class Held(Protocol):
+    """Work in somebody's hands."""
+
+    @property
+    def holder(self) -> str:
+        """Return who has it."""
+        ...
+
+
+class LeaseTerms:
+    """When leases lapse. All terms are equally long, so the order of granting is that of lapsing.
+
+    A lease that ended otherwise may be left here: whoever asks what is overdue knows what is held.
+    """
+
+    def __init__(self, lease_s: float, max_lease_s: float = 0.0) -> None:
+        """Begin with none.
+
+        Args:
+            lease_s: that a lease lasts after its holder was heard of.
+            max_lease_s: that it lasts however often that is; 0 is for ever.
+        """
+        self._lease_s = lease_s
+        self._max_lease_s = max_lease_s
+        self._begun: dict[int, float] = {}  # lease -> time heard, if there is a limit
+        self._ends: OrderedDict[int, float] = OrderedDict()  # lease -> time heard, in order
+        self._deaf_s = 0.0  # in which nobody could be heard; no term goes on in it
+
+    def begin(self, lease_id: int, now_s: float) -> None:
+        """Give a lease a full term from now on."""
+        if self._max_lease_s:
+            self._begun.setdefault(lease_id, now_s - self._deaf_s)
+        self._ends[lease_id] = now_s - self._deaf_s + self._lease_s
+        self._ends.move_to_end(lease_id)
+
+    def begin_all(self, lease_ids: Iterable[int], now_s: float) -> None:
+        """Give all leases there are a full term: their holders could not have been heard."""
+        self._ends.clear()
+        self._begun.clear()
+        for lease_id in lease_ids:
+            self.begin(lease_id, now_s)
+
+    def postpone(self, by_s: float) -> None:
+        """Have every lease lapse so much later: no holder could be heard for that long."""
+        self._deaf_s += by_s
+
+    def extend(
+        self, leases: Mapping[int, Held], holder: str, lease_ids: Iterable[int], now_s: float
+    ) -> list[int]:
+        """Give a holder's leases a full term; return those that it no longer has."""
+        lost = []
+        for lease_id in lease_ids:
+            lease = leases.get(lease_id)
+            if lease is None or lease.holder != holder or self._is_too_old(lease_id, now_s):
+                lost.append(lease_id)
+            else:
+                self.begin(lease_id, now_s)
+        return lost
+
+    def _is_too_old(self, lease_id: int, now_s: float) -> bool:
+        began_s = self._begun.get(lease_id)
+        return began_s is not None and now_s - self._deaf_s - began_s > self._max_lease_s
+
+    def end(self, lease_id: int) -> None:
+        """Forget a lease."""
+        self._begun.pop(lease_id, None)
+        self._ends.pop(lease_id, None)
+
+    def overdue(self, now_s: float) -> list[int]:
+        """Return the leases whose term is over, and forget them."""
+        overdue = []
+        for lease_id, end_s in self._ends.items():
+            if end_s + self._deaf_s >= now_s:
+                break
+            overdue.append(lease_id)
+        for lease_id in overdue:
+            self.end(lease_id)
+        return overdue
+
+
+class Holdings(dict[str, dict[int, None]]):
+    """By holder the leases it has, in the order of granting; nobody without one is in it."""
+
+    def add(self, holder: str, lease_id: int) -> None:
+        """Note a lease."""
+        self.setdefault(holder, {})[lease_id] = None
+
+    def remove(self, holder: str, lease_id: int) -> None:
+        """Forget a lease."""
+        held = self[holder]
+        del held[lease_id]
+        if not held:
+            del self[holder]

@@ -1,0 +1,45 @@
+"""What a reward worker sent, made fit to be kept: it may be wrong, or not one of ours."""
+
+from itertools import islice
+
+import msgspec
+
+from slipstream.wire.messages.trajectory import (
+    MAX_EXCERPT,
+    MAX_PART_NAME,
+    MAX_PARTS,
+    MAX_REASON,
+    Score,
+)
+
+_MOST = 1e15  # of a reward; squares of such are finite in float32
+_UNCHANGED = 100  # characters; nearly all scores are short
+
+
+def tidied(score: Score) -> Score:
+    """Return a score with a finite reward or none, finite parts, and texts of a bounded length."""
+    if score.reward is not None and not abs(score.reward) <= _MOST:
+        unavailable = f"invalid: the reward is {score.reward}; it may be at most {_MOST:g}"
+        score = msgspec.structs.replace(score, reward=None, unavailable=unavailable)
+    parts = score.parts
+    if len(parts) > MAX_PARTS or not all(map(_is_plain, parts.values())) or _is_long(parts):
+        kept = ((name[:MAX_PART_NAME], part) for name, part in parts.items() if _is_plain(part))
+        score = msgspec.structs.replace(score, parts=dict(islice(kept, MAX_PARTS)))
+    texts = (score.unavailable, score.function, score.version, score.excerpt)
+    if any(len(text) > _UNCHANGED for text in texts):
+        score = msgspec.structs.replace(
+            score,
+            unavailable=score.unavailable[:MAX_REASON],
+            function=score.function[-MAX_REASON:],
+            version=score.version[:MAX_PART_NAME],
+            excerpt=score.excerpt[:MAX_EXCERPT],
+        )
+    return score
+
+
+def _is_plain(value: float) -> bool:
+    return abs(value) <= _MOST
+
+
+def _is_long(parts: dict[str, float]) -> bool:
+    return any(len(name) > MAX_PART_NAME for name in parts)

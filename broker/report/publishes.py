@@ -1,0 +1,145 @@
+"""What became of the versions that were published, as the relay told."""
+
+from collections import deque
+from collections.abc import Sequence
+from itertools import islice
+
+from msgspec.structs import replace
+
+from slipstream.broker.report.bounds import (
+    MAX_CHARS,
+    MAX_REASON_CHARS,
+    by_phase,
+    figures,
+    moment,
+    texts,
+)
+from slipstream.wire.messages.weightbus import MemberState, PublishRecord
+
+MAX_PUBLISHES = 200
+MAX_MEMBERS = 4_096  # of a publish, and at a time
+MAX_KEPT_MEMBERS = 20_000  # of all publishes together
+
+
+class PublishHistory:
+    """The newest publishes, and how many there ever were."""
+
+    def __init__(self) -> None:
+        self._records: deque[PublishRecord] = deque()
+        self._forgotten = 0
+        self._forgotten_while_generating = 0
+
+    @property
+    def records(self) -> list[PublishRecord]:
+        """Return the newest publishes, the oldest first."""
+        return list(self._records)
+
+    @property
+    def adopted(self) -> int:
+        """Return how many versions at least one engine adopted."""
+        return self._forgotten + sum(map(_adopted, self._records))
+
+    @property
+    def while_generating(self) -> int:
+        """Return how many of them came while an engine was generating."""
+        return self._forgotten_while_generating + sum(map(_while_generating, self._records))
+
+    def add(self, record: PublishRecord) -> None:
+        """Some members were brought to a version, or left out of it."""
+        for index in reversed(range(len(self._records))):
+            if self._records[index].version == record.version:
+                self._records[index] = _bounded(merged(self._records[index], record))
+                break
+        else:
+            self._records.append(_bounded(record))
+        kept = newest(self._records, most=MAX_PUBLISHES, most_members=MAX_KEPT_MEMBERS)
+        while len(self._records) > len(kept):
+            oldest = self._records.popleft()
+            self._forgotten += _adopted(oldest)
+            self._forgotten_while_generating += _while_generating(oldest)
+
+
+def newest(
+    records: Sequence[PublishRecord], *, most: int, most_members: int
+) -> Sequence[PublishRecord]:
+    """Return the last records, at least one if there is any.
+
+    Args:
+        records: the newest last.
+        most: how many.
+        most_members: how many members they may have together.
+    """
+    kept: deque[PublishRecord] = deque()
+    for record in islice(reversed(records), most):
+        most_members -= _num_members(record)
+        if kept and most_members < 0:
+            break
+        kept.appendleft(record)
+    return kept
+
+
+def merged(first: PublishRecord, later: PublishRecord) -> PublishRecord:
+    """Join two records of one version; a member that failed first and adopted then adopted."""
+    adopted = first.adopted_by | later.adopted_by
+    failed = {n: why for n, why in (first.failed | later.failed).items() if n not in adopted}
+    phases = {
+        name: max(first.phase_seconds.get(name, 0.0), later.phase_seconds.get(name, 0.0))
+        for name in first.phase_seconds | later.phase_seconds
+    }
+    return PublishRecord(
+        version=first.version,
+        at_s=first.at_s,
+        adopted_by=adopted,
+        failed=failed,
+        num_in_flight=first.num_in_flight | later.num_in_flight,
+        digest=later.digest or first.digest,
+        engine_digests=first.engine_digests | later.engine_digests,
+        phase_seconds=phases,
+        num_bytes=max(first.num_bytes, later.num_bytes),
+        transports=first.transports | later.transports,
+    )
+
+
+def bounded_members(members: Sequence[MemberState]) -> list[MemberState]:
+    """Return no more members, and no longer texts, than there can be."""
+    return [
+        replace(
+            member,
+            name=member.name[:MAX_CHARS],
+            since_s=moment(member.since_s),
+            reason=member.reason[:MAX_REASON_CHARS],
+        )
+        for member in members[:MAX_MEMBERS]
+    ]
+
+
+def _bounded(record: PublishRecord) -> PublishRecord:
+    """Return a record without more members, or longer texts, than there can be."""
+    return replace(
+        record,
+        at_s=moment(record.at_s),
+        adopted_by=figures(record.adopted_by, most=MAX_MEMBERS),
+        failed=texts(record.failed, most=MAX_MEMBERS),
+        num_in_flight=figures(record.num_in_flight, most=MAX_MEMBERS),
+        digest=record.digest[:MAX_CHARS],
+        engine_digests=texts(record.engine_digests, most=MAX_MEMBERS),
+        phase_seconds=by_phase(record.phase_seconds),
+        num_bytes=figures({"": record.num_bytes}).get("", 0),
+        transports={
+            name[:MAX_CHARS]: how for name, how in islice(record.transports.items(), MAX_MEMBERS)
+        },
+    )
+
+
+def _num_members(record: PublishRecord) -> int:
+    """Return for how many members there is something in a record."""
+    named = (record.transports, record.adopted_by, record.failed, record.engine_digests)
+    return max(len(one) for one in (*named, record.num_in_flight))
+
+
+def _adopted(record: PublishRecord) -> bool:
+    return bool(record.adopted_by)
+
+
+def _while_generating(record: PublishRecord) -> bool:
+    return bool(record.adopted_by) and any(record.num_in_flight.values())

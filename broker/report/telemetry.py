@@ -1,0 +1,307 @@
+"""What the roles report about themselves, joined with the ledger into the state of the run."""
+
+import os
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from msgspec.structs import replace
+
+from slipstream.broker.ledger.commands import Ledger
+from slipstream.broker.ledger.groups import Group
+from slipstream.broker.ledger.leases import name_of
+from slipstream.broker.ledger.scoring_queue import ScoringQueue
+from slipstream.broker.ledger.survivorship import survivorship_of
+from slipstream.broker.report.bounds import MAX_CHARS, MAX_NAMES, by_phase
+from slipstream.broker.report.publishes import PublishHistory, bounded_members
+from slipstream.wire.messages.broker import MANY, Hello, RoleReport
+from slipstream.wire.messages.status import RoleStatus, RunStatus, StepPoint
+from slipstream.wire.messages.weightbus import MemberState, PublishRecord
+from slipstream.wire.process.phases import WAIT, busy_share
+from slipstream.wire.settings.sections import RunSection
+
+_KEPT_STEPS = 2_000
+_GONE_S = 3_600.0
+_STATM = Path("/proc/self/statm")
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+
+
+@dataclass(slots=True)
+class RoleRecord:
+    """One process as last heard."""
+
+    hello: Hello
+    since_s: float
+    heard_s: float
+    tokens_before: float | None = None  # its hello; None until it reports
+    report: RoleReport = field(default_factory=lambda: RoleReport(phase_seconds={}, counters={}))
+
+    @property
+    def tokens(self) -> float:
+        """Return how many tokens it reported since its hello."""
+        return self.report.counters.get("tokens", 0.0) - (self.tokens_before or 0.0)
+
+    def status(self, now_s: float, leases: int) -> RoleStatus:
+        """Return what is shown of it."""
+        age = max(now_s - self.since_s, 1e-9)
+        return RoleStatus(
+            name=self.hello.name,
+            role=self.hello.role,
+            age_s=age,
+            silent_s=now_s - self.heard_s,
+            busy=busy_share(self.report.phase_seconds),
+            phase_seconds=self.report.phase_seconds,
+            tokens_per_second=self.tokens / age,
+            adopted=self.report.adopted,
+            leases=leases,
+            trajectories=self.report.counters.get("trajectories", 0.0),
+            retracted=self.report.counters.get("retracted", 0.0),
+            kv_use=self.report.gauges.get("kv_use"),
+            sequences=int(self.report.gauges.get("sequences", 0.0)),
+            sequence_limit=int(self.report.gauges.get("sequence_limit", 0.0)),
+        )
+
+
+class Telemetry:
+    """Everything about the run that is not the ledger's."""
+
+    def __init__(
+        self,
+        run: RunSection,
+        *,
+        now: Callable[[], float] = time.monotonic,
+        cpu_seconds: Callable[[], float] = time.process_time,
+    ) -> None:
+        self._run = run
+        self._now = now
+        self._cpu_seconds = cpu_seconds
+        self._cpu_at_start_s = cpu_seconds()
+        self._started_s = now()
+        self._training_since_s: float | None = None
+        self._roles: dict[str, RoleRecord] = {}
+        self._ended_tokens: Counter[str] = Counter()  # of earlier incarnations, by role
+        self._steps: deque[StepPoint] = deque(maxlen=_KEPT_STEPS)
+        self._publishes = PublishHistory()
+        self._members: list[MemberState] = []
+        self._ready_since: dict[int, float] = {}  # by group
+        self.versions: dict[str, str] = {}
+        self.rejected: Counter[str] = Counter()  # malformed or refused messages by reason
+        self.waiting_for = ""
+        self.outcome = "running"
+        self.data: dict[str, int] = {}
+
+    def hello(self, hello: Hello) -> None:
+        """A role came up, for the first time or again."""
+        if hello.role in {"observer", "operator"}:
+            return  # they come and go without a word
+        if (before := self._roles.get(hello.name)) is not None:
+            tokens = before.tokens
+            self._ended_tokens[before.hello.role] += int(tokens)
+        now = self._now()
+        self._forget_gone(now)
+        known = replace(hello, packages={}, held=())
+        self._roles[hello.name] = RoleRecord(known, now, now)
+        for package, version in hello.packages.items():
+            if package in self.versions or len(self.versions) < MAX_NAMES:
+                self.versions[package[:MAX_CHARS]] = version[:MAX_CHARS]
+
+    def _forget_gone(self, now_s: float) -> None:
+        """Show processes no longer that have been silent for long: a name may hold a pid.
+
+        Of a learner only one is shown, and it may be silent in a long step.
+        """
+        for name, one in list(self._roles.items()):
+            if one.hello.role not in MANY or now_s - one.heard_s <= _GONE_S:
+                continue
+            gone = self._roles.pop(name)
+            self._ended_tokens[gone.hello.role] += int(gone.tokens)
+
+    def heard(self, name: str) -> None:
+        """A role sent anything at all."""
+        if (record := self._roles.get(name)) is not None:
+            record.heard_s = self._now()
+
+    def report(self, name: str, report: RoleReport) -> None:
+        """A role told what it did so far."""
+        if (record := self._roles.get(name)) is not None:
+            if record.tokens_before is None:  # a broker that took over began with nothing
+                known = record.hello.reconnects
+                record.tokens_before = report.counters.get("tokens", 0.0) if known else 0.0
+            record.report = RoleReport(
+                phase_seconds=by_phase(report.phase_seconds),
+                counters=by_phase(report.counters),
+                adopted=report.adopted,
+                gauges=by_phase(report.gauges),
+            )
+
+    def went_back(self, step: int) -> None:
+        """A learner took over at an earlier step: what came after it did not happen."""
+        self._steps = deque((p for p in self._steps if p.step <= step), maxlen=_KEPT_STEPS)
+
+    def training_began(self) -> None:
+        """A learner took over: from here on throughput counts."""
+        if self._training_since_s is None:
+            self._training_since_s = self._now()
+
+    def step(self, step: int, metrics: dict[str, float]) -> StepPoint:
+        """A learner step was committed."""
+        point = StepPoint(step=step, at_s=self._now() - self._started_s, metrics=metrics)
+        self._steps.append(point)
+        return point
+
+    def published(self, record: PublishRecord) -> None:
+        """Some members were brought to a version, or left out of it."""
+        self._publishes.add(record)
+
+    def members(self, members: list[MemberState]) -> None:
+        """The relay told what each engine holds."""
+        self._members = bounded_members(members)
+
+    def notice(self, ledger: Ledger) -> None:
+        """Look at what is ready: from then on its age counts. Call it every second."""
+        self._note_ready(_waiting(ledger)[1])
+
+    def _note_ready(self, ready: Sequence[Group]) -> None:
+        before, now = self._ready_since, self._now()
+        self._ready_since = {one.group_id: before.get(one.group_id, now) for one in ready}
+
+    def status(self, ledger: Ledger, scoring: ScoringQueue) -> RunStatus:
+        """Return the state of the run."""
+        now = self._now()
+        rules = ledger.rules
+        in_flight = ledger.in_flight()
+        leases = Counter({name_of(holder): len(held) for holder, held in ledger.by_holder.items()})
+        leases.update({name_of(h): scoring.leases_of(h) for h in scoring.holders()})
+        state = ledger.state
+        begun, ready = _waiting(ledger)
+        self._note_ready(ready)
+        roles = [
+            self._own_status(now),
+            *(record.status(now, leases[name]) for name, record in sorted(self._roles.items())),
+        ]
+        return RunStatus(
+            run_name=self._run.name,
+            outcome=self.outcome,
+            finished=ledger.over,
+            stop_reason=state.stop_reason,
+            elapsed_s=now - self._started_s,
+            steps=ledger.step,
+            total_steps=state.last_step,
+            max_staleness_steps=rules.bound.max_staleness_steps,
+            group_size=rules.group_size,
+            groups_per_step=rules.bound.groups_per_step,
+            issued=state.issued,
+            trained=state.trained,
+            sealed=state.sealed,
+            requeued=state.requeued,
+            dropped={str(reason): count for reason, count in state.dropped.items()},
+            in_flight=in_flight,
+            unaccounted=ledger.unaccounted(),
+            trajectories=ledger.trajectories(),
+            staleness_histogram={
+                str(lag): tokens for lag, tokens in sorted(state.staleness.items())
+            },
+            survivorship=survivorship_of(
+                state.lengths, state.cancelled, drops=not rules.bound.reserves
+            ),
+            queue={
+                "ready_groups": in_flight["ready"],
+                "leased_groups": in_flight["leased"],
+                "waiting_for_reward": scoring.num_waiting,
+                "being_scored": scoring.num_leased,
+                "given_back_by_scorers": scoring.num_given_back,
+                "eval_unscored": ledger.index.eval_unscored,
+                "eval_rounds": len(state.eval_rounds),
+                "lapsed_leases": state.ended_leases["lapsed"],
+                "dead_letters": len(ledger.state.dead_letters),
+                "rejected_messages": self.rejected.total(),
+                **{f"rejected_{why}": count for why, count in sorted(self.rejected.items())},
+            },
+            waiting_for=self.waiting_for,
+            eval=state.eval_points,
+            steps_history=list(self._steps),
+            publishes=self._publishes.adopted,
+            publishes_while_generating=self._publishes.while_generating,
+            publish_history=self._publishes.records,
+            members=self._members,
+            tokens_per_second=self._tokens_per_second(now),
+            busy=_mean_busy(roles),
+            roles=roles,
+            data=self.data,
+            versions=dict(sorted(self.versions.items())),
+            queue_age_s=now - min(self._ready_since.values()) if self._ready_since else None,
+            lags_in_flight=_lags(begun, ledger.step),
+            lags_in_queue=_lags(ready, ledger.step),
+            memory={"store_bytes": state.untrained_bytes, "rss_bytes": resident_bytes()},
+        )
+
+    def _tokens_per_second(self, now: float) -> dict[str, float]:
+        since = self._training_since_s
+        if since is None or now <= since:
+            return {}
+        tokens = self._ended_tokens.copy()
+        for record in self._roles.values():
+            if "tokens" in record.report.counters:
+                tokens[record.hello.role] += int(record.tokens)
+        return {role: count / (now - since) for role, count in sorted(tokens.items())}
+
+    def _own_status(self, now: float) -> RoleStatus:
+        """Return what is shown of the broker itself: one event loop, busy when on a core."""
+        age = max(now - self._started_s, 1e-9)
+        cpu = min(self._cpu_seconds() - self._cpu_at_start_s, age)
+        phases = {"serve": cpu, WAIT: age - cpu}
+        return RoleStatus(
+            name="broker",
+            role="broker",
+            age_s=age,
+            silent_s=0.0,
+            busy=busy_share(phases),
+            phase_seconds=phases,
+            tokens_per_second=0.0,
+        )
+
+
+def told_of(status: RunStatus, newest_steps: int) -> RunStatus:
+    """Return a status with the newest learner steps only; -1 is all of them."""
+    if newest_steps < 0:
+        return status
+    first = max(0, len(status.steps_history) - newest_steps)
+    return replace(status, steps_history=status.steps_history[first:])
+
+
+def _waiting(ledger: Ledger) -> tuple[list[Group], list[Group]]:
+    """Return groups for training that have begun and are in no batch: not ready yet, and ready."""
+    begun: list[Group] = []
+    ready: list[Group] = []
+    for group in ledger.groups.values():
+        if group.item == "train" and group.adopted_step >= 0:
+            state = group.state
+            if state != "delivered":
+                (ready if state == "ready" else begun).append(group)
+    return begun, ready
+
+
+def _lags(groups: Sequence[Group], step: int) -> dict[str, int]:
+    """Count groups by their present staleness."""
+    lags = Counter(max(0, step - group.adopted_step) for group in groups)
+    return {str(lag): count for lag, count in sorted(lags.items())}
+
+
+def resident_bytes() -> int:
+    """Return how much memory this process takes; 0 where that cannot be read."""
+    try:
+        pages = int(_STATM.read_text().split()[1])
+    except (OSError, ValueError, IndexError):
+        return 0
+    return pages * _PAGE_BYTES
+
+
+def _mean_busy(roles: list[RoleStatus]) -> dict[str, float]:
+    shares: dict[str, list[float]] = {}
+    for role in roles:
+        if not role.phase_seconds:
+            continue  # a helper of another process, which reports for it
+        shares.setdefault(role.role, []).append(role.busy)
+    return {name: sum(values) / len(values) for name, values in sorted(shares.items())}

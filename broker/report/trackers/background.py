@@ -1,0 +1,61 @@
+"""Trackers on a thread of their own: a slow or failing one costs the broker nothing."""
+
+import logging
+import queue
+import threading
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+
+from slipstream.broker.report.trackers.base import Tracker
+
+_log = logging.getLogger(__name__)
+_MAX_WAITING = 10_000
+_CLOSE_S = 10.0  # less than deploy.stop_timeout_s
+_Point = tuple[int, Mapping[str, float]]
+
+
+class BackgroundTrackers:
+    """Hands every point to all trackers, in order. What cannot be logged is counted and said."""
+
+    def __init__(self, trackers: Sequence[Tracker]) -> None:
+        self._trackers = trackers
+        self._points: queue.Queue[_Point | None] = queue.Queue(_MAX_WAITING)
+        self.lost: Counter[str] = Counter()  # points, by tracker
+        self._thread = threading.Thread(target=self._run, name="trackers", daemon=True)
+        self._thread.start()
+
+    def log(self, step: int, figures: Mapping[str, float]) -> None:
+        """Queue one point for each named curve; returns at once."""
+        try:
+            self._points.put_nowait((step, figures))
+        except queue.Full:
+            self._lose("all trackers", f"{_MAX_WAITING} points wait")
+
+    def close(self) -> None:
+        """Write out what is queued, for at most ten seconds."""
+        deadline = time.monotonic() + _CLOSE_S
+        with suppress(queue.Full):
+            self._points.put(None, timeout=_CLOSE_S)
+        self._thread.join(max(0.0, deadline - time.monotonic()))
+        if self._thread.is_alive():
+            _log.warning("trackers did not end in %.0f s; their last points are lost", _CLOSE_S)
+
+    def _run(self) -> None:
+        while (point := self._points.get()) is not None:
+            for tracker in self._trackers:
+                try:
+                    tracker.log(*point)
+                except Exception as error:  # noqa: BLE001 foreign code may raise anything
+                    self._lose(type(tracker).__name__, repr(error))
+        for tracker in self._trackers:
+            try:
+                tracker.close()
+            except Exception as error:  # noqa: BLE001 foreign code may raise anything
+                _log.warning("%s did not end in order: %r", type(tracker).__name__, error)
+
+    def _lose(self, name: str, why: str) -> None:
+        self.lost[name] += 1
+        if self.lost[name].bit_count() == 1:  # the 1st, 2nd, 4th, 8th, ...
+            _log.warning("%s: %d points not logged: %s", name, self.lost[name], why)

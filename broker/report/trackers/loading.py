@@ -1,0 +1,74 @@
+"""From logging.trackers to adapters. Only those that are named are imported."""
+
+import importlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+from slipstream.broker.config import LoggingSection
+from slipstream.broker.report.summary import replace_text
+from slipstream.broker.report.trackers.base import TrackedRun, Tracker
+from slipstream.wire.errors import ConfigError
+from slipstream.wire.settings.sections import RunSection
+
+IDS_FILE = "trackers.json"
+
+
+def load_trackers(
+    logging: LoggingSection,
+    run: RunSection,
+    settings: Mapping[str, object],
+    *,
+    resumed_at: int | None,
+) -> list[Tracker]:
+    """Return the adapters that logging.trackers names.
+
+    A tracker that has runs of its own gets the id it had before a resume, from trackers.json.
+
+    Args:
+        logging: the section.
+        run: whose folder and name to use.
+        settings: all settings of the run, for trackers that show them.
+        resumed_at: the step that the run goes on from, None for a new run.
+
+    Raises:
+        ConfigError: a package is not installed, or the tracker refuses its options.
+    """
+    trackers: list[Tracker] = []
+    ids = _read_ids(run.folder) if resumed_at is not None else {}
+    for name in logging.trackers:
+        if name == "tensorboard":
+            from slipstream.broker.report.trackers.tensorboard import TensorBoardTracker
+
+            trackers.append(TensorBoardTracker(run.folder / "tensorboard", resumed_at=resumed_at))
+            continue
+        adapter = importlib.import_module(f"slipstream.broker.report.trackers.{name}")
+        tracked = TrackedRun(
+            project=logging.project,
+            name=run.name,
+            folder=run.folder,
+            options=getattr(logging, name),
+            settings=settings,
+            run_id=ids.get(name),
+        )
+        try:
+            tracker, ids[name] = adapter.start(tracked)
+        except ImportError as error:
+            raise ConfigError(
+                f"logging.trackers names {name}, which is not installed ({error}): "
+                f"pip install {adapter.PACKAGE}"
+            ) from error
+        except Exception as error:
+            raise ConfigError(
+                f"logging.trackers: {name} does not start (logging.{name}): "
+                f"{' '.join(str(error).split())[:300] or type(error).__name__}"
+            ) from error
+        trackers.append(tracker)
+    if ids:
+        replace_text(run.folder / IDS_FILE, json.dumps(ids, indent=2) + "\n")
+    return trackers
+
+
+def _read_ids(folder: Path) -> dict[str, str]:
+    path = folder / IDS_FILE
+    return dict(json.loads(path.read_text())) if path.is_file() else {}

@@ -1,0 +1,41 @@
+"""SwanLab. Needs the swanlab package, and an account unless mode = "offline" or "local"."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from slipstream.broker.report.trackers.base import TrackedRun, Tracker
+
+PACKAGE = "swanlab"
+
+
+def start(run: TrackedRun) -> tuple[Tracker, str]:
+    """Begin an experiment, or go on with one; return its adapter and id."""
+    import swanlab
+
+    begun = swanlab.init(
+        **{
+            "project": run.project,
+            "name": run.name,
+            "log_dir": str(run.folder / "swanlab"),
+            "config": dict(run.settings),
+            "id": run.run_id,
+            "resume": "allow" if run.run_id else None,
+            **run.options,
+        }
+    )
+    return SwanlabTracker(swanlab), str(begun.id)
+
+
+class SwanlabTracker:
+    """One SwanLab experiment; the package knows one at a time per process."""
+
+    def __init__(self, package: Any) -> None:  # noqa: ANN401 swanlab's own
+        self._swanlab = package
+
+    def log(self, step: int, figures: Mapping[str, float]) -> None:
+        """Add one point to each named curve."""
+        self._swanlab.log(dict(figures), step=step)
+
+    def close(self) -> None:
+        """Upload what is left."""
+        self._swanlab.finish()

@@ -1,0 +1,45 @@
+"""Weights & Biases. Needs the wandb package, and an account unless mode = "offline"."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from slipstream.broker.report.trackers.base import TrackedRun, Tracker
+
+PACKAGE = "wandb"
+_STEP = "learner_step"
+
+
+def start(run: TrackedRun) -> tuple[Tracker, str]:
+    """Begin a run, or go on with one; return its adapter and id."""
+    import wandb
+
+    begun = wandb.init(
+        **{
+            "project": run.project,
+            "name": run.name,
+            "dir": str(run.folder),
+            "config": dict(run.settings),
+            "id": run.run_id,
+            "resume": "allow" if run.run_id else None,
+            **run.options,
+        }
+    )
+    # An evaluation ends when later steps are logged already, and W&B's own step only goes up.
+    begun.define_metric(_STEP, hidden=True)
+    begun.define_metric("*", step_metric=_STEP)
+    return WandbTracker(begun), str(begun.id)
+
+
+class WandbTracker:
+    """One W&B run."""
+
+    def __init__(self, run: Any) -> None:  # noqa: ANN401 wandb's own
+        self._run = run
+
+    def log(self, step: int, figures: Mapping[str, float]) -> None:
+        """Add one point to each named curve."""
+        self._run.log({**figures, _STEP: step})
+
+    def close(self) -> None:
+        """Upload what is left."""
+        self._run.finish()

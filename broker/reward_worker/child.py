@@ -1,0 +1,316 @@
+"""The process in which reward functions run: reads calls, runs them, answers. Ends with its worker.
+
+Without a PID namespace it is two processes: a keeper, to which the kernel gives every orphan of
+the functions and which kills all that is left when one of us ends, and the child itself.
+"""
+
+import argparse
+import ctypes
+import os
+import resource
+import signal
+import socket
+import sys
+from collections.abc import Awaitable
+from contextlib import suppress
+from typing import TYPE_CHECKING, NoReturn
+
+from slipstream.broker.reward_worker.messages import (
+    Answered,
+    Call,
+    FromChild,
+    Load,
+    Loaded,
+    LoadFailed,
+    Unframer,
+    frame_of,
+    to_child,
+)
+from slipstream.broker.rewards.loading import RewardFunction, load_function
+from slipstream.broker.rewards.outcomes import (
+    Outcome,
+    all_or_none,
+    failure,
+    outcome_of,
+    outcomes_of,
+    unavailable,
+)
+from slipstream.broker.rewards.sdk import Unavailable
+from slipstream.broker.sandbox.process_table import kill_descendants
+from slipstream.wire.errors import ConfigError
+from slipstream.wire.process.processes import die_with_parent
+
+if TYPE_CHECKING:
+    import asyncio
+
+EXIT_BROKEN = 86  # a function has closed or replaced our descriptor
+_SET_DEATH_SIGNAL, _SET_CHILD_SUBREAPER = 1, 36
+_READ_BYTES = 1 << 16
+_KILL_S = 10.0
+
+
+class Link:
+    """The child's end of the socket pair. Ends the process if a function has taken it away."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._socket = socket.socket(fileno=descriptor)
+        self._identity = _identity(descriptor)
+        self._owner = os.getpid()
+        self._frames = Unframer()
+        self._waiting: list[bytes] = []
+
+    def send(self, message: FromChild) -> None:
+        """Tell the worker."""
+        self._check()
+        try:
+            self._socket.sendall(frame_of(message))
+        except OSError:
+            os._exit(EXIT_BROKEN)
+
+    def receive(self) -> Load | Call | None:
+        """Return what the worker asks next; None when it is gone."""
+        while not self._waiting:
+            self._check()
+            try:
+                data = self._socket.recv(_READ_BYTES)
+            except OSError:
+                os._exit(EXIT_BROKEN)
+            if not data:
+                return None
+            self._waiting += self._frames.feed(data)
+        return to_child.decode(self._waiting.pop(0))
+
+    async def received(self) -> Load | Call | None:
+        """Return the same without standing in the way of what runs."""
+        import asyncio
+
+        if not self._waiting:
+            loop = asyncio.get_running_loop()
+            readable = asyncio.Event()
+            loop.add_reader(self._socket, readable.set)
+            try:
+                await readable.wait()
+            finally:
+                loop.remove_reader(self._socket)
+        return self.receive()
+
+    def _check(self) -> None:
+        """See that this is the process that was started, and the descriptor that it was given."""
+        if os.getpid() != self._owner:
+            os._exit(0)  # a function has forked and both have returned
+        if _identity(self._socket.fileno()) != self._identity:
+            os._exit(EXIT_BROKEN)
+
+
+def _identity(descriptor: int) -> tuple[int, int]:
+    try:
+        status = os.fstat(descriptor)
+    except OSError:
+        return -1, -1
+    return status.st_dev, status.st_ino
+
+
+class Runner:
+    """Runs calls; functions that are not async run outside of any event loop."""
+
+    def __init__(self, link: Link, load: Load, functions: list[RewardFunction]) -> None:
+        self._link = link
+        self._timeout_s = load.timeout_s
+        self._functions = functions
+        self._loop: asyncio.Runner | None = None
+
+    def serve(self) -> None:
+        """Answer calls until the worker is gone."""
+        handed_back: Call | None = None
+        while (call := handed_back or self._link.receive()) is not None:
+            handed_back = None
+            if not isinstance(call, Call):
+                continue
+            if self._functions[call.function].is_async:
+                handed_back = self._asyncio().run(self._together(call))
+            else:
+                self._link.send(self._run(call))
+
+    def close(self) -> None:
+        """Let the functions put away what they hold."""
+        for function in self._functions:
+            result = function.close()
+            if isinstance(result, Awaitable):
+                self._asyncio().run(_awaited(result))
+
+    def _run(self, call: Call) -> Answered:
+        function = self._functions[call.function]
+        try:
+            result = function.call(call.transcripts)
+            if isinstance(result, Awaitable):
+                result = self._asyncio().run(_awaited(result))
+            return _answer(call, function, result)
+        except BaseException as error:  # noqa: BLE001 foreign code may raise anything
+            return _failed(call, error)
+
+    async def _together(self, first: Call) -> Call | None:
+        """Run calls at the same time; return when none is running.
+
+        A call of a function that is not async ends this, and is handed back: the function may want
+        an event loop of its own.
+        """
+        import asyncio
+
+        running = {asyncio.create_task(self._run_async(first))}
+        asking = asyncio.create_task(self._link.received())
+        while running:
+            done, _ = await asyncio.wait({*running, asking}, return_when=asyncio.FIRST_COMPLETED)
+            running -= done
+            if asking not in done:
+                continue
+            call = asking.result()
+            if not isinstance(call, Call):
+                break
+            if not self._functions[call.function].is_async:
+                if running:
+                    await asyncio.wait(running)
+                return call
+            running.add(asyncio.create_task(self._run_async(call)))
+            asking = asyncio.create_task(self._link.received())
+        asking.cancel()
+        return None
+
+    async def _run_async(self, call: Call) -> None:
+        import asyncio
+
+        function = self._functions[call.function]
+        limit = asyncio.timeout(self._timeout_s)
+        try:
+            async with limit:
+                result = function.call(call.transcripts)
+                if isinstance(result, Awaitable):
+                    result = await result
+            answered = _answer(call, function, result)
+        except BaseException as error:  # noqa: BLE001 foreign code may raise anything
+            answered = _failed(call, error)
+            if limit.expired() and isinstance(error, TimeoutError):
+                outcome = unavailable(took_too_long(self._timeout_s))
+                answered = _same(call, outcome, failed=True)
+        self._link.send(answered)
+
+    def _asyncio(self) -> "asyncio.Runner":
+        if self._loop is None:
+            import asyncio  # 40 ms that a function which is not async need not wait for
+
+            self._loop = asyncio.Runner()
+        return self._loop
+
+
+async def _awaited(result: Awaitable[object]) -> object:
+    return await result
+
+
+def took_too_long(timeout_s: float) -> str:
+    """Return why there is no reward after so many seconds."""
+    return f"took longer than reward.timeout_s = {timeout_s:g}"
+
+
+def _answer(call: Call, function: RewardFunction, result: object) -> Answered:
+    if function.info.takes == "answer":
+        return Answered(call_id=call.call_id, outcomes=(outcome_of(result),))
+    outcomes = outcomes_of(result, len(call.transcripts))
+    if function.info.takes == "group":
+        outcomes = all_or_none(outcomes)
+    return Answered(call_id=call.call_id, outcomes=tuple(outcomes))
+
+
+def _failed(call: Call, error: BaseException) -> Answered:
+    return _same(call, failure(error), failed=not isinstance(error, Unavailable))
+
+
+def _same(call: Call, outcome: Outcome, *, failed: bool) -> Answered:
+    outcomes = (outcome,) * len(call.transcripts)
+    return Answered(call_id=call.call_id, outcomes=outcomes, failed=failed)
+
+
+# ---- process -----------------------------------------------------------------
+
+
+def split_off_keeper(link: int) -> None:
+    """Go on in a new process, under a keeper that ends with the worker and all orphans with it."""
+    worker = os.getppid()
+    libc = ctypes.CDLL(None)
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    libc.prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    libc.prctl(_SET_DEATH_SIGNAL, signal.SIGTERM, 0, 0, 0)
+    if os.getppid() != worker:
+        os._exit(1)
+    keeper = os.getpid()
+    child = os.fork()
+    if child:
+        keep(child, link)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+    os.setsid()
+    die_with_parent(keeper)
+
+
+def keep(child: int, link: int) -> NoReturn:
+    """Reap, and when the child ends or the worker does, kill all that is left; then end."""
+    os.close(link)
+    signal.signal(signal.SIGTERM, lambda *_: _end(child, -signal.SIGKILL))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+    while True:
+        pid, status = os.wait()
+        if pid == child:
+            _end(child, os.waitstatus_to_exitcode(status))
+
+
+def _end(child: int, code: int) -> NoReturn:
+    with suppress(ProcessLookupError):
+        os.killpg(child, signal.SIGKILL)  # all of a simple fork bomb at once
+    kill_descendants(os.getpid(), within_s=_KILL_S)
+    os._exit(128 - code if code < 0 else code)
+
+
+def load(link: Link, request: Load) -> list[RewardFunction] | None:
+    """Import what was asked for and say so."""
+    try:
+        functions = [
+            load_function(
+                named.function, named.options, setting=named.setting, offered=request.offered
+            )
+            for named in request.rewards
+        ]
+    except ConfigError as error:
+        link.send(LoadFailed(message=str(error)))
+        return None
+    link.send(
+        Loaded(
+            functions=tuple(function.info for function in functions),
+            are_async=tuple(function.is_async for function in functions),
+        )
+    )
+    return functions
+
+
+def main() -> int:
+    """Load, then serve until the worker is gone."""
+    parser = argparse.ArgumentParser(prog="python -m slipstream.broker.reward_worker.child")
+    parser.add_argument("--link", type=int, required=True, metavar="DESCRIPTOR")
+    parser.add_argument("--alone", action="store_true", help="in a PID namespace: no keeper")
+    arguments = parser.parse_args()
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    os.set_inheritable(arguments.link, False)
+    if not arguments.alone:
+        split_off_keeper(arguments.link)
+    link = Link(arguments.link)
+    request = link.receive()
+    if not isinstance(request, Load):
+        return 1
+    functions = load(link, request)
+    if functions is None:
+        return 1
+    runner = Runner(link, request, functions)
+    runner.serve()
+    runner.close()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,176 @@
+"""`start-reward-worker`: leases trajectories, scores them, answers."""
+
+import argparse
+import asyncio
+import logging
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from slipstream.broker.client import BrokerClient
+from slipstream.broker.config import RewardSection, private_paths
+from slipstream.broker.reward_worker.pool import RewardPool
+from slipstream.broker.reward_worker.scorer import Scorer
+from slipstream.wire.errors import ConfigError, SlipstreamError
+from slipstream.wire.files.keys import read_client_key
+from slipstream.wire.messages.broker import Done, Goodbye, RoleReport
+from slipstream.wire.messages.status import REPORT_EVERY_S
+from slipstream.wire.process.command_line import (
+    load_arguments,
+    own_name,
+    refuse_settings,
+    role_parser,
+    run_role,
+)
+from slipstream.wire.process.logs import start_logging
+from slipstream.wire.process.stopping import stop_event, unless
+from slipstream.wire.settings.load import section
+from slipstream.wire.settings.sections import RunSection, run_section
+
+_log = logging.getLogger(__name__)
+_DRAIN_S = 10.0  # what is being scored when the worker is asked to end may take so long
+_GOODBYE_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSettings:
+    """All that a reward worker reads."""
+
+    run: RunSection
+    reward: RewardSection
+    function: str  # instead of reward.function; empty is that
+    hidden: tuple[Path, ...]  # which a function must not see
+
+
+async def serve(settings: WorkerSettings, name: str) -> None:
+    """Score for the broker until the run is over, or until SIGTERM or SIGINT."""
+    stop = stop_event()
+    run, reward = settings.run, settings.reward
+    if run.key_file:
+        read_client_key(Path(run.key_file))  # before anything that takes long
+    pool = await RewardPool.start(reward, function=settings.function, hide=settings.hidden)
+    try:
+        connecting = BrokerClient.connect(
+            run.broker_endpoint,
+            role="reward_worker",
+            name=name,
+            packages={f"reward {one.name}": one.version for one in pool.functions},
+            outage_s=run.outage_s,
+            key_file=run.key_file,
+        )
+        stopping: asyncio.Task[object] = asyncio.create_task(stop.wait())
+        connected = await unless(connecting, stopping)
+        stopping.cancel()
+        if connected is None:
+            return
+        client, welcome = connected
+        try:
+            scorer = Scorer(
+                client, pool, max_credits=reward.credits, heartbeat_s=welcome.heartbeat_s
+            )
+            functions = ", ".join(f"{one.name} ({one.version})" for one in pool.functions)
+            _log.info("scoring for run %s with %s", welcome.run_name, functions)
+            await _work(client, pool, scorer, stop)
+        finally:
+            client.close()
+    finally:
+        await pool.close()
+
+
+async def _work(
+    client: BrokerClient, pool: RewardPool, scorer: Scorer, stop: asyncio.Event
+) -> None:
+    async def report() -> None:
+        counters = dict(scorer.counters)
+        counters |= {f"replaced_{why}": float(n) for why, n in pool.replaced.items()}
+        await client.ask(RoleReport(phase_seconds=scorer.clock.seconds(), counters=counters), Done)
+
+    async def report_forever() -> None:
+        while True:
+            await report()
+            await asyncio.sleep(REPORT_EVERY_S)
+
+    stopping = asyncio.create_task(stop.wait())
+    job = asyncio.create_task(scorer.run())
+    reports = asyncio.create_task(report_forever())
+    try:
+        await asyncio.wait({stopping, job, reports}, return_when=asyncio.FIRST_COMPLETED)
+        if stopping.done():
+            scorer.stop()
+            await asyncio.wait({job}, timeout=_DRAIN_S)
+        for done in (job, reports):
+            if done.done():
+                done.result()
+        async with asyncio.timeout(_GOODBYE_S):
+            await report()
+            await client.ask(Goodbye(), Done)
+    except TimeoutError:
+        _log.info("the broker is gone already")
+    finally:
+        for task in (stopping, job, reports):
+            task.cancel()
+        with suppress(asyncio.CancelledError, SlipstreamError):
+            await asyncio.gather(stopping, job, reports, return_exceptions=True)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = role_parser(
+        "start-reward-worker",
+        "Score trajectories for the broker of a run, on its host or on any other.",
+        [
+            "start-reward-worker --config run.toml",
+            "start-reward-worker --config run.toml --reward my_pkg.rewards:score --name worker-1",
+            "start-reward-worker --broker tcp://10.0.0.1:5555 --key gpu7.key --reward my.py:score",
+        ],
+        needs_config=False,
+    )
+    parser.add_argument(
+        "--reward", default="", metavar="MODULE:NAME", help="or FILE.py:NAME; wins over the file"
+    )
+    parser.add_argument("--broker", metavar="tcp://HOST:PORT", help="the same as run.broker=...")
+    parser.add_argument("--key", metavar="FILE", help="the same as run.key_file=...")
+    parser.add_argument("--name", default="", help="unique within the run; default HOST-PID")
+    return parser
+
+
+def _settings(arguments: argparse.Namespace) -> WorkerSettings:
+    if arguments.broker:
+        arguments.overrides.append(f"run.broker={arguments.broker}")
+    if arguments.key:
+        arguments.overrides.append(f"run.key_file={arguments.key}")
+    table = load_arguments(arguments)
+    settings = WorkerSettings(
+        run_section(table),
+        section(table, "reward", RewardSection),
+        arguments.reward,
+        private_paths(table),
+    )
+    if arguments.config is None and not settings.run.broker:
+        raise ConfigError("which broker? give --config RUN.toml, or --broker tcp://HOST:PORT")
+    return settings
+
+
+def main() -> int:
+    """Parse, check, run."""
+    arguments = _parser().parse_args()
+    name = own_name(arguments.name)
+    try:
+        settings = _settings(arguments)
+        endpoint = settings.run.broker_endpoint
+    except ConfigError as error:
+        return refuse_settings(error)
+    if arguments.dry_run:
+        function = settings.function or settings.reward.function
+        print(f"would score with {function} for {endpoint}")  # noqa: T201
+        return 0
+    start_logging(name)
+
+    def body() -> int:
+        asyncio.run(serve(settings, name))
+        return 0
+
+    return run_role(body)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

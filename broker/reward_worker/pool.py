@@ -1,0 +1,535 @@
+"""Runs reward functions in child processes that may hang, leak or crash, one score per answer.
+
+Consumes: answers. Produces: for each one a score, whatever the function does. Waits for: a child
+that is free. Children that take too long or too much are killed and replaced.
+
+All state changes in callbacks of the event loop; nothing here waits with a child half-told.
+"""
+
+import asyncio
+import logging
+import math
+import os
+import signal
+from collections import Counter, deque
+from collections.abc import AsyncIterator, Coroutine, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import assert_never
+
+from slipstream.broker.config import RewardSection
+from slipstream.broker.reward_worker.child import EXIT_BROKEN, took_too_long
+from slipstream.broker.reward_worker.choice import RewardChoice
+from slipstream.broker.reward_worker.messages import (
+    Answered,
+    Call,
+    FromChild,
+    Load,
+    Loaded,
+    LoadFailed,
+)
+from slipstream.broker.reward_worker.process import ChildProcess
+from slipstream.broker.reward_worker.queue import PendingCall, ScoringRequest, Work, request_of
+from slipstream.broker.rewards.outcomes import Fault, FunctionInfo, Outcome, unavailable
+from slipstream.broker.sandbox.process_table import ProcessRow, Usage, now_s, process_table
+from slipstream.broker.sandbox.sandbox import pid_namespaces_work
+from slipstream.wire.errors import ConfigError
+from slipstream.wire.messages.broker import ScoringItem
+from slipstream.wire.messages.trajectory import MAX_PARTS, Score
+from slipstream.wire.process.environment import handed_on
+from slipstream.wire.process.patience import Patience, signs_of
+
+_log = logging.getLogger(__name__)
+_IMPORT_S = 120.0  # without a sign of life
+_LOOK_S = 0.1  # between looks at what the children take, while one works
+_IDLE_LOOK_S = 1.0
+_LOOK_SHARE = 0.05  # of a processor, at most, on hosts with very many processes
+_GRACE_S = 1.0  # for an async call that ends itself when its time is up
+_LONGEST_BACKOFF_S = 30.0
+_SAME_TICK_S = 0.02  # the kernel's clock for starts of processes
+
+
+@dataclass(slots=True)
+class _Running:
+    """A call that a child works on."""
+
+    call: PendingCall
+    started_s: float
+    cpu_s: float = 0.0
+
+
+@dataclass(eq=False, slots=True)
+class _Slot:
+    """A place for a child, and the child that is there now."""
+
+    number: int
+    child: ChildProcess | None = None
+    loaded: "asyncio.Future[Loaded] | None" = None  # while it starts
+    ready: bool = False
+    running: dict[int, _Running] = field(default_factory=dict)
+    cpu_s: float = 0.0  # of all its processes, at the last look
+    failures: int = 0  # to start, in a row
+
+    @property
+    def is_idle(self) -> bool:
+        """Return whether a call would have the child for itself."""
+        return self.ready and not self.running
+
+
+class RewardPool:
+    """Child processes that score answers. Make one with ``start``; close it."""
+
+    def __init__(self, settings: RewardSection, choice: RewardChoice, hide: Sequence[Path]) -> None:
+        self.functions: tuple[FunctionInfo, ...] = ()
+        self.replaced: Counter[str] = Counter()  # children, by why
+        self.left_behind = 0  # processes killed after the calls that had started them
+        self._settings = settings
+        self._choice = choice
+        self._hide = hide
+        self._environment: dict[str, str] = {}
+        self._jailed = False
+        self._are_async: tuple[bool, ...] = ()
+        self._slots = [_Slot(number) for number in range(settings.processes)]
+        self._requests: deque[ScoringRequest] = deque()
+        self._last_call_id = 0
+        self._last_ready_s = now_s()  # when a child was ready, at the last look
+        self._why_none_starts = ""
+        self._shortened: set[int] = set()  # functions that have been warned about
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._endings: set[asyncio.Task[None]] = set()  # never cancelled: they leave nothing
+        self._working = asyncio.Event()
+        self._closed = False
+
+    @classmethod
+    async def start(
+        cls, settings: RewardSection, *, function: str = "", hide: Sequence[Path] = ()
+    ) -> "RewardPool":
+        """Load the functions in a first child, and start the others.
+
+        Call it on the main thread: the children die with the thread that forked them.
+
+        Args:
+            settings: the section [reward].
+            function: instead of reward.function.
+            hide: files and folders that the functions must not see, such as keys; they are covered
+                where the kernel allows PID namespaces. A folder that is not there yet is made.
+
+        Raises:
+            ConfigError: a function cannot be loaded, or a variable that it is to get is not there.
+        """
+        pool = cls(settings, RewardChoice(settings, function=function), hide)
+        pool._environment = handed_on(
+            os.environ,  # noqa: TID251 parts of it are handed on to children
+            named=settings.environment,
+            setting="reward.environment",
+        )
+        pool._jailed = await asyncio.to_thread(pid_namespaces_work)
+        if pool._jailed:
+            _make_folders(hide)
+        else:
+            _log.info("no PID namespaces here: reward functions can see the files that we can")
+        try:
+            loaded = await pool._start_child(pool._slots[0])
+        except BaseException:
+            await pool.close()
+            raise
+        pool.functions, pool._are_async = loaded.functions, loaded.are_async
+        pool._in_background(pool._look_forever())
+        for slot in pool._slots[1:]:
+            pool._in_background(pool._fill_slot(slot))
+        return pool
+
+    @property
+    def needs_groups(self) -> bool:
+        """Return whether a function wants all siblings of a group at once."""
+        return any(function.takes == "group" for function in self.functions)
+
+    async def score(self, work: Work) -> AsyncIterator[Score]:
+        """Yield one score per answer as they are there, in any order.
+
+        Callers take turns. One that stops listening gives up what has not begun. No score comes
+        for what was given back meanwhile.
+        """
+        request = request_of(work, self._choice, self.functions)
+        self._requests.append(request)
+        if self._closed:
+            self._fail_waiting("the reward pool is closed")
+        self._dispatch()
+        try:
+            num_scores = 0
+            while num_scores < request.num_answers:
+                if (score := await request.scores.get()) is not None:
+                    num_scores += 1
+                    yield score
+        finally:
+            request.abandoned = True
+            request.waiting.clear()
+
+    def give_back(self, group_id: int) -> list[ScoringItem]:
+        """Forget the answers of a group whose turn has not come; return them.
+
+        Halves of a batch, and groups that a function takes whole, stay.
+        """
+        return [item for request in self._requests for item in request.give_back(group_id)]
+
+    async def close(self) -> None:
+        """End all children with all that they have started. What has no score gets none."""
+        self._closed = True
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._fail_waiting("the reward pool was closed")
+        children: list[Coroutine[object, object, None]] = []
+        for slot in self._slots:
+            if slot.child is not None:
+                children.append(slot.child.end(in_order=slot.is_idle))
+            for running in slot.running.values():
+                self._give_up(running.call, "the reward pool was closed")
+            slot.running.clear()
+            slot.child, slot.ready = None, False
+        await asyncio.gather(*children, *self._endings)
+
+    # ---- whose turn ----------------------------------------------------------
+
+    def _dispatch(self) -> None:
+        """Hand calls to children, one of each caller in turn, until no child takes more."""
+        passed = 0
+        while self._requests and passed < len(self._requests):
+            request = self._requests.popleft()
+            if not request.waiting:
+                continue
+            self._requests.append(request)
+            passed = 0 if self._place(request) else passed + 1
+
+    def _place(self, request: ScoringRequest) -> bool:
+        """Start the next call of a caller if there is room for it."""
+        call = request.waiting[0]
+        slot = self._slot_for(call)
+        if slot is None:
+            return False
+        request.waiting.popleft()
+        if call.divisible:
+            idle = sum(slot.is_idle for slot in self._slots)
+            call, *others = call.split(max(1, idle))
+            request.waiting.extendleft(reversed(others))
+        self._begin(slot, call)
+        return True
+
+    def _slot_for(self, call: PendingCall) -> _Slot | None:
+        """Return the least busy child that may take a call now."""
+        fitting = [slot for slot in self._slots if slot.ready and self._fits(slot, call)]
+        return min(fitting, key=lambda slot: len(slot.running), default=None)
+
+    def _fits(self, slot: _Slot, call: PendingCall) -> bool:
+        if not slot.running:
+            return True
+        calls = [running.call for running in slot.running.values()]
+        if call.suspect or any(other.suspect for other in calls):
+            return False
+        if not all(self._are_async[other.function] for other in (call, *calls)):
+            return False
+        answers = sum(len(other.work) for other in (call, *calls))
+        return answers <= self._settings.concurrency
+
+    def _begin(self, slot: _Slot, call: PendingCall) -> None:
+        if slot.child is None:
+            return
+        self._last_call_id += 1
+        slot.running[self._last_call_id] = _Running(call, now_s())
+        transcripts = tuple(transcript for _, transcript in call.work)
+        slot.child.send(
+            Call(call_id=self._last_call_id, function=call.function, transcripts=transcripts)
+        )
+        self._working.set()
+
+    # ---- what children say ---------------------------------------------------
+
+    def _received(self, slot: _Slot, child: ChildProcess, message: FromChild) -> None:
+        if slot.child is not child:
+            return  # it is being replaced
+        match message:
+            case Loaded():
+                if slot.loaded is not None and not slot.loaded.done():
+                    slot.loaded.set_result(message)
+            case LoadFailed(message=why):
+                if slot.loaded is not None and not slot.loaded.done():
+                    slot.loaded.set_exception(ConfigError(why))
+            case Answered(call_id=call_id, outcomes=outcomes, failed=failed):
+                running = slot.running.get(call_id)
+                if running is None or len(outcomes) != len(running.call.work):
+                    self._replace(slot, "broken", "killed: its process answered nonsense")
+                    return
+                del slot.running[call_id]
+                if not (failed and self._halve(running.call)):
+                    self._deliver(running.call, outcomes)
+                self._dispatch()
+            case _:
+                assert_never(message)
+
+    def _deliver(self, call: PendingCall, outcomes: Sequence[Outcome]) -> None:
+        function = self.functions[call.function]
+        left_out = max(outcome.left_out for outcome in outcomes)
+        if left_out and call.function not in self._shortened:
+            self._shortened.add(call.function)
+            _log.warning(
+                "reward function %s returned %d parts, only the first %d are kept",
+                function.name,
+                MAX_PARTS + left_out,
+                MAX_PARTS,
+            )
+        call.deliver(outcomes, function)
+
+    def _ended(self, slot: _Slot, child: ChildProcess, code: int | None) -> None:
+        """A child has ended by itself (its exit code), or talks nonsense (None)."""
+        if slot.child is not child:
+            return
+        how = how_it_ended(code)
+        if slot.loaded is not None:
+            if not slot.loaded.done():
+                slot.loaded.set_exception(ConfigError(f"its process {how} while it was loaded"))
+        elif code is None or code == EXIT_BROKEN:
+            self._replace(slot, "broken", "killed: it closed the descriptors of its process")
+        else:
+            self._replace(slot, "died", f"killed: its process {how}")
+
+    # ---- replacing -----------------------------------------------------------
+
+    def _replace(
+        self, slot: _Slot, fault: Fault, reason: str, *, blamed: Iterable[int] = ()
+    ) -> None:
+        """End a child, and start another one. Calls that cannot be cleared have failed."""
+        child, running = slot.child, slot.running
+        if child is None:
+            return
+        slot.child, slot.ready, slot.running = None, False, {}
+        self.replaced[fault] += 1
+        guilty = set(blamed) or (set(running) if len(running) == 1 else set())
+        again = [run.call for call_id, run in running.items() if call_id not in guilty]
+        for call_id in guilty:
+            if not self._halve(running[call_id].call, alone=True):
+                self._give_up(running[call_id].call, reason)
+        for call in again:
+            call.suspect = True
+        self._wait_again(again)
+        _log.warning(
+            "reward child %d is replaced (%s): %s; %d calls are to blame, %d run again",
+            slot.number,
+            fault,
+            reason,
+            len(guilty),
+            len(again),
+        )
+        ending = asyncio.get_running_loop().create_task(self._end_and_fill(slot, child))
+        self._endings.add(ending)
+        ending.add_done_callback(self._endings.discard)
+        self._dispatch()
+
+    def _halve(self, call: PendingCall, *, alone: bool = False) -> bool:
+        """Let the halves of a batch that failed run; False if this is no batch of several answers.
+
+        So one bad answer costs its neighbors nothing: n answers make 2n - 1 calls at most, and
+        none of them is halved more than log2(n) times, rounded up.
+        """
+        if len(call.work) < 2 or self.functions[call.function].takes != "batch":
+            return False
+        halves = call.split(2)
+        for half in halves:
+            half.suspect = alone
+        self._wait_again(halves)
+        return True
+
+    def _wait_again(self, calls: Sequence[PendingCall]) -> None:
+        """Put calls before all others of their callers."""
+        for call in reversed(calls):
+            if call.request.abandoned:
+                continue
+            call.request.waiting.appendleft(call)
+            if call.request not in self._requests:
+                self._requests.appendleft(call.request)
+
+    async def _end_and_fill(self, slot: _Slot, child: ChildProcess) -> None:
+        await child.end()
+        if not self._closed:
+            self._in_background(self._fill_slot(slot))
+
+    async def _fill_slot(self, slot: _Slot) -> None:
+        """Start a child, again and again if it must be."""
+        while True:
+            if slot.failures:
+                await asyncio.sleep(min(2.0 ** (slot.failures - 1), _LONGEST_BACKOFF_S))
+            try:
+                await self._start_child(slot)
+            except (ConfigError, OSError) as error:
+                slot.failures += 1
+                self._why_none_starts = f"the reward function cannot be loaded: {error}"
+                _log.error("reward child %d does not start: %s", slot.number, error)
+            else:
+                self._dispatch()
+                return
+
+    async def _start_child(self, slot: _Slot) -> Loaded:
+        """Start a child and wait until it has loaded the functions.
+
+        Raises:
+            ConfigError: it cannot.
+        """
+        loaded: asyncio.Future[Loaded] = asyncio.get_running_loop().create_future()
+        child = ChildProcess(
+            f"reward child {slot.number}",
+            lambda message: self._received(slot, child, message),
+            lambda code: self._ended(slot, child, code),
+        )
+        slot.child, slot.loaded = child, loaded
+        try:
+            await child.start(jailed=self._jailed, hide=self._hide, environment=self._environment)
+            child.send(self._load_request())
+            answer = await self._until_loaded(child, loaded)
+        except BaseException:
+            slot.child = None
+            await child.end()
+            raise
+        finally:
+            slot.loaded = None
+        if child.is_gone:
+            slot.child = None
+            await child.end()
+            raise ConfigError("its process ended as soon as it was loaded")
+        slot.failures, slot.ready = 0, True
+        slot.cpu_s = math.inf  # what loading took is nobody's
+        return answer
+
+    def _load_request(self) -> Load:
+        return Load(
+            rewards=tuple(self._choice.rewards),
+            offered={"sandbox": self._settings.sandbox},
+            timeout_s=self._settings.timeout_s,
+        )
+
+    async def _until_loaded(self, child: ChildProcess, loaded: "asyncio.Future[Loaded]") -> Loaded:
+        patience = Patience("the reward functions to load", _IMPORT_S, signs_of(lambda: child.pids))
+        while not (await asyncio.wait({loaded}, timeout=_LOOK_S))[0]:
+            if patience.is_over():
+                raise ConfigError(
+                    f"the reward functions do not load: their process {patience.why} "
+                    "(reward.function)"
+                )
+        answer = loaded.result()
+        table = process_table()
+        child.remember_loaded(table)
+        fault = self._excess(child.measure(table))
+        if fault is not None:
+            raise ConfigError(f"after loading, a reward child {fault[1]}")
+        return answer
+
+    def _give_up(self, call: PendingCall, reason: str) -> None:
+        outcome = unavailable(reason)
+        call.deliver([outcome] * len(call.work), self.functions[call.function])
+
+    def _fail_waiting(self, reason: str, *, asked_before_s: float = math.inf) -> None:
+        for request in self._requests:
+            while request.waiting and request.asked_s < asked_before_s:
+                self._give_up(request.waiting.popleft(), reason)
+
+    def _in_background(self, job: Coroutine[object, object, None]) -> None:
+        task = asyncio.get_running_loop().create_task(job)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    # ---- limits --------------------------------------------------------------
+
+    async def _look_forever(self) -> None:
+        """See what the children take, often while they work."""
+        loop = asyncio.get_running_loop()
+        while True:
+            busy = any(slot.running for slot in self._slots)
+            began_s = loop.time()
+            self._look(process_table())
+            pause_s = max(_LOOK_S, (loop.time() - began_s) / _LOOK_SHARE)
+            if busy:
+                await asyncio.sleep(pause_s)
+                continue
+            self._working.clear()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_IDLE_LOOK_S):
+                    await self._working.wait()
+            await asyncio.sleep(pause_s if self._working.is_set() else 0)
+
+    def _look(self, table: dict[int, ProcessRow]) -> None:
+        self._end_waiting()
+        for slot in self._slots:
+            if slot.ready and slot.child is not None:
+                self._check(slot, slot.child, table)
+
+    def _end_waiting(self) -> None:
+        """While no child can be started, answers wait for one as long as a call may take."""
+        now = now_s()
+        if any(slot.ready for slot in self._slots):
+            self._last_ready_s = now
+        due_s = now - self._settings.timeout_s
+        if self._last_ready_s < due_s and all(slot.failures for slot in self._slots):
+            self._fail_waiting(self._why_none_starts, asked_before_s=due_s)
+
+    def _check(self, slot: _Slot, child: ChildProcess, table: dict[int, ProcessRow]) -> None:
+        """Replace a child that takes too much or too long; kill what calls have left behind."""
+        usage = child.measure(table)
+        spent_s = max(0.0, usage.cpu_s - slot.cpu_s)
+        slot.cpu_s = usage.cpu_s
+        for running in slot.running.values():
+            running.cpu_s += spent_s / len(slot.running)
+        if (excess := self._excess(usage)) is not None:
+            fault, what = excess
+            self._replace(slot, fault, f"killed: it {what}")
+            return
+        limit_s = self._settings.cpu_s
+        if any(running.cpu_s > limit_s for running in slot.running.values()):
+            self._replace(slot, "cpu", f"killed: it used more than reward.cpu_s = {limit_s:g}")
+            return
+        if late := self._late(slot):
+            self._replace(slot, "timeout", took_too_long(self._settings.timeout_s), blamed=late)
+            return
+        before_s = min((run.started_s for run in slot.running.values()), default=math.inf)
+        killed = child.kill_left_behind(table, before_s=before_s - _SAME_TICK_S)
+        if killed:
+            self.left_behind += killed
+            _log.warning("reward child %d left %d processes behind", slot.number, killed)
+
+    def _excess(self, usage: Usage) -> tuple[Fault, str] | None:
+        """Return what a child takes too much of, and how to say it."""
+        settings = self._settings
+        if usage.num_tasks > settings.max_processes:
+            count = f"{usage.num_tasks} processes and threads"
+            return "processes", f"had {count}, reward.max_processes = {settings.max_processes}"
+        used_mb = usage.rss_bytes >> 20
+        if used_mb > settings.memory_mb:
+            return "memory", f"used {used_mb} MB, reward.memory_mb = {settings.memory_mb}"
+        return None
+
+    def _late(self, slot: _Slot) -> list[int]:
+        """Return the calls whose time is up."""
+        now = now_s()
+        return [
+            call_id
+            for call_id, running in slot.running.items()
+            if now - running.started_s
+            > self._settings.timeout_s + _GRACE_S * self._are_async[running.call.function]
+        ]
+
+
+def _make_folders(hide: Iterable[Path]) -> None:
+    """Make the folders that are missing, for nothing can be laid over what is not there."""
+    for path in hide:
+        if not path.exists() and not path.suffix:
+            with suppress(OSError):  # it is for another user to make, and to protect
+                path.mkdir(mode=0o700, parents=True, exist_ok=True)
+
+
+def how_it_ended(code: int | None) -> str:
+    """Return what an exit code of a child means."""
+    if code is None:
+        return "sent nonsense"
+    number = code - 128 if code > 128 else -code
+    if number > 0:
+        with suppress(ValueError):
+            return f"was killed by {signal.Signals(number).name}"
+    return f"ended with exit code {code}"

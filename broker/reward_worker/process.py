@@ -1,0 +1,278 @@
+"""One child of a reward worker: start it, talk to it, measure it, end it with all it started."""
+
+import asyncio
+import fcntl
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+from typing_extensions import override
+
+from slipstream.broker.reward_worker.messages import (
+    FromChild,
+    ToChild,
+    Unframer,
+    frame_of,
+    from_child,
+)
+from slipstream.broker.reward_worker.output import OutputLog
+from slipstream.broker.sandbox.process_table import (
+    ProcessRow,
+    Usage,
+    children_by_parent,
+    descendants,
+    kill,
+    process_table,
+    usage_of,
+)
+from slipstream.wire.errors import ProtocolError
+from slipstream.wire.process.processes import bound_to_me
+
+_log = logging.getLogger(__name__)
+_END_S = 60.0
+_LOOK_S = 0.01
+_HUNG_UP_S = 1.0
+_PUT_AWAY_S = 2.0
+_PIPE_BYTES = 1 << 20
+
+
+class ChildProcess(asyncio.Protocol):
+    """A running child. Both callbacks are called in the event loop; ``ended`` once, at the end."""
+
+    def __init__(
+        self,
+        name: str,
+        received: Callable[[FromChild], None],
+        ended: Callable[[int | None], None],
+    ) -> None:
+        """Take what to tell: messages, and the exit code (None: it sends nonsense)."""
+        self._name = name
+        self._received = received
+        self._ended = ended
+        self._frames = Unframer()
+        self._output = OutputLog(name)
+        self._transport: asyncio.WriteTransport | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._descriptors: list[int] = []
+        self._gone = asyncio.Event()
+        self._jailed = False
+        self._at_load: set[int] = set()
+        self._ending = False
+
+    async def start(
+        self, *, jailed: bool, hide: Sequence[Path], environment: Mapping[str, str]
+    ) -> None:
+        """Start the process, with this environment and no more.
+
+        Forks on the calling thread, which must be the main one: the child dies with it.
+        """
+        self._jailed = jailed
+        ours, theirs = socket.socketpair()
+        output, printed = os.pipe()
+        command = _command(theirs.fileno(), jailed=jailed, hide=hide)
+        with theirs:
+            try:
+                process = subprocess.Popen(  # noqa: ASYNC220, S603 it returns at once
+                    command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=printed,
+                    stderr=printed,
+                    env=dict(environment),
+                    pass_fds=(theirs.fileno(),),
+                    start_new_session=True,
+                    preexec_fn=bound_to_me(),
+                )
+            except OSError:
+                ours.close()
+                os.close(output)
+                raise
+            finally:
+                os.close(printed)
+        loop = asyncio.get_running_loop()
+        os.set_blocking(output, False)
+        with suppress(OSError):  # the system allows no larger ones
+            fcntl.fcntl(output, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
+        self._process = process
+        death = os.pidfd_open(process.pid)
+        self._descriptors = [output, death]
+        loop.add_reader(output, self._read_output, output)
+        loop.add_reader(death, self._died, process, death)
+        ours.setblocking(False)
+        await loop.create_unix_connection(lambda: self, sock=ours)
+
+    @property
+    def pids(self) -> list[int]:
+        """Return the process, or nothing before it was started."""
+        return [] if self._process is None else [self._process.pid]
+
+    def send(self, message: ToChild) -> None:
+        """Tell the child."""
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.write(frame_of(message))
+
+    # ---- asyncio.Protocol ----------------------------------------------------
+
+    @override
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Keep what writes."""
+        if isinstance(transport, asyncio.WriteTransport):
+            self._transport = transport
+
+    @override
+    def data_received(self, data: bytes) -> None:
+        """Hand over the messages that are complete."""
+        try:
+            for body in self._frames.feed(data):
+                self._received(from_child.decode(body))
+        except (ProtocolError, msgspec.DecodeError):
+            if self._transport is not None:
+                self._transport.close()
+            self._ended(None)
+
+    @override
+    def connection_lost(self, exc: Exception | None) -> None:
+        """See whether the child has ended, or a function has closed its descriptors."""
+        asyncio.get_running_loop().call_later(_HUNG_UP_S, self._hung_up)
+
+    def _hung_up(self) -> None:
+        if not self._gone.is_set() and not self._ending:
+            self._ended(None)
+
+    # ---- the process ---------------------------------------------------------
+
+    def _read_output(self, descriptor: int) -> None:
+        if not self._output.read(descriptor):
+            asyncio.get_running_loop().remove_reader(descriptor)
+
+    def _died(self, process: "subprocess.Popen[bytes]", descriptor: int) -> None:
+        asyncio.get_running_loop().remove_reader(descriptor)
+        self._gone.set()
+        self._ended(process.wait())
+
+    @property
+    def is_gone(self) -> bool:
+        """Return whether its process has ended."""
+        return self._gone.is_set()
+
+    def measure(self, table: Mapping[int, ProcessRow]) -> Usage:
+        """Return what the child and all that it has started take."""
+        children = children_by_parent(table)
+        reaper = self._reaper(children)
+        if self._process is None:
+            return usage_of((), table)
+        family = descendants(self._process.pid, children)
+        return usage_of((pid for pid in family if pid != reaper), table)
+
+    def remember_loaded(self, table: Mapping[int, ProcessRow]) -> None:
+        """Take what runs now as what the functions need all the time."""
+        children = children_by_parent(table)
+        reaper = self._reaper(children)
+        self._at_load = set(children.get(reaper, ()) if reaper is not None else ())
+
+    def kill_left_behind(self, table: Mapping[int, ProcessRow], *, before_s: float) -> int:
+        """Kill what has left the child's own tree, started before; return how many."""
+        children = children_by_parent(table)
+        reaper = self._reaper(children)
+        if reaper is None:
+            return 0
+        orphans = [
+            pid
+            for pid in children.get(reaper, ())
+            if pid not in self._at_load and table[pid].started_s < before_s
+        ]
+        doomed = [pid for orphan in orphans for pid in (orphan, *descendants(orphan, children))]
+        for pid in doomed:
+            kill(pid)
+        return len(doomed)
+
+    def _reaper(self, children: Mapping[int, list[int]]) -> int | None:
+        """Return the process that gets the orphans of the functions; None if it has ended.
+
+        Never 0, which is the parent of process 1 and so has the whole host below it.
+        """
+        if self._process is None:
+            return None
+        if not self._jailed:
+            return self._process.pid
+        return next(iter(children.get(self._process.pid, ())), None)
+
+    async def end(self, *, in_order: bool = False) -> None:
+        """Kill it with all that it has started; return when nothing is left.
+
+        With ``in_order`` its functions may put away first what they hold; not for long.
+        """
+        self._ending = True
+        process = self._process
+        if process is None:
+            return
+        if in_order and self._transport is not None:
+            self._transport.close()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_PUT_AWAY_S):
+                    await self._gone.wait()
+        table = process_table()
+        # Once it is reaped, its PID may be that of another process.
+        family = () if self.is_gone else descendants(process.pid, children_by_parent(table))
+        started = {pid: table[pid].started_s for pid in family}
+        with suppress(ProcessLookupError):
+            # A keeper kills what it keeps; a jail takes all down with it.
+            process.send_signal(signal.SIGKILL if self._jailed else signal.SIGTERM)
+        try:
+            async with asyncio.timeout(_END_S):
+                await self._gone.wait()
+        except TimeoutError:
+            _log.error("%s does not end", self._name)
+            process.kill()
+        await self._until_gone(started)
+        self._close()
+
+    async def _until_gone(self, started: Mapping[int, float]) -> None:
+        deadline_s = asyncio.get_running_loop().time() + _END_S
+        while True:
+            table = process_table()
+            left = [
+                pid
+                for pid, started_s in started.items()
+                if pid in table and table[pid].started_s == started_s and not table[pid].is_zombie
+            ]
+            if not left:
+                return
+            if asyncio.get_running_loop().time() > deadline_s:
+                _log.error("%s left processes behind: %s", self._name, left)
+                return
+            for pid in left:
+                kill(pid)
+            await asyncio.sleep(_LOOK_S)
+
+    def _close(self) -> None:
+        loop = asyncio.get_running_loop()
+        for descriptor in self._descriptors:
+            loop.remove_reader(descriptor)
+        self._read_rest()
+        for descriptor in self._descriptors:
+            os.close(descriptor)
+        self._descriptors = []
+        if self._transport is not None:
+            self._transport.abort()
+
+    def _read_rest(self) -> None:
+        """Log the last words of a child that has ended."""
+        if self._descriptors:
+            self._output.read(self._descriptors[0])
+        self._output.tell_dropped()
+
+
+def _command(link: int, *, jailed: bool, hide: Sequence[Path]) -> list[str]:
+    command = [sys.executable, "-m", "slipstream.broker.reward_worker.child", "--link", str(link)]
+    if not jailed:
+        return command
+    from slipstream.broker.sandbox.sandbox import jailed as in_namespace
+
+    return in_namespace([*command, "--alone"], hide=hide)

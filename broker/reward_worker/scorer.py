@@ -1,0 +1,188 @@
+"""The loop of whoever scores: leases trajectories, has them scored, sends what came out.
+
+Consumes: scoring leases. Produces: one score per trajectory. Waits for: work, and for free credits.
+A slow scorer holds few trajectories at a time and asks again when it has scored some, so fast ones
+get more.
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Sequence
+from typing import Protocol
+
+from slipstream.broker.client import BrokerClient
+from slipstream.wire.errors import ProtocolError
+from slipstream.wire.messages.broker import (
+    Done,
+    Heartbeat,
+    HeartbeatAnswer,
+    LeaseScoring,
+    ReleaseLease,
+    ScoringItem,
+    ScoringLeased,
+    SubmitScores,
+)
+from slipstream.wire.messages.codec import Frame, decode_transcript
+from slipstream.wire.messages.trajectory import Score, Transcript
+from slipstream.wire.process.phases import WAIT, PhaseClock
+
+_log = logging.getLogger(__name__)
+_POLL_S = 2.0
+_MAX_SCORES = 64  # in one message, which stays small however much a reward has to say
+Work = Sequence[tuple[ScoringItem, Transcript]]
+
+
+class Rewards(Protocol):
+    """What turns answers into scores: slipstream.broker.reward_worker.pool.RewardPool."""
+
+    @property
+    def needs_groups(self) -> bool:
+        """Tell whether it must be given all siblings of a group at once."""
+        ...
+
+    def score(self, work: Work) -> AsyncIterator[Score]:
+        """Yield exactly one score per item that is not given back, as they come."""
+        ...
+
+    def give_back(self, group_id: int) -> Sequence[ScoringItem]:
+        """Forget answers of a group that have not begun; return them."""
+        ...
+
+
+class Scorer:
+    """Keeps ``rewards`` busy with trajectories of the broker."""
+
+    def __init__(
+        self,
+        client: BrokerClient,
+        rewards: Rewards,
+        *,
+        max_credits: int,
+        heartbeat_s: float,
+        poll_s: float = _POLL_S,
+    ) -> None:
+        self._client = client
+        self._rewards = rewards
+        self._max_credits = max_credits
+        self._few = max(1, max_credits // 4)
+        self._heartbeat_s = heartbeat_s
+        self._poll_s = poll_s
+        self._held: dict[int, None] = {}  # leases whose score is not sent yet
+        # No more than are held; with the leases of its siblings that are given back after it.
+        self._scored: asyncio.Queue[tuple[Score, list[int]]] = asyncio.Queue()
+        self._sent = asyncio.Event()
+        self._stop = asyncio.Event()
+        self.clock = PhaseClock()
+        self.counters = dict.fromkeys(("scored", "unavailable", "leases_lost"), 0.0)
+
+    def stop(self) -> None:
+        """Take on nothing more; ``run`` returns when what is held is scored."""
+        self._stop.set()
+
+    async def run(self) -> None:
+        """Work until the broker says that no work will come again, or until told to stop."""
+        async with asyncio.TaskGroup() as group:
+            sides = [
+                group.create_task(self._heartbeats()),
+                group.create_task(self._send_forever()),
+            ]
+            await self._lease_forever(group)
+            while self._held:
+                await self._until_some_are_sent()
+            for side in sides:
+                side.cancel()
+
+    async def _lease_forever(self, group: asyncio.TaskGroup) -> None:
+        stopping = asyncio.create_task(self._stop.wait())
+        try:
+            while not stopping.done():
+                free = self._max_credits - len(self._held)
+                if free < self._few:  # asking for each one apart would cost more than it brings
+                    await self._until_some_are_sent()
+                    continue
+                question = asyncio.create_task(self._ask(free))
+                await asyncio.wait({question, stopping}, return_when=asyncio.FIRST_COMPLETED)
+                if not question.done():
+                    question.cancel()  # what it would still be granted goes back with Goodbye
+                    return
+                leased, frames = question.result()
+                self._take_on(group, leased, frames)
+                if leased.finished:
+                    return
+        finally:
+            stopping.cancel()
+
+    async def _ask(self, free: int) -> tuple[ScoringLeased, list[Frame]]:
+        request = LeaseScoring(
+            credits=free, wait_s=self._poll_s, whole_groups=self._rewards.needs_groups
+        )
+        return await self._client.ask(request, ScoringLeased, extra_wait_s=self._poll_s)
+
+    def _take_on(
+        self, group: asyncio.TaskGroup, leased: ScoringLeased, frames: Sequence[Frame]
+    ) -> None:
+        if not leased.items:
+            return
+        self._held.update(dict.fromkeys(item.lease_id for item in leased.items))
+        self.clock.enter("score")
+        work: list[tuple[ScoringItem, Transcript]] = []
+        for item, frame in zip(leased.items, frames, strict=True):
+            try:
+                work.append((item, decode_transcript(frame)))
+            except ProtocolError as error:
+                self._scored.put_nowait((_unreadable(item, error), []))
+        if work:
+            group.create_task(self._score(work))
+
+    async def _score(self, work: Work) -> None:
+        async for score in self._rewards.score(work):
+            given_back: list[int] = []
+            if score.reward is None:  # its group may be lost: let the broker try that one first
+                given_back = [item.lease_id for item in self._rewards.give_back(score.group_id)]
+            self._scored.put_nowait((score, given_back))
+
+    async def _send_forever(self) -> None:
+        """Send what is scored, and with it what has come up meanwhile."""
+        while True:
+            ready = [await self._scored.get()]
+            while len(ready) < _MAX_SCORES and not self._scored.empty():
+                ready.append(self._scored.get_nowait())
+            scores = [score for score, _ in ready]
+            await self._client.ask(SubmitScores(scores=tuple(scores)), Done)
+            for _, given_back in ready:
+                await self._release(given_back)  # now that the broker knows why
+            for score in scores:
+                self._held.pop(score.lease_id, None)
+                self.counters["scored"] += score.reward is not None
+                self.counters["unavailable"] += score.reward is None
+            if not self._held:
+                self.clock.enter(WAIT)
+            self._sent.set()
+
+    async def _release(self, leases: Sequence[int]) -> None:
+        for lease_id in leases:
+            release = ReleaseLease(lease_id=lease_id, reason="a sibling has no reward yet")
+            await self._client.ask(release, Done)
+            self._held.pop(lease_id, None)
+
+    async def _until_some_are_sent(self) -> None:
+        self._sent.clear()
+        await self._sent.wait()
+
+    async def _heartbeats(self) -> None:
+        while True:
+            await asyncio.sleep(self._heartbeat_s)
+            if self._held:
+                answer, _ = await self._client.ask(
+                    Heartbeat(lease_ids=tuple(self._held)), HeartbeatAnswer
+                )
+                self.counters["leases_lost"] += len(answer.lost)
+
+
+def _unreadable(item: ScoringItem, error: ProtocolError) -> Score:
+    return Score(
+        group_id=item.group_id,
+        sibling=item.sibling,
+        lease_id=item.lease_id,
+        unavailable=f"invalid: {error}"[:500],
+    )

@@ -1,0 +1,589 @@
+"""Runs Python that nobody trusts, and children that can be killed whole.
+
+``run`` starts ``jail.py``, which enters new namespaces, and watches it from outside: wall clock,
+processor time, memory, processes and output. ``jailed`` is for commands that are trusted but may
+leave processes behind.
+"""
+
+import contextlib
+import fcntl
+import functools
+import json
+import math
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from base64 import b64encode
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from types import MappingProxyType
+from typing import Literal, TypeAlias
+
+from slipstream.broker.sandbox.own_time import OwnTime
+from slipstream.wire.errors import ConfigError
+
+Mode: TypeAlias = Literal["namespaces", "none"]
+Status: TypeAlias = Literal["ok", "failed", "timeout", "memory", "processes", "output"]
+_End: TypeAlias = Status | Literal["starved"]
+
+_JAIL = Path(__file__).with_name("jail.py")
+_MIB = 1024 * 1024
+_STACK_BYTES = 8 * _MIB  # of one thread
+_PROBE_S = 300.0  # of a child that ends by itself
+_POLL_S = 0.025
+_START_S = 120.0  # to enter the namespaces on a busy machine, before the clocks of the code start
+_END_S = 60.0
+_READ_BYTES = 65536
+_MOST_LOOKED_AT = 4096
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+_TICK_S = 1 / os.sysconf("SC_CLK_TCK")
+_WANTS_CORE, _WAITS_FOR_DISK = b"R", b"D"
+_AT_MOST = 20  # times own_s: then the machine is too busy
+_DISK_SHARE = 0.5  # of own_s: the run may wait for a disk as long as that besides
+NO_FILES: Mapping[str, bytes] = MappingProxyType({})
+_ENVIRONMENT = {"PATH": "/usr/local/bin:/usr/bin:/bin", "HOME": "/tmp", "LANG": "C.UTF-8"}  # noqa: S108
+_SYSTEM_FOLDERS = ("/usr", "/lib", "/lib64", "/bin")
+_KERNEL_SETTINGS = (
+    "user/max_user_namespaces",
+    "kernel/unprivileged_userns_clone",
+    "kernel/apparmor_restrict_unprivileged_userns",
+)
+
+
+class SandboxUnavailableError(ConfigError):
+    """The sandbox did not start: namespaces are refused here, or the machine is too busy."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """What one run may take, all its processes together."""
+
+    own_s: float = 10.0
+    """Seconds in which it had a core, or wanted none: those in which others had it do not count."""
+    cpu_s: float = 10.0
+    memory_bytes: int = 512 * _MIB
+    max_processes: int = 32
+    """Processes and threads."""
+    max_output_bytes: int = _MIB
+    """Of stdout and stderr together."""
+    max_file_bytes: int = 16 * _MIB
+    """Of one file; all files together may be four times as large."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """How a run ended.
+
+    ``exit_code`` is -N after signal N, and None where we ended the run ourselves.
+    """
+
+    status: Status
+    exit_code: int | None
+    stdout: bytes
+    stderr: bytes
+    own_s: float
+    cpu_s: float
+    peak_bytes: int
+
+    @property
+    def text(self) -> str:
+        """Return stdout as text; what is no UTF-8 is replaced."""
+        return self.stdout.decode(errors="replace")
+
+
+# ---- trusted commands ----------------------------------------------------------
+
+
+def jailed(command: Sequence[str], *, hide: Sequence[Path] = ()) -> list[str]:
+    """Return the argv that runs a trusted command in a PID namespace of its own.
+
+    Files, network, environment, working folder and inherited descriptors stay as they are. Killing
+    the started process kills everything below it at once; with SIGTERM it ends when all of that is
+    gone, with SIGKILL before. Its exit code is that of the command, 128 + N after signal N, and
+    125 if the namespaces could not be entered (reason on stderr).
+
+    Args:
+        command: what to run.
+        hide: files and folders that are covered by empty ones.
+    """
+    spec = {"profile": "pid", "hide": [str(path.absolute()) for path in hide]}
+    return [sys.executable, "-I", "-S", str(_JAIL), json.dumps(spec), *command]
+
+
+@functools.cache
+def pid_namespaces_work() -> bool:
+    """Return whether ``jailed`` commands run here; tried once, in a child."""
+    probe = [sys.executable, "-I", "-S", "-c", "import os; raise SystemExit(os.getppid() != 1)"]
+    try:
+        done = subprocess.run(  # noqa: S603 our own interpreter
+            jailed(probe), stdin=subprocess.DEVNULL, capture_output=True, timeout=_PROBE_S
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+    return done.returncode == 0
+
+
+# ---- code that nobody trusts ---------------------------------------------------
+
+
+def check(mode: Mode) -> None:
+    """Run one line of Python; raise SandboxUnavailableError where that cannot be done."""
+    outcome = run("print(6 * 7)", mode=mode)
+    if outcome.status != "ok" or outcome.stdout != b"42\n":
+        shown = outcome.stderr.decode(errors="replace").strip()[-300:]
+        raise SandboxUnavailableError(
+            f'reward.sandbox = "{mode}" does not run Python: expected 42, got status '
+            f"{outcome.status}, exit code {outcome.exit_code}, {shown or 'no output'}"
+        )
+
+
+def run(
+    source: str,
+    *,
+    stdin: bytes = b"",
+    files: Mapping[str, bytes] = NO_FILES,
+    limits: Limits = Limits(),
+    mode: Mode = "namespaces",
+) -> Outcome:
+    """Run Python source with the base interpreter, without its site-packages; block until it ends.
+
+    The code sees the system's libraries, its own work folder and nothing else: no network, no
+    files of ours, no environment but PATH, HOME and LANG, no descriptors but 0, 1 and 2. Nothing
+    of it is left afterwards.
+
+    Args:
+        source: a module, run as ``__main__`` from a file in the work folder.
+        stdin: what it reads.
+        files: further files in its work folder, which is the current one, by relative path.
+        limits: what it may take; the clocks start when it does.
+        mode: ``none`` gives limits but no protection.
+
+    Raises:
+        SandboxUnavailableError: the namespaces cannot be entered here, or not in time.
+        ValueError: a name in ``files`` leaves the work folder.
+    """
+    everything = {**files, "main.py": source.encode(errors="replace")}
+    for name in everything:
+        parts = PurePosixPath(name).parts
+        if not parts or name.startswith("/") or ".." in parts or "\0" in name:
+            raise ValueError(f"files: expected a path inside the work folder, got {name!r}")
+    with contextlib.ExitStack() as stack:
+        if mode == "namespaces":
+            folder = PurePosixPath("/box")
+            spec = _sandbox_spec(everything, limits)
+        else:
+            folder = PurePosixPath(stack.enter_context(_work_folder(everything)))
+            spec = {"profile": "plain"}
+        spec |= {"parent": os.getpid(), "environment": _ENVIRONMENT}
+        spec |= {"limits": _rlimits(limits, mode)}
+        command = [_interpreter(), "-I", "-B", str(folder / "main.py")]
+        cwd = "/" if mode == "namespaces" else str(folder)
+        return stack.enter_context(_Run(spec, command, cwd, stdin, limits)).watch()
+
+
+class _Run:
+    """One started jail, its descriptors, and what it has taken."""
+
+    def __init__(
+        self, spec: dict[str, object], command: list[str], cwd: str, stdin: bytes, limits: Limits
+    ) -> None:
+        self._limits = limits
+        self._plain = spec["profile"] == "plain"
+        self._report = b""
+        self._output: dict[str, bytearray] = {"stdout": bytearray(), "stderr": bytearray()}
+        self._usage = _Usage()
+        self._own: OwnTime | None = None  # from the start of the code
+        self._start_s = time.monotonic()
+        with contextlib.ExitStack() as stack:
+            report, theirs = os.pipe()
+            self._report_read = stack.enter_context(os.fdopen(report, "rb", buffering=0))
+            with (
+                os.fdopen(theirs, "wb", buffering=0),
+                _sealed("stdin", stdin) as given,
+                _sealed("spec", json.dumps(spec | {"report": theirs}).encode()) as details,
+            ):
+                self._process = subprocess.Popen(  # noqa: S603 our own script
+                    self._argv(details, command),
+                    stdin=given,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                    pass_fds=[details, theirs],
+                    env=_ENVIRONMENT,
+                    cwd=cwd,
+                    start_new_session=True,
+                )
+            self._stack = stack.pop_all()
+
+    @staticmethod
+    def _argv(details: int, command: list[str]) -> list[str]:
+        return [_interpreter(), "-I", "-S", str(_JAIL), json.dumps({"read": details}), *command]
+
+    def __enter__(self) -> "_Run":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """End whatever still runs, and wait until it is gone."""
+        with self._stack, self._process:
+            self._end()
+
+    def watch(self) -> Outcome:
+        """Read and measure until the run ends, or has to be ended."""
+        ended = os.pidfd_open(self._process.pid)
+        with os.fdopen(ended, "rb", buffering=0), selectors.DefaultSelector() as selector:
+            selector.register(ended, selectors.EVENT_READ, "ended")
+            selector.register(self._report_read, selectors.EVENT_READ, "report")
+            for name in self._output:
+                stream = getattr(self._process, name)
+                os.set_blocking(stream.fileno(), False)
+                selector.register(stream, selectors.EVENT_READ, name)
+            status = self._until_the_end(selector)
+        now_s = time.monotonic()
+        self._end()
+        for name in ("report", *self._output):
+            while self._read(name):
+                pass
+        return self._outcome(status, now_s)
+
+    def _until_the_end(self, selector: selectors.BaseSelector) -> _End | None:
+        """Return why the run has to be ended, or None when it ended by itself."""
+        next_look_s = 0.0
+        while True:
+            for key, _ in selector.select(_POLL_S):
+                if key.data == "ended":
+                    return self._too_much_output()
+                if not self._read(key.data):
+                    selector.unregister(key.fileobj)
+            now_s = time.monotonic()
+            if self._own is None and b'"started"' in self._report:
+                disk_s = _DISK_SHARE * self._limits.own_s
+                self._own = OwnTime(now_s, self._usage.cpu_s, disk_s=disk_s)
+            if now_s >= next_look_s:
+                next_look_s = now_s + _POLL_S
+                levels = 1 if self._plain else 2
+                most = self._limits.memory_bytes
+                self._usage.look(self._process.pid, levels=levels, enough_bytes=most)
+                if self._own is not None:
+                    self._own.tick(
+                        now_s,
+                        self._usage.cpu_s,
+                        wants_core=self._usage.wants_core,
+                        waits_for_disk=self._usage.waits_for_disk,
+                    )
+            status = self._too_much_output() or self._over_limit(now_s)
+            if status is not None:
+                return status
+
+    def _read(self, name: str) -> bool:
+        """Read what is there; False at the end, or when nothing is there."""
+        stream = self._report_read if name == "report" else getattr(self._process, name)
+        try:
+            data = os.read(stream.fileno(), _READ_BYTES)
+        except BlockingIOError:
+            return False
+        if name == "report":
+            self._report += data
+        elif self._too_much_output() is None:
+            self._output[name] += data
+        return bool(data)
+
+    def _too_much_output(self) -> Status | None:
+        written = sum(len(output) for output in self._output.values())
+        return "output" if written > self._limits.max_output_bytes else None
+
+    def _over_limit(self, now_s: float) -> _End | None:
+        """Return which limit the run is past."""
+        limits, usage = self._limits, self._usage
+        if self._own is None:
+            return "timeout" if now_s - self._start_s > _START_S + limits.own_s else None
+        if self._own.seconds > limits.own_s or usage.cpu_s > limits.cpu_s:
+            return "timeout"
+        if now_s - self._own.began_s > _AT_MOST * limits.own_s:
+            return "starved"
+        if usage.num_tasks > limits.max_processes:
+            return "processes"
+        return "memory" if usage.memory_bytes > limits.memory_bytes else None
+
+    def _end(self) -> None:
+        """Kill the whole run and reap it."""
+        if self._process.returncode is not None:
+            return
+        if self._plain:
+            self._process.terminate()  # it kills what is below it
+        elif not self._kill_init():
+            self._process.kill()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(_END_S)
+        if self._process.poll() is None:
+            self._process.kill()
+            self._process.wait(_END_S)
+
+    def _kill_init(self) -> bool:
+        """Kill process 1 of the namespace: the jail ends when the kernel has killed all of it."""
+        for pid in _children_of(self._process.pid):
+            with contextlib.suppress(OSError):
+                init = os.pidfd_open(pid)
+                try:
+                    if pid in _children_of(self._process.pid):  # and no other process by now
+                        signal.pidfd_send_signal(init, signal.SIGKILL)
+                        return True
+                finally:
+                    os.close(init)
+        return False
+
+    def _outcome(self, status: _End | None, now_s: float) -> Outcome:
+        """Put together what was seen; raise SandboxUnavailableError if the code never started."""
+        said: dict[str, object] = {}
+        for line in self._report.splitlines():
+            said |= json.loads(line)
+        stderr = bytes(self._output["stderr"])
+        shown = str(said.get("error", stderr.decode(errors="replace")[-300:]))
+        if status == "timeout" and "started" not in said and "error" not in said:
+            waited_s = _START_S + self._limits.own_s
+            raise SandboxUnavailableError(
+                f"the sandbox did not start within {waited_s:g} s: {shown.strip() or 'no output'}"
+            )
+        if "error" in said or "started" not in said:
+            raise SandboxUnavailableError(_why_not(shown))
+        own = self._own or OwnTime(now_s, 0.0, disk_s=0.0)
+        if status == "starved":
+            raise SandboxUnavailableError(
+                f"the machine is too busy: in {now_s - own.began_s:.0f} s the run had "
+                f"{own.seconds:.1f} of {self._limits.own_s:g} s for itself"
+            )
+        exit_code = said.get("exit")
+        code = exit_code if isinstance(exit_code, int) and status is None else None
+        if status is None:
+            status = _status_of(code, stderr)
+        limit = self._limits.max_output_bytes
+        return Outcome(
+            status=status,
+            exit_code=code,
+            stdout=bytes(self._output["stdout"][:limit]),
+            stderr=stderr[:limit],
+            own_s=own.seconds,
+            cpu_s=max(self._usage.cpu_s, _number(said.get("cpu_s"))),
+            peak_bytes=max(self._usage.peak_bytes, int(_number(said.get("peak_bytes")))),
+        )
+
+
+def _number(value: object) -> float:
+    return value if isinstance(value, int | float) else 0.0
+
+
+def _status_of(code: int | None, stderr: bytes) -> Status:
+    """Name how a run ended that we did not end."""
+    if code == 0:
+        return "ok"
+    if code == -signal.SIGXCPU:
+        return "timeout"
+    last = stderr.rstrip().rpartition(b"\n")[2]
+    return "memory" if last.startswith(b"MemoryError") else "failed"
+
+
+def _why_not(reason: str) -> str:
+    """Say what the kernel said, and what it is set to."""
+    shown = []
+    for name in _KERNEL_SETTINGS:
+        with contextlib.suppress(OSError):
+            value = (Path("/proc/sys") / name).read_text().strip()
+            shown.append(f"{name.replace('/', '.')} = {value}")
+    return (
+        f'reward.sandbox = "namespaces" needs new namespaces, which this machine refuses: '
+        f"{reason.strip() or 'no reason given'} ({', '.join(shown) or 'no settings of it found'}). "
+        'Allow them, or, for tests alone, set reward.sandbox = "none"'
+    )
+
+
+# ---- what the jail is told -----------------------------------------------------
+
+
+def _sandbox_spec(files: Mapping[str, bytes], limits: Limits) -> dict[str, object]:
+    """Return the parts of the specification that concern the file system."""
+    prefix = str(Path(sys.base_prefix).resolve())
+    inside = any(prefix == folder or prefix.startswith(folder + "/") for folder in ("/usr", "/lib"))
+    return {
+        "profile": "sandbox",
+        "visible": [*_SYSTEM_FOLDERS, *([] if inside else [prefix])],
+        "files": {name: b64encode(content).decode() for name, content in files.items()},
+        "disk_bytes": 4 * limits.max_file_bytes + sum(map(len, files.values())) + _MIB,
+    }
+
+
+@functools.cache
+def _interpreter() -> str:
+    """Return the real file of the interpreter that our environment was made with."""
+    name = f"python{sys.version_info.major}.{sys.version_info.minor}"
+    base = Path(sys.base_prefix).resolve() / "bin" / name
+    return str(base.resolve() if base.exists() else Path(sys.executable).resolve())
+
+
+def _rlimits(limits: Limits, mode: Mode) -> dict[str, int]:
+    """Return limits of a process, by their names in ``resource``.
+
+    Memory and processes are looser than the limits of the run: those are measured, and a run that
+    is past them is ended and called so. These stop what is faster than we look.
+    """
+    rlimits = {
+        "DATA": 2 * limits.memory_bytes + limits.max_processes * _STACK_BYTES,
+        "AS": 4 * limits.memory_bytes + 1024 * _MIB,  # threads reserve a lot that they never touch
+        "CPU": math.ceil(limits.cpu_s) + 1,
+        "FSIZE": limits.max_file_bytes,
+        "NOFILE": 128,
+        "CORE": 1,  # a program that cores are piped to takes 0 for no limit
+        "STACK": _STACK_BYTES,
+        "MEMLOCK": 0,
+        "MSGQUEUE": 0,
+    }
+    if mode == "namespaces":
+        rlimits["NPROC"] = 2 * limits.max_processes + 8
+    return rlimits
+
+
+@contextlib.contextmanager
+def _sealed(name: str, content: bytes) -> Iterator[int]:
+    """Yield a descriptor to read content from that nobody can change."""
+    descriptor = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    with os.fdopen(descriptor, "wb", buffering=0) as file:
+        view = memoryview(content)
+        while view:
+            view = view[file.write(view) :]
+        file.seek(0)
+        seals = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)
+        yield descriptor
+
+
+@contextlib.contextmanager
+def _work_folder(files: Mapping[str, bytes]) -> Iterator[str]:
+    """Yield a folder with files in it, for a run without namespaces."""
+    with tempfile.TemporaryDirectory(
+        prefix="slipstream-code-", ignore_cleanup_errors=True
+    ) as folder:
+        for name, content in files.items():
+            path = Path(folder, name)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(content)
+        yield folder
+
+
+# ---- what a run takes ----------------------------------------------------------
+
+
+@dataclass
+class _Usage:
+    """What all processes of a run hold now, and held at most."""
+
+    num_tasks: int = 0
+    cpu_s: float = 0.0
+    memory_bytes: int = 0
+    peak_bytes: int = 0
+    wants_core: bool = False  # a thread of it runs, or waits for a core
+    waits_for_disk: bool = False  # or seems to, see ``OwnTime``
+
+    def look(self, root: int, *, levels: int, enough_bytes: int) -> None:
+        """Measure the tree under a process.
+
+        Args:
+            root: the jail.
+            levels: 1 if the code's first process is its child, 2 if it is its grandchild.
+            enough_bytes: more than that is measured again, slowly and exactly.
+        """
+        above, pids = _tree(root, levels)
+        tasks, memory, cpu_s = 0, 0, 0.0
+        states: set[bytes] = set()
+        for pid in (*above, *pids):
+            with contextlib.suppress(OSError, ValueError, IndexError):
+                parts = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+                cpu_s += sum(map(int, parts[13:15])) * _TICK_S  # of children that are gone
+                if pid in pids:
+                    cpu_s += sum(map(int, parts[11:13])) * _TICK_S
+                    tasks += int(parts[17])
+                    memory += int(parts[21]) * _PAGE_BYTES
+                    states |= _states(pid, parts)
+        if memory > enough_bytes:
+            memory = sum(map(_proportional_bytes, pids))  # pages that they share counted once
+        self.num_tasks, self.memory_bytes = tasks, memory
+        self.wants_core, self.waits_for_disk = _WANTS_CORE in states, _WAITS_FOR_DISK in states
+        self.cpu_s, self.peak_bytes = max(self.cpu_s, cpu_s), max(self.peak_bytes, memory)
+
+
+def _states(pid: int, parts: Sequence[bytes]) -> set[bytes]:
+    """Return the states of a process's threads; where one wants a core, perhaps of it alone.
+
+    Args:
+        pid: of the process.
+        parts: of its line in /proc, from the state of its first thread on.
+    """
+    states = {parts[0]}
+    if parts[0] == _WANTS_CORE or int(parts[17]) == 1:
+        return states
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        with contextlib.suppress(OSError, IndexError):  # it has ended
+            states.add((task / "stat").read_bytes().rpartition(b")")[2].split()[0])
+    return states
+
+
+def _proportional_bytes(pid: int) -> int:
+    """Return the memory of a process, a page that n processes share counted as 1/n."""
+    try:
+        lines = Path(f"/proc/{pid}/smaps_rollup").read_bytes().splitlines()
+    except (FileNotFoundError, ProcessLookupError):
+        return 0  # it has ended
+    except OSError:  # not for our eyes
+        with contextlib.suppress(OSError):
+            return int(Path(f"/proc/{pid}/statm").read_bytes().split()[1]) * _PAGE_BYTES
+        return 0
+    return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith(b"Pss:"))
+
+
+def _tree(root: int, levels: int) -> tuple[list[int], list[int]]:
+    """Return the processes of a jail: its own on the upper levels, and those of the code."""
+    children = _children_by_task if _tasks_list_children() else _children_by_scan()
+    above, level = [], [root]
+    for _ in range(levels):
+        above += level
+        level = [child for pid in level for child in children(pid)]
+    found = level
+    seen = set(above)
+    for pid in found:
+        if pid not in seen and len(seen) < _MOST_LOOKED_AT:
+            seen.add(pid)
+            found += children(pid)
+    return above, list(dict.fromkeys(found))
+
+
+def _children_of(pid: int) -> list[int]:
+    """Return the children of one process."""
+    return _children_by_task(pid) if _tasks_list_children() else _children_by_scan()(pid)
+
+
+@functools.cache
+def _tasks_list_children() -> bool:
+    """Return whether the kernel lists children (CONFIG_PROC_CHILDREN)."""
+    return Path("/proc/thread-self/children").exists()
+
+
+def _children_by_task(pid: int) -> list[int]:
+    """Return the children of all threads of a process."""
+    children: list[int] = []
+    with contextlib.suppress(OSError):
+        for task in os.listdir(f"/proc/{pid}/task"):  # noqa: PTH208 many times a second
+            with contextlib.suppress(OSError):
+                listed = Path(f"/proc/{pid}/task/{task}/children").read_bytes()
+                children += map(int, listed.split())
+    return children
+
+
+def _children_by_scan() -> Callable[[int], list[int]]:
+    """Look at all processes of the machine; return who the children of one are."""
+    children: dict[int, list[int]] = {}
+    for name in filter(str.isdigit, os.listdir("/proc")):  # noqa: PTH208
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            stat = Path(f"/proc/{name}/stat").read_bytes().rpartition(b")")[2].split()
+            children.setdefault(int(stat[1]), []).append(int(name))
+    return lambda pid: children.get(pid, [])

@@ -1,0 +1,4 @@
+"""The broker's process: sockets, sessions, permissions, and the loop that answers requests.
+
+Decides through ledger, makes durable through store. Imported by the broker's service alone.
+"""

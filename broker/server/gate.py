@@ -1,0 +1,188 @@
+"""How many may be connected to a socket of ours at a time; whoever comes later waits outside.
+
+libzmq has no such limit: it takes connections until the process has no descriptor left, which on a
+Unix socket ends the process. So a thread counts them, as libzmq tells of them, and shuts a gate in
+front of the listening socket: those that are in stay, those that come try again by themselves.
+"""
+
+import ctypes
+import logging
+import os
+import socket
+import struct
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Protocol
+
+import zmq
+from typing_extensions import override
+from zmq.utils.monitor import parse_monitor_message
+
+from slipstream.wire.errors import ConfigError
+
+_log = logging.getLogger(__name__)
+_EVENTS = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_MONITOR_STOPPED
+_SO_ATTACH_FILTER, _SO_DETACH_FILTER = 26, 27  # asm-generic/socket.h
+_BACKLOG = 128  # that are let in after the gate was shut, at most
+_MOST_LINES = 10  # of one broker: who connects again and again must not fill the disk
+_OPEN_AGAIN = 0.9  # of the limit, so that it does not open and shut for every single one
+
+
+class Gate(Protocol):
+    """In front of a listening socket. May be used from any thread."""
+
+    def shut(self) -> None:
+        """Let nobody in any more; who is in stays."""
+        ...
+
+    def open(self) -> None:
+        """Let people in again."""
+        ...
+
+
+class TcpGate(Gate):
+    """Has the kernel drop what asks to connect, so that it asks again a little later."""
+
+    def __init__(self, listening: socket.socket) -> None:
+        """Stand before a socket that listens, which may be handed to libzmq."""
+        self._socket = socket.socket(fileno=os.dup(listening.fileno()))
+        self._drop_all = ctypes.create_string_buffer(struct.pack("HxxI", 0x06, 0))  # ret 0
+
+    @override
+    def shut(self) -> None:
+        program = struct.pack("HL", 1, ctypes.addressof(self._drop_all))
+        self._socket.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, program)
+
+    @override
+    def open(self) -> None:
+        with suppress(OSError):  # nothing is attached
+            self._socket.setsockopt(socket.SOL_SOCKET, _SO_DETACH_FILTER, 0)
+
+    def close(self) -> None:
+        """Let go of the socket."""
+        self._socket.close()
+
+
+class UnixGate(Gate):
+    """Takes the socket's name away for a while."""
+
+    def __init__(self, path: Path) -> None:
+        """Stand before a socket that listens at a path."""
+        self._path = path
+        self._aside = path.with_name(f"{path.name}.full")
+
+    @override
+    def shut(self) -> None:
+        with suppress(FileNotFoundError):
+            self._path.rename(self._aside)
+
+    @override
+    def open(self) -> None:
+        with suppress(FileNotFoundError):
+            self._aside.rename(self._path)
+
+    def close(self) -> None:
+        """Leave no name behind."""
+        self._aside.unlink(missing_ok=True)
+
+
+def listening_socket(endpoint: str) -> socket.socket:
+    """Return a TCP socket that listens at tcp://ADDRESS:PORT.
+
+    Raises:
+        ConfigError: it cannot, or that is no address.
+    """
+    host, colon, port = endpoint.removeprefix("tcp://").rpartition(":")
+    try:
+        number = 0 if port == "*" else int(port)
+        if not colon or not 0 <= number < 1 << 16:
+            raise ValueError(f"{port} is no port")  # noqa: TRY301
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        address = ("" if host == "*" else host.strip("[]"), number)
+        return socket.create_server(address, family=family, backlog=_BACKLOG)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot listen at {endpoint} (broker.listen): {error}") from error
+
+
+class ConnectionCount:
+    """Counts the connections of a socket in a thread of its own, and shuts its gate at a limit."""
+
+    def __init__(
+        self,
+        watched: "zmq.Socket[bytes]",
+        gate: Gate,
+        limit: int,
+        *,
+        where: str,
+        setting: str,
+        log: Callable[..., None] = _log.warning,
+    ) -> None:
+        """Begin to count; before the socket is bound.
+
+        Args:
+            watched: the socket.
+            gate: in front of it.
+            limit: connections at a time.
+            where: it listens, for the log.
+            setting: that sets the limit, for the log.
+            log: takes a line of a log.
+        """
+        self._watched = watched
+        self._gate = gate
+        self._limit = limit
+        self._where = where
+        self._setting = setting
+        self._log = log
+        self.is_shut = False
+        self._said = 0
+        self.num_connections = 0
+        self._monitor = watched.get_monitor_socket(_EVENTS)
+        self._thread = threading.Thread(target=self._count, name="connections", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread; before the socket is closed."""
+        self._watched.disable_monitor()
+        self._thread.join()
+
+    def _count(self) -> None:
+        try:
+            while True:
+                event = parse_monitor_message(self._monitor.recv_multipart())["event"]
+                if event == zmq.EVENT_MONITOR_STOPPED:
+                    return
+                self.num_connections += 1 if event == zmq.EVENT_ACCEPTED else -1
+                self._look()
+        finally:
+            self._monitor.close(0)
+
+    def _look(self) -> None:
+        """Shut or open the gate if it is time; the thread must not end before its socket is closed.
+
+        libzmq would wait for ever to tell of the next connection.
+        """
+        try:
+            self._shut_or_open()
+        except OSError as error:
+            self._say("connections to %s cannot be limited: %s", self._where, error)
+
+    def _shut_or_open(self) -> None:
+        if not self.is_shut and self.num_connections >= self._limit:
+            self._gate.shut()
+            self.is_shut = True
+            self._say(
+                "there are %d connections to %s: further ones wait (%s)",
+                self._limit,
+                self._where,
+                self._setting,
+            )
+        elif self.is_shut and self.num_connections < self._limit * _OPEN_AGAIN:
+            self.is_shut = False
+            self._gate.open()
+
+    def _say(self, line: str, *words: object) -> None:
+        if self._said < _MOST_LINES:
+            self._said += 1
+            self._log(line, *words)

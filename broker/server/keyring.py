@@ -1,0 +1,187 @@
+"""The keys that a broker knows: makes, lists and revokes them. One folder, one file per key.
+
+keys/broker.key             the broker's own, 0600
+keys/clients/NAME.key       what is carried to a client's host, 0600
+keys/authorized/NAME.toml   public half, name and role: who may connect
+keys/revoked/NAME.toml      who may no longer
+"""
+
+import logging
+import os
+import re
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import get_args
+
+import msgspec
+import zmq
+from typing_extensions import override
+
+from slipstream.wire.errors import ConfigError
+from slipstream.wire.files.keys import ClientKey, read_private, write_client_key, write_private
+from slipstream.wire.messages.broker import Role
+
+_log = logging.getLogger(__name__)
+_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,60}")
+
+
+class Holder(msgspec.Struct, frozen=True, kw_only=True):
+    """Who a key was made for."""
+
+    name: str
+    role: Role
+    public: str
+    discard: bool = False  # it was revoked, and what came with it is not to be trained
+
+
+@dataclass(frozen=True, slots=True)
+class BrokerKey:
+    """The key pair that the broker proves itself with."""
+
+    public: bytes
+    secret: bytes
+
+    @override
+    def __repr__(self) -> str:
+        """Return it without its secret."""
+        return f"BrokerKey({self.public!r})"
+
+
+class KeyRing:
+    """The keys in a folder. ``refresh`` notices keys that were made or revoked meanwhile."""
+
+    def __init__(self, folder: Path) -> None:
+        """Read the keys that are there."""
+        self.folder = folder
+        self._by_public: dict[str, Holder] = {}
+        self._seen: list[tuple[str, int, int]] | None = None
+        self.discarded: frozenset[str] = frozenset()  # keys that were revoked with --discard
+        self.refresh()
+
+    def holder(self, public: str) -> Holder | None:
+        """Return who a public key was made for; None if nobody, or no longer."""
+        return self._by_public.get(public)
+
+    @property
+    def holders(self) -> list[Holder]:
+        """Return who may connect."""
+        return list(self._by_public.values())
+
+    def callback(self, _domain: str, key: bytes) -> bool:
+        """Tell whether a connection that proved this key (in Z85) may begin; for zmq.auth."""
+        return key.decode() in self._by_public
+
+    def refresh(self) -> list[Holder]:
+        """Read the folder again if it has changed; return whose keys were revoked.
+
+        Raises:
+            OSError: the folder cannot be read; the keys known so far stay.
+        """
+        seen = _listing(self.folder / "authorized")
+        if seen == self._seen:
+            return []
+        now = {holder.public: holder for holder in holders(self.folder)}
+        gone = {holder.name for holder in holders(self.folder, "revoked") if holder.discard}
+        self.discarded = frozenset(gone - {holder.name for holder in now.values()})
+        before, self._by_public, self._seen = self._by_public, now, seen
+        return [holder for public, holder in before.items() if public not in now]
+
+
+def _listing(folder: Path) -> list[tuple[str, int, int]]:
+    """Return what tells whether any file was made, replaced or removed."""
+    if not folder.is_dir():
+        return []
+    with os.scandir(folder) as entries:
+        stats = [(entry.name, entry.stat()) for entry in entries]
+    return sorted((name, stat.st_mtime_ns, stat.st_ino) for name, stat in stats)
+
+
+def broker_key(folder: Path) -> BrokerKey:
+    """Return the broker's own key, which is made the first time.
+
+    Raises:
+        ConfigError: its file can be read by others, or is no key.
+    """
+    path = folder / "broker.key"
+    if not path.exists():
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        public, secret = zmq.curve_keypair()
+        own = folder / f".broker-{os.getpid()}.key"
+        write_private(own, f"{public.decode()}\n{secret.decode()}\n")
+        with suppress(FileExistsError):  # another process was quicker: its key it is
+            path.hardlink_to(own)
+        own.unlink()
+    words = read_private(path, "broker.keys").split()
+    if [len(word) for word in words] != [40, 40]:
+        raise ConfigError(f"{path} is no key of a broker: remove it to have another made")
+    return BrokerKey(words[0].encode(), words[1].encode())
+
+
+def make_client_key(folder: Path, name: str, role: Role) -> Path:
+    """Make a key and authorize it; return the file to carry to the client's host.
+
+    Raises:
+        ConfigError: there is a key of that name, or the name is none for a file.
+    """
+    if not _NAME.fullmatch(name):
+        raise ConfigError(
+            f"{name!r} cannot be the name of a key: take the name of its host, of letters, digits, "
+            "dots, dashes and underscores"
+        )
+    if role not in get_args(Role):
+        raise ConfigError(f"role {role!r} is none of {', '.join(get_args(Role))}")
+    known = folder / "authorized" / f"{name}.toml"
+    if known.exists():
+        raise ConfigError(f"there is a key {name} already; revoke it first, or take another name")
+    public, secret = (half.decode() for half in zmq.curve_keypair())
+    own = broker_key(folder)
+    for place in ("authorized", "clients"):
+        (folder / place).mkdir(exist_ok=True, mode=0o700)
+    carried = folder / "clients" / f"{name}.key"
+    broker = own.public.decode()
+    write_client_key(
+        carried, ClientKey(name=name, role=role, public=public, secret=secret, broker=broker)
+    )
+    write_private(known, f'name = "{name}"\nrole = "{role}"\npublic = "{public}"\n')
+    return carried
+
+
+def revoke(folder: Path, name: str, *, discard: bool = False) -> None:
+    """Take a key's rights away; a broker that runs notices within a second.
+
+    Args:
+        folder: of the keys.
+        name: of the key.
+        discard: what was answered with it and is not trained yet is dropped, too.
+
+    Raises:
+        ConfigError: there is no such key, or it is for another role than generator and ``discard``.
+    """
+    known = folder / "authorized" / f"{name}.toml"
+    if not known.exists():
+        raise ConfigError(f"there is no key {name} in {folder}")
+    found = {holder.name: holder.role for holder in holders(folder)}
+    if discard and found.get(name) != "generator":
+        raise ConfigError(
+            f"--discard drops answers, and {name} is the key of a {found.get(name, 'file')}; "
+            "revoke it without"
+        )
+    (folder / "revoked").mkdir(exist_ok=True, mode=0o700)
+    if discard:
+        write_private(known, known.read_text() + "discard = true\n")
+    known.replace(folder / "revoked" / known.name)
+    (folder / "clients" / f"{name}.key").unlink(missing_ok=True)
+
+
+def holders(folder: Path, place: str = "authorized") -> list[Holder]:
+    """Return who has a key, by name. What is no key is left out, and said in the log."""
+    found = []
+    for path in sorted((folder / place).glob("*.toml")):
+        try:
+            found.append(msgspec.toml.decode(path.read_bytes(), type=Holder))
+        except FileNotFoundError:
+            continue  # revoked at this moment
+        except (msgspec.DecodeError, ValueError) as error:
+            _log.warning("%s is no key, nobody gets in with it: %s", path, error)
+    return found

@@ -1,0 +1,66 @@
+"""How much one connection may ask: requests at a time, and their size. Pure."""
+
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from slipstream.wire.messages.broker import Role
+
+P = TypeVar("P")
+MAX_FRAMES = 8  # of one message, the request id, the session and the body among them
+_MAX_STRANGERS = 4_096  # clients that are remembered; the quietest is forgotten first
+_SMALL_BYTES = 16 * 1024 * 1024
+_TINY_BYTES = 64 * 1024
+_BODY_BYTES = 1024 * 1024
+
+
+@dataclass(slots=True)
+class _Bucket:
+    tokens: float
+    since_s: float
+
+
+class RateLimit(Generic[P]):
+    """A token bucket per client: ``per_s`` requests in the long run, twice that at once."""
+
+    def __init__(self, per_s: float) -> None:
+        self._per_s = per_s
+        self._most = 2 * per_s
+        self._buckets: OrderedDict[P, _Bucket] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._buckets)
+
+    def takes(self, peer: P, now_s: float) -> bool:
+        """Tell whether one more request is within the limit, and count it."""
+        bucket = self._buckets.get(peer)
+        if bucket is None:
+            if len(self._buckets) >= _MAX_STRANGERS:
+                self._buckets.popitem(last=False)
+            bucket = self._buckets[peer] = _Bucket(self._most, now_s)
+        else:
+            self._buckets.move_to_end(peer)
+        gained = (now_s - bucket.since_s) * self._per_s
+        bucket.tokens = min(self._most, bucket.tokens + gained)
+        bucket.since_s = now_s
+        if bucket.tokens < 1:
+            return False
+        bucket.tokens -= 1
+        return True
+
+
+def max_bytes(role: Role | None, max_message_bytes: int) -> int:
+    """Return how large a message of this role may be; None is who has not said hello."""
+    match role:
+        case "generator":
+            return max_message_bytes
+        case "learner" | "relay" | "reward_worker":
+            return min(_SMALL_BYTES, max_message_bytes)
+        case _:
+            return min(_TINY_BYTES, max_message_bytes)
+
+
+def max_body_bytes(role: Role | None, max_message_bytes: int) -> int:
+    """Return how large the body may be: it is kept in memory, what is attached in the store."""
+    limit = max_bytes(role, max_message_bytes)
+    return min(_BODY_BYTES, limit) if role == "generator" else limit

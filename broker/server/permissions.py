@@ -1,0 +1,86 @@
+"""Who may say what: the roles that each kind of message is taken from."""
+
+from slipstream.wire.messages.broker import (
+    DropDeadLetters,
+    FetchPayloads,
+    FindRelay,
+    GetDeadLetters,
+    GetLedger,
+    GetLedgerSnapshot,
+    GetStatus,
+    Goodbye,
+    Heartbeat,
+    Hello,
+    LeaseGroups,
+    LeaseScoring,
+    PublishReport,
+    RejectBatch,
+    RejectPrompt,
+    RelayReport,
+    ReleaseLease,
+    Request,
+    RequestBatch,
+    RetryDeadLetters,
+    Role,
+    RoleReport,
+    SealSteps,
+    StepCommit,
+    SubmitScores,
+    SubmitTrajectory,
+    TakeOver,
+)
+
+_WORKERS: frozenset[Role] = frozenset({"generator", "learner", "reward_worker"})
+_READERS: frozenset[Role] = frozenset({"observer", "operator"})
+_GENERATOR: frozenset[Role] = frozenset({"generator"})
+_LEARNER: frozenset[Role] = frozenset({"learner"})
+_RELAY: frozenset[Role] = frozenset({"relay"})
+_SCORERS: frozenset[Role] = frozenset({"reward_worker", "generator"})
+_OPERATOR: frozenset[Role] = frozenset({"operator"})
+
+ALLOWED: dict[type[Request], frozenset[Role]] = {
+    Hello: _WORKERS | _READERS | _RELAY,
+    Goodbye: _WORKERS,
+    RoleReport: _WORKERS | _RELAY,
+    GetStatus: _WORKERS | _READERS,
+    GetLedger: _WORKERS | _READERS,
+    GetDeadLetters: _READERS,
+    RetryDeadLetters: _OPERATOR,
+    DropDeadLetters: _OPERATOR,
+    LeaseGroups: _GENERATOR,
+    SubmitTrajectory: _GENERATOR,
+    ReleaseLease: _SCORERS,
+    RejectPrompt: _GENERATOR,
+    Heartbeat: _SCORERS,
+    LeaseScoring: _SCORERS,
+    SubmitScores: _SCORERS,
+    TakeOver: _LEARNER,
+    RequestBatch: _LEARNER,
+    FetchPayloads: _LEARNER,
+    RejectBatch: _LEARNER,
+    StepCommit: _LEARNER,
+    SealSteps: _LEARNER,
+    GetLedgerSnapshot: _LEARNER,
+    PublishReport: _RELAY,
+    RelayReport: _RELAY,
+    FindRelay: _GENERATOR,
+}
+
+
+def may_say(role: Role, request: Request, *, scores_inline: bool = True) -> bool:
+    """Tell whether a request is taken from this role.
+
+    Args:
+        role: of the client.
+        request: what it asks.
+        scores_inline: generators may score (reward.inline).
+    """
+    if role == "generator" and not scores_inline and _is_scoring(request):
+        return False
+    return role in ALLOWED[type(request)]
+
+
+def _is_scoring(request: Request) -> bool:
+    if isinstance(request, SubmitTrajectory):
+        return request.score is not None
+    return isinstance(request, LeaseScoring | SubmitScores)

@@ -1,0 +1,204 @@
+"""A ROUTER socket on the event loop: what has arrived is handed over at once, many to a wake-up."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import NamedTuple
+
+import zmq
+
+from slipstream.broker.server.gate import ConnectionCount, Gate, TcpGate, UnixGate, listening_socket
+from slipstream.wire.messages.codec import Frame
+from slipstream.wire.messages.pieces import PIECE_BYTES
+
+_BURST = 64  # messages handed over before other work gets its turn
+_SEND_LIMIT = 4_000  # answers that wait for one peer; it asked for every one of them
+_NOW = int(zmq.NOBLOCK)  # plain numbers: joining flags of an enum costs more than a small send
+_NOW_AND_MORE = int(zmq.NOBLOCK | zmq.SNDMORE)
+_LARGE_BYTES = 8 * 1024
+_HANDSHAKE_MS = 5_000  # whoever has connected has so long to prove its key
+_HEARTBEAT_MS = 10_000
+_GONE_AFTER_MS = 60_000  # whose connection says nothing for so long has gone
+_BACKLOG = 128  # connections that wait to be taken
+_ANSWER_TO_NOTHING = (b"", b"")  # a request id that nobody uses, and no body
+_ENVELOPE_BYTES = 256  # more than CURVE adds to a piece
+
+
+class Peer(NamedTuple):
+    """One connection. ``key`` is the public key that it proved; empty on a Unix socket."""
+
+    router: "Router"
+    routing_id: bytes
+    key: str = ""
+
+    def send(self, frames: Sequence[Frame]) -> bool:
+        """Send one message; False if nobody is there or reads it."""
+        return self.router.send([self.routing_id, *frames])
+
+    def is_there(self) -> bool:
+        """Tell whether the connection stands: an answer to no request can be sent."""
+        return self.send(_ANSWER_TO_NOTHING)
+
+
+OnMessage = Callable[[Peer, Sequence[zmq.Frame]], None]
+
+
+class Router:
+    """Receives and sends without waiting. Use it from one event loop.
+
+    The socket's file descriptor tells of changes only (it is edge-triggered), so whoever has
+    received or sent looks again.
+    """
+
+    def __init__(
+        self,
+        context: "zmq.Context[zmq.Socket[bytes]]",
+        endpoint: str,
+        *,
+        on_message: OnMessage,
+        secret_key: bytes = b"",
+        max_connections: int = 1 << 20,
+        setting: str = "",
+    ) -> None:
+        """Bind a socket.
+
+        Args:
+            context: of the process.
+            endpoint: where clients connect.
+            on_message: is given each message without its routing id.
+            secret_key: of the broker; if given, connections have to prove a key of their own.
+            max_connections: at a time; further ones wait.
+            setting: that says so.
+
+        Raises:
+            ConfigError: a TCP address cannot be listened at.
+        """
+        self._on_message = on_message
+        self._is_secure = bool(secret_key)
+        self._loop = asyncio.get_running_loop()
+        self._look_again: asyncio.Handle | None = None
+        self._is_paused = False
+        self._socket = context.socket(zmq.ROUTER)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, PIECE_BYTES + _ENVELOPE_BYTES)  # without a key, too
+        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # an answer to nobody is an error
+        self._socket.setsockopt(zmq.SNDHWM, _SEND_LIMIT)
+        self._socket.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
+        self._socket.setsockopt(zmq.BACKLOG, _BACKLOG)
+        if secret_key:
+            self._socket.curve_secretkey = secret_key
+            self._socket.curve_server = True
+            self._socket.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)  # a host may just vanish
+            self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, _GONE_AFTER_MS)
+            self._socket.zap_domain = b"slipstream"
+        self.connections: ConnectionCount | None = None  # none are counted within a process
+        self._cleanup = ExitStack()
+        self._cleanup.callback(self._socket.close)
+        with ExitStack() as undo:
+            undo.push(self._cleanup)
+            endpoint, gate = self._gate_of(endpoint)
+            if gate is not None:
+                self.connections = ConnectionCount(
+                    self._socket, gate, max_connections, where=endpoint, setting=setting
+                )
+                self._cleanup.callback(self.connections.stop)
+            self._socket.bind(endpoint)
+            undo.pop_all()
+        self.endpoint = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        self._fd = int(self._socket.getsockopt(zmq.FD))
+        self._loop.add_reader(self._fd, self._receive)
+        self._look()
+
+    def send(self, frames: Sequence[Frame]) -> bool:
+        """Send one message; False if its peer is gone or reads nothing."""
+        last = len(frames) - 1
+        try:
+            for i, frame in enumerate(frames):
+                self._send_part(frame, _NOW if i == last else _NOW_AND_MORE)
+        except zmq.ZMQError as error:
+            if error.errno in {zmq.EHOSTUNREACH, zmq.EAGAIN}:
+                return False
+            raise
+        finally:
+            self._look()
+        return True
+
+    def _send_part(self, frame: Frame, flags: int) -> None:
+        if len(frame) < _LARGE_BYTES:
+            self._socket.send(frame, flags)
+        elif isinstance(frame, memoryview) and _is_whole(frame.obj, len(frame)):
+            self._socket.send(frame.obj, flags, copy=False)  # shared, not copied
+        else:
+            self._socket.send(frame, flags, copy=False)
+
+    @property
+    def is_paused(self) -> bool:
+        """Tell whether nothing is received."""
+        return self._is_paused
+
+    def pause(self) -> None:
+        """Receive nothing more: what peers send waits with them."""
+        if not self._is_paused:
+            self._is_paused = True
+            self._loop.remove_reader(self._fd)  # what arrives would wake the loop all the time
+
+    def resume(self) -> None:
+        """Receive again."""
+        if self._is_paused:
+            self._is_paused = False
+            self._loop.add_reader(self._fd, self._receive)
+            self._look()
+
+    def close(self) -> None:
+        """Let go of the socket."""
+        self._is_paused = True
+        self._loop.remove_reader(self._fd)
+        if self._look_again is not None:
+            self._look_again.cancel()
+        self._cleanup.close()
+
+    def _gate_of(self, endpoint: str) -> tuple[str, Gate | None]:
+        """Return where to bind, and what stands before it; nothing within a process."""
+        if endpoint.startswith("ipc://"):
+            unix = UnixGate(Path(endpoint.removeprefix("ipc://")))
+            self._cleanup.callback(unix.close)
+            return endpoint, unix
+        if not endpoint.startswith("tcp://"):
+            return endpoint, None
+        listening = listening_socket(endpoint)
+        tcp = TcpGate(listening)
+        self._cleanup.callback(tcp.close)
+        host, port = listening.getsockname()[:2]
+        self._socket.setsockopt(zmq.USE_FD, listening.detach())  # from here on it is the socket's
+        return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}", tcp
+
+    def _look(self) -> None:
+        if self._look_again is None:
+            self._look_again = self._loop.call_soon(self._receive)
+
+    def _receive(self) -> None:
+        if self._look_again is not None:
+            self._look_again.cancel()
+            self._look_again = None
+        for _ in range(_BURST):
+            if self._is_paused:
+                return
+            try:
+                frames = [self._socket.recv(_NOW, copy=False)]
+            except zmq.Again:
+                return
+            while frames[-1].more:
+                frames.append(self._socket.recv(_NOW, copy=False))
+            key = str(frames[0].get("User-Id")) if self._is_secure else ""
+            try:
+                self._on_message(Peer(self, frames[0].bytes, key), frames[1:])
+            except BaseException:
+                self._look()  # nothing else would tell of what waits behind this message
+                raise
+        self._look()
+
+
+def _is_whole(source: object, num_bytes: int) -> bool:
+    """Tell whether a view of so many bytes is all of a frame that was received."""
+    return isinstance(source, zmq.Frame) and len(source) == num_bytes

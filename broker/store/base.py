@@ -1,0 +1,121 @@
+"""Where the broker keeps what must survive it: a snapshot, events in order, and payloads."""
+
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import msgspec
+
+from slipstream.wire.messages.codec import Frame
+from slipstream.wire.messages.trajectory import TrajectoryKey
+
+
+class StoredTrajectory(msgspec.Struct, frozen=True):
+    """The opaque frames of one trajectory."""
+
+    payload: Frame
+    transcript: Frame
+
+    @property
+    def num_bytes(self) -> int:
+        """Return the size of both frames."""
+        return len(self.payload) + len(self.transcript)
+
+
+@dataclass(slots=True)
+class Changes:
+    """What one group commit writes, all of it or nothing.
+
+    A trajectory that one and the same change puts and removes is removed. A snapshot covers
+    everything recorded before it: the events of earlier commits go, ``events`` follow it.
+    """
+
+    events: list[bytes] = field(default_factory=list)
+    put: dict[TrajectoryKey, StoredTrajectory] = field(default_factory=dict)
+    remove: list[TrajectoryKey] = field(default_factory=list)
+    snapshot: bytes | None = None
+
+    def __post_init__(self) -> None:
+        if self.put and self.remove and (gone := self.put.keys() & set(self.remove)):
+            self.put = {key: stored for key, stored in self.put.items() if key not in gone}
+
+    @property
+    def is_empty(self) -> bool:
+        """Tell whether there is nothing to write."""
+        return not (self.events or self.put or self.remove) and self.snapshot is None
+
+    @property
+    def num_bytes(self) -> int:
+        """Return the size of the payloads, transcripts, events and the snapshot."""
+        return (
+            sum(stored.num_bytes for stored in self.put.values())
+            + sum(map(len, self.events))
+            + len(self.snapshot or b"")
+        )
+
+    def merge(self, other: "Changes") -> None:
+        """Append what came later.
+
+        The result holds a key in both ``put`` and ``remove`` if it was removed and put again.
+        """
+        if other.snapshot is not None:
+            self.snapshot = other.snapshot
+            self.events.clear()
+        self.events += other.events
+        for key in other.remove:
+            self.put.pop(key, None)
+        self.remove += other.remove
+        self.put |= other.put
+
+
+class TrajectoryStore(Protocol):
+    """Durable storage with one writer: whoever claimed last.
+
+    A handle that has not claimed does so with its first write.
+    """
+
+    async def claim(self) -> int:
+        """Become the only writer; return the broker generation, greater than all before."""
+        ...
+
+    async def commit(self, changes: Changes) -> None:
+        """Write all changes in one transaction; on return they are as durable as configured.
+
+        Raises:
+            SupersededError: another broker has claimed since; nothing of this was stored.
+            StoreLostError: the store lacks commits that it acknowledged.
+            PeerLostError: the server was away for too long.
+        """
+        ...
+
+    async def snapshot(self) -> bytes | None:
+        """Return the newest snapshot."""
+        ...
+
+    def replay(self) -> AsyncIterator[bytes]:
+        """Yield the events after the snapshot in the order in which they were committed."""
+        ...
+
+    async def fetch(self, keys: Sequence[TrajectoryKey]) -> list[StoredTrajectory]:
+        """Return stored trajectories; KeyError names one that is not there."""
+        ...
+
+    async def clear(self) -> None:
+        """Forget everything of this run but the generation, in one transaction like a commit."""
+        ...
+
+    async def server_version(self) -> str:
+        """Return the name and version of the server behind the store."""
+        ...
+
+    async def durability(self) -> str:
+        """Say what an acknowledged commit survives."""
+        ...
+
+    async def figures(self) -> dict[str, int]:
+        """Return ``memory_bytes`` and ``aof_bytes`` of the server, where it tells them."""
+        ...
+
+    async def close(self) -> None:
+        """Let go of connections."""
+        ...

@@ -1,0 +1,587 @@
+"""The store in Redis (or Valkey): a snapshot, a list of events, two keys per trajectory.
+
+Keys stand under ``slipstream:RUN:``, RUN percent-encoded: ``generation`` names the broker that
+may write, ``commits`` counts its transactions, ``snapshot`` and ``events`` hold the ledger,
+``p:GROUP:SIBLING`` and ``t:GROUP:SIBLING`` a payload and a transcript.
+
+One connection writes. It watches ``generation`` and ``commits`` from one transaction to the next,
+so a transaction is applied only if nobody claimed the store since, and never twice: after an
+outage ``commits`` tells whether Redis applied it, and should a copy sent before the outage be
+applied after all, then the one sent again is not.
+"""
+
+import asyncio
+import logging
+import secrets
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from types import TracebackType
+from typing import Any, TypeAlias, TypeVar, cast
+from urllib.parse import quote
+
+import redis.asyncio as aioredis
+from redis.asyncio.connection import AbstractConnection
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+from redis.exceptions import (
+    BusyLoadingError,
+    ExecAbortError,
+    NoPermissionError,
+    ReadOnlyError,
+    RedisError,
+    ResponseError,
+)
+
+from slipstream.broker.store.base import Changes, StoredTrajectory
+from slipstream.wire.errors import ConfigError, PeerLostError, StoreLostError, SupersededError
+from slipstream.wire.messages.codec import Frame
+from slipstream.wire.messages.trajectory import TrajectoryKey
+
+_log = logging.getLogger(__name__)
+_T = TypeVar("_T")
+_Command: TypeAlias = tuple[str | int | Frame, ...]
+_Reply: TypeAlias = object
+
+_LOADING_S = 3600.0
+_POLL_S = 0.1
+_FIRST_PAUSE_S = 0.05
+_MAX_PAUSE_S = 1.0
+_SEND_BYTES = 128 * 1024  # measured: twice the CPU at 1 MiB, where malloc maps fresh pages
+_MAX_ARGUMENTS = 10_000
+_REPLAY_PAGE = 1_000
+_FETCH_BYTES = 16 * 1024 * 1024
+_FIRST_FETCH_PAGE = 4
+_MAX_FETCH_PAGE = 512
+_CONSEQUENCES = {
+    "commits": "nothing is acknowledged",
+    "claims": "the broker does not begin",
+    "reads": "batches wait",
+}
+
+
+class RedisStore:
+    """Group commits in one MULTI/EXEC each, exactly once through every outage of the server."""
+
+    def __init__(
+        self,
+        client: "aioredis.Redis",
+        run_name: str,
+        *,
+        url: str,
+        outage_s: float,
+        socket_timeout_s: float,
+    ) -> None:
+        self._client = client
+        self._prefix = f"slipstream:{quote(run_name, safe='')}"
+        self._url = url
+        self._outage_s = outage_s
+        self._socket_timeout_s = socket_timeout_s
+        self._outages: Counter[str] = Counter()
+        self._watched = (self._name("generation"), self._name("commits"))
+        self._writing = asyncio.Lock()
+        self._connection: AbstractConnection | None = None
+        self._generation: bytes | None = None  # what the key holds since this handle claimed
+        self._num_commits = 0  # acknowledged, to this broker and those before
+        self._found: tuple[bytes | None, int] = (None, 0)  # what Redis held when last watched
+        self._outcome_known = True
+
+    @classmethod
+    async def connect(
+        cls,
+        url: str,
+        run_name: str,
+        *,
+        username: str | None = None,
+        password: str | None = None,
+        ca_file: str | None = None,
+        outage_s: float = 300.0,
+        socket_timeout_s: float = 10.0,
+    ) -> "RedisStore":
+        """Return a store on a server that answers.
+
+        Args:
+            url: redis://, rediss:// or unix://.
+            run_name: other runs on this server do not see this one.
+            username: of an ACL user; None is the server's default one.
+            password: of that user.
+            ca_file: certificates that a rediss:// server must be signed by.
+            outage_s: how long an operation waits for a server that went away.
+            socket_timeout_s: a server silent for this long went away.
+
+        Raises:
+            ConfigError: nobody answers at ``broker.redis.url``.
+        """
+        # The library's own timeouts go through asyncio.wait_for, which can swallow a cancellation
+        # before Python 3.12; every wait here is inside an asyncio.timeout instead.
+        tls: dict[str, Any] = {}
+        if url.startswith("rediss://"):
+            tls["ssl_check_hostname"] = True  # a certificate of somebody else is no proof
+            if ca_file:
+                tls["ssl_ca_certs"] = ca_file
+        client = aioredis.Redis.from_url(
+            url,
+            username=username,
+            password=password,
+            **tls,
+            socket_timeout=None,
+            socket_connect_timeout=None,
+            retry=Retry(NoBackoff(), 0),
+            protocol=2,
+        )
+        deadline = time.monotonic() + _LOADING_S
+        while True:
+            try:
+                async with asyncio.timeout(socket_timeout_s):
+                    await client.ping()
+            except BusyLoadingError as error:  # it reads its file and will answer
+                if time.monotonic() > deadline:
+                    await client.aclose()
+                    raise ConfigError(f"Redis at {url} loads for {_LOADING_S:.0f} s") from error
+                await asyncio.sleep(_POLL_S)
+            except (RedisError, OSError) as error:
+                await client.aclose()
+                message = f"no Redis answers at {url} (broker.redis.url): {str(error) or 'silence'}"
+                raise ConfigError(message) from error
+            else:
+                return cls(
+                    client,
+                    run_name,
+                    url=url,
+                    outage_s=outage_s,
+                    socket_timeout_s=socket_timeout_s,
+                )
+
+    async def claim(self) -> int:
+        """Become the only writer; return the broker generation, greater than all before."""
+        async with self._writing:
+            return await self._claim()
+
+    async def commit(self, changes: Changes) -> None:
+        """Write all changes in one transaction, exactly once."""
+        await self._transact(list(self._commands(changes)))
+
+    async def snapshot(self) -> bytes | None:
+        """Return the newest snapshot."""
+        found = await self._until_answered(
+            "reads", lambda: self._client.get(self._name("snapshot"))
+        )
+        return cast("bytes | None", found)
+
+    async def replay(self) -> AsyncIterator[bytes]:
+        """Yield the events after the snapshot in the order in which they were committed."""
+        start = 0
+        while page := await self._events_page(start):
+            for event in page:
+                yield event
+            start += len(page)
+
+    async def fetch(self, keys: Sequence[TrajectoryKey]) -> list[StoredTrajectory]:
+        """Return stored trajectories; KeyError names one that is not there."""
+        stored: list[StoredTrajectory] = []
+        num_bytes = 0
+        while len(stored) < len(keys):
+            count = _FIRST_FETCH_PAGE
+            if num_bytes:
+                fitting = _FETCH_BYTES * len(stored) // num_bytes
+                count = min(max(1, fitting), _MAX_FETCH_PAGE)
+            page = await self._fetch_page(keys[len(stored) : len(stored) + count])
+            num_bytes += sum(trajectory.num_bytes for trajectory in page)
+            stored += page
+        return stored
+
+    async def clear(self) -> None:
+        """Forget everything of this run but the generation, in one transaction like a commit."""
+        names = await self._trajectory_names()
+        forget: _Command = ("DEL", self._name("snapshot"), self._name("events"))
+        await self._transact([forget, *_in_pages("UNLINK", names)])
+
+    async def server_version(self) -> str:
+        """Return the name and version of the server behind the store."""
+        info = await self._told(self._client.info)
+        if info is None:
+            return "redis (INFO is not permitted)"
+        if "valkey_version" in info:
+            return f"valkey {info['valkey_version']} (redis {info['redis_version']})"
+        return f"redis {info['redis_version']}"
+
+    async def durability(self) -> str:
+        """Say what an acknowledged commit survives."""
+        settings = await self._told(lambda: self._client.config_get("append*"))
+        if settings is None:
+            return "unknown (CONFIG is not permitted)"
+        limits = await self._told(lambda: self._client.config_get("maxmemory*")) or {}
+        policy = limits.get("maxmemory-policy", "noeviction")
+        if limits.get("maxmemory", "0") != "0" and policy != "noeviction":
+            return f"maxmemory-policy {policy}: a full server forgets what was acknowledged"
+        if settings.get("appendonly") != "yes":
+            return "no append-only file: what was acknowledged is lost when the server ends"
+        match settings.get("appendfsync"):
+            case "always":
+                return "appendfsync always"
+            case "everysec":
+                return "appendfsync everysec: a crash can lose the last second"
+            case other:
+                return f"appendfsync {other}: a crash of the machine can lose what was acknowledged"
+
+    async def figures(self) -> dict[str, int]:
+        """Return ``memory_bytes`` and ``aof_bytes`` of the server, where it tells them."""
+        info = await self._told(self._client.info)
+        if info is None:
+            return {}
+        return {
+            "memory_bytes": int(str(info["used_memory"])),
+            "aof_bytes": int(str(info.get("aof_current_size", 0))),
+        }
+
+    async def close(self) -> None:
+        """Let go of connections."""
+        await self._drop_connection()
+        await self._client.aclose()
+
+    # ---- one transaction ---------------------------------------------------------
+
+    def _commands(self, changes: Changes) -> Iterator[_Command]:
+        """Yield what one commit does; a key removed and put again is put."""
+        if changes.snapshot is not None:
+            yield ("SET", self._name("snapshot"), changes.snapshot)
+            yield ("DEL", self._name("events"))
+        yield from _in_pages("RPUSH", changes.events, self._name("events"))
+        gone: list[str | Frame] = [name for key in changes.remove for name in self._names(key)]
+        yield from _in_pages("UNLINK", gone)
+        values: list[str | Frame] = []
+        for key, stored in changes.put.items():
+            payload, transcript = self._names(key)
+            values += (payload, stored.payload, transcript, stored.transcript)
+        yield from _in_pages("MSET", values)
+
+    async def _transact(self, commands: list[_Command]) -> None:
+        """Apply commands in one transaction and count it; the first of a handle claims."""
+        async with self._writing:
+            if not self._outcome_known:
+                raise PeerLostError(
+                    "a commit was cancelled and nobody knows its outcome: claim the store anew"
+                )
+            if self._generation is None:
+                await self._claim()
+            number = self._num_commits + 1
+            try:
+                await self._until_answered(
+                    "commits", lambda: self._apply(commands, number), one_wait=False
+                )
+            except asyncio.CancelledError:
+                self._outcome_known = False
+                raise
+            self._num_commits = number
+
+    async def _apply(self, commands: list[_Command], number: int) -> None:
+        """Try once to apply a transaction that may have been applied by an earlier try."""
+        connection = await self._watch()
+        if self._is_applied(number):
+            return
+        batch = [("MULTI",), *commands, ("SET", self._name("commits"), number), ("EXEC",)]
+        replies = await self._ask(connection, [*batch, *self._watching()])
+        self._found = _watched_state(replies)
+        results = replies[-3]
+        if results is not None and not isinstance(results, ResponseError):
+            _check_applied_whole(cast("list[_Reply]", results))
+            return  # whoever claims from now on is noticed by the next transaction
+        refusals = [reply for reply in replies if isinstance(reply, ResponseError)]
+        if refusals:
+            said = [reply for reply in refusals if not isinstance(reply, ExecAbortError)]
+            raise (said or refusals)[0]
+        if not self._is_applied(number):
+            raise RedisError("a watched key was touched")
+
+    def _is_applied(self, number: int) -> bool:
+        """Compare what Redis holds with what it acknowledged.
+
+        Raises:
+            SupersededError: another broker holds the store.
+            StoreLostError: acknowledged commits are gone.
+        """
+        generation, found = self._found
+        if _number(generation) < _number(self._generation):
+            raise StoreLostError(self._lost(number - 1 - found))
+        if generation != self._generation:
+            raise SupersededError(
+                f"another broker has claimed the store: generation {_number(generation)}, "
+                f"this one has {_number(self._generation)}"
+            )
+        if found < number - 1:
+            raise StoreLostError(self._lost(number - 1 - found))
+        return found == number
+
+    def _lost(self, count: int) -> str:
+        return (
+            f"Redis came back without {max(count, 0)} acknowledged commits "
+            f"({self._url}, broker.redis.url): was its folder emptied, or appendfsync not always?"
+        )
+
+    # ---- the connection that writes ----------------------------------------------
+
+    async def _claim(self) -> int:
+        token = secrets.token_hex(8)
+        taken = await self._until_answered("claims", lambda: self._take_generation(token))
+        await self._drop_connection()
+        self._generation = taken
+        await self._until_answered("claims", self._watch)
+        self._num_commits = self._found[1]
+        self._outcome_known = True
+        return _number(taken)
+
+    async def _watch(self) -> AbstractConnection:
+        """Return the connection that watches; a new one learns what Redis holds."""
+        if self._connection is not None and self._connection.is_connected:
+            return self._connection
+        connection = _new_connection(self._client)
+        try:
+            async with asyncio.timeout(self._socket_timeout_s):
+                await cast("Callable[[], Awaitable[None]]", connection.connect)()
+            replies = await self._ask(connection, list(self._watching()))
+            self._found = _watched_state(replies)
+        except BaseException:
+            await connection.disconnect(nowait=True)
+            raise
+        self._connection = connection
+        return connection
+
+    def _watching(self) -> tuple[_Command, _Command]:
+        return ("WATCH", *self._watched), ("MGET", *self._watched)
+
+    async def _ask(self, connection: AbstractConnection, commands: list[_Command]) -> list[_Reply]:
+        """Send commands in one go; return what Redis says to each, errors among it."""
+        for piece in _pieces(connection.pack_commands(commands)):
+            async with asyncio.timeout(self._socket_timeout_s):
+                await connection.send_packed_command(piece, check_health=False)
+        replies: list[_Reply] = []
+        for _ in commands:
+            try:
+                async with asyncio.timeout(self._socket_timeout_s):
+                    replies.append(await connection.read_response())
+            except ResponseError as error:
+                replies.append(error)
+        return replies
+
+    async def _take_generation(self, token: str) -> bytes:
+        """Raise the generation by one in this handle's name."""
+        name = self._watched[0]
+        async with self._client.pipeline(transaction=True) as pipeline:
+            await pipeline.watch(name)
+            found = cast("bytes | None", await pipeline.get(name))
+            if found is not None and found.endswith(token.encode()):
+                return found  # an earlier try whose answer was lost
+            value = f"{_number(found) + 1}:{token}".encode()
+            cast("Callable[[], None]", pipeline.multi)()
+            pipeline.set(name, value)
+            await pipeline.execute()
+        return value
+
+    async def _drop_connection(self) -> None:
+        if self._connection is not None:
+            connection, self._connection = self._connection, None
+            await connection.disconnect(nowait=True)
+
+    # ---- outages -----------------------------------------------------------------
+
+    async def _until_answered(
+        self,
+        what: str,
+        attempt: Callable[[], Awaitable[_T]],
+        *,
+        one_wait: bool = True,
+    ) -> _T:
+        """Try until Redis does it; a try that is ``one_wait`` is ended by the socket timeout.
+
+        Raises:
+            PeerLostError: it did not for ``outage_s`` seconds.
+            ConfigError: it does not permit the command.
+        """
+        with _Outage(what, self._url, self._outage_s, self._outages) as outage:
+            while True:
+                try:
+                    async with asyncio.timeout(self._socket_timeout_s if one_wait else None):
+                        return await attempt()
+                except NoPermissionError as error:
+                    message = f"Redis at {self._url} does not permit what the broker needs: {error}"
+                    raise ConfigError(message) from error
+                except (RedisError, OSError) as error:
+                    if isinstance(error, ReadOnlyError):
+                        await self._leave_replica()
+                    await outage.wait(error)
+
+    async def _leave_replica(self) -> None:
+        """Connect anew: the server was made a replica, and its address may name another one."""
+        with suppress(RedisError, OSError):
+            await self._drop_connection()
+            await self._client.connection_pool.disconnect()
+
+    async def _told(self, ask: Callable[[], Awaitable[object]]) -> Mapping[str, _Reply] | None:
+        """Ask what a server may refuse to tell: some users, and hosted servers."""
+
+        async def attempt() -> Mapping[str, _Reply] | None:
+            try:
+                return cast("Mapping[str, _Reply]", await ask())
+            except ResponseError:
+                return None
+
+        return await self._until_answered("reads", attempt)
+
+    # ---- names -------------------------------------------------------------------
+
+    def _name(self, part: str) -> str:
+        return f"{self._prefix}:{part}"
+
+    def _names(self, key: TrajectoryKey) -> tuple[str, str]:
+        """Return the names of a payload and of a transcript."""
+        return f"{self._prefix}:p:{key[0]}:{key[1]}", f"{self._prefix}:t:{key[0]}:{key[1]}"
+
+    async def _trajectory_names(self) -> list[str | Frame]:
+        """Return all names of payloads and transcripts."""
+        names: list[str | Frame] = []
+        cursor = 0
+        while True:
+            cursor, page = await self._until_answered("reads", partial(self._scan, cursor))
+            names += page
+            if not cursor:
+                return names
+
+    async def _scan(self, cursor: int) -> tuple[int, list[bytes]]:
+        pattern = self._name("[pt]:*")  # the run's name is encoded and holds no pattern
+        found = await self._client.scan(cursor, match=pattern, count=_REPLAY_PAGE)
+        return cast("tuple[int, list[bytes]]", found)
+
+    async def _events_page(self, start: int) -> list[bytes]:
+        """Return the next events; none at the end."""
+        found = await self._until_answered(
+            "reads",
+            lambda: self._client.lrange(self._name("events"), start, start + _REPLAY_PAGE - 1),
+        )
+        return cast("list[bytes]", found)
+
+    async def _fetch_page(self, keys: Sequence[TrajectoryKey]) -> list[StoredTrajectory]:
+        names = [name for key in keys for name in self._names(key)]
+        found = await self._until_answered("reads", lambda: self._client.mget(names))
+        values = cast("list[bytes | None]", found)
+        stored = []
+        for key, payload, transcript in zip(keys, values[::2], values[1::2], strict=True):
+            if payload is None or transcript is None:
+                raise KeyError(key)
+            stored.append(StoredTrajectory(payload, transcript))
+        return stored
+
+
+class _Outage:
+    """Waits for Redis between tries; says once that it is away, and once that it is back."""
+
+    def __init__(self, what: str, url: str, limit_s: float, ongoing: Counter[str]) -> None:
+        self._what = what
+        self._url = url
+        self._limit_s = limit_s
+        self._ongoing = ongoing
+        self._num_failures = 0
+        self._was_said = False
+        self._began_s = 0.0
+        self._answered_s = 0.0
+        self._pause_s = _FIRST_PAUSE_S
+
+    def __enter__(self) -> "_Outage":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if not self._was_said:
+            return
+        self._ongoing[self._what] -= 1
+        if error is None and not self._ongoing[self._what]:
+            away_s = time.monotonic() - self._began_s
+            _log.info("Redis does %s again after %.1f s", self._what, away_s)
+
+    async def wait(self, error: Exception) -> None:
+        """Sleep before the next try.
+
+        Raises:
+            PeerLostError: the outage is too long.
+        """
+        now_s = time.monotonic()
+        if not self._num_failures:
+            self._began_s = self._answered_s = now_s
+        self._num_failures += 1
+        if self._num_failures == 2:  # the first may be but a connection that Redis had closed
+            self._say(error)
+        if isinstance(error, BusyLoadingError) and now_s - self._began_s < _LOADING_S:
+            self._answered_s = now_s  # it reads its file and will answer
+        if now_s - self._answered_s >= self._limit_s:
+            raise PeerLostError(
+                f"Redis at {self._url} (broker.redis.url) did no {self._what} for "
+                f"{now_s - self._began_s:.0f} s: {str(error) or 'silence'}"
+            ) from error
+        await asyncio.sleep(self._pause_s)
+        self._pause_s = min(2 * self._pause_s, _MAX_PAUSE_S)
+
+    def _say(self, error: Exception) -> None:
+        self._was_said = True
+        self._ongoing[self._what] += 1
+        if self._ongoing[self._what] > 1:  # somebody else has said it
+            return
+        _log.warning(
+            "Redis at %s does no %s, %s until it does; waiting up to %.0f s (%s)",
+            self._url,
+            self._what,
+            _CONSEQUENCES[self._what],
+            self._limit_s,
+            str(error) or "silence",
+        )
+
+
+def _number(generation: bytes | None) -> int:
+    """Return the number in NUMBER:TOKEN; 0 where nobody has claimed."""
+    return int(generation.partition(b":")[0]) if generation else 0
+
+
+def _watched_state(replies: list[_Reply]) -> tuple[bytes | None, int]:
+    """Read the answers to WATCH and MGET generation commits, the last two."""
+    for reply in replies[-2:]:
+        if isinstance(reply, ResponseError):
+            raise reply
+    generation, num_commits = cast("list[bytes | None]", replies[-1])
+    return generation, int(num_commits or 0)
+
+
+def _new_connection(client: "aioredis.Redis") -> AbstractConnection:
+    """Return a connection with the client's settings that is not in its pool."""
+    make = cast("Callable[[], AbstractConnection]", client.connection_pool.make_connection)
+    return make()
+
+
+def _check_applied_whole(results: list[_Reply]) -> None:
+    """Redis does not undo the rest of a transaction when one command of it fails."""
+    for result in results:
+        if isinstance(result, ResponseError):
+            raise StoreLostError(f"Redis applied a commit in part: {result}") from result
+
+
+def _in_pages(command: str, arguments: Sequence[str | Frame], *first: str) -> Iterator[_Command]:
+    """Split arguments over several commands; Redis takes about a million in one."""
+    for start in range(0, len(arguments), _MAX_ARGUMENTS):
+        yield (command, *first, *arguments[start : start + _MAX_ARGUMENTS])
+
+
+def _pieces(packed: list[bytes]) -> Iterator[list[bytes]]:
+    """Group buffers into sends that are not small; each has a socket timeout of its own."""
+    piece: list[bytes] = []
+    num_bytes = 0
+    for buffer in packed:
+        piece.append(buffer)
+        num_bytes += len(buffer)
+        if num_bytes >= _SEND_BYTES:
+            yield piece
+            piece, num_bytes = [], 0
+    if piece:
+        yield piece

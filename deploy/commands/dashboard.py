@@ -1,0 +1,105 @@
+"""`slipstream dashboard RUN`: the page of a run, from its broker or from what it left."""
+
+import asyncio
+from datetime import UTC, datetime
+from pathlib import Path
+
+from rich.console import Console
+
+from slipstream.broker.config import BrokerSection
+from slipstream.broker.dashboard.history import StoredState, read_state
+from slipstream.broker.dashboard.items import RecordedItems
+from slipstream.broker.dashboard.recorder import FinishedRun
+from slipstream.broker.dashboard.web import Dashboard
+from slipstream.deploy.commands.top import outcome_of
+from slipstream.deploy.terminal.observe import dashboard_address, run_of_folder, status_now
+from slipstream.wire.errors import ConfigError, PeerLostError
+from slipstream.wire.files.run_folder import PAGE_ADDRESS, PAGE_STATE
+from slipstream.wire.process.stopping import stop_event
+from slipstream.wire.settings.load import load_table, section
+from slipstream.wire.settings.sections import RunSection
+
+
+def show_dashboard(folder: Path, console: Console, *, port: int) -> int:
+    """Print the address of the page; serve it until Ctrl-C if no broker does.
+
+    Args:
+        folder: of the run.
+        console: where to.
+        port: to serve at; 0 lets the system choose.
+
+    Raises:
+        ConfigError: it is no run folder, nothing was kept there, or its broker serves no page.
+    """
+    run = run_of_folder(folder)
+    broker = section(load_table(folder / "resolved.toml"), "broker", BrokerSection)
+    try:
+        status_now(run)
+    except PeerLostError:
+        pass
+    else:
+        require_page(run, broker)
+        console.print(f"the run goes on: {dashboard_address(run)}", soft_wrap=True)
+        return 0
+    stored = read_state(folder / PAGE_STATE)
+    if stored is None:
+        raise ConfigError(
+            f"no broker answers for {folder}, and {folder / PAGE_STATE} holds no figures: was "
+            "broker.dashboard.enabled false, or the run made by another version?"
+        )
+    outcome = outcome_of(run)
+    source = FinishedRun(
+        stored,
+        high_water_bytes=broker.high_water_bytes,
+        fsync=broker.redis.known_fsync,
+        outcome=shown_outcome(stored, outcome),
+    )
+    dashboard = Dashboard(source, RecordedItems(folder), host="127.0.0.1", port=port)
+    asyncio.run(_serve(dashboard, console, said_of(stored, outcome)))
+    return 0
+
+
+def require_page(run: RunSection, broker: BrokerSection) -> None:
+    """Refuse a run whose broker answers and serves no page."""
+    if not broker.dashboard.enabled:
+        raise ConfigError(
+            f"the run goes on, and broker.dashboard.enabled = false: {run.folder} has no page; "
+            "look at it with slipstream top"
+        )
+    if not (run.folder / PAGE_ADDRESS).exists():
+        raise ConfigError(
+            f"the run goes on, and {run.folder / PAGE_ADDRESS} is not there: the broker has just "
+            "begun, or runs on another host"
+        )
+
+
+def _end_of(stored: StoredState, outcome: str) -> str:
+    """Return how a run ended, by its summary or else by its page; empty if neither says so."""
+    return next((one for one in (outcome, stored.status.outcome) if one not in {"", "running"}), "")
+
+
+def shown_outcome(stored: StoredState, outcome: str) -> str:
+    """Return the outcome that a page shows of a run whose broker does not answer."""
+    return _end_of(stored, outcome) or f"not heard of since {_written_at(stored)}"
+
+
+def said_of(stored: StoredState, outcome: str) -> str:
+    """Return in words what is shown, and of when."""
+    written = f"its figures were last written at {_written_at(stored)}"
+    if end := _end_of(stored, outcome):
+        return f"the run has ended ({end}); {written}"
+    return f"the broker does not answer, and nothing says that the run has ended; {written}"
+
+
+def _written_at(stored: StoredState) -> str:
+    return datetime.fromtimestamp(stored.at_s, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+
+
+async def _serve(dashboard: Dashboard, console: Console, said: str) -> None:
+    stop = stop_event()
+    try:
+        console.print(await dashboard.start(), soft_wrap=True)
+        console.print(f"{said}\nCtrl-C ends it", soft_wrap=True)
+        await stop.wait()
+    finally:
+        await dashboard.stop()

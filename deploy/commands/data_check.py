@@ -1,0 +1,165 @@
+"""`slipstream data check`: what a run would make of prompt files, before it starts."""
+
+import os
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+from rich.console import Console
+from rich.panel import Panel
+from rich.table import Table as RichTable
+from rich.text import Text
+
+from slipstream.broker.config import DataSection
+from slipstream.broker.data.files import row_name
+from slipstream.broker.data.sources import Source, eval_sources, load_source, training_sources
+from slipstream.deploy.terminal.console import make_console
+from slipstream.generators.text.codec import BadPromptError, TextCodec
+from slipstream.wire.errors import ConfigError
+from slipstream.wire.messages.trajectory import Prompt
+from slipstream.wire.settings.load import Table, load_table, section
+from slipstream.wire.settings.sections import EvalSection, RunSection, SamplingSection
+
+_SHOWN_ROWS = 10
+_SHOWN_CHARACTERS = 1500
+EXIT_BAD_ROWS = 1
+
+
+@dataclass(slots=True)
+class SourceReport:
+    """What is in one source."""
+
+    source: Source
+    num_rows: int
+    prompts: list[Prompt]
+    bad: list[tuple[str, str]]  # (row, why): ends a run, or is skipped by data.on_bad_row
+    overlong: list[tuple[str, str]] = field(default_factory=list)
+    lengths: list[int] = field(default_factory=list)  # ascending
+    example: str = ""
+
+    @property
+    def data_sources(self) -> Counter[str]:
+        """Return how many prompts each data source has."""
+        return Counter(prompt.data_source for prompt in self.prompts)
+
+
+def data_check(words: Sequence[str], config: Path | None, model: Path | None) -> int:
+    """Print what is in a file, or in all files of a run's settings; return the exit code.
+
+    ``words`` are section.key=value settings and at most one file.
+
+    Raises:
+        ConfigError: a file or setting that cannot be read at all.
+    """
+    overrides = [word for word in words if "=" in word]
+    files = [Path(word) for word in words if "=" not in word]
+    if len(files) > 1 or not (files or config or overrides):
+        raise ConfigError("name one FILE, or the settings of a run with --config RUN.toml")
+    table = load_table(config or Path(os.devnull), overrides)
+    sampling = section(table, "sampling", SamplingSection)
+    data, sources = _asked(files[0] if files else None, table)
+    folder = model or Path(section(table, "run", RunSection).model or os.devnull)
+    codec = TextCodec(folder, sampling) if folder != Path(os.devnull) else None
+    reports = [_inspect(source, data, codec, sampling) for source in sources]
+    console = make_console()
+    for report in reports:
+        _show(report, sampling, console, in_tokens=codec is not None)
+    bad = sum(len(report.bad) for report in reports)
+    if sampling.overlong_prompts == "error":
+        bad += sum(len(report.overlong) for report in reports)
+    fate = "are skipped" if data.on_bad_row == "skip" else "would end a run"
+    verdict = f"{bad:,} bad rows {fate}" if bad else "no bad rows"
+    console.print(Text(verdict, style="red" if bad else "green"))
+    return EXIT_BAD_ROWS if bad else 0
+
+
+def _asked(file: Path | None, table: Table) -> tuple[DataSection, list[Source]]:
+    """Return the settings for rows, and the sources to look at."""
+    data = section(table, "data", DataSection)
+    if file is not None:
+        data = msgspec.structs.replace(data, file=str(file), sources={})
+        return data, training_sources(data)
+    return data, [*training_sources(data), *eval_sources(section(table, "eval", EvalSection))]
+
+
+def _inspect(
+    source: Source, data: DataSection, codec: TextCodec | None, sampling: SamplingSection
+) -> SourceReport:
+    loaded = load_source(source, data, keep_going=True)
+    bad = list(loaded.bad_rows)
+    report = SourceReport(source, len(loaded.prompts) + len(bad), loaded.prompts, bad)
+    for prompt in loaded.prompts:
+        row = _row(source, prompt)
+        if codec is None:
+            report.lengths.append(len(prompt.text))
+            continue
+        try:
+            length = len(codec.tokens(prompt))
+        except BadPromptError as error:
+            report.bad.append((row, error.why))
+            continue
+        report.lengths.append(length)
+        if length > sampling.max_prompt_tokens:
+            why = f"{length} tokens, sampling.max_prompt_tokens is {sampling.max_prompt_tokens}"
+            report.overlong.append((row, why))
+    report.lengths.sort()
+    report.example = _example(loaded.prompts[0], codec)
+    return report
+
+
+def _row(source: Source, prompt: Prompt) -> str:
+    """Return how messages call a row, as where rows are read."""
+    if source.table.file:
+        return row_name(Path(source.table.file), prompt.row)
+    return f"row {prompt.row}"
+
+
+def _example(prompt: Prompt, codec: TextCodec | None) -> str:
+    if codec is None:
+        return prompt.text
+    try:
+        return codec.text(prompt)
+    except ConfigError:
+        return prompt.text
+
+
+def _show(
+    report: SourceReport, sampling: SamplingSection, console: Console, *, in_tokens: bool
+) -> None:
+    unit = "tokens" if in_tokens else "characters"
+    table = RichTable(show_header=False, title=Text(report.source.origin), title_justify="left")
+    table.add_column("", no_wrap=True)
+    table.add_column("", overflow="fold")
+    rows = {
+        "setting": report.source.setting,
+        "rows": f"{report.num_rows:,}",
+        "bad": f"{len(report.bad):,}",
+        f"prompt {unit}": _quantiles(report.lengths),
+        "data sources": ", ".join(f"{n} {c:,}" for n, c in report.data_sources.most_common(20)),
+    }
+    if in_tokens:
+        what = {"error": "end the run", "drop": "are dropped", "truncate": "lose their beginning"}
+        rows["too long"] = f"{len(report.overlong):,} ({what[sampling.overlong_prompts]})"
+    for name, value in rows.items():
+        table.add_row(name, Text(value))
+    console.print(table)
+    for title, problems in (("bad", report.bad), ("too long", report.overlong)):
+        for row, why in problems[:_SHOWN_ROWS]:
+            console.print(Text(f"{title}: {row}: {why}"))
+        if len(problems) > _SHOWN_ROWS:
+            console.print(f"{title}: {len(problems) - _SHOWN_ROWS:,} more")
+    title = "first prompt, as the model gets it" if in_tokens else "first prompt"
+    shown = report.example[:_SHOWN_CHARACTERS]
+    if len(report.example) > _SHOWN_CHARACTERS:
+        shown += f"\n... {len(report.example) - _SHOWN_CHARACTERS:,} more characters"
+    console.print(Panel(Text(shown), title=title, title_align="left"))
+
+
+def _quantiles(lengths: Sequence[int]) -> str:
+    if not lengths:
+        return "-"
+    last = len(lengths) - 1
+    p90 = lengths[round(0.9 * last)]
+    return f"min {lengths[0]:,}  median {lengths[last // 2]:,}  p90 {p90:,}  max {lengths[-1]:,}"

@@ -1,0 +1,139 @@
+"""`slipstream dead-letters`: what was given up, and what to do with it."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console, Group
+from rich.panel import Panel
+from rich.table import Table as RichTable
+from rich.text import Text
+
+from slipstream.deploy.commands.ledger import newest_started
+from slipstream.deploy.terminal.console import make_console
+from slipstream.deploy.terminal.observe import ask_broker, run_of_folder
+from slipstream.wire.errors import ConfigError
+from slipstream.wire.messages.broker import (
+    DeadLetters,
+    DeadLettersHandled,
+    DropDeadLetters,
+    GetDeadLetters,
+    RetryDeadLetters,
+)
+from slipstream.wire.messages.dead_letters import DeadLetter
+from slipstream.wire.process.command_line import print_json
+from slipstream.wire.settings.sections import RunSection
+
+_RUNS = Path("runs")
+_SHOWN = 60  # characters of a text in a table
+
+
+def dead_letters(action: str, words: Sequence[str], *, folder: Path | None, as_json: bool) -> int:
+    """List, show, retry or drop dead letters of a run that goes on.
+
+    Args:
+        action: list, show, retry or drop.
+        words: groups as g17 or 17, or ``all``.
+        folder: of the run; None is the newest one.
+        as_json: print for programs.
+    """
+    run = run_of_folder(folder or newest_started(_RUNS))
+    console = make_console()
+    if action == "list":
+        return _list(run, console, as_json=as_json)
+    letters = _chosen(run, words, action)
+    if action == "show":
+        if as_json:
+            return print_json(letters)
+        for letter in letters:
+            console.print(_shown(letter))
+        return 0
+    groups = tuple(letter.group_id for letter in letters)
+    request = (
+        RetryDeadLetters(groups=groups) if action == "retry" else DropDeadLetters(groups=groups)
+    )
+    handled = ask_broker(run, request, DeadLettersHandled, role="operator")
+    if as_json:
+        print_json(handled)
+    else:
+        for group, new in handled.done.items():
+            what = "dropped" if new < 0 else f"issued again as g{new}"
+            console.print(f"g{group}: {what}")
+        for group, why in handled.refused.items():
+            console.print(f"g{group}: not done: {why}", style="red")
+    return 1 if handled.refused else 0
+
+
+def _all(run: RunSection) -> tuple[list[DeadLetter], int]:
+    """Return every dead letter, and how many older ones were forgotten."""
+    letters: list[DeadLetter] = []
+    while True:
+        after = letters[-1].group_id if letters else -1
+        page = ask_broker(run, GetDeadLetters(after=after), DeadLetters)
+        letters += page.letters
+        if not page.letters or len(letters) >= page.total:
+            return letters, page.forgotten
+
+
+def _chosen(run: RunSection, words: Sequence[str], action: str) -> list[DeadLetter]:
+    if not words:
+        raise ConfigError(f"slipstream dead-letters {action} GROUP...: name groups, or all")
+    letters, _ = _all(run)
+    if list(words) == ["all"]:
+        return letters
+    by_group = {letter.group_id: letter for letter in letters}
+    chosen = []
+    for word in words:
+        number = word.removeprefix("g")
+        if not number.isdecimal():
+            raise ConfigError(f"{word!r} is no group: give g17, 17, or all")
+        if int(number) not in by_group:
+            raise ConfigError(
+                f"there is no dead letter g{number}; see slipstream dead-letters list"
+            )
+        chosen.append(by_group[int(number)])
+    return chosen
+
+
+def _list(run: RunSection, console: Console, *, as_json: bool) -> int:
+    letters, forgotten = _all(run)
+    if as_json:
+        return print_json({"letters": letters, "forgotten": forgotten})
+    if not letters:
+        console.print("no dead letters")
+        return 0
+    table = RichTable("group", "row", "data source", "reason", "prompt", "last failure")
+    for letter in letters:
+        last = letter.failures[-1].reason if letter.failures else ""
+        row = str(letter.prompt.row) if letter.prompt.row >= 0 else str(letter.position)
+        texts = (letter.prompt.data_source, letter.reason, letter.prompt.text, last)
+        name = f"g{letter.group_id}" + (f" (retry of g{letter.retry_of})" * (letter.retry_of >= 0))
+        table.add_row(name, row, *(Text(_short(text)) for text in texts))
+    console.print(table)
+    if forgotten:
+        console.print(f"{forgotten} older ones were forgotten: there is room for so many only")
+    console.print("slipstream dead-letters show|retry|drop GROUP|all")
+    return 0
+
+
+def _short(text: str) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= _SHOWN else line[: _SHOWN - 3] + "..."
+
+
+def _shown(letter: DeadLetter) -> Panel:
+    """Return all that is known of one; what a model wrote is shown as text, never as markup."""
+    table = RichTable("answer", "tried by", "function", "what happened", "answer began")
+    for failure in letter.failures:
+        table.add_row(
+            "all missing" if failure.sibling < 0 else str(failure.sibling),
+            Text(failure.by),
+            Text(f"{failure.function} {failure.version}".strip()),
+            Text(failure.reason),
+            Text(failure.excerpt),
+        )
+    head = Text(
+        f"{letter.reason} after learner step {letter.step}; {letter.item} prompt at position "
+        f"{letter.position} of {letter.prompt.data_source}\n\n{letter.prompt.text}\n\n"
+        f"ground truth: {letter.prompt.ground_truth}"
+    )
+    return Panel(Group(head, table), title=f"g{letter.group_id}", title_align="left")

@@ -1,0 +1,118 @@
+"""What `slipstream run --dry-run` prints: who runs where, and what memory that takes."""
+
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.table import Table
+
+from slipstream.deploy.config import RunConfig
+from slipstream.deploy.launch.memory import (
+    GIB,
+    MemoryPart,
+    generator_memory,
+    learner_memory,
+    num_parameters,
+)
+from slipstream.deploy.launch.plan import RolePlan
+from slipstream.learner.model.hf_config import HfConfig, load_hf_config
+
+if TYPE_CHECKING:
+    from slipstream.algos.config import AlgoChoice
+
+
+def print_dry_run(config: RunConfig, plans: Sequence[RolePlan], console: Console) -> None:
+    """Print every process with its host, environment and command, then the memory per GPU.
+
+    Raises:
+        ConfigError: [algo] names no algorithm that this run can train.
+    """
+    from slipstream.learner.training.algorithm import (
+        algorithm_of,  # torch: seconds that no other command needs
+    )
+
+    choice = algorithm_of(config.learner).choice
+    hosts = len({plan.host for plan in plans})
+    console.print(
+        f"run {config.run.name}: {len(plans)} processes on {hosts} "
+        f"host{'' if hosts == 1 else 's'}, {config.run.mode}, staleness bound "
+        f"{config.run.staleness_bound}"
+    )
+    table = Table(box=None, pad_edge=False)
+    for title in ("process", "host", "GPUs"):
+        table.add_column(title, no_wrap=True)
+    for plan in plans:
+        gpus = ", ".join(map(str, plan.gpus)) if plan.gpus is not None else "-"
+        table.add_row(plan.name, plan.host, gpus)
+    console.print(table)
+    console.print()
+    if hosts > 1:
+        console.print(
+            "this command starts processes on its own host only; docs/weight-bus.md says how "
+            "to start generators on others by hand",
+            style="yellow",
+        )
+    console.print("each reads the settings file that `slipstream run` writes:", style="dim")
+    for plan in plans:
+        variables = " ".join(f"{name}={value}" for name, value in plan.environment.items())
+        command = f"{plan.host}: {variables} {shlex.join(plan.command)}"
+        console.print(command, soft_wrap=True, highlight=False)
+    console.print()
+    hf = load_hf_config(config.learner.model)
+    if config.generators.device == "cpu":
+        console.print(f"policy of {num_parameters(hf):,} parameters, on the CPU")
+        return
+    available = config.deploy.gpu_memory_gib
+    console.print(
+        f"memory per GPU of {available:g} GiB for a policy of P = {num_parameters(hf):,} parameters"
+    )
+    learner = learner_memory(
+        hf,
+        config,
+        frozen=_frozen(choice, config.learner.model),
+        has_critic=choice.needs_values,
+    )
+    generator = generator_memory(hf, config)
+    shared = config.deploy.share_gpus and len({plan.gpus for plan in plans if plan.gpus}) == 1
+    _print_parts("learner, rank 0", learner, available, console)
+    _print_parts("generator", generator[:2] if shared else generator, available, console)
+    if shared:
+        both = [*learner, *generator[:2]]
+        _print_parts(
+            "learner and generator on one GPU", both, available, console, parts_shown=False
+        )
+
+
+def _frozen(choice: "AlgoChoice", model: Path) -> list[HfConfig]:
+    """Return the policies that the learner holds beside its own, each folder once."""
+    folders: dict[Path, str] = {}
+    if choice.needs_reference:
+        folders[Path(choice.kl.reference or model)] = "algo.kl.reference"
+    if choice.has_teacher and choice.teacher.model:
+        folders.setdefault(Path(choice.teacher.model), "algo.teacher.model")
+    return [load_hf_config(folder, setting) for folder, setting in folders.items()]
+
+
+def _print_parts(
+    title: str,
+    parts: Sequence[MemoryPart],
+    available_gib: float,
+    console: Console,
+    *,
+    parts_shown: bool = True,
+) -> None:
+    console.print(title, style="bold")
+    table = Table(box=None, pad_edge=False)
+    table.add_column("part")
+    table.add_column("GiB", justify="right")
+    table.add_column("formula")
+    for part in parts if parts_shown else ():
+        table.add_row(part.what, f"{part.num_bytes / GIB:.1f}", part.formula)
+    total = sum(part.num_bytes for part in parts) / GIB
+    verdict = "fits" if total <= available_gib * 1.001 else "does NOT fit"
+    style = "green" if verdict == "fits" else "bold red"
+    table.add_row("in all", f"{total:.1f}", verdict, style=style)
+    console.print(table)
+    console.print()

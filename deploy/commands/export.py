@@ -1,0 +1,137 @@
+"""`slipstream export`: which checkpoint becomes which Hugging Face folder."""
+
+import os
+import shutil
+import sys
+from pathlib import Path
+from typing import NoReturn
+
+from slipstream.wire.errors import ConfigError
+from slipstream.wire.files.checkpoints import (
+    INFO_FILE,
+    best_checkpoint,
+    newest_checkpoint,
+    read_checkpoint_info,
+)
+
+_RUNS = Path("runs")
+_HELD = ".export-"  # and the process id
+_TRIES = 20  # while a run replaces its checkpoints
+
+
+def export(target: Path | None, out: Path | None, *, best: bool) -> NoReturn:
+    """Turn this process into the one that exports; it needs no GPU and sees none.
+
+    Args:
+        target: a run folder or a checkpoint; None is the newest run in runs/.
+        out: the folder to write; None is model/ of the run, which is replaced.
+        best: take the best checkpoint of the run and not the newest.
+
+    Raises:
+        ConfigError: there is no such checkpoint, or ``out`` is in use.
+    """
+    held, checkpoint = held_checkpoint(target, best=best)
+    try:
+        read_checkpoint_info(held)
+        folder = out_folder(checkpoint, out)
+    except ConfigError:
+        let_go(held, checkpoint)
+        raise
+    arguments = [
+        sys.executable,
+        "-m",
+        "slipstream.learner.checkpoints.export",
+        str(held),
+        str(folder),
+    ]
+    arguments += ["--of", str(checkpoint)]
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}  # noqa: TID251 handed on
+    os.execve(sys.executable, arguments, environment)  # noqa: S606 our own program
+
+
+def checkpoint_of(target: Path | None, *, best: bool, runs: Path = _RUNS) -> Path:
+    """Return the checkpoint that a command line names.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    run = newest_run(runs) if target is None else target
+    if (run / INFO_FILE).is_file():
+        if best:
+            raise ConfigError(f"{run} is one checkpoint; --best chooses among those of a run")
+        return run
+    if not (run / "checkpoints").is_dir():
+        raise ConfigError(f"{run} is neither a run with checkpoints nor a checkpoint")
+    found = best_checkpoint(run) if best else newest_checkpoint(run)
+    if found is None:
+        what = "evaluated checkpoint" if best else "complete checkpoint"
+        raise ConfigError(f"{run} has no {what}")
+    return found
+
+
+def held_checkpoint(target: Path | None, *, best: bool, runs: Path = _RUNS) -> tuple[Path, Path]:
+    """Return a checkpoint that a live run cannot remove, and which one it is.
+
+    Its files are linked a second time, which copies nothing: what the run removes stays with us. On
+    a file system without such links it is the checkpoint itself.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    for _ in range(_TRIES):
+        checkpoint = checkpoint_of(target, best=best, runs=runs)
+        if checkpoint == target or checkpoint.parent.name != "checkpoints":
+            return checkpoint, checkpoint
+        run = checkpoint.parent.parent
+        _remove_left(run)
+        held = run / f"{_HELD}{os.getpid()}"
+        try:
+            shutil.copytree(checkpoint, held, copy_function=os.link)
+        except (shutil.Error, OSError):
+            shutil.rmtree(held, ignore_errors=True)
+            if checkpoint.is_dir():  # no links here
+                return checkpoint, checkpoint
+        else:
+            return held, checkpoint
+    raise ConfigError(f"{target or runs} removes its checkpoints faster than they can be held")
+
+
+def let_go(held: Path, checkpoint: Path) -> None:
+    """Remove what was held of a checkpoint."""
+    if held != checkpoint:
+        shutil.rmtree(held, ignore_errors=True)
+
+
+def _remove_left(run: Path) -> None:
+    """Remove what exports that were killed had held."""
+    for path in run.glob(f"{_HELD}*"):
+        if not Path("/proc", path.name.removeprefix(_HELD)).exists():
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def newest_run(runs: Path) -> Path:
+    """Return the run whose newest checkpoint was saved last.
+
+    Raises:
+        ConfigError: no run in this folder has a checkpoint.
+    """
+    folders = [path.parent for path in runs.glob("*/checkpoints")]
+    saved = [(path, folder) for folder in folders if (path := newest_checkpoint(folder))]
+    if not saved:
+        raise ConfigError(f"no run in {runs.resolve()} has a checkpoint; name one")
+    return max(saved, key=lambda pair: (pair[0] / INFO_FILE).stat().st_mtime)[1]
+
+
+def out_folder(checkpoint: Path, out: Path | None) -> Path:
+    """Return where to write.
+
+    Raises:
+        ConfigError: the folder holds something, or none follows from the checkpoint.
+    """
+    if out is None:
+        if checkpoint.parent.name != "checkpoints":
+            raise ConfigError(f"{checkpoint} is in no run folder: name a folder with --out")
+        return checkpoint.parent.parent / "model"
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ConfigError(f"{out} exists already (--out)")
+    return out

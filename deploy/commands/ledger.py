@@ -1,0 +1,202 @@
+"""`slipstream ledger`: where every prompt of a run went."""
+
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from slipstream.broker.store.event_log import read_trail
+from slipstream.broker.store.item_history import ItemTrace, trace_item
+from slipstream.deploy.terminal.observe import fetch_account, run_of_folder
+from slipstream.wire.errors import ConfigError, PeerLostError
+from slipstream.wire.files.run_folder import ACCOUNT, TRAIL
+from slipstream.wire.messages.ledger_view import ItemView, LedgerView
+from slipstream.wire.process.command_line import print_json
+
+_PROMPT_CHARS = 200  # of a title
+
+
+def newest_started(runs: Path) -> Path:
+    """Return the run folder whose settings were written last.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    resolved = list(runs.glob("*/resolved.toml"))
+    if not resolved:
+        raise ConfigError(f"no run in {runs}: name a run folder")
+    return max(resolved, key=lambda path: path.stat().st_mtime).parent
+
+
+def print_account(folder: Path, console: Console, *, num_items: int, as_json: bool) -> int:
+    """Print the account of a run, of now or as of its newest learner step."""
+    run = run_of_folder(folder)
+    try:
+        view, age = fetch_account(run, num_items), ""
+    except PeerLostError:
+        view = _account_on_file(folder)
+        age = f"as of step {view.version.step}: no broker answers for {folder}"
+        if view.finished:
+            age = "the run has ended"
+    if as_json:
+        return print_json(view)
+    if age:
+        console.print(age, style="yellow", soft_wrap=True)
+    for part in (_equation(view), _reasons(view), _holders(view), _oldest(view.oldest)):
+        if part is not None:
+            console.print(part)
+    return 0
+
+
+def _account_on_file(folder: Path) -> LedgerView:
+    path = folder / ACCOUNT
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=LedgerView)
+    except OSError as error:
+        raise ConfigError(
+            f"no broker answers for {folder}, and {path} cannot be read: {error.strerror}"
+        ) from error
+    except msgspec.DecodeError as error:
+        raise ConfigError(f"{path} is no account of this version: {error}") from error
+
+
+def _equation(view: LedgerView) -> Table:
+    dropped, in_flight = sum(view.dropped.values()), sum(view.in_flight.values())
+    title = f"{view.run_name}: {view.version.label} of {view.last_step} steps"
+    if view.stop_reason:
+        title += f", ends because of {view.stop_reason}"
+    table = Table(title=title, title_justify="left")
+    for heading in ("", "issued", "= trained", "of it sealed", "+ dropped", "+ in flight"):
+        table.add_column(heading, justify="right" if heading else "left")
+    table.add_row("groups", *map(str, (view.issued, view.trained, view.sealed, dropped, in_flight)))
+    flat = view.trajectories
+    table.add_row(
+        "trajectories",
+        str(flat["issued"]),
+        str(flat["trained"]),
+        str(view.sealed * view.group_size),
+        str(flat["dropped"]),
+        str(flat["in_flight"]),
+    )
+    if view.unaccounted:
+        table.caption = f"{view.unaccounted} groups are UNACCOUNTED FOR"
+        table.caption_style = "bold red"
+    return table
+
+
+def _reasons(view: LedgerView) -> Table:
+    grid = Table.grid(padding=(0, 3))
+    flat = view.trajectories
+    of = f" of {view.prompts}" if view.prompts is not None else ""
+    kept = f" ({_steps(view.replay_steps)})" if view.replay_steps else ""
+    rows = {
+        "in flight": _counts(view.in_flight) or "nothing",
+        "dropped": _counts(view.dropped) or "nothing",
+        "trajectories": _counts(
+            {name: flat[name] for name in ("to_generate", "to_score", "scored")}
+        )
+        or "none in flight",
+        "prompts taken": f"{view.prompts_taken}{of}",
+        "payloads": f"{_size(view.untrained_bytes)} untrained, {_size(view.replay_bytes)} trained "
+        f"and not sealed{kept}",
+        "after failures": f"{view.redelivered_steps} batches delivered again, "
+        f"{view.requeued} groups generated again",
+        "dead letters": f"{view.dead_letters}, {view.retried} issued again",
+        "store": f"{view.store}; generation {view.broker_generation} of the broker",
+    }
+    for name, value in rows.items():
+        grid.add_row(Text(name, style="dim"), Text(value))
+    return grid
+
+
+def _holders(view: LedgerView) -> Table | None:
+    if not view.holders:
+        return None
+    table = Table(title="who holds what", title_justify="left")
+    for heading in ("process", "work", "leases", "trajectories"):
+        table.add_column(heading, justify="right" if heading[0] in "lt" else "left")
+    for one in view.holders:
+        table.add_row(one.name, one.work, str(one.leases), str(one.trajectories))
+    return table
+
+
+def _oldest(items: Sequence[ItemView]) -> Table | None:
+    if not items:
+        return None
+    table = Table(title="oldest items in flight", title_justify="left")
+    for heading in ("group", "prompt", "state", "age", "held by", "missing", "attempts", "due"):
+        table.add_column(heading, overflow="ellipsis", no_wrap=True)
+    for item in items:
+        due = "" if item.deadline is None else f"step {item.deadline}"
+        if item.bound_to is not None:
+            due = f"in step {item.bound_to}"
+        waits = f"{len(item.missing)} answers" if item.missing else f"{len(item.unscored)} rewards"
+        prompt = f"{item.position}: {item.prompt}"
+        table.add_row(
+            f"g{item.group_id}",
+            Text(prompt if item.item == "train" else f"evaluation {prompt}"),
+            item.state,
+            "-" if item.age_s is None else f"{item.age_s:.0f} s",
+            item.holder or "-",
+            waits if item.missing or item.unscored else "-",
+            str(item.attempts),
+            due,
+        )
+    return table
+
+
+def print_trace(folder: Path, prompt: str, console: Console, *, as_json: bool) -> int:
+    """Print the life of one item.
+
+    Raises:
+        ConfigError: the run keeps no trail, or nothing in it fits.
+    """
+    if not (folder / TRAIL).is_dir():
+        raise ConfigError(f"{folder} holds no {TRAIL}/: no run, or broker.max_trail_bytes = 0")
+    trace = trace_item(read_trail(folder / TRAIL), prompt)
+    if trace is None:
+        raise ConfigError(
+            f"no item {prompt!r} in {folder / TRAIL}: name a position in the data (17), a group "
+            "(g17) or a piece of the prompt; what is older than broker.max_trail_bytes is gone"
+        )
+    if as_json:
+        return print_json(trace)
+    console.print(_timeline(trace))
+    console.print(f"outcome: {trace.outcome}", soft_wrap=True)
+    if trace.others:
+        also = ", ".join(f"g{group_id}" for group_id in trace.others)
+        console.print(f"the same prompt was also {also}", style="dim", soft_wrap=True)
+    return 0
+
+
+def _timeline(trace: ItemTrace) -> Table:
+    title = f"g{trace.group_id}, prompt {trace.position}: {trace.prompt[:_PROMPT_CHARS]}"
+    table = Table(title=Text(title), title_justify="left")
+    for heading in ("time", "after", "what happened"):
+        table.add_column(heading, justify="left")
+    start = trace.life[0].at_s if trace.life else 0.0
+    for moment in trace.life:
+        clock = datetime.fromtimestamp(moment.at_s).astimezone().strftime("%H:%M:%S")
+        table.add_row(clock, f"{moment.at_s - start:.2f} s", Text(moment.what))
+    return table
+
+
+def _counts(counts: Mapping[str, int]) -> str:
+    return ", ".join(f"{name}: {count}" for name, count in counts.items() if count)
+
+
+def _size(num_bytes: int) -> str:
+    value = float(num_bytes)
+    for unit in ("B", "KiB", "MiB"):
+        if value < 1024:
+            return f"{value:.0f} {unit}"
+        value /= 1024
+    return f"{value:.1f} GiB"
+
+
+def _steps(steps: Sequence[int]) -> str:
+    return f"steps {steps[0]} to {steps[-1]}" if len(steps) > 1 else f"step {steps[0]}"

@@ -1,0 +1,65 @@
+"""`slipstream replay`: trains on recorded batches, without broker and generators."""
+
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from slipstream.deploy.config import free_name
+from slipstream.learner.config import learner_settings
+from slipstream.wire.errors import ConfigError
+from slipstream.wire.files.run_folder import BATCHES
+from slipstream.wire.settings.load import load_table
+from slipstream.wire.settings.sections import run_section
+
+
+def replay(target: Path, config: Path, overrides: Sequence[str], *, dry_run: bool) -> NoReturn:
+    """Turn this process into the learner of a new run, NAME-replay.
+
+    It starts from run.model, even where the settings are those of a resumed run, unless an
+    override names run.resume_from.
+
+    Args:
+        target: a run folder that holds recorded batches, or a trajectory file.
+        config: the settings of a run.
+        overrides: settings that win over the file.
+        dry_run: check and print the settings only.
+
+    Raises:
+        ConfigError: nothing is recorded there, or the settings are refused.
+    """
+    file = recorded_file(target)
+    overrides = ["run.resume_from=", *overrides]
+    table = load_table(config, overrides)
+    named = {**table.get("run", {}), "name": f"{run_section(table).name}-replay"}
+    name = free_name(run_section({**table, "run": named}))
+    learner_settings({**table, "run": {**named, "name": name}})
+    options = ["--dry-run"] if dry_run else []
+    arguments = ["--config", str(config), "--replay", str(file), *options]
+    command = [
+        sys.executable,
+        "-m",
+        "slipstream.learner.main",
+        *arguments,
+        *overrides,
+        f"run.name={name}",
+    ]
+    os.execv(sys.executable, command)  # noqa: S606 our own program
+
+
+def recorded_file(target: Path) -> Path:
+    """Return the trajectory file that a command line names.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if target.is_file():
+        return target
+    file = target / BATCHES
+    if not file.is_file():
+        raise ConfigError(
+            f"{target} is no trajectory file and holds no {BATCHES}, which a run writes with "
+            "broker.record_batches = true"
+        )
+    return file

@@ -1,0 +1,293 @@
+"""`slipstream reward test`: what a reward function makes of answers, without a run."""
+
+import asyncio
+import os
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+from rich.console import Console
+from rich.table import Table as RichTable
+from rich.text import Text
+
+from slipstream.broker.config import DataSection, RewardSection, private_paths
+from slipstream.broker.data.files import RawRow, read_rows
+from slipstream.broker.data.gym import gym_rows
+from slipstream.broker.data.rows import BadRowError, RowRules, prompt_from_row
+from slipstream.broker.reward_worker.pool import RewardPool
+from slipstream.deploy.terminal.console import make_console
+from slipstream.wire.errors import ConfigError
+from slipstream.wire.messages.broker import ScoringItem
+from slipstream.wire.messages.trajectory import Json, Prompt, Score, Transcript
+from slipstream.wire.process.command_line import print_json
+from slipstream.wire.settings.load import Table, load_table, section
+
+EXIT_UNAVAILABLE = 1
+_ANSWER_COLUMNS = ("response", "solution")
+_GYM = "reasoning_gym:"
+_SHOWN_CHARACTERS = 60
+
+
+class TestedAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    """One answer and what it is worth."""
+
+    __test__ = False  # no test of pytest
+
+    row: int
+    data_source: str
+    answer: str
+    reward: float | None
+    parts: dict[str, float]
+    unavailable: str
+    function: str
+    version: str
+    ms: float  # since its group was asked about, so what others took is in it
+
+
+@dataclass(frozen=True, slots=True)
+class _Sample:
+    """One answer to score. Answers to the same row are siblings."""
+
+    group: int
+    sibling: int
+    prompt: Prompt
+    answer: str
+
+
+def reward_test(
+    words: Sequence[str],
+    *,
+    reward: str = "",
+    data: str = "",
+    count: int = 20,
+    answers: Path | None = None,
+    config: Path | None = None,
+    as_json: bool = False,
+) -> int:
+    """Score answers to the first rows of a file, print them; return the exit code.
+
+    Args:
+        words: section.key=value settings.
+        reward: MODULE:NAME or FILE.py:NAME for every row; by default what [reward] says.
+        data: a JSONL or parquet file, or reasoning_gym:NAME; by default data.file.
+        count: how many rows; their answers stand in a column response or solution, or else are
+            the ground truth and an empty text.
+        answers: JSONL file with one answer per line and row: text, or an object with response or
+            solution, and row where they are not in order.
+        config: settings of a run.
+        as_json: print everything, for programs.
+
+    Raises:
+        ConfigError: a file, function or setting that cannot be used.
+    """
+    if count < 1:
+        raise ConfigError(f"--n must be at least 1, got {count}")
+    table = load_table(config or Path(os.devnull), words)
+    settings = section(table, "reward", RewardSection)
+    samples = _samples(table, data, count, answers)
+    tested, seconds = asyncio.run(_score(settings, reward, _hidden(table), samples))
+    failed = any(answer.reward is None for answer in tested)
+    if as_json:
+        print_json({"answers": tested, "seconds": seconds, **_summary(tested)})
+    else:
+        _show(tested, seconds, make_console())
+    return EXIT_UNAVAILABLE if failed else 0
+
+
+def _hidden(table: Table) -> list[Path]:
+    """Return what of the run is private and there; to try a function makes no folder for it."""
+    return [path for path in private_paths(table) if path.exists()]
+
+
+# ---- what to score -------------------------------------------------------------
+
+
+def _samples(table: Table, data: str, count: int, answers: Path | None) -> list[_Sample]:
+    section_ = section(table, "data", DataSection)
+    where = data or section_.file
+    if not where:
+        raise ConfigError("name the problems with --data FILE, or data.file")
+    rules = RowRules(
+        data_source=where.removeprefix(_GYM) if where.startswith(_GYM) else "default",
+        prompt_column="prompt" if where.startswith(_GYM) else section_.prompt_column,
+        as_chat=section_.as_chat,
+        system_prompt=section_.system_prompt,
+    )
+    given = _answers_by_row(answers) if answers else None
+    samples: list[_Sample] = []
+    for group, raw in enumerate(_first_rows(where, count)):
+        prompt = _prompt(raw, rules, where)
+        for sibling, answer in enumerate(_answers_to(group, raw, prompt, given)):
+            samples.append(_Sample(group, sibling, prompt, answer))
+    if not samples:
+        raise ConfigError(f"--data {where} holds no rows, or none with an answer")
+    return samples
+
+
+def _first_rows(where: str, count: int) -> Iterator[RawRow]:
+    if where.startswith(_GYM):
+        name = where.removeprefix(_GYM)
+        rows = gym_rows(name, size=count, seed=0, options={}, setting="--data")
+    else:
+        rows = read_rows(Path(where), "--data")
+    for number, row in enumerate(rows):
+        if number == count:
+            return
+        yield row
+
+
+def _prompt(raw: RawRow, rules: RowRules, where: str) -> Prompt:
+    try:
+        if raw.values is None:
+            raise BadRowError(raw.problem)  # noqa: TRY301 one way out for all bad rows
+        return prompt_from_row(raw.values, rules, number=raw.number)
+    except BadRowError as error:
+        raise ConfigError(f"--data {where}: row {raw.number}: {error}") from error
+
+
+def _answers_to(
+    position: int, raw: RawRow, prompt: Prompt, given: Mapping[int, list[str]] | None
+) -> list[str]:
+    """Return the answers to one row; without any given, a right one and an empty one."""
+    if given is not None:
+        return given.get(position, [])
+    for column in _ANSWER_COLUMNS:
+        answer = (raw.values or {}).get(column)
+        if isinstance(answer, str):
+            return [answer]
+    truth = prompt.ground_truth
+    if isinstance(truth, str | int | float) and not isinstance(truth, bool) and truth != "":
+        return [str(truth), ""]
+    return [""]
+
+
+def _answers_by_row(path: Path) -> dict[int, list[str]]:
+    """Return the answers of a file by the position of their rows."""
+    try:
+        lines = [line for line in path.read_bytes().splitlines() if line.strip()]
+    except OSError as error:
+        raise ConfigError(f"cannot read --answers {path}: {error.strerror}") from error
+    found: dict[int, list[str]] = {}
+    for number, line in enumerate(lines):
+        try:
+            value: Json = msgspec.json.decode(line)
+        except msgspec.DecodeError as error:
+            raise ConfigError(f"--answers {path}: line {number + 1}: {error}") from error
+        row, answer = number, value
+        if isinstance(value, dict):
+            row = value.get("row", number)
+            answer = next((value[c] for c in _ANSWER_COLUMNS if c in value), None)
+        if not isinstance(answer, str) or not isinstance(row, int):
+            raise ConfigError(
+                f"--answers {path}: line {number + 1}: expected text, or an object with "
+                f"{' or '.join(_ANSWER_COLUMNS)} and perhaps row, got {line[:80]!r}"
+            )
+        found.setdefault(row, []).append(answer)
+    return found
+
+
+# ---- scoring -------------------------------------------------------------------
+
+
+async def _score(
+    settings: RewardSection, function: str, hide: Sequence[Path], samples: Sequence[_Sample]
+) -> tuple[list[TestedAnswer], float]:
+    """Return what the answers are worth, in order, and the seconds that it took."""
+    pool = await RewardPool.start(settings, function=function, hide=hide)
+    try:
+        groups: dict[int, list[_Sample]] = {}
+        for sample in samples:
+            groups.setdefault(sample.group, []).append(sample)
+        began_s = time.perf_counter()
+        tested: list[TestedAnswer] = []
+        for group in groups.values():  # one after the other, so that times mean something
+            tested += await _score_group(pool, group)
+        return tested, time.perf_counter() - began_s
+    finally:
+        await pool.close()
+
+
+async def _score_group(pool: RewardPool, group: Sequence[_Sample]) -> list[TestedAnswer]:
+    work = [
+        (
+            ScoringItem(group_id=sample.group, sibling=sample.sibling, lease_id=0),
+            Transcript(
+                prompt=sample.prompt,
+                response=sample.answer,
+                num_response_tokens=max(1, len(sample.answer.split())),
+                finish_reason="stop",
+            ),
+        )
+        for sample in group
+    ]
+    began_s = time.perf_counter()
+    found: dict[int, TestedAnswer] = {}
+    async for score in pool.score(work):
+        ms = 1e3 * (time.perf_counter() - began_s)
+        found[score.sibling] = _tested(group[score.sibling], score, ms)
+    return [found[sample.sibling] for sample in group]
+
+
+def _tested(sample: _Sample, score: Score, ms: float) -> TestedAnswer:
+    return TestedAnswer(
+        row=sample.prompt.row,
+        data_source=sample.prompt.data_source,
+        answer=sample.answer,
+        reward=score.reward,
+        parts=score.parts,
+        unavailable=score.unavailable,
+        function=score.function,
+        version=score.version,
+        ms=ms,
+    )
+
+
+# ---- printing ------------------------------------------------------------------
+
+
+def _summary(tested: Sequence[TestedAnswer]) -> dict[str, Json]:
+    rewards = [answer.reward for answer in tested if answer.reward is not None]
+    functions = sorted({(answer.function, answer.version) for answer in tested})
+    return {
+        "count": len(tested),
+        "mean": sum(rewards) / len(rewards) if rewards else None,
+        "unavailable": dict(Counter(a.unavailable for a in tested if a.reward is None)),
+        "functions": [{"name": name, "version": version} for name, version in functions],
+    }
+
+
+def _show(tested: Sequence[TestedAnswer], seconds: float, console: Console) -> None:
+    table = RichTable()
+    for title in ("row", "data source", "answer", "score", "parts", "ms"):
+        table.add_column(title, justify="right" if title in {"row", "score", "ms"} else "left")
+    for answer in tested:
+        score = "unavailable" if answer.reward is None else f"{answer.reward:g}"
+        parts = ", ".join(f"{k} {v:g}" for k, v in answer.parts.items() if k != "score")
+        table.add_row(
+            str(answer.row),
+            Text(answer.data_source),
+            Text(_shortened(answer.answer)),
+            Text(score, style="red" if answer.reward is None else ""),
+            Text(parts or answer.unavailable),
+            f"{answer.ms:.1f}",
+        )
+    console.print(table)
+    summary = _summary(tested)
+    mean = "-" if summary["mean"] is None else f"{summary['mean']:.3f}"
+    num_failed = sum(summary["unavailable"].values())
+    ms = 1e3 * seconds / len(tested)
+    console.print(
+        f"{len(tested)} answers, mean {mean}, {num_failed} unavailable, {ms:.1f} ms per answer"
+    )
+    for reason, count in summary["unavailable"].items():
+        console.print(Text(f"unavailable {count} times: {reason}", style="red"), soft_wrap=True)
+    for function in summary["functions"]:
+        console.print(Text(f"{function['name']}, version {function['version']}"), soft_wrap=True)
+
+
+def _shortened(answer: str) -> str:
+    line = " ".join("".join(c if c.isprintable() else " " for c in answer).split())
+    return line if len(line) <= _SHOWN_CHARACTERS else line[: _SHOWN_CHARACTERS - 3] + "..."

@@ -1,0 +1,307 @@
+"""`slipstream versions`: which weights each engine holds, and how the publishes went."""
+
+import json
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+
+import msgspec
+from rich.console import Console, RenderableType
+from rich.filesize import decimal
+from rich.table import Table
+from rich.text import Text
+
+from slipstream.broker.report.summary import PUBLISHES
+from slipstream.deploy.terminal.observe import run_of_folder, status_now
+from slipstream.wire.errors import ConfigError, PeerLostError
+from slipstream.wire.files.run_folder import SUMMARY
+from slipstream.wire.messages.status import GONE_S, RunStatus
+from slipstream.wire.messages.versions import PolicyVersion
+from slipstream.wire.messages.weightbus import PUBLISH_PHASES, MemberState, PublishRecord
+from slipstream.wire.process.command_line import print_json
+from slipstream.wire.process.visible import visible
+
+_COLORS = {"current": "green", "behind": "yellow", "receiving": "cyan", "torn": "bold red"}
+
+
+class _Role(msgspec.Struct, frozen=True, kw_only=True):
+    role: str
+    silent_s: float
+
+
+class _Summary(msgspec.Struct, frozen=True, kw_only=True):
+    """What is read of summary.json."""
+
+    run_name: str
+    outcome: str
+    finished: bool
+    steps: int
+    roles: list[_Role]
+    members: list[MemberState]
+    publishes: list[PublishRecord] = msgspec.field(name=PUBLISHES)
+
+
+class VersionsView(msgspec.Struct, frozen=True, kw_only=True):
+    """Who holds what, and what became of the newest publishes."""
+
+    run_name: str
+    steps: int  # learner steps completed
+    as_of: str  # empty is now; else why this is old
+    relay_silent_s: float | None  # None: no relay was heard; members are as it said last
+    members: list[MemberState]
+    publishes: list[PublishRecord]  # the newest last
+
+    @property
+    def is_old(self) -> bool:
+        """Tell whether engines may hold something else by now."""
+        silent_s = self.relay_silent_s
+        return bool(self.as_of) or silent_s is None or silent_s > GONE_S
+
+
+def print_versions(folder: Path, console: Console, *, count: int, as_json: bool) -> int:
+    """Print who holds what, of now or as of the end of the run.
+
+    Args:
+        folder: of the run.
+        console: where to.
+        count: how many publishes to print at most; JSON has all that are kept.
+        as_json: print for programs.
+
+    Raises:
+        ConfigError: it is no run folder, or nothing was written there.
+    """
+    run = run_of_folder(folder)
+    try:
+        view = view_of(status_now(run))
+    except PeerLostError:
+        view = _view_on_file(folder)
+    if as_json:
+        return print_json(view)
+    for part in render(view, count=count):
+        console.print(part)
+    return 0
+
+
+def view_of(status: RunStatus) -> VersionsView:
+    """Return what a broker says now."""
+    return VersionsView(
+        run_name=status.run_name,
+        steps=status.steps,
+        as_of="",
+        relay_silent_s=_silent_s([(one.role, one.silent_s) for one in status.roles]),
+        members=status.members,
+        publishes=status.publish_history,
+    )
+
+
+def _view_on_file(folder: Path) -> VersionsView:
+    path = folder / SUMMARY
+    try:
+        read = msgspec.convert(json.loads(path.read_bytes()), _Summary)
+    except OSError as error:
+        raise ConfigError(
+            f"no broker answers for {folder}, and {path} cannot be read: {error.strerror}"
+        ) from error
+    except ValueError as error:  # damaged JSON, or other fields
+        raise ConfigError(f"{path} is no summary of this version: {error}") from error
+    as_of = f"as of step {read.steps}: no broker answers for {folder}"
+    if read.outcome != "running":
+        as_of = "the run has ended" + (f": {read.outcome}" if not read.finished else "")
+    return VersionsView(
+        run_name=read.run_name,
+        steps=read.steps,
+        as_of=as_of,
+        relay_silent_s=_silent_s([(one.role, one.silent_s) for one in read.roles]),
+        members=read.members,
+        publishes=read.publishes,
+    )
+
+
+def _silent_s(roles: Sequence[tuple[str, float]]) -> float | None:
+    return min((silent_s for role, silent_s in roles if role == "relay"), default=None)
+
+
+# ---- for a person ------------------------------------------------------------
+
+
+def render(
+    view: VersionsView, *, count: int, now: Callable[[], float] = time.time
+) -> Iterator[RenderableType]:
+    """Yield what a person reads, for a terminal of 100 columns.
+
+    Args:
+        view: what is known.
+        count: how many publishes to show at most.
+        now: unix time.
+    """
+    now_s = now()
+    if view.as_of:
+        yield Text(visible(view.as_of), style="yellow")
+    published = [record.version for record in view.publishes if record.adopted_by]
+    newest = f"newest adopted version {max(published).label}" if published else "no version yet"
+    yield Text(f"{visible(view.run_name)}: learner step {view.steps}, {newest}", style="bold")
+    yield from _members(view, now_s)
+    shown = view.publishes[-count:] if count > 0 else []
+    if shown:
+        total = len(view.publishes)
+        yield _title(f"the newest {count} of {total} publishes" if count < total else "publishes")
+        yield _history(shown, now_s)
+        yield _title("seconds by phase, of the slowest engine")
+        yield _seconds(shown)
+    if any(record.failed for record in shown):
+        yield _title("left out")
+        yield _left_out(shown)
+
+
+def _members(view: VersionsView, now_s: float) -> Iterator[RenderableType]:
+    yield _freshness(view)
+    if view.members:
+        yield _states(view, now_s)
+    elif view.relay_silent_s is not None:
+        yield Text("no engine was on the weight bus" if view.is_old else "no engine so far")
+    here = {one.name for one in view.members}
+    gone = {name: version for name, version in _held(view.publishes).items() if name not in here}
+    if gone:
+        ran = _some([f"{name} ({version.label})" for name, version in gone.items()], most=6)
+        yield Text(f"no longer there: {visible(ran)}", style="dim")
+    failures = [(one.name, one.reason) for one in view.members if one.reason]
+    if failures:
+        yield _title("last failures")
+        yield _reasons(failures)
+
+
+def _states(view: VersionsView, now_s: float) -> Table:
+    table = _table()
+    for heading in ("engine", "state", "version", "since", "transport"):
+        table.add_column(heading, overflow="fold")
+    for one in view.members:
+        state = f"was {one.state}" if view.is_old else one.state
+        age = "" if view.is_old else f", {_age(now_s - one.since_s)}"
+        table.add_row(
+            Text(visible(one.name)),
+            Text(state, style="" if view.is_old else _COLORS[one.state]),
+            one.version.label if one.version else "none",
+            _clock(one.since_s, now_s) + age,
+            one.transport,
+        )
+    return table
+
+
+def _freshness(view: VersionsView) -> Text:
+    """Return a title that says how old it is what the relay said."""
+    silent_s = view.relay_silent_s
+    if view.as_of:
+        return _title("who held what, as the relay said last")
+    if silent_s is None:
+        what = "who holds what is not known: no relay has said hello to this broker"
+        return _title(what, style="yellow")
+    if silent_s > GONE_S:
+        what = f"who held what: the relay has been silent for {_age(silent_s)}"
+        return _title(what, style="yellow")
+    return _title(f"who holds what, as the relay said {silent_s:.1f} s ago")
+
+
+def _held(publishes: Sequence[PublishRecord]) -> dict[str, PolicyVersion]:
+    """Return the version that each engine adopted last."""
+    found: dict[str, PolicyVersion] = {}
+    for record in publishes:
+        for name in record.adopted_by:
+            found[name] = max(found.get(name, record.version), record.version)
+    return dict(sorted(found.items()))
+
+
+def _history(shown: Sequence[PublishRecord], now_s: float) -> Table:
+    table = _table()
+    for heading in ("version", "at"):
+        table.add_column(heading, no_wrap=True)
+    table.add_column("digest", no_wrap=True)
+    table.add_column("size", justify="right", no_wrap=True)
+    table.add_column("transports", overflow="fold")
+    table.add_column("adopted by", no_wrap=True)
+    table.add_column("in flight", justify="right", no_wrap=True)
+    table.add_column("slowest", justify="right", no_wrap=True)
+    for record in shown:
+        members = {*record.transports, *record.adopted_by, *record.failed}
+        style = "red" if record.failed else ""
+        table.add_row(
+            record.version.label,
+            _clock(record.at_s, now_s),
+            record.digest[:8] or "-",
+            decimal(record.num_bytes),
+            _counts(record.transports),
+            Text(f"{len(record.adopted_by)} of {len(members)}", style=style),
+            str(sum(record.num_in_flight.values())),
+            f"{max(record.adopted_by.values()):.2f} s" if record.adopted_by else "-",
+        )
+    return table
+
+
+def _seconds(shown: Sequence[PublishRecord]) -> Table:
+    """Return the seconds of each phase; one that no publish had has no column."""
+    named = {phase for record in shown for phase in record.phase_seconds}
+    phases = [p for p in PUBLISH_PHASES if p in named] + sorted(named.difference(PUBLISH_PHASES))
+    table = _table()
+    table.add_column("version", no_wrap=True)
+    for phase in phases:
+        table.add_column(Text(visible(phase)), justify="right")
+    for record in shown:
+        seconds = (record.phase_seconds.get(phase) for phase in phases)
+        cells = ("-" if one is None else f"{one:.3f}" for one in seconds)
+        table.add_row(record.version.label, *cells)
+    return table
+
+
+def _left_out(shown: Sequence[PublishRecord]) -> Table:
+    """Return who was left out of which publish, and why; those with one reason together."""
+    rows: list[tuple[str, str]] = []
+    for record in shown:
+        by_reason: dict[str, list[str]] = {}
+        for name, why in sorted(record.failed.items()):
+            by_reason.setdefault(why, []).append(name)
+        rows += [
+            (f"{record.version.label} {_some(names, most=2)}", why)
+            for why, names in by_reason.items()
+        ]
+    return _reasons(rows)
+
+
+def _reasons(rows: Sequence[tuple[str, str]]) -> Table:
+    grid = Table.grid(padding=(0, 2), expand=True)
+    grid.add_column(overflow="fold", max_width=46)
+    grid.add_column(overflow="fold", ratio=1)
+    for who, why in rows:
+        grid.add_row(Text(visible(who)), Text(visible(why)))
+    return grid
+
+
+def _title(what: str, *, style: str = "italic") -> Text:
+    return Text(f"\n{what}", style=style)
+
+
+def _table() -> Table:
+    return Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
+
+
+def _counts(transports: Mapping[str, str]) -> str:
+    counts = sorted(Counter(transports.values()).items())
+    return ", ".join(f"{count} {name}" for name, count in counts) or "-"
+
+
+def _some(names: Sequence[str], *, most: int) -> str:
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
+
+
+def _clock(unix_s: float, now_s: float) -> str:
+    """Return a time of today, or a day and a time."""
+    then = datetime.fromtimestamp(unix_s).astimezone()
+    same_day = then.date() == datetime.fromtimestamp(now_s).astimezone().date()
+    return then.strftime("%H:%M:%S" if same_day else "%b %d %H:%M")
+
+
+def _age(seconds: float) -> str:
+    if seconds < 100:
+        return f"{max(0.0, seconds):.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 6_000 else f"{seconds / 3600:.0f} h"

@@ -1,0 +1,393 @@
+"""`slipstream run`: every role of a run on this host, under one supervisor."""
+
+import errno
+import fcntl
+import json
+import logging
+import os
+import shutil
+import signal
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TextIO
+
+from rich.console import Console
+from rich.live import Live
+
+from slipstream.broker.report.summary import replace_figures, summary_of
+from slipstream.deploy.config import RunConfig, run_config, write_resolved
+from slipstream.deploy.launch.plan import count_gpus, plan_roles
+from slipstream.deploy.launch.supervise import Supervisor
+from slipstream.deploy.terminal.observe import StatusWatcher, dashboard_address
+from slipstream.deploy.terminal.view import final_table, live_view, one_line
+from slipstream.generators.sglang.process import remove_leftovers
+from slipstream.wire.errors import ChildDiedError, ConfigError, PeerLostError, SlipstreamError
+from slipstream.wire.files.checkpoints import (
+    best_checkpoint,
+    newest_checkpoint,
+    read_checkpoint_info,
+)
+from slipstream.wire.files.run_folder import PAGE_ADDRESS
+from slipstream.wire.messages.status import RunStatus
+from slipstream.wire.process.command_line import (
+    EXIT_BAD_SETTINGS,
+    EXIT_FAILED,
+    EXIT_INTERRUPTED,
+    disk_trouble,
+)
+from slipstream.wire.process.patience import END_AT_MOST, Patience, signs_of
+from slipstream.wire.process.processes import is_locked, last_lines
+from slipstream.wire.settings.load import load_table
+from slipstream.wire.settings.sections import RunSection, relay_lock, run_section
+
+_log = logging.getLogger(__name__)
+_POLL_S = 0.2
+_LINE_EVERY_S = 10.0
+_BROKER_START_S = 120.0  # without a sign of life, as the next one
+_RELAY_END_S = 10.0
+_WITHOUT_BROKER_S = 5.0  # for roles to end where the broker is gone for good
+_REFUSED = "refused: "
+_SCRATCH = "slipstream-"
+_SOCKETS = "sockets"
+
+
+class _StopRequestedError(SlipstreamError):
+    """SIGINT or SIGTERM arrived."""
+
+
+def run_locally(config: RunConfig, console: Console) -> int:
+    """Run to the end; print one live view, then a table. Returns the exit code."""
+    run = config.run
+    lock = _lock(run)
+    _remove_scratch_of_killed_run(run)
+    scratch = Path(tempfile.mkdtemp(prefix=_SCRATCH))
+    config = _with_sockets(config, scratch)
+    supervisor = Supervisor(
+        logs=run.logs,
+        scratch=scratch,
+        max_restarts=config.deploy.max_restarts,
+        window_s=config.deploy.restart_window_s,
+        backoff_s=config.deploy.restart_backoff_s,
+        stop_timeout_s=config.deploy.stop_timeout_s,
+    )
+    reason, code = "failed: by a fault of this program", EXIT_FAILED  # the learner saves then, too
+    watcher = StatusWatcher(config.run)
+    try:
+        with _signals_raise():
+            resolved = run.folder / "resolved.toml"
+            write_resolved(config, resolved)
+            _run(config, supervisor, watcher, console, resolved)
+            reason, code = "finished", 0
+    except _StopRequestedError as error:
+        reason, code = f"stopped: {error}", EXIT_INTERRUPTED
+    except ConfigError as error:
+        reason, code = f"{_REFUSED}{error}", EXIT_BAD_SETTINGS
+    except SlipstreamError as error:
+        reason, code = f"failed: {error}", EXIT_FAILED
+        if shutil.disk_usage(run.folder).free == 0:
+            full = os.strerror(errno.ENOSPC)
+            reason, code = f"{_REFUSED}{full}: {run.folder} (run.dir)", EXIT_BAD_SETTINGS
+    except OSError as error:
+        if (trouble := disk_trouble(error)) is None:
+            raise
+        reason, code = f"{_REFUSED}{trouble}", EXIT_BAD_SETTINGS
+    finally:
+        if code:
+            _let_learner_save(config, supervisor, watcher, console)
+        with _signals_ignored():
+            watcher.close()
+            roles = [name for name in supervisor.children if name != "broker"]
+            if supervisor.runs("broker"):
+                supervisor.stop(roles)
+            else:  # they would only wait for it
+                if code and supervisor.children:
+                    console.print(reason, style="bold red", highlight=False, soft_wrap=True)
+                supervisor.stop(roles, timeout_s=_WITHOUT_BROKER_S, at_most=1)
+            supervisor.stop(["broker"])
+            supervisor.let_go()
+            _await_relay(config.run)
+            shutil.rmtree(scratch, ignore_errors=True)
+            lock.close()
+    _finish(run, watcher.newest, reason, console)
+    return code
+
+
+def _await_relay(run: RunSection) -> None:
+    """Wait for the weight relay to end; nobody but the learner knows its process."""
+    patience = Patience(
+        "the weight relay to end",
+        _RELAY_END_S,
+        signs_of(lambda: _relays(run)),
+        at_most=END_AT_MOST,
+    )
+    while is_locked(relay_lock(run)):
+        if patience.is_over():
+            for holder in _relays(run):
+                _log.warning("the weight relay %d %s and is killed", holder, patience.why)
+                with suppress(ProcessLookupError):
+                    os.kill(holder, signal.SIGKILL)
+            return
+        time.sleep(_POLL_S)
+
+
+def _relays(run: RunSection) -> list[int]:
+    """Return the process that holds the place of the relay, or nothing while it is not told."""
+    with suppress(OSError, ValueError):
+        return [int(relay_lock(run).read_text())]
+    return []
+
+
+def _let_learner_save(
+    config: RunConfig, supervisor: Supervisor, watcher: StatusWatcher, console: Console
+) -> None:
+    """End the learner in order while the broker still answers; another signal ends it at once."""
+    if not config.learner.checkpoint.on_stop or not supervisor.runs("learner"):
+        return
+    status = watcher.newest
+    if not supervisor.runs("broker") or status is None or status.steps == 0:
+        return
+    console.print("stopping: the learner saves a checkpoint (Ctrl-C ends it at once)")
+    with suppress(_StopRequestedError), _signals_raise():
+        supervisor.stop(["learner"], timeout_s=config.deploy.save_timeout_s)
+    newest = newest_checkpoint(config.run.folder)
+    step = read_checkpoint_info(newest).step if newest is not None else 0
+    if step < status.steps:
+        console.print(
+            f"no checkpoint of step {status.steps} was saved: steps after {step} are lost; see "
+            f"{config.run.logs / 'learner.log'}",
+            style="bold red",
+            soft_wrap=True,
+        )
+
+
+def _run(
+    config: RunConfig,
+    supervisor: Supervisor,
+    watcher: StatusWatcher,
+    console: Console,
+    resolved: Path,
+) -> None:
+    run = config.run
+    console.print(f"run {run.name}: settings, logs and results in {run.folder}")
+    broker, *others = plan_roles(config, resolved, num_gpus=count_gpus())
+    supervisor.start(broker)
+    _await_broker(supervisor, run, console)
+    for plan in others:
+        supervisor.start(plan)
+    if listen := config.broker.broker.listen:
+        console.print(
+            f"roles on other hosts connect to {listen}, with keys in {config.broker.keys_folder} "
+            "(slipstream keys make)",
+            soft_wrap=True,
+        )
+    watcher.start()
+    names = [plan.name for plan in others]
+    started = time.monotonic()
+    ended: set[str] = set()
+    with _display(console, run) as show:
+        while len(ended) < len(names):
+            supervisor.check()
+            for name in names:
+                if name not in ended and supervisor.finished([name]):
+                    ended.add(name)
+                    left = [n for n in names if _kind(n) == _kind(name) and n not in ended]
+                    if not left and not supervisor.left_out(name):
+                        _require_complete(supervisor, watcher, name, console)
+            limit = config.deploy.time_limit_s
+            if limit and time.monotonic() - started > limit:
+                raise ChildDiedError(f"the run took longer than deploy.time_limit_s = {limit:.0f}")
+            if watcher.newest is not None:
+                show(watcher.newest)
+            time.sleep(_POLL_S)
+
+
+def _kind(name: str) -> str:
+    return name.rstrip("0123456789")
+
+
+def _require_complete(
+    supervisor: Supervisor, watcher: StatusWatcher, name: str, console: Console
+) -> None:
+    """The last process of a role may end only when the run is over; others may leave."""
+    patience = _patience_with_broker(supervisor, console)
+    ended_s = time.monotonic()
+    while watcher.asked_s < ended_s:
+        if patience.is_over():
+            raise PeerLostError(watcher.error or f"the broker did not answer: it {patience.why}")
+        supervisor.check()  # the broker may be on its way back
+        time.sleep(_POLL_S)
+    status = watcher.newest
+    if status is None or not status.finished:
+        steps = f"{status.steps} of {status.total_steps} steps" if status else "an unknown step"
+        raise ChildDiedError(f"{name} ended before the run was complete, at {steps}")
+
+
+def _lock(run: RunSection) -> TextIO:
+    """Make the run's folder ours; the kernel lets go of it when this process ends.
+
+    Raises:
+        ConfigError: another process runs in it, or it cannot be written.
+    """
+    try:
+        run.logs.mkdir(parents=True, exist_ok=True)
+        lock = (run.folder / "run.lock").open("a+")
+    except OSError as error:
+        raise ConfigError(
+            f"cannot write the run folder {run.folder} (run.dir): {error.strerror}"
+        ) from error
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        lock.close()
+        raise ConfigError(f"another process runs {run.folder}") from error
+    return lock
+
+
+def _remove_scratch_of_killed_run(run: RunSection) -> None:
+    """Remove the temporary folder of a run that was killed in this run folder.
+
+    Nobody else uses it: we hold the lock of the run folder.
+    """
+    resolved = run.folder / "resolved.toml"
+    if not resolved.is_file():
+        return
+    sockets = Path(run_section(load_table(resolved)).socket_dir)
+    folder = sockets.parent
+    if sockets.name != _SOCKETS:  # the user's own
+        return
+    if folder.name.startswith(_SCRATCH) and folder.parent == Path(tempfile.gettempdir()):
+        for left in folder.glob("*-*"):
+            remove_leftovers(left)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _with_sockets(config: RunConfig, scratch: Path) -> RunConfig:
+    if config.run.socket_dir:
+        return config
+    # Not the folder of temporary files itself, which reward functions use and this one is hidden.
+    sockets = {"socket_dir": str(scratch / _SOCKETS)}
+    return run_config({**config.table, "run": {**config.table.get("run", {}), **sockets}})
+
+
+def _await_broker(supervisor: Supervisor, run: RunSection, console: Console) -> None:
+    patience = _patience_with_broker(supervisor, console)
+    while not run.socket("broker").exists():
+        supervisor.check()
+        if supervisor.children["broker"].finished or patience.is_over():
+            why = "ended" if supervisor.children["broker"].finished else patience.why
+            log = supervisor.children["broker"].log_file
+            raise ChildDiedError(f"the broker did not come up: it {why}; {log}:\n{last_lines(log)}")
+        time.sleep(_POLL_S)
+
+
+def _patience_with_broker(supervisor: Supervisor, console: Console) -> Patience:
+    def say(words: str) -> None:
+        console.print(words, soft_wrap=True, highlight=False)
+
+    signs = signs_of(lambda: supervisor.pids("broker"), supervisor.children["broker"].log_file)
+    return Patience("the broker to answer", _BROKER_START_S, signs, say=say)
+
+
+@contextmanager
+def _display(console: Console, run: RunSection) -> Iterator["Show"]:
+    """A live view on a terminal; a line now and then elsewhere."""
+    if not console.is_terminal:
+        yield Show(console, run, None)
+        return
+    with Live(console=console, auto_refresh=False, transient=True) as live:
+        yield Show(console, run, live)
+
+
+class Show:
+    """Draws a run: one live view, or lines where there is no terminal, which are kept in files.
+
+    The page's address holds its token: it goes to a terminal alone.
+    """
+
+    def __init__(self, console: Console, run: RunSection, live: Live | None) -> None:
+        self._console = console
+        self._run = run
+        self._live = live
+        self._next_line_s = 0.0
+        self._announced = False
+        self._is_broken = False
+
+    def __call__(self, status: RunStatus) -> None:
+        """Draw the newest state, or nothing where that fails."""
+        try:
+            self._draw(status)
+        except SlipstreamError:  # asked to end meanwhile
+            raise
+        except Exception:  # noqa: BLE001 a picture of the run must never end it
+            if not self._is_broken:
+                self._is_broken = True
+                _log.exception("the view cannot be drawn; the run goes on")
+
+    def _draw(self, status: RunStatus) -> None:
+        if self._live is not None:  # another broker has another page
+            self._live.update(live_view(status, dashboard_address(self._run)), refresh=True)
+            return
+        if not self._announced:
+            self._announced = True
+            if (self._run.folder / PAGE_ADDRESS).exists():
+                place = self._run.folder / PAGE_ADDRESS
+                self._console.print(f"dashboard: its address is in {place}", soft_wrap=True)
+        if time.monotonic() >= self._next_line_s:
+            self._next_line_s = time.monotonic() + _LINE_EVERY_S
+            self._console.print(one_line(status), soft_wrap=True)
+
+
+def _finish(run: RunSection, newest: RunStatus | None, reason: str, console: Console) -> None:
+    """Write how the run ended into its summary, and show it."""
+    path = run.summary_file
+    outcome = reason.splitlines()[0]
+    try:
+        figures = json.loads(path.read_text()) if path.exists() else {}
+        if not figures and newest is not None:
+            figures = summary_of(newest)
+        replace_figures(path, figures | {"outcome": outcome})
+    except OSError as error:
+        console.print(f"no summary was written: {error}", style="red")
+    if outcome.startswith(_REFUSED):
+        console.print(reason, style="bold red", highlight=False, soft_wrap=True)
+        return
+    if newest is not None:
+        console.print(final_table(newest, outcome=outcome))
+    checkpoint = newest_checkpoint(run.folder)
+    if checkpoint is not None:
+        best = best_checkpoint(run.folder)
+        also = f", best {best}" if best not in {None, checkpoint} else ""
+        hint = "" if reason == "finished" else "; go on from it with --resume auto"
+        console.print(f"checkpoint {checkpoint}{also}{hint}", soft_wrap=True)
+    if reason != "finished":
+        console.print(reason, style="bold red", highlight=False, soft_wrap=True)
+    console.print(f"figures in {path}")
+
+
+@contextmanager
+def _signals_raise() -> Iterator[None]:
+    """Turn SIGINT and SIGTERM into an exception of the main thread."""
+
+    def handler(signum: int, _frame: object) -> None:
+        raise _StopRequestedError(signal.Signals(signum).name)
+
+    before = {s: signal.signal(s, handler) for s in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for signum, old in before.items():
+            signal.signal(signum, old)
+
+
+@contextmanager
+def _signals_ignored() -> Iterator[None]:
+    """Let nothing interrupt the clean-up; it is bounded by deploy.stop_timeout_s."""
+    before = {s: signal.signal(s, signal.SIG_IGN) for s in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for signum, old in before.items():
+            signal.signal(signum, old)

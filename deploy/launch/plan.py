@@ -1,0 +1,103 @@
+"""Pure: which processes a run needs, on which host, with which GPUs."""
+
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from slipstream.deploy.config import RunConfig
+from slipstream.wire.errors import ConfigError
+
+Place = tuple[str, tuple[int, ...]]  # host, GPUs of it
+
+
+@dataclass(frozen=True, slots=True)
+class RolePlan:
+    """One process of a run."""
+
+    name: str
+    command: tuple[str, ...]
+    restart_arguments: tuple[str, ...] = ()  # that another incarnation is started with besides
+    host: str = "localhost"
+    gpus: tuple[int, ...] | None = None  # those it may see; None leaves them as they are
+    environment: dict[str, str] = field(default_factory=dict)  # beside what it inherits
+    cores: tuple[int, ...] = ()  # it and its children run there; empty is anywhere
+    serves_others: bool = False  # who ends it while others run has it started again
+    is_one_of_many: bool = False  # the run goes on without it if somebody took its name
+
+
+def count_gpus() -> int:
+    """Return how many GPUs the driver of this host shows."""
+    folder = Path("/proc/driver/nvidia/gpus")
+    return len(list(folder.iterdir())) if folder.is_dir() else 0
+
+
+def plan_roles(config: RunConfig, resolved: Path, *, num_gpus: int) -> list[RolePlan]:
+    """Return the processes in the order of their start; the broker comes first.
+
+    The learner's ranks get the first GPUs of the first host and each generator the next one.
+
+    Args:
+        config: the run.
+        resolved: the settings file that every process reads.
+        num_gpus: of each host, where deploy.gpus_per_host does not say it.
+
+    Raises:
+        ConfigError: there are not enough GPUs.
+    """
+    places = _places(config, config.deploy.gpus_per_host or num_gpus)
+    first = config.deploy.hosts[0]
+
+    def role(name: str, module: str, *arguments: str, on_restart: tuple[str, ...] = ()) -> RolePlan:
+        command = (sys.executable, "-m", module, "--config", str(resolved), *arguments)
+        host, gpus = places.get(name, (first, None))
+        environment = {"OMP_NUM_THREADS": "1"}
+        if gpus is not None:
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
+        kind = name.rstrip("-0123456789")
+        cores = config.deploy.cores.get(name, config.deploy.cores.get(kind, ()))
+        return RolePlan(
+            name,
+            command,
+            on_restart,
+            host,
+            gpus,
+            environment,
+            cores,
+            serves_others=name == "broker",
+            is_one_of_many=kind in {"generator", "reward-worker"},
+        )
+
+    def named(name: str, module: str) -> RolePlan:
+        return role(name, module, "--name", name)
+
+    generators = range(config.generators.generators.count)
+    workers = range(config.broker.reward.workers)
+    return [
+        role("broker", "slipstream.broker.main", on_restart=("--restarted",)),
+        *(named(f"generator-{i}", "slipstream.generators.main") for i in generators),
+        role("learner", "slipstream.learner.main", on_restart=("--resume", "auto")),
+        *(named(f"reward-worker-{i}", "slipstream.broker.reward_worker.main") for i in workers),
+    ]
+
+
+def _places(config: RunConfig, num_gpus: int) -> dict[str, Place]:
+    if config.generators.device == "cpu":
+        return {}
+    ranks, count = config.learner.learner.ranks, config.generators.generators.count
+    hosts = config.deploy.hosts
+    if num_gpus < ranks:
+        raise ConfigError(f"learner.ranks = {ranks}, but {hosts[0]} has {num_gpus} GPUs")
+    slots = [(host, gpu) for host in hosts for gpu in range(num_gpus)]
+    free = slots[ranks:]
+    if len(free) < count and not config.deploy.share_gpus:
+        where = "this host has" if len(hosts) == 1 else f"{len(hosts)} hosts have"
+        raise ConfigError(
+            f"{where} {len(slots)} GPUs; learner.ranks = {ranks} and generators.count = "
+            f"{count} need {ranks + count}, unless deploy.share_gpus is on"
+        )
+    slots = free if len(free) >= count else slots
+    places: dict[str, Place] = {
+        f"generator-{i}": (slots[i % len(slots)][0], (slots[i % len(slots)][1],))
+        for i in range(count)
+    }
+    return {"learner": (hosts[0], tuple(range(ranks))), **places}

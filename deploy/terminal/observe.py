@@ -1,0 +1,154 @@
+"""Reads the state of a running run from its broker."""
+
+import asyncio
+import math
+import threading
+import time
+from pathlib import Path
+from typing import TypeVar
+
+from slipstream.broker.client import BrokerClient
+from slipstream.wire.errors import ConfigError, PeerLostError, SlipstreamError
+from slipstream.wire.files.run_folder import PAGE_ADDRESS
+from slipstream.wire.messages.broker import (
+    Answer,
+    GetLedger,
+    GetStatus,
+    LedgerAnswer,
+    Request,
+    Role,
+    StatusAnswer,
+)
+from slipstream.wire.messages.ledger_view import LedgerView
+from slipstream.wire.messages.status import RunStatus
+from slipstream.wire.settings.load import load_table
+from slipstream.wire.settings.sections import RunSection, run_section
+
+_TIMEOUT_S = 30.0
+_LOOK_S = 0.1  # whether to stop
+_NEWEST_STEPS = 100  # that one who asks every second may have missed
+A = TypeVar("A", bound=Answer)
+
+
+def run_of_folder(folder: Path) -> RunSection:
+    """Return [run] of a run folder."""
+    resolved = folder / "resolved.toml"
+    if not resolved.is_file():
+        raise ConfigError(f"{folder} is not a run folder: no resolved.toml in it")
+    return run_section(load_table(resolved))
+
+
+def dashboard_address(run: RunSection) -> str:
+    """Return the address of a run's live page."""
+    path = run.folder / PAGE_ADDRESS
+    return path.read_text().strip() if path.exists() else "(off)"
+
+
+async def fetch_status(run: RunSection, *, timeout_s: float = _TIMEOUT_S) -> RunStatus:
+    """Ask the broker of a run once."""
+    return (await _ask(run, GetStatus(), StatusAnswer, timeout_s)).status
+
+
+def ask_broker(run: RunSection, request: Request, kind: type[A], *, role: Role = "observer") -> A:
+    """Ask the broker of a run once; PeerLostError if none answers."""
+    return asyncio.run(_ask(run, request, kind, _TIMEOUT_S, role))
+
+
+async def _ask(
+    run: RunSection, request: Request, kind: type[A], timeout_s: float, role: Role = "observer"
+) -> A:
+    client = await _connect(run, timeout_s, role)
+    try:
+        answer, _ = await client.ask(request, kind)
+    finally:
+        client.close()
+    return answer
+
+
+async def _connect(run: RunSection, timeout_s: float, role: Role) -> BrokerClient:
+    if not run.broker and not run.socket("broker").exists():
+        raise PeerLostError(f"no broker runs for {run.folder}; see {run.summary_file}")
+    client, _ = await BrokerClient.connect(
+        run.broker_endpoint,
+        role=role,
+        name=role,
+        timeout_s=timeout_s,
+        outage_s=timeout_s,
+        key_file=run.key_file,
+    )
+    return client
+
+
+def fetch_account(run: RunSection, num_items: int) -> LedgerView:
+    """Ask the broker of a run for the account of all items; PeerLostError if none answers."""
+    return ask_broker(run, GetLedger(num_items=num_items), LedgerAnswer).view
+
+
+def status_now(run: RunSection) -> RunStatus:
+    """Ask the broker of a run once, from a thread without an event loop."""
+    return ask_broker(run, GetStatus(), StatusAnswer).status
+
+
+class StatusWatcher:
+    """Asks the broker of a run again and again, on a thread of its own; keeps the newest answer.
+
+    The first answer tells of all learner steps, later ones of the newest.
+    """
+
+    def __init__(self, run: RunSection, *, every_s: float = 1.0) -> None:
+        self._run = run
+        self._every_s = every_s
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._loop, name="status", daemon=True)
+        self._started_s = time.monotonic()
+        self._answer: tuple[RunStatus, float] | None = None
+        self.asked_s = -math.inf  # monotonic time at which the newest answer was asked for
+        self.error = ""  # of the newest attempt; empty while the broker answers
+
+    @property
+    def newest(self) -> RunStatus | None:
+        """Return the newest answer, if there ever was one."""
+        return self._answer[0] if self._answer else None
+
+    @property
+    def age_s(self) -> float:
+        """Return how old the newest answer is, or how long there has been none."""
+        return time.monotonic() - (self._answer[1] if self._answer else self._started_s)
+
+    def start(self) -> None:
+        """Begin to ask."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """Ask no more; a question under way is given up, a first hello has a deadline."""
+        self._stop.set()
+        if self._thread.is_alive():
+            self._thread.join(timeout=_TIMEOUT_S)
+
+    def _loop(self) -> None:
+        while not self._stop.is_set():
+            try:
+                asyncio.run(self._ask_on_one_connection())
+            except SlipstreamError as error:
+                self.error = str(error)
+            self._stop.wait(self._every_s)
+
+    async def _ask_on_one_connection(self) -> None:
+        client = await _connect(self._run, _TIMEOUT_S, "observer")
+        try:
+            while not self._stop.is_set():
+                count = _NEWEST_STEPS if self._answer is not None else -1
+                question = GetStatus(newest_steps=count)
+                asked_s = time.monotonic()
+                asking = asyncio.ensure_future(client.ask(question, StatusAnswer))
+                while not asking.done() and not self._stop.is_set():
+                    await asyncio.wait({asking}, timeout=_LOOK_S)
+                if not asking.done():
+                    asking.cancel()
+                    return
+                self._answer = (asking.result()[0].status, time.monotonic())
+                self.asked_s = asked_s
+                self.error = ""
+                await asyncio.to_thread(self._stop.wait, self._every_s)
+        finally:
+            client.close()

@@ -1,0 +1,87 @@
+"""The history of a run as one who looks on collects it, and what there is to say about it."""
+
+from collections import deque
+from collections.abc import Callable, Mapping
+
+from slipstream.broker.dashboard.advisories import Advisory, Column, advise
+from slipstream.broker.dashboard.history import History, HistoryColumns, steady_time, trends_of
+from slipstream.broker.dashboard.rates import Seen
+from slipstream.wire.messages.status import RunStatus
+
+_NOW_S = 10.0  # over which a share of now is taken
+_MAX_STATES = 64  # of that time, however often the run is asked
+_LOOK_S = 5.0
+
+
+class Recent:
+    """Goes on with the history that the broker wrote, from states of the run as they come."""
+
+    def __init__(
+        self,
+        written: HistoryColumns | None,
+        *,
+        high_water_bytes: int,
+        fsync: str,
+        now: Callable[[], float] | None = None,
+    ) -> None:
+        """Begin with what was written, or with nothing.
+
+        Args:
+            written: by the broker of the run.
+            high_water_bytes: broker.high_water_bytes.
+            fsync: how the store is synced; empty is not known.
+            now: unix time that never goes back; the default is such a clock.
+        """
+        self._high_water_bytes = high_water_bytes
+        self._fsync = fsync
+        self._now = now if now is not None else steady_time()
+        self._history = History.of(written) if written else None
+        self._looked_s = 0.0
+        self._newest: RunStatus | None = None
+        self._advisories: list[Advisory] = []
+        self._states: deque[tuple[float, dict[str, Seen]]] = deque(maxlen=_MAX_STATES)
+        self._steps: Mapping[str, Column] = {}
+
+    def add(self, status: RunStatus) -> None:
+        """Take in the next state; one that was there before is known already."""
+        if status is self._newest:
+            return
+        self._newest = status
+        now_s = self._now()
+        if self._history is None:
+            self._history = History(began_s=now_s - status.elapsed_s)
+        self._history.take(status, now_s)
+        while len(self._states) > 1 and self._states[1][0] <= now_s - _NOW_S:
+            self._states.popleft()
+        self._states.append((now_s, {role.name: Seen.of(role) for role in status.roles}))
+        self.look(status)
+
+    def look(self, status: RunStatus) -> None:
+        """Look at what is known so far, once every few seconds."""
+        now_s = self._now()
+        if self._history is not None and now_s - self._looked_s >= _LOOK_S:
+            self._looked_s = now_s
+            self._look(status, self._history.columns())
+
+    def busy(self, process: str) -> float | None:
+        """Return the share of the last seconds that a process was not waiting.
+
+        None if it was not seen twice, or reported nothing in between.
+        """
+        if len(self._states) < 2:
+            return None
+        (_, before), (_, now) = self._states[0], self._states[-1]
+        return now[process].since(before.get(process)).busy if process in now else None
+
+    def curve(self, name: str) -> list[float]:
+        """Return a figure of the learner steps so far, without those that lack it."""
+        return [value for value in self._steps.get(name, ()) if value is not None]
+
+    def advisories(self) -> list[Advisory]:
+        """Return what there is to say, the worst first."""
+        return self._advisories
+
+    def _look(self, status: RunStatus, columns: HistoryColumns) -> None:
+        self._steps = columns.steps.series
+        trends = trends_of(columns, high_water_bytes=self._high_water_bytes, fsync=self._fsync)
+        self._advisories = advise(status, trends)

@@ -1,0 +1,401 @@
+"""The state of a run as lines of text that fit a terminal: what `slipstream top` draws."""
+
+import re
+import textwrap
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Protocol
+
+from rich.text import Text
+
+from slipstream.broker.dashboard.advisories import Advisory
+from slipstream.deploy.terminal.view import (
+    age,
+    counts,
+    equation,
+    last_figure,
+    lengths,
+    number,
+    rates,
+    scores,
+    startup_wait,
+)
+from slipstream.wire.messages.status import GONE_S, SILENT_S, RoleStatus, RunStatus
+from slipstream.wire.messages.weightbus import PublishRecord
+from slipstream.wire.process.visible import visible
+
+_TITLE = 12  # columns of the names at the left
+_COLORS = {"error": "bold red", "warning": "yellow", "info": "cyan"}
+_STATES = {"current": "green", "behind": "yellow", "receiving": "cyan", "torn": "bold red"}
+_SPARKS = "▁▂▃▄▅▆▇█"
+_PLAIN_SPARKS = "_.-:=+*#"
+_BARS = 4  # of staleness, on a screen that is not high
+_HIGH = 32  # lines
+_WIDE = 110  # columns from which on phases are shown
+_BY_LAG = (  # figure of a learner step, what it is called, digits
+    ("staleness/mismatch_kl", "mismatch KL", 5),
+    ("staleness/ess", "ESS", 3),
+    ("policy/clip_fraction", "clipped", 4),
+)
+_ALWAYS = ("ready_groups", "waiting_for_reward", "dead_letters")
+_ORDER = {"learner": 0, "generator": 1, "reward_worker": 2, "relay": 3, "broker": 4}
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Lines that belong together."""
+
+    title: str
+    lines: list[Text]
+    rank: int  # 0 is given room first
+    least: int  # lines without which it is not worth showing
+    good: int  # lines that it gets before any other gets more than that
+
+
+@dataclass(frozen=True, slots=True)
+class Screen:
+    """Where the lines are to fit."""
+
+    width: int
+    height: int
+    plain: bool = False  # no characters beyond ASCII
+
+    def bar(self, share: float, width: int, style: str = "") -> Text:
+        """Return a bar of a share from 0 to 1."""
+        full, empty = ("#", ".") if self.plain else ("█", "░")
+        filled = round(min(1.0, max(0.0, share)) * width)
+        return Text.assemble((full * filled, style), (empty * (width - filled), "dim"))
+
+    def spark(self, values: Sequence[float], width: int) -> str:
+        """Return a curve of one line: means of equal parts, from the lowest to the highest."""
+        marks = _PLAIN_SPARKS if self.plain else _SPARKS
+        columns = min(width, len(values))
+        edges = [len(values) * i // columns for i in range(columns + 1)] if columns else []
+        means = [sum(values[a:b]) / (b - a) for a, b in pairwise(edges)]
+        low, high = min(means, default=0.0), max(means, default=0.0)
+        scale = (len(marks) - 1) / (high - low) if high > low else 0.0
+        return "".join(marks[round((mean - low) * scale)] for mean in means)
+
+
+class History(Protocol):
+    """What is known of the time before."""
+
+    def busy(self, process: str) -> float | None:
+        """Return the share of the last seconds that a process was busy; None is not known."""
+
+    def curve(self, name: str) -> Sequence[float]:
+        """Return a figure of the learner steps so far."""
+
+
+def lines_of(
+    status: RunStatus,
+    advisories: Sequence[Advisory],
+    screen: Screen,
+    *,
+    recent: History,
+    trouble: str = "",
+    footer: str = "",
+    now_s: float,
+) -> list[Text]:
+    """Return what is shown, at most as many lines as the screen has, and no line too long.
+
+    Args:
+        status: of the run.
+        advisories: about it, the worst first.
+        screen: its size.
+        recent: what is known of the time before.
+        trouble: why the state is old; empty if it is of now.
+        footer: the last line.
+        now_s: unix time.
+    """
+    head = [_headline(status, screen), *_news(status, trouble, screen)]
+    blocks = [
+        Block("advice", _advice(advisories, screen), 0, 2, 5),
+        Block("learning", _learning(status, recent, screen), 1, 1, 2),
+        Block("pools", _pools(status, recent, screen), 2, 3, 5),
+        Block("staleness", _staleness(status, screen), 4, 1, 3),
+        Block("correction", _correction(status), 7, 1, 1),
+        Block("groups", _groups(status), 3, 1, 2),
+        Block("queues", _queues(status, screen), 5, 1, 1),
+        Block("weights", _weights(status, now_s, screen), 6, 1, 2),
+    ]
+    room = screen.height - len(head) - bool(footer)
+    body = fit([block for block in blocks if block.lines], room)
+    end = [Text(footer, style="dim")] if footer else []
+    lines = [*head, *body, *([Text()] * (room - len(body)) if footer else []), *end]
+    for line in lines[: screen.height]:
+        line.no_wrap = True
+        line.truncate(screen.width, overflow="crop" if screen.plain else "ellipsis")
+    return lines[: screen.height]
+
+
+def fit(blocks: Sequence[Block], height: int) -> list[Text]:
+    """Return the lines of the blocks that fit, in their order; what is cut is said.
+
+    By rank, every block gets its least lines, then its good ones, then the others; what is left
+    goes between them.
+    """
+    shown: dict[int, int] = {}
+    by_rank = sorted(range(len(blocks)), key=lambda i: blocks[i].rank)
+    for i in by_rank:
+        least = min(blocks[i].least, len(blocks[i].lines))
+        if least <= height - sum(shown.values()):
+            shown[i] = least
+    wishes = [(i, blocks[i].good) for i in by_rank] + [(i, height) for i in by_rank]
+    for i, wanted in wishes:
+        if i in shown:
+            more = min(wanted, len(blocks[i].lines)) - shown[i]
+            shown[i] += max(0, min(more, height - sum(shown.values())))
+    spaced = sum(shown.values()) + len(shown) - 1 <= height
+    lines: list[Text] = []
+    for i in sorted(shown):
+        if spaced and lines:
+            lines.append(Text())
+        lines += _titled(blocks[i], shown[i])
+    return lines
+
+
+def _titled(block: Block, count: int) -> list[Text]:
+    """Return the first lines of a block, with how many more there are at the left of the last."""
+    cut = len(block.lines) - count
+    titles = [block.title, *("" for _ in range(count - 1))]
+    if cut:
+        titles[-1] = f"{titles[-1]}+{cut}" if count == 1 else f"+{cut} more"
+    return [
+        Text.assemble((title.ljust(_TITLE), "dim"), line)
+        for title, line in zip(titles, block.lines[:count], strict=True)
+    ]
+
+
+# ---- the head ----------------------------------------------------------------
+
+
+def _headline(status: RunStatus, screen: Screen) -> Text:
+    share = status.steps / status.total_steps if status.total_steps else 0.0
+    return Text.assemble(
+        (f"{visible(status.run_name)[:30]}  step {status.steps} of {status.total_steps}  ", "bold"),
+        screen.bar(share, max(5, min(40, screen.width - 60)), "green"),
+        f" {share:.0%}  {age(status.elapsed_s)}{_left(status)}",
+    )
+
+
+def _left(status: RunStatus) -> str:
+    """Return how long the steps to come take, if they take as long as the newest."""
+    recent = status.steps_history[-20:]
+    todo = status.total_steps - status.steps
+    if len(recent) < 2 or todo <= 0:
+        return ""
+    each_s = (recent[-1].at_s - recent[0].at_s) / (len(recent) - 1)
+    return f", about {age(todo * each_s)} to go"
+
+
+def _news(status: RunStatus, trouble: str, screen: Screen) -> list[Text]:
+    """Return what a person must know before anything else."""
+    news: list[Text] = []
+    if trouble:
+        news += [Text(line, style="bold red") for line in textwrap.wrap(trouble, screen.width)[:2]]
+    if status.outcome != "running":
+        news.append(Text(f"the run has ended: {visible(status.outcome)}", style="bold"))
+    elif status.stop_reason:
+        news.append(Text(f"the run ends because {visible(status.stop_reason)}", style="yellow"))
+    elif beginning := startup_wait(status):
+        news.append(Text(f"the run waits for {beginning}", style="cyan"))
+    elif status.waiting_for:
+        news.append(Text(f"the learner waits for {visible(status.waiting_for)}", style="cyan"))
+    return news
+
+
+# ---- blocks ------------------------------------------------------------------
+
+
+def _advice(advisories: Sequence[Advisory], screen: Screen) -> list[Text]:
+    lines: list[Text] = []
+    for advisory in advisories:
+        wrapped = textwrap.wrap(visible(advisory.text), screen.width - _TITLE - 2)
+        marks = ("! ", *("  " for _ in wrapped[1:]))
+        style = _COLORS[advisory.level]
+        lines += [Text(m + part, style=style) for m, part in zip(marks, wrapped, strict=True)]
+    return lines
+
+
+def _learning(status: RunStatus, recent: History, screen: Screen) -> list[Text]:
+    figures = {
+        "reward": number(last_figure(status, "reward/sampled")),
+        "eval": f"{status.eval[-1].mean:.3f} at {status.eval[-1].step}" if status.eval else "-",
+        "entropy": number(last_figure(status, "policy/entropy")),
+        "KL": number(last_figure(status, "staleness/mismatch_kl"), 5),
+        "ESS": number(last_figure(status, "staleness/ess")),
+        "tokens": number(last_figure(status, "response/tokens"), 0),
+        "s/step": number(last_figure(status, "time/step"), 2),
+    }
+    entries = (Text.assemble((f"{name} ", "dim"), f"{value}  ") for name, value in figures.items())
+    lines = _flow(entries, screen.width - _TITLE)
+    width = max(10, screen.width - _TITLE - 30)
+    for name, title in (("reward/sampled", "reward"), ("policy/entropy", "entropy")):
+        if len(values := recent.curve(name)) > 1:
+            low, high = min(values), max(values)
+            curve = screen.spark(values, width)
+            lines.append(Text(f"{title:8}{curve} {low:.3g} to {high:.3g}"))
+    if len(status.eval) > 1:
+        points = ", ".join(f"{point.step}: {point.mean:.3f}" for point in status.eval[-8:])
+        lines.append(Text(f"eval by step {points}"))
+    if status.eval and len(status.eval[-1].by_source) > 1:
+        lines += [
+            Text(f"eval of {visible(source)}: {scores(figures.metrics)}")
+            for source, figures in status.eval[-1].by_source.items()
+        ]
+    return lines
+
+
+def _pools(status: RunStatus, recent: History, screen: Screen) -> list[Text]:
+    """Return a line per process: the learner and those that are in trouble first."""
+    roles = [role for role in status.roles if role.phase_seconds]
+    roles.sort(
+        key=lambda role: (
+            *(_ORDER.get(role.role, 9), role.silent_s < SILENT_S),
+            _natural(role.name),
+        )
+    )
+    width = max(8, min(20, screen.width - 66))
+    lines = [_pool(role, recent.busy(role.name), width, screen) for role in roles]
+    if status.tokens_per_second:
+        lines.append(Text(f"tokens/s  {rates(status.tokens_per_second)} over the run"))
+    return lines
+
+
+def _pool(role: RoleStatus, recent: float | None, width: int, screen: Screen) -> Text:
+    name = f"{visible(role.name)[:16]:16} "
+    if role.silent_s >= SILENT_S:  # what it does is not known
+        style = "bold red" if role.silent_s >= GONE_S else "yellow"
+        silent = (f"silent for {age(role.silent_s)}", style)
+        return Text.assemble(name, screen.bar(0.0, width), "    - ", silent)
+    share = role.busy if recent is None else recent
+    bar = screen.bar(share, width, "green" if share >= 0.75 else "yellow")
+    line = Text.assemble(name, bar, f" {share:4.0%} ")
+    line.append(f"{role.tokens_per_second:7.0f} t/s mean ")
+    line.append(f"{role.adopted.label if role.adopted else '':7}")
+    line.append(f"{role.leases:3} leases" if role.leases else " " * 10)
+    if screen.width >= _WIDE:
+        if role.sequence_limit:
+            cache = "" if role.kv_use is None else f", {role.kv_use:.0%} of the cache"
+            line.append(f"  {role.sequences} of {role.sequence_limit} answers{cache}")
+        total = sum(role.phase_seconds.values()) or 1.0
+        phases = {name: s / total for name, s in role.phase_seconds.items() if s >= total / 100}
+        text = ", ".join(f"{visible(name)} {share:.0%}" for name, share in phases.items())
+        line.append(f"  {text}", style="dim")
+    return line
+
+
+def _natural(name: str) -> list[tuple[int, str]]:
+    """Order generator-2 before generator-10."""
+    parts = re.split(r"(\d+)", name)
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in parts]
+
+
+def _correction(status: RunStatus) -> list[Text]:
+    """Return what the correction had to do in the newest step, by staleness."""
+    metrics = status.steps_history[-1].metrics if status.steps_history else {}
+    lines = []
+    for name, title, digits in _BY_LAG:
+        found = (
+            (lag, metrics.get(f"{name}@lag{lag}")) for lag in range(status.max_staleness_steps + 1)
+        )
+        entries = [f"lag {lag} {value:.{digits}f}" for lag, value in found if value is not None]
+        if entries:
+            lines.append(Text(f"{title:13}{'  '.join(entries)}"))
+    return lines
+
+
+def _staleness(status: RunStatus, screen: Screen) -> list[Text]:
+    total = sum(status.staleness_histogram.values())
+    if not total:
+        return []
+    width = max(8, min(40, screen.width - 50))
+    lags = range(status.max_staleness_steps + 1)
+    shares = [status.staleness_histogram.get(str(lag), 0) / total for lag in lags]
+    if len(lags) > _BARS and screen.height < _HIGH:
+        entries = [Text(f"{lag}: {share:.0%}  ") for lag, share in enumerate(shares)]
+        return _flow([*entries, Text("of trained tokens")], screen.width - _TITLE)
+    lines = []
+    for lag, share in enumerate(shares):
+        bar = screen.bar(share, width, "green" if lag < status.max_staleness_steps else "yellow")
+        steps = f"{lag} step{'' if lag == 1 else 's'}"
+        lines.append(Text.assemble(f"{steps:9}", bar, f" {share:4.0%} of trained tokens"))
+    if status.survivorship.cancelled or any(
+        q.dropped_for_age for q in status.survivorship.quartiles
+    ):
+        lines.append(Text(f"tokens of an answer: {lengths(status)}"))
+    return lines
+
+
+def _groups(status: RunStatus) -> list[Text]:
+    in_flight = {name: count for name, count in status.in_flight.items() if count}
+    dropped = {name: count for name, count in status.dropped.items() if count}
+    return [
+        Text(equation(status), style="bold red" if status.unaccounted else ""),
+        Text(f"dropped {counts(dropped) or 'none'}"),
+        Text(f"in flight {counts(in_flight) or 'none'}; {status.sealed} sealed"),
+        *_lags(status),
+    ]
+
+
+def _lags(status: RunStatus) -> list[Text]:
+    """Return how old what waits for the learner is by now."""
+    ready = {f"lag {lag}": count for lag, count in status.lags_in_queue.items() if count}
+    oldest = age(status.queue_age_s) if status.queue_age_s is not None else "-"
+    return [Text(f"ready, the oldest for {oldest}: {counts(ready)}")] if ready else []
+
+
+def _queues(status: RunStatus, screen: Screen) -> list[Text]:
+    entries = []
+    for name, count in sorted(status.queue.items(), key=lambda pair: pair[0] not in _ALWAYS):
+        is_bad = count > 0 and name.startswith(("dead", "lapsed", "rejected"))
+        if count or name in _ALWAYS:
+            title = (f"{name.replace('_', ' ')} ", "dim")
+            entries.append(Text.assemble(title, (f"{count}  ", "yellow" if is_bad else "")))
+    for name, num_bytes in status.memory.items():
+        title = (f"{name.removesuffix('_bytes').replace('rss', 'broker')} ", "dim")
+        entries.append(Text.assemble(title, f"{num_bytes / 2**20:.0f} MiB  "))
+    return _flow(entries, screen.width - _TITLE)
+
+
+def _flow(entries: Iterable[Text], width: int) -> list[Text]:
+    """Return entries one after another, on as many lines as they take."""
+    lines = [Text()]
+    for entry in entries:
+        if lines[-1] and len(lines[-1]) + len(entry) > width:
+            lines.append(Text())
+        lines[-1].append_text(entry)
+    return lines
+
+
+def _weights(status: RunStatus, now_s: float, screen: Screen) -> list[Text]:
+    """Return what each engine holds, those that are not current first, and the last publish."""
+    members = sorted(status.members, key=lambda one: (one.state == "current", _natural(one.name)))
+    lines = [
+        Text.assemble(
+            f"{visible(one.name)[:16]:16} ",
+            (f"{one.state:10}", _STATES[one.state]),
+            f"{one.version.label if one.version else 'none':8}",
+            f"{one.transport:11}",
+            f"for {age(max(0.0, now_s - one.since_s))}",
+            (f"  {visible(one.reason)}" if one.reason else "", "yellow"),
+        )
+        for one in members
+    ]
+    if status.publish_history:
+        lines.insert(0, _publish(status.publish_history[-1], status, screen))
+    return lines
+
+
+def _publish(record: PublishRecord, status: RunStatus, screen: Screen) -> Text:
+    slowest = max(record.adopted_by.values(), default=0.0)
+    text = f"{status.publishes} publishes; {record.version.label} in {slowest:.2f} s"
+    line = Text(f"{text} to {len(record.adopted_by)}")
+    if record.failed:
+        line.append(f", {len(record.failed)} left out", style="bold red")
+    if screen.width >= _WIDE:
+        phases = ", ".join(f"{visible(p)} {s:.3f}" for p, s in record.phase_seconds.items())
+        line.append(f": {phases}", style="dim")
+    return line

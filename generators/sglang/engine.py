@@ -1,0 +1,291 @@
+"""A running SGLang server as our engine, over its HTTP control (sglang 0.5.23).
+
+SGLang answers "success" to unknown tensor names and to missing ones, and it relabels on every
+update: whoever calls this checks the tensor set before and the checksums after, and sets the
+label last. It answers a pause before its scheduler has paused; but the scheduler carries out
+commands in the order in which they were sent, so that no token gets a label that was set after it
+was chosen.
+"""
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import aiohttp
+import msgspec
+
+from slipstream.generators.engine import Completion, EngineLoad, SamplingParams
+from slipstream.generators.version_runs import version_starts
+from slipstream.weightbus.agent.weight_files import check_weight_files
+from slipstream.wire.errors import EngineError
+from slipstream.wire.messages.manifest import Bucket
+from slipstream.wire.messages.versions import PolicyVersion
+
+_log = logging.getLogger(__name__)
+_LOADS = "/v1/loads?include=core,queues"
+_KEPT_S = 2.0  # an idle connection; the server closes its end after five, as a request may arrive
+
+
+class SglangEngine:
+    """HTTP client of one server. Use it inside one event loop, as a context manager."""
+
+    def __init__(
+        self,
+        url: str,
+        api_key: str,
+        *,
+        request_timeout_s: float,
+        control_timeout_s: float,
+        load_timeout_s: float | None = None,
+        in_flight: Literal["retract", "in_place"] = "retract",
+    ) -> None:
+        """Connect to a server.
+
+        Args:
+            url: of its HTTP interface.
+            api_key: that it was started with.
+            request_timeout_s: a request for responses that takes longer has failed.
+            control_timeout_s: a command that takes longer has failed.
+            load_timeout_s: the same of loading a whole version; None is control_timeout_s.
+            in_flight: what a pause does to responses in the making (weightbus.in_flight); the
+                server of an engine that is in_place must cache no prefixes.
+        """
+        self._url = url
+        self._in_flight = in_flight
+        self._http = aiohttp.ClientSession(
+            headers={"Authorization": f"Bearer {api_key}"},
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEPT_S),
+        )
+        self._request_timeout = aiohttp.ClientTimeout(request_timeout_s)
+        self._control_timeout = aiohttp.ClientTimeout(control_timeout_s)
+        self._load_timeout = aiohttp.ClientTimeout(load_timeout_s or control_timeout_s)
+        self._num_in_flight = 0
+
+    async def close(self) -> None:
+        """Close the connections, which also ends what is being generated over them."""
+        await self._http.close()
+
+    # ---- sampling ------------------------------------------------------------
+
+    async def sample(
+        self,
+        prompt_ids: list[int],
+        params: SamplingParams,
+        *,
+        count: int,
+        seeds: Sequence[int] = (),
+    ) -> list[Completion]:
+        """Return ``count`` independent responses; raises EngineError when there are none."""
+        sampling = _sampling_params(params)
+        body = {
+            "input_ids": [prompt_ids] * count,
+            "sampling_params": [{**sampling, "sampling_seed": seed} for seed in seeds] or sampling,
+            "return_logprob": True,
+        }
+        self._num_in_flight += count
+        try:
+            answers = await self._post("/generate", body, self._request_timeout)
+        finally:
+            self._num_in_flight -= count
+        if not isinstance(answers, list) or len(answers) != count:
+            raise EngineError(f"SGLang /generate: {count} answers asked, got {str(answers)[:200]}")
+        return [_completion(answer) for answer in answers]
+
+    async def load(self) -> EngineLoad:
+        """Return what the server is busy with, as of its last batch; it answers while paused.
+
+        ``queues.retracted`` counts since the server's start, thanks to ``sglang_patches``.
+        """
+        answer = await self._request("GET", _LOADS, None, self._control_timeout)
+        try:
+            (load,) = answer["loads"] if isinstance(answer, dict) else answer
+            return EngineLoad(
+                num_running=load["num_running_reqs"],
+                num_waiting=load["num_waiting_reqs"],
+                used_tokens=load["num_used_tokens"],
+                capacity_tokens=load["max_total_num_tokens"],
+                num_retractions=load.get("queues", {}).get("retracted", 0),
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise EngineError(f"SGLang {_LOADS}: unexpected answer, {error!r}") from error
+
+    # ---- weights -------------------------------------------------------------
+
+    async def open_group(
+        self, *, host: str, port: int, group_name: str, rank: int, world_size: int, backend: str
+    ) -> None:
+        """Join a process group with this engine's first rank as ``rank``; returns once joined."""
+        await self._control(
+            "/init_weights_update_group",
+            {
+                "master_address": host,
+                "master_port": port,
+                "rank_offset": rank,
+                "world_size": world_size,
+                "group_name": group_name,
+                "backend": backend,
+            },
+        )
+
+    async def close_group(self, group_name: str) -> None:
+        """Leave a group and end an update that a failure left open; never fails."""
+        calls: list[tuple[str, dict[str, Any]]] = [("/end_weight_update", {})]
+        if group_name:
+            calls.append(("/destroy_weights_update_group", {"group_name": group_name}))
+        for path, body in calls:
+            try:
+                await self._control(path, body)
+            except EngineError as error:  # there was nothing to end
+                _log.info("%s", error)
+
+    async def pause(self) -> int:
+        """Stop generating; return how many generations are in flight.
+
+        They are counted here, where SGLang counts none: those that wait in its queue are in it.
+        retract gives up their keys and values, to be computed again from prompt and response so
+        far when the engine resumes. in_place keeps them: the tokens that follow attend to keys
+        and values of the old weights, and so does a prompt that was half computed.
+        """
+        num_in_flight = self._num_in_flight
+        await self._control("/pause_generation", {"mode": self._in_flight})
+        return num_in_flight
+
+    async def begin_update(self) -> None:
+        """Open an update."""
+        await self._control("/begin_weight_update", {})
+
+    async def load_bucket(self, bucket: Bucket, *, group_name: str, last: bool) -> None:
+        """Receive one bucket over the group; ``last`` also forgets cached prefixes."""
+        await self._control(
+            "/update_weights_from_distributed",
+            {
+                "names": [tensor.name for tensor in bucket.tensors],
+                "dtypes": [tensor.dtype for tensor in bucket.tensors],
+                "shapes": [tensor.shape for tensor in bucket.tensors],
+                "group_name": group_name,
+                "load_format": "flattened_bucket",
+                "flush_cache": last and self._forgets_prefixes,
+                "weight_version": None,
+            },
+        )
+
+    async def end_update(self) -> None:
+        """Close an update."""
+        await self._control("/end_weight_update", {})
+
+    async def load_folder(self, folder: Path) -> None:
+        """Load all tensors from the safetensors files in a folder; forget cached prefixes.
+
+        The folder needs neither a config.json nor, for one file, an index; the file may be a link
+        to memory. After a load that fails half-way the engine holds a mixture; SGLang has no way
+        back (``sglang_patches`` has it say so instead of ending), so the files are checked before.
+        """
+        await asyncio.to_thread(check_weight_files, folder)
+        await self._control(
+            "/update_weights_from_disk",
+            {
+                "model_path": str(folder),
+                "load_format": "safetensors",
+                "flush_cache": self._forgets_prefixes,
+                "weight_version": None,
+            },
+            self._load_timeout,
+        )
+
+    @property
+    def _forgets_prefixes(self) -> bool:
+        """Tell whether an update flushes the prefix cache: in_place there is none.
+
+        With responses in flight that keep their keys and values, SGLang refuses to flush, and
+        answers that the update failed.
+        """
+        return self._in_flight == "retract"
+
+    async def checksums(self) -> dict[str, str]:
+        """Return the checksum of every tensor by the engine's own name (first rank)."""
+        answer = await self._control("/weights_checker", {"action": "checksum"})
+        checksums: dict[str, str] = answer["ranks"][0]["checksums"]
+        return checksums
+
+    async def label(self, version: PolicyVersion) -> None:
+        """Report tokens chosen from now on as chosen by ``version``; before ``resume``."""
+        body = {"new_version": version.label, "abort_all_requests": False}
+        await self._control("/update_weight_version", body)
+
+    async def resume(self) -> None:
+        """Generate again."""
+        await self._control("/continue_generation", {"torch_empty_cache": False})
+
+    # ---- HTTP ----------------------------------------------------------------
+
+    async def _control(
+        self, path: str, body: dict[str, Any], limit: aiohttp.ClientTimeout | None = None
+    ) -> dict[str, Any]:
+        answer = await self._post(path, body, limit or self._control_timeout)
+        if not isinstance(answer, dict):
+            return {}
+        if answer.get("success") is False:
+            raise EngineError(f"SGLang {path}: {answer.get('message', answer)}")
+        return answer
+
+    async def _post(
+        self, path: str, body: dict[str, Any], limit: aiohttp.ClientTimeout
+    ) -> dict[str, Any] | list[dict[str, Any]]:
+        return await self._request("POST", path, body, limit)
+
+    async def _request(
+        self, method: str, path: str, body: dict[str, Any] | None, limit: aiohttp.ClientTimeout
+    ) -> dict[str, Any] | list[dict[str, Any]]:
+        try:
+            asking = self._http.request(method, self._url + path, json=body, timeout=limit)
+            async with asking as response:
+                if response.status != 200:
+                    raise EngineError(
+                        f"SGLang {path}: {response.status} {(await response.text())[:300]}"
+                    )
+                answer: dict[str, Any] | list[dict[str, Any]] = msgspec.json.decode(
+                    await response.read()
+                )
+        except TimeoutError as error:
+            raise EngineError(f"SGLang {path}: no answer in {limit.total:.0f} s") from error
+        except (aiohttp.ClientError, msgspec.DecodeError) as error:
+            raise EngineError(f"SGLang {path}: {type(error).__name__} {error}") from error
+        return answer
+
+
+def _sampling_params(params: SamplingParams) -> dict[str, Any]:
+    sampling: dict[str, Any] = {
+        "temperature": params.temperature,
+        "max_new_tokens": params.max_new_tokens,
+        "min_new_tokens": params.min_new_tokens,
+        "top_p": params.top_p,
+        "top_k": params.top_k,
+    }
+    if params.stop:
+        sampling["stop"] = params.stop
+    if params.stop_token_ids:
+        sampling["stop_token_ids"] = params.stop_token_ids
+    return sampling
+
+
+def _completion(answer: dict[str, Any]) -> Completion:
+    try:
+        info = answer["meta_info"]
+        token_ids: list[int] = answer["output_ids"]
+        rows = info["output_token_logprobs"]
+        reason = info["finish_reason"]["type"]
+        spans = info["weight_versions"]
+    except (KeyError, TypeError) as error:
+        raise EngineError(f"SGLang /generate: unexpected answer, {error!r}") from error
+    if reason not in {"stop", "length"}:
+        raise EngineError(f"SGLang /generate ended with {info['finish_reason']}")
+    if [row[1] for row in rows] != token_ids or not token_ids:
+        raise EngineError(f"SGLang /generate: {len(rows)} logprobs of {len(token_ids)} tokens")
+    return Completion(
+        token_ids=token_ids,
+        logprobs=[row[0] for row in rows],
+        version_starts=version_starts(spans, len(token_ids)),
+        finish_reason="stop" if reason == "stop" else "length",
+    )

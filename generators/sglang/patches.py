@@ -1,0 +1,233 @@
+"""Corrections to SGLang 0.5.23 that its processes need on every device.
+
+Installed at the top of the server's main module, so that processes that SGLang spawns get them
+too: they import that module again before anything else.
+"""
+
+import datetime
+import importlib.abc
+import importlib.util
+import os
+import random
+import sys
+from collections.abc import Callable, Sequence
+from importlib import metadata
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+from typing_extensions import override
+
+from slipstream.wire.errors import ConfigError
+
+SGLANG_VERSION = "0.5.23"  # that the corrections were written against
+GROUP_TIMEOUT_VARIABLE = "SLIPSTREAM_GROUP_TIMEOUT_S"
+SEEDS_VARIABLE = "SLIPSTREAM_SEEDS"  # 1: every request is sampled by a seed
+_GROUPS = "torch.distributed.distributed_c10d"
+_MIN_NEW_TOKENS = "sglang.srt.sampling.penaltylib.min_new_tokens"
+_SAMPLING_BATCH = "sglang.srt.sampling.sampling_batch_info"
+_SAMPLER = "sglang.srt.layers.sampler"
+_SCHEDULE_BATCH = "sglang.srt.managers.schedule_batch"
+_LOAD_INQUIRER = "sglang.srt.managers.scheduler_components.load_inquirer"
+_WEIGHT_UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater"
+
+
+def install() -> None:
+    """Correct the modules named here right after their import.
+
+    Raises:
+        ConfigError: this is another SGLang than the one that they were written for.
+    """
+    check_version(metadata.version("sglang"))
+    retractions = Retractions()
+    corrections: dict[str, Callable[[ModuleType], None]] = {
+        _SCHEDULE_BATCH: retractions.count,
+        _LOAD_INQUIRER: retractions.tell,
+        _MIN_NEW_TOKENS: _count_tokens_before_retraction,
+        _GROUPS: _bound_waits_in_groups,
+        _WEIGHT_UPDATER: _answer_failed_loads,
+    }
+    if os.environ.get(SEEDS_VARIABLE) == "1":  # noqa: TID251 reaches spawned processes
+        corrections |= {_SAMPLING_BATCH: _keep_seeds, _SAMPLER: sample_by_seed}
+    sys.meta_path.insert(0, _AfterImport(corrections))
+
+
+def check_version(found: str) -> None:
+    """Refuse an SGLang that may not read what is corrected here, or not need it any more.
+
+    Raises:
+        ConfigError: saying what to install.
+    """
+    if found.partition("+")[0] != SGLANG_VERSION:  # what follows + names a build
+        raise ConfigError(
+            f"SGLang {found} is installed, this version of Slipstream needs {SGLANG_VERSION}: "
+            f"pip install sglang=={SGLANG_VERSION} (its corrections in generators/"
+            "sglang_patches.py must be checked against another release)"
+        )
+
+
+def replace(owner: ModuleType | type, name: str, value: object) -> None:
+    """Replace what a module or class of a dependency has under this name.
+
+    Raises:
+        ConfigError: it has nothing of that name, so that nobody would ever read the new value.
+    """
+    if name not in vars(owner):
+        raise ConfigError(
+            f"{owner.__name__} has no {name}, which generators/sglang/patches.py replaces for "
+            f"SGLang {SGLANG_VERSION}: install that release as it was published"
+        )
+    setattr(owner, name, value)
+
+
+def _bound_waits_in_groups(module: ModuleType) -> None:
+    """Bound how long an engine waits in a weight group for a sender that is gone.
+
+    SGLang has no setting for it and takes torch's default of 30 minutes.
+    """
+    seconds = os.environ.get(GROUP_TIMEOUT_VARIABLE)  # noqa: TID251 reaches spawned processes
+    if seconds:
+        replace(module, "default_pg_timeout", datetime.timedelta(seconds=float(seconds)))
+
+
+def _answer_failed_loads(module: ModuleType) -> None:
+    """Answer that weights could not be loaded from disk, instead of ending the server.
+
+    SGLang means to go back to what it had, but reads the same damaged file again for it, and dies.
+    Whoever asked takes the engine to hold a mixture and loads a whole version next. Remove when
+    SGLang answers by itself.
+    """
+    updater = module.WeightUpdater
+    load = updater.update_weights_from_disk
+
+    def update_weights_from_disk(self: Any, *arguments: Any, **named: Any) -> Any:  # noqa: ANN401
+        try:
+            return load(self, *arguments, **named)
+        except Exception as error:  # noqa: BLE001 whatever it is, the engine can be repaired
+            return False, f"Failed to update weights: {error}"
+
+    replace(updater, "update_weights_from_disk", update_weights_from_disk)
+
+
+class Retractions:
+    """Tells how often the scheduler ran out of memory for keys and values, since its start.
+
+    SGLang's own figure is that of the newest retraction, is overwritten by the next, and becomes 0
+    some batches later: who looks twice a second misses most of them. Here it is a count, under the
+    same name, ``queues.retracted`` of /v1/loads. What a pause retracts does not count. Remove
+    when SGLang tells a count without --enable-metrics.
+    """
+
+    def __init__(self) -> None:
+        self._num = 0
+
+    def count(self, module: ModuleType) -> None:
+        """Count what the scheduler gives up while it decodes."""
+        batch = module.ScheduleBatch
+        retract = batch.retract_decode
+
+        def retract_decode(batch_of_requests: Any) -> Any:  # noqa: ANN401
+            retracted, *others = retract(batch_of_requests)
+            self._num += len(retracted)
+            return retracted, *others
+
+        replace(batch, "retract_decode", retract_decode)
+
+    def tell(self, module: ModuleType) -> None:
+        """Put the count into what the scheduler publishes of its load."""
+        inquirer = module.SchedulerLoadInquirer
+        inquire = inquirer.get_loads
+
+        def get_loads(of: Any) -> Any:  # noqa: ANN401
+            snapshot = inquire(of)
+            snapshot.queues.retracted = self._num
+            return snapshot
+
+        replace(inquirer, "get_loads", get_loads)
+
+
+def _count_tokens_before_retraction(module: ModuleType) -> None:
+    """Let ``min_new_tokens`` count from the start of a response, not from its last retraction.
+
+    A retracted request is prefilled again, and SGLang starts its count anew: a response could
+    then not end for another ``min_new_tokens``, and its logprobs would be of a distribution that
+    nobody asked for. Remove when SGLang counts ``req.output_ids`` itself.
+    """
+    import torch  # with the process that samples, not with the agent
+
+    penalizer = module.BatchedMinNewTokensPenalizer
+    prepare = penalizer._prepare
+
+    def prepare_from_output(self: Any) -> None:  # noqa: ANN401
+        prepare(self)
+        lengths = [[len(req.output_ids)] for req in self.orchestrator.reqs()]
+        device = self.orchestrator.device
+        self.len_output_tokens = torch.tensor(lengths, dtype=torch.int32, device=device)
+
+    replace(penalizer, "_prepare", prepare_from_output)
+
+
+def _keep_seeds(module: ModuleType) -> None:
+    """Give every row of a batch its request's seed, or a random one.
+
+    SGLang reads seeds with --enable-deterministic-inference alone, which asks for slow kernels
+    that do not depend on the batch. Every row needs one, because batches are merged. Remove when
+    SGLang honours seeds without those kernels.
+    """
+    import torch  # with the process that samples, not with the agent
+
+    batch_info = module.SamplingBatchInfo
+    build = batch_info.from_schedule_batch.__func__
+
+    def from_schedule_batch(cls: Any, batch: Any, vocab_size: int) -> Any:  # noqa: ANN401
+        info = build(cls, batch, vocab_size)
+        if info.sampling_seed is None:
+            asked = [req.sampling_params.sampling_seed for req in batch.reqs]
+            seeds = [random.getrandbits(63) if seed is None else seed for seed in asked]
+            info.sampling_seed = torch.tensor(seeds, dtype=torch.int64).to(batch.device)
+        return info
+
+    replace(batch_info, "from_schedule_batch", classmethod(from_schedule_batch))
+
+
+def sample_by_seed(module: ModuleType) -> None:
+    """Choose a token from its row's probabilities, seed and position.
+
+    SGLang's own way needs a kernel that a CPU lacks, and noise for every token of the
+    vocabulary. Here one number per row is looked up in the cumulative distribution: exact, and
+    a token of probability 0 is never chosen. Remove together with ``_keep_seeds``.
+    """
+    from slipstream.generators.sglang import seeded_sampling  # torch, as above
+
+    replace(module, "sampling_from_probs_torch", seeded_sampling.sampling_from_probs)
+    replace(
+        module,
+        "top_k_top_p_min_p_sampling_from_probs_torch",
+        seeded_sampling.sampling_from_truncated_probs,
+    )
+
+
+class _AfterImport(importlib.abc.MetaPathFinder):
+    """Runs a function on a module when it was imported for the first time."""
+
+    def __init__(self, corrections: dict[str, Callable[[ModuleType], None]]) -> None:
+        self._corrections = corrections
+
+    @override
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        correct = self._corrections.pop(fullname, None)
+        if correct is None:
+            return None
+        spec = importlib.util.find_spec(fullname)
+        if spec is None or spec.loader is None:
+            return spec
+        execute = spec.loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            execute(module)
+            correct(module)
+
+        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec

@@ -1,0 +1,102 @@
+"""An SGLang server and its client, for as long as a block of code needs them."""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from slipstream.generators.config import GeneratorSettings
+from slipstream.generators.engine import InferenceEngine, SamplingParams
+from slipstream.generators.rollout import Sampler
+from slipstream.generators.sglang.engine import SglangEngine
+from slipstream.generators.sglang.process import SglangProcess
+from slipstream.generators.text.codec import TextCodec
+from slipstream.wire.errors import ChildDiedError
+from slipstream.wire.messages.trajectory import ItemKind
+
+_log = logging.getLogger(__name__)
+_WATCH_S = 0.5
+
+
+def sampling_by_item(settings: GeneratorSettings) -> dict[ItemKind, SamplingParams]:
+    """Return how training and evaluation responses are sampled."""
+    sampling, evaluation = settings.sampling, settings.eval
+    return {
+        "train": SamplingParams(
+            temperature=sampling.temperature,
+            max_new_tokens=sampling.max_response_tokens,
+            min_new_tokens=sampling.min_response_tokens,
+            stop=sampling.stop,
+            stop_token_ids=sampling.stop_token_ids,
+        ),
+        "eval": SamplingParams(
+            temperature=evaluation.temperature,
+            max_new_tokens=evaluation.max_response_tokens or sampling.max_response_tokens,
+            top_p=evaluation.top_p,
+            top_k=evaluation.top_k,
+            stop=sampling.stop,
+            stop_token_ids=sampling.stop_token_ids,
+        ),
+    }
+
+
+def make_sampler(settings: GeneratorSettings, engine: InferenceEngine, codec: TextCodec) -> Sampler:
+    """Return what turns leased groups into trajectories under these settings."""
+    return Sampler(
+        engine=engine,
+        codec=codec,
+        params=sampling_by_item(settings),
+        run_seed=settings.run.seed if settings.sampling.seed_per_sibling else None,
+    )
+
+
+@asynccontextmanager
+async def running_engine(
+    settings: GeneratorSettings, name: str, stopping: "asyncio.Task[object]"
+) -> AsyncIterator[tuple[SglangProcess, SglangEngine] | None]:
+    """Start a server, give it once it answers, and end it with all that it left behind.
+
+    None when ``stopping`` is done before.
+
+    Raises:
+        ChildDiedError: the server ended, or did not answer in time.
+    """
+    process = SglangProcess.start(settings, name)
+    ready = asyncio.create_task(process.until_ready(settings.generators.start_timeout_s))
+    try:
+        await asyncio.wait({stopping, ready}, return_when=asyncio.FIRST_COMPLETED)
+        if not ready.done():
+            yield None
+            return
+        ready.result()
+        _log.info("engine answers at %s", process.url)
+        engine = SglangEngine(
+            process.url,
+            process.api_key,
+            request_timeout_s=settings.generators.request_timeout_s,
+            control_timeout_s=settings.weightbus.timeout_s,
+            load_timeout_s=settings.weightbus.receive_timeout_s,
+            in_flight=settings.weightbus.in_flight,
+        )
+        try:
+            yield process, engine
+        finally:
+            await engine.close()
+    finally:
+        ready.cancel()
+        process.stop()
+
+
+async def watch(process: SglangProcess) -> None:
+    """Return never.
+
+    Raises:
+        ChildDiedError: the server ended.
+    """
+    while True:
+        try:
+            process.check_alive()
+        except ChildDiedError:
+            process.clean()
+            raise
+        await asyncio.sleep(_WATCH_S)

@@ -1,0 +1,4 @@
+"""From a prompt to token ids and back, and chat templates.
+
+Pure, without SGLang or transformers.
+"""

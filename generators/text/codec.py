@@ -1,0 +1,164 @@
+"""From a prompt to token ids and back."""
+
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+
+from tokenizers import Tokenizer
+
+from slipstream.generators.text.chat_template import load_chat_template, read_json, token_text
+from slipstream.wire.errors import ConfigError
+from slipstream.wire.messages.trajectory import ItemKind, Prompt
+from slipstream.wire.settings.sections import SamplingSection
+
+_ALSO_END = ("<|eom_id|>",)  # SGLang ends a response there too
+_SEED_BYTES = 8
+
+
+class OverlongPromptError(ValueError):
+    """A prompt has more tokens than sampling.max_prompt_tokens, and such prompts are dropped."""
+
+
+class BadPromptError(ConfigError):
+    """A prompt cannot become tokens, for a reason that lies in its row."""
+
+    def __init__(self, prompt: Prompt, why: str) -> None:
+        super().__init__(f"{_name(prompt)}: {why} (data.on_bad_row)")
+        self.why = why  # without the name of the row
+
+
+class TextCodec:
+    """The policy's tokenizer and chat template."""
+
+    def __init__(self, model_folder: Path, sampling: SamplingSection) -> None:
+        """Read both from a Hugging Face folder.
+
+        Raises:
+            ConfigError: there is none, it does not fit the model, or a setting is wrong.
+        """
+        path = model_folder / "tokenizer.json"
+        if not path.is_file():
+            raise ConfigError(f"no tokenizer.json in {model_folder} (run.model)")
+        try:
+            self._tokenizer: Tokenizer = Tokenizer.from_file(str(path))
+        except Exception as error:  # tokenizers raises nothing more precise
+            raise ConfigError(f"{path} is not a tokenizer (run.model): {error}") from error
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        _check_vocabulary(self._tokenizer, model_folder, sampling.stop_token_ids)
+        self._sampling = sampling
+        self._template = load_chat_template(
+            model_folder, sampling.chat_template, sampling.chat_template_kwargs
+        )
+        self.end_token_ids = tuple(
+            sorted({*self._end_token_ids(model_folder), *sampling.stop_token_ids})
+        )
+
+    def _end_token_ids(self, folder: Path) -> set[int]:
+        """Return the tokens that end a response, as the engine collects them."""
+        ids: set[int] = set()
+        for name in ("config.json", "generation_config.json"):
+            ids.update(_ids(read_json(folder / name).get("eos_token_id")))
+        eos = token_text(read_json(folder / "tokenizer_config.json").get("eos_token"))
+        texts = (eos, *_ALSO_END) if eos else _ALSO_END
+        found = (self._tokenizer.token_to_id(text) for text in texts)
+        return ids | {token_id for token_id in found if token_id is not None}
+
+    def text(self, prompt: Prompt) -> str:
+        """Return what the model is given: text as it is, turns through the chat template.
+
+        Raises:
+            ConfigError: there is no chat template.
+            BadPromptError: it refuses these turns.
+        """
+        if isinstance(prompt.prompt, str):
+            return prompt.prompt
+        if self._template is None:
+            raise ConfigError(
+                f"{_name(prompt)} is a conversation, but the model has no chat template: "
+                "set sampling.chat_template"
+            )
+        try:
+            return self._template.render(prompt.prompt)
+        except ValueError as error:
+            why = f"the chat template refuses it: {error} (sampling.chat_template)"
+            raise BadPromptError(prompt, why) from error
+
+    def tokens(self, prompt: Prompt) -> list[int]:
+        """Return a prompt's token ids, however many; a template brings its own special tokens.
+
+        Raises:
+            ConfigError: there is no chat template.
+            BadPromptError: it refuses the prompt, or nothing is left of it.
+        """
+        is_text = isinstance(prompt.prompt, str)
+        ids: list[int] = self._tokenizer.encode(self.text(prompt), add_special_tokens=is_text).ids
+        if not ids:
+            raise BadPromptError(prompt, "no tokens")
+        return ids
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        """Return a prompt's token ids within sampling.max_prompt_tokens.
+
+        Raises:
+            ConfigError: it is too long and sampling.overlong_prompts is error, or there is no chat
+                template.
+            BadPromptError: the chat template refuses it, or it has no tokens.
+            OverlongPromptError: it is too long and sampling.overlong_prompts is drop.
+        """
+        ids = self.tokens(prompt)
+        limit = self._sampling.max_prompt_tokens
+        if len(ids) <= limit:
+            return ids
+        problem = f"{_name(prompt)} has {len(ids)} tokens, sampling.max_prompt_tokens is {limit}"
+        match self._sampling.overlong_prompts:
+            case "error":
+                raise ConfigError(
+                    f"{problem}; sampling.overlong_prompts = drop or truncate goes on"
+                )
+            case "drop":
+                raise OverlongPromptError(problem)
+            case "truncate":
+                return ids[-limit:]
+
+    def decode(self, token_ids: list[int]) -> str:
+        """Return a response's text, without special tokens."""
+        text: str = self._tokenizer.decode(token_ids, skip_special_tokens=True)
+        return text
+
+
+def sibling_seed(run_seed: int, item: ItemKind, position: int, sibling: int) -> int:
+    """Return the 63-bit seed of one response; it depends on nothing else, in any release."""
+    name = f"{run_seed}/{item}/{position}/{sibling}".encode()
+    digest = hashlib.blake2b(name, digest_size=_SEED_BYTES).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def _check_vocabulary(tokenizer: Tokenizer, folder: Path, stops: Sequence[int]) -> None:
+    """Refuse a tokenizer with tokens that the model does not have; fewer are padding."""
+    config = read_json(folder / "config.json")
+    size = config.get("vocab_size", config.get("text_config", {}).get("vocab_size"))
+    largest = max(tokenizer.get_vocab().values(), default=-1)
+    if not isinstance(size, int):
+        return
+    if max(stops, default=-1) >= size:
+        raise ConfigError(
+            f"sampling.stop_token_ids has {max(stops)}, the model has tokens 0 to {size - 1}"
+        )
+    if largest >= size:
+        raise ConfigError(
+            f"tokenizer and vocabulary of {folder} disagree (run.model): tokenizer.json has a "
+            f"token {largest}, config.json has vocab_size = {size}"
+        )
+
+
+def _name(prompt: Prompt) -> str:
+    if prompt.row >= 0:
+        return f"row {prompt.row} of {prompt.data_source}"
+    return f"prompt {prompt.text[:40]!r}"
+
+
+def _ids(value: int | list[int] | None) -> list[int]:
+    if value is None:
+        return []
+    return value if isinstance(value, list) else [value]

@@ -1,0 +1,75 @@
+"""Finds the relay that has the weights: a Unix socket here, or wherever the broker says."""
+
+import asyncio
+import logging
+
+from slipstream.broker.client import BrokerClient
+from slipstream.weightbus.agent.subscriber import Subscriber
+from slipstream.wire.errors import ConfigError, SlipstreamError
+from slipstream.wire.messages.broker import FindRelay, RelayPlace
+from slipstream.wire.messages.weightbus import RelayDoor
+from slipstream.wire.settings.sections import RunSection, relay_door
+
+_log = logging.getLogger(__name__)
+_ASK_S = 1.0
+_AGAIN_S = 2.0  # without an answer: it may have been replaced, or not have known our key
+_SAY_AGAIN = 30  # questions
+
+
+async def take_weights(subscriber: Subscriber, run: RunSection, client: BrokerClient) -> None:
+    """Keep an engine on the newest version until cancelled.
+
+    Args:
+        subscriber: of the engine.
+        run: whose relay is meant; with ``run.broker`` set it is on another host.
+        client: of the broker, which knows where.
+
+    Raises:
+        ConfigError: the learner's relay listens to its own host only.
+        PublishError: the engine took part in too many publishes that failed.
+    """
+    if not run.broker:
+        await subscriber.run(relay_door(run))
+        return
+    door = await _await_door(client)
+    try:
+        async with asyncio.TaskGroup() as group:
+            group.create_task(subscriber.run(door))
+            group.create_task(_follow(subscriber, client))
+    except* SlipstreamError as errors:
+        raise errors.exceptions[0] from errors
+
+
+async def _await_door(client: BrokerClient) -> RelayDoor:
+    """Return where the relay is, once there is one: a learner takes a while to start."""
+    num_asked = 0
+    while (door := await _find(client)) is None:
+        if num_asked % _SAY_AGAIN == 0:
+            _log.info("waiting for a learner whose relay has weights")
+        num_asked += 1
+        await asyncio.sleep(_ASK_S)
+    _log.info("weights come from %s", door.endpoint)
+    return door
+
+
+async def _follow(subscriber: Subscriber, client: BrokerClient) -> None:
+    """Find a relay that took the place of one that says nothing any more."""
+    was_silent = False
+    while True:
+        await asyncio.sleep(_AGAIN_S)
+        is_silent = subscriber.silent_s > _AGAIN_S
+        if is_silent and not was_silent:
+            _log.warning("the relay says nothing; the broker is asked for another")
+        was_silent = is_silent
+        if is_silent and (door := await _find(client)) is not None:
+            subscriber.move(door)
+
+
+async def _find(client: BrokerClient) -> RelayDoor | None:
+    place, _ = await client.ask(FindRelay(), RelayPlace)
+    if place.is_known and place.door is None:
+        raise ConfigError(
+            "the learner's relay listens to its own host only: set weightbus.listen = "
+            '"tcp://ADDRESS:PORT" there, or leave run.broker empty here if this is that host'
+        )
+    return place.door

@@ -1,0 +1,272 @@
+"""Rank 0's conversation with the broker and the weight bus, for a thread without a loop."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+
+from typing_extensions import override
+
+from slipstream.learner.batches.background import BackgroundLoop
+from slipstream.learner.batches.orders import Rejection, StepOrder, order_step
+from slipstream.learner.batches.payload_link import PayloadLink
+from slipstream.learner.batches.prefetch import EarlyPlans
+from slipstream.learner.config import LearnerSettings
+from slipstream.learner.publish.relay_link import RelayLaunch, RelayLink
+from slipstream.wire.errors import ProtocolError, RefusedError
+from slipstream.wire.files.checkpoints import CheckpointInfo
+from slipstream.wire.messages.broker import (
+    BatchDelivered,
+    BatchNotReady,
+    Done,
+    GetLedgerSnapshot,
+    Goodbye,
+    LedgerSnapshotAnswer,
+    RejectBatch,
+    RequestBatch,
+    RoleReport,
+    RunComplete,
+    SealSteps,
+    StepCommit,
+    StepCommitted,
+    TakeOver,
+    TookOver,
+)
+from slipstream.wire.messages.manifest import WeightManifest
+from slipstream.wire.messages.status import REPORT_EVERY_S
+from slipstream.wire.messages.versions import PolicyVersion
+from slipstream.wire.process.phases import PhaseClock
+
+_log = logging.getLogger(__name__)
+_POLL_S = 1.0
+_SAY_WAITING_AFTER_S = 10.0
+
+
+class LeaderLink(PayloadLink):
+    """What rank 0 needs besides: batches, commits, publishes, reports."""
+
+    publishes = True
+
+    def __init__(
+        self,
+        loop: BackgroundLoop,
+        settings: LearnerSettings,
+        clock: PhaseClock,
+        should_stop: Callable[[], bool],
+        *,
+        relay: RelayLaunch,
+        early: EarlyPlans | None = None,
+    ) -> None:
+        """Connect to the broker; the weight relay is started with ``open_weights``.
+
+        Args:
+            loop: where both go on.
+            settings: the learner's.
+            clock: what the learner spends its time on, for its reports.
+            should_stop: whether the learner has been asked to end.
+            relay: how its weight relay is started.
+            early: how the other ranks learn of batches to come; None where there are none.
+
+        Raises:
+            PeerLostError: no broker answers.
+            ConfigError: the broker does not want this client.
+        """
+        super().__init__(loop, settings, "learner", replica=0, early=early)
+        self._settings = settings
+        self._clock = clock
+        self._should_stop = should_stop
+        self._tokens = 0
+        self._version: PolicyVersion | None = None
+        self._last_step = settings.run.steps  # as the other ranks know it
+        self._found: StepOrder | None = None  # of a coming step
+        self._posted: int | None = None  # the step that the other ranks were told of
+        settings.run.make_socket_folder()
+        self._relay = loop.run(self._make_relay(settings, relay))
+        loop.start(self._reports())
+
+    async def _make_relay(self, settings: LearnerSettings, relay: RelayLaunch) -> RelayLink:
+        return RelayLink(settings.run.endpoint("relay"), relay)
+
+    @property
+    def run_id(self) -> str:
+        """Return which run the broker serves."""
+        return self._client.run_id
+
+    def take_over(
+        self, step: int, checkpoint: str, resumed: CheckpointInfo | None
+    ) -> PolicyVersion:
+        """Become the run's learner; return the version of the weights held."""
+        request = TakeOver(
+            step=step,
+            checkpoint=checkpoint,
+            held=resumed.version if resumed is not None else None,
+            run_id=resumed.run_id if resumed is not None else "",
+        )
+        answer, _ = self._loop.run(self._client.ask(request, TookOver))
+        self._version = answer.version
+        return answer.version
+
+    def next_order(
+        self, version: PolicyVersion, *, max_wait_s: float
+    ) -> StepOrder | BatchNotReady | RunComplete:
+        """Wait for the batch of the step that starts from ``version``, or until asked to stop.
+
+        The broker is asked even where the batch was found in the background: what it says now
+        counts, and the same batch comes again at once.
+        """
+        self._loop.call(self._end_search)
+        since = time.monotonic()
+        said = ""
+        while True:
+            self._loop.check()
+            match self._loop.run(self._request_batch(version, version.step)):
+                case BatchDelivered() as batch:
+                    return self._planned(batch)
+                case RunComplete() as complete:
+                    return complete
+                case BatchNotReady(reason=reason, last_step=last_step) as answer:
+                    waited = time.monotonic() - since
+                    is_news = last_step != self._last_step
+                    self._last_step = last_step
+                    if is_news or waited > max_wait_s or self._should_stop():
+                        return answer
+                    if waited > _SAY_WAITING_AFTER_S and reason != said:
+                        _log.info("no batch for %.0f s: waiting for %s", waited, reason)
+                        said = reason
+
+    def reject_batch(self, version: PolicyVersion, rejection: Rejection) -> None:
+        """Tell the broker that the batch of this step was not trained; returns when durable."""
+        request = RejectBatch(
+            version=version,
+            step=version.step,
+            reason=rejection.reason,
+            groups=rejection.groups,
+            detail=rejection.detail,
+        )
+        self._loop.run(self._forget_next())
+        self._loop.run(self._client.ask(request, Done))
+
+    def commit(
+        self, version: PolicyVersion, metrics: dict[str, float], num_tokens: int
+    ) -> StepCommitted:
+        """Tell the broker that the step is trained; returns when that is durable."""
+        self._tokens += num_tokens
+        request = StepCommit(version=version, metrics=metrics)
+        answer, _ = self._loop.run(self._client.ask(request, StepCommitted))
+        self._version = version
+        self._last_step = answer.last_step
+        return answer
+
+    def ledger_snapshot(self, version: PolicyVersion) -> bytes:
+        """Return the broker's ledger, for a checkpoint of ``version``."""
+        request = GetLedgerSnapshot(version=version)
+        answer, _ = self._loop.run(self._client.ask(request, LedgerSnapshotAnswer))
+        return answer.data
+
+    def leave(self) -> None:
+        """Let everybody else leave; returns when that is durable."""
+        self._loop.run(self._client.ask(Goodbye(), Done))
+
+    def seal(self, version: PolicyVersion, *, step: int, oldest_kept: int) -> None:
+        """Tell the broker what it need not keep any more; returns when that is durable."""
+        request = SealSteps(version=version, step=step, oldest_kept=oldest_kept)
+        self._loop.run(self._client.ask(request, Done))
+
+    def open_weights(self, path: str, layout: WeightManifest) -> None:
+        """Start the relay and tell it where versions will be written."""
+        self._loop.start(self._relay.run())
+        epoch = self._version.epoch if self._version is not None else 0
+        self._loop.run(self._relay.open(path, layout, epoch=epoch, run_id=self.run_id))
+
+    def reserve(self) -> int:
+        """Return the slot to write the next version into."""
+        self._loop.check()
+        return self._loop.run(self._relay.reserve())
+
+    def publish(self, version: PolicyVersion, slot: int) -> None:
+        """Hand a version to the relay; the transfer does not wait."""
+        self._loop.run(self._relay.written(version, slot))
+
+    def end(self) -> None:
+        """End the relay: this learner goes in order, and no other will follow."""
+        self._loop.run(self._relay.end())
+
+    # ---- the next batch, on the event loop -----------------------------------
+
+    async def _request_batch(
+        self, version: PolicyVersion, step: int
+    ) -> BatchDelivered | BatchNotReady | RunComplete:
+        request = RequestBatch(version=version, step=step, wait_s=_POLL_S)
+        answer, _ = await self._client.ask_any(request, extra_wait_s=_POLL_S)
+        match answer:
+            case BatchDelivered() | BatchNotReady() | RunComplete():
+                return answer
+            case _:
+                raise ProtocolError(f"RequestBatch was answered by {answer!r}")
+
+    @override
+    async def _begin_search(self, step: int) -> None:
+        await self._forget_next()
+        if step < self._last_step:
+            await super()._begin_search(step)
+
+    @override
+    async def _find(self, step: int) -> None:
+        """Wait for the batch of a coming step, tell the other ranks, fetch this rank's share."""
+        batch = await self._find_batch(step)
+        if batch is None:
+            return
+        order = order_step(batch, self._settings.learner)
+        self._found = order
+        if self._early is not None:
+            replicas = range(len(order.plans[0].microbatches))
+            self._early.post(step, tuple(order.keys(replica) for replica in replicas))
+            self._posted = step
+        self._prefetched.begin(step, order.keys(self._replica))
+
+    async def _find_batch(self, step: int) -> BatchDelivered | None:
+        """Ask until there is a batch; None if there will be none."""
+        while True:
+            asked_at_s = time.monotonic()
+            if self._version is None:
+                return None
+            try:
+                answer = await self._request_batch(self._version, step)
+            except RefusedError as error:  # asked with the version before a commit
+                _log.debug("step %d is asked for again: %s", step, error)
+            else:
+                match answer:
+                    case BatchDelivered():
+                        return answer
+                    case BatchNotReady(last_step=last_step) if step < last_step:
+                        pass
+                    case _:
+                        return None
+            await asyncio.sleep(max(0.0, asked_at_s + _POLL_S - time.monotonic()))
+
+    async def _forget_next(self) -> None:
+        self._end_search()
+        self._prefetched.drop()
+        self._found = None
+        if self._early is not None and self._posted is not None:
+            self._early.remove(self._posted)
+        self._posted = None
+
+    def _planned(self, batch: BatchDelivered) -> StepOrder:
+        """Return the plan of a batch: the one of its prefetch if it is the same batch."""
+        found = self._found
+        if found is not None and found.batch == batch:
+            return found
+        return order_step(batch, self._settings.learner)
+
+    # ---- reports -------------------------------------------------------------
+
+    async def _reports(self) -> None:
+        while True:
+            report = RoleReport(
+                phase_seconds=self._clock.seconds(),
+                counters={"tokens": float(self._tokens)},
+                adopted=self._version,
+            )
+            await self._client.ask(report, Done)
+            await asyncio.sleep(REPORT_EVERY_S)

@@ -1,0 +1,88 @@
+"""Where a learner's batches come from and where its results go: the broker, or a file."""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from slipstream.learner.batches.orders import Rejection, StepOrder
+from slipstream.wire.files.checkpoints import CheckpointInfo
+from slipstream.wire.messages.broker import BatchNotReady, RunComplete, StepCommitted
+from slipstream.wire.messages.codec import Frame
+from slipstream.wire.messages.manifest import WeightManifest
+from slipstream.wire.messages.trajectory import TrajectoryKey
+from slipstream.wire.messages.versions import PolicyVersion
+
+
+class RankLink(Protocol):
+    """What the one rank of a replica needs that fetches its payloads."""
+
+    def fetch(self, step: int, keys: Sequence[TrajectoryKey]) -> list[Frame]:
+        """Return the payloads of delivered trajectories as they are, in the order asked.
+
+        What was prefetched for this step is used and the rest asked for; what was prefetched for
+        another step is thrown away.
+        """
+
+    def begin_prefetch(self, step: int) -> None:
+        """Look for the batch of a coming step in the background, and fetch its payloads.
+
+        At most one step is prefetched: whatever was before is thrown away. Nothing depends on it.
+        """
+
+    def close(self) -> None:
+        """Let go of whatever is open, and end what goes on in the background."""
+
+
+class LeadingLink(RankLink, Protocol):
+    """What rank 0 needs besides."""
+
+    publishes: bool  # whether whole weights are wanted after each step
+
+    @property
+    def run_id(self) -> str:
+        """Return which run this is, for its checkpoints; empty without a broker."""
+
+    def take_over(
+        self, step: int, checkpoint: str, resumed: CheckpointInfo | None
+    ) -> PolicyVersion:
+        """Become the run's learner at ``step``; return the version of the weights held.
+
+        ``checkpoint`` is what it goes on from, ``resumed`` says what that is; empty and None if it
+        is the policy that the run began with.
+        """
+
+    def next_order(
+        self, version: PolicyVersion, *, max_wait_s: float
+    ) -> StepOrder | BatchNotReady | RunComplete:
+        """Return the planned batch of the step that starts from ``version``, or why there is none.
+
+        News of the run's last step come at once, not after ``max_wait_s``.
+        """
+
+    def reject_batch(self, version: PolicyVersion, rejection: Rejection) -> None:
+        """Say that the step that starts from ``version`` was not trained; its batch changes."""
+
+    def commit(
+        self, version: PolicyVersion, metrics: dict[str, float], num_tokens: int
+    ) -> StepCommitted:
+        """Record that a step is trained; return all evaluations so far and the last step."""
+
+    def open_weights(self, path: str, layout: WeightManifest) -> None:
+        """Say where versions will be written, before the first is."""
+
+    def reserve(self) -> int:
+        """Return the slot to write the next version into."""
+
+    def publish(self, version: PolicyVersion, slot: int) -> None:
+        """Hand out a version that was written whole; returns at once."""
+
+    def ledger_snapshot(self, version: PolicyVersion) -> bytes:
+        """Return what a checkpoint of ``version`` keeps of the broker."""
+
+    def leave(self) -> None:
+        """Say that the run is complete and nothing will be asked of anybody any more."""
+
+    def end(self) -> None:
+        """Say that this learner ends in order and that no other follows it."""
+
+    def seal(self, version: PolicyVersion, *, step: int, oldest_kept: int) -> None:
+        """Say that a durable checkpoint holds every step before ``step``."""

@@ -1,0 +1,110 @@
+"""What rank 0 tells every rank to do next, and why a batch is not trained.
+
+A batch is planned once, by rank 0; the plan travels with the headers.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+import msgspec
+
+from slipstream.learner.batches.plan import Indices, MinibatchPlan, plan_step
+from slipstream.learner.config import LearnerSection
+from slipstream.wire.errors import SlipstreamError
+from slipstream.wire.messages.broker import (
+    BatchDelivered,
+    BatchNotReady,
+    DeliveredTrajectory,
+    Message,
+    RunComplete,
+)
+from slipstream.wire.messages.trajectory import TrajectoryHeader, TrajectoryKey
+
+
+class StepOrder(Message, frozen=True):
+    """Train this batch, split like this."""
+
+    batch: BatchDelivered
+    plans: tuple[MinibatchPlan, ...]  # by minibatch; indices count the batch's trajectories
+
+    @property
+    def step(self) -> int:
+        """Return the learner step that trains it."""
+        return self.batch.step
+
+    @property
+    def trajectories(self) -> list[DeliveredTrajectory]:
+        """Return all trajectories of the step, in the order that indices count."""
+        return [trajectory for group in self.batch.groups for trajectory in group.trajectories]
+
+    @property
+    def headers(self) -> list[TrajectoryHeader]:
+        """Return their headers."""
+        return [trajectory.header for trajectory in self.trajectories]
+
+    def share(self, replica: int) -> list[tuple[Indices, ...]]:
+        """Return what a data-parallel replica trains: [minibatch][microbatch] of indices."""
+        return [plan.microbatches[replica] for plan in self.plans]
+
+    def wanted(self, replica: int) -> list[int]:
+        """Return the indices whose payloads a replica needs, in the order it reads them."""
+        return [i for minibatch in self.share(replica) for indices in minibatch for i in indices]
+
+    def keys(self, replica: int) -> tuple[TrajectoryKey, ...]:
+        """Return the payloads that a replica needs, in the order of ``wanted``."""
+        headers = self.headers
+        return tuple((headers[i].group_id, headers[i].sibling) for i in self.wanted(replica))
+
+
+class StopTraining(Message, frozen=True):
+    """Asked to end before the run is complete."""
+
+
+Order: TypeAlias = StepOrder | BatchNotReady | RunComplete | StopTraining
+_encoder = msgspec.msgpack.Encoder()
+_decoder: msgspec.msgpack.Decoder[Order] = msgspec.msgpack.Decoder(Order)
+
+
+class NonFiniteError(SlipstreamError):
+    """A loss or gradient is NaN or inf; this optimizer update was not made."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rejection:
+    """A batch that was not trained, and must not be as it is."""
+
+    reason: Literal["nonfinite", "invalid"]
+    groups: tuple[int, ...]  # to drop
+    detail: str
+
+
+def order_step(batch: BatchDelivered, learner: LearnerSection) -> StepOrder:
+    """Plan a batch.
+
+    Raises:
+        ConfigError: it holds fewer trajectories than there are replicas.
+    """
+    plans = plan_step(
+        [t.header.num_tokens for group in batch.groups for t in group.trajectories],
+        replicas=learner.ranks // learner.tensor_parallel,
+        minibatches=learner.minibatches,
+        max_tokens=learner.max_tokens_per_microbatch,
+    )
+    return StepOrder(batch=batch, plans=plans)
+
+
+def encode_order(order: Order) -> bytes:
+    """Return the bytes that rank 0 broadcasts."""
+    return _encoder.encode(order)
+
+
+def decode_order(data: bytes) -> Order:
+    """Return what rank 0 broadcast."""
+    return _decoder.decode(data)
+
+
+def groups_of(order: StepOrder, indices: Sequence[int]) -> tuple[int, ...]:
+    """Return the groups that trajectories belong to, each once, in order."""
+    headers = order.headers
+    return tuple(dict.fromkeys(headers[i].group_id for i in indices))

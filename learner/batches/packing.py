@@ -1,0 +1,188 @@
+"""Trajectories laid end to end: the packed tensors of one microbatch.
+
+Shapes: T tokens of B sequences laid end to end.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from slipstream.wire.errors import ProtocolError
+from slipstream.wire.messages.arrays import PackedArray
+from slipstream.wire.messages.trajectory import TrajectoryHeader, TrajectoryPayload
+
+_LOGPROB_ROUNDING = 1e-3  # nats: what rounding may add to the logprob of a certain token
+_LEAST_LOGPROB = -1e4  # nats: its square is no trouble in float32, and none is drawn at e^-100
+_TEMPERATURES = (1e-3, 1e3)  # that logits may be divided by and stay numbers
+_NUMPY = {"int32": np.dtype("<i4"), "float32": np.dtype("<f4"), "bool": np.dtype("?")}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainSequence:
+    """One sequence before packing. Shapes: [length of the sequence]."""
+
+    token_ids: NDArray[np.int32]
+    loss_mask: NDArray[np.bool_]
+    behavior_logprobs: NDArray[np.float32]  # 0.0 outside the mask
+    temperature: float
+    version_steps: NDArray[np.int32] | None = None  # step of the policy that chose each token
+    end_barred: NDArray[np.bool_] | None = None  # True where no end token could be chosen
+    end_token_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackedBatch:
+    """What the model reads and what the loss needs per token. Index t is the token at t."""
+
+    token_ids: Tensor  # [T] int64
+    position_ids: Tensor  # [T] int64, from 0 in each sequence
+    cu_seqlens: Tensor  # [B + 1] int32
+    max_seqlen: int
+    loss_mask: Tensor  # [T] bool
+    behavior_logprobs: Tensor  # [T] float32, 0.0 outside the mask
+    temperature: Tensor  # [T] float32
+    version_steps: Tensor | None = None  # [T] int32, learner steps of the token's policy
+    end_barred: Tensor | None = None  # [T] bool, True where no end token could be chosen
+    end_token_ids: tuple[int, ...] = ()
+
+
+def unpack(
+    header: TrajectoryHeader, payload: TrajectoryPayload, *, vocab_size: int
+) -> TrainSequence:
+    """Return a trajectory's arrays without copying them.
+
+    Args:
+        header: what the sender says of it.
+        payload: its arrays.
+        vocab_size: token ids are below it.
+
+    Raises:
+        ProtocolError: it is none that this model could have sampled: header and payload do not
+            belong together, a token is outside the vocabulary, the loss mask is not on the
+            response, or a logprob is not finite or above 0 (by more than rounding, 1e-3 nats).
+    """
+    name = f"trajectory {header.group_id}/{header.sibling}"
+    if payload.token_ids.shape != (header.num_tokens,):
+        raise ProtocolError(
+            f"{name}: header says {header.num_tokens} tokens, payload has {payload.token_ids.shape}"
+        )
+    if not 0 <= header.min_response_tokens <= header.num_response_tokens:
+        raise ProtocolError(
+            f"{name} has {header.num_response_tokens} response tokens, of which the first "
+            f"{header.min_response_tokens} could not end it (min_response_tokens)"
+        )
+    if header.temperature == 0:
+        raise ProtocolError(f"{name} was sampled greedily: it has no probabilities to train by")
+    if not _TEMPERATURES[0] <= header.temperature <= _TEMPERATURES[1]:
+        raise ProtocolError(
+            f"{name} was sampled at a temperature of {header.temperature:g}; logits are divided by "
+            f"{_TEMPERATURES[0]:g} to {_TEMPERATURES[1]:g}"
+        )
+    token_ids, mask = _array(payload.token_ids), _array(payload.loss_mask)
+    logprobs = _array(payload.behavior_logprobs)
+    position = np.arange(header.num_tokens)
+    if not ((token_ids >= 0) & (token_ids < vocab_size)).all():
+        raise ProtocolError(
+            f"{name} holds token ids from {token_ids.min()} to {token_ids.max()}, the vocabulary "
+            f"has {vocab_size}"
+        )
+    if any(not 0 <= token_id < vocab_size for token_id in header.end_token_ids):
+        raise ProtocolError(
+            f"{name} ends by tokens {header.end_token_ids}, the vocabulary has {vocab_size}"
+        )
+    if (mask != (position >= header.num_prompt_tokens)).any():
+        raise ProtocolError(
+            f"{name}: the loss mask is not on the {header.num_response_tokens} response tokens"
+        )
+    if not np.isfinite(logprobs[mask]).all():
+        raise ProtocolError(f"{name} holds a logprob that is not finite")
+    if logprobs[mask].max() > _LOGPROB_ROUNDING:
+        raise ProtocolError(f"{name} holds a logprob of {logprobs[mask].max():.3g}, above 0")
+    if logprobs[mask].min() < _LEAST_LOGPROB:
+        raise ProtocolError(
+            f"{name} holds a logprob of {logprobs[mask].min():.3g}, below {_LEAST_LOGPROB:g}: "
+            "nobody samples such a token"
+        )
+    free_from = header.num_prompt_tokens + header.min_response_tokens
+    return TrainSequence(
+        end_barred=mask & (position < free_from) if header.min_response_tokens else None,
+        end_token_ids=header.end_token_ids,
+        token_ids=token_ids,
+        version_steps=_version_steps(header),
+        loss_mask=mask,
+        behavior_logprobs=np.where(mask, logprobs, np.float32(0.0)),
+        temperature=header.temperature,
+    )
+
+
+def who_bars_others(headers: Sequence[TrajectoryHeader]) -> list[bool]:
+    """Tell of each trajectory whether it bars other end tokens than most of its batch that bar any.
+
+    A batch has one set of them. All generators of a run sample by the same settings, so whoever
+    disagrees with most is wrong.
+    """
+    sets = Counter(one.end_token_ids for one in headers if one.min_response_tokens)
+    usual = max(sorted(sets), key=sets.__getitem__, default=())
+    return [bool(one.min_response_tokens) and one.end_token_ids != usual for one in headers]
+
+
+def _version_steps(header: TrajectoryHeader) -> NDArray[np.int32]:
+    """Return the learner step of each token's policy; the prompt has that of the first answered."""
+    steps = [version.step for version, _ in header.tokens_by_version()]
+    counts = [count for _, count in header.tokens_by_version()]
+    return np.repeat(
+        np.array([steps[0], *steps], np.int32), np.array([header.num_prompt_tokens, *counts])
+    )
+
+
+def pack(sequences: Sequence[TrainSequence], device: torch.device) -> PackedBatch:
+    """Lay sequences end to end, without padding."""
+    lengths = [len(sequence.token_ids) for sequence in sequences]
+    cu_seqlens = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+
+    def per_token(values: list[float]) -> Tensor:
+        return torch.from_numpy(np.repeat(np.array(values, np.float32), lengths)).to(device)
+
+    def joined(arrays: list[NDArray[Any]]) -> Tensor:
+        return torch.from_numpy(np.concatenate(arrays)).to(device)
+
+    return PackedBatch(
+        token_ids=joined([s.token_ids for s in sequences]).long(),
+        position_ids=joined([np.arange(length) for length in lengths]),
+        cu_seqlens=torch.from_numpy(cu_seqlens).to(device),
+        max_seqlen=max(lengths),
+        loss_mask=joined([s.loss_mask for s in sequences]),
+        behavior_logprobs=joined([s.behavior_logprobs for s in sequences]),
+        temperature=per_token([s.temperature for s in sequences]),
+        version_steps=(
+            joined([s.version_steps for s in sequences if s.version_steps is not None])
+            if all(s.version_steps is not None for s in sequences)
+            else None
+        ),
+        end_barred=_end_barred(sequences, device),
+        end_token_ids=max(
+            (s.end_token_ids for s in sequences if s.end_barred is not None), default=()
+        ),
+    )
+
+
+def _end_barred(sequences: Sequence[TrainSequence], device: torch.device) -> Tensor | None:
+    if all(s.end_barred is None for s in sequences):
+        return None
+    if len({s.end_token_ids for s in sequences if s.end_barred is not None}) != 1:
+        raise ProtocolError("trajectories of one batch disagree on the tokens that end a response")
+    parts = [
+        np.zeros(len(s.token_ids), np.bool_) if s.end_barred is None else s.end_barred
+        for s in sequences
+    ]
+    return torch.from_numpy(np.concatenate(parts)).to(device)
+
+
+def _array(packed: PackedArray) -> NDArray[Any]:
+    return np.frombuffer(packed.data, dtype=_NUMPY[packed.dtype]).reshape(packed.shape)

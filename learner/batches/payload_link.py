@@ -1,0 +1,129 @@
+"""A replica's payloads from the broker, for a thread without a loop; the next ones early."""
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from importlib.metadata import version as package_version
+
+from slipstream.broker.client import BrokerClient
+from slipstream.learner.batches.background import BackgroundLoop
+from slipstream.learner.batches.prefetch import EarlyPlans, PayloadPrefetch
+from slipstream.learner.config import LearnerSettings
+from slipstream.wire.errors import ProtocolError, SlipstreamError
+from slipstream.wire.files.tokenizer_hash import tokenizer_hash
+from slipstream.wire.messages.broker import FetchPayloads, Payloads
+from slipstream.wire.messages.codec import Frame
+from slipstream.wire.messages.trajectory import TrajectoryKey
+
+_log = logging.getLogger(__name__)
+_LOOK_S = 0.05
+
+
+def _patience(settings: LearnerSettings) -> float:
+    """Return how long a rank may wait for a broker that is gone, before others give it up."""
+    if settings.learner.ranks == 1:
+        return settings.run.outage_s
+    return min(settings.run.outage_s, 0.8 * settings.learner.timeout_s)
+
+
+class PayloadLink:
+    """What the fetching rank of every replica needs: the payloads of its trajectories."""
+
+    def __init__(
+        self,
+        loop: BackgroundLoop,
+        settings: LearnerSettings,
+        name: str,
+        *,
+        replica: int,
+        early: EarlyPlans | None,
+    ) -> None:
+        """Connect to the broker.
+
+        Args:
+            loop: where the conversation goes on.
+            settings: the learner's.
+            name: of this client, stable over restarts.
+            replica: this rank's data-parallel replica.
+            early: how ranks learn of batches to come; None where there is one replica alone.
+
+        Raises:
+            PeerLostError: no broker answers.
+            ConfigError: the broker does not want this client.
+        """
+        self._loop = loop
+        self._replica = replica
+        self._early = early
+        self._prefetched = PayloadPrefetch(self._ask_payloads)
+        self._search: asyncio.Task[None] | None = None
+        self._client, _ = loop.run(
+            BrokerClient.connect(
+                settings.run.broker_endpoint,
+                role="learner",
+                name=name,
+                packages={
+                    "torch": package_version("torch"),
+                    "megatron-core": package_version("megatron-core"),
+                },
+                tokenizer=tokenizer_hash(settings.model),
+                outage_s=_patience(settings),
+                key_file=settings.run.key_file,
+            )
+        )
+
+    def fetch(self, step: int, keys: Sequence[TrajectoryKey]) -> list[Frame]:
+        """Return the payloads of delivered trajectories, in the order asked."""
+        return self._loop.run(self._fetched(step, keys))
+
+    def begin_prefetch(self, step: int) -> None:
+        """Look for the batch of a coming step in the background, and fetch its payloads."""
+        self._loop.run(self._begin_search(step))
+
+    def close(self) -> None:
+        """Drop the connection."""
+        self._loop.run(self._closed())
+
+    async def _fetched(self, step: int, keys: Sequence[TrajectoryKey]) -> list[Frame]:
+        self._end_search()
+        found = await self._prefetched.take(step, keys)
+        missing = tuple(key for key in keys if key not in found)
+        if missing:
+            found |= zip(missing, await self._ask_payloads(missing), strict=True)
+        return [found[key] for key in keys]
+
+    async def _ask_payloads(self, keys: tuple[TrajectoryKey, ...]) -> list[Frame]:
+        answer, frames = await self._client.ask(FetchPayloads(keys=keys), Payloads)
+        if answer.num_frames != len(keys) or len(frames) != len(keys):
+            raise ProtocolError(f"asked for {len(keys)} payloads, got {len(frames)}")
+        return frames
+
+    async def _begin_search(self, step: int) -> None:
+        self._end_search()
+        self._prefetched.drop()
+        self._search = asyncio.create_task(self._searching(step))
+
+    def _end_search(self) -> None:
+        """Payloads that were found go on being fetched."""
+        if self._search is not None:
+            self._search.cancel()
+        self._search = None
+
+    async def _searching(self, step: int) -> None:
+        try:
+            await self._find(step)
+        except (SlipstreamError, RuntimeError) as error:  # the second is a torch store's
+            _log.warning("cannot prefetch step %d: %s", step, error)
+
+    async def _find(self, step: int) -> None:
+        """Wait until rank 0 has posted what this replica will want, and begin to fetch it."""
+        if self._early is None:
+            return
+        while (keys := self._early.read(step)) is None:  # noqa: ASYNC110 another process posts
+            await asyncio.sleep(_LOOK_S)
+        self._prefetched.begin(step, keys[self._replica])
+
+    async def _closed(self) -> None:
+        self._end_search()
+        self._prefetched.drop()
+        self._client.close()
+        await asyncio.sleep(0)  # lets those that were cancelled see it

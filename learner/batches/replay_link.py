@@ -1,0 +1,267 @@
+"""Batches from a trajectory file, in place of a broker: training alone, without generators."""
+
+import logging
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+
+import msgspec
+
+from slipstream.learner.batches.orders import Rejection, StepOrder, order_step
+from slipstream.learner.config import LearnerSettings
+from slipstream.wire.errors import ConfigError
+from slipstream.wire.files.checkpoints import (
+    CheckpointInfo,
+    read_checkpoint_info,
+    readable_checkpoints,
+)
+from slipstream.wire.files.trajectory_file import (
+    NOT_TRAINED,
+    RecordedGroup,
+    read_groups,
+    read_steps,
+)
+from slipstream.wire.messages.broker import (
+    BatchDelivered,
+    BatchNotReady,
+    RunComplete,
+    StepCommitted,
+)
+from slipstream.wire.messages.codec import Frame
+from slipstream.wire.messages.manifest import WeightManifest
+from slipstream.wire.messages.trajectory import TrajectoryKey
+from slipstream.wire.messages.versions import PolicyVersion
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedBatch:
+    """The groups of one learner step."""
+
+    step: int
+    groups: tuple[RecordedGroup, ...]
+
+
+def recorded_batches(
+    groups: Iterator[RecordedGroup], *, groups_per_step: int
+) -> Iterator[RecordedBatch]:
+    """Yield batches in order: as they were trained, the rest ``groups_per_step`` at a time.
+
+    A step that was recorded twice (its learner died and another trained it again) comes once.
+    What is left at the end and does not fill a batch is left out.
+    """
+    waiting: list[RecordedGroup] = []
+    next_step = 0
+    for group in groups:
+        complete = bool(waiting) and (
+            group.step != waiting[0].step
+            or (group.step == NOT_TRAINED and len(waiting) == groups_per_step)
+        )
+        if complete:
+            batch = _batch(waiting, next_step, groups_per_step)
+            if batch is not None:
+                yield batch
+                next_step = batch.step + 1
+            waiting = []
+        waiting.append(group)
+    if waiting:
+        last = _batch(waiting, next_step, groups_per_step)
+        if last is not None:
+            yield last
+
+
+def _batch(
+    groups: list[RecordedGroup], next_step: int, groups_per_step: int
+) -> RecordedBatch | None:
+    step = groups[0].step
+    if step == NOT_TRAINED:
+        full = len(groups) == groups_per_step
+        return RecordedBatch(next_step, tuple(groups)) if full else None
+    return RecordedBatch(step, tuple(groups)) if step >= next_step else None
+
+
+def refuse_partial_steps(steps: Iterable[int], *, path: Path, until: int) -> None:
+    """See that a recording holds whole steps, one after the other; the last one may be smaller.
+
+    Args:
+        steps: the step of each group of the file, in order.
+        path: the file.
+        until: this step and later ones are not trained, so they are not looked at.
+
+    Raises:
+        ConfigError: naming the step that is missing or was not recorded whole.
+    """
+    first: tuple[int, int] | None = None  # step, number of its groups
+    smaller: tuple[int, int] | None = None
+    next_step = 0
+    for step, groups in groupby(steps):
+        if step == NOT_TRAINED or (first is not None and step < next_step):
+            continue  # of no step, or trained again
+        if smaller is not None:
+            raise _not_whole(path, smaller, first)
+        if step >= until:
+            return
+        if first is not None and step != next_step:
+            raise ConfigError(f"{path} holds step {step} but not step {next_step}")
+        present = (step, sum(1 for _ in groups))
+        first = first or present
+        if present[1] > first[1]:
+            raise _not_whole(path, present, first)
+        if present[1] < first[1]:
+            smaller = present
+        next_step = step + 1
+
+
+def _not_whole(path: Path, bad: tuple[int, int], first: tuple[int, int] | None) -> ConfigError:
+    step, count = bad
+    than = f", step {first[0]} has {first[1]}" if first is not None else ""
+    return ConfigError(
+        f"step {step} of {path} has {count} groups{than}: it was not recorded whole; "
+        f"run.steps={step} ends before it"
+    )
+
+
+class ReplayLink:
+    """One rank's view of a trajectory file. Rank 0 leads; all ranks read the same file.
+
+    Figures go to RUN/replay/metrics.jsonl, weights nowhere. ``run.steps`` bounds the number of
+    steps.
+    """
+
+    publishes = False
+
+    def __init__(self, path: Path, settings: LearnerSettings) -> None:
+        """Open the file.
+
+        Raises:
+            ConfigError: it cannot be read, or a step of it was not recorded whole.
+        """
+        refuse_partial_steps(read_steps(path), path=path, until=settings.run.steps)
+        self._path = path
+        self._settings = settings
+        self._batches = recorded_batches(
+            read_groups(path), groups_per_step=settings.run.groups_per_step
+        )
+        self._present: RecordedBatch | None = None
+        self._metrics = settings.run.folder / "replay" / "metrics.jsonl"
+
+    run_id = ""  # there is no broker
+
+    def take_over(
+        self,
+        step: int,
+        checkpoint: str,  # noqa: ARG002 nobody records it
+        resumed: CheckpointInfo | None,  # noqa: ARG002 the same
+    ) -> PolicyVersion:
+        """Begin at ``step``, in an epoch above that of every checkpoint there is."""
+        known = list(readable_checkpoints(self._settings.run.checkpoints).values())
+        if self._settings.resume_from is not None:
+            known.append(read_checkpoint_info(self._settings.resume_from))
+        epoch = max((info.version.epoch for info in known), default=0)
+        self._metrics.parent.mkdir(parents=True, exist_ok=True)
+        return PolicyVersion(epoch + 1, step)
+
+    def next_order(
+        self,
+        version: PolicyVersion,
+        *,
+        max_wait_s: float,  # noqa: ARG002 a file does not keep anyone waiting
+    ) -> StepOrder | BatchNotReady | RunComplete:
+        """Return the batch recorded for this step; the run is complete where the file ends.
+
+        Raises:
+            ConfigError: the file has a gap, or a batch too small to split.
+        """
+        if version.step >= self._settings.run.steps:
+            return RunComplete()
+        batch = self._advance(version.step)
+        if batch is None:
+            _log.info("%s ends after step %d", self._path, version.step)
+            return RunComplete()
+        if batch.step != version.step:
+            raise ConfigError(f"{self._path} holds step {batch.step} but not step {version.step}")
+        delivered = BatchDelivered(step=batch.step, groups=tuple(g.group for g in batch.groups))
+        return order_step(delivered, self._settings.learner)
+
+    def fetch(self, step: int, keys: Sequence[TrajectoryKey]) -> list[Frame]:
+        """Return payloads of the batch recorded for this step."""
+        batch = self._advance(step)
+        found = _payloads(batch) if batch is not None and batch.step == step else {}
+        missing = [key for key in keys if key not in found]
+        if missing:
+            raise ConfigError(f"{self._path} holds no trajectory {missing[0]} at step {step}")
+        return [found[key] for key in keys]
+
+    def begin_prefetch(self, step: int) -> None:
+        """Do nothing: a file is there already."""
+
+    def reject_batch(self, version: PolicyVersion, rejection: Rejection) -> None:
+        """Refuse: a recording has one batch for each step.
+
+        Raises:
+            ConfigError: always.
+        """
+        raise ConfigError(
+            f"step {version.step} of {self._path} cannot be trained ({rejection.reason}): "
+            f"{rejection.detail}; run.steps={version.step} ends before it"
+        )
+
+    def commit(
+        self,
+        version: PolicyVersion,
+        metrics: dict[str, float],
+        num_tokens: int,
+    ) -> StepCommitted:
+        """Append the figures of a step to a file."""
+        row = {"step": version.step, "tokens": num_tokens, **metrics}
+        with self._metrics.open("ab") as file:
+            file.write(msgspec.json.encode(row) + b"\n")
+        return StepCommitted(evaluations=(), last_step=self._settings.run.steps)
+
+    def open_weights(self, path: str, layout: WeightManifest) -> None:
+        """Do nothing: there are no engines."""
+
+    def reserve(self) -> int:
+        """Return the first slot: nobody reads."""
+        return 0
+
+    def publish(self, version: PolicyVersion, slot: int) -> None:
+        """Do nothing: nobody waits for weights."""
+
+    def ledger_snapshot(
+        self,
+        version: PolicyVersion,  # noqa: ARG002 there is none for any version
+    ) -> bytes:
+        """Return nothing: there is no broker."""
+        return b""
+
+    def leave(self) -> None:
+        """Do nothing: nobody waits."""
+
+    def seal(self, version: PolicyVersion, *, step: int, oldest_kept: int) -> None:
+        """Do nothing: a file keeps everything."""
+
+    def end(self) -> None:
+        """Do nothing: there is no relay."""
+
+    def close(self) -> None:
+        """Do nothing: the file closes with its iterator."""
+
+    def _advance(self, step: int) -> RecordedBatch | None:
+        """Read on to the batch of a step or the first after it."""
+        while self._present is None or self._present.step < step:
+            batch = next(self._batches, None)
+            if batch is None:
+                return None
+            self._present = batch
+        return self._present
+
+
+def _payloads(batch: RecordedBatch) -> dict[TrajectoryKey, bytes]:
+    return {
+        (recorded.group.group_id, trajectory.header.sibling): payload
+        for recorded in batch.groups
+        for trajectory, payload in zip(recorded.group.trajectories, recorded.payloads, strict=True)
+    }

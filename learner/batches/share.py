@@ -1,0 +1,80 @@
+"""A replica's part of a step: its payloads, from one rank to all that hold the replica."""
+
+import logging
+from collections.abc import Sequence
+
+from slipstream.learner.batches.links import RankLink
+from slipstream.learner.batches.orders import Rejection, StepOrder, groups_of
+from slipstream.learner.batches.packing import TrainSequence, unpack, who_bars_others
+from slipstream.learner.model.collectives import any_rank, broadcast_frames, union
+from slipstream.learner.model.topology import Topology
+from slipstream.wire.errors import PeerLostError, ProtocolError, SlipstreamError
+from slipstream.wire.messages.codec import Frame, decode_payload
+
+_log = logging.getLogger(__name__)
+
+
+def fetch_share(order: StepOrder, topology: Topology, link: RankLink | None) -> list[Frame]:
+    """Return the payloads of this rank's replica, in the order of ``wanted``; all ranks call this.
+
+    Args:
+        order: what is to be trained.
+        topology: this rank's place.
+        link: where payloads come from, on the one rank of the replica that fetches them.
+
+    Raises:
+        SlipstreamError: on every rank, if any of them could not fetch its payloads.
+    """
+    keys = order.keys(topology.data_parallel_rank)
+    frames: list[Frame] | None = None
+    failure: SlipstreamError | None = None
+    if link is not None:
+        try:
+            frames = link.fetch(order.step, keys)
+        except SlipstreamError as error:
+            _log.exception("step %d is abandoned: its payloads cannot be fetched", order.step)
+            failure = error
+    if any_rank(failure is not None, world_size=topology.world_size):
+        raise failure or PeerLostError(
+            f"step {order.step} is abandoned: another learner rank could not fetch its payloads, "
+            "its log says why"
+        )
+    if topology.tensor_parallel == 1:
+        return frames if frames is not None else []
+    return broadcast_frames(
+        frames,
+        len(keys),
+        group=topology.tensor_group,
+        source=topology.rank - topology.tensor_parallel_rank,
+    )
+
+
+def unpack_share(
+    order: StepOrder, topology: Topology, frames: Sequence[Frame], *, vocab_size: int
+) -> dict[int, TrainSequence] | Rejection:
+    """Return this replica's sequences by index, or why no rank trains the step.
+
+    All ranks call this, and all of them train or none.
+
+    Args:
+        order: what is to be trained.
+        topology: this rank's place.
+        frames: of ``fetch_share``.
+        vocab_size: of the model.
+    """
+    headers = order.headers
+    sequences: dict[int, TrainSequence] = {}
+    is_bad = who_bars_others(headers)
+    for i, frame in zip(order.wanted(topology.data_parallel_rank), frames, strict=True):
+        try:
+            sequences[i] = unpack(headers[i], decode_payload(frame), vocab_size=vocab_size)
+        except ProtocolError as error:
+            key = (headers[i].group_id, headers[i].sibling)
+            _log.warning("step %d: trajectory %d/%d is invalid: %s", order.step, *key, error)
+            is_bad[i] = True
+    bad = [i for i, flag in enumerate(union(is_bad, world_size=topology.world_size)) if flag]
+    if not bad:
+        return sequences
+    names = ", ".join(f"{headers[i].group_id}/{headers[i].sibling}" for i in bad)
+    detail = f"the payloads of trajectories {names} cannot be trained, a learner's log says why"
+    return Rejection("invalid", groups_of(order, bad), detail)

@@ -1,0 +1,4 @@
+"""Checkpoints: written and read by all ranks, kept or removed, checked, exported.
+
+Their format is documented in docs/checkpoints.md.
+"""

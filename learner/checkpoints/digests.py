@@ -1,0 +1,76 @@
+"""What the files of a checkpoint held when it was written, so that damage is noticed before use.
+
+``digests.json`` has the xxh3 (128 bits) of every file but those that are replaced later:
+checkpoint.json, which is checked by reading it, and the broker's ledger, which holds its own.
+"""
+
+import os
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import msgspec
+import xxhash
+
+from slipstream.wire.errors import ConfigError
+from slipstream.wire.files.checkpoints import (
+    INFO_FILE,
+    LEDGER_FILE,
+    read_checkpoint_info,
+    read_ledger,
+)
+
+DIGESTS_FILE = "digests.json"
+_LATER = {INFO_FILE, LEDGER_FILE, DIGESTS_FILE}
+_CHUNK_BYTES = 1 << 22
+_THREADS = min(8, os.cpu_count() or 1)
+
+
+def write_digests(folder: Path) -> None:
+    """Write the digests of a checkpoint whose files are complete."""
+    files = sorted(path for path in folder.iterdir() if path.name not in _LATER)
+    with ThreadPoolExecutor(_THREADS) as pool:
+        digests = dict(zip((path.name for path in files), pool.map(_digest, files), strict=True))
+    (folder / DIGESTS_FILE).write_bytes(msgspec.json.format(msgspec.json.encode(digests)))
+
+
+def damage_of(folder: Path) -> str:
+    """Say what is wrong with the files of a checkpoint; empty if nothing is.
+
+    One that was written before there were digests counts as whole.
+
+    Raises:
+        ConfigError: it is no checkpoint.
+    """
+    path = folder / DIGESTS_FILE
+    try:
+        digests = msgspec.json.decode(path.read_bytes(), type=dict[str, str])
+    except FileNotFoundError:
+        return f"no {DIGESTS_FILE}" if read_checkpoint_info(folder).has_digests else ""
+    except (OSError, msgspec.DecodeError) as error:
+        return f"{DIGESTS_FILE} cannot be read: {error}"
+    with ThreadPoolExecutor(_THREADS) as pool:
+        found = pool.map(lambda name: _look(folder / name, digests[name]), digests)
+        return next(filter(None, found), "") or _damage_of_ledger(folder)
+
+
+def _damage_of_ledger(folder: Path) -> str:
+    try:
+        read_ledger(folder)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def _look(path: Path, expected: str) -> str:
+    try:
+        return "" if _digest(path) == expected else f"{path.name} is not as it was written"
+    except OSError as error:
+        return f"{path.name}: {error.strerror}"
+
+
+def _digest(path: Path) -> str:
+    digest = xxhash.xxh3_128()
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK_BYTES):
+            digest.update(chunk)
+    return digest.hexdigest()

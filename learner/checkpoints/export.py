@@ -1,0 +1,85 @@
+"""Turns a checkpoint of any layout into a Hugging Face folder, on one CPU.
+
+It is a program of its own: ``python -m slipstream.learner.checkpoints.export CHECKPOINT OUT``.
+"""
+
+import argparse
+import shutil
+import sys
+from pathlib import Path
+
+from slipstream.wire.errors import ConfigError
+from slipstream.wire.files.checkpoints import read_checkpoint_info
+from slipstream.wire.process.command_line import run_role
+from slipstream.wire.process.logs import start_logging
+
+
+def export_checkpoint(checkpoint: Path, out: Path) -> None:
+    """Write the weights of a checkpoint with config and tokenizer of the model it came from.
+
+    Call it after ``device.prepare()``, in a process without a topology.
+
+    Args:
+        checkpoint: its folder.
+        out: what to write; a folder of that name is replaced.
+
+    Raises:
+        ConfigError: no checkpoint, or the model that it came from is gone or another.
+    """
+    import torch
+    from torch.distributed import HashStore  # type: ignore[attr-defined]  # not in torch's stubs
+
+    from slipstream.learner.checkpoints.files import load_weights
+    from slipstream.learner.model.gpt import build_model
+    from slipstream.learner.model.hf_config import load_hf_config
+    from slipstream.learner.model.hf_weights import save_hf_folder
+    from slipstream.learner.model.topology import destroy_topology, init_topology
+
+    info = read_checkpoint_info(checkpoint)
+    source = Path(info.model)
+    if not (source / "config.json").is_file():
+        raise ConfigError(
+            f"{checkpoint} was trained from {source}, which is gone: its config.json and "
+            "tokenizer are needed"
+        )
+    init_topology(
+        rank=0, world_size=1, tensor_parallel=1, store=HashStore(), seed=0, timeout_s=300.0
+    )
+    try:
+        model = build_model(load_hf_config(source), dtype=getattr(torch, info.dtype), extra={})
+        load_weights(model, checkpoint, info)
+        save_hf_folder(model, out, source)
+    finally:
+        destroy_topology()
+
+
+def main() -> int:
+    """Parse and write."""
+    parser = argparse.ArgumentParser(
+        prog="slipstream.learner.checkpoints.export", description=__doc__
+    )
+    parser.add_argument("checkpoint", type=Path)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--of", type=Path, help="what the checkpoint is a copy of, to be removed")
+    arguments = parser.parse_args()
+    start_logging("export")
+
+    def body() -> int:
+        from slipstream.learner.model import device
+
+        device.prepare()
+        export_checkpoint(arguments.checkpoint, arguments.out)
+        step = read_checkpoint_info(arguments.checkpoint).step
+        sys.stdout.write(f"wrote {arguments.out}: {name}, step {step}\n")
+        return 0
+
+    name = arguments.of or arguments.checkpoint
+    try:
+        return run_role(body)
+    finally:
+        if name != arguments.checkpoint:
+            shutil.rmtree(arguments.checkpoint, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

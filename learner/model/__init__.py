@@ -1,0 +1,4 @@
+"""The Megatron-Core model: device, ranks, architecture, and the names of its weights elsewhere.
+
+Knows no batch, no loss and no broker.
+"""

@@ -1,0 +1,186 @@
+"""Causal attention over sequences of different lengths, laid end to end without padding.
+
+Shapes: T tokens of B sequences; h query heads and g key and value heads of this rank, d channels
+per head. On a CPU a batch has hundreds of short sequences but few distinct lengths, so sequences
+of one length are computed together; which ones is worked out once per microbatch.
+"""
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - the name that everybody uses
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer import TransformerConfig
+from torch import Tensor
+from typing_extensions import override
+
+from slipstream.wire.errors import ConfigError
+
+try:
+    from flash_attn import flash_attn_varlen_func
+except ImportError:
+    flash_attn_varlen_func = None
+
+
+@dataclass(frozen=True)
+class LengthGroups:
+    """The sequences of a microbatch, ordered by length."""
+
+    order: Tensor | None  # [T] token at each place of the new order; None if nothing moves
+    inverse: Tensor | None  # [T] place of each token in the new order
+    sizes: tuple[tuple[int, int], ...]  # (number of sequences, their length), in the new order
+
+
+def group_by_length(cu_seqlens: Tensor) -> LengthGroups:
+    """Return how to reorder tokens so that sequences of equal length are neighbors.
+
+    Args:
+        cu_seqlens: [B + 1] int32; sequence i holds tokens cu_seqlens[i] to cu_seqlens[i + 1].
+    """
+    starts = cu_seqlens[:-1].long()
+    lengths = cu_seqlens.long().diff()
+    counts = lengths.bincount().tolist()
+    sizes = tuple((count, length) for length, count in enumerate(counts) if count and length)
+    if len(sizes) <= 1:
+        return LengthGroups(order=None, inverse=None, sizes=sizes)
+    by_length = lengths.argsort(stable=True)
+    sorted_lengths = lengths[by_length]
+    new_starts = sorted_lengths.cumsum(0) - sorted_lengths
+    order = torch.arange(int(cu_seqlens[-1]), device=cu_seqlens.device)
+    order += (starts[by_length] - new_starts).repeat_interleave(sorted_lengths)
+    return LengthGroups(order=order, inverse=order.argsort(), sizes=sizes)
+
+
+@dataclass
+class PackedLayout(PackedSeqParams):  # type: ignore[misc]  # megatron is untyped
+    """Megatron's description of a packed microbatch, with what its layers share."""
+
+    @cached_property
+    def groups(self) -> LengthGroups:
+        """Return the sequences grouped by length, worked out by the first layer that asks."""
+        return group_by_length(self.cu_seqlens_q)
+
+
+def packed_layout(cu_seqlens: Tensor, max_seqlen: int) -> PackedLayout:
+    """Describe a packed microbatch for a model's forward pass.
+
+    Args:
+        cu_seqlens: [B + 1] int32; sequence i holds tokens cu_seqlens[i] to cu_seqlens[i + 1].
+        max_seqlen: the length of the longest sequence.
+    """
+    return PackedLayout(
+        qkv_format="thd",
+        cu_seqlens_q=cu_seqlens,
+        cu_seqlens_kv=cu_seqlens,
+        max_seqlen_q=max_seqlen,
+        max_seqlen_kv=max_seqlen,
+    )
+
+
+class VarlenCoreAttention(torch.nn.Module):
+    """Takes the place of Megatron's core attention; packed sequences only."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        *_args: object,
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        **_kwargs: object,
+    ) -> None:
+        super().__init__()
+        dropout = config.attention_dropout if attention_dropout is None else attention_dropout
+        if dropout:
+            raise ConfigError(f"learner.megatron.attention_dropout must be 0, got {dropout}")
+        self.config = config
+        default_scale = 1.0 / math.sqrt(config.kv_channels)
+        self.scale = softmax_scale if softmax_scale is not None else default_scale
+
+    @override
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *_args: object,
+        packed_seq_params: PackedLayout,
+        **_kwargs: object,
+    ) -> Tensor:
+        """Return [T, h, d] for query [T, h, d], key [T, g, d] and value [T, g, d]."""
+        if query.is_cuda:
+            return _cuda_attention(query, key, value, packed_seq_params, self.scale)
+        return grouped_attention(query, key, value, packed_seq_params.groups, self.scale)
+
+
+def grouped_attention(
+    query: Tensor, key: Tensor, value: Tensor, groups: LengthGroups, scale: float
+) -> Tensor:
+    """Return causal attention [T, h, d], one call per distinct length of sequence."""
+    if groups.order is not None and groups.inverse is not None:
+        query, key, value = (
+            _permute(tensor, groups.order, groups.inverse) for tensor in (query, key, value)
+        )
+    num_tokens = [count * length for count, length in groups.sizes]
+    parts = zip(*(torch.split(tensor, num_tokens) for tensor in (query, key, value)), strict=True)
+    outputs = []
+    for (count, length), qkv in zip(groups.sizes, parts, strict=True):
+        q, k, v = (part.unflatten(0, (count, length)).transpose(1, 2) for part in qkv)
+        output = F.scaled_dot_product_attention(
+            q, k, v, is_causal=True, scale=scale, enable_gqa=q.size(1) != k.size(1)
+        )
+        outputs.append(output.transpose(1, 2).flatten(0, 1))
+    output = torch.cat(outputs)
+    if groups.order is not None and groups.inverse is not None:
+        output = _permute(output, groups.inverse, groups.order)
+    return output
+
+
+def _permute(tensor: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
+    permuted: Tensor = _Permute.apply(tensor, order, inverse)  # type: ignore[no-untyped-call]  # torch leaves apply untyped
+    return permuted
+
+
+class _Permute(torch.autograd.Function):
+    """Reorders rows; its gradient is the inverse gather, where torch's would add up rows."""
+
+    @staticmethod
+    @override
+    def forward(
+        ctx: torch.autograd.function.FunctionCtx, tensor: Tensor, order: Tensor, inverse: Tensor
+    ) -> Tensor:
+        ctx.save_for_backward(inverse)
+        return tensor.index_select(0, order)
+
+    @staticmethod
+    @override
+    def backward(
+        ctx: torch.autograd.function.BackwardCFunction, grad: Tensor
+    ) -> tuple[Tensor, None, None]:
+        (inverse,) = ctx.saved_tensors
+        return grad.index_select(0, inverse), None, None
+
+
+def _cuda_attention(
+    query: Tensor, key: Tensor, value: Tensor, layout: PackedLayout, scale: float
+) -> Tensor:
+    """Return causal attention [T, h, d] from flash-attn, or from torch's own kernel."""
+    bounds = (layout.cu_seqlens_q, layout.cu_seqlens_kv, layout.max_seqlen_q, layout.max_seqlen_kv)
+    if flash_attn_varlen_func is not None:
+        flash: Tensor = flash_attn_varlen_func(
+            query,
+            key,
+            value,
+            *bounds,
+            softmax_scale=scale,
+            causal=True,
+            deterministic=torch.are_deterministic_algorithms_enabled(),
+        )
+        return flash
+    from torch.nn.attention.varlen import varlen_attn
+
+    output = varlen_attn(
+        query, key, value, *bounds, scale=scale, window_size=(-1, 0), enable_gqa=True
+    )
+    return output if isinstance(output, Tensor) else output[0]

@@ -1,0 +1,70 @@
+"""What ranks tell each other besides tensors: bytes and flags, without pickle."""
+
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+
+import torch
+import torch.distributed as dist
+
+from slipstream.learner.model.device import device
+from slipstream.wire.messages.codec import Frame
+
+
+def broadcast_bytes(data: bytes | None, *, rank: int, world_size: int) -> bytes:
+    """Return rank 0's ``data`` on every rank; the others pass None."""
+    if world_size == 1:
+        return data if data is not None else b""
+    size = torch.tensor([len(data or b"")], dtype=torch.int64, device=device())
+    dist.broadcast(size, src=0)
+    if rank == 0 and data is not None:
+        buffer = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device())
+    else:
+        buffer = torch.empty(int(size), dtype=torch.uint8, device=device())
+    dist.broadcast(buffer, src=0)
+    return buffer.cpu().numpy().tobytes()
+
+
+def any_rank(flag: bool, *, world_size: int) -> bool:
+    """Tell every rank whether the flag is set on at least one of them."""
+    if world_size == 1:
+        return flag
+    total = torch.tensor([int(flag)], dtype=torch.int32, device=device())
+    dist.all_reduce(total)
+    return bool(total.item())
+
+
+def union(flags: Sequence[bool], *, world_size: int) -> list[bool]:
+    """Return which flags are set on at least one rank; every rank passes equally many."""
+    if world_size == 1:
+        return list(flags)
+    total = torch.tensor(flags, dtype=torch.int32, device=device())
+    dist.all_reduce(total)
+    return [bool(count) for count in total.tolist()]
+
+
+def broadcast_frames(
+    frames: Sequence[Frame] | None, count: int, *, group: dist.ProcessGroup, source: int
+) -> list[Frame]:
+    """Return one rank's frames on every rank of a group.
+
+    Args:
+        frames: what rank ``source`` sends; the others pass None.
+        count: how many there are, which all of them know.
+        group: who sends and receives.
+        source: rank of the sender, counted over all ranks.
+    """
+    if count == 0:
+        return []
+    lengths = [0] * count if frames is None else [memoryview(frame).nbytes for frame in frames]
+    sizes = torch.tensor(lengths, dtype=torch.int64, device=device())
+    dist.broadcast(sizes, src=source, group=group)
+    if frames is not None:
+        data = torch.frombuffer(bytearray().join(frames), dtype=torch.uint8).to(device())
+    else:
+        data = torch.empty(int(sizes.sum()), dtype=torch.uint8, device=device())
+    dist.broadcast(data, src=source, group=group)
+    if frames is not None:
+        return list(frames)
+    received = data.cpu().numpy().data
+    ends = list(accumulate(sizes.tolist()))
+    return [received[start:end] for start, end in pairwise([0, *ends])]

@@ -1,0 +1,62 @@
+"""The one place where the CPU and the GPU differ for the learner.
+
+``prepare()`` comes first in every learner process, before anything imports megatron.core.
+"""
+
+import logging
+import os
+import warnings
+from typing import Literal
+
+import torch
+
+from slipstream.learner.model import cpu_shim
+
+# Megatron's fallbacks without Transformer Engine and Apex are what this project uses, and
+# the scope is megatron-core's own default.
+_EXPECTED_WARNINGS = (
+    "Apex is not installed",
+    "Transformer Engine and Apex are not installed",
+    "full scope is deprecated",
+    "When using async grad allreduce",  # on a CPU nothing overlaps
+    "`load_state_dict` is deprecated",  # how its checkpoints are read
+)
+
+
+def prepare() -> None:
+    """Make this process ready to import megatron.core; a second call does nothing."""
+    warnings.filterwarnings("ignore", message="Please use DTensor instead")  # its checkpoints
+    for message in _EXPECTED_WARNINGS:
+        warnings.filterwarnings("ignore", message=message, module=r"megatron\.core\.")
+    logging.getLogger("megatron").setLevel(logging.WARNING)
+    if not torch.cuda.is_available():
+        cpu_shim.install()
+
+
+def select(rank: int) -> None:
+    """Give a rank its GPU among those this process sees; does nothing without CUDA."""
+    if torch.cuda.is_available():
+        torch.cuda.set_device(rank % torch.cuda.device_count())
+
+
+def device() -> torch.device:
+    """Return the device that this rank's model lives on."""
+    if torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def backend() -> Literal["gloo", "nccl"]:
+    """Return the backend of the learner's process groups."""
+    return "nccl" if torch.cuda.is_available() else "gloo"
+
+
+def set_threads(num_threads: int) -> None:
+    """Bound the threads that one operator may use on the CPU."""
+    torch.set_num_threads(num_threads)
+
+
+def set_deterministic() -> None:
+    """Have every operator compute the same bits each time; before the first operator."""
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # noqa: TID251 read by cuBLAS, no setting
+    torch.use_deterministic_algorithms(True)

@@ -1,0 +1,348 @@
+"""Rank 0's relay: started here, outlives the learner, is started again when it dies."""
+
+import asyncio
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from slipstream.weightbus.version.slots import NUM_SLOTS
+from slipstream.wire.errors import ChildDiedError, PublishError, SupersededError
+from slipstream.wire.messages.codec import decode_relay_answer, encode
+from slipstream.wire.messages.manifest import WeightManifest
+from slipstream.wire.messages.relay import (
+    Alive,
+    EndRelay,
+    Ok,
+    OpenMemory,
+    RelayAnswer,
+    RelayRequest,
+    Reserve,
+    Reserved,
+    Written,
+)
+from slipstream.wire.messages.versions import PolicyVersion
+from slipstream.wire.process.patience import END_AT_MOST, Patience, signs_of
+
+_log = logging.getLogger(__name__)
+_PROGRAM = "slipstream.weightbus.relay.main"
+_ANSWER_S = 5.0  # without a sign of life, as all of these
+_FIRST_ANSWER_S = 1.0  # of a relay that may be there; doubled while one starts
+_MAX_FIRST_ANSWER_S = 16.0
+_START_S = 120.0
+_WATCH_S = 1.0
+_POLL_S = 0.02
+_MAX_STARTS = 5
+_WINDOW_S = 120.0
+
+
+@dataclass(frozen=True, slots=True)
+class RelayLaunch:
+    """How a relay is started.
+
+    ``lifeline`` is a descriptor whose end of file ends it; without one it ends by itself some time
+    after the learner.
+    """
+
+    argv: Sequence[str] = ()  # settings on the command line
+    lifeline: int | None = None
+    environment: Mapping[str, str] = field(default_factory=lambda: dict(os.environ), repr=False)  # noqa: TID251 handed on to a child
+    """Of before this process chose interfaces for its own groups."""
+
+
+class RelayLink:
+    """The learner's end of its relay. Use it inside one event loop.
+
+    While there is no relay the learner goes on: nobody reads then, so the next slot is ours to
+    choose, and the new relay serves the newest version that was written.
+    """
+
+    def __init__(self, endpoint: str, launch: RelayLaunch) -> None:
+        """Prepare to start a relay.
+
+        Args:
+            endpoint: where the relay listens for us.
+            launch: how it is started.
+        """
+        self._endpoint = endpoint
+        self._launch = launch
+        self._context: zmq.asyncio.Context | None = None
+        self._socket: zmq.asyncio.Socket | None = None
+        self._one_at_a_time = asyncio.Lock()
+        self._process: subprocess.Popen[bytes] | None = None  # that we started last
+        self._pid = 0  # of the relay that answered last; a former learner may have started it
+        self._served_by = 0  # the relay that knows our memory; 0: none, slots are ours to choose
+        self._memory: OpenMemory | None = None
+        self._is_down = asyncio.Event()
+        self._is_ending = False
+        self._starts: list[float] = []  # monotonic seconds, of the last minutes
+
+    # ---- keeping a relay -----------------------------------------------------
+
+    async def run(self) -> None:
+        """Keep a relay running until cancelled.
+
+        Raises:
+            ChildDiedError: it dies again and again.
+            SupersededError: a newer learner uses it.
+        """
+        try:
+            await self._adopt(_FIRST_ANSWER_S)  # an earlier learner may have left one
+            while not self._is_ending:
+                if not self._served_by:
+                    may_answer = _is_relay(self._pid)
+                    if not may_answer or not await self._adopt(_FIRST_ANSWER_S):
+                        await self._start()
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(self._is_down.wait(), _WATCH_S)
+                if self._served_by and not self._is_ending:
+                    await self._look()
+            await asyncio.Event().wait()  # the socket is open until we are cancelled: for ``end``
+        finally:
+            self._close_socket()
+            if self._context is not None:
+                self._context.term()
+
+    async def _look(self) -> None:
+        with suppress(PublishError):  # who fails is no longer what serves us
+            async with self._one_at_a_time:
+                await self._exchange(Alive())
+            if self._pid != self._served_by:
+                await self._adopt(_ANSWER_S)
+
+    async def _adopt(self, timeout_s: float) -> bool:
+        """Show our memory to a relay that answers, if one does; from then on it gives out slots."""
+        try:
+            async with self._one_at_a_time:
+                await self._exchange(Alive(), timeout_s=timeout_s)
+                while True:
+                    memory = self._memory
+                    if memory is not None:
+                        self._check(await self._exchange(memory))
+                    if memory is self._memory:  # nothing was written while we said it
+                        break
+                self._is_down.clear()
+                self._served_by = self._pid
+        except PublishError:
+            return False
+        if self._process is not None and self._process.pid != self._pid:
+            self._process.kill()  # one too many: a former learner's relay goes on
+            self._process.wait()
+            self._process = None
+        return True
+
+    async def _adopt_patiently(self, timeout_s: float, patience: Patience) -> bool:
+        """Adopt a relay that starts, and look meanwhile whether it does something."""
+        adopting = asyncio.create_task(self._adopt(timeout_s))
+        try:
+            while not (await asyncio.wait({adopting}, timeout=_WATCH_S))[0]:
+                patience.is_over()
+            return adopting.result()
+        finally:
+            adopting.cancel()
+
+    async def _start(self) -> None:
+        self._kill()
+        now = time.monotonic()
+        self._starts = [at for at in self._starts if at > now - _WINDOW_S] + [now]
+        if len(self._starts) > _MAX_STARTS:
+            raise ChildDiedError(
+                f"the weight relay ended {_MAX_STARTS} times in {_WINDOW_S:g} s; its reason "
+                "stands above in this log"
+            )
+        launch = self._launch
+        extra = [] if launch.lifeline is None else ["--lifeline", str(launch.lifeline)]
+        process = subprocess.Popen(  # noqa: S603, ASYNC220 our own program; a fork takes no time
+            [sys.executable, "-m", _PROGRAM, *launch.argv, *extra],
+            stdin=subprocess.DEVNULL,
+            env=dict(launch.environment),
+            pass_fds=[] if launch.lifeline is None else [launch.lifeline],
+            start_new_session=True,
+        )
+        self._process = process
+        _log.info("the weight relay is process %d", process.pid)
+        patience = Patience("the weight relay to answer", _START_S, signs_of(lambda: [process.pid]))
+        answer_s = _FIRST_ANSWER_S
+        while process.poll() is None and not self._is_ending:
+            if await self._adopt_patiently(answer_s, patience):
+                return
+            answer_s = min(2 * answer_s, _MAX_FIRST_ANSWER_S)  # it may be slow and not deaf
+            if patience.is_over():
+                _log.error("the weight relay does not answer: it %s", patience.why)
+                self._kill()
+                return
+        if not self._is_ending:
+            _log.error("the weight relay ended with code %s", process.poll())
+            await asyncio.sleep(_WATCH_S)
+
+    def _lost(self, why: str) -> None:
+        if self._served_by:
+            _log.warning("the weight relay %s; another is started", why)
+        self._served_by = 0
+        self._is_down.set()
+
+    def _kill(self) -> None:
+        """End every relay that we know of."""
+        self._served_by = 0
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+        if self._pid and _is_relay(self._pid):
+            with suppress(ProcessLookupError):
+                os.kill(self._pid, signal.SIGKILL)
+        self._pid = 0
+
+    # ---- for the learner -----------------------------------------------------
+
+    async def open(
+        self, path: str, layout: WeightManifest, *, epoch: int, run_id: str = ""
+    ) -> None:
+        """Say where versions will be written."""
+        memory = OpenMemory(
+            epoch=epoch, path=path, layout=layout, num_slots=NUM_SLOTS, run_id=run_id
+        )
+        await self._say(memory, memory)
+
+    async def reserve(self) -> int:
+        """Return the slot to write the next version into.
+
+        Raises:
+            PublishError: no memory was opened.
+            SupersededError: a newer learner publishes.
+        """
+        memory = self._opened()
+        if self._served_by:
+            async with self._one_at_a_time:
+                if self._served_by:
+                    with suppress(PublishError):
+                        answer = await self._exchange(Reserve(epoch=memory.epoch))
+                        if isinstance(answer, Reserved):
+                            self._give_up(answer.slot)
+                            return answer.slot
+                        self._check(answer)
+                    self._kill()
+        return (self._opened().slot + 1) % NUM_SLOTS
+
+    def _give_up(self, slot: int) -> None:
+        """Forget a whole version that is being overwritten, so that no new relay is told of it."""
+        memory = self._opened()
+        if memory.whole is not None and memory.slot == slot:
+            self._memory = msgspec.structs.replace(memory, whole=None)
+
+    async def written(self, version: PolicyVersion, slot: int) -> None:
+        """Hand over a version that is whole."""
+        memory = msgspec.structs.replace(self._opened(), whole=version, slot=slot)
+        await self._say(memory, Written(epoch=memory.epoch, version=version, slot=slot))
+
+    async def _say(self, memory: OpenMemory, request: RelayRequest) -> None:
+        """Tell the relay what a new one would be told by ``memory``."""
+        self._memory = memory
+        if not self._served_by:
+            return
+        with suppress(PublishError):
+            async with self._one_at_a_time:
+                if self._served_by:
+                    self._check(await self._exchange(request))
+
+    async def end(self) -> None:
+        """End the relay in order: no version will follow."""
+        self._is_ending = True
+        self._is_down.set()
+        memory = self._memory
+        if self._served_by and memory is not None:
+            with suppress(PublishError):
+                async with self._one_at_a_time:
+                    self._check(await self._exchange(EndRelay(epoch=memory.epoch)))
+                    await self._gone(self._pid)
+                    return
+        self._kill()
+
+    async def _gone(self, pid: int) -> None:
+        signs = signs_of(lambda: [pid])
+        patience = Patience("the weight relay to end", _ANSWER_S, signs, at_most=END_AT_MOST)
+        while not patience.is_over():
+            if self._process is not None:
+                self._process.poll()
+            if not _is_relay(pid):
+                return
+            await asyncio.sleep(_POLL_S)
+        raise PublishError("did not end")
+
+    def _opened(self) -> OpenMemory:
+        if self._memory is None:
+            raise PublishError("no memory was opened")
+        return self._memory
+
+    # ---- the socket ----------------------------------------------------------
+
+    def _check(self, answer: RelayAnswer) -> None:
+        """Raise what an answer says went wrong; such a relay does not serve us."""
+        if not isinstance(answer, Ok) or not answer.error:
+            return
+        if answer.superseded:
+            raise SupersededError(answer.error)
+        self._lost(f"refuses: {answer.error}")
+        raise PublishError(answer.error)
+
+    async def _exchange(
+        self, request: RelayRequest, *, timeout_s: float = _ANSWER_S
+    ) -> RelayAnswer:
+        """Return the answer to a request; the caller holds the lock.
+
+        Raises:
+            PublishError: there is none in time, and the relay does not serve us any more.
+        """
+        socket = self._socket or self._connect()
+        await socket.send(encode(request))
+        receiving = asyncio.ensure_future(socket.recv())
+        signs = signs_of(lambda: [self._served_by]) if self._served_by else None
+        patience = Patience("the weight relay to answer", timeout_s, signs)
+        while not receiving.done():
+            await asyncio.wait({receiving}, timeout=_POLL_S)
+            if receiving.done():
+                break
+            has_ended = self._served_by != 0 and not _is_relay(self._served_by)
+            if has_ended or patience.is_over():
+                receiving.cancel()
+                self._close_socket()  # a late answer must not answer the next request
+                why = "has ended" if has_ended else f"gives no answer: it {patience.why}"
+                was_serving = self._served_by != 0
+                self._lost(why)
+                if was_serving:
+                    self._kill()  # what we write next, it must not read
+                raise PublishError(f"{why} ({type(request).__name__})")
+        answer = decode_relay_answer(receiving.result())
+        if isinstance(answer, Ok) and answer.pid:
+            self._pid = answer.pid
+        return answer
+
+    def _connect(self) -> zmq.asyncio.Socket:
+        self._context = self._context or zmq.asyncio.Context()
+        self._socket = socket = self._context.socket(zmq.DEALER)
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.connect(self._endpoint)
+        return socket
+
+    def _close_socket(self) -> None:
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
+
+
+def _is_relay(pid: int) -> bool:
+    """Tell whether a process lives and is a relay."""
+    try:
+        return _PROGRAM in Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+    except OSError:
+        return False

@@ -1,0 +1,173 @@
+"""Trained trajectories as JSON lines in the run folder: sampled, and capped in size."""
+
+import hashlib
+import json
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer
+from tokenizers.decoders import DecodeStream
+from torch import Tensor
+
+from slipstream.learner.batches.packing import PackedBatch
+from slipstream.wire.files.run_folder import TRAINED
+from slipstream.wire.files.trained_rows import cut_rows_from, keep_newest_rows
+from slipstream.wire.messages.broker import DeliveredTrajectory
+from slipstream.wire.messages.trajectory import VersionRun
+
+_log = logging.getLogger(__name__)
+_DIGITS = 6
+
+
+@dataclass(frozen=True, slots=True)
+class TrainedPart:
+    """One microbatch that this rank trained."""
+
+    indices: Sequence[int]  # of its trajectories in the step, in the order of the batch
+    batch: PackedBatch
+    proximal: Tensor  # [T] logprobs of the policy at the start of the step
+
+
+def chosen(indices: Sequence[int], count: int, *, seed: int, step: int) -> list[int]:
+    """Return ``count`` of the trajectories of a step, in order.
+
+    A hash of seed, step and index decides, so every one has the same chance whatever its length,
+    and the same ones are chosen again.
+    """
+    return sorted(sorted(indices, key=lambda index: _lot(seed, step, index))[:count])
+
+
+def _lot(seed: int, step: int, index: int) -> bytes:
+    return hashlib.blake2b(f"{seed}/{step}/{index}".encode(), digest_size=16).digest()
+
+
+class RolloutLog:
+    """Appends to rollouts/trained.jsonl; the oldest half goes when it reaches its size limit."""
+
+    def __init__(
+        self, folder: Path, *, per_step: int, seed: int, max_bytes: int, tokenizer: Tokenizer
+    ) -> None:
+        """Open the log.
+
+        Args:
+            folder: RUN/rollouts.
+            per_step: how many trajectories to record of a step.
+            seed: of the run; decides which.
+            max_bytes: largest size of the file.
+            tokenizer: turns token ids into the text that is recorded.
+        """
+        folder.mkdir(parents=True, exist_ok=True)
+        self._path = folder / TRAINED.name
+        self._tokenizer = tokenizer
+        self._per_step = per_step
+        self._seed = seed
+        self._max_bytes = max_bytes
+
+    def _size(self) -> int:
+        return self._path.stat().st_size if self._path.exists() else 0
+
+    def forget_from(self, step: int) -> None:
+        """Remove the rows of this step and later ones: they are trained again.
+
+        A row that a killed learner left half written goes with them.
+        """
+        cut_rows_from(self._path, step)
+
+    def record(
+        self,
+        step: int,
+        trajectories: Sequence[DeliveredTrajectory],
+        parts: Sequence[TrainedPart],
+    ) -> None:
+        """Record a sample of what this rank trained.
+
+        Args:
+            step: the learner step that trained them.
+            trajectories: headers and rewards of the whole step.
+            parts: this rank's share of it.
+        """
+        places = {
+            index: (part, place) for part in parts for place, index in enumerate(part.indices)
+        }
+        lines = []
+        for index in chosen(list(places), self._per_step, seed=self._seed, step=step):
+            part, place = places[index]
+            start, end = part.batch.cu_seqlens[place : place + 2].tolist()
+            token_ids = part.batch.token_ids[start:end].tolist()
+            difference = (part.proximal - part.batch.behavior_logprobs)[start:end]
+            lines.append(json.dumps(self._row(step, trajectories[index], token_ids, difference)))
+        data = "".join(line + "\n" for line in lines).encode()
+        if self._size() + len(data) > self._max_bytes:
+            room = max(0, self._max_bytes - len(data))
+            keep_newest_rows(self._path, min(self._max_bytes // 2, room))
+        if len(data) > self._max_bytes:
+            _log.warning(
+                "step %d is not recorded: %d bytes, and learner.max_rollout_bytes is %d",
+                step,
+                len(data),
+                self._max_bytes,
+            )
+            return
+        with self._path.open("ab") as file:
+            file.write(data)
+
+    def _row(
+        self,
+        step: int,
+        trajectory: DeliveredTrajectory,
+        token_ids: list[int],
+        difference: Tensor,  # proximal - behavior, [T] of this sequence
+    ) -> dict[str, object]:
+        header = trajectory.header
+        first = header.num_prompt_tokens
+        return {
+            "step": step,
+            "group_id": header.group_id,
+            "sibling": header.sibling,
+            "prompt": self._tokenizer.decode(token_ids[:first], skip_special_tokens=False),
+            "answer": self._tokenizer.decode(token_ids[first:], skip_special_tokens=False),
+            "reward": trajectory.reward,
+            "parts": trajectory.parts,
+            "finish_reason": header.finish_reason,
+            "temperature": header.temperature,
+            "num_prompt_tokens": first,
+            "token_ids": token_ids,
+            "token_texts": self._texts(token_ids[first:]),
+            "version_runs": [_run(run) for run in header.version_runs],
+            # |proximal - behavior|, mean over the run's tokens
+            "logprob_abs_diff_by_run": _means(header.version_runs, difference.abs()),
+            # proximal - behavior of each response token
+            "logprob_diffs": [round(value, _DIGITS) + 0.0 for value in difference[first:].tolist()],
+        }
+
+    def _texts(self, token_ids: list[int]) -> list[str]:
+        """Return what each token adds to the text; a part of a character adds nothing yet.
+
+        A sequence of bytes that is no text (a policy may sample any) is decoded token by token.
+        """
+        stream = DecodeStream(skip_special_tokens=False)
+        texts = []
+        for token in token_ids:
+            try:
+                texts.append(stream.step(self._tokenizer, token) or "")
+            except Exception:  # noqa: BLE001 the library raises no narrower one
+                stream = DecodeStream(skip_special_tokens=False)
+                texts.append(self._tokenizer.decode([token], skip_special_tokens=False))
+        return texts
+
+
+def _run(run: VersionRun) -> dict[str, object]:
+    version = run.version
+    return {"first_token": run.first_token, "version": version.label, "step": version.step}
+
+
+def _means(runs: tuple[VersionRun, ...], values: Tensor) -> list[float]:
+    """Return the mean of [T] values over the tokens of each run."""
+    ends = [run.first_token for run in runs[1:]] + [len(values)]
+    return [
+        float(torch.mean(values[run.first_token : end]))
+        for run, end in zip(runs, ends, strict=True)
+    ]

@@ -1,0 +1,66 @@
+"""The run's algorithm, from its settings."""
+
+from slipstream.algos.compose import Algorithm
+from slipstream.algos.config import TeacherOptions, choice_of
+from slipstream.algos.parts import PartError
+from slipstream.learner.config import LearnerSettings
+from slipstream.wire.errors import ConfigError
+from slipstream.wire.files.source_files import module_named
+from slipstream.wire.settings.sections import SamplingSection
+
+
+def algorithm_of(settings: LearnerSettings) -> Algorithm:
+    """Return the composed algorithm of a run.
+
+    Raises:
+        ConfigError: the settings name no algorithm, or one that this run cannot train.
+    """
+    try:
+        choice = choice_of(settings.algo, module_named)
+    except PartError as error:
+        raise ConfigError(str(error)) from error
+    run = settings.run
+    if choice.is_group_relative and run.group_size < 2:
+        raise ConfigError(
+            f"run.group_size must be >= 2 for algo.advantage = {choice.advantage.part.name!r}, "
+            f"which compares siblings, got {run.group_size}"
+        )
+    if choice.critic.warmup_steps >= run.steps and choice.needs_values:
+        raise ConfigError(
+            f"algo.critic.warmup_steps = {choice.critic.warmup_steps} leaves no step of "
+            f"run.steps = {run.steps} to train the policy in"
+        )
+    holds = any(one.part.name == "kl-cov" for one in choice.corrections)
+    if holds and choice.anchor == "proximal" and settings.learner.minibatches == 1:
+        raise ConfigError(
+            "algo.correction.kl-cov holds tokens to where the step begins (algo.anchor = "
+            '"proximal"), and the only minibatch is there: set learner.minibatches > 1 or '
+            'algo.anchor = "behavior"'
+        )
+    if choice.has_teacher:
+        _refuse_teacher(choice.teacher, settings.sampling)
+    return Algorithm(choice, max_response_tokens=settings.sampling.max_response_tokens)
+
+
+def _refuse_teacher(teacher: TeacherOptions, sampling: SamplingSection) -> None:
+    """Refuse a teacher that nobody named, or that would tell of another distribution.
+
+    Raises:
+        ConfigError: says which setting.
+    """
+    if not teacher.model and not teacher.endpoint:
+        raise ConfigError(
+            "algo.teacher.coefficient > 0 needs a teacher: algo.teacher.model (a Hugging Face "
+            "folder) or algo.teacher.endpoint (URL of an SGLang server)"
+        )
+    if teacher.endpoint and sampling.temperature != 1.0:
+        raise ConfigError(
+            "algo.teacher.endpoint tells log-probabilities at temperature 1, got "
+            f"sampling.temperature = {sampling.temperature:g}: algo.teacher.model takes any"
+        )
+    if teacher.endpoint and sampling.min_response_tokens > 0:
+        raise ConfigError(
+            "algo.teacher.endpoint tells log-probabilities over the whole vocabulary, and "
+            f"sampling.min_response_tokens = {sampling.min_response_tokens} bars the end of a "
+            "response: algo.teacher.model bars it, too"
+        )

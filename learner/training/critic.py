@@ -1,0 +1,107 @@
+"""The critic: the policy's architecture with one number per token in place of logits.
+
+Shapes: T tokens of B sequences laid end to end, H hidden size.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel import (
+    gather_from_sequence_parallel_region,
+    set_defaults_if_not_set_tensor_model_parallel_attributes,
+)
+from torch import Tensor
+from typing_extensions import override
+
+from slipstream.algos.diagnostics import Sums
+from slipstream.learner.batches.packing import PackedBatch
+from slipstream.learner.config import LearnerSection
+from slipstream.learner.model import device
+from slipstream.learner.model.topology import Topology
+from slipstream.learner.training.trainable import LossFunction, Trainable
+
+PREFIX = "critic."
+
+
+class ValueHead(torch.nn.Module):
+    """A linear layer from hidden states to values, whole on every tensor-parallel rank.
+
+    It begins at 0, so that a critic that was never trained expects nothing.
+    """
+
+    def __init__(self, hidden_size: int, *, dtype: torch.dtype, sequence_parallel: bool) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(1, hidden_size, dtype=dtype))
+        self.bias = torch.nn.Parameter(torch.zeros(1, dtype=dtype))
+        self._sequence_parallel = sequence_parallel
+
+    @override
+    def forward(self, hidden: Tensor, **_kwargs: object) -> tuple[Tensor, None]:
+        """Return (values [T, B, 1], None) as Megatron's output layer returns (logits, bias)."""
+        if self._sequence_parallel:
+            hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
+        exact = (hidden.float(), self.weight.float(), self.bias.float())
+        return torch.nn.functional.linear(*exact), None
+
+
+def with_value_head(model: GPTModel) -> GPTModel:
+    """Put a value head in the place of a model's output layer, and return the model."""
+    config = model.config
+    head = ValueHead(
+        config.hidden_size,
+        dtype=config.params_dtype,
+        sequence_parallel=config.sequence_parallel,
+    ).to(device.device())
+    for parameter in head.parameters():
+        set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
+    model.share_embeddings_and_output_weights = False
+    model.output_layer = head
+    return model
+
+
+class Critic:
+    """What predicts the return from each state. Trained beside the policy, by its own optimizer."""
+
+    def __init__(
+        self, model: GPTModel, settings: LearnerSection, topology: Topology, *, decay_steps: int = 1
+    ) -> None:
+        """Wrap a model of ``with_value_head``; settings are the optimizer's."""
+        self._trained = Trainable(model, settings, topology, _aligned, decay_steps=decay_steps)
+
+    @torch.no_grad()
+    def values(self, batches: Sequence[PackedBatch]) -> list[Tensor]:
+        """Return the values [T] per microbatch.
+
+        Index t is the state in which the token at t was chosen; 0.0 outside the loss mask.
+        """
+        return [self._trained.forward(batch) for batch in batches]
+
+    def update(
+        self, batches: Sequence[PackedBatch], loss_function: LossFunction[Tensor]
+    ) -> tuple[Sums, float]:
+        """Do one optimizer update; return the summed figures of all replicas, and the norm.
+
+        Raises:
+            NonFiniteError: on every rank, if the loss or gradient is not finite on any.
+        """
+        return self._trained.update(batches, loss_function)
+
+    def end_step(self) -> None:
+        """Move the schedule on by one learner step."""
+        self._trained.end_step()
+
+    def sharded_state(self, *, is_loading: bool) -> dict[str, Any]:
+        """Return weights, optimizer and schedule in Megatron's description of who holds what."""
+        return self._trained.sharded_state(is_loading=is_loading, prefix=PREFIX)
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Take over what was loaded for ``sharded_state``."""
+        self._trained.load_state(state, prefix=PREFIX)
+
+
+def _aligned(batch: PackedBatch, outputs: Tensor) -> Tensor:
+    """The state before the token at t is that after the token at t - 1: shift by one."""
+    values = outputs.squeeze(-1).roll(1)
+    return torch.where(batch.loss_mask, values, torch.zeros((), device=values.device))

@@ -1,0 +1,57 @@
+"""What the replicas of a model tell each other about a step: sums, and all that each of them has.
+
+Every rank of the learner calls these together; ranks of one replica hold the same and get the same.
+"""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from slipstream.algos.diagnostics import Sums, is_maximum
+from slipstream.learner.model.device import device
+from slipstream.learner.model.topology import Topology
+
+
+class Replicas:
+    """The data-parallel replicas, as seen from one rank."""
+
+    def __init__(self, topology: Topology) -> None:
+        """Take the group of ranks that hold the same part of different replicas."""
+        self._group = topology.data_group
+        self._count = topology.data_parallel
+
+    def summed(self, values: Tensor) -> Tensor:
+        """Return the sum over replicas, where ``values`` are. Any shape, equal on all ranks."""
+        if self._count == 1:
+            return values
+        total = values.to(device(), copy=True)
+        dist.all_reduce(total, group=self._group)
+        return total.to(values.device)
+
+    def combined(self, totals: Sums) -> Sums:
+        """Return sums and maxima (``slipstream.algos.diagnostics``) over replicas, in float64."""
+        names = sorted(totals)
+        stacked = torch.stack([totals[name].double() for name in names])
+        if self._count > 1:
+            highest = stacked.clone()
+            dist.all_reduce(stacked, group=self._group)
+            dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=self._group)
+            largest = torch.tensor([is_maximum(name) for name in names], device=stacked.device)
+            stacked = torch.where(largest, highest, stacked)
+        return dict(zip(names, stacked, strict=True))
+
+    def gathered(self, values: Tensor) -> Tensor:
+        """Return the values of all replicas, in their order. Shapes [n] -> [sum of all n]."""
+        if self._count == 1:
+            return values
+        sizes = torch.zeros(self._count, dtype=torch.int64, device=values.device)
+        sizes[dist.get_rank(self._group)] = len(values)
+        dist.all_reduce(sizes, group=self._group)
+        counts = sizes.tolist()
+        if max(counts) == 0:
+            return values
+        padded = values.new_zeros(max(counts))
+        padded[: len(values)] = values
+        parts = [torch.empty_like(padded) for _ in counts]
+        dist.all_gather(parts, padded, group=self._group)
+        return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])

@@ -1,0 +1,154 @@
+"""How far a warm-up is: policy, optimizer and random numbers after some number of updates.
+
+OUT.progress/ holds ``inputs.json``, which says what the warm-up was called with, and one
+checkpoint. A checkpoint appears whole (learner/checkpoints/files.py), and what belongs to other
+inputs is removed before they are written down: whatever is read there belongs together.
+"""
+
+import hashlib
+import logging
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+
+import msgspec
+
+from slipstream.learner.checkpoints.files import (
+    architecture_of,
+    dtype_name,
+    load_checkpoint,
+    parameters_hash,
+    prepare_folder,
+    save_checkpoint,
+)
+from slipstream.learner.model.topology import Topology
+from slipstream.learner.training.policy import Policy
+from slipstream.wire.errors import ConfigError
+from slipstream.wire.files.checkpoints import FORMAT_REVISION, CheckpointInfo, readable_checkpoints
+from slipstream.wire.messages.versions import PolicyVersion
+
+_log = logging.getLogger(__name__)
+_INPUTS = "inputs.json"
+_RECIPE = "recipe (another version)"
+
+
+def digests(files: Mapping[str, Sequence[Path]], recipe: bytes) -> dict[str, str]:
+    """Return what a warm-up is made of: a hash by option, and one of how it trains.
+
+    Raises:
+        ConfigError: a file cannot be read.
+    """
+    found = {_RECIPE: hashlib.sha256(recipe).hexdigest()}
+    for option, paths in files.items():
+        digest = hashlib.sha256()
+        for path in paths:
+            try:
+                content = path.read_bytes()
+            except OSError as error:
+                raise ConfigError(f"cannot read {path}: {error.strerror} ({option})") from error
+            digest.update(f"{path.name} {len(content)}\n".encode() + content)
+        found[option] = digest.hexdigest()
+    return found
+
+
+class Progress:
+    """The progress beside a folder that a warm-up is to write."""
+
+    def __init__(self, out: Path, inputs: Mapping[str, str], topology: Topology) -> None:
+        """Name the place.
+
+        Args:
+            out: the folder that is to be written.
+            inputs: from ``digests``.
+            topology: this rank's place.
+        """
+        self.folder = out.with_name(f"{out.name}.progress")
+        self._out = out
+        self._inputs = dict(inputs)
+        self._topology = topology
+
+    def resume(self, build: Callable[[], Policy]) -> tuple[Policy, int]:
+        """Return the policy to go on with, and how many updates it has behind it.
+
+        Args:
+            build: makes the policy before its first update.
+
+        Raises:
+            ConfigError: the folder cannot be written.
+        """
+        if not self._is_ours():
+            self._begin()
+        try:
+            prepare_folder(self.folder)
+        except ConfigError as error:
+            raise self._cannot_write(error) from error
+        infos = readable_checkpoints(self.folder)
+        for path in sorted(infos, key=lambda path: infos[path].step, reverse=True):
+            policy = build()  # anew each time: what cannot be read may have been read in part
+            try:
+                load_checkpoint(policy, self._topology, path, infos[path])
+            except ConfigError as error:
+                _log.error("%s is passed over: %s", path, error)
+            else:
+                _log.info("going on from %d updates in %s", infos[path].step, self.folder)
+                return policy, infos[path].step
+        return build(), 0
+
+    def keep(self, policy: Policy, updates: int) -> None:
+        """Write down the policy after so many updates, in place of what was kept before.
+
+        Raises:
+            CheckpointError: it cannot be written; what was kept before still is.
+        """
+        info = CheckpointInfo(
+            format_revision=FORMAT_REVISION,
+            run_name=f"warm-up of {self._out.name}",
+            version=PolicyVersion(1, updates),
+            saved_at=datetime.now(UTC).isoformat(timespec="seconds"),
+            model=str(self._out.resolve()),
+            architecture=architecture_of(policy.model.hf_config),
+            parameters=parameters_hash(policy.model),
+            dtype=dtype_name(policy.model),
+            ranks=self._topology.world_size,
+            tensor_parallel=self._topology.tensor_parallel,
+            packages={},
+        )
+        kept = save_checkpoint(policy, self._topology, self.folder, info, lambda: b"")
+        for path in self.folder.glob("step-*"):
+            if path != kept:
+                shutil.rmtree(path, ignore_errors=True)
+
+    def remove(self) -> None:
+        """Forget the progress: the policy is written."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _is_ours(self) -> bool:
+        """Tell whether what is there was made with the same inputs; say so if it was not."""
+        file = self.folder / _INPUTS
+        try:
+            found = msgspec.json.decode(file.read_bytes(), type=dict[str, str])
+        except FileNotFoundError:
+            return False
+        except (OSError, msgspec.DecodeError) as error:
+            _log.error("%s is passed over, beginning anew: %s", file, error)
+            return False
+        names = sorted(self._inputs.keys() | found.keys())
+        other = [name for name in names if self._inputs.get(name) != found.get(name)]
+        if other:
+            _log.info("%s was made with another %s: beginning anew", self.folder, ", ".join(other))
+        return not other
+
+    def _begin(self) -> None:
+        try:
+            if self.folder.exists():
+                shutil.rmtree(self.folder)
+            self.folder.mkdir(parents=True)
+            unfinished = self.folder / f".{_INPUTS}"
+            unfinished.write_bytes(msgspec.json.encode(self._inputs))
+            unfinished.replace(self.folder / _INPUTS)
+        except OSError as error:
+            raise self._cannot_write(error.strerror) from error
+
+    def _cannot_write(self, reason: object) -> ConfigError:
+        return ConfigError(f"cannot keep the progress in {self.folder}: {reason} (--out)")

@@ -1,0 +1,1 @@
+"""What several kinds of tests, and benchmarks, build their runs of."""

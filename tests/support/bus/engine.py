@@ -1,0 +1,183 @@
+"""An engine of plain tensors that keeps the promises of a real one, to be broken on purpose.
+
+It generates all the time: a token is the version that the engine claims to run together with a
+digest of the weights that it holds, written to a log. Whatever happens to a publish, no label may
+ever stand beside two digests.
+"""
+
+import asyncio
+import datetime
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import xxhash
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed import distributed_c10d as c10d
+
+from slipstream.weightbus.relay.engine_checksums import expected_checksums
+from slipstream.wire.errors import EngineError
+from slipstream.wire.messages.manifest import Bucket
+from slipstream.wire.messages.versions import PolicyVersion
+
+
+class BusEngine:
+    """Tensors by name, and a log of tokens."""
+
+    def __init__(
+        self,
+        tensors: dict[str, Tensor],
+        *,
+        log: Path,
+        group_timeout_s: float,
+        fault: Callable[[str], None] = lambda _step: None,
+        token_s: float = 0.005,
+    ) -> None:
+        """Hold weights and generate.
+
+        Args:
+            tensors: initial weights; nothing is generated before a version is committed.
+            log: where tokens go.
+            group_timeout_s: of collectives.
+            fault: is called with the name of every step, and may raise, hang or end the process.
+            token_s: seconds per token.
+        """
+        self.tensors = {name: tensor.clone() for name, tensor in tensors.items()}
+        self.num_paused = 0
+        self._log = log.open("a")
+        self._group_timeout = datetime.timedelta(seconds=group_timeout_s)
+        self._fault = fault
+        self._token_s = token_s
+        self._label = ""
+        self._runs = False
+        self._is_open = False
+        self._groups: dict[str, dist.ProcessGroup] = {}
+
+    def close(self) -> None:
+        """Close the log."""
+        self._log.close()
+
+    async def generate(self) -> None:
+        """Write tokens until cancelled."""
+        while True:
+            await asyncio.sleep(self._token_s)
+            if self._runs and self._label:
+                self._log.write(f"{self._label} {digest_of(self.tensors)}\n")
+                self._log.flush()
+
+    async def open_group(
+        self, *, host: str, port: int, group_name: str, rank: int, world_size: int, backend: str
+    ) -> None:
+        self._fault("open_group")
+        assert backend == "gloo"
+
+        def join() -> dist.ProcessGroup:
+            store = TCPStore(host, port, is_master=False, timeout=self._group_timeout)
+            group, _ = c10d._new_process_group_helper(
+                world_size,
+                rank,
+                [],
+                c10d.Backend("gloo"),
+                c10d.PrefixStore(group_name, store),
+                group_name=c10d.GroupName(group_name),
+                timeout=self._group_timeout,
+            )
+            c10d._world.pg_group_ranks[group] = {r: r for r in range(world_size)}
+            return group
+
+        try:
+            self._groups[group_name] = await asyncio.to_thread(join)
+        except RuntimeError as error:
+            raise EngineError(str(error)) from error
+
+    async def close_group(self, group_name: str) -> None:
+        self._is_open = False
+        if (group := self._groups.pop(group_name, None)) is not None:
+            dist.destroy_process_group(group)
+
+    async def pause(self) -> int:
+        self._fault("pause")
+        self._runs = False
+        self.num_paused += 1
+        return 1 if self._label else 0
+
+    async def begin_update(self) -> None:
+        if self._is_open:
+            raise EngineError("an update is open")
+        self._is_open = True
+
+    async def load_bucket(self, bucket: Bucket, *, group_name: str, last: bool) -> None:
+        assert self._is_open
+        assert not self._runs, "a mixture would be generated"
+        self._fault("before_bucket")
+        flat = torch.empty(bucket.num_bytes, dtype=torch.uint8)
+
+        def receive() -> None:
+            work = dist.broadcast(flat, src=0, group=self._groups[group_name], async_op=True)
+            work.wait(self._group_timeout)
+
+        try:
+            await asyncio.to_thread(receive)
+        except RuntimeError as error:
+            raise EngineError(f"broadcast failed: {error}") from error
+        at = 0
+        for index, spec in enumerate(bucket.tensors):
+            part = flat[at : at + spec.num_bytes]
+            self.tensors[spec.name] = part.view(getattr(torch, spec.dtype)).view(spec.shape).clone()
+            at += spec.num_bytes
+            if index == 0:
+                self._fault("in_bucket")  # one tensor of it is in
+        del last
+
+    async def end_update(self) -> None:
+        self._is_open = False
+
+    async def load_folder(self, folder: Path) -> None:
+        assert not self._runs
+        assert not self._is_open, "an update that a collective left open"
+        self._fault("before_folder")
+        loaded = load_file(folder / "model.safetensors")
+        for index, (name, tensor) in enumerate(loaded.items()):
+            self.tensors[name] = tensor.clone()
+            if index == 0:
+                self._fault("in_folder")
+
+    async def checksums(self) -> dict[str, str]:
+        self._fault("checksums")
+        return expected_checksums(self.tensors)
+
+    async def label(self, version: PolicyVersion) -> None:
+        self._fault("label")
+        self._label = version.label
+
+    async def resume(self) -> None:
+        self._fault("resume")
+        self._runs = True
+
+
+def digest_of(tensors: dict[str, Tensor]) -> str:
+    """Return a digest of all tensors."""
+    digest = xxhash.xxh3_64()
+    for _, tensor in sorted(tensors.items()):
+        digest.update(tensor.contiguous().view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def tokens_in(log: Path) -> list[tuple[str, str]]:
+    """Return the tokens written so far: label and digest."""
+    if not log.exists():
+        return []
+    lines = log.read_text().splitlines()
+    return [(label, digest) for label, digest in (line.split() for line in lines if " " in line)]
+
+
+def random_tensors(*, seed: int, count: int = 12, size: int = 4096) -> dict[str, Tensor]:
+    """Return tensors of a model that never was; each takes 4 * ``size`` bytes."""
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        f"model.layers.{i}.norm.weight": torch.randn(size, generator=generator)
+        for i in range(count)
+    }

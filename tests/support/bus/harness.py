@@ -1,0 +1,279 @@
+"""A weight bus of real processes: a learner, its relay, agents beside engines of plain tensors."""
+
+import atexit
+import functools
+import json
+import os
+import signal
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from tests.support.bus.engine import digest_of, random_tensors, tokens_in
+from tests.support.bus.nursery import Forked, Nursery
+from tests.support.waiting import HANG_S, NEVER_S, state_of, until
+
+CONFIG = """
+[run]
+name = "bus"
+dir = "{folder}/runs"
+model = "{folder}"
+socket_dir = "{folder}/sockets"
+outage_s = 1000
+
+[weightbus]
+timeout_s = {timeout_s}
+receive_timeout_s = {never_s}
+member_silence_s = {member_silence_s}
+linger_s = {linger_s}
+engines_per_group = {engines_per_group}
+"""
+
+
+class WeightBus:
+    """All processes of one weight bus, and what their engines generated.
+
+    No deadline of the bus runs out unless a test gives it one that does.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        engines_per_group: int = 1,
+        timeout_s: float = NEVER_S,
+        member_silence_s: float = NEVER_S,
+        linger_s: float = HANG_S,
+        sizes: Sequence[str] = (),
+        bucket_bytes: int = 2 * 4096 * 4,
+    ) -> None:
+        """Start a learner, which starts its relay.
+
+        Args:
+            folder: short, private.
+            engines_per_group: weightbus.engines_per_group.
+            timeout_s: weightbus.timeout_s.
+            member_silence_s: weightbus.member_silence_s.
+            linger_s: weightbus.linger_s.
+            sizes: --count and --size of the model.
+            bucket_bytes: weightbus.bucket_bytes.
+        """
+        self.folder = folder
+        self.agents: dict[str, Forked] = {}
+        self.sizes = list(sizes)
+        self._epoch = 0
+        self._group_timeout_s = str(2 * timeout_s)
+        self._bucket_bytes = str(bucket_bytes)
+        self._digests: dict[str, str] = {}
+        self.learner: Forked
+        config = CONFIG.format(
+            folder=folder,
+            engines_per_group=engines_per_group,
+            timeout_s=timeout_s,
+            member_silence_s=member_silence_s,
+            never_s=NEVER_S,
+            linger_s=linger_s,
+        )
+        (folder / "run.toml").write_text(config)
+        (folder / "sockets").mkdir(mode=0o700)
+        self.start_learner()
+
+    # ---- the learner and its relay -------------------------------------------
+
+    def start_learner(self) -> None:
+        """Start a learner; a second one begins a new epoch."""
+        self._epoch += 1
+        stdin, to_stdin = os.pipe()
+        from_stdout, stdout = os.pipe()
+        self._to_learner, self._from_learner = os.fdopen(to_stdin, "w"), os.fdopen(from_stdout)
+        self.learner = _nursery().start(
+            "bus_learner",
+            [
+                *("--folder", str(self.folder), "--epoch", str(self._epoch)),
+                *("--bucket-bytes", self._bucket_bytes, *self.sizes),
+            ],
+            self.folder / "learner.log",
+            stdin=stdin,
+            stdout=stdout,
+        )
+        os.close(stdin)
+        os.close(stdout)
+        assert self._said() == "ready"
+
+    def publish(self, step: int) -> None:
+        """Have a version published; the learner is free again when this returns."""
+        self.tell(f"publish {step}")
+        assert self._said() == f"published {step}"
+
+    def publish_half(self, step: int) -> None:
+        """Have the learner begin to write a version and go no further."""
+        self.tell(f"half {step}")
+        assert self._said() == "half"
+
+    def tell(self, line: str) -> None:
+        self._to_learner.write(line + "\n")
+        self._to_learner.flush()
+
+    def _said(self) -> str:
+        line = self._from_learner.readline().strip()
+        assert line, (self.folder / "learner.log").read_text()[-3000:]
+        return line
+
+    def kill_learner(self) -> None:
+        self.learner.kill()
+        for pipe in (self._to_learner, self._from_learner):
+            with suppress(BrokenPipeError):
+                pipe.close()
+
+    @property
+    def relay(self) -> int:
+        """Return the process of the relay, 0 if there was none yet."""
+        with suppress(OSError, ValueError):
+            return int((self.folder / "sockets" / "relay.lock").read_text())
+        return 0
+
+    def kill_relay(self, signum: signal.Signals = signal.SIGKILL) -> None:
+        os.kill(self.relay, signum)
+
+    def relay_memory(self, kind: str) -> int:
+        """Return bytes of the relay's memory of a kind, as in /proc/PID/status."""
+        status = Path(f"/proc/{self.relay}/status").read_text()
+        line = next(line for line in status.splitlines() if line.startswith(f"{kind}:"))
+        return int(line.split()[1]) * 1024
+
+    def relay_lives(self) -> bool:
+        relay = self.relay
+        return relay != 0 and state_of(relay) not in "ZX"
+
+    def _relays(self) -> list[int]:
+        """Return all relays of this bus, also those that do not serve yet or any more."""
+        found = []
+        for path in Path("/proc").glob("[0-9]*/cmdline"):
+            with suppress(OSError):
+                words = path.read_text().split("\0")
+                if (
+                    "slipstream.weightbus.relay.main" in words
+                    and str(self.folder / "run.toml") in words
+                ):
+                    found.append(int(path.parent.name))
+        return found
+
+    # ---- agents --------------------------------------------------------------
+
+    def start(self, name: str, transport: str = "collective", *more: str) -> None:
+        """Start an agent; an earlier one of this name has died."""
+        if name in self.agents:
+            self.agents.pop(name).wait()
+        self.agents[name] = _nursery().start(
+            "bus_agent",
+            [
+                *("--folder", str(self.folder), "--name", name, "--transport", transport),
+                *("--group-timeout-s", self._group_timeout_s, *self.sizes, *more),
+            ],
+            self.folder / f"{name}.log",
+        )
+
+    def start_faulty(
+        self,
+        name: str,
+        step: str,
+        counts: list[int],
+        do: str,
+        transport: str = "collective",
+        *,
+        is_armed: bool = True,
+    ) -> None:
+        """Start an agent that fails when it reached a step so many times since it failed last.
+
+        Unless it is armed, it counts only once ``arm`` is called.
+        """
+        fault = json.dumps([step, counts, do])
+        if is_armed:
+            self.arm(name)
+        self.start(name, transport, "--fault", fault)
+
+    def arm(self, name: str) -> None:
+        (self.folder / f"{name}.armed").touch()
+
+    def signal(self, name: str, signum: signal.Signals) -> None:
+        self.agents[name].send_signal(signum)
+
+    def end(self, name: str) -> None:
+        """Kill an agent."""
+        self.agents.pop(name).kill()
+
+    def log_of(self, name: str) -> str:
+        return (self.folder / f"{name}.log").read_text()
+
+    def wait_for(self, name: str, step: int) -> None:
+        """Wait until an engine generates with a version."""
+        label = f"v{self._epoch}.{step}"
+        until(
+            lambda: self.newest_label(name) == label,
+            lambda: (
+                f"{name} does not run {label}: {self.newest_label(name)}\n"
+                f"{self.log_of(name)[-2000:]}\n{(self.folder / 'learner.log').read_text()[-3000:]}"
+            ),
+        )
+
+    def newest_label(self, name: str) -> str:
+        tokens = tokens_in(self.folder / f"{name}.tokens")
+        return tokens[-1][0] if tokens else ""
+
+    def labels(self, name: str) -> list[str]:
+        """Return the versions that an engine generated with, in order, without repetitions."""
+        labels = [label for label, _ in tokens_in(self.folder / f"{name}.tokens")]
+        return [one for i, one in enumerate(labels) if i == 0 or labels[i - 1] != one]
+
+    def check_tokens(self) -> int:
+        """Check that every token was made by the weights of its label; return their number."""
+        count = 0
+        for log in self.folder.glob("*.tokens"):
+            for label, digest in tokens_in(log):
+                assert digest == self._expected(label), f"{log.stem}: {label} is a mixture"
+                count += 1
+        assert count > 0
+        return count
+
+    def _expected(self, label: str) -> str:
+        if label not in self._digests:
+            sizes = {
+                name.removeprefix("--"): int(value)
+                for name, value in zip(self.sizes[::2], self.sizes[1::2], strict=True)
+            }
+            tensors = random_tensors(seed=int(label.partition(".")[2]), **sizes)
+            self._digests[label] = digest_of(tensors)
+        return self._digests[label]
+
+    def close(self) -> None:
+        """End all processes."""
+        for name in list(self.agents):
+            self.end(name)
+        self.kill_learner()
+        for relay in self._relays():
+            with suppress(ProcessLookupError):
+                os.kill(relay, signal.SIGKILL)
+
+
+@contextmanager
+def weight_bus(folder: Path, **settings: object) -> Iterator[WeightBus]:
+    """Yield a weight bus; its processes end with the block."""
+    bus = WeightBus(folder, **settings)  # type: ignore[arg-type]
+    try:
+        yield bus
+    finally:
+        bus.close()
+
+
+@functools.cache
+def _nursery() -> Nursery:
+    nursery = Nursery()
+    atexit.register(nursery.close)
+    return nursery
+
+
+def end_nursery() -> None:
+    """End the process that forks agents and learners; the next bus starts another."""
+    if _nursery.cache_info().currsize:
+        _nursery().close()
+        _nursery.cache_clear()

@@ -1,0 +1,39 @@
+"""Random weights for the small Llama that slipstream.deploy.examples.addition describes."""
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+
+def write_random_weights(folder: Path, *, scale: float, seed: int) -> None:
+    """Fill a folder that holds config.json: matrices normal with deviation ``scale``, norms 1."""
+    config = json.loads((folder / "config.json").read_text())
+    hidden, inner, head = config["hidden_size"], config["intermediate_size"], config["head_dim"]
+    heads, groups = config["num_attention_heads"], config["num_key_value_heads"]
+    generator = torch.Generator().manual_seed(seed)
+
+    def matrix(*shape: int) -> torch.Tensor:
+        return scale * torch.randn(*shape, generator=generator)
+
+    tensors = {
+        "model.embed_tokens.weight": matrix(config["vocab_size"], hidden),
+        "model.norm.weight": torch.ones(hidden),
+    }
+    shapes = {
+        "self_attn.q_proj": (heads * head, hidden),
+        "self_attn.k_proj": (groups * head, hidden),
+        "self_attn.v_proj": (groups * head, hidden),
+        "self_attn.o_proj": (hidden, heads * head),
+        "mlp.gate_proj": (inner, hidden),
+        "mlp.up_proj": (inner, hidden),
+        "mlp.down_proj": (hidden, inner),
+    }
+    for layer in range(config["num_hidden_layers"]):
+        prefix = f"model.layers.{layer}."
+        for norm in ("input_layernorm", "post_attention_layernorm"):
+            tensors[f"{prefix}{norm}.weight"] = torch.ones(hidden)
+        for name, shape in shapes.items():
+            tensors[f"{prefix}{name}.weight"] = matrix(*shape)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})

@@ -1,0 +1,1 @@
+"""Programs that tests start as ranks of a process group."""

@@ -1,0 +1,105 @@
+"""Loads a checkpoint of which one file after the other is missing, empty or cut off.
+
+Usage: damaged_rank MODEL_FOLDER WORK_FOLDER
+Writes WORK_FOLDER/0.json: by file and damage, what loading it was refused with.
+"""
+
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import torch
+from torch.distributed import HashStore  # type: ignore[attr-defined]
+
+from slipstream.learner.batches.packing import pack
+from slipstream.learner.config import LearnerSection
+from slipstream.learner.model import device
+from slipstream.wire.files.checkpoints import FORMAT_REVISION, CheckpointInfo
+from slipstream.wire.messages.versions import PolicyVersion
+from tests.support.ranks.policy import algorithm, random_outcomes, train_sequences
+from tests.support.waiting import HANG_S
+
+
+def damage(path: Path, how: str) -> None:
+    data = path.read_bytes()
+    path.unlink()
+    middle = len(data) // 2
+    flipped = data[:middle] + bytes([data[middle] ^ 1]) + data[middle + 1 :]
+    damaged = {"empty": b"", "half": data[:middle], "tail": data[:-1], "bit": flipped}
+    if how != "missing":
+        path.write_bytes(damaged[how])
+
+
+def main(folder: Path, work: Path) -> None:
+    device.prepare()
+    device.set_threads(1)
+    from slipstream.learner.checkpoints.files import (
+        DamagedCheckpointError,
+        architecture_of,
+        dtype_name,
+        load_checkpoint,
+        parameters_hash,
+        save_checkpoint,
+    )
+    from slipstream.learner.model.gpt import build_model
+    from slipstream.learner.model.hf_config import load_hf_config
+    from slipstream.learner.model.hf_weights import load_hf_weights
+    from slipstream.learner.model.topology import destroy_topology, init_topology
+    from slipstream.learner.training.policy import Policy
+    from slipstream.learner.training.prepare import Minibatch
+    from slipstream.learner.training.step import train_step
+    from slipstream.wire.process.phases import PhaseClock
+
+    topology = init_topology(
+        rank=0, world_size=1, tensor_parallel=1, store=HashStore(), seed=1, timeout_s=HANG_S
+    )
+
+    def policy() -> Policy:
+        model = build_model(load_hf_config(folder), dtype=torch.float32, extra={})
+        load_hf_weights(model, folder)
+        return Policy(model, LearnerSection(), topology)
+
+    trained = policy()
+    everything = train_sequences()
+    indices = range(len(everything))
+    batch = Minibatch(
+        batches=[pack(everything, device.device())], indices=[indices], members=indices
+    )
+    train_step(trained, [batch], random_outcomes(everything), algorithm(), PhaseClock())
+    info = CheckpointInfo(
+        format_revision=FORMAT_REVISION,
+        run_name="a",
+        version=PolicyVersion(1, 1),
+        saved_at="",
+        model=str(folder),
+        architecture=architecture_of(trained.model.hf_config),
+        parameters=parameters_hash(trained.model),
+        dtype=dtype_name(trained.model),
+        ranks=1,
+        tensor_parallel=1,
+        packages={},
+        has_digests=True,
+    )
+    whole = save_checkpoint(trained, topology, work, info, lambda: b"ledger")
+    load_checkpoint(policy(), topology, whole, info)
+    refused: dict[str, str] = {}
+    for file in sorted(whole.iterdir()):
+        if file.name in {"checkpoint.json", "ledger.bin"}:  # not what the learner loads
+            continue
+        for how in ("missing", "empty", "half", "tail", "bit"):
+            copy = work / f"{file.name}-{how}"
+            shutil.copytree(whole, copy)
+            damage(copy / file.name, how)
+            try:
+                load_checkpoint(policy(), topology, copy, info)
+            except DamagedCheckpointError as error:
+                refused[copy.name] = str(error)
+            else:
+                refused[copy.name] = "loaded"
+    (work / "0.json").write_text(json.dumps(refused))
+    destroy_topology()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]))

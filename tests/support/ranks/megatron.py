@@ -1,0 +1,129 @@
+"""One rank of a learner that does one forward and backward pass.
+
+Usage: megatron_rank MODEL_FOLDER WORK_FOLDER RANK WORLD_SIZE TENSOR_PARALLEL
+Writes WORK_FOLDER/RANK.json, and the model as it exports it to WORK_FOLDER/exported.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+
+from slipstream.algos.linear_logprobs import OutputLayer, linear_logprobs
+from slipstream.learner.model import device
+from tests.support.tiny_models import sequences
+from tests.support.waiting import HANG_S
+
+
+def main(folder: Path, work: Path, rank: int, world_size: int, tensor_parallel: int) -> None:
+    device.prepare()
+    device.set_threads(1)
+    from slipstream.learner.model.gpt import build_model
+    from slipstream.learner.model.hf_config import load_hf_config
+    from slipstream.learner.model.hf_weights import (
+        export_hf_weights,
+        load_hf_weights,
+        save_hf_folder,
+    )
+    from slipstream.learner.model.topology import destroy_topology, init_topology
+
+    topology = init_topology(
+        rank=rank,
+        world_size=world_size,
+        tensor_parallel=tensor_parallel,
+        store=dist.FileStore(str(work / "store"), world_size),
+        seed=1,
+        timeout_s=HANG_S,
+    )
+    model = build_model(load_hf_config(folder), dtype=torch.float32, extra={})
+    load_hf_weights(model, folder)
+    logprobs, entropies = forward_backward(model, topology)
+    original = load_file(folder / "model.safetensors")
+    exported = [(name, torch.equal(t, original[name])) for name, t in export_hf_weights(model)]
+    save_hf_folder(model, work / "exported", folder)
+    written, refused = published(model, topology, original)
+    report = {
+        "data_parallel": topology.data_parallel,
+        "logprobs": logprobs,
+        "entropies": entropies,
+        "gradient_norm": gradient_norm(model, topology),
+        "exported": sorted(name for name, is_equal in exported if is_equal),
+        "num_exported": len(exported),
+        "original": sorted(original),
+        "written": written,
+        "refused": refused,
+    }
+    (work / f"{rank}.json").write_text(json.dumps(report))
+    dist.barrier()
+    destroy_topology()
+
+
+def forward_backward(model, topology):  # noqa: ANN001 - known only after prepare()
+    """Return logprobs and entropies by sequence number; leave the gradients in the model."""
+    from slipstream.learner.model.gpt import output_weight, packed_forward
+
+    numbers = range(topology.data_parallel_rank, len(sequences()), topology.data_parallel)
+    mine = [torch.tensor(sequences()[i]) for i in numbers]
+    lengths = [len(sequence) for sequence in mine]
+    cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).int()
+    positions = torch.cat([torch.arange(n) for n in lengths])
+    hidden = packed_forward(model, torch.cat(mine), positions, cu_seqlens, max(lengths))
+    targets = torch.cat([sequence.roll(-1) for sequence in mine])
+    layer = OutputLayer(
+        weight=output_weight(model),
+        group=topology.tensor_group,
+        vocab_size=model.hf_config.vocab_size,
+    )
+    logprobs, entropy, _ = linear_logprobs(hidden, layer, targets)
+    weights = torch.cat([torch.linspace(-1, 2, n) for n in lengths])
+    (-(logprobs * weights).sum() - 0.01 * entropy.sum()).backward()
+    return tuple(
+        {i: part[:-1].tolist() for i, part in zip(numbers, values.split(lengths), strict=True)}
+        for values in (logprobs, entropy)
+    )
+
+
+def published(model, topology, original):  # noqa: ANN001 - known only after prepare()
+    """Return what is right in the memory that all ranks wrote, and what a rank then refuses."""
+    from slipstream.learner.model.collectives import broadcast_bytes
+    from slipstream.learner.publish.weight_writer import WeightWriter
+    from slipstream.weightbus.version.snapshot import tensor_views
+
+    def agree(text: str) -> str:
+        said = broadcast_bytes(text.encode(), rank=topology.rank, world_size=topology.world_size)
+        return said.decode()
+
+    writer = WeightWriter(model, topology, bucket_bytes=4096, agree=agree)
+    bad = writer.write(1)
+    assert not bad, bad
+    dist.barrier()
+    views = tensor_views(writer.layout, writer._memory.slot(1))
+    right = sorted(name for name, view in views.items() if torch.equal(view, original[name]))
+    untouched = int(writer._memory.slot(0).sum()) + int(writer._memory.slot(2).sum())
+    assert untouched == 0
+    dist.barrier()
+    if topology.rank == topology.world_size - 1:
+        with torch.no_grad():
+            model.decoder.layers[-1].mlp.linear_fc2.weight[0, 0] = float("nan")
+    return right, writer.write(0)
+
+
+def gradient_norm(model, topology):  # noqa: ANN001 - known only after prepare()
+    """Return the norm of the whole model's gradient, summed over data parallelism."""
+    split, replicated = torch.zeros(()), torch.zeros(())
+    for parameter in model.parameters():
+        dist.all_reduce(parameter.grad, group=topology.data_group)
+        square = parameter.grad.square().sum()
+        if parameter.tensor_model_parallel:
+            split += square
+        else:
+            replicated += square
+    dist.all_reduce(split, group=topology.tensor_group)
+    return (split + replicated).sqrt().item()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]), *map(int, sys.argv[3:]))

@@ -1,0 +1,113 @@
+"""What the optimizer's settings do: one step per setting, and the learning rate of eight.
+
+Usage: optimizer_rank MODEL_FOLDER WORK_FOLDER
+Writes WORK_FOLDER/0.json.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+from torch.distributed import HashStore  # type: ignore[attr-defined]
+
+from slipstream.learner.batches.packing import pack
+from slipstream.learner.config import LearnerSection
+from slipstream.learner.model import device
+from slipstream.learner.training.prepare import Minibatch
+from tests.support.ranks.policy import algorithm, random_outcomes, train_sequences
+from tests.support.waiting import HANG_S
+
+SCHEDULES: dict[str, dict[str, object]] = {
+    "constant": {"lr_warmup_steps": 3},
+    "linear": {"lr_schedule": "linear", "lr_warmup_steps": 2, "lr_min": 0.2},
+    "cosine": {"lr_schedule": "cosine"},
+    "inverse-square-root": {"lr_schedule": "inverse-square-root", "lr_warmup_steps": 1},
+    "WSD": {"lr_schedule": "WSD", "lr_warmup_steps": 1, "wsd_decay_steps": 2},
+}
+
+
+def main(folder: Path, work: Path) -> None:
+    device.prepare()
+    device.set_threads(1)
+    from slipstream.learner.model.gpt import build_model
+    from slipstream.learner.model.hf_config import load_hf_config
+    from slipstream.learner.model.hf_weights import export_hf_weights, load_hf_weights
+    from slipstream.learner.model.topology import destroy_topology, init_topology
+    from slipstream.learner.training.critic import Critic, with_value_head
+    from slipstream.learner.training.policy import Policy
+    from slipstream.learner.training.step import train_step
+    from slipstream.wire.process.phases import PhaseClock
+
+    topology = init_topology(
+        rank=0, world_size=1, tensor_parallel=1, store=HashStore(), seed=1, timeout_s=HANG_S
+    )
+    everything = train_sequences()
+
+    def policy(critic: Critic | None = None, **settings: object) -> Policy:
+        model = build_model(load_hf_config(folder), dtype=torch.float32, extra={})
+        load_hf_weights(model, folder)
+        return Policy(model, LearnerSection(**settings), topology, decay_steps=6, critic=critic)
+
+    def step(**settings: object) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], float]:
+        """Return the weights before and after one step, and the gradient's norm."""
+        trained = policy(**settings)
+        before = {name: t.clone() for name, t in export_hf_weights(trained.model)}
+        indices = range(len(everything))
+        batch = Minibatch(
+            batches=[pack(everything, device.device())], indices=[indices], members=indices
+        )
+        outcomes = random_outcomes(everything)
+        figures, _ = train_step(trained, [batch], outcomes, algorithm(), PhaseClock())
+        after = {name: t.clone() for name, t in export_hf_weights(trained.model)}
+        return before, after, figures["policy/grad_norm"]
+
+    def rates(settings: dict[str, object]) -> list[float]:
+        scheduled = policy(lr=1.0, **settings)
+        values = []
+        for _ in range(8):
+            values.append(scheduled.lr)
+            scheduled.end_step()
+        return values
+
+    def rates_after_the_critic_alone() -> dict[str, list[float]]:
+        """Return the learning rates before a step, after one of the critic, and after one more."""
+        settings: dict[str, object] = {"lr": 1.0, "lr_warmup_steps": 3}
+        critic = Critic(
+            with_value_head(build_model(load_hf_config(folder), dtype=torch.float32, extra={})),
+            LearnerSection(**settings),
+            topology,
+            decay_steps=6,
+        )
+        both = policy(critic, **settings)
+        values: dict[str, list[float]] = {"policy": [both.lr], "critic": [critic._trained.lr]}
+        for trained_policy in (False, True):
+            both.end_step(trained_policy=trained_policy)
+            values["policy"].append(both.lr)
+            values["critic"].append(critic._trained.lr)
+        return values
+
+    before, plain, _ = step(lr=1e-2, weight_decay=0.0)
+    _, decayed, _ = step(lr=1e-2, weight_decay=0.5)
+    decay = {name: (decayed[name] - plain[name] + 1e-2 * 0.5 * before[name]) for name in before}
+    # With this epsilon Adam is linear in the gradient, so that clipping shows.
+    linear = {"lr": 10.0, "adam_epsilon": 1e3}
+    _, free, norm = step(clip_grad=0.0, **linear)
+    _, clipped, norm_again = step(clip_grad=norm / 4, **linear)
+    name = "model.layers.0.mlp.down_proj.weight"
+    report = {
+        "not_decayed": sorted(n for n in before if plain[n].equal(decayed[n])),
+        "decay_error": {n: float(d.abs().max()) for n, d in decay.items()},
+        "norms": [norm, norm_again],
+        "clipped_share": float(
+            (clipped[name] - before[name]).norm() / (free[name] - before[name]).norm()
+        ),
+        "rates": {schedule: rates(settings) for schedule, settings in SCHEDULES.items()},
+        "warming": rates_after_the_critic_alone(),
+    }
+    (work / "0.json").write_text(json.dumps(report))
+    destroy_topology()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]))

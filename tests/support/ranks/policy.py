@@ -1,0 +1,286 @@
+"""One rank of a learner that does one learner step of two minibatches through ``Policy``.
+
+Usage: policy_rank MODEL_FOLDER WORK_FOLDER RANK WORLD_SIZE TENSOR_PARALLEL
+Trains one policy per algorithm; the reference policy is that of WORK_FOLDER/../reference. Writes
+WORK_FOLDER/RANK.json and, from rank 0, the trained models to WORK_FOLDER/ALGORITHM.
+"""
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+import numpy as np
+import torch
+from torch.distributed import FileStore  # type: ignore[attr-defined]
+
+from slipstream.algos.advantages import Outcomes
+from slipstream.algos.compose import Algorithm
+from slipstream.algos.config import choice_of
+from slipstream.algos.section import AlgoSection
+from slipstream.learner.batches.packing import PackedBatch, TrainSequence, pack
+from slipstream.learner.batches.plan import plan_step
+from slipstream.learner.config import LearnerSection, LearnerSettings
+from slipstream.learner.model import device
+from slipstream.learner.training.algorithm import algorithm_of
+from slipstream.learner.training.prepare import Minibatch
+from slipstream.learner.training.step import StepData, train_step
+from slipstream.weightbus.config import WeightBusSection
+from slipstream.wire.files.checkpoints import FORMAT_REVISION, CheckpointInfo
+from slipstream.wire.messages.versions import PolicyVersion
+from slipstream.wire.process.phases import PhaseClock
+from slipstream.wire.settings.sections import RunSection, SamplingSection
+from tests.support.tiny_models import sequences
+from tests.support.waiting import HANG_S
+
+if TYPE_CHECKING:
+    from slipstream.learner.model.topology import Topology
+    from slipstream.learner.training.policy import Policy
+
+ENDS = (5, 9)
+
+
+def train_sequences() -> list[TrainSequence]:
+    """Return sequences of unlike lengths, temperatures and bars; one has a prompt of one token."""
+    rng = np.random.default_rng(2)
+    result = []
+    for number, tokens in enumerate(sequences()):
+        length = len(tokens)
+        num_prompt = 1 if number == 1 else max(1, length // 3)
+        mask = np.arange(length) >= num_prompt
+        barred = mask & (np.arange(length) < num_prompt + 2) if number % 2 else None
+        result.append(
+            TrainSequence(
+                token_ids=np.array([t if t not in ENDS else 11 for t in tokens], np.int32),
+                loss_mask=mask,
+                behavior_logprobs=np.where(mask, -4.0 + rng.random(length), 0.0).astype(np.float32),
+                temperature=1.0 if number % 3 else 0.6,
+                end_barred=barred,
+                end_token_ids=ENDS if barred is not None else (),
+                version_steps=rng.integers(3, 6, length).astype(np.int32),
+            )
+        )
+    return result
+
+
+def random_outcomes(sequences: list[TrainSequence], step: int = 0) -> StepData:
+    """Return a random reward for each sequence, in groups of two."""
+    count = len(sequences)
+    rng = np.random.default_rng(3)
+    return StepData(
+        outcomes=Outcomes(
+            rewards=torch.from_numpy(rng.normal(size=count)),
+            groups=torch.arange(count) // 2,
+            num_groups=(count + 1) // 2,
+            lengths=torch.tensor([int(s.loss_mask.sum()) for s in sequences]),
+        ),
+        is_truncated=torch.zeros(count, dtype=torch.bool),
+        step=step,
+        seed=0,
+    )
+
+
+def algorithm(**settings: object) -> Algorithm:
+    """Return the algorithm of an [algo] section."""
+    return Algorithm(choice_of(AlgoSection(**settings)), max_response_tokens=32)
+
+
+def plain_logprobs(model: torch.nn.Module, sequence: TrainSequence) -> list[float]:
+    """Return the logprobs of one sequence alone, by the formula as one would write it down."""
+    from slipstream.learner.model.gpt import packed_logits
+
+    tokens = torch.from_numpy(sequence.token_ids).long()
+    count = len(tokens)
+    cu_seqlens = torch.tensor([0, count], dtype=torch.int32)
+    with torch.no_grad():
+        logits = packed_logits(model, tokens, torch.arange(count), cu_seqlens, count)
+    values = [0.0]
+    for t in range(1, count):
+        row = (logits[t - 1] / sequence.temperature)[: model.hf_config.vocab_size].clone()
+        if sequence.end_barred is not None and sequence.end_barred[t]:
+            row[list(ENDS)] = float("-inf")
+        chosen = torch.log_softmax(row, -1)[tokens[t]].item()
+        values.append(chosen if sequence.loss_mask[t] else 0.0)
+    return values
+
+
+def algorithms(reference: Path) -> dict[str, dict[str, object]]:
+    """Return an [algo] section for each algorithm."""
+    kl = {"coefficient": 0.1, "reference": str(reference)}
+    penalty = {**kl, "name": "k1", "place": "reward"}
+    return {
+        "default": {},
+        "critic": {"preset": "vapo", "critic": {"warmup_steps": 0, "lr": 1e-2}, "kl": penalty},
+        "kept": {
+            "preset": "m2po",
+            "reduce": {"name": "sequence-mean-token-mean", "denominator": "kept"},
+            "correction": {"m2po": {"threshold": 4.0}, "veto": {"threshold": 0.0001}},
+            "kl": {**kl, "name": "full"},
+            "entropy_bonus": 0.01,
+            "data": {"zero_variance": "mask"},
+        },
+        "group": {"preset": "grpo", "whiten": "group", "kl": penalty},
+        "taught": {
+            "preset": "distill",
+            "advantage": "grpo",
+            "teacher": {"model": str(reference), "coefficient": 0.5, "clip": 2.0},
+            "kl": {**kl, "name": "k3", "importance_weighted": True},
+            "likelihood": {"coefficient": 0.1, "least_reward": 0.3},
+            "whiten": "batch-leave-one-out",
+        },
+        "whole": {
+            "preset": "m2po",
+            "advantage": "optimal-token-baseline",
+            "correction": {
+                "m2po": False,
+                "clip-cov": {"share": 0.2, "low": -1.0, "high": 9.0},
+                "kl-cov": {"share": 0.2, "coefficient": 0.3},
+                "staleness-decay": {},
+            },
+            "kl": {"coefficient": 0.1, "name": "k2", "to": "behavior"},
+        },
+        "normalized": {
+            "preset": "rloo",
+            "correction": {"importance-sampling": {"level": "sequence", "normalize": True}},
+            "kl": {**kl, "name": "k1+", "renew_every": 1},
+        },
+    }
+
+
+def distance(some: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> float:
+    """Return the largest difference."""
+    return max(float((a - b).abs().max()) for a, b in zip(some, others, strict=True))
+
+
+def restored_reference(
+    policy: "Policy",
+    settings: LearnerSettings,
+    topology: "Topology",
+    work: Path,
+    batches: Sequence[PackedBatch],
+) -> dict[str, float]:
+    """Save; return how far the reference of a policy is from ours, made anew and then loaded."""
+    from slipstream.learner.checkpoints.files import (
+        architecture_of,
+        dtype_name,
+        load_checkpoint,
+        parameters_hash,
+        prepare_folder,
+        save_checkpoint,
+    )
+    from slipstream.learner.launch import build_policy
+
+    info = CheckpointInfo(
+        format_revision=FORMAT_REVISION,
+        run_name="a",
+        version=PolicyVersion(1, 1),
+        saved_at="",
+        model=str(settings.model),
+        architecture=architecture_of(policy.model.hf_config),
+        parameters=parameters_hash(policy.model),
+        dtype=dtype_name(policy.model),
+        ranks=topology.world_size,
+        tensor_parallel=topology.tensor_parallel,
+        packages={},
+        has_digests=True,
+        has_reference=True,
+    )
+    if topology.rank == 0:
+        prepare_folder(work / "checkpoints")
+    torch.distributed.barrier()
+    saved = save_checkpoint(policy, topology, work / "checkpoints", info, lambda: b"ledger")
+    again = build_policy(settings, topology)
+    assert policy.reference is not None
+    assert again.reference is not None
+    ours = policy.reference.logprobs(batches)
+    made_anew = distance(again.reference.logprobs(batches), ours)
+    load_checkpoint(again, topology, saved, info)
+    return {"made anew": made_anew, "restored": distance(again.reference.logprobs(batches), ours)}
+
+
+def main(folder: Path, work: Path, rank: int, world_size: int, tensor_parallel: int) -> None:
+    device.prepare()
+    device.set_threads(1)
+    from slipstream.learner.launch import build_policy
+    from slipstream.learner.model.hf_weights import save_hf_folder
+    from slipstream.learner.model.topology import destroy_topology, init_topology
+
+    topology = init_topology(
+        rank=rank,
+        world_size=world_size,
+        tensor_parallel=tensor_parallel,
+        store=FileStore(str(work / "store"), world_size),
+        seed=1,
+        timeout_s=HANG_S,
+    )
+    everything = train_sequences()
+    plans = plan_step(
+        [len(s.token_ids) for s in everything],
+        replicas=topology.data_parallel,
+        minibatches=2,
+        max_tokens=24,
+    )
+    cpu = device.device()
+    minibatches = [
+        Minibatch(
+            batches=[pack([everything[i] for i in indices], cpu) for indices in mine],
+            indices=mine,
+            members=[i for share in plan.microbatches for indices in share for i in indices],
+        )
+        for plan in plans
+        for mine in [plan.microbatches[topology.data_parallel_rank]]
+    ]
+    report: dict[str, object] = {"num_microbatches": [len(m.batches) for m in minibatches]}
+    figures = {}
+    for name, algo in algorithms(work.parent / "reference").items():
+        # A large epsilon: Adam amplifies rounding where the second moment is tiny.
+        settings = LearnerSettings(
+            run=RunSection(model=str(folder)),
+            learner=LearnerSection(lr=1e-2, adam_epsilon=1e-3, dtype="float32"),
+            algo=AlgoSection(**algo),  # type: ignore[arg-type]  # TOML's types
+            weightbus=WeightBusSection(),
+            sampling=SamplingSection(max_response_tokens=32),
+        )
+        policy = build_policy(settings, topology)
+        if name == "default":  # one pack of all, for a comparison with the plain formula
+            together = pack(everything, cpu)
+            report["logprobs"] = policy.proximal([together])[0].logprobs.tolist()
+            if world_size == 1:
+                report["plain"] = [
+                    value for s in everything for value in plain_logprobs(policy.model, s)
+                ]
+        if policy.critic is not None:  # a head of zeros has no gradient into the trunk
+            warm = msgspec.structs.replace(
+                settings,
+                algo=AlgoSection(**{**algo, "critic": {"warmup_steps": 1, "lr": 1e-2}}),  # type: ignore[arg-type]
+            )
+            train_step(
+                policy, minibatches, random_outcomes(everything), algorithm_of(warm), PhaseClock()
+            )
+        figures[name], _ = train_step(
+            policy,
+            minibatches,
+            random_outcomes(everything, step=5),
+            algorithm_of(settings),
+            PhaseClock(),
+            num_lags=3,
+        )
+        save_hf_folder(policy.model, work / name, folder)
+        if policy.renews_reference:
+            batches = minibatches[0].batches
+            policy.renew_reference()
+            assert policy.reference is not None
+            renewed = policy.reference.logprobs(batches)
+            mine = [said.logprobs for said in policy.proximal(batches)]
+            report["renewed"] = distance(renewed, mine)
+            report |= restored_reference(policy, settings, topology, work, batches)
+    report["figures"] = figures
+    (work / f"{rank}.json").write_text(json.dumps(report))
+    torch.distributed.barrier()
+    destroy_topology()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]), *map(int, sys.argv[3:]))

@@ -1,0 +1,260 @@
+"""A random tiny policy, a reward of its own, and `slipstream run` as a child process."""
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from slipstream.deploy.examples.addition import write_blank_model
+from slipstream.generators.config import generator_settings
+from slipstream.generators.sglang.process import SglangProcess
+from tests.support.listening import Listener, listeners_of
+from tests.support.random_llama import write_random_weights
+from tests.support.waiting import HANG_S, until
+
+ROOT = Path(__file__).parents[2]
+_POLL_S = 0.2
+_WHOLE_RUN_S = 3 * HANG_S
+REWARD = """
+def score(data_source, solution_str, ground_truth, extra_info):
+    digits = [int(c) for c in solution_str if c.isdigit()]
+    return {"score": sum(digits) / (9 * max(1, len(digits))), "digits": len(digits)}
+"""
+
+
+@contextmanager
+def sglang_server(model: Path | None = None, longest: int = 456) -> Iterator[SglangProcess]:
+    """Yield a real server of a model, of the tiny policy if none is given."""
+    with tempfile.TemporaryDirectory(prefix="sp-", dir="/tmp") as name:
+        if model is None:
+            model = Path(name) / "model"
+            write_policy(model)
+        settings = generator_settings(
+            {
+                "run": {"name": "p", "dir": name, "model": str(model)},
+                "sampling": {"max_prompt_tokens": 16, "max_response_tokens": longest - 16},
+                "generators": {"device": "cpu", "max_cached_tokens": 4096},
+            }
+        )
+        process = SglangProcess.start(settings, "generator-0")
+        try:
+            asyncio.run(process.until_ready(90))
+            yield process
+        finally:
+            process.stop()
+
+
+def write_policy(folder: Path) -> None:
+    """Write a random Llama of two layers with the quickstart's tokenizer."""
+    write_blank_model(folder, hidden=64, layers=2)
+    write_random_weights(folder, scale=0.15, seed=3)
+
+
+def tiny_inputs(folder: Path) -> None:
+    """Write a policy, a reward and prompts."""
+    write_policy(folder / "model")
+    (folder / "reward.py").write_text(REWARD)
+    for name, count in (("train", 40), ("held_out", 64)):
+        rows = [{"prompt": f"{i:02d}+{i + 7:02d}=", "ground_truth": "1"} for i in range(count)]
+        text = "".join(json.dumps(row) + "\n" for row in rows)
+        (folder / f"{name}.jsonl").write_text(text)
+
+
+def tiny_settings(folder: Path) -> dict[str, object]:
+    """Return settings of a run on these inputs that takes a minute."""
+    return {
+        "run.name": "tiny",
+        "run.dir": folder / "runs",
+        "run.model": folder / "model",
+        "run.group_size": 2,
+        "run.groups_per_step": 4,
+        "run.steps": 4,
+        "data.file": folder / "train.jsonl",
+        "reward.function": f"{folder / 'reward.py'}:score",
+        "broker.drop_zero_variance": False,
+        "broker.lease_s": 20.0,
+        "sampling.max_prompt_tokens": 16,
+        "sampling.max_response_tokens": 64,
+        "generators.max_cached_tokens": 8192,
+        "generators.max_sequences": 8,
+        "learner.lr": 1e-3,
+        "learner.rollouts_per_step": 100,
+        "checkpoint.export_at_end": True,
+    }
+
+
+def _as_text(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def slipstream(*words: object) -> str:
+    """Return what a command prints that succeeds."""
+    done = subprocess.run(
+        [sys.executable, "-m", "slipstream.deploy.main", *map(str, words)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=HANG_S,
+        env={**os.environ, "COLUMNS": "200", "OMP_NUM_THREADS": "1"},  # noqa: TID251 handed on
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+class TinyRun:
+    """One run in a folder of its own."""
+
+    def __init__(
+        self,
+        folder: Path,
+        settings: Mapping[str, object],
+        *,
+        options: Sequence[str] = (),
+        before: Callable[[Path], None] = lambda _folder: None,
+    ) -> None:
+        """Start a run; ``before`` may spoil the inputs in ``folder``."""
+        self.folder = folder / "runs" / "tiny"
+        tiny_inputs(folder)
+        config = folder / "run.toml"
+        config.write_text("")
+        merged = tiny_settings(folder) | dict(settings)
+        overrides = [f"{key}={_as_text(value)}" for key, value in merged.items()]
+        before(folder)
+        self.output_file = folder / "output.txt"
+        self.shared_memory_before = _shared_memory()
+        with self.output_file.open("w") as output:
+            self.process = subprocess.Popen(
+                [
+                    *(sys.executable, "-m", "slipstream.deploy.main", "run", "--config", config),
+                    *options,
+                    *overrides,
+                ],
+                cwd=ROOT,
+                stdout=output,
+                stderr=output,
+                env={**os.environ, "COLUMNS": "200"},  # noqa: TID251 handed on
+            )
+        self.descendants: set[psutil.Process] = set()
+        self.listeners: set[Listener] = set()  # of all its processes, at any time
+        self._scratch: Path | None = None
+
+    @property
+    def output(self) -> str:
+        return self.output_file.read_text()
+
+    def remember_children(self) -> set[psutil.Process]:
+        """Note all processes of the run and where they listen; they are checked at the end."""
+        with suppress(psutil.NoSuchProcess):
+            now = psutil.Process(self.process.pid).children(recursive=True)
+            self.descendants.update(now)
+            self.listeners |= listeners_of([self.process.pid, *(child.pid for child in now)])
+        return self.descendants
+
+    def wait_until(self, condition: Callable[[], bool], what: str) -> None:
+        deadline = time.monotonic() + HANG_S
+        while not condition():
+            self.remember_children()
+            assert self.process.poll() is None, f"the run ended before {what}:\n{self.output}"
+            assert time.monotonic() < deadline, f"no {what} in {HANG_S} s:\n{self.output}"
+            time.sleep(_POLL_S)
+
+    def steps(self) -> int:
+        """Return how many learner steps the summary shows."""
+        path = self.folder / "summary.json"
+        return int(json.loads(path.read_text())["steps"]) if path.exists() else -1
+
+    def process_with(self, words: str) -> psutil.Process | None:
+        """Return a process of the run whose command line holds these words."""
+        for process in self.remember_children():
+            try:
+                if words in " ".join(process.cmdline()):
+                    return process
+            except psutil.NoSuchProcess:
+                continue
+        return None
+
+    def kill_redis(self) -> None:
+        """Kill the broker's private server."""
+        broker = self.process_with("slipstream.broker.main")
+        assert broker is not None
+        names = ("redis", "valkey")
+        servers = [c for c in broker.children() if any(name in c.name() for name in names)]
+        assert servers, "the broker has no Redis"
+        servers[0].kill()
+
+    def log(self, role: str) -> str:
+        """Return what a role has logged."""
+        path = self.folder / "logs" / f"{role}.log"
+        return path.read_text(errors="replace") if path.exists() else ""
+
+    def scratch(self) -> Path:
+        """Return the folder of sockets and temporary files."""
+        if self._scratch is None:
+            resolved = (self.folder / "resolved.toml").read_text()
+            self._scratch = Path(resolved.split('socket_dir = "')[1].split('"')[0]).parent
+        return self._scratch
+
+    def wait(self) -> int:
+        """Return the exit code."""
+        deadline = time.monotonic() + _WHOLE_RUN_S
+        while self.process.poll() is None and time.monotonic() < deadline:
+            self.remember_children()
+            time.sleep(_POLL_S)
+        if self.process.poll() is None:
+            self.kill()
+            raise AssertionError(f"the run did not end in {_WHOLE_RUN_S} s:\n{self.output}")
+        return int(self.process.returncode)
+
+    def kill(self) -> None:
+        """End every process at once, so that a test that failed leaves none to the next."""
+        for process in [psutil.Process(self.process.pid), *self.remember_children()]:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+        self.process.wait()
+
+    def summary(self) -> dict[str, Any]:
+        figures: dict[str, Any] = json.loads((self.folder / "summary.json").read_text())
+        return figures
+
+    def rollouts(self) -> list[dict[str, Any]]:
+        lines = (self.folder / "rollouts" / "trained.jsonl").read_text().splitlines()
+        return [json.loads(line) for line in lines]
+
+    def assert_heard_here_alone(self) -> None:
+        """No process of the run has listened beyond this machine."""
+        assert self.listeners, "a run without a listener was not looked at"
+        beyond = sorted(one for one in self.listeners if not one.on_loopback)
+        assert not beyond, "listening beyond loopback:\n" + "\n".join(map(str, beyond))
+
+    def assert_nothing_left(self) -> None:
+        """No process, socket, shared memory or temporary folder of the run remains."""
+        gone, alive = psutil.wait_procs(list(self.descendants), timeout=HANG_S)
+        assert not alive, f"{len(gone)} ended, these did not: {alive}"
+        left = _shared_memory() - self.shared_memory_before
+        until(lambda: not (left & _shared_memory()) - _mapped(), "end of its shared memory")
+        assert self.scratch().is_relative_to("/tmp")  # noqa: S108
+        assert not self.scratch().exists()
+        assert not list(self.folder.rglob("*.sock"))
+
+
+def _mapped() -> set[str]:
+    """Return what living processes have mapped: other runs may go on beside this one."""
+    names: set[str] = set()
+    for process in psutil.process_iter():
+        with suppress(psutil.Error, OSError):
+            names |= {Path(one.path).name for one in process.memory_maps() if "/shm/" in one.path}
+    return names
+
+
+def _shared_memory() -> set[str]:
+    return {path.name for path in Path("/dev/shm").iterdir()}  # noqa: S108

@@ -1,0 +1,1245 @@
+"""The life of an item, one decision at a time. Random schedules stand in tests/property."""
+
+from collections import Counter
+
+import msgspec
+import pytest
+
+from slipstream.broker.ledger.admission import NotYet
+from slipstream.broker.ledger.commands import Ledger
+from slipstream.broker.ledger.events import decode_event, encode_event
+from slipstream.wire.errors import RefusedError
+from slipstream.wire.messages.trajectory import Score, TrajectoryHeader, VersionRun
+from slipstream.wire.messages.versions import PolicyVersion
+from tests.support.ledger_driver import (
+    LEASE_S,
+    RESPONSE_TOKENS,
+    eval_plan,
+    generate,
+    header,
+    lease,
+    make_ledger,
+    make_ready,
+    make_rules,
+    reward,
+    state_of,
+    stored,
+    submit,
+    train_step,
+)
+
+V0 = PolicyVersion(1, 0)
+
+
+def started(ledger: Ledger) -> Ledger:
+    ledger.take_over(ledger.step)
+    return ledger
+
+
+def in_flight(ledger: Ledger) -> dict[str, int]:
+    return {state: count for state, count in ledger.in_flight().items() if count}
+
+
+def evaluated_ledger(num_problems: int = 2, total_steps: int = 1, **section: float) -> Ledger:
+    rules = make_rules(
+        total_steps=total_steps,
+        groups_per_step=1,
+        max_staleness_steps=0,
+        max_in_flight=8,
+        plan=eval_plan(num_problems, **section),
+    )
+    return started(make_ledger(rules))
+
+
+# ---- the life cycle ----------------------------------------------------------
+
+
+def test_a_group_goes_from_leased_to_trained_and_every_state_counts_it_once():
+    ledger = started(make_ledger(make_rules(groups_per_step=1, total_steps=1)))
+    (group,) = lease(ledger)
+    assert group.siblings == (0, 1)
+    assert group.prompt.prompt == "train 0"
+    assert in_flight(ledger) == {"leased": 1}
+    generate(ledger, group)
+    assert in_flight(ledger) == {"generated": 1}
+    assert ledger.leases == {}
+    reward(ledger, group.group_id, [0.0, 1.0])
+    assert in_flight(ledger) == {"ready": 1}
+    batch = ledger.deliver(V0)
+    assert isinstance(batch, list)
+    assert [g.rewards for g in batch] == [[0.0, 1.0]]
+    assert in_flight(ledger) == {"delivered": 1}
+    ledger.commit(PolicyVersion(1, 1), {})
+    assert (in_flight(ledger), ledger.state.trained, ledger.state.issued) == ({}, 1, 1)
+    assert ledger.state.staleness == {0: 2 * RESPONSE_TOKENS}
+    assert ledger.finished
+    assert ledger.deliver(ledger.version) is None
+
+
+def test_nobody_gets_work_before_a_learner_took_over_or_with_weights_of_an_older_learner():
+    ledger = make_ledger()
+    assert lease(ledger, adopted=V0) == []
+    started(ledger)
+    assert len(lease(ledger, adopted=V0, max_sequences=2)) == 1
+    started(ledger)
+    assert lease(ledger, adopted=V0) == []
+    assert len(lease(ledger, adopted=PolicyVersion(2, 0), max_sequences=2)) == 1
+
+
+def test_a_lease_takes_whole_groups_that_fit_into_the_free_lanes():
+    ledger = started(make_ledger(make_rules(group_size=3)))
+    assert [g.group_id for g in lease(ledger, max_sequences=8)] == [0, 1]
+    assert lease(ledger, max_sequences=2) == []
+
+
+def test_no_more_groups_than_max_in_flight():
+    ledger = started(make_ledger(make_rules(max_staleness_steps=4, max_in_flight=3)))
+    assert len(lease(ledger)) == 3
+
+
+# ---- leases that end ---------------------------------------------------------
+
+
+def test_a_lapsed_lease_is_granted_again_for_the_missing_siblings_only():
+    ledger = started(make_ledger(make_rules(group_size=3)))
+    (group,) = lease(ledger, max_sequences=3)
+    submit(ledger, header(group.group_id, 1, V0))
+    assert ledger.expire(LEASE_S) == 0
+    assert ledger.expire(LEASE_S + 0.1) == 1
+    assert in_flight(ledger) == {"issued": 1}
+    (again,) = lease(ledger, "generator-1", max_sequences=2)
+    assert (again.group_id, again.siblings) == (group.group_id, (0, 2))
+    assert again.lease_id != group.lease_id
+    assert ledger.state.ended_leases == {"lapsed": 1}
+
+
+def test_a_heartbeat_keeps_a_lease_and_names_the_ones_that_are_lost():
+    ledger = started(make_ledger())
+    first, second = lease(ledger, max_sequences=4)
+    ids = (first.lease_id, second.lease_id, 99)
+    assert ledger.heartbeat("generator-0", ids[:1] + ids[2:], now_s=5.0) == [99]
+    assert ledger.heartbeat("generator-1", ids[:1], now_s=100.0) == [first.lease_id]
+    assert ledger.expire(LEASE_S + 1.0) == 1
+    assert list(ledger.leases) == [first.lease_id]
+
+
+def test_handing_back_is_for_the_holder_only():
+    ledger = started(make_ledger())
+    first, second = lease(ledger, max_sequences=4)
+    ledger.release("generator-1", first.lease_id, "failed")
+    assert len(ledger.leases) == 2
+    ledger.release("generator-0", first.lease_id, "failed")
+    assert list(ledger.leases) == [second.lease_id]
+    ledger.release_all("generator-0", "restarted")
+    assert ledger.leases == {}
+    assert ledger.state.ended_leases == {"failed": 1, "restarted": 1}
+
+
+def test_a_group_that_nobody_finishes_is_dropped_after_max_attempts_and_replaced():
+    ledger = started(make_ledger(make_rules(groups_per_step=1, max_staleness_steps=0)))
+    for attempt in range(3):
+        now = attempt * 100.0
+        (group,) = lease(ledger, now_s=now)
+        assert group.group_id == 0
+        ledger.expire(now + 50.0)
+    assert ledger.state.dropped == {"poison": 1}
+    assert ledger.unaccounted() == 0
+    assert [g.prompt.prompt for g in lease(ledger)] == ["train 1"]
+
+
+def test_a_lapsed_group_waits_for_a_generator_at_least_as_new_as_its_first():
+    ledger = started(make_ledger(make_rules(max_staleness_steps=2)))
+    make_ready(ledger, lease(ledger, max_sequences=4))
+    train_step(ledger)
+    (group,) = lease(ledger, max_sequences=2)
+    ledger.release("generator-0", group.lease_id, "failed")
+    behind = lease(ledger, adopted=V0, max_sequences=2)
+    assert [g.group_id for g in behind] == [group.group_id + 1]
+    (again,) = lease(ledger, max_sequences=2)
+    assert again.group_id == group.group_id
+
+
+# ---- what generators send ----------------------------------------------------
+
+
+def test_the_answer_of_a_lapsed_lease_is_taken_once_and_completes_the_group():
+    ledger = started(make_ledger())
+    (group,) = lease(ledger, max_sequences=2)
+    ledger.expire(LEASE_S + 1.0)
+    (again,) = lease(ledger, "generator-1", max_sequences=2)
+    assert submit(ledger, header(group.group_id, 0, V0))
+    assert submit(ledger, header(group.group_id, 1, V0))
+    assert ledger.leases == {}
+    assert not submit(ledger, header(again.group_id, 0, V0))
+    assert set(ledger.groups[group.group_id].headers) == {0, 1}
+    assert in_flight(ledger) == {"generated": 1}
+
+
+def test_a_trajectory_for_a_group_that_ended_is_refused():
+    ledger = started(make_ledger())
+    with pytest.raises(RefusedError, match="group 7 has ended"):
+        submit(ledger, header(7, 0, V0))
+
+
+def test_a_sibling_outside_the_group_is_refused():
+    ledger = started(make_ledger())
+    (group,) = lease(ledger, max_sequences=2)
+    with pytest.raises(RefusedError, match="sibling 2 of a group of 2"):
+        submit(ledger, header(group.group_id, 2, V0))
+
+
+def test_tokens_older_than_the_admission_or_newer_than_the_learner_are_refused():
+    ledger = started(make_ledger())
+    make_ready(ledger, lease(ledger, max_sequences=4))
+    train_step(ledger)
+    (group,) = lease(ledger, max_sequences=2)
+    with pytest.raises(RefusedError, match=r"token chosen by v1\.0.*admitted at v1\.1"):
+        submit(ledger, header(group.group_id, 0, V0, PolicyVersion(1, 1)))
+    with pytest.raises(RefusedError, match=r"token of v1\.2, the learner is at v1\.1"):
+        submit(ledger, header(group.group_id, 0, PolicyVersion(1, 1), PolicyVersion(1, 2)))
+
+
+# ---- scoring -----------------------------------------------------------------
+
+
+def test_equal_rewards_drop_the_group_and_another_prompt_takes_its_place():
+    ledger = started(make_ledger(make_rules(groups_per_step=1, max_staleness_steps=0)))
+    (group,) = lease(ledger)
+    assert lease(ledger) == []
+    generate(ledger, group)
+    reward(ledger, group.group_id, [1.0, 1.0])
+    assert ledger.state.dropped == {"zero_variance": 1}
+    assert ledger.unaccounted() == 0
+    (other,) = lease(ledger)
+    assert other.prompt.prompt == "train 1"
+    _, released = ledger.drain()
+    assert sorted(released) == [(0, 0), (0, 1)]
+
+
+def test_equal_rewards_are_trained_where_the_filter_is_off():
+    ledger = started(make_ledger(make_rules(groups_per_step=1, drop_zero_variance=False)))
+    (group,) = lease(ledger, max_sequences=2)
+    generate(ledger, group)
+    reward(ledger, group.group_id, [1.0, 1.0])
+    assert [g.group_id for g in train_step(ledger)] == [group.group_id]
+
+
+def test_the_first_reward_of_a_sibling_counts_and_a_reward_without_trajectory_does_not():
+    ledger = started(make_ledger())
+    (group,) = lease(ledger, max_sequences=2)
+    submit(ledger, header(group.group_id, 0, V0))
+    for sibling, value in ((0, 0.25), (0, 0.75), (1, 1.0)):
+        ledger.score(Score(group_id=group.group_id, sibling=sibling, lease_id=0, reward=value))
+    assert ledger.groups[group.group_id].rewards == [0.25]
+
+
+def test_a_reward_that_stays_unavailable_drops_the_group_and_is_never_zero():
+    ledger = started(make_ledger())
+    (group,) = lease(ledger, max_sequences=2)
+    generate(ledger, group)
+    no_reward = Score(group_id=group.group_id, sibling=1, lease_id=0, unavailable="raised")
+    for _ in range(2):
+        ledger.score(no_reward)
+    assert ledger.groups[group.group_id].rewards == []
+    assert ledger.state.dropped == {}
+    ledger.score(no_reward)
+    assert ledger.state.dropped == {"reward_unavailable": 1}
+    assert ledger.unaccounted() == 0
+
+
+# ---- evaluation --------------------------------------------------------------
+
+
+def test_an_evaluation_takes_no_permit_and_goes_before_new_prompts():
+    ledger = evaluated_ledger(num_problems=2)
+    granted = lease(ledger)
+    assert [(g.item, g.prompt.prompt, g.siblings) for g in granted] == [
+        ("eval", "held out 0", (0,)),
+        ("eval", "held out 1", (0,)),
+        ("train", "train 0", (0, 1)),
+    ]
+    assert ledger.permits(V0) == 0
+    assert (ledger.state.issued, ledger.unaccounted()) == (1, 0)
+
+
+def test_the_last_answer_closes_the_round_and_a_dropped_problem_is_not_a_wrong_answer():
+    ledger = evaluated_ledger(num_problems=3)
+    first, second, third, _ = lease(ledger)
+    for group in (first, second):
+        generate(ledger, group)
+    reward(ledger, first.group_id, [1.0])
+    reward(ledger, second.group_id, [0.0])
+    assert ledger.state.eval_points == []
+    for attempt in range(3):
+        lease_id = third.lease_id if attempt == 0 else lease(ledger, max_sequences=1)[0].lease_id
+        ledger.release("generator-0", lease_id, "failed")
+    (point,) = ledger.state.eval_points
+    overall = point.overall
+    assert (point.step, point.mean, overall.num_answers, overall.num_dropped) == (0, 0.5, 2, 1)
+    assert point.versions == (V0,)
+    assert ledger.state.dropped == {}
+    assert ledger.state.eval_rounds == {}
+
+
+def test_a_round_waits_for_a_generator_with_the_weights_of_its_step():
+    ledger = evaluated_ledger(num_problems=1)
+    problem, group = lease(ledger)
+    make_ready(ledger, [problem, group])
+    train_step(ledger)
+    assert not ledger.finished
+    assert lease(ledger, adopted=V0) == []
+    (last,) = lease(ledger)
+    assert (last.item, ledger.groups[last.group_id].eval_step) == ("eval", 1)
+    assert isinstance(ledger.deliver(ledger.version), NotYet)
+    make_ready(ledger, [last])
+    assert ledger.finished
+    assert [point.step for point in ledger.state.eval_points] == [0, 1]
+
+
+def test_every_sample_of_a_problem_counts_and_belongs_to_one_item():
+    ledger = evaluated_ledger(num_problems=1, samples=4, temperature=1.0)
+    problem, _ = lease(ledger)
+    assert (problem.item, problem.siblings) == ("eval", (0, 1, 2, 3))
+    generate(ledger, problem)
+    reward(ledger, problem.group_id, [1.0, 0.0, 0.0])
+    assert ledger.state.eval_points == []
+    ledger.score(Score(group_id=problem.group_id, sibling=3, lease_id=0, reward=1.0))
+    metrics = ledger.state.eval_points[0].overall.metrics
+    assert (metrics["mean@4"], metrics["pass@1"], metrics["pass@4"]) == (0.5, 0.5, 1.0)
+    assert metrics["pass@2"] == pytest.approx(1 - 1 / 6)
+
+
+def test_a_round_that_needs_many_lanes_waits_for_them_and_is_not_starved():
+    ledger = started(
+        make_ledger(
+            make_rules(group_size=2, total_steps=9, plan=eval_plan(1, samples=4, temperature=1.0))
+        )
+    )
+    assert lease(ledger, max_sequences=3) == [], "training took the lanes that the round needs"
+    (problem,) = lease(ledger, max_sequences=4)
+    assert (problem.item, len(problem.siblings)) == ("eval", 4)
+    ledger.release("generator-0", problem.lease_id, "failed")
+    assert lease(ledger, max_sequences=2) == []
+    assert lease(ledger, max_sequences=4)[0].item == "eval"
+
+
+def test_leases_that_lapse_together_may_end_the_run_between_them():
+    ledger = evaluated_ledger(num_problems=2, total_steps=9, target=0.0)
+    first, second, _ = lease(ledger)
+    generate(ledger, first)
+    for _ in range(2):  # the second problem is at its last attempt
+        lease_id = next(i for i, one in ledger.leases.items() if one.group_id == second.group_id)
+        ledger.release("generator-0", lease_id, "failed")
+        lease(ledger)
+    reward(ledger, first.group_id, [1.0])
+    assert len(ledger.leases) == 2
+    assert ledger.expire(1_000.0) == 2
+    assert "eval.target" in ledger.state.stop_reason
+    assert (ledger.leases, ledger.groups, ledger.unaccounted()) == ({}, {}, 0)
+
+
+def test_drops_in_a_row_are_counted_until_a_group_can_be_trained():
+    ledger = started(make_ledger(make_rules(groups_per_step=1, total_steps=9)))
+    for _ in range(3):
+        (group,) = lease(ledger, max_sequences=2)
+        generate(ledger, group)
+        reward(ledger, group.group_id, [1.0, 1.0])
+    assert ledger.state.drops_in_a_row == 3
+    make_ready(ledger, lease(ledger, max_sequences=2))
+    assert ledger.state.drops_in_a_row == 0
+
+
+# ---- the end -----------------------------------------------------------------
+
+
+def test_the_target_ends_the_run_with_the_batch_that_the_learner_holds():
+    ledger = evaluated_ledger(num_problems=1, total_steps=9, target=1.0)
+    problem, group = lease(ledger)
+    make_ready(ledger, [group])
+    assert isinstance(ledger.deliver(V0), list)
+    generate(ledger, problem)
+    reward(ledger, problem.group_id, [1.0])
+    assert "eval.target" in ledger.state.stop_reason
+    assert ledger.state.last_step == 1
+    assert lease(ledger) == []
+    ledger.commit(PolicyVersion(1, 1), {})
+    (last,) = lease(ledger)
+    assert last.item == "eval"
+    make_ready(ledger, [last])
+    assert ledger.finished
+    assert ledger.deliver(ledger.version) is None
+    assert (ledger.state.trained, ledger.state.issued, ledger.unaccounted()) == (1, 1, 0)
+
+
+def test_a_stop_drops_what_nobody_will_train_and_accounts_for_it():
+    ledger = started(make_ledger(make_rules(groups_per_step=2)))
+    granted = lease(ledger)
+    make_ready(ledger, granted[:1])
+    ledger.plan_stop("run.max_hours")
+    assert ledger.state.dropped == {"run_ended": 4}
+    assert (ledger.groups, ledger.leases, ledger.unaccounted()) == ({}, {}, 0)
+    assert ledger.finished
+    ledger.plan_stop("again")
+    assert ledger.state.stop_reason == "run.max_hours"
+
+
+@pytest.mark.parametrize(("min_groups", "trained"), [(1, 5), (2, 4)])
+def test_the_last_step_of_the_data_takes_what_is_ready_if_that_is_enough(
+    min_groups: int, trained: int
+):
+    rules = make_rules(groups_per_step=2, total_steps=9, max_prompts=5, min_groups=min_groups)
+    ledger = started(make_ledger(rules))
+    while not ledger.finished:
+        make_ready(ledger, lease(ledger))
+        if ledger.deliver(ledger.version) is not None:
+            train_step(ledger)
+    assert (ledger.state.issued, ledger.state.trained) == (5, trained)
+    assert ledger.state.dropped == Counter({"end_of_data": 5 - trained})
+    assert ledger.unaccounted() == 0
+    assert "all 5 prompts" in ledger.state.stop_reason
+
+
+def test_data_that_ends_waits_for_what_is_still_being_answered():
+    ledger = started(make_ledger(make_rules(groups_per_step=2, total_steps=9, max_prompts=2)))
+    first, second = lease(ledger)
+    make_ready(ledger, [first])
+    assert isinstance(ledger.deliver(V0), NotYet)
+    assert not ledger.state.stop_reason
+    make_ready(ledger, [second])
+    assert len(train_step(ledger)) == 2
+
+
+def test_a_cut_off_answer_drops_its_group_where_asked_and_another_prompt_is_issued():
+    ledger = started(make_ledger(make_rules(drop_overlong=True, groups_per_step=1)))
+    (group,) = lease(ledger, max_sequences=2)
+    cut_off = msgspec.structs.replace(header(group.group_id, 0, V0), finish_reason="length")
+    submit(ledger, cut_off)
+    assert ledger.state.dropped == {"overlong_response": 1}
+    assert ledger.heartbeat("generator-0", (group.lease_id,), now_s=0.0) == [group.lease_id]
+    assert lease(ledger, max_sequences=2)[0].prompt.prompt == "train 1"
+
+
+def test_a_rejected_prompt_is_dropped_at_once_by_whoever_holds_it():
+    ledger = started(make_ledger())
+    (group,) = lease(ledger, max_sequences=2)
+    ledger.reject("generator-1", group.lease_id, "overlong_prompt")
+    assert ledger.state.dropped == {}
+    ledger.reject("generator-0", group.lease_id, "overlong_prompt")
+    assert ledger.state.dropped == {"overlong_prompt": 1}
+    assert ledger.unaccounted() == 0
+
+
+# ---- checkpoints -------------------------------------------------------------
+
+
+def test_a_restored_run_asks_what_was_in_flight_again_and_skips_no_prompt():
+    ledger = started(make_ledger(make_rules(groups_per_step=2, total_steps=4)))
+    make_ready(ledger, lease(ledger))
+    train_step(ledger)
+    make_ready(ledger, lease(ledger)[:1])
+    ledger.deliver(ledger.version)
+    snapshot = stored(ledger.snapshot(ledger.version))
+    waiting = list(snapshot.groups)
+    assert waiting == [2, 3, 4, 5]
+
+    restored = make_ledger(ledger.rules, stored(snapshot))
+    assert restored.unaccounted() == 0
+    assert restored.take_over(1) == PolicyVersion(2, 1)
+    again = lease(restored)
+    assert [g.group_id for g in again] == waiting
+    assert [g.prompt.prompt for g in again] == [f"train {i}" for i in waiting]
+    while not restored.finished:
+        make_ready(restored, [*again, *lease(restored)])
+        again = []
+        train_step(restored)
+    assert (restored.step, restored.state.issued, restored.state.trained) == (4, 8, 8)
+    assert set(restored.state.staleness) <= {0, 1}
+
+    rebuilt = make_ledger(ledger.rules, stored(snapshot))
+    for event in restored.drain()[0]:
+        rebuilt.apply(decode_event(encode_event(event)))
+    assert state_of(rebuilt) == state_of(restored)
+
+
+def test_a_restored_run_with_a_smaller_bound_still_keeps_it():
+    ledger = started(make_ledger(make_rules(max_staleness_steps=3, groups_per_step=1)))
+    lease(ledger)
+    snapshot = stored(ledger.snapshot(V0))
+    assert len(snapshot.groups) == 3
+    restored = make_ledger(make_rules(max_staleness_steps=0, groups_per_step=1), snapshot)
+    restored.take_over(0)
+    assert len(lease(restored)) == 1
+
+
+def test_a_restored_run_evaluates_again_what_was_not_complete_and_keeps_the_curve():
+    ledger = evaluated_ledger(num_problems=1, total_steps=2, every_steps=1)
+    make_ready(ledger, lease(ledger))
+    train_step(ledger)
+    assert ([p.step for p in ledger.state.eval_points], list(ledger.state.eval_rounds)) == (
+        [0],
+        [1],
+    )
+    restored = make_ledger(ledger.rules, stored(ledger.snapshot(ledger.version)))
+    restored.take_over(1)
+    make_ready(restored, lease(restored))
+    train_step(restored)
+    make_ready(restored, lease(restored))
+    assert [p.step for p in restored.state.eval_points] == [0, 1, 2]
+    assert restored.finished
+
+
+# ---- the learner -------------------------------------------------------------
+
+
+def test_the_same_step_asked_again_gets_the_same_batch():
+    ledger = started(make_ledger())
+    make_ready(ledger, lease(ledger))
+    first, again = ledger.deliver(V0), ledger.deliver(V0)
+    assert isinstance(first, list)
+    assert isinstance(again, list)
+    assert [g.group_id for g in first] == [g.group_id for g in again] == [0, 1]
+
+
+def test_a_learner_that_took_over_gets_the_batch_of_the_step_it_stands_at():
+    ledger = started(make_ledger())
+    make_ready(ledger, lease(ledger))
+    ledger.deliver(V0)
+    version = ledger.take_over(0)
+    batch = ledger.deliver(version)
+    assert isinstance(batch, list)
+    assert [g.group_id for g in batch] == [0, 1]
+    ledger.commit(version.next(), {})
+    assert ledger.state.staleness == {0: 2 * 2 * RESPONSE_TOKENS}
+
+
+def test_a_batch_asked_for_ahead_is_answered_though_the_commit_came_meanwhile():
+    ledger = started(make_ledger())
+    make_ready(ledger, lease(ledger, max_sequences=8))
+    ledger.deliver(V0)
+    ledger.commit(V0.next(), {})
+    batch = ledger.deliver(V0, step=1)
+    assert batch == ledger.deliver(V0.next(), step=1)
+    with pytest.raises(RefusedError, match=r"speaks for v1\.0"):
+        ledger.deliver(V0, step=0)
+    with pytest.raises(RefusedError, match=r"speaks for v1\.0"):
+        ledger.deliver(V0, step=2)
+
+
+def test_no_batch_names_the_groups_that_have_to_get_ready():
+    ledger = started(make_ledger())
+    granted = lease(ledger, max_sequences=4)
+    make_ready(ledger, granted[:1])
+    not_yet = ledger.deliver(V0)
+    assert not_yet == NotYet(missing=1)
+    assert ledger.waiting_for(not_yet) == (1,)
+
+
+def test_a_commit_said_twice_counts_once():
+    ledger = started(make_ledger())
+    make_ready(ledger, lease(ledger))
+    train_step(ledger)
+    ledger.commit(PolicyVersion(1, 1), {})
+    assert (ledger.step, ledger.state.trained) == (1, 2)
+
+
+def test_a_commit_of_what_was_never_delivered_is_refused():
+    ledger = started(make_ledger())
+    make_ready(ledger, lease(ledger))
+    with pytest.raises(RefusedError, match="commit of step 0, which was never delivered"):
+        ledger.commit(PolicyVersion(1, 1), {})
+    assert ledger.step == 0
+
+
+def test_each_take_over_grants_the_next_epoch_and_a_learner_at_another_step_is_refused():
+    ledger = make_ledger()
+    assert ledger.take_over(0) == PolicyVersion(1, 0)
+    assert ledger.take_over(0) == PolicyVersion(2, 0)
+    with pytest.raises(RefusedError, match="holds step 4, this run stands at step 0"):
+        ledger.take_over(4)
+
+
+def test_a_take_over_that_arrives_twice_is_granted_once():
+    ledger = make_ledger(make_rules(total_steps=9))
+    version = ledger.take_over(0, learner="learner@a1")
+    trained_steps(ledger, 2)
+    assert ledger.take_over(0, learner="learner@a1") == version
+    assert ledger.step == 2
+    assert ledger.take_over(0, learner="learner@b2") == PolicyVersion(2, 0)
+
+
+def test_a_learner_of_an_older_epoch_is_refused_everywhere():
+    ledger = started(make_ledger())
+    make_ready(ledger, lease(ledger))
+    ledger.deliver(V0)
+    ledger.take_over(0)
+    with pytest.raises(RefusedError, match=r"speaks for v1\.0, the run stands at v2\.0"):
+        ledger.deliver(V0)
+    with pytest.raises(RefusedError, match=r"speaks for v1\.0, the run stands at v2\.0"):
+        ledger.commit(PolicyVersion(1, 1), {})
+
+
+def test_work_of_an_older_epoch_goes_on_while_its_weights_are_ancestors():
+    ledger = started(make_ledger())
+    (group,) = lease(ledger, max_sequences=2)
+    assert ledger.take_over(0) == PolicyVersion(2, 0)
+    assert submit(ledger, header(group.group_id, 0, V0))
+    assert submit(ledger, header(group.group_id, 1, V0, PolicyVersion(2, 0)))
+
+
+def test_what_abandoned_weights_sampled_is_dropped_refused_and_replaced():
+    ledger = started(make_ledger(make_rules(total_steps=9)))
+    make_ready(ledger, lease(ledger, max_sequences=6))  # the third group waits
+    train_step(ledger)
+    late = lease(ledger)
+    submit(ledger, header(late[0].group_id, 0, ledger.version))
+    assert len(late) == 3
+    version = ledger.take_over(0)
+    assert ledger.state.dropped == {"orphaned": 3}
+    assert (ledger.state.trained, ledger.free_step) == (0, 1)
+    with pytest.raises(RefusedError, match="has ended"):
+        submit(ledger, header(late[1].group_id, 0, PolicyVersion(1, 1)))
+    assert [g.group_id for g in train_step(ledger)] == [0, 1]
+    assert 2 in ledger.groups, "what ancestors sampled stays"
+    assert ledger.version == version.next()
+    assert len(lease(ledger)) == 3
+    assert ledger.unaccounted() == 0
+
+
+def test_a_sibling_with_a_token_of_abandoned_weights_is_answered_again():
+    ledger = started(make_ledger(make_rules(total_steps=9, max_staleness_steps=2)))
+    first, second, straggler = lease(ledger, max_sequences=6)
+    make_ready(ledger, [first, second])
+    train_step(ledger)
+    ledger.take_over(0)
+    mixed = header(straggler.group_id, 0, V0, PolicyVersion(1, 1), lease_id=straggler.lease_id)
+    with pytest.raises(RefusedError, match=r"v1\.1, which v2\.0 does not descend from"):
+        submit(ledger, mixed)
+    assert ledger.state.ended_leases == {"orphaned": 1}
+    (again, *_) = lease(ledger, "generator-1")
+    assert (again.group_id, again.siblings) == (straggler.group_id, (0, 1))
+    assert ledger.groups[straggler.group_id].attempts == 0
+
+
+# ---- going back --------------------------------------------------------------
+
+
+def trained_steps(ledger: Ledger, count: int) -> list[list[int]]:
+    """Train so many steps; return the groups of each."""
+    batches = []
+    for _ in range(count):
+        make_ready(ledger, lease(ledger))
+        batches.append([group.group_id for group in train_step(ledger)])
+    return batches
+
+
+def test_recorded_batches_are_delivered_again_as_they_were():
+    ledger = started(make_ledger(make_rules(total_steps=9)))
+    batches = trained_steps(ledger, 4)
+    before = dict(ledger.state.staleness)
+    _, released = ledger.drain()
+    assert released == [], "no checkpoint holds these steps"
+    ledger.take_over(1, "step-1")
+    assert (ledger.state.trained, ledger.in_flight()["delivered"]) == (2, 6)
+    assert trained_steps(ledger, 3) == batches[1:]
+    assert ledger.state.staleness == before
+    assert ledger.state.redelivered_steps == 3
+    assert (ledger.step, ledger.unaccounted()) == (4, 0)
+
+
+def test_a_checkpoint_seals_its_steps_and_lets_their_payloads_go():
+    ledger = started(make_ledger(make_rules(total_steps=9)))
+    trained_steps(ledger, 3)
+    ledger.drain()
+    ledger.seal(ledger.version, 2, oldest_kept=1)
+    ledger.seal(ledger.version, 2, oldest_kept=1)
+    events, released = ledger.drain()
+    assert [type(event).__name__ for event in events] == ["Sealed"]
+    assert sorted(released) == [(group, sibling) for group in range(4) for sibling in (0, 1)]
+    assert (ledger.state.sealed, ledger.state.trained) == (4, 6)
+    with pytest.raises(RefusedError, match="knows its batches from step 1 on"):
+        ledger.take_over(0)
+    ledger.take_over(1)
+    assert (ledger.state.sealed, ledger.state.trained) == (2, 2)
+    assert ledger.state.requeued == 2, "the payloads of step 1 are gone"
+    assert list(ledger.state.batches) == [2]
+    requeued = lease(ledger, max_sequences=4)
+    assert [group.prompt.prompt for group in requeued] == ["train 2", "train 3"]
+
+
+def test_past_the_replay_budget_the_oldest_steps_are_generated_again():
+    ledger = started(make_ledger(make_rules(total_steps=6, replay_budget_bytes=100)))
+    for _ in range(3):
+        for group in lease(ledger):
+            for sibling in group.siblings:
+                one = header(group.group_id, sibling, ledger.version)
+                submit(ledger, one, num_bytes=20)
+            reward(ledger, group.group_id, [0.0, 1.0])
+        train_step(ledger)
+    assert (list(ledger.state.replay), ledger.state.replay_bytes) == ([2], 80)
+    ledger.take_over(0)
+    assert (ledger.state.requeued, list(ledger.state.batches), ledger.free_step) == (4, [2], 0)
+    while not ledger.finished:
+        make_ready(ledger, lease(ledger))
+        train_step(ledger)
+    assert (ledger.state.trained, ledger.unaccounted()) == (12, 0)
+    assert ledger.state.dropped == {"orphaned": 2}, "sampled by step 2, which was abandoned"
+    assert set(ledger.state.staleness) <= {0, 1}
+
+
+def test_the_next_batch_may_be_bound_while_this_one_trains():
+    ledger = started(make_ledger(make_rules(total_steps=9)))
+    make_ready(ledger, lease(ledger))
+    now, following = ledger.deliver(V0), ledger.deliver(V0, 1)
+    assert isinstance(now, list)
+    assert isinstance(following, list)
+    assert [g.group_id for g in [*now, *following]] == [0, 1, 2, 3]
+    with pytest.raises(RefusedError, match="batch of step 2 asked for by a learner at"):
+        ledger.deliver(V0, 2)
+    assert lease(ledger) == [], "nothing sampled by v1.0 may be trained at step 2"
+    version = ledger.take_over(0)
+    assert [g.group_id for g in train_step(ledger)] == [0, 1]
+    assert [g.group_id for g in train_step(ledger)] == [2, 3]
+    assert ledger.version == PolicyVersion(version.epoch, 2)
+
+
+def test_a_rejected_batch_drops_what_is_named_and_the_others_wait_again():
+    ledger = started(make_ledger(make_rules(total_steps=9)))
+    make_ready(ledger, lease(ledger, max_sequences=4))
+    ledger.deliver(V0)
+    ledger.reject_batch(V0, 0, "invalid", [1])
+    ledger.reject_batch(V0, 0, "invalid", [1])
+    assert ledger.state.dropped == {"invalid": 1}
+    assert in_flight(ledger) == {"ready": 1}
+    make_ready(ledger, lease(ledger, max_sequences=2))
+    assert [g.group_id for g in train_step(ledger)] == [0, 2]
+    assert ledger.unaccounted() == 0
+
+
+def test_a_reject_leaves_the_batch_after_it_where_it_is():
+    ledger = started(make_ledger(make_rules(total_steps=3)))
+    make_ready(ledger, lease(ledger))
+    ledger.deliver(V0)
+    ledger.deliver(V0, 1)
+    ledger.reject_batch(V0, 0, "nonfinite", [0, 1])
+    assert (ledger.state.dropped, ledger.free_step) == ({"nonfinite": 2}, 0)
+    make_ready(ledger, lease(ledger, max_sequences=4))
+    assert [g.group_id for g in train_step(ledger)] == [4, 5]
+    assert [g.group_id for g in train_step(ledger)] == [2, 3]
+
+
+# ---- limits ------------------------------------------------------------------
+
+
+def test_drop_mode_lets_go_of_what_is_past_its_deadline_and_takes_other_prompts():
+    rules = make_rules(total_steps=9, max_staleness_steps=1, reserves=False, max_in_flight=6)
+    ledger = started(make_ledger(rules))
+    granted = lease(ledger)
+    assert len(granted) == 6, "nothing is reserved"
+    make_ready(ledger, granted[:4])
+    train_step(ledger)
+    assert ledger.state.dropped == {}
+    train_step(ledger)
+    assert ledger.state.dropped == {"stale": 2}
+    lost = ledger.heartbeat("generator-0", [g.lease_id for g in granted[4:]], now_s=0.0)
+    assert len(lost) == 2, "their generator is told"
+    assert [g.prompt.prompt for g in lease(ledger)] == [f"train {i}" for i in range(6, 12)]
+    assert ledger.unaccounted() == 0
+
+
+def test_past_the_high_water_no_more_groups_are_started_than_one_step_needs():
+    rules = make_rules(max_staleness_steps=3, total_steps=9, high_water_bytes=100)
+    ledger = started(make_ledger(rules))
+    (group,) = lease(ledger, max_sequences=2)
+    submit(ledger, header(group.group_id, 0, V0), num_bytes=101)
+    assert len(lease(ledger)) == 1
+
+
+def test_the_filter_may_look_at_a_part_of_the_reward():
+    ledger = started(make_ledger(make_rules(zero_variance_of="correct")))
+    for correct, shaped in (((1.0, 1.0), (0.5, 0.7)), ((0.0, 1.0), (0.5, 0.5))):
+        (group,) = lease(ledger, max_sequences=2)
+        generate(ledger, group)
+        for sibling in (0, 1):
+            parts = {"correct": correct[sibling]}
+            one = Score(
+                group_id=group.group_id,
+                sibling=sibling,
+                lease_id=0,
+                reward=shaped[sibling],
+                parts=parts,
+            )
+            ledger.score(one)
+    assert ledger.state.dropped == {"zero_variance": 1}
+    assert in_flight(ledger) == {"ready": 1}
+
+
+def test_a_reward_that_is_no_number_is_unavailable():
+    ledger = started(make_ledger(make_rules(max_attempts=1)))
+    (group,) = lease(ledger, max_sequences=2)
+    generate(ledger, group)
+    reward(ledger, group.group_id, [float("nan")])
+    assert ledger.state.dropped == {"reward_unavailable": 1}
+
+
+def test_attempts_that_were_handed_back_are_not_called_poison():
+    ledger = started(make_ledger())
+    for _ in range(3):
+        (group,) = lease(ledger, max_sequences=2)
+        ledger.release("generator-0", group.lease_id, "failed")
+    assert ledger.state.dropped == {"lease_exhausted": 1}
+
+
+def test_a_generator_that_leaves_or_never_heard_of_its_lease_costs_no_attempt():
+    ledger = started(make_ledger(make_rules(max_attempts=1)))
+    lease(ledger, max_sequences=4)
+    ledger.release_all("generator-0", "lost", keep=[0])
+    ledger.release_all("generator-0", "left")
+    assert ledger.state.dropped == {}
+    assert [g.group_id for g in lease(ledger, max_sequences=4)] == [1, 0]
+
+
+def test_the_end_of_the_run_admits_no_more_groups_than_the_last_steps_train():
+    ledger = started(make_ledger(make_rules(max_staleness_steps=5, total_steps=2)))
+    assert len(lease(ledger)) == 4
+    make_ready(ledger, lease(ledger))
+    assert ledger.state.issued == 4
+
+
+def test_the_run_ends_with_exactly_the_groups_it_trained():
+    ledger = started(make_ledger())
+    while not ledger.finished:
+        make_ready(ledger, lease(ledger))
+        train_step(ledger)
+    assert (ledger.step, ledger.state.issued, ledger.state.trained, ledger.groups) == (3, 6, 6, {})
+    assert lease(ledger) == []
+
+
+def test_each_token_counts_under_the_staleness_of_the_version_that_chose_it():
+    ledger = started(make_ledger(make_rules(max_staleness_steps=1, groups_per_step=1)))
+    first, second = lease(ledger)
+    make_ready(ledger, [first])
+    train_step(ledger)
+    mixed = TrajectoryHeader(
+        group_id=second.group_id,
+        sibling=0,
+        lease_id=second.lease_id,
+        num_prompt_tokens=5,
+        num_tokens=15,
+        version_runs=(VersionRun(5, V0), VersionRun(8, PolicyVersion(1, 1))),
+        temperature=1.0,
+        finish_reason="length",
+    )
+    submit(ledger, mixed)
+    submit(ledger, header(second.group_id, 1, PolicyVersion(1, 1)))
+    reward(ledger, second.group_id, [0.0, 1.0])
+    train_step(ledger)
+    assert ledger.state.staleness == {0: 2 * RESPONSE_TOKENS + 7 + RESPONSE_TOKENS, 1: 3}
+
+
+# ---- events ------------------------------------------------------------------
+
+
+def test_replaying_the_stored_events_rebuilds_an_equal_state():
+    ledger = evaluated_ledger(num_problems=2, total_steps=3)
+    problem, _, group = lease(ledger)
+    make_ready(ledger, [problem, group])
+    train_step(ledger)
+    started(ledger)
+    granted = lease(ledger)
+    submit(ledger, header(granted[-1].group_id, 1, ledger.version))
+    ledger.score(Score(group_id=granted[-1].group_id, sibling=1, lease_id=0, unavailable="slow"))
+    ledger.expire(1_000.0)
+    lease(ledger, "generator-1")
+    events, _ = ledger.drain()
+
+    rebuilt = make_ledger(ledger.rules)
+    for event in events:
+        read = decode_event(encode_event(event))
+        assert read == event
+        rebuilt.apply(read)
+    assert state_of(rebuilt) == state_of(ledger)
+
+
+def test_after_a_replay_the_run_goes_on_where_it_stood():
+    ledger = started(make_ledger(make_rules(total_steps=2)))
+    make_ready(ledger, lease(ledger, max_sequences=4))
+    ledger.deliver(V0)
+    rebuilt = make_ledger(ledger.rules)
+    for event in ledger.drain()[0]:
+        rebuilt.apply(event)
+    rebuilt.drain()
+    rebuilt.commit(PolicyVersion(1, 1), {})
+    make_ready(rebuilt, lease(rebuilt))
+    train_step(rebuilt)
+    assert rebuilt.finished
+    assert rebuilt.state.trained == 4
+
+
+def test_a_problem_answered_by_abandoned_weights_is_answered_anew():
+    rules = make_rules(
+        total_steps=9, groups_per_step=1, plan=eval_plan(1, every_steps=1, samples=2)
+    )
+    ledger = started(make_ledger(rules))
+    make_ready(ledger, lease(ledger))
+    train_step(ledger)
+    problem = next(group for group in lease(ledger) if group.item == "eval")
+    train_step(ledger)
+    submit(ledger, header(problem.group_id, 0, ledger.version))
+    ledger.take_over(1)
+    (again,) = [group for group in lease(ledger) if group.item == "eval"]
+    assert (again.group_id, again.siblings) == (problem.group_id, (0, 1))
+
+
+def test_a_run_that_was_made_shorter_lets_go_of_what_it_does_not_reach():
+    ledger = started(make_ledger(make_rules(total_steps=9)))
+    trained_steps(ledger, 4)
+    state = stored(ledger.state)
+    state.last_step = 3
+    shorter = make_ledger(ledger.rules, state)
+    shorter.take_over(2)
+    assert list(shorter.state.batches) == [2]
+    train_step(shorter)
+    assert shorter.finished
+    assert (shorter.state.trained, shorter.unaccounted(), shorter.groups) == (6, 0, {})
+
+
+def test_nothing_is_leased_and_nothing_has_ended_while_a_resumed_run_awaits_its_learner():
+    ledger = started(make_ledger(make_rules(total_steps=1)))
+    trained_steps(ledger, 1)
+    assert ledger.finished
+    state = stored(ledger.state)
+    state.awaits_learner = True
+    resumed = make_ledger(ledger.rules, state)
+    assert not resumed.finished
+    assert lease(resumed) == []
+    resumed.take_over(0)
+    trained_steps(resumed, 1)
+    assert resumed.finished
+    assert not resumed.over
+    resumed.learner_leaves()
+    assert resumed.over
+
+
+def test_draining_hands_out_each_event_once():
+    ledger = started(make_ledger())
+    lease(ledger, max_sequences=2)
+    events, _ = ledger.drain()
+    assert [type(event).__name__ for event in events] == ["TakenOver", "Issued", "Leased"]
+    assert ledger.drain() == ([], [])
+
+
+def test_a_take_over_does_not_open_an_open_round_again():
+    ledger = evaluated_ledger(num_problems=2)
+    lease(ledger)
+    ledger.take_over(0)
+    ledger.release_all("generator-0", "restarted")
+    evals = [group for group in lease(ledger) if group.item == "eval"]
+    make_ready(ledger, evals)
+    assert len(evals) == 2
+    assert ledger.state.eval_points[0].overall.num_answers == 2
+
+
+# ---- dead letters ------------------------------------------------------------
+
+
+def with_a_dead_letter() -> tuple[Ledger, int]:
+    """A ledger whose first group got no reward, and the group."""
+    ledger = started(make_ledger(make_rules(groups_per_step=1, max_attempts=2)))
+    (group,) = lease(ledger, max_sequences=2)
+    generate(ledger, group)
+    for worker in ("a@1", "b@1"):
+        failed = Score(
+            group_id=group.group_id,
+            sibling=1,
+            lease_id=0,
+            unavailable="raised ValueError",
+            function="my:score",
+            version="7",
+            excerpt="x" * 9_000,
+        )
+        ledger.score(failed, worker)
+    return ledger, group.group_id
+
+
+def test_a_group_without_a_reward_becomes_a_dead_letter_that_says_who_tried_what():
+    ledger, group_id = with_a_dead_letter()
+    assert ledger.state.dropped == {"reward_unavailable": 1}
+    letter = stored(ledger.state).dead_letters[group_id]
+    assert (letter.reason, letter.prompt.prompt, letter.step) == (
+        "reward_unavailable",
+        "train 0",
+        0,
+    )
+    assert [(one.by, one.sibling, one.version) for one in letter.failures] == [
+        ("a@1", 1, "7"),
+        ("b@1", 1, "7"),
+    ]
+    assert len(letter.failures[0].excerpt) == 500
+
+
+def test_a_dead_letter_is_issued_again_as_a_new_item_and_every_count_holds():
+    ledger, group_id = with_a_dead_letter()
+    done, refused = ledger.retry([group_id, 77])
+    assert refused == {77: "no such dead letter"}
+    new = done[group_id]
+    assert (ledger.groups[new].retry_of, ledger.state.dead_letters) == (group_id, {})
+    assert (ledger.state.issued, ledger.unaccounted()) == (2, 0)
+    (again,) = lease(ledger, max_sequences=2)
+    assert (again.group_id, again.prompt.prompt, again.position) == (new, "train 0", 0)
+    make_ready(ledger, [again])
+    (trained,) = train_step(ledger)
+    assert trained.group_id == new
+    assert ledger.state.retried == 1
+
+
+def test_a_dead_letter_is_not_issued_again_when_the_run_takes_no_more_prompts():
+    ledger, group_id = with_a_dead_letter()
+    ledger.plan_stop("enough")
+    assert ledger.retry([group_id]) == ({}, {group_id: "the run takes no more prompts"})
+    assert ledger.drop_letters([group_id, 5]) == ({group_id: -1}, {5: "no such dead letter"})
+    assert ledger.state.dead_letters == {}
+
+
+def test_a_poisonous_prompt_is_a_dead_letter_that_names_whom_it_killed():
+    ledger = started(make_ledger(make_rules(groups_per_step=1, max_attempts=2)))
+    for holder in ("generator-0@1", "generator-1@1"):
+        lease(ledger, holder, max_sequences=2)
+        ledger.release_all(holder, "restarted")
+    (letter,) = ledger.state.dead_letters.values()
+    assert letter.reason == "poison"
+    assert [one.by for one in letter.failures] == ["generator-0@1", "generator-1@1"]
+
+
+def test_the_oldest_dead_letters_make_room_and_are_counted(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("slipstream.broker.ledger.book.MAX_DEAD_LETTERS", 1)
+    ledger, first = with_a_dead_letter()
+    (group,) = lease(ledger, max_sequences=2)
+    generate(ledger, group)
+    for _ in range(2):
+        ledger.score(Score(group_id=group.group_id, sibling=0, lease_id=0, unavailable="no"))
+    assert list(ledger.state.dead_letters) == [group.group_id] != [first]
+    assert ledger.state.letters_forgotten == 1
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_a_reward_that_is_no_number_is_no_reward_and_parts_that_are_none_are_left_out(value: float):
+    ledger = started(make_ledger(make_rules(groups_per_step=1)))
+    (group,) = lease(ledger, max_sequences=2)
+    generate(ledger, group)
+    ledger.score(Score(group_id=group.group_id, sibling=0, lease_id=0, reward=value))
+    assert ledger.groups[group.group_id].scores == {}
+    assert ledger.groups[group.group_id].failed_scorings == {0: 1}
+    parts = {"format": 1.0, "bad": value, "n" * 300: 2.0}
+    ledger.score(Score(group_id=group.group_id, sibling=0, lease_id=0, reward=1.0, parts=parts))
+    kept = ledger.groups[group.group_id].scores[0].parts
+    assert kept == {"format": 1.0, "n" * 100: 2.0}
+
+
+# ---- memory ------------------------------------------------------------------
+
+
+def test_held_out_answers_that_wait_for_rewards_are_bounded_and_the_round_still_ends():
+    rules = make_rules(
+        total_steps=1,
+        groups_per_step=1,
+        max_staleness_steps=0,
+        max_in_flight=3,
+        plan=eval_plan(40, samples=2),
+    )
+    ledger = started(make_ledger(rules))  # an evaluation at step 0: 40 problems of 2 answers
+    answered: list[int] = []
+
+    def answer_all() -> None:
+        while (groups := lease(ledger, max_sequences=2)) and groups[0].item == "eval":
+            generate(ledger, groups[0])
+            answered.append(groups[0].group_id)
+
+    answer_all()
+    assert len(answered) == 3  # max_in_flight groups of group_size answers
+    for _ in range(40):
+        reward(ledger, answered.pop(0), [0.0, 1.0])
+        answer_all()
+    assert [point.step for point in ledger.state.eval_points] == [0]
+
+
+def test_a_generator_with_many_lanes_is_given_no_more_held_out_problems_than_fit():
+    rules = make_rules(
+        groups_per_step=1, max_staleness_steps=0, max_in_flight=3, plan=eval_plan(40)
+    )
+    ledger = started(make_ledger(rules))
+    groups = [one for one in lease(ledger, max_sequences=80) if one.item == "eval"]
+    assert len(groups) == 3 * rules.group_size
+    ledger.expire(LEASE_S + 1.0)
+    again = [one for one in lease(ledger, max_sequences=80, now_s=20.0) if one.item == "eval"]
+    assert sorted(one.group_id for one in again) == sorted(one.group_id for one in groups)
+    full = make_rules(
+        groups_per_step=1,
+        max_staleness_steps=0,
+        max_in_flight=8,
+        high_water_bytes=100,
+        plan=eval_plan(4),
+    )
+    ledger = started(make_ledger(full))
+    (first,) = [one for one in lease(ledger, max_sequences=1) if one.item == "eval"]
+    submit(ledger, header(first.group_id, 0, ledger.version, lease_id=first.lease_id), 200)
+    assert [one for one in lease(ledger, max_sequences=80) if one.item == "eval"] == []
+    reward(ledger, first.group_id, [1.0])
+    ledger.state.untrained_bytes += 200  # others have filled it
+    assert len([one for one in lease(ledger, max_sequences=80) if one.item == "eval"]) == 1
+
+
+def test_past_the_high_water_one_held_out_problem_at_a_time_is_answered():
+    rules = make_rules(
+        total_steps=1,
+        groups_per_step=1,
+        max_staleness_steps=0,
+        max_in_flight=8,
+        high_water_bytes=100,
+        plan=eval_plan(4, samples=1),
+    )
+    ledger = started(make_ledger(rules))
+    first, second = (lease(ledger, max_sequences=1)[0] for _ in range(2))
+    for group in (first, second):
+        submit(ledger, header(group.group_id, 0, ledger.version, lease_id=group.lease_id), 80)
+    assert lease(ledger, max_sequences=1) == []
+    reward(ledger, first.group_id, [1.0])
+    assert len(lease(ledger, max_sequences=1)) == 1  # 80 bytes are below the high water
+
+
+def test_what_waits_for_rewards_is_counted_the_same_by_a_broker_that_takes_over():
+    ledger = evaluated_ledger(num_problems=3)
+    first, second = lease(ledger, max_sequences=2)
+    generate(ledger, first)
+    generate(ledger, second)
+    reward(ledger, first.group_id, [1.0])
+    assert ledger.index.eval_unscored == 1
+    assert make_ledger(ledger.rules, state_of(ledger)).index.eval_unscored == 1
+    ledger.begin_anew(ledger.groups[second.group_id])
+    assert ledger.index.eval_unscored == 0
+
+
+def test_a_run_without_checkpoints_remembers_so_many_steps_and_says_from_where_on():
+    rules = make_rules(total_steps=9, groups_per_step=1, max_staleness_steps=0, max_history=4)
+    ledger = started(make_ledger(rules))
+    for _ in range(7):
+        make_ready(ledger, lease(ledger, max_sequences=2))
+        train_step(ledger)
+    assert sorted(ledger.state.history) == [3, 4, 5, 6]
+    with pytest.raises(RefusedError, match="knows its batches from step 3 on"):
+        ledger.take_over(0)
+    assert ledger.take_over(3).step == 3
+
+
+def test_the_time_in_which_nobody_could_be_heard_counts_in_no_term():
+    ledger = started(make_ledger())
+    first, second = lease(ledger, max_sequences=4, now_s=0.0)
+    for tick in range(1, 8):  # late each time: every term was given anew, and nothing ever lapsed
+        ledger.was_deaf(1.5)
+        ledger.heartbeat("generator-0", [second.lease_id], now_s=tick * 2.0)
+        assert ledger.expire(tick * 2.0) == 0
+    ledger.heartbeat("generator-0", [second.lease_id], now_s=20.0)
+    assert ledger.expire(LEASE_S + 7 * 1.5 - 0.1) == 0
+    assert ledger.expire(LEASE_S + 7 * 1.5 + 0.1) == 1
+    assert list(ledger.leases) == [second.lease_id]
+    assert first.lease_id not in ledger.leases
+
+
+def test_a_generator_that_says_it_is_there_and_answers_nothing_keeps_no_lease_for_ever():
+    ledger = started(make_ledger(make_rules(max_lease_s=35.0)))
+    (first,) = lease(ledger, max_sequences=2, now_s=0.0)
+    heard = {
+        now: ledger.heartbeat("generator-0", [first.lease_id], now_s=now)
+        for now in (8.0, 16.0, 24.0, 32.0, 40.0)
+    }
+    assert [now for now, lost in heard.items() if lost] == [40.0]
+    assert ledger.expire(41.0) == 0
+    assert ledger.expire(32.0 + LEASE_S + 0.1) == 1
+    (again,) = lease(ledger, "generator-1", max_sequences=2, now_s=43.0)
+    assert again.group_id == first.group_id
+    assert ledger.heartbeat("generator-1", [again.lease_id], now_s=50.0) == []
+
+
+def test_what_a_revoked_key_delivered_is_not_trained_after_a_step_back_either():
+    ledger = started(make_ledger(make_rules(groups_per_step=2, max_staleness_steps=0)))
+    (stolen,) = lease(ledger, "thief/g@1", max_sequences=2)
+    (honest,) = lease(ledger, "g@1", max_sequences=2)
+    make_ready(ledger, [stolen, honest])
+    train_step(ledger)
+    assert ledger.discard_answers_of("thief") == (0, 0)
+    ledger.take_over(0)  # its batch is recorded, and would be delivered again
+    assert ledger.discard_answers_of("thief") == (0, 1)
+    assert ledger.discard_answers_of("thief", takes_over=True) == (1, 0)
+    assert ledger.state.dropped == {"revoked": 1}
+    assert honest.group_id in ledger.groups
+    assert ledger.unaccounted() == 0
+
+
+@pytest.mark.parametrize("value", [1e308, -1e308, float("inf"), float("nan")])
+def test_a_reward_too_large_to_sum_is_none(value: float):
+    ledger = started(make_ledger())
+    (group,) = lease(ledger, max_sequences=2)
+    generate(ledger, group)
+    parts = {"a": value, "b": 1.0}
+    ledger.score(Score(group_id=group.group_id, sibling=0, lease_id=0, reward=value, parts=parts))
+    ledger.score(Score(group_id=group.group_id, sibling=1, lease_id=0, reward=1.0, parts=parts))
+    kept = ledger.groups[group.group_id]
+    assert list(kept.scores) == [1]
+    assert kept.scores[1].parts == {"b": 1.0}
+    assert "at most 1e+15" in kept.failures[-1].reason
+    assert ledger.sampled_reward() == 1.0
+
+
+def test_after_a_restart_of_the_broker_every_lease_has_one_full_term_again():
+    before = started(make_ledger())
+    granted = lease(before, now_s=0.0)
+    assert len(granted) > 1
+    ledger = make_ledger(before.rules, state_of(before))
+    ledger.restarted(1_000.0)
+    assert ledger.expire(1_000.0 + LEASE_S) == 0
+    assert ledger.leases.keys() == {group.lease_id for group in granted}
+    assert ledger.expire(1_000.0 + LEASE_S + 0.1) == len(granted)
+    assert not ledger.leases
+
+
+def test_where_nobody_could_be_heard_a_lease_may_be_held_for_its_whole_time_again():
+    ledger = started(make_ledger(make_rules(max_lease_s=3 * LEASE_S)))
+    granted = [group.lease_id for group in lease(ledger, now_s=0.0)]
+    ledger.renew_leases(1_000.0)
+    for late_s in (LEASE_S, 2 * LEASE_S, 3 * LEASE_S):
+        assert ledger.heartbeat("generator-0", granted, now_s=1_000.0 + late_s) == []
+    assert ledger.heartbeat("generator-0", granted, now_s=1_000.1 + 3 * LEASE_S) == granted
+
+
+def test_history_is_forgotten_at_a_seal_that_holds_nothing_new():
+    """As where an older checkpoint was removed: what nobody can go back to is not kept."""
+    ledger = started(make_ledger(make_rules(groups_per_step=1)))
+    for _ in range(3):
+        make_ready(ledger, lease(ledger))
+        train_step(ledger)
+    ledger.seal(ledger.version, 3, oldest_kept=0)
+    assert list(ledger.state.history) == [0, 1, 2]
+    ledger.seal(ledger.version, 3, oldest_kept=2)
+    assert list(ledger.state.history) == [2]
+    ledger.drain()
+    ledger.seal(ledger.version, 3, oldest_kept=2)
+    assert ledger.drain() == ([], [])
+
+
+def test_the_reward_of_sampled_answers_is_that_of_a_step_and_holds_what_filters_drop():
+    ledger = started(make_ledger())
+    assert ledger.sampled_reward() is None
+    ready, *equal = lease(ledger)
+    make_ready(ledger, [ready])  # rewards 0 and 1
+    for group in equal:
+        generate(ledger, group)
+        reward(ledger, group.group_id, [2.0, 2.0])
+    answers = [0.0, 1.0, *[2.0] * (2 * len(equal))]
+    assert ledger.state.dropped["zero_variance"] == len(equal) > 0
+    assert ledger.sampled_reward() == pytest.approx(sum(answers) / len(answers))
+    make_ready(ledger, lease(ledger))
+    train_step(ledger)
+    assert ledger.sampled_reward() is None
+    (one,) = lease(ledger)[:1]
+    generate(ledger, one)
+    reward(ledger, one.group_id, [0.25, 0.75])
+    assert ledger.sampled_reward() == pytest.approx(0.5)

@@ -1,0 +1,230 @@
+"""What a run leaves in its folder, written by the broker as it goes on."""
+
+import asyncio
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from slipstream.broker.ledger.commands import Ledger
+from slipstream.broker.ledger.groups import Group
+from slipstream.broker.ledger.scoring_queue import ScoringQueue
+from slipstream.broker.ledger.view import account_of
+from slipstream.broker.report.run_files import FolderRecords, forget_after
+from slipstream.broker.report.telemetry import Telemetry
+from slipstream.broker.report.versions_file import git_commit
+from slipstream.broker.store.base import StoredTrajectory
+from slipstream.wire.files.trajectory_file import cut_from_step, read_groups
+from slipstream.wire.messages.codec import encode
+from slipstream.wire.messages.ledger_view import LedgerView
+from slipstream.wire.messages.status import RunStatus
+from slipstream.wire.messages.trajectory import Prompt, Score, Transcript
+from slipstream.wire.settings.sections import RunSection
+from tests.support.ledger_driver import (
+    eval_plan,
+    generate,
+    lease,
+    make_ledger,
+    make_ready,
+    make_rules,
+    train_step,
+)
+
+
+class ListTracker:
+    """Remembers what it was told."""
+
+    def __init__(self) -> None:
+        self.points: list[tuple[int, dict[str, float]]] = []
+        self.closed = False
+
+    def log(self, step: int, figures: Mapping[str, float]) -> None:
+        self.points.append((step, dict(figures)))
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def frames(group: Group) -> list[StoredTrajectory]:
+    transcript = Transcript(
+        prompt=group.prompt, response="<b>7</b>", num_response_tokens=4, finish_reason="stop"
+    )
+    return [StoredTrajectory(b"payload", encode(transcript))] * group.size
+
+
+def status_of(ledger: Ledger, run: RunSection) -> RunStatus:
+    return Telemetry(run, now=lambda: 0.0).status(ledger, ScoringQueue(lease_s=1.0))
+
+
+def account(ledger: Ledger) -> LedgerView:
+    queue = ScoringQueue(lease_s=1.0)
+    return account_of(
+        ledger,
+        queue,
+        run_name="run",
+        store="memory",
+        generation=1,
+        issued_at={},
+        num_items=3,
+        now=0.0,
+    )
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunSection:
+    section = RunSection(name="run", dir=str(tmp_path))
+    section.folder.mkdir()
+    return section
+
+
+def evaluated(problems: int) -> tuple[Ledger, list[Group]]:
+    """A ledger after an evaluation, and its items as they were when they ended."""
+    ledger = make_ledger(make_rules(plan=eval_plan(problems)))
+    ledger.take_over(0)
+    ended = []
+    for work in lease(ledger, max_sequences=problems):
+        generate(ledger, work)
+        group = ledger.groups[work.group_id]
+        ledger.score(Score(group_id=work.group_id, sibling=0, lease_id=0, reward=1.0))
+        ended.append(group)
+    return ledger, ended
+
+
+def test_a_round_goes_to_the_trackers_once_and_into_its_files(run: RunSection):
+    tracker = ListTracker()
+    records = FolderRecords(run, tracker, keep_answers=2, batches=None)
+    ledger, ended = evaluated(problems=3)
+    for group in ended:
+        records.eval_answers(group, dict(enumerate(frames(group))))
+    for _ in range(2):
+        records.evaluations(ledger.state.eval_points)
+    (point,) = tracker.points
+    assert point[0] == 0
+    assert point[1]["eval/mean@1"] == 1.0
+    rows = [json.loads(r) for r in (run.folder / "eval/step-000000.jsonl").read_text().splitlines()]
+    assert [(row["problem"], row["answer"], row["reward"]) for row in rows] == [
+        (0, "<b>7</b>", 1.0),
+        (1, "<b>7</b>", 1.0),
+    ]
+    results = (run.folder / "eval/results.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in results] == [0]
+    records.close(status_of(ledger, run), account(ledger))
+    assert json.loads((run.folder / "summary.json").read_text())["eval"][0]["step"] == 0
+
+
+def test_rounds_of_before_a_resume_are_kept_and_not_logged_again(run: RunSection):
+    ledger, _ = evaluated(problems=1)
+    tracker = ListTracker()
+    records = FolderRecords(
+        run, tracker, keep_answers=0, batches=None, known=ledger.state.eval_points
+    )
+    records.evaluations(ledger.state.eval_points)
+    assert tracker.points == []
+
+
+def record_three_steps(records: FolderRecords) -> Ledger:
+    ledger = make_ledger()
+    ledger.take_over(0)
+
+    async def train_and_record() -> None:
+        for step in range(3):
+            make_ready(ledger, lease(ledger))
+            batch = train_step(ledger)
+            await records.batch(step, [(group, frames(group)) for group in batch])
+
+    asyncio.run(train_and_record())
+    return ledger
+
+
+def test_trained_batches_are_recorded_whole_up_to_a_size(run: RunSection):
+    path = run.folder / "rollouts" / "batches.trajectories"
+    records = FolderRecords(run, ListTracker(), keep_answers=0, batches=path, max_batch_bytes=2500)
+    record_three_steps(records)
+    recorded = list(read_groups(path))
+    assert [group.step for group in recorded] in ([0, 0], [0, 0, 1, 1]), "half a step"
+    assert path.stat().st_size <= 2500
+    first = recorded[0]
+    assert (first.step, first.payloads) == (0, (b"payload", b"payload"))
+    assert [t.reward for t in first.group.trajectories] == [0.0, 1.0]
+
+
+def test_a_resumed_run_records_its_steps_anew(run: RunSection):
+    path = run.folder / "batches.trajectories"
+    cut_from_step(path, 1)
+    records = FolderRecords(run, ListTracker(), keep_answers=0, batches=path)
+    ledger = record_three_steps(records)
+    records.close(status_of(ledger, run), account(ledger))
+    cut_from_step(path, 1)
+    assert [group.step for group in read_groups(path)] == [0, 0]
+
+
+def test_steps_that_a_learner_went_back_behind_are_recorded_anew(run: RunSection):
+    path = run.folder / "rollouts" / "batches.trajectories"
+    records = FolderRecords(run, ListTracker(), keep_answers=0, batches=path)
+    ledger = record_three_steps(records)
+    records.went_back(1)
+    assert [group.step for group in read_groups(path)] == [0, 0]
+    ledger.take_over(1)
+
+    async def train_and_record() -> None:
+        batch = train_step(ledger)
+        await records.batch(1, [(group, frames(group)) for group in batch])
+
+    asyncio.run(train_and_record())
+    records.close(status_of(ledger, run), account(ledger))
+    assert [group.step for group in read_groups(path)] == [0, 0, 1, 1]
+
+
+def test_a_resumed_run_forgets_what_an_abandoned_life_wrote(run: RunSection):
+    for step in (0, 10, 20):
+        path = run.folder / "eval" / f"step-{step:06d}.jsonl"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("{}\n")
+    rollouts = run.folder / "rollouts" / "trained.jsonl"
+    rollouts.parent.mkdir()
+    rollouts.write_text("".join(f'{{"step": {step}}}\n' for step in (3, 9, 10, 15)) + '{"st')
+    forget_after(run.folder, 10)
+    kept = sorted(path.name for path in (run.folder / "eval").iterdir())
+    assert kept == ["step-000000.jsonl", "step-000010.jsonl"]
+    assert [json.loads(row)["step"] for row in rollouts.read_text().splitlines()] == [3, 9]
+
+
+def test_the_code_of_a_run_is_named(tmp_path: Path):
+    assert git_commit(tmp_path) is None
+    commit = git_commit(Path(__file__).parent)
+    assert commit is None or len(commit.removesuffix("+changes")) == 40
+
+
+def test_packages_go_into_versions_json(run: RunSection):
+    records = FolderRecords(run, ListTracker(), keep_answers=0, batches=None)
+    records.packages({"torch": "2.13.0"})
+    content = json.loads((run.folder / "versions.json").read_text())
+    assert content["packages"] == {"torch": "2.13.0"}
+    assert set(content) >= {"slipstream", "git_commit", "python", "seed"}
+
+
+def test_a_batch_that_is_told_twice_is_recorded_once(run: RunSection):
+    path = run.folder / "rollouts" / "batches.trajectories"
+    records = FolderRecords(run, ListTracker(), keep_answers=0, batches=path)
+    ledger = make_ledger()
+    ledger.take_over(0)
+    make_ready(ledger, lease(ledger))
+
+    async def train_and_record() -> None:
+        batch = [(group, frames(group)) for group in train_step(ledger)]
+        for _ in range(2):
+            await records.batch(0, batch)
+
+    asyncio.run(train_and_record())
+    records.close(status_of(ledger, run), account(ledger))
+    assert [group.step for group in read_groups(path)] == [0, 0]
+
+
+def test_the_account_shows_the_beginning_of_a_prompt():
+    text = "".join(f"{number:03d}" for number in range(300))
+    ledger = make_ledger()
+    ledger._prompt_at = lambda _cursor: Prompt(prompt=text)
+    ledger.take_over(0)
+    lease(ledger)
+    assert {item.prompt for item in account(ledger).oldest} == {text[:60]}

@@ -1,0 +1,30 @@
+from pathlib import Path
+
+from tensorboard.backend.event_processing.plugin_event_accumulator import EventAccumulator
+
+from slipstream.broker.report.trackers.tensorboard import TensorBoardTracker
+
+
+def curve(folder: Path, name: str) -> list[tuple[int, float]]:
+    events = EventAccumulator(str(folder), size_guidance={"tensors": 0})
+    events.Reload()
+    return [(e.step, float(e.tensor_proto.float_val[0])) for e in events.Tensors(name)]
+
+
+def test_curves_can_be_read_back(tmp_path: Path):
+    tracker = TensorBoardTracker(tmp_path)
+    for step in range(3):
+        tracker.log(step, {"reward/mean": step / 2})
+    tracker.close()
+    assert curve(tmp_path, "reward/mean") == [(0, 0.0), (1, 0.5), (2, 1.0)]
+
+
+def test_a_resumed_run_hides_the_points_of_the_life_that_was_abandoned(tmp_path: Path):
+    first = TensorBoardTracker(tmp_path)
+    for step in range(5):
+        first.log(step, {"reward/mean": 0.0})
+    first.close()
+    second = TensorBoardTracker(tmp_path, resumed_at=2)
+    second.log(3, {"reward/mean": 1.0})
+    second.close()
+    assert curve(tmp_path, "reward/mean") == [(0, 0.0), (1, 0.0), (2, 0.0), (3, 1.0)]

@@ -1,0 +1,145 @@
+"""The loop of whoever scores, against a broker and a reward of this file's own."""
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+from slipstream.broker.reward_worker.scorer import Scorer
+from slipstream.wire.messages.broker import (
+    Done,
+    Heartbeat,
+    HeartbeatAnswer,
+    LeaseScoring,
+    ScoringItem,
+    ScoringLeased,
+    SubmitScores,
+)
+from slipstream.wire.messages.codec import encode
+from slipstream.wire.messages.trajectory import Prompt, Score, Transcript
+from tests.support.waiting import HANG_S, until_async
+
+
+def transcript(text: str) -> bytes:
+    return encode(
+        Transcript(
+            prompt=Prompt(prompt="?"), response=text, num_response_tokens=1, finish_reason="stop"
+        )
+    )
+
+
+class Work:
+    """A broker with so many trajectories."""
+
+    def __init__(self, *texts: bytes) -> None:
+        self.waiting = deque(enumerate(texts))
+        self.held: set[int] = set()
+        self.most_held = 0
+        self.asked: list[LeaseScoring] = []
+        self.scores: list[Score] = []
+        self.kept_alive: list[tuple[int, ...]] = []
+
+    async def ask(self, request: object, _kind: type, **_options: object) -> tuple[Any, list[Any]]:
+        await asyncio.sleep(0)
+        match request:
+            case LeaseScoring(credits=credits_left):
+                self.asked.append(request)
+                given = [
+                    self.waiting.popleft() for _ in range(min(credits_left, len(self.waiting)))
+                ]
+                self.held |= {i for i, _ in given}
+                self.most_held = max(self.most_held, len(self.held))
+                items = tuple(ScoringItem(group_id=i, sibling=0, lease_id=i) for i, _ in given)
+                return ScoringLeased(items=items, finished=not self.waiting), [t for _, t in given]
+            case SubmitScores(scores=scores):
+                self.scores += scores
+                self.held -= {score.lease_id for score in scores}
+            case Heartbeat(lease_ids=lease_ids):
+                self.kept_alive.append(lease_ids)
+                return HeartbeatAnswer(lost=()), []
+        return Done(), []
+
+
+class Lengths:
+    """The reward is the length of the answer; each takes a moment."""
+
+    def __init__(self, *, takes_s: float = 0.0, needs_groups: bool = False) -> None:
+        self.takes_s = takes_s
+        self.needs_groups = needs_groups
+
+    def give_back(self, _group_id: int) -> list[ScoringItem]:
+        """Every answer is a group of its own here."""
+        return []
+
+    async def score(self, work: Sequence[tuple[ScoringItem, Transcript]]) -> AsyncIterator[Score]:
+        for item, text in work:
+            await asyncio.sleep(self.takes_s)
+            yield Score(
+                group_id=item.group_id,
+                sibling=item.sibling,
+                lease_id=item.lease_id,
+                reward=float(len(text.response)),
+            )
+
+
+def scorer(broker: Work, rewards: Lengths, **options: Any) -> Scorer:  # noqa: ANN401
+    limits = {"max_credits": 4, "heartbeat_s": 10.0, "poll_s": 0.1} | options
+    return Scorer(broker, rewards, **limits)  # type: ignore[arg-type]  # a broker by hand
+
+
+def test_everything_is_scored_once_and_no_more_is_held_than_the_credits_allow():
+    broker = Work(*(transcript("x" * i) for i in range(50)))
+    worker = scorer(broker, Lengths())
+    asyncio.run(worker.run())
+    assert sorted(score.lease_id for score in broker.scores) == list(range(50))
+    assert all(score.reward == score.lease_id for score in broker.scores)
+    assert broker.most_held <= 4
+    assert (worker.counters["scored"], worker.counters["unavailable"]) == (50, 0)
+
+
+def test_a_transcript_that_cannot_be_read_is_unavailable_and_the_others_are_scored():
+    broker = Work(transcript("a"), b"no transcript", transcript("abc"))
+    asyncio.run(scorer(broker, Lengths()).run())
+    rewards = {score.lease_id: score.reward for score in broker.scores}
+    assert rewards == {0: 1.0, 1: None, 2: 3.0}
+    (bad,) = [score for score in broker.scores if score.reward is None]
+    assert bad.unavailable.startswith("invalid: not a valid transcript")
+
+
+def test_what_is_held_is_kept_alive_while_it_takes_long():
+    broker = Work(transcript("a"), transcript("b"))
+
+    class UntilKeptAlive(Lengths):
+        async def score(
+            self, work: Sequence[tuple[ScoringItem, Transcript]]
+        ) -> AsyncIterator[Score]:
+            await until_async(lambda: (0, 1) in broker.kept_alive)
+            async for score in super().score(work):
+                yield score
+
+    asyncio.run(scorer(broker, UntilKeptAlive(), heartbeat_s=0.01).run())
+    assert len(broker.scores) == 2
+
+
+def test_a_reward_of_whole_groups_asks_for_whole_groups():
+    broker = Work(transcript("a"))
+    asyncio.run(scorer(broker, Lengths(needs_groups=True)).run())
+    assert all(request.whole_groups for request in broker.asked)
+
+
+def test_told_to_stop_it_takes_on_nothing_more_and_sends_what_it_has():
+    async def body() -> Work:
+        broker = Work(*(transcript("x") for _ in range(100)))
+        worker = scorer(broker, Lengths(takes_s=0.002))
+        job = asyncio.create_task(worker.run())
+        while len(broker.scores) < 3:  # noqa: ASYNC110 there is nothing to wait on
+            await asyncio.sleep(0)
+        worker.stop()
+        async with asyncio.timeout(HANG_S):
+            await job
+        return broker
+
+    broker = asyncio.run(body())
+    assert broker.held == set()
+    assert len(broker.scores) + len(broker.waiting) == 100
+    assert broker.waiting

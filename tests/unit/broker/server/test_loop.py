@@ -1,0 +1,1065 @@
+"""The broker's loop over a real socket in a private folder, with the store in memory."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+import pytest
+import zmq
+import zmq.asyncio
+from msgspec.structs import replace
+from typing_extensions import override
+
+from slipstream.broker import client as client_module
+from slipstream.broker.client import BrokerClient
+from slipstream.broker.ledger.book import decode_state
+from slipstream.broker.ledger.commands import Ledger
+from slipstream.broker.ledger.events import TakenOver, Trained, decode_event
+from slipstream.broker.ledger.groups import Group
+from slipstream.broker.ledger.scoring_queue import ScoringQueue
+from slipstream.broker.report.run_files import Frames, RunRecords
+from slipstream.broker.report.telemetry import Telemetry
+from slipstream.broker.server.loop import MAX_WAIT_S, BrokerServer, may_wait_s
+from slipstream.broker.store.group_commit import GroupCommitter
+from slipstream.wire.errors import (
+    ForbiddenError,
+    NameTakenError,
+    PeerLostError,
+    RefusedError,
+    SupersededError,
+)
+from slipstream.wire.messages.broker import (
+    WIRE_REVISION,
+    Answer,
+    BatchDelivered,
+    BatchNotReady,
+    DeadLetters,
+    Done,
+    FetchPayloads,
+    FindRelay,
+    GetDeadLetters,
+    GetLedger,
+    GetLedgerSnapshot,
+    GetStatus,
+    Goodbye,
+    GroupsLeased,
+    Heartbeat,
+    HeartbeatAnswer,
+    Hello,
+    LeasedGroup,
+    LeaseGroups,
+    LeaseScoring,
+    LedgerAnswer,
+    LedgerSnapshotAnswer,
+    Payloads,
+    PublishReport,
+    Refusal,
+    RejectBatch,
+    RejectPrompt,
+    RelayHeard,
+    RelayPlace,
+    RelayReport,
+    Request,
+    RequestBatch,
+    Role,
+    RoleReport,
+    RunComplete,
+    ScoringLeased,
+    SealSteps,
+    StatusAnswer,
+    StepCommit,
+    StepCommitted,
+    SubmitScores,
+    SubmitTrajectory,
+    TakeOver,
+    TookOver,
+    Welcome,
+)
+from slipstream.wire.messages.codec import Frame, decode_answer, decode_transcript, encode
+from slipstream.wire.messages.ledger_view import LedgerView
+from slipstream.wire.messages.pieces import cut
+from slipstream.wire.messages.status import RunStatus
+from slipstream.wire.messages.trajectory import Prompt, Score, Transcript, VersionRun, transcript_of
+from slipstream.wire.messages.versions import PolicyVersion
+from slipstream.wire.messages.weightbus import RelayDoor
+from slipstream.wire.process.command_line import EXIT_SUPERSEDED, run_role
+from slipstream.wire.settings.sections import RunSection
+from tests.support.ledger_driver import RESPONSE_TOKENS, header, make_ledger, make_rules
+from tests.support.memory_store import MemoryStore
+from tests.support.waiting import HANG_S, until_async
+from tests.support.wire_samples import MEMBERS, RECORD
+
+V0 = PolicyVersion(1, 0)
+
+
+@dataclass(slots=True)
+class Running:
+    endpoint: str
+    ledger: Ledger
+    server: BrokerServer
+    store: MemoryStore
+    task: "asyncio.Task[None]"
+    clients: list[BrokerClient] = field(default_factory=list)
+
+    async def client(self, role: Role, name: str) -> BrokerClient:
+        client, _ = await BrokerClient.connect(
+            self.endpoint, role=role, name=name, timeout_s=HANG_S
+        )
+        self.clients.append(client)
+        return client
+
+    @property
+    def status(self) -> RunStatus:
+        return self.server.status()
+
+
+@asynccontextmanager
+async def running(
+    folder: Path,
+    ledger: Ledger | None = None,
+    *,
+    store: MemoryStore | None = None,
+    cache_bytes: int = 1 << 20,
+    records: RunRecords | None = None,
+) -> AsyncIterator[Running]:
+    owned = ledger or make_ledger(make_rules(groups_per_step=1, total_steps=1))
+    store = store or MemoryStore()
+    committer = GroupCommitter(store)
+    server = BrokerServer(
+        ledger=owned,
+        scoring=ScoringQueue(lease_s=HANG_S),
+        committer=committer,
+        store=store,
+        telemetry=Telemetry(RunSection(name="run")),
+        run_name="run",
+        max_message_bytes=1_000_000,
+        scores_inline=True,
+        cache_bytes=cache_bytes,
+        records=records,
+    )
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    endpoint = f"ipc://{folder}/broker.sock"
+    task = asyncio.create_task(server.serve(context, endpoint))
+    writer = asyncio.create_task(committer.run())
+    it = Running(endpoint, owned, server, store, task)
+    try:
+        yield it
+        assert not task.done(), "the broker's loop ended"
+    finally:
+        for client in it.clients:
+            client.close()
+        for one in (task, writer):
+            one.cancel()
+            with suppress(asyncio.CancelledError):
+                await one
+        context.term()
+
+
+@asynccontextmanager
+async def bare_socket(endpoint: str) -> AsyncIterator[Callable[..., Awaitable[Answer]]]:
+    """Yield a function that sends frames as they are and returns the answer."""
+    context = zmq.asyncio.Context()
+    socket = context.socket(zmq.DEALER)
+    socket.setsockopt(zmq.LINGER, 0)
+    socket.connect(endpoint)
+
+    session = b""
+
+    async def ask(*frames: bytes, answered: bool = True) -> Answer:
+        nonlocal session
+        await socket.send_multipart([frames[0], session, *cut(frames[1:])])
+        if not answered:
+            return Done()
+        async with asyncio.timeout(HANG_S):
+            request_id, body = await socket.recv_multipart()
+        assert request_id == frames[0]
+        answer = decode_answer(body)
+        if isinstance(answer, Welcome):
+            session = answer.session
+        return answer
+
+    try:
+        yield ask
+    finally:
+        socket.close()
+        context.term()
+
+
+async def submit(client: BrokerClient, group_id: int, sibling: int) -> None:
+    frames = [b"payload %d" % sibling, b"response %d" % sibling]
+    message = SubmitTrajectory(header=header(group_id, sibling, V0, lease_id=group_id))
+    await client.ask(message, Done, frames=frames)
+
+
+def responses(transcripts: Sequence[Frame]) -> list[str]:
+    return [decode_transcript(transcript).response for transcript in transcripts]
+
+
+def test_a_run_of_one_step_goes_through_every_role(short_folder: Path):
+    async def body() -> tuple[RunStatus, int]:
+        async with running(short_folder) as it:
+            learner = await it.client("learner", "learner")
+            generator = await it.client("generator", "generator-0")
+            worker = await it.client("reward_worker", "reward-worker-0")
+            took, _ = await learner.ask(TakeOver(step=0), TookOver)
+            assert took.version == V0
+            leased, _ = await generator.ask(
+                LeaseGroups(adopted=V0, max_sequences=2, wait_s=30.0), GroupsLeased
+            )
+            (group,) = leased.groups
+            for sibling in group.siblings:
+                await submit(generator, group.group_id, sibling)
+            await submit(generator, group.group_id, 0)
+            scoring, transcripts = await worker.ask(
+                LeaseScoring(credits=8, wait_s=30.0), ScoringLeased
+            )
+            assert [decode_transcript(t).response for t in transcripts] == [
+                "response 0",
+                "response 1",
+            ]
+            scores = tuple(
+                Score(
+                    group_id=i.group_id,
+                    sibling=i.sibling,
+                    lease_id=i.lease_id,
+                    reward=float(i.sibling),
+                )
+                for i in scoring.items
+            )
+            await worker.ask(SubmitScores(scores=scores), Done)
+            batch, _ = await learner.ask(
+                RequestBatch(version=V0, step=V0.step, wait_s=30.0), BatchDelivered
+            )
+            delivered = batch.groups[0].trajectories
+            assert [t.reward for t in delivered] == [0.0, 1.0]
+            keys = ((group.group_id, 1), (group.group_id, 0))
+            _, payloads = await learner.ask(FetchPayloads(keys=keys), Payloads)
+            assert [bytes(p) for p in payloads] == [b"payload 1", b"payload 0"]
+            commit = StepCommit(version=V0.next(), metrics={"policy/loss": 1.0})
+            await learner.ask(commit, StepCommitted)
+            question = GetLedgerSnapshot(version=V0.next())
+            answer, _ = await learner.ask(question, LedgerSnapshotAnswer)
+            assert decode_state(answer.data).version == V0.next()
+            await learner.ask(
+                RequestBatch(version=V0.next(), step=V0.next().step, wait_s=30.0), RunComplete
+            )
+            work = LeaseGroups(adopted=V0, max_sequences=2, wait_s=0.0)
+            not_yet, _ = await generator.ask(work, GroupsLeased)
+            assert not not_yet.finished, "its learner may still go back"
+            await learner.ask(Goodbye(), Done)
+            finished, _ = await generator.ask(work, GroupsLeased)
+            assert finished.finished
+            stored = [event async for event in it.store.replay()]
+            assert len(await it.store.fetch(keys)) == 2, "no checkpoint holds them yet"
+            seal = SealSteps(version=V0.next(), step=1, oldest_kept=1)
+            await learner.ask(seal, Done)
+            with pytest.raises(KeyError):
+                await it.store.fetch(keys)
+            return it.status, len(stored)
+
+    status, num_events = asyncio.run(body())
+    assert (status.steps, status.trained, status.unaccounted) == (1, 1, 0)
+    assert status.steps_history[0].metrics == {"policy/loss": 1.0, "reward/sampled": 0.5}
+    # taken over, issued, leased, 2 generated, 2 scored, delivered, trained, left
+    assert num_events == 10
+
+
+def test_a_client_that_did_not_say_hello_is_refused(short_folder: Path):
+    async def body() -> Answer:
+        async with running(short_folder) as it, bare_socket(it.endpoint) as ask:
+            return await ask(b"1", encode(GetStatus()))
+
+    assert asyncio.run(body()) == Refusal(reason="say hello first", code="hello_first")
+
+
+def test_another_wire_revision_is_refused_with_both_numbers(short_folder: Path):
+    async def body() -> Answer:
+        async with running(short_folder) as it, bare_socket(it.endpoint) as ask:
+            return await ask(b"1", encode(Hello(role="learner", name="learner", wire_revision=99)))
+
+    answer = asyncio.run(body())
+    assert isinstance(answer, Refusal)
+    assert f"wire revision 99, this broker {WIRE_REVISION}" in answer.reason
+
+
+def test_another_tokenizer_is_refused_with_both_names(short_folder: Path):
+    async def body() -> None:
+        async with running(short_folder) as it:
+            await it.client("learner", "learner")  # says nothing of a tokenizer
+            known = Hello(role="generator", name="generator-0", tokenizer="aaaa")
+            other = Hello(role="generator", name="generator-1", tokenizer="bbbb")
+            async with bare_socket(it.endpoint) as ask:
+                assert isinstance(await ask(b"1", encode(known)), Welcome)
+                assert isinstance(await ask(b"2", encode(known)), Welcome)
+                answer = await ask(b"3", encode(other))
+            assert isinstance(answer, Refusal)
+            assert "tokenizer of generator-1 (bbbb) is not that of generator-0 (aaaa)" in (
+                answer.reason
+            )
+
+    asyncio.run(body())
+
+
+def test_a_prompt_that_cannot_be_answered_is_dropped_and_replaced(short_folder: Path):
+    async def body() -> tuple[dict[str, int], str]:
+        async with running(short_folder) as it:
+            await (await it.client("learner", "learner")).ask(TakeOver(step=0), TookOver)
+            generator = await it.client("generator", "generator-0")
+            work = LeaseGroups(adopted=V0, max_sequences=2, wait_s=0.0)
+            first, _ = await generator.ask(work, GroupsLeased)
+            lease_id = first.groups[0].lease_id
+            reject = RejectPrompt(lease_id=lease_id, reason="overlong_prompt", detail="99 tokens")
+            await generator.ask(reject, Done)
+            again, _ = await generator.ask(work, GroupsLeased)
+            return it.status.dropped, again.groups[0].prompt.text
+
+    assert asyncio.run(body()) == ({"overlong_prompt": 1}, "train 1")
+
+
+def test_who_says_goodbye_is_granted_nothing_that_it_asked_for_before(short_folder: Path):
+    async def body() -> tuple[GroupsLeased, GroupsLeased]:
+        async with running(short_folder) as it:
+            it.ledger.take_over(0)
+            leaving = await it.client("generator", "generator-0")
+            work = LeaseGroups(adopted=V0, max_sequences=2, wait_s=30.0)
+            await leaving.ask(work, GroupsLeased)
+            asked = asyncio.create_task(leaving.ask(work, GroupsLeased))
+            await until_async(lambda: len(it.server._leases) == 1, "it does not wait")
+            await leaving.ask(Goodbye(), Done)
+            nothing, _ = await asked
+            assert it.ledger.leases == {}
+            other = await it.client("generator", "generator-1")
+            answer, _ = await other.ask(work, GroupsLeased)
+            return nothing, answer
+
+    nothing, answer = asyncio.run(body())
+    assert nothing == GroupsLeased(groups=())
+    assert [one.group_id for one in answer.groups] == [0]
+
+
+def test_a_run_that_is_told_to_end_says_why(short_folder: Path):
+    async def body() -> RunStatus:
+        async with running(short_folder) as it:
+            learner = await it.client("learner", "learner")
+            await learner.ask(TakeOver(step=0), TookOver)
+            it.server.plan_stop("run.max_hours = 1 have passed")
+            await learner.ask(RequestBatch(version=V0, step=V0.step, wait_s=30.0), RunComplete)
+            await learner.ask(Goodbye(), Done)
+            return it.status
+
+    status = asyncio.run(body())
+    assert (status.finished, status.total_steps) == (True, 0)
+    assert status.stop_reason == "run.max_hours = 1 have passed"
+
+
+def test_malformed_frames_are_counted_and_the_loop_goes_on(short_folder: Path):
+    async def body() -> tuple[list[Answer], int, Answer]:
+        async with running(short_folder) as it, bare_socket(it.endpoint) as ask:
+            refused = [
+                await ask(b"0"),
+                await ask(b"1", b"garbage"),
+                await ask(b"2", b""),
+                await ask(b"3", b"\x81\xa4kind\xa6gossip"),
+            ]
+            welcome = await ask(b"4", encode(Hello(role="generator", name="generator-0")))
+            refused.append(
+                await ask(b"5", encode(SubmitTrajectory(header=header(0, 0, V0))), b"one frame")
+            )
+            return refused, it.server.telemetry.rejected["malformed"], welcome
+
+    refused, malformed, welcome = asyncio.run(body())
+    assert all(isinstance(answer, Refusal) for answer in refused)
+    assert malformed == 5
+    assert (welcome.run_name, welcome.learner_step, welcome.heartbeat_s) == ("run", 0, 2.5)
+
+
+@pytest.mark.parametrize(
+    ("request_", "why"),
+    [
+        (TakeOver(step=3), "holds step 3, this run stands at step 0"),
+        (
+            RequestBatch(version=V0, step=V0.step, wait_s=0.0),
+            "speaks for v1.0, the run stands at v0.0",
+        ),
+        (StepCommit(version=PolicyVersion(1, 1), metrics={}), "speaks for v1.0"),
+        (FetchPayloads(keys=((0, 0),)), "trajectory 0/0 is in no delivered batch"),
+    ],
+)
+def test_what_the_ledger_refuses_comes_back_with_its_reason(
+    short_folder: Path, request_: Request, why: str
+):
+    async def body() -> tuple[str, int]:
+        async with running(short_folder) as it:
+            learner = await it.client("learner", "learner")
+            with pytest.raises(RefusedError) as caught:
+                await learner.ask_any(request_)
+            return str(caught.value), it.status.queue["rejected_messages"]
+
+    reason, rejected = asyncio.run(body())
+    assert why in reason
+    assert rejected == 1
+
+
+def test_who_waits_for_work_is_answered_as_soon_as_there_is_some(short_folder: Path):
+    async def body() -> tuple[GroupsLeased, float]:
+        async with running(short_folder) as it:
+            loop = asyncio.get_running_loop()
+            generator = await it.client("generator", "generator-0")
+            learner = await it.client("learner", "learner")
+            asked_s = loop.time()
+            waiting = asyncio.create_task(
+                generator.ask(LeaseGroups(adopted=V0, max_sequences=2, wait_s=30.0), GroupsLeased)
+            )
+            # an answer to a later question of the same client: the first one is being waited on
+            await generator.ask(Heartbeat(lease_ids=()), HeartbeatAnswer)
+            assert not waiting.done()
+            await learner.ask(TakeOver(step=0), TookOver)
+            answer, _ = await waiting
+            return answer, loop.time() - asked_s
+
+    answer, seconds = asyncio.run(body())
+    assert [group.siblings for group in answer.groups] == [(0, 1)]
+    assert seconds < 5.0
+
+
+@pytest.mark.parametrize(
+    ("asked_s", "may_s"),
+    [
+        (0.0, 0.0),
+        (-1.0, 0.0),
+        (0.5, 0.5),
+        (MAX_WAIT_S + 1.0, MAX_WAIT_S),
+        (float("inf"), MAX_WAIT_S),
+        (float("nan"), MAX_WAIT_S),
+    ],
+)
+def test_a_request_waits_as_long_as_it_asks_within_limits(asked_s: float, may_s: float):
+    assert may_wait_s(asked_s) == may_s
+
+
+def test_who_waits_in_vain_is_told_what_for(short_folder: Path):
+    async def body() -> BatchNotReady:
+        async with running(short_folder) as it:
+            learner = await it.client("learner", "learner")
+            generator = await it.client("generator", "generator-0")
+            await learner.ask(TakeOver(step=0), TookOver)
+            await generator.ask(LeaseGroups(adopted=V0, max_sequences=2, wait_s=0.0), GroupsLeased)
+            answer, _ = await learner.ask(
+                RequestBatch(version=V0, step=V0.step, wait_s=0.0), BatchNotReady
+            )
+            assert it.status.waiting_for == answer.reason
+            return answer
+
+    answer = asyncio.run(body())
+    assert answer.waiting_for == (0,)
+    assert answer.reason == "groups 0 (leased, held by generator-0)"
+
+
+def test_a_generator_that_starts_anew_loses_its_leases_and_its_old_self_is_out(short_folder: Path):
+    async def body() -> tuple[int, dict[str, int]]:
+        async with running(short_folder) as it:
+            await (await it.client("learner", "learner")).ask(TakeOver(step=0), TookOver)
+            old = await it.client("generator", "generator-0")
+            work = LeaseGroups(adopted=V0, max_sequences=2, wait_s=0.0)
+            await old.ask(work, GroupsLeased)
+            old._socket.disconnect(it.endpoint)  # as if its network was gone
+            new = await it.client("generator", "generator-0")
+            again, _ = await new.ask(work, GroupsLeased)
+            old._socket.connect(it.endpoint)
+            with pytest.raises(SupersededError, match="another process has said hello as gen"):
+                await old.ask(Heartbeat(lease_ids=(0,)), HeartbeatAnswer)
+            lost, _ = await new.ask(Heartbeat(lease_ids=(0, 1)), HeartbeatAnswer)
+            assert lost.lost == (0,)
+            return again.groups[0].group_id, dict(it.ledger.state.ended_leases)
+
+    group_id, lapsed = asyncio.run(body())
+    assert (group_id, lapsed) == (0, {"restarted": 1})
+
+
+def test_a_trajectory_without_reward_is_scored_again(short_folder: Path):
+    async def body() -> list[int]:
+        async with running(short_folder) as it:
+            await (await it.client("learner", "learner")).ask(TakeOver(step=0), TookOver)
+            generator = await it.client("generator", "generator-0")
+            await generator.ask(LeaseGroups(adopted=V0, max_sequences=2, wait_s=0.0), GroupsLeased)
+            await submit(generator, 0, 1)
+            worker = await it.client("reward_worker", "reward-worker-0")
+            siblings = []
+            for _ in range(2):
+                leased, _ = await worker.ask(LeaseScoring(credits=8, wait_s=30.0), ScoringLeased)
+                (item,) = leased.items
+                siblings.append(item.sibling)
+                none = Score(group_id=0, sibling=1, lease_id=item.lease_id, unavailable="raised")
+                await worker.ask(SubmitScores(scores=(none,)), Done)
+            return siblings
+
+    assert asyncio.run(body()) == [1, 1]
+
+
+def test_an_observer_changes_nothing(short_folder: Path):
+    async def body() -> RunStatus:
+        async with running(short_folder) as it:
+            observer = await it.client("observer", "observer")
+            answer, _ = await observer.ask(GetStatus(), StatusAnswer)
+            return answer.status
+
+    status = asyncio.run(body())
+    names = [role.name for role in status.roles]
+    assert (status.run_name, names, status.issued) == ("run", ["broker"], 0)
+
+
+def test_what_the_relay_says_about_engines_reaches_whoever_asks_and_nobody_else_may_say_it(
+    short_folder: Path,
+):
+    reports: list[Request] = [PublishReport(record=RECORD), RelayReport(members=MEMBERS)]
+
+    async def body() -> tuple[RunStatus, int]:
+        async with running(short_folder) as it:
+            relay = await it.client("relay", "relay")
+            others: tuple[Role, ...] = ("learner", "generator", "reward_worker", "operator")
+            for role in others:
+                client = await it.client(role, role)
+                for report in reports:
+                    with pytest.raises(ForbiddenError, match=f"is a {role}, which may not send"):
+                        await client.ask(report, Done)
+            assert (it.status.members, it.status.publish_history) == ([], [])
+            await relay.ask(reports[0], Done)
+            assert (await relay.ask(reports[1], RelayHeard))[0].generator_keys == {}
+            with pytest.raises(ForbiddenError, match="is a relay, which may not send TakeOver"):
+                await relay.ask(TakeOver(step=0), TookOver)
+            answer, _ = await (await it.client("observer", "o")).ask(GetStatus(), StatusAnswer)
+            return answer.status, it.server.telemetry.rejected["forbidden"]
+
+    status, forbidden = asyncio.run(body())
+    assert (status.members, status.publish_history) == (MEMBERS, [RECORD])
+    assert forbidden == 9
+    assert next(one.role for one in status.roles if one.name == "relay") == "relay"
+
+
+def test_a_generator_is_told_where_the_relay_said_that_it_is(short_folder: Path):
+    door = RelayDoor(endpoint="tcp://h:1", bulk_endpoint="tcp://h:2", key="k" * 40)
+
+    async def body() -> list[RelayPlace]:
+        async with running(short_folder) as it:
+            relay, generator = await it.client("relay", "relay"), await it.client("generator", "g")
+            places = [(await generator.ask(FindRelay(), RelayPlace))[0]]
+            for found in (None, door):
+                await relay.ask(RelayReport(members=[], door=found), RelayHeard)
+                places.append((await generator.ask(FindRelay(), RelayPlace))[0])
+            return places
+
+    assert asyncio.run(body()) == [
+        RelayPlace(is_known=False),
+        RelayPlace(is_known=True),
+        RelayPlace(is_known=True, door=door),
+    ]
+
+
+def test_a_broker_that_is_not_there_is_reported_by_its_address(short_folder: Path):
+    async def body() -> None:
+        endpoint = f"ipc://{short_folder}/nobody.sock"
+        with pytest.raises(PeerLostError, match=r"nobody\.sock did not answer Hello"):
+            await BrokerClient.connect(endpoint, role="learner", name="learner", timeout_s=0.05)
+
+    asyncio.run(body())
+
+
+# ---- a broker that dies ------------------------------------------------------
+
+
+async def read_back(store: MemoryStore) -> Ledger:
+    """What the next broker finds in the store."""
+    data = await store.snapshot()
+    rules = make_rules(groups_per_step=1, total_steps=1)
+    ledger = make_ledger(rules, decode_state(data) if data else None)
+    async for event in store.replay():
+        ledger.apply(decode_event(event))
+    ledger.restarted(0.0)
+    return ledger
+
+
+async def one_group(learner: BrokerClient, generator: BrokerClient) -> LeasedGroup:
+    await learner.ask(TakeOver(step=0), TookOver)
+    work = LeaseGroups(adopted=V0, max_sequences=2, wait_s=30.0)
+    leased, _ = await generator.ask(work, GroupsLeased)
+    return leased.groups[0]
+
+
+def test_clients_come_back_to_a_new_broker_and_nothing_is_done_twice(short_folder: Path):
+    async def body() -> None:
+        store, asked = MemoryStore(), asyncio.Event()
+        async with running(short_folder, store=store) as first:
+            learner = await first.client("learner", "learner")
+            generator = await first.client("generator", "generator-0")
+            group = await one_group(learner, generator)
+            generator.held = lambda: [group.lease_id]
+            await submit(generator, group.group_id, 0)
+            batch = RequestBatch(version=V0, step=0, wait_s=30.0)
+            waiting = asyncio.create_task(learner.ask(batch, BatchDelivered, extra_wait_s=30.0))
+            asked.set()
+            await generator.ask(Heartbeat(lease_ids=(group.lease_id,)), HeartbeatAnswer)
+            first.clients.clear()  # they outlive this broker
+        late = asyncio.create_task(submit(generator, group.group_id, 1))
+        async with running(short_folder, await read_back(store), store=store) as second:
+            second.clients += [learner, generator]
+            await late
+            kept, _ = await generator.ask(Heartbeat(lease_ids=(group.lease_id,)), HeartbeatAnswer)
+            assert kept.lost == (group.lease_id,), "it ended with its last sibling"
+            assert dict(second.ledger.state.ended_leases) == {}
+            await submit(generator, group.group_id, 0)
+            worker = await second.client("reward_worker", "reward-worker-0")
+            work = LeaseScoring(credits=8, wait_s=30.0)
+            leased, transcripts = await worker.ask(work, ScoringLeased)
+            assert [decode_transcript(t).response for t in transcripts] == [
+                "response 0",
+                "response 1",
+            ]
+            scores = tuple(
+                Score(
+                    group_id=i.group_id,
+                    sibling=i.sibling,
+                    lease_id=i.lease_id,
+                    reward=float(i.sibling),
+                )
+                for i in leased.items
+            )
+            await worker.ask(SubmitScores(scores=scores), Done)
+            delivered, _ = await asyncio.wait_for(waiting, HANG_S)
+            assert delivered.groups[0].group_id == group.group_id
+            assert second.status.queue["being_scored"] == 0
+
+    asyncio.run(body())
+
+
+def test_a_broker_that_is_gone_is_waited_for_as_long_as_an_outage_may_last(short_folder: Path):
+    async def body() -> float:
+        async with running(short_folder) as first:
+            client, _ = await BrokerClient.connect(
+                first.endpoint, role="generator", name="g", timeout_s=HANG_S, outage_s=0.5
+            )
+        client._timeout_s = 0.01  # of a request while the broker is there
+        began_s = time.monotonic()
+        try:
+            with pytest.raises(PeerLostError, match="LeaseGroups"):
+                await client.ask(LeaseGroups(adopted=V0, max_sequences=2, wait_s=0.0), GroupsLeased)
+            return time.monotonic() - began_s
+        finally:
+            client.close()
+
+    assert asyncio.run(body()) >= 0.5
+
+
+def test_a_lease_whose_grant_was_lost_with_the_broker_is_granted_again(short_folder: Path):
+    async def body() -> tuple[int, dict[str, int]]:
+        store = MemoryStore()
+        async with running(short_folder, store=store) as first:
+            learner = await first.client("learner", "learner")
+            generator = await first.client("generator", "generator-0")
+            await one_group(learner, generator)  # whose answer the generator never read
+            first.clients.clear()
+        async with running(short_folder, await read_back(store), store=store) as second:
+            second.clients += [learner, generator]
+            work = LeaseGroups(adopted=V0, max_sequences=2, wait_s=30.0)
+            leased, _ = await generator.ask(work, GroupsLeased)
+            return leased.groups[0].group_id, dict(second.ledger.state.ended_leases)
+
+    assert asyncio.run(body()) == (0, {"lost": 1})
+
+
+@pytest.mark.parametrize("role", ["learner", "generator", "reward_worker"])
+def test_a_second_process_of_a_name_disturbs_nobody_and_waits_until_the_first_has_gone(
+    short_folder: Path, role: Role
+):
+    """It ended the first one, and with it the run, before it had done anything itself."""
+
+    async def body() -> None:
+        async with running(short_folder) as it:
+            first = await it.client(role, "one")
+            if role == "learner":
+                took, _ = await first.ask(TakeOver(step=0), TookOver)
+                assert took.version == V0
+            second = asyncio.create_task(it.client(role, "one"))
+            await until_async(lambda: it.server.telemetry.rejected["name_taken"] > 0)
+            assert not second.done()
+            await first.ask(RoleReport(phase_seconds={}, counters={}), Done)
+            assert it.ledger.version.epoch == (role == "learner")
+            first.close()
+            it.clients.remove(first)
+            successor = await asyncio.wait_for(second, HANG_S)
+            await successor.ask(RoleReport(phase_seconds={}, counters={}), Done)
+
+    asyncio.run(body())
+
+
+def test_a_learner_of_another_name_takes_over_only_when_the_first_has_gone(short_folder: Path):
+    async def body() -> None:
+        async with running(short_folder) as it:
+            first = await it.client("learner", "learner")
+            await first.ask(TakeOver(step=0), TookOver)
+            second = await it.client("learner", "another")
+            with pytest.raises(RefusedError, match="learner is connected and trains this run"):
+                await second.ask(TakeOver(step=0), TookOver)
+            assert it.ledger.version == V0
+            first.close()
+            it.clients.remove(first)
+            await until_async(lambda: not it.server._sessions.is_connected(it.ledger.state.learner))
+            took, _ = await second.ask(TakeOver(step=0), TookOver)
+            assert took.version == PolicyVersion(2, 0)
+
+    asyncio.run(body())
+
+
+def test_a_second_process_whose_patience_ends_is_told_who_has_its_name(
+    short_folder: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """By exit code 3: bad settings (2) would end a run that started it again."""
+    monkeypatch.setattr(client_module, "_NAME_PATIENCE_S", 0.5)
+
+    async def body() -> None:
+        async with running(short_folder) as it:
+            first = await it.client("learner", "learner")
+            with pytest.raises(NameTakenError, match="another process is connected as learner"):
+                await it.client("learner", "learner")
+            await first.ask(TakeOver(step=0), TookOver)
+
+    asyncio.run(body())
+
+    def role() -> int:
+        raise NameTakenError("another process is connected")
+
+    assert run_role(role) == EXIT_SUPERSEDED
+
+
+def test_a_process_that_was_replaced_while_the_broker_was_away_is_out(short_folder: Path):
+    async def body() -> None:
+        async with running(short_folder) as it:
+            old = await it.client("generator", "generator-0")
+            old._socket.disconnect(it.endpoint)
+            await it.client("generator", "generator-0")
+            old._socket.connect(it.endpoint)
+            with pytest.raises(SupersededError):
+                await old.ask(GetStatus(), StatusAnswer)
+            with pytest.raises(SupersededError):
+                await old.ask(GetStatus(), StatusAnswer)
+
+    asyncio.run(body())
+
+
+def test_a_worker_scores_the_prompt_that_was_issued_whatever_a_generator_sends(short_folder: Path):
+    async def body() -> Transcript:
+        async with running(short_folder) as it:
+            generator = await it.client("generator", "generator-0")
+            group = await one_group(await it.client("learner", "learner"), generator)
+            message = SubmitTrajectory(header=header(group.group_id, 0, V0, lease_id=0))
+            forged = transcript_of(message.header, Prompt(prompt="?", ground_truth="mine"), "mine")
+            with pytest.raises(RefusedError, match="not a valid response"):
+                await generator.ask(message, Done, frames=[b"payload", encode(forged)])
+            assert not it.ledger.groups[0].headers
+            await generator.ask(message, Done, frames=[b"payload", b"mine"])
+            worker = await it.client("reward_worker", "reward-worker-0")
+            work = LeaseScoring(credits=8, wait_s=30.0)
+            _, (transcript,) = await worker.ask(work, ScoringLeased)
+            assert decode_transcript(transcript).prompt == it.ledger.groups[0].prompt
+            return decode_transcript(transcript)
+
+    transcript = asyncio.run(body())
+    assert (transcript.response, transcript.num_response_tokens) == ("mine", RESPONSE_TOKENS)
+
+
+def test_nobody_answers_what_another_leased(short_folder: Path):
+    async def body() -> dict[str, int]:
+        async with running(short_folder) as it:
+            generator = await it.client("generator", "generator-0")
+            thief = await it.client("generator", "thief")
+            group = await one_group(await it.client("learner", "learner"), generator)
+            for lease_id in (group.lease_id, 999_999):
+                sent = SubmitTrajectory(header=header(group.group_id, 0, V0, lease_id=lease_id))
+                with pytest.raises(RefusedError, match="group 0 was not leased to thief@"):
+                    await thief.ask(sent, Done, frames=[b"payload", b"response"])
+            assert not it.ledger.groups[0].headers
+            await submit(generator, group.group_id, 0)
+            return dict(+it.server.telemetry.rejected)
+
+    assert asyncio.run(body()) == {"refused": 2}
+
+
+def test_what_is_longer_than_the_settings_allow_is_refused(short_folder: Path):
+    async def body() -> None:
+        rules = make_rules(max_prompt_tokens=2, max_response_tokens={"train": RESPONSE_TOKENS})
+        async with running(short_folder, make_ledger(rules)) as it:
+            generator = await it.client("generator", "generator-0")
+            await one_group(await it.client("learner", "learner"), generator)
+            fits = header(0, 0, V0)
+            long = (
+                (replace(fits, num_tokens=fits.num_tokens + 1), "a response of 5 tokens.*is 4"),
+                (
+                    replace(
+                        fits,
+                        num_prompt_tokens=3,
+                        num_tokens=7,
+                        version_runs=(VersionRun(3, V0),),
+                    ),
+                    "a prompt of 3 tokens.*sampling.max_prompt_tokens is 2",
+                ),
+            )
+            for sent, message in long:
+                with pytest.raises(RefusedError, match=message):
+                    await generator.ask(
+                        SubmitTrajectory(header=sent), Done, frames=[b"payload", b"response"]
+                    )
+            await submit(generator, 0, 0)
+
+    asyncio.run(body())
+
+
+def test_what_is_not_in_memory_comes_from_the_store(short_folder: Path):
+    async def body() -> None:
+        async with running(short_folder, cache_bytes=0) as it:
+            learner = await it.client("learner", "learner")
+            generator = await it.client("generator", "generator-0")
+            group = await one_group(learner, generator)
+            for sibling in group.siblings:
+                await submit(generator, group.group_id, sibling)
+            assert it.server.frames.get((0, 0)) is None
+            worker = await it.client("reward_worker", "reward-worker-0")
+            work = LeaseScoring(credits=8, wait_s=30.0)
+            leased, transcripts = await worker.ask(work, ScoringLeased)
+            assert [decode_transcript(t).response for t in transcripts] == [
+                "response 0",
+                "response 1",
+            ]
+            scores = tuple(
+                Score(group_id=0, sibling=i.sibling, lease_id=i.lease_id, reward=float(i.sibling))
+                for i in leased.items
+            )
+            await worker.ask(SubmitScores(scores=scores), Done)
+            await learner.ask(RequestBatch(version=V0, step=0, wait_s=30.0), BatchDelivered)
+            _, payloads = await learner.ask(FetchPayloads(keys=((0, 1), (0, 0))), Payloads)
+            assert [bytes(p) for p in payloads] == [b"payload 1", b"payload 0"]
+
+    asyncio.run(body())
+
+
+async def learner_with_a_batch(it: Running) -> BrokerClient:
+    """Return a learner that was delivered the one group of its first step."""
+    learner = await it.client("learner", "learner")
+    generator = await it.client("generator", "generator-0")
+    group = await one_group(learner, generator)
+    for sibling in group.siblings:
+        await submit(generator, group.group_id, sibling)
+        it.ledger.score(Score(group_id=0, sibling=sibling, lease_id=0, reward=float(sibling)))
+    await learner.ask(RequestBatch(version=V0, step=0, wait_s=30.0), BatchDelivered)
+    return learner
+
+
+class SlowRecords(RunRecords):
+    """Records batches as slowly as a test wants."""
+
+    def __init__(self) -> None:
+        self.begun, self.may_end = asyncio.Event(), asyncio.Event()
+        self.steps: list[int] = []
+
+    @property
+    @override
+    def wants_batches(self) -> bool:
+        return True
+
+    @override
+    async def batch(self, step: int, groups: Sequence[tuple[Group, Frames]]) -> None:
+        if groups:
+            self.begun.set()
+            await self.may_end.wait()
+            self.steps.append(step)
+
+
+def test_a_learner_takes_over_while_the_batch_of_the_one_before_is_being_recorded(
+    short_folder: Path,
+):
+    """Both in one transaction, they named a step that was remembered no longer: KeyError."""
+    mishaps: list[object] = []
+
+    async def body() -> None:
+        records = SlowRecords()
+        asyncio.get_running_loop().set_exception_handler(lambda _, said: mishaps.append(said))
+        rules = make_rules(groups_per_step=1, total_steps=2, replay_budget_bytes=0)
+        async with running(short_folder, make_ledger(rules), records=records) as it:
+            learner = await learner_with_a_batch(it)
+            commit = StepCommit(version=V0.next(), metrics={})
+            waiting = asyncio.create_task(learner.ask(commit, StepCommitted))
+            await asyncio.wait_for(records.begun.wait(), HANG_S)
+            assert not waiting.done()
+            learner.close()
+            waiting.cancel()
+            it.clients.remove(learner)
+            successor = await it.client("learner", "learner")
+            took, _ = await successor.ask(TakeOver(step=0), TookOver)
+            assert took.version == PolicyVersion(2, 0)
+            kinds = [type(decode_event(event)) async for event in it.store.replay()]
+            assert kinds.index(Trained) < kinds.index(TakenOver, kinds.index(Trained))
+            records.may_end.set()
+            await until_async(lambda: records.steps == [0], "the batch is not recorded")
+            unheard = it.server.telemetry.rejected
+            await until_async(lambda: unheard["unreachable"], "nobody hears of the commit")
+            assert unheard["unreachable"] == 1
+
+    asyncio.run(body())
+    assert mishaps == []
+
+
+def test_a_commit_that_is_said_twice_while_its_batch_is_read_is_answered_twice(short_folder: Path):
+    async def body() -> None:
+        records = SlowRecords()
+        records.may_end.set()
+        rules = make_rules(groups_per_step=1, total_steps=2, replay_budget_bytes=0)
+        ledger = make_ledger(rules)
+        async with running(short_folder, ledger, records=records, cache_bytes=0) as it:
+            learner = await learner_with_a_batch(it)
+            commit = StepCommit(version=V0.next(), metrics={})
+            await asyncio.gather(*(learner.ask(commit, StepCommitted) for _ in range(2)))
+            assert records.steps == [0]
+            assert it.status.trained == 1
+
+    asyncio.run(body())
+
+
+def test_a_rejected_batch_is_answered_with_other_groups(short_folder: Path):
+    async def body() -> dict[str, int]:
+        async with running(short_folder) as it:
+            learner = await it.client("learner", "learner")
+            generator = await it.client("generator", "generator-0")
+            group = await one_group(learner, generator)
+            for sibling in group.siblings:
+                await submit(generator, group.group_id, sibling)
+            for sibling in group.siblings:
+                it.ledger.score(
+                    Score(group_id=0, sibling=sibling, lease_id=0, reward=float(sibling))
+                )
+            await learner.ask(RequestBatch(version=V0, step=0, wait_s=30.0), BatchDelivered)
+            reject = RejectBatch(
+                version=V0, step=0, reason="nonfinite", groups=(0,), detail="loss is nan"
+            )
+            await learner.ask(reject, Done)
+            work = LeaseGroups(adopted=V0, max_sequences=2, wait_s=30.0)
+            again, _ = await generator.ask(work, GroupsLeased)
+            assert again.groups[0].prompt.text == "train 1"
+            return it.status.dropped
+
+    assert asyncio.run(body()) == {"nonfinite": 1}
+
+
+def test_the_account_names_the_oldest_items_and_who_holds_what(short_folder: Path):
+    async def body() -> LedgerView:
+        async with running(short_folder) as it:
+            learner = await it.client("learner", "learner")
+            generator = await it.client("generator", "generator-0")
+            group = await one_group(learner, generator)
+            await submit(generator, group.group_id, 1)
+            answer, _ = await learner.ask(GetLedger(), LedgerAnswer)
+            return answer.view
+
+    view = asyncio.run(body())
+    (item,) = view.oldest
+    assert (item.state, item.holder, item.missing, item.unscored) == (
+        "leased",
+        "generator-0",
+        (0,),
+        (1,),
+    )
+    assert (item.prompt, item.deadline, item.age_s is not None) == ("train 0", 1, True)
+    (holder,) = view.holders
+    assert (holder.name, holder.work, holder.leases, holder.trajectories) == (
+        "generator-0",
+        "generation",
+        1,
+        1,
+    )
+    assert (view.issued, view.in_flight["leased"], view.unaccounted) == (1, 1, 0)
+    flat = view.trajectories
+    assert (flat["in_flight"], flat["to_generate"], flat["to_score"]) == (2, 1, 1)
+    transcript = transcript_of(
+        header(0, 1, V0), Prompt(prompt="train 0", ground_truth="0"), "response 1"
+    )
+    assert view.untrained_bytes == len(b"payload 1" + encode(transcript))
+
+
+def test_more_dead_letters_than_one_answer_holds_are_all_listed_in_order(short_folder: Path):
+    async def body() -> list[int]:
+        ledger = make_ledger(make_rules(groups_per_step=200, max_attempts=1, group_size=1))
+        ledger.take_over(0)
+        leased = ledger.lease("g", ledger.version, max_sequences=240, now_s=0.0)
+        for group in reversed(leased):
+            ledger.reject("g", group.lease_id, "poison")
+        async with running(short_folder, ledger) as it:
+            operator = await it.client("operator", "operator")
+            found: list[int] = []
+            while True:
+                after = found[-1] if found else -1
+                page, _ = await operator.ask(GetDeadLetters(after=after), DeadLetters)
+                if not page.letters:
+                    return found
+                found += [letter.group_id for letter in page.letters]
+
+    assert asyncio.run(body()) == list(range(240))
+
+
+def test_a_late_reward_counts_once_and_one_that_nobody_leased_does_not(short_folder: Path):
+    async def body() -> tuple[int, int]:
+        async with running(short_folder) as it:
+            learner = await it.client("learner", "learner")
+            generator = await it.client("generator", "generator-0")
+            group = await one_group(learner, generator)
+            for sibling in group.siblings:
+                await submit(generator, group.group_id, sibling)
+            worker = await it.client("reward_worker", "w")
+            leased, _ = await worker.ask(LeaseScoring(credits=8, wait_s=30.0), ScoringLeased)
+            it.server._scoring.expire(it.server._now() + 11.0)
+            scores = {
+                item.sibling: Score(
+                    group_id=item.group_id, sibling=item.sibling, lease_id=item.lease_id, reward=1.0
+                )
+                for item in leased.items
+            }
+            made_up = msgspec.structs.replace(scores[1], lease_id=scores[1].lease_id + 77)
+            await worker.ask(SubmitScores(scores=(scores[0], scores[0], made_up)), Done)
+            known = it.ledger.groups[group.group_id].scores
+            return len(known), known[0].lease_id - scores[0].lease_id
+
+    assert asyncio.run(body()) == (1, 0)
+
+
+def test_a_worker_that_died_with_work_has_used_up_an_attempt(short_folder: Path):
+    async def body() -> dict[int, int]:
+        async with running(short_folder) as it:
+            learner = await it.client("learner", "learner")
+            generator = await it.client("generator", "generator-0")
+            group = await one_group(learner, generator)
+            await submit(generator, group.group_id, 0)
+            worker = await it.client("reward_worker", "w")
+            await worker.ask(LeaseScoring(credits=8, wait_s=30.0), ScoringLeased)
+            worker.close()
+            it.clients.remove(worker)
+            await it.client("reward_worker", "w")  # another incarnation
+            return dict(it.ledger.groups[group.group_id].failed_scorings)
+
+    assert asyncio.run(body()) == {0: 1}
+
+
+@pytest.mark.parametrize("size", [65_535, 65_536, 65_537, 131_072, 500_000])
+def test_a_payload_arrives_whole_whatever_its_size(short_folder: Path, size: int):
+    payload = bytes(range(251)) * (size // 251 + 1)
+
+    async def body() -> None:
+        async with running(short_folder) as it:
+            learner = await it.client("learner", "learner")
+            generator = await it.client("generator", "generator-0")
+            await one_group(learner, generator)
+            message = SubmitTrajectory(header=header(0, 0, V0, lease_id=0))
+            await generator.ask(message, Done, frames=[payload[:size], b"response"])
+            (stored,) = await it.store.fetch([(0, 0)])
+            assert bytes(stored.payload) == payload[:size]
+
+    asyncio.run(body())

@@ -1,0 +1,71 @@
+"""Who may say what."""
+
+from typing import get_args
+
+import pytest
+
+from slipstream.broker.server.permissions import ALLOWED, may_say
+from slipstream.wire.messages.broker import (
+    FindRelay,
+    GetLedger,
+    Hello,
+    LeaseScoring,
+    PublishReport,
+    RelayReport,
+    Request,
+    RequestBatch,
+    RetryDeadLetters,
+    Role,
+    RoleReport,
+    StepCommit,
+    SubmitScores,
+    SubmitTrajectory,
+    TakeOver,
+)
+from slipstream.wire.messages.trajectory import Score
+from slipstream.wire.messages.versions import PolicyVersion
+from slipstream.wire.messages.weightbus import PublishRecord
+from tests.support.ledger_driver import header
+
+V0 = PolicyVersion(1, 0)
+
+
+def test_every_kind_of_request_lists_its_roles():
+    assert set(ALLOWED) == set(get_args(Request))
+    assert all(roles for roles in ALLOWED.values())
+
+
+@pytest.mark.parametrize(
+    ("request_", "roles"),
+    [
+        (StepCommit(version=V0, metrics={}), {"learner"}),
+        (TakeOver(step=0), {"learner"}),
+        (RequestBatch(version=V0, step=0, wait_s=0.0), {"learner"}),
+        (LeaseScoring(credits=1, wait_s=0.0), {"reward_worker", "generator"}),
+        (RetryDeadLetters(groups=(1,)), {"operator"}),
+        (PublishReport(record=PublishRecord(version=V0, at_s=0.0, adopted_by={})), {"relay"}),
+        (RelayReport(members=[]), {"relay"}),
+        (FindRelay(), {"generator"}),
+        (GetLedger(), {*get_args(Role)} - {"relay"}),
+    ],
+)
+def test_a_request_is_taken_from_its_roles_alone(request_: Request, roles: set[Role]):
+    assert {role for role in get_args(Role) if may_say(role, request_)} == roles
+
+
+def test_a_relay_says_hello_and_what_the_weight_bus_does_and_nothing_else():
+    said = {kind for kind, roles in ALLOWED.items() if "relay" in roles}
+    assert said == {Hello, RoleReport, PublishReport, RelayReport}
+
+
+def test_a_generator_scores_only_where_that_is_wanted():
+    score = Score(group_id=0, sibling=0, lease_id=-1, reward=1.0)
+    scoring: list[Request] = [
+        LeaseScoring(credits=1, wait_s=0.0),
+        SubmitScores(scores=(score,)),
+        SubmitTrajectory(header=header(0, 0, V0), score=score),
+    ]
+    assert all(may_say("generator", one, scores_inline=True) for one in scoring)
+    assert not any(may_say("generator", one, scores_inline=False) for one in scoring)
+    assert may_say("generator", SubmitTrajectory(header=header(0, 0, V0)), scores_inline=False)
+    assert may_say("reward_worker", scoring[1], scores_inline=False)

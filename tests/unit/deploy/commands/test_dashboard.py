@@ -1,0 +1,50 @@
+"""What `slipstream dashboard` says of a run whose broker answers, does not answer, or has ended."""
+
+from pathlib import Path
+
+import pytest
+from msgspec.structs import replace
+
+from slipstream.broker.config import BrokerSection, DashboardTable
+from slipstream.broker.dashboard.history import History, StoredState
+from slipstream.deploy.commands.dashboard import require_page, said_of, shown_outcome
+from slipstream.wire.errors import ConfigError
+from slipstream.wire.files.run_folder import PAGE_ADDRESS
+from slipstream.wire.settings.sections import RunSection
+from tests.support.wire_samples import STATUS
+
+STORED = StoredState(at_s=1_000.0, status=STATUS, history=History(began_s=0.0).columns())
+WRITTEN = "1970-01-01 00:16:40 UTC"
+
+
+@pytest.mark.parametrize("outcome", ["finished", "stopped"])
+def test_a_run_that_has_ended_says_how(outcome: str):
+    said = said_of(STORED, outcome)
+    assert said == f"the run has ended ({outcome}); its figures were last written at {WRITTEN}"
+    assert shown_outcome(STORED, outcome) == outcome
+
+
+@pytest.mark.parametrize("outcome", ["", "running"])
+def test_a_broker_that_does_not_answer_is_not_taken_for_the_end(outcome: str):
+    said = said_of(STORED, outcome)
+    assert said.startswith("the broker does not answer, and nothing says that the run has ended")
+    assert said.endswith(WRITTEN)
+    assert shown_outcome(STORED, outcome) == f"not heard of since {WRITTEN}"
+
+
+def test_the_end_that_the_broker_wrote_last_counts_where_the_summary_says_nothing():
+    ended = replace(STORED, status=replace(STATUS, outcome="finished"))
+    assert shown_outcome(ended, "") == "finished"
+    assert said_of(ended, "").startswith("the run has ended (finished)")
+
+
+def test_the_setting_that_turned_the_page_off_is_named(tmp_path: Path):
+    run = RunSection(name="r", dir=str(tmp_path))
+    run.folder.mkdir()
+    off = BrokerSection(dashboard=DashboardTable(enabled=False))
+    with pytest.raises(ConfigError, match=r"broker\.dashboard\.enabled = false"):
+        require_page(run, off)
+    with pytest.raises(ConfigError, match=r"dashboard\.url is not there"):
+        require_page(run, BrokerSection())
+    (run.folder / PAGE_ADDRESS).write_text("http://127.0.0.1:1/?token=t")
+    require_page(run, BrokerSection())

@@ -1,0 +1,131 @@
+"""`slipstream top`: keys, signals and a broker that does not answer."""
+
+import json
+import os
+import signal
+import termios
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from slipstream.broker.dashboard.history import History, StoredState, write_state
+from slipstream.deploy.commands.bodies import top
+from slipstream.deploy.commands.top import ends_in_order, keys_of, outcome_of, recent_of, trouble_of
+from slipstream.wire.errors import ConfigError, PeerLostError
+from slipstream.wire.files.run_folder import PAGE_STATE
+from slipstream.wire.settings.sections import RunSection
+from tests.support.wire_samples import STATUS
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    run = f'[run]\nname = "{tmp_path.name}"\ndir = "{tmp_path.parent}"\n'
+    text = f'{run}[broker.redis]\nfsync = "everysec"\n'
+    (tmp_path / "resolved.toml").write_text(text)
+    return tmp_path
+
+
+@pytest.fixture
+def terminal() -> Iterator[tuple[int, int]]:
+    ours, theirs = os.openpty()
+    yield ours, theirs
+    os.close(ours)
+    os.close(theirs)
+
+
+def test_without_a_broker_json_says_so(folder: Path):
+    with pytest.raises(PeerLostError, match="no broker runs"):
+        top(folder, as_json=True)
+
+
+def test_the_state_of_a_run_that_has_ended_is_what_the_broker_wrote_last(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+):
+    columns = History(began_s=0.0).columns()
+    write_state(folder / PAGE_STATE, StoredState(at_s=0.0, status=STATUS, history=columns))
+    (folder / "summary.json").write_text('{"outcome": "finished"}')
+    assert top(folder, as_json=True) == 0
+    figures = json.loads(capsys.readouterr().out)
+    assert figures["outcome"] == "finished"
+    assert figures["steps"] == STATUS.steps
+    assert [one["rule"] for one in figures["advisories"]] == ["fsync-too-weak"]
+
+
+def test_what_is_no_terminal_cannot_be_drawn_on(folder: Path, capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(ConfigError, match="--json"):
+        top(folder, as_json=False)
+    assert capsys.readouterr().out == ""
+
+
+def test_a_folder_that_is_no_run_is_refused(tmp_path: Path):
+    with pytest.raises(ConfigError, match="not a run folder"):
+        top(tmp_path, as_json=True)
+
+
+def test_a_key_is_read_at_once_and_the_terminal_is_as_before(terminal: tuple[int, int]):
+    ours, theirs = terminal
+    before = termios.tcgetattr(theirs)
+    with keys_of(theirs) as keys:
+        lines = termios.tcgetattr(theirs)[3]
+        assert not lines & (termios.ICANON | termios.ECHO)
+        assert lines & termios.ISIG  # Ctrl-C is still a signal
+        assert keys.pressed(0.0) == ""
+        os.write(ours, b"q")
+        assert keys.pressed(5.0) == "q"
+    assert termios.tcgetattr(theirs) == before
+
+
+def test_the_terminal_is_as_before_after_an_error_too(terminal: tuple[int, int]):
+    _, theirs = terminal
+    before = termios.tcgetattr(theirs)
+    with pytest.raises(ZeroDivisionError), keys_of(theirs):
+        raise ZeroDivisionError
+    assert termios.tcgetattr(theirs) == before
+
+
+def test_nobody_types_into_what_is_no_terminal():
+    with keys_of(None) as keys:
+        assert keys.pressed(0.0) == ""
+
+
+def test_ctrl_c_ends_in_order_and_a_signal_ends_the_process():
+    with ends_in_order():
+        raise KeyboardInterrupt
+    handler = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(SystemExit) as ended, ends_in_order():
+        signal.raise_signal(signal.SIGTERM)
+    assert ended.value.code == 128 + signal.SIGTERM
+    assert signal.getsignal(signal.SIGTERM) == handler
+
+
+def test_a_broker_that_does_not_answer_is_told_from_a_run_that_has_ended():
+    assert trouble_of("", 0.9, "") == ""
+    silent = trouble_of("", 4.0, "")
+    assert "the broker has not answered for 4 s and is asked every second" in silent
+    assert "start-broker" not in silent
+    assert "start-broker; see logs/broker.log" in trouble_of("", 31.0, "")
+    assert "gone" in trouble_of("gone", 1.0, "running")
+    assert trouble_of("gone", 1.0, "finished") == "the run has ended: finished"
+
+
+def test_the_outcome_of_a_run_is_read_from_its_summary(tmp_path: Path):
+    run = RunSection(name="r", dir=str(tmp_path))
+    assert outcome_of(run) == ""
+    run.folder.mkdir()
+    run.summary_file.write_text("{")
+    assert outcome_of(run) == ""
+    run.summary_file.write_text('{"outcome": "stopped"}')
+    assert outcome_of(run) == "stopped"
+
+
+def test_the_history_that_the_broker_wrote_is_gone_on_with(folder: Path):
+    history = History(began_s=0.0)
+    for point in STATUS.steps_history:
+        history.step(point, point.at_s)
+    stored = StoredState(at_s=1.0, status=STATUS, history=history.columns())
+    write_state(folder / PAGE_STATE, stored)
+    recent = recent_of(folder, stored)
+    recent.look(STATUS)
+    assert recent.curve("policy/loss") == [0.1]
+    assert [advisory.rule for advisory in recent.advisories()] == ["fsync-too-weak"]

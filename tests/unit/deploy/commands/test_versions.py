@@ -1,0 +1,284 @@
+"""Who holds what since when, and how the publishes went, as a person reads it."""
+
+import io
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+from rich.console import Console
+
+from slipstream.broker.report.summary import write_summary
+from slipstream.deploy.commands.bodies import versions
+from slipstream.deploy.commands.versions import VersionsView, print_versions, render, view_of
+from slipstream.wire.errors import ConfigError
+from slipstream.wire.messages.status import RoleStatus
+from slipstream.wire.messages.versions import PolicyVersion
+from slipstream.wire.messages.weightbus import MemberState, PublishRecord
+from tests.support.wire_samples import STATUS
+
+NOW_S = 1_763_786_000.0
+
+
+def v(step: int) -> PolicyVersion:
+    return PolicyVersion(1, step)
+
+
+def publish(step: int, **fields: object) -> PublishRecord:
+    known = {
+        "version": v(step),
+        "at_s": NOW_S - 60,
+        "adopted_by": {"generator-0": 0.25, "generator-1": 0.75},
+        "num_in_flight": {"generator-0": 3, "generator-1": 2},
+        "phase_seconds": {"commit": 0.002, "digest": 0.1, "transfer": 0.3},
+        "digest": "0123456789abcdef" * 2,
+        "num_bytes": 269_060_552,
+        "transports": {"generator-0": "collective", "generator-1": "collective"},
+    }
+    return PublishRecord(**(known | fields))  # type: ignore[arg-type]
+
+
+MEMBERS = [
+    MemberState(
+        name="generator-0", state="current", version=v(2), since_s=NOW_S - 4, transport="collective"
+    ),
+    MemberState(
+        name="generator-1",
+        state="torn",
+        version=None,
+        since_s=NOW_S - 125,
+        transport="tcp",
+        reason="LoadBucket 3: \x1b[31mgone[/x]",
+    ),
+]
+VIEW = VersionsView(
+    run_name="run",
+    steps=2,
+    as_of="",
+    relay_silent_s=0.4,
+    members=MEMBERS,
+    publishes=[publish(1), publish(2)],
+)
+
+
+def shown(view: VersionsView, *, count: int = 10) -> str:
+    console = Console(file=io.StringIO(), width=100)
+    for part in render(view, count=count, now=lambda: NOW_S):
+        console.print(part)
+    text: str = console.file.getvalue()  # type: ignore[attr-defined]
+    return text
+
+
+def line(text: str, start: str) -> list[str]:
+    """The words of the only line that begins so."""
+    (found,) = (one for one in text.splitlines() if one.startswith(start))
+    return found.split()
+
+
+def changed(**fields: object) -> VersionsView:
+    return msgspec.structs.replace(VIEW, **fields)
+
+
+def test_each_engine_stands_with_its_state_its_version_and_since_when():
+    text = shown(VIEW)
+    assert "as the relay said 0.4 s ago" in text
+    first = line(text, "generator-0  ")
+    assert first[1:3] == ["current", "v1.2"]
+    assert first[4:] == ["4", "s", "collective"]
+    second = next(one.split() for one in text.splitlines() if " torn " in one)
+    assert second[1:3] == ["torn", "none"]
+    assert second[4:] == ["2", "min", "tcp"]
+
+
+def test_a_failure_is_shown_whole_and_no_terminal_obeys_it():
+    text = shown(VIEW)
+    assert "generator-1  LoadBucket 3: \\x1b[31mgone[/x]" in text
+    assert "\x1b" not in text
+
+
+def test_an_engine_does_not_look_alive_when_the_relay_is_silent():
+    text = shown(changed(relay_silent_s=75.0))
+    assert "the relay has been silent for 75 s" in text
+    assert line(text, "generator-0  ")[1:3] == ["was", "current"]
+    assert "4 s" not in text
+
+
+def test_where_no_relay_was_heard_nothing_is_said_about_engines():
+    text = shown(changed(relay_silent_s=None, members=[], publishes=[]))
+    assert "not known: no relay has said hello to this broker" in text
+    assert "no version yet" in text
+
+
+def test_an_engine_that_left_is_named_with_the_version_that_it_ran_last():
+    late = publish(3, adopted_by={"generator-0": 0.1}, failed={"generator-1": "was silent"})
+    text = shown(changed(members=MEMBERS[:1], publishes=[publish(1), publish(2), late]))
+    assert "no longer there: generator-1 (v1.2)" in text
+
+
+def test_a_publish_stands_with_its_size_its_transports_and_who_adopted_it():
+    mixed = publish(
+        2,
+        adopted_by={"generator-0": 0.25},
+        failed={"generator-1": "no bytes"},
+        transports={"generator-0": "collective", "generator-1": "tcp"},
+    )
+    text = shown(changed(publishes=[publish(1), mixed], members=[]))
+    rows = [one.split() for one in text.splitlines() if " MB " in one]
+    assert [" ".join(row[2:]) for row in rows] == [
+        "01234567 269.1 MB 2 collective 2 of 2 5 0.75 s",
+        "01234567 269.1 MB 1 collective, 1 tcp 1 of 2 5 0.25 s",
+    ]
+
+
+def test_phases_stand_in_their_order_and_only_those_that_there_were():
+    late = publish(2, phase_seconds={"receive": 1.5, "digest": 0.1, "swim": 1.0})
+    text = shown(changed(publishes=[publish(1), late], members=[]))
+    head = next(one.split() for one in text.splitlines() if "swim" in one)
+    assert head == ["version", "digest", "receive", "transfer", "commit", "swim"]
+    rows = [one.split() for one in text.splitlines() if one.startswith("v1.") and " MB " not in one]
+    assert rows == [
+        ["v1.1", "0.100", "-", "0.300", "0.002", "-"],
+        ["v1.2", "0.100", "1.500", "-", "-", "1.000"],
+    ]
+
+
+def test_those_who_were_left_out_for_one_reason_stand_together():
+    failed = {f"generator-{i}": "another engine of its group failed" for i in range(5)}
+    record = publish(2, adopted_by={}, failed=failed | {"generator-5": "did not answer Pause"})
+    text = shown(changed(publishes=[record]))
+    assert "v1.2 generator-0, generator-1 and 3 more  another engine of its group failed" in text
+    assert line(text, "v1.2 generator-5")[2:] == ["did", "not", "answer", "Pause"]
+
+
+def test_only_the_newest_publishes_are_shown_and_the_others_counted():
+    many = changed(publishes=[publish(step) for step in range(1, 8)])
+    text = shown(many, count=3)
+    assert "the newest 3 of 7 publishes" in text
+    assert [row.split()[0] for row in text.splitlines() if " MB " in row] == [
+        "v1.5",
+        "v1.6",
+        "v1.7",
+    ]
+    assert " MB " not in shown(many, count=0)
+
+
+def test_a_hundred_columns_are_enough():
+    every = ["digest", "offer", "group", "receive", "pause", "transfer", "load", "verify", "commit"]
+    transports = {f"generator-{i}": kind for i, kind in enumerate(["collective", "disk", "tcp"])}
+    wide = publish(2, phase_seconds=dict.fromkeys(every, 12.3456), transports=transports)
+    text = shown(changed(publishes=[wide]))
+    assert max(map(len, text.splitlines())) <= 100
+    assert len([one for one in text.splitlines() if one.startswith("v1.2")]) == 2
+    assert "1 collective, 1 disk, 1 tcp" in text
+
+
+def test_the_age_of_what_the_relay_said_is_that_of_its_last_word():
+    relay = RoleStatus(
+        name="relay",
+        role="relay",
+        age_s=9.0,
+        silent_s=1.5,
+        busy=0.0,
+        phase_seconds={},
+        tokens_per_second=0.0,
+    )
+    status = msgspec.structs.replace(STATUS, roles=[*STATUS.roles, relay])
+    assert view_of(status).relay_silent_s == 1.5
+    assert view_of(STATUS).relay_silent_s is None
+
+
+# ---- a run whose broker is gone -----------------------------------------------
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    folder = tmp_path / "runs" / "run"
+    folder.mkdir(parents=True)
+    settings = f'[run]\nname = "run"\ndir = "{folder.parent}"\nsocket_dir = "{tmp_path}/none"\n'
+    (folder / "resolved.toml").write_text(settings)
+    return folder
+
+
+def finished(folder: Path, **fields: object) -> None:
+    status = msgspec.structs.replace(
+        STATUS, **({"members": MEMBERS, "publish_history": VIEW.publishes} | fields)
+    )
+    write_summary(folder / "summary.json", status)
+
+
+def printed(folder: Path, *, count: int = 10) -> str:
+    console = Console(file=io.StringIO(), width=100)
+    assert print_versions(folder, console, count=count, as_json=False) == 0
+    text: str = console.file.getvalue()  # type: ignore[attr-defined]
+    return text
+
+
+def test_a_run_that_ended_is_read_from_its_summary(run: Path):
+    finished(run, outcome="finished", finished=True)
+    text = printed(run)
+    assert text.startswith("the run has ended\n")
+    assert "who held what, as the relay said last" in text
+    assert "was torn" in text
+    assert "v1.2" in text
+
+
+def test_a_run_whose_broker_died_says_as_of_which_step(run: Path):
+    finished(run, steps=5)
+    assert printed(run).startswith("as of step 5: no broker answers for")
+
+
+def test_the_reason_for_which_a_run_ended_is_shown(run: Path):
+    finished(run, outcome="ChildDiedError: learner ended with code 1")
+    assert printed(run).startswith("the run has ended: ChildDiedError: learner ended with code 1\n")
+
+
+def test_programs_get_what_a_person_gets(run: Path, capsys: pytest.CaptureFixture[str]):
+    finished(run, outcome="finished", finished=True)
+    assert print_versions(run, Console(), count=1, as_json=True) == 0
+    got = msgspec.json.decode(capsys.readouterr().out, type=VersionsView)
+    assert got.members == MEMBERS
+    assert got.publishes == VIEW.publishes
+    assert got.as_of == "the run has ended"
+
+
+def _no_summary(_: Path) -> None:
+    pass
+
+
+def _half_a_summary(run: Path) -> None:
+    (run / "summary.json").write_text('{"run_name": "run"')
+
+
+def _another_summary(run: Path) -> None:
+    (run / "summary.json").write_text(json.dumps({"outcome": "refused"}))
+
+
+@pytest.mark.parametrize(
+    ("prepare", "says"),
+    [
+        (_no_summary, "no broker answers for .* cannot be read: No such file"),
+        (_half_a_summary, "summary.json is no summary of this version"),
+        (_another_summary, "summary.json is no summary of this version: .*run_name"),
+    ],
+)
+def test_a_run_without_a_broker_or_a_summary_is_named(
+    prepare: Callable[[Path], None], says: str, run: Path
+):
+    prepare(run)
+    with pytest.raises(ConfigError, match=says):
+        printed(run)
+
+
+def test_what_is_no_run_folder_is_refused(tmp_path: Path):
+    with pytest.raises(ConfigError, match="is not a run folder"):
+        printed(tmp_path)
+
+
+def test_without_a_name_it_is_the_newest_run(
+    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    finished(run, outcome="finished", finished=True)
+    monkeypatch.chdir(run.parents[1])
+    assert versions(None, count=1, as_json=False) == 0
+    assert "the newest 1 of 2 publishes" in capsys.readouterr().out

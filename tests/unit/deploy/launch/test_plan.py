@@ -1,0 +1,157 @@
+"""Who runs where, and what memory that takes."""
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from slipstream.algos import linear_logprobs
+from slipstream.deploy.commands.dry_run import print_dry_run
+from slipstream.deploy.config import RunConfig, run_config
+from slipstream.deploy.launch.memory import (
+    CHUNK_BYTES,
+    GIB,
+    MIN_CHUNK_COLUMNS,
+    generator_memory,
+    kv_bytes_per_token,
+    learner_memory,
+    num_parameters,
+)
+from slipstream.deploy.launch.plan import plan_roles
+from slipstream.learner.model.hf_config import HfConfig, load_hf_config
+from slipstream.wire.errors import ConfigError
+from slipstream.wire.settings.load import load_table
+
+CONFIGS = Path(__file__).parents[4] / "configs"
+ARCHITECTURES = {
+    "qwen2.5-1.5b-1gpu": {
+        "model_type": "qwen2",
+        "vocab_size": 151936,
+        "hidden_size": 1536,
+        "intermediate_size": 8960,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 32768,
+        "tie_word_embeddings": True,
+    },
+    "qwen3-8b-16gpu": {
+        "model_type": "qwen3",
+        "vocab_size": 151936,
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "max_position_embeddings": 40960,
+        "tie_word_embeddings": False,
+    },
+}
+
+
+def config_of(name: str, folder: Path, *overrides: str) -> RunConfig:
+    """A shipped file with the real model's architecture, and no weights."""
+    (folder / "config.json").write_text(json.dumps(ARCHITECTURES[name]))
+    return run_config(load_table(CONFIGS / f"{name}.toml", [f"run.model={folder}", *overrides]))
+
+
+def architecture(name: str, folder: Path) -> HfConfig:
+    (folder / "config.json").write_text(json.dumps(ARCHITECTURES[name]))
+    return load_hf_config(folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "count"), [("qwen2.5-1.5b-1gpu", 1_543_714_304), ("qwen3-8b-16gpu", 8_190_735_360)]
+)
+def test_parameters_are_counted_as_published(name: str, count: int, tmp_path: Path):
+    assert num_parameters(architecture(name, tmp_path)) == count
+
+
+def test_the_cache_of_a_token_is_that_of_its_keys_and_values(tmp_path: Path):
+    assert kv_bytes_per_token(architecture("qwen3-8b-16gpu", tmp_path)) == 2 * 2 * 36 * 8 * 128
+
+
+def test_two_hosts_give_the_learner_one_and_the_generators_the_other(tmp_path: Path):
+    config = config_of("qwen3-8b-16gpu", tmp_path)
+    plans = {plan.name: plan for plan in plan_roles(config, Path("resolved.toml"), num_gpus=0)}
+    assert (plans["learner"].host, plans["learner"].gpus) == ("node-0", tuple(range(8)))
+    assert [(plans[f"generator-{i}"].host, plans[f"generator-{i}"].gpus) for i in (0, 7)] == [
+        ("node-1", (0,)),
+        ("node-1", (7,)),
+    ]
+    assert plans["generator-3"].environment["CUDA_VISIBLE_DEVICES"] == "3"
+    assert (plans["broker"].host, plans["broker"].gpus) == ("node-0", None)
+    assert len(plans) == 18
+
+
+def test_one_gpu_is_shared_only_when_asked(tmp_path: Path):
+    config = config_of("qwen2.5-1.5b-1gpu", tmp_path)
+    plans = {plan.name: plan for plan in plan_roles(config, Path("resolved.toml"), num_gpus=0)}
+    assert plans["learner"].gpus == plans["generator-0"].gpus == (0,)
+    apart = config_of("qwen2.5-1.5b-1gpu", tmp_path, "deploy.share_gpus=false")
+    with pytest.raises(ConfigError, match=r"has 1 GPUs; learner\.ranks = 1 and generators\.count"):
+        plan_roles(apart, Path("resolved.toml"), num_gpus=0)
+
+
+def test_more_ranks_than_gpus_on_a_host_are_refused(tmp_path: Path):
+    config = config_of("qwen3-8b-16gpu", tmp_path, "deploy.gpus_per_host=4")
+    with pytest.raises(ConfigError, match=r"learner\.ranks = 8, but node-0 has 4 GPUs"):
+        plan_roles(config, Path("resolved.toml"), num_gpus=0)
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_the_shipped_configs_fit_into_80_gib_by_the_estimate(name: str, tmp_path: Path):
+    config = config_of(name, tmp_path)
+    hf = load_hf_config(tmp_path)
+    learner = sum(part.num_bytes for part in learner_memory(hf, config)) / GIB
+    cache = generator_memory(hf, config)[1]
+    assert learner < 80
+    assert cache.num_bytes > 0
+    if config.deploy.share_gpus:
+        both = learner + sum(part.num_bytes for part in generator_memory(hf, config)[:2]) / GIB
+        assert both < 80
+
+
+def test_optimizer_memory_is_split_over_tensor_parallel_ranks(tmp_path: Path):
+    config = config_of("qwen3-8b-16gpu", tmp_path)
+    hf = load_hf_config(tmp_path)
+    parts = {part.what: part.num_bytes for part in learner_memory(hf, config)}
+    assert parts["optimizer: float32 weights, two moments"] == 12 * num_parameters(hf) / 8
+
+
+def test_the_estimate_knows_the_chunks_that_logits_are_computed_in():
+    assert CHUNK_BYTES == linear_logprobs.CUDA_CHUNK_BYTES
+    assert MIN_CHUNK_COLUMNS == linear_logprobs.MIN_CHUNK_COLUMNS
+
+
+def test_a_reference_and_a_critic_take_memory_of_their_own(tmp_path: Path):
+    config = config_of("qwen3-8b-16gpu", tmp_path)
+    hf = load_hf_config(tmp_path)
+    alone = sum(part.num_bytes for part in learner_memory(hf, config))
+    both = learner_memory(hf, config, frozen=[hf], has_critic=True)
+    own = num_parameters(hf) / config.learner.learner.tensor_parallel
+    assert sum(part.num_bytes for part in both) - alone == pytest.approx(20 * own)
+
+
+def test_a_dry_run_prints_processes_commands_and_memory(tmp_path: Path):
+    config = config_of("qwen2.5-1.5b-1gpu", tmp_path)
+    plans = plan_roles(config, Path("resolved.toml"), num_gpus=0)
+    console = Console(file=io.StringIO(), width=200)
+    print_dry_run(config, plans, console)
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "5 processes on 1 host" in text
+    assert "CUDA_VISIBLE_DEVICES=0" in text
+    assert "-m slipstream.learner.main --config resolved.toml" in text
+    assert "12 P / t" in text
+    assert "learner and generator on one GPU" in text
+    assert "NOT fit" not in text
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.toml")), ids=lambda path: path.stem)
+def test_every_shipped_config_is_valid(path: Path, tmp_path: Path):
+    shape = ARCHITECTURES["qwen3-8b-16gpu"] | {"vocab_size": 49152}
+    (tmp_path / "config.json").write_text(json.dumps(shape))
+    run_config(load_table(path, [f"run.model={tmp_path}"]))

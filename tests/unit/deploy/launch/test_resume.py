@@ -1,0 +1,165 @@
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from slipstream.deploy.launch.resume import ResumePoint, find_resume_point, resumed_table
+from slipstream.learner.checkpoints.digests import DIGESTS_FILE, damage_of, write_digests
+from slipstream.wire.errors import ConfigError
+from slipstream.wire.files.checkpoints import (
+    FORMAT_REVISION,
+    INFO_FILE,
+    LEDGER_FILE,
+    CheckpointInfo,
+    checkpoint_name,
+    ledger_file,
+)
+from slipstream.wire.messages.versions import PolicyVersion
+from slipstream.wire.settings.sections import RunSection
+
+
+def save(run_folder: Path, step: int) -> Path:
+    folder = run_folder / "checkpoints" / checkpoint_name(step)
+    folder.mkdir(parents=True)
+    info = CheckpointInfo(
+        format_revision=FORMAT_REVISION,
+        run_name=run_folder.name,
+        version=PolicyVersion(1, step),
+        saved_at="2026-01-01T00:00:00Z",
+        model="/models/tiny",
+        architecture={},
+        parameters="",
+        ranks=1,
+        tensor_parallel=1,
+        packages={},
+        dtype="float32",
+    )
+    (folder / INFO_FILE).write_bytes(msgspec.json.encode(info))
+    (folder / LEDGER_FILE).write_bytes(ledger_file(b"ledger"))
+    return folder
+
+
+def section(folder: Path, steps: int = 100) -> RunSection:
+    return RunSection(name="first", dir=str(folder), steps=steps)
+
+
+def test_auto_takes_the_newest_checkpoint_of_the_newest_run_that_has_one(tmp_path: Path):
+    save(tmp_path / "first", 10)
+    save(tmp_path / "first-2", 4)
+    wanted = save(tmp_path / "first-2", 6)
+    (tmp_path / "first-3").mkdir()  # ended before its first checkpoint
+    save(tmp_path / "second", 50)
+    point = find_resume_point(section(tmp_path), "auto")
+    assert point is not None
+    assert (point.run_folder, point.checkpoint, point.step) == (tmp_path / "first-2", wanted, 6)
+
+
+def test_auto_passes_over_what_is_damaged_and_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    run = tmp_path / "first"
+    whole, cut, unreadable = save(run, 2), save(run, 4), save(run, 6)
+    for folder in (whole, cut):
+        (folder / "__0_0.distcp").write_bytes(bytes(1000))
+        write_digests(folder)
+    (cut / "__0_0.distcp").write_bytes(bytes(499))
+    (unreadable / INFO_FILE).write_text("{")
+    point = find_resume_point(section(tmp_path), "auto")
+    assert point is not None
+    assert point.checkpoint == whole
+    assert "step-000006 is passed over" in caplog.text
+    assert "step-000004 is passed over: __0_0.distcp is not as it was written" in caplog.text
+    with pytest.raises(ConfigError, match=r"step-000004 is damaged: __0_0\.distcp.*--resume auto"):
+        find_resume_point(section(tmp_path), str(cut))
+    (whole / "__0_0.distcp").unlink()
+    with pytest.raises(ConfigError, match=r"no checkpoint of .* is whole; the newest is .*000004"):
+        find_resume_point(section(tmp_path), "auto")
+
+
+def test_one_bit_that_flipped_is_damage(tmp_path: Path):
+    folder = save(tmp_path / "first", 2)
+    file = folder / "common.pt"
+    file.write_bytes(bytes(100))
+    assert damage_of(folder) == "", "written before there were digests"
+    write_digests(folder)
+    assert damage_of(folder) == ""
+    for bit in (0, 399, 799):
+        data = bytearray(100)
+        data[bit // 8] ^= 1 << bit % 8
+        file.write_bytes(data)
+        assert damage_of(folder) == "common.pt is not as it was written"
+    file.write_bytes(bytes(100))
+    (folder / LEDGER_FILE).write_bytes(ledger_file(b"ledger")[:-1])
+    assert "ledger.bin is damaged" in damage_of(folder)
+    (folder / LEDGER_FILE).write_bytes(ledger_file(b"ledger"))
+    file.unlink()
+    assert damage_of(folder) == "common.pt: No such file or directory"
+    (folder / DIGESTS_FILE).write_text("{")
+    assert "digests.json cannot be read" in damage_of(folder)
+    (folder / DIGESTS_FILE).unlink()
+    info = msgspec.json.decode((folder / INFO_FILE).read_bytes()) | {"has_digests": True}
+    (folder / INFO_FILE).write_bytes(msgspec.json.encode(info))
+    assert damage_of(folder) == "no digests.json"
+
+
+def test_auto_begins_a_run_where_there_is_nothing_to_go_on_from(tmp_path: Path):
+    (tmp_path / "first").mkdir()
+    assert find_resume_point(section(tmp_path), "auto") is None
+
+
+@pytest.mark.parametrize(("outcome", "goes_on"), [("running", True), ("finished", False)])
+def test_auto_goes_on_with_the_ledger_of_a_run_that_was_cut_off_before_its_first_checkpoint(
+    tmp_path: Path, outcome: str, goes_on: bool
+):
+    (tmp_path / "first" / "ledger").mkdir(parents=True)
+    (tmp_path / "first" / "summary.json").write_text(f'{{"outcome": "{outcome}"}}')
+    point = find_resume_point(section(tmp_path), "auto")
+    if not goes_on:
+        assert point is None
+        return
+    assert point is not None
+    assert (point.run_folder, point.checkpoint) == (tmp_path / "first", None)
+    table = resumed_table({"run": {"name": "first"}}, point)
+    assert (table["run"]["name"], table["run"]["resume_from"]) == ("first", "")
+
+
+def test_a_run_folder_and_a_checkpoint_can_be_named(tmp_path: Path):
+    early, late = save(tmp_path / "other", 2), save(tmp_path / "other", 4)
+    for wanted, checkpoint in ((tmp_path / "other", late), (early, early)):
+        point = find_resume_point(section(tmp_path), str(wanted))
+        assert point is not None
+        assert (point.run_folder, point.checkpoint) == (tmp_path / "other", checkpoint)
+
+
+def test_a_complete_run_says_what_to_raise(tmp_path: Path):
+    save(tmp_path / "first", 10)
+    with pytest.raises(ConfigError, match=r"step 10 of run\.steps = 10: raise run\.steps"):
+        find_resume_point(section(tmp_path, steps=10), "auto")
+
+
+def test_a_folder_without_checkpoint_is_refused(tmp_path: Path):
+    with pytest.raises(ConfigError, match="is no checkpoint"):
+        find_resume_point(section(tmp_path), str(tmp_path))
+
+
+def test_a_resumed_run_keeps_its_settings_and_goes_on_in_its_folder(tmp_path: Path):
+    checkpoint = save(tmp_path / "first-2", 6)
+    point = find_resume_point(section(tmp_path), "auto")
+    assert point is not None
+    table = resumed_table({"run": {"name": "first", "steps": 9}, "learner": {"lr": 0.1}}, point)
+    assert table == {
+        "run": {
+            "name": "first-2",
+            "steps": 9,
+            "dir": str(tmp_path),
+            "resume_from": str(checkpoint),
+        },
+        "learner": {"lr": 0.1},
+    }
+
+
+def test_a_cut_ledger_has_auto_take_the_checkpoint_before(tmp_path: Path):
+    older, newer = (save(tmp_path / "first", step) for step in (2, 4))
+    write_digests(newer)
+    (newer / LEDGER_FILE).write_bytes(ledger_file(b"ledger")[:-1])
+    assert find_resume_point(section(tmp_path), "auto") == ResumePoint(tmp_path / "first", older, 2)

@@ -1,0 +1,269 @@
+"""The supervisor over short real children. Its clock is ours; its children end by themselves."""
+
+import dataclasses
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from slipstream.deploy.launch.plan import RolePlan
+from slipstream.deploy.launch.supervise import Supervisor
+from slipstream.wire.errors import ChildDiedError
+from slipstream.wire.process.command_line import EXIT_SUPERSEDED
+
+
+class Time:
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+class ImpatientTime(Time):
+    """Every look at it takes a second."""
+
+    def __call__(self) -> float:
+        self.now_s += 1.0
+        return self.now_s
+
+
+class StandsStill(ImpatientTime):
+    """Passes only when something has happened, however long that takes."""
+
+    def __init__(self, *, until: Callable[[], bool]) -> None:
+        super().__init__()
+        self._until = until
+
+    def __call__(self) -> float:
+        return super().__call__() if self._until() else self.now_s
+
+
+def make_supervisor(folder: Path, time: Time, max_restarts: int = 1) -> Supervisor:
+    scratch = folder / "scratch"
+    scratch.mkdir()
+    return Supervisor(
+        logs=folder,
+        scratch=scratch,
+        max_restarts=max_restarts,
+        window_s=60.0,
+        backoff_s=5.0,
+        stop_timeout_s=3.0,
+        now=time,
+    )
+
+
+@pytest.fixture
+def time() -> Time:
+    return Time()
+
+
+@pytest.fixture
+def supervisor(tmp_path: Path, time: Time) -> Iterator[Supervisor]:
+    supervisor = make_supervisor(tmp_path, time)
+    yield supervisor
+    supervisor.now = ImpatientTime()
+    supervisor.stop()
+
+
+def plan(code: str, *, name: str = "worker", again: tuple[str, ...] = ()) -> RolePlan:
+    return RolePlan(name, (sys.executable, "-S", "-c", code), again)
+
+
+def wait(supervisor: Supervisor, name: str = "worker") -> int:
+    process = supervisor.children[name].process
+    assert process is not None
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+    return process.pid
+
+
+def until_printed(log: Path, text: str, pid: int) -> None:
+    """Return once a child that is alive has printed ``text``."""
+    while text not in log.read_text():
+        os.kill(pid, 0)
+
+
+def test_a_role_that_ends_in_order_is_finished(supervisor: Supervisor):
+    supervisor.start(plan("pass"))
+    assert not supervisor.finished(["worker"])
+    wait(supervisor)
+    supervisor.check()
+    assert supervisor.finished(["worker"])
+
+
+def test_a_role_that_fails_starts_again_after_a_pause_and_then_ends_the_run(
+    supervisor: Supervisor, time: Time
+):
+    supervisor.start(plan("print('reading', flush=True); raise SystemExit('no engine here')"))
+    first = wait(supervisor)
+    supervisor.check()
+    time.now_s = 4.9
+    supervisor.check()
+    process = supervisor.children["worker"].process
+    assert process is not None
+    assert process.pid == first
+    time.now_s = 5.0
+    supervisor.check()
+    assert wait(supervisor) != first
+    with pytest.raises(ChildDiedError, match=r"worker ended with code 1 \(failure 2\)") as caught:
+        supervisor.check()
+    log = supervisor.children["worker"].log_file
+    assert str(log) in str(caught.value)
+    assert str(caught.value).endswith("    reading\n    no engine here")
+
+
+def test_the_pause_doubles_with_each_failure(tmp_path: Path, time: Time):
+    supervisor = make_supervisor(tmp_path, time, max_restarts=3)
+    supervisor.start(plan("raise SystemExit(7)"))
+    pauses = []
+    for _ in range(3):
+        wait(supervisor)
+        supervisor.check()
+        due_s = supervisor.children["worker"].restart_at_s
+        assert due_s is not None
+        pauses.append(due_s - time.now_s)
+        time.now_s = due_s
+        supervisor.check()
+    wait(supervisor)
+    supervisor.stop()
+    assert pauses == [5.0, 10.0, 20.0]
+
+
+def test_failures_of_long_ago_are_forgiven(tmp_path: Path, time: Time):
+    supervisor = make_supervisor(tmp_path, time, max_restarts=1)
+    supervisor.start(plan("raise SystemExit(7)"))
+    for _ in range(3):
+        wait(supervisor)
+        supervisor.check()
+        due_s = supervisor.children["worker"].restart_at_s
+        assert due_s == time.now_s + 5.0
+        time.now_s += 70.0
+        supervisor.check()
+    wait(supervisor)
+    supervisor.stop()
+
+
+def test_a_role_whose_place_was_taken_is_not_started_again(supervisor: Supervisor):
+    supervisor.start(plan(f"raise SystemExit({EXIT_SUPERSEDED})", name="broker"))
+    wait(supervisor, "broker")
+    with pytest.raises(ChildDiedError, match="broker ended with code 3"):
+        supervisor.check()
+
+
+def test_one_of_many_whose_name_was_taken_is_left_out(
+    supervisor: Supervisor, caplog: pytest.LogCaptureFixture
+):
+    taken = plan(f"raise SystemExit({EXIT_SUPERSEDED})", name="generator-0")
+    supervisor.start(dataclasses.replace(taken, is_one_of_many=True))
+    wait(supervisor, "generator-0")
+    with caplog.at_level("WARNING"):
+        supervisor.check()
+        supervisor.check()
+    assert supervisor.finished(["generator-0"])
+    assert supervisor.left_out("generator-0")
+    assert [r.message.partition(":")[0] for r in caplog.records] == ["generator-0 ends"]
+
+
+def test_who_serves_the_others_is_started_again_however_it_ended(
+    supervisor: Supervisor, time: Time
+):
+    code = "import sys; print(sys.argv[1:], flush=True)"
+    ends = dataclasses.replace(plan(code, again=("--restarted",), name="b"), serves_others=True)
+    supervisor.start(ends)
+    wait(supervisor, "b")
+    supervisor.check()
+    assert not supervisor.finished(["b"])
+    time.now_s += 6.0
+    supervisor.check()
+    wait(supervisor, "b")
+    assert (supervisor.logs / "b.log").read_text().splitlines() == ["[]", "['--restarted']"]
+
+
+def test_another_incarnation_is_told_that_it_is_one(supervisor: Supervisor, time: Time):
+    code = "import sys; print(sys.argv[1:], flush=True); raise SystemExit(1)"
+    supervisor.start(plan(code, again=("--restarted",)))
+    for _ in range(2):
+        pid = wait(supervisor)
+        if supervisor.children["worker"].num_starts == 1:
+            supervisor.check()
+            time.now_s += 6.0
+            supervisor.check()
+    assert pid
+    log = (supervisor.logs / "worker.log").read_text().splitlines()
+    assert log == ["[]", "['--restarted']"]
+
+
+def test_a_role_that_was_killed_is_reported_by_the_signal(tmp_path: Path, time: Time):
+    supervisor = make_supervisor(tmp_path, time, max_restarts=0)
+    kill_myself = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
+    supervisor.start(plan(kill_myself))
+    wait(supervisor)
+    with pytest.raises(ChildDiedError, match="worker was killed by SIGKILL"):
+        supervisor.check()
+
+
+def test_what_a_dead_role_left_in_the_scratch_folder_is_removed(supervisor: Supervisor):
+    mine, others = supervisor.scratch / "worker-abc", supervisor.scratch / "other-abc"
+    for folder in (mine, others):
+        folder.mkdir()
+    supervisor.start(plan("raise SystemExit(1)"))
+    wait(supervisor)
+    supervisor.check()
+    assert not mine.exists()
+    assert others.exists()
+
+
+def test_children_get_the_scratch_folder_their_environment_and_their_cores(
+    supervisor: Supervisor,
+):
+    core = min(os.sched_getaffinity(0))
+    code = "import os; print(os.environ['TMPDIR'], os.environ['MINE'], os.sched_getaffinity(0))"
+    role = dataclasses.replace(plan(code), environment={"MINE": "1"}, cores=(core,))
+    supervisor.start(role)
+    wait(supervisor)
+    log = supervisor.children["worker"].log_file
+    assert log.read_text().split() == [str(supervisor.scratch), "1", f"{{{core}}}"]
+
+
+def test_stopping_asks_first_and_kills_who_does_not_listen(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    def has_left() -> bool:
+        process = supervisor.children["polite"].process
+        return process is not None and process.poll() is not None
+
+    time = StandsStill(until=has_left)
+    supervisor = make_supervisor(tmp_path, time)
+    wait_for_ever = "print('up', flush=True); import signal\nwhile True: signal.pause()"
+    deaf = f"import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); {wait_for_ever}"
+    leave = "import signal, sys; signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))"
+    polite = f"{leave}; {wait_for_ever}"
+    codes = {}
+    for name, code in (("deaf", deaf), ("polite", polite)):
+        supervisor.start(plan(code, name=name))
+        process = supervisor.children[name].process
+        assert process is not None
+        until_printed(tmp_path / f"{name}.log", "up", process.pid)
+    supervisor.stop()
+    assert "deaf used no CPU and wrote no log for 3 s after SIGTERM and is killed" in caplog.text
+    for name, child in supervisor.children.items():
+        assert child.process is not None
+        codes[name] = child.process.poll()
+    assert codes == {"deaf": -signal.SIGKILL, "polite": 0}
+
+
+def test_a_role_that_waits_for_its_restart_is_not_started_after_a_stop(
+    supervisor: Supervisor, time: Time
+):
+    supervisor.start(plan("raise SystemExit(1)"))
+    pid = wait(supervisor)
+    supervisor.check()
+    supervisor.stop()
+    time.now_s = 100.0
+    process = supervisor.children["worker"].process
+    assert process is not None
+    assert process.pid == pid
+    assert supervisor.children["worker"].restart_at_s is None

@@ -1,0 +1,74 @@
+"""Nothing that another process or host wrote is obeyed: no markup, no escape, no forged line."""
+
+import io
+import logging
+
+import pytest
+from msgspec.structs import replace
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
+
+from slipstream.deploy.terminal.console import make_console
+from slipstream.deploy.terminal.view import final_table, live_view, one_line
+from slipstream.wire.process import logs
+from slipstream.wire.process.visible import one_line as as_one_line
+from slipstream.wire.process.visible import visible
+from tests.support.wire_samples import STATUS
+
+HOSTILE = "[/x] :bomb: \x1b]52;c;ZXZpbA==\x07\x1b[2J\u202e"
+SHOWN = r"[/x] :bomb: \x1b]52;c;ZXZpbA==\x1b[2J\u202e"  # rich leaves bells out
+
+
+def terminal() -> tuple[Console, io.StringIO]:
+    written = io.StringIO()
+    return make_console(file=written, force_terminal=True, width=400, color_system=None), written
+
+
+def test_text_of_others_is_neither_markup_nor_emoji_nor_control():
+    console, written = terminal()
+    console.print(HOSTILE)
+    console.print(Text(HOSTILE))
+    assert written.getvalue() == f"{SHOWN}\n" * 2
+
+
+def test_a_view_of_hostile_names_is_drawn_and_drawn_again():
+    role = replace(STATUS.roles[0], name=HOSTILE, phase_seconds={HOSTILE: 1.0})
+    status = replace(STATUS, roles=[role], run_name=HOSTILE, waiting_for=HOSTILE, issued=1)
+    console, written = terminal()
+    with Live(console=console, auto_refresh=False) as live:
+        live.update(live_view(status, HOSTILE), refresh=True)
+        live.update(live_view(status, HOSTILE), refresh=True)
+    console.print(final_table(status, outcome=HOSTILE))
+    console.print(one_line(status))
+    text = written.getvalue()
+    assert "\x1b]52" not in text
+    assert "\x07" not in text
+    assert SHOWN in text
+
+
+def test_rich_itself_still_moves_the_cursor_and_colors():
+    written = io.StringIO()
+    console = make_console(file=written, force_terminal=True, color_system="standard")
+    with Live(console=console, auto_refresh=False) as live:
+        live.update(Text("seen", style="red"), refresh=True)
+    assert "\x1b[31mseen" in written.getvalue()
+
+
+def test_a_log_shows_control_characters_as_text(capsys: pytest.CaptureFixture[str]):
+    before = logging.getLogger().handlers[:]
+    level = logging.getLogger().level
+    try:
+        logs.start_logging("broker")
+        logging.getLogger("x").warning("%s", HOSTILE)
+    finally:
+        logging.basicConfig(handlers=before, level=level, force=True)
+    line = capsys.readouterr().err
+    assert line.endswith(f" W broker {visible(HOSTILE)}\n")
+
+
+def test_what_a_client_says_is_one_short_line():
+    forged = "no judge\n20:00:00.000 E broker FORGED\x1b]0;x\x07" + "A" * 3_000
+    said = as_one_line(forged, most=60)
+    assert said == "no judge 20:00:00.000 E broker FORGED ]0;x " + "A" * 17
+    assert visible("a\tb\nc") == "a\tb\nc"

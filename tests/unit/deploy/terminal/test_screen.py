@@ -1,0 +1,242 @@
+"""What fits on a terminal, what is dropped first, and what a person must see."""
+
+import io
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+from rich.console import Console
+from rich.text import Text
+
+from slipstream.broker.dashboard.advisories import Advisory
+from slipstream.deploy.terminal.screen import Block, Screen, fit, lines_of
+from slipstream.wire.messages.status import RoleStatus, RunStatus
+from slipstream.wire.messages.versions import PolicyVersion
+from slipstream.wire.messages.weightbus import MemberState
+from tests.support.wire_samples import MEMBERS, RECORD, STATUS
+
+NOW_S = 1_000.0
+ADVISORY = Advisory(
+    rule="learner-starved",
+    level="warning",
+    text="The learner waited 41% of the last 2 minutes for data: add generators or let each "
+    "answer more at a time (generators.max_sequences).",
+    setting="generators.count",
+    why="learner-starved",
+)
+
+
+class Known:
+    """A history that was given."""
+
+    def __init__(
+        self, busy: dict[str, float] | None = None, *, rewards: Sequence[float] = ()
+    ) -> None:
+        self._busy = busy or {}
+        self._curves = {"reward/sampled": rewards}
+
+    def busy(self, process: str) -> float | None:
+        return self._busy.get(process)
+
+    def curve(self, name: str) -> Sequence[float]:
+        return self._curves.get(name, ())
+
+
+def role(name: str, kind: str, **fields: Any) -> RoleStatus:  # noqa: ANN401 values of the role
+    return replace(STATUS.roles[0], name=name, role=kind, **fields)
+
+
+def status(generators: int = 2, **fields: Any) -> RunStatus:  # noqa: ANN401 values of the status
+    roles = [
+        role("broker", "broker"),
+        *(role(f"generator-{i}", "generator", leases=3) for i in range(generators)),
+        role("learner", "learner"),
+    ]
+    return replace(STATUS, **{"roles": roles, "members": []} | fields)
+
+
+def drawn(
+    state: RunStatus,
+    width: int = 80,
+    height: int = 24,
+    *,
+    advisories: Sequence[Advisory] = (),
+    recent: Known | None = None,
+    plain: bool = False,
+    trouble: str = "",
+) -> list[str]:
+    lines = lines_of(
+        state,
+        advisories,
+        Screen(width, height, plain=plain),
+        recent=recent or Known(rewards=[0.1, 0.5, 0.9]),
+        trouble=trouble,
+        footer="q ends",
+        now_s=NOW_S,
+    )
+    return [line.plain for line in lines]
+
+
+def line_with(text: str, lines: Sequence[str]) -> str:
+    (found,) = [line for line in lines if text in line]
+    return found
+
+
+@pytest.mark.parametrize(("width", "height"), [(80, 24), (120, 40), (200, 60), (40, 10), (20, 3)])
+@pytest.mark.parametrize("generators", [0, 2, 64])
+def test_nothing_is_wider_or_higher_than_the_screen(width: int, height: int, generators: int):
+    lines = drawn(status(generators), width, height, advisories=[ADVISORY] * 5, trouble="x" * 999)
+    assert len(lines) <= height
+    assert max(map(len, lines)) <= width
+
+
+def test_rich_draws_the_lines_as_they_are():
+    state = status()
+    lines = lines_of(
+        state, [ADVISORY], Screen(80, 24), recent=Known(), footer="q ends", now_s=NOW_S
+    )
+    console = Console(file=io.StringIO(), width=80)
+    for line in lines:
+        console.print(line)
+    text: str = console.file.getvalue()  # type: ignore[attr-defined]
+    assert text.splitlines() == [line.plain for line in lines]
+
+
+def test_a_terminal_of_80_by_24_shows_every_part():
+    lines = drawn(status(), advisories=[ADVISORY])
+    assert "run  step 5 of 9" in lines[0]
+    assert "! The learner waited 41%" in lines[1]
+    for title in ("learning", "pools", "staleness", "groups", "queues", "weights"):
+        assert line_with(title, [line[:11] for line in lines])
+    assert "4 issued = 2 trained + 1 dropped + 1 in flight" in line_with("issued", lines)
+    assert lines[-1] == "q ends"
+
+
+def test_many_generators_take_what_is_left_and_the_rest_is_counted():
+    lines = drawn(status(64))
+    assert any("more" in line[:10] for line in lines)
+    assert [line.split()[1] for line in lines if line.startswith("pools")] == ["learner"]
+    assert [line for line in lines if line.startswith("groups")]
+
+
+def test_who_is_silent_comes_first_of_its_kind_and_is_said():
+    roles = [role("generator-0", "generator"), role("generator-9", "generator", silent_s=3.2)]
+    lines = drawn(status(roles=roles))
+    assert "generator-9" in line_with("pools", lines)
+    assert "silent for 3 s" in line_with("generator-9", lines)
+    assert "%" not in line_with("generator-9", lines), "what it does is not known"
+
+
+def test_processes_stand_in_the_order_of_their_numbers():
+    lines = drawn(status(generators=12), height=60)
+    numbers = [line.split("generator-")[1].split()[0] for line in lines if "generator-" in line]
+    assert numbers == [str(i) for i in range(12)]
+
+
+def test_the_correction_is_told_by_staleness():
+    metrics = {"staleness/mismatch_kl@lag0": 0.0008, "staleness/mismatch_kl@lag2": 0.0041}
+    step = replace(STATUS.steps_history[-1], metrics=metrics | {"staleness/ess@lag1": 0.9})
+    lines = drawn(status(steps_history=[step], max_staleness_steps=2), height=60)
+    assert "lag 0 0.00080  lag 2 0.00410" in line_with("mismatch KL", lines)
+    assert "lag 1 0.900" in line_with("ESS  ", lines)
+    assert not any("clipped" in line for line in lines)
+
+
+def test_a_bar_shows_the_last_seconds_and_else_the_whole_life_of_a_process():
+    lines = drawn(status(), recent=Known({"generator-0": 0.25}))
+    assert " 25% " in line_with("generator-0", lines)
+    assert " 90% " in line_with("generator-1", lines)
+
+
+def test_a_torn_engine_comes_before_those_that_are_current():
+    torn = MEMBERS[1]
+    members = [*(_current(f"generator-{i}") for i in (2, 3)), torn]
+    lines = drawn(status(members=members), 120, 40)
+    rows = [line for line in lines if " for " in line and ("torn" in line or "current" in line)]
+    assert [row.split()[:2] for row in rows] == [
+        ["generator-1", "torn"],
+        ["generator-2", "current"],
+        ["generator-3", "current"],
+    ]
+    assert "gone" in rows[0]
+
+
+def _current(name: str) -> MemberState:
+    return MemberState(
+        name=name, state="current", version=PolicyVersion(1, 4), since_s=NOW_S, transport="tcp"
+    )
+
+
+def test_the_newest_publish_is_told_with_its_phases_where_there_is_room():
+    narrow, wide = (
+        line_with("1 publishes", drawn(status(publish_history=[RECORD]), width, 40))
+        for width in (80, 140)
+    )
+    assert "left out" in narrow or not RECORD.failed
+    assert "receive" not in narrow
+    assert "receive 0.125" in wide
+
+
+def test_missing_groups_and_the_end_of_the_run_are_said():
+    lines = drawn(status(unaccounted=3, outcome="finished"))
+    assert "3 UNACCOUNTED FOR" in line_with("issued", lines)
+    assert lines[1] == "the run has ended: finished"
+
+
+def test_trouble_stands_before_everything_else():
+    lines = drawn(status(), trouble="the broker has not answered", advisories=[ADVISORY])
+    assert lines[1] == "the broker has not answered"
+
+
+def test_what_others_wrote_is_neither_markup_nor_obeyed_by_the_terminal():
+    bad = "[red]\x1b[2Jx"
+    state = status(roles=[role(bad, "generator")], run_name=bad, waiting_for=bad)
+    text = "\n".join(drawn(state, 120, 40))
+    assert "\x1b" not in text
+    assert "[red]\\x1b[2Jx" in text
+
+
+def test_a_terminal_that_knows_ascii_alone_gets_nothing_else():
+    assert "\n".join(drawn(status(), plain=True, advisories=[ADVISORY])).isascii()
+
+
+def test_a_curve_is_drawn_from_its_lowest_to_its_highest_point():
+    screen = Screen(80, 24)
+    assert screen.spark([0.0, 1.0], 10) == "▁█"
+    assert screen.spark([0.0, 0.0, 1.0, 1.0], 2) == "▁█"
+    assert screen.spark([5.0, 5.0], 10) == "▁▁"
+    assert screen.spark([], 10) == ""
+
+
+def test_room_goes_to_what_ranks_first_and_order_stays():
+    blocks = [
+        Block("low", [Text(f"low {i}") for i in range(4)], 1, least=2, good=3),
+        Block("high", [Text(f"high {i}") for i in range(3)], 0, least=2, good=2),
+        Block("rare", [Text("rare")], 2, least=1, good=1),
+    ]
+
+    def shown(height: int) -> list[list[str]]:
+        return [line.plain.split() for line in fit(blocks, height)]
+
+    low = [["low", "low", "0"], ["low", "1"], ["low", "2"], ["low", "3"]]
+    high = [["high", "high", "0"], ["high", "1"], ["high", "2"]]
+    rare = ["rare", "rare"]
+    assert shown(1) == [rare]
+    assert shown(3) == [high[0], ["+1", "more", "high", "1"], rare]
+    assert shown(7) == [*low[:2], ["+1", "more", "low", "2"], *high, rare]
+    assert shown(9) == [*low, *high, rare]
+    assert shown(10) == [*low, [], *high, [], rare]
+
+
+def test_a_part_of_one_line_says_beside_its_name_how_many_more_there_are():
+    (line,) = fit([Block("name", [Text("a"), Text("b"), Text("c")], 0, least=1, good=1)], 1)
+    assert line.plain.split() == ["name+2", "a"]
+
+
+def test_many_lags_take_one_line_where_there_is_no_room_for_bars():
+    histogram = {str(lag): 10 for lag in range(10)}
+    state = status(max_staleness_steps=9, staleness_histogram=histogram)
+    low, high = drawn(state), drawn(state, 120, 50)
+    assert "0: 10%  1: 10%" in line_with("staleness", low)
+    assert len([line for line in high if "of trained tokens" in line]) == 10

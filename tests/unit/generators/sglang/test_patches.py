@@ -1,0 +1,86 @@
+import types
+
+import pytest
+
+from slipstream.generators.sglang import seeded_sampling
+from slipstream.generators.sglang.patches import Retractions, check_version, replace, sample_by_seed
+from slipstream.wire.errors import ConfigError
+
+
+def test_only_the_release_that_the_corrections_were_written_for_is_taken():
+    check_version("0.5.23")
+    check_version("0.5.23+cpu")
+    for other in ("0.5.24", "0.5.23.post1", "0.6.0"):
+        with pytest.raises(ConfigError, match=rf"SGLang {other} is installed, .*==0\.5\.23"):
+            check_version(other)
+
+
+def test_what_is_not_there_is_not_replaced():
+    module = types.ModuleType("sampler")
+    module.__dict__["sample"] = len
+    replace(module, "sample", max)
+    assert vars(module)["sample"] is max
+    with pytest.raises(ConfigError, match=r"sampler has no sampling, which .* replaces"):
+        replace(module, "sampling", max)
+    assert "sampling" not in vars(module)
+
+
+NAMES = ("sampling_from_probs_torch", "top_k_top_p_min_p_sampling_from_probs_torch")
+
+
+def test_a_sampler_without_a_function_that_takes_seeds_is_refused():
+    module = types.ModuleType("sampler")
+    module.__dict__.update(dict.fromkeys(NAMES[:1], len))
+    with pytest.raises(ConfigError, match=f"sampler has no {NAMES[1]}"):
+        sample_by_seed(module)
+    module.__dict__.update(dict.fromkeys(NAMES, len))
+    sample_by_seed(module)
+    assert vars(module)[NAMES[0]] is seeded_sampling.sampling_from_probs
+    assert vars(module)[NAMES[1]] is seeded_sampling.sampling_from_truncated_probs
+
+
+class Queues:
+    retracted = 0
+
+
+class Snapshot:
+    def __init__(self) -> None:
+        self.queues = Queues()
+
+
+class Batch:
+    """As ScheduleBatch: what it retracts, a ratio, what it gives up for good."""
+
+    def __init__(self, *retracted: str) -> None:
+        self.retracted = list(retracted)
+
+    def retract_decode(self) -> tuple[list[str], float, list[str]]:
+        return self.retracted, 0.5, ["aborted"]
+
+
+class Inquirer:
+    def get_loads(self) -> Snapshot:
+        return Snapshot()
+
+
+def test_retractions_are_counted_over_all_batches_and_told_with_every_load():
+    retractions = Retractions()
+    batches, inquirers = types.ModuleType("batches"), types.ModuleType("inquirers")
+    batches.__dict__["ScheduleBatch"] = type("ScheduleBatch", (Batch,), dict(vars(Batch)))
+    inquirers.__dict__["SchedulerLoadInquirer"] = type("Asked", (Inquirer,), dict(vars(Inquirer)))
+    retractions.count(batches)
+    retractions.tell(inquirers)
+    load = inquirers.SchedulerLoadInquirer()
+    assert load.get_loads().queues.retracted == 0
+    answer = batches.ScheduleBatch("a", "b").retract_decode()
+    assert answer == (["a", "b"], 0.5, ["aborted"])
+    assert load.get_loads().queues.retracted == 2
+    batches.ScheduleBatch("c").retract_decode()
+    assert load.get_loads().queues.retracted == 3
+
+
+def test_a_scheduler_without_what_is_counted_is_refused():
+    batches = types.ModuleType("batches")
+    batches.__dict__["ScheduleBatch"] = type("ScheduleBatch", (), {})
+    with pytest.raises((AttributeError, ConfigError), match="retract_decode"):
+        Retractions().count(batches)

@@ -1,0 +1,36 @@
+from slipstream.learner.batches.orders import (
+    StepOrder,
+    StopTraining,
+    decode_order,
+    encode_order,
+    order_step,
+)
+from slipstream.learner.config import LearnerSection
+from slipstream.wire.messages.broker import BatchDelivered, BatchNotReady, RunComplete
+from tests.unit.learner.training.test_step import groups
+
+
+def order(**settings: int) -> StepOrder:
+    batch = BatchDelivered(step=5, groups=tuple(groups()))
+    return order_step(batch, LearnerSection(**settings))
+
+
+def test_what_rank_0_says_arrives_as_it_is():
+    waiting = BatchNotReady(waiting_for=(1,), reason="", last_step=9)
+    for said in (order(ranks=2), waiting, RunComplete(), StopTraining()):
+        assert decode_order(encode_order(said)) == said
+
+
+def test_replicas_want_payloads_that_no_other_wants_and_all_of_them_together():
+    planned = order(ranks=2, minibatches=2)
+    shares = [planned.keys(replica) for replica in range(2)]
+    assert sorted(key for share in shares for key in share) == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert [len(share) for share in shares] == [2, 2]
+    headers = planned.headers
+    for replica, share in enumerate(shares):
+        wanted = [headers[i] for i in planned.wanted(replica)]
+        assert share == tuple((header.group_id, header.sibling) for header in wanted)
+
+
+def test_ranks_that_share_a_replica_are_not_replicas():
+    assert len(order(ranks=2, tensor_parallel=2).plans[0].microbatches) == 1

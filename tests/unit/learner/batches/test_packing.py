@@ -1,0 +1,215 @@
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from msgspec.structs import replace
+
+from slipstream.learner.batches.packing import TrainSequence, pack, unpack, who_bars_others
+from slipstream.wire.errors import ProtocolError
+from slipstream.wire.messages.arrays import PackedArray
+from slipstream.wire.messages.trajectory import TrajectoryHeader, TrajectoryPayload, VersionRun
+from slipstream.wire.messages.versions import PolicyVersion
+
+VOCAB = 32
+
+
+def header(num_tokens: int = 4, temperature: float = 0.5) -> TrajectoryHeader:
+    return TrajectoryHeader(
+        group_id=3,
+        sibling=1,
+        lease_id=0,
+        num_prompt_tokens=2,
+        num_tokens=num_tokens,
+        version_runs=(VersionRun(2, PolicyVersion(1, 0)),),
+        temperature=temperature,
+        finish_reason="stop",
+    )
+
+
+def payload(
+    logprobs: list[float], *, ids: Sequence[int] = (), mask: Sequence[bool] = ()
+) -> TrajectoryPayload:
+    count = len(logprobs)
+    token_ids = np.array(ids or range(10, 10 + count), "<i4")
+    loss_mask = np.array(mask, "?") if mask else np.arange(count) >= 2
+    values = np.array(logprobs, "<f4")
+    return TrajectoryPayload(
+        token_ids=PackedArray("int32", (count,), memoryview(token_ids.tobytes())),
+        loss_mask=PackedArray("bool", (count,), memoryview(loss_mask.tobytes())),
+        behavior_logprobs=PackedArray("float32", (count,), memoryview(values.tobytes())),
+    )
+
+
+def sequence(*ids: int, temperature: float = 1.0) -> TrainSequence:
+    count = len(ids)
+    mask = np.arange(count) >= 1
+    return TrainSequence(
+        token_ids=np.array(ids, np.int32),
+        loss_mask=mask,
+        behavior_logprobs=np.where(mask, np.float32(-0.5), np.float32(0.0)),
+        temperature=temperature,
+    )
+
+
+def test_sequences_are_laid_end_to_end_without_padding():
+    batch = pack(
+        [
+            sequence(7, 8, 9, temperature=2.0),
+            sequence(5, 6, temperature=1.0),
+        ],
+        torch.device("cpu"),
+    )
+    assert batch.token_ids.tolist() == [7, 8, 9, 5, 6]
+    assert batch.position_ids.tolist() == [0, 1, 2, 0, 1]
+    assert batch.cu_seqlens.tolist() == [0, 3, 5]
+    assert batch.max_seqlen == 3
+    assert batch.loss_mask.tolist() == [False, True, True, False, True]
+    assert batch.behavior_logprobs.tolist() == [0.0, -0.5, -0.5, 0.0, -0.5]
+    assert batch.temperature.tolist() == [2.0] * 3 + [1.0] * 2
+
+
+def test_every_token_knows_the_step_of_its_policy():
+    runs = (VersionRun(2, PolicyVersion(1, 4)), VersionRun(3, PolicyVersion(1, 6)))
+    found = header(num_tokens=5)
+    first = unpack(replace(found, version_runs=runs), payload([0.0] * 5), vocab_size=VOCAB)
+    batch = pack([first, unpack(found, payload([0.0] * 5), vocab_size=VOCAB)], torch.device("cpu"))
+    assert batch.version_steps is not None
+    assert (
+        batch.version_steps.tolist() == [4, 4, 4, 6, 6] + [found.version_runs[0].version.step] * 5
+    )
+
+
+def test_tensors_have_the_types_that_model_and_loss_read():
+    batch = pack([sequence(7, 8)], torch.device("cpu"))
+    assert (batch.token_ids.dtype, batch.position_ids.dtype) == (torch.int64, torch.int64)
+    assert (batch.cu_seqlens.dtype, batch.loss_mask.dtype) == (torch.int32, torch.bool)
+    floats = (batch.behavior_logprobs, batch.temperature)
+    assert {tensor.dtype for tensor in floats} == {torch.float32}
+
+
+def test_unpacked_arrays_share_the_memory_of_the_payload():
+    arrays = payload([0.0, 0.0, -1.0, -2.0])
+    unpacked = unpack(header(), arrays, vocab_size=VOCAB)
+    assert unpacked.token_ids.tolist() == [10, 11, 12, 13]
+    assert np.shares_memory(unpacked.token_ids, np.frombuffer(arrays.token_ids.data, "<i4"))
+    assert unpacked.temperature == 0.5
+
+
+@pytest.mark.parametrize("garbage", [float("nan"), float("inf"), 3.0])
+def test_what_stands_outside_the_mask_becomes_zero(garbage: float):
+    unpacked = unpack(header(), payload([garbage, garbage, -1.0, -2.0]), vocab_size=VOCAB)
+    assert unpacked.behavior_logprobs.tolist() == [0.0, 0.0, -1.0, -2.0]
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_a_logprob_that_is_not_finite_names_its_trajectory(value: float):
+    with pytest.raises(ProtocolError, match="trajectory 3/1 holds a logprob that is not finite"):
+        unpack(header(), payload([0.0, 0.0, -1.0, value]), vocab_size=VOCAB)
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ({"ids": (10, 11, 12, VOCAB)}, r"token ids from 10 to 32, the vocabulary has 32"),
+        ({"ids": (10, 11, -1, 12)}, r"token ids from -1 to 12"),
+        ({"ids": (10, 2**31 - 1, 11, 12)}, r"token ids from 10 to 2147483647"),
+        ({"mask": (True, True, False, False)}, "the loss mask is not on the 2 response tokens"),
+        ({"mask": (False, True, False, True)}, "the loss mask is not on the 2 response tokens"),
+        ({"mask": (False, False, True, False)}, "the loss mask is not on the 2 response tokens"),
+        ({"logprobs": (0.0, 0.0, 80.0, -1.0)}, "a logprob of 80, above 0"),
+        ({"logprobs": (0.0, 0.0, 2e-3, -1.0)}, "a logprob of 0.002, above 0"),
+        ({"logprobs": (0.0, 0.0, 1.1e-3, -1.0)}, "a logprob of 0.0011, above 0"),
+        ({"logprobs": (0.0, 0.0, -3e38, -1.0)}, r"a logprob of -3e\+38, below -10000"),
+    ],
+)
+def test_what_no_policy_can_have_sampled_is_refused(what: dict[str, Any], message: str):
+    logprobs = list(what.pop("logprobs", (0.0, 0.0, -1.0, -2.0)))
+    with pytest.raises(ProtocolError, match=f"trajectory 3/1.*{message}"):
+        unpack(header(), payload(logprobs, **what), vocab_size=VOCAB)
+
+
+def test_a_certain_token_may_have_a_logprob_of_zero_and_rounding():
+    certain = payload([0.0, 0.0, 0.0, 9e-4])
+    assert unpack(header(), certain, vocab_size=VOCAB).loss_mask.sum() == 2
+
+
+@pytest.mark.parametrize("temperature", [1e-3, 1.5e-3, 1e3])
+def test_a_temperature_that_logits_can_be_divided_by_is_taken(temperature: float):
+    arrays = payload([0.0, 0.0, -1.0, -2.0])
+    taken = unpack(header(temperature=temperature), arrays, vocab_size=VOCAB)
+    assert taken.temperature == temperature
+
+
+@pytest.mark.parametrize("temperature", [1e-30, 9e-4, 1.1e3, 1e30])
+def test_a_temperature_that_makes_logits_no_numbers_is_refused(temperature: float):
+    """One such trajectory made the loss of the whole batch NaN, and all its groups were dropped."""
+    arrays = payload([0.0, 0.0, -1.0, -2.0])
+    with pytest.raises(ProtocolError, match=r"trajectory 3/1 was sampled at a temperature of"):
+        unpack(header(temperature=temperature), arrays, vocab_size=VOCAB)
+
+
+def test_what_was_sampled_greedily_or_ends_outside_the_vocabulary_is_refused():
+    arrays = payload([0.0, 0.0, -1.0, -2.0])
+    with pytest.raises(ProtocolError, match="greedily"):
+        unpack(header(temperature=0.0), arrays, vocab_size=VOCAB)
+    with pytest.raises(ProtocolError, match=r"ends by tokens \(5, 32\), the vocabulary has 32"):
+        unpack(replace(header(), end_token_ids=(5, VOCAB)), arrays, vocab_size=VOCAB)
+
+
+@pytest.mark.parametrize("least", [-1, 3, 2**40])
+def test_a_response_shorter_than_its_own_minimum_is_refused(least: int):
+    with pytest.raises(ProtocolError, match=rf"2 response tokens, of which the first {least} "):
+        unpack(
+            replace(header(), min_response_tokens=least),
+            payload([0.0] * 2 + [-1.0] * 2),
+            vocab_size=9,
+        )
+
+
+def test_end_tokens_of_who_bars_none_do_not_count():
+    honest = replace(header(), min_response_tokens=1, end_token_ids=(3,))
+    other = replace(header(), end_token_ids=(7,))
+    arrays = payload([0.0, 0.0, -1.0, -2.0])
+    sequences = [unpack(one, arrays, vocab_size=VOCAB) for one in (honest, other)]
+    assert pack(sequences, torch.device("cpu")).end_token_ids == (3,)
+    assert pack(sequences[1:], torch.device("cpu")).end_token_ids == ()
+
+
+def test_end_tokens_are_barred_from_the_first_response_tokens_of_who_bars_them():
+    barring = replace(header(num_tokens=5), min_response_tokens=2, end_token_ids=(3, 4))
+    first = unpack(barring, payload([0.0, 0.0, -1.0, -1.0, -1.0]), vocab_size=VOCAB)
+    free = unpack(header(), payload([0.0, 0.0, -1.0, -2.0]), vocab_size=VOCAB)
+    assert first.end_barred is not None
+    assert first.end_barred.tolist() == [False, False, True, True, False]
+    assert free.end_barred is None
+    batch = pack([free, first], torch.device("cpu"))
+    assert batch.end_barred is not None
+    assert batch.end_barred.tolist() == [False] * 4 + [False, False, True, True, False]
+    assert batch.end_token_ids == (3, 4)
+    assert pack([free, free], torch.device("cpu")).end_barred is None
+
+
+def test_one_batch_has_one_set_of_end_tokens():
+    one = replace(header(), min_response_tokens=1, end_token_ids=(3,))
+    arrays = payload([0.0, 0.0, -1.0, -2.0])
+    sequences = [
+        unpack(replace(one, end_token_ids=ids), arrays, vocab_size=VOCAB) for ids in [(3,), (5,)]
+    ]
+    with pytest.raises(ProtocolError, match="disagree on the tokens that end a response"):
+        pack(sequences, torch.device("cpu"))
+
+
+def test_who_bars_other_end_tokens_than_most_is_bad_and_its_neighbours_are_not():
+    free = header()
+    usual = replace(free, min_response_tokens=1, end_token_ids=(2,))
+    odd = replace(usual, end_token_ids=(3,))
+    batch = [free, usual, odd, usual]
+    assert who_bars_others(batch) == [False, False, True, False]
+    assert who_bars_others([odd, free]) == [False, False]
+
+
+def test_a_payload_of_another_length_than_its_header_is_refused():
+    with pytest.raises(ProtocolError, match=r"3/1: header says 5 tokens, payload has \(4,\)"):
+        unpack(header(num_tokens=5), payload([0.0, 0.0, -1.0, -2.0]), vocab_size=VOCAB)

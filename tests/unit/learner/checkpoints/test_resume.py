@@ -1,0 +1,78 @@
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+
+from slipstream.learner.checkpoints.resume import resume_order
+from slipstream.wire.files.checkpoints import (
+    FORMAT_REVISION,
+    INFO_FILE,
+    CheckpointInfo,
+    checkpoint_name,
+    readable_checkpoints,
+)
+from slipstream.wire.messages.versions import PolicyVersion
+
+
+def info(epoch: int, step: int) -> CheckpointInfo:
+    return CheckpointInfo(
+        format_revision=FORMAT_REVISION,
+        run_name="a",
+        version=PolicyVersion(epoch, step),
+        saved_at="",
+        model="",
+        architecture={},
+        parameters="",
+        dtype="float32",
+        ranks=1,
+        tensor_parallel=1,
+        packages={},
+    )
+
+
+def order(versions: Iterable[tuple[int, int]], named: int | None = None) -> list[int]:
+    """Return the steps to try, of checkpoints of these versions."""
+    infos = {Path(checkpoint_name(step)): info(epoch, step) for epoch, step in versions}
+    path = Path(checkpoint_name(named)) if named is not None else None
+    return [infos[found].step for found in resume_order(infos, path)]
+
+
+@pytest.mark.parametrize(
+    ("versions", "steps"),
+    [
+        ([], []),
+        ([(1, 2), (1, 6), (1, 4)], [6, 4, 2]),
+        ([(1, 9), (1, 10), (2, 12)], [12, 10, 9]),
+        ([(1, 4), (1, 6), (2, 2)], [2]),  # the run went back to 2
+        ([(1, 2), (1, 6), (2, 3), (2, 5)], [5, 3, 2]),
+        ([(1, 2), (2, 8), (3, 4), (3, 6)], [6, 4, 2]),
+    ],
+)
+def test_the_newest_comes_first_and_what_a_run_went_back_behind_never(
+    versions: list[tuple[int, int]], steps: list[int]
+):
+    assert order(versions) == steps
+
+
+def test_what_the_run_began_with_has_abandoned_later_steps_of_its_own_epoch():
+    assert order([(1, 2), (1, 4), (1, 6)], named=4) == [4, 2]
+    assert order([(1, 2), (1, 4), (1, 6), (2, 5)], named=4) == [5, 4, 2]
+    assert order([(1, 4), (2, 8)], named=4) == [8, 4]
+
+
+def test_a_checkpoint_to_begin_with_that_is_no_longer_there_changes_nothing():
+    assert order([(2, 8), (2, 9)], named=4) == [9, 8]
+
+
+def test_what_cannot_be_read_is_logged_and_left_out(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    for number, content in ((2, None), (4, b"{"), (6, b"")):
+        folder = tmp_path / checkpoint_name(number)
+        folder.mkdir()
+        if content is not None:
+            (folder / INFO_FILE).write_bytes(content)
+    assert readable_checkpoints(tmp_path) == {}
+    for number in (2, 4, 6):
+        assert f"{tmp_path / checkpoint_name(number)} is passed over: " in caplog.text
+    assert readable_checkpoints(tmp_path / "none") == {}

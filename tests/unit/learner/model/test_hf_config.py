@@ -1,0 +1,157 @@
+import json
+from pathlib import Path
+
+import pytest
+
+from slipstream.learner.model.hf_config import load_hf_config, refuse_other_tokens
+from slipstream.wire.errors import ConfigError
+
+QWEN2 = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "model_type": "qwen2",
+    "vocab_size": 151936,
+    "hidden_size": 896,
+    "intermediate_size": 4864,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 14,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 32768,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000.0,
+    "hidden_act": "silu",
+    "tie_word_embeddings": True,
+    "use_sliding_window": False,
+}
+
+
+def write(folder: Path, **changes: object) -> Path:
+    config = {key: value for key, value in {**QWEN2, **changes}.items() if value != "absent"}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def test_head_size_follows_from_the_hidden_size_where_the_file_does_not_name_it(tmp_path: Path):
+    assert load_hf_config(write(tmp_path)).kv_channels == 64
+    assert load_hf_config(write(tmp_path, head_dim=128)).kv_channels == 128
+
+
+def test_absent_key_value_heads_mean_one_per_query_head(tmp_path: Path):
+    config = load_hf_config(write(tmp_path, num_key_value_heads="absent"))
+    assert config.num_query_groups == 14
+
+
+def test_rope_base_is_found_at_the_top_level_and_nested(tmp_path: Path):
+    nested = {"rope_theta": 500000.0, "rope_type": "default"}
+    assert load_hf_config(write(tmp_path)).rotary_base == 1000000.0
+    config = load_hf_config(write(tmp_path, rope_theta="absent", rope_parameters=nested))
+    assert config.rotary_base == 500000.0
+    assert load_hf_config(write(tmp_path, rope_theta="absent")).rotary_base == 10000.0
+
+
+@pytest.mark.parametrize(
+    ("family", "has_qkv_bias", "has_qk_norm"),
+    [("llama", False, False), ("qwen2", True, False), ("qwen3", False, True)],
+)
+def test_families_differ_in_bias_and_norm(
+    tmp_path: Path, family: str, has_qkv_bias: bool, has_qk_norm: bool
+):
+    config = load_hf_config(write(tmp_path, model_type=family))
+    assert (config.has_qkv_bias, config.has_qk_norm) == (has_qkv_bias, has_qk_norm)
+
+
+def test_unsupported_family_is_refused_with_the_supported_ones_named(tmp_path: Path):
+    write(tmp_path, model_type="gemma3")
+    with pytest.raises(ConfigError, match=r"'gemma3'.*llama, qwen2, qwen3.*run\.model"):
+        load_hf_config(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hidden_act": "gelu"}, "hidden_act must be 'silu', got 'gelu'"),
+        ({"use_sliding_window": True}, "use_sliding_window must be False"),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type must be 'default'"),
+        ({"rope_parameters": {"rope_type": "yarn"}}, "got 'yarn'"),
+        ({"model_type": "llama", "attention_bias": True}, "attention_bias must be False"),
+        ({"model_type": "llama", "mlp_bias": True}, "mlp_bias must be False"),
+        ({"num_key_value_heads": 3}, "multiple of num_key_value_heads, got 14 and 3"),
+        ({"hidden_size": "wide"}, r"Expected `int`, got `str` - at `\$.hidden_size`"),
+        ({"vocab_size": "absent"}, "missing required field `vocab_size`"),
+    ],
+)
+def test_what_would_compute_something_else_is_refused(
+    tmp_path: Path, changes: dict[str, object], message: str
+):
+    with pytest.raises(ConfigError, match=message):
+        load_hf_config(write(tmp_path, **changes))
+
+
+def test_folder_without_config_is_refused(tmp_path: Path):
+    with pytest.raises(ConfigError, match=r"config\.json: No such file.*run\.model"):
+        load_hf_config(tmp_path)
+
+
+def test_a_frozen_policy_is_named_by_its_own_setting(tmp_path: Path):
+    with pytest.raises(ConfigError, match=r"cannot read .*config.json: .* \(algo.teacher.model\)"):
+        load_hf_config(tmp_path / "nowhere", "algo.teacher.model")
+    with pytest.raises(ConfigError, match=r"hidden_act must be 'silu'.* \(algo.teacher.model\)"):
+        load_hf_config(write(tmp_path, hidden_act="gelu"), "algo.teacher.model")
+
+
+def models(folder: Path, *, tokenizers: tuple[str, str], sizes: tuple[int, int]) -> list[Path]:
+    found = []
+    for name, tokenizer, size in zip(("teacher", "policy"), tokenizers, sizes, strict=True):
+        (folder / name).mkdir()
+        found.append(write(folder / name, vocab_size=size))
+        if tokenizer:
+            (found[-1] / "tokenizer.json").write_text(tokenizer)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("tokenizers", "sizes", "whole", "fits"),
+    [
+        (("", ""), (100, 100), True, True),
+        (('{"a": 1}', '{"a": 1}'), (128, 100), False, True),  # the same, padded otherwise
+        (('{"a": 1}', '{"a": 1}'), (128, 100), True, False),
+        (('{"a": 1}', '{"a": 2}'), (128, 100), False, False),
+        (("", ""), (128, 100), False, False),
+    ],
+)
+def test_a_frozen_policy_has_the_same_tokens(
+    tmp_path: Path, tokenizers: tuple[str, str], sizes: tuple[int, int], whole: bool, fits: bool
+):
+    teacher, policy = models(tmp_path, tokenizers=tokenizers, sizes=sizes)
+    if fits:
+        refuse_other_tokens(teacher, policy, "algo.teacher.model", whole=whole)
+        return
+    with pytest.raises(
+        ConfigError, match=r"\(algo.teacher.model\) has 128 tokens and run.model 100"
+    ):
+        refuse_other_tokens(teacher, policy, "algo.teacher.model", whole=whole)
+
+
+BPE = '{"model": {"type": "BPE", "vocab": %s}, "added_tokens": [{"id": 2, "content": "%s"}]}'
+UNIGRAM = '{"model": {"type": "Unigram", "vocab": [["a", -1.0], ["%s", %s]]}}'
+
+
+@pytest.mark.parametrize(
+    ("tokenizers", "fits"),
+    [
+        ((BPE % ('{"a": 0, "b": 1}', "<x>"), BPE % ('{"b": 1, "a": 0}', "<y>")), True),
+        ((BPE % ('{"a": 0, "b": 1}', "<x>"), BPE % ('{"a": 1, "b": 0}', "<x>")), False),
+        ((UNIGRAM % ("b", -2.0), UNIGRAM % ("b", -3.0)), True),
+        ((UNIGRAM % ("b", -2.0), UNIGRAM % ("c", -2.0)), False),
+        ((BPE % ('{"a": 0}', "<x>"), ""), True),
+        ((BPE % ('{"a": 0}', "<x>"), '{"model": 3}'), True),
+        ((BPE % ('{"a": 0}', "<x>"), "[]"), True),
+    ],
+)
+def test_as_many_tokens_may_be_others(tmp_path: Path, tokenizers: tuple[str, str], fits: bool):
+    teacher, policy = models(tmp_path, tokenizers=tokenizers, sizes=(100, 100))
+    for whole in (False, True):
+        if fits:
+            refuse_other_tokens(teacher, policy, "algo.teacher.model", whole=whole)
+            continue
+        with pytest.raises(ConfigError, match=r"\(algo.teacher.model\) numbers other tokens than"):
+            refuse_other_tokens(teacher, policy, "algo.teacher.model", whole=whole)

@@ -1,0 +1,64 @@
+"""Algorithms that a run cannot train are refused with the settings that say so."""
+
+from pathlib import Path
+
+import pytest
+
+from slipstream.algos.compose import Algorithm
+from slipstream.learner.config import learner_settings
+from slipstream.learner.training.algorithm import algorithm_of
+from slipstream.wire.errors import ConfigError
+from slipstream.wire.settings.load import Table
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> str:
+    (tmp_path / "config.json").write_text("{}")
+    return str(tmp_path)
+
+
+def algorithm(model: str, run: Table | None = None, **sections: Table) -> Algorithm:
+    whole = {"model": model, "steps": 10, **(run or {})}
+    return algorithm_of(learner_settings({"run": whole, **sections}))
+
+
+def test_a_critic_that_warms_up_for_the_whole_run_is_refused(model: str):
+    section: Table = {"preset": "ppo", "critic": {"warmup_steps": 10}}
+    with pytest.raises(ConfigError, match=r"warmup_steps = 10 leaves no step of run\.steps = 10"):
+        algorithm(model, algo=section)
+    assert algorithm(model, run={"steps": 11}, algo=section).trains_policy(10)
+
+
+def test_an_advantage_that_compares_siblings_needs_two(model: str):
+    with pytest.raises(ConfigError, match=r"run\.group_size must be >= 2 for algo\.advantage"):
+        algorithm(model, run={"group_size": 1}, algo={"preset": "grpo"})
+
+
+@pytest.mark.parametrize(
+    ("sampling", "message"),
+    [
+        ({"temperature": 0.5}, r"at temperature 1, got sampling\.temperature = 0\.5"),
+        ({"min_response_tokens": 1}, r"sampling\.min_response_tokens = 1 bars the end"),
+    ],
+)
+def test_an_endpoint_that_would_tell_of_another_distribution_is_refused(
+    model: str, sampling: Table, message: str
+):
+    teacher = {"coefficient": 1.0, "endpoint": "http://127.0.0.1:1"}
+    with pytest.raises(ConfigError, match=message):
+        algorithm(model, algo={"teacher": teacher}, sampling=sampling)
+
+
+def test_a_teacher_that_nobody_named_is_refused(model: str):
+    with pytest.raises(ConfigError, match=r"needs a teacher: algo\.teacher\.model"):
+        algorithm(model, algo={"teacher": {"coefficient": 1.0}})
+
+
+def test_tokens_are_not_held_to_where_their_only_minibatch_begins(model: str):
+    held: Table = {"preset": "decoupled-ppo", "correction": "kl-cov"}
+    with pytest.raises(
+        ConfigError, match=r"kl-cov holds tokens .* set learner\.minibatches > 1 or"
+    ):
+        algorithm(model, algo=held)
+    assert algorithm(model, algo=held, learner={"minibatches": 2}).corrects_before
+    assert algorithm(model, algo={**held, "anchor": "behavior"}).corrects_before

@@ -1,0 +1,85 @@
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from slipstream.weightbus.agent.tensor_set import Shapes, TensorSet, mismatch, model_tensors
+from slipstream.weightbus.version.layout import plan_layout
+from slipstream.wire.errors import ConfigError
+from slipstream.wire.messages.manifest import TensorSpec, WeightManifest
+
+MODEL: Shapes = {"model.embed_tokens.weight": (8, 4), "model.norm.weight": (4,)}
+TIED = {"lm_head.weight": (8, 4)}
+
+
+def manifest(shapes: Shapes) -> WeightManifest:
+    specs = (TensorSpec(name, "float32", shape) for name, shape in shapes.items())
+    return plan_layout(specs, bucket_bytes=20)
+
+
+def differs(offered: WeightManifest, known: Shapes) -> str:
+    return mismatch(offered, TensorSet(known, "float32"))
+
+
+@pytest.mark.parametrize("offered", [MODEL, MODEL | TIED])
+@pytest.mark.parametrize("known", [MODEL, MODEL | TIED])
+def test_the_same_tensors_match_with_or_without_a_tied_output_layer(offered: Shapes, known: Shapes):
+    assert differs(manifest(offered), known) == ""
+
+
+@pytest.mark.parametrize(
+    ("offered", "difference"),
+    [
+        (
+            {"model.norm.weight": (4,)},
+            "manifest lacks ['model.embed_tokens.weight'] and has unknown []",
+        ),
+        (
+            MODEL | {"model.extra.weight": (2,)},
+            "manifest lacks [] and has unknown ['model.extra.weight']",
+        ),
+        (
+            MODEL | {"model.norm.weight": (5,)},
+            "model.norm.weight has shape (5,), the model has (4,)",
+        ),
+    ],
+)
+def test_a_difference_is_named(offered: Shapes, difference: str):
+    assert differs(manifest(offered), MODEL) == difference
+
+
+def test_an_output_layer_of_another_shape_is_a_difference():
+    wrong = manifest(MODEL | {"lm_head.weight": (9, 4)})
+    assert differs(wrong, MODEL | TIED).startswith("lm_head.weight has shape (9, 4)")
+
+
+def test_another_type_than_the_engines_is_a_difference():
+    why = mismatch(manifest(MODEL), TensorSet(MODEL, "bfloat16"))
+    assert why.endswith("has type float32, the engine bfloat16 (learner.dtype, generators.dtype)")
+
+
+def test_a_tensor_that_comes_twice_is_a_difference():
+    once = manifest(MODEL)
+    twice = WeightManifest(version=once.version, buckets=once.buckets * 2)
+    assert differs(twice, MODEL) == "manifest names a tensor twice"
+
+
+def test_shapes_are_read_from_all_files_of_a_model(tmp_path: Path):
+    save_file({"a": torch.zeros(2, 3)}, tmp_path / "model-1.safetensors", metadata={"format": "pt"})
+    save_file({"b": torch.zeros(5, dtype=torch.bfloat16)}, tmp_path / "model-2.safetensors")
+    assert model_tensors(tmp_path, dtype="float32") == TensorSet(
+        {"a": (2, 3), "b": (5,)}, "float32"
+    )
+
+
+@pytest.mark.parametrize("content", [b"", b"\xff" * 4, b"\x10" + bytes(7) + b"not json"])
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, content: bytes):
+    (tmp_path / "model.safetensors").write_bytes(content)
+    with pytest.raises(ConfigError, match=r"cannot read .*model\.safetensors \(run\.model\)"):
+        model_tensors(tmp_path, dtype="float32")
+
+
+def test_a_folder_without_weights_is_named(tmp_path: Path):
+    with pytest.raises(ConfigError, match=r"no safetensors files in .*\(run\.model\)"):
+        model_tensors(tmp_path, dtype="float32")

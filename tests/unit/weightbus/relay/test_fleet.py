@@ -1,0 +1,112 @@
+"""Who is served next, with what, and with whom."""
+
+from slipstream.weightbus.relay.fleet import Fleet, Seat, Serving
+from slipstream.wire.messages.versions import PolicyVersion
+from slipstream.wire.messages.weightbus import TransportName
+
+V1, V2 = PolicyVersion(1, 1), PolicyVersion(1, 2)
+
+
+def fleet(party_size: int = 2) -> Fleet:
+    return Fleet(silence_s=30.0, retry_s=1.0, party_size=party_size)
+
+
+def join(
+    it: Fleet,
+    name: str,
+    transport: TransportName = "collective",
+    *,
+    device: str = "cpu",
+    adopted: PolicyVersion | None = None,
+) -> None:
+    it.join(Seat(name, transport, device, adopted, heard_s=0.0))
+
+
+def due(it: Fleet, newest: PolicyVersion | None = V1, now_s: float = 0.0) -> list[list[str]]:
+    return [[seat.name for seat in serving.seats] for serving in it.due(newest, now_s)]
+
+
+def serve(it: Fleet, newest: PolicyVersion = V1, *, fails: str = "", now_s: float = 0.0) -> None:
+    for serving in it.due(newest, now_s):
+        it.begun(serving)
+        names = {seat.name for seat in serving.seats}
+        it.finished(serving, names - {fails}, now_s)
+
+
+def test_a_first_version_comes_alone_and_the_next_one_with_the_party():
+    it = fleet()
+    for name in ("a", "b", "c"):
+        join(it, name)
+    assert due(it, None) == []
+    assert due(it) == [["a"], ["b"], ["c"]]
+    serve(it)
+    assert due(it) == []
+    assert due(it, V2) == [["a", "b"], ["c"]]
+
+
+def test_only_like_devices_share_a_party_and_only_collectives_are_in_one():
+    it = fleet()
+    join(it, "a", adopted=V1)
+    join(it, "b", device="cuda", adopted=V1)
+    join(it, "c", "tcp", adopted=V1)
+    assert due(it, V2) == [["c"], ["a"], ["b"]]
+
+
+def test_who_is_being_served_is_left_alone_and_the_others_are_not():
+    it = fleet()
+    join(it, "slow", "tcp")
+    join(it, "fast", "tcp")
+    slow, fast = it.due(V1, 0.0)
+    it.begun(slow)
+    it.begun(fast)
+    it.finished(fast, {"fast"}, 0.0)
+    assert due(it, V2) == [["fast"]]
+
+
+def test_who_failed_leaves_its_party_and_is_served_alone_after_a_while():
+    it = fleet()
+    join(it, "a", adopted=V1)
+    join(it, "b", adopted=V1)
+    serve(it, V2, fails="b")
+    assert due(it, V2) == []
+    assert it.wait_s(0.25) == 0.75
+    assert due(it, V2, now_s=1.0) == [["b"]]
+    assert it.wait_s(1.0) is None
+
+
+def test_who_failed_and_has_what_it_had_goes_on_with_a_party():
+    it = fleet()
+    join(it, "a", adopted=V1)
+    serve(it, V2, fails="a")
+    it.heard("a", V1, 0.5)
+    (serving,) = it.due(V2, 1.0)
+    assert serving.party is not None
+
+
+def test_a_heartbeat_of_one_that_is_served_says_nothing_of_what_it_runs():
+    it = fleet()
+    join(it, "a", "tcp", adopted=V1)
+    (serving,) = it.due(V2, 0.0)
+    it.begun(serving)
+    it.heard("a", None, 1.0)
+    assert it.seats["a"].adopted == V1
+    assert it.silent(30.5) == []
+    assert it.silent(31.5) == ["a"]
+
+
+def test_a_party_whose_last_member_failed_is_given_up():
+    it = fleet()
+    join(it, "a", adopted=V1)
+    (serving,) = it.due(V2, 0.0)
+    it.begun(serving)
+    assert it.finished(serving, set(), 0.0) is serving.party
+
+
+def test_a_party_that_nobody_is_in_is_given_up_once_nothing_runs():
+    it = fleet()
+    join(it, "a", adopted=V1)
+    (serving,) = it.due(V2, 0.0)
+    it.begun(serving)
+    assert it.forget("a") is None, "its collective is in use"
+    assert it.finished(serving, set(), 0.0) is serving.party
+    assert it.finished(Serving(V2, (), serving.party), set(), 0.0) is None

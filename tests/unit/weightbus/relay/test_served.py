@@ -1,0 +1,47 @@
+"""Which memory a relay serves versions from."""
+
+from pathlib import Path
+
+import pytest
+
+from slipstream.weightbus.relay.served import Versions
+from slipstream.weightbus.version.layout import plan_layout
+from slipstream.weightbus.version.shared_memory import SharedSlots
+from slipstream.wire.errors import PublishError, SupersededError
+from slipstream.wire.messages.manifest import TensorSpec
+from slipstream.wire.messages.relay import OpenMemory
+from slipstream.wire.messages.versions import PolicyVersion
+
+LAYOUT = plan_layout([TensorSpec("w", "float32", (4,))], bucket_bytes=64)
+
+
+def memory() -> SharedSlots:
+    return SharedSlots.make(slot_bytes=LAYOUT.num_bytes, num_slots=3)
+
+
+def shown(slots: SharedSlots, epoch: int, step: int, slot: int = 0) -> OpenMemory:
+    whole = PolicyVersion(epoch, step)
+    return OpenMemory(
+        epoch=epoch, path=slots.path, layout=LAYOUT, num_slots=3, whole=whole, slot=slot
+    )
+
+
+def test_another_memory_of_a_known_epoch_is_refused_and_nothing_changes(tmp_path: Path):
+    versions, mine, other = Versions(tmp_path), memory(), memory()
+    versions.open(shown(mine, 1, 3))
+    with pytest.raises(PublishError, match="epoch 1 was granted twice"):
+        versions.open(shown(other, 1, 4))
+    with pytest.raises(PublishError, match="epoch 1 was granted twice"):
+        versions.open(OpenMemory(epoch=1, path="/proc/0/fd/9", layout=LAYOUT, num_slots=3))
+    assert versions.newest == PolicyVersion(1, 3)
+
+
+def test_the_same_memory_may_be_shown_again_and_a_newer_epoch_brings_its_own(tmp_path: Path):
+    versions, mine, next_one = Versions(tmp_path), memory(), memory()
+    versions.open(shown(mine, 1, 3))
+    versions.open(shown(mine, 1, 4, slot=1))
+    assert versions.newest == PolicyVersion(1, 4)
+    versions.open(shown(next_one, 2, 4))
+    assert versions.newest == PolicyVersion(2, 4)
+    with pytest.raises(SupersededError):
+        versions.open(shown(mine, 1, 5))

@@ -1,0 +1,86 @@
+import json
+from pathlib import Path
+
+import pytest
+
+from slipstream.wire.errors import ConfigError
+from slipstream.wire.files.model_files import copied_files, weight_files
+from slipstream.wire.settings.sections import RunSection, model_folder
+
+
+def folder_with(folder: Path, *names: str) -> Path:
+    folder.mkdir(parents=True)
+    for name in names:
+        (folder / name).write_text("{}")
+    return folder
+
+
+def index(folder: Path, *names: str) -> None:
+    weight_map = {f"tensor.{i}": name for i, name in enumerate(names)}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+
+
+def test_weights_are_one_file_or_those_of_the_index(tmp_path: Path):
+    index(tmp_path, "b.safetensors", "a.safetensors", "b.safetensors")
+    assert weight_files(tmp_path) == [tmp_path / "a.safetensors", tmp_path / "b.safetensors"]
+    (tmp_path / "model.safetensors").touch()
+    assert weight_files(tmp_path) == [tmp_path / "model.safetensors"]
+
+
+@pytest.mark.parametrize(
+    "name", ["../x.safetensors", "/etc/passwd", "a/../../b", "sub/c", "", ".."]
+)
+def test_an_index_names_files_beside_it(tmp_path: Path, name: str):
+    index(tmp_path, "a.safetensors", name)
+    with pytest.raises(ConfigError, match=r"index\.json names .*no file beside it \(run\.model\)"):
+        weight_files(tmp_path)
+
+
+def test_a_folder_without_weights_says_so(tmp_path: Path):
+    with pytest.raises(ConfigError, match=r"holds neither model\.safetensors nor"):
+        weight_files(tmp_path)
+    (tmp_path / "model.safetensors.index.json").write_text("[]")
+    with pytest.raises(ConfigError, match=r"index\.json: .*\(run\.model\)"):
+        weight_files(tmp_path)
+    with pytest.raises(ConfigError, match=r"index\.json: .*\(algo\.teacher\.model\)"):
+        weight_files(tmp_path, "algo.teacher.model")
+
+
+def test_an_export_takes_config_and_tokenizer_over_and_no_weights(tmp_path: Path):
+    names = ("config.json", "merges.txt", "model.safetensors", "model.safetensors.index.json")
+    folder = folder_with(tmp_path / "m", *names)
+    (folder / "more.json").mkdir()
+    assert [path.name for path in copied_files(folder)] == ["config.json", "merges.txt"]
+
+
+def test_an_export_follows_no_link_out_of_the_folder(tmp_path: Path):
+    (tmp_path / "secret").write_text("hunter2")
+    folder = folder_with(tmp_path / "m", "config.json", "real.json")
+    (folder / "vocab.json").symlink_to("real.json")
+    assert [path.name for path in copied_files(folder)] == [
+        "config.json",
+        "real.json",
+        "vocab.json",
+    ]
+    for target in ("../secret", str(tmp_path / "secret")):
+        (folder / "vocab.json").unlink()
+        (folder / "vocab.json").symlink_to(target)
+        with pytest.raises(ConfigError, match=r"vocab\.json is a link to .*secret, outside of"):
+            copied_files(folder)
+        with pytest.raises(ConfigError, match=r"\(run\.model\)"):  # before a run, not at its end
+            model_folder(RunSection(model=str(folder)))
+
+
+def test_the_links_of_a_hugging_face_cache_are_followed(tmp_path: Path):
+    cache = tmp_path / "models--a--b"
+    snapshot = folder_with(cache / "snapshots" / "0123")
+    blobs = folder_with(cache / "blobs", "aa", "bb")
+    (snapshot / "config.json").symlink_to("../../blobs/aa")
+    (snapshot / "tokenizer.json").symlink_to(blobs / "bb")
+    (tmp_path / "model").symlink_to(snapshot)
+    for folder in (snapshot, tmp_path / "model"):
+        assert [path.name for path in copied_files(folder)] == ["config.json", "tokenizer.json"]
+    (snapshot / "merges.txt").symlink_to("../../../secret")
+    (tmp_path / "secret").touch()
+    with pytest.raises(ConfigError, match=r"merges\.txt is a link"):
+        copied_files(snapshot)

@@ -1,0 +1,173 @@
+"""Every message survives the wire; everything else is refused at the boundary."""
+
+from typing import get_args
+
+import msgspec
+import pytest
+
+from slipstream.wire.errors import ProtocolError
+from slipstream.wire.messages import broker, codec, relay, weightbus
+from slipstream.wire.messages.trajectory import TrajectoryPayload
+from tests.support.wire_samples import (
+    AGENT_MESSAGES,
+    ANSWERS,
+    BUCKET_ANSWERS,
+    COMMANDS,
+    FETCHES,
+    HEADER,
+    PAYLOAD,
+    RELAY_ANSWERS,
+    RELAY_REQUESTS,
+    REQUESTS,
+    TRANSCRIPT,
+    array,
+)
+
+
+def name_of(message: object) -> str:
+    return type(message).__name__
+
+
+@pytest.mark.parametrize("request_", REQUESTS, ids=name_of)
+def test_a_request_survives_the_wire(request_: broker.Request):
+    assert codec.decode_request(codec.encode(request_)) == request_
+
+
+@pytest.mark.parametrize("answer", ANSWERS, ids=name_of)
+def test_an_answer_survives_the_wire(answer: broker.Answer):
+    assert codec.decode_answer(codec.encode(answer)) == answer
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=name_of)
+def test_a_command_of_the_weight_bus_survives_the_wire(command: weightbus.Command):
+    assert codec.decode_command(codec.encode(command)) == command
+
+
+@pytest.mark.parametrize("message", AGENT_MESSAGES, ids=name_of)
+def test_a_message_of_an_agent_survives_the_wire(message: weightbus.AgentMessage):
+    assert codec.decode_agent_message(codec.encode(message)) == message
+
+
+@pytest.mark.parametrize("fetch", FETCHES, ids=name_of)
+def test_a_request_for_a_bucket_survives_the_wire(fetch: weightbus.FetchBucket):
+    assert codec.decode_fetch(codec.encode(fetch)) == fetch
+
+
+@pytest.mark.parametrize("answer", BUCKET_ANSWERS, ids=name_of)
+def test_an_answer_with_a_bucket_survives_the_wire(answer: weightbus.BucketAnswer):
+    assert codec.decode_bucket_answer(memoryview(codec.encode(answer))) == answer
+
+
+@pytest.mark.parametrize("request_", RELAY_REQUESTS, ids=name_of)
+def test_a_request_of_the_learner_to_its_relay_survives_the_wire(request_: relay.RelayRequest):
+    assert codec.decode_relay_request(codec.encode(request_)) == request_
+
+
+@pytest.mark.parametrize("answer", RELAY_ANSWERS, ids=name_of)
+def test_an_answer_of_the_relay_survives_the_wire(answer: relay.RelayAnswer):
+    assert codec.decode_relay_answer(codec.encode(answer)) == answer
+
+
+@pytest.mark.parametrize(
+    ("union", "samples"),
+    [
+        (broker.Request, REQUESTS),
+        (broker.Answer, ANSWERS),
+        (weightbus.Command, COMMANDS),
+        (weightbus.AgentMessage, AGENT_MESSAGES),
+        (relay.RelayRequest, RELAY_REQUESTS),
+        (relay.RelayAnswer, RELAY_ANSWERS),
+    ],
+)
+def test_no_kind_of_message_is_missing_above(union: object, samples: list[object]):
+    assert {type(sample) for sample in samples} == set(get_args(union))
+
+
+def test_a_payload_survives_the_wire_and_shares_the_memory_of_its_frame():
+    frame = codec.encode(PAYLOAD)
+    got = codec.decode_payload(frame)
+    assert got.token_ids.data.tobytes() == bytes(range(12))
+    assert got.loss_mask.data.tobytes() == b"\0\1\1"
+    assert got.behavior_logprobs.data.tobytes() == bytes(range(12, 24))
+    for one in (got.token_ids, got.loss_mask, got.behavior_logprobs):
+        assert one.data.obj is frame
+
+
+def test_a_payload_is_decoded_from_a_view_of_a_larger_buffer():
+    frame = codec.encode(
+        TrajectoryPayload(
+            token_ids=array(b"\7\0\0\0", "int32", 1),
+            loss_mask=array(b"\1", "bool", 1),
+            behavior_logprobs=array(bytes(4), "float32", 1),
+        )
+    )
+    received = bytearray(b"head" + frame)
+    got = codec.decode_payload(memoryview(received)[4:])
+    received[4 + frame.index(b"\7\0\0\0")] = 9
+    assert got.token_ids.data.tobytes() == b"\x09\0\0\0"
+
+
+def test_a_transcript_survives_the_wire():
+    assert codec.decode_transcript(codec.encode(TRANSCRIPT)) == TRANSCRIPT
+
+
+@pytest.mark.parametrize(
+    ("decode", "what"),
+    [
+        (codec.decode_request, "request"),
+        (codec.decode_answer, "answer of the broker"),
+        (codec.decode_command, "weight bus command"),
+        (codec.decode_agent_message, "weight bus message"),
+        (codec.decode_fetch, "request for a bucket"),
+        (codec.decode_bucket_answer, "answer with a bucket"),
+        (codec.decode_relay_request, "request to the relay"),
+        (codec.decode_relay_answer, "answer of the relay"),
+    ],
+)
+def test_an_unknown_kind_is_named(decode: "type[object]", what: str):
+    with pytest.raises(ProtocolError, match=f"not a valid {what}: .*gossip"):
+        decode(msgspec.msgpack.encode({"kind": "gossip"}))
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [
+        b"",
+        b"\xc1",
+        b"not msgpack at all",
+        b"\x80",
+        b"\x93\1\2\3",
+        b"\xff" * 64,
+        codec.encode(broker.Hello(role="learner", name="x"))[:-3],
+        codec.encode(broker.GetStatus()) + b"\0",
+        b"\x81\xa4kind\xa4\xff\xfe\xff\xfe",
+    ],
+)
+def test_garbage_is_a_protocol_error(frame: bytes):
+    for decode in (codec.decode_request, codec.decode_payload, codec.decode_transcript):
+        with pytest.raises(ProtocolError, match="not a valid"):
+            decode(frame)
+
+
+def test_a_header_that_contradicts_itself_is_refused_by_the_decoder():
+    request = msgspec.to_builtins(broker.SubmitTrajectory(header=HEADER))
+    request["header"]["num_tokens"] = 5
+    with pytest.raises(ProtocolError, match=r"the response is \[3, 5\)"):
+        codec.decode_request(msgspec.msgpack.encode(request))
+
+
+def test_a_field_of_a_newer_revision_is_ignored():
+    plain = msgspec.to_builtins(broker.TakeOver(step=3)) | {"mood": "good"}
+    assert codec.decode_request(msgspec.msgpack.encode(plain)) == broker.TakeOver(step=3)
+
+
+def test_a_message_with_the_wrong_number_of_frames_is_refused():
+    codec.expect_frames([b"a", b"b"], 2, "SubmitTrajectory")
+    with pytest.raises(ProtocolError, match="SubmitTrajectory needs 2 attached frames, got 1"):
+        codec.expect_frames([b"a"], 2, "SubmitTrajectory")
+
+
+def test_a_deeply_nested_frame_is_a_protocol_error():
+    frame = b"\x82\xa4kind\xa9getstatus\xa1x" + b"\x91" * 100_000 + b"\x01"
+    with pytest.raises(ProtocolError):
+        codec.decode_request(frame)

@@ -1,0 +1,138 @@
+from array import array
+
+import pytest
+
+from slipstream.wire.messages.arrays import DType, PackedArray
+from slipstream.wire.messages.trajectory import (
+    Score,
+    TrajectoryHeader,
+    TrajectoryPayload,
+    VersionRun,
+)
+from slipstream.wire.messages.versions import PolicyVersion
+
+OLD, NEW = PolicyVersion(1, 3), PolicyVersion(1, 4)
+
+
+def make_header(
+    *starts: tuple[int, PolicyVersion], num_prompt_tokens: int = 4, num_tokens: int = 10
+) -> TrajectoryHeader:
+    return TrajectoryHeader(
+        group_id=7,
+        sibling=1,
+        lease_id=3,
+        num_prompt_tokens=num_prompt_tokens,
+        num_tokens=num_tokens,
+        version_runs=tuple(VersionRun(first, version) for first, version in starts),
+        temperature=1.0,
+        finish_reason="stop",
+    )
+
+
+def zeros(dtype: DType, *shape: int) -> PackedArray:
+    item = 1 if dtype == "bool" else 4
+    count = 1
+    for size in shape:
+        count *= size
+    return PackedArray(dtype, shape, memoryview(bytes(count * item)))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "shape", "num_bytes", "needs"),
+    [
+        ("int32", (2,), 4, 8),
+        ("float32", (2, 3), 23, 24),
+        ("bool", (3,), 4, 3),
+        ("bool", (0,), 1, 0),
+    ],
+)
+def test_an_array_with_the_wrong_number_of_bytes_is_rejected(
+    dtype: DType, shape: tuple[int, ...], num_bytes: int, needs: int
+):
+    with pytest.raises(ValueError, match=f"needs {needs} bytes, got {num_bytes}"):
+        PackedArray(dtype, shape, memoryview(bytes(num_bytes)))
+
+
+def test_an_array_of_negative_size_is_rejected():
+    with pytest.raises(ValueError, match=r"shape \(-1, -2\)"):
+        PackedArray("int32", (-1, -2), memoryview(bytes(8)))
+
+
+def test_an_array_is_measured_in_bytes_whatever_the_format_of_its_view():
+    view = memoryview(array("i", [1, 2, 3]))
+    assert PackedArray("int32", (3,), view).data.nbytes == 12
+
+
+def test_tokens_by_version_cover_the_response_exactly():
+    header = make_header((4, OLD), (6, NEW))
+    assert header.tokens_by_version() == [(OLD, 2), (NEW, 4)]
+    assert header.num_response_tokens == 6
+
+
+def test_the_oldest_version_decides_wherever_it_stands():
+    assert make_header((4, OLD), (6, NEW)).oldest_version == OLD
+    assert make_header((4, NEW), (6, OLD)).oldest_version == OLD
+
+
+@pytest.mark.parametrize(
+    "starts",
+    [
+        (),
+        ((3, OLD),),
+        ((5, OLD),),
+        ((4, OLD), (4, NEW)),
+        ((4, OLD), (8, NEW), (6, OLD)),
+        ((4, OLD), (10, NEW)),
+        ((4, OLD), (12, NEW)),
+    ],
+)
+def test_runs_that_do_not_divide_the_response_are_rejected(
+    starts: tuple[tuple[int, PolicyVersion], ...],
+):
+    with pytest.raises(ValueError, match=r"the response is \[4, 10\)"):
+        make_header(*starts)
+
+
+@pytest.mark.parametrize(
+    ("num_prompt_tokens", "num_tokens"), [(0, 10), (10, 10), (11, 10), (-1, 5)]
+)
+def test_a_trajectory_without_prompt_or_response_is_rejected(
+    num_prompt_tokens: int, num_tokens: int
+):
+    with pytest.raises(ValueError, match="needs prompt and response tokens"):
+        make_header(
+            (num_prompt_tokens, OLD), num_prompt_tokens=num_prompt_tokens, num_tokens=num_tokens
+        )
+
+
+@pytest.mark.parametrize(
+    ("field", "array"),
+    [
+        ("loss_mask", zeros("bool", 4)),
+        ("behavior_logprobs", zeros("int32", 5)),
+        ("token_ids", zeros("float32", 5)),
+    ],
+)
+def test_arrays_that_do_not_belong_together_are_rejected_by_name(field: str, array: PackedArray):
+    arrays = {
+        "token_ids": zeros("int32", 5),
+        "loss_mask": zeros("bool", 5),
+        "behavior_logprobs": zeros("float32", 5),
+    }
+    with pytest.raises(ValueError, match=f"{field} is"):
+        TrajectoryPayload(**(arrays | {field: array}))
+
+
+def test_arrays_of_two_axes_are_rejected():
+    with pytest.raises(ValueError, match="with 1 axis"):
+        TrajectoryPayload(
+            token_ids=zeros("int32", 1, 5),
+            loss_mask=zeros("bool", 1, 5),
+            behavior_logprobs=zeros("float32", 1, 5),
+        )
+
+
+@pytest.mark.parametrize(("reward", "unavailable"), [(None, ""), (0.0, "raised")])
+def test_a_score_is_either_a_reward_or_a_reason(reward: float | None, unavailable: str):
+    with pytest.raises(ValueError, match="a reward or unavailable"):
+        Score(group_id=0, sibling=0, lease_id=0, reward=reward, unavailable=unavailable)

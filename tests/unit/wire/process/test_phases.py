@@ -1,0 +1,59 @@
+import pytest
+
+from slipstream.wire.process.phases import PhaseClock, busy_share
+
+
+class Time:
+    def __init__(self) -> None:
+        self.now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+    def passes(self, seconds: float) -> None:
+        self.now_s += seconds
+
+
+def test_each_moment_belongs_to_exactly_one_phase():
+    time = Time()
+    clock = PhaseClock(now=time)
+    time.passes(1.0)
+    assert clock.enter("generate") == "wait"
+    time.passes(2.0)
+    with clock.phase("adopt"):
+        time.passes(4.0)
+    time.passes(8.0)
+    assert clock.seconds() == {"wait": 1.0, "generate": 10.0, "adopt": 4.0}
+
+
+def test_the_current_phase_counts_up_to_now():
+    time = Time()
+    clock = PhaseClock(now=time)
+    clock.enter("train")
+    time.passes(3.0)
+    assert clock.seconds() == {"wait": 0.0, "train": 3.0}
+    time.passes(1.0)
+    assert clock.seconds()["train"] == 4.0
+
+
+def test_a_phase_ends_with_its_block_even_if_that_fails():
+    time = Time()
+    clock = PhaseClock(now=time)
+
+    def fail_after_a_second() -> None:
+        with clock.phase("train"):
+            time.passes(1.0)
+            raise KeyError("x")
+
+    with pytest.raises(KeyError):
+        fail_after_a_second()
+    time.passes(5.0)
+    assert clock.seconds() == {"wait": 5.0, "train": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("seconds", "share"),
+    [({}, 0.0), ({"wait": 0.0}, 0.0), ({"wait": 3.0, "train": 1.0}, 0.25), ({"train": 2.0}, 1.0)],
+)
+def test_busy_is_the_share_of_time_that_was_not_waiting(seconds: dict[str, float], share: float):
+    assert busy_share(seconds) == share

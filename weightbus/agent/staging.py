@@ -1,0 +1,169 @@
+"""Where an agent keeps a version that it received until its engine has loaded it.
+
+The bytes lie in memory without a name, as a safetensors file that the engine finds through a link
+to this process's descriptor: they go with the process, however it ends.
+"""
+
+import asyncio
+import contextlib
+import mmap
+import os
+import tempfile
+import threading
+from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import xxhash
+
+from slipstream.weightbus.version.disk import WEIGHTS, data_start
+from slipstream.weightbus.version.layout import bucket_offsets, safetensors_header, tensor_offsets
+from slipstream.wire.errors import PublishError
+from slipstream.wire.messages.codec import Frame
+from slipstream.wire.messages.manifest import TensorSpec, WeightManifest
+
+_STEP_BYTES = 64 << 20  # reserved at a time: receiving does not wait for longer
+FETCH_AHEAD = 2  # buckets asked for at a time
+
+
+class Staging:
+    """Room for one version. Use it inside one event loop."""
+
+    def __init__(self, folder: Path, name: str) -> None:
+        """Make the folder in which the engine will find the version.
+
+        Args:
+            folder: where it is made, under a name that begins with ``name``.
+            name: of the agent.
+        """
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self._folder = Path(tempfile.mkdtemp(prefix=f"{name}-weights-", dir=folder))
+        self._lock = threading.Lock()
+        self._descriptor = -1
+        self._open()
+
+    def _open(self) -> None:
+        self._descriptor = os.memfd_create("slipstream-received")
+        self._size = 0
+        link = self._folder / WEIGHTS
+        link.unlink(missing_ok=True)
+        link.symlink_to(f"/proc/{os.getpid()}/fd/{self._descriptor}")
+
+    def reserve(self, num_bytes: int) -> None:
+        """Have the kernel provide the memory of a version before one comes. Blocks; any thread.
+
+        It ends early if a version comes meanwhile, or ``close``.
+        """
+        size = 0
+        while size < num_bytes:
+            with self._lock:
+                if self._descriptor < 0 or self._size != size:
+                    return
+                step = min(_STEP_BYTES, num_bytes - size)
+                os.posix_fallocate(self._descriptor, size, step)
+                self._size = size = size + step
+
+    def free(self) -> None:
+        """Give the memory back until a version is received again.
+
+        It is not cut short but replaced: an engine that still maps it must not fall.
+        """
+        with self._lock:
+            if self._descriptor >= 0 and self._size:
+                os.close(self._descriptor)
+                self._open()
+
+    def close(self) -> None:
+        """Free the memory and remove the folder."""
+        with self._lock:
+            if self._descriptor >= 0:
+                os.close(self._descriptor)
+                self._descriptor = -1
+        (self._folder / WEIGHTS).unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            self._folder.rmdir()
+
+    async def receive(
+        self, manifest: WeightManifest, fetch: Callable[[int], Awaitable[Frame]]
+    ) -> Path:
+        """Fetch every bucket and check every digest; return the folder to load.
+
+        Args:
+            manifest: what is to come.
+            fetch: returns the bytes of the bucket of that index.
+
+        Raises:
+            PublishError: bytes are missing, too many, or not those of the manifest.
+        """
+        header = safetensors_header(manifest)
+        total = len(header) + manifest.num_bytes
+        with self._lock:
+            if total != self._size:
+                os.ftruncate(self._descriptor, total)
+                self._size = total
+        os.pwrite(self._descriptor, header, 0)
+        gate = asyncio.Semaphore(FETCH_AHEAD)
+        starts = [len(header) + at for at in bucket_offsets(manifest)]
+
+        keeping: list[asyncio.Future[None]] = []
+
+        async def get(index: int) -> None:
+            async with gate:
+                data = memoryview(await fetch(index))
+                keep = asyncio.to_thread(self._keep, manifest, index, data, starts[index])
+                keeping.append(asyncio.ensure_future(keep))
+                await asyncio.shield(keeping[-1])
+
+        try:
+            async with asyncio.TaskGroup() as group:
+                for index in range(len(manifest.buckets)):
+                    group.create_task(get(index))
+        except* PublishError as errors:
+            raise PublishError(str(errors.exceptions[0])) from errors
+        finally:  # nothing writes here any more when the next version comes
+            await asyncio.gather(*keeping, return_exceptions=True)
+        return self._folder
+
+    def _keep(self, manifest: WeightManifest, index: int, data: memoryview, start: int) -> None:
+        bucket = manifest.buckets[index]
+        if data.nbytes != bucket.num_bytes:
+            raise PublishError(
+                f"bucket {index} has {data.nbytes} bytes, expected {bucket.num_bytes}"
+            )
+        at = 0
+        for spec in bucket.tensors:
+            _check(spec.name, spec.digest, data[at : at + spec.num_bytes])
+            at += spec.num_bytes
+        while data:
+            written = os.pwrite(self._descriptor, data, start)
+            data, start = data[written:], start + written
+
+
+def check_folder(folder: Path, manifest: WeightManifest, *, threads: int = 2) -> None:
+    """Check every digest of a version on disk.
+
+    Raises:
+        PublishError: it is not there, or not what was offered.
+    """
+    start = data_start(folder, manifest)
+    with (
+        (folder / WEIGHTS).open("rb") as file,
+        mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped,
+        memoryview(mapped) as whole,
+        ThreadPoolExecutor(threads) as pool,
+    ):
+        offsets = tensor_offsets(manifest)
+
+        def check(spec: TensorSpec) -> None:
+            at = start + offsets[spec.name]
+            with whole[at : at + spec.num_bytes] as data:
+                _check(spec.name, spec.digest, data)
+
+        for _ in pool.map(check, manifest.tensors):
+            pass
+
+
+def _check(name: str, digest: str, data: memoryview) -> None:
+    found = xxhash.xxh3_128_hexdigest(data)
+    if found != digest:
+        raise PublishError(f"{name} arrived with digest {found}, expected {digest}")

@@ -1,0 +1,76 @@
+"""Which tensors a model folder holds, read from the headers of its safetensors files."""
+
+import json
+import math
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+
+from slipstream.wire.errors import ConfigError
+from slipstream.wire.messages.manifest import ITEM_BYTES, WeightManifest
+
+Shapes = dict[str, tuple[int, ...]]
+_OPTIONAL = {"lm_head.weight"}
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSet:
+    """What an engine's model consists of: shapes by Hugging Face name, and the type of all."""
+
+    shapes: Shapes
+    dtype: str  # as in float32
+
+    @property
+    def num_bytes(self) -> int:
+        """Return the size of all tensors."""
+        return sum(map(math.prod, self.shapes.values())) * ITEM_BYTES[self.dtype]
+
+
+def model_tensors(folder: Path, *, dtype: str) -> TensorSet:
+    """Return the tensors of an engine that was started from a Hugging Face folder.
+
+    Args:
+        folder: with safetensors files.
+        dtype: that the engine runs with, whatever type the files have.
+
+    Raises:
+        ConfigError: no safetensors file there, or one that cannot be read.
+    """
+    shapes: Shapes = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        try:
+            with path.open("rb") as file:
+                (length,) = struct.unpack("<Q", file.read(8))
+                header = json.loads(file.read(length))
+        except (OSError, ValueError, struct.error) as error:
+            raise ConfigError(f"cannot read {path} (run.model): {error}") from error
+        for name, entry in header.items():
+            if name != "__metadata__":
+                shapes[name] = tuple(entry["shape"])
+    if not shapes:
+        raise ConfigError(f"no safetensors files in {folder} (run.model)")
+    return TensorSet(shapes, dtype)
+
+
+def mismatch(manifest: WeightManifest, expected: TensorSet) -> str:
+    """Say how a manifest differs from the model's tensors; empty if it does not.
+
+    A tied output layer may be left out or sent.
+    """
+    shapes = expected.shapes
+    offered = {spec.name: spec for spec in manifest.tensors}
+    if len(offered) != len(manifest.tensors):
+        return "manifest names a tensor twice"
+    missing = sorted(shapes.keys() - offered.keys() - _OPTIONAL)
+    surplus = sorted(offered.keys() - shapes.keys() - _OPTIONAL)
+    if missing or surplus:
+        return f"manifest lacks {missing[:3]} and has unknown {surplus[:3]}"
+    for name, spec in offered.items():
+        if name in shapes and shapes[name] != spec.shape:
+            return f"{name} has shape {spec.shape}, the model has {shapes[name]}"
+        if spec.dtype != expected.dtype:
+            return (
+                f"{name} has type {spec.dtype}, the engine {expected.dtype} "
+                "(learner.dtype, generators.dtype)"
+            )
+    return ""

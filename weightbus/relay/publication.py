@@ -1,0 +1,109 @@
+"""A version with all that every transfer of it needs; each part is computed once, when needed."""
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+from slipstream.weightbus.agent.staging import check_folder
+from slipstream.weightbus.relay.engine_checksums import expected_checksums
+from slipstream.weightbus.version.disk import write_version
+from slipstream.weightbus.version.snapshot import WeightSnapshot
+from slipstream.wire.errors import PublishError
+from slipstream.wire.messages.manifest import WeightManifest
+from slipstream.wire.messages.versions import PolicyVersion
+
+T = TypeVar("T")
+
+
+class Publication:
+    """One version on its way to the engines. Use it inside one event loop.
+
+    Whoever waits for a part may be cancelled; the others get it all the same.
+    """
+
+    def __init__(self, snapshot: WeightSnapshot, *, folder: Path, first_copy: int = 1) -> None:
+        """Prepare nothing yet.
+
+        Args:
+            snapshot: what is published.
+            folder: where versions for the disk transport stand.
+            first_copy: number of its first copy there.
+        """
+        self._first_copy = first_copy
+        self.snapshot = snapshot
+        self.gpu_digests: set[str] = set()  # at most one: what the first engine on a GPU held
+        self._folder = folder
+        self._manifest: asyncio.Future[WeightManifest] | None = None
+        self._expected: asyncio.Future[dict[str, str]] | None = None
+        self._on_disk: asyncio.Future[Path] | None = None
+        self._writes: list[asyncio.Future[Path]] = []
+
+    @property
+    def version(self) -> PolicyVersion:
+        """Return which version it is."""
+        return self.snapshot.version
+
+    @property
+    def undigested(self) -> WeightManifest:
+        """Return what is sent, with no digests."""
+        return msgspec.structs.replace(self.snapshot.layout, version=self.version)
+
+    def begin_digests(self) -> asyncio.Future[WeightManifest]:
+        """Begin to compute what ``manifest`` returns."""
+        self._manifest = self._manifest or _in_thread(self.snapshot.manifest)
+        return self._manifest
+
+    async def manifest(self) -> WeightManifest:
+        """Return what is sent, with a digest per tensor."""
+        return await asyncio.shield(self.begin_digests())
+
+    def begin_checksums(self) -> asyncio.Future[dict[str, str]]:
+        """Begin to compute what ``expected`` returns."""
+        tensors = self.snapshot.tensors
+        self._expected = self._expected or _in_thread(lambda: expected_checksums(tensors))
+        return self._expected
+
+    async def expected(self) -> dict[str, str]:
+        """Return the checksums of an engine on a CPU that holds this version."""
+        return await asyncio.shield(self.begin_checksums())
+
+    async def on_disk(self) -> Path:
+        """Return the folder that holds this version, whole and durable.
+
+        Raises:
+            PublishError: the disk refuses.
+        """
+        manifest, data = await self.manifest(), self.snapshot.memory.numpy().data
+        if self._on_disk is None:
+            number = self._first_copy + len(self._writes)
+            self._on_disk = _in_thread(
+                lambda: write_version(self._folder, manifest, data, number=number)
+            )
+            self._writes.append(self._on_disk)
+        return await asyncio.shield(self._on_disk)
+
+    async def look_at_disk(self) -> None:
+        """Have the next reader get another copy on disk if this one is damaged."""
+        written, manifest = self._on_disk, await self.manifest()
+        if written is None or not written.done():
+            return
+        try:
+            await asyncio.to_thread(check_folder, written.result(), manifest)
+        except PublishError:
+            self._on_disk = None
+
+    def copies(self) -> list[Path]:
+        """Return the folders of all copies on disk, good and bad."""
+        return [one.result() for one in self._writes if one.done() and one.exception() is None]
+
+    async def settled(self) -> None:
+        """Wait until nothing that was begun here reads the memory any more."""
+        begun = (self._manifest, self._expected, *self._writes)
+        await asyncio.gather(*(one for one in begun if one is not None), return_exceptions=True)
+
+
+def _in_thread(work: Callable[[], T]) -> asyncio.Future[T]:
+    return asyncio.ensure_future(asyncio.to_thread(work))

@@ -1,0 +1,300 @@
+"""The relay's side of the weight bus: brings every engine that joined to the newest version.
+
+What is done next, and for whom, is decided in fleet.py and course.py; here is what waits and sends.
+A member by itself gets a version over TCP (or from disk), a party over its collective.
+"""
+
+import asyncio
+import logging
+import secrets
+import time
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from typing import NamedTuple
+
+import zmq
+import zmq.asyncio
+
+from slipstream.weightbus.config import WeightBusSection
+from slipstream.weightbus.net.compatibility import Libraries, why_no_collective
+from slipstream.weightbus.net.curve import MAX_WAITING, FarDoor
+from slipstream.weightbus.net.interfaces import is_loopback
+from slipstream.weightbus.relay.bulk import proved, serve_buckets
+from slipstream.weightbus.relay.fleet import Fleet, PartySeat, Seat, Serving
+from slipstream.weightbus.relay.member import Member
+from slipstream.weightbus.relay.served import Reading, Versions
+from slipstream.weightbus.relay.transaction import Transaction
+from slipstream.weightbus.relay.transports.base import Transport
+from slipstream.weightbus.relay.transports.collective import Collective
+from slipstream.weightbus.relay.transports.staged import OverDisk, OverTcp
+from slipstream.wire.errors import ProtocolError
+from slipstream.wire.messages.codec import decode_agent_message, encode
+from slipstream.wire.messages.weightbus import (
+    AgentMessage,
+    Heard,
+    Join,
+    Leave,
+    MemberState,
+    Outcome,
+    PublishRecord,
+    RelayDoor,
+    TransportName,
+)
+
+_log = logging.getLogger(__name__)
+_RETRY_S = 1.0
+_WATCH_S = 1.0
+_MAX_MEMBERS = 10_000
+
+
+class Sender(NamedTuple):
+    """Where a message came from."""
+
+    peer: bytes  # routing id
+    socket: zmq.asyncio.Socket
+    prefix: str  # of the names of engines there
+    key: str  # that it proved; empty on this host
+
+
+class Publisher:
+    """Serves the newest version to every engine that joined. Lives in one event loop."""
+
+    def __init__(
+        self,
+        settings: WeightBusSection,
+        versions: Versions,
+        *,
+        on_record: Callable[[PublishRecord], Awaitable[None]],
+        libraries: Libraries,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Serve nobody yet.
+
+        Args:
+            settings: of the weight bus.
+            versions: what there is to be served.
+            on_record: is told of every publish.
+            libraries: that collectives of this process use.
+            now: monotonic seconds.
+        """
+        self._settings = settings
+        self._versions = versions
+        self._on_record = on_record
+        self._libraries = libraries
+        self._now = now
+        self._incarnation = secrets.token_hex(8)
+        self._members: dict[str, Member] = {}
+        self._fleet = Fleet(
+            silence_s=settings.member_silence_s,
+            retry_s=_RETRY_S,
+            party_size=settings.engines_per_group,
+        )
+        self._alone: dict[Seat, asyncio.Task[None]] = {}
+        self._collectives: dict[PartySeat, Collective] = {}
+
+    async def run(self, door: RelayDoor, far_door: FarDoor | None = None) -> None:
+        """Serve until cancelled.
+
+        Args:
+            door: Unix sockets in a private folder.
+            far_door: lets in engines on other hosts.
+
+        Raises:
+            ConfigError: an address cannot be listened at.
+        """
+        context = zmq.asyncio.Context()
+        sockets: list[zmq.asyncio.Socket] = []
+        try:
+            pairs: list[tuple[zmq.asyncio.Socket, zmq.asyncio.Socket, FarDoor | None]] = []
+            near = context.socket(zmq.ROUTER), context.socket(zmq.ROUTER)
+            sockets += near
+            near[0].setsockopt(zmq.ROUTER_MANDATORY, 1)
+            near[1].setsockopt(zmq.SNDHWM, MAX_WAITING)
+            near[0].bind(door.endpoint)
+            near[1].bind(door.bulk_endpoint)
+            pairs.append((*near, None))
+            if far_door is not None:
+                far = far_door.open(context)
+                sockets += far
+                pairs.append((*far, far_door))
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self._watch(far_door))
+                group.create_task(self._serve_due(group))
+                for socket, bulk, checks in pairs:
+                    group.create_task(serve_buckets(bulk, self._versions, checks))
+                    group.create_task(self._listen(socket, checks))
+        finally:
+            for member in list(self._members.values()):
+                self._forget(member, "is left: the relay ends")
+            for party in list(self._collectives):
+                self._dissolve(party)
+            if far_door is not None:
+                far_door.close()
+            for one in sockets:
+                one.close(linger=0)
+            context.term()
+
+    def states(self) -> list[MemberState]:
+        """Return what each member holds, by name."""
+        newest = self._versions.newest
+        return [
+            MemberState(
+                name=name,
+                state=member.state(newest),
+                version=member.adopted,
+                since_s=member.since_s,
+                transport=member.transport,
+                reason=member.failure,
+            )
+            for name, member in sorted(self._members.items())
+        ]
+
+    # ---- membership ----------------------------------------------------------
+
+    async def _listen(self, socket: zmq.asyncio.Socket, door: FarDoor | None) -> None:
+        while True:
+            peer, *frames = await socket.recv_multipart(copy=False)
+            key = proved(peer) if door is not None else ""
+            if door is not None and door.name_of(key) is None:
+                continue  # it was revoked, and _watch has said so
+            prefix = f"{door.name_of(key)}/" if door is not None else ""  # as the broker calls it
+            try:
+                message = decode_agent_message(b"".join(frame.buffer for frame in frames))
+            except ProtocolError as error:
+                _log.warning("malformed message on the weight bus: %s", error)
+                continue
+            sender = Sender(peer.bytes, socket, prefix, key)
+            await self._take(sender, message)
+
+    async def _take(self, sender: "Sender", message: AgentMessage) -> None:
+        peer, socket = sender.peer, sender.socket
+        match message:
+            case Join():
+                self._joined(sender, message)
+                with suppress(zmq.ZMQError):  # it has gone meanwhile
+                    await socket.send_multipart([peer, encode(Heard(relay=self._incarnation))])
+            case Leave(name=name):
+                member = self._members.get(sender.prefix + name)
+                if member is not None and member.is_at(peer, socket):
+                    self._forget(member, "left")
+            case Outcome():
+                for member in self._members.values():
+                    if member.is_at(peer, socket):
+                        member.take(message)
+
+    def _joined(self, sender: "Sender", join: Join) -> None:
+        peer, name = sender.peer, sender.prefix + join.name
+        known = self._members.get(name)
+        if known is not None and known.join.incarnation == join.incarnation:
+            known.heard(peer, join)
+            before = self._fleet.seats[name].adopted
+            self._fleet.heard(name, join.adopted, self._now())
+            if self._fleet.seats[name].adopted != before:
+                self._versions.wake()
+            return
+        if known is not None:
+            self._forget(known, "restarted")
+        if len(self._members) >= _MAX_MEMBERS:
+            _log.error("%s is refused: %d engines are on the weight bus", name, _MAX_MEMBERS)
+            return
+        member = Member(
+            peer,
+            join,
+            sender.socket,
+            name=name,
+            relay=self._incarnation,
+            key=sender.key,
+            transport=self._transport_for(join, name, is_far=bool(sender.key)),
+            timeout_s=self._settings.timeout_s,
+        )
+        _log.info("%s joined the weight bus (%s)", name, member.transport)
+        self._members[name] = member
+        seat = Seat(name, member.transport, join.device, join.adopted, heard_s=self._now())
+        self._fleet.join(seat)
+        self._versions.wake()
+
+    def _transport_for(self, join: Join, name: str, *, is_far: bool) -> TransportName:
+        """Return how a member gets versions: as it asks, or over TCP where that cannot be."""
+        if join.transport != "collective":
+            return join.transport
+        why = why_no_collective(join, self._libraries)
+        host = self._settings.host
+        if is_far and is_loopback(host):
+            why = f"it is on another host, and weightbus.host is {host}"
+        if why:
+            _log.warning("%s gets its weights over tcp instead of a collective: %s", name, why)
+            return "tcp"
+        return "collective"
+
+    def _forget(self, member: Member, why: str) -> None:
+        _log.info("%s %s", member.name, why)
+        del self._members[member.name]
+        if (task := self._alone.pop(self._fleet.seats[member.name], None)) is not None:
+            task.cancel()
+        self._dissolve(self._fleet.forget(member.name))
+        member.leave(why)
+
+    async def _watch(self, far_door: FarDoor | None) -> None:
+        """Leave out who fell silent or may no longer be there, whatever is going on with it."""
+        while True:
+            await asyncio.sleep(_WATCH_S)
+            for name in self._fleet.silent(self._now()):
+                self._forget(
+                    self._members[name], f"was silent for {self._settings.member_silence_s:g} s"
+                )
+            for member in [m for m in self._members.values() if m.key]:
+                if far_door is not None and far_door.name_of(member.key) is None:
+                    self._forget(member, "is left: its key was revoked")
+
+    # ---- publishes -----------------------------------------------------------
+
+    async def _serve_due(self, group: asyncio.TaskGroup) -> None:
+        """Do what the fleet says, whenever something has changed."""
+        while True:
+            changed, now = self._versions.changed, self._now()
+            for serving in self._fleet.due(self._versions.newest, now):
+                if (reading := self._versions.begin()) is None:
+                    break  # two others are being read: the end of one wakes us
+                self._begin(serving, reading, group)
+            with suppress(TimeoutError):  # not wait_for, which can swallow a cancellation
+                async with asyncio.timeout(self._fleet.wait_s(now)):
+                    await changed.wait()
+
+    def _begin(self, serving: Serving, reading: Reading, group: asyncio.TaskGroup) -> None:
+        self._fleet.begun(serving)
+        members = [self._members[seat.name] for seat in serving.seats]
+        task = group.create_task(self._serve(serving, members, reading))
+        task.add_done_callback(lambda _: reading.end())  # it may be cancelled before it runs
+        if serving.party is None:
+            self._alone[serving.seats[0]] = task
+
+    async def _serve(self, serving: Serving, members: list[Member], reading: Reading) -> None:
+        """Bring members to a version; what became of them is in the record and in the fleet."""
+        try:
+            record = await Transaction(
+                reading.publication,
+                members,
+                self._transport_of(serving),
+                self._settings.engine_check_every,
+            ).run()
+            self._alone.pop(serving.seats[0], None)
+            self._dissolve(self._fleet.finished(serving, record.adopted_by, self._now()))
+        finally:
+            await asyncio.shield(reading.end())
+        for name, why in record.failed.items():
+            _log.warning("%s does not run %s: %s", name, record.version.label, why)
+        await self._on_record(record)
+        if any(member.transport == "disk" for member in members):
+            await self._versions.clean_disk()
+
+    def _transport_of(self, serving: Serving) -> Transport:
+        if serving.party is not None:
+            if serving.party not in self._collectives:
+                self._collectives[serving.party] = Collective(self._settings)
+            return self._collectives[serving.party]
+        chosen = OverDisk if serving.seats[0].transport == "disk" else OverTcp
+        return chosen(timeout_s=self._settings.receive_timeout_s)
+
+    def _dissolve(self, party: PartySeat | None) -> None:
+        if party is not None and (collective := self._collectives.pop(party, None)) is not None:
+            collective.close_soon()

@@ -1,0 +1,205 @@
+"""The versions that a relay can serve: what lies in the learner's memory, and who reads it."""
+
+import asyncio
+import shutil
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+from slipstream.weightbus.relay.publication import Publication
+from slipstream.weightbus.version.shared_memory import SharedSlots
+from slipstream.weightbus.version.slots import Slots
+from slipstream.weightbus.version.snapshot import WeightSnapshot
+from slipstream.wire.errors import PublishError, SupersededError
+from slipstream.wire.messages.relay import OpenMemory
+from slipstream.wire.messages.versions import PolicyVersion
+
+
+class _Source:
+    """One learner's memory."""
+
+    def __init__(self, memory: SharedSlots, message: OpenMemory) -> None:
+        self.memory = memory
+        self.epoch = message.epoch
+        self.layout = message.layout
+        self.slots = Slots(message.num_slots)
+        self.publications: dict[int, Publication] = {}
+
+
+class Reading:
+    """A version that is not overwritten meanwhile."""
+
+    def __init__(self, publication: Publication, on_end: Callable[[], None]) -> None:
+        self.publication = publication
+        self._on_end = on_end
+        self._end: asyncio.Future[None] | None = None
+
+    def end(self) -> asyncio.Future[None]:
+        """Let it go once nothing of ours reads it any more, even if nobody waits for that."""
+        if self._end is None:
+            self._end = asyncio.ensure_future(self.publication.settled())
+            self._end.add_done_callback(lambda _: self._on_end())
+        return self._end
+
+
+class Versions:
+    """Whole versions, the newest of which is served. Use it inside one event loop."""
+
+    def __init__(self, folder: Path) -> None:
+        """Know no version yet.
+
+        Args:
+            folder: where versions for the disk transport stand.
+        """
+        self._folder = folder
+        self._run_id = ""  # of the first learner
+        self._sources: list[_Source] = []  # the newest learner's last; an old one until it is idle
+        self._reading: Counter[Publication] = Counter()
+        self._on_disk: list[Publication] = []  # that may have copies there
+        self.first_copy = 1  # number of a version's first copy on disk
+        self._changed = asyncio.Event()
+
+    @property
+    def newest(self) -> PolicyVersion | None:
+        """Return the newest whole version."""
+        source = self._serving()
+        return source.slots.version_of_newest if source is not None else None
+
+    def open(self, message: OpenMemory) -> None:
+        """Serve what is written into this memory, as soon as there is a whole version.
+
+        Raises:
+            PublishError: the memory cannot be mapped, is another run's, or its epoch is known with
+                another memory: two learners would publish different weights under one label.
+        """
+        layout = message.layout
+        self._refuse_other_run(message.run_id)
+        self.refuse_older(message.epoch)
+        if self._sources and self._sources[-1].epoch == message.epoch:
+            if not self._sources[-1].memory.is_at(message.path):
+                raise PublishError(
+                    f"epoch {message.epoch} was granted twice: {message.path} is another memory "
+                    "than the one that it publishes from"
+                )
+            if message.whole is not None:
+                self.written(message.epoch, message.slot, message.whole)
+            return
+        memory = SharedSlots.open(
+            message.path, slot_bytes=layout.num_bytes, num_slots=message.num_slots
+        )
+        self._sources.append(_Source(memory, message))
+        if message.whole is not None:
+            self.written(message.epoch, message.slot, message.whole)
+
+    def _refuse_other_run(self, run_id: str) -> None:
+        if self._run_id and run_id and run_id != self._run_id:
+            raise PublishError(
+                f"this relay serves the run with the id {self._run_id}, not {run_id}"
+            )
+        self._run_id = self._run_id or run_id
+
+    def reserve(self, epoch: int) -> int:
+        """Return the slot that the learner of an epoch may write next.
+
+        Raises:
+            PublishError: it has shown no memory.
+            SupersededError: a newer learner has.
+        """
+        source = self._writing(epoch)
+        slot = source.slots.reserve()
+        source.publications.pop(slot, None)
+        return slot
+
+    def written(self, epoch: int, slot: int, version: PolicyVersion) -> None:
+        """Serve a version of the learner of an epoch that is whole now.
+
+        Raises:
+            PublishError: it has shown no memory, or nobody may have written that slot.
+            SupersededError: a newer learner has shown its memory.
+        """
+        source = self._writing(epoch)
+        if source.slots.version(slot) == version:
+            return
+        try:
+            source.slots.written(slot, version)
+        except ValueError as error:
+            raise PublishError(str(error)) from error
+        snapshot = WeightSnapshot(version, source.layout, source.memory.slot(slot))
+        publication = Publication(snapshot, folder=self._folder, first_copy=self.first_copy)
+        source.publications[slot] = publication
+        self._on_disk.append(publication)
+        for old in self._sources[:-1]:
+            old.memory.close()
+        self._sources = self._sources[-1:]  # transactions of an old one keep what they read
+        self.wake()
+
+    def begin(self) -> "Reading | None":
+        """Return the newest version, which is kept from being overwritten until its ``end``.
+
+        None while there is none, or while two others are being read.
+        """
+        source = self._serving()
+        slot = source.slots.begin() if source is not None else None
+        if source is None or slot is None:
+            return None
+        publication = source.publications[slot]
+        self._reading[publication] += 1
+        return Reading(publication, lambda: self._ended(source, slot, publication))
+
+    def _ended(self, source: _Source, slot: int, publication: Publication) -> None:
+        source.slots.end(slot)
+        self._reading[publication] -= 1
+        if not self._reading[publication]:
+            del self._reading[publication]
+        self.wake()
+
+    def find(self, version: PolicyVersion) -> Publication | None:
+        """Return a version that is being read, or the newest."""
+        for source in reversed(self._sources):
+            for slot, publication in source.publications.items():
+                if publication.version == version and source.slots.version(slot) == version:
+                    return publication
+        return None
+
+    async def clean_disk(self, *, all_of_it: bool = False) -> None:
+        """Remove the copies on disk that nobody can want any more, or all that were made here."""
+        wanted = set(self._reading)
+        for source in self._sources:
+            wanted.update(source.publications.values())
+        unwanted = [p for p in self._on_disk if all_of_it or p not in wanted]
+        for publication in unwanted:
+            self._on_disk.remove(publication)
+        await asyncio.to_thread(_remove, [copy for p in unwanted for copy in p.copies()])
+
+    def _serving(self) -> _Source | None:
+        return next((s for s in reversed(self._sources) if s.slots.newest is not None), None)
+
+    def refuse_older(self, epoch: int) -> None:
+        """Refuse what an earlier learner says.
+
+        Raises:
+            SupersededError: a newer one has shown its memory.
+        """
+        if self._sources and epoch < self._sources[-1].epoch:
+            raise SupersededError("a newer learner publishes now")
+
+    def _writing(self, epoch: int) -> _Source:
+        self.refuse_older(epoch)
+        if not self._sources or self._sources[-1].epoch != epoch:
+            raise PublishError("this learner has not said where its weights are")
+        return self._sources[-1]
+
+    @property
+    def changed(self) -> asyncio.Event:
+        """Return what is set when somebody should look again."""
+        return self._changed
+
+    def wake(self) -> None:
+        """Have all who wait look again whether the newest version is wanted."""
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+
+def _remove(folders: list[Path]) -> None:
+    for folder in folders:
+        shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,181 @@
+"""One publish to some members: offer -> transfer -> verify -> commit -> adopt.
+
+Whoever fails is left out and the others go on. A member that may hold a mixture stays paused; its
+next transaction brings it a whole version.
+"""
+
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import assert_never
+
+from slipstream.weightbus.relay.course import Course, Phase, is_check_due
+from slipstream.weightbus.relay.engine_checksums import differing, digest_of
+from slipstream.weightbus.relay.laps import Laps
+from slipstream.weightbus.relay.member import Member
+from slipstream.weightbus.relay.publication import Publication
+from slipstream.weightbus.relay.transports.base import MembersFailedError, T, Transport, each
+from slipstream.wire.errors import PublishError
+from slipstream.wire.messages.manifest import WeightManifest
+from slipstream.wire.messages.weightbus import (
+    Abandon,
+    Commit,
+    Offer,
+    Outcome,
+    Pause,
+    PublishRecord,
+    Verify,
+)
+
+
+class Transaction:
+    """Brings members to a version. Use it once."""
+
+    def __init__(
+        self,
+        publication: Publication,
+        members: Sequence[Member],
+        transport: Transport,
+        engine_check_every: int,
+        *,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._publication = publication
+        self._transport = transport
+        self._check_every = engine_check_every
+        self._now = now
+        self._all = list(members)
+        self._course = Course(members)
+        self._num_in_flight: dict[str, int] = {}
+        self._digest = ""
+        self._digests: dict[str, str] = {}
+
+    async def run(self) -> PublishRecord:
+        """Do all of it; what engines and agents do raises nothing: the record says what failed."""
+        version, at_s, started_s = self._publication.version, time.time(), self._now()
+        laps = Laps(self._now)
+        for member in self._all:
+            member.receiving = version
+            member.num_publishes += 1
+        adopted: dict[str, float] = {}
+        try:
+            await self._phases(laps)
+            for member in self._course.members:
+                member.holds(version)
+                member.failure = ""
+                adopted[member.name] = self._now() - started_s
+            await self._abandon()
+            if adopted:  # nobody waits for it but the record
+                self._digest = (await self._publication.manifest()).digest
+        finally:
+            for member in self._all:
+                member.receiving = None
+        return PublishRecord(
+            version=version,
+            at_s=at_s,
+            adopted_by=adopted,
+            failed={member.name: why for member, why in self._course.failed.items()},
+            num_in_flight=self._num_in_flight,
+            digest=self._digest,
+            engine_digests=self._digests,
+            phase_seconds=laps.seconds,
+            num_bytes=self._publication.snapshot.layout.num_bytes,
+            transports={member.name: self._transport.name for member in self._all},
+        )
+
+    async def _phases(self, laps: Laps) -> None:
+        publication = self._publication
+        publication.begin_digests()
+        manifest = publication.undigested
+        if self._transport.needs_digests:
+            manifest = await publication.manifest()
+        if self._check_every and any(member.join.device == "cpu" for member in self._all):
+            publication.begin_checksums()  # not while engines are paused
+        laps.lap("digest")
+        is_collective = self._transport.name == "collective"
+        names = {
+            Phase.OFFER: "offer",
+            Phase.PREPARE: "group" if is_collective else "receive",
+            Phase.PREPARE_AGAIN: "pause",
+            Phase.LOAD: "transfer" if is_collective else "load",
+            Phase.VERIFY: "verify",
+            Phase.COMMIT: "commit",
+        }
+        course = self._course
+        while (phase := course.phase) is not None:
+            course.done(await self._do(phase, manifest))
+            if course.phase is not phase and phase in names:
+                laps.lap(names[phase])
+
+    async def _do(self, phase: Phase, manifest: WeightManifest) -> Mapping[Member, str]:
+        """Have all that are still with us do something; return who could not, and why."""
+        members, name = self._course.members, self._transport.name
+        try:
+            match phase:
+                case Phase.OFFER:
+                    return await self._each(
+                        lambda m: m.tell(
+                            lambda n: Offer(command_id=n, manifest=manifest, transport=name)
+                        )
+                    )
+                case Phase.PREPARE | Phase.PREPARE_AGAIN:
+                    if members:
+                        await self._transport.prepare(self._publication, members)
+                case Phase.PAUSE:
+                    return await self._each(self._pause)
+                case Phase.LOAD:
+                    if members:
+                        await self._transport.load(self._publication, members)
+                case Phase.VERIFY:
+                    return await self._each(self._verify)
+                case Phase.COMMIT:
+                    version = manifest.version
+                    return await self._each(
+                        lambda m: m.tell(lambda n: Commit(command_id=n, version=version))
+                    )
+                case _:
+                    assert_never(phase)
+        except MembersFailedError as error:
+            return error.reasons
+        return {}
+
+    async def _each(self, work: Callable[[Member], Awaitable[T]]) -> dict[Member, str]:
+        return (await each(self._course.members, work))[1]
+
+    async def _pause(self, member: Member) -> None:
+        outcome = await member.tell(lambda n: Pause(command_id=n))
+        self._num_in_flight[member.name] = outcome.num_in_flight
+
+    async def _verify(self, member: Member) -> Outcome:
+        """Close the update, and look at what the engine holds if it is time for that."""
+        checks = is_check_due(
+            self._check_every, member.num_publishes, is_repair=bool(member.failure)
+        )
+        outcome = await member.tell(lambda n: Verify(command_id=n, wants_checksums=checks))
+        if not checks:
+            return outcome
+        digest = digest_of(outcome.checksums)
+        self._digests[member.name] = digest
+        publication = self._publication
+        if member.join.device == "cpu":
+            wrong = differing(await publication.expected(), outcome.checksums)
+            if wrong:
+                raise PublishError(f"{len(wrong)} tensors differ in the engine: {wrong[:3]}")
+        elif publication.gpu_digests and digest not in publication.gpu_digests:
+            raise PublishError("the engine holds other tensors than the other engines")
+        else:
+            publication.gpu_digests.add(digest)
+        return outcome
+
+    async def _abandon(self) -> None:
+        """Free who was left out: our end first, then theirs. Their engines stay paused if torn."""
+        failed = self._course.failed
+        if not failed:
+            return
+        await self._transport.close()
+        for member, why in failed.items():
+            member.failure = why
+            member.holds(None)
+        await each(  # nobody waits for them: what they are told next they do after this
+            list(failed),
+            lambda m: m.send(lambda n: Abandon(command_id=n, reason=failed[m])),
+        )

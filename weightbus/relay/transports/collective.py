@@ -1,0 +1,263 @@
+"""Buckets over a torch.distributed group of the relay and some engines, into live weights."""
+
+import asyncio
+import datetime
+import functools
+import itertools
+import secrets
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import distributed_c10d as c10d
+from typing_extensions import override
+
+from slipstream.weightbus.config import WeightBusSection
+from slipstream.weightbus.net import threads
+from slipstream.weightbus.net.rendezvous import open_store
+from slipstream.weightbus.relay.member import Member
+from slipstream.weightbus.relay.publication import Publication
+from slipstream.weightbus.relay.transports.base import MembersFailedError, Transport, all_of
+from slipstream.wire.errors import ConfigError, PublishError
+from slipstream.wire.messages.weightbus import (
+    Command,
+    LoadBucket,
+    OpenGroup,
+    Outcome,
+    TransportName,
+)
+
+_POLL_S = 0.001  # the next bucket is on its way meanwhile
+_AHEAD = 2  # buckets that engines are told of before the one under way is done
+_group_numbers = itertools.count(1)
+Backend = Literal["gloo", "nccl"]
+
+
+class Collective(Transport):
+    """One group of the relay, as rank 0, and the engines that it is given."""
+
+    name: TransportName = "collective"
+    needs_digests = False  # engines are checked as a whole
+
+    def __init__(self, settings: WeightBusSection) -> None:
+        self._settings = settings
+        self._group: EngineGroup | None = None
+        self._members: list[Member] = []
+
+    @override
+    async def prepare(self, publication: Publication, members: Sequence[Member]) -> None:
+        """Have the engines join a group, unless there is one of just these."""
+        if self._group is not None and self._members == list(members):
+            return
+        await self.close()
+        try:
+            self._group = await self._open(members)
+        except (PublishError, ConfigError, RuntimeError, OSError) as error:
+            if isinstance(error, MembersFailedError):
+                raise
+            raise MembersFailedError(dict.fromkeys(members, str(error))) from error
+        self._members = list(members)
+
+    async def _open(self, members: Sequence[Member]) -> "EngineGroup":
+        settings = self._settings
+        backend = self._backend(members)
+        ranks = [1, *itertools.accumulate((m.join.num_ranks for m in members), initial=1)][1:]
+        group = EngineGroup(
+            f"{members[0].name}-{secrets.token_hex(4)}-{next(_group_numbers)}",
+            host=settings.host,
+            world_size=ranks[-1],
+            timeout_s=settings.timeout_s,
+        )
+        rank_of = dict(zip(members, ranks, strict=False))
+        joined = asyncio.create_task(threads.in_own_thread(lambda: group.join(backend)))
+        try:
+            await all_of(
+                members,
+                lambda member: member.tell(
+                    lambda n: OpenGroup(
+                        command_id=n,
+                        host=settings.host,
+                        port=group.port,
+                        group_name=group.name,
+                        backend=backend,
+                        rank=rank_of[member],
+                        world_size=group.world_size,
+                    )
+                ),
+            )
+            await joined
+        except BaseException:
+            joined.add_done_callback(lambda task: _discard(task, group))
+            raise
+        return group
+
+    def _backend(self, members: Sequence[Member]) -> Backend:
+        if self._settings.backend != "auto":
+            return self._settings.backend
+        return "nccl" if members[0].join.device == "cuda" else "gloo"
+
+    @override
+    async def load(self, publication: Publication, members: Sequence[Member]) -> None:
+        """Broadcast every bucket; the next one stands ready while one is under way."""
+        group = self._group
+        if group is None:
+            raise MembersFailedError(dict.fromkeys(members, "it is in no group"))
+        sent = _Sent(members, group.name, len(publication.snapshot.layout.buckets))
+        try:
+            moving: dist.Work | None = None
+            for index in range(sent.num_buckets):
+                await sent.tell(up_to=index + _AHEAD)
+                # It waits for engines behind the one before: no pause between two buckets.
+                following = group.start(publication.snapshot.bucket(index))
+                if moving is not None:
+                    await group.finish(moving, peer_failed=sent.has_failures)
+                    await sent.loaded(index - 1)
+                moving = following
+            if moving is not None:
+                await group.finish(moving, peer_failed=sent.has_failures)
+                await sent.loaded(sent.num_buckets - 1)
+        except PublishError as error:
+            await self.close()
+            others = error.reasons if isinstance(error, MembersFailedError) else {}
+            failed = dict.fromkeys(members, str(error)) | others | sent.failures()
+            raise MembersFailedError(failed) from error
+
+    def close_soon(self) -> None:
+        """Destroy the group in the background."""
+        if self._group is not None:
+            group, self._group = self._group, None
+            threads.start(group.close)
+
+    @override
+    async def close(self) -> None:
+        """Destroy the group, which also frees engines that wait in it.
+
+        That takes as long as an engine that is stopped holds up what is being sent to it.
+        """
+        if self._group is not None:
+            group, self._group = self._group, None
+            self._members = []
+            await threads.in_own_thread(group.close)
+
+
+class _Sent:
+    """The buckets of one publish that engines were told to load, and what became of them."""
+
+    def __init__(self, members: Sequence[Member], group_name: str, num_buckets: int) -> None:
+        self.num_buckets = num_buckets
+        self._members = members
+        self._group_name = group_name
+        self._outcomes: list[dict[Member, asyncio.Future[Outcome]]] = []
+
+    async def tell(self, *, up_to: int) -> None:
+        """Tell engines of further buckets, before ``up_to``."""
+        while len(self._outcomes) < min(self.num_buckets, up_to):
+            command = functools.partial(_load_bucket, len(self._outcomes), self._group_name)
+            send = functools.partial(Member.send, command=command)
+            self._outcomes.append(await all_of(self._members, send))
+
+    async def loaded(self, index: int) -> None:
+        """Wait until all engines have loaded a bucket."""
+        outcomes, what = self._outcomes[index], f"LoadBucket {index}"
+        await all_of(self._members, lambda m: m.outcome(outcomes[m], what))
+
+    def failures(self) -> dict[Member, str]:
+        """Return who could not load a bucket, and why."""
+        return {
+            member: str(future.exception() or future.result().error)
+            for outcomes in self._outcomes
+            for member, future in outcomes.items()
+            if _has_failed(future)
+        }
+
+    def has_failures(self) -> bool:
+        """Tell whether somebody could not load a bucket."""
+        recent = self._outcomes[-_AHEAD - 1 :]  # and the one that may not have been loaded yet
+        return any(_has_failed(future) for outcomes in recent for future in outcomes.values())
+
+
+def _load_bucket(index: int, group_name: str, number: int) -> Command:
+    return LoadBucket(command_id=number, index=index, group_name=group_name)
+
+
+def _has_failed(future: asyncio.Future[Outcome]) -> bool:
+    if not future.done() or future.cancelled():
+        return False
+    return future.exception() is not None or bool(future.result().error)
+
+
+def _discard(task: "asyncio.Task[None]", group: "EngineGroup") -> None:
+    """Close a group that we may have joined after all."""
+    if not task.cancelled():
+        task.exception()
+    threads.start(group.close)
+
+
+class EngineGroup:
+    """A process group beside the default one. Rank 0 is here, engines have all others."""
+
+    def __init__(self, name: str, *, host: str, world_size: int, timeout_s: float) -> None:
+        self.name = name
+        self.world_size = world_size
+        self._timeout = datetime.timedelta(seconds=timeout_s)
+        self._store = open_store(host, world_size=world_size, timeout_s=timeout_s)
+        self._group: dist.ProcessGroup | None = None
+        self._device = torch.device("cpu")
+
+    @property
+    def port(self) -> int:
+        """Return the port at which engines find the group's store."""
+        port: int = self._store.port
+        return port
+
+    def join(self, backend: Backend) -> None:
+        """Become rank 0; blocks until all engines have joined too, or the timeout."""
+        try:
+            self._group, _ = c10d._new_process_group_helper(
+                self.world_size,
+                0,
+                [],
+                c10d.Backend(backend),
+                c10d.PrefixStore(self.name, self._store),
+                group_name=c10d.GroupName(self.name),
+                timeout=self._timeout,
+            )
+        except RuntimeError as error:
+            raise PublishError(f"not all engines joined group {self.name}: {error}") from error
+        c10d._world.pg_group_ranks[self._group] = {r: r for r in range(self.world_size)}
+        if backend == "nccl":
+            self._device = torch.device("cuda", torch.cuda.current_device())
+
+    async def broadcast(self, flat: Tensor, *, peer_failed: Callable[[], bool]) -> None:
+        """Send ``flat`` ([num_bytes] uint8); gives up as soon as a peer reports a failure."""
+        await self.finish(self.start(flat), peer_failed=peer_failed)
+
+    def start(self, flat: Tensor) -> dist.Work:
+        """Begin to send ``flat`` ([num_bytes] uint8) after what was begun before."""
+        if self._group is None:
+            raise PublishError(f"group {self.name} is not open")
+        try:
+            sent = flat.to(self._device, non_blocking=True)
+            work: dist.Work = dist.broadcast(sent, src=0, group=self._group, async_op=True)
+        except RuntimeError as error:
+            raise PublishError(f"broadcast to group {self.name} failed: {error}") from error
+        return work
+
+    async def finish(self, work: dist.Work, *, peer_failed: Callable[[], bool]) -> None:
+        """Wait until something is sent; gives up as soon as a peer reports a failure."""
+        try:
+            while not work.is_completed():
+                if peer_failed():
+                    raise PublishError(f"an engine of group {self.name} stopped receiving")
+                await asyncio.sleep(_POLL_S)
+            work.wait()
+        except RuntimeError as error:
+            raise PublishError(f"broadcast to group {self.name} failed: {error}") from error
+
+    def close(self) -> None:
+        """Destroy the group, which also frees peers that wait in it."""
+        if self._group is not None:
+            group, self._group = self._group, None
+            dist.destroy_process_group(group)

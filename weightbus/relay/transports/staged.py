@@ -1,0 +1,80 @@
+"""Versions that an agent receives and checks before its engine is touched."""
+
+from collections.abc import Sequence
+
+from typing_extensions import override
+
+from slipstream.weightbus.relay.member import Member
+from slipstream.weightbus.relay.publication import Publication
+from slipstream.weightbus.relay.transports.base import MembersFailedError, Transport, all_of
+from slipstream.wire.errors import PublishError
+from slipstream.wire.messages.weightbus import LoadReceived, Receive, TransportName
+
+
+class _Staged(Transport):
+    needs_digests = True
+
+    def __init__(self, *, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._received: set[Member] = set()
+
+    async def _path(self, publication: Publication) -> str:
+        raise NotImplementedError
+
+    @override
+    async def prepare(self, publication: Publication, members: Sequence[Member]) -> None:
+        """Have the agents receive the version, unless they have."""
+        waiting = [member for member in members if member not in self._received]
+        if not waiting:
+            return
+        try:
+            path = await self._path(publication)
+        except PublishError as error:
+            raise MembersFailedError(dict.fromkeys(members, str(error))) from error
+        limit = self._timeout_s
+        await all_of(
+            waiting,
+            lambda m: m.tell(lambda n: Receive(command_id=n, path=path), timeout_s=limit),
+        )
+        self._received.update(waiting)
+
+    @override
+    async def load(self, publication: Publication, members: Sequence[Member]) -> None:
+        """Have the engines load what was received."""
+        limit = self._timeout_s
+        await all_of(
+            members, lambda m: m.tell(lambda n: LoadReceived(command_id=n), timeout_s=limit)
+        )
+
+    @override
+    async def close(self) -> None:
+        """Nothing is open."""
+
+
+class OverTcp(_Staged):
+    """Agents fetch the buckets from the relay's bulk socket. For one transaction."""
+
+    name: TransportName = "tcp"
+
+    @override
+    async def _path(self, publication: Publication) -> str:
+        return ""
+
+
+class OverDisk(_Staged):
+    """Agents read a folder that the relay wrote. For one transaction."""
+
+    name: TransportName = "disk"
+
+    @override
+    async def prepare(self, publication: Publication, members: Sequence[Member]) -> None:
+        """Have the agents check the version on disk; if they refuse it, it is written again."""
+        try:
+            await super().prepare(publication, members)
+        except MembersFailedError:
+            await publication.look_at_disk()
+            raise
+
+    @override
+    async def _path(self, publication: Publication) -> str:
+        return str(await publication.on_disk())

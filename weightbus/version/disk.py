@@ -1,0 +1,99 @@
+"""Versions as safetensors files in a folder that every host sees. The folder is ours alone."""
+
+import contextlib
+import os
+import re
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+
+from slipstream.weightbus.version.layout import safetensors_header
+from slipstream.wire.errors import PublishError
+from slipstream.wire.files.replace import sync
+from slipstream.wire.messages.manifest import WeightManifest
+
+WEIGHTS = "model.safetensors"
+_UNFINISHED = ".unfinished"
+_COPY = "-"
+_OURS = re.compile(r"\.?(v[0-9]+\.[0-9]+)-([0-9]+)(?:\.unfinished)?")
+_CHUNK = 64 * 1024 * 1024
+
+
+def write_version(
+    parent: Path, manifest: WeightManifest, data: memoryview, *, number: int = 1
+) -> Path:
+    """Write a version durably; its folder appears whole or not at all.
+
+    Args:
+        parent: where the folder of the version is made.
+        manifest: what is written.
+        data: its bytes.
+        number: of this copy; a later one stands beside an earlier one.
+
+    Raises:
+        PublishError: the disk refuses.
+    """
+    folder = parent / f"{manifest.version.label}{_COPY}{number}"
+    unfinished = parent / f".{folder.name}{_UNFINISHED}"
+    try:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        unfinished.mkdir(parents=True, mode=0o700)
+        with (unfinished / WEIGHTS).open("xb", buffering=0) as file:
+            file.write(safetensors_header(manifest))
+            for start in range(0, len(data), _CHUNK):
+                part = data[start : start + _CHUNK]
+                while part:
+                    part = part[file.write(part) :]
+            os.fsync(file.fileno())
+        shutil.rmtree(folder, ignore_errors=True)
+        unfinished.rename(folder)
+        sync(parent)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            shutil.rmtree(unfinished)
+        raise PublishError(
+            f"cannot write {manifest.version.label} to {parent} (weightbus.folder): {error}"
+        ) from error
+    return folder
+
+
+def copies_in(parent: Path) -> list[Path]:
+    """Return the copies of versions in a folder that relays before have left there."""
+    try:
+        return sorted(path for path in parent.iterdir() if _OURS.fullmatch(path.name))
+    except FileNotFoundError:
+        return []
+
+
+def number_after(copies: Iterable[Path]) -> int:
+    """Return a number that none of these copies has, nor any later than it."""
+    found = (_OURS.fullmatch(path.name) for path in copies)
+    return 1 + max((int(match[2]) for match in found if match is not None), default=0)
+
+
+def remove_copies(copies: Iterable[Path], *, unfinished_only: bool = False) -> None:
+    """Remove copies; what nobody has finished nobody reads."""
+    for path in copies:
+        if not unfinished_only or path.name.endswith(_UNFINISHED):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def data_start(folder: Path, manifest: WeightManifest) -> int:
+    """Return where the bytes of a version begin in its file.
+
+    Raises:
+        PublishError: there is no such file, or it holds other tensors.
+    """
+    header = safetensors_header(manifest)
+    try:
+        with (folder / WEIGHTS).open("rb") as file:
+            found = file.read(len(header))
+            size = os.fstat(file.fileno()).st_size
+    except OSError as error:
+        raise PublishError(
+            f"cannot read {folder / WEIGHTS}: {error.strerror} (is weightbus.folder the same "
+            "folder on every host?)"
+        ) from error
+    if found != header or size != len(header) + manifest.num_bytes:
+        raise PublishError(f"{folder / WEIGHTS} does not hold what was offered")
+    return len(header)

@@ -1,0 +1,83 @@
+"""Pure: which tensors travel together, and where each lies in a version's memory.
+
+A version is one run of bytes: its tensors end to end, in the order of the manifest. The same bytes
+are what a slot of the learner's memory holds, what travels, and what follows the header of a
+safetensors file, so nothing is ever rearranged.
+"""
+
+import json
+from collections.abc import Iterable
+
+from slipstream.wire.errors import PublishError
+from slipstream.wire.messages.manifest import ITEM_BYTES, Bucket, TensorSpec, WeightManifest
+from slipstream.wire.messages.versions import PolicyVersion
+
+_NO_VERSION = PolicyVersion(0, 0)
+_SAFETENSORS_TYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
+_ALIGNMENT = 8
+
+
+def plan_layout(tensors: Iterable[TensorSpec], *, bucket_bytes: int) -> WeightManifest:
+    """Lay tensors end to end and group them in order into buckets of at most ``bucket_bytes``.
+
+    Wider types come first, so that every tensor begins at a multiple of its item size. A tensor is
+    never split: one that is larger than the limit has a bucket to itself.
+
+    Raises:
+        PublishError: a type that cannot travel.
+    """
+    specs = list(tensors)
+    for spec in specs:
+        if spec.dtype not in ITEM_BYTES:
+            raise PublishError(
+                f"{spec.name} has type {spec.dtype}, only {', '.join(ITEM_BYTES)} can be published"
+            )
+    specs.sort(key=lambda spec: -ITEM_BYTES[spec.dtype])  # stable
+    buckets: list[Bucket] = []
+    chosen: list[TensorSpec] = []
+    size = 0
+    for spec in specs:
+        if chosen and size + spec.num_bytes > bucket_bytes:
+            buckets.append(Bucket(tuple(chosen), size))
+            chosen, size = [], 0
+        chosen.append(spec)
+        size += spec.num_bytes
+    if chosen:
+        buckets.append(Bucket(tuple(chosen), size))
+    return WeightManifest(version=_NO_VERSION, buckets=tuple(buckets))
+
+
+def tensor_offsets(manifest: WeightManifest) -> dict[str, int]:
+    """Return where each tensor begins, in bytes from the start of the version."""
+    offsets: dict[str, int] = {}
+    at = 0
+    for spec in manifest.tensors:
+        offsets[spec.name] = at
+        at += spec.num_bytes
+    return offsets
+
+
+def bucket_offsets(manifest: WeightManifest) -> list[int]:
+    """Return where each bucket begins, in bytes from the start of the version."""
+    offsets: list[int] = []
+    at = 0
+    for bucket in manifest.buckets:
+        offsets.append(at)
+        at += bucket.num_bytes
+    return offsets
+
+
+def safetensors_header(manifest: WeightManifest) -> bytes:
+    """Return what makes a version's bytes a safetensors file when they follow it."""
+    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    offsets = tensor_offsets(manifest)
+    for spec in manifest.tensors:
+        at = offsets[spec.name]
+        entries[spec.name] = {
+            "dtype": _SAFETENSORS_TYPES[spec.dtype],
+            "shape": spec.shape,
+            "data_offsets": (at, at + spec.num_bytes),
+        }
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % _ALIGNMENT)
+    return len(text).to_bytes(8, "little") + text

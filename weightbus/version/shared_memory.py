@@ -1,0 +1,90 @@
+"""The memory that the learner writes versions into and the relay reads them from.
+
+It has no name in any file system: it is found through the descriptor of the process that made it,
+and the kernel frees it when the last process that has mapped it ends, however that happens.
+"""
+
+import mmap
+import os
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from slipstream.wire.errors import PublishError
+
+_PAGE = 2 * 1024 * 1024  # a slot begins on a large page
+
+
+class SharedSlots:
+    """Some slots of equal size, for one version each. Pages cost memory once they are written."""
+
+    def __init__(self, descriptor: int, *, slot_bytes: int, num_slots: int) -> None:
+        self._descriptor = descriptor
+        self._slot_bytes = slot_bytes
+        self._stride = _stride(slot_bytes)
+        mapped = mmap.mmap(descriptor, self._stride * num_slots)
+        self._bytes = torch.frombuffer(mapped, dtype=torch.uint8)
+
+    @classmethod
+    def make(cls, *, slot_bytes: int, num_slots: int) -> Self:
+        """Make the memory."""
+        descriptor = os.memfd_create("slipstream-weights")
+        os.ftruncate(descriptor, _stride(slot_bytes) * num_slots)
+        return cls(descriptor, slot_bytes=slot_bytes, num_slots=num_slots)
+
+    @classmethod
+    def open(cls, path: str, *, slot_bytes: int, num_slots: int) -> Self:
+        """Map the memory of another process.
+
+        Raises:
+            PublishError: that process is gone, or its memory has another size.
+        """
+        try:
+            descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        except OSError as error:
+            raise PublishError(f"cannot map the weights at {path}: {error.strerror}") from error
+        size, expected = os.fstat(descriptor).st_size, _stride(slot_bytes) * num_slots
+        if size != expected:
+            os.close(descriptor)
+            raise PublishError(f"the weights at {path} have {size} bytes, expected {expected}")
+        return cls(descriptor, slot_bytes=slot_bytes, num_slots=num_slots)
+
+    @property
+    def path(self) -> str:
+        """Return where other processes of this user find it as long as this process lives."""
+        return f"/proc/{os.getpid()}/fd/{self._descriptor}"
+
+    def is_at(self, path: str) -> bool:
+        """Tell whether a path leads to this very memory; process ids are used again."""
+        try:
+            return os.path.samestat(os.stat(path), os.fstat(self._descriptor))  # noqa: PTH116
+        except OSError:
+            return False
+
+    def slot(self, index: int) -> Tensor:
+        """Return a slot. Shape [slot_bytes], uint8; shares the memory."""
+        start = index * self._stride
+        return self._bytes[start : start + self._slot_bytes]
+
+    def pin(self) -> None:
+        """Let a GPU copy into all slots at full speed; all their pages cost memory from now on.
+
+        Raises:
+            PublishError: the driver refuses.
+        """
+        status = torch.cuda.cudart().cudaHostRegister(  # type: ignore[no-untyped-call]
+            self._bytes.data_ptr(), self._bytes.numel(), 0
+        )
+        if int(status) != 0:
+            raise PublishError(f"the weights' memory cannot be pinned: CUDA error {int(status)}")
+
+    def close(self) -> None:
+        """Let go of the descriptor; the mapping lives as long as tensors of it do."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+
+def _stride(slot_bytes: int) -> int:
+    return max(_PAGE, -(-slot_bytes // _PAGE) * _PAGE)

@@ -1,0 +1,72 @@
+"""Pure: which slot of the weights' memory is written next, and which is read.
+
+There are three slots. At most two versions are being transferred at a time, so there is always one
+that may be written: the learner never waits for an engine, however slow. What is whole but was not
+begun may be overwritten: the newest version wins.
+"""
+
+from slipstream.wire.messages.versions import PolicyVersion
+
+NUM_SLOTS = 3
+
+
+class Slots:
+    """Who writes and who reads which slot. Not thread-safe."""
+
+    def __init__(self, num_slots: int = NUM_SLOTS) -> None:
+        self._versions: list[PolicyVersion | None] = [None] * num_slots
+        self._readers = [0] * num_slots
+
+    @property
+    def newest(self) -> int | None:
+        """Return the slot of the newest whole version."""
+        whole = [(v, slot) for slot, v in enumerate(self._versions) if v is not None]
+        return max(whole)[1] if whole else None
+
+    @property
+    def version_of_newest(self) -> PolicyVersion | None:
+        """Return the newest whole version."""
+        return max((v for v in self._versions if v is not None), default=None)
+
+    def version(self, slot: int) -> PolicyVersion | None:
+        """Return which whole version a slot holds."""
+        return self._versions[slot]
+
+    def reserve(self) -> int:
+        """Return a slot that nobody reads and that holds no whole version any more.
+
+        The newest version is given up only where nothing else is free. Who reserves again before
+        ``written`` has given up the version that it was writing.
+        """
+        free = [slot for slot, readers in enumerate(self._readers) if not readers]
+        slot = min(free, key=lambda slot: (slot == self.newest, self._versions[slot] is not None))
+        self._versions[slot] = None
+        return slot
+
+    def written(self, slot: int, version: PolicyVersion) -> None:
+        """Note that a slot holds a whole version.
+
+        Raises:
+            ValueError: it is being read, or there is no such slot.
+        """
+        if not 0 <= slot < len(self._versions) or self._readers[slot]:
+            raise ValueError(f"slot {slot} cannot have been written")
+        self._versions[slot] = version
+
+    def begin(self) -> int | None:
+        """Return the slot of the newest whole version, to be read until ``end``.
+
+        None while there is none, or while two other versions are being read.
+        """
+        slot = self.newest
+        if slot is None:
+            return None
+        busy = sum(readers > 0 for readers in self._readers)
+        if not self._readers[slot] and busy >= len(self._readers) - 1:
+            return None
+        self._readers[slot] += 1
+        return slot
+
+    def end(self, slot: int) -> None:
+        """Note that one reader has finished."""
+        self._readers[slot] -= 1

@@ -1,0 +1,96 @@
+"""One whole version in memory, and the manifest that describes it."""
+
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cached_property
+
+import msgspec
+import torch
+import xxhash
+from torch import Tensor
+
+from slipstream.weightbus.version.layout import bucket_offsets, plan_layout, tensor_offsets
+from slipstream.wire.messages.manifest import TensorSpec, WeightManifest
+from slipstream.wire.messages.versions import PolicyVersion
+
+
+@dataclass(frozen=True)
+class WeightSnapshot:
+    """Tensors by Hugging Face name, end to end in ``memory``. Nobody writes to them meanwhile.
+
+    ``memory`` has shape [layout.num_bytes], uint8, and lies on the host.
+    """
+
+    version: PolicyVersion
+    layout: WeightManifest
+    memory: Tensor
+
+    @classmethod
+    def of(
+        cls, version: PolicyVersion, tensors: Mapping[str, Tensor], *, bucket_bytes: int
+    ) -> "WeightSnapshot":
+        """Copy tensors into a memory of their own."""
+        layout = plan_layout(
+            (tensor_spec(*item) for item in tensors.items()), bucket_bytes=bucket_bytes
+        )
+        snapshot = cls(version, layout, torch.empty(layout.num_bytes, dtype=torch.uint8))
+        for name, view in snapshot.tensors.items():
+            view.copy_(tensors[name])
+        return snapshot
+
+    @cached_property
+    def tensors(self) -> dict[str, Tensor]:
+        """Return each tensor as a view of the memory, by name, in order."""
+        return tensor_views(self.layout, self.memory)
+
+    def bucket(self, index: int) -> Tensor:
+        """Return a bucket as a view of the memory. Shape [bucket.num_bytes], uint8."""
+        start = self._bucket_offsets[index]
+        return self.memory[start : start + self.layout.buckets[index].num_bytes]
+
+    def manifest(self, *, threads: int = 2) -> WeightManifest:
+        """Return what will be sent, with a digest per tensor."""
+        flat = self.memory.numpy().data
+
+        def digested(spec: TensorSpec) -> TensorSpec:
+            start = self._offsets[spec.name]
+            digest = xxhash.xxh3_128_hexdigest(flat[start : start + spec.num_bytes])
+            return TensorSpec(spec.name, spec.dtype, spec.shape, digest)
+
+        with ThreadPoolExecutor(threads) as pool:
+            digests = iter(list(pool.map(digested, self.layout.tensors)))
+        buckets = tuple(
+            msgspec.structs.replace(bucket, tensors=tuple(next(digests) for _ in bucket.tensors))
+            for bucket in self.layout.buckets
+        )
+        return msgspec.structs.replace(self.layout, version=self.version, buckets=buckets)
+
+    @cached_property
+    def _offsets(self) -> dict[str, int]:
+        return tensor_offsets(self.layout)
+
+    @cached_property
+    def _bucket_offsets(self) -> list[int]:
+        return bucket_offsets(self.layout)
+
+
+def tensor_views(layout: WeightManifest, memory: Tensor) -> dict[str, Tensor]:
+    """Return each tensor of a version as a view of its memory, by name.
+
+    Args:
+        layout: what lies where.
+        memory: of the version, shape [layout.num_bytes], uint8.
+    """
+    views: dict[str, Tensor] = {}
+    at = 0
+    for spec in layout.tensors:
+        part = memory[at : at + spec.num_bytes]
+        views[spec.name] = part.view(getattr(torch, spec.dtype)).view(spec.shape)
+        at += spec.num_bytes
+    return views
+
+
+def tensor_spec(name: str, tensor: Tensor) -> TensorSpec:
+    """Return how a tensor is described, without a digest."""
+    return TensorSpec(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))

@@ -1,0 +1,171 @@
+"""Checkpoints as folders: what every role may know of them without torch.
+
+RUN/checkpoints/step-000040/ holds the learner's state, ``checkpoint.json`` (what it is) and
+``ledger.bin`` (the broker's ledger as of that step). A checkpoint appears under its name when it
+is complete and on disk, so whatever bears such a name can be gone on from.
+"""
+
+import hashlib
+import logging
+import re
+from pathlib import Path
+
+import msgspec
+
+from slipstream.wire.errors import ConfigError
+from slipstream.wire.messages.status import EvalPoint
+from slipstream.wire.messages.versions import PolicyVersion
+
+_log = logging.getLogger(__name__)
+FORMAT_REVISION = 2
+INFO_FILE = "checkpoint.json"
+LEDGER_FILE = "ledger.bin"
+BEST_FILE = "best.json"
+_LEDGER_MARK = b"slipstream-ledger-1\n"
+_DIGEST_BYTES = 16
+_NAME = re.compile(r"step-([0-9]{6,})")
+
+
+class CheckpointInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """What checkpoint.json says."""
+
+    format_revision: int
+    run_name: str
+    run_id: str = ""  # as in the run folder's identity.json; empty without a broker
+    version: PolicyVersion  # (epoch, learner steps completed)
+    saved_at: str  # UTC, ISO 8601
+    model: str  # absolute path of the Hugging Face folder with config and tokenizer
+    architecture: dict[str, int | float | bool | str]  # what decides the shape of the model
+    parameters: str  # hash of all names and whole shapes
+    dtype: str  # of the parameters
+    ranks: int
+    tensor_parallel: int
+    packages: dict[str, str]
+    # The round of this step, once it is known; newer versions may have answered a part of it
+    # (docs/adr/0011), its ``versions`` say which.
+    evaluation: EvalPoint | None = None
+    has_critic: bool = False
+    has_reference: bool = False  # one that was renewed
+    has_digests: bool = False  # of its files, in digests.json
+
+    @property
+    def step(self) -> int:
+        """Return the learner steps completed."""
+        return self.version.step
+
+
+class BestCheckpoint(msgspec.Struct, frozen=True, kw_only=True):
+    """What best.json says: of the checkpoints that are there, the one with the best evaluation."""
+
+    checkpoint: str  # name of its folder
+    metric: str  # as eval.metric
+    value: float
+    oldest_version: str = ""  # label of the oldest and of the newest version that answered
+    newest_version: str = ""
+
+
+def checkpoint_name(step: int) -> str:
+    """Return the name of the folder of a checkpoint, e.g. ``step-000040``."""
+    return f"step-{step:06d}"
+
+
+def readable_checkpoints(folder: Path) -> dict[Path, CheckpointInfo]:
+    """Return what the checkpoints in RUN/checkpoints are; unreadable ones are logged, left out."""
+    found: dict[Path, CheckpointInfo] = {}
+    for path in sorted(folder.glob("step-*")):
+        if _NAME.fullmatch(path.name) and path.is_dir() and (info := _readable(path)) is not None:
+            found[path] = info
+    return found
+
+
+def _readable(path: Path) -> CheckpointInfo | None:
+    try:
+        return read_checkpoint_info(path)
+    except ConfigError as error:
+        _log.error("%s is passed over: %s", path, error)
+        return None
+
+
+def checkpoints_in(folder: Path) -> list[Path]:
+    """Return the readable checkpoints in RUN/checkpoints, the newest last.
+
+    Newest is the highest policy version: after going back to an earlier step the epoch decides.
+    """
+    infos = readable_checkpoints(folder)
+    return sorted(infos, key=lambda path: infos[path].version)
+
+
+def newest_checkpoint(run_folder: Path) -> Path | None:
+    """Return the newest complete checkpoint of a run, None if there is none."""
+    found = checkpoints_in(run_folder / "checkpoints")
+    return found[-1] if found else None
+
+
+def best_checkpoint(run_folder: Path) -> Path | None:
+    """Return the checkpoint that best.json of a run names, None if there is none."""
+    folder = run_folder / "checkpoints"
+    best = read_best(folder)
+    path = folder / best.checkpoint if best is not None else None
+    return path if path is not None and path.is_dir() and _readable(path) is not None else None
+
+
+def read_best(folder: Path) -> BestCheckpoint | None:
+    """Return what RUN/checkpoints/best.json says, None if it is not there."""
+    path = folder / BEST_FILE
+    if not path.is_file():
+        return None
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=BestCheckpoint)
+    except (OSError, msgspec.DecodeError) as error:
+        raise ConfigError(f"cannot read {path}: {error}") from error
+
+
+def read_checkpoint_info(folder: Path) -> CheckpointInfo:
+    """Return what a checkpoint is.
+
+    Raises:
+        ConfigError: the folder is no checkpoint, or of a format that this version cannot read.
+    """
+    path = folder / INFO_FILE
+    try:
+        info = msgspec.json.decode(path.read_bytes(), type=CheckpointInfo)
+    except OSError as error:
+        raise ConfigError(f"{folder} is no checkpoint: {INFO_FILE}: {error.strerror}") from error
+    except msgspec.DecodeError as error:
+        raise ConfigError(f"{folder} is no checkpoint: {INFO_FILE}: {error}") from error
+    if info.format_revision != FORMAT_REVISION:
+        raise ConfigError(
+            f"{folder} is of checkpoint format {info.format_revision}, "
+            f"this version reads {FORMAT_REVISION}"
+        )
+    return info
+
+
+def ledger_file(ledger: bytes) -> bytes:
+    """Return the content of ledger.bin: a mark, a digest of the ledger (BLAKE2b, 128 bits), itself.
+
+    The ledger is empty in a checkpoint that was trained without a broker.
+    """
+    return _LEDGER_MARK + _digest_of(ledger) + ledger
+
+
+def read_ledger(folder: Path) -> bytes:
+    """Return the broker's ledger in a checkpoint; empty if it was trained without a broker.
+
+    Raises:
+        ConfigError: the checkpoint lacks it, or it is damaged.
+    """
+    path = folder / LEDGER_FILE
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
+    start = len(_LEDGER_MARK) + _DIGEST_BYTES
+    ledger = data[start:]
+    if data[:start] != _LEDGER_MARK + _digest_of(ledger):
+        raise ConfigError(f"{path} is damaged: it is not as it was written")
+    return ledger
+
+
+def _digest_of(ledger: bytes) -> bytes:
+    return hashlib.blake2b(ledger, digest_size=_DIGEST_BYTES).digest()

@@ -1,0 +1,60 @@
+"""What decides token ids, so that two roles or two models can tell that they agree on them."""
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+from slipstream.wire.errors import ConfigError
+
+_NO_PART = ("truncation", "padding")  # of a call, not of the vocabulary; we switch both off
+_HEX_DIGITS = 32
+
+
+def tokenizer_hash(folder: Path) -> str:
+    """Return the hash of a Hugging Face folder's tokenizer.
+
+    It is of the content, not of the bytes: order of keys, white space and the two ways to
+    write a merge make no difference.
+
+    Raises:
+        ConfigError: there is no tokenizer.json, or it is not JSON.
+    """
+    path = folder / "tokenizer.json"
+    try:
+        content = json.loads(path.read_bytes())
+    except OSError as error:
+        raise ConfigError(f"no tokenizer.json in {folder} (run.model)") from error
+    except ValueError as error:
+        raise ConfigError(f"{path} is not valid JSON (run.model): {error}") from error
+    canonical = json.dumps(_canonical(content), sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(canonical.encode()).hexdigest()[:_HEX_DIGITS]
+
+
+def numbered_tokens(folder: Path) -> list[str] | dict[str, int]:
+    """Return the tokens of a Hugging Face folder's tokenizer with their numbers.
+
+    Those that were added to the vocabulary are left out: fine-tuned models rename spare ones.
+    Empty if there is no tokenizer.json with a vocabulary.
+    """
+    try:
+        vocabulary = json.loads((folder / "tokenizer.json").read_bytes())["model"]["vocab"]
+        if isinstance(vocabulary, list):  # tokens and their scores, in order
+            return [str(token) for token, *_ in vocabulary]
+        return {str(token): int(number) for token, number in vocabulary.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return {}
+
+
+def _canonical(content: Any) -> Any:  # noqa: ANN401 JSON
+    if not isinstance(content, dict):
+        return content
+    kept = {key: value for key, value in content.items() if key not in _NO_PART}
+    model = kept.get("model")
+    if isinstance(model, dict) and isinstance(model.get("merges"), list):
+        kept["model"] = {**model, "merges": [_pair(merge) for merge in model["merges"]]}
+    return kept
+
+
+def _pair(merge: Any) -> Any:  # noqa: ANN401 JSON
+    return merge.split(" ") if isinstance(merge, str) else merge

@@ -1,0 +1,194 @@
+"""Trajectory files: groups with their arrays and texts, as a run recorded them.
+
+A file is the line ``SLIPSTREAM-TRAJECTORIES 1`` and then records: the length of what follows
+(8 bytes, little-endian) and a RecordedGroup as msgpack. Records are only ever appended, so
+what a killed process leaves behind is readable up to its last whole record.
+"""
+
+import logging
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from io import FileIO
+from pathlib import Path
+from typing import BinaryIO, TypeVar
+
+import msgspec
+
+from slipstream.wire.errors import ConfigError
+from slipstream.wire.messages.broker import DeliveredGroup
+
+_log = logging.getLogger(__name__)
+HEADER = b"SLIPSTREAM-TRAJECTORIES 1\n"
+_LENGTH_BYTES = 8
+NOT_TRAINED = -1
+T = TypeVar("T")
+
+
+class RecordedGroup(msgspec.Struct, frozen=True, kw_only=True):
+    """One group; ``payloads`` and ``transcripts`` are in the order of its trajectories."""
+
+    step: int  # learner step that trained it; NOT_TRAINED for none
+    group: DeliveredGroup
+    payloads: tuple[bytes, ...]  # encoded TrajectoryPayload
+    transcripts: tuple[bytes, ...]  # encoded Transcript
+
+    def __post_init__(self) -> None:
+        want = len(self.group.trajectories)
+        if len(self.payloads) != want or len(self.transcripts) != want:
+            raise ValueError(
+                f"group {self.group.group_id} has {want} trajectories, "
+                f"{len(self.payloads)} payloads and {len(self.transcripts)} transcripts"
+            )
+
+
+class _StepOfGroup(msgspec.Struct, frozen=True):
+    """All that is decoded of a record where only its step is wanted."""
+
+    step: int
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(RecordedGroup)
+_step_decoder = msgspec.msgpack.Decoder(_StepOfGroup)
+
+
+class TrajectoryFileWriter:
+    """Appends groups to a file, a new one or one of ours, up to a size."""
+
+    def __init__(self, path: Path, max_bytes: int = 0) -> None:
+        """Open the file; ``max_bytes`` = 0 is no limit.
+
+        Raises:
+            ConfigError: the file is there and is not ours, or cannot be written.
+        """
+        self._max_bytes = max_bytes
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            # Not buffered: a step is one write, and one that fails leaves nothing behind.
+            self._file = FileIO(path, "r+" if path.exists() else "x+")
+        except OSError as error:
+            raise ConfigError(f"cannot write trajectories to {path}: {error.strerror}") from error
+        try:
+            self._size = self._end_of_records(path)
+        except BaseException:
+            self._file.close()
+            raise
+
+    def _end_of_records(self, path: Path) -> int:
+        """Return where the next record goes; what a killed writer left there is cut off."""
+        if self._file.seek(0, os.SEEK_END) == 0:
+            self._file.write(HEADER)
+            return len(HEADER)
+        end = len(HEADER)
+        for start, length in _records(self._file, path):
+            end = start + length
+        self._file.truncate(end)
+        self._file.seek(end)
+        return end
+
+    def append(self, group: RecordedGroup) -> bool:
+        """Write one group; False, and nothing written, when it does not fit into the limit."""
+        return self.append_step([group])
+
+    def append_step(self, groups: Sequence[RecordedGroup]) -> bool:
+        """Write the groups of one step, all or none; False when they do not fit into the limit.
+
+        Raises:
+            OSError: they could not be written; the file is as it was.
+        """
+        records = [_encoder.encode(group) for group in groups]
+        data = b"".join(
+            part
+            for record in records
+            for part in (len(record).to_bytes(_LENGTH_BYTES, "little"), record)
+        )
+        if 0 < self._max_bytes < self._size + len(data):
+            return False
+        try:
+            _write_all(self._file, data)
+        except OSError:
+            with suppress(OSError):
+                self._file.truncate(self._size)
+                self._file.seek(self._size)
+            raise
+        self._size += len(data)
+        return True
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+def cut_from_step(path: Path, step: int) -> None:
+    """Remove the groups that this learner step or a later one trained; no file is fine.
+
+    A run that goes on from a checkpoint trains these steps again.
+    """
+    if not path.exists():
+        return
+    with path.open("r+b") as file:
+        for start, length in _records(file, path):
+            file.seek(start)
+            if _step_decoder.decode(file.read(length)).step >= step:
+                file.truncate(start - _LENGTH_BYTES)
+                return
+
+
+def read_groups(path: Path) -> Iterator[RecordedGroup]:
+    """Yield the groups of a file in order; a cut-off last record is logged and left out.
+
+    Raises:
+        ConfigError: the file cannot be read, is not ours, or a record of it is damaged.
+    """
+    yield from _read(path, _decoder)
+
+
+def _read(path: Path, decoder: msgspec.msgpack.Decoder[T]) -> Iterator[T]:
+    try:
+        file = path.open("rb")
+    except OSError as error:
+        raise ConfigError(f"cannot read trajectories from {path}: {error.strerror}") from error
+    with file:
+        for number, (start, length) in enumerate(_records(file, path)):
+            file.seek(start)
+            try:
+                group = decoder.decode(file.read(length))
+            except (msgspec.DecodeError, UnicodeDecodeError) as error:
+                raise ConfigError(f"record {number} of {path} is damaged: {error}") from error
+            yield group
+
+
+def read_steps(path: Path) -> Iterator[int]:
+    """Yield the step of every group of a file in order, without decoding anything else.
+
+    Raises:
+        ConfigError: as ``read_groups``.
+    """
+    yield from (group.step for group in _read(path, _step_decoder))
+
+
+def _write_all(file: FileIO, data: bytes) -> None:
+    rest = memoryview(data)
+    while rest:
+        rest = rest[file.write(rest) :]
+
+
+def _records(file: BinaryIO | FileIO, path: Path) -> Iterator[tuple[int, int]]:
+    """Yield (offset, length) of every whole record."""
+    size = file.seek(0, os.SEEK_END)
+    file.seek(0)
+    header = file.read(len(HEADER))
+    if header != HEADER:
+        expected = HEADER.decode().strip()
+        raise ConfigError(f"{path} is no trajectory file: it does not begin with {expected!r}")
+    start = len(HEADER)
+    while start < size:
+        file.seek(start)
+        length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
+        start += _LENGTH_BYTES
+        if start + length > size:
+            _log.warning("the last record of %s is cut off and left out", path)
+            return
+        yield start, length
+        start += length

@@ -1,0 +1,453 @@
+"""Messages between the broker and the roles around it, one tagged type each.
+
+Every exchange is a request by a role and one answer by the broker, matched by a request id
+that travels in a frame of its own. Messages that change state are idempotent by their natural
+keys (group, sibling, lease, step): a repeated one is answered from the state as it is.
+"""
+
+from typing import Literal, TypeAlias
+
+import msgspec
+
+from slipstream.wire.messages.dead_letters import DeadLetter
+from slipstream.wire.messages.ledger_view import LedgerView
+from slipstream.wire.messages.status import EvalPoint, RunStatus
+from slipstream.wire.messages.trajectory import ItemKind, Prompt, Score, TrajectoryHeader
+from slipstream.wire.messages.versions import PolicyVersion
+from slipstream.wire.messages.weightbus import MemberState, PublishRecord, RelayDoor
+
+WIRE_REVISION = 6
+
+Role = Literal["generator", "learner", "relay", "reward_worker", "observer", "operator"]
+MANY: tuple[Role, ...] = ("generator", "reward_worker")  # of which a run has any number
+RefusalCode = Literal[
+    "",
+    "hello_first",  # this broker does not know the connection: say hello, then ask again
+    "superseded",  # another process has said hello under the same name
+    "forbidden",  # not with this key, or not in this role
+    "name_taken",  # a connected process has this name: say hello again a little later
+    "slow_down",  # more than a peer may ask at a time: ask again a little later
+]
+
+
+class Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag=str.lower):
+    """Base of all control messages."""
+
+
+# ---- any role ----------------------------------------------------------------
+
+
+class Hello(Message, frozen=True):
+    """First message of every client, and of every new connection; answered by Welcome."""
+
+    role: Role
+    name: str  # stable over restarts of the same role, e.g. generator-0
+    incarnation: str = ""  # differs after every restart of the role
+    reconnects: bool = False  # the same incarnation was welcome before; requests are sent again
+    held: tuple[int, ...] = ()  # leases of generation it still works on; all others are taken back
+    wire_revision: int = WIRE_REVISION
+    packages: dict[str, str] = {}  # versions worth recording, by package
+    tokenizer: str = ""  # hash of the tokenizer that this role uses; empty uses none
+    run_id: str = ""  # that it was welcome to before
+
+
+class Welcome(Message, frozen=True):
+    """The client is known. Its session stands on every request that follows on the connection."""
+
+    run_name: str
+    session: bytes  # 16 random bytes; on another connection they are worth nothing
+    learner_step: int
+    heartbeat_s: float  # send a heartbeat at least this often
+    run_id: str = ""  # as in the run folder's identity.json
+
+
+class RoleReport(Message, frozen=True):
+    """What a role did since it started; answered by Done. Cumulative, so losing one is fine."""
+
+    phase_seconds: dict[str, float]  # seconds by phase, e.g. generate, wait, adopt
+    counters: dict[str, float]  # monotonic counts, e.g. tokens
+    adopted: PolicyVersion | None = None
+    gauges: dict[str, float] = {}  # readings of now, e.g. kv_use
+
+
+class Done(Message, frozen=True):
+    """The request was carried out and is durable."""
+
+
+class Refusal(Message, frozen=True):
+    """The request was understood and refused."""
+
+    reason: str
+    code: RefusalCode = ""
+
+
+class GetLedger(Message, frozen=True):
+    """Ask for the account of all items; answered by LedgerAnswer."""
+
+    num_items: int = 10  # how many of the oldest items to name
+
+
+class LedgerAnswer(Message, frozen=True):
+    """The account of all items."""
+
+    view: LedgerView
+
+
+class GetStatus(Message, frozen=True):
+    """Ask for the state of the run; answered by StatusAnswer."""
+
+    newest_steps: int = -1  # how many learner steps to tell of; -1 is all that are kept
+
+
+class StatusAnswer(Message, frozen=True):
+    """The state of the run."""
+
+    status: RunStatus
+
+
+# ---- generators --------------------------------------------------------------
+
+
+class LeasedGroup(msgspec.Struct, frozen=True, kw_only=True):
+    """Generation work: the siblings that are still missing of one group."""
+
+    group_id: int
+    lease_id: int
+    item: ItemKind
+    position: int  # of the prompt in its source; with the sibling it decides the seed
+    prompt: Prompt
+    siblings: tuple[int, ...]
+
+
+class LeaseGroups(Message, frozen=True):
+    """Ask for generation work; answered by GroupsLeased, at the latest after ``wait_s``."""
+
+    adopted: PolicyVersion | None  # what the asking engine runs; None earns no work yet
+    max_sequences: int  # siblings that it can start now
+    wait_s: float
+
+
+class GroupsLeased(Message, frozen=True):
+    """Zero or more groups; ``finished`` means that no work will ever come again."""
+
+    groups: tuple[LeasedGroup, ...]
+    finished: bool = False
+
+
+class Heartbeat(Message, frozen=True):
+    """Keep these leases, of generation or scoring; answered by HeartbeatAnswer."""
+
+    lease_ids: tuple[int, ...]
+
+
+class HeartbeatAnswer(Message, frozen=True):
+    """The leases that this client no longer holds: stop working on them."""
+
+    lost: tuple[int, ...]
+
+
+class SubmitTrajectory(Message, frozen=True):
+    """One finished sibling; frames: payload, response as UTF-8. Answered by Done or Refusal.
+
+    The broker makes the transcript that is scored, from its own prompt and this response.
+    """
+
+    header: TrajectoryHeader
+    score: Score | None = None  # where the generator has scored it
+
+
+class ReleaseLease(Message, frozen=True):
+    """Hand work back; answered by Done."""
+
+    lease_id: int
+    reason: str
+
+
+class RejectPrompt(Message, frozen=True):
+    """No generator could answer this prompt: drop its group with a reason. Answered by Done."""
+
+    lease_id: int
+    reason: Literal["overlong_prompt", "bad_prompt"]
+    detail: str
+
+
+class Goodbye(Message, frozen=True):
+    """This client ends: lease what it holds to others. Answered by Done."""
+
+
+# ---- reward workers ----------------------------------------------------------
+
+
+class ScoringItem(msgspec.Struct, frozen=True, kw_only=True):
+    """One trajectory to score; its transcript is the frame at the same position."""
+
+    group_id: int
+    sibling: int
+    lease_id: int
+
+
+class LeaseScoring(Message, frozen=True):
+    """Ask for scoring work up to ``credits``; answered by ScoringLeased."""
+
+    credits: int  # trajectories that it can take on besides those that it has
+    wait_s: float
+    whole_groups: bool = False  # all siblings of a group at once, when they are all there
+
+
+class ScoringLeased(Message, frozen=True):
+    """Zero or more trajectories to score; frames: one transcript each."""
+
+    items: tuple[ScoringItem, ...]
+    finished: bool = False
+
+
+class SubmitScores(Message, frozen=True):
+    """Outcomes of scoring; answered by Done."""
+
+    scores: tuple[Score, ...]
+
+
+# ---- operators ---------------------------------------------------------------
+
+
+class GetDeadLetters(Message, frozen=True):
+    """Ask for what was given up; answered by DeadLetters."""
+
+    after: int = -1  # groups with a greater id only
+    limit: int = 100
+
+
+class DeadLetters(Message, frozen=True):
+    """What was given up, by group id."""
+
+    letters: tuple[DeadLetter, ...]
+    total: int
+    forgotten: int  # older ones that there was no room for
+
+
+class RetryDeadLetters(Message, frozen=True):
+    """Issue the prompts of these groups again, as new items; answered by DeadLettersHandled."""
+
+    groups: tuple[int, ...]
+
+
+class DropDeadLetters(Message, frozen=True):
+    """Forget these dead letters; answered by DeadLettersHandled."""
+
+    groups: tuple[int, ...]
+
+
+class DeadLettersHandled(Message, frozen=True):
+    """What was done, and what was not."""
+
+    done: dict[int, int]  # group -> the new item; -1 where it was forgotten
+    refused: dict[int, str]  # group -> why
+
+
+# ---- learner -----------------------------------------------------------------
+
+
+class TakeOver(Message, frozen=True):
+    """A learner starts to train at ``step``; answered by TookOver with a new epoch.
+
+    Batches of that step and later ones that were delivered before are delivered again as they were.
+    """
+
+    step: int
+    checkpoint: str = ""  # what it goes on from, for the record
+    held: PolicyVersion | None = None  # the version of that; None: what the run began with
+    run_id: str = ""  # of that, as its checkpoint.json says
+
+
+class TookOver(Message, frozen=True):
+    """From now on this learner's versions are (epoch, step)."""
+
+    version: PolicyVersion
+
+
+class DeliveredTrajectory(msgspec.Struct, frozen=True, kw_only=True):
+    """A header and its reward; the payload is fetched apart."""
+
+    header: TrajectoryHeader
+    reward: float
+    parts: dict[str, float] = {}  # named parts of the reward
+
+
+class DeliveredGroup(msgspec.Struct, frozen=True, kw_only=True):
+    """All siblings of one group, in order."""
+
+    group_id: int
+    trajectories: tuple[DeliveredTrajectory, ...]
+
+
+class RequestBatch(Message, frozen=True):
+    """Ask for the batch that ``step`` trains; answered at the latest after ``wait_s``.
+
+    Answered by BatchDelivered, BatchNotReady or RunComplete. The step is that of ``version``, or
+    the one after it: a learner may fetch its next batch while it trains. Asked again, a step has
+    the same batch.
+    """
+
+    version: PolicyVersion  # the learner's own
+    step: int
+    wait_s: float
+
+
+class BatchDelivered(Message, frozen=True):
+    """These groups are bound to this learner step."""
+
+    step: int
+    groups: tuple[DeliveredGroup, ...]
+
+
+class BatchNotReady(Message, frozen=True):
+    """Why there is no batch yet: the groups waited for and who holds them."""
+
+    waiting_for: tuple[int, ...]
+    reason: str
+    last_step: int  # the run ends after so many learner steps, as far as is known by now
+
+
+class RunComplete(Message, frozen=True):
+    """All steps are trained and evaluated; the learner may leave."""
+
+    evaluations: tuple[EvalPoint, ...] = ()
+
+
+class FetchPayloads(Message, frozen=True):
+    """Ask for payloads of delivered trajectories; answered by Payloads."""
+
+    keys: tuple[tuple[int, int], ...]  # (group_id, sibling)
+
+
+class Payloads(Message, frozen=True):
+    """Frames: one payload per trajectory, in the order asked."""
+
+    num_frames: int
+
+
+class RejectBatch(Message, frozen=True):
+    """The batch of ``step`` was not trained, and must not be as it is; answered by Done.
+
+    The groups named are dropped for this reason and replaced, the others wait again.
+    """
+
+    version: PolicyVersion  # the learner's own
+    step: int
+    reason: Literal["nonfinite", "invalid"]  # of the loss or gradient; of a payload
+    groups: tuple[int, ...]
+    detail: str
+
+
+class SealSteps(Message, frozen=True):
+    """A durable checkpoint holds every step before ``step``; answered by Done."""
+
+    version: PolicyVersion  # the learner's own
+    step: int
+    oldest_kept: int  # step of the oldest checkpoint that is still there
+
+
+class StepCommit(Message, frozen=True):
+    """The step that ``version`` results from was trained; answered by StepCommitted."""
+
+    version: PolicyVersion  # (epoch, steps completed)
+    metrics: dict[str, float]
+
+
+class StepCommitted(Message, frozen=True):
+    """The commit is durable. Evaluations decide which checkpoint is the best."""
+
+    evaluations: tuple[EvalPoint, ...]
+    last_step: int  # as in BatchNotReady
+
+
+class GetLedgerSnapshot(Message, frozen=True):
+    """Ask for the ledger as of the learner's own version; answered by LedgerSnapshotAnswer."""
+
+    version: PolicyVersion
+
+
+class LedgerSnapshotAnswer(Message, frozen=True):
+    """What a checkpoint keeps so that a broker can go on from it; opaque to the learner."""
+
+    data: bytes
+
+
+class PublishReport(Message, frozen=True):
+    """What became of one publish; answered by Done."""
+
+    record: PublishRecord
+
+
+class RelayReport(Message, frozen=True):
+    """What each engine holds, as the relay knows it, and where it is found; said every second."""
+
+    members: list[MemberState]
+    door: RelayDoor | None = None  # for generators on other hosts
+
+
+class RelayHeard(Message, frozen=True):
+    """Whom the relay may let in."""
+
+    generator_keys: dict[str, str]  # public key -> name of the key
+
+
+class FindRelay(Message, frozen=True):
+    """Where are the weights to be had? Asked by generators on other hosts."""
+
+
+class RelayPlace(Message, frozen=True):
+    """Where the relay is found, as it said last."""
+
+    is_known: bool  # a relay has reported
+    door: RelayDoor | None = None  # none if it listens to its own host only
+
+
+Request: TypeAlias = (
+    Hello
+    | RoleReport
+    | GetStatus
+    | GetLedger
+    | LeaseGroups
+    | Heartbeat
+    | SubmitTrajectory
+    | ReleaseLease
+    | RejectPrompt
+    | Goodbye
+    | LeaseScoring
+    | SubmitScores
+    | GetDeadLetters
+    | RetryDeadLetters
+    | DropDeadLetters
+    | TakeOver
+    | RequestBatch
+    | FetchPayloads
+    | RejectBatch
+    | StepCommit
+    | SealSteps
+    | GetLedgerSnapshot
+    | PublishReport
+    | RelayReport
+    | FindRelay
+)
+Answer: TypeAlias = (
+    Welcome
+    | Done
+    | Refusal
+    | StatusAnswer
+    | LedgerAnswer
+    | GroupsLeased
+    | HeartbeatAnswer
+    | ScoringLeased
+    | DeadLetters
+    | DeadLettersHandled
+    | TookOver
+    | BatchDelivered
+    | BatchNotReady
+    | RunComplete
+    | StepCommitted
+    | LedgerSnapshotAnswer
+    | Payloads
+    | RelayHeard
+    | RelayPlace
+)

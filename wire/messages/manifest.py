@@ -1,0 +1,57 @@
+"""What a published policy version consists of, and where its bytes lie."""
+
+import hashlib
+import math
+from typing import Literal
+
+import msgspec
+
+from slipstream.wire.messages.versions import PolicyVersion
+
+ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
+    """One tensor under its Hugging Face name."""
+
+    name: str
+    dtype: str  # torch's name without prefix, e.g. float32
+    shape: tuple[int, ...]
+    digest: str = ""  # xxh3-128 of its bytes, hexadecimal
+
+    @property
+    def num_bytes(self) -> int:
+        """Return its size; KeyError if the type is none that travels."""
+        return math.prod(self.shape) * ITEM_BYTES[self.dtype]
+
+
+class Bucket(msgspec.Struct, frozen=True, array_like=True):
+    """Tensors that travel in one transfer, laid end to end in this order."""
+
+    tensors: tuple[TensorSpec, ...]
+    num_bytes: int
+
+
+class WeightManifest(msgspec.Struct, frozen=True, kw_only=True):
+    """All tensors of one version, in the buckets in which they travel, end to end."""
+
+    version: PolicyVersion
+    buckets: tuple[Bucket, ...]
+    parent: PolicyVersion | None = None
+    encoding: Literal["full"] = "full"
+
+    @property
+    def tensors(self) -> tuple[TensorSpec, ...]:
+        """Return all tensors in the order in which they lie."""
+        return tuple(spec for bucket in self.buckets for spec in bucket.tensors)
+
+    @property
+    def num_bytes(self) -> int:
+        """Return the size of the version on the wire."""
+        return sum(bucket.num_bytes for bucket in self.buckets)
+
+    @property
+    def digest(self) -> str:
+        """Return one digest of all names, types, shapes and bytes; the tensors must have theirs."""
+        lines = (f"{s.name} {s.dtype} {s.shape} {s.digest}\n" for s in self.tensors)
+        return hashlib.blake2b("".join(lines).encode(), digest_size=16).hexdigest()

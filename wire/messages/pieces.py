@@ -1,0 +1,55 @@
+"""Frames on their way to the broker, cut so small that who has no key can send nothing larger.
+
+A piece of exactly ``PIECE_BYTES`` goes on in the next one, a shorter one ends its frame: 100 KiB
+are 64 KiB and 36 KiB, 128 KiB are 64 KiB, 64 KiB and an empty one. A frame of less is itself.
+
+The broker's socket takes no larger piece than that, which libzmq sees to before it has asked for
+a key; how large a message may be is decided afterwards, by who sends it.
+"""
+
+from collections.abc import Sequence
+
+from slipstream.wire.errors import ProtocolError
+from slipstream.wire.messages.codec import Frame
+
+PIECE_BYTES = 64 * 1024
+
+
+def cut(frames: Sequence[Frame]) -> list[Frame]:
+    """Return frames in pieces, which share their memory."""
+    if all(len(frame) < PIECE_BYTES for frame in frames):
+        return list(frames)
+    pieces: list[Frame] = []
+    for frame in frames:
+        view = memoryview(frame)
+        starts = range(0, len(view) + 1, PIECE_BYTES)  # the last one is empty if nothing is left
+        pieces += [view[start : start + PIECE_BYTES] for start in starts]
+    return pieces
+
+
+def joined(pieces: Sequence[Frame]) -> list[Frame]:
+    """Return the frames that were cut; one in a single piece is not copied.
+
+    Raises:
+        ProtocolError: the last frame has no end.
+    """
+    frames: list[Frame] = []
+    begun: list[Frame] = []
+    for piece in pieces:
+        if len(piece) == PIECE_BYTES:
+            begun.append(piece)
+        elif begun:
+            frames.append(b"".join([*begun, piece]))
+            begun = []
+        else:
+            frames.append(piece)
+    if begun:
+        raise ProtocolError(
+            f"the last frame goes on after {PIECE_BYTES} bytes, and nothing follows"
+        )
+    return frames
+
+
+def most_pieces(max_bytes: int, max_frames: int) -> int:
+    """Return how many pieces so many frames of so many bytes together may have."""
+    return max_bytes // PIECE_BYTES + max_frames

@@ -1,0 +1,71 @@
+"""Messages between the learner's rank 0 and its relay, over a Unix socket. No tensor is in them.
+
+Weights are in a memory that the learner owns and the relay maps: some slots of equal size, each for
+one version. A slot is written between ``Reserve`` and ``Written`` and at no other time. Everything
+carries the learner's epoch: once a newer learner has shown its memory, an older one is refused.
+"""
+
+from typing import TypeAlias
+
+import msgspec
+
+from slipstream.wire.messages.manifest import WeightManifest
+from slipstream.wire.messages.versions import PolicyVersion
+
+
+class RelayMessage(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag=str.lower):
+    """Base of all messages between learner and relay."""
+
+
+class OpenMemory(RelayMessage, frozen=True):
+    """Serve what will be written here; ``whole`` names what is there already."""
+
+    epoch: int
+    path: str
+    layout: WeightManifest  # names, types, shapes and buckets; its version means nothing
+    num_slots: int
+    whole: PolicyVersion | None = None
+    slot: int = 0  # of the whole version
+    run_id: str = ""  # as in the run folder's identity.json
+
+
+class Reserve(RelayMessage, frozen=True):
+    """Which slot may be written next?"""
+
+    epoch: int
+
+
+class Written(RelayMessage, frozen=True):
+    """The slot holds the whole version."""
+
+    epoch: int
+    version: PolicyVersion
+    slot: int
+
+
+class Alive(RelayMessage, frozen=True):
+    """The learner lives; said again and again."""
+
+
+class EndRelay(RelayMessage, frozen=True):
+    """No version will follow, and none is needed any more."""
+
+    epoch: int
+
+
+class Reserved(RelayMessage, frozen=True):
+    """The answer to Reserve."""
+
+    slot: int
+
+
+class Ok(RelayMessage, frozen=True):
+    """The answer to everything else; ``error`` says why it was not done."""
+
+    error: str = ""
+    superseded: bool = False  # a newer learner uses this relay
+    pid: int = 0  # of the relay
+
+
+RelayRequest: TypeAlias = OpenMemory | Reserve | Written | Alive | EndRelay
+RelayAnswer: TypeAlias = Reserved | Ok

@@ -1,0 +1,130 @@
+"""The state of a run as the broker sees it: what the page, the terminal and the summary show."""
+
+import msgspec
+
+from slipstream.wire.messages.versions import PolicyVersion
+from slipstream.wire.messages.weightbus import MemberState, PublishRecord
+
+REPORT_EVERY_S = 0.5  # every process tells the broker how it is
+SILENT_S = 1.5  # three reports are missing: something is wrong with it
+GONE_S = 10.0  # it is more than a hiccup
+
+
+class EvalFigures(msgspec.Struct, frozen=True, kw_only=True):
+    """How the answers to some held-out problems did.
+
+    ``metrics`` holds mean@n (mean reward of all n answers per problem), pass@k for powers of two
+    up to n (a right answer among k), response_tokens and truncated (share of answers).
+    """
+
+    num_problems: int
+    num_answers: int
+    num_dropped: int  # problems without an answer; not counted as wrong
+    metrics: dict[str, float]
+
+
+class EvalPoint(msgspec.Struct, frozen=True, kw_only=True):
+    """One evaluation round."""
+
+    step: int  # learner steps completed when the round was issued
+    overall: EvalFigures
+    by_source: dict[str, EvalFigures]
+    versions: tuple[PolicyVersion, ...]  # that chose at least one token
+
+    @property
+    def mean(self) -> float:
+        """Return the mean reward of all answers of the round."""
+        means = (value for name, value in self.overall.metrics.items() if name.startswith("mean@"))
+        return next(means, 0.0)
+
+
+class LengthQuartile(msgspec.Struct, frozen=True, kw_only=True):
+    """A quarter of the answers by length, the shortest first."""
+
+    up_to_tokens: int
+    trajectories: int
+    dropped_for_age: int
+
+    @property
+    def dropped_share(self) -> float:
+        """Return the share that was dropped for the time it took."""
+        return self.dropped_for_age / self.trajectories if self.trajectories else 0.0
+
+
+class Survivorship(msgspec.Struct, frozen=True, kw_only=True):
+    """Whether long answers are trained as often as short ones."""
+
+    generated_mean: float  # response tokens, of all answers that were trained or dropped
+    trained_mean: float
+    cancelled: int  # answers that were not finished when their group was dropped
+    quartiles: list[LengthQuartile]
+    alarm: str  # what is wrong and which setting changes it, or empty
+
+
+class RoleStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """One process of the run."""
+
+    name: str
+    role: str
+    age_s: float  # since it said hello
+    silent_s: float  # since it was last heard
+    busy: float  # share of its time that was not waiting, since it said hello
+    phase_seconds: dict[str, float]
+    tokens_per_second: float
+    adopted: PolicyVersion | None = None
+    leases: int = 0
+    trajectories: float = 0.0  # that it finished
+    retracted: float = 0.0  # times that an answer was thrown out of the engine's cache
+    kv_use: float | None = None  # share of the engine's cache that answers in the making hold
+    sequences: int = 0  # answers that the engine has been given and has not finished
+    sequence_limit: int = 0  # how many it may be given at present; 0: it does not say
+
+
+class StepPoint(msgspec.Struct, frozen=True, kw_only=True):
+    """What is worth a point on a chart about one learner step."""
+
+    step: int
+    at_s: float  # since the run started
+    metrics: dict[str, float]
+
+
+class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything that a person or a test asks a run about."""
+
+    run_name: str
+    outcome: str  # running, finished, or why it ended
+    finished: bool  # all steps trained and all evaluations answered
+    stop_reason: str  # why the run ends before total_steps, or empty
+    elapsed_s: float
+    steps: int  # learner steps completed
+    total_steps: int
+    max_staleness_steps: int
+    group_size: int
+    groups_per_step: int
+    issued: int  # groups of kind train, ever
+    trained: int
+    sealed: int  # of trained: a durable checkpoint holds their step
+    requeued: int  # groups to be generated again because a lost step's payloads were gone
+    dropped: dict[str, int]  # groups by reason
+    in_flight: dict[str, int]  # groups by state, neither trained nor dropped
+    unaccounted: int  # issued - trained - dropped - in_flight: must read 0
+    trajectories: dict[str, int]  # the same equation per trajectory, flat
+    staleness_histogram: dict[str, int]  # staleness in steps -> trained tokens
+    survivorship: Survivorship
+    queue: dict[str, int]  # groups ready, trajectories waiting for a reward, ...
+    waiting_for: str  # why the learner has no batch, or empty
+    eval: list[EvalPoint]
+    steps_history: list[StepPoint]
+    publishes: int  # versions that at least one engine adopted
+    publishes_while_generating: int
+    publish_history: list[PublishRecord]
+    members: list[MemberState]  # what each engine holds
+    tokens_per_second: dict[str, float]  # by role, over the whole run
+    busy: dict[str, float]  # by role, mean over its processes
+    roles: list[RoleStatus]
+    data: dict[str, int]  # rows and rows_skipped of the training prompts, eval_problems
+    versions: dict[str, str]  # of packages and servers
+    queue_age_s: float | None = None  # how long the oldest ready group has waited; None: none is
+    lags_in_flight: dict[str, int] = {}  # present staleness in steps -> groups that are not ready
+    lags_in_queue: dict[str, int] = {}  # the same of groups that are ready
+    memory: dict[str, int] = {}  # store_bytes (untrained payloads), rss_bytes of the broker

@@ -1,0 +1,169 @@
+"""Trajectories as generators send them, the broker keeps them and the learner reads them.
+
+A trajectory travels in three parts. The *header* is all that planning and bookkeeping need;
+the *payload* holds the arrays and is opaque to the broker; the *response* is text. With the prompt
+that the broker issued it makes the *transcript* that a reward function reads.
+
+Shapes: T tokens, prompt first.
+"""
+
+from math import inf
+from typing import Any, Literal, TypeAlias
+
+import msgspec
+
+from slipstream.wire.messages.arrays import PackedArray
+from slipstream.wire.messages.versions import PolicyVersion
+
+Json: TypeAlias = Any  # null, bool, number, text, list or object
+FinishReason = Literal["stop", "length"]
+ItemKind = Literal["train", "eval"]
+TrajectoryKey = tuple[int, int]  # group_id, sibling
+MAX_TOKENS = 2**31 - 1  # of a trajectory
+
+
+class VersionRun(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Tokens from ``first_token`` up to the next run were chosen by ``version``."""
+
+    first_token: int  # index into token_ids
+    version: PolicyVersion
+
+
+class TrajectoryHeader(msgspec.Struct, frozen=True, kw_only=True):
+    """What the broker and the learner's planner know about a trajectory."""
+
+    group_id: int
+    sibling: int  # 0 .. group_size - 1
+    lease_id: int  # the lease under which it was generated
+    num_prompt_tokens: int
+    num_tokens: int  # T, prompt and response
+    version_runs: tuple[VersionRun, ...]  # as the engine reported them, by first token
+    temperature: float  # of the distribution that was sampled from; 0.0 is greedy
+    finish_reason: FinishReason
+    min_response_tokens: int = 0  # before that many, no token of end_token_ids could be chosen
+    end_token_ids: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not 0 < self.num_prompt_tokens < self.num_tokens <= MAX_TOKENS:
+            raise ValueError(
+                f"a trajectory needs prompt and response tokens, at most {MAX_TOKENS} of both, "
+                f"got {self.num_prompt_tokens} prompt tokens of {self.num_tokens}"
+            )
+        if not 0 <= self.temperature < inf:
+            raise ValueError(f"temperature must be a number >= 0, got {self.temperature}")
+        starts = [run.first_token for run in self.version_runs]
+        in_order = starts == sorted(set(starts)) and starts[-1:] < [self.num_tokens]
+        if not starts or starts[0] != self.num_prompt_tokens or not in_order:
+            raise ValueError(
+                f"version_runs start at {starts}; the response is "
+                f"[{self.num_prompt_tokens}, {self.num_tokens})"
+            )
+
+    @property
+    def oldest_version(self) -> PolicyVersion:
+        """Return the version that decides this trajectory's staleness."""
+        return min(run.version for run in self.version_runs)
+
+    @property
+    def num_response_tokens(self) -> int:
+        """Return how many tokens the policy chose."""
+        return self.num_tokens - self.num_prompt_tokens
+
+    def tokens_by_version(self) -> list[tuple[PolicyVersion, int]]:
+        """Return (version, number of response tokens chosen by it) per run."""
+        starts = [run.first_token for run in self.version_runs[1:]]
+        ends = [*starts, self.num_tokens]
+        return [
+            (run.version, end - run.first_token)
+            for run, end in zip(self.version_runs, ends, strict=True)
+        ]
+
+
+class TrajectoryPayload(msgspec.Struct, frozen=True, kw_only=True):
+    """The arrays of one trajectory."""
+
+    token_ids: PackedArray  # [T] int32, prompt then response
+    loss_mask: PackedArray  # [T] bool, True where the policy chose the token
+    behavior_logprobs: PackedArray  # [T] float32, 0.0 where loss_mask is False
+
+    def __post_init__(self) -> None:
+        want = self.token_ids.shape
+        dtypes = {"token_ids": "int32", "loss_mask": "bool", "behavior_logprobs": "float32"}
+        for name, dtype in dtypes.items():
+            array: PackedArray = getattr(self, name)
+            if array.shape != want or len(want) != 1 or array.dtype != dtype:
+                raise ValueError(
+                    f"{name} is {array.dtype} {array.shape}, expected {dtype} {want} with 1 axis"
+                )
+
+
+class ChatMessage(msgspec.Struct, frozen=True):
+    """One turn of a conversation."""
+
+    role: str
+    content: str
+
+
+class Prompt(msgspec.Struct, frozen=True, kw_only=True):
+    """One problem: what the policy is asked, and what its reward function needs."""
+
+    prompt: str | tuple[ChatMessage, ...]  # text as it is, or turns for the chat template
+    ground_truth: Json = ""
+    data_source: str = "default"
+    ability: str = ""
+    extra_info: dict[str, Json] = {}
+    row: int = -1  # in its file or data set, from 0; -1 is unknown
+
+    @property
+    def text(self) -> str:
+        """Return what a person reads of it."""
+        if isinstance(self.prompt, str):
+            return self.prompt
+        return "\n".join(f"{turn.role}: {turn.content}" for turn in self.prompt)
+
+
+class Transcript(msgspec.Struct, frozen=True, kw_only=True):
+    """What a reward function sees."""
+
+    prompt: Prompt
+    response: str
+    num_response_tokens: int
+    finish_reason: FinishReason
+
+
+def transcript_of(header: TrajectoryHeader, prompt: Prompt, response: str) -> Transcript:
+    """Return what a reward function sees of a trajectory."""
+    return Transcript(
+        prompt=prompt,
+        response=response,
+        num_response_tokens=header.num_response_tokens,
+        finish_reason=header.finish_reason,
+    )
+
+
+MAX_PARTS = 64  # metrics of one reward
+MAX_PART_NAME = 100  # characters
+MAX_REASON = 500  # characters of why there is no reward
+MAX_EXCERPT = 500  # characters of the answer that has none
+NO_SCORING_LEASE = -1  # of a score that nobody had leased
+
+
+class Score(msgspec.Struct, frozen=True, kw_only=True):
+    """The outcome of scoring one trajectory: a reward, or why there is none."""
+
+    group_id: int
+    sibling: int
+    lease_id: int
+    reward: float | None = None
+    unavailable: str = ""  # why there is no reward; never a reward of 0
+    parts: dict[str, float] = {}  # named parts of the reward, for metrics
+    function: str = ""  # MODULE:NAME or FILE.py:NAME of the reward function
+    version: str = ""  # of the reward function: as it declares, else a hash of its file
+    excerpt: str = ""  # the beginning of an answer that got no reward, for whoever looks at it
+
+    def __post_init__(self) -> None:
+        if (self.reward is None) == (not self.unavailable):
+            raise ValueError(
+                f"a score is a reward or unavailable, got reward={self.reward} "
+                f"unavailable={self.unavailable!r}"
+            )

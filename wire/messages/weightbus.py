@@ -1,0 +1,199 @@
+"""Messages of the weight bus: the relay commands, each generator's agent obeys.
+
+A publish is a transaction: offer -> transfer -> verify -> commit -> adopt. The relay drives it with
+one command at a time per member; every command is answered by one Outcome that carries the
+command's number.
+"""
+
+from typing import Annotated, Literal, TypeAlias
+
+import msgspec
+
+from slipstream.wire.messages.manifest import WeightManifest
+from slipstream.wire.messages.versions import PolicyVersion
+
+EngineName = Annotated[str, msgspec.Meta(min_length=1, max_length=100, pattern="^[^/@\\s]+$")]
+NumRanks = Annotated[int, msgspec.Meta(ge=1, le=4096)]
+TransportName = Literal["collective", "tcp", "disk"]
+
+
+class RelayDoor(msgspec.Struct, frozen=True, kw_only=True):
+    """Where engines reach a relay."""
+
+    endpoint: str
+    bulk_endpoint: str
+    key: str = ""  # the public key that the relay proves; empty on Unix sockets
+
+
+class BusMessage(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag=str.lower):
+    """Base of all messages of the weight bus."""
+
+
+# ---- agent to relay ----------------------------------------------------------
+
+
+class Join(BusMessage, frozen=True):
+    """An agent is alive and wants weights; repeated as its heartbeat, answered by Heard."""
+
+    name: EngineName
+    incarnation: EngineName  # differs after each restart of the engine
+    device: Literal["cpu", "cuda"]
+    torch_version: str
+    nccl_version: str = ""  # empty on a CPU
+    num_ranks: NumRanks = 1  # processes of the engine that join a group
+    transport: TransportName = "collective"  # that it asks for
+    adopted: PolicyVersion | None = None  # None while the engine may hold a mixture, or nothing
+
+
+class Leave(BusMessage, frozen=True):
+    """An agent ends in order."""
+
+    name: EngineName
+
+
+class Outcome(BusMessage, frozen=True):
+    """The answer to one command."""
+
+    command_id: int
+    error: str = ""  # empty is success
+    num_in_flight: int = 0  # generations in flight, with the answer to Pause
+    checksums: dict[str, str] = {}  # by the engine's tensor name, with the answer to Verify
+
+
+class FetchBucket(BusMessage, frozen=True):
+    """Over the bulk socket: send the bytes of one bucket."""
+
+    version: PolicyVersion
+    index: int
+
+
+# ---- relay to agent ----------------------------------------------------------
+
+
+class Heard(BusMessage, frozen=True):
+    """The answer to a heartbeat."""
+
+    relay: str  # differs after each restart of the relay
+
+
+class OpenGroup(BusMessage, frozen=True):
+    """Have the engine join a process group as ``rank``: rank 0 is the relay."""
+
+    command_id: int
+    host: str
+    port: int
+    group_name: str
+    backend: Literal["gloo", "nccl"]
+    rank: int = 1
+    world_size: int = 2
+
+
+class Abandon(BusMessage, frozen=True):
+    """The publish failed: leave the group, end the update; generate again unless it was begun."""
+
+    command_id: int
+    reason: str
+
+
+class Offer(BusMessage, frozen=True):
+    """The version to come. The agent refuses a tensor set that is not its model's."""
+
+    command_id: int
+    manifest: WeightManifest
+    transport: TransportName = "collective"
+
+
+class Receive(BusMessage, frozen=True):
+    """Get the offered version into this host's memory, or find it on disk; check every digest."""
+
+    command_id: int
+    path: str = ""  # of the version's folder; empty if it is to be fetched from the relay
+
+
+class Pause(BusMessage, frozen=True):
+    """Stop generating; requests in flight stay."""
+
+    command_id: int
+
+
+class LoadBucket(BusMessage, frozen=True):
+    """Have the engine receive the bucket at ``index`` of the offered manifest over the group."""
+
+    command_id: int
+    index: int
+    group_name: str
+
+
+class LoadReceived(BusMessage, frozen=True):
+    """Have the engine load what was received."""
+
+    command_id: int
+
+
+class Verify(BusMessage, frozen=True):
+    """Answer with the checksum of every tensor as the engine holds it, if they are wanted."""
+
+    command_id: int
+    wants_checksums: bool = True
+
+
+class Commit(BusMessage, frozen=True):
+    """Label the engine with the version that it was offered and has loaded; generate again."""
+
+    command_id: int
+    version: PolicyVersion
+
+
+class BucketAnswer(BusMessage, frozen=True):
+    """Over the bulk socket: a bucket, whose bytes are the frame that follows."""
+
+    version: PolicyVersion
+    index: int
+    error: str = ""  # then there is no further frame
+
+
+Command: TypeAlias = (
+    OpenGroup
+    | Abandon
+    | Offer
+    | Receive
+    | Pause
+    | LoadBucket
+    | LoadReceived
+    | Verify
+    | Commit
+    | Heard
+)
+AgentMessage: TypeAlias = Join | Leave | Outcome
+
+
+PUBLISH_PHASES = (  # in their order
+    *("digest", "offer", "group", "receive", "pause"),
+    *("transfer", "load", "verify", "commit"),
+)
+
+
+class PublishRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """What became of one publish to its members."""
+
+    version: PolicyVersion
+    at_s: float  # unix time at which the transfer began
+    adopted_by: dict[str, float]  # member -> seconds from offer to commit
+    failed: dict[str, str] = {}  # member -> why it was left out
+    num_in_flight: dict[str, int] = {}  # member -> generations in flight at the pause
+    digest: str = ""  # of all that was sent; empty if it failed before that was known
+    engine_digests: dict[str, str] = {}  # member -> digest of all that its engine holds
+    phase_seconds: dict[str, float] = {}  # by phase, the slowest member
+    num_bytes: int = 0
+    transports: dict[str, TransportName] = {}  # member -> how it got the version
+
+
+class MemberState(msgspec.Struct, frozen=True, kw_only=True):
+    """What one engine holds, as the relay knows it."""
+
+    name: str
+    state: Literal["current", "behind", "receiving", "torn"]
+    version: PolicyVersion | None  # None: nothing yet, or a mixture
+    since_s: float  # unix time since when
+    transport: TransportName
+    reason: str = ""  # of the last failure

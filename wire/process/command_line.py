@@ -1,0 +1,109 @@
+"""The command line that all roles share."""
+
+import argparse
+import errno
+import logging
+import os
+import socket
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import msgspec
+
+from slipstream.wire.errors import ConfigError, NameTakenError, SlipstreamError, SupersededError
+from slipstream.wire.settings.load import Table, load_table
+
+EXIT_FAILED = 1
+EXIT_BAD_SETTINGS = 2
+EXIT_SUPERSEDED = 3  # another process does this one's work: it must not be started again
+EXIT_INTERRUPTED = 130
+
+
+def role_parser(
+    prog: str, description: str, examples: Sequence[str], *, needs_config: bool = True
+) -> argparse.ArgumentParser:
+    """Return a parser with the options that every role takes."""
+    epilog = "examples:\n" + "\n".join(f"  {example}" for example in examples)
+    parser = argparse.ArgumentParser(
+        prog=prog,
+        description=description,
+        epilog=epilog,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--config", type=Path, required=needs_config, metavar="RUN.toml", help="the run's settings"
+    )
+    parser.add_argument(
+        "--dry-run", action="store_true", help="resolve and check the settings, print them, exit"
+    )
+    parser.add_argument(
+        "overrides", nargs="*", metavar="section.key=value", help="settings that win over the file"
+    )
+    return parser
+
+
+def own_name(wanted: str) -> str:
+    """Return the name of a role: the one that was given, or one that no other process has."""
+    return wanted or f"{socket.gethostname()}-{os.getpid()}"
+
+
+def print_json(value: object) -> int:
+    """Print settings or figures as JSON; return the exit code."""
+    text = msgspec.json.format(msgspec.json.encode(value), indent=2).decode()
+    sys.stdout.write(text + "\n")
+    return 0
+
+
+def load_arguments(arguments: argparse.Namespace) -> Table:
+    """Return the settings that the command line names."""
+    return load_table(arguments.config, arguments.overrides)
+
+
+def run_role(body: Callable[[], int]) -> int:
+    """Run a role's body; a known error becomes one clear line and a failing exit code."""
+    try:
+        return body()
+    except BaseExceptionGroup as group:
+        known = group.subgroup(SlipstreamError)
+        if known is None:
+            raise
+        return _say(_first(known))
+    except SlipstreamError as error:
+        return _say(error)
+    except OSError as error:
+        if (trouble := disk_trouble(error)) is None:
+            raise
+        return _say(trouble)
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+
+
+_DISK_TROUBLE = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES}
+
+
+def disk_trouble(error: OSError) -> ConfigError | None:
+    """Return what to tell the user if a disk is full or not ours to write; else None."""
+    if error.errno not in _DISK_TROUBLE:
+        return None
+    where = f" {error.filename}" if error.filename else ""
+    return ConfigError(f"{error.strerror}:{where} (run.dir)")
+
+
+def _first(group: BaseExceptionGroup[SlipstreamError]) -> SlipstreamError:
+    error = group.exceptions[0]
+    return _first(error) if isinstance(error, BaseExceptionGroup) else error
+
+
+def _say(error: SlipstreamError) -> int:
+    if isinstance(error, ConfigError):
+        return refuse_settings(error)
+    logging.getLogger("slipstream").error("%s: %s", type(error).__name__, error)
+    has_successor = isinstance(error, SupersededError | NameTakenError)
+    return EXIT_SUPERSEDED if has_successor else EXIT_FAILED
+
+
+def refuse_settings(error: SlipstreamError) -> int:
+    """Print why settings were refused and return the exit code for it."""
+    sys.stderr.write(f"{error}\n")
+    return EXIT_BAD_SETTINGS

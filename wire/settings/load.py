@@ -1,0 +1,146 @@
+"""One TOML file describes a run; every role reads it and decodes its own sections.
+
+Sections are frozen msgspec structs that live in their role's ``config.py``. Unknown keys are
+refused with the nearest known key named; every setting has one default, in its struct.
+"""
+
+import difflib
+import tomllib
+import types
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
+
+import msgspec
+
+from slipstream.wire.errors import ConfigError
+
+S = TypeVar("S", bound=msgspec.Struct)
+Table = dict[str, Any]
+
+SECTIONS = (
+    "run",
+    "data",
+    "sampling",
+    "broker",
+    "generators",
+    "reward",
+    "learner",
+    "algo",
+    "weightbus",
+    "eval",
+    "checkpoint",
+    "logging",
+    "profile",
+    "deploy",
+)
+
+
+class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Base of every section."""
+
+
+def load_table(path: Path | None, overrides: Sequence[str] = ()) -> Table:
+    """Return the file's sections with ``section.key=value`` overrides applied; None is no file.
+
+    Raises:
+        ConfigError: the file cannot be read or parsed, or names an unknown section.
+    """
+    table: Table = {}
+    try:
+        if path is not None:
+            with path.open("rb") as file:
+                table = tomllib.load(file)
+    except OSError as error:
+        raise ConfigError(f"cannot read the run's settings {path}: {error.strerror}") from error
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path} is not valid TOML: {error}") from error
+    for override in overrides:
+        _apply_override(table, override)
+    where = f" in {path}" if path is not None else ""
+    for name, section in table.items():
+        if name not in SECTIONS:
+            raise ConfigError(f"unknown section [{name}]{where}{_nearest(name, SECTIONS)}")
+        if not isinstance(section, dict):
+            raise ConfigError(f"{name} must be a section, got {section!r}{where}")
+    return table
+
+
+def section(table: Mapping[str, Any], name: str, kind: type[S]) -> S:
+    """Decode one section; a missing one is all defaults.
+
+    Raises:
+        ConfigError: an unknown key or a value of the wrong type or out of bounds.
+    """
+    values = table.get(name, {})
+    _refuse_unknown(values, kind, name)
+    try:
+        return msgspec.convert(values, kind)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"section [{name}]: {error}") from error
+
+
+def to_table(struct: msgspec.Struct) -> Table:
+    """Return a struct as plain values that TOML can hold (unset optional values left out)."""
+    plain: Table = msgspec.to_builtins(struct)
+    return _without_none(plain)
+
+
+def _without_none(table: Table) -> Table:
+    return {
+        key: _without_none(value) if isinstance(value, dict) else value
+        for key, value in table.items()
+        if value is not None
+    }
+
+
+def _apply_override(table: Table, override: str) -> None:
+    path, equals, text = override.partition("=")
+    keys = path.strip().split(".")
+    if not equals or len(keys) < 2 or not all(keys):
+        raise ConfigError(f"override {override!r} is not of the form section.key=value")
+    target = table
+    for key in keys[:-1]:
+        target = target.setdefault(key, {})
+        if not isinstance(target, dict):
+            raise ConfigError(f"override {override!r}: {key} is not a section")
+    target[keys[-1]] = _parse_value(text.strip())
+
+
+def _parse_value(text: str) -> object:
+    """Return the TOML value of ``text``; what is not TOML is taken as a string."""
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def _refuse_unknown(values: Mapping[str, Any], kind: type[msgspec.Struct], where: str) -> None:
+    hints = get_type_hints(kind)
+    known = [field.encode_name for field in msgspec.structs.fields(kind)]
+    for key, value in values.items():
+        if key not in known:
+            raise ConfigError(f"unknown setting {where}.{key}{_nearest(key, known)}")
+        hint = hints.get(key)
+        inner = _struct_in(hint)
+        if inner is not None and isinstance(value, dict):
+            tables = value if get_origin(hint) is dict else {"": value}
+            for name, table in tables.items():
+                if isinstance(table, dict):
+                    _refuse_unknown(table, inner, ".".join(filter(None, (where, key, name))))
+
+
+def _struct_in(hint: object) -> type[msgspec.Struct] | None:
+    """Return the struct that a hint asks for: itself, an option of it, or a table of it."""
+    options = get_args(hint) if get_origin(hint) in {types.UnionType, dict} else (hint,)
+    for option in options:
+        if isinstance(option, type) and issubclass(option, msgspec.Struct):
+            return option
+    return None
+
+
+def _nearest(name: str, known: Sequence[str]) -> str:
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    if close:
+        return f"; did you mean {close[0]}?"
+    return f"; known are {', '.join(sorted(known))}"

@@ -1,0 +1,307 @@
+"""Sections that more than one role reads."""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import msgspec
+
+from slipstream.wire.errors import ConfigError
+from slipstream.wire.files.model_files import copied_files
+from slipstream.wire.files.run_folder import SUMMARY
+from slipstream.wire.messages.trajectory import Json
+from slipstream.wire.messages.weightbus import RelayDoor
+from slipstream.wire.settings.load import Section, Table, section
+
+AtLeast0 = Annotated[int, msgspec.Meta(ge=0)]
+AtLeast1 = Annotated[int, msgspec.Meta(ge=1)]
+NotNegative = Annotated[float, msgspec.Meta(ge=0)]
+Positive = Annotated[float, msgspec.Meta(gt=0)]
+TopP = Annotated[float, msgspec.Meta(gt=0, le=1)]
+
+MAX_SOCKET_PATH = 100  # the kernel allows 107 bytes for the path of a Unix socket
+
+
+class RunSection(Section, frozen=True, kw_only=True):
+    """[run]: what run this is.
+
+    A run folder is `DIR/NAME`. `slipstream run` takes NAME-2, NAME-3, ... when the folder exists
+    already, unless it is told to `--resume`. With `run.socket_dir` empty it puts the sockets into a
+    private temporary folder of its own and notes it in `resolved.toml`. The run ends at whatever
+    comes first: `run.steps`, `run.epochs`, `run.max_hours`, `eval.target`, `eval.patience`.
+    """
+
+    name: str = "run"
+    """Name of the run; its folder is DIR/NAME."""
+    dir: str = "runs"
+    """Folder of all runs."""
+    model: str = ""
+    """Hugging Face folder of the policy to start from."""
+    mode: Literal["async", "sync"] = "async"
+    """sync trains on no data older than the policy: the same roles with a staleness bound of 0."""
+    steps: AtLeast1 = 100
+    """Learner steps to train."""
+    epochs: NotNegative = 0.0
+    """Issue this many times as many prompts as there are rows, then end; 0 is no limit."""
+    max_hours: NotNegative = 0.0
+    """End the run in order so many hours after its start or resume; 0 is no limit."""
+    group_size: AtLeast1 = 8
+    """Trajectories per prompt (siblings)."""
+    groups_per_step: AtLeast1 = 32
+    """Groups that one learner step trains (G)."""
+    max_staleness_steps: AtLeast0 = 2
+    """Oldest data the learner may train on, in learner steps (S). 0 is synchronous."""
+    staleness_mode: Literal["wait", "drop"] = "wait"
+    """wait reserves a place in a batch for what is started; drop lets go of what gets too old."""
+    min_groups: AtLeast0 = 0
+    """Fewest groups that the last step of run.epochs may train; 0 is half of groups_per_step."""
+    outage_s: Positive = 300.0
+    """Roles wait this long for a broker that is gone, and the broker for its Redis."""
+    seed: int = 0
+    """Seed of prompts, sampling and the learner."""
+    resume_from: str = ""
+    """Checkpoint folder to go on from; `slipstream run --resume` fills it in."""
+    socket_dir: str = ""
+    """Private folder for this run's sockets; empty means DIR/NAME/sockets."""
+    broker: str = ""
+    """Where the broker listens, for roles on other hosts: tcp://HOST:PORT."""
+    key_file: str = ""
+    """Key that this host shows to such a broker; `slipstream keys make` writes it."""
+
+    @property
+    def staleness_bound(self) -> int:
+        """Return the oldest data that the learner may train on, in learner steps."""
+        return 0 if self.mode == "sync" else self.max_staleness_steps
+
+    @property
+    def fewest_groups(self) -> int:
+        """Return how many groups the last step of the data needs."""
+        return self.min_groups or max(1, self.groups_per_step // 2)
+
+    @property
+    def folder(self) -> Path:
+        """Return the run's folder."""
+        return Path(self.dir) / self.name
+
+    @property
+    def checkpoints(self) -> Path:
+        """Return the folder of the run's checkpoints."""
+        return self.folder / "checkpoints"
+
+    @property
+    def logs(self) -> Path:
+        """Return the folder with one log per role."""
+        return self.folder / "logs"
+
+    @property
+    def summary_file(self) -> Path:
+        """Return the file with the run's figures."""
+        return self.folder / SUMMARY
+
+    @property
+    def socket_folder(self) -> Path:
+        """Return the folder of this run's sockets."""
+        return Path(self.socket_dir) if self.socket_dir else self.folder.resolve() / "sockets"
+
+    def make_socket_folder(self) -> None:
+        """Make the folder that keeps other users from this run's sockets; who listens does it."""
+        self.socket_folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self.socket_folder.chmod(0o700)
+
+    def socket(self, name: str) -> Path:
+        """Return the path of one of this run's Unix sockets.
+
+        Raises:
+            ConfigError: the path is too long for the kernel.
+        """
+        path = self.socket_folder / f"{name}.sock"
+        if len(str(path).encode()) > MAX_SOCKET_PATH:
+            raise ConfigError(
+                f"socket path {path} is longer than {MAX_SOCKET_PATH} bytes; "
+                "set run.socket_dir to a short private folder"
+            )
+        return path
+
+    @property
+    def broker_endpoint(self) -> str:
+        """Return the ZeroMQ endpoint where this role finds the broker."""
+        return self.broker or self.endpoint("broker")
+
+    def endpoint(self, name: str) -> str:
+        """Return the ZeroMQ endpoint of one of this run's Unix sockets."""
+        return f"ipc://{self.socket(name)}"
+
+
+def relay_lock(run: RunSection) -> Path:
+    """Return the file that the run's weight relay holds locked as long as it lives."""
+    return run.socket("relay").with_suffix(".lock")
+
+
+def relay_door(run: RunSection) -> RelayDoor:
+    """Return where engines on the relay's host reach it."""
+    return RelayDoor(endpoint=run.endpoint("weightbus"), bulk_endpoint=run.endpoint("weights"))
+
+
+class SamplingSection(Section, frozen=True, kw_only=True):
+    """[sampling]: the distribution that training trajectories are sampled from, and its text.
+
+    See [data.md](data.md) for prompts and chat templates.
+    """
+
+    temperature: Positive = 1.0
+    """Logits are divided by this, by the engine and by the learner alike."""
+    top_p: TopP = 1.0
+    """Must be 1 for training: the engine's logprobs are not those of a truncated distribution."""
+    top_k: int = -1
+    """Must be -1 (all tokens) for training, for the same reason."""
+    min_p: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.0
+    """Must be 0 for training, for the same reason."""
+    max_prompt_tokens: AtLeast1 = 512
+    """Longer prompts are treated as sampling.overlong_prompts says."""
+    max_response_tokens: AtLeast1 = 512
+    """A response ends here at the latest."""
+    min_response_tokens: AtLeast0 = 0
+    """No end of a response is sampled before this many tokens."""
+    stop: tuple[str, ...] = ()
+    """A response ends after any of these texts."""
+    stop_token_ids: tuple[int, ...] = ()
+    """A response ends after any of these tokens, besides the model's own."""
+    overlong_prompts: Literal["error", "drop", "truncate"] = "error"
+    """error ends the run; drop takes another prompt; truncate keeps the last tokens."""
+    overlong_responses: Literal["keep", "drop"] = "keep"
+    """keep trains on a response that was cut off; drop takes another prompt for its group."""
+    seed_per_sibling: bool = True
+    """Seed every response by run.seed, prompt and sibling; else by the engine alone."""
+    chat_template: str = ""
+    """Jinja file instead of the model's own chat template."""
+    chat_template_kwargs: dict[str, Json] = msgspec.field(default_factory=dict)
+    """Variables of the chat template, such as enable_thinking = false."""
+
+
+class SourceTable(Section, frozen=True, kw_only=True):
+    """[data.sources.NAME] and [eval.sets.NAME]: one file or one generated data set."""
+
+    file: str = ""
+    """JSONL or parquet file, with verl's columns or our own."""
+    reasoning_gym: str = ""
+    """Name of a reasoning-gym data set, instead of a file."""
+    size: AtLeast1 = 1000
+    """Rows that reasoning-gym generates."""
+    seed: int = 0
+    """Seed that reasoning-gym generates from."""
+    options: dict[str, Json] = msgspec.field(default_factory=dict)
+    """Passed on to the reasoning-gym data set, such as max_digits = 3."""
+    weight: NotNegative = 0.0
+    """Share of the training prompts; 0 for all sources mixes them by their number of rows."""
+    max_rows: AtLeast0 = 0
+    """Use the first so many rows; 0 is all."""
+    as_chat: bool | None = None
+    """Ask text prompts as one turn of a user; default is data.as_chat."""
+    system_prompt: str | None = None
+    """First turn of every conversation; default is data.system_prompt."""
+
+
+class EvalSection(Section, frozen=True, kw_only=True):
+    """[eval]: held-out problems, answered through the same generators.
+
+    See [evaluation.md](evaluation.md).
+    """
+
+    file: str = ""
+    """Held-out problems, if one file is all there is."""
+    sets: dict[str, SourceTable] = msgspec.field(default_factory=dict)
+    """Several files or reasoning-gym data sets, by name."""
+    every_steps: AtLeast0 = 0
+    """Evaluate after every so many learner steps; 0 means only where asked below."""
+    before_train: bool = True
+    """Evaluate the policy that the run starts from."""
+    at_end: bool = True
+    """Evaluate the policy that the run ends with."""
+    samples: AtLeast1 = 1
+    """Answers per problem."""
+    temperature: NotNegative = 0.0
+    """0 is greedy."""
+    top_p: TopP = 1.0
+    """Sample from the most probable tokens that hold this share."""
+    top_k: int = -1
+    """Sample from so many most probable tokens; -1 is all."""
+    max_response_tokens: AtLeast0 = 0
+    """A response ends here at the latest; 0 is sampling.max_response_tokens."""
+    correct_reward: float = 1.0
+    """An answer with at least this reward is right, for pass@k."""
+    metric: str = "mean"
+    """Decides what is best: mean (that is mean@n), pass@K, or SOURCE:mean, SOURCE:pass@K."""
+    target: float | None = None
+    """End the run when eval.metric reaches this."""
+    patience: AtLeast0 = 0
+    """End the run after so many evaluations in a row that bring nothing; 0 never does."""
+    min_gain: NotNegative = 0.0
+    """What an evaluation must bring to count for eval.patience."""
+    keep_answers: AtLeast0 = 256
+    """Answers to write into eval/ per round; 0 writes the figures alone."""
+
+    @property
+    def enabled(self) -> bool:
+        """Tell whether there is anything to evaluate."""
+        return bool(self.file or self.sets)
+
+    def is_due(self, step: int) -> bool:
+        """Tell whether a round belongs to the policy after ``step`` steps, other than the last."""
+        if not self.enabled:
+            return False
+        if step == 0:
+            return self.before_train
+        return self.every_steps > 0 and step % self.every_steps == 0
+
+
+class CheckpointSection(Section, frozen=True, kw_only=True):
+    """[checkpoint]: what a run can go on from.
+
+    See [checkpoints.md](checkpoints.md).
+    """
+
+    every_steps: AtLeast0 = 0
+    """Save after every so many learner steps; 0 means only where asked below."""
+    at_end: bool = True
+    """Save when the run is complete."""
+    on_stop: bool = True
+    """Save when the run is asked to end before that, as by Ctrl-C."""
+    keep_last: AtLeast1 = 2
+    """Newest checkpoints to keep; older ones are removed."""
+    keep_best: bool = False
+    """Save at every evaluation too, and keep the best by eval.metric."""
+    export_at_end: bool = False
+    """Write the trained policy as a Hugging Face folder, model/ in the run folder."""
+
+
+def run_section(table: Table) -> RunSection:
+    """Return [run], checked for what needs more than one key."""
+    run = section(table, "run", RunSection)
+    if not run.name or "/" in run.name or run.name.startswith("."):
+        raise ConfigError(f"run.name must be a plain folder name, got {run.name!r}")
+    if run.min_groups > run.groups_per_step:
+        raise ConfigError(
+            f"run.min_groups must be at most run.groups_per_step = {run.groups_per_step}, "
+            f"got {run.min_groups}"
+        )
+    return run
+
+
+def model_folder(run: RunSection) -> Path:
+    """Return the folder of the policy to start from.
+
+    Raises:
+        ConfigError: run.model is not set, is no Hugging Face folder, or holds a link that an export
+            at the end would have to refuse.
+    """
+    folder = Path(required(run.model, "run.model"))
+    if not (folder / "config.json").is_file():
+        raise ConfigError(f"no config.json in {folder} (run.model)")
+    copied_files(folder)
+    return folder
+
+
+def required(value: str, setting: str) -> str:
+    """Return a setting that has no sensible default, or say that it is missing."""
+    if not value:
+        raise ConfigError(f"{setting} is not set")
+    return value
