@@ -58,7 +58,7 @@ class LivingRun:
             group_size=8,
             total_steps=10 * steps,
         )
-        state = make_ledger(rules).state
+        state = make_ledger(rules).book.state
         state.version = PolicyVersion(1, steps)  # what happened before is not what is measured
         self._ledger = make_ledger(rules, state)
         self._first_step = steps
@@ -76,7 +76,7 @@ class LivingRun:
 
     def status(self) -> RunStatus:
         """Return its state, as the broker's server does."""
-        return self._telemetry.status(self._ledger, self._scoring)
+        return self._telemetry.status(self._ledger.book, self._scoring)
 
     def report(self) -> None:
         """Every generator tells how it is."""
@@ -85,14 +85,14 @@ class LivingRun:
             self._telemetry.heard(name)
             phases = {"generate": 0.9 * at_s, "wait": 0.1 * at_s}
             counters = {"tokens": 1500.0 * at_s, "trajectories": 3.0 * at_s}
-            self._telemetry.report(name, RoleReport(phases, counters, self._ledger.version))
+            self._telemetry.report(name, RoleReport(phases, counters, self._ledger.book.version))
 
     def step(self) -> None:
         """A step's groups are generated, scored and trained; the next version is published."""
         for name in self._names:
             make_ready(self._ledger, lease(self._ledger, name, max_sequences=16))
         train_step(self._ledger)
-        version = self._ledger.version
+        version = self._ledger.book.version
         self._telemetry.step(version.step, point(version.step).metrics)
         self._telemetry.published(
             PublishRecord(
@@ -128,7 +128,7 @@ class LivingRun:
 
     def _is_due(self) -> bool:
         lived_s = time.monotonic() - self._began_s
-        return lived_s > _NEW_STEP_S * (self._ledger.step - self._first_step + 1)
+        return lived_s > _NEW_STEP_S * (self._ledger.book.step - self._first_step + 1)
 
 
 def point(step: int) -> StepPoint:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-from slipstream.broker.ledger.book import BookState
+from slipstream.broker.ledger.state import BookState
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.files.replace import replace_file
 from slipstream.wire.files.run_folder import IDENTITY

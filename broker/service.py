@@ -155,16 +155,16 @@ async def _make_server(
     durability = await store.durability()
     if "always" not in durability:
         _log.warning("%s (broker.redis.fsync)", durability)
-    if (lost := first_event - ledger.state.num_events) > 0:
+    if (lost := first_event - ledger.book.state.num_events) > 0:
         _log.error(
             "the store lacks the last %d events that it acknowledged: the run goes on from step "
             "%d, where what is left of it ends; %s is cut there",
             lost,
-            ledger.step,
+            ledger.book.step,
             run.folder / TRAIL,
         )
-        trail.cut_from(ledger.state.num_events)
-    first = ledger.state.num_events - len(beginning.events)
+        trail.cut_from(ledger.book.state.num_events)
+    first = ledger.book.state.num_events - len(beginning.events)
     trail.append(first, time.time(), beginning.events)
     records = await open_records(settings, ledger, trackers, store)
     committer = GroupCommitter(store)
@@ -187,7 +187,7 @@ async def _make_server(
         on_epoch=_remembered(run, beginning.identity),
     )
     ledger.restarted(time.monotonic())
-    for group in ledger.groups.values():
+    for group in ledger.book.groups.values():
         if group.item == "eval" and group.headers:  # what eval/ shows of them is kept in memory
             keys = group.trajectory_keys()
             for key, stored in zip(keys, await store.fetch(keys), strict=True):
@@ -195,7 +195,7 @@ async def _make_server(
     _log.info(
         "generation %d of the broker: %d groups under way, read in %.2f s",
         beginning.generation,
-        len(ledger.groups),
+        len(ledger.book.groups),
         time.monotonic() - started,
     )
     return server, committer, beginning

@@ -21,10 +21,10 @@ from slipstream.broker.identity import (
     write_identity,
 )
 from slipstream.broker.ledger.admission import StalenessBound
-from slipstream.broker.ledger.book import BookState, LedgerRules, decode_state, encode_state
 from slipstream.broker.ledger.commands import Ledger
 from slipstream.broker.ledger.evaluation import EvalPlan, EvalRound
 from slipstream.broker.ledger.events import decode_event
+from slipstream.broker.ledger.state import BookState, LedgerRules, decode_state, encode_state
 from slipstream.broker.report.run_files import FolderRecords, forget_after, last_recorded
 from slipstream.broker.report.trackers.background import BackgroundTrackers
 from slipstream.broker.report.trackers.base import Tracker
@@ -167,29 +167,31 @@ async def begin_run(
     generation = await store.claim()
     ledger, events = await _stored_ledger(settings, prompts, store)
     stored = Changes()
-    if _is_to_resume(settings, ledger.state if ledger is not None else None, restarted=restarted):
+    if _is_to_resume(
+        settings, ledger.book.state if ledger is not None else None, restarted=restarted
+    ):
         ledger, stored = _resumed(settings, prompts, ledger, first_event, known)
         events = []
-    elif ledger is None or not ledger.state.num_events:
+    elif ledger is None or not ledger.book.state.num_events:
         ledger = build_ledger(settings, prompts)  # or a broker was there that nobody spoke to
-        begin_life(ledger.state, known, apart=first_event > 0)
-        stored = Changes(snapshot=encode_state(ledger.state))
+        begin_life(ledger.book.state, known, apart=first_event > 0)
+        stored = Changes(snapshot=encode_state(ledger.book.state))
     else:
-        if ledger.over and not restarted:
+        if ledger.book.over and not restarted:
             raise ConfigError(
-                f"run {settings.run.name!r} has ended at step {ledger.step}; go on with "
+                f"run {settings.run.name!r} has ended at step {ledger.book.step}; go on with "
                 "`slipstream run --resume auto` or choose another run.name"
             )
-        _check_same_run(ledger.rules, ledger.state, settings)
+        _check_same_run(ledger.book.rules, ledger.book.state, settings)
         _warn_of_other_problems(ledger)
-        stands = identity_of(ledger.state)
-        begin_life(ledger.state, known, apart=_has_lost_events(ledger, first_event))
-        if identity_of(ledger.state) != stands:
-            stored = Changes(snapshot=encode_state(ledger.state))
-        _log.info("going on with what the store holds, at step %d", ledger.step)
+        stands = identity_of(ledger.book.state)
+        begin_life(ledger.book.state, known, apart=_has_lost_events(ledger, first_event))
+        if identity_of(ledger.book.state) != stands:
+            stored = Changes(snapshot=encode_state(ledger.book.state))
+        _log.info("going on with what the store holds, at step %d", ledger.book.step)
     if not stored.is_empty:
         await store.commit(stored)  # all of it or nothing, before anybody is spoken to
-    identity = identity_of(ledger.state)
+    identity = identity_of(ledger.book.state)
     if identity != known:
         settings.run.folder.mkdir(parents=True, exist_ok=True)
         write_identity(settings.run.folder, identity)
@@ -232,7 +234,7 @@ async def _check_before(
 
 def _has_lost_events(ledger: Ledger, first_event: int) -> bool:
     """Tell whether the store lacks events that it acknowledged, and so ids that were given out."""
-    return ledger.state.num_events < first_event
+    return ledger.book.state.num_events < first_event
 
 
 async def _has_events(store: TrajectoryStore) -> bool:
@@ -260,7 +262,7 @@ async def _stored_ledger(
         ledger = build_ledger(settings, prompts, decode_state(data))
         events = []
         async for event in store.replay():
-            ledger.apply(decode_event(event))
+            ledger.book.apply(decode_event(event))
             events.append(event)
     except (msgspec.DecodeError, UnicodeDecodeError, LookupError) as error:
         raise _unreadable(settings, error) from error
@@ -285,23 +287,23 @@ def _resumed(
     version = saved.version
     goes_on = (
         known is not None
-        and known.state.num_events > 0
-        and known.is_ancestor(version)
-        and known.can_go_back_to(version.step)
-        and known.state.group_size == run.group_size
+        and known.book.state.num_events > 0
+        and known.book.is_ancestor(version)
+        and known.book.can_go_back_to(version.step)
+        and known.book.state.group_size == run.group_size
     )
     ledger = known if known is not None and goes_on else build_ledger(settings, prompts, saved)
-    state = ledger.state
+    state = ledger.book.state
     points = [point for point in state.eval_points if point.step <= version.step]
-    if reason := ledger.rules.eval_plan.verdict(points):
+    if reason := ledger.book.rules.eval_plan.verdict(points):
         raise ConfigError(f"this run has ended: {reason}; change that setting to train on")
-    _check_same_run(ledger.rules, state, settings)
+    _check_same_run(ledger.book.rules, state, settings)
     _warn_of_other_problems(ledger)
     released: list[TrajectoryKey] = []
     if goes_on:
         lost = _has_lost_events(ledger, first_event)
         begin_life(state, identity, others=[saved], apart=lost)
-        _log.info("going back from step %d to step %d", ledger.step, version.step)
+        _log.info("going back from step %d to step %d", ledger.book.step, version.step)
     else:
         released = _begin_apart(state, known, settings, first_event, identity)
         forget_after(run.folder, version.step)
@@ -338,12 +340,12 @@ def _begin_apart(
     """
     infos = readable_checkpoints(settings.run.checkpoints)
     epochs = [info.version.epoch for info in infos.values()]
-    others = [known.state] if known is not None else []
+    others = [known.book.state] if known is not None else []
     begin_life(state, identity, others=others, epochs=epochs, apart=True)
     state.num_events = max(first_event, *(one.num_events for one in (state, *others)))
     if known is None:
         return []
-    before = known.state
+    before = known.book.state
     held = [*before.groups.values(), *(g for groups in before.replay.values() for g in groups)]
     return [key for group in held for key in group.trajectory_keys()]
 
@@ -354,11 +356,11 @@ def _under_present_settings(ledger: Ledger, released: list[TrajectoryKey]) -> Ch
     Under another bound or group size than it was admitted under, what is under way begins anew; so
     do evaluations under other problems or samples.
     """
-    state, rules = ledger.state, ledger.rules
+    state, rules = ledger.book.state, ledger.book.rules
     other_size = state.group_size != rules.group_size
-    for group in list(ledger.groups.values()):
+    for group in list(ledger.book.groups.values()):
         if group.item == "train" and (other_size or (state.bound != rules.bound and group.is_live)):
-            ledger.begin_anew(group, rules.group_size)
+            ledger.book.begin_anew(group, rules.group_size)
     _fit_evaluations(ledger)
     state.bound, state.group_size = rules.bound, rules.group_size
     state.prompts, state.problems = rules.prompts_fingerprint, rules.problems_fingerprint
@@ -368,16 +370,16 @@ def _under_present_settings(ledger: Ledger, released: list[TrajectoryKey]) -> Ch
 
 def _fit_evaluations(ledger: Ledger) -> None:
     """Have open rounds answered from their beginning if they are not what they would be now."""
-    state, rules = ledger.state, ledger.rules
+    state, rules = ledger.book.state, ledger.book.rules
     samples, count = rules.eval_plan.section.samples, rules.eval_plan.num_problems
-    groups = [group for group in ledger.groups.values() if group.item == "eval"]
+    groups = [group for group in ledger.book.groups.values() if group.item == "eval"]
     same = state.problems == rules.problems_fingerprint and all(
         group.size == samples for group in groups
     )
     if same and all(one.num_problems == count for one in state.eval_rounds.values()):
         return
     for group in groups:
-        ledger.forget(group)
+        ledger.book.forget(group)
     state.eval_rounds = {step: EvalRound(step, count) for step in state.eval_rounds if count}
 
 
@@ -397,8 +399,8 @@ def _check_same_run(rules: LedgerRules, state: BookState, settings: BrokerSettin
 
 
 def _warn_of_other_problems(ledger: Ledger) -> None:
-    state = ledger.state
-    if state.problems != ledger.rules.problems_fingerprint and state.eval_points:
+    state = ledger.book.state
+    if state.problems != ledger.book.rules.problems_fingerprint and state.eval_points:
         _log.warning(
             "the held-out problems have changed ([eval]): figures of before and after step %d "
             "cannot be compared",
@@ -437,19 +439,19 @@ async def open_records(
     run, broker = settings.run, settings.broker
     path = run.folder / BATCHES if broker.record_batches else None
     if path is not None:
-        cut_from_step(path, ledger.step)  # a step that was recorded and not committed
+        cut_from_step(path, ledger.book.step)  # a step that was recorded and not committed
     records = FolderRecords(
         run,
         trackers,
         keep_answers=settings.eval.keep_answers,
         batches=path,
         max_batch_bytes=broker.max_recorded_bytes,
-        known=ledger.state.eval_points,
+        known=ledger.book.state.eval_points,
     )
-    records.goes_on_with(ledger.state.eval_rounds)
-    if path is not None and ledger.step:
-        for step in range(last_recorded(path) + 1, ledger.step):
-            groups = ledger.state.replay.get(step)
+    records.goes_on_with(ledger.book.state.eval_rounds)
+    if path is not None and ledger.book.step:
+        for step in range(last_recorded(path) + 1, ledger.book.step):
+            groups = ledger.book.state.replay.get(step)
             if groups is None:
                 _log.warning("step %d cannot be recorded any more: %s ends before it", step, path)
                 records.end_batches()

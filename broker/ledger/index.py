@@ -1,7 +1,7 @@
 """Views of the groups that would cost a walk over all of them. Derived; never stored."""
 
 import heapq
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Iterable
 
 from slipstream.broker.ledger.admission import StalenessBound
@@ -23,7 +23,8 @@ class GroupIndex:
         self.eval_unscored = 0  # held-out answers that wait for a reward
         self.eval_open = 0  # that are to come, or wait for one
         self._heaps: dict[int, list[int]] = {}  # deadline -> ready groups, and some that were
-        self._ready_ids: set[int] = set()
+        self._ready: OrderedDict[int, int] = OrderedDict()  # group -> how many were ready before
+        self.num_ever_ready = 0
         self.again: dict[int, Group] = {}  # leased before or for evaluation, in nobody's hands
         self.fresh: dict[int, Group] = {}  # to be trained, never leased
         for group in groups:
@@ -43,7 +44,8 @@ class GroupIndex:
             self.due[deadline] += 1
             if state == "ready":
                 self.ready[deadline] += 1
-                self._ready_ids.add(group.group_id)
+                self._ready[group.group_id] = self.num_ever_ready
+                self.num_ever_ready += 1
                 heapq.heappush(self._heaps.setdefault(deadline, []), group.group_id)
 
     def leave(self, group: Group) -> None:
@@ -59,7 +61,7 @@ class GroupIndex:
             self.num_live -= 1
             self._count_down(self.due, deadline)
             if state == "ready":
-                self._ready_ids.discard(group.group_id)
+                self._ready.pop(group.group_id, None)
                 if not self._count_down(self.ready, deadline):
                     self._heaps.pop(deadline, None)
 
@@ -94,6 +96,21 @@ class GroupIndex:
             return False
         return True
 
+    @property
+    def oldest_ready(self) -> int | None:
+        """How many groups were ready before the one that has been ready for longest."""
+        return next(iter(self._ready.values()), None)
+
+    def lags(self, step: int) -> tuple[dict[int, int], dict[int, int]]:
+        """Count live groups by their staleness at a step: those under way, and those ready."""
+        under_way: Counter[int] = Counter()
+        ready: Counter[int] = Counter()
+        for deadline, count in self.due.items():
+            lag = max(0, step - deadline + self._bound.max_staleness_steps)
+            ready[lag] += self.ready[deadline]
+            under_way[lag] += count - self.ready[deadline]
+        return +under_way, +ready
+
     def in_flight(self) -> dict[str, int]:
         """Return how many groups to be trained stand in each state."""
         return {state: self._in_state[state] for state in STATES}
@@ -109,7 +126,7 @@ class GroupIndex:
             found: list[int] = []
             while len(found) < count:
                 group_id = heapq.heappop(heap)
-                if group_id in self._ready_ids and group_id not in found[-1:]:
+                if group_id in self._ready and group_id not in found[-1:]:
                     found.append(group_id)
             for group_id in found:
                 heapq.heappush(heap, group_id)

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from itertools import islice
 
-from slipstream.broker.ledger.commands import Ledger
+from slipstream.broker.ledger.book import Book
 from slipstream.broker.ledger.groups import NOBODY, Group
 from slipstream.broker.ledger.leases import name_of
 from slipstream.broker.ledger.scoring_queue import ScoringQueue
@@ -14,7 +14,7 @@ _SORTED_UP_TO = 10_000
 
 
 def account_of(
-    ledger: Ledger,
+    book: Book,
     scoring: ScoringQueue,
     *,
     run_name: str,
@@ -27,7 +27,7 @@ def account_of(
     """Return counts, the equation, the oldest items and who holds what.
 
     Args:
-        ledger: of the run.
+        book: of the run.
         scoring: its queue of trajectories without a reward.
         run_name: of the run.
         store: server behind the ledger and what a commit survives there.
@@ -36,25 +36,25 @@ def account_of(
         num_items: how many of the oldest items to name.
         now: unix time.
     """
-    state = ledger.state
-    in_flight = ledger.in_flight()
-    oldest = [ledger.groups[group_id] for group_id in _oldest(ledger.groups, num_items)]
+    state = book.state
+    in_flight = book.in_flight()
+    oldest = [book.groups[group_id] for group_id in _oldest(book.groups, num_items)]
     return LedgerView(
         run_name=run_name,
-        version=ledger.version,
+        version=book.version,
         last_step=state.last_step,
-        finished=ledger.over,
+        finished=book.over,
         stop_reason=state.stop_reason,
-        group_size=ledger.rules.group_size,
+        group_size=book.rules.group_size,
         issued=state.issued,
         trained=state.trained,
         sealed=state.sealed,
         dropped=dict(state.dropped),
         in_flight=in_flight,
-        unaccounted=ledger.unaccounted(),
-        trajectories={**ledger.trajectories(), **_trajectories_in_flight(ledger)},
+        unaccounted=book.unaccounted(),
+        trajectories={**book.trajectories(), **_trajectories_in_flight(book)},
         prompts_taken=state.cursor,
-        prompts=ledger.rules.max_prompts,
+        prompts=book.rules.max_prompts,
         dead_letters=len(state.dead_letters),
         retried=state.retried,
         requeued=state.requeued,
@@ -64,8 +64,8 @@ def account_of(
         replay_steps=tuple(sorted(state.replay)),
         broker_generation=generation,
         store=store,
-        oldest=tuple(_item(ledger, group, issued_at, now) for group in oldest),
-        holders=_holders(ledger, scoring),
+        oldest=tuple(_item(book, group, issued_at, now) for group in oldest),
+        holders=_holders(book, scoring),
     )
 
 
@@ -77,37 +77,37 @@ def _oldest(groups: Mapping[int, Group], count: int) -> list[int]:
     return list(islice(groups if len(groups) > _SORTED_UP_TO else sorted(groups), count))
 
 
-def describe_wait(ledger: Ledger, group_ids: Sequence[int], *, trouble: str = "") -> str:
+def describe_wait(book: Book, group_ids: Sequence[int], *, trouble: str = "") -> str:
     """Say which groups a batch waits for and who holds them; warn if nothing but drops comes.
 
     Args:
-        ledger: of the run.
+        book: of the run.
         group_ids: that the batch waits for.
         trouble: what is known of reward functions that fail.
     """
-    state = ledger.state
+    state = book.state
     barren = ""
-    if unscored := _trajectories_in_flight(ledger)["to_score"]:
+    if unscored := _trajectories_in_flight(book)["to_score"]:
         barren = f"; {unscored} answers wait for a reward{f', {trouble}' if trouble else ''}"
-    if state.drops_in_a_row >= 2 * ledger.rules.bound.groups_per_step:  # it could be so for ever
+    if state.drops_in_a_row >= 2 * book.rules.bound.groups_per_step:  # it could be so for ever
         reasons = ", ".join(f"{why}: {n}" for why, n in state.dropped.items())
         barren += f"; the last {state.drops_in_a_row} groups were all dropped ({reasons})"
     if not group_ids:
-        held = ", ".join(f"{state}: {n}" for state, n in ledger.in_flight().items() if n)
+        held = ", ".join(f"{state}: {n}" for state, n in book.in_flight().items() if n)
         return f"no group is under way{f' ({held})' if held else ''}{barren}"
     parts = []
     for group_id in group_ids[:3]:
-        group = ledger.groups[group_id]
-        lease = ledger.leases.get(group.lease_id)
+        group = book.groups[group_id]
+        lease = book.leases.get(group.lease_id)
         holder = f", held by {name_of(lease.holder)}" if lease else ""
         parts.append(f"{group_id} ({group.state}{holder})")
     more = f" and {len(group_ids) - 3} more" if len(group_ids) > 3 else ""
     return f"groups {', '.join(parts)}{more}{barren}"
 
 
-def _trajectories_in_flight(ledger: Ledger) -> dict[str, int]:
+def _trajectories_in_flight(book: Book) -> dict[str, int]:
     """Return how many siblings are to be generated, to be scored, and scored."""
-    index = ledger.index
+    index = book.index
     return {
         "to_generate": index.num_siblings - index.num_generated,
         "to_score": index.num_generated - index.num_scored,
@@ -115,12 +115,12 @@ def _trajectories_in_flight(ledger: Ledger) -> dict[str, int]:
     }
 
 
-def _item(ledger: Ledger, group: Group, issued_at: Mapping[int, float], now: float) -> ItemView:
-    lease = ledger.leases.get(group.lease_id)
+def _item(book: Book, group: Group, issued_at: Mapping[int, float], now: float) -> ItemView:
+    lease = book.leases.get(group.lease_id)
     issued = issued_at.get(group.group_id)
     deadline = None
     if group.is_live:
-        deadline = ledger.rules.bound.deadline(group.adopted_step)
+        deadline = book.rules.bound.deadline(group.adopted_step)
     return ItemView(
         group_id=group.group_id,
         item=group.item,
@@ -137,15 +137,15 @@ def _item(ledger: Ledger, group: Group, issued_at: Mapping[int, float], now: flo
     )
 
 
-def _holders(ledger: Ledger, scoring: ScoringQueue) -> tuple[HolderView, ...]:
+def _holders(book: Book, scoring: ScoringQueue) -> tuple[HolderView, ...]:
     views = [
         HolderView(
             name=name_of(holder),
             work="generation",
             leases=len(leases),
-            trajectories=sum(len(ledger.groups[ledger.leases[i].group_id].missing) for i in leases),
+            trajectories=sum(len(book.groups[book.leases[i].group_id].missing) for i in leases),
         )
-        for holder, leases in ledger.by_holder.items()
+        for holder, leases in book.by_holder.items()
     ]
     views += [
         HolderView(

@@ -3,14 +3,13 @@
 import os
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from msgspec.structs import replace
 
-from slipstream.broker.ledger.commands import Ledger
-from slipstream.broker.ledger.groups import Group
+from slipstream.broker.ledger.book import Book
 from slipstream.broker.ledger.leases import name_of
 from slipstream.broker.ledger.scoring_queue import ScoringQueue
 from slipstream.broker.ledger.survivorship import survivorship_of
@@ -23,6 +22,7 @@ from slipstream.wire.process.phases import WAIT, busy_share
 from slipstream.wire.settings.sections import RunSection
 
 _KEPT_STEPS = 2_000
+_MAX_NOTICES = 100_000  # of newly ready groups; one a second at most
 _GONE_S = 3_600.0
 _STATM = Path("/proc/self/statm")
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
@@ -85,7 +85,8 @@ class Telemetry:
         self._steps: deque[StepPoint] = deque(maxlen=_KEPT_STEPS)
         self._publishes = PublishHistory()
         self._members: list[MemberState] = []
-        self._ready_since: dict[int, float] = {}  # by group
+        # Groups that were ready at some time, in all, and when that was noticed.
+        self._ready_seen: deque[tuple[int, float]] = deque(maxlen=_MAX_NOTICES)
         self.versions: dict[str, str] = {}
         self.rejected: Counter[str] = Counter()  # malformed or refused messages by reason
         self.waiting_for = ""
@@ -159,24 +160,29 @@ class Telemetry:
         """The relay told what each engine holds."""
         self._members = bounded_members(members)
 
-    def notice(self, ledger: Ledger) -> None:
-        """Look at what is ready: from then on its age counts. Call it every second."""
-        self._note_ready(_waiting(ledger)[1])
+    def notice(self, book: Book) -> None:
+        """Start the clock of newly ready groups. Call it every second."""
+        self._age_of_oldest_ready(book)
 
-    def _note_ready(self, ready: Sequence[Group]) -> None:
-        before, now = self._ready_since, self._now()
-        self._ready_since = {one.group_id: before.get(one.group_id, now) for one in ready}
+    def _age_of_oldest_ready(self, book: Book) -> float | None:
+        """Seconds since the notice that found the oldest ready group; None without one."""
+        seen, now = self._ready_seen, self._now()
+        if not seen or seen[-1][0] < book.index.num_ever_ready:
+            seen.append((book.index.num_ever_ready, now))
+        oldest = book.index.oldest_ready
+        while len(seen) > 1 and (oldest is None or seen[0][0] <= oldest):
+            seen.popleft()
+        return None if oldest is None else now - seen[0][1]
 
-    def status(self, ledger: Ledger, scoring: ScoringQueue) -> RunStatus:
+    def status(self, book: Book, scoring: ScoringQueue) -> RunStatus:
         """Return the state of the run."""
         now = self._now()
-        rules = ledger.rules
-        in_flight = ledger.in_flight()
-        leases = Counter({name_of(holder): len(held) for holder, held in ledger.by_holder.items()})
+        rules = book.rules
+        in_flight = book.in_flight()
+        leases = Counter({name_of(holder): len(held) for holder, held in book.by_holder.items()})
         leases.update({name_of(h): scoring.leases_of(h) for h in scoring.holders()})
-        state = ledger.state
-        begun, ready = _waiting(ledger)
-        self._note_ready(ready)
+        state = book.state
+        under_way, ready = book.index.lags(book.step)
         roles = [
             self._own_status(now),
             *(record.status(now, leases[name]) for name, record in sorted(self._roles.items())),
@@ -184,10 +190,10 @@ class Telemetry:
         return RunStatus(
             run_name=self._run.name,
             outcome=self.outcome,
-            finished=ledger.over,
+            finished=book.over,
             stop_reason=state.stop_reason,
             elapsed_s=now - self._started_s,
-            steps=ledger.step,
+            steps=book.step,
             total_steps=state.last_step,
             max_staleness_steps=rules.bound.max_staleness_steps,
             group_size=rules.group_size,
@@ -198,8 +204,8 @@ class Telemetry:
             requeued=state.requeued,
             dropped={str(reason): count for reason, count in state.dropped.items()},
             in_flight=in_flight,
-            unaccounted=ledger.unaccounted(),
-            trajectories=ledger.trajectories(),
+            unaccounted=book.unaccounted(),
+            trajectories=book.trajectories(),
             staleness_histogram={
                 str(lag): tokens for lag, tokens in sorted(state.staleness.items())
             },
@@ -212,10 +218,10 @@ class Telemetry:
                 "waiting_for_reward": scoring.num_waiting,
                 "being_scored": scoring.num_leased,
                 "given_back_by_scorers": scoring.num_given_back,
-                "eval_unscored": ledger.index.eval_unscored,
+                "eval_unscored": book.index.eval_unscored,
                 "eval_rounds": len(state.eval_rounds),
                 "lapsed_leases": state.ended_leases["lapsed"],
-                "dead_letters": len(ledger.state.dead_letters),
+                "dead_letters": len(book.state.dead_letters),
                 "rejected_messages": self.rejected.total(),
                 **{f"rejected_{why}": count for why, count in sorted(self.rejected.items())},
             },
@@ -231,9 +237,9 @@ class Telemetry:
             roles=roles,
             data=self.data,
             versions=dict(sorted(self.versions.items())),
-            queue_age_s=now - min(self._ready_since.values()) if self._ready_since else None,
-            lags_in_flight=_lags(begun, ledger.step),
-            lags_in_queue=_lags(ready, ledger.step),
+            queue_age_s=self._age_of_oldest_ready(book),
+            lags_in_flight=_by_lag(under_way),
+            lags_in_queue=_by_lag(ready),
             memory={"store_bytes": state.untrained_bytes, "rss_bytes": resident_bytes()},
         )
 
@@ -271,22 +277,8 @@ def told_of(status: RunStatus, newest_steps: int) -> RunStatus:
     return replace(status, steps_history=status.steps_history[first:])
 
 
-def _waiting(ledger: Ledger) -> tuple[list[Group], list[Group]]:
-    """Return groups for training that have begun and are in no batch: not ready yet, and ready."""
-    begun: list[Group] = []
-    ready: list[Group] = []
-    for group in ledger.groups.values():
-        if group.item == "train" and group.adopted_step >= 0:
-            state = group.state
-            if state != "delivered":
-                (ready if state == "ready" else begun).append(group)
-    return begun, ready
-
-
-def _lags(groups: Sequence[Group], step: int) -> dict[str, int]:
-    """Count groups by their present staleness."""
-    lags = Counter(max(0, step - group.adopted_step) for group in groups)
-    return {str(lag): count for lag, count in sorted(lags.items())}
+def _by_lag(counts: Mapping[int, int]) -> dict[str, int]:
+    return {str(lag): count for lag, count in sorted(counts.items())}
 
 
 def resident_bytes() -> int:

@@ -18,7 +18,6 @@ import zmq
 from msgspec.structs import replace
 
 from slipstream.broker.ledger.admission import NotYet
-from slipstream.broker.ledger.book import MAX_DEAD_LETTERS, encode_state
 from slipstream.broker.ledger.commands import Ledger
 from slipstream.broker.ledger.events import (
     Dropped,
@@ -32,6 +31,7 @@ from slipstream.broker.ledger.events import (
 from slipstream.broker.ledger.groups import as_delivered
 from slipstream.broker.ledger.leases import name_of
 from slipstream.broker.ledger.scoring_queue import ScoringQueue
+from slipstream.broker.ledger.state import MAX_DEAD_LETTERS, encode_state
 from slipstream.broker.ledger.view import account_of, describe_wait
 from slipstream.broker.report.reward_trouble import RewardTrouble
 from slipstream.broker.report.run_files import RunRecords
@@ -190,7 +190,7 @@ class BrokerServer:
         self._keys_lost_s: float | None = None  # since when they cannot be read
         self._records = records or RunRecords()
         self._trail = trail or Trail()
-        self._writer = LedgerWriter(ledger.state, committer, self._trail, self._flooded)
+        self._writer = LedgerWriter(ledger.book.state, committer, self._trail, self._flooded)
         self._store_name = store_name
         self._generation = generation
         self._on_epoch = on_epoch
@@ -238,7 +238,7 @@ class BrokerServer:
         Raises:
             ConfigError: an address cannot be listened at.
         """
-        for group in self._ledger.groups.values():
+        for group in self._ledger.book.groups.values():
             for sibling in group.unscored:
                 self._scoring.add((group.group_id, sibling))
         try:
@@ -288,7 +288,7 @@ class BrokerServer:
         return [router.endpoint for router in self._routers]
 
     async def _expire_leases(self) -> None:
-        every_s = min(1.0, self._ledger.rules.lease_s / 4)
+        every_s = min(1.0, self._ledger.book.rules.lease_s / 4)
         looked_s = self._now()
         while True:
             due_s = looked_s + every_s
@@ -299,7 +299,7 @@ class BrokerServer:
             self._ledger.was_deaf(deaf_s)  # heartbeats that came meanwhile are still unread
             self._scoring.was_deaf(deaf_s)
             self._look_at_keys()
-            self.telemetry.notice(self._ledger)
+            self.telemetry.notice(self._ledger.book)
             lapsed = self._ledger.expire(now)
             if lapsed:
                 _log.warning("%d leases lapsed: their holders sent no heartbeat", lapsed)
@@ -472,7 +472,7 @@ class BrokerServer:
         self.telemetry.rejected["unreachable"] += 1
         if isinstance(answer, GroupsLeased):
             for granted in answer.groups:
-                lease = self._ledger.leases.get(granted.lease_id)
+                lease = self._ledger.book.leases.get(granted.lease_id)
                 if lease is not None:
                     self._ledger.release(lease.holder, lease.lease_id, "lost")
             self._persist()
@@ -533,13 +533,13 @@ class BrokerServer:
                 case Dropped(group_id=group_id):
                     self._issued_at.pop(group_id, None)
                 case Trained(version=version):
-                    trained = self._ledger.state.history.get(version.step - 1)
+                    trained = self._ledger.book.state.history.get(version.step - 1)
                     for group_id, _ in trained.groups if trained is not None else ():
                         self._issued_at.pop(group_id, None)
                 case EvalRoundClosed() | TakenOver():
-                    groups = self._ledger.groups
+                    groups = self._ledger.book.groups
                     self._issued_at = {i: at for i, at in self._issued_at.items() if i in groups}
-                    self._records.evaluations(self._ledger.state.eval_points)
+                    self._records.evaluations(self._ledger.book.state.eval_points)
                 case _:
                     pass
 
@@ -649,7 +649,7 @@ class BrokerServer:
     def _letters(
         self, request: GetDeadLetters | RetryDeadLetters | DropDeadLetters
     ) -> DeadLetters | DeadLettersHandled:
-        state = self._ledger.state
+        state = self._ledger.book.state
         match request:
             case GetDeadLetters(after=after, limit=limit):
                 letters = sorted(state.dead_letters.values(), key=lambda one: one.group_id)
@@ -676,7 +676,7 @@ class BrokerServer:
         """Tell whether another process had this name before this broker was there."""
         if self._now() - self._began_s > _COME_BACK_S:
             return False
-        known = {*self._ledger.by_holder, self._ledger.state.learner}
+        known = {*self._ledger.book.by_holder, self._ledger.book.state.learner}
         return any(name_of(one) == name and one != holder for one in known)
 
     def _hello(self, peer: Peer, hello: Hello) -> Welcome:
@@ -684,7 +684,7 @@ class BrokerServer:
         session = self._sessions.hello(peer, hello)
         if hello.role not in {"observer", "operator"}:
             name = session.name
-            for holder in [h for h in self._ledger.by_holder if name_of(h) == name]:
+            for holder in [h for h in self._ledger.book.by_holder if name_of(h) == name]:
                 own = holder == session.holder
                 self._ledger.release_all(
                     holder, "lost" if own else "restarted", hello.held if own else ()
@@ -701,9 +701,9 @@ class BrokerServer:
         return Welcome(
             run_name=self._run_name,
             session=session.token,
-            learner_step=self._ledger.step,
-            heartbeat_s=self._ledger.rules.lease_s / 4,
-            run_id=self._ledger.state.run_id,
+            learner_step=self._ledger.book.step,
+            heartbeat_s=self._ledger.book.rules.lease_s / 4,
+            run_id=self._ledger.book.state.run_id,
         )
 
     # ---- requests that wait --------------------------------------------------
@@ -770,7 +770,7 @@ class BrokerServer:
     def _lease(self, session: Session, request: LeaseGroups) -> GroupsLeased | None:
         if not self._sessions.is_current(session):
             return GroupsLeased(groups=())
-        finished = self._ledger.over
+        finished = self._ledger.book.over
         groups = (
             self._ledger.lease(
                 session.holder,
@@ -786,11 +786,11 @@ class BrokerServer:
         return GroupsLeased(groups=tuple(groups), finished=finished)
 
     def _no_groups(self, parked: Parked[LeaseGroups]) -> None:
-        answer = GroupsLeased(groups=(), finished=self._ledger.over)
+        answer = GroupsLeased(groups=(), finished=self._ledger.book.over)
         self._answer(parked.session.peer, parked.request_id, (answer, _NO_FRAMES))
 
     def _try_scoring(self, parked: Parked[LeaseScoring]) -> bool:
-        session, finished = parked.session, self._ledger.over
+        session, finished = parked.session, self._ledger.book.over
         leased: dict[int, TrajectoryKey] = {}
         if self._sessions.is_current(session):
             leased = self._scoring.lease(
@@ -811,7 +811,7 @@ class BrokerServer:
         return True
 
     def _siblings_of(self, group_id: int) -> tuple[int, ...]:
-        group = self._ledger.groups.get(group_id)
+        group = self._ledger.book.groups.get(group_id)
         return tuple(range(group.size)) if group is not None and not group.missing else ()
 
     async def _fetch_transcripts(self, leased: dict[int, TrajectoryKey], finished: bool) -> Reply:
@@ -819,7 +819,7 @@ class BrokerServer:
         return _scoring_work(leased, found, finished)
 
     def _no_scoring(self, parked: Parked[LeaseScoring]) -> None:
-        answer = ScoringLeased(items=(), finished=self._ledger.over)
+        answer = ScoringLeased(items=(), finished=self._ledger.book.over)
         self._answer(parked.session.peer, parked.request_id, (answer, _NO_FRAMES))
 
     def _batch(self, parked: Parked[RequestBatch]) -> BatchDelivered | RunComplete | NotYet:
@@ -831,8 +831,8 @@ class BrokerServer:
             return batch
         if batch is None:
             self.telemetry.waiting_for = ""
-            return RunComplete(evaluations=tuple(self._ledger.state.eval_points))
-        if request.step == self._ledger.step:
+            return RunComplete(evaluations=tuple(self._ledger.book.state.eval_points))
+        if request.step == self._ledger.book.step:
             self.telemetry.waiting_for = ""
         return BatchDelivered(step=request.step, groups=tuple(as_delivered(g) for g in batch))
 
@@ -848,11 +848,11 @@ class BrokerServer:
 
     def _not_ready(self, request: RequestBatch, not_yet: NotYet) -> BatchNotReady:
         waiting_for = self._ledger.waiting_for(not_yet)
-        reason = describe_wait(self._ledger, waiting_for, trouble=self._trouble.said())
-        if request.step == self._ledger.step:
+        reason = describe_wait(self._ledger.book, waiting_for, trouble=self._trouble.said())
+        if request.step == self._ledger.book.step:
             self.telemetry.waiting_for = reason
         return BatchNotReady(
-            waiting_for=waiting_for, reason=reason, last_step=self._ledger.state.last_step
+            waiting_for=waiting_for, reason=reason, last_step=self._ledger.book.state.last_step
         )
 
     # ---- trajectories and scores ---------------------------------------------
@@ -871,7 +871,7 @@ class BrokerServer:
         )
         if not self._ledger.submit(session.holder, header, stored.num_bytes):
             return {}
-        group = self._ledger.groups.get(header.group_id)
+        group = self._ledger.book.groups.get(header.group_id)
         if group is None:
             return {}  # dropped on arrival
         if group.item == "eval":
@@ -897,7 +897,7 @@ class BrokerServer:
 
     def _take_score(self, session: Session, score: Score) -> None:
         key = (score.group_id, score.sibling)
-        group = self._ledger.groups.get(score.group_id)
+        group = self._ledger.book.groups.get(score.group_id)
         if group is None or score.sibling not in group.headers:
             return  # it ended, or nobody has answered yet
         self._ledger.score(score, session.holder)
@@ -911,7 +911,7 @@ class BrokerServer:
         reason = _said(group.failures[-1].reason if group.failures else score.unavailable)
         if warning := self._trouble.failed(_said(score.function), reason):
             _log.warning("%s; try it without a run: slipstream reward test", warning)
-        if score.group_id in self._ledger.groups:
+        if score.group_id in self._ledger.book.groups:
             _log.warning("no reward for trajectory %d/%d: %s", *key, reason)
             self._scoring.failed(key, session.name, now_s=self._now())
             self._settle_soon()
@@ -920,7 +920,7 @@ class BrokerServer:
         if len(set(request.keys)) < len(request.keys):
             raise RefusedError("FetchPayloads names a trajectory twice")
         for group_id, sibling in request.keys:
-            group = self._ledger.groups.get(group_id)
+            group = self._ledger.book.groups.get(group_id)
             if group is None or group.state != "delivered" or sibling not in group.headers:
                 raise RefusedError(f"trajectory {group_id}/{sibling} is in no delivered batch")
         stored = [self.frames.get(key) for key in request.keys]
@@ -967,7 +967,7 @@ class BrokerServer:
         return answer, _NO_FRAMES
 
     def _refuse_other_run(self, run_id: str) -> None:
-        own = self._ledger.state.run_id
+        own = self._ledger.book.state.run_id
         if run_id and own and run_id != own:
             raise RefusedError(
                 f"this broker serves run {self._run_name} with the id {own}, not {run_id}: what "
@@ -975,15 +975,15 @@ class BrokerServer:
             )
 
     def _take_over(self, session: Session, request: TakeOver) -> TookOver:
-        before, epoch = self._ledger.step, self._ledger.version.epoch
+        before, epoch = self._ledger.book.step, self._ledger.book.version.epoch
         learner = session.holder if session.incarnation else ""
         self._refuse_other_run(request.run_id)
-        trains = self._ledger.state.learner
+        trains = self._ledger.book.state.learner
         if trains and trains != learner and self._sessions.is_connected(trains):
             raise RefusedError(f"{name_of(trains)} is connected and trains this run: end it first")
         version = self._ledger.take_over(request.step, request.checkpoint, learner, request.held)
         self._on_epoch(version.epoch)  # on disk before anybody may use it
-        if version.step != self._ledger.step:
+        if version.step != self._ledger.book.step:
             return TookOver(version=version)  # said twice
         if version.epoch > epoch:
             for name in self._discarded:  # what was trained and is delivered again is not its
@@ -1002,10 +1002,10 @@ class BrokerServer:
     async def _record_and_commit(self, request: StepCommit) -> Reply:
         """Keep the batch whole before its payloads may go."""
         step = request.version.step - 1
-        ids = self._ledger.state.batches.get(step, ())
-        batch = [self._ledger.groups[group_id] for group_id in ids]
+        ids = self._ledger.book.state.batches.get(step, ())
+        batch = [self._ledger.book.groups[group_id] for group_id in ids]
         found = await self.frames.load(key for group in batch for key in group.trajectory_keys())
-        if request.version == self._ledger.version:
+        if request.version == self._ledger.book.version:
             return self._commit_step(request), _NO_FRAMES  # said twice: it is being recorded
         answer = self._commit_step(request)
         self._persist()  # before anything else that happens
@@ -1014,15 +1014,17 @@ class BrokerServer:
         return answer, _NO_FRAMES
 
     def _commit_step(self, request: StepCommit) -> StepCommitted:
-        before = self._ledger.step
+        before = self._ledger.book.step
         metrics = {name: value for name, value in request.metrics.items() if isfinite(value)}
-        sampled = self._ledger.sampled_reward()
+        sampled = self._ledger.book.sampled_reward()
         if sampled is not None:
             metrics["reward/sampled"] = sampled
-        batch = [self._ledger.groups[i] for i in self._ledger.state.batches.get(before, ())]
+        batch = [
+            self._ledger.book.groups[i] for i in self._ledger.book.state.batches.get(before, ())
+        ]
         self._ledger.commit(request.version, metrics)
-        state = self._ledger.state
-        if self._ledger.step > before:
+        state = self._ledger.book.state
+        if self._ledger.book.step > before:
             for group in batch:
                 self.frames.discard(group.trajectory_keys())  # the store has them until sealed
             point = self.telemetry.step(request.version.step, metrics)
@@ -1047,23 +1049,23 @@ class BrokerServer:
 
     def close_records(self) -> None:
         """Write how the run ended."""
-        self.telemetry.outcome = "finished" if self._ledger.finished else "stopped"
+        self.telemetry.outcome = "finished" if self._ledger.book.finished else "stopped"
         self._records.close(self.status(), self.account(_ITEMS_ON_FILE))
         self._writer.close()
         self._trail.close()
 
     def status(self) -> RunStatus:
         """Return the state of the run."""
-        return self.telemetry.status(self._ledger, self._scoring)
+        return self.telemetry.status(self._ledger.book, self._scoring)
 
     def dead_letters(self) -> list[DeadLetter]:
         """Return what nobody could answer or score."""
-        return list(self._ledger.state.dead_letters.values())
+        return list(self._ledger.book.state.dead_letters.values())
 
     def account(self, num_items: int) -> LedgerView:
         """Return the account of all items."""
         return account_of(
-            self._ledger,
+            self._ledger.book,
             self._scoring,
             run_name=self._run_name,
             store=self._store_name,

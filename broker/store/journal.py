@@ -4,8 +4,8 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 
-from slipstream.broker.ledger.book import BookState, encode_state
 from slipstream.broker.ledger.events import LedgerEvent, encode_event
+from slipstream.broker.ledger.state import BookState, encode_state
 from slipstream.broker.store.base import Changes, StoredTrajectory
 from slipstream.broker.store.event_log import Trail
 from slipstream.broker.store.group_commit import GroupCommitter

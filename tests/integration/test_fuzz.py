@@ -27,9 +27,9 @@ from hypothesis import strategies as st
 from zmq.auth.asyncio import AsyncioAuthenticator
 
 from slipstream.broker.client import BrokerClient
-from slipstream.broker.ledger.book import encode_state
 from slipstream.broker.ledger.commands import Ledger
 from slipstream.broker.ledger.scoring_queue import ScoringQueue
+from slipstream.broker.ledger.state import encode_state
 from slipstream.broker.report import publishes
 from slipstream.broker.report.telemetry import Telemetry
 from slipstream.broker.server import sessions
@@ -137,9 +137,9 @@ class Fuzzed:
         assert not self.faults, self.faults[0]
         assert not any(task.done() for task in self.tasks), "the broker's loop ended"
         assert self.rejected["internal"] == 0
-        assert self.ledger.unaccounted() == 0
-        encode_state(self.ledger.state)
-        groups = self.ledger.groups
+        assert self.ledger.book.unaccounted() == 0
+        encode_state(self.ledger.book.state)
+        groups = self.ledger.book.groups
         unscored = {(i, sibling) for i, group in groups.items() for sibling in group.unscored}
         queue = self.scoring
         assert {*queue._waiting, *queue._lease_of} == unscored, "the scoring queue is another"
@@ -164,8 +164,8 @@ class Fuzzed:
             "batches": len(server._batches),
             "jobs": sum(server._jobs_of.values()),
             "waiting": self.scoring.num_waiting + self.scoring.num_leased,
-            "groups": len(self.ledger.groups),
-            "state": len(encode_state(self.ledger.state)),
+            "groups": len(self.ledger.book.groups),
+            "state": len(encode_state(self.ledger.book.state)),
         }
 
 
@@ -332,10 +332,10 @@ class Siege:
         self, messages: list[tuple[Bare, Frames]], expected: Counter[str]
     ) -> None:
         it = self._it
-        before, counted = encode_state(it.ledger.state), it.rejected.copy()
+        before, counted = encode_state(it.ledger.book.state), it.rejected.copy()
         roles = [bare.attacker.role for bare in self._bare]
         await self._send(messages)
-        assert encode_state(it.ledger.state) == before, "a message that is no request acted"
+        assert encode_state(it.ledger.book.state) == before, "a message that is no request acted"
         new = it.rejected - counted
         expected = +expected
         del expected["allowed"]
@@ -370,17 +370,17 @@ class Siege:
 
 def corpus_of(ledger: Ledger, random: Random) -> list[tuple[bytes, Frames]]:
     """Return messages that mean something to this ledger as it is, beside all samples."""
-    version = ledger.version
+    version = ledger.book.version
     live: list[Request] = [
         TakeOver(step=version.step),
         RequestBatch(version=version, step=version.step, wait_s=0.0),
         StepCommit(version=version.next(), metrics={"policy/loss": 0.5}),
         LeaseGroups(adopted=version, max_sequences=4, wait_s=0.0),
         LeaseScoring(credits=4, wait_s=0.0),
-        Heartbeat(lease_ids=tuple(ledger.leases)[:4]),
-        *(ReleaseLease(lease_id=i, reason="no") for i in list(ledger.leases)[:1]),
+        Heartbeat(lease_ids=tuple(ledger.book.leases)[:4]),
+        *(ReleaseLease(lease_id=i, reason="no") for i in list(ledger.book.leases)[:1]),
     ]
-    groups = list(ledger.groups.values())
+    groups = list(ledger.book.groups.values())
     for group in random.sample(groups, min(3, len(groups))):
         for sibling in range(group.size):
             chosen_by = msgspec.structs.replace(version, step=max(0, group.adopted_step))
@@ -463,10 +463,10 @@ async def one_step(it: Fuzzed) -> None:
         return one
 
     sessions = it.server._sessions
-    await until_async(lambda: not sessions.is_connected(it.ledger.state.learner))
+    await until_async(lambda: not sessions.is_connected(it.ledger.book.state.learner))
     learner, generator = await client("learner", "L"), await client("generator", "G")
-    took, _ = await learner.ask(TakeOver(step=it.ledger.step), TookOver)
-    for name in list(it.ledger.by_holder):
+    took, _ = await learner.ask(TakeOver(step=it.ledger.book.step), TookOver)
+    for name in list(it.ledger.book.by_holder):
         it.ledger.release_all(name, "left")  # those who were there are gone
     for _ in range(50):
         leased, _ = await generator.ask(
@@ -495,7 +495,7 @@ async def one_step(it: Fuzzed) -> None:
             break
     for one in clients:
         one.close()
-    assert it.ledger.version == took.version.next()
+    assert it.ledger.book.version == took.version.next()
 
 
 @pytest.mark.integration
@@ -566,7 +566,7 @@ def test_streams_that_prove_no_key_reach_nobody_and_are_closed(short_folder: Pat
             )
             seen = it.server.telemetry
             random, process = Random(4), psutil.Process()
-            before, state = process.num_fds(), encode_state(it.ledger.state)
+            before, state = process.num_fds(), encode_state(it.ledger.book.state)
             null: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
             keyless = null.socket(zmq.DEALER)
             keyless.setsockopt(zmq.LINGER, 0)
@@ -591,7 +591,7 @@ def test_streams_that_prove_no_key_reach_nobody_and_are_closed(short_folder: Pat
             null.term()
             honest.close()
             await until_async(lambda: process.num_fds() <= before, "connections were not closed")
-            assert encode_state(it.ledger.state) == state
+            assert encode_state(it.ledger.book.state) == state
             assert not +seen.rejected
             assert len(it.server._sessions._by_token) == 1
             return max(kept)

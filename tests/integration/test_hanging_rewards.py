@@ -74,13 +74,14 @@ def test_a_group_whose_reward_hangs_costs_its_attempts_and_holds_up_nobody_for_l
             try:
                 await until_async(lambda: it.server._trouble._tries, "nothing was scored")
                 await until_async(
-                    lambda: it.ledger.state.dropped["reward_unavailable"], "nothing was dropped"
+                    lambda: it.ledger.book.state.dropped["reward_unavailable"],
+                    "nothing was dropped",
                 )
                 await until_async(lambda: not it.server._scoring.num_waiting)
                 request = RequestBatch(version=V0, step=0, wait_s=0.0)
                 answer, _ = await learner.ask(request, BatchNotReady)
                 assert it.status.in_flight["ready"] == GROUPS - 1
-                return it.ledger.state.dropped, pool.replaced, answer.reason
+                return it.ledger.book.state.dropped, pool.replaced, answer.reason
             finally:
                 scoring.cancel()
                 await asyncio.gather(scoring, return_exceptions=True)

@@ -140,7 +140,7 @@ def test_batches_are_prefetched_rejected_and_sealed_at_the_broker(tmp_path: Path
             learning = asyncio.create_task(asyncio.to_thread(learner, is_bound))
             generating = asyncio.create_task(generate_for_ever(it))
             while not learning.done():
-                if 1 in ledger.state.batches:
+                if 1 in ledger.book.state.batches:
                     is_bound.set()
                 await asyncio.sleep(0.01)
             generating.cancel()

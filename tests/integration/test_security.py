@@ -163,7 +163,7 @@ def test_a_reward_workers_key_cannot_commit_a_step_and_the_attempt_is_counted(sh
             commit = StepCommit(version=PolicyVersion(1, 1), metrics={})
             with pytest.raises(ForbiddenError, match="hostb/w is a reward_worker, which may not"):
                 await worker.ask(commit, StepCommitted)
-            return it.rejected("forbidden"), it.ledger.step
+            return it.rejected("forbidden"), it.ledger.book.step
 
     assert asyncio.run(body()) == (1, 0)
 
@@ -249,11 +249,11 @@ def test_what_came_with_a_key_that_is_revoked_with_discard_is_not_trained(short_
             await thief.ask(SubmitTrajectory(header=sent), Done, frames=[b"payload", b"answer"])
             revoke(it.keys, "gpu8", discard=True)  # nothing came with it
             it.server._look_at_keys()
-            assert group.group_id in it.ledger.groups
+            assert group.group_id in it.ledger.book.groups
             revoke(it.keys, "gpu7", discard=True)
             it.server._look_at_keys()
             it.server._look_at_keys()
-            return dict(it.ledger.state.dropped), it.ledger.unaccounted()
+            return dict(it.ledger.book.state.dropped), it.ledger.book.unaccounted()
 
     assert asyncio.run(body()) == ({"revoked": 1}, 0)
 

@@ -34,7 +34,6 @@ from hypothesis.stateful import (
 from slipstream.broker.config import BrokerSettings, broker_settings
 from slipstream.broker.data.mixture import PromptSource
 from slipstream.broker.identity import write_identity
-from slipstream.broker.ledger.book import BookState, LedgerRules, decode_state, encode_state
 from slipstream.broker.ledger.commands import Ledger
 from slipstream.broker.ledger.events import (
     Delivered,
@@ -53,6 +52,7 @@ from slipstream.broker.ledger.events import (
 )
 from slipstream.broker.ledger.groups import Group, Lease
 from slipstream.broker.ledger.index import GroupIndex
+from slipstream.broker.ledger.state import BookState, LedgerRules, decode_state, encode_state
 from slipstream.broker.startup import Beginning, Prompts, begin_run, build_ledger
 from slipstream.broker.store.base import Changes, StoredTrajectory
 from slipstream.deploy.launch.resume import find_resume_point
@@ -247,13 +247,13 @@ class Run(RuleBasedStateMachine):
         Run.begun["schedules"] += 1
         self._begin()
         self._learner_starts(None)
-        self.adopted = dict.fromkeys(GENERATORS, self.ledger.version)
+        self.adopted = dict.fromkeys(GENERATORS, self.ledger.book.version)
 
     # ---- processes begin -----------------------------------------------------
 
     @property
     def rules_of_run(self) -> LedgerRules:
-        return self.ledger.rules
+        return self.ledger.book.rules
 
     def _begin(self, *, restarted: bool = False) -> Beginning:
         """A broker starts; what its store holds is its ledger."""
@@ -268,7 +268,7 @@ class Run(RuleBasedStateMachine):
             )
         )
         self.ledger, self.identity = beginning.ledger, beginning.identity
-        self.next_event = min(self.next_event, self.ledger.state.num_events)  # it is cut there
+        self.next_event = min(self.next_event, self.ledger.book.state.num_events)  # it is cut there
         self.put = set()
         self.ledger.restarted(self.now_s)
         assert self.ledger.drain() == ([], [])
@@ -327,10 +327,10 @@ class Run(RuleBasedStateMachine):
         if is_durable:
             self._store_events()
             if cuts_log:
-                now(self.store.commit(Changes(snapshot=encode_state(self.ledger.state))))
+                now(self.store.commit(Changes(snapshot=encode_state(self.ledger.book.state))))
             before = state_of(self.ledger)
         else:
-            before = self._replayed().state
+            before = self._replayed().book.state
         self._begin(restarted=True)
         found = state_of(self.ledger)
         found.granted_epoch = before.granted_epoch = max(self.epochs, default=0)
@@ -348,7 +348,7 @@ class Run(RuleBasedStateMachine):
                 state=decode_state(self.shared.snapshot),
             )
         for stored in self.shared.events:
-            ledger.apply(decode_event(stored))
+            ledger.book.apply(decode_event(stored))
         return ledger
 
     # ---- checkpoints ---------------------------------------------------------
@@ -361,7 +361,7 @@ class Run(RuleBasedStateMachine):
 
     def _save(self) -> None:
         self._store_events()
-        version = self.ledger.version
+        version = self.ledger.book.version
         path = self.settings.run.checkpoints / checkpoint_name(version.step)
         shutil.rmtree(path, ignore_errors=True)
         path.mkdir(parents=True)
@@ -394,7 +394,7 @@ class Run(RuleBasedStateMachine):
         self._seal()
 
     def _seal(self) -> None:
-        version = self.ledger.version
+        version = self.ledger.book.version
         oldest = min((info.step for info in self._infos().values()), default=version.step)
         for _ in range(2):
             self.ledger.seal(version, version.step, min(oldest, version.step))
@@ -402,7 +402,7 @@ class Run(RuleBasedStateMachine):
     @rule()
     def learner_saves(self) -> None:
         """And keeps two checkpoints; what it has saved it does not save anew."""
-        if self.ledger.version not in [info.version for info in self._infos().values()]:
+        if self.ledger.book.version not in [info.version for info in self._infos().values()]:
             self._save()
 
     @precondition(lambda self: len(self._whole()) >= 2)
@@ -449,7 +449,7 @@ class Run(RuleBasedStateMachine):
     ) -> None:
         """Whoever had asked asks again, and names the leases that it knows."""
         self._store_events()
-        version = self.ledger.version
+        version = self.ledger.book.version
         holder = data.draw(st.sampled_from(GENERATORS))
         granted = [(group, adopted) for group, adopted in self.work]
 
@@ -463,13 +463,13 @@ class Run(RuleBasedStateMachine):
 
         def commit() -> None:
             self.ledger.deliver(version)
-            if version.step in self.ledger.state.batches:
+            if version.step in self.ledger.book.state.batches:
                 self.ledger.commit(version.next(), {})
 
         asked: Callable[[], None] = data.draw(
             st.sampled_from([lease, answer, commit, self._score_all])
         )
-        if self.ledger.finished:
+        if self.ledger.book.finished:
             asked = self._score_all
         Run.begun["broker deaths before an answer"] += 1
         asked()
@@ -477,10 +477,10 @@ class Run(RuleBasedStateMachine):
         for name in GENERATORS:
             known = [group.lease_id for group, _ in self.work]
             self.ledger.release_all(name, "lost", keep=known)
-        if asked is commit and self.ledger.version != version:
+        if asked is commit and self.ledger.book.version != version:
             assert is_durable
             self.ledger.commit(version.next(), {})  # said twice
-        elif not self.ledger.finished:
+        elif not self.ledger.book.finished:
             asked()
 
     @rule(
@@ -507,9 +507,9 @@ class Run(RuleBasedStateMachine):
             self.shared, self.book = self.past[-min(past, len(self.past))]
             self.shared.generation = kept.generation
         self.past.clear()
-        known = self._replayed().state if self.shared.snapshot is not None else None
+        known = self._replayed().book.state if self.shared.snapshot is not None else None
         run = self.settings.run
-        run = msgspec.structs.replace(run, resume_from="", steps=before.rules.total_steps)
+        run = msgspec.structs.replace(run, resume_from="", steps=before.book.rules.total_steps)
         try:
             point = find_resume_point(run, wanted)
         except ConfigError:  # it stands at the last step, and its learner was refused
@@ -524,9 +524,9 @@ class Run(RuleBasedStateMachine):
             self.shared = kept  # somebody put it back
         self._begin()
         if point.checkpoint is None:
-            assert self.identity.life == before.state.life or store == "cut"
+            assert self.identity.life == before.book.state.life or store == "cut"
         else:
-            self._has_gone_on(point.checkpoint, before.state, known, store)
+            self._has_gone_on(point.checkpoint, before.book.state, known, store)
         self._learner_starts(point.checkpoint)
 
     def _is_refused(self) -> None:
@@ -541,8 +541,8 @@ class Run(RuleBasedStateMachine):
         """Look at what a beginning made of a checkpoint and the store."""
         version = read_checkpoint_info(checkpoint).version
         held = self.weights_of[version]
-        state = self.ledger.state
-        assert self.ledger.unaccounted() == 0
+        state = self.ledger.book.state
+        assert self.ledger.book.unaccounted() == 0
         assert state.awaits_learner
         is_apart = known is None or not self.book.node.descends_from(held)
         if known is not None and not is_apart:
@@ -564,7 +564,7 @@ class Run(RuleBasedStateMachine):
 
     @rule(holder=st.sampled_from(GENERATORS))
     def adopt_newest(self, holder: str) -> None:
-        self.adopted[holder] = self.ledger.version
+        self.adopted[holder] = self.ledger.book.version
 
     @rule(holder=st.sampled_from(GENERATORS), room=st.integers(1, 12))
     def lease(self, holder: str, room: int) -> None:
@@ -594,8 +594,8 @@ class Run(RuleBasedStateMachine):
         self, group: LeasedGroup, sibling: int, adopted: PolicyVersion, *, newest_too: bool
     ) -> None:
         versions = [adopted]
-        if newest_too and self.ledger.version > adopted:
-            versions.append(self.ledger.version)
+        if newest_too and self.ledger.book.version > adopted:
+            versions.append(self.ledger.book.version)
         try:
             one = header(group.group_id, sibling, *versions, lease_id=group.lease_id)
             if submit(self.ledger, one, num_bytes=20):
@@ -619,7 +619,7 @@ class Run(RuleBasedStateMachine):
     def _unscored(self) -> list[tuple[int, int]]:
         return [
             (group.group_id, sibling)
-            for group in self.ledger.groups.values()
+            for group in self.ledger.book.groups.values()
             for sibling in sorted(group.headers)
             if sibling not in group.scores
         ]
@@ -658,21 +658,21 @@ class Run(RuleBasedStateMachine):
     def generator_restarts(self, holder: str) -> None:
         self.ledger.release_all(holder, "restarted")
 
-    @precondition(lambda self: self.ledger.leases)
+    @precondition(lambda self: self.ledger.book.leases)
     @rule(data=st.data())
     def reject(self, data: st.DataObject) -> None:
-        lease = data.draw(st.sampled_from(sorted(self.ledger.leases.values(), key=_lease_id)))
+        lease = data.draw(st.sampled_from(sorted(self.ledger.book.leases.values(), key=_lease_id)))
         self.ledger.reject(lease.holder, lease.lease_id, "overlong_prompt")
 
-    @precondition(lambda self: self.ledger.step >= 2)
+    @precondition(lambda self: self.ledger.book.step >= 2)
     @rule(drops=st.booleans())
     def somebody_looks_at_the_dead_letters(self, drops: bool) -> None:
-        letters = list(self.ledger.state.dead_letters)[:3]
+        letters = list(self.ledger.book.state.dead_letters)[:3]
         if drops:
             self.ledger.drop_letters(letters)
         else:
             done, _ = self.ledger.retry(letters)
-            assert not set(done) & set(self.ledger.state.dead_letters)
+            assert not set(done) & set(self.ledger.book.state.dead_letters)
 
     @rule()
     def somebody_ends_the_run(self) -> None:
@@ -685,16 +685,16 @@ class Run(RuleBasedStateMachine):
 
     @rule(data=st.data(), ahead=st.booleans())
     def learner_rejects_a_batch(self, data: st.DataObject, ahead: bool) -> None:
-        step = self.ledger.step + ahead
-        batch = self.ledger.state.batches.get(step)
+        step = self.ledger.book.step + ahead
+        batch = self.ledger.book.state.batches.get(step)
         if batch is None:
             return
         named = data.draw(st.sets(st.sampled_from(batch), min_size=1))
         for _ in range(2):
-            self.ledger.reject_batch(self.ledger.version, step, "nonfinite", named)
+            self.ledger.reject_batch(self.ledger.book.version, step, "nonfinite", named)
 
     def _deliver(self, commits: int, *, ahead: bool = False) -> None:
-        version = self.ledger.version
+        version = self.ledger.book.version
         batch = self.ledger.deliver(version)
         if not isinstance(batch, list):
             return
@@ -703,7 +703,7 @@ class Run(RuleBasedStateMachine):
         again = self.ledger.deliver(version)
         assert again == batch
         size = self.rules_of_run.bound.groups_per_step
-        assert len(batch) == size or self.ledger.out_of_prompts
+        assert len(batch) == size or self.ledger.book.out_of_prompts
         assert len(batch) >= self.rules_of_run.min_groups
         self._store_events()
         keys = {key for group in batch for key in group.trajectory_keys()}
@@ -717,28 +717,28 @@ class Run(RuleBasedStateMachine):
     def every_group_is_accounted_for(self) -> None:
         self.stored_events_tell_one_story()
         ledger, rules = self.ledger, self.rules_of_run
-        assert ledger.unaccounted() == 0
-        groups = [group for group in ledger.groups.values() if group.item == "train"]
-        counted = Counter({state: n for state, n in ledger.in_flight().items() if n})
+        assert ledger.book.unaccounted() == 0
+        groups = [group for group in ledger.book.groups.values() if group.item == "train"]
+        counted = Counter({state: n for state, n in ledger.book.in_flight().items() if n})
         assert counted == Counter(group.state for group in groups)
-        assert ledger.state.trained == sum(len(node.batch) for node in self.book.node.path())
+        assert ledger.book.state.trained == sum(len(node.batch) for node in self.book.node.path())
         live = [group for group in groups if group.is_live]
         taken_apart = 2 * rules.bound.groups_per_step  # batches whose groups wait again
         assert len(live) <= rules.max_in_flight + taken_apart
-        bytes_held = sum(group.num_bytes for group in ledger.groups.values())
-        assert ledger.state.untrained_bytes == bytes_held
-        assert ledger.state.replay_bytes <= rules.replay_budget_bytes
-        assert ledger.state.sealed <= ledger.state.trained
+        bytes_held = sum(group.num_bytes for group in ledger.book.groups.values())
+        assert ledger.book.state.untrained_bytes == bytes_held
+        assert ledger.book.state.replay_bytes <= rules.replay_budget_bytes
+        assert ledger.book.state.sealed <= ledger.book.state.trained
         self._every_trajectory_is_accounted_for(groups)
 
     def _every_trajectory_is_accounted_for(self, groups: list[Group]) -> None:
         """By a count of siblings: a group stands for all of them, and is trained with all."""
-        state, size = self.ledger.state, self.rules_of_run.group_size
+        state, size = self.ledger.book.state, self.rules_of_run.group_size
         for batch in state.replay.values():
             for group in batch:
                 assert sorted(group.headers) == sorted(group.scores) == list(range(size))
         trained = sum(len(node.batch) for node in self.book.node.path()) * size
-        account = self.ledger.trajectories()
+        account = self.ledger.book.trajectories()
         assert account["trained"] == trained
         assert account["in_flight"] == sum(len(group.missing) for group in groups) + sum(
             len(group.headers) for group in groups
@@ -748,28 +748,30 @@ class Run(RuleBasedStateMachine):
 
     @invariant()
     def the_views_are_what_a_walk_over_all_groups_would_find(self) -> None:
-        index = self.ledger.index
-        fresh = GroupIndex(self.rules_of_run.bound, self.ledger.groups.values())
+        index = self.ledger.book.index
+        fresh = GroupIndex(self.rules_of_run.bound, self.ledger.book.groups.values())
         counts = ("num_siblings", "num_generated", "num_scored")
         for view in ("due", "ready", "num_live", *counts):
             assert getattr(index, view) == getattr(fresh, view), view
         assert set(index.again) == set(fresh.again)
         assert set(index.fresh) == set(fresh.fresh)
-        holders = Counter(lease.holder for lease in self.ledger.leases.values())
-        assert {name: len(held) for name, held in self.ledger.by_holder.items()} == holders
+        holders = Counter(lease.holder for lease in self.ledger.book.leases.values())
+        assert {name: len(held) for name, held in self.ledger.book.by_holder.items()} == holders
 
     @invariant()
     def no_trained_token_is_older_than_the_bound(self) -> None:
         bound = self.rules_of_run.bound.max_staleness_steps
-        assert all(0 <= lag <= bound for lag in self.ledger.state.staleness)
+        assert all(0 <= lag <= bound for lag in self.ledger.book.state.staleness)
 
     @invariant()
     def what_waits_can_still_be_trained_in_time(self) -> None:
         bound = self.rules_of_run.bound
         if not bound.reserves:
             return
-        due = [bound.deadline(g.adopted_step) for g in self.ledger.groups.values() if g.is_live]
-        step, booked = self.ledger.free_step, self.ledger.state.batches
+        due = [
+            bound.deadline(g.adopted_step) for g in self.ledger.book.groups.values() if g.is_live
+        ]
+        step, booked = self.ledger.book.free_step, self.ledger.book.state.batches
         assert all(deadline >= step for deadline in due)
         for last in range(step, max(due, default=step) + 1):
             assert sum(deadline <= last for deadline in due) <= bound.fits(step, last, booked)
@@ -778,7 +780,7 @@ class Run(RuleBasedStateMachine):
     def stored_events_tell_one_story(self) -> None:
         """And every prompt is trained once in the history of the learner's weights."""
         self._store_events()
-        book, state = self.book, self.ledger.state
+        book, state = self.book, self.ledger.book.state
         assert state.version.step == book.node.depth
         trained = [group_id for node in book.node.path() for group_id in node.batch]
         assert len(set(trained)) == len(trained)
@@ -787,7 +789,7 @@ class Run(RuleBasedStateMachine):
         assert book.batches == state.batches
         bound = {group_id for batch in book.batches.values() for group_id in batch}
         assert not bound & set(trained)
-        held = [*self.ledger.groups.values()]
+        held = [*self.ledger.book.groups.values()]
         held += [group for groups in state.replay.values() for group in groups]
         keys = {key for group in held for key in group.trajectory_keys()}
         assert self.shared.trajectories.keys() == keys
@@ -805,7 +807,7 @@ class Run(RuleBasedStateMachine):
         ][-4:]
         stored = [encode_event(event) for event in events]
         now(self.store.commit(Changes(events=stored, put=put, remove=list(released))))
-        self.next_event = self.ledger.state.num_events
+        self.next_event = self.ledger.book.state.num_events
         for event in events:
             self._follow(event)
 
@@ -856,7 +858,7 @@ class Run(RuleBasedStateMachine):
         assert held.depth == version.step
         for lost in book.node.path()[version.step :]:
             step = lost.depth - 1
-            if self.ledger.state.batches.get(step) == lost.batch:
+            if self.ledger.book.state.batches.get(step) == lost.batch:
                 book.batches[step] = lost.batch
             else:
                 assert not set(lost.batch) & set(book.batches.get(step, ()))
@@ -893,17 +895,17 @@ class Run(RuleBasedStateMachine):
         self.stored_events_tell_one_story()
         self.every_group_is_accounted_for()
         self.no_trained_token_is_older_than_the_bound()
-        assert self.ledger.finished
-        assert not self.ledger.over
+        assert self.ledger.book.finished
+        assert not self.ledger.book.over
         self.ledger.learner_leaves()
-        assert self.ledger.over
+        assert self.ledger.book.over
         self.stored_events_tell_one_story()
-        rules, state = self.rules_of_run, self.ledger.state
-        assert self.ledger.groups == {}
+        rules, state = self.rules_of_run, self.ledger.book.state
+        assert self.ledger.book.groups == {}
         assert state.issued == state.trained + state.dropped.total()
-        full = self.ledger.step * rules.bound.groups_per_step
-        assert state.trained == full or self.ledger.out_of_prompts
-        assert self.ledger.step == rules.total_steps or state.stop_reason
+        full = self.ledger.book.step * rules.bound.groups_per_step
+        assert state.trained == full or self.ledger.book.out_of_prompts
+        assert self.ledger.book.step == rules.total_steps or state.stop_reason
         if rules.bound.reserves and not (state.stop_reason or self.was_stopped):
             assert not state.dropped["run_ended"], "more was issued than could be trained"
             assert not state.dropped["stale"]
@@ -914,12 +916,12 @@ class Run(RuleBasedStateMachine):
     def _finish_without_faults(self) -> None:
         """One generator works, everything is scored, the learner trains: it has to end."""
         for _ in range(200):
-            if self.ledger.finished:
+            if self.ledger.book.finished:
                 return
             self.now_s += 1_000.0  # whoever fell silent lets go
             self.ledger.expire(self.now_s)
             holder = GENERATORS[0]
-            adopted = self.ledger.version
+            adopted = self.ledger.book.version
             for group in self.ledger.lease(holder, adopted, max_sequences=100, now_s=self.now_s):
                 for sibling in group.siblings:
                     submit(self.ledger, header(group.group_id, sibling, adopted))

@@ -6,10 +6,10 @@ from typing import Any
 import msgspec
 
 from slipstream.broker.ledger.admission import StalenessBound
-from slipstream.broker.ledger.book import BookState, LedgerRules, decode_state, encode_state
 from slipstream.broker.ledger.commands import Ledger
 from slipstream.broker.ledger.evaluation import EvalPlan
 from slipstream.broker.ledger.groups import Group
+from slipstream.broker.ledger.state import BookState, LedgerRules, decode_state, encode_state
 from slipstream.wire.messages.broker import LeasedGroup
 from slipstream.wire.messages.trajectory import Prompt, Score, TrajectoryHeader, VersionRun
 from slipstream.wire.messages.versions import PolicyVersion
@@ -86,7 +86,7 @@ def lease(
     max_sequences: int = 1_000,
     now_s: float = 0.0,
 ) -> list[LeasedGroup]:
-    version = adopted if adopted is not None else ledger.version
+    version = adopted if adopted is not None else ledger.book.version
     return ledger.lease(holder, version, max_sequences=max_sequences, now_s=now_s)
 
 
@@ -110,7 +110,7 @@ def header(
 
 def submit(ledger: Ledger, sent: TrajectoryHeader, num_bytes: int = 0) -> bool:
     """Submit as the holder of the newest lease of the group, unless the header names another."""
-    group = ledger.groups.get(sent.group_id)
+    group = ledger.book.groups.get(sent.group_id)
     if group is None or not group.lessees:
         return ledger.submit("nobody", sent, num_bytes)
     lease_id = sent.lease_id if sent.lease_id in group.lessees else max(group.lessees)
@@ -119,7 +119,7 @@ def submit(ledger: Ledger, sent: TrajectoryHeader, num_bytes: int = 0) -> bool:
 
 
 def generate(ledger: Ledger, group: LeasedGroup, version: PolicyVersion | None = None) -> None:
-    chosen_by = version if version is not None else ledger.version
+    chosen_by = version if version is not None else ledger.book.version
     for sibling in group.siblings:
         submit(ledger, header(group.group_id, sibling, chosen_by, lease_id=group.lease_id))
 
@@ -140,7 +140,7 @@ def make_ready(
 
 def train_step(ledger: Ledger) -> list[Group]:
     """Deliver and commit the learner's next step."""
-    version = ledger.version
+    version = ledger.book.version
     batch = ledger.deliver(version)
     if not isinstance(batch, list):
         raise TypeError(f"no batch at {version.label}: {batch}")
@@ -150,4 +150,4 @@ def train_step(ledger: Ledger) -> list[Group]:
 
 def state_of(ledger: Ledger) -> BookState:
     """Everything that is stored, as it was at this moment."""
-    return stored(ledger.state)
+    return stored(ledger.book.state)

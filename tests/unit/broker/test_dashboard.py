@@ -68,7 +68,7 @@ def make_status() -> RunStatus:
         "generator-0", RoleReport(phase_seconds={"generate": 1.0}, counters={}, adopted=adopted)
     )
     telemetry.step(1, {"policy/loss": -0.25})
-    return telemetry.status(ledger, ScoringQueue(lease_s=1.0))
+    return telemetry.status(ledger.book, ScoringQueue(lease_s=1.0))
 
 
 def write_rows(folder: Path) -> None:
@@ -196,7 +196,9 @@ def test_metrics_are_what_prometheus_reads():
 
 def test_metrics_of_a_run_that_has_not_begun_hold_no_evaluation():
     telemetry = Telemetry(RunSection(), now=lambda: 0.0)
-    body, content_type = render_metrics(telemetry.status(make_ledger(), ScoringQueue(lease_s=1.0)))
+    body, content_type = render_metrics(
+        telemetry.status(make_ledger().book, ScoringQueue(lease_s=1.0))
+    )
     assert content_type.startswith("text/plain")
     names = {family.name for family in text_string_to_metric_families(body.decode())}
     assert "slipstream_groups_issued" in names

@@ -161,7 +161,7 @@ def test_an_evaluated_answer_whose_text_cannot_be_read_is_recorded_all_the_same(
     ledger.take_over(0)
     group = next(one for one in lease(ledger) if one.item == "eval")
     generate(ledger, group)
-    held: Group = ledger.groups[group.group_id]
+    held: Group = ledger.book.groups[group.group_id]
     reward(ledger, group.group_id, [1.0])
     run = RunSection(name="run", dir=str(tmp_path))
     run.folder.mkdir()

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from slipstream.broker.identity import IDS_PER_LIFE, RunIdentity, read_identity, write_identity
-from slipstream.broker.ledger.book import encode_state
 from slipstream.broker.ledger.events import encode_event
+from slipstream.broker.ledger.state import encode_state
 from slipstream.broker.startup import begin_run, load_prompts
 from slipstream.broker.store.base import Changes
 from slipstream.wire.errors import ConfigError, RefusedError
@@ -107,7 +107,7 @@ def test_ids_that_a_store_forgot_are_not_given_out_again(tmp_path: Path):
         store, prompts = MemoryStore(shared), load_prompts(settings)
         first = (await begin_run(settings, prompts, store)).ledger
         first.take_over(0)
-        granted = first.lease("g", first.version, max_sequences=16, now_s=0.0)
+        granted = first.lease("g", first.book.version, max_sequences=16, now_s=0.0)
         events = [encode_event(event) for event in first.drain()[0]]
         for kept in (len(events) - 2, 0):  # the last lease and its group were lost, and everything
             shared.events = events[:kept]
@@ -120,7 +120,7 @@ def test_ids_that_a_store_forgot_are_not_given_out_again(tmp_path: Path):
             restarted = await begin_run(settings, prompts, MemoryStore(shared), restarted=True)
             assert restarted.identity == again.identity.granted(version.epoch - 1)
             write_identity(settings.run.folder, RunIdentity(run_id=again.identity.run_id))
-            shared.snapshot = encode_state(new_ledger(settings).state)
+            shared.snapshot = encode_state(new_ledger(settings).book.state)
 
     asyncio.run(body())
 
@@ -133,7 +133,7 @@ def test_the_store_of_a_run_whose_folder_is_gone_is_refused_and_not_touched(tmp_
         old = await begin_run(settings, prompts, store)
         old.ledger.take_over(0)
         trained(old.ledger, 1)
-        await store.commit(Changes(snapshot=encode_state(old.ledger.state)))
+        await store.commit(Changes(snapshot=encode_state(old.ledger.book.state)))
         (settings.run.folder / IDENTITY).unlink()
         before = await kept(store)
         with pytest.raises(ConfigError, match="a run that this folder knows nothing of"):
@@ -175,7 +175,7 @@ def test_another_start_with_other_data_does_not_end_who_runs(tmp_path: Path):
         running = await begin_run(settings, load_prompts(settings), store)
         running.ledger.take_over(0)
         trained(running.ledger, 1)
-        await store.commit(Changes(snapshot=encode_state(running.ledger.state)))
+        await store.commit(Changes(snapshot=encode_state(running.ledger.book.state)))
         other = settings_in(tmp_path, "run.seed=7")
         with pytest.raises(ConfigError, match=r"run\.seed has changed"):
             await begin_run(other, load_prompts(other), MemoryStore(shared))
@@ -210,8 +210,8 @@ def test_a_learner_with_weights_of_steps_that_were_given_up_is_refused():
     trained(ledger, 6)
     ledger.take_over(4, "step-4", held=PolicyVersion(1, 4))
     for _ in range(2):
-        assert isinstance(ledger.deliver(ledger.version), list)
-        ledger.commit(ledger.version.next(), {})
+        assert isinstance(ledger.deliver(ledger.book.version), list)
+        ledger.commit(ledger.book.version.next(), {})
     trained(ledger, 1)
     with pytest.raises(RefusedError, match=r"holds v1\.6, which v2\.7 does not descend from"):
         ledger.take_over(6, "step-6", held=PolicyVersion(1, 6))
@@ -222,23 +222,23 @@ def test_no_token_of_a_life_that_was_given_up_descends_from_anything():
     ledger = make_ledger(make_rules(max_staleness_steps=0, groups_per_step=1, total_steps=20))
     ledger.take_over(0)
     trained(ledger, 6)
-    ledger.state.granted_epoch = 3  # 2 and 3 were those of another life, from step 4 on
+    ledger.book.state.granted_epoch = 3  # 2 and 3 were those of another life, from step 4 on
     assert ledger.take_over(6) == PolicyVersion(4, 6)
-    assert ledger.is_ancestor(PolicyVersion(1, 6))
-    assert not ledger.is_ancestor(PolicyVersion(2, 5))
-    assert not ledger.is_ancestor(PolicyVersion(3, 0))
+    assert ledger.book.is_ancestor(PolicyVersion(1, 6))
+    assert not ledger.book.is_ancestor(PolicyVersion(2, 5))
+    assert not ledger.book.is_ancestor(PolicyVersion(3, 0))
 
 
 def test_a_client_of_another_run_is_refused_and_changes_nothing(short_folder: Path):
     async def body() -> None:
         async with running(short_folder) as it:
-            it.ledger.state.run_id = "b" * 32
+            it.ledger.book.state.run_id = "b" * 32
             learner = await it.client("learner", "learner")
             assert learner.run_id == "b" * 32
             for held in (None, PolicyVersion(1, 0)):
                 with pytest.raises(RefusedError, match=r"with the id b+, not a+"):
                     await learner.ask(TakeOver(step=0, held=held, run_id="a" * 32), TookOver)
-            assert it.ledger.version == PolicyVersion(0, 0)
+            assert it.ledger.book.version == PolicyVersion(0, 0)
             await learner.ask(TakeOver(step=0, run_id="b" * 32), TookOver)
 
     asyncio.run(body())

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from slipstream.broker.config import BrokerSettings, broker_settings
-from slipstream.broker.ledger.book import encode_state
 from slipstream.broker.ledger.commands import Ledger
+from slipstream.broker.ledger.state import encode_state
 from slipstream.broker.service import end_after
 from slipstream.broker.startup import (
     Beginning,
@@ -43,14 +43,14 @@ def new_ledger(settings: BrokerSettings) -> Ledger:
 def checkpoint(folder: Path, ledger: Ledger) -> Path:
     saved = folder / "step-000000"
     saved.mkdir()
-    state = encode_state(ledger.snapshot(ledger.version))
+    state = encode_state(ledger.snapshot(ledger.book.version))
     (saved / LEDGER_FILE).write_bytes(ledger_file(state))
     return saved
 
 
 async def store_with(ledger: Ledger) -> MemoryStore:
     store = MemoryStore()
-    await store.commit(Changes(snapshot=encode_state(ledger.state)))
+    await store.commit(Changes(snapshot=encode_state(ledger.book.state)))
     return store
 
 
@@ -64,13 +64,13 @@ def begun(
 def trained(ledger: Ledger, steps: int) -> Ledger:
     """Train so many steps of one group, and keep their payloads."""
     for _ in range(steps):
-        (work,) = ledger.lease("g", ledger.version, max_sequences=8, now_s=0.0)
+        (work,) = ledger.lease("g", ledger.book.version, max_sequences=8, now_s=0.0)
         for sibling in work.siblings:
-            submit(ledger, header(work.group_id, sibling, ledger.version))
+            submit(ledger, header(work.group_id, sibling, ledger.book.version))
             reward = float(sibling)
             ledger.score(Score(group_id=work.group_id, sibling=sibling, lease_id=0, reward=reward))
-        assert isinstance(ledger.deliver(ledger.version), list)
-        ledger.commit(ledger.version.next(), {})
+        assert isinstance(ledger.deliver(ledger.book.version), list)
+        ledger.commit(ledger.book.version.next(), {})
     return ledger
 
 
@@ -79,10 +79,10 @@ def test_a_broker_that_starts_again_goes_on_where_the_other_one_stood(tmp_path: 
     first = new_ledger(settings)
     first.take_over(0)
     trained(first, 2)
-    state = first.state
+    state = first.book.state
     again = begun(settings, asyncio.run(store_with(first)))
     state.run_id = again.identity.run_id
-    assert again.ledger.state == state
+    assert again.ledger.book.state == state
     assert again.generation > 0
 
 
@@ -94,7 +94,7 @@ def test_the_name_of_a_run_that_has_ended_is_refused_with_what_to_do(tmp_path: P
     store = asyncio.run(store_with(used))
     with pytest.raises(ConfigError, match=r"has ended at step 1; go on with .*--resume auto"):
         begun(settings, store)
-    assert begun(settings, store, restarted=True).ledger.finished
+    assert begun(settings, store, restarted=True).ledger.book.finished
 
 
 def test_a_resume_goes_back_in_the_store_where_that_reaches_back(tmp_path: Path):
@@ -105,9 +105,9 @@ def test_a_resume_goes_back_in_the_store_where_that_reaches_back(tmp_path: Path)
     store = asyncio.run(store_with(trained(first, 3)))
     resumed = settings_in(tmp_path, f"run.resume_from={saved}")
     ledger = begun(resumed, store).ledger
-    assert ledger.step == 3
+    assert ledger.book.step == 3
     ledger.take_over(0)
-    assert (sorted(ledger.state.batches), ledger.state.requeued) == ([0, 1, 2], 0)
+    assert (sorted(ledger.book.state.batches), ledger.book.state.requeued) == ([0, 1, 2], 0)
 
 
 def test_a_resume_from_what_the_store_has_forgotten_begins_with_the_checkpoint(tmp_path: Path):
@@ -116,14 +116,14 @@ def test_a_resume_from_what_the_store_has_forgotten_begins_with_the_checkpoint(t
     first.take_over(0)
     saved = checkpoint(tmp_path, first)
     trained(first, 3)
-    first.seal(first.version, 3, oldest_kept=3)
+    first.seal(first.book.version, 3, oldest_kept=3)
     store = asyncio.run(store_with(first))
     resumed = settings_in(tmp_path, f"run.resume_from={saved}")
     beginning = begun(resumed, store)
-    assert (beginning.ledger.step, beginning.ledger.state.cursor) == (0, 0)
+    assert (beginning.ledger.book.step, beginning.ledger.book.state.cursor) == (0, 0)
     assert beginning.ledger.take_over(0) == PolicyVersion(2, 0)
     restarted = begun(resumed, store, restarted=True)
-    assert restarted.ledger.state.origin == str(saved)
+    assert restarted.ledger.book.state.origin == str(saved)
 
 
 def test_under_another_bound_what_is_under_way_begins_anew(tmp_path: Path):
@@ -131,8 +131,8 @@ def test_under_another_bound_what_is_under_way_begins_anew(tmp_path: Path):
     first = new_ledger(settings)
     first.take_over(0)
     saved = checkpoint(tmp_path, first)
-    granted = first.lease("g", first.version, max_sequences=24, now_s=0.0)
-    submit(first, header(granted[0].group_id, 0, first.version))
+    granted = first.lease("g", first.book.version, max_sequences=24, now_s=0.0)
+    submit(first, header(granted[0].group_id, 0, first.book.version))
     store = asyncio.run(store_with(first))
     with pytest.raises(ConfigError, match=r"other run\.max_staleness_steps.*--resume"):
         begun(settings_in(tmp_path, "run.max_staleness_steps=0"), store)
@@ -142,7 +142,7 @@ def test_under_another_bound_what_is_under_way_begins_anew(tmp_path: Path):
     assert len(granted) == 3
     again = ledger.lease("g", version, max_sequences=99, now_s=0.0)
     assert [g.group_id for g in again] == [granted[0].group_id]
-    assert ledger.unaccounted() == 0
+    assert ledger.book.unaccounted() == 0
 
 
 def test_a_broker_that_died_before_it_had_resumed_is_replaced_by_one_that_does(tmp_path: Path):
@@ -154,18 +154,18 @@ def test_a_broker_that_died_before_it_had_resumed_is_replaced_by_one_that_does(t
     store = asyncio.run(store_with(first))
     resumed = settings_in(tmp_path, f"run.resume_from={saved}")
     ledger = begun(resumed, store, restarted=True).ledger
-    assert (ledger.state.stop_reason, ledger.state.awaits_learner) == ("", True)
+    assert (ledger.book.state.stop_reason, ledger.book.state.awaits_learner) == ("", True)
     ledger.take_over(0)
     store = asyncio.run(store_with(ledger))
     again = begun(resumed, store, restarted=True).ledger
-    assert not again.state.awaits_learner, "resumed twice"
+    assert not again.book.state.awaits_learner, "resumed twice"
 
 
 def test_what_is_under_way_takes_the_group_size_of_now(tmp_path: Path):
     settings = settings_in(tmp_path, "run.group_size=4")
     first = new_ledger(settings)
     first.take_over(0)
-    first.lease("g", first.version, max_sequences=4, now_s=0.0)
+    first.lease("g", first.book.version, max_sequences=4, now_s=0.0)
     saved = checkpoint(tmp_path, first)
     store = asyncio.run(store_with(first))
     resumed = settings_in(tmp_path, f"run.resume_from={saved}", "run.group_size=2")
@@ -173,7 +173,7 @@ def test_what_is_under_way_takes_the_group_size_of_now(tmp_path: Path):
     version = ledger.take_over(0)
     (work, *_) = ledger.lease("g", version, max_sequences=8, now_s=0.0)
     assert (work.position, work.siblings) == (0, (0, 1))
-    assert begun(resumed, store, restarted=True).ledger.state.group_size == 2
+    assert begun(resumed, store, restarted=True).ledger.book.state.group_size == 2
 
 
 @pytest.mark.parametrize("samples", [0, 1, 3], ids=["off", "as-before", "more"])
@@ -183,8 +183,8 @@ def test_open_evaluations_are_those_of_the_settings_of_now(tmp_path: Path, sampl
     settings = settings_in(tmp_path, held_out, "eval.every_steps=1")
     first = new_ledger(settings)
     first.take_over(0)
-    (problem,) = first.lease("g", first.version, max_sequences=1, now_s=0.0)
-    submit(first, header(problem.group_id, 0, first.version))
+    (problem,) = first.lease("g", first.book.version, max_sequences=1, now_s=0.0)
+    submit(first, header(problem.group_id, 0, first.book.version))
     saved = checkpoint(tmp_path, first)
     store = asyncio.run(store_with(first))
     now = [held_out, f"eval.samples={samples}", "eval.temperature=1.0"] if samples else []
@@ -225,10 +225,10 @@ def test_a_run_that_reached_its_target_says_what_to_change(tmp_path: Path):
     evaluated = (f"eval.file={tmp_path / 'held_out.jsonl'}", "eval.target=0.5")
     first = new_ledger(settings_in(tmp_path, *evaluated))
     first.take_over(0)
-    (problem,) = first.lease("g", first.version, max_sequences=1, now_s=0.0)
-    submit(first, header(problem.group_id, 0, first.version))
+    (problem,) = first.lease("g", first.book.version, max_sequences=1, now_s=0.0)
+    submit(first, header(problem.group_id, 0, first.book.version))
     first.score(Score(group_id=problem.group_id, sibling=0, lease_id=0, reward=1.0))
-    assert first.finished
+    assert first.book.finished
     resume = f"run.resume_from={checkpoint(tmp_path, first)}"
     again = settings_in(tmp_path, resume, *evaluated)
     with pytest.raises(ConfigError, match=r"this run has ended: eval\.target"):
@@ -281,12 +281,12 @@ def test_a_checkpoint_without_a_usable_ledger_is_refused(
 
 
 def test_epochs_bound_the_prompts(tmp_path: Path):
-    assert new_ledger(settings_in(tmp_path)).rules.max_prompts is None
-    assert new_ledger(settings_in(tmp_path, "run.epochs=1.5")).rules.max_prompts == 15
+    assert new_ledger(settings_in(tmp_path)).book.rules.max_prompts is None
+    assert new_ledger(settings_in(tmp_path, "run.epochs=1.5")).book.rules.max_prompts == 15
 
 
 def test_sync_mode_has_a_bound_of_zero(tmp_path: Path):
-    rules = new_ledger(settings_in(tmp_path, "run.mode=sync")).rules
+    rules = new_ledger(settings_in(tmp_path, "run.mode=sync")).book.rules
     assert (rules.bound.max_staleness_steps, rules.max_in_flight) == (0, 1)
 
 

@@ -89,7 +89,7 @@ def worker_of(
         skips_bad_prompts=skips_bad_prompts,
         rewards=rewards,
     )
-    worker.adopted(it.ledger.version)
+    worker.adopted(it.ledger.book.version)
     return worker, engine
 
 
@@ -201,13 +201,13 @@ def test_a_lease_is_kept_while_its_answers_are_scored_inline(tmp_path: Path):
             job = asyncio.create_task(worker.run(heartbeat_s=0.02))
             async with asyncio.timeout(HANG_S):
                 await rewards.begun.wait()
-                (lease,) = it.ledger.leases.values()
+                (lease,) = it.ledger.book.leases.values()
                 ends_s = it.ledger._terms._ends
                 first_s = ends_s[lease.lease_id]
                 await until_async(lambda: ends_s[lease.lease_id] > first_s, "no heartbeat came")
                 rewards.may_end.set()
                 await until_async(lambda: it.status.in_flight.get("ready") == 1)
-            (group,) = it.ledger.groups.values()
+            (group,) = it.ledger.book.groups.values()
             assert group.rewards == [0.0, 1.0]
             job.cancel()
             await asyncio.gather(job, return_exceptions=True)

@@ -34,7 +34,7 @@ def test_no_more_answers_are_under_way_than_there_are_lanes(tmp_path: Path):
             assert it.client.granted == 4, "the broker would have granted all eight groups"
             it.engine.let_all()
             await until_async(lambda: len(it.engine.begun) == 16, "not every group was answered")
-            await until_async(lambda: not it.broker.ledger.leases)
+            await until_async(lambda: not it.broker.ledger.book.leases)
             assert it.engine.most == 4
             assert max(it.rooms()) == 4
             assert min(it.rooms()) > 0, "a question for nothing"
@@ -96,7 +96,7 @@ def test_an_answer_that_is_being_scored_takes_no_lane(tmp_path: Path):
             await it.until_held(*group(0, 2))
             it.engine.let(*group(0, 2))
             await it.until_held(*group(1, 2))
-            assert len(it.broker.ledger.leases) == 2, "the first group is not scored yet"
+            assert len(it.broker.ledger.book.leases) == 2, "the first group is not scored yet"
 
     asyncio.run(scenario())
 
@@ -111,7 +111,7 @@ def test_a_group_whose_last_answer_is_on_its_way_is_held_no_more(tmp_path: Path)
             it.engine.let((0, 0))
             await until_async(lambda: len(it.client.asked(SubmitTrajectory)) == 1)
             await it.until_asked_again()
-            both = set(it.broker.ledger.leases)
+            both = set(it.broker.ledger.book.leases)
             assert set(it.client.asked(Heartbeat)[-1].lease_ids) == both
             it.engine.let((0, 1))
             await until_async(lambda: len(it.client.asked(SubmitTrajectory)) == 2)
@@ -120,7 +120,7 @@ def test_a_group_whose_last_answer_is_on_its_way_is_held_no_more(tmp_path: Path)
             assert left in both
             it.client.may_submit.set()
             it.engine.let_all()
-            await until_async(lambda: not it.broker.ledger.leases)
+            await until_async(lambda: not it.broker.ledger.book.leases)
             assert it.engine.cancelled == []
 
     asyncio.run(scenario())
@@ -133,7 +133,7 @@ def test_a_group_that_the_engine_fails_at_is_handed_back_with_the_reason_and_don
         async with working(tmp_path, ledger_of(2, 2), max_sequences=4) as it:
             await it.until_held(*group(0, 2), *group(1, 2))
             (lease_id,) = (
-                one.lease_id for one in it.broker.ledger.leases.values() if one.group_id == 0
+                one.lease_id for one in it.broker.ledger.book.leases.values() if one.group_id == 0
             )
             it.engine.fail((0, 1), "out of memory" + 300 * "!")
             await until_async(lambda: len(it.engine.begun) == 6, "it was not begun again")
@@ -145,11 +145,11 @@ def test_a_group_that_the_engine_fails_at_is_handed_back_with_the_reason_and_don
             await it.until_asked_again()
             assert it.engine.most == 4
             assert it.last_report().counters["failed"] == 1
-            ended = it.broker.ledger.state.ended_leases
+            ended = it.broker.ledger.book.state.ended_leases
             assert {reason: count for reason, count in ended.items() if count} == {"failed": 1}
             it.engine.let_all()
             await until_async(lambda: it.last_report().counters["trajectories"] == 4)
-            assert not it.broker.ledger.leases
+            assert not it.broker.ledger.book.leases
 
     asyncio.run(scenario())
 
@@ -161,7 +161,7 @@ def test_a_group_that_the_engine_always_fails_at_is_given_up_by_the_broker(tmp_p
                 begun = attempt * 2
                 await until_async(lambda begun=begun: len(it.engine.begun) == begun)
                 it.engine.fail((0, 0), "no memory at all")
-            await until_async(lambda: len(it.broker.ledger.state.dead_letters) == 1)
+            await until_async(lambda: len(it.broker.ledger.book.state.dead_letters) == 1)
             await it.until_held(*group(1, 2))
             assert len(it.engine.begun) == 6, "another prompt took its place"
 
@@ -172,7 +172,7 @@ def test_work_on_a_lease_that_lapsed_is_given_up_and_its_lanes_come_back(tmp_pat
     async def scenario() -> None:
         async with working(tmp_path, ledger_of(2, 2), max_sequences=4) as it:
             await it.until_held(*group(0, 2), *group(1, 2))
-            it.broker.ledger.release(it.broker.ledger.leases[0].holder, 0, "lapsed")
+            it.broker.ledger.release(it.broker.ledger.book.leases[0].holder, 0, "lapsed")
             await until_async(lambda: len(it.engine.begun) == 6, "the lanes did not come back")
             assert set(it.engine.cancelled) == set(group(0, 2)), "the other group goes on"
             await it.until_held(*group(0, 2), *group(1, 2))
@@ -192,9 +192,9 @@ def test_a_worker_that_is_asked_to_end_gives_up_what_it_is_at_and_hands_every_le
             await until_async(lambda: it.last_report().counters["trajectories"] == 1)
             await it.end()
             assert it.engine.held == {}
-            assert len(it.broker.ledger.leases) == 2, "nobody was told yet"
+            assert len(it.broker.ledger.book.leases) == 2, "nobody was told yet"
             await it.worker.hand_back()
-            assert it.broker.ledger.leases == {}
+            assert it.broker.ledger.book.leases == {}
             other = await it.broker.client("generator", "generator-1")
             work = LeaseGroups(adopted=PolicyVersion(1, 0), max_sequences=8, wait_s=HANG_S)
             answer, _ = await other.ask(work, GroupsLeased)
@@ -247,7 +247,7 @@ def test_the_lanes_stay_as_they_are_while_the_engine_is_paused_for_weights(tmp_p
             await it.until_held(*group(0, 2))
             await it.until_asked_again()
             assert (lanes.limit, it.client.granted) == (2, 2)
-            it.worker.adopted(it.broker.ledger.version)
+            it.worker.adopted(it.broker.ledger.book.version)
             await until_async(lambda: lanes.limit == 8)
 
     asyncio.run(scenario())

@@ -26,7 +26,7 @@ def test_a_worker_reports_again_and_again_while_its_answers_are_in_the_making(tm
             before = len(it.client.asked(RoleReport))
             await until_async(lambda: len(it.client.asked(RoleReport)) >= before + 3)
             (told,) = (one for one in it.broker.status.roles if one.name == "generator-0")
-            assert told.adopted == it.broker.ledger.version
+            assert told.adopted == it.broker.ledger.book.version
             assert told.leases == 1
 
     asyncio.run(scenario())
@@ -108,7 +108,7 @@ def test_an_answer_that_the_broker_refuses_is_counted_and_the_work_goes_on(tmp_p
     async def scenario() -> None:
         async with working(tmp_path, ledger_of(2, 2), max_sequences=2) as it:
             await it.until_held((0, 0), (0, 1))
-            del it.broker.ledger.groups[0].lessees[0]  # as if it had never been granted
+            del it.broker.ledger.book.groups[0].lessees[0]  # as if it had never been granted
             it.engine.let_all()
             await until_reported(it, "refused", 2)
             await until_async(lambda: len(it.engine.begun) >= 4, "the next group is not begun")
@@ -128,7 +128,7 @@ def test_time_is_told_apart_by_what_the_engine_does(tmp_path: Path):
             assert "adopt" not in told()
             it.worker.pausing()
             await until_async(lambda: "adopt" in told())
-            it.worker.adopted(it.broker.ledger.version)
+            it.worker.adopted(it.broker.ledger.book.version)
             it.engine.let_all()
             await until_async(lambda: it.last_report().counters["trajectories"] == 2)
             before = it.last_report().phase_seconds

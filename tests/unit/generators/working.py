@@ -213,12 +213,12 @@ async def working(
     rewards: Rewards | None = None,
 ) -> AsyncIterator[Working]:
     """Have a worker work for a broker in this process; without ``lanes`` in a fixed number."""
-    size = ledger.rules.group_size
+    size = ledger.book.rules.group_size
     fixed = Lanes(Range(lowest=size, highest=max_sequences, step=size))
     write_blank_model(folder / "model", hidden=16, layers=1)
     codec = TextCodec(folder / "model", SamplingSection(max_prompt_tokens=16))
     engine = HeldEngine(cached_tokens=cached_tokens)
-    await engine.label(ledger.version)
+    await engine.label(ledger.book.version)
     async with running(folder, ledger) as broker, asyncio.timeout(HANG_S):
         client, _ = await NotingClient.connect(
             broker.endpoint, role="generator", name="generator-0", timeout_s=HANG_S
@@ -234,7 +234,7 @@ async def working(
             skips_bad_prompts=False,
             rewards=rewards,
         )
-        worker.adopted(ledger.version)
+        worker.adopted(ledger.book.version)
         job = asyncio.create_task(worker.run(heartbeat_s=BEAT_S, report_every_s=BEAT_S))
         it = Working(broker, client, engine, worker, job)
         try:

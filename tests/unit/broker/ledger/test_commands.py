@@ -32,12 +32,12 @@ V0 = PolicyVersion(1, 0)
 
 
 def started(ledger: Ledger) -> Ledger:
-    ledger.take_over(ledger.step)
+    ledger.take_over(ledger.book.step)
     return ledger
 
 
 def in_flight(ledger: Ledger) -> dict[str, int]:
-    return {state: count for state, count in ledger.in_flight().items() if count}
+    return {state: count for state, count in ledger.book.in_flight().items() if count}
 
 
 def evaluated_ledger(num_problems: int = 2, total_steps: int = 1, **section: float) -> Ledger:
@@ -62,7 +62,7 @@ def test_a_group_goes_from_leased_to_trained_and_every_state_counts_it_once():
     assert in_flight(ledger) == {"leased": 1}
     generate(ledger, group)
     assert in_flight(ledger) == {"generated": 1}
-    assert ledger.leases == {}
+    assert ledger.book.leases == {}
     reward(ledger, group.group_id, [0.0, 1.0])
     assert in_flight(ledger) == {"ready": 1}
     batch = ledger.deliver(V0)
@@ -70,10 +70,10 @@ def test_a_group_goes_from_leased_to_trained_and_every_state_counts_it_once():
     assert [g.rewards for g in batch] == [[0.0, 1.0]]
     assert in_flight(ledger) == {"delivered": 1}
     ledger.commit(PolicyVersion(1, 1), {})
-    assert (in_flight(ledger), ledger.state.trained, ledger.state.issued) == ({}, 1, 1)
-    assert ledger.state.staleness == {0: 2 * RESPONSE_TOKENS}
-    assert ledger.finished
-    assert ledger.deliver(ledger.version) is None
+    assert (in_flight(ledger), ledger.book.state.trained, ledger.book.state.issued) == ({}, 1, 1)
+    assert ledger.book.state.staleness == {0: 2 * RESPONSE_TOKENS}
+    assert ledger.book.finished
+    assert ledger.deliver(ledger.book.version) is None
 
 
 def test_nobody_gets_work_before_a_learner_took_over_or_with_weights_of_an_older_learner():
@@ -110,7 +110,7 @@ def test_a_lapsed_lease_is_granted_again_for_the_missing_siblings_only():
     (again,) = lease(ledger, "generator-1", max_sequences=2)
     assert (again.group_id, again.siblings) == (group.group_id, (0, 2))
     assert again.lease_id != group.lease_id
-    assert ledger.state.ended_leases == {"lapsed": 1}
+    assert ledger.book.state.ended_leases == {"lapsed": 1}
 
 
 def test_a_heartbeat_keeps_a_lease_and_names_the_ones_that_are_lost():
@@ -120,19 +120,19 @@ def test_a_heartbeat_keeps_a_lease_and_names_the_ones_that_are_lost():
     assert ledger.heartbeat("generator-0", ids[:1] + ids[2:], now_s=5.0) == [99]
     assert ledger.heartbeat("generator-1", ids[:1], now_s=100.0) == [first.lease_id]
     assert ledger.expire(LEASE_S + 1.0) == 1
-    assert list(ledger.leases) == [first.lease_id]
+    assert list(ledger.book.leases) == [first.lease_id]
 
 
 def test_handing_back_is_for_the_holder_only():
     ledger = started(make_ledger())
     first, second = lease(ledger, max_sequences=4)
     ledger.release("generator-1", first.lease_id, "failed")
-    assert len(ledger.leases) == 2
+    assert len(ledger.book.leases) == 2
     ledger.release("generator-0", first.lease_id, "failed")
-    assert list(ledger.leases) == [second.lease_id]
+    assert list(ledger.book.leases) == [second.lease_id]
     ledger.release_all("generator-0", "restarted")
-    assert ledger.leases == {}
-    assert ledger.state.ended_leases == {"failed": 1, "restarted": 1}
+    assert ledger.book.leases == {}
+    assert ledger.book.state.ended_leases == {"failed": 1, "restarted": 1}
 
 
 def test_a_group_that_nobody_finishes_is_dropped_after_max_attempts_and_replaced():
@@ -142,8 +142,8 @@ def test_a_group_that_nobody_finishes_is_dropped_after_max_attempts_and_replaced
         (group,) = lease(ledger, now_s=now)
         assert group.group_id == 0
         ledger.expire(now + 50.0)
-    assert ledger.state.dropped == {"poison": 1}
-    assert ledger.unaccounted() == 0
+    assert ledger.book.state.dropped == {"poison": 1}
+    assert ledger.book.unaccounted() == 0
     assert [g.prompt.prompt for g in lease(ledger)] == ["train 1"]
 
 
@@ -169,9 +169,9 @@ def test_the_answer_of_a_lapsed_lease_is_taken_once_and_completes_the_group():
     (again,) = lease(ledger, "generator-1", max_sequences=2)
     assert submit(ledger, header(group.group_id, 0, V0))
     assert submit(ledger, header(group.group_id, 1, V0))
-    assert ledger.leases == {}
+    assert ledger.book.leases == {}
     assert not submit(ledger, header(again.group_id, 0, V0))
-    assert set(ledger.groups[group.group_id].headers) == {0, 1}
+    assert set(ledger.book.groups[group.group_id].headers) == {0, 1}
     assert in_flight(ledger) == {"generated": 1}
 
 
@@ -208,8 +208,8 @@ def test_equal_rewards_drop_the_group_and_another_prompt_takes_its_place():
     assert lease(ledger) == []
     generate(ledger, group)
     reward(ledger, group.group_id, [1.0, 1.0])
-    assert ledger.state.dropped == {"zero_variance": 1}
-    assert ledger.unaccounted() == 0
+    assert ledger.book.state.dropped == {"zero_variance": 1}
+    assert ledger.book.unaccounted() == 0
     (other,) = lease(ledger)
     assert other.prompt.prompt == "train 1"
     _, released = ledger.drain()
@@ -230,7 +230,7 @@ def test_the_first_reward_of_a_sibling_counts_and_a_reward_without_trajectory_do
     submit(ledger, header(group.group_id, 0, V0))
     for sibling, value in ((0, 0.25), (0, 0.75), (1, 1.0)):
         ledger.score(Score(group_id=group.group_id, sibling=sibling, lease_id=0, reward=value))
-    assert ledger.groups[group.group_id].rewards == [0.25]
+    assert ledger.book.groups[group.group_id].rewards == [0.25]
 
 
 def test_a_reward_that_stays_unavailable_drops_the_group_and_is_never_zero():
@@ -240,11 +240,11 @@ def test_a_reward_that_stays_unavailable_drops_the_group_and_is_never_zero():
     no_reward = Score(group_id=group.group_id, sibling=1, lease_id=0, unavailable="raised")
     for _ in range(2):
         ledger.score(no_reward)
-    assert ledger.groups[group.group_id].rewards == []
-    assert ledger.state.dropped == {}
+    assert ledger.book.groups[group.group_id].rewards == []
+    assert ledger.book.state.dropped == {}
     ledger.score(no_reward)
-    assert ledger.state.dropped == {"reward_unavailable": 1}
-    assert ledger.unaccounted() == 0
+    assert ledger.book.state.dropped == {"reward_unavailable": 1}
+    assert ledger.book.unaccounted() == 0
 
 
 # ---- evaluation --------------------------------------------------------------
@@ -259,7 +259,7 @@ def test_an_evaluation_takes_no_permit_and_goes_before_new_prompts():
         ("train", "train 0", (0, 1)),
     ]
     assert ledger.permits(V0) == 0
-    assert (ledger.state.issued, ledger.unaccounted()) == (1, 0)
+    assert (ledger.book.state.issued, ledger.book.unaccounted()) == (1, 0)
 
 
 def test_the_last_answer_closes_the_round_and_a_dropped_problem_is_not_a_wrong_answer():
@@ -269,16 +269,16 @@ def test_the_last_answer_closes_the_round_and_a_dropped_problem_is_not_a_wrong_a
         generate(ledger, group)
     reward(ledger, first.group_id, [1.0])
     reward(ledger, second.group_id, [0.0])
-    assert ledger.state.eval_points == []
+    assert ledger.book.state.eval_points == []
     for attempt in range(3):
         lease_id = third.lease_id if attempt == 0 else lease(ledger, max_sequences=1)[0].lease_id
         ledger.release("generator-0", lease_id, "failed")
-    (point,) = ledger.state.eval_points
+    (point,) = ledger.book.state.eval_points
     overall = point.overall
     assert (point.step, point.mean, overall.num_answers, overall.num_dropped) == (0, 0.5, 2, 1)
     assert point.versions == (V0,)
-    assert ledger.state.dropped == {}
-    assert ledger.state.eval_rounds == {}
+    assert ledger.book.state.dropped == {}
+    assert ledger.book.state.eval_rounds == {}
 
 
 def test_a_round_waits_for_a_generator_with_the_weights_of_its_step():
@@ -286,14 +286,14 @@ def test_a_round_waits_for_a_generator_with_the_weights_of_its_step():
     problem, group = lease(ledger)
     make_ready(ledger, [problem, group])
     train_step(ledger)
-    assert not ledger.finished
+    assert not ledger.book.finished
     assert lease(ledger, adopted=V0) == []
     (last,) = lease(ledger)
-    assert (last.item, ledger.groups[last.group_id].eval_step) == ("eval", 1)
-    assert isinstance(ledger.deliver(ledger.version), NotYet)
+    assert (last.item, ledger.book.groups[last.group_id].eval_step) == ("eval", 1)
+    assert isinstance(ledger.deliver(ledger.book.version), NotYet)
     make_ready(ledger, [last])
-    assert ledger.finished
-    assert [point.step for point in ledger.state.eval_points] == [0, 1]
+    assert ledger.book.finished
+    assert [point.step for point in ledger.book.state.eval_points] == [0, 1]
 
 
 def test_every_sample_of_a_problem_counts_and_belongs_to_one_item():
@@ -302,9 +302,9 @@ def test_every_sample_of_a_problem_counts_and_belongs_to_one_item():
     assert (problem.item, problem.siblings) == ("eval", (0, 1, 2, 3))
     generate(ledger, problem)
     reward(ledger, problem.group_id, [1.0, 0.0, 0.0])
-    assert ledger.state.eval_points == []
+    assert ledger.book.state.eval_points == []
     ledger.score(Score(group_id=problem.group_id, sibling=3, lease_id=0, reward=1.0))
-    metrics = ledger.state.eval_points[0].overall.metrics
+    metrics = ledger.book.state.eval_points[0].overall.metrics
     assert (metrics["mean@4"], metrics["pass@1"], metrics["pass@4"]) == (0.5, 0.5, 1.0)
     assert metrics["pass@2"] == pytest.approx(1 - 1 / 6)
 
@@ -328,14 +328,16 @@ def test_leases_that_lapse_together_may_end_the_run_between_them():
     first, second, _ = lease(ledger)
     generate(ledger, first)
     for _ in range(2):  # the second problem is at its last attempt
-        lease_id = next(i for i, one in ledger.leases.items() if one.group_id == second.group_id)
+        lease_id = next(
+            i for i, one in ledger.book.leases.items() if one.group_id == second.group_id
+        )
         ledger.release("generator-0", lease_id, "failed")
         lease(ledger)
     reward(ledger, first.group_id, [1.0])
-    assert len(ledger.leases) == 2
+    assert len(ledger.book.leases) == 2
     assert ledger.expire(1_000.0) == 2
-    assert "eval.target" in ledger.state.stop_reason
-    assert (ledger.leases, ledger.groups, ledger.unaccounted()) == ({}, {}, 0)
+    assert "eval.target" in ledger.book.state.stop_reason
+    assert (ledger.book.leases, ledger.book.groups, ledger.book.unaccounted()) == ({}, {}, 0)
 
 
 def test_drops_in_a_row_are_counted_until_a_group_can_be_trained():
@@ -344,9 +346,9 @@ def test_drops_in_a_row_are_counted_until_a_group_can_be_trained():
         (group,) = lease(ledger, max_sequences=2)
         generate(ledger, group)
         reward(ledger, group.group_id, [1.0, 1.0])
-    assert ledger.state.drops_in_a_row == 3
+    assert ledger.book.state.drops_in_a_row == 3
     make_ready(ledger, lease(ledger, max_sequences=2))
-    assert ledger.state.drops_in_a_row == 0
+    assert ledger.book.state.drops_in_a_row == 0
 
 
 # ---- the end -----------------------------------------------------------------
@@ -359,16 +361,20 @@ def test_the_target_ends_the_run_with_the_batch_that_the_learner_holds():
     assert isinstance(ledger.deliver(V0), list)
     generate(ledger, problem)
     reward(ledger, problem.group_id, [1.0])
-    assert "eval.target" in ledger.state.stop_reason
-    assert ledger.state.last_step == 1
+    assert "eval.target" in ledger.book.state.stop_reason
+    assert ledger.book.state.last_step == 1
     assert lease(ledger) == []
     ledger.commit(PolicyVersion(1, 1), {})
     (last,) = lease(ledger)
     assert last.item == "eval"
     make_ready(ledger, [last])
-    assert ledger.finished
-    assert ledger.deliver(ledger.version) is None
-    assert (ledger.state.trained, ledger.state.issued, ledger.unaccounted()) == (1, 1, 0)
+    assert ledger.book.finished
+    assert ledger.deliver(ledger.book.version) is None
+    assert (ledger.book.state.trained, ledger.book.state.issued, ledger.book.unaccounted()) == (
+        1,
+        1,
+        0,
+    )
 
 
 def test_a_stop_drops_what_nobody_will_train_and_accounts_for_it():
@@ -376,11 +382,11 @@ def test_a_stop_drops_what_nobody_will_train_and_accounts_for_it():
     granted = lease(ledger)
     make_ready(ledger, granted[:1])
     ledger.plan_stop("run.max_hours")
-    assert ledger.state.dropped == {"run_ended": 4}
-    assert (ledger.groups, ledger.leases, ledger.unaccounted()) == ({}, {}, 0)
-    assert ledger.finished
+    assert ledger.book.state.dropped == {"run_ended": 4}
+    assert (ledger.book.groups, ledger.book.leases, ledger.book.unaccounted()) == ({}, {}, 0)
+    assert ledger.book.finished
     ledger.plan_stop("again")
-    assert ledger.state.stop_reason == "run.max_hours"
+    assert ledger.book.state.stop_reason == "run.max_hours"
 
 
 @pytest.mark.parametrize(("min_groups", "trained"), [(1, 5), (2, 4)])
@@ -389,14 +395,14 @@ def test_the_last_step_of_the_data_takes_what_is_ready_if_that_is_enough(
 ):
     rules = make_rules(groups_per_step=2, total_steps=9, max_prompts=5, min_groups=min_groups)
     ledger = started(make_ledger(rules))
-    while not ledger.finished:
+    while not ledger.book.finished:
         make_ready(ledger, lease(ledger))
-        if ledger.deliver(ledger.version) is not None:
+        if ledger.deliver(ledger.book.version) is not None:
             train_step(ledger)
-    assert (ledger.state.issued, ledger.state.trained) == (5, trained)
-    assert ledger.state.dropped == Counter({"end_of_data": 5 - trained})
-    assert ledger.unaccounted() == 0
-    assert "all 5 prompts" in ledger.state.stop_reason
+    assert (ledger.book.state.issued, ledger.book.state.trained) == (5, trained)
+    assert ledger.book.state.dropped == Counter({"end_of_data": 5 - trained})
+    assert ledger.book.unaccounted() == 0
+    assert "all 5 prompts" in ledger.book.state.stop_reason
 
 
 def test_data_that_ends_waits_for_what_is_still_being_answered():
@@ -404,7 +410,7 @@ def test_data_that_ends_waits_for_what_is_still_being_answered():
     first, second = lease(ledger)
     make_ready(ledger, [first])
     assert isinstance(ledger.deliver(V0), NotYet)
-    assert not ledger.state.stop_reason
+    assert not ledger.book.state.stop_reason
     make_ready(ledger, [second])
     assert len(train_step(ledger)) == 2
 
@@ -414,7 +420,7 @@ def test_a_cut_off_answer_drops_its_group_where_asked_and_another_prompt_is_issu
     (group,) = lease(ledger, max_sequences=2)
     cut_off = msgspec.structs.replace(header(group.group_id, 0, V0), finish_reason="length")
     submit(ledger, cut_off)
-    assert ledger.state.dropped == {"overlong_response": 1}
+    assert ledger.book.state.dropped == {"overlong_response": 1}
     assert ledger.heartbeat("generator-0", (group.lease_id,), now_s=0.0) == [group.lease_id]
     assert lease(ledger, max_sequences=2)[0].prompt.prompt == "train 1"
 
@@ -423,10 +429,10 @@ def test_a_rejected_prompt_is_dropped_at_once_by_whoever_holds_it():
     ledger = started(make_ledger())
     (group,) = lease(ledger, max_sequences=2)
     ledger.reject("generator-1", group.lease_id, "overlong_prompt")
-    assert ledger.state.dropped == {}
+    assert ledger.book.state.dropped == {}
     ledger.reject("generator-0", group.lease_id, "overlong_prompt")
-    assert ledger.state.dropped == {"overlong_prompt": 1}
-    assert ledger.unaccounted() == 0
+    assert ledger.book.state.dropped == {"overlong_prompt": 1}
+    assert ledger.book.unaccounted() == 0
 
 
 # ---- checkpoints -------------------------------------------------------------
@@ -437,27 +443,31 @@ def test_a_restored_run_asks_what_was_in_flight_again_and_skips_no_prompt():
     make_ready(ledger, lease(ledger))
     train_step(ledger)
     make_ready(ledger, lease(ledger)[:1])
-    ledger.deliver(ledger.version)
-    snapshot = stored(ledger.snapshot(ledger.version))
+    ledger.deliver(ledger.book.version)
+    snapshot = stored(ledger.snapshot(ledger.book.version))
     waiting = list(snapshot.groups)
     assert waiting == [2, 3, 4, 5]
 
-    restored = make_ledger(ledger.rules, stored(snapshot))
-    assert restored.unaccounted() == 0
+    restored = make_ledger(ledger.book.rules, stored(snapshot))
+    assert restored.book.unaccounted() == 0
     assert restored.take_over(1) == PolicyVersion(2, 1)
     again = lease(restored)
     assert [g.group_id for g in again] == waiting
     assert [g.prompt.prompt for g in again] == [f"train {i}" for i in waiting]
-    while not restored.finished:
+    while not restored.book.finished:
         make_ready(restored, [*again, *lease(restored)])
         again = []
         train_step(restored)
-    assert (restored.step, restored.state.issued, restored.state.trained) == (4, 8, 8)
-    assert set(restored.state.staleness) <= {0, 1}
+    assert (restored.book.step, restored.book.state.issued, restored.book.state.trained) == (
+        4,
+        8,
+        8,
+    )
+    assert set(restored.book.state.staleness) <= {0, 1}
 
-    rebuilt = make_ledger(ledger.rules, stored(snapshot))
+    rebuilt = make_ledger(ledger.book.rules, stored(snapshot))
     for event in restored.drain()[0]:
-        rebuilt.apply(decode_event(encode_event(event)))
+        rebuilt.book.apply(decode_event(encode_event(event)))
     assert state_of(rebuilt) == state_of(restored)
 
 
@@ -475,17 +485,20 @@ def test_a_restored_run_evaluates_again_what_was_not_complete_and_keeps_the_curv
     ledger = evaluated_ledger(num_problems=1, total_steps=2, every_steps=1)
     make_ready(ledger, lease(ledger))
     train_step(ledger)
-    assert ([p.step for p in ledger.state.eval_points], list(ledger.state.eval_rounds)) == (
+    assert (
+        [p.step for p in ledger.book.state.eval_points],
+        list(ledger.book.state.eval_rounds),
+    ) == (
         [0],
         [1],
     )
-    restored = make_ledger(ledger.rules, stored(ledger.snapshot(ledger.version)))
+    restored = make_ledger(ledger.book.rules, stored(ledger.snapshot(ledger.book.version)))
     restored.take_over(1)
     make_ready(restored, lease(restored))
     train_step(restored)
     make_ready(restored, lease(restored))
-    assert [p.step for p in restored.state.eval_points] == [0, 1, 2]
-    assert restored.finished
+    assert [p.step for p in restored.book.state.eval_points] == [0, 1, 2]
+    assert restored.book.finished
 
 
 # ---- the learner -------------------------------------------------------------
@@ -509,7 +522,7 @@ def test_a_learner_that_took_over_gets_the_batch_of_the_step_it_stands_at():
     assert isinstance(batch, list)
     assert [g.group_id for g in batch] == [0, 1]
     ledger.commit(version.next(), {})
-    assert ledger.state.staleness == {0: 2 * 2 * RESPONSE_TOKENS}
+    assert ledger.book.state.staleness == {0: 2 * 2 * RESPONSE_TOKENS}
 
 
 def test_a_batch_asked_for_ahead_is_answered_though_the_commit_came_meanwhile():
@@ -519,9 +532,9 @@ def test_a_batch_asked_for_ahead_is_answered_though_the_commit_came_meanwhile():
     ledger.commit(V0.next(), {})
     batch = ledger.deliver(V0, step=1)
     assert batch == ledger.deliver(V0.next(), step=1)
-    with pytest.raises(RefusedError, match=r"speaks for v1\.0"):
+    with pytest.raises(RefusedError, match=r"the learner is at v1\.0"):
         ledger.deliver(V0, step=0)
-    with pytest.raises(RefusedError, match=r"speaks for v1\.0"):
+    with pytest.raises(RefusedError, match=r"the learner is at v1\.0"):
         ledger.deliver(V0, step=2)
 
 
@@ -539,7 +552,7 @@ def test_a_commit_said_twice_counts_once():
     make_ready(ledger, lease(ledger))
     train_step(ledger)
     ledger.commit(PolicyVersion(1, 1), {})
-    assert (ledger.step, ledger.state.trained) == (1, 2)
+    assert (ledger.book.step, ledger.book.state.trained) == (1, 2)
 
 
 def test_a_commit_of_what_was_never_delivered_is_refused():
@@ -547,14 +560,14 @@ def test_a_commit_of_what_was_never_delivered_is_refused():
     make_ready(ledger, lease(ledger))
     with pytest.raises(RefusedError, match="commit of step 0, which was never delivered"):
         ledger.commit(PolicyVersion(1, 1), {})
-    assert ledger.step == 0
+    assert ledger.book.step == 0
 
 
 def test_each_take_over_grants_the_next_epoch_and_a_learner_at_another_step_is_refused():
     ledger = make_ledger()
     assert ledger.take_over(0) == PolicyVersion(1, 0)
     assert ledger.take_over(0) == PolicyVersion(2, 0)
-    with pytest.raises(RefusedError, match="holds step 4, this run stands at step 0"):
+    with pytest.raises(RefusedError, match="holds step 4, this run is at step 0"):
         ledger.take_over(4)
 
 
@@ -563,7 +576,7 @@ def test_a_take_over_that_arrives_twice_is_granted_once():
     version = ledger.take_over(0, learner="learner@a1")
     trained_steps(ledger, 2)
     assert ledger.take_over(0, learner="learner@a1") == version
-    assert ledger.step == 2
+    assert ledger.book.step == 2
     assert ledger.take_over(0, learner="learner@b2") == PolicyVersion(2, 0)
 
 
@@ -572,9 +585,9 @@ def test_a_learner_of_an_older_epoch_is_refused_everywhere():
     make_ready(ledger, lease(ledger))
     ledger.deliver(V0)
     ledger.take_over(0)
-    with pytest.raises(RefusedError, match=r"speaks for v1\.0, the run stands at v2\.0"):
+    with pytest.raises(RefusedError, match=r"the learner is at v1\.0, the run at v2\.0"):
         ledger.deliver(V0)
-    with pytest.raises(RefusedError, match=r"speaks for v1\.0, the run stands at v2\.0"):
+    with pytest.raises(RefusedError, match=r"the learner is at v1\.0, the run at v2\.0"):
         ledger.commit(PolicyVersion(1, 1), {})
 
 
@@ -591,18 +604,18 @@ def test_what_abandoned_weights_sampled_is_dropped_refused_and_replaced():
     make_ready(ledger, lease(ledger, max_sequences=6))  # the third group waits
     train_step(ledger)
     late = lease(ledger)
-    submit(ledger, header(late[0].group_id, 0, ledger.version))
+    submit(ledger, header(late[0].group_id, 0, ledger.book.version))
     assert len(late) == 3
     version = ledger.take_over(0)
-    assert ledger.state.dropped == {"orphaned": 3}
-    assert (ledger.state.trained, ledger.free_step) == (0, 1)
+    assert ledger.book.state.dropped == {"orphaned": 3}
+    assert (ledger.book.state.trained, ledger.book.free_step) == (0, 1)
     with pytest.raises(RefusedError, match="has ended"):
         submit(ledger, header(late[1].group_id, 0, PolicyVersion(1, 1)))
     assert [g.group_id for g in train_step(ledger)] == [0, 1]
-    assert 2 in ledger.groups, "what ancestors sampled stays"
-    assert ledger.version == version.next()
+    assert 2 in ledger.book.groups, "what ancestors sampled stays"
+    assert ledger.book.version == version.next()
     assert len(lease(ledger)) == 3
-    assert ledger.unaccounted() == 0
+    assert ledger.book.unaccounted() == 0
 
 
 def test_a_sibling_with_a_token_of_abandoned_weights_is_answered_again():
@@ -614,10 +627,10 @@ def test_a_sibling_with_a_token_of_abandoned_weights_is_answered_again():
     mixed = header(straggler.group_id, 0, V0, PolicyVersion(1, 1), lease_id=straggler.lease_id)
     with pytest.raises(RefusedError, match=r"v1\.1, which v2\.0 does not descend from"):
         submit(ledger, mixed)
-    assert ledger.state.ended_leases == {"orphaned": 1}
+    assert ledger.book.state.ended_leases == {"orphaned": 1}
     (again, *_) = lease(ledger, "generator-1")
     assert (again.group_id, again.siblings) == (straggler.group_id, (0, 1))
-    assert ledger.groups[straggler.group_id].attempts == 0
+    assert ledger.book.groups[straggler.group_id].attempts == 0
 
 
 # ---- going back --------------------------------------------------------------
@@ -635,33 +648,33 @@ def trained_steps(ledger: Ledger, count: int) -> list[list[int]]:
 def test_recorded_batches_are_delivered_again_as_they_were():
     ledger = started(make_ledger(make_rules(total_steps=9)))
     batches = trained_steps(ledger, 4)
-    before = dict(ledger.state.staleness)
+    before = dict(ledger.book.state.staleness)
     _, released = ledger.drain()
     assert released == [], "no checkpoint holds these steps"
     ledger.take_over(1, "step-1")
-    assert (ledger.state.trained, ledger.in_flight()["delivered"]) == (2, 6)
+    assert (ledger.book.state.trained, ledger.book.in_flight()["delivered"]) == (2, 6)
     assert trained_steps(ledger, 3) == batches[1:]
-    assert ledger.state.staleness == before
-    assert ledger.state.redelivered_steps == 3
-    assert (ledger.step, ledger.unaccounted()) == (4, 0)
+    assert ledger.book.state.staleness == before
+    assert ledger.book.state.redelivered_steps == 3
+    assert (ledger.book.step, ledger.book.unaccounted()) == (4, 0)
 
 
 def test_a_checkpoint_seals_its_steps_and_lets_their_payloads_go():
     ledger = started(make_ledger(make_rules(total_steps=9)))
     trained_steps(ledger, 3)
     ledger.drain()
-    ledger.seal(ledger.version, 2, oldest_kept=1)
-    ledger.seal(ledger.version, 2, oldest_kept=1)
+    ledger.seal(ledger.book.version, 2, oldest_kept=1)
+    ledger.seal(ledger.book.version, 2, oldest_kept=1)
     events, released = ledger.drain()
     assert [type(event).__name__ for event in events] == ["Sealed"]
     assert sorted(released) == [(group, sibling) for group in range(4) for sibling in (0, 1)]
-    assert (ledger.state.sealed, ledger.state.trained) == (4, 6)
+    assert (ledger.book.state.sealed, ledger.book.state.trained) == (4, 6)
     with pytest.raises(RefusedError, match="knows its batches from step 1 on"):
         ledger.take_over(0)
     ledger.take_over(1)
-    assert (ledger.state.sealed, ledger.state.trained) == (2, 2)
-    assert ledger.state.requeued == 2, "the payloads of step 1 are gone"
-    assert list(ledger.state.batches) == [2]
+    assert (ledger.book.state.sealed, ledger.book.state.trained) == (2, 2)
+    assert ledger.book.state.requeued == 2, "the payloads of step 1 are gone"
+    assert list(ledger.book.state.batches) == [2]
     requeued = lease(ledger, max_sequences=4)
     assert [group.prompt.prompt for group in requeued] == ["train 2", "train 3"]
 
@@ -671,19 +684,23 @@ def test_past_the_replay_budget_the_oldest_steps_are_generated_again():
     for _ in range(3):
         for group in lease(ledger):
             for sibling in group.siblings:
-                one = header(group.group_id, sibling, ledger.version)
+                one = header(group.group_id, sibling, ledger.book.version)
                 submit(ledger, one, num_bytes=20)
             reward(ledger, group.group_id, [0.0, 1.0])
         train_step(ledger)
-    assert (list(ledger.state.replay), ledger.state.replay_bytes) == ([2], 80)
+    assert (list(ledger.book.state.replay), ledger.book.state.replay_bytes) == ([2], 80)
     ledger.take_over(0)
-    assert (ledger.state.requeued, list(ledger.state.batches), ledger.free_step) == (4, [2], 0)
-    while not ledger.finished:
+    assert (ledger.book.state.requeued, list(ledger.book.state.batches), ledger.book.free_step) == (
+        4,
+        [2],
+        0,
+    )
+    while not ledger.book.finished:
         make_ready(ledger, lease(ledger))
         train_step(ledger)
-    assert (ledger.state.trained, ledger.unaccounted()) == (12, 0)
-    assert ledger.state.dropped == {"orphaned": 2}, "sampled by step 2, which was abandoned"
-    assert set(ledger.state.staleness) <= {0, 1}
+    assert (ledger.book.state.trained, ledger.book.unaccounted()) == (12, 0)
+    assert ledger.book.state.dropped == {"orphaned": 2}, "sampled by step 2, which was abandoned"
+    assert set(ledger.book.state.staleness) <= {0, 1}
 
 
 def test_the_next_batch_may_be_bound_while_this_one_trains():
@@ -699,7 +716,7 @@ def test_the_next_batch_may_be_bound_while_this_one_trains():
     version = ledger.take_over(0)
     assert [g.group_id for g in train_step(ledger)] == [0, 1]
     assert [g.group_id for g in train_step(ledger)] == [2, 3]
-    assert ledger.version == PolicyVersion(version.epoch, 2)
+    assert ledger.book.version == PolicyVersion(version.epoch, 2)
 
 
 def test_a_rejected_batch_drops_what_is_named_and_the_others_wait_again():
@@ -708,11 +725,11 @@ def test_a_rejected_batch_drops_what_is_named_and_the_others_wait_again():
     ledger.deliver(V0)
     ledger.reject_batch(V0, 0, "invalid", [1])
     ledger.reject_batch(V0, 0, "invalid", [1])
-    assert ledger.state.dropped == {"invalid": 1}
+    assert ledger.book.state.dropped == {"invalid": 1}
     assert in_flight(ledger) == {"ready": 1}
     make_ready(ledger, lease(ledger, max_sequences=2))
     assert [g.group_id for g in train_step(ledger)] == [0, 2]
-    assert ledger.unaccounted() == 0
+    assert ledger.book.unaccounted() == 0
 
 
 def test_a_reject_leaves_the_batch_after_it_where_it_is():
@@ -721,7 +738,7 @@ def test_a_reject_leaves_the_batch_after_it_where_it_is():
     ledger.deliver(V0)
     ledger.deliver(V0, 1)
     ledger.reject_batch(V0, 0, "nonfinite", [0, 1])
-    assert (ledger.state.dropped, ledger.free_step) == ({"nonfinite": 2}, 0)
+    assert (ledger.book.state.dropped, ledger.book.free_step) == ({"nonfinite": 2}, 0)
     make_ready(ledger, lease(ledger, max_sequences=4))
     assert [g.group_id for g in train_step(ledger)] == [4, 5]
     assert [g.group_id for g in train_step(ledger)] == [2, 3]
@@ -737,13 +754,13 @@ def test_drop_mode_lets_go_of_what_is_past_its_deadline_and_takes_other_prompts(
     assert len(granted) == 6, "nothing is reserved"
     make_ready(ledger, granted[:4])
     train_step(ledger)
-    assert ledger.state.dropped == {}
+    assert ledger.book.state.dropped == {}
     train_step(ledger)
-    assert ledger.state.dropped == {"stale": 2}
+    assert ledger.book.state.dropped == {"stale": 2}
     lost = ledger.heartbeat("generator-0", [g.lease_id for g in granted[4:]], now_s=0.0)
     assert len(lost) == 2, "their generator is told"
     assert [g.prompt.prompt for g in lease(ledger)] == [f"train {i}" for i in range(6, 12)]
-    assert ledger.unaccounted() == 0
+    assert ledger.book.unaccounted() == 0
 
 
 def test_past_the_high_water_no_more_groups_are_started_than_one_step_needs():
@@ -769,7 +786,7 @@ def test_the_filter_may_look_at_a_part_of_the_reward():
                 parts=parts,
             )
             ledger.score(one)
-    assert ledger.state.dropped == {"zero_variance": 1}
+    assert ledger.book.state.dropped == {"zero_variance": 1}
     assert in_flight(ledger) == {"ready": 1}
 
 
@@ -778,7 +795,7 @@ def test_a_reward_that_is_no_number_is_unavailable():
     (group,) = lease(ledger, max_sequences=2)
     generate(ledger, group)
     reward(ledger, group.group_id, [float("nan")])
-    assert ledger.state.dropped == {"reward_unavailable": 1}
+    assert ledger.book.state.dropped == {"reward_unavailable": 1}
 
 
 def test_attempts_that_were_handed_back_are_not_called_poison():
@@ -786,7 +803,7 @@ def test_attempts_that_were_handed_back_are_not_called_poison():
     for _ in range(3):
         (group,) = lease(ledger, max_sequences=2)
         ledger.release("generator-0", group.lease_id, "failed")
-    assert ledger.state.dropped == {"lease_exhausted": 1}
+    assert ledger.book.state.dropped == {"lease_exhausted": 1}
 
 
 def test_a_generator_that_leaves_or_never_heard_of_its_lease_costs_no_attempt():
@@ -794,7 +811,7 @@ def test_a_generator_that_leaves_or_never_heard_of_its_lease_costs_no_attempt():
     lease(ledger, max_sequences=4)
     ledger.release_all("generator-0", "lost", keep=[0])
     ledger.release_all("generator-0", "left")
-    assert ledger.state.dropped == {}
+    assert ledger.book.state.dropped == {}
     assert [g.group_id for g in lease(ledger, max_sequences=4)] == [1, 0]
 
 
@@ -802,15 +819,20 @@ def test_the_end_of_the_run_admits_no_more_groups_than_the_last_steps_train():
     ledger = started(make_ledger(make_rules(max_staleness_steps=5, total_steps=2)))
     assert len(lease(ledger)) == 4
     make_ready(ledger, lease(ledger))
-    assert ledger.state.issued == 4
+    assert ledger.book.state.issued == 4
 
 
 def test_the_run_ends_with_exactly_the_groups_it_trained():
     ledger = started(make_ledger())
-    while not ledger.finished:
+    while not ledger.book.finished:
         make_ready(ledger, lease(ledger))
         train_step(ledger)
-    assert (ledger.step, ledger.state.issued, ledger.state.trained, ledger.groups) == (3, 6, 6, {})
+    assert (
+        ledger.book.step,
+        ledger.book.state.issued,
+        ledger.book.state.trained,
+        ledger.book.groups,
+    ) == (3, 6, 6, {})
     assert lease(ledger) == []
 
 
@@ -833,7 +855,7 @@ def test_each_token_counts_under_the_staleness_of_the_version_that_chose_it():
     submit(ledger, header(second.group_id, 1, PolicyVersion(1, 1)))
     reward(ledger, second.group_id, [0.0, 1.0])
     train_step(ledger)
-    assert ledger.state.staleness == {0: 2 * RESPONSE_TOKENS + 7 + RESPONSE_TOKENS, 1: 3}
+    assert ledger.book.state.staleness == {0: 2 * RESPONSE_TOKENS + 7 + RESPONSE_TOKENS, 1: 3}
 
 
 # ---- events ------------------------------------------------------------------
@@ -846,17 +868,17 @@ def test_replaying_the_stored_events_rebuilds_an_equal_state():
     train_step(ledger)
     started(ledger)
     granted = lease(ledger)
-    submit(ledger, header(granted[-1].group_id, 1, ledger.version))
+    submit(ledger, header(granted[-1].group_id, 1, ledger.book.version))
     ledger.score(Score(group_id=granted[-1].group_id, sibling=1, lease_id=0, unavailable="slow"))
     ledger.expire(1_000.0)
     lease(ledger, "generator-1")
     events, _ = ledger.drain()
 
-    rebuilt = make_ledger(ledger.rules)
+    rebuilt = make_ledger(ledger.book.rules)
     for event in events:
         read = decode_event(encode_event(event))
         assert read == event
-        rebuilt.apply(read)
+        rebuilt.book.apply(read)
     assert state_of(rebuilt) == state_of(ledger)
 
 
@@ -864,15 +886,15 @@ def test_after_a_replay_the_run_goes_on_where_it_stood():
     ledger = started(make_ledger(make_rules(total_steps=2)))
     make_ready(ledger, lease(ledger, max_sequences=4))
     ledger.deliver(V0)
-    rebuilt = make_ledger(ledger.rules)
+    rebuilt = make_ledger(ledger.book.rules)
     for event in ledger.drain()[0]:
-        rebuilt.apply(event)
+        rebuilt.book.apply(event)
     rebuilt.drain()
     rebuilt.commit(PolicyVersion(1, 1), {})
     make_ready(rebuilt, lease(rebuilt))
     train_step(rebuilt)
-    assert rebuilt.finished
-    assert rebuilt.state.trained == 4
+    assert rebuilt.book.finished
+    assert rebuilt.book.state.trained == 4
 
 
 def test_a_problem_answered_by_abandoned_weights_is_answered_anew():
@@ -884,7 +906,7 @@ def test_a_problem_answered_by_abandoned_weights_is_answered_anew():
     train_step(ledger)
     problem = next(group for group in lease(ledger) if group.item == "eval")
     train_step(ledger)
-    submit(ledger, header(problem.group_id, 0, ledger.version))
+    submit(ledger, header(problem.group_id, 0, ledger.book.version))
     ledger.take_over(1)
     (again,) = [group for group in lease(ledger) if group.item == "eval"]
     assert (again.group_id, again.siblings) == (problem.group_id, (0, 1))
@@ -893,31 +915,35 @@ def test_a_problem_answered_by_abandoned_weights_is_answered_anew():
 def test_a_run_that_was_made_shorter_lets_go_of_what_it_does_not_reach():
     ledger = started(make_ledger(make_rules(total_steps=9)))
     trained_steps(ledger, 4)
-    state = stored(ledger.state)
+    state = stored(ledger.book.state)
     state.last_step = 3
-    shorter = make_ledger(ledger.rules, state)
+    shorter = make_ledger(ledger.book.rules, state)
     shorter.take_over(2)
-    assert list(shorter.state.batches) == [2]
+    assert list(shorter.book.state.batches) == [2]
     train_step(shorter)
-    assert shorter.finished
-    assert (shorter.state.trained, shorter.unaccounted(), shorter.groups) == (6, 0, {})
+    assert shorter.book.finished
+    assert (shorter.book.state.trained, shorter.book.unaccounted(), shorter.book.groups) == (
+        6,
+        0,
+        {},
+    )
 
 
 def test_nothing_is_leased_and_nothing_has_ended_while_a_resumed_run_awaits_its_learner():
     ledger = started(make_ledger(make_rules(total_steps=1)))
     trained_steps(ledger, 1)
-    assert ledger.finished
-    state = stored(ledger.state)
+    assert ledger.book.finished
+    state = stored(ledger.book.state)
     state.awaits_learner = True
-    resumed = make_ledger(ledger.rules, state)
-    assert not resumed.finished
+    resumed = make_ledger(ledger.book.rules, state)
+    assert not resumed.book.finished
     assert lease(resumed) == []
     resumed.take_over(0)
     trained_steps(resumed, 1)
-    assert resumed.finished
-    assert not resumed.over
+    assert resumed.book.finished
+    assert not resumed.book.over
     resumed.learner_leaves()
-    assert resumed.over
+    assert resumed.book.over
 
 
 def test_draining_hands_out_each_event_once():
@@ -936,7 +962,7 @@ def test_a_take_over_does_not_open_an_open_round_again():
     evals = [group for group in lease(ledger) if group.item == "eval"]
     make_ready(ledger, evals)
     assert len(evals) == 2
-    assert ledger.state.eval_points[0].overall.num_answers == 2
+    assert ledger.book.state.eval_points[0].overall.num_answers == 2
 
 
 # ---- dead letters ------------------------------------------------------------
@@ -963,8 +989,8 @@ def with_a_dead_letter() -> tuple[Ledger, int]:
 
 def test_a_group_without_a_reward_becomes_a_dead_letter_that_says_who_tried_what():
     ledger, group_id = with_a_dead_letter()
-    assert ledger.state.dropped == {"reward_unavailable": 1}
-    letter = stored(ledger.state).dead_letters[group_id]
+    assert ledger.book.state.dropped == {"reward_unavailable": 1}
+    letter = stored(ledger.book.state).dead_letters[group_id]
     assert (letter.reason, letter.prompt.prompt, letter.step) == (
         "reward_unavailable",
         "train 0",
@@ -982,14 +1008,14 @@ def test_a_dead_letter_is_issued_again_as_a_new_item_and_every_count_holds():
     done, refused = ledger.retry([group_id, 77])
     assert refused == {77: "no such dead letter"}
     new = done[group_id]
-    assert (ledger.groups[new].retry_of, ledger.state.dead_letters) == (group_id, {})
-    assert (ledger.state.issued, ledger.unaccounted()) == (2, 0)
+    assert (ledger.book.groups[new].retry_of, ledger.book.state.dead_letters) == (group_id, {})
+    assert (ledger.book.state.issued, ledger.book.unaccounted()) == (2, 0)
     (again,) = lease(ledger, max_sequences=2)
     assert (again.group_id, again.prompt.prompt, again.position) == (new, "train 0", 0)
     make_ready(ledger, [again])
     (trained,) = train_step(ledger)
     assert trained.group_id == new
-    assert ledger.state.retried == 1
+    assert ledger.book.state.retried == 1
 
 
 def test_a_dead_letter_is_not_issued_again_when_the_run_takes_no_more_prompts():
@@ -997,7 +1023,7 @@ def test_a_dead_letter_is_not_issued_again_when_the_run_takes_no_more_prompts():
     ledger.plan_stop("enough")
     assert ledger.retry([group_id]) == ({}, {group_id: "the run takes no more prompts"})
     assert ledger.drop_letters([group_id, 5]) == ({group_id: -1}, {5: "no such dead letter"})
-    assert ledger.state.dead_letters == {}
+    assert ledger.book.state.dead_letters == {}
 
 
 def test_a_poisonous_prompt_is_a_dead_letter_that_names_whom_it_killed():
@@ -1005,7 +1031,7 @@ def test_a_poisonous_prompt_is_a_dead_letter_that_names_whom_it_killed():
     for holder in ("generator-0@1", "generator-1@1"):
         lease(ledger, holder, max_sequences=2)
         ledger.release_all(holder, "restarted")
-    (letter,) = ledger.state.dead_letters.values()
+    (letter,) = ledger.book.state.dead_letters.values()
     assert letter.reason == "poison"
     assert [one.by for one in letter.failures] == ["generator-0@1", "generator-1@1"]
 
@@ -1017,8 +1043,8 @@ def test_the_oldest_dead_letters_make_room_and_are_counted(monkeypatch: pytest.M
     generate(ledger, group)
     for _ in range(2):
         ledger.score(Score(group_id=group.group_id, sibling=0, lease_id=0, unavailable="no"))
-    assert list(ledger.state.dead_letters) == [group.group_id] != [first]
-    assert ledger.state.letters_forgotten == 1
+    assert list(ledger.book.state.dead_letters) == [group.group_id] != [first]
+    assert ledger.book.state.letters_forgotten == 1
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
@@ -1027,11 +1053,11 @@ def test_a_reward_that_is_no_number_is_no_reward_and_parts_that_are_none_are_lef
     (group,) = lease(ledger, max_sequences=2)
     generate(ledger, group)
     ledger.score(Score(group_id=group.group_id, sibling=0, lease_id=0, reward=value))
-    assert ledger.groups[group.group_id].scores == {}
-    assert ledger.groups[group.group_id].failed_scorings == {0: 1}
+    assert ledger.book.groups[group.group_id].scores == {}
+    assert ledger.book.groups[group.group_id].failed_scorings == {0: 1}
     parts = {"format": 1.0, "bad": value, "n" * 300: 2.0}
     ledger.score(Score(group_id=group.group_id, sibling=0, lease_id=0, reward=1.0, parts=parts))
-    kept = ledger.groups[group.group_id].scores[0].parts
+    kept = ledger.book.groups[group.group_id].scores[0].parts
     assert kept == {"format": 1.0, "n" * 100: 2.0}
 
 
@@ -1059,7 +1085,7 @@ def test_held_out_answers_that_wait_for_rewards_are_bounded_and_the_round_still_
     for _ in range(40):
         reward(ledger, answered.pop(0), [0.0, 1.0])
         answer_all()
-    assert [point.step for point in ledger.state.eval_points] == [0]
+    assert [point.step for point in ledger.book.state.eval_points] == [0]
 
 
 def test_a_generator_with_many_lanes_is_given_no_more_held_out_problems_than_fit():
@@ -1081,10 +1107,10 @@ def test_a_generator_with_many_lanes_is_given_no_more_held_out_problems_than_fit
     )
     ledger = started(make_ledger(full))
     (first,) = [one for one in lease(ledger, max_sequences=1) if one.item == "eval"]
-    submit(ledger, header(first.group_id, 0, ledger.version, lease_id=first.lease_id), 200)
+    submit(ledger, header(first.group_id, 0, ledger.book.version, lease_id=first.lease_id), 200)
     assert [one for one in lease(ledger, max_sequences=80) if one.item == "eval"] == []
     reward(ledger, first.group_id, [1.0])
-    ledger.state.untrained_bytes += 200  # others have filled it
+    ledger.book.state.untrained_bytes += 200  # others have filled it
     assert len([one for one in lease(ledger, max_sequences=80) if one.item == "eval"]) == 1
 
 
@@ -1100,7 +1126,7 @@ def test_past_the_high_water_one_held_out_problem_at_a_time_is_answered():
     ledger = started(make_ledger(rules))
     first, second = (lease(ledger, max_sequences=1)[0] for _ in range(2))
     for group in (first, second):
-        submit(ledger, header(group.group_id, 0, ledger.version, lease_id=group.lease_id), 80)
+        submit(ledger, header(group.group_id, 0, ledger.book.version, lease_id=group.lease_id), 80)
     assert lease(ledger, max_sequences=1) == []
     reward(ledger, first.group_id, [1.0])
     assert len(lease(ledger, max_sequences=1)) == 1  # 80 bytes are below the high water
@@ -1112,10 +1138,10 @@ def test_what_waits_for_rewards_is_counted_the_same_by_a_broker_that_takes_over(
     generate(ledger, first)
     generate(ledger, second)
     reward(ledger, first.group_id, [1.0])
-    assert ledger.index.eval_unscored == 1
-    assert make_ledger(ledger.rules, state_of(ledger)).index.eval_unscored == 1
-    ledger.begin_anew(ledger.groups[second.group_id])
-    assert ledger.index.eval_unscored == 0
+    assert ledger.book.index.eval_unscored == 1
+    assert make_ledger(ledger.book.rules, state_of(ledger)).book.index.eval_unscored == 1
+    ledger.book.begin_anew(ledger.book.groups[second.group_id])
+    assert ledger.book.index.eval_unscored == 0
 
 
 def test_a_run_without_checkpoints_remembers_so_many_steps_and_says_from_where_on():
@@ -1124,7 +1150,7 @@ def test_a_run_without_checkpoints_remembers_so_many_steps_and_says_from_where_o
     for _ in range(7):
         make_ready(ledger, lease(ledger, max_sequences=2))
         train_step(ledger)
-    assert sorted(ledger.state.history) == [3, 4, 5, 6]
+    assert sorted(ledger.book.state.history) == [3, 4, 5, 6]
     with pytest.raises(RefusedError, match="knows its batches from step 3 on"):
         ledger.take_over(0)
     assert ledger.take_over(3).step == 3
@@ -1140,8 +1166,8 @@ def test_the_time_in_which_nobody_could_be_heard_counts_in_no_term():
     ledger.heartbeat("generator-0", [second.lease_id], now_s=20.0)
     assert ledger.expire(LEASE_S + 7 * 1.5 - 0.1) == 0
     assert ledger.expire(LEASE_S + 7 * 1.5 + 0.1) == 1
-    assert list(ledger.leases) == [second.lease_id]
-    assert first.lease_id not in ledger.leases
+    assert list(ledger.book.leases) == [second.lease_id]
+    assert first.lease_id not in ledger.book.leases
 
 
 def test_a_generator_that_says_it_is_there_and_answers_nothing_keeps_no_lease_for_ever():
@@ -1169,9 +1195,9 @@ def test_what_a_revoked_key_delivered_is_not_trained_after_a_step_back_either():
     ledger.take_over(0)  # its batch is recorded, and would be delivered again
     assert ledger.discard_answers_of("thief") == (0, 1)
     assert ledger.discard_answers_of("thief", takes_over=True) == (1, 0)
-    assert ledger.state.dropped == {"revoked": 1}
-    assert honest.group_id in ledger.groups
-    assert ledger.unaccounted() == 0
+    assert ledger.book.state.dropped == {"revoked": 1}
+    assert honest.group_id in ledger.book.groups
+    assert ledger.book.unaccounted() == 0
 
 
 @pytest.mark.parametrize("value", [1e308, -1e308, float("inf"), float("nan")])
@@ -1182,23 +1208,23 @@ def test_a_reward_too_large_to_sum_is_none(value: float):
     parts = {"a": value, "b": 1.0}
     ledger.score(Score(group_id=group.group_id, sibling=0, lease_id=0, reward=value, parts=parts))
     ledger.score(Score(group_id=group.group_id, sibling=1, lease_id=0, reward=1.0, parts=parts))
-    kept = ledger.groups[group.group_id]
+    kept = ledger.book.groups[group.group_id]
     assert list(kept.scores) == [1]
     assert kept.scores[1].parts == {"b": 1.0}
     assert "at most 1e+15" in kept.failures[-1].reason
-    assert ledger.sampled_reward() == 1.0
+    assert ledger.book.sampled_reward() == 1.0
 
 
 def test_after_a_restart_of_the_broker_every_lease_has_one_full_term_again():
     before = started(make_ledger())
     granted = lease(before, now_s=0.0)
     assert len(granted) > 1
-    ledger = make_ledger(before.rules, state_of(before))
+    ledger = make_ledger(before.book.rules, state_of(before))
     ledger.restarted(1_000.0)
     assert ledger.expire(1_000.0 + LEASE_S) == 0
-    assert ledger.leases.keys() == {group.lease_id for group in granted}
+    assert ledger.book.leases.keys() == {group.lease_id for group in granted}
     assert ledger.expire(1_000.0 + LEASE_S + 0.1) == len(granted)
-    assert not ledger.leases
+    assert not ledger.book.leases
 
 
 def test_where_nobody_could_be_heard_a_lease_may_be_held_for_its_whole_time_again():
@@ -1216,30 +1242,30 @@ def test_history_is_forgotten_at_a_seal_that_holds_nothing_new():
     for _ in range(3):
         make_ready(ledger, lease(ledger))
         train_step(ledger)
-    ledger.seal(ledger.version, 3, oldest_kept=0)
-    assert list(ledger.state.history) == [0, 1, 2]
-    ledger.seal(ledger.version, 3, oldest_kept=2)
-    assert list(ledger.state.history) == [2]
+    ledger.seal(ledger.book.version, 3, oldest_kept=0)
+    assert list(ledger.book.state.history) == [0, 1, 2]
+    ledger.seal(ledger.book.version, 3, oldest_kept=2)
+    assert list(ledger.book.state.history) == [2]
     ledger.drain()
-    ledger.seal(ledger.version, 3, oldest_kept=2)
+    ledger.seal(ledger.book.version, 3, oldest_kept=2)
     assert ledger.drain() == ([], [])
 
 
 def test_the_reward_of_sampled_answers_is_that_of_a_step_and_holds_what_filters_drop():
     ledger = started(make_ledger())
-    assert ledger.sampled_reward() is None
+    assert ledger.book.sampled_reward() is None
     ready, *equal = lease(ledger)
     make_ready(ledger, [ready])  # rewards 0 and 1
     for group in equal:
         generate(ledger, group)
         reward(ledger, group.group_id, [2.0, 2.0])
     answers = [0.0, 1.0, *[2.0] * (2 * len(equal))]
-    assert ledger.state.dropped["zero_variance"] == len(equal) > 0
-    assert ledger.sampled_reward() == pytest.approx(sum(answers) / len(answers))
+    assert ledger.book.state.dropped["zero_variance"] == len(equal) > 0
+    assert ledger.book.sampled_reward() == pytest.approx(sum(answers) / len(answers))
     make_ready(ledger, lease(ledger))
     train_step(ledger)
-    assert ledger.sampled_reward() is None
+    assert ledger.book.sampled_reward() is None
     (one,) = lease(ledger)[:1]
     generate(ledger, one)
     reward(ledger, one.group_id, [0.25, 0.75])
-    assert ledger.sampled_reward() == pytest.approx(0.5)
+    assert ledger.book.sampled_reward() == pytest.approx(0.5)

@@ -16,8 +16,8 @@ from tests.support.ledger_driver import (
 
 
 def _agrees(ledger: Ledger) -> bool:
-    groups = [group for group in ledger.groups.values() if group.item == "train"]
-    index = ledger.index
+    groups = [group for group in ledger.book.groups.values() if group.item == "train"]
+    index = ledger.book.index
     return (index.num_siblings, index.num_generated, index.num_scored) == (
         sum(group.size for group in groups),
         sum(len(group.headers) for group in groups),
@@ -29,17 +29,17 @@ def test_siblings_are_counted_through_every_turn_of_a_groups_life():
     ledger = make_ledger(make_rules(max_attempts=1, total_steps=9, max_staleness_steps=3))
     ledger.take_over(0)
     half, whole, equal, *rest = lease(ledger)
-    submit(ledger, header(half.group_id, 0, ledger.version))
+    submit(ledger, header(half.group_id, 0, ledger.book.version))
     assert _agrees(ledger)
     generate(ledger, whole)
     reward(ledger, whole.group_id, [1.0])
-    assert (_agrees(ledger), ledger.index.num_scored) == (True, 1)
+    assert (_agrees(ledger), ledger.book.index.num_scored) == (True, 1)
     generate(ledger, equal)
     reward(ledger, equal.group_id, [1.0, 1.0])  # dropped: no variance
     assert _agrees(ledger)
     ledger.expire(1e9)  # what was leased has ended with its only attempt
     assert _agrees(ledger)
-    again = make_ledger(ledger.rules, stored(ledger.state))
+    again = make_ledger(ledger.book.rules, stored(ledger.book.state))
     assert _agrees(again)
     make_ready(ledger, lease(ledger))
     train_step(ledger)

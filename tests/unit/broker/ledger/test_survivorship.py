@@ -47,8 +47,8 @@ def test_the_ledger_counts_what_was_cancelled_with_what_was_finished():
             submit(ledger, header(group.group_id, sibling, PolicyVersion(1, 0)))
         reward(ledger, group.group_id, [0.0, 1.0])
     submit(ledger, header(third.group_id, 0, PolicyVersion(1, 0), PolicyVersion(1, 0)))
-    ledger.deliver(ledger.version)
-    ledger.commit(ledger.version.next(), {})
+    ledger.deliver(ledger.book.version)
+    ledger.commit(ledger.book.version.next(), {})
     four, eight = bucket_of(4), bucket_of(8)
-    assert ledger.state.lengths == {"trained": {four: 4}, "stale": {eight: 1}}
-    assert ledger.state.cancelled == {"stale": 1 + 3 * 2}
+    assert ledger.book.state.lengths == {"trained": {four: 4}, "stale": {eight: 1}}
+    assert ledger.book.state.cancelled == {"stale": 1 + 3 * 2}

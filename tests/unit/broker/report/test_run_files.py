@@ -54,13 +54,13 @@ def frames(group: Group) -> list[StoredTrajectory]:
 
 
 def status_of(ledger: Ledger, run: RunSection) -> RunStatus:
-    return Telemetry(run, now=lambda: 0.0).status(ledger, ScoringQueue(lease_s=1.0))
+    return Telemetry(run, now=lambda: 0.0).status(ledger.book, ScoringQueue(lease_s=1.0))
 
 
 def account(ledger: Ledger) -> LedgerView:
     queue = ScoringQueue(lease_s=1.0)
     return account_of(
-        ledger,
+        ledger.book,
         queue,
         run_name="run",
         store="memory",
@@ -85,7 +85,7 @@ def evaluated(problems: int) -> tuple[Ledger, list[Group]]:
     ended = []
     for work in lease(ledger, max_sequences=problems):
         generate(ledger, work)
-        group = ledger.groups[work.group_id]
+        group = ledger.book.groups[work.group_id]
         ledger.score(Score(group_id=work.group_id, sibling=0, lease_id=0, reward=1.0))
         ended.append(group)
     return ledger, ended
@@ -98,7 +98,7 @@ def test_a_round_goes_to_the_trackers_once_and_into_its_files(run: RunSection):
     for group in ended:
         records.eval_answers(group, dict(enumerate(frames(group))))
     for _ in range(2):
-        records.evaluations(ledger.state.eval_points)
+        records.evaluations(ledger.book.state.eval_points)
     (point,) = tracker.points
     assert point[0] == 0
     assert point[1]["eval/mean@1"] == 1.0
@@ -117,9 +117,9 @@ def test_rounds_of_before_a_resume_are_kept_and_not_logged_again(run: RunSection
     ledger, _ = evaluated(problems=1)
     tracker = ListTracker()
     records = FolderRecords(
-        run, tracker, keep_answers=0, batches=None, known=ledger.state.eval_points
+        run, tracker, keep_answers=0, batches=None, known=ledger.book.state.eval_points
     )
-    records.evaluations(ledger.state.eval_points)
+    records.evaluations(ledger.book.state.eval_points)
     assert tracker.points == []
 
 

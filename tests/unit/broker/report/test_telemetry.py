@@ -73,7 +73,7 @@ def record(version: PolicyVersion, in_flight: int = 0, *, adopted: bool = True) 
 
 
 def test_the_equation_of_groups_and_trajectories_adds_up(telemetry: Telemetry, ledger: Ledger):
-    status = telemetry.status(ledger, ScoringQueue(lease_s=1.0))
+    status = telemetry.status(ledger.book, ScoringQueue(lease_s=1.0))
     assert (status.steps, status.issued, status.trained) == (1, 6, 2)
     assert status.dropped == {"zero_variance": 1}
     assert {state: n for state, n in status.in_flight.items() if n} == {"leased": 2, "generated": 1}
@@ -88,7 +88,7 @@ def test_queues_count_what_waits_for_a_reward(telemetry: Telemetry, ledger: Ledg
         scoring.add((9, sibling))
     scoring.lease("reward-worker-0", 1, now_s=0.0)
     telemetry.rejected["malformed"] += 2
-    queue = telemetry.status(ledger, scoring).queue
+    queue = telemetry.status(ledger.book, scoring).queue
     assert (queue["waiting_for_reward"], queue["being_scored"]) == (2, 1)
     assert (queue["leased_groups"], queue["rejected_messages"]) == (2, 2)
 
@@ -106,7 +106,7 @@ def test_throughput_counts_from_the_first_take_over_and_over_all_incarnations(
     telemetry.training_began()
     report(telemetry, "generator-0", 200.0)
     time.passes(5.0)
-    status = telemetry.status(ledger, ScoringQueue(lease_s=1.0))
+    status = telemetry.status(ledger.book, ScoringQueue(lease_s=1.0))
     assert status.tokens_per_second == {"generator": 50.0}
     assert status.elapsed_s == 110.0
 
@@ -117,7 +117,7 @@ def test_a_role_shows_its_own_figures(telemetry: Telemetry, time: Time, ledger: 
     report(telemetry, "generator-0", 40.0, wait=2.0, generate=6.0)
     telemetry.heard("generator-0")
     time.passes(10.0)
-    status = telemetry.status(ledger, ScoringQueue(lease_s=1.0))
+    status = telemetry.status(ledger.book, ScoringQueue(lease_s=1.0))
     _, role = status.roles
     assert (role.age_s, role.silent_s, role.busy) == (20.0, 10.0, 0.75)
     assert (role.tokens_per_second, role.leases) == (2.0, 2)
@@ -129,7 +129,7 @@ def test_an_observer_is_no_role(telemetry: Telemetry, ledger: Ledger):
     telemetry.hello(Hello(role="observer", name="observer"))
     telemetry.heard("observer")
     report(telemetry, "observer", 1.0)
-    roles = telemetry.status(ledger, ScoringQueue(lease_s=1.0)).roles
+    roles = telemetry.status(ledger.book, ScoringQueue(lease_s=1.0)).roles
     assert [role.name for role in roles] == ["broker"]
 
 
@@ -140,7 +140,7 @@ def test_a_version_counts_as_published_once_somebody_adopted_it(
     telemetry.published(record(PolicyVersion(1, 1), in_flight=3))
     telemetry.published(record(PolicyVersion(1, 1), in_flight=3))
     telemetry.published(record(PolicyVersion(1, 2), in_flight=3, adopted=False))
-    status = telemetry.status(ledger, ScoringQueue(lease_s=1.0))
+    status = telemetry.status(ledger.book, ScoringQueue(lease_s=1.0))
     assert (status.publishes, status.publishes_while_generating) == (2, 1)
     assert [r.version.step for r in status.publish_history] == [0, 1, 2]
 
@@ -152,7 +152,7 @@ def test_the_summary_holds_the_equation_and_the_means_of_the_steps(
     point = telemetry.step(1, {"policy/loss": 1.0, "reward/mean": 0.5})
     assert (point.step, point.at_s) == (1, 3.0)
     telemetry.step(2, {"policy/loss": 2.0})
-    status = telemetry.status(ledger, ScoringQueue(lease_s=1.0))
+    status = telemetry.status(ledger.book, ScoringQueue(lease_s=1.0))
     summary = summary_of(status)
     assert summary["equation"] == {
         "issued": 6,
@@ -171,7 +171,7 @@ def test_the_summary_holds_the_equation_and_the_means_of_the_steps(
 
 
 def test_a_run_without_steps_has_a_summary(telemetry: Telemetry):
-    summary = summary_of(telemetry.status(make_ledger(), ScoringQueue(lease_s=1.0)))
+    summary = summary_of(telemetry.status(make_ledger().book, ScoringQueue(lease_s=1.0)))
     assert (summary["last_step_metrics"], summary["mean_metrics"]) == ({}, {})
     assert summary["equation"]["issued"] == 0
 
@@ -180,7 +180,7 @@ def test_the_broker_is_busy_for_the_time_it_is_on_a_core(ledger: Ledger):
     seconds = {"clock": 0.0, "cpu": 5.0}
     own = Telemetry(RunSection(), now=lambda: seconds["clock"], cpu_seconds=lambda: seconds["cpu"])
     seconds.update(clock=10.0, cpu=7.5)
-    (broker,) = own.status(ledger, ScoringQueue(lease_s=1.0)).roles
+    (broker,) = own.status(ledger.book, ScoringQueue(lease_s=1.0)).roles
     assert broker.phase_seconds == {"serve": 2.5, "wait": 7.5}
     assert broker.busy == pytest.approx(0.25)
 
@@ -191,7 +191,7 @@ def test_members_are_as_the_relay_said_last(telemetry: Telemetry, ledger: Ledger
     )
     telemetry.members([one, msgspec.structs.replace(one, name="generator-1")])
     telemetry.members([one])
-    assert telemetry.status(ledger, ScoringQueue(lease_s=1.0)).members == [one]
+    assert telemetry.status(ledger.book, ScoringQueue(lease_s=1.0)).members == [one]
 
 
 def test_what_a_relay_says_about_members_is_bounded(telemetry: Telemetry, ledger: Ledger):
@@ -207,7 +207,7 @@ def test_what_a_relay_says_about_members_is_bounded(telemetry: Telemetry, ledger
         for since_s in (math.nan, -math.inf, 1e300, -1.0) * 2_000
     ]
     telemetry.members(hostile)
-    members = telemetry.status(ledger, ScoringQueue(lease_s=1.0)).members
+    members = telemetry.status(ledger.book, ScoringQueue(lease_s=1.0)).members
     assert len(members) == publishes.MAX_MEMBERS
     assert {one.since_s for one in members} == {0.0}
     assert {(len(one.name), len(one.reason)) for one in members} == {(100, 500)}
@@ -219,7 +219,7 @@ def test_the_summary_keeps_the_newest_publishes_and_no_digests_of_old_ones(
     for step in range(60):
         published = record(PolicyVersion(1, step))
         telemetry.published(msgspec.structs.replace(published, engine_digests={"g": "00ff"}))
-    summary = summary_of(telemetry.status(ledger, ScoringQueue(lease_s=1.0)))
+    summary = summary_of(telemetry.status(ledger.book, ScoringQueue(lease_s=1.0)))
     kept = msgspec.convert(summary["newest_publishes"], list[PublishRecord])
     assert [one.version.step for one in kept] == list(range(10, 60))
     assert not any(one.engine_digests for one in kept)
@@ -231,7 +231,7 @@ def test_the_summary_of_a_large_fleet_stays_small(telemetry: Telemetry, ledger: 
         published = record(PolicyVersion(1, step))
         fleet = dict.fromkeys((f"generator-{i}" for i in range(300)), 0.5)
         telemetry.published(msgspec.structs.replace(published, adopted_by=fleet))
-    summary = summary_of(telemetry.status(ledger, ScoringQueue(lease_s=1.0)))
+    summary = summary_of(telemetry.status(ledger.book, ScoringQueue(lease_s=1.0)))
     assert [one["version"] for one in summary["newest_publishes"]] == [[1, 57], [1, 58], [1, 59]]
 
 
@@ -239,14 +239,14 @@ def test_what_waits_is_counted_by_its_age_in_steps_and_the_oldest_says_how_long(
     telemetry: Telemetry, time: Time, ledger: Ledger
 ):
     scoring = ScoringQueue(lease_s=1.0)
-    before = telemetry.status(ledger, scoring)
+    before = telemetry.status(ledger.book, scoring)
     assert (before.queue_age_s, before.lags_in_queue) == (None, {})
     assert before.lags_in_flight == {"0": 3}
-    generated = next(group for group in ledger.groups.values() if group.state == "generated")
+    generated = next(group for group in ledger.book.groups.values() if group.state == "generated")
     reward(ledger, generated.group_id, [0.0, 1.0])
-    telemetry.notice(ledger)  # nobody has asked yet
+    telemetry.notice(ledger.book)  # nobody has asked yet
     time.passes(7.0)
-    after = telemetry.status(ledger, scoring)
+    after = telemetry.status(ledger.book, scoring)
     assert (after.queue_age_s, after.lags_in_queue) == (7.0, {"0": 1})
     assert after.lags_in_flight == {"0": 2}
     assert after.memory["rss_bytes"] > 1_000_000
@@ -261,9 +261,9 @@ def test_a_worker_that_was_gone_for_an_hour_is_shown_no_longer_and_its_tokens_st
     telemetry.report("host-17", RoleReport(phase_seconds={}, counters={"tokens": 7_201.0}))
     time.passes(3_601.0)
     telemetry.hello(Hello(role="generator", name="host-18", incarnation="b"))
-    status = telemetry.status(ledger, ScoringQueue(lease_s=1.0))
+    status = telemetry.status(ledger.book, ScoringQueue(lease_s=1.0))
     assert [role.name for role in status.roles] == ["broker", "host-18", "learner"]
     telemetry.report("host-18", RoleReport(phase_seconds={}, counters={"tokens": 3_601.0}))
     time.passes(3_600.0)
-    tokens = telemetry.status(ledger, ScoringQueue(lease_s=1.0)).tokens_per_second
+    tokens = telemetry.status(ledger.book, ScoringQueue(lease_s=1.0)).tokens_per_second
     assert tokens == {"generator": (7_201 + 3_601) / 7_201}

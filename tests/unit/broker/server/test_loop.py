@@ -16,11 +16,11 @@ from typing_extensions import override
 
 from slipstream.broker import client as client_module
 from slipstream.broker.client import BrokerClient
-from slipstream.broker.ledger.book import decode_state
 from slipstream.broker.ledger.commands import Ledger
 from slipstream.broker.ledger.events import TakenOver, Trained, decode_event
 from slipstream.broker.ledger.groups import Group
 from slipstream.broker.ledger.scoring_queue import ScoringQueue
+from slipstream.broker.ledger.state import decode_state
 from slipstream.broker.report.run_files import Frames, RunRecords
 from slipstream.broker.report.telemetry import Telemetry
 from slipstream.broker.server.loop import MAX_WAIT_S, BrokerServer, may_wait_s
@@ -331,7 +331,7 @@ def test_who_says_goodbye_is_granted_nothing_that_it_asked_for_before(short_fold
             await until_async(lambda: len(it.server._leases) == 1, "it does not wait")
             await leaving.ask(Goodbye(), Done)
             nothing, _ = await asked
-            assert it.ledger.leases == {}
+            assert it.ledger.book.leases == {}
             other = await it.client("generator", "generator-1")
             answer, _ = await other.ask(work, GroupsLeased)
             return nothing, answer
@@ -380,12 +380,12 @@ def test_malformed_frames_are_counted_and_the_loop_goes_on(short_folder: Path):
 @pytest.mark.parametrize(
     ("request_", "why"),
     [
-        (TakeOver(step=3), "holds step 3, this run stands at step 0"),
+        (TakeOver(step=3), "holds step 3, this run is at step 0"),
         (
             RequestBatch(version=V0, step=V0.step, wait_s=0.0),
-            "speaks for v1.0, the run stands at v0.0",
+            "the learner is at v1.0, the run at v0.0",
         ),
-        (StepCommit(version=PolicyVersion(1, 1), metrics={}), "speaks for v1.0"),
+        (StepCommit(version=PolicyVersion(1, 1), metrics={}), "the learner is at v1.0"),
         (FetchPayloads(keys=((0, 0),)), "trajectory 0/0 is in no delivered batch"),
     ],
 )
@@ -474,7 +474,7 @@ def test_a_generator_that_starts_anew_loses_its_leases_and_its_old_self_is_out(s
                 await old.ask(Heartbeat(lease_ids=(0,)), HeartbeatAnswer)
             lost, _ = await new.ask(Heartbeat(lease_ids=(0, 1)), HeartbeatAnswer)
             assert lost.lost == (0,)
-            return again.groups[0].group_id, dict(it.ledger.state.ended_leases)
+            return again.groups[0].group_id, dict(it.ledger.book.state.ended_leases)
 
     group_id, lapsed = asyncio.run(body())
     assert (group_id, lapsed) == (0, {"restarted": 1})
@@ -577,7 +577,7 @@ async def read_back(store: MemoryStore) -> Ledger:
     rules = make_rules(groups_per_step=1, total_steps=1)
     ledger = make_ledger(rules, decode_state(data) if data else None)
     async for event in store.replay():
-        ledger.apply(decode_event(event))
+        ledger.book.apply(decode_event(event))
     ledger.restarted(0.0)
     return ledger
 
@@ -609,7 +609,7 @@ def test_clients_come_back_to_a_new_broker_and_nothing_is_done_twice(short_folde
             await late
             kept, _ = await generator.ask(Heartbeat(lease_ids=(group.lease_id,)), HeartbeatAnswer)
             assert kept.lost == (group.lease_id,), "it ended with its last sibling"
-            assert dict(second.ledger.state.ended_leases) == {}
+            assert dict(second.ledger.book.state.ended_leases) == {}
             await submit(generator, group.group_id, 0)
             worker = await second.client("reward_worker", "reward-worker-0")
             work = LeaseScoring(credits=8, wait_s=30.0)
@@ -665,7 +665,7 @@ def test_a_lease_whose_grant_was_lost_with_the_broker_is_granted_again(short_fol
             second.clients += [learner, generator]
             work = LeaseGroups(adopted=V0, max_sequences=2, wait_s=30.0)
             leased, _ = await generator.ask(work, GroupsLeased)
-            return leased.groups[0].group_id, dict(second.ledger.state.ended_leases)
+            return leased.groups[0].group_id, dict(second.ledger.book.state.ended_leases)
 
     assert asyncio.run(body()) == (0, {"lost": 1})
 
@@ -686,7 +686,7 @@ def test_a_second_process_of_a_name_disturbs_nobody_and_waits_until_the_first_ha
             await until_async(lambda: it.server.telemetry.rejected["name_taken"] > 0)
             assert not second.done()
             await first.ask(RoleReport(phase_seconds={}, counters={}), Done)
-            assert it.ledger.version.epoch == (role == "learner")
+            assert it.ledger.book.version.epoch == (role == "learner")
             first.close()
             it.clients.remove(first)
             successor = await asyncio.wait_for(second, HANG_S)
@@ -703,10 +703,12 @@ def test_a_learner_of_another_name_takes_over_only_when_the_first_has_gone(short
             second = await it.client("learner", "another")
             with pytest.raises(RefusedError, match="learner is connected and trains this run"):
                 await second.ask(TakeOver(step=0), TookOver)
-            assert it.ledger.version == V0
+            assert it.ledger.book.version == V0
             first.close()
             it.clients.remove(first)
-            await until_async(lambda: not it.server._sessions.is_connected(it.ledger.state.learner))
+            await until_async(
+                lambda: not it.server._sessions.is_connected(it.ledger.book.state.learner)
+            )
             took, _ = await second.ask(TakeOver(step=0), TookOver)
             assert took.version == PolicyVersion(2, 0)
 
@@ -758,12 +760,12 @@ def test_a_worker_scores_the_prompt_that_was_issued_whatever_a_generator_sends(s
             forged = transcript_of(message.header, Prompt(prompt="?", ground_truth="mine"), "mine")
             with pytest.raises(RefusedError, match="not a valid response"):
                 await generator.ask(message, Done, frames=[b"payload", encode(forged)])
-            assert not it.ledger.groups[0].headers
+            assert not it.ledger.book.groups[0].headers
             await generator.ask(message, Done, frames=[b"payload", b"mine"])
             worker = await it.client("reward_worker", "reward-worker-0")
             work = LeaseScoring(credits=8, wait_s=30.0)
             _, (transcript,) = await worker.ask(work, ScoringLeased)
-            assert decode_transcript(transcript).prompt == it.ledger.groups[0].prompt
+            assert decode_transcript(transcript).prompt == it.ledger.book.groups[0].prompt
             return decode_transcript(transcript)
 
     transcript = asyncio.run(body())
@@ -780,7 +782,7 @@ def test_nobody_answers_what_another_leased(short_folder: Path):
                 sent = SubmitTrajectory(header=header(group.group_id, 0, V0, lease_id=lease_id))
                 with pytest.raises(RefusedError, match="group 0 was not leased to thief@"):
                     await thief.ask(sent, Done, frames=[b"payload", b"response"])
-            assert not it.ledger.groups[0].headers
+            assert not it.ledger.book.groups[0].headers
             await submit(generator, group.group_id, 0)
             return dict(+it.server.telemetry.rejected)
 
@@ -990,7 +992,7 @@ def test_more_dead_letters_than_one_answer_holds_are_all_listed_in_order(short_f
     async def body() -> list[int]:
         ledger = make_ledger(make_rules(groups_per_step=200, max_attempts=1, group_size=1))
         ledger.take_over(0)
-        leased = ledger.lease("g", ledger.version, max_sequences=240, now_s=0.0)
+        leased = ledger.lease("g", ledger.book.version, max_sequences=240, now_s=0.0)
         for group in reversed(leased):
             ledger.reject("g", group.lease_id, "poison")
         async with running(short_folder, ledger) as it:
@@ -1025,7 +1027,7 @@ def test_a_late_reward_counts_once_and_one_that_nobody_leased_does_not(short_fol
             }
             made_up = msgspec.structs.replace(scores[1], lease_id=scores[1].lease_id + 77)
             await worker.ask(SubmitScores(scores=(scores[0], scores[0], made_up)), Done)
-            known = it.ledger.groups[group.group_id].scores
+            known = it.ledger.book.groups[group.group_id].scores
             return len(known), known[0].lease_id - scores[0].lease_id
 
     assert asyncio.run(body()) == (1, 0)
@@ -1043,7 +1045,7 @@ def test_a_worker_that_died_with_work_has_used_up_an_attempt(short_folder: Path)
             worker.close()
             it.clients.remove(worker)
             await it.client("reward_worker", "w")  # another incarnation
-            return dict(it.ledger.groups[group.group_id].failed_scorings)
+            return dict(it.ledger.book.groups[group.group_id].failed_scorings)
 
     assert asyncio.run(body()) == {0: 1}
 

@@ -40,7 +40,7 @@ def test_the_life_of_an_item_is_told_from_its_issue_to_its_checkpoint(tmp_path: 
     it.flush()
     it.ledger.take_over(0, "step-000000")
     train_step(it.ledger)
-    it.ledger.seal(it.ledger.version, 1, oldest_kept=1)
+    it.ledger.seal(it.ledger.book.version, 1, oldest_kept=1)
     it.flush()
     it.trail.close()
 

@@ -65,7 +65,7 @@ def record(folder: Path) -> None:
             run.write()
         make_ready(ledger, mine)
         run.write()
-        version = ledger.version
+        version = ledger.book.version
         ledger.deliver(version)
         run.write()
         if not step:  # the next batch is there before this one is trained
@@ -75,7 +75,7 @@ def record(folder: Path) -> None:
         ledger.commit(version.next(), {**told, "reward/mean": 0.5})
         run.write()
     lease(ledger, "generator-1@b", max_sequences=2)
-    ledger.seal(ledger.version, 2, oldest_kept=2)
+    ledger.seal(ledger.book.version, 2, oldest_kept=2)
     run.write()
     run.trail.close()
     status = replace(
