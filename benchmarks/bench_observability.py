@@ -35,8 +35,7 @@ _NOT_PYTHON = ("redis-server",)
 WATCHING = {
     "page, history, advice": r"slipstream\.broker\.dashboard\..*:",
     "state of the run": (
-        r"slipstream\.broker\.(report\.telemetry|ledger\.survivorship|ledger\.view):"
-        r"|slipstream\.broker\.server\.loop:status$"
+        r"slipstream\.broker\.(report\.(telemetry|run_report)|ledger\.(survivorship|view)):"
     ),
     "files and trackers": (
         r"(slipstream\.broker\.report\.(trackers\..*|run_files|summary|versions_file)"

@@ -276,9 +276,9 @@ async def _open_dashboard(
 ) -> Recorder:
     folder = settings.run.folder
     recorder = Recorder(
-        server.status,
+        server.report.status,
         folder / PAGE_STATE,
-        letters=server.dead_letters,
+        letters=server.report.dead_letters,
         high_water_bytes=settings.broker.high_water_bytes,
         fsync=fsync,
         missed=missed,

@@ -27,7 +27,7 @@ from slipstream.broker.dashboard.history import (
     write_state,
 )
 from slipstream.broker.dashboard.items import Letter, shown_letters
-from slipstream.broker.report.telemetry import told_of
+from slipstream.broker.report.telemetry import with_newest_steps
 from slipstream.wire.messages.dead_letters import DeadLetter
 from slipstream.wire.messages.status import RunStatus
 
@@ -289,7 +289,7 @@ def shown_status(
 ) -> RunStatus:
     """Return a state with only the newest of what grows; all counts at most as many as given."""
     return msgspec.structs.replace(
-        told_of(status, steps),
+        with_newest_steps(status, steps),
         publish_history=status.publish_history[-publishes:],
         eval=status.eval[-evaluations:],
     )

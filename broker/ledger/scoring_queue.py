@@ -204,7 +204,7 @@ class ScoringQueue:
         """Tell whether a worker held a trajectory by this lease, which ended without a result."""
         return self._lapsed.get(key, {}).get(lease_id) == holder
 
-    def heartbeat(self, holder: str, lease_ids: tuple[int, ...], *, now_s: float) -> list[int]:
+    def heartbeat(self, holder: str, lease_ids: Iterable[int], *, now_s: float) -> list[int]:
         """Extend leases; return those that the worker no longer has."""
         return self._terms.extend(self._leases, holder, lease_ids, now_s)
 

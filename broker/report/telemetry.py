@@ -269,7 +269,7 @@ class Telemetry:
         )
 
 
-def told_of(status: RunStatus, newest_steps: int) -> RunStatus:
+def with_newest_steps(status: RunStatus, newest_steps: int) -> RunStatus:
     """Return a status with the newest learner steps only; -1 is all of them."""
     if newest_steps < 0:
         return status

@@ -1,4 +1,4 @@
-"""Requests for work that nobody has yet. Each is answered once: with work, or when its time is up.
+"""Requests for work that is not there yet: answered once, with work or when their time is up.
 
 Requests that would be answered alike wait in one queue, so that a change costs one attempt per
 kind of question, not one per client.
@@ -10,13 +10,14 @@ from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
+from slipstream.broker.server.reply import ANSWERED, Outcome, Reply
 from slipstream.broker.server.sessions import Session
 
 R = TypeVar("R")
 
 
 @dataclass(eq=False, slots=True)
-class Parked(Generic[R]):
+class PendingRequest(Generic[R]):
     """One request that waits."""
 
     session: Session
@@ -27,56 +28,83 @@ class Parked(Generic[R]):
     timer: asyncio.TimerHandle | None = field(default=None)
 
 
-class WaitingRoom(Generic[R]):
+class PendingRequests(Generic[R]):
     """Requests that wait, in queues."""
 
-    def __init__(self, on_timeout: Callable[[Parked[R]], None]) -> None:
-        self._on_timeout = on_timeout
-        self._by_key: dict[Hashable, Parked[R]] = {}
-        self._queues: dict[Hashable, OrderedDict[Hashable, Parked[R]]] = {}
+    def __init__(
+        self,
+        attempt: Callable[[Session, R], Outcome | None],
+        at_timeout: Callable[[Session, R], Reply],
+        answer: Callable[[Session, bytes, Outcome | Exception], None],
+    ) -> None:
+        """Begin with none.
+
+        Args:
+            attempt: returns the answer to a request, or None while there is no work for it.
+            at_timeout: returns the answer to a request that has waited long enough.
+            answer: sends what came of a request.
+        """
+        self._attempt = attempt
+        self._at_timeout = at_timeout
+        self._answer = answer
+        self._by_key: dict[Hashable, PendingRequest[R]] = {}
+        self._queues: dict[Hashable, OrderedDict[Hashable, PendingRequest[R]]] = {}
 
     def __len__(self) -> int:
         return len(self._by_key)
 
-    def park(self, parked: Parked[R], wait_s: float) -> None:
+    def add(self, pending: PendingRequest[R], wait_s: float) -> None:
         """Have a request wait; an older one with the same key is answered at once."""
-        if (older := self._by_key.get(parked.key)) is not None:
-            self._time_is_up(older)
-        parked.timer = asyncio.get_running_loop().call_later(wait_s, self._time_is_up, parked)
-        self._by_key[parked.key] = parked
-        self._queues.setdefault(parked.kind, OrderedDict())[parked.key] = parked
+        self.dismiss(pending.key)
+        pending.timer = asyncio.get_running_loop().call_later(wait_s, self._time_out, pending)
+        self._by_key[pending.key] = pending
+        self._queues.setdefault(pending.kind, OrderedDict())[pending.key] = pending
 
-    def kinds(self) -> list[Hashable]:
-        """Return the kinds of requests that wait, in the order in which they came up."""
-        return list(self._queues)
+    def settle(self) -> None:
+        """Answer requests, queue by queue, until there is nothing for the next one."""
+        for kind in list(self._queues):
+            for pending in self._queue(kind):
+                outcome: Outcome | Exception | None
+                try:
+                    outcome = self._attempt(pending.session, pending.request)
+                except ANSWERED as error:
+                    outcome = error
+                if outcome is None:
+                    break
+                self._take_out(pending)
+                self._answer(pending.session, pending.request_id, outcome)
 
-    def queue(self, kind: Hashable) -> Iterator[Parked[R]]:
-        """Yield requests of a kind, first come first; take out each that is answered."""
+    def _queue(self, kind: Hashable) -> Iterator[PendingRequest[R]]:
+        """Yield requests of a kind, first come first, while each is taken out."""
         while (queue := self._queues.get(kind)) is not None:
             yield next(iter(queue.values()))
 
     def dismiss(self, key: Hashable) -> None:
         """Answer a request now, as if its time were up."""
-        if (parked := self._by_key.get(key)) is not None:
-            self._time_is_up(parked)
+        if (pending := self._by_key.get(key)) is not None:
+            self._time_out(pending)
 
-    def take_out(self, parked: Parked[R]) -> None:
-        """Forget a request that is answered."""
-        if parked.timer is not None:
-            parked.timer.cancel()
-        if self._by_key.get(parked.key) is parked:
-            del self._by_key[parked.key]
-        queue = self._queues.get(parked.kind)
-        if queue is not None and queue.get(parked.key) is parked:
-            del queue[parked.key]
+    def _time_out(self, pending: PendingRequest[R]) -> None:
+        self._take_out(pending)
+        outcome: Outcome | Exception
+        try:
+            outcome = self._at_timeout(pending.session, pending.request)
+        except ANSWERED as error:
+            outcome = error
+        self._answer(pending.session, pending.request_id, outcome)
+
+    def _take_out(self, pending: PendingRequest[R]) -> None:
+        if pending.timer is not None:
+            pending.timer.cancel()
+        if self._by_key.get(pending.key) is pending:
+            del self._by_key[pending.key]
+        queue = self._queues.get(pending.kind)
+        if queue is not None and queue.get(pending.key) is pending:
+            del queue[pending.key]
             if not queue:
-                del self._queues[parked.kind]
-
-    def _time_is_up(self, parked: Parked[R]) -> None:
-        self.take_out(parked)
-        self._on_timeout(parked)
+                del self._queues[pending.kind]
 
     def close(self) -> None:
         """Forget all requests."""
-        for parked in list(self._by_key.values()):
-            self.take_out(parked)
+        for pending in list(self._by_key.values()):
+            self._take_out(pending)

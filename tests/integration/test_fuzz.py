@@ -145,7 +145,7 @@ class Fuzzed:
         assert {*queue._waiting, *queue._lease_of} == unscored, "the scoring queue is another"
         assert set(queue._failures) <= unscored
         assert set(queue._lapsed) <= unscored
-        assert set(self.server._issued_at) <= set(groups)
+        assert set(self.server.report._issued_at) <= set(groups)
         assert {key[0] for key in self.server.frames._frames} <= set(groups)
 
     def sizes(self) -> dict[str, int]:
@@ -159,9 +159,9 @@ class Fuzzed:
             "members": len(server.telemetry._members),
             "publishes": len(server.telemetry._publishes.records),
             "buckets": len(server._rate),
-            "leases": len(server._leases),
-            "scorings": len(server._scorings),
-            "batches": len(server._batches),
+            "leases": len(server.pending_groups),
+            "scorings": len(server.pending_scoring),
+            "batches": len(server.pending_batches),
             "jobs": sum(server._jobs_of.values()),
             "waiting": self.scoring.num_waiting + self.scoring.num_leased,
             "groups": len(self.ledger.book.groups),
@@ -560,7 +560,7 @@ def test_streams_that_prove_no_key_reach_nobody_and_are_closed(short_folder: Pat
             address = it.server.addresses[1]
             port = int(address.rpartition(":")[2])
             key = make_client_key(short_folder / "keys", "hostb", "observer")
-            it.server._look_at_keys()
+            it.server._clients.refresh_keys()
             honest, _ = await BrokerClient.connect(
                 address, role="observer", name="o", timeout_s=HANG_S, key_file=str(key)
             )

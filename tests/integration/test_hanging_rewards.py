@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from slipstream.broker.config import RewardSection
-from slipstream.broker.ledger.scoring_queue import ScoringQueue
 from slipstream.broker.reward_worker.pool import RewardPool
 from slipstream.broker.reward_worker.scorer import Scorer
 from slipstream.wire.messages.broker import (
@@ -21,7 +20,7 @@ from slipstream.wire.messages.broker import (
     TookOver,
 )
 from tests.support.ledger_driver import header, make_ledger, make_rules
-from tests.support.waiting import HANG_S, until_async
+from tests.support.waiting import until_async
 from tests.unit.broker.server.test_loop import V0, running
 
 pytestmark = pytest.mark.integration
@@ -55,7 +54,6 @@ def test_a_group_whose_reward_hangs_costs_its_attempts_and_holds_up_nobody_for_l
 
     async def body() -> tuple[Counter[str], Counter[str], str]:
         async with running(short_folder, make_ledger(rules)) as it:
-            it.server._scoring = ScoringQueue(lease_s=HANG_S)
             learner = await it.client("learner", "learner")
             generator = await it.client("generator", "generator-0")
             worker = await it.client("reward_worker", "w")
@@ -72,12 +70,12 @@ def test_a_group_whose_reward_hangs_costs_its_attempts_and_holds_up_nobody_for_l
             scorer = Scorer(worker, pool, max_credits=64, heartbeat_s=1.0)
             scoring = asyncio.create_task(scorer.run())
             try:
-                await until_async(lambda: it.server._trouble._tries, "nothing was scored")
+                await until_async(lambda: it.server._learner._trouble._tries, "nothing was scored")
                 await until_async(
                     lambda: it.ledger.book.state.dropped["reward_unavailable"],
                     "nothing was dropped",
                 )
-                await until_async(lambda: not it.server._scoring.num_waiting)
+                await until_async(lambda: not it.server._leases._scoring.num_waiting)
                 request = RequestBatch(version=V0, step=0, wait_s=0.0)
                 answer, _ = await learner.ask(request, BatchNotReady)
                 assert it.status.in_flight["ready"] == GROUPS - 1

@@ -49,7 +49,8 @@ def test_nobody_else_reads_what_the_private_redis_keeps(short_folder: Path):
     )
     try:
         asyncio.run(server.until_listening(socket))
-        until(lambda: list(folder.rglob("*.manifest")), "its first files")
+        until(lambda: list(folder.rglob("*.aof.manifest")), "its first files")
+        until(lambda: not list(folder.rglob("temp-*")), "its temporary files")
         files = [path for path in folder.rglob("*") if path.is_file()]
         open_to_others = [path for path in (folder, *files) if path.stat().st_mode & 0o077]
         assert not open_to_others

@@ -71,7 +71,7 @@ class Secured:
 
     def key(self, name: str, role: Role) -> Path:
         path = make_client_key(self.keys, name, role)
-        self.server._look_at_keys()  # it would, within a second
+        self.server._clients.refresh_keys()  # it would, within a second
         return path
 
     async def client(
@@ -190,7 +190,7 @@ def test_a_key_cannot_take_the_name_of_anybody_else(short_folder: Path):
             await it.client("reward_worker", "w", key)
             await it.client("reward_worker", "learner", key)
             await learner.ask(TakeOver(step=0), TookOver)
-            return [role.name for role in it.server.status().roles]
+            return [role.name for role in it.server.report.status().roles]
 
     assert {"learner", "a/w", "b/w", "b/learner"} <= set(asyncio.run(body()))
 
@@ -248,11 +248,11 @@ def test_what_came_with_a_key_that_is_revoked_with_discard_is_not_trained(short_
             sent = header(group.group_id, 0, PolicyVersion(1, 0), lease_id=group.lease_id)
             await thief.ask(SubmitTrajectory(header=sent), Done, frames=[b"payload", b"answer"])
             revoke(it.keys, "gpu8", discard=True)  # nothing came with it
-            it.server._look_at_keys()
+            it.server._clients.refresh_keys()
             assert group.group_id in it.ledger.book.groups
             revoke(it.keys, "gpu7", discard=True)
-            it.server._look_at_keys()
-            it.server._look_at_keys()
+            it.server._clients.refresh_keys()
+            it.server._clients.refresh_keys()
             return dict(it.ledger.book.state.dropped), it.ledger.book.unaccounted()
 
     assert asyncio.run(body()) == ({"revoked": 1}, 0)
@@ -275,15 +275,15 @@ def test_while_keys_cannot_be_read_nobody_with_one_is_served_and_nobody_is_sent_
             local = await it.client("observer", "o")
             with monkeypatch.context() as patched:
                 patched.setattr(KeyRing, "refresh", fails)
-                it.server._look_at_keys()
+                it.server._clients.refresh_keys()
                 Clock.now_s += 9.0
-                it.server._look_at_keys()
+                it.server._clients.refresh_keys()
                 await remote.ask(GetStatus(), StatusAnswer)
                 Clock.now_s += 2.0
                 waiting = asyncio.create_task(remote.ask(GetStatus(), StatusAnswer))
                 await until_async(lambda: it.rejected("slow_down") > 1, "it was served")
                 await local.ask(GetStatus(), StatusAnswer)
-            it.server._look_at_keys()
+            it.server._clients.refresh_keys()
             await asyncio.wait_for(waiting, HANG_S)
 
     asyncio.run(body())

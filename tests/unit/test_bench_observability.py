@@ -118,7 +118,7 @@ def test_functions_that_are_not_named_are_left_alone(clocks: Clocks):
 def test_every_kind_names_a_function_of_the_product():
     names = {
         "page, history, advice": "slipstream.broker.dashboard.recorder:_take",
-        "state of the run": "slipstream.broker.server.loop:status",
+        "state of the run": "slipstream.broker.report.run_report:status",
         "files and trackers": "slipstream.broker.report.trackers.tensorboard:step",
         "recorded trajectories": "slipstream.learner.record.rollout_log:write",
         "learner's figures": "slipstream.algos.diagnostics:diagnose",

@@ -104,7 +104,7 @@ def test_a_wait_that_is_no_number_is_the_longest_one(short_folder: Path):
             strange = LeaseScoring(credits=1, wait_s=NAN)
             await ask(b"1", encode(strange), answered=False)
             answer = await ask(b"2", encode(LeaseGroups(adopted=V0, max_sequences=1, wait_s=-INF)))
-            (parked,) = it.server._scorings._by_key.values()
+            (parked,) = it.server.pending_scoring._by_key.values()
             assert parked.timer is not None
             return answer, parked.timer.when() - asyncio.get_running_loop().time()
 
@@ -278,6 +278,6 @@ def test_a_score_of_what_nobody_has_generated_queues_nothing(short_folder: Path)
                 for sibling in (0, -1, 7)
             )
             await generator.ask_any(SubmitScores(scores=scores))
-            return it.server._scoring.num_waiting
+            return it.server._leases._scoring.num_waiting
 
     assert asyncio.run(body()) == 0

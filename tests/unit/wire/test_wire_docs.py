@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import get_args
 
 from slipstream.broker import client
-from slipstream.broker.server import limits, loop, router, sessions
+from slipstream.broker.server import limits, loop, router, scoring, sessions
 from slipstream.broker.server.permissions import ALLOWED
 from slipstream.learner.publish import relay_link
 from slipstream.wire.messages import broker, pieces, relay, weightbus
@@ -105,10 +105,10 @@ def test_limits_are_those_of_the_code():
     assert told["a piece of a frame, with or without a key"] == "64 KiB"
     assert pieces.PIECE_BYTES == 64 << 10
     assert told["frames of a message"] == str(limits.MAX_FRAMES)
-    assert told["requests that wait for payloads, per client"] == str(loop._MAX_JOBS)
+    assert told["requests that wait for payloads, per client"] == str(loop.MAX_JOBS)
     assert told["clients at a time, by name"] == f"{sessions.MAX_CLIENTS:,}"
     assert told["observers and operators at a time"] == str(sessions.MAX_READERS)
-    assert told["scoring credits at a time"] == f"{loop.MAX_CREDITS:,}"
+    assert told["scoring credits at a time"] == f"{scoring.MAX_CREDITS:,}"
     assert told["time to prove a key on a new connection"] == f"{router._HANDSHAKE_MS / 1000:.0f} s"
     assert told["answers that a client does not read"] == f"{router._SEND_LIMIT:,}"
     assert HEADER.num_tokens < MAX_TOKENS == 2**31 - 1

@@ -114,7 +114,7 @@ class Running:
 
     @property
     def status(self) -> RunStatus:
-        return self.server.status()
+        return self.server.report.status()
 
 
 @asynccontextmanager
@@ -328,7 +328,7 @@ def test_who_says_goodbye_is_granted_nothing_that_it_asked_for_before(short_fold
             work = LeaseGroups(adopted=V0, max_sequences=2, wait_s=30.0)
             await leaving.ask(work, GroupsLeased)
             asked = asyncio.create_task(leaving.ask(work, GroupsLeased))
-            await until_async(lambda: len(it.server._leases) == 1, "it does not wait")
+            await until_async(lambda: len(it.server.pending_groups) == 1, "it does not wait")
             await leaving.ask(Goodbye(), Done)
             nothing, _ = await asked
             assert it.ledger.book.leases == {}
@@ -1018,7 +1018,7 @@ def test_a_late_reward_counts_once_and_one_that_nobody_leased_does_not(short_fol
                 await submit(generator, group.group_id, sibling)
             worker = await it.client("reward_worker", "w")
             leased, _ = await worker.ask(LeaseScoring(credits=8, wait_s=30.0), ScoringLeased)
-            it.server._scoring.expire(it.server._now() + 11.0)
+            it.server._leases._scoring.expire(it.server._now() + 11.0)
             scores = {
                 item.sibling: Score(
                     group_id=item.group_id, sibling=item.sibling, lease_id=item.lease_id, reward=1.0

@@ -1,0 +1,181 @@
+"""Who holds which work, of generation and of scoring: one book over the ledger and the queue.
+
+Every change that concerns both is one call here, so that no caller can forget the other half.
+"""
+
+from collections.abc import Callable, Collection, Iterable
+
+from slipstream.broker.ledger.commands import Ledger
+from slipstream.broker.ledger.events import LeaseEnd
+from slipstream.broker.ledger.groups import Group
+from slipstream.broker.ledger.leases import name_of
+from slipstream.broker.ledger.scoring_queue import ScoringQueue
+from slipstream.wire.messages.broker import Answer, GroupsLeased, ScoringLeased
+from slipstream.wire.messages.trajectory import (
+    NO_SCORING_LEASE,
+    Score,
+    TrajectoryHeader,
+    TrajectoryKey,
+)
+
+
+def _nothing() -> None:
+    """Do nothing."""
+
+
+class LeaseBook:
+    """Leases of both kinds, by holder."""
+
+    def __init__(
+        self, ledger: Ledger, scoring: ScoringQueue, *, on_return: Callable[[], None] = _nothing
+    ) -> None:
+        """Open the book of a ledger and its scoring queue.
+
+        Args:
+            ledger: grants generation.
+            scoring: grants scoring.
+            on_return: called when work that was held may be granted again.
+        """
+        self._ledger = ledger
+        self._book = ledger.book
+        self._scoring = scoring
+        self._on_return = on_return
+
+    def enqueue_unscored(self) -> None:
+        """Queue every trajectory without a reward; after a restart."""
+        for group in self._book.groups.values():
+            for sibling in group.unscored:
+                self._scoring.add((group.group_id, sibling))
+
+    @property
+    def holders(self) -> set[str]:
+        """Everyone with a lease of generation."""
+        return set(self._book.by_holder)
+
+    # ---- terms ---------------------------------------------------------------
+
+    def extend(self, holder: str, lease_ids: Collection[int], *, now_s: float) -> tuple[int, ...]:
+        """Extend leases of either kind; return those that the holder no longer has."""
+        lost = set(self._ledger.heartbeat(holder, lease_ids, now_s=now_s))
+        lost &= set(self._scoring.heartbeat(holder, lease_ids, now_s=now_s))
+        return tuple(sorted(lost))
+
+    def postpone(self, by_s: float) -> None:
+        """Have every lease lapse later: heartbeats of so many seconds are still unread."""
+        self._ledger.was_deaf(by_s)
+        self._scoring.was_deaf(by_s)
+
+    def expire(self, now_s: float) -> int:
+        """End the leases of silent holders; return how many of generation."""
+        lapsed = self._ledger.expire(now_s)
+        for key, holder in self._scoring.expire(now_s):
+            self._attempt_ended([key], holder, "the reward worker fell silent")
+        if self._scoring.num_waiting:
+            self._on_return()  # what could not be scored may be due again
+        return lapsed
+
+    # ---- work that comes back ------------------------------------------------
+
+    def release_all(self, holder: str, reason: LeaseEnd) -> None:
+        """Take back everything from a holder that is gone."""
+        self._ledger.release_all(holder, reason)
+        self._scoring.release_all(holder)
+        self._on_return()
+
+    def restart(self, holder: str, held: Collection[int]) -> None:
+        """Take back everything from earlier incarnations of a client.
+
+        Args:
+            holder: the new incarnation.
+            held: its own leases of generation, if it reconnects.
+        """
+        name = name_of(holder)
+        for other in [h for h in self._book.by_holder if name_of(h) == name]:
+            own = other == holder
+            self._ledger.release_all(other, "lost" if own else "restarted", held if own else ())
+        for other in [h for h in self._scoring.holders() if name_of(h) == name]:
+            keys = self._scoring.release_all(other)
+            if other != holder:  # else it sends again what it has scored
+                self._attempt_ended(keys, other, "the reward worker died")
+        self._on_return()
+
+    def hand_back(self, holder: str, lease_id: int) -> bool:
+        """Take back a trajectory nobody began to score; False if this is no such lease."""
+        is_untried = self._scoring.give_back(holder, lease_id)
+        if is_untried:
+            self._on_return()
+        return is_untried
+
+    def undelivered(self, answer: Answer) -> None:
+        """Take back leases whose answer could not be sent."""
+        if isinstance(answer, GroupsLeased):
+            for granted in answer.groups:
+                lease = self._book.leases.get(granted.lease_id)
+                if lease is not None:
+                    self._ledger.release(lease.holder, lease.lease_id, "lost")
+        elif isinstance(answer, ScoringLeased):
+            self._scoring.release(item.lease_id for item in answer.items)
+            self._on_return()
+
+    # ---- trajectories and scores ---------------------------------------------
+
+    def submit(self, holder: str, header: TrajectoryHeader, num_bytes: int) -> Group | None:
+        """Take a trajectory and queue it for a reward; None if nothing of it is to be kept.
+
+        Raises:
+            RefusedError: as ``Ledger.submit``.
+        """
+        if not self._ledger.submit(holder, header, num_bytes):
+            return None
+        group = self._book.groups.get(header.group_id)
+        if group is not None:  # else dropped on arrival
+            self._scoring.add((header.group_id, header.sibling))
+        return group
+
+    def lease_scoring(
+        self, holder: str, credits_left: int, *, now_s: float, whole_groups: bool
+    ) -> dict[int, TrajectoryKey]:
+        """Grant trajectories to score, by lease; whole groups only once all is generated."""
+        siblings_of = self._generated_siblings if whole_groups else None
+        return self._scoring.lease(holder, credits_left, now_s=now_s, siblings_of=siblings_of)
+
+    def _generated_siblings(self, group_id: int) -> tuple[int, ...]:
+        group = self._book.groups.get(group_id)
+        return tuple(range(group.size)) if group is not None and not group.missing else ()
+
+    def accepts(self, holder: str, score: Score) -> bool:
+        """End the lease of a score; True if it counts. A late reward is as good as any."""
+        key = (score.group_id, score.sibling)
+        if self._scoring.finish(holder, score.lease_id, key):
+            return True
+        return score.reward is not None and self._scoring.lapsed(holder, score.lease_id, key)
+
+    def score(self, score: Score, holder: str, *, now_s: float) -> Group | None:
+        """Take the outcome of one attempt to score; return its group, None if that is over."""
+        key = (score.group_id, score.sibling)
+        group = self._book.groups.get(score.group_id)
+        if group is None or score.sibling not in group.headers:
+            return None
+        self._ledger.score(score, holder)
+        if score.sibling in group.scores:
+            self._scoring.discard(key)
+        elif score.group_id in self._book.groups:
+            self._scoring.failed(key, name_of(holder), now_s=now_s)
+            self._on_return()
+        return group
+
+    def discard(self, keys: Iterable[TrajectoryKey]) -> None:
+        """Forget trajectories whose group ended."""
+        for key in keys:
+            self._scoring.discard(key)
+
+    def _attempt_ended(self, keys: Iterable[TrajectoryKey], holder: str, reason: str) -> None:
+        """Count an attempt to score that ended without an answer."""
+        for group_id, sibling in keys:
+            score = Score(
+                group_id=group_id,
+                sibling=sibling,
+                lease_id=NO_SCORING_LEASE,
+                unavailable=reason,
+            )
+            self._ledger.score(score, holder)

@@ -1,0 +1,162 @@
+"""Requests of every role: hello, heartbeats, goodbye; and what becomes of revoked keys."""
+
+import logging
+import time
+from collections.abc import Callable
+from typing import assert_never
+
+from msgspec.structs import replace
+
+from slipstream.broker.ledger.commands import Ledger
+from slipstream.broker.ledger.lease_book import LeaseBook
+from slipstream.broker.ledger.leases import name_of
+from slipstream.broker.report.run_report import RunReport
+from slipstream.broker.server.keyring import KeyRing
+from slipstream.broker.server.reply import Reply
+from slipstream.broker.server.router import Peer
+from slipstream.broker.server.sessions import Session, Sessions
+from slipstream.wire.errors import RefusedError, SlowDownError
+from slipstream.wire.messages.broker import (
+    Done,
+    Goodbye,
+    Heartbeat,
+    HeartbeatAnswer,
+    Hello,
+    Welcome,
+)
+
+_log = logging.getLogger(__name__)
+
+_COME_BACK_S = 5.0  # that clients of the broker before have to come back under their names
+_KEYS_LOST_S = 10.0  # keys that cannot be read count for so long as they were
+
+
+class Clients:
+    """Knows who is connected, and with which key."""
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        leases: LeaseBook,
+        report: RunReport,
+        keys: KeyRing | None = None,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._ledger = ledger
+        self._leases = leases
+        self._report = report
+        self._keys = keys
+        self._now = now
+        self._began_s = now()
+        self._keys_lost_s: float | None = None  # since when they cannot be read
+        self._discarded: frozenset[str] = frozenset()  # keys whose answers were dropped
+        self.sessions = Sessions(
+            (lambda _key: None) if keys is None else keys.holder,
+            may_come_back=self._may_come_back,
+            now=now,
+        )
+
+    def _may_come_back(self, name: str, holder: str) -> bool:
+        """True if another process had this name before this broker was there."""
+        if self._now() - self._began_s > _COME_BACK_S:
+            return False
+        known = {*self._leases.holders, self._ledger.book.state.learner}
+        return any(name_of(one) == name and one != holder for one in known)
+
+    def handle(self, session: Session, request: Heartbeat | Goodbye) -> Reply:
+        """Carry out a request."""
+        match request:
+            case Heartbeat(lease_ids=lease_ids):
+                lost = self._leases.extend(session.holder, lease_ids, now_s=self._now())
+                return Reply(HeartbeatAnswer(lost=lost))
+            case Goodbye():
+                if session.role == "learner":
+                    self._ledger.learner_leaves()
+                self._leases.release_all(session.holder, "left")
+            case _:
+                assert_never(request)
+        return Reply(Done())
+
+    def hello(self, peer: Peer, hello: Hello) -> Reply:
+        """Take note of a connection, and take back what an earlier process of this name held.
+
+        Raises:
+            RefusedError: as ``Sessions.hello``, or it belongs to another run.
+        """
+        self.refuse_other_run(hello.run_id)
+        session = self.sessions.hello(peer, hello)
+        if hello.role not in {"observer", "operator"}:
+            self._leases.restart(session.holder, hello.held)
+            _log.info("hello %sfrom %s", "again " * hello.reconnects, session.name)
+        self._report.hello(replace(hello, name=session.name))
+        book = self._ledger.book
+        welcome = Welcome(
+            run_name=self._report.run_name,
+            session=session.token,
+            learner_step=book.step,
+            heartbeat_s=book.rules.lease_s / 4,
+            run_id=book.state.run_id,
+        )
+        return Reply(welcome)
+
+    def refuse_other_run(self, run_id: str) -> None:
+        """Refuse what belongs to another run of the same name."""
+        own = self._ledger.book.state.run_id
+        if run_id and own and run_id != own:
+            raise RefusedError(
+                f"this broker serves run {self._report.run_name} with the id {own}, not {run_id}: "
+                "what comes from another run of this name has no place in it"
+            )
+
+    # ---- keys ----------------------------------------------------------------
+
+    def refuse_unchecked_key(self, peer: Peer) -> None:
+        """Refuse other hosts while keys cannot be read: one may have been revoked meanwhile."""
+        if peer.key and self._keys_lost_s is not None:
+            lost_s = self._now() - self._keys_lost_s
+            if lost_s > _KEYS_LOST_S:
+                raise SlowDownError(f"keys (broker.keys) cannot be read for {lost_s:.0f} s")
+
+    def refresh_keys(self) -> None:
+        """Take note of keys that were made or revoked, and take back what revoked ones hold."""
+        if self._keys is None:
+            return
+        try:
+            revoked = self._keys.refresh()
+        except OSError as error:
+            if self._keys_lost_s is None:
+                self._keys_lost_s = self._now()
+                _log.error(
+                    "keys cannot be read: %s; in %.0f s nobody from other hosts is served until "
+                    "they can",
+                    error,
+                    _KEYS_LOST_S,
+                )
+            return
+        if self._keys_lost_s is not None:
+            self._keys_lost_s = None
+            _log.info("keys can be read again")
+        for holder in revoked:
+            _log.warning("the key %s (%s) was revoked", holder.name, holder.role)
+            for session in self.sessions.end(holder.public):
+                self._leases.release_all(session.holder, "left")
+        for name in self._keys.discarded - self._discarded:
+            dropped, trained = self._ledger.discard_answers_of(name)
+            _log.warning(
+                "answers delivered with the key %s are dropped: %d groups; %d are being trained",
+                name,
+                dropped,
+                trained,
+            )
+        self._discarded = self._keys.discarded
+
+    def discard_answers_again(self) -> None:
+        """Drop answers of discarded keys that a take-over would deliver again."""
+        for name in self._discarded:
+            self._ledger.discard_answers_of(name, takes_over=True)
+
+    def generator_keys(self) -> dict[str, str]:
+        """Names of the generators' keys, by public key."""
+        if self._keys is None:
+            return {}
+        return {one.public: one.name for one in self._keys.holders if one.role == "generator"}

@@ -1,0 +1,113 @@
+"""Requests of generators: leases, trajectories, prompts that cannot be answered."""
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import assert_never
+
+from msgspec.structs import replace
+
+from slipstream.broker.ledger.commands import Ledger
+from slipstream.broker.ledger.lease_book import LeaseBook
+from slipstream.broker.server.reply import Reply, log_text
+from slipstream.broker.server.scoring import Scoring
+from slipstream.broker.server.sessions import Session, Sessions
+from slipstream.broker.store.base import StoredTrajectory
+from slipstream.broker.store.payload_cache import FrameCache
+from slipstream.wire.messages.broker import (
+    Done,
+    GroupsLeased,
+    LeaseGroups,
+    RejectPrompt,
+    ReleaseLease,
+    SubmitTrajectory,
+)
+from slipstream.wire.messages.codec import Frame, decode_text, encode, expect_frames
+from slipstream.wire.messages.trajectory import transcript_of
+
+_log = logging.getLogger(__name__)
+
+
+class Generation:
+    """Answers generators."""
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        leases: LeaseBook,
+        frames: FrameCache,
+        sessions: Sessions,
+        scoring: Scoring,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._ledger = ledger
+        self._leases = leases
+        self._frames = frames
+        self._sessions = sessions
+        self._scoring = scoring
+        self._now = now
+
+    def handle(
+        self,
+        session: Session,
+        request: SubmitTrajectory | RejectPrompt | ReleaseLease,
+        frames: Sequence[Frame],
+    ) -> Reply:
+        """Carry out a request."""
+        match request:
+            case SubmitTrajectory():
+                return self._submit(session, request, frames)
+            case RejectPrompt(lease_id=lease_id, reason=reason, detail=detail):
+                _log.warning("%s cannot answer a prompt: %s", session.name, log_text(detail))
+                self._ledger.reject(session.holder, lease_id, reason)
+            case ReleaseLease(lease_id=lease_id, reason=reason):
+                if not self._leases.hand_back(session.holder, lease_id):
+                    text = log_text(reason)
+                    _log.warning("%s handed back lease %d: %s", session.name, lease_id, text)
+                    self._ledger.release(session.holder, lease_id, "failed")
+            case _:
+                assert_never(request)
+        return Reply(Done())
+
+    def lease(self, session: Session, request: LeaseGroups) -> Reply | None:
+        """Grant groups; None while there is nothing to grant."""
+        groups = []
+        if self._sessions.is_current(session):
+            if request.adopted is not None:
+                groups = self._ledger.lease(
+                    session.holder,
+                    request.adopted,
+                    max_sequences=request.max_sequences,
+                    now_s=self._now(),
+                )
+            if not groups and not self._ledger.book.over:
+                return None
+        return Reply(GroupsLeased(groups=tuple(groups), finished=self._ledger.book.over))
+
+    def no_work(self, _session: Session, _request: LeaseGroups) -> Reply:
+        """Answer a generator that has waited long enough."""
+        return Reply(GroupsLeased(groups=(), finished=self._ledger.book.over))
+
+    def _submit(
+        self, session: Session, request: SubmitTrajectory, frames: Sequence[Frame]
+    ) -> Reply:
+        expect_frames(frames, 2, "SubmitTrajectory")
+        header = request.header
+        key = (header.group_id, header.sibling)
+        prompt = self._ledger.answered(session.holder, header).prompt
+        response = decode_text(frames[1], "response")
+        # Frames of a message stay alive as long as a view of them does.
+        stored = StoredTrajectory(
+            payload=frames[0], transcript=encode(transcript_of(header, prompt, response))
+        )
+        group = self._leases.submit(session.holder, header, stored.num_bytes)
+        if group is None:
+            return Reply(Done())
+        if group.item == "eval":
+            self._frames.pin(key, stored)
+        else:
+            self._frames.put(key, stored)
+        if request.score is not None:
+            score = replace(request.score, group_id=key[0], sibling=key[1])
+            self._scoring.take(session, score)
+        return Reply(Done(), put={key: stored})

@@ -1,0 +1,207 @@
+"""Requests of the learner: epochs, batches, payloads, commits, checkpoints."""
+
+import logging
+from collections.abc import Callable
+from math import isfinite
+from typing import assert_never
+
+from slipstream.broker.ledger.admission import NotYet
+from slipstream.broker.ledger.commands import Ledger
+from slipstream.broker.ledger.groups import as_delivered
+from slipstream.broker.ledger.leases import name_of
+from slipstream.broker.ledger.state import encode_state
+from slipstream.broker.ledger.view import describe_wait
+from slipstream.broker.report.reward_trouble import RewardTrouble
+from slipstream.broker.report.run_report import RunReport
+from slipstream.broker.server.clients import Clients
+from slipstream.broker.server.reply import HelloFirstError, Later, Outcome, Reply, log_text
+from slipstream.broker.server.sessions import Session, Sessions
+from slipstream.broker.store.payload_cache import FrameCache
+from slipstream.wire.errors import RefusedError
+from slipstream.wire.messages.broker import (
+    BatchDelivered,
+    BatchNotReady,
+    Done,
+    FetchPayloads,
+    GetLedgerSnapshot,
+    LedgerSnapshotAnswer,
+    Payloads,
+    RejectBatch,
+    RequestBatch,
+    RunComplete,
+    SealSteps,
+    StepCommit,
+    StepCommitted,
+    TakeOver,
+    TookOver,
+)
+
+_log = logging.getLogger(__name__)
+
+
+class Learner:
+    """Answers the learner."""
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        frames: FrameCache,
+        sessions: Sessions,
+        clients: Clients,
+        report: RunReport,
+        trouble: RewardTrouble,
+        *,
+        on_epoch: Callable[[int], None],
+        persist: Callable[[], None],
+    ) -> None:
+        self._ledger = ledger
+        self._book = ledger.book
+        self._frames = frames
+        self._sessions = sessions
+        self._clients = clients
+        self._report = report
+        self._trouble = trouble
+        self._on_epoch = on_epoch
+        self._persist = persist
+
+    def handle(
+        self,
+        session: Session,
+        request: TakeOver
+        | FetchPayloads
+        | StepCommit
+        | RejectBatch
+        | SealSteps
+        | GetLedgerSnapshot,
+    ) -> Outcome:
+        """Carry out a request."""
+        match request:
+            case TakeOver():
+                return Reply(self._take_over(session, request))
+            case FetchPayloads():
+                return self._fetch(request)
+            case StepCommit():
+                if self._report.records.wants_batches:
+                    return Later(self._record_and_commit(request))
+                return Reply(self._commit(request))
+            case RejectBatch(step=step, reason=reason, groups=groups, detail=detail):
+                _log.warning("step %d was not trained: %s (%s)", step, reason, log_text(detail))
+                self._ledger.reject_batch(request.version, step, reason, groups)
+            case SealSteps(version=version, step=step, oldest_kept=oldest_kept):
+                self._ledger.seal(version, step, oldest_kept)
+            case GetLedgerSnapshot(version=version):
+                state = self._ledger.snapshot(version)
+                return Reply(LedgerSnapshotAnswer(data=encode_state(state)))
+            case _:
+                assert_never(request)
+        return Reply(Done())
+
+    # ---- epochs --------------------------------------------------------------
+
+    def _take_over(self, session: Session, request: TakeOver) -> TookOver:
+        before, epoch = self._book.step, self._book.version.epoch
+        learner = session.holder if session.incarnation else ""
+        self._clients.refuse_other_run(request.run_id)
+        trains = self._book.state.learner
+        if trains and trains != learner and self._sessions.is_connected(trains):
+            raise RefusedError(f"{name_of(trains)} is connected and trains this run: end it first")
+        version = self._ledger.take_over(request.step, request.checkpoint, learner, request.held)
+        self._on_epoch(version.epoch)  # on disk before anybody may use it
+        if version.step != self._book.step:
+            return TookOver(version=version)  # asked twice
+        if version.epoch > epoch:
+            self._clients.discard_answers_again()
+        back = f", {before - version.step} steps back" if version.step < before else ""
+        _log.info("a learner took over as %s%s", version.label, back)
+        if version.step < before:
+            self._report.went_back(version.step)
+        self._report.telemetry.training_began()
+        return TookOver(version=version)
+
+    # ---- batches -------------------------------------------------------------
+
+    def batch(self, session: Session, request: RequestBatch) -> Reply | None:
+        """Deliver the batch of a step; None while it is not ready."""
+        answer = self._batch(session, request)
+        return None if isinstance(answer, NotYet) else Reply(answer)
+
+    def no_batch(self, session: Session, request: RequestBatch) -> Reply:
+        """Answer a learner that has waited long enough with what its batch waits for."""
+        batch = self._batch(session, request)
+        if not isinstance(batch, NotYet):
+            return Reply(batch)
+        waiting_for = self._ledger.waiting_for(batch)
+        reason = describe_wait(self._book, waiting_for, trouble=self._trouble.said())
+        self._waits_for(request.step, reason)
+        last_step = self._book.state.last_step
+        return Reply(BatchNotReady(waiting_for=waiting_for, reason=reason, last_step=last_step))
+
+    def _batch(
+        self, session: Session, request: RequestBatch
+    ) -> BatchDelivered | RunComplete | NotYet:
+        if not self._sessions.is_current(session):
+            raise HelloFirstError("say hello first")
+        batch = self._ledger.deliver(request.version, request.step)
+        if isinstance(batch, NotYet):
+            return batch
+        if batch is None:
+            self._waits_for(self._book.step, "")
+            return RunComplete(evaluations=tuple(self._book.state.eval_points))
+        self._waits_for(request.step, "")
+        return BatchDelivered(step=request.step, groups=tuple(as_delivered(g) for g in batch))
+
+    def _waits_for(self, step: int, reason: str) -> None:
+        """Show what the next step waits for; a batch asked for ahead of it holds up nobody."""
+        if step == self._book.step:
+            self._report.telemetry.waiting_for = reason
+
+    def _fetch(self, request: FetchPayloads) -> Outcome:
+        if len(set(request.keys)) < len(request.keys):
+            raise RefusedError("FetchPayloads names a trajectory twice")
+        for group_id, sibling in request.keys:
+            group = self._book.groups.get(group_id)
+            if group is None or group.state != "delivered" or sibling not in group.headers:
+                raise RefusedError(f"trajectory {group_id}/{sibling} is in no delivered batch")
+        found = [one for key in request.keys if (one := self._frames.get(key))]
+        if len(found) < len(request.keys):
+            return Later(self._load(request))
+        return Reply(Payloads(num_frames=len(found)), [one.payload for one in found])
+
+    async def _load(self, request: FetchPayloads) -> Reply:
+        found = await self._frames.load(request.keys)
+        gone = [key for key in request.keys if key not in found]
+        if gone:
+            raise RefusedError(f"the payload of trajectory {gone[0][0]}/{gone[0][1]} is gone")
+        frames = [found[key].payload for key in request.keys]
+        return Reply(Payloads(num_frames=len(frames)), frames)
+
+    # ---- commits -------------------------------------------------------------
+
+    async def _record_and_commit(self, request: StepCommit) -> Reply:
+        """Keep the batch whole before its payloads may go."""
+        step = request.version.step - 1
+        ids = self._book.state.batches.get(step, ())
+        batch = [self._book.groups[group_id] for group_id in ids]
+        found = await self._frames.load(key for group in batch for key in group.trajectory_keys())
+        if request.version == self._book.version:
+            return Reply(self._commit(request))  # asked twice: it is being recorded
+        answer = self._commit(request)
+        self._persist()  # before anything else that happens
+        frames = [[found[key] for key in sorted(group.trajectory_keys())] for group in batch]
+        await self._report.records.batch(step, list(zip(batch, frames, strict=True)))
+        return Reply(answer)
+
+    def _commit(self, request: StepCommit) -> StepCommitted:
+        before = self._book.step
+        metrics = {name: value for name, value in request.metrics.items() if isfinite(value)}
+        sampled = self._book.sampled_reward()
+        if sampled is not None:
+            metrics["reward/sampled"] = sampled
+        batch = [self._book.groups[i] for i in self._book.state.batches.get(before, ())]
+        self._ledger.commit(request.version, metrics)
+        if self._book.step > before:
+            for group in batch:
+                self._frames.discard(group.trajectory_keys())  # the store has them until sealed
+            self._report.step(request.version.step, metrics)
+        state = self._book.state
+        return StepCommitted(evaluations=tuple(state.eval_points), last_step=state.last_step)

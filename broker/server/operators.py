@@ -1,0 +1,103 @@
+"""Reports of roles, and questions about the run: status, ledger, dead letters, the relay."""
+
+from typing import TypeAlias, assert_never
+
+from slipstream.broker.ledger.commands import Ledger
+from slipstream.broker.ledger.state import MAX_DEAD_LETTERS
+from slipstream.broker.report.run_report import RunReport
+from slipstream.broker.report.telemetry import with_newest_steps
+from slipstream.broker.server.clients import Clients
+from slipstream.broker.server.reply import Reply
+from slipstream.broker.server.sessions import Session
+from slipstream.wire.errors import RefusedError
+from slipstream.wire.messages.broker import (
+    DeadLetters,
+    DeadLettersHandled,
+    Done,
+    DropDeadLetters,
+    FindRelay,
+    GetDeadLetters,
+    GetLedger,
+    GetStatus,
+    LedgerAnswer,
+    PublishReport,
+    RelayHeard,
+    RelayPlace,
+    RelayReport,
+    RetryDeadLetters,
+    RoleReport,
+    StatusAnswer,
+)
+
+_MAX_LETTERS = 100  # dead letters in one answer
+_MAX_ITEMS = 1_000  # of the ledger, named in one answer
+
+Request: TypeAlias = (
+    RoleReport
+    | PublishReport
+    | RelayReport
+    | FindRelay
+    | GetStatus
+    | GetLedger
+    | GetDeadLetters
+    | RetryDeadLetters
+    | DropDeadLetters
+)
+
+
+class Operators:
+    """Answers those who watch a run, and takes what roles report."""
+
+    def __init__(self, ledger: Ledger, clients: Clients, report: RunReport) -> None:
+        self._ledger = ledger
+        self._clients = clients
+        self._report = report
+        self._relay = RelayPlace(is_known=False)
+
+    def handle(self, session: Session, request: Request) -> Reply:
+        """Carry out a request."""
+        telemetry = self._report.telemetry
+        match request:
+            case RoleReport():
+                telemetry.report(session.name, request)
+            case PublishReport(record=record):
+                telemetry.published(record)
+            case RelayReport(members=members, door=door):
+                telemetry.members(members)
+                self._relay = RelayPlace(is_known=True, door=door)
+                return Reply(RelayHeard(generator_keys=self._clients.generator_keys()))
+            case FindRelay():
+                return Reply(self._relay)
+            case GetStatus(newest_steps=count):
+                status = with_newest_steps(self._report.status(), count)
+                return Reply(StatusAnswer(status=status))
+            case GetLedger(num_items=num_items):
+                view = self._report.account(max(0, min(num_items, _MAX_ITEMS)))
+                return Reply(LedgerAnswer(view=view))
+            case GetDeadLetters(after=after, limit=limit):
+                return Reply(self._letters(after, limit))
+            case RetryDeadLetters(groups=groups):
+                done, refused = self._ledger.retry(_not_too_many(groups))
+                return Reply(DeadLettersHandled(done=done, refused=refused))
+            case DropDeadLetters(groups=groups):
+                done, refused = self._ledger.drop_letters(_not_too_many(groups))
+                return Reply(DeadLettersHandled(done=done, refused=refused))
+            case _:
+                assert_never(request)
+        return Reply(Done())
+
+    def _letters(self, after: int, limit: int) -> DeadLetters:
+        state = self._ledger.book.state
+        letters = sorted(state.dead_letters.values(), key=lambda one: one.group_id)
+        found = [one for one in letters if one.group_id > after]
+        return DeadLetters(
+            letters=tuple(found[: max(0, min(limit, _MAX_LETTERS))]),
+            total=len(letters),
+            forgotten=state.letters_forgotten,
+        )
+
+
+def _not_too_many(groups: tuple[int, ...]) -> tuple[int, ...]:
+    if len(groups) > MAX_DEAD_LETTERS:
+        raise RefusedError(f"{len(groups)} groups at a time; there are {MAX_DEAD_LETTERS} at most")
+    return groups

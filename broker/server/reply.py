@@ -1,0 +1,50 @@
+"""What a handler returns for a request."""
+
+from collections.abc import Coroutine, Sequence
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from slipstream.broker.store.base import StoredTrajectory
+from slipstream.wire.errors import ProtocolError, RefusedError, SupersededError
+from slipstream.wire.messages.broker import Answer
+from slipstream.wire.messages.codec import Frame
+from slipstream.wire.messages.trajectory import TrajectoryKey
+from slipstream.wire.process.visible import one_line
+
+_MAX_TEXT = 500  # characters of a client's text in the log
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """An answer, the frames that follow it, and payloads to store before it is sent."""
+
+    answer: Answer
+    frames: Sequence[Frame] = ()
+    put: dict[TrajectoryKey, StoredTrajectory] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Later:
+    """An answer that waits for the store."""
+
+    job: Coroutine[None, None, Reply]
+
+
+Outcome: TypeAlias = Reply | Later
+
+
+class HelloFirstError(RefusedError):
+    """Nobody has said hello on this connection."""
+
+
+# What becomes a refusal. The second line is a fault of ours that one message brought to light: it
+# must not end everybody's run.
+ANSWERED = (
+    *(ProtocolError, RefusedError, SupersededError),
+    *(LookupError, ValueError, TypeError, ArithmeticError),
+)
+
+
+def log_text(text: str) -> str:
+    """Return a client's text as one short line of a log."""
+    return one_line(text, most=_MAX_TEXT)
