@@ -1,5 +1,6 @@
 """`slipstream dashboard RUN`: the page of a run, from its broker or from what it left."""
 
+import argparse
 import asyncio
 from datetime import UTC, datetime
 from pathlib import Path
@@ -11,13 +12,35 @@ from slipstream.broker.dashboard.history import StoredState, read_state
 from slipstream.broker.dashboard.items import RecordedItems
 from slipstream.broker.dashboard.recorder import FinishedRun
 from slipstream.broker.dashboard.web import Dashboard
+from slipstream.deploy.commands.options import RUNS, add_run
 from slipstream.deploy.commands.top import outcome_of
+from slipstream.deploy.terminal.console import make_console
 from slipstream.deploy.terminal.observe import dashboard_address, run_of_folder, status_now
 from slipstream.wire.errors import ConfigError, PeerLostError
-from slipstream.wire.files.run_folder import PAGE_ADDRESS, PAGE_STATE
+from slipstream.wire.files.run_folder import PAGE_ADDRESS, PAGE_STATE, newest_run
 from slipstream.wire.process.stopping import stop_event
 from slipstream.wire.settings.load import load_table, section
 from slipstream.wire.settings.sections import RunSection
+
+EXAMPLES = """examples:
+  slipstream dashboard                         of the newest run
+  slipstream dashboard runs/demo --port 8080   at a port of your own
+
+The page is served on this host alone and wants the token of its address. From elsewhere:
+  ssh -L 8080:127.0.0.1:8080 HOST
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command line."""
+    add_run(parser)
+    parser.add_argument("--port", type=int, default=0, help="0 lets the system choose")
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Run the command."""
+    folder = arguments.folder or newest_run(RUNS)
+    return show_dashboard(folder, make_console(), port=arguments.port)
 
 
 def show_dashboard(folder: Path, console: Console, *, port: int) -> int:

@@ -1,5 +1,6 @@
 """`slipstream data check`: what a run would make of prompt files, before it starts."""
 
+import argparse
 import os
 from collections import Counter
 from collections.abc import Sequence
@@ -15,6 +16,7 @@ from rich.text import Text
 from slipstream.broker.config import DataSection
 from slipstream.broker.data.files import row_name
 from slipstream.broker.data.sources import Source, eval_sources, load_source, training_sources
+from slipstream.deploy.commands.options import add_config, add_overrides
 from slipstream.deploy.terminal.console import make_console
 from slipstream.generators.text.codec import BadPromptError, TextCodec
 from slipstream.wire.errors import ConfigError
@@ -25,6 +27,23 @@ from slipstream.wire.settings.sections import EvalSection, RunSection, SamplingS
 _SHOWN_ROWS = 10
 _SHOWN_CHARACTERS = 1500
 EXIT_BAD_ROWS = 1
+EXAMPLES = """examples:
+  slipstream data check train.parquet --model DIR        rows, lengths and problems of prompts
+  slipstream data check --config run.toml                of all files of a run
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command line."""
+    parser.add_argument("action", choices=("check",))
+    add_overrides(parser, "FILE section.key=value")
+    add_config(parser, required=False, text="default: all defaults")
+    parser.add_argument("--model", type=Path, metavar="DIR", help="default: run.model")
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Run the command."""
+    return data_check(arguments.overrides, arguments.config, arguments.model)
 
 
 @dataclass(slots=True)

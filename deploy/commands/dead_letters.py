@@ -1,5 +1,6 @@
 """`slipstream dead-letters`: what was given up, and what to do with it."""
 
+import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -8,10 +9,11 @@ from rich.panel import Panel
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from slipstream.deploy.commands.ledger import newest_started
+from slipstream.deploy.commands.options import RUNS, add_json
 from slipstream.deploy.terminal.console import make_console
 from slipstream.deploy.terminal.observe import ask_broker, run_of_folder
 from slipstream.wire.errors import ConfigError
+from slipstream.wire.files.run_folder import newest_run
 from slipstream.wire.messages.broker import (
     DeadLetters,
     DeadLettersHandled,
@@ -23,8 +25,27 @@ from slipstream.wire.messages.dead_letters import DeadLetter
 from slipstream.wire.process.command_line import print_json
 from slipstream.wire.settings.sections import RunSection
 
-_RUNS = Path("runs")
 _SHOWN = 60  # characters of a text in a table
+EXAMPLES = """examples:
+  slipstream dead-letters list                   of the newest run
+  slipstream dead-letters show g17               its prompt, its answers and why they have no reward
+  slipstream dead-letters retry all              issue the prompts again, as new items
+  slipstream dead-letters drop g17 g21           forget them
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command line."""
+    parser.add_argument("action", choices=("list", "show", "retry", "drop"))
+    parser.add_argument("words", nargs="*", metavar="GROUP", help="g17, or all")
+    parser.add_argument("--run", type=Path, metavar="runs/NAME", help="default: the newest run")
+    add_json(parser)
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Run the command."""
+    words, folder = arguments.words, arguments.run
+    return dead_letters(arguments.action, words, folder=folder, as_json=arguments.json)
 
 
 def dead_letters(action: str, words: Sequence[str], *, folder: Path | None, as_json: bool) -> int:
@@ -36,7 +57,7 @@ def dead_letters(action: str, words: Sequence[str], *, folder: Path | None, as_j
         folder: of the run; None is the newest one.
         as_json: print for programs.
     """
-    run = run_of_folder(folder or newest_started(_RUNS))
+    run = run_of_folder(folder or newest_run(RUNS))
     console = make_console()
     if action == "list":
         return _list(run, console, as_json=as_json)

@@ -1,11 +1,13 @@
 """`slipstream export`: which checkpoint becomes which Hugging Face folder."""
 
+import argparse
 import os
 import shutil
 import sys
 from pathlib import Path
 from typing import NoReturn
 
+from slipstream.deploy.commands.options import RUNS
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.files.checkpoints import (
     INFO_FILE,
@@ -13,10 +15,28 @@ from slipstream.wire.files.checkpoints import (
     newest_checkpoint,
     read_checkpoint_info,
 )
+from slipstream.wire.files.run_folder import newest_run
 
-_RUNS = Path("runs")
 _HELD = ".export-"  # and the process id
 _TRIES = 20  # while a run replaces its checkpoints
+EXAMPLES = """examples:
+  slipstream export runs/demo --best --out DIR   the best checkpoint by eval.metric
+  slipstream export                              the newest one, into model/ of its run
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command line."""
+    parser.add_argument(
+        "target", type=Path, nargs="?", metavar="RUN|CHECKPOINT", help="default: the newest run"
+    )
+    parser.add_argument("--out", type=Path, metavar="DIR", help="default: model/ of the run")
+    parser.add_argument("--best", action="store_true", help="the best checkpoint by eval.metric")
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Run the command."""
+    export(arguments.target, arguments.out, best=arguments.best)
 
 
 def export(target: Path | None, out: Path | None, *, best: bool) -> NoReturn:
@@ -49,13 +69,13 @@ def export(target: Path | None, out: Path | None, *, best: bool) -> NoReturn:
     os.execve(sys.executable, arguments, environment)  # noqa: S606 our own program
 
 
-def checkpoint_of(target: Path | None, *, best: bool, runs: Path = _RUNS) -> Path:
+def checkpoint_of(target: Path | None, *, best: bool, runs: Path = RUNS) -> Path:
     """Return the checkpoint that a command line names.
 
     Raises:
         ConfigError: there is none.
     """
-    run = newest_run(runs) if target is None else target
+    run = newest_run(runs, f"checkpoints/step-*/{INFO_FILE}") if target is None else target
     if (run / INFO_FILE).is_file():
         if best:
             raise ConfigError(f"{run} is one checkpoint; --best chooses among those of a run")
@@ -69,7 +89,7 @@ def checkpoint_of(target: Path | None, *, best: bool, runs: Path = _RUNS) -> Pat
     return found
 
 
-def held_checkpoint(target: Path | None, *, best: bool, runs: Path = _RUNS) -> tuple[Path, Path]:
+def held_checkpoint(target: Path | None, *, best: bool, runs: Path = RUNS) -> tuple[Path, Path]:
     """Return a checkpoint that a live run cannot remove, and which one it is.
 
     Its files are linked a second time, which copies nothing: what the run removes stays with us. On
@@ -107,19 +127,6 @@ def _remove_left(run: Path) -> None:
     for path in run.glob(f"{_HELD}*"):
         if not Path("/proc", path.name.removeprefix(_HELD)).exists():
             shutil.rmtree(path, ignore_errors=True)
-
-
-def newest_run(runs: Path) -> Path:
-    """Return the run whose newest checkpoint was saved last.
-
-    Raises:
-        ConfigError: no run in this folder has a checkpoint.
-    """
-    folders = [path.parent for path in runs.glob("*/checkpoints")]
-    saved = [(path, folder) for folder in folders if (path := newest_checkpoint(folder))]
-    if not saved:
-        raise ConfigError(f"no run in {runs.resolve()} has a checkpoint; name one")
-    return max(saved, key=lambda pair: (pair[0] / INFO_FILE).stat().st_mtime)[1]
 
 
 def out_folder(checkpoint: Path, out: Path | None) -> Path:

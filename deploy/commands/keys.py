@@ -1,5 +1,6 @@
 """`slipstream keys`: make, list and revoke the keys that roles on other hosts need."""
 
+import argparse
 from collections.abc import Sequence
 from pathlib import Path
 from typing import get_args
@@ -9,12 +10,49 @@ from rich.table import Table as RichTable
 
 from slipstream.broker.config import BrokerSection, keys_folder
 from slipstream.broker.server.keyring import holders, make_client_key, revoke
+from slipstream.deploy.commands.options import add_config, add_json
 from slipstream.deploy.terminal.console import make_console
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.messages.broker import Role
 from slipstream.wire.process.command_line import print_json
 from slipstream.wire.settings.load import load_table, section
 from slipstream.wire.settings.sections import run_section
+
+EXAMPLES = """examples:
+  slipstream keys make desk --role operator --config run.toml
+  slipstream keys make judge-1 judge-2 --role reward_worker --keys /srv/keys
+  slipstream keys list --config run.toml
+  slipstream keys revoke judge-1 --config run.toml     a broker that runs notices within a second
+  slipstream keys revoke gpu7 --discard                what it answered is not to be trained
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command line."""
+    parser.add_argument("action", choices=("make", "list", "revoke"))
+    parser.add_argument("names", nargs="*", metavar="NAME", help="one per host and role")
+    parser.add_argument("--role", default="reward_worker", help="what a new key is for")
+    parser.add_argument("--keys", type=Path, metavar="DIR", help="folder of the keys")
+    add_config(parser, required=False, text="whose broker.keys to use")
+    parser.add_argument(
+        "--discard",
+        action="store_true",
+        help="revoke: also drop what was answered with the key and is not trained yet",
+    )
+    add_json(parser, "for programs")
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Run the command."""
+    return keys(
+        arguments.action,
+        arguments.names,
+        role=arguments.role,
+        folder=arguments.keys,
+        config=arguments.config,
+        as_json=arguments.json,
+        discard=arguments.discard,
+    )
 
 
 def keys(

@@ -1,5 +1,6 @@
 """`slipstream ledger`: where every prompt of a run went."""
 
+import argparse
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -11,25 +12,49 @@ from rich.text import Text
 
 from slipstream.broker.store.event_log import read_trail
 from slipstream.broker.store.item_history import ItemTrace, trace_item
+from slipstream.deploy.commands.options import RUNS, add_json
+from slipstream.deploy.terminal.console import make_console
 from slipstream.deploy.terminal.observe import fetch_account, run_of_folder
 from slipstream.wire.errors import ConfigError, PeerLostError
-from slipstream.wire.files.run_folder import ACCOUNT, TRAIL
+from slipstream.wire.files.run_folder import ACCOUNT, TRAIL, newest_run
 from slipstream.wire.messages.ledger_view import ItemView, LedgerView
 from slipstream.wire.process.command_line import print_json
 
 _PROMPT_CHARS = 200  # of a title
+EXAMPLES = """examples:
+  slipstream ledger                        the newest run
+  slipstream ledger runs/demo --items 30   and the 30 oldest items
+  slipstream ledger trace 17 runs/demo     what became of the prompt at position 17
+  slipstream ledger trace g203 --json      what became of group 203
+  slipstream ledger trace "37+85="         of the newest item whose prompt holds this text
+"""
 
 
-def newest_started(runs: Path) -> Path:
-    """Return the run folder whose settings were written last.
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command line."""
+    parser.add_argument(
+        "words",
+        nargs="*",
+        metavar="[trace PROMPT] [RUN]",
+        help="PROMPT is a position in the data (17), a group (g17) or a piece of the prompt; "
+        "RUN is a run folder, default the newest one",
+    )
+    parser.add_argument("--items", type=int, default=10, metavar="N", help="oldest items (10)")
+    add_json(parser)
 
-    Raises:
-        ConfigError: there is none.
-    """
-    resolved = list(runs.glob("*/resolved.toml"))
-    if not resolved:
-        raise ConfigError(f"no run in {runs}: name a run folder")
-    return max(resolved, key=lambda path: path.stat().st_mtime).parent
+
+def main(arguments: argparse.Namespace) -> int:
+    """Run the command."""
+    words, as_json = arguments.words, arguments.json
+    if words[:1] == ["trace"]:
+        if len(words) not in {2, 3}:
+            raise ConfigError("slipstream ledger trace PROMPT [RUN] names one prompt")
+        folder = Path(words[2]) if len(words) == 3 else newest_run(RUNS)
+        return print_trace(folder, words[1], make_console(), as_json=as_json)
+    if len(words) > 1:
+        raise ConfigError(f"slipstream ledger takes one run folder, got {' '.join(words)}")
+    folder = Path(words[0]) if words else newest_run(RUNS)
+    return print_account(folder, make_console(), num_items=arguments.items, as_json=as_json)
 
 
 def print_account(folder: Path, console: Console, *, num_items: int, as_json: bool) -> int:

@@ -1,17 +1,38 @@
 """`slipstream replay`: trains on recorded batches, without broker and generators."""
 
+import argparse
 import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
+from slipstream.deploy.commands.options import add_config, add_overrides
 from slipstream.deploy.config import free_name
 from slipstream.learner.config import learner_settings
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.files.run_folder import BATCHES
 from slipstream.wire.settings.load import load_table
 from slipstream.wire.settings.sections import run_section
+
+EXAMPLES = """examples:
+  slipstream replay runs/demo --config run.toml          train on its recorded batches alone
+  slipstream replay a.trajectories --config run.toml     or on those of a file
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command line."""
+    parser.add_argument("target", type=Path, metavar="RUN|FILE")
+    add_config(parser, required=True)
+    parser.add_argument("--dry-run", action="store_true", help="check and print the settings")
+    add_overrides(parser)
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Run the command."""
+    target, config = arguments.target, arguments.config
+    replay(target, config, arguments.overrides, dry_run=arguments.dry_run)
 
 
 def replay(target: Path, config: Path, overrides: Sequence[str], *, dry_run: bool) -> NoReturn:

@@ -1,5 +1,6 @@
 """`slipstream show`: what the policy wrote, read in a terminal."""
 
+import argparse
 import json
 from collections import deque
 from collections.abc import Iterator
@@ -11,11 +12,37 @@ from rich.console import Console, Group, RenderableType
 from rich.panel import Panel
 from rich.text import Text
 
+from slipstream.deploy.terminal.console import make_console
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.files.run_folder import TRAINED, answers_files
 from slipstream.wire.process.visible import visible
 
 Row = dict[str, Any]
+EXAMPLES = """examples:
+  slipstream show runs/demo --last 3       the newest recorded trajectories
+  slipstream show runs/demo --eval         what it answered in the newest evaluation
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command line."""
+    parser.add_argument("folder", type=Path, metavar="runs/NAME")
+    parser.add_argument("--last", type=int, default=5, metavar="N", help="at most so many (5)")
+    parser.add_argument("--step", type=int, help="of this learner step or evaluation")
+    parser.add_argument("--group", type=int, help="of this group, or evaluation problem")
+    parser.add_argument("--eval", action="store_true", help="answers to held-out problems")
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Run the command."""
+    return show(
+        arguments.folder,
+        make_console(),
+        count=arguments.last,
+        step=arguments.step,
+        group=arguments.group,
+        evaluation=arguments.eval,
+    )
 
 
 def show(

@@ -1,5 +1,6 @@
 """`slipstream top`: a run in a terminal, live."""
 
+import argparse
 import json
 import os
 import select
@@ -20,6 +21,7 @@ from rich.text import Text
 from slipstream.broker.config import BrokerSection
 from slipstream.broker.dashboard.history import StoredState, read_state
 from slipstream.broker.report.summary import summary_of
+from slipstream.deploy.commands.options import RUNS, add_json, add_run
 from slipstream.deploy.terminal.console import make_console
 from slipstream.deploy.terminal.observe import (
     StatusWatcher,
@@ -31,7 +33,7 @@ from slipstream.deploy.terminal.recent import Recent
 from slipstream.deploy.terminal.screen import Screen, lines_of
 from slipstream.deploy.terminal.view import age
 from slipstream.wire.errors import ConfigError, PeerLostError
-from slipstream.wire.files.run_folder import PAGE_STATE
+from slipstream.wire.files.run_folder import PAGE_STATE, newest_run
 from slipstream.wire.messages.status import RunStatus
 from slipstream.wire.process.command_line import print_json
 from slipstream.wire.settings.load import load_table, section
@@ -40,6 +42,24 @@ from slipstream.wire.settings.sections import RunSection
 _EVERY_S = 1.0
 _OLD_S = 3.0  # an answer that is older is said to be
 _GONE_S = 30.0  # then it is said what to do
+EXAMPLES = """examples:
+  slipstream top                           the newest run; q ends it
+  slipstream top runs/demo --json          its figures and advisories once, for programs
+
+It works over ssh on a terminal of 80x24 and shows more on a larger one. Every sentence at the top
+is explained in docs/operations.md.
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command line."""
+    add_run(parser)
+    add_json(parser, "print the figures once, for programs")
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Run the command."""
+    return top(arguments.folder or newest_run(RUNS), as_json=arguments.json)
 
 
 def top(folder: Path, *, as_json: bool) -> int:

@@ -5,6 +5,7 @@ The file is a JSON object of the trace event format: complete events (``X``) on 
 the trail, publishes from the summary, curves of how busy each process was from the page's history.
 """
 
+import argparse
 import json
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -33,8 +34,10 @@ from slipstream.broker.ledger.events import (
 from slipstream.broker.ledger.leases import name_of
 from slipstream.broker.report.summary import PUBLISHES
 from slipstream.broker.store.event_log import read_trail
+from slipstream.deploy.commands.options import RUNS, add_run
+from slipstream.deploy.terminal.console import make_console
 from slipstream.wire.errors import ConfigError
-from slipstream.wire.files.run_folder import PAGE_STATE, SUMMARY, TRAIL
+from slipstream.wire.files.run_folder import PAGE_STATE, SUMMARY, TRAIL, newest_run
 from slipstream.wire.messages.weightbus import PUBLISH_PHASES, PublishRecord
 from slipstream.wire.process.phases import PHASE_TIME, WAIT
 
@@ -45,6 +48,30 @@ _LEARNER, _BUS, _BROKER = "learner", "weight bus", "broker"
 _FIRST = {_LEARNER: 0, _BUS: 1, _BROKER: 2}  # then come the generators
 _PHASES = ("commit", "export", "checkpoint", WAIT, "fetch", "pack", "proximal", "train")
 Json: TypeAlias = dict[str, Any]
+EXAMPLES = """examples:
+  slipstream trace runs/demo               writes runs/demo/trace.json
+  slipstream trace --out /tmp/demo.json    of the newest run
+
+Open the file at https://ui.perfetto.dev (nothing is sent anywhere) or in chrome://tracing.
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command line."""
+    add_run(parser)
+    parser.add_argument("--out", type=Path, metavar="FILE", help="default: trace.json of the run")
+    parser.add_argument(  # so many take about 50 MB; viewers become slow beyond it
+        "--max-spans", type=int, default=200_000, metavar="N", help="the newest N (200000)"
+    )
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Run the command."""
+    most = arguments.max_spans
+    if most < 1:
+        raise ConfigError(f"--max-spans must be at least 1, got {most}")
+    folder = arguments.folder or newest_run(RUNS)
+    return write_trace(folder, arguments.out, make_console(), max_spans=most)
 
 
 class _Summary(msgspec.Struct, frozen=True, kw_only=True):

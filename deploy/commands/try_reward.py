@@ -1,5 +1,6 @@
 """`slipstream reward test`: what a reward function makes of answers, without a run."""
 
+import argparse
 import asyncio
 import os
 import time
@@ -18,6 +19,7 @@ from slipstream.broker.data.files import RawRow, read_rows
 from slipstream.broker.data.gym import gym_rows
 from slipstream.broker.data.rows import BadRowError, RowRules, prompt_from_row
 from slipstream.broker.reward_worker.pool import RewardPool
+from slipstream.deploy.commands.options import add_config, add_json, add_overrides
 from slipstream.deploy.terminal.console import make_console
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.messages.broker import ScoringItem
@@ -29,6 +31,35 @@ EXIT_UNAVAILABLE = 1
 _ANSWER_COLUMNS = ("response", "solution")
 _GYM = "reasoning_gym:"
 _SHOWN_CHARACTERS = 60
+EXAMPLES = """examples:
+  slipstream reward test --reward my.py:score --data train.parquet    score rows without a run
+  slipstream reward test --reward my.py:score --data train.jsonl --answers answers.jsonl
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command line."""
+    parser.add_argument("action", choices=("test",))
+    parser.add_argument("--reward", default="", metavar="MODULE:NAME", help="or FILE.py:NAME")
+    parser.add_argument("--data", required=True, metavar="FILE", help="or reasoning_gym:NAME")
+    parser.add_argument("--answers", type=Path, metavar="FILE", help="JSONL with the answers")
+    parser.add_argument("--n", type=int, default=20, metavar="N", help="rows to score (20)")
+    add_config(parser, required=False, text="for [reward] and [data]")
+    add_json(parser)
+    add_overrides(parser)
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Run the command."""
+    return reward_test(
+        arguments.overrides,
+        reward=arguments.reward,
+        data=arguments.data,
+        count=arguments.n,
+        answers=arguments.answers,
+        config=arguments.config,
+        as_json=arguments.json,
+    )
 
 
 class TestedAnswer(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,5 +1,6 @@
 """`slipstream versions`: which weights each engine holds, and how the publishes went."""
 
+import argparse
 import json
 import time
 from collections import Counter
@@ -14,9 +15,11 @@ from rich.table import Table
 from rich.text import Text
 
 from slipstream.broker.report.summary import PUBLISHES
+from slipstream.deploy.commands.options import RUNS, add_json, add_run
+from slipstream.deploy.terminal.console import make_console
 from slipstream.deploy.terminal.observe import run_of_folder, status_now
 from slipstream.wire.errors import ConfigError, PeerLostError
-from slipstream.wire.files.run_folder import SUMMARY
+from slipstream.wire.files.run_folder import SUMMARY, newest_run
 from slipstream.wire.messages.status import GONE_S, RunStatus
 from slipstream.wire.messages.versions import PolicyVersion
 from slipstream.wire.messages.weightbus import PUBLISH_PHASES, MemberState, PublishRecord
@@ -24,6 +27,27 @@ from slipstream.wire.process.command_line import print_json
 from slipstream.wire.process.visible import visible
 
 _COLORS = {"current": "green", "behind": "yellow", "receiving": "cyan", "torn": "bold red"}
+EXAMPLES = """examples:
+  slipstream versions                       of the newest run
+  slipstream versions runs/demo --last 30   and its 30 newest publishes
+  slipstream versions runs/demo --json      everything, for programs
+
+An engine is current, behind (it runs an older version, or has none yet), receiving, or torn: it may
+hold parts of two versions, and generates nothing until it holds a whole one.
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command line."""
+    add_run(parser)
+    parser.add_argument("--last", type=int, default=10, metavar="N", help="publishes (10)")
+    add_json(parser)
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Run the command."""
+    folder = arguments.folder or newest_run(RUNS)
+    return print_versions(folder, make_console(), count=arguments.last, as_json=arguments.json)
 
 
 class _Role(msgspec.Struct, frozen=True, kw_only=True):

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from slipstream.deploy.main import COMMANDS
+
 ROOT = Path(__file__).parents[2]
 HEAVY = {"aiohttp", "megatron", "numpy", "ray", "sglang", "tokenizers", "torch", "transformers"}
 MOST_MODULES = 600  # torch alone has more
@@ -33,3 +35,15 @@ def test_help_is_fast_and_shows_an_example(module: str, example: str):
     assert "argparse" in imported
     assert HEAVY.isdisjoint(imported)
     assert len(imported) < MOST_MODULES
+
+
+@pytest.mark.parametrize("command", list(COMMANDS))
+def test_every_command_answers_help_with_an_example(command: str):
+    call = [sys.executable, "-m", "slipstream.deploy.main", command, "--help"]
+    done = subprocess.run(call, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert f"\n  slipstream {command}" in done.stdout
+
+
+def test_every_module_of_a_command_belongs_to_one():
+    files = {path.stem for path in (ROOT / "deploy" / "commands").glob("*.py")}
+    assert files - {"__init__", "options"} == {module for module, _ in COMMANDS.values()}

@@ -2,11 +2,14 @@
 
 from pathlib import Path
 
+from slipstream.wire.errors import ConfigError
+
 IDENTITY = Path("identity.json")  # which run this is, and what no life of it may give out again
 BROKER_LOCK = Path("broker.lock")  # held by the one broker of the run
 BATCHES = Path("rollouts") / "batches.trajectories"
 TRAINED = Path("rollouts") / "trained.jsonl"
 EVAL = Path("eval")
+SETTINGS = Path("resolved.toml")  # all of them, as the run began with
 SUMMARY = Path("summary.json")
 TRAIL = Path("ledger")  # what happened to every item
 PAGE_STATE = Path("dashboard") / "state.msgpack"  # what the page shows, as of the last seconds
@@ -26,3 +29,20 @@ def answers_files(run_folder: Path) -> dict[int, Path]:
     files = (run_folder / EVAL).glob("step-*.jsonl")
     steps = {path.stem.removeprefix("step-"): path for path in files}
     return {int(step): steps[step] for step in sorted(steps) if step.isdecimal()}
+
+
+def newest_run(runs: Path, holding: Path | str = SETTINGS) -> Path:
+    """Return the run folder in which a file of a kind was written last.
+
+    Args:
+        runs: the folder of all runs.
+        holding: the file, or a pattern of several, within a run folder.
+
+    Raises:
+        ConfigError: no run has any.
+    """
+    files = list(runs.glob(f"*/{holding}"))
+    if not files:
+        raise ConfigError(f"no run in {runs.resolve()} has a {Path(holding).name}; name a run")
+    newest = max(files, key=lambda path: path.stat().st_mtime)
+    return runs / newest.relative_to(runs).parts[0]

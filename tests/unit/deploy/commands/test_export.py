@@ -8,7 +8,6 @@ from slipstream.deploy.commands.export import (
     checkpoint_of,
     held_checkpoint,
     let_go,
-    newest_run,
     out_folder,
 )
 from slipstream.deploy.commands.replay import recorded_file
@@ -23,7 +22,6 @@ def test_a_run_stands_for_its_newest_checkpoint_and_no_name_for_the_newest_run(t
     os.utime(tmp_path / "a" / "checkpoints" / "step-000020" / "checkpoint.json", (1, 1))
     assert checkpoint_of(tmp_path / "a", best=False) == old
     assert checkpoint_of(new, best=False) == new
-    assert newest_run(tmp_path) == tmp_path / "b"
     assert checkpoint_of(None, best=False, runs=tmp_path) == new
 
 
@@ -74,8 +72,8 @@ def test_what_names_no_checkpoint_is_refused(tmp_path: Path):
     ):
         with pytest.raises(ConfigError, match=message):
             checkpoint_of(target, best=best)
-    with pytest.raises(ConfigError, match=r"no run in .* has a checkpoint"):
-        newest_run(tmp_path / "none")
+    with pytest.raises(ConfigError, match=r"no run in .* has a checkpoint\.json"):
+        checkpoint_of(None, best=False, runs=tmp_path / "none")
 
 
 def test_the_folder_to_write_is_the_runs_or_one_that_holds_nothing(tmp_path: Path):

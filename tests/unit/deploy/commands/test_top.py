@@ -10,8 +10,14 @@ from pathlib import Path
 import pytest
 
 from slipstream.broker.dashboard.history import History, StoredState, write_state
-from slipstream.deploy.commands.bodies import top
-from slipstream.deploy.commands.top import ends_in_order, keys_of, outcome_of, recent_of, trouble_of
+from slipstream.deploy.commands.top import (
+    ends_in_order,
+    keys_of,
+    outcome_of,
+    recent_of,
+    top,
+    trouble_of,
+)
 from slipstream.wire.errors import ConfigError, PeerLostError
 from slipstream.wire.files.run_folder import PAGE_STATE
 from slipstream.wire.settings.sections import RunSection

@@ -2,6 +2,7 @@
 
 import io
 import json
+from argparse import Namespace
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,8 +17,7 @@ from slipstream.broker.ledger.commands import Ledger
 from slipstream.broker.ledger.events import encode_event
 from slipstream.broker.report.summary import write_summary
 from slipstream.broker.store.event_log import FolderTrail
-from slipstream.deploy.commands.bodies import trace
-from slipstream.deploy.commands.trace import phase_spans, publish_spans, write_trace
+from slipstream.deploy.commands.trace import main, phase_spans, publish_spans, write_trace
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.files.run_folder import PAGE_STATE, TRAIL
 from slipstream.wire.messages.versions import PolicyVersion
@@ -260,18 +260,18 @@ def test_a_clock_that_was_set_back_makes_no_span_of_negative_length(tmp_path: Pa
 
 def test_a_run_without_a_trail_says_which_setting_makes_one(tmp_path: Path):
     with pytest.raises(ConfigError, match=r"broker\.max_trail_bytes"):
-        trace(tmp_path, None, max_spans=1)
+        main(Namespace(folder=tmp_path, out=None, max_spans=1))
     (tmp_path / TRAIL).mkdir()
     with pytest.raises(ConfigError, match="has just begun"):
-        trace(tmp_path, None, max_spans=1)
+        main(Namespace(folder=tmp_path, out=None, max_spans=1))
     with pytest.raises(ConfigError, match="at least 1"):
-        trace(tmp_path, None, max_spans=0)
+        main(Namespace(folder=tmp_path, out=None, max_spans=0))
 
 
 def test_the_file_is_in_the_run_folder_unless_another_is_named(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ):
-    assert trace(folder, None, max_spans=1_000) == 0
+    assert main(Namespace(folder=folder, out=None, max_spans=1_000)) == 0
     assert json.loads((folder / "trace.json").read_text())["otherData"] == {"run": folder.name}
     assert "ui.perfetto.dev" in capsys.readouterr().out
     assert not list(_unfinished(folder))

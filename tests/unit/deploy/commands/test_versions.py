@@ -2,6 +2,7 @@
 
 import io
 import json
+from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,8 +11,7 @@ import pytest
 from rich.console import Console
 
 from slipstream.broker.report.summary import write_summary
-from slipstream.deploy.commands.bodies import versions
-from slipstream.deploy.commands.versions import VersionsView, print_versions, render, view_of
+from slipstream.deploy.commands.versions import VersionsView, main, print_versions, render, view_of
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.messages.status import RoleStatus
 from slipstream.wire.messages.versions import PolicyVersion
@@ -280,5 +280,5 @@ def test_without_a_name_it_is_the_newest_run(
 ):
     finished(run, outcome="finished", finished=True)
     monkeypatch.chdir(run.parents[1])
-    assert versions(None, count=1, as_json=False) == 0
+    assert main(Namespace(folder=None, last=1, json=False)) == 0
     assert "the newest 1 of 2 publishes" in capsys.readouterr().out

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.deploy.commands.bodies import quickstart
+from slipstream.deploy.commands.quickstart import quickstart
 from slipstream.deploy.examples.addition import SHIPPED_POLICY, prepare, write_blank_model
 from slipstream.wire.errors import ConfigError
 

@@ -8,7 +8,6 @@ import pytest
 from rich.console import Console
 
 from slipstream.algos import linear_logprobs
-from slipstream.deploy.commands.dry_run import print_dry_run
 from slipstream.deploy.config import RunConfig, run_config
 from slipstream.deploy.launch.memory import (
     CHUNK_BYTES,
@@ -20,6 +19,7 @@ from slipstream.deploy.launch.memory import (
     num_parameters,
 )
 from slipstream.deploy.launch.plan import plan_roles
+from slipstream.deploy.terminal.dry_run import print_dry_run
 from slipstream.learner.model.hf_config import HfConfig, load_hf_config
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.settings.load import load_table

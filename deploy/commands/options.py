@@ -1,0 +1,34 @@
+"""Options that several subcommands take."""
+
+import argparse
+from pathlib import Path
+
+RUNS = Path("runs")
+
+
+def add_config(parser: argparse.ArgumentParser, *, required: bool, text: str = "") -> None:
+    """Add ``--config RUN.toml``."""
+    text = text or "the run's settings"
+    parser.add_argument("--config", type=Path, required=required, metavar="RUN.toml", help=text)
+
+
+def add_overrides(parser: argparse.ArgumentParser, metavar: str = "section.key=value") -> None:
+    """Add settings that win over those of the file."""
+    parser.add_argument("overrides", nargs="*", metavar=metavar)
+
+
+def add_run(parser: argparse.ArgumentParser) -> None:
+    """Add a run folder, by default the newest one."""
+    text = "a run folder, default the newest one"
+    parser.add_argument("folder", type=Path, nargs="?", metavar="RUN", help=text)
+
+
+def add_resume(parser: argparse.ArgumentParser) -> None:
+    """Add ``--resume``."""
+    text = "resume from the newest checkpoint of this run (auto), of a run folder, or from one"
+    parser.add_argument("--resume", metavar="auto|FOLDER", help=text)
+
+
+def add_json(parser: argparse.ArgumentParser, text: str = "everything, for programs") -> None:
+    """Add ``--json``."""
+    parser.add_argument("--json", action="store_true", help=text)
