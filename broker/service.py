@@ -4,7 +4,7 @@ import asyncio
 import gc
 import logging
 import time
-from collections.abc import Callable, Coroutine, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 
@@ -38,6 +38,7 @@ from slipstream.wire.errors import ConfigError, PeerLostError
 from slipstream.wire.files.keys import read_private, write_private
 from slipstream.wire.files.run_folder import BROKER_LOCK, PAGE_ADDRESS, PAGE_STATE, TRAIL
 from slipstream.wire.process.processes import locked, raise_descriptor_limit
+from slipstream.wire.process.run_until import run_until
 from slipstream.wire.process.stopping import stop_event
 from slipstream.wire.settings.sections import RunSection
 
@@ -108,7 +109,7 @@ async def serve(settings: BrokerSettings, *, restarted: bool = False) -> None:
             jobs.append(recorder.run())
         if redis_server is not None:
             jobs.append(redis_server.keep_alive(outage_s=run.outage_s))
-        await _run_until(stop, *jobs)
+        await run_until(stop.wait(), *jobs)
 
 
 def _take_lock(run: RunSection, cleanup: AsyncExitStack, *, restarted: bool) -> None:
@@ -315,20 +316,6 @@ def _remove_address(file: Path, address: str) -> None:
     with suppress(OSError):
         if file.read_text().strip() == address:
             file.unlink()
-
-
-async def _run_until(stop: asyncio.Event, *jobs: Coroutine[None, None, None]) -> None:
-    """Run endless jobs until ``stop`` is set; the first that fails is raised."""
-    tasks = [asyncio.create_task(job) for job in jobs]
-    waiter = asyncio.create_task(stop.wait())
-    try:
-        done, _ = await asyncio.wait({waiter, *tasks}, return_when=asyncio.FIRST_COMPLETED)
-        for task in done:
-            task.result()
-    finally:
-        for task in (waiter, *tasks):
-            task.cancel()
-        await asyncio.gather(waiter, *tasks, return_exceptions=True)
 
 
 async def _redis_server(settings: BrokerSettings, cleanup: AsyncExitStack) -> RedisServer | None:

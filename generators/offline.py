@@ -40,6 +40,7 @@ from slipstream.wire.messages.codec import encode
 from slipstream.wire.messages.trajectory import Score, Transcript
 from slipstream.wire.messages.versions import PolicyVersion
 from slipstream.wire.process.command_line import EXIT_FAILED, EXIT_INTERRUPTED
+from slipstream.wire.process.run_until import first_ended, running
 from slipstream.wire.process.stopping import stop_event
 from slipstream.wire.settings.load import Table, section
 
@@ -174,27 +175,17 @@ async def _generate_with(
     settings.origin_file.write_bytes(origin + b"\n")
     stopping = asyncio.create_task(stop.wait())
     try:
-        async with running_engine(settings.generator, name, stopping) as running:
-            if running is None:
+        async with running_engine(settings.generator, name, stopping) as started:
+            if started is None:
                 return EXIT_INTERRUPTED
-            process, engine = running
+            process, engine = started
             await engine.label(_VERSION)
             sampler = make_sampler(settings.generator, engine, codec)
             generation = Generation(settings, source, sampler, pool, writer, answered)
-            job = asyncio.create_task(generation.run())
-            watching = asyncio.create_task(watch(process))
-            try:
-                tasks = {stopping, job, watching}
-                done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-                for task in done:
-                    task.result()
-                if job not in done:
+            async with running(generation.run(), watch(process)) as (job, watching):
+                if job not in await first_ended(stopping, job, watching):
                     return EXIT_INTERRUPTED
                 return EXIT_FAILED if job.result() else 0
-            finally:
-                for task in (job, watching):
-                    task.cancel()
-                await asyncio.gather(job, watching, return_exceptions=True)
     finally:
         stopping.cancel()
         writer.close()

@@ -27,7 +27,8 @@ from slipstream.wire.errors import ConfigError
 from slipstream.wire.files.keys import read_client_key
 from slipstream.wire.files.tokenizer_hash import tokenizer_hash
 from slipstream.wire.messages.weightbus import Join, TransportName
-from slipstream.wire.process.stopping import stop_event, unless
+from slipstream.wire.process.run_until import running, unless
+from slipstream.wire.process.stopping import stop_event
 
 _log = logging.getLogger(__name__)
 
@@ -175,22 +176,21 @@ async def _generate(
         on_adopt=worker.adopted,
         key=read_client_key(Path(settings.run.key_file)) if settings.run.broker else None,
     )
-    job = asyncio.create_task(worker.run(heartbeat_s=welcome.heartbeat_s))
-    others = [
-        asyncio.create_task(take_weights(subscriber, settings.run, client)),
-        asyncio.create_task(watch(process)),
-    ]
+    jobs = (
+        worker.run(heartbeat_s=welcome.heartbeat_s),
+        take_weights(subscriber, settings.run, client),
+        watch(process),
+    )
     try:
-        done, _ = await asyncio.wait({stopping, job, *others}, return_when=asyncio.FIRST_COMPLETED)
-        if stopping in done:
-            _log.info("asked to end")
-            job.cancel()
-            await asyncio.gather(job, return_exceptions=True)
-            await worker.hand_back()
-        for task in done:
-            task.result()
+        async with running(*jobs) as (job, *others):
+            ends = {stopping, job, *others}
+            done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            if stopping in done:
+                _log.info("asked to end")
+                job.cancel()
+                await asyncio.gather(job, return_exceptions=True)
+                await worker.hand_back()
+            for task in done:
+                task.result()
     finally:
-        for task in (job, *others):
-            task.cancel()
-        await asyncio.gather(job, *others, return_exceptions=True)
         client.close()

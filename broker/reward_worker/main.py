@@ -3,7 +3,6 @@
 import argparse
 import asyncio
 import logging
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,7 +10,7 @@ from slipstream.broker.client import BrokerClient
 from slipstream.broker.config import RewardSection, private_paths
 from slipstream.broker.reward_worker.pool import RewardPool
 from slipstream.broker.reward_worker.scorer import Scorer
-from slipstream.wire.errors import ConfigError, SlipstreamError
+from slipstream.wire.errors import ConfigError
 from slipstream.wire.files.keys import read_client_key
 from slipstream.wire.messages.broker import Done, Goodbye, RoleReport
 from slipstream.wire.messages.status import REPORT_EVERY_S
@@ -23,7 +22,8 @@ from slipstream.wire.process.command_line import (
     run_role,
 )
 from slipstream.wire.process.logs import start_logging
-from slipstream.wire.process.stopping import stop_event, unless
+from slipstream.wire.process.run_until import running, unless
+from slipstream.wire.process.stopping import stop_event
 from slipstream.wire.settings.load import section
 from slipstream.wire.settings.sections import RunSection, run_section
 
@@ -90,27 +90,20 @@ async def _work(
             await report()
             await asyncio.sleep(REPORT_EVERY_S)
 
-    stopping = asyncio.create_task(stop.wait())
-    job = asyncio.create_task(scorer.run())
-    reports = asyncio.create_task(report_forever())
     try:
-        await asyncio.wait({stopping, job, reports}, return_when=asyncio.FIRST_COMPLETED)
-        if stopping.done():
-            scorer.stop()
-            await asyncio.wait({job}, timeout=_DRAIN_S)
-        for done in (job, reports):
-            if done.done():
-                done.result()
-        async with asyncio.timeout(_GOODBYE_S):
-            await report()
-            await client.ask(Goodbye(), Done)
+        async with running(stop.wait(), scorer.run(), report_forever()) as (stopping, job, reports):
+            await asyncio.wait({stopping, job, reports}, return_when=asyncio.FIRST_COMPLETED)
+            if stopping.done():
+                scorer.stop()
+                await asyncio.wait({job}, timeout=_DRAIN_S)
+            for done in (job, reports):
+                if done.done():
+                    done.result()
+            async with asyncio.timeout(_GOODBYE_S):
+                await report()
+                await client.ask(Goodbye(), Done)
     except TimeoutError:
         _log.info("the broker is gone already")
-    finally:
-        for task in (stopping, job, reports):
-            task.cancel()
-        with suppress(asyncio.CancelledError, SlipstreamError):
-            await asyncio.gather(stopping, job, reports, return_exceptions=True)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -8,11 +8,11 @@ from rich.console import Console
 
 from slipstream.deploy.commands.options import add_config, add_overrides, add_resume
 from slipstream.deploy.config import RunConfig, free_name, run_config
+from slipstream.deploy.launch.dry_run import print_dry_run
 from slipstream.deploy.launch.local import run_locally
 from slipstream.deploy.launch.plan import count_gpus, plan_roles
 from slipstream.deploy.launch.resume import find_resume_point, resumed_table
 from slipstream.deploy.terminal.console import make_console
-from slipstream.deploy.terminal.dry_run import print_dry_run
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.settings.load import load_table
 from slipstream.wire.settings.sections import run_section

@@ -64,6 +64,7 @@ from slipstream.wire.process.command_line import (
 from slipstream.wire.process.logs import start_logging
 from slipstream.wire.process.patience import END_AT_MOST, Patience, signs_of
 from slipstream.wire.process.phases import WAIT
+from slipstream.wire.process.run_until import run_until
 from slipstream.wire.process.stopping import stop_event
 from slipstream.wire.settings.load import Table
 from slipstream.wire.settings.sections import RunSection, relay_door, relay_lock, run_section
@@ -135,16 +136,9 @@ class Relay:
             self._watch_learner(),
             self._report(),
         ]
-        tasks = [asyncio.create_task(job) for job in jobs]
-        stopping = asyncio.create_task(self._stop.wait())
         try:
-            done, _ = await asyncio.wait([stopping, *tasks], return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                task.result()
+            await run_until(self._stop.wait(), *jobs)
         finally:
-            for task in (stopping, *tasks):
-                task.cancel()
-            await asyncio.gather(stopping, *tasks, return_exceptions=True)
             await self._versions.clean_disk(all_of_it=True)
             await asyncio.to_thread(remove_copies, left)
 

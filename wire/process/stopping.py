@@ -2,10 +2,6 @@
 
 import asyncio
 import signal
-from collections.abc import Coroutine
-from typing import TypeVar
-
-T = TypeVar("T")
 
 
 def stop_event() -> asyncio.Event:
@@ -15,26 +11,6 @@ def stop_event() -> asyncio.Event:
     for signum in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(signum, event.set)
     return event
-
-
-async def unless(work: Coroutine[None, None, T], *ends: "asyncio.Task[object]") -> T | None:
-    """Return what some work returns, or None if one of ``ends`` is done before it.
-
-    Raises:
-        BaseException: what the work, or an end that came first, raised.
-    """
-    working = asyncio.create_task(work)
-    try:
-        await asyncio.wait({working, *ends}, return_when=asyncio.FIRST_COMPLETED)
-        if working.done():
-            return working.result()
-        for end in ends:
-            if end.done():
-                end.result()
-        return None
-    finally:
-        working.cancel()
-        await asyncio.gather(working, return_exceptions=True)
 
 
 def exit_on_sigterm() -> None:

@@ -9,6 +9,7 @@ from rich.console import Console
 
 from slipstream.algos import linear_logprobs
 from slipstream.deploy.config import RunConfig, run_config
+from slipstream.deploy.launch.dry_run import print_dry_run
 from slipstream.deploy.launch.memory import (
     CHUNK_BYTES,
     GIB,
@@ -19,7 +20,6 @@ from slipstream.deploy.launch.memory import (
     num_parameters,
 )
 from slipstream.deploy.launch.plan import plan_roles
-from slipstream.deploy.terminal.dry_run import print_dry_run
 from slipstream.learner.model.hf_config import HfConfig, load_hf_config
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.settings.load import load_table

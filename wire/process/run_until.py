@@ -1,0 +1,61 @@
+"""Jobs beside each other, until the first of them ends; none outlives the block that runs it."""
+
+import asyncio
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import asynccontextmanager
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+Job = Coroutine[Any, Any, object] | asyncio.Task[Any]
+
+
+@asynccontextmanager
+async def running(*jobs: Job) -> "AsyncIterator[tuple[asyncio.Task[Any], ...]]":
+    """Run jobs while the block runs; at its end cancel those that are left and await all."""
+    tasks = tuple(asyncio.ensure_future(job) for job in jobs)
+    try:
+        yield tasks
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def first_ended(*tasks: asyncio.Task[Any]) -> set[asyncio.Task[Any]]:
+    """Wait until a task ends; return those that did.
+
+    Raises:
+        BaseException: what one of them raised.
+    """
+    done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    for task in tasks:
+        if task in done:
+            task.result()
+    return done
+
+
+async def run_until(*jobs: Job) -> None:
+    """Run jobs until the first ends, and cancel the others.
+
+    Raises:
+        BaseException: what the first one raised.
+    """
+    async with running(*jobs) as tasks:
+        await first_ended(*tasks)
+
+
+async def unless(work: Coroutine[None, None, T], *ends: "asyncio.Task[object]") -> T | None:
+    """Return what some work returns, or None if one of ``ends`` is done before it.
+
+    Raises:
+        BaseException: what the work, or an end that came first, raised.
+    """
+    async with running(work) as (task,):
+        await asyncio.wait({task, *ends}, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            result: T = task.result()
+            return result
+        for end in ends:
+            if end.done():
+                end.result()
+        return None
