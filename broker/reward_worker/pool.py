@@ -33,7 +33,7 @@ from slipstream.broker.reward_worker.process import ChildProcess
 from slipstream.broker.reward_worker.queue import PendingCall, ScoringRequest, Work, request_of
 from slipstream.broker.rewards.outcomes import Fault, FunctionInfo, Outcome, unavailable
 from slipstream.broker.sandbox.process_table import ProcessRow, Usage, now_s, process_table
-from slipstream.broker.sandbox.sandbox import pid_namespaces_work
+from slipstream.broker.sandbox.sandbox import check_jail
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.messages.broker import ScoringItem
 from slipstream.wire.messages.trajectory import MAX_PARTS, Score
@@ -88,7 +88,7 @@ class RewardPool:
         self._choice = choice
         self._hide = hide
         self._environment: dict[str, str] = {}
-        self._jailed = False
+        self._jailed = settings.sandbox != "none"
         self._are_async: tuple[bool, ...] = ()
         self._slots = [_Slot(number) for number in range(settings.processes)]
         self._requests: deque[ScoringRequest] = deque()
@@ -113,10 +113,11 @@ class RewardPool:
             settings: the section [reward].
             function: instead of reward.function.
             hide: files and folders that the functions must not see, such as keys; they are covered
-                where the kernel allows PID namespaces. A folder that is not there yet is made.
+                unless reward.sandbox = "none". A folder that does not exist yet is made.
 
         Raises:
-            ConfigError: a function cannot be loaded, or a variable that it is to get is not there.
+            ConfigError: a function cannot be loaded, a variable that it is to get is not set, or
+                there is no sandbox here.
         """
         pool = cls(settings, RewardChoice(settings, function=function), hide)
         pool._environment = handed_on(
@@ -124,11 +125,11 @@ class RewardPool:
             named=settings.environment,
             setting="reward.environment",
         )
-        pool._jailed = await asyncio.to_thread(pid_namespaces_work)
-        if pool._jailed:
-            _make_folders(hide)
+        if settings.sandbox == "none":
+            _log.warning('reward.sandbox = "none": reward functions can see the files that we can')
         else:
-            _log.info("no PID namespaces here: reward functions can see the files that we can")
+            await asyncio.to_thread(check_jail)
+            _make_folders(hide)
         try:
             loaded = await pool._start_child(pool._slots[0])
         except BaseException:
