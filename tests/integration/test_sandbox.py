@@ -40,6 +40,8 @@ COPIED = (
     "broker/sandbox/__init__.py",
     "broker/sandbox/init.py",
     "broker/sandbox/own_time.py",
+    "broker/sandbox/process_table.py",
+    "broker/sandbox/run_usage.py",
     "broker/sandbox/sandbox.py",
     "broker/sandbox/system_calls.py",
 )
@@ -109,6 +111,7 @@ def readable_copy() -> Iterator[Path]:
             target = Path(folder, "slipstream", name)
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, target)
+        shutil.copytree(Path(psutil.__file__).parent, Path(folder, "psutil"))
         for path in (Path(folder), *Path(folder).rglob("*")):
             path.chmod(0o755)
         yield Path(folder)
@@ -751,6 +754,31 @@ def test_a_jail_whose_init_is_killed_ends_when_all_below_it_is_gone():
 
     assert len(below) == 3
     assert not any(child.is_running() for child in below)
+
+
+def test_a_jail_starts_where_parts_of_proc_are_masked():
+    """As in a container: no /proc of its own may be mounted, and a user namespace is needed."""
+    script = """
+import os, subprocess, sys
+from slipstream.broker.sandbox.sandbox import jailed
+pid = [sys.executable, '-c', 'import os; print(os.getppid(), os.path.exists("/proc/1"))']
+subprocess.run(jailed(pid))
+"""
+    masked = 'mount -t tmpfs none /proc/irq && exec setpriv --bounding-set=-sys_admin "$0" -c "$1"'
+    try:
+        done = subprocess.run(
+            ["unshare", "-mpf", "--mount-proc", "sh", "-c", masked, sys.executable, script],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=HANG_S,
+            check=False,
+        )
+    except FileNotFoundError:
+        pytest.skip("no unshare from util-linux to make such a machine with")
+    if not done.stdout:
+        pytest.skip(f"such a machine cannot be made here: {done.stderr.strip()[-200:]}")
+    assert done.stdout == "1 True\n"
 
 
 @needs_namespaces
