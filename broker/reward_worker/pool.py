@@ -170,7 +170,7 @@ class RewardPool:
     def give_back(self, group_id: int) -> list[ScoringItem]:
         """Forget the answers of a group whose turn has not come; return them.
 
-        Halves of a batch, and groups that a function takes whole, stay.
+        A batch that has not begun, and groups that a function takes whole, stay.
         """
         return [item for request in self._requests for item in request.give_back(group_id)]
 
@@ -262,7 +262,7 @@ class RewardPool:
                     self._replace(slot, "broken", "killed: its process answered nonsense")
                     return
                 del slot.running[call_id]
-                if not (failed and self._halve(running.call)):
+                if not (failed and self._run_apart(running.call)):
                     self._deliver(running.call, outcomes)
                 self._dispatch()
             case _:
@@ -308,7 +308,7 @@ class RewardPool:
         guilty = set(blamed) or (set(running) if len(running) == 1 else set())
         again = [run.call for call_id, run in running.items() if call_id not in guilty]
         for call_id in guilty:
-            if not self._halve(running[call_id].call, alone=True):
+            if not self._run_apart(running[call_id].call, alone=True):
                 self._give_up(running[call_id].call, reason)
         for call in again:
             call.suspect = True
@@ -326,18 +326,17 @@ class RewardPool:
         ending.add_done_callback(self._endings.discard)
         self._dispatch()
 
-    def _halve(self, call: PendingCall, *, alone: bool = False) -> bool:
-        """Let the halves of a batch that failed run; False if this is no batch of several answers.
+    def _run_apart(self, call: PendingCall, *, alone: bool = False) -> bool:
+        """Let the answers of a batch that failed run one by one; False if this is no such batch.
 
-        So one bad answer costs its neighbors nothing: n answers make 2n - 1 calls at most, and
-        none of them is halved more than log2(n) times, rounded up.
+        So one bad answer costs its neighbors nothing, and n answers make n + 1 calls at most.
         """
         if len(call.work) < 2 or self.functions[call.function].takes != "batch":
             return False
-        halves = call.split(2)
-        for half in halves:
-            half.suspect = alone
-        self._wait_again(halves)
+        singles = call.split(len(call.work))
+        for single in singles:
+            single.suspect = alone
+        self._wait_again(singles)
         return True
 
     def _wait_again(self, calls: Sequence[PendingCall]) -> None:
