@@ -73,7 +73,7 @@ class _Slot:
 
     @property
     def is_idle(self) -> bool:
-        """Return whether a call would have the child for itself."""
+        """True if a call would have the child for itself."""
         return self.ready and not self.running
 
 
@@ -143,7 +143,7 @@ class RewardPool:
 
     @property
     def needs_groups(self) -> bool:
-        """Return whether a function wants all siblings of a group at once."""
+        """True if a function wants all siblings of a group at once."""
         return any(function.takes == "group" for function in self.functions)
 
     async def score(self, work: Work) -> AsyncIterator[Score]:

@@ -111,11 +111,11 @@ class ChildProcess(asyncio.Protocol):
 
     @property
     def pids(self) -> list[int]:
-        """Return the process, or nothing before it was started."""
+        """The process id, or nothing before the start."""
         return [] if self._process is None else [self._process.pid]
 
     def send(self, message: ToChild) -> None:
-        """Tell the child."""
+        """Send a message to the child."""
         if self._transport is not None and not self._transport.is_closing():
             self._transport.write(frame_of(message))
 
@@ -160,7 +160,7 @@ class ChildProcess(asyncio.Protocol):
 
     @property
     def is_gone(self) -> bool:
-        """Return whether its process has ended."""
+        """True once its process has ended."""
         return self._gone.is_set()
 
     def measure(self, table: Mapping[int, ProcessRow]) -> Usage:
@@ -195,7 +195,7 @@ class ChildProcess(asyncio.Protocol):
         return len(doomed)
 
     def _reaper(self, children: Mapping[int, list[int]]) -> int | None:
-        """Return the process that gets the orphans of the functions; None if it has ended.
+        """Return the process that adopts orphans of the functions; None if it has ended.
 
         Never 0, which is the parent of process 1 and so has the whole host below it.
         """

@@ -98,7 +98,7 @@ class Outcome:
 
     @property
     def text(self) -> str:
-        """Return stdout as text; what is no UTF-8 is replaced."""
+        """Stdout as text; invalid UTF-8 is replaced."""
         return self.stdout.decode(errors="replace")
 
 
@@ -125,7 +125,7 @@ def bubblewrap() -> str:
 
 @functools.cache
 def _needs_user_namespace() -> bool:
-    """Return whether our rights do not suffice for the other namespaces."""
+    """True if our rights do not suffice for the other namespaces."""
     status = Path("/proc/self/status").read_text()
     effective = next(line for line in status.splitlines() if line.startswith("CapEff:"))
     return int(effective.split()[1], 16) & _ROOT_NEEDS != _ROOT_NEEDS
@@ -408,7 +408,7 @@ class _Run:
             self._process.wait(_END_S)
 
     def _kill_init(self) -> bool:
-        """Kill process 1 of the namespace: the jail ends when the kernel has killed all of it."""
+        """Kill process 1 of the namespace: bubblewrap ends when the kernel has killed all of it."""
         for pid in children_of(self._process.pid):
             with contextlib.suppress(OSError):
                 init = os.pidfd_open(pid)
@@ -455,7 +455,7 @@ class _Run:
 
 
 def _status_of(code: int | None, stderr: bytes) -> Status:
-    """Name how a run ended that we did not end."""
+    """Name the end of a run that ended by itself."""
     if code == 0:
         return "ok"
     if code == -signal.SIGXCPU:
