@@ -170,7 +170,9 @@ class RewardSection(Section, frozen=True, kw_only=True):
     """Variables that a reward function gets besides those of the system and Python, such as the
     name of one that holds the key of a judge."""
     sandbox: Literal["namespaces", "none"] = "namespaces"
-    """How code that a model wrote is run; none runs it unprotected and is for tests alone."""
+    """How reward functions, and code that a model wrote, are run: in namespaces made by bubblewrap
+    (`bwrap`), or unprotected. Without bubblewrap the worker refuses to start; in a
+    container that forbids namespaces, set `none` for functions that you trust."""
 
 
 class LoggingSection(Section, frozen=True, kw_only=True):

@@ -1,19 +1,16 @@
 """The process in which reward functions run: reads calls, runs them, answers. Ends with its worker.
 
-Without a PID namespace it is two processes: a keeper, to which the kernel gives every orphan of
-the functions and which kills all that is left when one of us ends, and the child itself.
+Its parent, bubblewrap or ``sandbox/init.py``, kills what the functions leave when it ends.
 """
 
 import argparse
-import ctypes
 import os
 import resource
 import signal
 import socket
 import sys
 from collections.abc import Awaitable
-from contextlib import suppress
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 from slipstream.broker.reward_worker.messages import (
     Answered,
@@ -36,17 +33,13 @@ from slipstream.broker.rewards.outcomes import (
     unavailable,
 )
 from slipstream.broker.rewards.sdk import Unavailable
-from slipstream.broker.sandbox.process_table import kill_descendants
 from slipstream.wire.errors import ConfigError
-from slipstream.wire.process.processes import die_with_parent
 
 if TYPE_CHECKING:
     import asyncio
 
 EXIT_BROKEN = 86  # a function has closed or replaced our descriptor
-_SET_DEATH_SIGNAL, _SET_CHILD_SUBREAPER = 1, 36
 _READ_BYTES = 1 << 16
-_KILL_S = 10.0
 
 
 class Link:
@@ -231,42 +224,6 @@ def _same(call: Call, outcome: Outcome, *, failed: bool) -> Answered:
 # ---- process -----------------------------------------------------------------
 
 
-def split_off_keeper(link: int) -> None:
-    """Go on in a new process, under a keeper that ends with the worker and all orphans with it."""
-    worker = os.getppid()
-    libc = ctypes.CDLL(None)
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-    libc.prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    libc.prctl(_SET_DEATH_SIGNAL, signal.SIGTERM, 0, 0, 0)
-    if os.getppid() != worker:
-        os._exit(1)
-    keeper = os.getpid()
-    child = os.fork()
-    if child:
-        keep(child, link)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
-    os.setsid()
-    die_with_parent(keeper)
-
-
-def keep(child: int, link: int) -> NoReturn:
-    """Reap, and when the child ends or the worker does, kill all that is left; then end."""
-    os.close(link)
-    signal.signal(signal.SIGTERM, lambda *_: _end(child, -signal.SIGKILL))
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
-    while True:
-        pid, status = os.wait()
-        if pid == child:
-            _end(child, os.waitstatus_to_exitcode(status))
-
-
-def _end(child: int, code: int) -> NoReturn:
-    with suppress(ProcessLookupError):
-        os.killpg(child, signal.SIGKILL)  # all of a simple fork bomb at once
-    kill_descendants(os.getpid(), within_s=_KILL_S)
-    os._exit(128 - code if code < 0 else code)
-
-
 def load(link: Link, request: Load) -> list[RewardFunction] | None:
     """Import what was asked for and say so."""
     try:
@@ -292,13 +249,10 @@ def main() -> int:
     """Load, then serve until the worker is gone."""
     parser = argparse.ArgumentParser(prog="python -m slipstream.broker.reward_worker.child")
     parser.add_argument("--link", type=int, required=True, metavar="DESCRIPTOR")
-    parser.add_argument("--alone", action="store_true", help="in a PID namespace: no keeper")
     arguments = parser.parse_args()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.set_inheritable(arguments.link, False)
-    if not arguments.alone:
-        split_off_keeper(arguments.link)
     link = Link(arguments.link)
     request = link.receive()
     if not isinstance(request, Load):

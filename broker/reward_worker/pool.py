@@ -33,7 +33,7 @@ from slipstream.broker.reward_worker.process import ChildProcess
 from slipstream.broker.reward_worker.queue import PendingCall, ScoringRequest, Work, request_of
 from slipstream.broker.rewards.outcomes import Fault, FunctionInfo, Outcome, unavailable
 from slipstream.broker.sandbox.process_table import ProcessRow, Usage, now_s, process_table
-from slipstream.broker.sandbox.sandbox import pid_namespaces_work
+from slipstream.broker.sandbox.sandbox import check_jail
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.messages.broker import ScoringItem
 from slipstream.wire.messages.trajectory import MAX_PARTS, Score
@@ -73,7 +73,7 @@ class _Slot:
 
     @property
     def is_idle(self) -> bool:
-        """Return whether a call would have the child for itself."""
+        """True if a call would have the child for itself."""
         return self.ready and not self.running
 
 
@@ -88,7 +88,7 @@ class RewardPool:
         self._choice = choice
         self._hide = hide
         self._environment: dict[str, str] = {}
-        self._jailed = False
+        self._jailed = settings.sandbox != "none"
         self._are_async: tuple[bool, ...] = ()
         self._slots = [_Slot(number) for number in range(settings.processes)]
         self._requests: deque[ScoringRequest] = deque()
@@ -113,10 +113,11 @@ class RewardPool:
             settings: the section [reward].
             function: instead of reward.function.
             hide: files and folders that the functions must not see, such as keys; they are covered
-                where the kernel allows PID namespaces. A folder that is not there yet is made.
+                unless reward.sandbox = "none". A folder that does not exist yet is made.
 
         Raises:
-            ConfigError: a function cannot be loaded, or a variable that it is to get is not there.
+            ConfigError: a function cannot be loaded, a variable that it is to get is not set, or
+                there is no sandbox here.
         """
         pool = cls(settings, RewardChoice(settings, function=function), hide)
         pool._environment = handed_on(
@@ -124,11 +125,11 @@ class RewardPool:
             named=settings.environment,
             setting="reward.environment",
         )
-        pool._jailed = await asyncio.to_thread(pid_namespaces_work)
-        if pool._jailed:
-            _make_folders(hide)
+        if settings.sandbox == "none":
+            _log.warning('reward.sandbox = "none": reward functions can see the files that we can')
         else:
-            _log.info("no PID namespaces here: reward functions can see the files that we can")
+            await asyncio.to_thread(check_jail)
+            _make_folders(hide)
         try:
             loaded = await pool._start_child(pool._slots[0])
         except BaseException:
@@ -142,7 +143,7 @@ class RewardPool:
 
     @property
     def needs_groups(self) -> bool:
-        """Return whether a function wants all siblings of a group at once."""
+        """True if a function wants all siblings of a group at once."""
         return any(function.takes == "group" for function in self.functions)
 
     async def score(self, work: Work) -> AsyncIterator[Score]:
@@ -169,7 +170,7 @@ class RewardPool:
     def give_back(self, group_id: int) -> list[ScoringItem]:
         """Forget the answers of a group whose turn has not come; return them.
 
-        Halves of a batch, and groups that a function takes whole, stay.
+        A batch that has not begun, and groups that a function takes whole, stay.
         """
         return [item for request in self._requests for item in request.give_back(group_id)]
 
@@ -261,7 +262,7 @@ class RewardPool:
                     self._replace(slot, "broken", "killed: its process answered nonsense")
                     return
                 del slot.running[call_id]
-                if not (failed and self._halve(running.call)):
+                if not (failed and self._run_apart(running.call)):
                     self._deliver(running.call, outcomes)
                 self._dispatch()
             case _:
@@ -307,7 +308,7 @@ class RewardPool:
         guilty = set(blamed) or (set(running) if len(running) == 1 else set())
         again = [run.call for call_id, run in running.items() if call_id not in guilty]
         for call_id in guilty:
-            if not self._halve(running[call_id].call, alone=True):
+            if not self._run_apart(running[call_id].call, alone=True):
                 self._give_up(running[call_id].call, reason)
         for call in again:
             call.suspect = True
@@ -325,18 +326,17 @@ class RewardPool:
         ending.add_done_callback(self._endings.discard)
         self._dispatch()
 
-    def _halve(self, call: PendingCall, *, alone: bool = False) -> bool:
-        """Let the halves of a batch that failed run; False if this is no batch of several answers.
+    def _run_apart(self, call: PendingCall, *, alone: bool = False) -> bool:
+        """Let the answers of a batch that failed run one by one; False if this is no such batch.
 
-        So one bad answer costs its neighbors nothing: n answers make 2n - 1 calls at most, and
-        none of them is halved more than log2(n) times, rounded up.
+        So one bad answer costs its neighbors nothing, and n answers make n + 1 calls at most.
         """
         if len(call.work) < 2 or self.functions[call.function].takes != "batch":
             return False
-        halves = call.split(2)
-        for half in halves:
-            half.suspect = alone
-        self._wait_again(halves)
+        singles = call.split(len(call.work))
+        for single in singles:
+            single.suspect = alone
+        self._wait_again(singles)
         return True
 
     def _wait_again(self, calls: Sequence[PendingCall]) -> None:

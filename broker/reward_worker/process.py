@@ -32,6 +32,8 @@ from slipstream.broker.sandbox.process_table import (
     process_table,
     usage_of,
 )
+from slipstream.broker.sandbox.sandbox import jailed as in_namespace
+from slipstream.broker.sandbox.sandbox import kept
 from slipstream.wire.errors import ProtocolError
 from slipstream.wire.process.processes import bound_to_me
 
@@ -109,11 +111,11 @@ class ChildProcess(asyncio.Protocol):
 
     @property
     def pids(self) -> list[int]:
-        """Return the process, or nothing before it was started."""
+        """The process id, or nothing before the start."""
         return [] if self._process is None else [self._process.pid]
 
     def send(self, message: ToChild) -> None:
-        """Tell the child."""
+        """Send a message to the child."""
         if self._transport is not None and not self._transport.is_closing():
             self._transport.write(frame_of(message))
 
@@ -158,7 +160,7 @@ class ChildProcess(asyncio.Protocol):
 
     @property
     def is_gone(self) -> bool:
-        """Return whether its process has ended."""
+        """True once its process has ended."""
         return self._gone.is_set()
 
     def measure(self, table: Mapping[int, ProcessRow]) -> Usage:
@@ -193,7 +195,7 @@ class ChildProcess(asyncio.Protocol):
         return len(doomed)
 
     def _reaper(self, children: Mapping[int, list[int]]) -> int | None:
-        """Return the process that gets the orphans of the functions; None if it has ended.
+        """Return the process that adopts orphans of the functions; None if it has ended.
 
         Never 0, which is the parent of process 1 and so has the whole host below it.
         """
@@ -218,12 +220,16 @@ class ChildProcess(asyncio.Protocol):
                 async with asyncio.timeout(_PUT_AWAY_S):
                     await self._gone.wait()
         table = process_table()
+        children = children_by_parent(table)
         # Once it is reaped, its PID may be that of another process.
-        family = () if self.is_gone else descendants(process.pid, children_by_parent(table))
+        family = () if self.is_gone else descendants(process.pid, children)
         started = {pid: table[pid].started_s for pid in family}
-        with suppress(ProcessLookupError):
-            # A keeper kills what it keeps; a jail takes all down with it.
-            process.send_signal(signal.SIGKILL if self._jailed else signal.SIGTERM)
+        init = self._reaper(children) if self._jailed and family else None
+        if init is not None:
+            kill(init)  # the kernel kills all of its namespace before bubblewrap ends
+        else:
+            with suppress(ProcessLookupError):
+                process.send_signal(signal.SIGKILL if self._jailed else signal.SIGTERM)
         try:
             async with asyncio.timeout(_END_S):
                 await self._gone.wait()
@@ -271,8 +277,4 @@ class ChildProcess(asyncio.Protocol):
 
 def _command(link: int, *, jailed: bool, hide: Sequence[Path]) -> list[str]:
     command = [sys.executable, "-m", "slipstream.broker.reward_worker.child", "--link", str(link)]
-    if not jailed:
-        return command
-    from slipstream.broker.sandbox.sandbox import jailed as in_namespace
-
-    return in_namespace([*command, "--alone"], hide=hide)
+    return in_namespace(command, hide=hide) if jailed else kept(command)

@@ -1,8 +1,8 @@
 """Pure: which calls the answers of a request make, and whose turn it is.
 
 An answer that runs when its child ends may be to blame. If it ran by itself, it is; if it did not,
-it becomes a suspect, and runs once more, alone in a child. A batch that fails is halved until the
-answer that is to blame runs by itself.
+it becomes a suspect, and runs once more, alone in a child. The answers of a batch that fails run
+one by one.
 """
 
 import asyncio

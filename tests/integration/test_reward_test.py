@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.broker.sandbox.sandbox import pid_namespaces_work
 from slipstream.deploy.commands.try_reward import reward_test
 from slipstream.wire.errors import ConfigError
+from tests.support.bubblewrap import bubblewrap_works
 
 pytestmark = pytest.mark.integration
 
@@ -80,7 +80,7 @@ def test_a_function_that_is_asked_for_scores_every_data_source(
     assert said["mean"] == 1.0
 
 
-@pytest.mark.skipif(not pid_namespaces_work(), reason="this machine has no PID namespaces")
+@pytest.mark.skipif(not bubblewrap_works(), reason="bubblewrap does not work here")
 def test_keys_are_not_seen_and_no_folder_is_made_for_them(
     rows: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):

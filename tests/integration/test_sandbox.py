@@ -19,7 +19,8 @@ import psutil
 import pytest
 
 from slipstream.broker.sandbox import sandbox
-from slipstream.broker.sandbox.sandbox import Limits, Outcome, jailed, pid_namespaces_work
+from slipstream.broker.sandbox.sandbox import Limits, Outcome, jailed
+from tests.support.bubblewrap import bubblewrap_works
 from tests.support.waiting import HANG_S, until
 
 pytestmark = pytest.mark.integration
@@ -36,15 +37,19 @@ COPIED = (
     "wire/errors.py",
     "broker/__init__.py",
     "broker/rewards/__init__.py",
-    "broker/sandbox/jail.py",
+    "broker/sandbox/__init__.py",
+    "broker/sandbox/init.py",
     "broker/sandbox/own_time.py",
+    "broker/sandbox/process_table.py",
+    "broker/sandbox/run_usage.py",
     "broker/sandbox/sandbox.py",
+    "broker/sandbox/system_calls.py",
 )
 SERVED = """
 import json, sys
 from base64 import b64decode, b64encode
 from dataclasses import asdict, replace
-from slipstream.broker.rewards import sandbox
+from slipstream.broker.sandbox import sandbox
 asked = json.load(sys.stdin)
 outcome = asdict(sandbox.run(
     asked["source"], stdin=b64decode(asked["stdin"]), limits=sandbox.Limits(**asked["limits"])
@@ -62,8 +67,8 @@ def descendants() -> set[int]:
 
 @pytest.fixture
 def _namespaces() -> None:
-    if not pid_namespaces_work():
-        pytest.skip("this machine refuses new namespaces")
+    if not bubblewrap_works():
+        pytest.skip("bubblewrap does not work here")
 
 
 @pytest.fixture(scope="module")
@@ -103,9 +108,10 @@ def left_here() -> dict[str, object]:
 def readable_copy() -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix="s-copy-") as folder:
         for name in COPIED:
-            target = Path(folder, name)
+            target = Path(folder, "slipstream", name)
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, target)
+        shutil.copytree(Path(psutil.__file__).parent, Path(folder, "psutil"))
         for path in (Path(folder), *Path(folder).rglob("*")):
             path.chmod(0o755)
         yield Path(folder)
@@ -222,6 +228,7 @@ FAULTS = {
     "prints gigabytes": ("while True: print('x' * 100_000)", "output"),
     "complains gigabytes": ("import os\nwhile True: os.write(2, b'x' * 100_000)", "output"),
     "closes everything": ("import os, time\nos.closerange(0, 1000); time.sleep(1000)", "timeout"),
+    "makes files": ("import os\nfor n in range(1 << 30): os.mkdir(f'/tmp/{n}')", "memory"),
     "raises": ("raise ValueError('no')", "failed"),
     "fills the disk": ("open('f', 'wb').write(bytes(64 << 20))", "failed"),
     "dumps core": ("import os; os.abort()", "failed"),
@@ -504,8 +511,8 @@ def until_none_but(before: set[int]) -> None:
     until(are_gone, lambda: str(psutil.Process().children(recursive=True)))
 
 
-# Not the bomb: it is what namespaces are needed for.
-@pytest.mark.parametrize("name", sorted(set(FAULTS) - {"bomb", "burns in children"}))
+# Not these: they are what namespaces are needed for.
+@pytest.mark.parametrize("name", sorted(set(FAULTS) - {"bomb", "burns in children", "makes files"}))
 def test_without_namespaces_faults_are_named_and_nothing_is_left(name: str):
     source, expected = FAULTS[name]
     try:
@@ -517,7 +524,7 @@ def test_without_namespaces_faults_are_named_and_nothing_is_left(name: str):
 
 @pytest.mark.parametrize("mode", ["none", "namespaces"])
 @pytest.mark.parametrize(
-    ("jail", "start_s", "why"),
+    ("init", "start_s", "why"),
     [
         ("import time; time.sleep(1000)", 0.1, r"did not start within 0\.3 s"),
         ("import os\nwhile True: os.write(2, b'x' * 4096)", HANG_S, "xxx"),
@@ -526,14 +533,14 @@ def test_without_namespaces_faults_are_named_and_nothing_is_left(name: str):
 )
 def test_a_sandbox_that_does_not_start_is_missing_and_no_fault_of_the_code(
     mode: sandbox.Mode,
-    jail: str,
+    init: str,
     start_s: float,
     why: str,
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ):
-    (tmp_path / "jail.py").write_text(jail)
-    monkeypatch.setattr(sandbox, "_JAIL", tmp_path / "jail.py")
+    (tmp_path / "init.py").write_text(init)
+    monkeypatch.setattr(sandbox, "_INIT", tmp_path / "init.py")
     monkeypatch.setattr(sandbox, "_START_S", start_s)
     with pytest.raises(sandbox.SandboxUnavailableError, match=why):
         sandbox.run("print(1)", limits=Limits(own_s=0.2, max_output_bytes=10_000), mode=mode)
@@ -618,12 +625,13 @@ def test_runs_at_the_same_time_do_not_count_each_other():
 
 def test_a_machine_without_namespaces_is_told_apart_by_setting_and_reason():
     script = """
-from slipstream.broker.rewards import sandbox
-print(sandbox.pid_namespaces_work(), sandbox.run("print(1)", mode="none").text)
-try:
-    sandbox.check("namespaces")
-except sandbox.SandboxUnavailableError as error:
-    print(error)
+from slipstream.broker.sandbox import sandbox
+print(sandbox.run("print(1)", mode="none").text)
+for start in (lambda: sandbox.check("namespaces"), sandbox.check_jail):
+    try:
+        start()
+    except sandbox.SandboxUnavailableError as error:
+        print(error)
 """
     refusing = (
         "echo 0 > /proc/sys/user/max_user_namespaces && "
@@ -643,10 +651,13 @@ except sandbox.SandboxUnavailableError as error:
     if not done.stdout:
         pytest.skip(f"such a machine cannot be made here: {done.stderr.strip()[-200:]}")
 
-    assert done.stdout.startswith("False 1\n")
-    assert "reward.sandbox" in done.stdout
-    assert "user.max_user_namespaces = 0" in done.stdout
-    assert "unshare" in done.stdout
+    one, empty, *refusals = done.stdout.splitlines()
+    assert (one, empty, len(refusals)) == ("1", "", 2)
+    for refusal in refusals:
+        assert 'reward.sandbox = "namespaces" cannot start bubblewrap' in refusal
+        assert "namespace" in refusal.partition("bubblewrap:")[2]
+        assert "user.max_user_namespaces = 0" in refusal
+        assert 'reward.sandbox = "none"' in refusal
 
 
 # ---- trusted commands in a PID namespace ---------------------------------------
@@ -713,7 +724,7 @@ def test_hidden_files_and_folders_are_empty_for_a_jailed_command(tmp_path: Path)
 
 
 @needs_namespaces
-@pytest.mark.parametrize("who", ["outer", "init"])
+@pytest.mark.parametrize("who", ["bubblewrap", "init"])
 def test_killing_the_jail_kills_daemons_below_it(who: str):
     script = DOUBLE_FORK + "\ntime.sleep(1000)"
     before = descendants()
@@ -723,7 +734,7 @@ def test_killing_the_jail_kills_daemons_below_it(who: str):
     assert process.stdout is not None
     assert process.stdout.readline() == b"done\n"
     init = psutil.Process(process.pid).children()[0]
-    (process if who == "outer" else init).kill()
+    (process if who == "bubblewrap" else init).kill()
     process.wait()
     process.stdout.close()
 
@@ -731,18 +742,43 @@ def test_killing_the_jail_kills_daemons_below_it(who: str):
 
 
 @needs_namespaces
-def test_a_jail_asked_to_end_does_so_when_all_below_it_is_gone():
+def test_a_jail_whose_init_is_killed_ends_when_all_below_it_is_gone():
     script = DOUBLE_FORK + "\ntime.sleep(1000)"
     process = subprocess.Popen(jailed([sys.executable, "-c", script]), stdout=subprocess.PIPE)
     assert process.stdout is not None
     assert process.stdout.readline() == b"done\n"
     below = psutil.Process(process.pid).children(recursive=True)
-    process.terminate()
+    psutil.Process(process.pid).children()[0].kill()
     process.wait()
     process.stdout.close()
 
     assert len(below) == 3
     assert not any(child.is_running() for child in below)
+
+
+def test_a_jail_starts_where_parts_of_proc_are_masked():
+    """As in a container: no /proc of its own may be mounted, and a user namespace is needed."""
+    script = """
+import os, subprocess, sys
+from slipstream.broker.sandbox.sandbox import jailed
+pid = [sys.executable, '-c', 'import os; print(os.getppid(), os.path.exists("/proc/1"))']
+subprocess.run(jailed(pid))
+"""
+    masked = 'mount -t tmpfs none /proc/irq && exec setpriv --bounding-set=-sys_admin "$0" -c "$1"'
+    try:
+        done = subprocess.run(
+            ["unshare", "-mpf", "--mount-proc", "sh", "-c", masked, sys.executable, script],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=HANG_S,
+            check=False,
+        )
+    except FileNotFoundError:
+        pytest.skip("no unshare from util-linux to make such a machine with")
+    if not done.stdout:
+        pytest.skip(f"such a machine cannot be made here: {done.stderr.strip()[-200:]}")
+    assert done.stdout == "1 True\n"
 
 
 @needs_namespaces

@@ -14,6 +14,7 @@ from slipstream.broker.rewards.code import find_program, parse_tests, same_lines
 from slipstream.broker.rewards.sdk import Unavailable
 from slipstream.broker.sandbox import sandbox
 from slipstream.wire.messages.trajectory import Json, Prompt, Transcript
+from tests.support.bubblewrap import bubblewrap_works
 from tests.support.waiting import HANG_S, state_of, until, until_stopped
 
 needs_namespaces = pytest.mark.usefixtures("_namespaces")
@@ -25,8 +26,8 @@ RIGHT = "def add(a, b):\n    return a + b\n"
 
 @pytest.fixture
 def _namespaces() -> None:
-    if not sandbox.pid_namespaces_work():
-        pytest.skip("this machine refuses new namespaces")
+    if not bubblewrap_works():
+        pytest.skip("bubblewrap does not work here")
 
 
 def scored(program: str, truth: Json, **options: Any) -> dict[str, float]:  # noqa: ANN401
@@ -355,8 +356,8 @@ def looks_computing(answer: code_tester.Answer, *, cpu_s: float = 0.0) -> bool:
 def test_a_sandbox_that_does_not_start_in_time_is_no_failed_test(
     truth: Json, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
-    (tmp_path / "jail.py").write_text("import time; time.sleep(1000)")
-    monkeypatch.setattr(sandbox, "_JAIL", tmp_path / "jail.py")
+    (tmp_path / "init.py").write_text("import time; time.sleep(1000)")
+    monkeypatch.setattr(sandbox, "_INIT", tmp_path / "init.py")
     monkeypatch.setattr(sandbox, "_START_S", 0.1)
     with pytest.raises(Unavailable, match="did not start within"):
         scored(RIGHT, truth, test_s=0.1)

