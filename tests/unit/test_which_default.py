@@ -7,7 +7,7 @@ from dataclasses import replace
 import msgspec
 import pytest
 
-from benchmarks.does_it_correct import Case
+from benchmarks.bench_corrections import Case
 from benchmarks.which_default import (
     CANDIDATES,
     RECORDED,

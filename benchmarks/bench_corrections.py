@@ -46,9 +46,9 @@ _SUCCESSES = 0.25  # share of all sequences
 _POPULATION = 16_384  # sequences that stand for mu where a rule looks at a whole minibatch
 _UNLIMITED = 1e9
 _EXAMPLES = """examples:
-  python -m benchmarks.does_it_correct
-  python -m benchmarks.does_it_correct --markdown
-  python -m benchmarks.does_it_correct --svg docs/images/does_it_correct.svg"""
+  python -m benchmarks.bench_corrections
+  python -m benchmarks.bench_corrections --markdown
+  python -m benchmarks.bench_corrections --svg docs/images/bench_corrections.svg"""
 
 
 @dataclass(frozen=True, slots=True)

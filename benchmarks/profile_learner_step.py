@@ -1,6 +1,6 @@
 """Print, per process of a finished run, how its time splits into phases.
 
-usage: python benchmarks/where_a_second_goes.py runs/quickstart
+usage: python benchmarks/profile_learner_step.py runs/quickstart
 """
 
 import json

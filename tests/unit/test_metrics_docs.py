@@ -12,7 +12,7 @@ from slipstream.broker.dashboard.metrics import render_metrics
 from slipstream.wire.messages.metrics import MetricName
 from tests.support.wire_samples import STATUS
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 GRAFANA: dict[str, Any] = json.loads((ROOT / "deploy" / "grafana.json").read_text("utf-8"))
 PANELS = [panel for panel in GRAFANA["panels"] if panel["type"] != "row"]
 EXPORTED = {name.exported: name for name in MetricName}

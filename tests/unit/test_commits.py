@@ -1,0 +1,49 @@
+"""Commit messages that can be searched."""
+
+import pytest
+
+from tests.commits import Commit, commits_in, faults_of
+
+
+def commit(subject: str, body: str = "", num_lines: int = 1) -> Commit:
+    return Commit("abc1234", subject, body, num_lines)
+
+
+@pytest.mark.parametrize(
+    "subject",
+    [
+        "broker: keep the lease of a client that reconnects",
+        "all: move rooms",
+        "docs: README fits on a page",
+        "generators: feed pixels as a frame",
+    ],
+)
+def test_a_package_and_an_imperative_are_a_subject(subject: str):
+    assert faults_of(commit(subject)) == []
+
+
+@pytest.mark.parametrize(
+    ("subject", "fault"),
+    [
+        ("wip", "a subject is `package: imperative`"),
+        ("Broker: keep it", "a subject is `package: imperative`"),
+        ("broker: Keep it", "a lower-case verb"),
+        ("broker: an alarm rings again", "no verb"),
+        ("broker: fixed the alarm", "no verb"),
+        ("broker: keep it.", "full stop"),
+        ("broker: " + "keep " * 20, "80 are the most"),
+    ],
+)
+def test_other_subjects_are_refused(subject: str, fault: str):
+    assert any(fault in one for one in faults_of(commit(subject.strip())))
+
+
+def test_a_large_change_has_a_body():
+    assert "no body" in faults_of(commit("broker: keep it", num_lines=31))[0]
+    assert faults_of(commit("broker: keep it", "Because.", num_lines=31)) == []
+
+
+def test_commits_are_read_with_their_size():
+    (newest,) = commits_in("-1")
+    assert newest.subject
+    assert newest.num_lines >= 0
