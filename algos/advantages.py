@@ -1,7 +1,7 @@
 """Advantages of whole trajectories, from their rewards and those of their siblings.
 
 Every part takes the outcomes of a step and returns one float64 per trajectory. A group of one has
-no siblings to compare with: where the docstring says nothing else, its baseline is 0.
+no siblings to compare with: unless the docstring gives another, its baseline is 0.
 
 Shapes: N trajectories of a step.
 """
@@ -166,7 +166,7 @@ def gdpo(outcomes: Outcomes, options: GdpoOptions) -> Tensor:
     GDPO (arXiv 2601.05242). With S = sum over parts k of weight_k (r_k - mean(r_k)) / (std(r_k) +
     epsilon), means and deviations over the group, A = (S - mean(S)) / (std(S) + epsilon) over all
     trajectories of the step. A trajectory without a part has 0 for it, and is in neither its mean
-    nor its deviation; a step may have none that has it.
+    nor its deviation; a step may hold none with that property.
 
     Raises:
         ValueError: no reward of the step has a part that is weighed.
@@ -211,7 +211,7 @@ def pass_at_k(outcomes: Outcomes, options: PassAtKOptions) -> Tensor:
     """A = the lead of the best over the second best for the best, 0 for its siblings.
 
     The gradient of the expected best of k (arXiv 2503.19595). Where two share the best reward,
-    nobody leads.
+    there is no leader.
 
     Raises:
         ValueError: a group has one trajectory, so that there is no second best.

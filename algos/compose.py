@@ -54,7 +54,7 @@ class LossInputs:
     kept: Denominators | None = None  # of the surrogate, where rejected tokens do not count
     reference: Tensor | None = None  # [T]
     full_kl: Tensor | None = None  # [T] carries gradient, KL(current || reference)
-    teacher: Tensor | None = None  # [T] log teacher, told and not learned from: see advantages
+    teacher: Tensor | None = None  # [T] log teacher, without gradient: see advantages
     lags: Tensor | None = None  # [T] int
     copies: Tensor | None = None  # [B] how often each sequence is in the batch
     right: RightAnswers | None = None
@@ -125,7 +125,7 @@ class Algorithm:
         self.is_token_level = "tokens" in choice.advantage.needs
         """Whether advantages are of tokens and not of trajectories."""
         self.centers_rewards = "centered" in choice.advantage.needs
-        """Whether rewards are less the mean of their group before they stand on a token."""
+        """Whether rewards are less the mean of their group before they are put on a token."""
 
     def trains_policy(self, step: int) -> bool:
         """Return whether a learner step trains the policy, or its critic alone."""
@@ -265,7 +265,7 @@ class Algorithm:
         the surrogate, w the corrections' weights (0 where they reject) and p their penalty, KL the
         divergence from the reference policy or the behavior policy, H the entropy and NLL the mean
         of -log pi over the tokens of right answers. Rejected tokens count in KL, H and NLL whatever
-        ``kept`` says.
+        ``kept`` selects.
         """
         choice, packing, rule = self.choice, given.packing, self.choice.reduce.name
         correction = given.correction or self.correct(

@@ -115,7 +115,7 @@ class KlOptions(Options, frozen=True, kw_only=True):
 class TeacherOptions(Options, frozen=True, kw_only=True):
     """[algo.teacher]: a policy to distill from; log teacher - log proximal is added to advantages.
 
-    It needs `model` or `endpoint`, and tells this run's tokens by the same numbers.
+    It needs `model` or `endpoint`, and the same token ids as this run.
     """
 
     coefficient: NotNegative = 0.0
@@ -125,7 +125,7 @@ class TeacherOptions(Options, frozen=True, kw_only=True):
     endpoint: str = ""
     """URL of an SGLang server that serves the teacher, such as http://10.0.0.7:30000."""
     api_key_file: str = ""
-    """File with the bearer token of the endpoint, which nobody else may read."""
+    """File with the bearer token of the endpoint, readable by its owner only."""
     concurrency: Annotated[int, msgspec.Meta(ge=1)] = 32
     """Requests to the endpoint at a time, of each rank of the learner that asks."""
     clip: Positive | None = None
@@ -151,7 +151,7 @@ class CriticOptions(Options, frozen=True, kw_only=True):
     huber: Positive | None = None
     """Errors beyond this count linearly (Huber) instead of squared; not set squares all."""
     warmup_steps: Annotated[int, msgspec.Meta(ge=0)] = 0
-    """Learner steps that train the critic alone; the policy's learning rate begins after them."""
+    """Learner steps that train the critic alone; the policy's learning rate starts after them."""
 
 
 class DataOptions(Options, frozen=True, kw_only=True):
@@ -380,7 +380,7 @@ def _refuse_no_number(where: str, settings: Table) -> None:
     """Refuse nan, and infinite factors: they would make every batch one that cannot be trained.
 
     Raises:
-        PartError: says which setting.
+        PartError: naming the setting.
     """
     for name, value in settings.items():
         table = value if isinstance(value, dict) else {"": value}
@@ -396,7 +396,7 @@ def _refuse(choice: AlgoChoice, section: AlgoSection) -> None:
     """Refuse what makes no sense together, and settings without effect, with the reason.
 
     Raises:
-        PartError: says which settings, and why.
+        PartError: naming the settings, and why.
     """
     for refusals in (_contradictions(choice), _without_effect(choice, section)):
         for reason, is_so in refusals.items():

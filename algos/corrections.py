@@ -107,7 +107,7 @@ class Correction:
 def combined(corrections: Sequence[Correction], packing: Packing) -> Correction:
     """Return all corrections as one.
 
-    Weights multiply, kept is what all keep, the last q stands, penalties add up.
+    Weights multiply, kept is what all keep, the last q wins, penalties add up.
 
     Args:
         corrections: of the same tokens; none of them leaves everything as it is.
@@ -334,7 +334,7 @@ class KlCovOptions(Options, frozen=True, kw_only=True):
 def kl_cov(inputs: CorrectionInputs, options: KlCovOptions) -> Correction:
     """KL-Cov: add coefficient |log r| to the loss of the tokens of largest covariance.
 
-    Covariance as clip-cov has it (arXiv 2505.22617). r is the surrogate's ratio.
+    Covariance as in clip-cov (arXiv 2505.22617). r is the surrogate's ratio.
     """
     covariance, num_tokens = _covariance(inputs)
     mask = inputs.packing.mask
@@ -397,7 +397,7 @@ def _second_moment_limit(squares: Tensor, threshold: float) -> Tensor:
     """
     ascending = squares.sort().values
     numbers = torch.arange(1, len(ascending) + 1, device=squares.device)
-    # Means of the least 1, 2, ... squares never fall, so that the last that is met tells how many.
+    # Means of the least 1, 2, ... squares never fall, so that the last that is met gives the count.
     staying = (ascending.cumsum(0) / numbers <= threshold).sum()
     return torch.cat([ascending, ascending.new_full((1,), torch.inf)])[staying]
 

@@ -28,7 +28,7 @@ def value_loss(
         values_before: [T] V'.
         clip: how far a value may move in one step and still count; None for any distance.
         huber: where the loss becomes linear; None for nowhere.
-        mask: [T] bool; outside it the loss and its gradient are 0.0 whatever stands there. All
+        mask: [T] bool; outside it the loss and its gradient are 0.0 whatever the values there. All
             tokens count if None.
 
     Returns:

@@ -42,7 +42,7 @@ def diagnostic_sums(seen: Diagnosed, lags: Tensor | None = None, *, num_lags: in
     Args:
         seen: of one microbatch.
         lags: [T] int, learner steps between a token's policy and the step that trains it.
-        num_lags: how many of them are told apart.
+        num_lags: how many of them are distinguished.
     """
     mask = seen.mask
     log_correction = log_ratio(target=seen.proximal.detach(), sampled_from=seen.behavior, mask=mask)

@@ -38,7 +38,7 @@ CHUNK_BYTES = 64 * 2**20  # of one chunk's logits in float32, on a CPU
 CUDA_CHUNK_BYTES = 512 * 2**20  # fewer passes over the sum of the hidden states' gradient
 MIN_CHUNK_COLUMNS = 1024  # however many tokens: those passes are V / c, over T rows
 
-_NO_COLUMNS = (PADDED_LOGIT, PADDED_LOGIT, 0.0, PADDED_LOGIT, 0.0)  # what _part says of none
+_NO_COLUMNS = (PADDED_LOGIT, PADDED_LOGIT, 0.0, PADDED_LOGIT, 0.0)  # _part of no columns
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +48,7 @@ class OutputLayer:
     weight: Tensor  # [V/tp, H] rank r holds rows r*V/tp to (r+1)*V/tp
     group: dist.ProcessGroup | None = None  # ranks that the rows are split over
     vocab_size: int | None = None  # rows from here on are padding, with probability 0
-    barred_ids: tuple[int, ...] = ()  # tokens with probability 0 where ``barred`` says so
+    barred_ids: tuple[int, ...] = ()  # tokens with probability 0 where ``barred`` is True
 
     @property
     def split(self) -> dist.ProcessGroup | None:
@@ -62,7 +62,7 @@ class OutputLayer:
 
 
 class TokenLogprobs(NamedTuple):
-    """What a distribution says at each token. Shapes [T] float32 (float64 of float64), in nats."""
+    """A distribution at each token. Shapes [T] float32 (float64 of float64), in nats."""
 
     logprobs: Tensor
     entropy: Tensor
@@ -89,8 +89,8 @@ def linear_logprobs(
     """Return the log-probability of each target, the entropy, and the KL from a reference.
 
     All are of softmax(hidden @ weight.T / temperature), differentiable (once) by hidden and weight,
-    and equal on all ranks. The gradient by ``hidden`` is this rank's share: whoever splits the rows
-    sums it over ranks, as Megatron's copy to the tensor-parallel region does.
+    and equal on all ranks. The gradient by ``hidden`` is this rank's share: a caller that splits
+    the rows sums it over ranks, as Megatron's copy to the tensor-parallel region does.
 
     On one rank, torch.compile takes it whole, but unrolls the chunks, and a compiler may
     keep logits for the backward pass: to save memory, leave it out of compiled regions.
@@ -98,7 +98,7 @@ def linear_logprobs(
     Args:
         hidden: [T, H] of any float type.
         layer: the output layer.
-        target: [T] int64 token ids; what is said of other numbers is finite and means nothing.
+        target: [T] int64 token ids; the result for other numbers is finite and meaningless.
         temperature: [T], 1 if None.
         barred: [T] bool, where ``layer.barred_ids`` cannot be chosen; nowhere if None.
         reference: what KL is taken from; tempered and barred alike.
@@ -302,7 +302,7 @@ def _within(column: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _part(logits: Tensor, column: Tensor, others: Tensor | None) -> Tensor:
-    """Return what these columns say, as if there were no others; consumes the logits.
+    """Return the statistics of these columns alone; consumes the logits.
 
     Args:
         logits: [T, c].
@@ -342,7 +342,7 @@ def _gathered(part: Tensor, group: dist.ProcessGroup | None) -> Tensor:
 
 
 def _joined(parts: Tensor) -> Tensor:
-    """Return what all parts of the columns say together. Shapes [R, 5, T] -> [5, T]."""
+    """Return the statistics of all parts of the columns together. Shapes [R, 5, T] -> [5, T]."""
     log_sums, logits, entropies, other_log_sums, kls = parts.unbind(1)
     log_total, other_total = log_sums.logsumexp(0), other_log_sums.logsumexp(0)
     log_shares, other_log_shares = log_sums - log_total, other_log_sums - other_total

@@ -12,7 +12,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Packing:
-    """The layout of one microbatch. Nothing outside the mask enters a sum, whatever stands there.
+    """The layout of one microbatch. Nothing outside the mask enters a sum.
 
     Raises:
         ValueError: mask and sequence do not fit together.

@@ -1,6 +1,6 @@
 """What an algorithm is put together from: functions with a name and options, one's own included.
 
-A part is one function, marked by a decorator that says what it is for and which options it takes:
+A part is one function, marked by a decorator that gives its kind and its options:
 
     class Mine(Options):
         strength: float = 1.0
@@ -113,10 +113,10 @@ def correction(
 
 
 def check_needs(kind: Kind, name: str, needs: frozenset[str]) -> None:
-    """Refuse needs that nobody meets.
+    """Refuse needs that no part meets.
 
     Raises:
-        PartError: says which, and which there are.
+        PartError: naming them, and those there are.
     """
     known = _OF_KIND[kind]
     unknown = needs - known
@@ -156,7 +156,7 @@ def find_part(
         name: of the part.
         built_in: those that need no module.
         setting: that names it, for messages.
-        module_named: imports what stands before the colon.
+        module_named: imports the part before the colon.
 
     Raises:
         PartError: there is none, its module cannot be imported, or it is of another kind.

@@ -34,7 +34,7 @@ class Denominators:
 
 
 def masked_sum(per_token: Tensor, mask: Tensor) -> Tensor:
-    """Return the sum over the mask, whatever stands outside it. Shapes [T] -> []."""
+    """Return the sum over the mask, whatever the values outside it. Shapes [T] -> []."""
     return where(mask, per_token, torch.zeros_like(per_token)).sum()
 
 
@@ -63,7 +63,7 @@ def reduced(
 
     Args:
         per_token: [T] losses.
-        packing: whose mask says which tokens count, in |i| as well.
+        packing: whose mask selects the tokens that count, in |i| as well.
         denominators: of the whole minibatch, with copies counted as often as they occur.
         rule: one of the above.
         copies: [B], how often each sequence is in the minibatch; once each if None.

@@ -97,10 +97,10 @@ def discounted_returns(outcomes: TokenOutcomes, options: DiscountOptions) -> Tok
 
 @advantage("reinforce++-baseline", DiscountOptions, needs=("tokens", "centered", "siblings"))
 def centered_returns(outcomes: TokenOutcomes, options: DiscountOptions) -> TokenAdvantages:
-    """A_t = G_t as discounted-returns has it, of rewards less the mean of their group.
+    """A_t = G_t as in discounted-returns, of rewards less the mean of their group.
 
     With ``whiten`` after it, this is REINFORCE++ with a baseline (arXiv 2501.03262). The mean is
-    taken before the reward is put on a token, by whoever knows the group.
+    taken before the reward is put on a token, by the caller, which knows the group.
     """
     return discounted_returns(outcomes, options)
 
@@ -169,7 +169,7 @@ def optimal_token_baseline(
 ) -> TokenAdvantages:
     """A_t = G_t - sum_i W_it G_it / sum_i W_it over the siblings that have a token t.
 
-    G as discounted-returns has it; W_t = sum_(j <= t) (1 - 2 q_j + sum_v q_j(v)^2): the squared
+    G as in discounted-returns; W_t = sum_(j <= t) (1 - 2 q_j + sum_v q_j(v)^2): the squared
     norm of the gradient of log q by the logits, added up to t, so that the baseline has the least
     variance where gradients of tokens are orthogonal (verl's optimal_token_baseline). In a group of
     one the baseline is 0.

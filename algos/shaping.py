@@ -1,6 +1,6 @@
 """What happens to rewards, and which trajectories are trained, before advantages are computed.
 
-``copies`` says how often a trajectory is in the batch: 0 leaves it out, 2 trains it twice.
+``copies`` counts how often a trajectory is in the batch: 0 leaves it out, 2 trains it twice.
 
 Shapes: N trajectories of a step.
 """

@@ -1,6 +1,6 @@
 """How a role talks to the broker: one request, one answer, with deadlines.
 
-A broker that dies is waited for: when the connection is back, the client says hello again and
+The client waits for a broker that died: once reconnected, it sends its hello again and
 repeats every request that was not answered. All requests may be repeated; an answer to the first
 sending that still arrives is ignored, so that what the client knows and what the broker granted
 agree again from the hello on.
@@ -43,7 +43,7 @@ _log = logging.getLogger(__name__)
 A = TypeVar("A", bound=Answer)
 _SEND_LIMIT = 1_000
 _REPEAT_S = 20.0  # an answer that is lost without a lost connection is asked for again
-_HELLO_S = 5.0  # then it is said again: it may have been lost. Doubled, for who is slow and there
+_HELLO_S = 5.0  # then it is sent again: it may have been lost. Doubled, for a slow peer
 _MAX_HELLO_S = 80.0
 _NAME_TAKEN_S = 1.0  # between hellos while another process has the name
 _NAME_PATIENCE_S = 30.0
@@ -181,7 +181,7 @@ class BrokerClient:
         return client, welcome
 
     async def _first_hello(self, hello: Hello, timeout_s: float) -> Welcome:
-        """Say hello; for a while again and again, if another process with this name is there.
+        """Send a hello; for a while again and again if another process has this name.
 
         The connection of one that died is gone at once, that of a host that vanished after a
         minute. Who waits for longer waits for one that lives.
@@ -214,7 +214,7 @@ class BrokerClient:
 
         Raises:
             RefusedError: the broker refused, with its reason.
-            SupersededError: another process has said hello under this name.
+            SupersededError: another process took this name.
             PeerLostError: no answer in time.
         """
         answer, attached = await self.ask_any(request, frames=frames, extra_wait_s=extra_wait_s)
@@ -254,7 +254,7 @@ class BrokerClient:
                 if done:
                     break
                 if left > repeat_s:
-                    self._come_back()  # the hello says which grants have arrived
+                    self._come_back()  # the hello lists the grants that have arrived
             else:
                 raise PeerLostError(
                     f"the broker at {self._endpoint} did not answer {what} "
@@ -310,7 +310,7 @@ class BrokerClient:
             pending.answer.set_result((answer, [frame.buffer for frame in attached]))
 
     async def _send_later(self, pending: _Pending) -> None:
-        """Send a request again that came too early; its own deadline goes on."""
+        """Send a request again that came too early; its deadline stays."""
         await asyncio.sleep(_SLOW_DOWN_S * (1 + random()))  # noqa: S311 so that not all come at once
         if not pending.answer.done():
             await self._send(pending, time.monotonic() + self._timeout_s)
@@ -318,7 +318,7 @@ class BrokerClient:
     # ---- a broker that was gone ----------------------------------------------
 
     async def _watch(self) -> None:
-        """Say hello again on every new connection."""
+        """Send the hello again on every new connection."""
         has_connected = False
         while True:
             event = parse_monitor_message(await self._monitor.recv_multipart())
@@ -330,20 +330,20 @@ class BrokerClient:
                     )
                 )
             if event["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                if has_connected:  # what was said on the former connection may be lost
+                if has_connected:  # messages on the former connection may be lost
                     await self._repeat_hello()
                 has_connected = True
             if not self._is_welcome:
                 continue
             if event["event"] == zmq.EVENT_DISCONNECTED:
-                looks_on = self._hello.role == "observer"  # it has its own way to say so
+                looks_on = self._hello.role == "observer"  # it reports that itself
                 level = logging.DEBUG if looks_on else logging.WARNING
                 _log.log(level, "the broker at %s is gone; waiting for it", self._endpoint)
             else:
                 self._come_back()
 
     async def _repeat_hello(self) -> None:
-        """Send a hello that has no answer yet once more; its own deadline goes on."""
+        """Send a hello that has no answer yet once more; its deadline stays."""
         for pending in [*self._pending.values()]:
             if pending.is_hello and not pending.answer.done():
                 await self._send(pending, time.monotonic() + self._timeout_s)
@@ -353,7 +353,7 @@ class BrokerClient:
             self._returning = asyncio.create_task(self._return())
 
     async def _return(self) -> None:
-        """Say hello until the broker answers, then send again what has no answer."""
+        """Send the hello until the broker answers, then resend unanswered requests."""
         try:
             answer_s = _HELLO_S
             while not await self._is_welcome_again(answer_s):

@@ -47,7 +47,7 @@ class DataSection(Section, frozen=True, kw_only=True):
     system_prompt: str = ""
     """First turn of every conversation that has no system turn."""
     allow_change: bool = False
-    """Go on from a checkpoint although the prompts are others than those it was saved with."""
+    """Resume from a checkpoint although the prompts differ from those it was saved with."""
 
 
 class RedisTable(Section, frozen=True, kw_only=True):
@@ -92,7 +92,7 @@ class BrokerSection(Section, frozen=True, kw_only=True):
     lease_s: Positive = 60.0
     """A lease ends this long after its last heartbeat."""
     max_lease_s: NotNegative = 0.0
-    """A lease of generation ends after this long, whatever is heard of its holder; 0 is never."""
+    """A lease of generation ends after this long in spite of heartbeats; 0 is never."""
     max_attempts: AtLeast1 = 3
     """Attempts to generate and to score before a group is dropped."""
     max_in_flight: int | None = None
@@ -100,7 +100,7 @@ class BrokerSection(Section, frozen=True, kw_only=True):
     drop_zero_variance: bool = True
     """Drop groups whose rewards are all equal (they carry no gradient) and issue others."""
     zero_variance_of: str = ""
-    """Look at this named part of the reward instead, such as the one before shaping."""
+    """Use this named part of the reward instead, such as the one before shaping."""
     high_water_bytes: AtLeast1 = 4 * 1024 * 1024 * 1024
     """Past so much untrained payload no more groups are started than one step needs."""
     replay_budget_bytes: AtLeast0 = 2 * 1024 * 1024 * 1024
@@ -116,7 +116,7 @@ class BrokerSection(Section, frozen=True, kw_only=True):
     max_message_bytes: AtLeast1 = 256 * 1024 * 1024
     """Larger messages are refused."""
     max_requests_per_s: Positive = 20_000.0
-    """Requests of one client in the long run; past it it is told to slow down."""
+    """Requests of one client in the long run; beyond it they are refused as slow_down."""
     listen: str = ""
     """Where roles on other hosts connect, tcp://ADDRESS:PORT; they need keys. Empty is nowhere."""
     max_connections: AtLeast1 = 4096
@@ -178,7 +178,7 @@ class RewardSection(Section, frozen=True, kw_only=True):
 class LoggingSection(Section, frozen=True, kw_only=True):
     """[logging]: where the curves go, besides the page.
 
-    A run that is resumed goes on under its id with each tracker (`trackers.json`). Keys and tokens
+    A resumed run keeps its id with each tracker (`trackers.json`). Keys and tokens
     of a tracker do not belong here: it reads them from its own environment variables or files.
     """
 

@@ -33,10 +33,10 @@ class RunIdentity(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_identity(run_folder: Path) -> RunIdentity | None:
-    """Return what the run folder says; None where no broker has begun in it.
+    """Return the identity in the run folder; None where no broker has started in it.
 
     Raises:
-        ConfigError: it says something else.
+        ConfigError: it holds something else.
     """
     path = run_folder / IDENTITY
     try:
@@ -50,12 +50,12 @@ def read_identity(run_folder: Path) -> RunIdentity | None:
 
 
 def write_identity(run_folder: Path, identity: RunIdentity) -> None:
-    """Replace what the run folder says; on return it is on disk."""
+    """Replace the identity in the run folder; on return it is on disk."""
     replace_file(run_folder / IDENTITY, msgspec.json.format(msgspec.json.encode(identity)) + b"\n")
 
 
 def identity_of(state: BookState) -> RunIdentity:
-    """Return what a ledger says."""
+    """Return the identity that a ledger holds."""
     return RunIdentity(run_id=state.run_id, life=state.life, epoch=state.granted_epoch)
 
 
@@ -72,7 +72,7 @@ def check_store(
     """Refuse a store or a checkpoint that is not this run's, before anything of it is touched.
 
     Args:
-        known: what the run folder says.
+        known: the identity in the run folder.
         stored: the ledger that the store holds, if any.
         has_begun: something has happened in that.
         saved: the ledger of the checkpoint that is to be gone on from, if any.
@@ -118,11 +118,11 @@ def begin_life(
     """Have a ledger give out what no life before has given out.
 
     Args:
-        state: of the ledger that the run goes on with.
-        known: what the run folder says.
+        state: of the ledger that the run continues with.
+        known: the identity in the run folder.
         others: ledgers that were found besides.
         epochs: of checkpoints.
-        apart: it goes on without the store of the life before, or without the end of that.
+        apart: it continues without the store of the life before, or without its end.
     """
     found = [state, *others]
     ids = [known.run_id] if known is not None else []

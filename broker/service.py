@@ -23,11 +23,11 @@ from slipstream.broker.report.trackers.background import BackgroundTrackers
 from slipstream.broker.server.keyring import BrokerKey, KeyRing, broker_key
 from slipstream.broker.server.loop import BrokerServer
 from slipstream.broker.startup import (
-    Beginning,
     Prompts,
-    begin_run,
+    StartState,
     load_prompts,
     open_records,
+    start_run,
     start_trackers,
 )
 from slipstream.broker.store.event_log import FolderTrail, Trail
@@ -47,7 +47,11 @@ _CLOCK_S = 1.0
 _LEAST_DESCRIPTORS = 256
 _LEAST_LISTENING = 4_096  # strangers are counted, and a few hundred more may come meanwhile
 _FEW_DESCRIPTORS = 4_096
-_GARBAGE_AFTER = (20_000, 10, 50)  # items hold no cycles, and a look at all of them stops the loop
+_GARBAGE_AFTER = (
+    20_000,
+    10,
+    50,
+)  # items hold no cycles, and a collection of all of them stops the loop
 _SERVER_SPEAKS_FIRST_S = 15.0
 
 
@@ -115,7 +119,7 @@ async def serve(settings: BrokerSettings, *, restarted: bool = False) -> None:
 def _take_lock(run: RunSection, cleanup: AsyncExitStack, *, restarted: bool) -> None:
     """Be the one broker of a run folder, before anything is claimed.
 
-    A store that is shared would give its place to a second broker that somebody starts by mistake.
+    A shared store would give its place to a second broker that was started by mistake.
     One that takes the place of another may: that may be stopped, and cannot write any more.
 
     Raises:
@@ -139,7 +143,7 @@ async def _make_server(
     ring: KeyRing | None,
     *,
     restarted: bool,
-) -> tuple[BrokerServer, GroupCommitter, Beginning]:
+) -> tuple[BrokerServer, GroupCommitter, StartState]:
     """Read the ledger back, and build the server around it."""
     run, broker = settings.run, settings.broker
     started = time.monotonic()
@@ -148,7 +152,7 @@ async def _make_server(
     if broker.max_trail_bytes:
         trail = folder_trail = FolderTrail(run.folder / TRAIL, broker.max_trail_bytes)
         first_event = folder_trail.next_event
-    beginning = await begin_run(
+    beginning = await start_run(
         settings, prompts, store, restarted=restarted, first_event=first_event
     )
     ledger = beginning.ledger
@@ -243,7 +247,7 @@ async def _open_store(
     redis = settings.broker.redis
     password = server.password if server else _password(redis.password_file)
     run = settings.run
-    # A private server that cannot be kept up says why; the store's own patience is a little longer.
+    # A private server that cannot be kept up reports why; the store itself waits a little longer.
     outage_s = run.outage_s + (_SERVER_SPEAKS_FIRST_S if server else 0.0)
     # A private server listens already: it may be slow, or be stopped for a while.
     is_patient = restarted or server is not None
@@ -262,7 +266,7 @@ async def _open_store(
             if not is_patient:
                 raise
             if server is not None:
-                server.check_alive()  # it says why it ended
+                server.check_alive()  # it reports why it ended
             if time.monotonic() > deadline:
                 raise PeerLostError(f"{error} for {run.outage_s:.0f} s (run.outage_s)") from error
             await asyncio.sleep(_CLOCK_S)  # it was there before and may come back
@@ -364,4 +368,4 @@ async def end_after(
         await asyncio.sleep(every_s)
         if hours and time.monotonic() - started > hours * 3600:
             plan_stop(f"run.max_hours = {hours:g} have passed")
-            hours = 0.0  # said once
+            hours = 0.0  # logged once

@@ -1,4 +1,4 @@
-"""How a run begins in the broker: its prompts, its ledger, its place in the store, its records."""
+"""How a run starts in the broker: its prompts, its ledger, its place in the store, its records."""
 
 import asyncio
 import logging
@@ -129,7 +129,7 @@ def _rules(settings: BrokerSettings, prompts: Prompts) -> LedgerRules:
 
 
 @dataclass(frozen=True, slots=True)
-class Beginning:
+class StartState:
     """What a broker starts from."""
 
     ledger: Ledger
@@ -138,15 +138,15 @@ class Beginning:
     identity: RunIdentity
 
 
-async def begin_run(
+async def start_run(
     settings: BrokerSettings,
     prompts: Prompts,
     store: TrajectoryStore,
     *,
     restarted: bool = False,
     first_event: int = 0,
-) -> Beginning:
-    """Begin a new run, or go on: with what the store holds, or from run.resume_from.
+) -> StartState:
+    """Start a new run, or resume: with what the store holds, or from run.resume_from.
 
     A checkpoint is gone on from in the store where that still knows all that came after it: then
     nothing has to be generated again. Else the store is cleared, and what the checkpoint keeps of
@@ -161,7 +161,7 @@ async def begin_run(
 
     Raises:
         ConfigError: the store is not this run's, the run has ended, has other data, or its
-            checkpoint cannot be used. Then nothing was changed, and whoever uses the store goes on.
+            checkpoint cannot be used. Nothing was changed then; other users of the store continue.
     """
     known = await _check_before(settings, prompts, store, restarted=restarted)
     generation = await store.claim()
@@ -173,7 +173,7 @@ async def begin_run(
         ledger, stored = _resumed(settings, prompts, ledger, first_event, known)
         events = []
     elif ledger is None or not ledger.book.state.num_events:
-        ledger = build_ledger(settings, prompts)  # or a broker was there that nobody spoke to
+        ledger = build_ledger(settings, prompts)  # or a broker was there without any client
         begin_life(ledger.book.state, known, apart=first_event > 0)
         stored = Changes(snapshot=encode_state(ledger.book.state))
     else:
@@ -195,11 +195,11 @@ async def begin_run(
     if identity != known:
         settings.run.folder.mkdir(parents=True, exist_ok=True)
         write_identity(settings.run.folder, identity)
-    return Beginning(ledger, generation, events, identity)
+    return StartState(ledger, generation, events, identity)
 
 
 def _is_to_resume(settings: BrokerSettings, state: BookState | None, *, restarted: bool) -> bool:
-    """Tell whether run.resume_from is to be gone on from, and was not already."""
+    """True if the run is to resume from run.resume_from, and has not already."""
     origin = settings.run.resume_from
     return bool(origin) and not (restarted and state is not None and state.origin == origin)
 
@@ -207,7 +207,7 @@ def _is_to_resume(settings: BrokerSettings, state: BookState | None, *, restarte
 async def _check_before(
     settings: BrokerSettings, prompts: Prompts, store: TrajectoryStore, *, restarted: bool
 ) -> RunIdentity | None:
-    """Return what the run folder says, if what is found there and in the store fits together."""
+    """Return the identity in the run folder, if it fits the store."""
     run = settings.run
     known = read_identity(run.folder)
     data = await store.snapshot()
@@ -233,12 +233,12 @@ async def _check_before(
 
 
 def _has_lost_events(ledger: Ledger, first_event: int) -> bool:
-    """Tell whether the store lacks events that it acknowledged, and so ids that were given out."""
+    """True if the store lacks events that it acknowledged, and so ids that were given out."""
     return ledger.book.state.num_events < first_event
 
 
 async def _has_events(store: TrajectoryStore) -> bool:
-    """Tell whether anything has happened since the snapshot."""
+    """True if anything has happened since the snapshot."""
     async for _ in store.replay():
         return True
     return False
@@ -277,7 +277,7 @@ def _resumed(
     first_event: int,
     identity: RunIdentity | None,
 ) -> tuple[Ledger, Changes]:
-    """Go on from run.resume_from: in the store if it reaches back to there, else without it.
+    """Resume from run.resume_from: in the store if it reaches back to there, else without it.
 
     Returns the ledger, and what makes it that of the store.
     """
@@ -353,7 +353,7 @@ def _begin_apart(
 def _under_present_settings(ledger: Ledger, released: list[TrajectoryKey]) -> Changes:
     """Return the whole state as it is to be stored, fit for the settings of now.
 
-    Under another bound or group size than it was admitted under, what is under way begins anew; so
+    Under another bound or group size than it was admitted under, what is under way restarts; so
     do evaluations under other problems or samples.
     """
     state, rules = ledger.book.state, ledger.book.rules
@@ -448,7 +448,7 @@ async def open_records(
         max_batch_bytes=broker.max_recorded_bytes,
         known=ledger.book.state.eval_points,
     )
-    records.goes_on_with(ledger.book.state.eval_rounds)
+    records.resume_evaluations(ledger.book.state.eval_rounds)
     if path is not None and ledger.book.step:
         for step in range(last_recorded(path) + 1, ledger.book.step):
             groups = ledger.book.state.replay.get(step)

@@ -16,9 +16,9 @@ from slipstream.wire.settings.sections import AtLeast0, Positive, RunSection
 
 
 class DeploySection(Section, frozen=True, kw_only=True):
-    """[deploy]: how `slipstream run` looks after the processes of one host.
+    """[deploy]: how `slipstream run` supervises the processes of one host.
 
-    A process that fails is started again: the broker reads its ledger back, the learner goes on
+    A process that fails is started again: the broker reads its ledger back, the learner resumes
     from its newest checkpoint, and what a generator or reward worker held is leased to others.
     Several hosts are planned by `--dry-run` only.
     """

@@ -1,7 +1,7 @@
-"""Prints, one a line, the options that make uv look for packages where pip is told to look.
+"""Prints, one a line, the options that make uv use the package sources of pip.
 
-uv reads neither pip's configuration nor its environment variables. Whoever has configured uv itself
-is left alone. It runs before anything is installed, with the interpreter of a new environment.
+uv reads neither pip's configuration nor its environment variables. Who has configured uv itself is
+left alone. It runs before anything is installed, with the interpreter of a new environment.
 """
 
 import ast
@@ -24,9 +24,9 @@ _OWN = ("UV_DEFAULT_INDEX", "UV_INDEX", "UV_INDEX_URL", "UV_EXTRA_INDEX_URL", "U
 def options(listing: str) -> list[str]:
     """Return the options for what ``pip config list`` printed.
 
-    The environment counts more than a file, and what a file says of ``pip install`` more than what
-    it says of all commands; one key may hold several places. Folders that do not exist are left
-    out: pip passes over them, uv does not. With several indexes uv is told to look at all of them,
+    The environment counts more than a file, and its section for ``pip install`` more than that
+    for all commands; one key may hold several places. Folders that do not exist are left
+    out: pip passes over them, uv does not. With several indexes uv is given all of them,
     as pip does.
     """
     values: dict[str, tuple[int, str]] = {}

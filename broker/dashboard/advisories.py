@@ -2,7 +2,7 @@
 
 Pure: a state of the run and the newest history in, sentences out. A rule speaks once its measure,
 taken over a window, passed the rule's limit lately, and until the measure is a fifth below that;
-before its window is full it says nothing. Each rule has a section of its name in
+before its window is full it is silent. Each rule has a section of its name in
 docs/operations.md.
 """
 
@@ -26,7 +26,7 @@ WINDOW_S = 120.0  # long enough for a checkpoint or an evaluation to pass in it
 WINDOW_STEPS = 5  # it doubles until so many learner steps fit: a pool waits within each step
 WINDOW_ROWS = 5  # and so many rows of a history that has become coarse
 FIGURE_STEPS = 10  # over which a figure of learner steps is averaged: single batches are noisy
-LEARNING_STEPS = 30  # before anything is said about the course of a figure
+LEARNING_STEPS = 30  # before a trend of a figure is judged
 LOOKS = 5  # windows, the newest and earlier ones, of which one must have passed the limit
 KEEPS = 0.8  # of its limit, under which a measure that had passed it counts as mended
 
@@ -79,12 +79,12 @@ class Trends(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def is_ready(status: RunStatus, history: Trends) -> bool:
-    """Tell whether there is enough history for rules about time to speak."""
+    """True if there is enough history for rules about time."""
     return _View.of(status, history).full
 
 
 def advise(status: RunStatus, history: Trends) -> list[Advisory]:
-    """Return what there is to say about a run, the worst first."""
+    """Return the advisories about a run, the worst first."""
     view = _View.of(status, history)
     said = [advisory for rule in _RULES if (advisory := rule(view)) is not None]
     return sorted(said, key=lambda advisory: _LEVELS.index(advisory.level))
@@ -95,7 +95,7 @@ def advise(status: RunStatus, history: Trends) -> list[Advisory]:
 
 @dataclass(frozen=True, slots=True)
 class _View:
-    """A run, and the window that rules over time look at."""
+    """A run, and the window of rules over time."""
 
     status: RunStatus
     history: Trends
@@ -315,7 +315,7 @@ def _gib(num_bytes: float) -> str:
     return f"{mib / 1024:.1f} GiB" if mib >= 1024 else f"{mib:.0f} MiB"
 
 
-# ---- a run that stands still ---------------------------------------------------
+# ---- a run without progress ----------------------------------------------------
 
 
 def _engine_ahead_of_the_learner(view: _View) -> Advisory | None:

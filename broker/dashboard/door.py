@@ -1,4 +1,4 @@
-"""Who is let in to the page: its token and port, kept over restarts, and the names it goes by."""
+"""Access to the page: its token and port, kept over restarts, and its host names."""
 
 import hmac
 import ipaddress
@@ -37,11 +37,11 @@ class Door:
 
     @property
     def token(self) -> str:
-        """Return what whoever wants in must show."""
+        """Token that a request must carry."""
         return self._token
 
     def opens_to(self, text: str) -> bool:
-        """Tell whether this is the token."""
+        """True if this is the token."""
         return hmac.compare_digest(text.encode(errors="replace"), self._token.encode())
 
     def keep(self, port: int) -> None:
@@ -62,7 +62,7 @@ class Door:
 
 
 def _kept_token(folder: Path) -> str:
-    """Return the token that is kept; empty if there is none that nobody else could read."""
+    """Return the token that is kept; empty if there is none, or others could read it."""
     path = folder / PAGE_TOKEN
     try:
         text = "" if path.stat().st_mode & _OTHERS else path.read_text("ascii").strip()
@@ -83,7 +83,7 @@ def _kept_port(folder: Path) -> int:
 
 
 def is_loopback(host: str) -> bool:
-    """Tell whether only this machine can reach an address."""
+    """True if only this machine can reach an address."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -91,7 +91,7 @@ def is_loopback(host: str) -> bool:
 
 
 def is_any(host: str) -> bool:
-    """Tell whether an address stands for all those of this machine."""
+    """True if an address means all those of this machine."""
     try:
         return ipaddress.ip_address(host).is_unspecified
     except ValueError:
@@ -106,7 +106,7 @@ def machine_names() -> set[str]:
 def known_names(host: str, others: Iterable[str] = ()) -> frozenset[str]:
     """Return the names by which a page at an address may be asked for.
 
-    Any other name may belong to a page of somebody else that had it point here.
+    Any other name may belong to a foreign page that had it point here.
     """
     return frozenset({plain(host), *_LOOPBACK, *map(plain, others)})
 

@@ -2,7 +2,7 @@
 
 Two tables of columns: one row per interval of time, and one per learner step or per so many of
 them. A table that is full merges its rows pairwise, and takes its next rows at the same, coarser,
-resolution: all rows of a table stand for equally much, but for the newest one, which may still
+resolution: all rows of a table cover equally much, but for the newest one, which may still
 grow.
 """
 
@@ -143,7 +143,7 @@ class Table:
         return self.keys.itemsize * len(self.keys) * (1 + len(self.series))
 
     def add(self, key: float, values: Mapping[str, float | None]) -> bool:
-        """Append a row; tell whether rows were merged for it."""
+        """Append a row; True if rows were merged for it."""
         known = _floats(values)
         is_full = len(self.keys) >= self._max_rows
         if is_full:
@@ -221,7 +221,7 @@ class TimeColumns(msgspec.Struct, frozen=True, kw_only=True):
     """One row per interval."""
 
     every_s: float
-    at_s: Sequence[float]  # since the run began
+    at_s: Sequence[float]  # since the run started
     series: Mapping[str, Column]
 
 
@@ -229,7 +229,7 @@ class StepColumns(msgspec.Struct, frozen=True, kw_only=True):
     """One row per learner step, or per some of them."""
 
     step: Sequence[float]  # the newest of each row
-    every_steps: int = 1  # learner steps that a row stands for
+    every_steps: int = 1  # learner steps that a row covers
     at_s: Sequence[float]
     series: Mapping[str, Column]
 
@@ -247,7 +247,7 @@ class HistoryColumns(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StoredState(msgspec.Struct, frozen=True, kw_only=True):
-    """What a run folder holds for whoever looks at a run that has ended."""
+    """What a run folder holds for viewers of a run that has ended."""
 
     revision: Annotated[int, msgspec.Meta(ge=2, le=2)] = 2
     at_s: float  # unix time
@@ -260,10 +260,10 @@ class History:
     """Takes samples of the state of a run."""
 
     def __init__(self, *, began_s: float, every_s: float = EVERY_S) -> None:
-        """Begin a history.
+        """Start a history.
 
         Args:
-            began_s: unix time at which the run began.
+            began_s: unix time at which the run started.
             every_s: seconds between two samples.
         """
         self.began_s = began_s
@@ -273,11 +273,11 @@ class History:
         self._steps = Table()
         self._rates = Rates()
         self._back_s = 0.0  # by which the clock was set back, as far as it was noticed
-        self._sampled_s = -math.inf  # since the run began
+        self._sampled_s = -math.inf  # since the run started
         self._step = 0.0  # the newest that is known
 
     def take(self, status: RunStatus, now_s: float) -> bool:
-        """Take in all that is new in a state; tell whether a row of time was added.
+        """Take in all that is new in a state; True if a row of time was added.
 
         Args:
             status: the state of the run.
@@ -292,11 +292,11 @@ class History:
         return self.sample(status, now_s)
 
     def sample(self, status: RunStatus, now_s: float) -> bool:
-        """Add a row if it is time for one; tell whether it was.
+        """Add a row if one is due; True if it was.
 
         Args:
             status: the state of the run.
-            now_s: unix time; where it went back, the time of the run goes on.
+            now_s: unix time; where it went back, the time of the run still grows.
         """
         at_s = self._since_began(now_s)
         if at_s - self._sampled_s < self.every_s:
@@ -307,7 +307,7 @@ class History:
         return True
 
     def _since_began(self, now_s: float) -> float:
-        """Return the time of the run, which goes on although the clock was set back."""
+        """Return the time of the run, which grows although the clock was set back."""
         at_s = now_s - self.began_s + self._back_s
         newest_s = self._time.keys[-1] if len(self._time) else -math.inf
         if at_s < newest_s:
@@ -328,7 +328,7 @@ class History:
             self.every_steps *= 2
 
     def fill(self, missed: Mapping[int, Mapping[str, float]], now_s: float) -> None:
-        """Add learner steps that nobody looked at; when they were is not known, so evenly since.
+        """Add learner steps that were not observed; their times are unknown, so evenly spread.
 
         Args:
             missed: figures by step.
@@ -393,7 +393,7 @@ class History:
 
     @classmethod
     def of(cls, columns: HistoryColumns) -> "History":
-        """Go on with what another broker wrote."""
+        """Continue the history that another broker wrote."""
         history = cls(began_s=columns.began_s, every_s=columns.time.every_s)
         history.every_steps = columns.steps.every_steps
         _fill(history._time, columns.time.at_s, columns.time.series)

@@ -71,7 +71,7 @@ class Letter(msgspec.Struct, frozen=True, kw_only=True):
     reason: str
     step: int  # learner steps completed when it was dropped
     prompt: str  # its beginning
-    failures: list[str]  # who failed at what
+    failures: list[str]  # holder and reason of each
 
 
 class Token(msgspec.Struct, frozen=True):
@@ -91,7 +91,7 @@ class Sibling(msgspec.Struct, frozen=True):
 
 
 class Trajectory(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything about one recorded trajectory; ``found`` says whether there is one."""
+    """Everything about one recorded trajectory; ``found`` is False if there is none."""
 
     found: bool
     step: int = -1
@@ -106,7 +106,7 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True):
     life: list[Moment] = []
     siblings: list[Sibling] = []
     outcome: str = ""  # of its group, by the ledger
-    failures: list[str] = []  # of a dead letter: who failed at what
+    failures: list[str] = []  # of a dead letter: holder and reason of each
 
 
 class _Indexed(msgspec.Struct, frozen=True):
@@ -266,7 +266,7 @@ def _said(failure: Failure) -> str:
 
 
 def _tokens(row: Row) -> Iterator[Token]:
-    """Yield the tokens of an answer; without their texts all of it stands at the first one."""
+    """Yield the tokens of an answer; without their texts all of it is at the first one."""
     count = len(row.token_ids) - row.num_prompt_tokens
     texts = row.token_texts or [row.answer] + [""] * (count - 1)
     runs = list(row.version_runs)

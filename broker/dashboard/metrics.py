@@ -23,7 +23,7 @@ class _StatusCollector(Collector):
 
     @override
     def collect(self) -> Iterable[Metric]:
-        """Yield every metric; names and units stand in wire/messages/metrics.py."""
+        """Yield every metric; names and units are in wire/messages/metrics.py."""
         for name, samples in _samples(self._status).items():
             if samples:
                 yield _family(name, samples)

@@ -1,4 +1,4 @@
-"""Turns what a run's state counts since the beginning into what happened since the last look."""
+"""Turns the cumulative counts of a run's state into what happened since the last snapshot."""
 
 from dataclasses import dataclass
 
@@ -17,13 +17,13 @@ class Seen:
 
     @classmethod
     def of(cls, role: RoleStatus) -> "Seen":
-        """Return what a process says that it has done so far."""
+        """Return the cumulative count that a process reports."""
         waited = role.phase_seconds.get(WAIT, 0.0)
         worked = sum(role.phase_seconds.values()) - waited
         return cls(role.age_s, waited, worked, role.tokens_per_second * role.age_s)
 
     def since(self, before: "Seen | None") -> "Seen":
-        """Return what it did since; all of it if it has begun anew."""
+        """Return what it did since; all of it if it has restarted."""
         if before is None or self.age_s < before.age_s:
             return self
         return Seen(
@@ -41,7 +41,7 @@ class Seen:
 
 
 class Rates:
-    """Remembers the last look."""
+    """Remembers the last snapshot."""
 
     def __init__(self) -> None:
         self._seen: dict[str, Seen] = {}

@@ -1,4 +1,4 @@
-"""Looks at a run every second, for all who look on, and keeps what the page shows.
+"""Takes a snapshot of a run every second, for all viewers, and keeps what the page shows.
 
 Nothing here may end the broker or hold it up: what fails is logged once and left out, and what
 takes long (rules, encoding, writing) works in threads on copies.
@@ -43,11 +43,11 @@ Write: TypeAlias = Callable[[Path, StoredState], None]
 
 
 class Look(msgspec.Struct, frozen=True, kw_only=True):
-    """What the page is told every second."""
+    """What the page gets every second."""
 
     status: RunStatus  # with the newest step, publishes and evaluations only
     advisories: list[Advisory]
-    advice_ready: bool = True  # false: too early to say
+    advice_ready: bool = True  # false: too early
     live: bool
     point: dict[str, float | None]
 
@@ -82,14 +82,14 @@ class _Background:
         self._task: asyncio.Task[None] | None = None
 
     def start(self, call: Callable[[], None]) -> bool:
-        """Start a call unless the one before goes on; tell whether it was started."""
+        """Start a call unless the one before is running; True if it was started."""
         if self._task is not None and not self._task.done():
             return False
         self._task = asyncio.create_task(asyncio.to_thread(call))
         return True
 
     async def over(self, timeout_s: float) -> bool:
-        """Wait for the call that goes on; tell whether it is over."""
+        """Wait for the running call; True once it is over."""
         if self._task is None:
             return True
         done, _ = await asyncio.wait({self._task}, timeout=timeout_s)
@@ -112,7 +112,7 @@ class Recorder:
         advise: Advise = advise,
         write: Write = write_state,
     ) -> None:
-        """Go on with what the file holds, if it is there.
+        """Continue with what the file holds, if it is there.
 
         Args:
             status: returns the state of the run.
@@ -122,7 +122,7 @@ class Recorder:
             fsync: how often the store writes to disk; empty is not known.
             missed: figures of learner steps that the file may lack, by step.
             now: unix time that never goes back; the default is such a clock.
-            advise: says what there is to say about a run.
+            advise: returns the advisories about a run.
             write: writes a state, at once or not at all.
         """
         self._status = status
@@ -148,7 +148,7 @@ class Recorder:
         self._take()
 
     async def run(self) -> None:
-        """Look and write until cancelled; the last look is written too."""
+        """Take snapshots and write them until cancelled; the last one is written too."""
         try:
             while True:
                 self._take()
@@ -215,7 +215,7 @@ class Recorder:
             self._advice_ready = is_ready(status, trends)
 
     async def _write_last(self) -> None:
-        """Write what was seen last, after a write that goes on: it must not come out on top."""
+        """Write the last snapshot, after a running write, which must not overwrite it."""
         if self.look is None:
             return
         if await self._writing.over(_LAST_WRITE_S):
@@ -296,7 +296,7 @@ def shown_status(
 
 
 def fsync_of(durability: str) -> str:
-    """Return how a store is synced, from what it says itself; empty if it does not say.
+    """Return how a store is synced, from its own description; empty if that is silent.
 
     Args:
         durability: such as "appendfsync everysec: a crash can lose the last second".

@@ -1,7 +1,7 @@
 """The page, its live figures and /metrics over HTTP. Read-only.
 
-It listens where broker.dashboard.host says, on the loopback interface unless told otherwise, and
-answers only those who have its token and ask for it by a name that it knows.
+It listens where broker.dashboard.host says, on the loopback interface by default, and
+answers only requests with its token and a host name that it knows.
 """
 
 import asyncio
@@ -40,9 +40,9 @@ _SLOWEST_BYTES_PER_S = 32 * 1024  # of one that reads: large answers get more ti
 _CHUNK = 64 * 1024
 _READ_S = 5.0  # for the run folder
 _NAMES_S = 5.0  # for a name server
-_QUIET_S = 15.0  # without a new look, after which the old one is told again
+_QUIET_S = 15.0  # without a new snapshot, after which the old one is sent again
 _IDLE_S = 75.0  # of a connection that nothing is asked on
-_KEPT_S = 1.0  # an encoded state, for others who ask for the same
+_KEPT_S = 1.0  # an encoded state, for further requests of the same
 _MAX_QUERY = 200
 _MAX_DIGITS = 15
 MAX_VIEWERS = 32
@@ -67,7 +67,7 @@ T = TypeVar("T")
 
 
 class Source(Protocol):
-    """What the page shows: a run that goes on, or what is left of one."""
+    """What the page shows: a running run, or what is left of one."""
 
     @property
     def look(self) -> Look | None:
@@ -107,7 +107,7 @@ class _Event(msgspec.Struct):
 
 
 class Dashboard:
-    """A small web server; whoever wants to see needs the token of the address it prints."""
+    """A small web server; requests need the token of the address it prints."""
 
     def __init__(
         self,
@@ -152,7 +152,7 @@ class Dashboard:
         """Listen and return the address to open.
 
         Raises:
-            ConfigError: nobody can listen at this host and port.
+            ConfigError: this host and port cannot be listened at.
         """
         self._files = await asyncio.to_thread(_resources)
         if not is_loopback(self._host):
@@ -225,7 +225,7 @@ class Dashboard:
             raise web.HTTPUnauthorized(text="open the address that `slipstream status` prints\n")
 
     async def _send(self, request: web.Request, response: web.StreamResponse) -> None:
-        """Send an answer that was not sent yet; whoever does not read it is cut off."""
+        """Send an answer that was not sent yet; a viewer that does not read it is cut off."""
         if response.prepared:
             return
         size = response.content_length or 0
@@ -317,7 +317,7 @@ class Dashboard:
     def _done_reading(self, reading: "asyncio.Future[T]") -> None:
         self._reading.release()
         if not reading.cancelled():
-            reading.exception()  # whoever waits has it; nobody may be left
+            reading.exception()  # every waiter has it; there may be none
 
     async def _events(self, request: web.Request) -> web.StreamResponse:
         after = float(_number(request, "after")) if "after" in request.query else None
@@ -337,7 +337,7 @@ class Dashboard:
         return response
 
     async def _stream(self, response: web.StreamResponse, step: float) -> None:
-        """Send an event per look, from learner step ``step`` on, until the browser leaves."""
+        """Send an event per snapshot, from learner step ``step`` on, until the browser leaves."""
         while True:
             look = self._look()
             step = min(step, float(look.status.steps))  # the run may go back
@@ -353,7 +353,7 @@ class Dashboard:
 
 
 class _StateEncoder:
-    """Encodes /state.json in a thread, once per look however many ask."""
+    """Encodes /state.json in a thread, once per snapshot for any number of requests."""
 
     def __init__(self, source: Source) -> None:
         self._source = source
@@ -383,7 +383,7 @@ class _StateEncoder:
 
 
 class _EventEncoder:
-    """Encodes events: what all viewers get once per look, and the steps that they lack."""
+    """Encodes events: what all viewers get once per snapshot, and the steps that they lack."""
 
     def __init__(self) -> None:
         self._look: Look | None = None
@@ -391,7 +391,7 @@ class _EventEncoder:
         self._whole: dict[float, bytes] = {}  # by the step that a viewer has
 
     async def encoded(self, look: Look, step: float, source: Source) -> bytes:
-        """Return the event of a look for a viewer who has the learner steps up to one."""
+        """Return the event of a snapshot for a viewer with the learner steps up to one."""
         if look is not self._look:
             self._look, self._common, self._whole = look, _encode_common(look), {}
         if (known := self._whole.get(step)) is not None:
@@ -440,7 +440,7 @@ async def _open_site(runner: web.AppRunner, host: str, port: int) -> int:
 
 
 async def _names_of_this_machine() -> set[str]:
-    """Return its names, as far as a name server tells them in time."""
+    """Return its names, as far as a name server returns them in time."""
     try:
         return await asyncio.wait_for(asyncio.to_thread(machine_names), _NAMES_S)
     except TimeoutError:

@@ -16,7 +16,7 @@ BLOCK = 1000  # positions in which weighted sources get their shares exactly
 
 
 class PromptSource:
-    """Prompts by position. What stands at a position depends on the seed and on it alone.
+    """Prompts by position. The prompt at a position depends on the seed and the position alone.
 
     Without weights every row comes once per epoch, whatever its source. With weights each
     source has epochs of its own, and every block of positions holds each in its share.
@@ -89,7 +89,7 @@ def fingerprint_of(values: Iterable[object]) -> str:
 
 
 def shares(weights: Sequence[float], total: int) -> list[int]:
-    """Divide ``total`` in proportion to weights; who lost most by rounding gets the rest."""
+    """Divide ``total`` in proportion to weights; the largest rounding loss gets the rest."""
     whole = sum(weights)
     exact = [total * weight / whole for weight in weights]
     counts = [int(share) for share in exact]

@@ -29,7 +29,7 @@ def prompt_from_row(row: Mapping[str, Any], rules: RowRules, *, number: int) -> 
     """Return the prompt of a row.
 
     Our columns are prompt, ground_truth, data_source, ability and extra_info. verl's differ in
-    that the truth stands in ``reward_model["ground_truth"]``. Further columns are left out.
+    that the truth is in ``reward_model["ground_truth"]``. Further columns are left out.
 
     Raises:
         BadRowError: the row is no prompt, with the reason.

@@ -61,7 +61,7 @@ class Book:
         self.by_holder = Holdings()
         for lease in self.state.leases.values():
             self.by_holder.add(lease.holder, lease.lease_id)
-        self.released: list[TrajectoryKey] = []  # payloads that nobody needs any more
+        self.released: list[TrajectoryKey] = []  # payloads that are no longer needed
         self._look_for_free_step()
         self._newest_step = self._newest_steps()
 
@@ -69,43 +69,43 @@ class Book:
 
     @property
     def version(self) -> PolicyVersion:
-        """Return the version of the learner."""
+        """Version of the learner."""
         return self.state.version
 
     @property
     def step(self) -> int:
-        """Return the number of learner steps completed."""
+        """Number of learner steps completed."""
         return self.state.version.step
 
     @property
     def groups(self) -> dict[int, Group]:
-        """Return the groups that are neither trained (or evaluated) nor dropped."""
+        """Groups that are neither trained (or evaluated) nor dropped."""
         return self.state.groups
 
     @property
     def leases(self) -> dict[int, Lease]:
-        """Return the leases of generation work."""
+        """Leases of generation."""
         return self.state.leases
 
     @property
     def finished(self) -> bool:
-        """Tell whether all steps are trained and all evaluations answered."""
+        """True once all steps are trained and all evaluations answered."""
         state = self.state
         done = self.step >= state.last_step and not state.eval_rounds
         return done and not state.awaits_learner
 
     @property
     def over(self) -> bool:
-        """Tell whether the learner, too, has done all it wanted: nothing will be asked again."""
+        """True once the learner, too, is done: no further request will come."""
         return self.finished and self.state.learner_left
 
     @property
     def out_of_prompts(self) -> bool:
-        """Tell whether the prompt source has reached its end."""
+        """True at the end of the prompt source."""
         return self.rules.max_prompts is not None and self.state.cursor >= self.rules.max_prompts
 
     def in_flight(self) -> dict[str, int]:
-        """Return how many groups to be trained stand in each state."""
+        """Number of groups for training in each state."""
         return self.index.in_flight()
 
     def trajectories(self) -> dict[str, int]:
@@ -133,11 +133,11 @@ class Book:
         return state.sampled_reward / state.sampled_count if state.sampled_count else None
 
     def is_ancestor(self, version: PolicyVersion) -> bool:
-        """Tell whether the learner's present weights descend from these or are these."""
+        """True if the learner's present weights are these or descend from them."""
         return version.step <= self._newest_step.get(version.epoch, -1)
 
     def can_go_back_to(self, step: int) -> bool:
-        """Tell whether a learner may take over at this step."""
+        """True if a learner may take over at this step."""
         return min(self.state.history, default=self.step) <= step <= self.step
 
     def _newest_steps(self) -> dict[int, int]:
@@ -235,7 +235,7 @@ class Book:
                 self.begin_anew(group)
 
     def descends(self, group: Group) -> bool:
-        """Tell whether all that a group holds is of ancestors of the learner's weights."""
+        """True if every answer of a group is of ancestors of the learner's weights."""
         return group.adopted_step <= self.step and all(
             self.is_ancestor(run.version)
             for header in group.headers.values()
@@ -372,8 +372,8 @@ class Book:
 
     # ---- dead letters --------------------------------------------------------
 
-    def _bury(self, group: Group, reason: DeadReason) -> None:
-        """Keep what was given up where somebody can look at it."""
+    def _add_dead_letter(self, group: Group, reason: DeadReason) -> None:
+        """Keep an abandoned group for inspection and retry."""
         letters = self.state.dead_letters
         letters[group.group_id] = DeadLetter(
             group_id=group.group_id,
@@ -412,7 +412,7 @@ class Book:
     def _apply_drop(self, group_id: int, reason: DropReason) -> None:
         group = self.groups[group_id]
         if is_dead(reason):
-            self._bury(group, reason)
+            self._add_dead_letter(group, reason)
         if group.item == "eval":
             if (eval_round := self.state.eval_rounds.get(group.eval_step)) is not None:
                 eval_round.dropped.add(group.position)
@@ -432,7 +432,7 @@ class Book:
             self.state.cancelled[fate] += group.size - len(group.headers)
 
     def forget(self, group: Group) -> None:
-        """Let go of a group that ended, and of its payloads."""
+        """Remove a group that ended, and release its payloads."""
         self._take_out(group)
         self.released += group.trajectory_keys()
 

@@ -48,7 +48,7 @@ from slipstream.broker.ledger.events import (
 )
 from slipstream.broker.ledger.groups import NOBODY, Group, Lease
 from slipstream.broker.ledger.leases import LeaseTerms
-from slipstream.broker.ledger.scores import tidied
+from slipstream.broker.ledger.scores import clamped
 from slipstream.broker.ledger.state import BookState, LedgerRules, for_checkpoint
 from slipstream.wire.errors import RefusedError
 from slipstream.wire.messages.broker import LeasedGroup
@@ -81,22 +81,22 @@ class Ledger:
         self._events.append(event)
 
     def drain(self) -> tuple[list[LedgerEvent], list[TrajectoryKey]]:
-        """Return the events not stored yet, and the payloads that nobody needs any more."""
+        """Return the events not stored yet, and the payloads that are no longer needed."""
         events, self._events = self._events, []
         released, self.book.released = self.book.released, []
         return events, released
 
     def restarted(self, now_s: float) -> None:
-        """Begin after a replay: nothing is to be stored, every lease has a full term."""
+        """Start after a replay: nothing is to be stored, every lease has a full term."""
         self.drain()
         self.renew_leases(now_s)
 
     def renew_leases(self, now_s: float) -> None:
-        """Give every lease a full term: its holder could not have been heard."""
+        """Give every lease a full term: no heartbeat could have arrived."""
         self._terms.begin_all(self.book.leases, now_s)
 
-    def was_deaf(self, for_s: float) -> None:
-        """Leave out of every term so many seconds, in which nobody could have been heard."""
+    def postpone(self, for_s: float) -> None:
+        """Extend every term by the seconds in which no heartbeat could arrive."""
         self._terms.postpone(for_s)
 
     # ---- generation ----------------------------------------------------------
@@ -175,7 +175,7 @@ class Ledger:
 
     @property
     def _may_evaluate_more(self) -> bool:
-        """Tell whether held-out answers that are to come or to be scored leave memory for more.
+        """True if held-out answers to come or to be scored leave memory for more.
 
         One problem at a time is always answered, so that an evaluation comes to its end.
         """
@@ -328,7 +328,7 @@ class Ledger:
         group = self.book.groups.get(score.group_id)
         if group is None or score.sibling not in group.headers or score.sibling in group.scores:
             return  # it ended, or was scored already
-        score = tidied(score)
+        score = clamped(score)
         if score.reward is None:
             self._record(
                 ScoringFailed(
@@ -439,7 +439,7 @@ class Ledger:
         """Make the last step that has its batch the last of the run."""
         self._record(StopPlanned(last_step=self.book.free_step, reason=reason))
         for step in sorted(s for s in self.book.state.batches if s > self.book.free_step):
-            self._record(Unbound(step=step))  # a gap stands before it
+            self._record(Unbound(step=step))  # there is a gap before it
         self._drop_unbound(drop_as)
         if self.book.step == self.book.state.last_step:
             self._open_eval_if_due()
@@ -476,10 +476,10 @@ class Ledger:
             step: learner steps completed in its weights.
             checkpoint: that it holds, for the record.
             learner: its incarnation.
-            held: the version of that checkpoint; None for the weights that the run began with.
+            held: the version of that checkpoint; None for the weights that the run started with.
 
         Raises:
-            RefusedError: this run cannot go on from that step, or these are other weights than
+            RefusedError: this run cannot resume from that step, or these are other weights than
                 those that this run had at it.
         """
         if learner and learner == self.book.state.learner:
@@ -524,7 +524,7 @@ class Ledger:
         )
 
     def _drop_past_the_end(self) -> None:
-        """Let go of batches that the run, which was made shorter, does not reach any more."""
+        """Unbind batches that the run, which was made shorter, no longer reaches."""
         for step in sorted(s for s in self.book.state.batches if s >= self.book.state.last_step):
             groups = [self.book.groups[group_id] for group_id in self.book.state.batches[step]]
             self._record(Unbound(step=step))
@@ -580,7 +580,7 @@ class Ledger:
         return batch
 
     def _drop_stale(self) -> None:
-        """In drop mode, let go of what no later step may train."""
+        """In drop mode, drop what no later step may train."""
         if self.book.rules.bound.reserves or not self.book.index.any_due_before(
             self.book.free_step
         ):
@@ -593,7 +593,7 @@ class Ledger:
                 self._drop(group, "stale")
 
     def _is_end_of_data(self) -> bool:
-        """Tell whether nothing more will come than is ready."""
+        """True if nothing more will come than is ready."""
         counts = self.book.index.in_flight()
         return self.book.out_of_prompts and not any(
             counts[state] for state in ("issued", "leased", "generated")
@@ -632,7 +632,7 @@ class Ledger:
         self._require_current(version)
         batch = self.book.state.batches.get(step)
         if batch is None or not set(group_ids) & set(batch):
-            return  # said twice
+            return  # asked twice
         groups = [self.book.groups[group_id] for group_id in batch]
         self._record(Unbound(step=step))
         for group in groups:
@@ -644,7 +644,7 @@ class Ledger:
     def commit(self, version: PolicyVersion, metrics: dict[str, float]) -> None:
         """Record that the learner trained the step that leads to ``version``."""
         if version == self.book.version:
-            return  # said twice
+            return  # asked twice
         self._require_current(PolicyVersion(version.epoch, version.step - 1))
         if self.book.step not in self.book.state.batches:
             raise RefusedError(f"commit of step {self.book.step}, which was never delivered")
@@ -682,7 +682,7 @@ class Ledger:
                 f"the learner is at {version.label}, the run at {self.book.version.label}"
             )
 
-    # ---- what is said of the state -------------------------------------------
+    # ---- views of the state -------------------------------------------
 
     def snapshot(self, version: PolicyVersion) -> BookState:
         """Return what a checkpoint of the learner's present version keeps."""
@@ -705,7 +705,7 @@ class Ledger:
 
 
 def _is_from(group: Group, prefix: str) -> bool:
-    """Tell whether an answer of a group came from a holder whose name begins so."""
+    """True if an answer of a group came from a holder with this prefix."""
     return any(
         group.lessees.get(header.lease_id, "").startswith(prefix)
         for header in group.headers.values()

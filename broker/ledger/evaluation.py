@@ -32,12 +32,12 @@ class EvalRound(msgspec.Struct):
 
     @property
     def unissued(self) -> int:
-        """Return how many problems nobody has leased yet."""
+        """Number of problems not leased yet."""
         return self.num_problems - self.next_problem
 
     @property
     def complete(self) -> bool:
-        """Tell whether every problem was answered or dropped."""
+        """True once every problem is answered or dropped."""
         return len(self.answers) + len(self.dropped) == self.num_problems
 
 
@@ -54,7 +54,7 @@ class EvalPlan:
         return len(self.sources)
 
     def is_due(self, step: int, *, last_step: int) -> bool:
-        """Tell whether a round belongs to the policy after ``step`` learner steps."""
+        """True if a round belongs to the policy after ``step`` learner steps."""
         if not self.sources:
             return False
         if step == last_step and step > 0:

@@ -13,13 +13,13 @@ DropReason = Literal[
     "overlong_prompt",
     "bad_prompt",  # its chat template refuses it
     "overlong_response",
-    "lease_exhausted",  # nobody managed to answer
-    "poison",  # nobody who tried to answer was heard of again
-    "reward_unavailable",  # nobody managed to score
+    "lease_exhausted",  # no attempt to answer succeeded
+    "poison",  # every process that tried to answer died
+    "reward_unavailable",  # no attempt to score succeeded
     "stale",  # past its deadline, in drop mode
     "orphaned",  # sampled by weights that a take-over from a checkpoint abandoned
     "nonfinite",  # its learner step had no finite loss or gradient
-    "invalid",  # its payload is not what its header says
+    "invalid",  # its payload does not match its header
     "revoked",  # answered with a key that was revoked with --discard
     "end_of_data",  # too few groups were left to fill a step
     "run_ended",  # not needed for the last step
@@ -82,7 +82,7 @@ class ScoringFailed(Event, frozen=True):
     group_id: int
     sibling: int
     reason: str
-    by: str = ""  # who tried
+    by: str = ""  # the holder that tried
     function: str = ""
     version: str = ""
     excerpt: str = ""  # the beginning of the answer
@@ -124,7 +124,7 @@ class TakenOver(Event, frozen=True):
 
     version: PolicyVersion
     checkpoint: str = ""
-    learner: str = ""  # who it was granted to
+    learner: str = ""  # the incarnation it was granted to
 
 
 class Requeued(Event, frozen=True):
@@ -198,7 +198,7 @@ class Sealed(Event, frozen=True):
     """A durable checkpoint holds every step before ``step``."""
 
     step: int
-    oldest_kept: int  # step of the oldest checkpoint that somebody could go back to
+    oldest_kept: int  # step of the oldest checkpoint that a learner could resume from
 
 
 LedgerEvent: TypeAlias = (

@@ -1,4 +1,4 @@
-"""One item of the ledger: a prompt group, its siblings and where it stands."""
+"""One item of the ledger: a prompt group, its siblings and its state."""
 
 from typing import Literal
 
@@ -26,7 +26,7 @@ class Group(msgspec.Struct, kw_only=True):
     eval_step: int = -1
     adopted_step: int = -1  # of the generator that leased it first
     attempts: int = 0  # leases that ended without all siblings, by a fault
-    deaths: int = 0  # of these, the ones whose holder was not heard of again
+    deaths: int = 0  # of these, those whose holder died
     lease_id: int = NOBODY
     bound_to: int = NOBODY  # learner step whose batch it is in
     num_bytes: int = 0  # of its payloads and transcripts
@@ -39,17 +39,17 @@ class Group(msgspec.Struct, kw_only=True):
 
     @property
     def missing(self) -> tuple[int, ...]:
-        """Return the siblings that nobody has generated yet."""
+        """Siblings not generated yet."""
         return tuple(sibling for sibling in range(self.size) if sibling not in self.headers)
 
     @property
     def unscored(self) -> tuple[int, ...]:
-        """Return the siblings that are there and have no reward yet."""
+        """Generated siblings without a reward."""
         return tuple(sibling for sibling in self.headers if sibling not in self.scores)
 
     @property
     def state(self) -> GroupState:
-        """Return where the group stands."""
+        """State of the group."""
         if self.bound_to != NOBODY:
             return "delivered"
         if len(self.scores) == self.size:
@@ -60,12 +60,12 @@ class Group(msgspec.Struct, kw_only=True):
 
     @property
     def is_live(self) -> bool:
-        """Tell whether it holds a permit: it was leased and is to be trained, but not bound."""
+        """True if it holds a permit: leased before, to be trained, not bound to a batch."""
         return self.item == "train" and self.adopted_step >= 0 and self.bound_to == NOBODY
 
     @property
     def rewards(self) -> list[float]:
-        """Return the rewards there are, in the order of the siblings."""
+        """Rewards there are, in the order of the siblings."""
         return self.values_of("")
 
     def values_of(self, metric: str) -> list[float]:
@@ -74,7 +74,7 @@ class Group(msgspec.Struct, kw_only=True):
         return [s.parts.get(metric, s.reward) for s in scores if s.reward is not None]
 
     def lease_to(self, lease_id: int, holder: str) -> None:
-        """Enter who generates it, and remember it when that is over."""
+        """Record its holder, also for answers that come after the lease."""
         self.lease_id = lease_id
         self.lessees[lease_id] = holder
         if len(self.lessees) > _MAX_LESSEES:

@@ -25,7 +25,7 @@ class GroupIndex:
         self._heaps: dict[int, list[int]] = {}  # deadline -> ready groups, and some that were
         self._ready: OrderedDict[int, int] = OrderedDict()  # group -> how many were ready before
         self.num_ever_ready = 0
-        self.again: dict[int, Group] = {}  # leased before or for evaluation, in nobody's hands
+        self.again: dict[int, Group] = {}  # leased before or for evaluation, held by no one
         self.fresh: dict[int, Group] = {}  # to be trained, never leased
         for group in groups:
             self.enter(group)
@@ -112,7 +112,7 @@ class GroupIndex:
         return +under_way, +ready
 
     def in_flight(self) -> dict[str, int]:
-        """Return how many groups to be trained stand in each state."""
+        """Number of groups for training in each state."""
         return {state: self._in_state[state] for state in STATES}
 
     def nearest(self, take: dict[int, int]) -> tuple[int, ...]:
@@ -134,5 +134,5 @@ class GroupIndex:
         return tuple(chosen)
 
     def any_due_before(self, step: int) -> bool:
-        """Tell whether a live group falls due before this step."""
+        """True if a live group is due before this step."""
         return min(self.due, default=step) < step

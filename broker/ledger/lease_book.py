@@ -1,4 +1,4 @@
-"""Who holds which work, of generation and of scoring: one book over the ledger and the queue.
+"""Holders of work, of generation and of scoring: one book over the ledger and the queue.
 
 Every change that concerns both is one call here, so that no caller can forget the other half.
 """
@@ -49,7 +49,7 @@ class LeaseBook:
 
     @property
     def holders(self) -> set[str]:
-        """Everyone with a lease of generation."""
+        """Holders of leases of generation."""
         return set(self._book.by_holder)
 
     # ---- terms ---------------------------------------------------------------
@@ -62,8 +62,8 @@ class LeaseBook:
 
     def postpone(self, by_s: float) -> None:
         """Have every lease lapse later: heartbeats of so many seconds are still unread."""
-        self._ledger.was_deaf(by_s)
-        self._scoring.was_deaf(by_s)
+        self._ledger.postpone(by_s)
+        self._scoring.postpone(by_s)
 
     def expire(self, now_s: float) -> int:
         """End the leases of silent holders; return how many of generation."""
@@ -100,7 +100,7 @@ class LeaseBook:
         self._on_return()
 
     def hand_back(self, holder: str, lease_id: int) -> bool:
-        """Take back a trajectory nobody began to score; False if this is no such lease."""
+        """Take back a trajectory whose scoring was not started; False if this is no such lease."""
         is_untried = self._scoring.give_back(holder, lease_id)
         if is_untried:
             self._on_return()

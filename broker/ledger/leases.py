@@ -16,32 +16,33 @@ def name_of(holder: str) -> str:
 
 
 class Held(Protocol):
-    """Work in somebody's hands."""
+    """Leased work."""
 
     @property
     def holder(self) -> str:
-        """Return who has it."""
+        """Holder of the lease."""
         ...
 
 
 class LeaseTerms:
     """When leases lapse. All terms are equally long, so the order of granting is that of lapsing.
 
-    A lease that ended otherwise may be left here: whoever asks what is overdue knows what is held.
+    A lease that ended otherwise may be left here: callers check what is overdue against what is
+    held.
     """
 
     def __init__(self, lease_s: float, max_lease_s: float = 0.0) -> None:
-        """Begin with none.
+        """Start with none.
 
         Args:
-            lease_s: that a lease lasts after its holder was heard of.
-            max_lease_s: that it lasts however often that is; 0 is for ever.
+            lease_s: duration of a lease after its last heartbeat.
+            max_lease_s: longest duration in spite of heartbeats; 0 is for ever.
         """
         self._lease_s = lease_s
         self._max_lease_s = max_lease_s
-        self._begun: dict[int, float] = {}  # lease -> time heard, if there is a limit
-        self._ends: OrderedDict[int, float] = OrderedDict()  # lease -> time heard, in order
-        self._deaf_s = 0.0  # in which nobody could be heard; no term goes on in it
+        self._begun: dict[int, float] = {}  # lease -> time granted, if there is a limit
+        self._ends: OrderedDict[int, float] = OrderedDict()  # lease -> time of lapse, in order
+        self._deaf_s = 0.0  # in which no heartbeat could arrive; added to every term
 
     def begin(self, lease_id: int, now_s: float) -> None:
         """Give a lease a full term from now on."""
@@ -51,14 +52,14 @@ class LeaseTerms:
         self._ends.move_to_end(lease_id)
 
     def begin_all(self, lease_ids: Iterable[int], now_s: float) -> None:
-        """Give all leases there are a full term: their holders could not have been heard."""
+        """Give every lease a full term: no heartbeat could have arrived."""
         self._ends.clear()
         self._begun.clear()
         for lease_id in lease_ids:
             self.begin(lease_id, now_s)
 
     def postpone(self, by_s: float) -> None:
-        """Have every lease lapse so much later: no holder could be heard for that long."""
+        """Have every lease lapse later: no heartbeat could arrive for that long."""
         self._deaf_s += by_s
 
     def extend(
@@ -96,7 +97,7 @@ class LeaseTerms:
 
 
 class Holdings(dict[str, dict[int, None]]):
-    """By holder the leases it has, in the order of granting; nobody without one is in it."""
+    """Leases by holder, in the order of granting; a holder without leases is not in it."""
 
     def add(self, holder: str, lease_id: int) -> None:
         """Note a lease."""

@@ -16,7 +16,7 @@ _MOST = 1e15  # of a reward; squares of such are finite in float32
 _UNCHANGED = 100  # characters; nearly all scores are short
 
 
-def tidied(score: Score) -> Score:
+def clamped(score: Score) -> Score:
     """Return a score with a finite reward or none, finite parts, and texts of a bounded length."""
     if score.reward is not None and not abs(score.reward) <= _MOST:
         unavailable = f"invalid: the reward is {score.reward}; it may be at most {_MOST:g}"

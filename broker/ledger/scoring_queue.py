@@ -1,4 +1,4 @@
-"""Which trajectories wait for a reward, and who is scoring which. Rebuilt from the ledger."""
+"""Trajectories that wait for a reward, and those being scored. Rebuilt from the ledger."""
 
 import secrets
 from collections import OrderedDict
@@ -60,16 +60,16 @@ class ScoringQueue:
 
     @property
     def num_waiting(self) -> int:
-        """Return how many trajectories nobody is scoring."""
+        """Number of trajectories waiting to be scored."""
         return len(self._waiting) + len(self._held_back)
 
     @property
     def num_leased(self) -> int:
-        """Return how many trajectories are being scored."""
+        """Number of trajectories being scored."""
         return len(self._leases)
 
     def holders(self) -> list[str]:
-        """Return who is scoring."""
+        """Return the holders of leases."""
         return list(self._by_holder)
 
     def leases_of(self, holder: str) -> int:
@@ -137,7 +137,7 @@ class ScoringQueue:
         """Grant up to ``credits_left`` trajectories; return them by lease.
 
         Args:
-            holder: who asks.
+            holder: the reward worker.
             credits_left: how many it can take on.
             now_s: the time.
             siblings_of: returns all siblings of a group, and none before all are generated. If
@@ -146,7 +146,7 @@ class ScoringQueue:
         """
         name = name_of(holder)
         self._seen[name] = now_s
-        if len(self._seen) > _MANY_WORKERS:  # names of HOST-PID that died are never heard again
+        if len(self._seen) > _MANY_WORKERS:  # names HOST-PID of dead processes never return
             self._seen = {n: at for n, at in self._seen.items() if now_s - at <= self._lease_s}
         chosen: list[TrajectoryKey] = []
         groups: set[int] = set()
@@ -168,7 +168,7 @@ class ScoringQueue:
         return {self._grant(key, holder, now_s): key for key in chosen}
 
     def _may_have(self, key: TrajectoryKey, name: str, now_s: float) -> bool:
-        """Tell whether nobody has it, and a worker may try it now."""
+        """True if it is not leased and this worker may try it now."""
         if key in self._lease_of:
             return False
         failures = self._failures.get(key)
@@ -201,24 +201,24 @@ class ScoringQueue:
         return True
 
     def lapsed(self, holder: str, lease_id: int, key: TrajectoryKey) -> bool:
-        """Tell whether a worker held a trajectory by this lease, which ended without a result."""
+        """True if a worker held a trajectory by this lease, which ended without a result."""
         return self._lapsed.get(key, {}).get(lease_id) == holder
 
     def heartbeat(self, holder: str, lease_ids: Iterable[int], *, now_s: float) -> list[int]:
         """Extend leases; return those that the worker no longer has."""
         return self._terms.extend(self._leases, holder, lease_ids, now_s)
 
-    def was_deaf(self, for_s: float) -> None:
-        """Leave out of every term so many seconds, in which nobody could have been heard."""
+    def postpone(self, for_s: float) -> None:
+        """Extend every term by the seconds in which no heartbeat could arrive."""
         self._terms.postpone(for_s)
 
     def release_all(self, holder: str) -> list[TrajectoryKey]:
-        """Put back what a worker held that is gone, or begins anew; return it."""
+        """Put back and return what a worker held that died or restarted."""
         self._seen.pop(name_of(holder), None)
         return [self._put_back(i) for i in list(self._by_holder.get(holder, ()))]
 
     def give_back(self, holder: str, lease_id: int) -> bool:
-        """Queue again what a worker has not begun; no attempt. False if it does not hold it."""
+        """Requeue what a worker has not started; no attempt. False if it does not hold it."""
         lease = self._leases.get(lease_id)
         if lease is None or lease.holder != holder:
             return False

@@ -40,7 +40,7 @@ class LedgerRules:
         default_factory=lambda: dict.fromkeys(get_args(ItemKind), MAX_TOKENS)
     )
     high_water_bytes: int = 1 << 62  # of untrained payloads
-    max_lease_s: float = 0.0  # however often its holder is heard of; 0 is for ever
+    max_lease_s: float = 0.0  # in spite of heartbeats; 0 is for ever
     max_history: int = 10_000  # steps remembered of a run without checkpoints
     replay_budget_bytes: int = 1 << 62  # of trained payloads that no checkpoint holds yet
     prompts_fingerprint: str = ""  # what the training prompts are, and their order
@@ -68,12 +68,12 @@ class BookState(msgspec.Struct, kw_only=True):
     bound: StalenessBound  # that the groups in flight were admitted under
     last_step: int
     stop_reason: str = ""
-    version: PolicyVersion = PolicyVersion(0, 0)  # of the learner; epoch 0 is nobody
+    version: PolicyVersion = PolicyVersion(0, 0)  # of the learner; epoch 0 is no learner
     learner: str = ""  # the incarnation that has the epoch
-    awaits_learner: bool = False  # this life of the run has none yet: nothing begins or ends
+    awaits_learner: bool = False  # this life of the run has none yet: nothing starts or ends
     learner_left: bool = False  # in order, at the end
-    origin: str = ""  # the checkpoint that this life of the run goes on from
-    forks: dict[int, int] = msgspec.field(default_factory=dict)  # epoch -> step it began at
+    origin: str = ""  # the checkpoint that this life of the run resumed from
+    forks: dict[int, int] = msgspec.field(default_factory=dict)  # epoch -> step it started at
     cursor: int = 0
     next_group_id: int = 0
     next_lease_id: int = 0

@@ -12,10 +12,10 @@ from math import floor, log2
 from slipstream.wire.messages.status import LengthQuartile, Survivorship
 
 TRAINED = "trained"
-# Reasons that have to do with how long an answer takes, unlike what it says.
+# Reasons that have to do with how long an answer takes, unlike its content.
 BY_AGE = frozenset({"stale", "orphaned", "overlong_response", "lease_exhausted", "poison"})
 _PER_DOUBLING = 4
-_ENOUGH = 200  # trajectories before anything is said
+_ENOUGH = 200  # trajectories before anything is reported
 _ALARM = 0.1  # difference of the shares dropped, longest quarter against shortest
 
 

@@ -24,7 +24,7 @@ def account_of(
     num_items: int,
     now: float,
 ) -> LedgerView:
-    """Return counts, the equation, the oldest items and who holds what.
+    """Return counts, the equation, the oldest items and the holders.
 
     Args:
         book: of the run.
@@ -70,7 +70,7 @@ def account_of(
 
 
 def _oldest(groups: Mapping[int, Group], count: int) -> list[int]:
-    """Return the lowest ids; among very many groups the first that came in stand for them.
+    """Return the lowest ids; among very many groups the first that came in are taken for them.
 
     Ids lie all over the memory: to sort 100,000 takes 15 ms, at every step.
     """
@@ -78,7 +78,7 @@ def _oldest(groups: Mapping[int, Group], count: int) -> list[int]:
 
 
 def describe_wait(book: Book, group_ids: Sequence[int], *, trouble: str = "") -> str:
-    """Say which groups a batch waits for and who holds them; warn if nothing but drops comes.
+    """Describe which groups a batch waits for, and their holders; warn if all are dropped.
 
     Args:
         book: of the run.

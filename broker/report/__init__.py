@@ -1,4 +1,4 @@
-"""What a run tells about itself: status, files in the run folder, experiment trackers.
+"""Reports of a run: status, files in the run folder, experiment trackers.
 
 Reads the ledger and the roles' reports; nothing here changes what is trained.
 """

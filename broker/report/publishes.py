@@ -1,4 +1,4 @@
-"""What became of the versions that were published, as the relay told."""
+"""Outcomes of published versions, as the relay reported them."""
 
 from collections import deque
 from collections.abc import Sequence

@@ -4,7 +4,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 _TRIES = 50  # that are looked at, of each function
-_MANY = 5  # of them without a reward, before anything is said
+_MANY = 5  # of them without a reward, before a warning
 _FUNCTIONS = 100  # that are remembered; the one that was tried longest ago is forgotten first
 
 
@@ -19,7 +19,7 @@ class _Tries:
 
     @property
     def failed(self) -> int:
-        """Return how many of the newest ones gave no reward."""
+        """How many of the newest ones gave no reward."""
         return self.outcomes.count(False)
 
 

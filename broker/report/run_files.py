@@ -1,4 +1,4 @@
-"""What the broker writes into the run folder as the run goes on.
+"""Files that the broker writes into the run folder during a run.
 
 summary.json            figures, replaced at every step
 ledger/account.json     where every prompt is, replaced at every step
@@ -53,7 +53,7 @@ class RunRecords:
 
     @property
     def wants_batches(self) -> bool:
-        """Tell whether batches are recorded."""
+        """True if batches are recorded."""
         return False
 
     def packages(self, versions: Mapping[str, str]) -> None:
@@ -100,7 +100,7 @@ class FolderRecords(RunRecords):
         self._open_batches()
         self._points = list(known)  # of before a resume: logged already
         self._num_answers: dict[int, int] = {}  # by step, in this life of the run
-        self._incomplete: set[int] = set()  # steps of which that was said
+        self._incomplete: set[int] = set()  # steps already reported
         self._last_step = -1  # the newest whose batch is recorded
         self._folder = run.folder / EVAL
         if known:
@@ -109,7 +109,7 @@ class FolderRecords(RunRecords):
     @property
     @override
     def wants_batches(self) -> bool:
-        """Tell whether batches are recorded."""
+        """True if batches are recorded."""
         return self._batches is not None
 
     def _open_batches(self) -> None:
@@ -117,8 +117,8 @@ class FolderRecords(RunRecords):
             self._batches = TrajectoryFileWriter(self._batches_file, self._max_batch_bytes)
             self._last_step = last_recorded(self._batches_file)
 
-    def goes_on_with(self, eval_steps: Iterable[int]) -> None:
-        """Add to the answers of evaluations that another broker began, and do not begin anew."""
+    def resume_evaluations(self, eval_steps: Iterable[int]) -> None:
+        """Append to the answers of evaluations that another broker started."""
         files = answers_files(self._run.folder)
         for step in eval_steps:
             if step in files:
@@ -184,7 +184,7 @@ class FolderRecords(RunRecords):
 
     @override
     async def batch(self, step: int, groups: Sequence[tuple[Group, Frames]]) -> None:
-        """Record a trained batch whole, off the event loop; once, however often it is told."""
+        """Record a trained batch whole, off the event loop; once, however often it is called."""
         if self._batches is None or step <= self._last_step:
             return
         self._last_step = step
@@ -223,7 +223,7 @@ class FolderRecords(RunRecords):
 
     @override
     def close(self, status: RunStatus, account: LedgerView) -> None:
-        """Write how the run ended. Whoever made the tracker closes it."""
+        """Write how the run ended. The caller closes the trackers it made."""
         self.evaluations(status.eval)
         self._write_figures(status, account)
         self.end_batches()
@@ -238,7 +238,7 @@ class FolderRecords(RunRecords):
 
 @contextmanager
 def _full_disk_tolerated(what: str) -> Iterator[None]:
-    """Warn where a file cannot be written: it must not keep the ledger from going on."""
+    """Warn where a file cannot be written: it must not stop the ledger."""
     try:
         yield
     except OSError as error:
@@ -251,7 +251,7 @@ def last_recorded(path: Path) -> int:
 
 
 def forget_after(run_folder: Path, step: int) -> None:
-    """Remove what an abandoned life of the run wrote about later steps than it goes on from."""
+    """Remove what an abandoned life of the run wrote about steps after the resumed one."""
     cut_from_step(run_folder / BATCHES, step)
     for evaluated, path in answers_files(run_folder).items():
         if evaluated > step:

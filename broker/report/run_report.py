@@ -56,7 +56,7 @@ class RunReport:
         return self.telemetry.status(self._book, self._scoring)
 
     def dead_letters(self) -> list[DeadLetter]:
-        """Return what nobody could answer or score."""
+        """Return what could not be answered or scored."""
         return list(self._book.state.dead_letters.values())
 
     def account(self, num_items: int) -> LedgerView:
@@ -73,7 +73,7 @@ class RunReport:
         )
 
     def hello(self, hello: Hello) -> None:
-        """Record who connected, and with which packages."""
+        """Record a connection and its packages."""
         self.telemetry.hello(hello)
         if hello.packages:
             self.records.packages(self.telemetry.versions)

@@ -30,7 +30,7 @@ _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 @dataclass(slots=True)
 class RoleRecord:
-    """One process as last heard."""
+    """The last report of one process."""
 
     hello: Hello
     since_s: float
@@ -125,9 +125,9 @@ class Telemetry:
             record.heard_s = self._now()
 
     def report(self, name: str, report: RoleReport) -> None:
-        """A role told what it did so far."""
+        """A role's cumulative report."""
         if (record := self._roles.get(name)) is not None:
-            if record.tokens_before is None:  # a broker that took over began with nothing
+            if record.tokens_before is None:  # a broker that took over started with nothing
                 known = record.hello.reconnects
                 record.tokens_before = report.counters.get("tokens", 0.0) if known else 0.0
             record.report = RoleReport(
@@ -157,7 +157,7 @@ class Telemetry:
         self._publishes.add(record)
 
     def members(self, members: list[MemberState]) -> None:
-        """The relay told what each engine holds."""
+        """The relay's report of what each engine holds."""
         self._members = bounded_members(members)
 
     def notice(self, book: Book) -> None:

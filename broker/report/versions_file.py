@@ -27,7 +27,7 @@ def write_versions(run: RunSection, packages: Mapping[str, str]) -> None:
 
 
 def git_commit(folder: Path) -> str | None:
-    """Return the commit that the code stands at, with ``+changes`` if it was edited since.
+    """Return the commit of the code, with ``+changes`` if it was edited since.
 
     None where the code is no git checkout, as in an installed package.
     """

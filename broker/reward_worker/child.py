@@ -53,7 +53,7 @@ class Link:
         self._waiting: list[bytes] = []
 
     def send(self, message: FromChild) -> None:
-        """Tell the worker."""
+        """Send a message to the worker."""
         self._check()
         try:
             self._socket.sendall(frame_of(message))
@@ -225,7 +225,7 @@ def _same(call: Call, outcome: Outcome, *, failed: bool) -> Answered:
 
 
 def load(link: Link, request: Load) -> list[RewardFunction] | None:
-    """Import what was asked for and say so."""
+    """Import the functions and report it."""
     try:
         functions = [
             load_function(

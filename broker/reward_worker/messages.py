@@ -1,4 +1,4 @@
-"""What a reward worker and its children say to each other over a Unix socket pair.
+"""Messages between a reward worker and its children over a Unix socket pair.
 
 A frame is its length in 4 bytes, big-endian, and one message as msgpack.
 """
@@ -89,7 +89,7 @@ class Unframer:
         """Yield what is complete by now.
 
         Raises:
-            ProtocolError: a frame says that it is absurdly long.
+            ProtocolError: a frame announces an absurd length.
         """
         self._bytes += data
         while len(self._bytes) >= _LENGTH_BYTES:

@@ -57,7 +57,7 @@ class OutputLog:
         self.dropped_bytes += num_bytes
 
     def tell_dropped(self) -> None:
-        """Say how much was left out since the last time."""
+        """Log how much was left out since the last time."""
         if self._dropped_since:
             _log.warning("%s printed %d bytes more", self._name, self._dropped_since)
         self._dropped_since = 0

@@ -3,7 +3,7 @@
 Consumes: answers. Produces: for each one a score, whatever the function does. Waits for: a child
 that is free. Children that take too long or too much are killed and replaced.
 
-All state changes in callbacks of the event loop; nothing here waits with a child half-told.
+All state changes in callbacks of the event loop; nothing here waits with a message half sent.
 """
 
 import asyncio
@@ -42,7 +42,7 @@ from slipstream.wire.process.patience import Patience, signs_of
 
 _log = logging.getLogger(__name__)
 _IMPORT_S = 120.0  # without a sign of life
-_LOOK_S = 0.1  # between looks at what the children take, while one works
+_LOOK_S = 0.1  # between measurements of the children, while one works
 _IDLE_LOOK_S = 1.0
 _LOOK_SHARE = 0.05  # of a processor, at most, on hosts with very many processes
 _GRACE_S = 1.0  # for an async call that ends itself when its time is up
@@ -68,7 +68,7 @@ class _Slot:
     loaded: "asyncio.Future[Loaded] | None" = None  # while it starts
     ready: bool = False
     running: dict[int, _Running] = field(default_factory=dict)
-    cpu_s: float = 0.0  # of all its processes, at the last look
+    cpu_s: float = 0.0  # of all its processes, at the last measurement
     failures: int = 0  # to start, in a row
 
     @property
@@ -93,7 +93,7 @@ class RewardPool:
         self._slots = [_Slot(number) for number in range(settings.processes)]
         self._requests: deque[ScoringRequest] = deque()
         self._last_call_id = 0
-        self._last_ready_s = now_s()  # when a child was ready, at the last look
+        self._last_ready_s = now_s()  # when a child was ready, at the last check
         self._why_none_starts = ""
         self._shortened: set[int] = set()  # functions that have been warned about
         self._tasks: set[asyncio.Task[None]] = set()
@@ -149,7 +149,7 @@ class RewardPool:
     async def score(self, work: Work) -> AsyncIterator[Score]:
         """Yield one score per answer as they are there, in any order.
 
-        Callers take turns. One that stops listening gives up what has not begun. No score comes
+        Callers take turns. One that stops listening gives up what has not started. No score comes
         for what was given back meanwhile.
         """
         request = request_of(work, self._choice, self.functions)
@@ -170,7 +170,7 @@ class RewardPool:
     def give_back(self, group_id: int) -> list[ScoringItem]:
         """Forget the answers of a group whose turn has not come; return them.
 
-        A batch that has not begun, and groups that a function takes whole, stay.
+        A batch that has not started, and groups that a function takes whole, stay.
         """
         return [item for request in self._requests for item in request.give_back(group_id)]
 
@@ -244,7 +244,7 @@ class RewardPool:
         )
         self._working.set()
 
-    # ---- what children say ---------------------------------------------------
+    # ---- messages of children ------------------------------------------------
 
     def _received(self, slot: _Slot, child: ChildProcess, message: FromChild) -> None:
         if slot.child is not child:
@@ -396,7 +396,7 @@ class RewardPool:
             await child.end()
             raise ConfigError("its process ended as soon as it was loaded")
         slot.failures, slot.ready = 0, True
-        slot.cpu_s = math.inf  # what loading took is nobody's
+        slot.cpu_s = math.inf  # loading counts for no answer
         return answer
 
     def _load_request(self) -> Load:
@@ -495,7 +495,7 @@ class RewardPool:
             _log.warning("reward child %d left %d processes behind", slot.number, killed)
 
     def _excess(self, usage: Usage) -> tuple[Fault, str] | None:
-        """Return what a child takes too much of, and how to say it."""
+        """Return what a child takes too much of, and in words."""
         settings = self._settings
         if usage.num_tasks > settings.max_processes:
             count = f"{usage.num_tasks} processes and threads"

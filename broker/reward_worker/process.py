@@ -54,7 +54,7 @@ class ChildProcess(asyncio.Protocol):
         received: Callable[[FromChild], None],
         ended: Callable[[int | None], None],
     ) -> None:
-        """Take what to tell: messages, and the exit code (None: it sends nonsense)."""
+        """Take callbacks: for messages, and for the exit code (None: it sends nonsense)."""
         self._name = name
         self._received = received
         self._ended = ended

@@ -50,10 +50,10 @@ class ScoringRequest:
     """What one caller wants to know. As many scores come as there are answers not given back."""
 
     waiting: deque[PendingCall] = field(default_factory=deque)
-    scores: asyncio.Queue[Score | None] = field(default_factory=asyncio.Queue)  # None: look again
+    scores: asyncio.Queue[Score | None] = field(default_factory=asyncio.Queue)  # None: check again
     num_answers: int = 0
     asked_s: float = field(default_factory=now_s)
-    abandoned: bool = False  # nobody listens any more
+    abandoned: bool = False  # the caller is gone
 
     def give_back(self, group_id: int) -> list[ScoringItem]:
         """Forget the answers of a group that wait for a call of their own; return them."""

@@ -1,4 +1,4 @@
-"""The loop of whoever scores: leases trajectories, has them scored, sends what came out.
+"""The loop of a process that scores: leases trajectories, has them scored, sends what came out.
 
 Consumes: scoring leases. Produces: one score per trajectory. Waits for: work, and for free credits.
 A slow scorer holds few trajectories at a time and asks again when it has scored some, so fast ones
@@ -28,7 +28,7 @@ from slipstream.wire.process.phases import WAIT, PhaseClock
 
 _log = logging.getLogger(__name__)
 _POLL_S = 2.0
-_MAX_SCORES = 64  # in one message, which stays small however much a reward has to say
+_MAX_SCORES = 64  # in one message, which stays small however long the texts of a reward
 Work = Sequence[tuple[ScoringItem, Transcript]]
 
 
@@ -37,7 +37,7 @@ class Rewards(Protocol):
 
     @property
     def needs_groups(self) -> bool:
-        """Tell whether it must be given all siblings of a group at once."""
+        """True if it must be given all siblings of a group at once."""
         ...
 
     def score(self, work: Work) -> AsyncIterator[Score]:
@@ -45,7 +45,7 @@ class Rewards(Protocol):
         ...
 
     def give_back(self, group_id: int) -> Sequence[ScoringItem]:
-        """Forget answers of a group that have not begun; return them."""
+        """Forget answers of a group that were not started; return them."""
         ...
 
 
@@ -80,7 +80,7 @@ class Scorer:
         self._stop.set()
 
     async def run(self) -> None:
-        """Work until the broker says that no work will come again, or until told to stop."""
+        """Work until the broker has no more work, or until stopped."""
         async with asyncio.TaskGroup() as group:
             sides = [
                 group.create_task(self._heartbeats()),

@@ -135,7 +135,7 @@ def score(
 
 
 def find_program(answer: str, *, require_fence: bool) -> str | None:
-    """Return the last fence that says Python, else the last one, else all of it or None."""
+    """Return the last fence marked as Python, else the last one, else all of it or None."""
     fences = _FENCE.findall(answer)
     python = [text for language, text in fences if language.lower() in _PYTHON]
     if python or fences:

@@ -7,11 +7,11 @@ answer next to it. Two processes:
     answer    started by the tester as ``main.py --answer``: loads the answer, does as it is asked
 
 The answer's process never holds a test, an expected value or a descriptor of the tester, and what
-it says is plain data: it can say only what its functions return. The tester is not dumpable,
+it sends is plain data: it can send only what its functions return. The tester is not dumpable,
 which closes its memory and descriptors in /proc. An answer that ends or hangs is started anew.
 
 A test is a call (its result is written, and compared outside) or statements (whether they passed
-is written). In statements, names of the answer stand for what lives in its process; values that
+is written). In statements, names of the answer refer to what lives in its process; values that
 are no plain data stay there and can be called and asked for attributes, items and iteration.
 """
 
@@ -46,7 +46,7 @@ _CONTAINERS: dict[str, Any] = {"list": list, "tuple": tuple, "set": set, "frozen
 
 
 class AnswerError(Exception):
-    """The answer raised something of its own, ended, hung, or said what we do not understand."""
+    """The answer raised something of its own, ended, hung, or sent what we do not understand."""
 
 
 # ---- values between the two ----------------------------------------------------
@@ -212,7 +212,7 @@ class Answer:
     def _wait(self, reads: list[int], writes: list[int]) -> None:
         """Wait for a pipe for as long as the answer has; others' use of the machine is not its.
 
-        As ``broker/sandbox/own_time.py`` has it: where the answer wants a core, what it got counts,
+        As in ``broker/sandbox/own_time.py``: where the answer wants a core, what it got counts,
         and waiting for a disk counts as that for a while.
         """
         while not any(select.select(reads, writes, [], min(_LOOK_S, self._clock_left_s))[:2]):
@@ -247,7 +247,7 @@ class Answer:
 
 
 def stat_of(path: str) -> list[bytes]:
-    """Return what /proc tells of a process or thread, from its state on."""
+    """Return the fields of a process or thread in /proc, from its state on."""
     with open(path, "rb") as file:  # noqa: PTH123 pathlib is slow to import
         return file.read().rpartition(b")")[2].split()
 
@@ -315,7 +315,7 @@ def names_for_tests(answer: Answer, function: str = "") -> dict[str, Any]:
     does not define, such as a function that compares, would be the answer's word for itself.
 
     Names with two leading underscores are Python's own, such as the built-ins by which a statement
-    finds ``abs``: an answer that says it has one does not get it.
+    finds ``abs``: an answer that claims to have one does not get it.
     """
     visible: dict[str, Any] = {}
     for name in answer.names:
@@ -350,7 +350,7 @@ def run_statements(answer: Answer, tests: dict[str, Any]) -> None:
     index = 0
     for text in tests["texts"]:
         names: dict[str, Any] | None = None
-        whole = True  # nothing that the others stand on has failed
+        whole = True  # nothing that the others depend on has failed
         for statement, is_test in split(text):
             error = ""
             try:
@@ -384,7 +384,7 @@ def split(text: str) -> list[tuple[ast.stmt, bool]]:
 
 
 def say(message: dict[str, Any]) -> None:
-    """Write a line for whoever compares."""
+    """Write a line for the process that compares."""
     try:
         line = json.dumps(message)
     except (ValueError, RecursionError):

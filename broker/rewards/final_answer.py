@@ -1,4 +1,4 @@
-r"""Pure: where the final answer stands in what a model wrote: ``\boxed{}``, tags, ``####``."""
+r"""Pure: where the final answer is in what a model wrote: ``\boxed{}``, tags, ``####``."""
 
 import re
 

@@ -42,7 +42,7 @@ def load_function(
     Args:
         name: of a function or class; the folder of a file is put on ``sys.path``.
         options: keyword arguments of the function, or of the class.
-        setting: where name and options stand, for messages.
+        setting: that holds name and options, for messages.
         offered: further arguments, passed where the function names them.
 
     Raises:
@@ -142,7 +142,7 @@ def _values(transcript: Transcript) -> tuple[Json, ...]:
 
 
 def _declared(target: Target) -> tuple[Takes | None, str]:
-    """Return what the decorator says; a class needs none, its method takes one answer."""
+    """Return what the decorator declares; a class needs none, its method takes one answer."""
     declared: tuple[Takes, str] | None = getattr(target, DECLARED, None)
     if declared is not None:
         return declared
@@ -203,7 +203,7 @@ def _digest(target: Target, file: str) -> str:
 
 
 def _resolve(name: str, setting: str) -> tuple[Target, str]:
-    """Return what a name stands for, and the file of its module."""
+    """Return the object that a name refers to, and the file of its module."""
     where, colon, attribute = name.rpartition(":")
     if not (colon and where and attribute):
         raise ConfigError(f"{setting}.function {name!r} is not MODULE:FUNCTION or FILE.py:FUNCTION")

@@ -102,7 +102,7 @@ def with_powers(text: str) -> str:
 
 
 def is_too_big(text: str) -> bool:
-    """Tell whether a number in the text would take so long that no timer could stop it.
+    """True if a number in the text would take so long that no timer could stop it.
 
     The text comes from ``with_powers``. Such are factorials of 4 digits, powers of 5 digits, and
     powers of powers of numbers.
@@ -121,7 +121,7 @@ def _is_big_exponent(exponent: str) -> bool:
 
 
 def _operand(text: str, start: int) -> str:
-    """Return what stands after a power sign: a bracket, or what has no space in it."""
+    """Return what follows a power sign: a bracket, or what has no space in it."""
     depth = 0
     for at in range(start, len(text)):
         step = _BRACKETS.get(text[at], 0)

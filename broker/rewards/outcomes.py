@@ -26,7 +26,7 @@ class InvalidResultsError(ValueError):
 
 
 class FunctionInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """What a reward function is; name and version go on every score."""
+    """What a reward function is; name and version are part of every score."""
 
     name: str  # MODULE:NAME or FILE.py:NAME
     version: str  # as it declares, else 12 hexadecimal digits of the SHA-256 of its file
@@ -109,7 +109,7 @@ def unavailable(reason: str) -> Outcome:
 def score_of(
     item: ScoringItem, transcript: Transcript, outcome: Outcome, function: FunctionInfo
 ) -> Score:
-    """Return what the broker is told about one answer."""
+    """Return the score of one answer as the broker gets it."""
     excerpt = transcript.response[:MAX_EXCERPT] if outcome.unavailable else ""
     return Score(
         group_id=item.group_id,
@@ -127,7 +127,7 @@ def score_of(
 def finite(value: object) -> float | None:
     """Return a number as a float; None for anything else, NaN, infinities and what overflows.
 
-    Scalars of numpy and torch are numbers, whatever text or bytes may look like.
+    Scalars of numpy and torch are numbers, text and bytes are none.
     """
     if isinstance(value, str | bytes | bytearray) or not isinstance(value, SupportsFloat):
         return None

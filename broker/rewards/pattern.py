@@ -64,11 +64,11 @@ class Pattern:
 def think_answer(transcript: Transcript, *, opened: bool = False) -> float:
     """1.0 for ``<think>..</think><answer>..</answer>``, each tag once and nothing around them.
 
-    White space may stand between and around. Neither thought nor answer may be empty.
+    White space is allowed between and around. Neither thought nor answer may be empty.
 
     Args:
         transcript: the answer.
-        opened: the prompt ends with ``<think>``, so that the answer goes on after it.
+        opened: the prompt ends with ``<think>``, so that the answer continues after it.
     """
     text = transcript.response
     if opened and "<think>" not in text:

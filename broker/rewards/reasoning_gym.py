@@ -121,7 +121,7 @@ def _verified(verify: Verifier, name: str, answer: str, entry: dict[str, Json]) 
 
 
 def is_plain_formula(text: str) -> bool:
-    """Tell whether text is numbers, operators, one-letter names and well-known functions.
+    """True if text is numbers, operators, one-letter names and well-known functions.
 
     And whether no number in it is large: sympy works out 9**(99)**99 while it reads it, which
     nothing interrupts.
@@ -171,7 +171,7 @@ def _grown(base_bits: int, exponent_bits: int) -> int:
 
 
 def is_plain_bitwise(text: str) -> bool:
-    """Tell whether text is whole numbers and operators on them, with shifts of a few bits."""
+    """True if text is whole numbers and operators on them, with shifts of a few bits."""
     if len(text) > _LONGEST:
         return False
     try:

@@ -24,7 +24,7 @@ F = TypeVar("F", bound=Callable[..., object])
 
 
 class Unavailable(Exception):  # noqa: N818 it is a result, not a fault
-    """Raised by a reward that cannot tell now, with the reason: it is asked again elsewhere."""
+    """Raised by a reward that cannot score now, with the reason: it is tried again elsewhere."""
 
 
 def reward(*, takes: Takes = "answer", version: str = "") -> Callable[[F], F]:
@@ -34,8 +34,8 @@ def reward(*, takes: Takes = "answer", version: str = "") -> Callable[[F], F]:
         takes: ``answer``: called with one Transcript, returns one result. ``batch``: called with
             a list of Transcripts, of any groups, returns a list of as many results. ``group``: the
             same with all siblings of one group, in order.
-        version: goes on every score; by default a class's own attribute ``version``, else a hash
-            of the file that it stands in.
+        version: part of every score; by default a class's own attribute ``version``, else a hash
+            of the file that it is in.
 
     A result is a number, or a mapping whose ``score`` is the reward and whose other numbers become
     metrics. Options of ``[reward.options]`` are keyword arguments of the function, or of the class.

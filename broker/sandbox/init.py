@@ -1,7 +1,7 @@
 """Runs one command and ends with everything that came from it: process 1 of a sandbox.
 
 A script for ``python -I -S init.py REPORT PARENT UID LIMITS COMMAND...``: the standard library
-only, and none of our modules, because it runs before somebody else's code. ``sandbox.py`` starts
+only, and none of our modules, because it runs before untrusted code. ``sandbox.py`` starts
 it. Under bubblewrap the kernel kills what is left when process 1 ends; without, this process is the
 subreaper of the command and kills what it finds.
 """

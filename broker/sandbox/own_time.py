@@ -9,11 +9,11 @@ class OwnTime:
     no run too slow, and a run that hangs ends all the same.
 
     Waiting for a disk counts as wanting a core for a while only: a process whose child has not
-    started its program yet (vfork) looks the same, and may look so for as long as it likes.
+    started its program yet (vfork) looks the same, for as long as it wants.
     """
 
     def __init__(self, now_s: float, cpu_s: float, *, disk_s: float) -> None:
-        """Begin.
+        """Start.
 
         Args:
             now_s: seconds of a monotonic clock.
@@ -26,12 +26,12 @@ class OwnTime:
         self._wanted_core, self._waited_for_disk = True, False
 
     def tick(self, now_s: float, cpu_s: float, *, wants_core: bool, waits_for_disk: bool) -> None:
-        """Add what has passed since the last look.
+        """Add what has passed since the last call.
 
         Args:
             now_s: seconds of the same clock.
             cpu_s: processor seconds that the run has used so far.
-            wants_core: whether something of it would go on if it were given a core.
+            wants_core: whether some of it would run if it were given a core.
             waits_for_disk: whether something of it seems to wait for a disk.
         """
         elapsed = max(0.0, now_s - self._now_s)

@@ -79,7 +79,7 @@ def row_of(pid: int) -> ProcessRow | None:
 
 
 def children_of(pid: int) -> list[int]:
-    """Return the children of all threads of a process, without a look at the whole table."""
+    """Return the children of all threads of a process, without reading the whole table."""
     children: list[int] = []
     with suppress(OSError):
         for task in os.listdir(f"/proc/{pid}/task"):  # noqa: PTH208 many times per second

@@ -553,7 +553,7 @@ def _rlimits(limits: Limits, mode: Mode) -> dict[str, int]:
     """Return limits of a process, by their names in ``resource``.
 
     Memory and processes are looser than the limits of the run: those are measured, and a run that
-    is past them is ended and called so. These stop what is faster than we look.
+    is past them is ended and called so. These stop what is faster than our polling.
     """
     rlimits = {
         "DATA": 2 * limits.memory_bytes + limits.max_processes * _STACK_BYTES,

@@ -78,7 +78,7 @@ def system_call_filter(machine: str) -> list[tuple[int, int, int, int]]:
         program += [(_AT_LEAST, 0, 1, 0x40000000), refuse]  # the x32 numbers
     for number in (*_REFUSED[machine], *_NEW_MOUNT_CALLS):
         program += [(_EQUAL, 0, 1, number), refuse]
-    # clone3 keeps its flags in memory, where a filter cannot look: libc falls back to clone.
+    # clone3 keeps its flags in memory, where a filter cannot read: libc falls back to clone.
     program += [(_EQUAL, 0, 1, _CLONE3), (_RETURN, 0, 0, _REFUSE | errno.ENOSYS)]
     allow = (_RETURN, 0, 0, _ALLOW)
     program += _by_argument(clone, 0, [(_ANY_BIT, 0, 1, _NEW_NAMESPACES), refuse])

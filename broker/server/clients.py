@@ -32,7 +32,7 @@ _KEYS_LOST_S = 10.0  # keys that cannot be read count for so long as they were
 
 
 class Clients:
-    """Knows who is connected, and with which key."""
+    """Connected clients, and their keys."""
 
     def __init__(
         self,

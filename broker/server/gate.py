@@ -1,8 +1,8 @@
-"""How many may be connected to a socket of ours at a time; whoever comes later waits outside.
+"""Limits the connections of a socket; further ones wait in the listen queue.
 
 libzmq has no such limit: it takes connections until the process has no descriptor left, which on a
-Unix socket ends the process. So a thread counts them, as libzmq tells of them, and shuts a gate in
-front of the listening socket: those that are in stay, those that come try again by themselves.
+Unix socket ends the process. So a thread counts them by libzmq's monitor events, and shuts a gate
+in front of the listening socket: open connections stay, new ones try again by themselves.
 """
 
 import ctypes
@@ -26,7 +26,7 @@ _log = logging.getLogger(__name__)
 _EVENTS = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_MONITOR_STOPPED
 _SO_ATTACH_FILTER, _SO_DETACH_FILTER = 26, 27  # asm-generic/socket.h
 _BACKLOG = 128  # that are let in after the gate was shut, at most
-_MOST_LINES = 10  # of one broker: who connects again and again must not fill the disk
+_MOST_LINES = 10  # of one broker: repeated connections must not fill the disk
 _OPEN_AGAIN = 0.9  # of the limit, so that it does not open and shut for every single one
 
 
@@ -34,7 +34,7 @@ class Gate(Protocol):
     """In front of a listening socket. May be used from any thread."""
 
     def shut(self) -> None:
-        """Let nobody in any more; who is in stays."""
+        """Accept no more connections; existing ones stay."""
         ...
 
     def open(self) -> None:
@@ -46,7 +46,7 @@ class TcpGate(Gate):
     """Has the kernel drop what asks to connect, so that it asks again a little later."""
 
     def __init__(self, listening: socket.socket) -> None:
-        """Stand before a socket that listens, which may be handed to libzmq."""
+        """Guard a listening socket, which may be handed to libzmq."""
         self._socket = socket.socket(fileno=os.dup(listening.fileno()))
         self._drop_all = ctypes.create_string_buffer(struct.pack("HxxI", 0x06, 0))  # ret 0
 
@@ -61,7 +61,7 @@ class TcpGate(Gate):
             self._socket.setsockopt(socket.SOL_SOCKET, _SO_DETACH_FILTER, 0)
 
     def close(self) -> None:
-        """Let go of the socket."""
+        """Close the socket."""
         self._socket.close()
 
 
@@ -69,7 +69,7 @@ class UnixGate(Gate):
     """Takes the socket's name away for a while."""
 
     def __init__(self, path: Path) -> None:
-        """Stand before a socket that listens at a path."""
+        """Guard a socket that listens at a path."""
         self._path = path
         self._aside = path.with_name(f"{path.name}.full")
 
@@ -119,7 +119,7 @@ class ConnectionCount:
         setting: str,
         log: Callable[..., None] = _log.warning,
     ) -> None:
-        """Begin to count; before the socket is bound.
+        """Start counting; before the socket is bound.
 
         Args:
             watched: the socket.
@@ -161,7 +161,7 @@ class ConnectionCount:
     def _look(self) -> None:
         """Shut or open the gate if it is time; the thread must not end before its socket is closed.
 
-        libzmq would wait for ever to tell of the next connection.
+        libzmq would wait for ever for the next event.
         """
         try:
             self._shut_or_open()

@@ -2,8 +2,8 @@
 
 keys/broker.key             the broker's own, 0600
 keys/clients/NAME.key       what is carried to a client's host, 0600
-keys/authorized/NAME.toml   public half, name and role: who may connect
-keys/revoked/NAME.toml      who may no longer
+keys/authorized/NAME.toml   public half, name and role: may connect
+keys/revoked/NAME.toml      may no longer connect
 """
 
 import logging
@@ -27,7 +27,7 @@ _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,60}")
 
 
 class Holder(msgspec.Struct, frozen=True, kw_only=True):
-    """Who a key was made for."""
+    """Name and role that a key was made for."""
 
     name: str
     role: Role
@@ -60,16 +60,16 @@ class KeyRing:
         self.refresh()
 
     def holder(self, public: str) -> Holder | None:
-        """Return who a public key was made for; None if nobody, or no longer."""
+        """Return the holder of a public key; None if unknown or revoked."""
         return self._by_public.get(public)
 
     @property
     def holders(self) -> list[Holder]:
-        """Return who may connect."""
+        """Holders that may connect."""
         return list(self._by_public.values())
 
     def callback(self, _domain: str, key: bytes) -> bool:
-        """Tell whether a connection that proved this key (in Z85) may begin; for zmq.auth."""
+        """True if a connection that proved this key (in Z85) is accepted; for zmq.auth."""
         return key.decode() in self._by_public
 
     def refresh(self) -> list[Holder]:
@@ -89,7 +89,7 @@ class KeyRing:
 
 
 def _listing(folder: Path) -> list[tuple[str, int, int]]:
-    """Return what tells whether any file was made, replaced or removed."""
+    """Return a fingerprint that changes with any file made, replaced or removed."""
     if not folder.is_dir():
         return []
     with os.scandir(folder) as entries:
@@ -175,7 +175,7 @@ def revoke(folder: Path, name: str, *, discard: bool = False) -> None:
 
 
 def holders(folder: Path, place: str = "authorized") -> list[Holder]:
-    """Return who has a key, by name. What is no key is left out, and said in the log."""
+    """Return the holders of keys, by name. What is no key is logged and left out."""
     found = []
     for path in sorted((folder / place).glob("*.toml")):
         try:

@@ -151,7 +151,7 @@ class Learner:
         return BatchDelivered(step=request.step, groups=tuple(as_delivered(g) for g in batch))
 
     def _waits_for(self, step: int, reason: str) -> None:
-        """Show what the next step waits for; a batch asked for ahead of it holds up nobody."""
+        """Show what the next step waits for; a batch asked for ahead of it delays nothing."""
         if step == self._book.step:
             self._report.telemetry.waiting_for = reason
 

@@ -32,7 +32,7 @@ class RateLimit(Generic[P]):
         return len(self._buckets)
 
     def takes(self, peer: P, now_s: float) -> bool:
-        """Tell whether one more request is within the limit, and count it."""
+        """Count one more request; True if it is within the limit."""
         bucket = self._buckets.get(peer)
         if bucket is None:
             if len(self._buckets) >= _MAX_STRANGERS:
@@ -50,7 +50,7 @@ class RateLimit(Generic[P]):
 
 
 def max_bytes(role: Role | None, max_message_bytes: int) -> int:
-    """Return how large a message of this role may be; None is who has not said hello."""
+    """Return how large a message of this role may be; None is a client without a hello."""
     match role:
         case "generator":
             return max_message_bytes

@@ -30,7 +30,7 @@ from slipstream.broker.server.learner import Learner
 from slipstream.broker.server.limits import MAX_FRAMES, RateLimit, max_body_bytes, max_bytes
 from slipstream.broker.server.operators import Operators
 from slipstream.broker.server.pending import PendingRequest, PendingRequests
-from slipstream.broker.server.permissions import may_say
+from slipstream.broker.server.permissions import may_send
 from slipstream.broker.server.refusals import Refusals
 from slipstream.broker.server.reply import (
     ANSWERED,
@@ -301,7 +301,7 @@ class BrokerServer:
             self._answer(peer, request_id, reply)
 
     def _admit(self, peer: Peer, frames: Sequence[zmq.Frame]) -> Session | None:
-        """Return who sent a message; None who has not said hello on this connection.
+        """Return the session of a message; None without a hello on this connection.
 
         Raises:
             SlowDownError: it asks too much at a time.
@@ -403,7 +403,7 @@ class BrokerServer:
         kind = type(request).__name__
         if session is None:
             raise HelloFirstError("say hello first")
-        if not may_say(session.role, request, scores_inline=self._scores_inline):
+        if not may_send(session.role, request, scores_inline=self._scores_inline):
             raise ForbiddenError(f"{session.name} is a {session.role}, which may not send {kind}")
         self.telemetry.heard(session.name)
         if not isinstance(request, SubmitTrajectory):
@@ -433,7 +433,7 @@ class BrokerServer:
         self._settle_soon()
 
     def _settle_soon(self) -> None:
-        """Give work to those who wait for it, once for all that happens in this moment."""
+        """Grant work to pending requests, once for all that happens in this moment."""
         if self._settling is None:
             self._settling = asyncio.get_running_loop().call_soon(self._settle)
 

@@ -46,7 +46,7 @@ Request: TypeAlias = (
 
 
 class Operators:
-    """Answers those who watch a run, and takes what roles report."""
+    """Answers observers and operators, and takes the reports of roles."""
 
     def __init__(self, ledger: Ledger, clients: Clients, report: RunReport) -> None:
         self._ledger = ledger

@@ -37,7 +37,7 @@ class PendingRequests(Generic[R]):
         at_timeout: Callable[[Session, R], Reply],
         answer: Callable[[Session, bytes, Outcome | Exception], None],
     ) -> None:
-        """Begin with none.
+        """Start with none.
 
         Args:
             attempt: returns the answer to a request, or None while there is no work for it.

@@ -1,4 +1,4 @@
-"""Who may say what: the roles that each kind of message is taken from."""
+"""Permissions: the roles that each kind of message is accepted from."""
 
 from slipstream.wire.messages.broker import (
     DropDeadLetters,
@@ -67,8 +67,8 @@ ALLOWED: dict[type[Request], frozenset[Role]] = {
 }
 
 
-def may_say(role: Role, request: Request, *, scores_inline: bool = True) -> bool:
-    """Tell whether a request is taken from this role.
+def may_send(role: Role, request: Request, *, scores_inline: bool = True) -> bool:
+    """True if a request is accepted from this role.
 
     Args:
         role: of the client.

@@ -34,7 +34,7 @@ Outcome: TypeAlias = Reply | Later
 
 
 class HelloFirstError(RefusedError):
-    """Nobody has said hello on this connection."""
+    """No hello came on this connection."""
 
 
 # What becomes a refusal. The second line is a fault of ours that one message brought to light: it

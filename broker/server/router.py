@@ -17,11 +17,11 @@ _SEND_LIMIT = 4_000  # answers that wait for one peer; it asked for every one of
 _NOW = int(zmq.NOBLOCK)  # plain numbers: joining flags of an enum costs more than a small send
 _NOW_AND_MORE = int(zmq.NOBLOCK | zmq.SNDMORE)
 _LARGE_BYTES = 8 * 1024
-_HANDSHAKE_MS = 5_000  # whoever has connected has so long to prove its key
+_HANDSHAKE_MS = 5_000  # a connection has so long to prove its key
 _HEARTBEAT_MS = 10_000
-_GONE_AFTER_MS = 60_000  # whose connection says nothing for so long has gone
+_GONE_AFTER_MS = 60_000  # a connection silent for so long is closed
 _BACKLOG = 128  # connections that wait to be taken
-_ANSWER_TO_NOTHING = (b"", b"")  # a request id that nobody uses, and no body
+_ANSWER_TO_NOTHING = (b"", b"")  # an unused request id, and no body
 _ENVELOPE_BYTES = 256  # more than CURVE adds to a piece
 
 
@@ -33,11 +33,11 @@ class Peer(NamedTuple):
     key: str = ""
 
     def send(self, frames: Sequence[Frame]) -> bool:
-        """Send one message; False if nobody is there or reads it."""
+        """Send one message; False if the peer is gone or does not read."""
         return self.router.send([self.routing_id, *frames])
 
     def is_there(self) -> bool:
-        """Tell whether the connection stands: an answer to no request can be sent."""
+        """True if the connection is up: an answer to no request can be sent."""
         return self.send(_ANSWER_TO_NOTHING)
 
 
@@ -47,8 +47,8 @@ OnMessage = Callable[[Peer, Sequence[zmq.Frame]], None]
 class Router:
     """Receives and sends without waiting. Use it from one event loop.
 
-    The socket's file descriptor tells of changes only (it is edge-triggered), so whoever has
-    received or sent looks again.
+    The socket's file descriptor is edge-triggered: after every receive or send it is checked
+    again.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class Router:
             on_message: is given each message without its routing id.
             secret_key: of the broker; if given, connections have to prove a key of their own.
             max_connections: at a time; further ones wait.
-            setting: that says so.
+            setting: that sets this limit.
 
         Raises:
             ConfigError: a TCP address cannot be listened at.
@@ -77,12 +77,12 @@ class Router:
         self._on_message = on_message
         self._is_secure = bool(secret_key)
         self._loop = asyncio.get_running_loop()
-        self._look_again: asyncio.Handle | None = None
+        self._check_again: asyncio.Handle | None = None
         self._is_paused = False
         self._socket = context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.MAXMSGSIZE, PIECE_BYTES + _ENVELOPE_BYTES)  # without a key, too
-        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # an answer to nobody is an error
+        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # an answer to an unknown peer is an error
         self._socket.setsockopt(zmq.SNDHWM, _SEND_LIMIT)
         self._socket.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
         self._socket.setsockopt(zmq.BACKLOG, _BACKLOG)
@@ -108,7 +108,7 @@ class Router:
         self.endpoint = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
         self._fd = int(self._socket.getsockopt(zmq.FD))
         self._loop.add_reader(self._fd, self._receive)
-        self._look()
+        self._check()
 
     def send(self, frames: Sequence[Frame]) -> bool:
         """Send one message; False if its peer is gone or reads nothing."""
@@ -121,7 +121,7 @@ class Router:
                 return False
             raise
         finally:
-            self._look()
+            self._check()
         return True
 
     def _send_part(self, frame: Frame, flags: int) -> None:
@@ -134,7 +134,7 @@ class Router:
 
     @property
     def is_paused(self) -> bool:
-        """Tell whether nothing is received."""
+        """True while nothing is received."""
         return self._is_paused
 
     def pause(self) -> None:
@@ -148,18 +148,18 @@ class Router:
         if self._is_paused:
             self._is_paused = False
             self._loop.add_reader(self._fd, self._receive)
-            self._look()
+            self._check()
 
     def close(self) -> None:
-        """Let go of the socket."""
+        """Close the socket."""
         self._is_paused = True
         self._loop.remove_reader(self._fd)
-        if self._look_again is not None:
-            self._look_again.cancel()
+        if self._check_again is not None:
+            self._check_again.cancel()
         self._cleanup.close()
 
     def _gate_of(self, endpoint: str) -> tuple[str, Gate | None]:
-        """Return where to bind, and what stands before it; nothing within a process."""
+        """Return where to bind, and the gate before it; none within a process."""
         if endpoint.startswith("ipc://"):
             unix = UnixGate(Path(endpoint.removeprefix("ipc://")))
             self._cleanup.callback(unix.close)
@@ -173,14 +173,14 @@ class Router:
         self._socket.setsockopt(zmq.USE_FD, listening.detach())  # from here on it is the socket's
         return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}", tcp
 
-    def _look(self) -> None:
-        if self._look_again is None:
-            self._look_again = self._loop.call_soon(self._receive)
+    def _check(self) -> None:
+        if self._check_again is None:
+            self._check_again = self._loop.call_soon(self._receive)
 
     def _receive(self) -> None:
-        if self._look_again is not None:
-            self._look_again.cancel()
-            self._look_again = None
+        if self._check_again is not None:
+            self._check_again.cancel()
+            self._check_again = None
         for _ in range(_BURST):
             if self._is_paused:
                 return
@@ -194,11 +194,11 @@ class Router:
             try:
                 self._on_message(Peer(self, frames[0].bytes, key), frames[1:])
             except BaseException:
-                self._look()  # nothing else would tell of what waits behind this message
+                self._check()  # no other event would follow for messages behind this one
                 raise
-        self._look()
+        self._check()
 
 
 def _is_whole(source: object, num_bytes: int) -> bool:
-    """Tell whether a view of so many bytes is all of a frame that was received."""
+    """True if a view of so many bytes is a whole frame as received."""
     return isinstance(source, zmq.Frame) and len(source) == num_bytes

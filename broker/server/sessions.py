@@ -1,4 +1,4 @@
-"""Who is on the other side of each connection."""
+"""The client on the other side of each connection."""
 
 import secrets
 import time
@@ -22,7 +22,7 @@ _SESSION_BYTES = 16
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """One process that said hello."""
+    """One process after its hello."""
 
     name: str
     incarnation: str
@@ -39,8 +39,8 @@ class Session:
 class Sessions:
     """Clients by the token that their hello was answered with.
 
-    A routing id says nothing: who comes under one that another had must say hello. Neither does a
-    token on another connection than that of its hello.
+    A routing id proves nothing: a client under one that another had must send a hello. Neither does
+    a token on another connection than that of its hello.
     """
 
     def __init__(
@@ -53,15 +53,15 @@ class Sessions:
         """Make an empty list.
 
         Args:
-            key_of: returns who a public key was made for; None if nobody, or no longer.
-            is_there: tells whether a connection stands.
-            may_come_back: tells whether another holder than this one had a name before this
-                broker, and may still say hello to it.
+            key_of: returns the holder of a public key; None if unknown or revoked.
+            is_there: True if a connection is up.
+            may_come_back: True if another holder than this one had a name before this broker,
+                and may still reconnect.
             now: returns the time.
         """
         self._may_come_back = may_come_back
         self._now = now
-        # Who was told that its name is taken -> since when its predecessor is gone.
+        # Clients refused because their name is taken -> since when its holder is gone.
         self._waiting: OrderedDict[tuple[str, str], float | None] = OrderedDict()
         self._is_there = is_there
         self._key_of = key_of
@@ -69,10 +69,10 @@ class Sessions:
         self._by_peer: dict[Peer, Session] = {}
         self._by_name: dict[str, dict[str, Session]] = {}  # by key, in the order of hello
         self._readers: OrderedDict[bytes, None] = OrderedDict()  # tokens
-        self._tokenizer: tuple[str, str] | None = None  # hash, and who said it first
+        self._tokenizer: tuple[str, str] | None = None  # hash, and the first client that sent it
 
     def find(self, token: bytes, peer: Peer) -> Session | None:
-        """Return who speaks on a connection.
+        """Return the session on a connection.
 
         Raises:
             ForbiddenError: its key was revoked.
@@ -90,11 +90,11 @@ class Sessions:
         return session.name if session else "an unknown peer"
 
     def is_current(self, session: Session) -> bool:
-        """Tell whether nobody has said hello under this name since."""
+        """True unless another hello came under this name since."""
         return self._by_token.get(session.token) is session
 
     def is_connected(self, holder: str) -> bool:
-        """Tell whether who holds leases under this name is here, and its connection stands."""
+        """True if the holder of leases under this name is connected."""
         return any(
             session.holder == holder and self._is_there(session.peer)
             for session in self._by_token.values()
@@ -107,7 +107,7 @@ class Sessions:
             RefusedError: it does not fit to the others.
             ForbiddenError: its key is not for this role.
             SupersededError: a newer process has this name.
-            NameTakenError: another process that is connected has it.
+            NameTakenError: a connected process has this name.
         """
         if hello.wire_revision != WIRE_REVISION:
             raise RefusedError(
@@ -134,7 +134,7 @@ class Sessions:
         return session
 
     def end(self, key: str) -> list[Session]:
-        """Forget all connections with a key; return who they were."""
+        """Forget all connections with a key; return their sessions."""
         ended = [one for one in self._by_token.values() if one.peer.key == key]
         for session in ended:
             self._forget(session)
@@ -147,22 +147,23 @@ class Sessions:
         if not hello.reconnects and (before is None or before.incarnation != hello.incarnation):
             self._wait_for(before, session, hello)
         if before is None:
-            if len(names) >= MAX_CLIENTS:  # if it is still there it says hello again
+            if len(names) >= MAX_CLIENTS:  # if it is still there it sends a hello again
                 self._forget(names.pop(next(iter(names))))
         elif hello.reconnects and before.incarnation != hello.incarnation:
             raise SupersededError(f"another process has said hello as {hello.name}")
         else:
             self._forget(before)
-        names.pop(session.name, None)  # the one that said hello last stands last
+        names.pop(session.name, None)  # the newest hello is last
         names[session.name] = session
 
     def _wait_for(self, before: Session | None, session: Session, hello: Hello) -> None:
         """Have a new process wait while another has its name, or may be about to come back.
 
-        Where nobody is there, the first hello is welcome: a role that died is replaced at once.
+        Where no one is connected, the first hello is accepted: a role that died is replaced at
+        once.
 
         Raises:
-            NameTakenError: it may say hello again in a moment.
+            NameTakenError: it may send its hello again in a moment.
         """
         waiter = (session.name, hello.incarnation)
         other = " or choose another name (--name)" if hello.role in MANY else ""
@@ -201,7 +202,7 @@ class Sessions:
         return holder
 
     def _key_name(self, peer: Peer, hello: Hello) -> str:
-        """Return the name of a key, which its clients' names begin with: nobody takes another's."""
+        """Return the name of a key, the prefix of its clients' names: keys cannot share a name."""
         holder = self._holder_of(peer.key, hello.name)
         if hello.role not in {holder.role, *_ALSO.get(holder.role, ())}:
             raise ForbiddenError(

@@ -18,7 +18,7 @@ class StoredTrajectory(msgspec.Struct, frozen=True):
 
     @property
     def num_bytes(self) -> int:
-        """Return the size of both frames."""
+        """Size of both frames."""
         return len(self.payload) + len(self.transcript)
 
 
@@ -41,12 +41,12 @@ class Changes:
 
     @property
     def is_empty(self) -> bool:
-        """Tell whether there is nothing to write."""
+        """True if there is nothing to write."""
         return not (self.events or self.put or self.remove) and self.snapshot is None
 
     @property
     def num_bytes(self) -> int:
-        """Return the size of the payloads, transcripts, events and the snapshot."""
+        """Size of the payloads, transcripts, events and the snapshot."""
         return (
             sum(stored.num_bytes for stored in self.put.values())
             + sum(map(len, self.events))
@@ -69,7 +69,7 @@ class Changes:
 
 
 class TrajectoryStore(Protocol):
-    """Durable storage with one writer: whoever claimed last.
+    """Durable storage with one writer: the last to claim it.
 
     A handle that has not claimed does so with its first write.
     """
@@ -109,13 +109,13 @@ class TrajectoryStore(Protocol):
         ...
 
     async def durability(self) -> str:
-        """Say what an acknowledged commit survives."""
+        """Describe what an acknowledged commit survives."""
         ...
 
     async def figures(self) -> dict[str, int]:
-        """Return ``memory_bytes`` and ``aof_bytes`` of the server, where it tells them."""
+        """Return ``memory_bytes`` and ``aof_bytes`` of the server, where it reports them."""
         ...
 
     async def close(self) -> None:
-        """Let go of connections."""
+        """Close the connections."""
         ...

@@ -36,7 +36,7 @@ class Trail:
         """Forget events from a number on: the store lost them, others will have the numbers."""
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Close the file."""
 
 
 class FolderTrail(Trail):
@@ -111,7 +111,7 @@ class FolderTrail(Trail):
 
     @override
     def close(self) -> None:
-        """Write what was noted and let go of the file."""
+        """Write what was noted and close the file."""
         self.write()
         self._let_go()
 

@@ -13,7 +13,7 @@ _MAX_TRANSACTION_BYTES = 2 * 1024 * 1024
 class GroupCommitter:
     """Writes changes in the order in which they were handed in, many to a transaction.
 
-    Whoever hands in changes watches ``backlog_bytes`` and takes no more work while it is high.
+    Callers watch ``backlog_bytes`` and take no more work while it is high.
     """
 
     def __init__(

@@ -67,7 +67,7 @@ def trace_group(folder: Path, group_id: int) -> ItemTrace | None:
         first = _first_group(segments[place])
         if first is not None and first <= group_id:
             return trace_item(read_segments(segments[place:]), f"g{group_id}")
-    return None  # what is left of the trail begins after it was issued
+    return None  # what is left of the trail starts after it was issued
 
 
 def groups_at(folder: Path, position: int) -> frozenset[int]:

@@ -20,7 +20,7 @@ _EVENTS_PER_GROUP = 2  # a snapshot costs as much as so many events of every gro
 class LedgerWriter:
     """Hands changes to the committer, with a snapshot now and then.
 
-    ``on_flood`` is told True when the store lags so far behind that nothing more should be taken,
+    ``on_flood`` is called with True when the store lags so far that nothing more should be taken,
     and False when it has caught up by half.
     """
 
@@ -42,7 +42,7 @@ class LedgerWriter:
 
     @property
     def is_idle(self) -> bool:
-        """Tell whether all that was handed in is durable."""
+        """True if all that was handed in is durable."""
         return not self._committer.backlog
 
     def write(
@@ -57,7 +57,7 @@ class LedgerWriter:
         Args:
             events: that the state has already taken in.
             put: payloads that came with them.
-            released: payloads that nobody needs any more.
+            released: payloads no longer needed.
             then: at once, if there is nothing to wait for.
         """
         if not (events or put or released):

@@ -104,7 +104,7 @@ class Restarts:
 
 @dataclass(slots=True)
 class RedisServer:
-    """A running child; its password stands neither in argv nor in a file."""
+    """A running child; its password is neither in argv nor in a file."""
 
     binary: Path
     socket: Path
@@ -120,7 +120,7 @@ class RedisServer:
     ) -> "RedisServer":
         """Start a server that will listen on a Unix socket only; on the main thread.
 
-        Nobody else reads its files, which hold every prompt, answer and ground truth.
+        No other user reads its files, which hold every prompt, answer and ground truth.
 
         Raises:
             ConfigError: another server runs in the folder, or there is no server to start.
@@ -249,7 +249,7 @@ class RedisServer:
                 stdin.write(settings.encode())
 
     async def _answers(self) -> bool:
-        """Tell whether the server answers a client at all; one that loads its file does."""
+        """True if the server answers a client at all; one that loads its file does."""
         try:
             async with asyncio.timeout(_ANSWER_S):
                 reader, writer = await asyncio.open_unix_connection(self.socket)
@@ -262,7 +262,7 @@ class RedisServer:
             return False
 
     def _disk_is_full(self) -> bool:
-        """Tell why the server ended; its log may be cut short by the full disk itself."""
+        """Explain why the server ended; its log may be cut short by the full disk itself."""
         tail = last_lines(self.log_file, 8)
         return not self._has_room() or any(sign in tail for sign in _FULL_DISK)
 
@@ -288,7 +288,7 @@ def _quoted(path: Path) -> str:
 
 
 def _is_dying(holder: Sequence[str]) -> bool:
-    """Tell whether a server has lost the broker that started it, with which it dies.
+    """True if a server has lost the broker that started it, with which it dies.
 
     Args:
         holder: the pids of the server and of its broker, as the lock's file has them.

@@ -1,12 +1,12 @@
 """The store in Redis (or Valkey): a snapshot, a list of events, two keys per trajectory.
 
-Keys stand under ``slipstream:RUN:``, RUN percent-encoded: ``generation`` names the broker that
+Keys are under ``slipstream:RUN:``, RUN percent-encoded: ``generation`` names the broker that
 may write, ``commits`` counts its transactions, ``snapshot`` and ``events`` hold the ledger,
 ``p:GROUP:SIBLING`` and ``t:GROUP:SIBLING`` a payload and a transcript.
 
 One connection writes. It watches ``generation`` and ``commits`` from one transaction to the next,
-so a transaction is applied only if nobody claimed the store since, and never twice: after an
-outage ``commits`` tells whether Redis applied it, and should a copy sent before the outage be
+so a transaction is applied only if the store was not claimed since, and never twice: after an
+outage ``commits`` shows whether Redis applied it, and should a copy sent before the outage be
 applied after all, then the one sent again is not.
 """
 
@@ -112,13 +112,13 @@ class RedisStore:
             socket_timeout_s: a server silent for this long went away.
 
         Raises:
-            ConfigError: nobody answers at ``broker.redis.url``.
+            ConfigError: nothing answers at ``broker.redis.url``.
         """
         # The library's own timeouts go through asyncio.wait_for, which can swallow a cancellation
         # before Python 3.12; every wait here is inside an asyncio.timeout instead.
         tls: dict[str, Any] = {}
         if url.startswith("rediss://"):
-            tls["ssl_check_hostname"] = True  # a certificate of somebody else is no proof
+            tls["ssl_check_hostname"] = True  # a certificate of another host is no proof
             if ca_file:
                 tls["ssl_ca_certs"] = ca_file
         client = aioredis.Redis.from_url(
@@ -208,7 +208,7 @@ class RedisStore:
         return f"redis {info['redis_version']}"
 
     async def durability(self) -> str:
-        """Say what an acknowledged commit survives."""
+        """Describe what an acknowledged commit survives."""
         settings = await self._told(lambda: self._client.config_get("append*"))
         if settings is None:
             return "unknown (CONFIG is not permitted)"
@@ -227,7 +227,7 @@ class RedisStore:
                 return f"appendfsync {other}: a crash of the machine can lose what was acknowledged"
 
     async def figures(self) -> dict[str, int]:
-        """Return ``memory_bytes`` and ``aof_bytes`` of the server, where it tells them."""
+        """Return ``memory_bytes`` and ``aof_bytes`` of the server, where it reports them."""
         info = await self._told(self._client.info)
         if info is None:
             return {}
@@ -237,7 +237,7 @@ class RedisStore:
         }
 
     async def close(self) -> None:
-        """Let go of connections."""
+        """Close the connections."""
         await self._drop_connection()
         await self._client.aclose()
 
@@ -287,7 +287,7 @@ class RedisStore:
         results = replies[-3]
         if results is not None and not isinstance(results, ResponseError):
             _check_applied_whole(cast("list[_Reply]", results))
-            return  # whoever claims from now on is noticed by the next transaction
+            return  # a claim from now on is noticed by the next transaction
         refusals = [reply for reply in replies if isinstance(reply, ResponseError)]
         if refusals:
             said = [reply for reply in refusals if not isinstance(reply, ExecAbortError)]
@@ -352,7 +352,7 @@ class RedisStore:
         return ("WATCH", *self._watched), ("MGET", *self._watched)
 
     async def _ask(self, connection: AbstractConnection, commands: list[_Command]) -> list[_Reply]:
-        """Send commands in one go; return what Redis says to each, errors among it."""
+        """Send commands in one go; return the reply to each, errors among them."""
         for piece in _pieces(connection.pack_commands(commands)):
             async with asyncio.timeout(self._socket_timeout_s):
                 await connection.send_packed_command(piece, check_health=False)
@@ -419,7 +419,7 @@ class RedisStore:
             await self._client.connection_pool.disconnect()
 
     async def _told(self, ask: Callable[[], Awaitable[object]]) -> Mapping[str, _Reply] | None:
-        """Ask what a server may refuse to tell: some users, and hosted servers."""
+        """Ask what a server may refuse to answer: some users, and hosted servers."""
 
         async def attempt() -> Mapping[str, _Reply] | None:
             try:
@@ -474,7 +474,7 @@ class RedisStore:
 
 
 class _Outage:
-    """Waits for Redis between tries; says once that it is away, and once that it is back."""
+    """Waits for Redis between tries; logs once that it is away, and once that it is back."""
 
     def __init__(self, what: str, url: str, limit_s: float, ongoing: Counter[str]) -> None:
         self._what = what
@@ -528,7 +528,7 @@ class _Outage:
     def _say(self, error: Exception) -> None:
         self._was_said = True
         self._ongoing[self._what] += 1
-        if self._ongoing[self._what] > 1:  # somebody else has said it
+        if self._ongoing[self._what] > 1:  # logged already
             return
         _log.warning(
             "Redis at %s does no %s, %s until it does; waiting up to %.0f s (%s)",
@@ -541,7 +541,7 @@ class _Outage:
 
 
 def _number(generation: bytes | None) -> int:
-    """Return the number in NUMBER:TOKEN; 0 where nobody has claimed."""
+    """Return the number in NUMBER:TOKEN; 0 before the first claim."""
     return int(generation.partition(b":")[0]) if generation else 0
 
 

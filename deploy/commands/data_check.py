@@ -95,7 +95,7 @@ def data_check(words: Sequence[str], config: Path | None, model: Path | None) ->
 
 
 def _asked(file: Path | None, table: Table) -> tuple[DataSection, list[Source]]:
-    """Return the settings for rows, and the sources to look at."""
+    """Return the settings for rows, and the sources to check."""
     data = section(table, "data", DataSection)
     if file is not None:
         data = msgspec.structs.replace(data, file=str(file), sources={})

@@ -49,7 +49,7 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def dead_letters(action: str, words: Sequence[str], *, folder: Path | None, as_json: bool) -> int:
-    """List, show, retry or drop dead letters of a run that goes on.
+    """List, show, retry or drop dead letters of a run that is running.
 
     Args:
         action: list, show, retry or drop.

@@ -56,7 +56,7 @@ def run(path: Path, overrides: Sequence[str], dry_run: bool, resume: str | None 
 
 
 def _load(path: Path, overrides: Sequence[str], resume: str | None, console: Console) -> RunConfig:
-    """Return the settings of the run to go on with, or with a run name that nobody has used."""
+    """Return the settings of the run to resume, or settings with an unused run name."""
     table = load_table(path, overrides)
     section = run_section(table)
     point = find_resume_point(section, resume) if resume else None

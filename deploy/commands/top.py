@@ -40,8 +40,8 @@ from slipstream.wire.settings.load import load_table, section
 from slipstream.wire.settings.sections import RunSection
 
 _EVERY_S = 1.0
-_OLD_S = 3.0  # an answer that is older is said to be
-_GONE_S = 30.0  # then it is said what to do
+_OLD_S = 3.0  # an older answer is marked as such
+_GONE_S = 30.0  # then the view says what to do
 EXAMPLES = """examples:
   slipstream top                           the newest run; q ends it
   slipstream top runs/demo --json          its figures and advisories once, for programs
@@ -116,7 +116,7 @@ def _show(
     console: Console,
     written: RunStatus | None,
 ) -> None:
-    """Draw once a second until q, Ctrl-C or a signal; what was written stands in for an answer."""
+    """Draw once a second until q, Ctrl-C or a signal; the file replaces a missing answer."""
     live = Live(console=console, screen=True, auto_refresh=False)
     with ends_in_order(), keys_of(_keyboard()) as keys, live:
         while True:
@@ -182,7 +182,7 @@ def trouble_of(error: str, age_s: float, outcome: str) -> str:
 
 
 def outcome_of(run: RunSection) -> str:
-    """Return how a run ended, as its summary has it; empty if that is not known."""
+    """Return how a run ended by its summary; empty if that is not known."""
     try:
         return str(json.loads(run.summary_file.read_bytes()).get("outcome", ""))
     except (OSError, ValueError):
@@ -205,12 +205,12 @@ class Keys:
             return ""
         typed = os.read(self._descriptor, 64)
         if not typed:
-            self._descriptor = None  # closed: nobody types any more
+            self._descriptor = None  # closed: no more input
         return typed.decode(errors="replace")
 
 
 def _keyboard() -> int | None:
-    """Return the descriptor that somebody types into, if there is one."""
+    """Return the descriptor of the keyboard, if there is one."""
     return sys.stdin.fileno() if sys.stdin.isatty() else None
 
 

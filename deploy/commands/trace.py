@@ -104,13 +104,13 @@ class Mark:
 
 
 def write_trace(folder: Path, out: Path | None, console: Console, *, max_spans: int) -> int:
-    """Write the trace of a run and say what is in it.
+    """Write the trace of a run and summarize it.
 
     Args:
         folder: of the run.
         out: the file to write; None is trace.json in the folder.
         console: where to.
-        max_spans: of older ones only how many there are is told.
+        max_spans: of older ones only the count is given.
 
     Raises:
         ConfigError: the run keeps no trail.
@@ -156,7 +156,7 @@ def write_trace(folder: Path, out: Path | None, console: Console, *, max_spans: 
 
 
 def _read_summary(folder: Path, console: Console) -> _Summary:
-    """Return what the summary tells of publishes: nothing if it cannot be read."""
+    """Return the publishes in the summary: nothing if it cannot be read."""
     path = folder / SUMMARY
     try:
         return msgspec.convert(json.loads(path.read_bytes()), _Summary)
@@ -206,7 +206,7 @@ class TrailReader:
         self._counted_s = 0.0
 
     def hear(self, at_s: float, event: LedgerEvent) -> None:
-        """Take in the next event; a clock that was set back stands still."""
+        """Take in the next event; a clock that was set back is held."""
         self._now_s = max(self._now_s, at_s)
         match event:
             case Issued() | Requeued():
@@ -296,8 +296,8 @@ class TrailReader:
 def phase_spans(start_s: float, end_s: float, metrics: Mapping[str, float]) -> Iterator[Span]:
     """Yield what the learner did between two commits, a lane per phase.
 
-    The learner tells how long it was in each phase, and is always in one. Phases that take turns,
-    a minibatch at a time, are drawn as one span each, in the order in which they begin.
+    The learner reports how long it was in each phase, and is always in one. Phases that take turns,
+    a minibatch at a time, are drawn as one span each, in the order in which they start.
     """
     told = {
         name.removeprefix(PHASE_TIME): seconds
@@ -318,7 +318,7 @@ def phase_spans(start_s: float, end_s: float, metrics: Mapping[str, float]) -> I
 def publish_spans(records: Iterable[PublishRecord]) -> Iterator[Span]:
     """Yield each publish with its phases inside, and what each generator got when.
 
-    Publishes that overlap stand on lanes of their own.
+    Publishes that overlap are on lanes of their own.
     """
     busy_until: dict[str, list[float]] = {}
 

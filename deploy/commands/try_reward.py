@@ -102,9 +102,9 @@ def reward_test(
 
     Args:
         words: section.key=value settings.
-        reward: MODULE:NAME or FILE.py:NAME for every row; by default what [reward] says.
+        reward: MODULE:NAME or FILE.py:NAME for every row; by default that of [reward].
         data: a JSONL or parquet file, or reasoning_gym:NAME; by default data.file.
-        count: how many rows; their answers stand in a column response or solution, or else are
+        count: how many rows; their answers are in a column response or solution, or else are
             the ground truth and an empty text.
         answers: JSONL file with one answer per line and row: text, or an object with response or
             solution, and row where they are not in order.

@@ -68,24 +68,24 @@ class _Summary(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class VersionsView(msgspec.Struct, frozen=True, kw_only=True):
-    """Who holds what, and what became of the newest publishes."""
+    """What each engine holds, and the outcomes of the newest publishes."""
 
     run_name: str
     steps: int  # learner steps completed
     as_of: str  # empty is now; else why this is old
-    relay_silent_s: float | None  # None: no relay was heard; members are as it said last
+    relay_silent_s: float | None  # None: no relay has reported; members are as last reported
     members: list[MemberState]
     publishes: list[PublishRecord]  # the newest last
 
     @property
     def is_old(self) -> bool:
-        """Tell whether engines may hold something else by now."""
+        """True if engines may hold something else by now."""
         silent_s = self.relay_silent_s
         return bool(self.as_of) or silent_s is None or silent_s > GONE_S
 
 
 def print_versions(folder: Path, console: Console, *, count: int, as_json: bool) -> int:
-    """Print who holds what, of now or as of the end of the run.
+    """Print what engines hold, now or at the end of the run.
 
     Args:
         folder: of the run.
@@ -109,7 +109,7 @@ def print_versions(folder: Path, console: Console, *, count: int, as_json: bool)
 
 
 def view_of(status: RunStatus) -> VersionsView:
-    """Return what a broker says now."""
+    """Return the view of a broker's present status."""
     return VersionsView(
         run_name=status.run_name,
         steps=status.steps,
@@ -214,7 +214,7 @@ def _states(view: VersionsView, now_s: float) -> Table:
 
 
 def _freshness(view: VersionsView) -> Text:
-    """Return a title that says how old it is what the relay said."""
+    """Return a title with the age of the relay's report."""
     silent_s = view.relay_silent_s
     if view.as_of:
         return _title("who held what, as the relay said last")
@@ -278,7 +278,7 @@ def _seconds(shown: Sequence[PublishRecord]) -> Table:
 
 
 def _left_out(shown: Sequence[PublishRecord]) -> Table:
-    """Return who was left out of which publish, and why; those with one reason together."""
+    """Return engines left out of publishes, and why; those with one reason together."""
     rows: list[tuple[str, str]] = []
     for record in shown:
         by_reason: dict[str, list[str]] = {}

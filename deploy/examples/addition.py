@@ -82,7 +82,7 @@ def make_policy(work: Path, out: Path) -> int:
     """Warm up a blank policy on imperfect demonstrations; return the exit code.
 
     Args:
-        work: where the inputs and the progress are kept; a second call goes on from there.
+        work: where the inputs and the progress are kept; a second call resumes from there.
         out: the folder of the policy, which appears whole.
 
     Raises:
@@ -100,7 +100,7 @@ def make_policy(work: Path, out: Path) -> int:
     with subprocess.Popen(command, preexec_fn=bound_to_me()) as warm_up:  # noqa: S603 our own
         try:
             code = warm_up.wait()
-        except KeyboardInterrupt:  # the terminal told it too, and it keeps its progress
+        except KeyboardInterrupt:  # it got the signal too, and keeps its progress
             code = warm_up.wait()
     if code == EXIT_INTERRUPTED:
         return code
@@ -147,7 +147,7 @@ def _write_demonstrations(folder: Path) -> None:
 
 
 def _taught_sum(a: int, b: int, rng: random.Random) -> int:
-    """Return what a teacher says who is often two too high.
+    """Return the answer of a teacher that is often two too high.
 
     He is mostly right while ``a`` is below 40 and mostly wrong above. A policy that imitates him
     answers nearly every problem rightly now and then, which is what reinforcement can amplify,

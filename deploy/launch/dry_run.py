@@ -1,4 +1,4 @@
-"""What `slipstream run --dry-run` prints: who runs where, and what memory that takes."""
+"""What `slipstream run --dry-run` prints: processes, hosts and memory."""
 
 import shlex
 from collections.abc import Sequence

@@ -116,7 +116,7 @@ def run_locally(config: RunConfig, console: Console) -> int:
 
 
 def _await_relay(run: RunSection) -> None:
-    """Wait for the weight relay to end; nobody but the learner knows its process."""
+    """Wait for the weight relay to end; only the learner knows its process."""
     patience = Patience(
         "the weight relay to end",
         _RELAY_END_S,
@@ -134,7 +134,7 @@ def _await_relay(run: RunSection) -> None:
 
 
 def _relays(run: RunSection) -> list[int]:
-    """Return the process that holds the place of the relay, or nothing while it is not told."""
+    """Return the process that holds the place of the relay, or nothing while it is unknown."""
     with suppress(OSError, ValueError):
         return [int(relay_lock(run).read_text())]
     return []
@@ -249,7 +249,7 @@ def _lock(run: RunSection) -> TextIO:
 def _remove_scratch_of_killed_run(run: RunSection) -> None:
     """Remove the temporary folder of a run that was killed in this run folder.
 
-    Nobody else uses it: we hold the lock of the run folder.
+    No other process uses it: we hold the lock of the run folder.
     """
     resolved = run.folder / "resolved.toml"
     if not resolved.is_file():

@@ -21,8 +21,8 @@ class RolePlan:
     gpus: tuple[int, ...] | None = None  # those it may see; None leaves them as they are
     environment: dict[str, str] = field(default_factory=dict)  # beside what it inherits
     cores: tuple[int, ...] = ()  # it and its children run there; empty is anywhere
-    serves_others: bool = False  # who ends it while others run has it started again
-    is_one_of_many: bool = False  # the run goes on without it if somebody took its name
+    serves_others: bool = False  # if it ends while others run it is restarted
+    is_one_of_many: bool = False  # the run continues without it if another process took its name
 
 
 def count_gpus() -> int:
@@ -39,7 +39,7 @@ def plan_roles(config: RunConfig, resolved: Path, *, num_gpus: int) -> list[Role
     Args:
         config: the run.
         resolved: the settings file that every process reads.
-        num_gpus: of each host, where deploy.gpus_per_host does not say it.
+        num_gpus: of each host, where deploy.gpus_per_host is not set.
 
     Raises:
         ConfigError: there are not enough GPUs.

@@ -1,4 +1,4 @@
-"""Which checkpoint `slipstream run --resume` goes on from."""
+"""Which checkpoint `slipstream run --resume` resumes from."""
 
 import json
 import logging
@@ -30,12 +30,12 @@ class ResumePoint:
 
 
 def find_resume_point(run: RunSection, wanted: str) -> ResumePoint | None:
-    """Return what to go on from.
+    """Return what to resume from.
 
     Args:
         run: the section as the user wrote it.
-        wanted: "auto" for the newest of NAME, NAME-2, ... that has begun and not ended (None if
-            there is none: then the run begins), or a run folder, or a checkpoint folder.
+        wanted: "auto" for the newest of NAME, NAME-2, ... that has started and not ended (None if
+            there is none: then a run starts), or a run folder, or a checkpoint folder.
 
     Raises:
         ConfigError: the folder named holds no checkpoint, or its run is complete.
@@ -63,7 +63,7 @@ def _newest_run(run: RunSection) -> Path | None:
 
 
 def _has_ledger(folder: Path) -> bool:
-    """Tell whether a run was cut off before its first checkpoint, so that its store goes on."""
+    """True if a run was cut off before its first checkpoint, so that its store resumes."""
     try:
         outcome = json.loads((folder / SUMMARY).read_text())["outcome"]
     except (OSError, ValueError, KeyError):
@@ -116,7 +116,7 @@ def _point(folder: Path, run: RunSection) -> ResumePoint:
 
 
 def resumed_table(table: Table, point: ResumePoint) -> Table:
-    """Return the settings of a run that goes on in its own folder."""
+    """Return the settings of a run that resumes in its own folder."""
     run = {
         **table.get("run", {}),
         "name": point.run_folder.name,

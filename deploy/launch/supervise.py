@@ -55,7 +55,7 @@ class Supervisor:
         self._spawn(child)
 
     def check(self) -> None:
-        """Note who ended; start again who failed.
+        """Record ended roles; restart failed ones.
 
         Raises:
             ChildDiedError: a role failed too often.
@@ -80,7 +80,7 @@ class Supervisor:
                     self._failed(child, code)
 
     def runs(self, name: str) -> bool:
-        """Tell whether a role was started and has not ended."""
+        """True if a role was started and has not ended."""
         child = self.children.get(name)
         return child is not None and child.process is not None and child.process.poll() is None
 
@@ -89,11 +89,11 @@ class Supervisor:
         return _pids(self.children[name])
 
     def finished(self, names: Iterable[str]) -> bool:
-        """Tell whether all these roles ended in order, or were left out."""
+        """True if all these roles ended in order, or were left out."""
         return all(self.children[name].finished for name in names)
 
     def left_out(self, name: str) -> bool:
-        """Tell whether another process has the name of a role."""
+        """True if another process has the name of a role."""
         return self.children[name].is_left_out
 
     def stop(
@@ -103,7 +103,7 @@ class Supervisor:
         timeout_s: float | None = None,
         at_most: float = END_AT_MOST,
     ) -> None:
-        """End roles: SIGTERM, and SIGKILL for who does not listen. Nothing is left behind.
+        """End roles: SIGTERM, and SIGKILL if that has no effect. Nothing is left behind.
 
         Args:
             names: of the roles; None is all.

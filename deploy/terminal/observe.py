@@ -26,7 +26,7 @@ from slipstream.wire.settings.sections import RunSection, run_section
 
 _TIMEOUT_S = 30.0
 _LOOK_S = 0.1  # whether to stop
-_NEWEST_STEPS = 100  # that one who asks every second may have missed
+_NEWEST_STEPS = 100  # that a request every second may have missed
 A = TypeVar("A", bound=Answer)
 
 
@@ -92,7 +92,7 @@ def status_now(run: RunSection) -> RunStatus:
 class StatusWatcher:
     """Asks the broker of a run again and again, on a thread of its own; keeps the newest answer.
 
-    The first answer tells of all learner steps, later ones of the newest.
+    The first answer holds all learner steps, later ones the newest.
     """
 
     def __init__(self, run: RunSection, *, every_s: float = 1.0) -> None:
@@ -116,7 +116,7 @@ class StatusWatcher:
         return time.monotonic() - (self._answer[1] if self._answer else self._started_s)
 
     def start(self) -> None:
-        """Begin to ask."""
+        """Start asking."""
         self._thread.start()
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""The history of a run as one who looks on collects it, and what there is to say about it."""
+"""The history of a run as an observer collects it, and the advisories about it."""
 
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -14,7 +14,7 @@ _LOOK_S = 5.0
 
 
 class Recent:
-    """Goes on with the history that the broker wrote, from states of the run as they come."""
+    """Continues the history that the broker wrote, from states of the run as they come."""
 
     def __init__(
         self,
@@ -24,7 +24,7 @@ class Recent:
         fsync: str,
         now: Callable[[], float] | None = None,
     ) -> None:
-        """Begin with what was written, or with nothing.
+        """Start with what was written, or with nothing.
 
         Args:
             written: by the broker of the run.
@@ -57,7 +57,7 @@ class Recent:
         self.look(status)
 
     def look(self, status: RunStatus) -> None:
-        """Look at what is known so far, once every few seconds."""
+        """Evaluate the rules on what is known so far, once every few seconds."""
         now_s = self._now()
         if self._history is not None and now_s - self._looked_s >= _LOOK_S:
             self._looked_s = now_s
@@ -78,7 +78,7 @@ class Recent:
         return [value for value in self._steps.get(name, ()) if value is not None]
 
     def advisories(self) -> list[Advisory]:
-        """Return what there is to say, the worst first."""
+        """Return the advisories, the worst first."""
         return self._advisories
 
     def _look(self, status: RunStatus, columns: HistoryColumns) -> None:

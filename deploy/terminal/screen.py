@@ -131,7 +131,7 @@ def lines_of(
 
 
 def fit(blocks: Sequence[Block], height: int) -> list[Text]:
-    """Return the lines of the blocks that fit, in their order; what is cut is said.
+    """Return the lines of the blocks that fit, in their order; cut lines are counted.
 
     By rank, every block gets its least lines, then its good ones, then the others; what is left
     goes between them.

@@ -46,7 +46,7 @@ def one_line(status: RunStatus) -> str:
 
 
 def startup_wait(status: RunStatus) -> str:
-    """Say what a run that has not issued a group yet waits for; empty once it has."""
+    """Return what a run waits for before its first group; empty afterwards."""
     if status.issued or status.stop_reason:
         return ""
     generators = [role for role in status.roles if role.role == "generator"]

@@ -53,7 +53,7 @@ from slipstream.broker.ledger.events import (
 from slipstream.broker.ledger.groups import Group, Lease
 from slipstream.broker.ledger.index import GroupIndex
 from slipstream.broker.ledger.state import BookState, LedgerRules, decode_state, encode_state
-from slipstream.broker.startup import Beginning, Prompts, begin_run, build_ledger
+from slipstream.broker.startup import Prompts, StartState, build_ledger, start_run
 from slipstream.broker.store.base import Changes, StoredTrajectory
 from slipstream.deploy.launch.resume import find_resume_point
 from slipstream.learner.checkpoints.digests import DIGESTS_FILE, damage_of, write_digests
@@ -255,11 +255,11 @@ class Run(RuleBasedStateMachine):
     def rules_of_run(self) -> LedgerRules:
         return self.ledger.book.rules
 
-    def _begin(self, *, restarted: bool = False) -> Beginning:
+    def _begin(self, *, restarted: bool = False) -> StartState:
         """A broker starts; what its store holds is its ledger."""
         self.store = MemoryStore(self.shared)
         beginning = now(
-            begin_run(
+            start_run(
                 self.settings,
                 self.prompts,
                 self.store,

@@ -17,7 +17,7 @@ _Point = tuple[int, Mapping[str, float]]
 
 
 class BackgroundTrackers:
-    """Hands every point to all trackers, in order. What cannot be logged is counted and said."""
+    """Hands every point to all trackers, in order. What cannot be logged is counted."""
 
     def __init__(self, trackers: Sequence[Tracker]) -> None:
         self._trackers = trackers

@@ -10,7 +10,7 @@ from slipstream.wire.messages.status import EvalPoint, RunStatus, StepPoint
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrackedRun:
-    """What an adapter's ``start`` is given to begin a run with its tool, or to go on with one."""
+    """What an adapter's ``start`` is given to start or resume a run with its tool."""
 
     project: str
     name: str

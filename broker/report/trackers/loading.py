@@ -29,7 +29,7 @@ def load_trackers(
         logging: the section.
         run: whose folder and name to use.
         settings: all settings of the run, for trackers that show them.
-        resumed_at: the step that the run goes on from, None for a new run.
+        resumed_at: the step that the run resumes from, None for a new run.
 
     Raises:
         ConfigError: a package is not installed, or the tracker refuses its options.

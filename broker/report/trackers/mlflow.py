@@ -15,7 +15,7 @@ _MAX_VALUE = 500  # characters
 
 
 def start(run: TrackedRun) -> tuple[Tracker, str]:
-    """Begin a run in the experiment ``project``, or go on with one; return adapter and id."""
+    """Start or resume a run in the experiment ``project``; return adapter and id."""
     unknown = set(run.options) - {"tracking_uri", "tags"}
     if unknown:
         raise ValueError(f"unknown option {min(unknown)}; known are tracking_uri and tags")

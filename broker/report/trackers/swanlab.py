@@ -9,7 +9,7 @@ PACKAGE = "swanlab"
 
 
 def start(run: TrackedRun) -> tuple[Tracker, str]:
-    """Begin an experiment, or go on with one; return its adapter and id."""
+    """Start or resume an experiment; return its adapter and id."""
     import swanlab
 
     begun = swanlab.init(

@@ -12,11 +12,11 @@ class TensorBoardTracker:
     """One event file per life of the run."""
 
     def __init__(self, folder: Path, *, resumed_at: int | None = None) -> None:
-        """Begin an event file.
+        """Start an event file.
 
         Args:
-            folder: where TensorBoard looks.
-            resumed_at: the step that the run goes on from; what earlier files hold beyond it
+            folder: of TensorBoard.
+            resumed_at: the step that the run resumes from; what earlier files hold beyond it
                 belongs to a life that was abandoned and is hidden.
         """
         folder.mkdir(parents=True, exist_ok=True)
@@ -35,7 +35,7 @@ class TensorBoardTracker:
 
 
 def _begin_session(folder: Path, step: int) -> None:
-    """Say that a process begins at a step; from the second time on, what is newer is dropped."""
+    """Mark the start of a process at a step; TensorBoard then drops what is newer."""
     events = EventFileWriter(str(folder))
     events.add_event(Event(step=step, session_log=SessionLog(status=SessionLog.START)))
     events.close()

@@ -10,7 +10,7 @@ _STEP = "learner_step"
 
 
 def start(run: TrackedRun) -> tuple[Tracker, str]:
-    """Begin a run, or go on with one; return its adapter and id."""
+    """Start or resume a run; return its adapter and id."""
     import wandb
 
     begun = wandb.init(

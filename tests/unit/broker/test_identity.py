@@ -9,7 +9,7 @@ import pytest
 from slipstream.broker.identity import IDS_PER_LIFE, RunIdentity, read_identity, write_identity
 from slipstream.broker.ledger.events import encode_event
 from slipstream.broker.ledger.state import encode_state
-from slipstream.broker.startup import begin_run, load_prompts
+from slipstream.broker.startup import load_prompts, start_run
 from slipstream.broker.store.base import Changes
 from slipstream.wire.errors import ConfigError, RefusedError
 from slipstream.wire.files.checkpoints import FORMAT_REVISION, INFO_FILE, newest_checkpoint
@@ -105,19 +105,19 @@ def test_ids_that_a_store_forgot_are_not_given_out_again(tmp_path: Path):
     async def body() -> None:
         settings, shared = settings_in(tmp_path), SharedMemory()
         store, prompts = MemoryStore(shared), load_prompts(settings)
-        first = (await begin_run(settings, prompts, store)).ledger
+        first = (await start_run(settings, prompts, store)).ledger
         first.take_over(0)
         granted = first.lease("g", first.book.version, max_sequences=16, now_s=0.0)
         events = [encode_event(event) for event in first.drain()[0]]
         for kept in (len(events) - 2, 0):  # the last lease and its group were lost, and everything
             shared.events = events[:kept]
-            again = await begin_run(settings, prompts, store, first_event=len(events))
+            again = await start_run(settings, prompts, store, first_event=len(events))
             assert again.identity.life == 1
             version = again.ledger.take_over(0)
             new = again.ledger.lease("h", version, max_sequences=99, now_s=0.0)
             assert {group.lease_id for group in new}.isdisjoint(g.lease_id for g in granted)
             assert max(group.group_id for group in new) >= IDS_PER_LIFE
-            restarted = await begin_run(settings, prompts, MemoryStore(shared), restarted=True)
+            restarted = await start_run(settings, prompts, MemoryStore(shared), restarted=True)
             assert restarted.identity == again.identity.granted(version.epoch - 1)
             write_identity(settings.run.folder, RunIdentity(run_id=again.identity.run_id))
             shared.snapshot = encode_state(new_ledger(settings).book.state)
@@ -130,19 +130,19 @@ def test_the_store_of_a_run_whose_folder_is_gone_is_refused_and_not_touched(tmp_
         settings, shared = settings_in(tmp_path), SharedMemory()
         store = MemoryStore(shared)
         prompts = load_prompts(settings)
-        old = await begin_run(settings, prompts, store)
+        old = await start_run(settings, prompts, store)
         old.ledger.take_over(0)
         trained(old.ledger, 1)
         await store.commit(Changes(snapshot=encode_state(old.ledger.book.state)))
         (settings.run.folder / IDENTITY).unlink()
         before = await kept(store)
         with pytest.raises(ConfigError, match="a run that this folder knows nothing of"):
-            await begin_run(settings, prompts, MemoryStore(shared))
+            await start_run(settings, prompts, MemoryStore(shared))
         write_identity(settings.run.folder, RUN)
         with pytest.raises(
             ConfigError, match=r"holds another run under this name.*nothing was changed"
         ):
-            await begin_run(settings, prompts, MemoryStore(shared))
+            await start_run(settings, prompts, MemoryStore(shared))
         assert await kept(store) == before
         await store.commit(Changes(snapshot=before[0]))  # whoever writes there goes on
 
@@ -153,16 +153,16 @@ def test_events_after_a_first_snapshot_are_a_run_that_has_begun(tmp_path: Path):
     async def body() -> None:
         settings, shared = settings_in(tmp_path), SharedMemory()
         store, prompts = MemoryStore(shared), load_prompts(settings)
-        old = await begin_run(settings, prompts, store)  # with a snapshot of nothing
+        old = await start_run(settings, prompts, store)  # with a snapshot of nothing
         old.ledger.take_over(0)
         events, _ = old.ledger.drain()
         await store.commit(Changes(events=[encode_event(event) for event in events]))
         other = settings_in(tmp_path, "run.seed=7")
         with pytest.raises(ConfigError, match=r"run\.seed has changed"):
-            await begin_run(other, load_prompts(other), MemoryStore(shared))
+            await start_run(other, load_prompts(other), MemoryStore(shared))
         (settings.run.folder / IDENTITY).unlink()
         with pytest.raises(ConfigError, match="a run that this folder knows nothing of"):
-            await begin_run(settings, prompts, MemoryStore(shared))
+            await start_run(settings, prompts, MemoryStore(shared))
         await store.commit(Changes(events=[]))  # it was not claimed
 
     asyncio.run(body())
@@ -172,13 +172,13 @@ def test_another_start_with_other_data_does_not_end_who_runs(tmp_path: Path):
     async def body() -> None:
         settings, shared = settings_in(tmp_path), SharedMemory()
         store = MemoryStore(shared)
-        running = await begin_run(settings, load_prompts(settings), store)
+        running = await start_run(settings, load_prompts(settings), store)
         running.ledger.take_over(0)
         trained(running.ledger, 1)
         await store.commit(Changes(snapshot=encode_state(running.ledger.book.state)))
         other = settings_in(tmp_path, "run.seed=7")
         with pytest.raises(ConfigError, match=r"run\.seed has changed"):
-            await begin_run(other, load_prompts(other), MemoryStore(shared))
+            await start_run(other, load_prompts(other), MemoryStore(shared))
         await store.commit(Changes(events=[]))
 
     asyncio.run(body())

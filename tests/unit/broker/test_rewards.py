@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from slipstream.broker.config import RewardSection, RewardTable
-from slipstream.broker.ledger.scores import tidied
+from slipstream.broker.ledger.scores import clamped
 from slipstream.broker.reward_worker.choice import RewardChoice
 from slipstream.broker.rewards import exact_match
 from slipstream.broker.rewards.loading import RewardFunction, load_function
@@ -174,7 +174,7 @@ def test_of_too_many_parts_the_first_are_kept_and_the_reward_counts():
     assert (outcome.reward, outcome.left_out) == (1.0, 6)
     assert list(outcome.parts) == ["score", *(f"m{n}" for n in range(MAX_PARTS - 1))]
     score = score_of(ITEM, transcript("a"), outcome, FUNCTION)
-    assert tidied(score) == score, "the broker would keep less than a function may return"
+    assert clamped(score) == score, "the broker would keep less than a function may return"
 
 
 @pytest.mark.parametrize("results", [[1.0, math.nan], (1.0, None), iter([1, "1"])])
@@ -236,7 +236,7 @@ def test_an_exception_is_unavailable_with_its_reason(error: BaseException, why: 
 def test_reasons_and_excerpts_are_bounded_and_only_a_failed_answer_has_an_excerpt():
     long = score_of(ITEM, transcript("y" * 5000), unavailable("x" * 5000), FUNCTION)
     assert (long.unavailable, long.excerpt) == ("x" * MAX_REASON, "y" * MAX_EXCERPT)
-    assert tidied(long) == long
+    assert clamped(long) == long
     fine = score_of(ITEM, transcript("y" * 5000), outcome_of(1.0), FUNCTION)
     assert (fine.reward, fine.excerpt) == (1.0, "")
     assert (fine.group_id, fine.sibling, fine.lease_id) == (3, 1, 9)

@@ -11,10 +11,10 @@ from slipstream.broker.ledger.commands import Ledger
 from slipstream.broker.ledger.state import encode_state
 from slipstream.broker.service import end_after
 from slipstream.broker.startup import (
-    Beginning,
-    begin_run,
+    StartState,
     build_ledger,
     load_prompts,
+    start_run,
     start_trackers,
 )
 from slipstream.broker.store.base import Changes
@@ -56,9 +56,9 @@ async def store_with(ledger: Ledger) -> MemoryStore:
 
 def begun(
     settings: BrokerSettings, store: MemoryStore | None = None, *, restarted: bool = False
-) -> Beginning:
+) -> StartState:
     owned = store or MemoryStore()
-    return asyncio.run(begin_run(settings, load_prompts(settings), owned, restarted=restarted))
+    return asyncio.run(start_run(settings, load_prompts(settings), owned, restarted=restarted))
 
 
 def trained(ledger: Ledger, steps: int) -> Ledger:

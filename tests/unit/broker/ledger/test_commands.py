@@ -1160,7 +1160,7 @@ def test_the_time_in_which_nobody_could_be_heard_counts_in_no_term():
     ledger = started(make_ledger())
     first, second = lease(ledger, max_sequences=4, now_s=0.0)
     for tick in range(1, 8):  # late each time: every term was given anew, and nothing ever lapsed
-        ledger.was_deaf(1.5)
+        ledger.postpone(1.5)
         ledger.heartbeat("generator-0", [second.lease_id], now_s=tick * 2.0)
         assert ledger.expire(tick * 2.0) == 0
     ledger.heartbeat("generator-0", [second.lease_id], now_s=20.0)

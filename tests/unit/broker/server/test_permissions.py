@@ -4,7 +4,7 @@ from typing import get_args
 
 import pytest
 
-from slipstream.broker.server.permissions import ALLOWED, may_say
+from slipstream.broker.server.permissions import ALLOWED, may_send
 from slipstream.wire.messages.broker import (
     FindRelay,
     GetLedger,
@@ -50,7 +50,7 @@ def test_every_kind_of_request_lists_its_roles():
     ],
 )
 def test_a_request_is_taken_from_its_roles_alone(request_: Request, roles: set[Role]):
-    assert {role for role in get_args(Role) if may_say(role, request_)} == roles
+    assert {role for role in get_args(Role) if may_send(role, request_)} == roles
 
 
 def test_a_relay_says_hello_and_what_the_weight_bus_does_and_nothing_else():
@@ -65,7 +65,7 @@ def test_a_generator_scores_only_where_that_is_wanted():
         SubmitScores(scores=(score,)),
         SubmitTrajectory(header=header(0, 0, V0), score=score),
     ]
-    assert all(may_say("generator", one, scores_inline=True) for one in scoring)
-    assert not any(may_say("generator", one, scores_inline=False) for one in scoring)
-    assert may_say("generator", SubmitTrajectory(header=header(0, 0, V0)), scores_inline=False)
-    assert may_say("reward_worker", scoring[1], scores_inline=False)
+    assert all(may_send("generator", one, scores_inline=True) for one in scoring)
+    assert not any(may_send("generator", one, scores_inline=False) for one in scoring)
+    assert may_send("generator", SubmitTrajectory(header=header(0, 0, V0)), scores_inline=False)
+    assert may_send("reward_worker", scoring[1], scores_inline=False)
