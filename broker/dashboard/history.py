@@ -10,15 +10,15 @@ import logging
 import math
 import secrets
 import time
-from array import array
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import islice
 from pathlib import Path
-from typing import Annotated, SupportsIndex, TypeAlias, overload
+from typing import Annotated, Any, TypeAlias, overload
 
 import msgspec
+import numpy as np
 from typing_extensions import override
 
 from slipstream.broker.dashboard.advisories import Column, Trends
@@ -45,6 +45,7 @@ _BY_LAG = "@lag"
 _HIGHEST = "_max"  # ends the names of figures of which, of two rows, the larger counts
 _MISSING = math.nan
 Row: TypeAlias = dict[str, float | None]
+Numbers: TypeAlias = np.ndarray[tuple[int], np.dtype[np.float64]]  # NaN: there is no value
 
 
 def steady_time(
@@ -60,34 +61,32 @@ def steady_time(
     return lambda: began_s + monotonic()
 
 
-class Known(Sequence[float | None]):
-    """Numbers of a column as they are read: None where there is none."""
+class KnownColumns(Mapping[str, Column]):
+    """Columns with None where a row has no value; each is converted when it is read first."""
 
-    def __init__(self, values: "array[float]") -> None:
-        self._values = values
+    def __init__(self, columns: Mapping[str, Column]) -> None:
+        self._columns = dict(columns)
+
+    @override
+    def __getitem__(self, name: str) -> Column:
+        column: object = self._columns[name]
+        if isinstance(column, np.ndarray):
+            self._columns[name] = _shown(column)
+        return self._columns[name]
+
+    @override
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._columns)
 
     @override
     def __len__(self) -> int:
-        return len(self._values)
-
-    @override
-    def __iter__(self) -> Iterator[float | None]:
-        return map(_number, self._values)
-
-    @overload
-    def __getitem__(self, place: SupportsIndex) -> float | None: ...
-    @overload
-    def __getitem__(self, place: slice) -> list[float | None]: ...
-    @override
-    def __getitem__(self, place: SupportsIndex | slice) -> float | list[float | None] | None:
-        found = self._values[place]
-        return _shown(found) if isinstance(found, array) else _number(found)
+        return len(self._columns)
 
 
 class Rows(Sequence[Row]):
     """Rows of a table, made one by one as they are read."""
 
-    def __init__(self, columns: Mapping[str, "array[float]"], count: int) -> None:
+    def __init__(self, columns: Mapping[str, Numbers], count: int) -> None:
         """Show columns of equal length as rows."""
         self._columns = columns
         self._count = count
@@ -106,7 +105,7 @@ class Rows(Sequence[Row]):
             return [self[i] for i in range(*place.indices(self._count))]
         if not -self._count <= place < self._count:
             raise IndexError(place)
-        return {name: _number(column[place]) for name, column in self._columns.items()}
+        return {name: _number(float(column[place])) for name, column in self._columns.items()}
 
 
 class Table:
@@ -129,31 +128,41 @@ class Table:
         self._max_rows = max_rows
         self._max_series = max_series
         self._kept_free = kept_free
-        self.keys: array[float] = array("d")
-        self.series: dict[str, array[float]] = {}
+        self._keys = np.full(max_rows, _MISSING)
+        self._cells: dict[str, Numbers] = {}  # max_rows each
+        self._count = 0
         self.num_left_out = 0  # values of names that there was no room for
 
     def __len__(self) -> int:
         """Return how many rows there are."""
-        return len(self.keys)
+        return self._count
+
+    @property
+    def keys(self) -> Numbers:
+        """Keys of the rows."""
+        return self._keys[: self._count]
+
+    @property
+    def series(self) -> dict[str, Numbers]:
+        """Columns by name."""
+        return {name: column[: self._count] for name, column in self._cells.items()}
 
     @property
     def num_bytes(self) -> int:
-        """Return how much memory the numbers take."""
-        return self.keys.itemsize * len(self.keys) * (1 + len(self.series))
+        """Memory of the numbers."""
+        return self._keys.nbytes * (1 + len(self._cells))
 
     def add(self, key: float, values: Mapping[str, float | None]) -> bool:
         """Append a row; True if rows were merged for it."""
         known = _floats(values)
-        is_full = len(self.keys) >= self._max_rows
+        is_full = self._count >= self._max_rows
         if is_full:
             self._merge()
-        self.keys.append(key)
-        for column in self.series.values():
-            column.append(_MISSING)
+        self._count += 1
+        self._keys[self._count - 1] = key
         for name, value in known.items():
             if (own := self._column(name)) is not None:
-                own[-1] = value
+                own[self._count - 1] = value
         return is_full
 
     def blend(self, key: float, values: Mapping[str, float | None], *, share: float) -> None:
@@ -165,56 +174,78 @@ class Table:
             share: of these in a mean with those that are there.
         """
         known = _floats(values)
-        self.keys[-1] = key
+        newest = self._count - 1
+        self._keys[newest] = key
         for name, value in known.items():
             if (column := self._column(name)) is None or math.isnan(value):
                 continue
-            if name.startswith(_COUNTED) or math.isnan(column[-1]):
-                column[-1] = value
+            if name.startswith(_COUNTED) or math.isnan(column[newest]):
+                column[newest] = value
             elif _is_highest(name):
-                column[-1] = _larger(column[-1], value)
+                column[newest] = max(column[newest], value)
             else:
-                column[-1] += (value - column[-1]) * share
+                column[newest] += (value - column[newest]) * share
 
-    def _column(self, name: str) -> "array[float] | None":
+    def _column(self, name: str) -> Numbers | None:
         """Return a column, a new one too; None, and a count of it, if there is no room for it."""
-        column = self.series.get(name)
+        column = self._cells.get(name)
         if column is None:
             room = self._max_series - (self._kept_free if _BY_LAG in name else 0)
-            if len(self.series) >= room:
+            if len(self._cells) >= room:
                 self.num_left_out += 1
                 return None
-            column = self.series[name] = array("d", [_MISSING]) * len(self.keys)
+            column = self._cells[name] = np.full(self._max_rows, _MISSING)
         return column
 
     def forget_after(self, key: float) -> None:
         """Remove the rows of larger keys: they did not happen."""
-        count = bisect_right(self.keys, key)
-        del self.keys[count:]
-        for column in self.series.values():
-            del column[count:]
+        self._cut(bisect_right(self.keys, key))
+
+    def _cut(self, count: int) -> None:
+        self._count = count
+        for column in self._cells.values():
+            column[count:] = _MISSING
 
     def _merge(self) -> None:
-        self.keys = self.keys[1::2]
-        for name, column in self.series.items():
-            self.series[name] = _join(name)(column[::2], column[1::2])
+        """Merge pairs of rows; where one of a pair lacks a value, the other's counts."""
+        half = self._count // 2
+        self._keys[:half] = self._keys[1 : 2 * half : 2]
+        for name, column in self._cells.items():
+            first, second = column[0 : 2 * half : 2], column[1 : 2 * half : 2]
+            if _is_highest(name):
+                merged = np.fmax(first, second)
+            else:
+                merged = second if name.startswith(_COUNTED) else (first + second) / 2
+                merged = np.where(np.isnan(second), first, merged)
+                merged = np.where(np.isnan(first), second, merged)
+            column[:half] = merged
+        self._cut(half)
+
+    def fill(self, keys: Sequence[float], series: Mapping[str, Column]) -> None:
+        """Take in columns as they were written, as far as there is room."""
+        self._count = min([len(keys), self._max_rows, *map(len, series.values())])
+        self._keys[: self._count] = keys[: self._count]
+        for name, column in islice(series.items(), self._max_series):
+            cells = self._cells[name] = np.full(self._max_rows, _MISSING)
+            cells[: self._count] = np.array(column[: self._count], float)  # None becomes NaN
 
     def columns(self) -> dict[str, list[float | None]]:
         """Return the columns; None where a row has no such value."""
         return {name: _shown(column) for name, column in sorted(self.series.items())}
 
-    def copies(self) -> "dict[str, array[float]]":
+    def copies(self) -> dict[str, Numbers]:
         """Return the columns as numbers, NaN where a row has no such value."""
-        return {name: column[:] for name, column in sorted(self.series.items())}
+        return {name: column.copy() for name, column in sorted(self.series.items())}
 
     def rows(self, first: int) -> Rows:
         """Return the rows from one on, with their keys as ``step``, whatever is added later."""
-        columns = {name: column[first:] for name, column in sorted(self.series.items())}
-        return Rows({"step": self.keys[first:], **columns}, max(0, len(self.keys) - first))
+        columns = {name: column[first:].copy() for name, column in sorted(self.series.items())}
+        steps = self.keys[first:].copy()
+        return Rows({"step": steps, **columns}, len(steps))
 
     def row(self, place: int) -> Row:
         """Return a row."""
-        return {name: _number(column[place]) for name, column in sorted(self.series.items())}
+        return {name: _number(float(col[place])) for name, col in sorted(self.series.items())}
 
 
 class TimeColumns(msgspec.Struct, frozen=True, kw_only=True):
@@ -335,15 +366,13 @@ class History:
             now_s: unix time.
         """
         steps = sorted(step for step in missed if step > self._step)
-        newest_s = max(self._time.keys[-1:].tolist() + self._steps_at_s()[-1:], default=0.0)
+        at_s = self._steps.series.get("at_s", self._steps.keys)
+        newest_s = max([*self._time.keys[-1:], *at_s[-1:]], default=0.0)
         lasted_s = max(0.0, self._since_began(now_s) - newest_s)
         began_s = now_s - lasted_s
         for place, step in enumerate(steps, start=1):
             point = StepPoint(step=step, at_s=0.0, metrics=dict(missed[step]))
             self.step(point, began_s + lasted_s * place / (len(steps) + 1))
-
-    def _steps_at_s(self) -> list[float]:
-        return self._steps.series.get("at_s", array("d")).tolist()
 
     def went_back(self, step: int) -> None:
         """Forget learner steps after this one: they did not happen."""
@@ -359,7 +388,7 @@ class History:
         """Return the newest sample, with its ``at_s``; empty if there is none."""
         if not len(self._time):
             return {}
-        return {"at_s": self._time.keys[-1], **self._time.row(-1)}
+        return {"at_s": float(self._time.keys[-1]), **self._time.row(-1)}
 
     def steps_after(self, step: float) -> Rows:
         """Return the rows that hold learner steps after this one, with ``step`` and ``at_s``."""
@@ -367,26 +396,26 @@ class History:
 
     def columns(self) -> HistoryColumns:
         """Return all that is kept, as lists with None where a row has no value."""
-        return self._columns(list(self._time.keys), self._time.columns(), self._steps.columns())
+        return self._columns(self._time.keys.tolist(), self._time.columns(), self._steps.columns())
 
     def snapshot(self) -> HistoryColumns:
         """Return all that is kept as copies that a thread may read; cheap."""
-        return self._columns(self._time.keys[:], self._time.copies(), self._steps.copies())
+        return self._columns(self._time.keys.tolist(), self._time.copies(), self._steps.copies())
 
     def _columns(
         self,
         at_s: Sequence[float],
-        series: Mapping[str, Column],
-        steps: Mapping[str, Column],
+        series: Mapping[str, Any],
+        steps: Mapping[str, Any],
     ) -> HistoryColumns:
         figures = dict(steps)
         return HistoryColumns(
             began_s=self.began_s,
             time=TimeColumns(every_s=self.every_s, at_s=at_s, series=series),
             steps=StepColumns(
-                step=list(self._steps.keys),
+                step=self._steps.keys.tolist(),
                 every_steps=self.every_steps,
-                at_s=[one or 0.0 for one in figures.pop("at_s", ())],
+                at_s=[float(one or 0.0) for one in figures.pop("at_s", ())],
                 series=figures,
             ),
         )
@@ -396,13 +425,10 @@ class History:
         """Continue the history that another broker wrote."""
         history = cls(began_s=columns.began_s, every_s=columns.time.every_s)
         history.every_steps = columns.steps.every_steps
-        _fill(history._time, columns.time.at_s, columns.time.series)
-        history._sampled_s = history._time.keys[-1] if len(history._time) else -math.inf
-        _fill(
-            history._steps,
-            columns.steps.step,
-            {"at_s": columns.steps.at_s, **columns.steps.series},
-        )
+        history._time.fill(columns.time.at_s, columns.time.series)
+        history._sampled_s = float(history._time.keys[-1]) if len(history._time) else -math.inf
+        series = {"at_s": columns.steps.at_s, **columns.steps.series}
+        history._steps.fill(columns.steps.step, series)
         history._step = max(history._steps.keys, default=0.0)
         return history
 
@@ -417,20 +443,13 @@ def trends_of(columns: HistoryColumns, *, high_water_bytes: int, fsync: str) -> 
     """
     return Trends(
         at_s=columns.time.at_s,
-        series=_known_columns(columns.time.series),
+        series=KnownColumns(columns.time.series),
         steps_at_s=columns.steps.at_s,
-        steps=_known_columns(columns.steps.series),
+        steps=KnownColumns(columns.steps.series),
         every_steps=columns.steps.every_steps,
         high_water_bytes=high_water_bytes,
         fsync=fsync,
     )
-
-
-def _known_columns(series: Mapping[str, Column]) -> dict[str, Column]:
-    return {
-        name: Known(column) if isinstance(column, array) else column
-        for name, column in series.items()
-    }
 
 
 # ---- files -------------------------------------------------------------------
@@ -438,12 +457,12 @@ def _known_columns(series: Mapping[str, Column]) -> dict[str, Column]:
 
 def encode_json(value: object) -> bytes:
     """Return JSON of anything that holds columns; column by column, so that others get a turn."""
-    return msgspec.json.encode(value, enc_hook=_numbers)
+    return msgspec.json.encode(value, enc_hook=lambda one: _column_of(one).tolist())
 
 
 def write_state(path: Path, state: StoredState) -> None:
     """Write a state, at once or not at all."""
-    data = msgspec.msgpack.encode(state, enc_hook=_known_numbers)
+    data = msgspec.msgpack.encode(state, enc_hook=lambda one: _shown(_column_of(one)))
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f".{path.name}.{secrets.token_hex(4)}.unfinished")
     try:
@@ -489,28 +508,10 @@ def _decode(path: Path) -> StoredState:
     return msgspec.msgpack.decode(path.read_bytes(), type=StoredState)
 
 
-def _numbers(value: object) -> list[float]:
-    """Return a column as it is; JSON has null for what is no number."""
-    if not isinstance(value, array):
+def _column_of(value: object) -> Numbers:
+    if not isinstance(value, np.ndarray):
         raise NotImplementedError(f"cannot encode {type(value).__name__}")
-    return value.tolist()
-
-
-def _known_numbers(value: object) -> list[float] | list[float | None]:
-    """Return a column with None for what is no number."""
-    numbers = _numbers(value)
-    return numbers if math.isfinite(sum(numbers)) else _shown(numbers)
-
-
-def _fill(
-    table: Table, keys: Sequence[float], series: Mapping[str, Sequence[float | None]]
-) -> None:
-    count = min([len(keys), MAX_ROWS, *map(len, series.values())])
-    table.keys = array("d", keys[:count])
-    table.series = {
-        name: array("d", (_MISSING if one is None else one for one in column[:count]))
-        for name, column in islice(series.items(), MAX_SERIES)
-    }
+    return value
 
 
 # ---- numbers -----------------------------------------------------------------
@@ -520,13 +521,6 @@ def _is_highest(name: str) -> bool:
     return name.partition(_BY_LAG)[0].endswith(_HIGHEST)
 
 
-def _join(name: str) -> "Callable[[array[float], array[float]], array[float]]":
-    """Return what makes one column of two halves of one of this name."""
-    if name.startswith(_COUNTED):
-        return _laters
-    return _largest if _is_highest(name) else _means
-
-
 def _floats(values: Mapping[str, float | None]) -> dict[str, float]:
     """Return the values as numbers, all of them checked before any of them is kept."""
     return {
@@ -534,41 +528,11 @@ def _floats(values: Mapping[str, float | None]) -> dict[str, float]:
     }
 
 
-def _shown(values: Iterable[float]) -> list[float | None]:
-    return [_number(one) for one in values]
+def _shown(values: Numbers) -> list[float | None]:
+    """Return numbers, None for what is none; nearly always all of them are."""
+    numbers = values.tolist()
+    return [*numbers] if np.isfinite(values).all() else [_number(one) for one in numbers]
 
 
 def _number(value: float) -> float | None:
     return value if math.isfinite(value) else None
-
-
-def _means(first: "array[float]", second: "array[float]") -> "array[float]":
-    """Return the means of pairs; of a pair that lacks one, the other."""
-    means = [(a + b) / 2 for a, b in zip(first, second, strict=True)]
-    if math.isfinite(sum(means)):  # nearly always, and a full table has a million numbers
-        return array("d", means)
-    return array("d", map(_mean, first, second))
-
-
-def _laters(first: "array[float]", second: "array[float]") -> "array[float]":
-    """Return the second ones; where there is none, the first."""
-    return second if math.isfinite(sum(second)) else array("d", map(_later, first, second))
-
-
-def _largest(first: "array[float]", second: "array[float]") -> "array[float]":
-    """Return the larger ones; of a pair that lacks one, the other."""
-    return array("d", map(_larger, first, second))
-
-
-def _mean(first: float, second: float) -> float:
-    if math.isnan(first):
-        return second
-    return first if math.isnan(second) else (first + second) / 2
-
-
-def _later(first: float, second: float) -> float:
-    return first if math.isnan(second) else second
-
-
-def _larger(first: float, second: float) -> float:
-    return second if math.isnan(first) or second > first else first

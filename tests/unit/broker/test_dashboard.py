@@ -9,7 +9,6 @@ import socket
 import tempfile
 import threading
 import time
-from array import array
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from importlib.resources import files
@@ -18,6 +17,7 @@ from typing import Any
 
 import aiohttp
 import msgspec
+import numpy as np
 import psutil
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -501,7 +501,7 @@ class Wide:
         return Look(status=STATUS, advisories=[], live=True, point=point)
 
     def columns(self) -> HistoryColumns:
-        series = {f"{i:090}": array("d", [1 / 3]) * 2_000 for i in range(400)}
+        series = {f"{i:090}": np.full(2_000, 1 / 3) for i in range(400)}
         time_columns = TimeColumns(every_s=1.0, at_s=[], series=series)
         return HistoryColumns(
             began_s=0.0, time=time_columns, steps=StepColumns(step=[], at_s=[], series={})
