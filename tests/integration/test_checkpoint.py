@@ -188,7 +188,7 @@ def test_a_folder_that_cannot_be_written_is_refused_at_the_start(tmp_path: Path)
 def test_a_checkpoint_with_a_part_missing_or_cut_off_is_damaged_and_says_which(tmp_path: Path):
     model, work = write_tiny_model(tmp_path / "model", "llama"), tmp_path / "work"
     work.mkdir()
-    outputs([start(work, "damaged_rank", model, work)])
+    outputs([start(work, "support.ranks.damaged", model, work)])
     (refused,) = reports(work, 1)
     assert len(refused) == 25, "five files, and five ways to damage each"
     for name, reason in refused.items():
