@@ -13,6 +13,7 @@ from typing import TypeVar
 import msgspec
 from tokenizers import Tokenizer
 
+from slipstream.algos.compose import Algorithm
 from slipstream.learner.batches.links import LeadingLink, RankLink
 from slipstream.learner.batches.orders import (
     NonFiniteError,
@@ -24,7 +25,7 @@ from slipstream.learner.batches.orders import (
     encode_order,
     groups_of,
 )
-from slipstream.learner.batches.packing import TrainSequence, pack
+from slipstream.learner.batches.packing import PackedBatch, pack
 from slipstream.learner.batches.share import fetch_share, unpack_share
 from slipstream.learner.checkpoints.saver import Saver
 from slipstream.learner.config import LearnerSettings
@@ -36,10 +37,9 @@ from slipstream.learner.publish.weight_writer import WeightWriter
 from slipstream.learner.record.profiling import StepProfiler
 from slipstream.learner.record.rollout_log import RolloutLog, TrainedPart
 from slipstream.learner.stop import StopRequest
-from slipstream.learner.training.algorithm import algorithm_of
 from slipstream.learner.training.policy import Policy
-from slipstream.learner.training.prepare import Minibatch
-from slipstream.learner.training.step import TrainedMinibatch, batch_figures, step_data, train_step
+from slipstream.learner.training.step import TrainedMinibatch, train_step
+from slipstream.learner.training.step_data import batch_figures, step_data
 from slipstream.wire.errors import PublishError, SlipstreamError
 from slipstream.wire.files.checkpoints import read_checkpoint_info
 from slipstream.wire.messages.broker import BatchNotReady, RunComplete
@@ -74,6 +74,7 @@ class LearnerLoop:
         settings: LearnerSettings,
         topology: Topology,
         policy: Policy,
+        algorithm: Algorithm,
         link: RankLink | None,
         leader: LeadingLink | None,
         clock: PhaseClock,
@@ -85,6 +86,7 @@ class LearnerLoop:
             settings: the learner's.
             topology: this rank's place.
             policy: what is trained, with the weights to start from.
+            algorithm: of the run.
             link: where payloads come from, on one rank of each replica; None on the others.
             leader: where batches come from and results go, on rank 0 alone.
             clock: what this rank spends its time on.
@@ -107,7 +109,7 @@ class LearnerLoop:
         self._told_s: dict[str, float] = {}  # by phase, as of the last commit
         run_id = leader.run_id if leader is not None else ""
         self._saver = Saver(settings, topology, policy, self._ledger, self._seal, run_id=run_id)
-        self._algorithm = algorithm_of(settings)
+        self._algorithm = algorithm
         self._profiler = StepProfiler(settings.profile, folder / "profile", rank=topology.rank)
         self._rollouts: RolloutLog | None = None
         if leader is not None and settings.learner.rollouts_per_step:
@@ -285,12 +287,16 @@ class LearnerLoop:
             sequences = unpack_share(order, self._topology, frames, vocab_size=vocab_size)
             if isinstance(sequences, Rejection):
                 return sequences
-            minibatches = self._packed(order, sequences)
+            batches = [
+                [pack([sequences[i] for i in indices], device()) for indices in minibatch]
+                for minibatch in order.share(self._topology.data_parallel_rank)
+            ]
         num_lags = self._settings.run.staleness_bound + 1
         try:
             figures, trained = train_step(
                 self._policy,
-                minibatches,
+                batches,
+                order.plans,
                 step_data(order.batch.groups, step=order.step, seed=self._settings.run.seed),
                 self._algorithm,
                 self._clock,
@@ -300,23 +306,11 @@ class LearnerLoop:
             everything = groups_of(order, range(len(order.headers)))
             return Rejection("nonfinite", everything, str(error))
         figures |= batch_figures(order.batch.groups, order.step, num_lags=num_lags)
-        self._record(order, minibatches, trained)
+        self._record(order, batches, trained)
         return _Trained(figures, sum(header.num_response_tokens for header in order.headers))
 
-    def _packed(self, order: StepOrder, sequences: dict[int, TrainSequence]) -> list[Minibatch]:
-        return [
-            Minibatch(
-                batches=[pack([sequences[i] for i in indices], device()) for indices in mine],
-                indices=mine,
-                members=[i for share in plan.microbatches for indices in share for i in indices],
-            )
-            for plan, mine in zip(
-                order.plans, order.share(self._topology.data_parallel_rank), strict=True
-            )
-        ]
-
     def _record(
-        self, order: StepOrder, minibatches: list[Minibatch], trained: list[TrainedMinibatch]
+        self, order: StepOrder, batches: list[list[PackedBatch]], trained: list[TrainedMinibatch]
     ) -> None:
         if self._rollouts is None:
             return
@@ -324,9 +318,7 @@ class LearnerLoop:
         parts = [
             TrainedPart(*part)
             for one in trained
-            for part in zip(
-                share[one.number], minibatches[one.number].batches, one.proximal, strict=True
-            )
+            for part in zip(share[one.number], batches[one.number], one.proximal, strict=True)
         ]
         self._rollouts.record(order.step, order.trajectories, parts)
 

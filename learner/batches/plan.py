@@ -15,6 +15,11 @@ class MinibatchPlan:
 
     microbatches: tuple[tuple[Indices, ...], ...]  # [replica][microbatch]
 
+    @property
+    def members(self) -> list[int]:
+        """The trajectories of all its microbatches."""
+        return [i for share in self.microbatches for indices in share for i in indices]
+
 
 def plan_step(
     num_tokens: Sequence[int], *, replicas: int, minibatches: int, max_tokens: int

@@ -19,6 +19,7 @@ class Replicas:
         """Take the group of ranks that hold the same part of different replicas."""
         self._group = topology.data_group
         self._count = topology.data_parallel
+        self.rank = topology.data_parallel_rank  # this replica among them
 
     def summed(self, values: Tensor) -> Tensor:
         """Return the sum over replicas, where ``values`` are. Any shape, equal on all ranks."""

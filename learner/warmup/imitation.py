@@ -28,6 +28,7 @@ device.prepare()
 from megatron.core.models.gpt import GPTModel  # noqa: E402
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed  # noqa: E402
 
+from slipstream.algos.compose import PolicyOutputs  # noqa: E402
 from slipstream.algos.diagnostics import Sums  # noqa: E402
 from slipstream.algos.reduce import token_mean  # noqa: E402
 from slipstream.learner.batches.packing import PackedBatch, TrainSequence, pack  # noqa: E402
@@ -36,7 +37,6 @@ from slipstream.learner.model.gpt import build_model, packed_logits  # noqa: E40
 from slipstream.learner.model.hf_config import load_hf_config  # noqa: E402
 from slipstream.learner.model.hf_weights import load_hf_weights, save_hf_folder  # noqa: E402
 from slipstream.learner.model.topology import Topology, destroy_topology, init_topology  # noqa: E402
-from slipstream.learner.training.outputs import Said  # noqa: E402
 from slipstream.learner.training.policy import Policy  # noqa: E402
 from slipstream.learner.warmup.progress import Progress, digests  # noqa: E402
 from slipstream.wire.errors import ConfigError, SlipstreamError  # noqa: E402
@@ -125,8 +125,8 @@ def imitate(policy: Policy, rows: Sequence[Row]) -> None:
     batch = pack([_sequence(row.prompt, row.answer) for row in rows], device.device())
     num_tokens = int(batch.loss_mask.sum())
 
-    def loss(_number: int, batch: PackedBatch, said: Said) -> tuple[Tensor, Sums]:
-        return token_mean(-said.logprobs, batch.loss_mask, global_num_tokens=num_tokens), {}
+    def loss(_number: int, batch: PackedBatch, outputs: PolicyOutputs) -> tuple[Tensor, Sums]:
+        return token_mean(-outputs.logprobs, batch.loss_mask, global_num_tokens=num_tokens), {}
 
     policy.update([batch], loss)
 

@@ -1,6 +1,6 @@
 """One rank of a learner's loop on recorded batches; what a broker would say besides is scripted.
 
-Usage: loop_rank CONFIG FILE SCRIPT_JSON RANK OVERRIDE...
+Usage: loop CONFIG FILE SCRIPT_JSON RANK OVERRIDE...
 Rank 0 prints what was on disk whenever it asked for a batch.
 """
 
@@ -83,6 +83,7 @@ def main(config: Path, file: Path, script: str, rank: int, overrides: list[str])
     from slipstream.learner.loop import LearnerLoop
     from slipstream.learner.model.topology import destroy_topology, init_topology
     from slipstream.learner.stop import StopRequest
+    from slipstream.learner.training.algorithm import algorithm_of
     from slipstream.wire.process.phases import PhaseClock
 
     learner = settings.learner
@@ -94,11 +95,14 @@ def main(config: Path, file: Path, script: str, rank: int, overrides: list[str])
         seed=1,
         timeout_s=HANG_S,
     )
-    policy = build_policy(settings, topology)
+    algorithm = algorithm_of(settings)
+    policy = build_policy(settings, algorithm, topology)
     link = ScriptedLink(file, settings, msgspec.json.decode(script, type=Script))
     leader = link if rank == 0 else None
     fetching = link if topology.tensor_parallel_rank == 0 else None
-    LearnerLoop(settings, topology, policy, fetching, leader, PhaseClock(), StopRequest()).run()
+    LearnerLoop(
+        settings, topology, policy, algorithm, fetching, leader, PhaseClock(), StopRequest()
+    ).run()
     sys.stdout.write(json.dumps(link.seen))
     destroy_topology()
 
