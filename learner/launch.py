@@ -30,6 +30,7 @@ from slipstream.learner.checkpoints.files import (
 )
 from slipstream.learner.checkpoints.resume import resume_order
 from slipstream.learner.config import LearnerSettings
+from slipstream.learner.coordinator import Coordinator
 from slipstream.learner.loop import LearnerLoop
 from slipstream.learner.model import device
 from slipstream.learner.model.collectives import broadcast_bytes
@@ -169,7 +170,8 @@ def run_rank(
             _open_link(settings, topology, early, launch, clock, stop) as (link, leader),
             stop.deferred(when=settings.checkpoint.on_stop),
         ):
-            LearnerLoop(settings, topology, policy, algorithm, link, leader, clock, stop).run()
+            coordinator = Coordinator(leader, topology, stop)
+            LearnerLoop(settings, topology, policy, algorithm, link, coordinator, clock).run()
     finally:
         destroy_topology()
 

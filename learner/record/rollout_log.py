@@ -13,6 +13,7 @@ from tokenizers.decoders import DecodeStream
 from torch import Tensor
 
 from slipstream.learner.batches.packing import PackedBatch
+from slipstream.learner.config import LearnerSettings
 from slipstream.wire.files.run_folder import TRAINED
 from slipstream.wire.files.trained_rows import cut_rows_from, keep_newest_rows
 from slipstream.wire.messages.broker import DeliveredTrajectory
@@ -29,6 +30,20 @@ class TrainedPart:
     indices: Sequence[int]  # of its trajectories in the step, in the order of the batch
     batch: PackedBatch
     proximal: Tensor  # [T] logprobs of the policy at the start of the step
+
+
+def open_rollout_log(settings: LearnerSettings) -> "RolloutLog | None":
+    """Open the log of a run; None if ``learner.rollouts_per_step`` is 0."""
+    learner = settings.learner
+    if not learner.rollouts_per_step:
+        return None
+    return RolloutLog(
+        settings.run.folder / "rollouts",
+        per_step=learner.rollouts_per_step,
+        seed=settings.run.seed,
+        max_bytes=learner.max_rollout_bytes,
+        tokenizer=Tokenizer.from_file(str(settings.model / "tokenizer.json")),
+    )
 
 
 def chosen(indices: Sequence[int], count: int, *, seed: int, step: int) -> list[int]:

@@ -222,7 +222,7 @@ def test_batch_after_batch_that_cannot_be_trained_ends_the_learner(learning: Lea
     assert (
         "step 0: 2 batches in a row could not be trained (learner.max_rejected_batches)" in output
     )
-    assert "look at learner.lr, at the advantages (rewards), and at the behavior logprobs" in output
+    assert "check learner.lr, the advantages (rewards), and the behavior logprobs" in output
     assert broker.of(StepCommit) == []
 
 

@@ -79,6 +79,7 @@ def main(config: Path, file: Path, script: str, rank: int, overrides: list[str])
     device.prepare()
     device.set_threads(1)
     device.set_deterministic()
+    from slipstream.learner.coordinator import Coordinator
     from slipstream.learner.launch import build_policy
     from slipstream.learner.loop import LearnerLoop
     from slipstream.learner.model.topology import destroy_topology, init_topology
@@ -100,9 +101,8 @@ def main(config: Path, file: Path, script: str, rank: int, overrides: list[str])
     link = ScriptedLink(file, settings, msgspec.json.decode(script, type=Script))
     leader = link if rank == 0 else None
     fetching = link if topology.tensor_parallel_rank == 0 else None
-    LearnerLoop(
-        settings, topology, policy, algorithm, fetching, leader, PhaseClock(), StopRequest()
-    ).run()
+    coordinator = Coordinator(leader, topology, StopRequest())
+    LearnerLoop(settings, topology, policy, algorithm, fetching, coordinator, PhaseClock()).run()
     sys.stdout.write(json.dumps(link.seen))
     destroy_topology()
 

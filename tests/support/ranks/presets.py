@@ -66,6 +66,7 @@ def digest(model: torch.nn.Module) -> str:
 def main() -> None:
     device.prepare()
     device.set_threads(1)
+    from slipstream.learner.coordinator import Coordinator
     from slipstream.learner.launch import build_policy
     from slipstream.learner.loop import LearnerLoop
     from slipstream.learner.model.topology import destroy_topology, init_topology
@@ -84,9 +85,8 @@ def main() -> None:
         with BackgroundLoop() as loop:
             link = FollowedLink(loop, settings, clock)
             try:
-                LearnerLoop(
-                    settings, topology, policy, algorithm, link, link, clock, StopRequest()
-                ).run()
+                coordinator = Coordinator(link, topology, StopRequest())
+                LearnerLoop(settings, topology, policy, algorithm, link, coordinator, clock).run()
             finally:
                 link.close()
         report["weights"].append(digest(policy.model))
