@@ -206,8 +206,9 @@ def _architecture(hf: HfConfig) -> dict[str, object]:
         "gated_linear_unit": True,
         "activation_func": F.silu,
         "add_bias_linear": False,
-        "add_qkv_bias": hf.has_qkv_bias,
-        "qk_layernorm": hf.has_qk_norm,
+        "add_qkv_bias": hf.family.has_qkv_bias,
+        "qk_layernorm": hf.family.has_qk_norm,
+        **hf.family.megatron,
     }
 
 
