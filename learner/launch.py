@@ -60,7 +60,7 @@ class Launch:
     """How this start of a learner differs from others of the same settings."""
 
     replay: Path | None = None  # trajectory file to train on in place of what a broker delivers
-    resumes: bool = False  # go on from the run's newest usable checkpoint
+    resumes: bool = False  # resume from the run's newest usable checkpoint
     relay: RelayLaunch = field(default_factory=RelayLaunch)
 
 
@@ -73,7 +73,7 @@ def run_learner(
         settings: the run's.
         argv: the command line that the children repeat.
         launch: how it starts.
-        stop: whether this process has been asked to end.
+        stop: whether this process has been asked to stop.
 
     Raises:
         ConfigError: the settings name no algorithm that this run can train.
@@ -179,10 +179,10 @@ def run_rank(
 def start_policy(
     settings: LearnerSettings, algorithm: Algorithm, topology: Topology, *, resumes: bool
 ) -> tuple[LearnerSettings, Policy]:
-    """Return the policy to start from, and the settings that say so. Every rank calls this.
+    """Return the policy to start from, and the settings that name it. Every rank calls this.
 
-    A learner that resumes goes on from the newest checkpoint of its run that can be loaded; where
-    there is none it starts as the settings say.
+    A learner that resumes starts from the newest checkpoint of its run that can be loaded; where
+    there is none it starts from the policy of the settings.
 
     Raises:
         ConfigError: the checkpoint named by run.resume_from cannot be used, or one of the run's is
@@ -206,8 +206,8 @@ def _resume_order(settings: LearnerSettings, topology: Topology) -> list[Path]:
         named = settings.resume_from.resolve() if settings.resume_from is not None else None
         names = [str(path) for path in resume_order(infos, named)]
     data = msgspec.msgpack.encode(names)
-    said = broadcast_bytes(data, rank=topology.rank, world_size=topology.world_size)
-    return [Path(name) for name in msgspec.msgpack.decode(said, type=list[str])]
+    agreed = broadcast_bytes(data, rank=topology.rank, world_size=topology.world_size)
+    return [Path(name) for name in msgspec.msgpack.decode(agreed, type=list[str])]
 
 
 def build_policy(settings: LearnerSettings, algorithm: Algorithm, topology: Topology) -> Policy:
@@ -285,7 +285,7 @@ def build_policy(settings: LearnerSettings, algorithm: Algorithm, topology: Topo
     if settings.resume_from is not None:
         info = read_checkpoint_info(settings.resume_from)
         load_checkpoint(policy, topology, settings.resume_from, info)
-        _log.info("goes on from %s", settings.resume_from)
+        _log.info("resumes from %s", settings.resume_from)
     return policy
 
 
@@ -319,7 +319,7 @@ def _open_link(
             link = PayloadLink(loop, settings, name, replica=replica, early=early)
         try:
             yield link, leader
-        except SystemExit:  # asked to end at once
+        except SystemExit:  # asked to stop at once
             if leader is not None:
                 leader.end()
             raise

@@ -24,7 +24,7 @@ import time
 
 from slipstream.algos.compose import Algorithm
 from slipstream.learner.batches.links import RankLink
-from slipstream.learner.batches.orders import Rejection, StepOrder, StopTraining
+from slipstream.learner.batches.orders import Rejection, StepPlan, StopTraining
 from slipstream.learner.checkpoints.saver import Saver
 from slipstream.learner.config import LearnerSettings
 from slipstream.learner.coordinator import Coordinator
@@ -104,10 +104,10 @@ class LearnerLoop:
         self._reported_s: dict[str, float] = {}  # by phase, as of the last commit
 
     def run(self) -> None:
-        """Train until the run is complete or rank 0 is asked to stop; save as the settings say."""
+        """Train until the run is complete or rank 0 is asked to stop; save as configured."""
         try:
             version = self._start()
-            while isinstance(order := self._next_order(version), StepOrder):
+            while isinstance(order := self._next_order(version), StepPlan):
                 version = self._step(version, order)
         finally:
             self._profiler.close()
@@ -132,7 +132,7 @@ class LearnerLoop:
             self._saver.started_from(version)
         return version
 
-    def _next_order(self, version: PolicyVersion) -> StepOrder | RunComplete | StopTraining:
+    def _next_order(self, version: PolicyVersion) -> StepPlan | RunComplete | StopTraining:
         """Return the same planned batch on every rank, or why there will be none.
 
         While there is none, rank 0 still answers often enough that no rank takes it for dead. After
@@ -147,7 +147,7 @@ class LearnerLoop:
                 with self._clock.phase("checkpoint"):
                     self._saver.save_if_due(version, last_step=order.last_step)
 
-    def _step(self, version: PolicyVersion, order: StepOrder) -> PolicyVersion:
+    def _step(self, version: PolicyVersion, order: StepPlan) -> PolicyVersion:
         """Train one batch, commit, publish, and save if due; return the new version.
 
         It is the old one if the batch could not be trained.

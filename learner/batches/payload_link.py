@@ -16,7 +16,7 @@ from slipstream.wire.messages.codec import Frame
 from slipstream.wire.messages.trajectory import TrajectoryKey
 
 _log = logging.getLogger(__name__)
-_LOOK_S = 0.05
+_CHECK_S = 0.05
 
 
 def _patience(settings: LearnerSettings) -> float:
@@ -41,7 +41,7 @@ class PayloadLink:
         """Connect to the broker.
 
         Args:
-            loop: where the conversation goes on.
+            loop: that runs the connection.
             settings: the learner's.
             name: of this client, stable over restarts.
             replica: this rank's data-parallel replica.
@@ -76,7 +76,7 @@ class PayloadLink:
         return self._loop.run(self._fetched(step, keys))
 
     def begin_prefetch(self, step: int) -> None:
-        """Look for the batch of a coming step in the background, and fetch its payloads."""
+        """Find the batch of a coming step in the background, and fetch its payloads."""
         self._loop.run(self._begin_search(step))
 
     def close(self) -> None:
@@ -103,7 +103,7 @@ class PayloadLink:
         self._search = asyncio.create_task(self._searching(step))
 
     def _end_search(self) -> None:
-        """Payloads that were found go on being fetched."""
+        """Stop the search; payloads that were found are still fetched."""
         if self._search is not None:
             self._search.cancel()
         self._search = None
@@ -115,11 +115,11 @@ class PayloadLink:
             _log.warning("cannot prefetch step %d: %s", step, error)
 
     async def _find(self, step: int) -> None:
-        """Wait until rank 0 has posted what this replica will want, and begin to fetch it."""
+        """Wait until rank 0 has posted what this replica will need, and start to fetch it."""
         if self._early is None:
             return
         while (keys := self._early.read(step)) is None:  # noqa: ASYNC110 another process posts
-            await asyncio.sleep(_LOOK_S)
+            await asyncio.sleep(_CHECK_S)
         self._prefetched.begin(step, keys[self._replica])
 
     async def _closed(self) -> None:

@@ -130,7 +130,7 @@ def refuse_other_tokens(frozen: Path, model: Path, setting: str, *, whole: bool)
     """Refuse a frozen policy whose tokens are not those of the policy.
 
     Models of one family may pad the same vocabulary to different sizes: that does not matter where
-    only tokens that were chosen are looked at, and their tokenizers say so. Models of two families
+    only chosen tokens are compared, and equal tokenizers show it. Models of two families
     may have as many tokens as each other.
 
     Args:

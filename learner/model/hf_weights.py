@@ -141,7 +141,7 @@ class HfTensors:
 
     @property
     def names(self) -> set[str]:
-        """Return the names of all tensors."""
+        """The names of all tensors."""
         return set(self._file_of)
 
     def read(self, name: str, shape: tuple[int, ...], rows: slice, dim: int) -> Tensor:
@@ -212,7 +212,7 @@ def _read(
 
 
 def geometry_of(hf: HfConfig) -> Geometry:
-    """Return the sizes that a fused parameter does not tell by itself."""
+    """Return the sizes that do not follow from a fused parameter."""
     return Geometry(
         num_query_groups=hf.num_query_groups,
         queries_per_group=hf.num_attention_heads // hf.num_query_groups,

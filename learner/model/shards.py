@@ -19,7 +19,7 @@ from slipstream.wire.files.model_families import Parameter
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """Sizes of the whole model that a fused parameter does not tell by itself."""
+    """Sizes of the whole model that do not follow from a fused parameter."""
 
     num_query_groups: int  # G
     queries_per_group: int  # H / G

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 from slipstream.algos.compose import Algorithm
 from slipstream.learner.batches.links import RankLink
-from slipstream.learner.batches.orders import NonFiniteError, Rejection, StepOrder, groups_of
+from slipstream.learner.batches.orders import NonFiniteError, Rejection, StepPlan, groups_of
 from slipstream.learner.batches.packing import PackedBatch, pack
-from slipstream.learner.batches.share import fetch_share, unpack_share
+from slipstream.learner.batches.share import fetch_payloads, unpack_share
 from slipstream.learner.config import LearnerSettings
 from slipstream.learner.model.device import device
 from slipstream.learner.model.topology import Topology
@@ -61,7 +61,7 @@ class BatchTraining:
         self._rollouts = rollouts
         self._clock = clock
 
-    def train(self, order: StepOrder) -> TrainedBatch | Rejection:
+    def train(self, order: StepPlan) -> TrainedBatch | Rejection:
         """Train a batch. If it is rejected, it is rejected on every rank and no weight has changed.
 
         Raises:
@@ -90,10 +90,10 @@ class BatchTraining:
             self._rollouts.record(order.step, order.trajectories, parts)
         return TrainedBatch(figures, sum(header.num_response_tokens for header in order.headers))
 
-    def _fetch_and_pack(self, order: StepOrder) -> list[list[PackedBatch]] | Rejection:
-        """Return this rank's microbatches by minibatch, and start to look for the next batch."""
+    def _fetch_and_pack(self, order: StepPlan) -> list[list[PackedBatch]] | Rejection:
+        """Return this rank's microbatches by minibatch, and prefetch the next batch."""
         with self._clock.phase("fetch"):
-            frames = fetch_share(order, self._topology, self._link)
+            frames = fetch_payloads(order, self._topology, self._link)
         if self._link is not None and self._settings.learner.prefetch:
             self._link.begin_prefetch(order.step + 1)
         with self._clock.phase("pack"):
@@ -108,7 +108,7 @@ class BatchTraining:
 
     def _trained_parts(
         self,
-        order: StepOrder,
+        order: StepPlan,
         packed: Sequence[Sequence[PackedBatch]],
         trained: Sequence[TrainedMinibatch],
     ) -> list[TrainedPart]:

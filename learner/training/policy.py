@@ -30,7 +30,7 @@ _REFERENCE_PREFIX = "reference."
 
 
 class Teacher(Protocol):
-    """Another policy, which tells how probable it finds the tokens of a batch."""
+    """Another policy, with its log-probabilities of the tokens of a batch."""
 
     def logprobs(self, batches: Sequence[PackedBatch]) -> list[Tensor]:
         """Return the log-probabilities [T] per microbatch."""
@@ -60,25 +60,25 @@ class ReferencePolicy:
 
     @torch.no_grad()
     def renew(self, model: GPTModel) -> None:
-        """Take over the weights of a model of the same architecture."""
+        """Copy the weights of a model of the same architecture."""
         ours = dict(self._model.named_parameters())
         for name, weights in model.named_parameters():
             ours[name].copy_(weights)
 
     def sharded_state(self) -> dict[str, Any]:
-        """Return the weights in Megatron's description of who holds what."""
+        """Return the weights as Megatron's sharded state."""
         state: dict[str, Any] = self._model.sharded_state_dict(prefix=_REFERENCE_PREFIX)
         return state
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Take over what was loaded for ``sharded_state``."""
+        """Load what was read for ``sharded_state``."""
         self._model.load_state_dict(
             {name.removeprefix(_REFERENCE_PREFIX): value for name, value in state.items()}
         )
 
 
 class Policy:
-    """What is trained, with the models that help: a frozen reference policy and a critic."""
+    """The policy under training, with the models beside it: reference policy, teacher, critic."""
 
     def __init__(
         self,
@@ -105,8 +105,8 @@ class Policy:
             renews_reference: whether ``renew_reference`` is called now and then.
             teacher: what is distilled from, if something is.
             critic: what predicts returns, if something does.
-            needs_full_kl: whether a loss is told the KL from the reference over all tokens.
-            needs_squares: whether ``proximal`` tells the sum of squared probabilities.
+            needs_full_kl: whether a loss needs the KL from the reference over all tokens.
+            needs_squares: whether ``proximal`` computes the sum of squared probabilities.
         """
         self.model = model
         self.reference = reference
@@ -120,12 +120,12 @@ class Policy:
 
     @property
     def replicas(self) -> Replicas:
-        """Return how this replica speaks with the others."""
+        """The data-parallel replicas, for sums over all of them."""
         return self._trained.replicas
 
     @property
     def lr(self) -> float:
-        """Return the learning rate of the next optimizer update."""
+        """The learning rate of the next optimizer update."""
         return self._trained.lr
 
     def end_step(self, *, trained_policy: bool = True) -> None:
@@ -139,12 +139,12 @@ class Policy:
             self.critic.end_step()
 
     def renew_reference(self) -> None:
-        """Let the reference policy be what the policy is now."""
+        """Make the reference policy equal to the policy."""
         if self.reference is not None:
             self.reference.renew(self.model)
 
     def sharded_state(self, *, is_loading: bool, has_reference: bool = True) -> dict[str, Any]:
-        """Return weights, optimizers and schedules in Megatron's description of who holds what.
+        """Return weights, optimizers and schedules as Megatron's sharded state.
 
         Args:
             is_loading: whether the state is to be filled.
@@ -158,7 +158,7 @@ class Policy:
         return state
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Take over what was loaded for ``sharded_state``; settings of this run stay."""
+        """Load what was read for ``sharded_state``; settings of this run stay."""
         self._trained.load_state(state)
         if self.critic is not None:
             self.critic.load_state(state["critic"])

@@ -1,4 +1,4 @@
-"""What the replicas of a model tell each other about a step: sums, and all that each of them has.
+"""What the replicas of a model exchange in a step: sums, and the values of all of them.
 
 Every rank of the learner calls these together; ranks of one replica hold the same and get the same.
 """

@@ -1,7 +1,7 @@
 """What the warm-up does: a policy imitates demonstrations until enough of its answers are right.
 
 What update N trains on and what is sampled after it depend on N alone. So a warm-up that was cut
-off and goes on makes the policy, bit for bit, that an uninterrupted one makes in processes alike.
+off and resumed makes the policy, bit for bit, that an uninterrupted one makes in equal processes.
 
 Shapes: T tokens of B sequences laid end to end.
 """
@@ -245,7 +245,7 @@ def _imitate_until(
         if stops or (updates % _KEEP_EVERY == 0 and updates > began_at):
             progress.keep(policy, updates)
         if stops:
-            _log.info("stopped: the same call goes on from %d updates", updates)
+            _log.info("stopped: the same call resumes from %d updates", updates)
             return False
         rows = random.Random(updates).choices(demonstrations, k=_BATCH)  # noqa: S311 not for secrets
         imitate(policy, rows)

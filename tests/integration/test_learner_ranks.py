@@ -233,7 +233,7 @@ def test_a_learner_that_is_asked_to_end_does_not_wait_for_what_it_prefetches(lea
         broker.wait_for(lambda: any(r.version.step == 1 for r in broker.of(RequestBatch)))
         process.send_signal(signal.SIGTERM)
         output = finish(process)
-    assert "ending in order" in output
+    assert "stopping; a second signal" in output
     assert [path.name for path in checkpoints_in(learning.run / "checkpoints")] == ["step-000001"]
 
 

@@ -170,7 +170,7 @@ def test_a_learner_asked_to_end_saves_and_its_successor_goes_on(
     wait_for_step(process, run, 3)
     ask(process)
     output = finish(process)
-    assert "ending in order, again ends at once" in output
+    assert "stopping; a second signal ends at once" in output
     trained = len(rows(run))
     assert 3 <= trained < LONG
     checkpoint = newest_checkpoint(run)

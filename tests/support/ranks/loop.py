@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
-from slipstream.learner.batches.orders import StepOrder
+from slipstream.learner.batches.orders import StepPlan
 from slipstream.learner.batches.replay_link import ReplayLink
 from slipstream.learner.config import LearnerSettings, learner_settings
 from slipstream.learner.model import device
@@ -51,7 +51,7 @@ class ScriptedLink(ReplayLink):
 
     def next_order(
         self, version: PolicyVersion, *, max_wait_s: float
-    ) -> StepOrder | BatchNotReady | RunComplete:
+    ) -> StepPlan | BatchNotReady | RunComplete:
         newest, best = newest_checkpoint(self._run.folder), read_best(self._run.checkpoints)
         ledger = read_ledger(newest).decode() if newest is not None else ""
         row = {"step": version.step, "newest": newest and newest.name, "ledger": ledger}
