@@ -121,7 +121,10 @@ class LeaderLink(PayloadLink):
             self._loop.check()
             match self._loop.run(self._request_batch(version, version.step)):
                 case BatchDelivered() as batch:
-                    return self._planned(batch)
+                    found = self._found  # planned for its prefetch
+                    if found is not None and found.batch == batch:
+                        return found
+                    return plan_batch(batch, self._settings.learner)
                 case RunComplete() as complete:
                     return complete
                 case BatchNotReady(reason=reason, last_step=last_step) as answer:
@@ -251,13 +254,6 @@ class LeaderLink(PayloadLink):
         if self._early is not None and self._posted is not None:
             self._early.remove(self._posted)
         self._posted = None
-
-    def _planned(self, batch: BatchDelivered) -> StepPlan:
-        """Return the plan of a batch: the one of its prefetch if it is the same batch."""
-        found = self._found
-        if found is not None and found.batch == batch:
-            return found
-        return plan_batch(batch, self._settings.learner)
 
     # ---- reports -------------------------------------------------------------
 

@@ -109,12 +109,17 @@ def unpack(
             f"{name} holds a logprob of {logprobs[mask].min():.3g}, below {_LEAST_LOGPROB:g}: "
             "no sampler draws such a token"
         )
+    # Learner steps of each token's policy; the prompt has that of the first response token.
+    steps = [version.step for version, _ in header.tokens_by_version()]
+    counts = [count for _, count in header.tokens_by_version()]
     free_from = header.num_prompt_tokens + header.min_response_tokens
     return TrainSequence(
         end_barred=mask & (position < free_from) if header.min_response_tokens else None,
         end_token_ids=header.end_token_ids,
         token_ids=token_ids,
-        version_steps=_version_steps(header),
+        version_steps=np.repeat(
+            np.array([steps[0], *steps], np.int32), np.array([header.num_prompt_tokens, *counts])
+        ),
         loss_mask=mask,
         behavior_logprobs=np.where(mask, logprobs, np.float32(0.0)),
         temperature=header.temperature,
@@ -130,15 +135,6 @@ def bars_other_ends(headers: Sequence[TrajectoryHeader]) -> list[bool]:
     sets = Counter(one.end_token_ids for one in headers if one.min_response_tokens)
     usual = max(sorted(sets), key=sets.__getitem__, default=())
     return [bool(one.min_response_tokens) and one.end_token_ids != usual for one in headers]
-
-
-def _version_steps(header: TrajectoryHeader) -> NDArray[np.int32]:
-    """Return the learner step of each token's policy; the prompt has that of the first answered."""
-    steps = [version.step for version, _ in header.tokens_by_version()]
-    counts = [count for _, count in header.tokens_by_version()]
-    return np.repeat(
-        np.array([steps[0], *steps], np.int32), np.array([header.num_prompt_tokens, *counts])
-    )
 
 
 def pack(sequences: Sequence[TrainSequence], device: torch.device) -> PackedBatch:

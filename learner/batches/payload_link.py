@@ -19,13 +19,6 @@ _log = logging.getLogger(__name__)
 _CHECK_S = 0.05
 
 
-def _patience(settings: LearnerSettings) -> float:
-    """Return how long a rank may wait for a broker that is gone, before others give it up."""
-    if settings.learner.ranks == 1:
-        return settings.run.outage_s
-    return min(settings.run.outage_s, 0.8 * settings.learner.timeout_s)
-
-
 class PayloadLink:
     """What the fetching rank of every replica needs: the payloads of its trajectories."""
 
@@ -56,6 +49,9 @@ class PayloadLink:
         self._early = early
         self._prefetched = PayloadPrefetch(self._ask_payloads)
         self._search: asyncio.Task[None] | None = None
+        outage_s = settings.run.outage_s
+        if settings.learner.ranks > 1:  # the other ranks must not give up first
+            outage_s = min(outage_s, 0.8 * settings.learner.timeout_s)
         self._client, _ = loop.run(
             BrokerClient.connect(
                 settings.run.broker_endpoint,
@@ -66,7 +62,7 @@ class PayloadLink:
                     "megatron-core": package_version("megatron-core"),
                 },
                 tokenizer=tokenizer_hash(settings.model),
-                outage_s=_patience(settings),
+                outage_s=outage_s,
                 key_file=settings.run.key_file,
             )
         )

@@ -188,7 +188,12 @@ class ReplayLink:
     def fetch(self, step: int, keys: Sequence[TrajectoryKey]) -> list[Frame]:
         """Return payloads of the batch recorded for this step."""
         batch = self._advance(step)
-        found = _payloads(batch) if batch is not None and batch.step == step else {}
+        found: dict[TrajectoryKey, bytes] = {}
+        if batch is not None and batch.step == step:
+            for recorded in batch.groups:
+                group = recorded.group
+                for one, payload in zip(group.trajectories, recorded.payloads, strict=True):
+                    found[group.group_id, one.header.sibling] = payload
         missing = [key for key in keys if key not in found]
         if missing:
             raise ConfigError(f"{self._path} holds no trajectory {missing[0]} at step {step}")
@@ -257,11 +262,3 @@ class ReplayLink:
                 return None
             self._present = batch
         return self._present
-
-
-def _payloads(batch: RecordedBatch) -> dict[TrajectoryKey, bytes]:
-    return {
-        (recorded.group.group_id, trajectory.header.sibling): payload
-        for recorded in batch.groups
-        for trajectory, payload in zip(recorded.group.trajectories, recorded.payloads, strict=True)
-    }

@@ -50,10 +50,9 @@ def damage_of(folder: Path) -> str:
         return f"{DIGESTS_FILE} cannot be read: {error}"
     with ThreadPoolExecutor(_THREADS) as pool:
         found = pool.map(lambda name: _damage_of_file(folder / name, digests[name]), digests)
-        return next(filter(None, found), "") or _damage_of_ledger(folder)
-
-
-def _damage_of_ledger(folder: Path) -> str:
+        damage = next(filter(None, found), "")
+    if damage:
+        return damage
     try:
         read_ledger(folder)
     except ConfigError as error:

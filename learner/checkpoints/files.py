@@ -179,7 +179,10 @@ def load_checkpoint(policy: Policy, topology: Topology, folder: Path, info: Chec
         )
     policy.load_state(state)
     if same:
-        _restore_rng(state["rng"])
+        random.setstate(state["rng"]["python"])
+        torch.cuda.set_rng_state(state["rng"]["cuda"])
+        torch.set_rng_state(state["rng"]["torch"])
+        get_cuda_rng_tracker().set_states(state["rng"]["megatron"])
     else:
         _log.info(
             "%s was written by %d ranks with tensor parallelism %d: random numbers start over",
@@ -385,10 +388,3 @@ def _rng(topology: Topology) -> ShardedObject:
         "python": random.getstate(),
     }
     return ShardedObject("rng", state, (topology.world_size,), (topology.rank,))
-
-
-def _restore_rng(state: dict[str, Any]) -> None:
-    random.setstate(state["python"])
-    torch.cuda.set_rng_state(state["cuda"])
-    torch.set_rng_state(state["torch"])
-    get_cuda_rng_tracker().set_states(state["megatron"])

@@ -93,13 +93,12 @@ def to_remove(
         best = best_of(in_order, evaluation.metric)
         if best is not None:
             kept.add(best[0].version)
-        kept.update(info.version for info in in_order if _is_awaited(info, in_order, evaluation))
+        evaluated = max((one.version for one in in_order if one.evaluation), default=None)
+        kept.update(  # whose evaluation can still come: rounds end in order
+            info.version
+            for info in in_order
+            if info.evaluation is None
+            and evaluation.is_due(info.step)
+            and (evaluated is None or info.version > evaluated)
+        )
     return [info for info in in_order if info.version not in kept]
-
-
-def _is_awaited(
-    info: CheckpointInfo, infos: Sequence[CheckpointInfo], evaluation: EvalSection
-) -> bool:
-    """True if the evaluation of a checkpoint can still come: rounds end in order."""
-    later = any(other.version > info.version and other.evaluation for other in infos)
-    return info.evaluation is None and evaluation.is_due(info.step) and not later

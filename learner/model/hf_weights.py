@@ -224,17 +224,14 @@ def _whole(mapping: Parameter, parameter: torch.nn.Parameter, hf: HfConfig) -> l
     """Return the Hugging Face tensors of a parameter; gathers it over tensor parallelism."""
     dim = _split_dim(parameter)
     tensor = parameter.detach()
-    shards = [tensor] if dim is None else _gather(tensor)
+    shards = [tensor]
+    if dim is not None:
+        ranks = parallel_state.get_tensor_model_parallel_world_size()
+        shards = [torch.empty_like(tensor) for _ in range(ranks)]
+        group = parallel_state.get_tensor_model_parallel_group()
+        dist.all_gather(shards, tensor.contiguous(), group=group)
     wholes = [tensor.new_empty(shape) for shape in _whole_shapes(mapping, hf)]
     for rank, shard in enumerate(shards):
         part = Shard(mapping, shard, dim, rank, len(shards))
         write_shard(part, wholes, geometry_of(hf))
     return wholes
-
-
-def _gather(shard: Tensor) -> list[Tensor]:
-    ranks = parallel_state.get_tensor_model_parallel_world_size()
-    shards = [torch.empty_like(shard) for _ in range(ranks)]
-    group = parallel_state.get_tensor_model_parallel_group()
-    dist.all_gather(shards, shard.contiguous(), group=group)
-    return shards

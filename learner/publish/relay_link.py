@@ -228,17 +228,14 @@ class RelayLink:
                     with suppress(PublishError):
                         answer = await self._exchange(Reserve(epoch=memory.epoch))
                         if isinstance(answer, Reserved):
-                            self._give_up(answer.slot)
+                            memory = self._opened()
+                            if memory.whole is not None and memory.slot == answer.slot:
+                                # It is overwritten now: no new relay may serve it.
+                                self._memory = msgspec.structs.replace(memory, whole=None)
                             return answer.slot
                         self._check(answer)
                     self._kill()
         return (self._opened().slot + 1) % NUM_SLOTS
-
-    def _give_up(self, slot: int) -> None:
-        """Forget a whole version that is being overwritten, so that no new relay serves it."""
-        memory = self._opened()
-        if memory.whole is not None and memory.slot == slot:
-            self._memory = msgspec.structs.replace(memory, whole=None)
 
     async def written(self, version: PolicyVersion, slot: int) -> None:
         """Hand over a version that is whole."""

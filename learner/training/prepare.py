@@ -241,7 +241,17 @@ def _fill_advantages(
 ) -> None:
     """Give every token its advantage, and the critic its targets."""
     outcomes = replace(outcomes, rewards=shaped.rewards)
-    charges = [_kl_charge(one, algorithm) for one in everything]
+    charges: list[Tensor | None] = [None] * len(everything)
+    if algorithm.charges_kl:
+        to_reference = algorithm.choice.kl.to == "reference"
+        charges = [
+            algorithm.reward_kl(
+                _known(one.proximal, "proximal"),
+                _known(one.reference, "reference") if to_reference else one.batch.behavior_logprobs,
+                one.packing.mask,
+            )
+            for one in everything
+        ]
     if algorithm.is_token_level:
         rewards = outcomes.centered() if algorithm.centers_rewards else outcomes.rewards
         rewarded = [
@@ -326,15 +336,6 @@ def _joined(several: Sequence[_Microbatch], masks: Sequence[Tensor]) -> Packing:
 
 def _here(values: Tensor, one: _Microbatch) -> Tensor:
     return values.to(one.batch.loss_mask.device, torch.float32)
-
-
-def _kl_charge(one: _Microbatch, algorithm: Algorithm) -> Tensor | None:
-    if not algorithm.charges_kl:
-        return None
-    other = one.batch.behavior_logprobs
-    if algorithm.choice.kl.to == "reference":
-        other = _known(one.reference, "reference")
-    return algorithm.reward_kl(_known(one.proximal, "proximal"), other, one.packing.mask)
 
 
 def _known(values: Tensor | None, what: str) -> Tensor:

@@ -208,7 +208,9 @@ def warm_up(job: WarmUp, *, is_stopped: Callable[[], bool]) -> bool:
         progress.remove()
         _log.info("wrote %s", job.out)
         if held_out is not None:
-            _round(policy.model, dtype)
+            with torch.no_grad():  # the values that a file of this type holds are measured
+                for parameter in policy.model.parameters():
+                    parameter.copy_(parameter.to(dtype))
             found = measure(policy.model, held_out)
             _log.info("held out: greedy accuracy %.3f, sampled %.3f", found.greedy, found.sampled)
     return True
@@ -282,10 +284,3 @@ def _filled_model(folder: Path) -> GPTModel:
     if any(folder.glob("*.safetensors")):
         load_hf_weights(model, folder)
     return model
-
-
-@torch.no_grad()
-def _round(model: GPTModel, dtype: torch.dtype) -> None:
-    """Give the parameters the values that a file of this type holds: what is measured is that."""
-    for parameter in model.parameters():
-        parameter.copy_(parameter.to(dtype))
