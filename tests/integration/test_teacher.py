@@ -75,7 +75,9 @@ def test_what_sglang_tells_is_what_transformers_computes(tmp_path: Path):
     write_policy(tmp_path / "model")
     given, key_file = tmp_path / "sequences.json", tmp_path / "key"
     given.write_text(json.dumps(token_sequences()))
-    (printed,) = outputs([start(tmp_path, "transformers_logprobs", tmp_path / "model", given)])
+    (printed,) = outputs(
+        [start(tmp_path, "integration.transformers_logprobs", tmp_path / "model", given)]
+    )
     expected = json.loads(printed)
     with sglang_server(tmp_path / "model") as server:
         write_private(key_file, server.api_key)
