@@ -8,6 +8,7 @@ Shapes: T tokens of B sequences of one microbatch, N trajectories of a learner s
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, where
@@ -40,20 +41,26 @@ class RightAnswers:
     num_tokens: float  # of right answers in the whole minibatch, copies counted
 
 
+class PolicyOutputs(NamedTuple):
+    """A policy's figures for each token, in nats, 0.0 outside the loss mask. Shapes [T]."""
+
+    logprobs: Tensor
+    entropy: Tensor
+    full_kl: Tensor | None = None  # KL(this || reference) over all tokens that could be chosen
+    squares: Tensor | None = None  # sum of the squares of their probabilities
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossInputs:
-    """What the loss of one microbatch is made of. Log-probabilities are 0.0 outside the mask."""
+    """What is known of a microbatch before its gradient. Logprobs are 0.0 outside the mask."""
 
-    current: Tensor  # [T] carries gradient
-    proximal: Tensor  # [T]
+    proximal: Tensor | None  # [T]; None where the current policy still is the proximal one
     behavior: Tensor  # [T]
     advantages: Tensor  # [T]
-    entropy: Tensor  # [T] carries gradient
     packing: Packing
     denominators: Denominators
     kept: Denominators | None = None  # of the surrogate, where rejected tokens do not count
     reference: Tensor | None = None  # [T]
-    full_kl: Tensor | None = None  # [T] carries gradient, KL(current || reference)
     teacher: Tensor | None = None  # [T] log teacher, without gradient: see advantages
     lags: Tensor | None = None  # [T] int
     copies: Tensor | None = None  # [B] how often each sequence is in the batch
@@ -258,7 +265,9 @@ class Algorithm:
             length=self.choice.reduce.length or float(self._max_response_tokens),
         )
 
-    def loss(self, given: LossInputs, *, num_lags: int = 0) -> tuple[Tensor, Sums]:
+    def loss(
+        self, given: LossInputs, current: PolicyOutputs, *, num_lags: int = 0
+    ) -> tuple[Tensor, Sums]:
         """Return this microbatch's share of the loss, and sums to log. Shapes [].
 
         loss = reduce(w L + p |log r|) + beta reduce(KL) - eta reduce(H) + lambda NLL, where L is
@@ -266,28 +275,39 @@ class Algorithm:
         divergence from the reference policy or the behavior policy, H the entropy and NLL the mean
         of -log pi over the tokens of right answers. Rejected tokens count in KL, H and NLL whatever
         ``kept`` selects.
+
+        Args:
+            given: of the microbatch.
+            current: the policy under training; its figures carry the gradient.
+            num_lags: of the sums by version lag; 0 leaves them out.
         """
         choice, packing, rule = self.choice, given.packing, self.choice.reduce.name
+        if current.logprobs.shape != packing.mask.shape:
+            raise ValueError(
+                f"the current logprobs have shape {tuple(current.logprobs.shape)}, expected "
+                f"{tuple(packing.mask.shape)}"
+            )
+        proximal = current.logprobs.detach() if given.proximal is None else given.proximal
         correction = given.correction or self.correct(
-            proximal=given.proximal,
+            proximal=proximal,
             behavior=given.behavior,
             advantages=given.advantages,
             lags=given.lags,
             packing=packing,
-            entropy=given.entropy,
+            entropy=current.entropy,
             reference=given.reference,
         )
-        proximal = given.proximal if correction.proximal is None else correction.proximal
+        proximal = proximal if correction.proximal is None else correction.proximal
         anchor = proximal if choice.anchor == "proximal" else given.behavior
         kept = packing.only(correction.keep)
         terms = choice.surrogate.part.function(
             SurrogateInputs(
-                current=given.current,
+                current=current.logprobs,
                 anchor=anchor,
                 behavior=given.behavior,
                 advantages=given.advantages,
                 packing=kept,  # a rejected token is in no sequence's ratio
-                entropy=given.entropy,
+                entropy=current.entropy,
                 reference=given.reference,
                 lags=given.lags,
                 minibatch=given.minibatch,
@@ -296,7 +316,7 @@ class Algorithm:
         )
         weighted = correction.weights.to(terms.per_token.dtype) * terms.per_token
         if correction.penalty is not None:
-            distance = log_ratio(target=given.current, sampled_from=anchor, mask=kept.mask).abs()
+            distance = log_ratio(target=current.logprobs, sampled_from=anchor, mask=kept.mask).abs()
             weighted = weighted + correction.penalty * distance
         counted = packing if given.kept is None else kept
         divisors = given.denominators if given.kept is None else given.kept
@@ -308,7 +328,7 @@ class Algorithm:
                 keep=correction.keep,
                 proximal=proximal,
                 behavior=given.behavior,
-                entropy=given.entropy,
+                entropy=current.entropy,
                 ratio=terms.ratio,
                 weights=correction.weights,
                 clipped_up=terms.clipped_up,
@@ -319,16 +339,18 @@ class Algorithm:
             num_lags=num_lags,
         )
         if choice.entropy_bonus > 0:
-            entropy = where(packing.mask, given.entropy, torch.zeros_like(given.entropy))
+            entropy = where(packing.mask, current.entropy, torch.zeros_like(current.entropy))
             loss = loss - choice.entropy_bonus * reduced(
                 entropy, packing, given.denominators, rule, given.copies
             )
         if given.right is not None:
-            loss = loss + choice.likelihood.coefficient * self._nll(given, given.right)
+            loss = loss + choice.likelihood.coefficient * self._nll(
+                given, given.right, current.logprobs
+            )
         if given.teacher is not None:
             gap = log_ratio(target=proximal, sampled_from=given.teacher, mask=trained)
             sums["policy/kl_teacher"] = gap.sum()
-        kl = self._kl(given)
+        kl = self._kl(given, current)
         if kl is not None:
             sums[f"policy/kl_{choice.kl.to}"] = masked_sum(kl.detach(), trained)
             if choice.kl.place == "loss":
@@ -338,32 +360,32 @@ class Algorithm:
         return loss, sums
 
     @staticmethod
-    def _nll(given: LossInputs, right: RightAnswers) -> Tensor:
+    def _nll(given: LossInputs, right: RightAnswers, logprobs: Tensor) -> Tensor:
         """Return this microbatch's share of the mean of -log pi over right answers. Shapes []."""
         packing = given.packing
         copies = right.is_right.long() if given.copies is None else right.is_right * given.copies
         return reduced(
-            -where(packing.present(copies), given.current, torch.zeros_like(given.current)),
+            -where(packing.present(copies), logprobs, torch.zeros_like(logprobs)),
             packing,
             Denominators(num_tokens=right.num_tokens, num_sequences=1.0),
             "token-mean",
             copies,
         )
 
-    def _kl(self, given: LossInputs) -> Tensor | None:
+    def _kl(self, given: LossInputs, current: PolicyOutputs) -> Tensor | None:
         kl = self.choice.kl
         if not self.choice.has_kl:
             return None
         if kl.name == "full":
-            if given.full_kl is None:
-                raise ValueError('algo.kl.name = "full" needs LossInputs.full_kl')
-            return where(given.packing.mask, given.full_kl, torch.zeros_like(given.full_kl))
+            if current.full_kl is None:
+                raise ValueError('algo.kl.name = "full" needs PolicyOutputs.full_kl')
+            return where(given.packing.mask, current.full_kl, torch.zeros_like(current.full_kl))
         other = given.behavior if kl.to == "behavior" else given.reference
         if other is None:
             raise ValueError("algo.kl.coefficient > 0 needs LossInputs.reference")
         return kl_estimate(
             kl.name,
-            current=given.current,
+            current=current.logprobs,
             reference=other,
             mask=given.packing.mask,
             sampled_from=given.behavior if kl.importance_weighted else None,

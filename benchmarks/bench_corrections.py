@@ -30,7 +30,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from slipstream.algos.compose import Algorithm, LossInputs
+from slipstream.algos.compose import Algorithm, LossInputs, PolicyOutputs
 from slipstream.algos.config import choice_of
 from slipstream.algos.corrections import Correction
 from slipstream.algos.packing import Packing
@@ -251,16 +251,15 @@ def gradients(section: AlgoSection, given: Problem, behavior: Tensor, lag: int) 
     correction = _of_population(algorithm, seen, mu) if algorithm.corrects_before else None
     loss, _ = algorithm.loss(
         LossInputs(
-            current=current,
             proximal=current.detach(),
             behavior=sampled.flatten(),
             advantages=seen.advantages.flatten(),
-            entropy=torch.zeros_like(current),
             packing=packing,
             denominators=Denominators(num_tokens=1.0, num_sequences=1.0),
             lags=torch.full_like(packing.sequence, lag),
             correction=correction,
-        )
+        ),
+        PolicyOutputs(current, torch.zeros_like(current)),
     )
     (by_token,) = torch.autograd.grad(loss, current)
     return torch.einsum("sh,shp->sp", -by_token.view(num_sequences, horizon), given.scores)

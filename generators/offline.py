@@ -20,7 +20,7 @@ from slipstream.broker.data.mixture import PromptSource
 from slipstream.broker.data.sources import load_training_prompts
 from slipstream.broker.reward_worker.pool import RewardPool
 from slipstream.generators.config import GeneratorSettings, generator_settings
-from slipstream.generators.rollout import Rollout, Sampler, run_rollouts
+from slipstream.generators.rollout import Sampler, Submission, run_rollouts, submitted_transcript
 from slipstream.generators.sglang.running import make_sampler, running_engine, watch
 from slipstream.generators.text.codec import BadPromptError, OverlongPromptError, TextCodec
 from slipstream.wire.errors import ConfigError, EngineError
@@ -37,7 +37,7 @@ from slipstream.wire.messages.broker import (
     ScoringItem,
 )
 from slipstream.wire.messages.codec import encode
-from slipstream.wire.messages.trajectory import Score, Transcript
+from slipstream.wire.messages.trajectory import Score, TrajectoryHeader, Transcript
 from slipstream.wire.messages.versions import PolicyVersion
 from slipstream.wire.process.command_line import EXIT_FAILED, EXIT_INTERRUPTED
 from slipstream.wire.process.run_until import first_ended, running
@@ -294,37 +294,37 @@ class Generation:
             siblings=siblings,
         )
         try:
-            rollouts = await self._sampled(work, siblings, prompt_ids)
+            submissions = await self._sampled(work, siblings, prompt_ids)
         except EngineError as error:
             self._progress.failed += 1
             return str(error)
-        cut_off = [r for r in rollouts if r.message.header.finish_reason == "length"]
+        headers = [message.header for message, _ in submissions]
+        cut_off = [header for header in headers if header.finish_reason == "length"]
         if cut_off and self._settings.generator.sampling.overlong_responses == "drop":
             return f"{len(cut_off)} responses were cut off (sampling.overlong_responses)"
-        scores = await self._scored(rollouts)
-        self._progress.tokens += sum(r.num_response_tokens for r in rollouts)
+        transcripts = [submitted_transcript(one, prompt) for one in submissions]
+        scores = await self._scored(headers, transcripts)
+        self._progress.tokens += sum(header.num_response_tokens for header in headers)
         trajectories = []
-        for rollout, score in zip(rollouts, scores, strict=True):
+        for header, score in zip(headers, scores, strict=True):
             if score.reward is None:
                 return f"reward unavailable: {score.unavailable}"
             trajectories.append(
-                DeliveredTrajectory(
-                    header=rollout.message.header, reward=score.reward, parts=score.parts
-                )
+                DeliveredTrajectory(header=header, reward=score.reward, parts=score.parts)
             )
         self._progress.rewards += [t.reward for t in trajectories]
         group = RecordedGroup(
             step=NOT_TRAINED,
             group=DeliveredGroup(group_id=position, trajectories=tuple(trajectories)),
-            payloads=tuple(r.frames[0] for r in rollouts),
-            transcripts=tuple(encode(r.transcript) for r in rollouts),
+            payloads=tuple(frames[0] for _, frames in submissions),
+            transcripts=tuple(encode(transcript) for transcript in transcripts),
         )
         self._writer.append(group)
         return ""
 
     async def _sampled(
         self, work: LeasedGroup, siblings: Sequence[int], prompt_ids: list[int]
-    ) -> list[Rollout]:
+    ) -> list[Submission]:
         """Return all siblings; an engine that fails at them is asked once more."""
         for attempt in range(1, _ENGINE_ATTEMPTS):
             try:
@@ -334,15 +334,13 @@ class Generation:
                 await asyncio.sleep(self._retry_after_s)
         return await run_rollouts(self._sampler, work, siblings, prompt_ids)
 
-    async def _scored(self, rollouts: list[Rollout]) -> list[Score]:
+    async def _scored(
+        self, headers: Sequence[TrajectoryHeader], transcripts: Sequence[Transcript]
+    ) -> list[Score]:
         """Return the scores in the order of the answers."""
         work = [
-            (
-                ScoringItem(group_id=h.group_id, sibling=h.sibling, lease_id=h.lease_id),
-                rollout.transcript,
-            )
-            for rollout in rollouts
-            for h in (rollout.message.header,)
+            (ScoringItem(group_id=h.group_id, sibling=h.sibling, lease_id=h.lease_id), transcript)
+            for h, transcript in zip(headers, transcripts, strict=True)
         ]
         by_sibling = {score.sibling: score async for score in self._scorer.score(work)}
         return [by_sibling[item.sibling] for item, _ in work]

@@ -13,6 +13,7 @@ from slipstream.wire.messages.broker import LeasedGroup, SubmitTrajectory
 from slipstream.wire.messages.codec import encode
 from slipstream.wire.messages.trajectory import (
     ItemKind,
+    Prompt,
     TrajectoryHeader,
     TrajectoryPayload,
     Transcript,
@@ -22,14 +23,8 @@ from slipstream.wire.messages.trajectory import (
 _LITTLE_ENDIAN = sys.byteorder == "little"
 
 
-@dataclass(frozen=True, slots=True)
-class Rollout:
-    """One finished sibling, ready to be sent."""
-
-    message: SubmitTrajectory
-    frames: list[bytes]  # payload, response
-    transcript: Transcript  # as the broker makes it
-    num_response_tokens: int
+Submission = tuple[SubmitTrajectory, list[bytes]]
+"""One finished sibling, ready to be sent: the message and its frames (payload, response)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +39,7 @@ class Sampler:
 
 async def run_rollouts(
     sampler: Sampler, group: LeasedGroup, siblings: Sequence[int], prompt_ids: list[int]
-) -> list[Rollout]:
+) -> list[Submission]:
     """Sample some siblings of a group."""
     params = sampler.params[group.item]
     seeds: list[int] = []
@@ -52,26 +47,25 @@ async def run_rollouts(
         seeds = [sibling_seed(sampler.run_seed, group.item, group.position, s) for s in siblings]
     completions = await sampler.engine.sample(prompt_ids, params, count=len(siblings), seeds=seeds)
     return [
-        _rollout(sampler.codec, group, sibling, prompt_ids, completion, params)
+        _submission(sampler.codec, group, sibling, prompt_ids, completion, params)
         for sibling, completion in zip(siblings, completions, strict=True)
     ]
 
 
-def _rollout(
+def _submission(
     codec: TextCodec,
     group: LeasedGroup,
     sibling: int,
     prompt_ids: list[int],
     completion: Completion,
     params: SamplingParams,
-) -> Rollout:
-    num_response_tokens = len(completion.token_ids)
+) -> Submission:
     header = TrajectoryHeader(
         group_id=group.group_id,
         sibling=sibling,
         lease_id=group.lease_id,
         num_prompt_tokens=len(prompt_ids),
-        num_tokens=len(prompt_ids) + num_response_tokens,
+        num_tokens=len(prompt_ids) + len(completion.token_ids),
         version_runs=version_runs(completion.version_starts, num_prompt_tokens=len(prompt_ids)),
         temperature=params.temperature,
         finish_reason=completion.finish_reason,
@@ -80,12 +74,13 @@ def _rollout(
     )
     response = codec.decode(completion.token_ids)
     frames = [encode(pack_payload(prompt_ids, completion)), response.encode()]
-    return Rollout(
-        SubmitTrajectory(header=header),
-        frames,
-        transcript_of(header, group.prompt, response),
-        num_response_tokens,
-    )
+    return SubmitTrajectory(header=header), frames
+
+
+def submitted_transcript(submission: Submission, prompt: Prompt) -> Transcript:
+    """Return what a reward function sees of a sibling, as the broker would make it."""
+    message, frames = submission
+    return transcript_of(message.header, prompt, frames[1].decode())
 
 
 def pack_payload(prompt_ids: list[int], completion: Completion) -> TrajectoryPayload:

@@ -14,7 +14,7 @@ from slipstream.broker.client import BrokerClient
 from slipstream.broker.reward_worker.scorer import Rewards, Scorer
 from slipstream.generators.engine import EngineLoad
 from slipstream.generators.lanes import Booking, Lanes
-from slipstream.generators.rollout import Rollout, Sampler, run_rollouts
+from slipstream.generators.rollout import Sampler, Submission, run_rollouts, submitted_transcript
 from slipstream.generators.text.codec import BadPromptError, OverlongPromptError
 from slipstream.wire.errors import EngineError, RefusedError
 from slipstream.wire.messages.broker import (
@@ -32,7 +32,7 @@ from slipstream.wire.messages.broker import (
     SubmitTrajectory,
 )
 from slipstream.wire.messages.status import REPORT_EVERY_S
-from slipstream.wire.messages.trajectory import NO_SCORING_LEASE
+from slipstream.wire.messages.trajectory import NO_SCORING_LEASE, Prompt
 from slipstream.wire.messages.versions import PolicyVersion
 from slipstream.wire.process.phases import WAIT, PhaseClock
 
@@ -199,45 +199,45 @@ class GeneratorWorker:
         together = [work.siblings] if self._together else [(s,) for s in work.siblings]
         unsent = len(work.siblings)
 
-        async def score_and_send(rollout: Rollout) -> None:
+        async def score_and_send(submission: Submission) -> None:
             nonlocal unsent
-            message = await self._scored(rollout)
+            if self._rewards is not None:
+                submission = await self._scored(submission, work.prompt, self._rewards)
             unsent -= 1
             if unsent == 0:
                 self._generating.discard(work.lease_id)  # the broker ends the lease by itself
-            await self._send(rollout, message)
+            await self._send(*submission)
 
         async def sample_and_send(siblings: tuple[int, ...]) -> None:
-            rollouts = await run_rollouts(self._sampler, work, siblings, prompt_ids)
+            submissions = await run_rollouts(self._sampler, work, siblings, prompt_ids)
             booking.leave(len(siblings))  # scoring and sending take no lane
-            await asyncio.gather(*map(score_and_send, rollouts))
+            await asyncio.gather(*map(score_and_send, submissions))
 
         async with asyncio.TaskGroup() as group:  # one that fails ends its siblings too
             for siblings in together:
                 group.create_task(sample_and_send(siblings))
 
-    async def _send(self, rollout: Rollout, message: SubmitTrajectory) -> None:
-        self._counters["tokens"] += rollout.num_response_tokens
+    async def _send(self, message: SubmitTrajectory, frames: list[bytes]) -> None:
+        self._counters["tokens"] += message.header.num_response_tokens
         self._counters["trajectories"] += 1
         try:
-            await self._client.ask(message, Done, frames=rollout.frames)
+            await self._client.ask(message, Done, frames=frames)
         except RefusedError as error:
             self._counters["refused"] += 1
             _log.warning("%s", error)
 
-    async def _scored(self, rollout: Rollout) -> SubmitTrajectory:
-        """Score an answer here, if that is wanted; one that gets no reward is scored elsewhere."""
-        if self._rewards is None:
-            return rollout.message
-        header = rollout.message.header
+    async def _scored(self, submission: Submission, prompt: Prompt, rewards: Rewards) -> Submission:
+        """Score an answer here; one that gets no reward is scored elsewhere."""
+        message, frames = submission
+        header = message.header
         item = ScoringItem(
             group_id=header.group_id, sibling=header.sibling, lease_id=NO_SCORING_LEASE
         )
         found = None
-        async for score in self._rewards.score([(item, rollout.transcript)]):
+        async for score in rewards.score([(item, submitted_transcript(submission, prompt))]):
             self._counters["unavailable"] += score.reward is None
             found = score
-        return SubmitTrajectory(header=header, score=found)
+        return SubmitTrajectory(header=header, score=found), frames
 
     async def _heartbeats(self, every_s: float) -> None:
         while True:

@@ -115,26 +115,26 @@ class LearnerSettings(msgspec.Struct, frozen=True, kw_only=True):
     checkpoint: CheckpointSection = CheckpointSection()
     eval: EvalSection = EvalSection()
     profile: ProfileSection = ProfileSection()
-    drops_equal_rewards: bool = True  # as the broker's section says
+    drops_equal_rewards: bool = True  # as in the broker's section
 
     @property
     def model(self) -> Path:
-        """Return the folder of the policy to start from; gives config and tokenizer always."""
+        """The folder of the policy to start from, and always of config and tokenizer."""
         return Path(self.run.model)
 
     @property
     def resume_from(self) -> Path | None:
-        """Return the checkpoint to go on from."""
+        """The checkpoint to resume from."""
         return Path(self.run.resume_from) if self.run.resume_from else None
 
     def resumed(self, checkpoint: Path) -> Self:
-        """Return the same settings, going on from a checkpoint."""
+        """Return the same settings, resuming from a checkpoint."""
         run = msgspec.structs.replace(self.run, resume_from=str(checkpoint))
         return msgspec.structs.replace(self, run=run)
 
     @property
     def lr_decay_steps(self) -> int:
-        """Return the learner step at which the learning rate has reached its lowest."""
+        """The learner step at which the learning rate reaches its minimum."""
         return self.learner.lr_decay_steps or self.run.steps
 
 

@@ -16,6 +16,7 @@ import torch
 from megatron.core.models.gpt import GPTModel
 from torch.distributed import HashStore, Store, TCPStore  # type: ignore[attr-defined]  # not in torch's stubs
 
+from slipstream.algos.compose import Algorithm
 from slipstream.learner.batches.background import BackgroundLoop
 from slipstream.learner.batches.broker_link import LeaderLink
 from slipstream.learner.batches.links import LeadingLink, RankLink
@@ -29,6 +30,7 @@ from slipstream.learner.checkpoints.files import (
 )
 from slipstream.learner.checkpoints.resume import resume_order
 from slipstream.learner.config import LearnerSettings
+from slipstream.learner.coordinator import Coordinator
 from slipstream.learner.loop import LearnerLoop
 from slipstream.learner.model import device
 from slipstream.learner.model.collectives import broadcast_bytes
@@ -58,7 +60,7 @@ class Launch:
     """How this start of a learner differs from others of the same settings."""
 
     replay: Path | None = None  # trajectory file to train on in place of what a broker delivers
-    resumes: bool = False  # go on from the run's newest usable checkpoint
+    resumes: bool = False  # resume from the run's newest usable checkpoint
     relay: RelayLaunch = field(default_factory=RelayLaunch)
 
 
@@ -71,13 +73,14 @@ def run_learner(
         settings: the run's.
         argv: the command line that the children repeat.
         launch: how it starts.
-        stop: whether this process has been asked to end.
+        stop: whether this process has been asked to stop.
 
     Raises:
         ConfigError: the settings name no algorithm that this run can train.
         ChildDiedError: a rank ended before its time.
     """
-    if algorithm_of(settings).choice.learns_from_equal_rewards and settings.drops_equal_rewards:
+    algorithm = algorithm_of(settings)
+    if algorithm.choice.learns_from_equal_rewards and settings.drops_equal_rewards:
         _log.warning(
             "groups of equal rewards teach this algorithm as well (algo.advantage, algo.teacher, "
             "algo.likelihood), and "
@@ -85,13 +88,21 @@ def run_learner(
         )
     ranks = settings.learner.ranks
     if ranks == 1:
-        run_rank(settings, rank=0, store=HashStore(), early=None, launch=launch, stop=stop)
+        run_rank(
+            settings,
+            algorithm,
+            rank=0,
+            store=HashStore(),
+            early=None,
+            launch=launch,
+            stop=stop,
+        )
         return
     store = open_store(_HOST, world_size=ranks, timeout_s=settings.learner.timeout_s)
     children = [_start_rank(argv, rank, store.port) for rank in range(1, ranks)]
     try:
         early = EarlyPlans(_join_store(settings, store.port))
-        run_rank(settings, rank=0, store=store, early=early, launch=launch, stop=stop)
+        run_rank(settings, algorithm, rank=0, store=store, early=early, launch=launch, stop=stop)
         for rank, child in enumerate(children, start=1):
             try:
                 code = child.wait(settings.learner.timeout_s)
@@ -113,6 +124,7 @@ def join_ranks(settings: LearnerSettings, *, rank: int, port: int, launch: Launc
     """Run one of the other ranks, in a process that rank 0 started."""
     run_rank(
         settings,
+        algorithm_of(settings),
         rank=rank,
         store=_join_store(settings, port),
         early=EarlyPlans(_join_store(settings, port)),
@@ -128,6 +140,7 @@ def _join_store(settings: LearnerSettings, port: int) -> TCPStore:
 
 def run_rank(
     settings: LearnerSettings,
+    algorithm: Algorithm,
     *,
     rank: int,
     store: Store,
@@ -151,24 +164,25 @@ def run_rank(
         timeout_s=learner.timeout_s,
     )
     try:
-        settings, policy = begin_policy(settings, topology, resumes=launch.resumes)
+        settings, policy = start_policy(settings, algorithm, topology, resumes=launch.resumes)
         clock = PhaseClock()
         with (
             _open_link(settings, topology, early, launch, clock, stop) as (link, leader),
             stop.deferred(when=settings.checkpoint.on_stop),
         ):
-            LearnerLoop(settings, topology, policy, link, leader, clock, stop).run()
+            coordinator = Coordinator(leader, topology, stop)
+            LearnerLoop(settings, topology, policy, algorithm, link, coordinator, clock).run()
     finally:
         destroy_topology()
 
 
-def begin_policy(
-    settings: LearnerSettings, topology: Topology, *, resumes: bool
+def start_policy(
+    settings: LearnerSettings, algorithm: Algorithm, topology: Topology, *, resumes: bool
 ) -> tuple[LearnerSettings, Policy]:
-    """Return the policy to start from, and the settings that say so. Every rank calls this.
+    """Return the policy to start from, and the settings that name it. Every rank calls this.
 
-    A learner that resumes goes on from the newest checkpoint of its run that can be loaded; where
-    there is none it starts as the settings say.
+    A learner that resumes starts from the newest checkpoint of its run that can be loaded; where
+    there is none it starts from the policy of the settings.
 
     Raises:
         ConfigError: the checkpoint named by run.resume_from cannot be used, or one of the run's is
@@ -178,10 +192,10 @@ def begin_policy(
         for path in _resume_order(settings, topology):
             chosen = settings.resumed(path)
             try:
-                return chosen, build_policy(chosen, topology)
+                return chosen, build_policy(chosen, algorithm, topology)
             except DamagedCheckpointError as error:
                 _log.error("%s; the one before it is tried", error)
-    return settings, build_policy(settings, topology)
+    return settings, build_policy(settings, algorithm, topology)
 
 
 def _resume_order(settings: LearnerSettings, topology: Topology) -> list[Path]:
@@ -192,17 +206,16 @@ def _resume_order(settings: LearnerSettings, topology: Topology) -> list[Path]:
         named = settings.resume_from.resolve() if settings.resume_from is not None else None
         names = [str(path) for path in resume_order(infos, named)]
     data = msgspec.msgpack.encode(names)
-    said = broadcast_bytes(data, rank=topology.rank, world_size=topology.world_size)
-    return [Path(name) for name in msgspec.msgpack.decode(said, type=list[str])]
+    agreed = broadcast_bytes(data, rank=topology.rank, world_size=topology.world_size)
+    return [Path(name) for name in msgspec.msgpack.decode(agreed, type=list[str])]
 
 
-def build_policy(settings: LearnerSettings, topology: Topology) -> Policy:
+def build_policy(settings: LearnerSettings, algorithm: Algorithm, topology: Topology) -> Policy:
     """Return the policy to start from: a checkpoint's, or that of a Hugging Face folder."""
     learner = settings.learner
     extra = dict(learner.megatron)
     if learner.deterministic:
         extra.setdefault("deterministic_mode", True)
-    algorithm = algorithm_of(settings)
     choice = algorithm.choice
     resumes = settings.resume_from is not None
 
@@ -272,7 +285,7 @@ def build_policy(settings: LearnerSettings, topology: Topology) -> Policy:
     if settings.resume_from is not None:
         info = read_checkpoint_info(settings.resume_from)
         load_checkpoint(policy, topology, settings.resume_from, info)
-        _log.info("goes on from %s", settings.resume_from)
+        _log.info("resumes from %s", settings.resume_from)
     return policy
 
 
@@ -306,7 +319,7 @@ def _open_link(
             link = PayloadLink(loop, settings, name, replica=replica, early=early)
         try:
             yield link, leader
-        except SystemExit:  # asked to end at once
+        except SystemExit:  # asked to stop at once
             if leader is not None:
                 leader.end()
             raise

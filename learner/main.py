@@ -34,7 +34,7 @@ def main() -> int:
     parser.add_argument(
         "--resume",
         choices=["auto"],
-        help="go on from the run's newest usable checkpoint, if there is one",
+        help="resume from the run's newest usable checkpoint, if there is one",
     )
     parser.add_argument("--rank", type=int, default=0, help="set by start-learner itself")
     parser.add_argument("--port", type=int, default=0, help="set by start-learner itself")
@@ -66,7 +66,7 @@ def main() -> int:
         from slipstream.learner.launch import Launch, join_ranks, run_learner
         from slipstream.learner.publish.relay_link import RelayLaunch
 
-        lifeline = os.environ.get(LIFELINE_VARIABLE)  # noqa: TID251 from who started us
+        lifeline = os.environ.get(LIFELINE_VARIABLE)  # noqa: TID251 from our parent
         launch = Launch(
             replay=arguments.replay,
             resumes=arguments.resume is not None,

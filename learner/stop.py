@@ -1,4 +1,4 @@
-"""How a learner is asked to end: the first signal in order, the second at once.
+"""Stopping a learner: the first signal lets it save and exit, the second ends it at once.
 
 Rank 0 alone listens. The other ranks are started with SIGINT and SIGTERM ignored, since a terminal
 sends its signal to all of them; they follow what rank 0 broadcasts, and die with it.
@@ -13,7 +13,7 @@ _log = logging.getLogger(__name__)
 
 
 class StopRequest:
-    """Whether rank 0 has been asked to end. While nothing is deferred a signal ends it at once."""
+    """Whether rank 0 has been asked to stop. While nothing is deferred a signal ends it at once."""
 
     def __init__(self) -> None:
         self.requested = False
@@ -37,4 +37,7 @@ class StopRequest:
         if not self._is_deferring or self.requested:
             raise SystemExit(0)
         self.requested = True
-        _log.info("%s: ending in order, again ends at once", signal.Signals(signum).name)
+        _log.info(
+            "%s: stopping; a second signal ends at once",
+            signal.Signals(signum).name,
+        )

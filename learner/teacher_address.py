@@ -1,4 +1,4 @@
-"""What may stand in algo.teacher.endpoint; without torch: it is refused before a run begins."""
+"""Valid values of algo.teacher.endpoint; without torch, to refuse others before a run starts."""
 
 from urllib.parse import urlsplit
 
@@ -9,7 +9,7 @@ def refuse_no_address(endpoint: str) -> None:
     """Refuse what is no address of a server.
 
     Raises:
-        ConfigError: says why, and no password.
+        ConfigError: with the reason, and no password.
     """
     try:
         parts = urlsplit(endpoint)

@@ -14,7 +14,6 @@ from slipstream.deploy.launch.memory import (
     MemoryPart,
     generator_memory,
     learner_memory,
-    num_parameters,
 )
 from slipstream.deploy.launch.plan import RolePlan
 from slipstream.learner.model.hf_config import HfConfig, load_hf_config
@@ -62,11 +61,11 @@ def print_dry_run(config: RunConfig, plans: Sequence[RolePlan], console: Console
     console.print()
     hf = load_hf_config(config.learner.model)
     if config.generators.device == "cpu":
-        console.print(f"policy of {num_parameters(hf):,} parameters, on the CPU")
+        console.print(f"policy of {hf.num_parameters:,} parameters, on the CPU")
         return
     available = config.deploy.gpu_memory_gib
     console.print(
-        f"memory per GPU of {available:g} GiB for a policy of P = {num_parameters(hf):,} parameters"
+        f"memory per GPU of {available:g} GiB for a policy of P = {hf.num_parameters:,} parameters"
     )
     learner = learner_memory(
         hf,

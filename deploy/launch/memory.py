@@ -24,20 +24,6 @@ class MemoryPart:
     formula: str
 
 
-def num_parameters(hf: HfConfig) -> int:
-    """Return the parameters of a decoder with grouped-query attention and a gated MLP."""
-    heads, groups, size = hf.num_attention_heads, hf.num_query_groups, hf.kv_channels
-    attention = hf.hidden_size * size * (2 * heads + 2 * groups)
-    if hf.has_qkv_bias:
-        attention += size * (heads + 2 * groups)
-    if hf.has_qk_norm:
-        attention += 2 * size
-    mlp = 3 * hf.hidden_size * hf.intermediate_size
-    layer = attention + mlp + 2 * hf.hidden_size
-    embeddings = hf.vocab_size * hf.hidden_size * (1 if hf.tie_word_embeddings else 2)
-    return hf.num_hidden_layers * layer + embeddings + hf.hidden_size
-
-
 def kv_bytes_per_token(hf: HfConfig, *, element_bytes: int = 2) -> int:
     """Return the key and value cache of one token over all layers."""
     return 2 * hf.num_hidden_layers * hf.num_query_groups * hf.kv_channels * element_bytes
@@ -61,7 +47,7 @@ def learner_memory(
     learner = config.learner.learner
     share = learner.tensor_parallel
     tokens, hidden, layers = learner.max_tokens_per_microbatch, hf.hidden_size, hf.num_hidden_layers
-    own = num_parameters(hf) / share
+    own = hf.num_parameters / share
     chunk_columns = max(MIN_CHUNK_COLUMNS, CHUNK_BYTES // (4 * tokens))
     return [
         MemoryPart("weights, bfloat16", 2 * own, "2 P / t"),
@@ -88,7 +74,7 @@ def learner_memory(
             "2 V h / t + 8 T h: bfloat16; the sum in float32, a chunk's share and the result",
         ),
         *(
-            MemoryPart("a frozen policy, bfloat16", 2 * num_parameters(one) / share, "2 P' / t")
+            MemoryPart("a frozen policy, bfloat16", 2 * one.num_parameters / share, "2 P' / t")
             for one in frozen
         ),
         *([MemoryPart("critic: weights, gradients, optimizer", 18 * own, "18 P / t")] * has_critic),
@@ -97,7 +83,7 @@ def learner_memory(
 
 def generator_memory(hf: HfConfig, config: RunConfig) -> list[MemoryPart]:
     """Return what one engine holds; the cache takes what its share of the GPU leaves."""
-    count = num_parameters(hf)
+    count = hf.num_parameters
     given = config.generators.generators.sglang.get("mem_fraction_static")
     fraction = float(given) if given is not None else _DEFAULT_STATIC_SHARE
     pool = max(fraction * config.deploy.gpu_memory_gib * GIB - 2 * count, 0.0)

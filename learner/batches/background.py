@@ -1,4 +1,4 @@
-"""An event loop on a thread of its own: the learner's sockets go on while it trains."""
+"""An event loop on its own thread: the learner's sockets are served while it trains."""
 
 import asyncio
 import threading

@@ -1,4 +1,4 @@
-"""Rank 0's conversation with the broker and the weight bus, for a thread without a loop."""
+"""Rank 0's requests to the broker and the weight relay, for a thread without a loop."""
 
 import asyncio
 import logging
@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing_extensions import override
 
 from slipstream.learner.batches.background import BackgroundLoop
-from slipstream.learner.batches.orders import Rejection, StepOrder, order_step
+from slipstream.learner.batches.orders import Rejection, StepPlan, plan_batch
 from slipstream.learner.batches.payload_link import PayloadLink
 from slipstream.learner.batches.prefetch import EarlyPlans
 from slipstream.learner.config import LearnerSettings
@@ -39,7 +39,7 @@ from slipstream.wire.process.phases import PhaseClock
 
 _log = logging.getLogger(__name__)
 _POLL_S = 1.0
-_SAY_WAITING_AFTER_S = 10.0
+_LOG_WAITING_AFTER_S = 10.0
 
 
 class LeaderLink(PayloadLink):
@@ -60,10 +60,10 @@ class LeaderLink(PayloadLink):
         """Connect to the broker; the weight relay is started with ``open_weights``.
 
         Args:
-            loop: where both go on.
+            loop: that runs both.
             settings: the learner's.
             clock: what the learner spends its time on, for its reports.
-            should_stop: whether the learner has been asked to end.
+            should_stop: whether the learner has been asked to stop.
             relay: how its weight relay is started.
             early: how the other ranks learn of batches to come; None where there are none.
 
@@ -78,8 +78,8 @@ class LeaderLink(PayloadLink):
         self._tokens = 0
         self._version: PolicyVersion | None = None
         self._last_step = settings.run.steps  # as the other ranks know it
-        self._found: StepOrder | None = None  # of a coming step
-        self._posted: int | None = None  # the step that the other ranks were told of
+        self._found: StepPlan | None = None  # of a coming step
+        self._posted: int | None = None  # the step that was posted for the other ranks
         settings.run.make_socket_folder()
         self._relay = loop.run(self._make_relay(settings, relay))
         loop.start(self._reports())
@@ -89,7 +89,7 @@ class LeaderLink(PayloadLink):
 
     @property
     def run_id(self) -> str:
-        """Return which run the broker serves."""
+        """The identity of the run that the broker serves."""
         return self._client.run_id
 
     def take_over(
@@ -108,20 +108,23 @@ class LeaderLink(PayloadLink):
 
     def next_order(
         self, version: PolicyVersion, *, max_wait_s: float
-    ) -> StepOrder | BatchNotReady | RunComplete:
+    ) -> StepPlan | BatchNotReady | RunComplete:
         """Wait for the batch of the step that starts from ``version``, or until asked to stop.
 
-        The broker is asked even where the batch was found in the background: what it says now
-        counts, and the same batch comes again at once.
+        The broker is asked even where the batch was found in the background: its answer now counts,
+        and the same batch comes again at once.
         """
         self._loop.call(self._end_search)
         since = time.monotonic()
-        said = ""
+        logged = ""
         while True:
             self._loop.check()
             match self._loop.run(self._request_batch(version, version.step)):
                 case BatchDelivered() as batch:
-                    return self._planned(batch)
+                    found = self._found  # planned for its prefetch
+                    if found is not None and found.batch == batch:
+                        return found
+                    return plan_batch(batch, self._settings.learner)
                 case RunComplete() as complete:
                     return complete
                 case BatchNotReady(reason=reason, last_step=last_step) as answer:
@@ -130,12 +133,12 @@ class LeaderLink(PayloadLink):
                     self._last_step = last_step
                     if is_news or waited > max_wait_s or self._should_stop():
                         return answer
-                    if waited > _SAY_WAITING_AFTER_S and reason != said:
+                    if waited > _LOG_WAITING_AFTER_S and reason != logged:
                         _log.info("no batch for %.0f s: waiting for %s", waited, reason)
-                        said = reason
+                        logged = reason
 
     def reject_batch(self, version: PolicyVersion, rejection: Rejection) -> None:
-        """Tell the broker that the batch of this step was not trained; returns when durable."""
+        """Report that the batch of this step was not trained; returns when durable."""
         request = RejectBatch(
             version=version,
             step=version.step,
@@ -149,7 +152,7 @@ class LeaderLink(PayloadLink):
     def commit(
         self, version: PolicyVersion, metrics: dict[str, float], num_tokens: int
     ) -> StepCommitted:
-        """Tell the broker that the step is trained; returns when that is durable."""
+        """Report that the step is trained; returns when that is durable."""
         self._tokens += num_tokens
         request = StepCommit(version=version, metrics=metrics)
         answer, _ = self._loop.run(self._client.ask(request, StepCommitted))
@@ -164,16 +167,16 @@ class LeaderLink(PayloadLink):
         return answer.data
 
     def leave(self) -> None:
-        """Let everybody else leave; returns when that is durable."""
+        """Let the other roles leave; returns when that is durable."""
         self._loop.run(self._client.ask(Goodbye(), Done))
 
     def seal(self, version: PolicyVersion, *, step: int, oldest_kept: int) -> None:
-        """Tell the broker what it need not keep any more; returns when that is durable."""
+        """Report what the broker need not keep any more; returns when that is durable."""
         request = SealSteps(version=version, step=step, oldest_kept=oldest_kept)
         self._loop.run(self._client.ask(request, Done))
 
     def open_weights(self, path: str, layout: WeightManifest) -> None:
-        """Start the relay and tell it where versions will be written."""
+        """Start the relay, with the place where versions will be written."""
         self._loop.start(self._relay.run())
         epoch = self._version.epoch if self._version is not None else 0
         self._loop.run(self._relay.open(path, layout, epoch=epoch, run_id=self.run_id))
@@ -188,7 +191,7 @@ class LeaderLink(PayloadLink):
         self._loop.run(self._relay.written(version, slot))
 
     def end(self) -> None:
-        """End the relay: this learner goes in order, and no other will follow."""
+        """Stop the relay: this learner ends as planned, and no other will follow."""
         self._loop.run(self._relay.end())
 
     # ---- the next batch, on the event loop -----------------------------------
@@ -212,11 +215,11 @@ class LeaderLink(PayloadLink):
 
     @override
     async def _find(self, step: int) -> None:
-        """Wait for the batch of a coming step, tell the other ranks, fetch this rank's share."""
+        """Wait for the batch of a coming step, post it for other ranks, fetch this rank's share."""
         batch = await self._find_batch(step)
         if batch is None:
             return
-        order = order_step(batch, self._settings.learner)
+        order = plan_batch(batch, self._settings.learner)
         self._found = order
         if self._early is not None:
             replicas = range(len(order.plans[0].microbatches))
@@ -251,13 +254,6 @@ class LeaderLink(PayloadLink):
         if self._early is not None and self._posted is not None:
             self._early.remove(self._posted)
         self._posted = None
-
-    def _planned(self, batch: BatchDelivered) -> StepOrder:
-        """Return the plan of a batch: the one of its prefetch if it is the same batch."""
-        found = self._found
-        if found is not None and found.batch == batch:
-            return found
-        return order_step(batch, self._settings.learner)
 
     # ---- reports -------------------------------------------------------------
 

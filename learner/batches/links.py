@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Protocol
 
-from slipstream.learner.batches.orders import Rejection, StepOrder
+from slipstream.learner.batches.orders import Rejection, StepPlan
 from slipstream.wire.files.checkpoints import CheckpointInfo
 from slipstream.wire.messages.broker import BatchNotReady, RunComplete, StepCommitted
 from slipstream.wire.messages.codec import Frame
@@ -23,13 +23,13 @@ class RankLink(Protocol):
         """
 
     def begin_prefetch(self, step: int) -> None:
-        """Look for the batch of a coming step in the background, and fetch its payloads.
+        """Find the batch of a coming step in the background, and fetch its payloads.
 
         At most one step is prefetched: whatever was before is thrown away. Nothing depends on it.
         """
 
     def close(self) -> None:
-        """Let go of whatever is open, and end what goes on in the background."""
+        """Close what is open, and stop what runs in the background."""
 
 
 class LeadingLink(RankLink, Protocol):
@@ -39,27 +39,27 @@ class LeadingLink(RankLink, Protocol):
 
     @property
     def run_id(self) -> str:
-        """Return which run this is, for its checkpoints; empty without a broker."""
+        """The identity of the run, for its checkpoints; empty without a broker."""
 
     def take_over(
         self, step: int, checkpoint: str, resumed: CheckpointInfo | None
     ) -> PolicyVersion:
         """Become the run's learner at ``step``; return the version of the weights held.
 
-        ``checkpoint`` is what it goes on from, ``resumed`` says what that is; empty and None if it
-        is the policy that the run began with.
+        ``checkpoint`` is the name of what it resumes from, ``resumed`` its description; empty and
+        None if it is the policy that the run started with.
         """
 
     def next_order(
         self, version: PolicyVersion, *, max_wait_s: float
-    ) -> StepOrder | BatchNotReady | RunComplete:
+    ) -> StepPlan | BatchNotReady | RunComplete:
         """Return the planned batch of the step that starts from ``version``, or why there is none.
 
         News of the run's last step come at once, not after ``max_wait_s``.
         """
 
     def reject_batch(self, version: PolicyVersion, rejection: Rejection) -> None:
-        """Say that the step that starts from ``version`` was not trained; its batch changes."""
+        """Report that the step that starts from ``version`` was not trained; its batch changes."""
 
     def commit(
         self, version: PolicyVersion, metrics: dict[str, float], num_tokens: int
@@ -67,7 +67,7 @@ class LeadingLink(RankLink, Protocol):
         """Record that a step is trained; return all evaluations so far and the last step."""
 
     def open_weights(self, path: str, layout: WeightManifest) -> None:
-        """Say where versions will be written, before the first is."""
+        """Announce where versions will be written, before the first is."""
 
     def reserve(self) -> int:
         """Return the slot to write the next version into."""
@@ -79,10 +79,10 @@ class LeadingLink(RankLink, Protocol):
         """Return what a checkpoint of ``version`` keeps of the broker."""
 
     def leave(self) -> None:
-        """Say that the run is complete and nothing will be asked of anybody any more."""
+        """Report that the run is complete and that this learner has no more requests."""
 
     def end(self) -> None:
-        """Say that this learner ends in order and that no other follows it."""
+        """Stop the relay: this learner ends as planned and no other follows it."""
 
     def seal(self, version: PolicyVersion, *, step: int, oldest_kept: int) -> None:
-        """Say that a durable checkpoint holds every step before ``step``."""
+        """Report that a durable checkpoint holds every step before ``step``."""

@@ -1,4 +1,4 @@
-"""What rank 0 tells every rank to do next, and why a batch is not trained.
+"""What rank 0 has every rank do next, and why a batch is not trained.
 
 A batch is planned once, by rank 0; the plan travels with the headers.
 """
@@ -22,25 +22,25 @@ from slipstream.wire.messages.broker import (
 from slipstream.wire.messages.trajectory import TrajectoryHeader, TrajectoryKey
 
 
-class StepOrder(Message, frozen=True):
-    """Train this batch, split like this."""
+class StepPlan(Message, frozen=True):
+    """A batch to train, with its split into minibatches, replicas and microbatches."""
 
     batch: BatchDelivered
     plans: tuple[MinibatchPlan, ...]  # by minibatch; indices count the batch's trajectories
 
     @property
     def step(self) -> int:
-        """Return the learner step that trains it."""
+        """The learner step that trains it."""
         return self.batch.step
 
     @property
     def trajectories(self) -> list[DeliveredTrajectory]:
-        """Return all trajectories of the step, in the order that indices count."""
+        """All trajectories of the step, in the order that indices count."""
         return [trajectory for group in self.batch.groups for trajectory in group.trajectories]
 
     @property
     def headers(self) -> list[TrajectoryHeader]:
-        """Return their headers."""
+        """Their headers."""
         return [trajectory.header for trajectory in self.trajectories]
 
     def share(self, replica: int) -> list[tuple[Indices, ...]]:
@@ -58,10 +58,10 @@ class StepOrder(Message, frozen=True):
 
 
 class StopTraining(Message, frozen=True):
-    """Asked to end before the run is complete."""
+    """Rank 0 was asked to stop before the run is complete."""
 
 
-Order: TypeAlias = StepOrder | BatchNotReady | RunComplete | StopTraining
+Order: TypeAlias = StepPlan | BatchNotReady | RunComplete | StopTraining
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Order] = msgspec.msgpack.Decoder(Order)
 
@@ -79,7 +79,7 @@ class Rejection:
     detail: str
 
 
-def order_step(batch: BatchDelivered, learner: LearnerSection) -> StepOrder:
+def plan_batch(batch: BatchDelivered, learner: LearnerSection) -> StepPlan:
     """Plan a batch.
 
     Raises:
@@ -91,7 +91,7 @@ def order_step(batch: BatchDelivered, learner: LearnerSection) -> StepOrder:
         minibatches=learner.minibatches,
         max_tokens=learner.max_tokens_per_microbatch,
     )
-    return StepOrder(batch=batch, plans=plans)
+    return StepPlan(batch=batch, plans=plans)
 
 
 def encode_order(order: Order) -> bytes:
@@ -104,7 +104,7 @@ def decode_order(data: bytes) -> Order:
     return _decoder.decode(data)
 
 
-def groups_of(order: StepOrder, indices: Sequence[int]) -> tuple[int, ...]:
+def groups_of(order: StepPlan, indices: Sequence[int]) -> tuple[int, ...]:
     """Return the groups that trajectories belong to, each once, in order."""
     headers = order.headers
     return tuple(dict.fromkeys(headers[i].group_id for i in indices))

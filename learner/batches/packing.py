@@ -58,7 +58,7 @@ def unpack(
     """Return a trajectory's arrays without copying them.
 
     Args:
-        header: what the sender says of it.
+        header: the sender's description of it.
         payload: its arrays.
         vocab_size: token ids are below it.
 
@@ -70,7 +70,7 @@ def unpack(
     name = f"trajectory {header.group_id}/{header.sibling}"
     if payload.token_ids.shape != (header.num_tokens,):
         raise ProtocolError(
-            f"{name}: header says {header.num_tokens} tokens, payload has {payload.token_ids.shape}"
+            f"{name}: header has {header.num_tokens} tokens, payload has {payload.token_ids.shape}"
         )
     if not 0 <= header.min_response_tokens <= header.num_response_tokens:
         raise ProtocolError(
@@ -107,38 +107,34 @@ def unpack(
     if logprobs[mask].min() < _LEAST_LOGPROB:
         raise ProtocolError(
             f"{name} holds a logprob of {logprobs[mask].min():.3g}, below {_LEAST_LOGPROB:g}: "
-            "nobody samples such a token"
+            "no sampler draws such a token"
         )
+    # Learner steps of each token's policy; the prompt has that of the first response token.
+    steps = [version.step for version, _ in header.tokens_by_version()]
+    counts = [count for _, count in header.tokens_by_version()]
     free_from = header.num_prompt_tokens + header.min_response_tokens
     return TrainSequence(
         end_barred=mask & (position < free_from) if header.min_response_tokens else None,
         end_token_ids=header.end_token_ids,
         token_ids=token_ids,
-        version_steps=_version_steps(header),
+        version_steps=np.repeat(
+            np.array([steps[0], *steps], np.int32), np.array([header.num_prompt_tokens, *counts])
+        ),
         loss_mask=mask,
         behavior_logprobs=np.where(mask, logprobs, np.float32(0.0)),
         temperature=header.temperature,
     )
 
 
-def who_bars_others(headers: Sequence[TrajectoryHeader]) -> list[bool]:
-    """Tell of each trajectory whether it bars other end tokens than most of its batch that bar any.
+def bars_other_ends(headers: Sequence[TrajectoryHeader]) -> list[bool]:
+    """True for each trajectory that bars other end tokens than most of its batch that bar any.
 
-    A batch has one set of them. All generators of a run sample by the same settings, so whoever
-    disagrees with most is wrong.
+    A batch has one set of them. All generators of a run sample by the same settings, so the
+    minority is wrong.
     """
     sets = Counter(one.end_token_ids for one in headers if one.min_response_tokens)
     usual = max(sorted(sets), key=sets.__getitem__, default=())
     return [bool(one.min_response_tokens) and one.end_token_ids != usual for one in headers]
-
-
-def _version_steps(header: TrajectoryHeader) -> NDArray[np.int32]:
-    """Return the learner step of each token's policy; the prompt has that of the first answered."""
-    steps = [version.step for version, _ in header.tokens_by_version()]
-    counts = [count for _, count in header.tokens_by_version()]
-    return np.repeat(
-        np.array([steps[0], *steps], np.int32), np.array([header.num_prompt_tokens, *counts])
-    )
 
 
 def pack(sequences: Sequence[TrainSequence], device: torch.device) -> PackedBatch:

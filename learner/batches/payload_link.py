@@ -16,14 +16,7 @@ from slipstream.wire.messages.codec import Frame
 from slipstream.wire.messages.trajectory import TrajectoryKey
 
 _log = logging.getLogger(__name__)
-_LOOK_S = 0.05
-
-
-def _patience(settings: LearnerSettings) -> float:
-    """Return how long a rank may wait for a broker that is gone, before others give it up."""
-    if settings.learner.ranks == 1:
-        return settings.run.outage_s
-    return min(settings.run.outage_s, 0.8 * settings.learner.timeout_s)
+_CHECK_S = 0.05
 
 
 class PayloadLink:
@@ -41,7 +34,7 @@ class PayloadLink:
         """Connect to the broker.
 
         Args:
-            loop: where the conversation goes on.
+            loop: that runs the connection.
             settings: the learner's.
             name: of this client, stable over restarts.
             replica: this rank's data-parallel replica.
@@ -56,6 +49,9 @@ class PayloadLink:
         self._early = early
         self._prefetched = PayloadPrefetch(self._ask_payloads)
         self._search: asyncio.Task[None] | None = None
+        outage_s = settings.run.outage_s
+        if settings.learner.ranks > 1:  # the other ranks must not give up first
+            outage_s = min(outage_s, 0.8 * settings.learner.timeout_s)
         self._client, _ = loop.run(
             BrokerClient.connect(
                 settings.run.broker_endpoint,
@@ -66,7 +62,7 @@ class PayloadLink:
                     "megatron-core": package_version("megatron-core"),
                 },
                 tokenizer=tokenizer_hash(settings.model),
-                outage_s=_patience(settings),
+                outage_s=outage_s,
                 key_file=settings.run.key_file,
             )
         )
@@ -76,7 +72,7 @@ class PayloadLink:
         return self._loop.run(self._fetched(step, keys))
 
     def begin_prefetch(self, step: int) -> None:
-        """Look for the batch of a coming step in the background, and fetch its payloads."""
+        """Find the batch of a coming step in the background, and fetch its payloads."""
         self._loop.run(self._begin_search(step))
 
     def close(self) -> None:
@@ -103,7 +99,7 @@ class PayloadLink:
         self._search = asyncio.create_task(self._searching(step))
 
     def _end_search(self) -> None:
-        """Payloads that were found go on being fetched."""
+        """Stop the search; payloads that were found are still fetched."""
         if self._search is not None:
             self._search.cancel()
         self._search = None
@@ -115,11 +111,11 @@ class PayloadLink:
             _log.warning("cannot prefetch step %d: %s", step, error)
 
     async def _find(self, step: int) -> None:
-        """Wait until rank 0 has posted what this replica will want, and begin to fetch it."""
+        """Wait until rank 0 has posted what this replica will need, and start to fetch it."""
         if self._early is None:
             return
         while (keys := self._early.read(step)) is None:  # noqa: ASYNC110 another process posts
-            await asyncio.sleep(_LOOK_S)
+            await asyncio.sleep(_CHECK_S)
         self._prefetched.begin(step, keys[self._replica])
 
     async def _closed(self) -> None:

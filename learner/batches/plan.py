@@ -15,6 +15,11 @@ class MinibatchPlan:
 
     microbatches: tuple[tuple[Indices, ...], ...]  # [replica][microbatch]
 
+    @property
+    def members(self) -> list[int]:
+        """The trajectories of all its microbatches."""
+        return [i for share in self.microbatches for indices in share for i in indices]
+
 
 def plan_step(
     num_tokens: Sequence[int], *, replicas: int, minibatches: int, max_tokens: int
@@ -44,7 +49,7 @@ def plan_step(
 
 
 def _balance(indices: Sequence[int], cost: Sequence[int], replicas: int) -> list[list[int]]:
-    """Give the longest first to whoever has the least; everyone gets at least one."""
+    """Give the longest first to the replica with the least; each gets at least one."""
     shares: list[list[int]] = [[] for _ in range(replicas)]
     load = [0] * replicas
     for index in sorted(indices, key=lambda i: (-cost[i], i)):

@@ -1,6 +1,6 @@
 """The payloads of one coming step, fetched while another step trains.
 
-Nothing depends on it: who trains takes what is here of what it wants, and fetches the rest.
+Nothing depends on it: training takes what was prefetched of what it needs, and fetches the rest.
 """
 
 import asyncio
@@ -23,14 +23,14 @@ KeysByReplica = tuple[tuple[TrajectoryKey, ...], ...]
 class EarlyPlans:
     """Where rank 0 posts what every replica will want of the next batch; a key per step.
 
-    The store's client is for this alone: a client that waits keeps everyone else waiting.
+    The store's client is for this alone: a client that waits blocks all other users of it.
     """
 
     def __init__(self, store: Store) -> None:
         self._store = PrefixStore("prefetch", store)
 
     def post(self, step: int, keys: KeysByReplica) -> None:
-        """Tell the other ranks, in place of what was posted for the same step before."""
+        """Post for the other ranks, replacing what was posted for the same step before."""
         self._store.set(str(step), msgspec.json.encode(keys).decode())
 
     def read(self, step: int) -> KeysByReplica | None:

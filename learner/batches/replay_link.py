@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 
-from slipstream.learner.batches.orders import Rejection, StepOrder, order_step
+from slipstream.learner.batches.orders import Rejection, StepPlan, plan_batch
 from slipstream.learner.config import LearnerSettings
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.files.checkpoints import (
@@ -152,10 +152,10 @@ class ReplayLink:
     def take_over(
         self,
         step: int,
-        checkpoint: str,  # noqa: ARG002 nobody records it
+        checkpoint: str,  # noqa: ARG002 there is no broker
         resumed: CheckpointInfo | None,  # noqa: ARG002 the same
     ) -> PolicyVersion:
-        """Begin at ``step``, in an epoch above that of every checkpoint there is."""
+        """Start at ``step``, in an epoch above that of every checkpoint there is."""
         known = list(readable_checkpoints(self._settings.run.checkpoints).values())
         if self._settings.resume_from is not None:
             known.append(read_checkpoint_info(self._settings.resume_from))
@@ -167,8 +167,8 @@ class ReplayLink:
         self,
         version: PolicyVersion,
         *,
-        max_wait_s: float,  # noqa: ARG002 a file does not keep anyone waiting
-    ) -> StepOrder | BatchNotReady | RunComplete:
+        max_wait_s: float,  # noqa: ARG002 a file is there at once
+    ) -> StepPlan | BatchNotReady | RunComplete:
         """Return the batch recorded for this step; the run is complete where the file ends.
 
         Raises:
@@ -183,12 +183,17 @@ class ReplayLink:
         if batch.step != version.step:
             raise ConfigError(f"{self._path} holds step {batch.step} but not step {version.step}")
         delivered = BatchDelivered(step=batch.step, groups=tuple(g.group for g in batch.groups))
-        return order_step(delivered, self._settings.learner)
+        return plan_batch(delivered, self._settings.learner)
 
     def fetch(self, step: int, keys: Sequence[TrajectoryKey]) -> list[Frame]:
         """Return payloads of the batch recorded for this step."""
         batch = self._advance(step)
-        found = _payloads(batch) if batch is not None and batch.step == step else {}
+        found: dict[TrajectoryKey, bytes] = {}
+        if batch is not None and batch.step == step:
+            for recorded in batch.groups:
+                group = recorded.group
+                for one, payload in zip(group.trajectories, recorded.payloads, strict=True):
+                    found[group.group_id, one.header.sibling] = payload
         missing = [key for key in keys if key not in found]
         if missing:
             raise ConfigError(f"{self._path} holds no trajectory {missing[0]} at step {step}")
@@ -224,11 +229,11 @@ class ReplayLink:
         """Do nothing: there are no engines."""
 
     def reserve(self) -> int:
-        """Return the first slot: nobody reads."""
+        """Return the first slot: there is no reader."""
         return 0
 
     def publish(self, version: PolicyVersion, slot: int) -> None:
-        """Do nothing: nobody waits for weights."""
+        """Do nothing: there are no engines."""
 
     def ledger_snapshot(
         self,
@@ -238,7 +243,7 @@ class ReplayLink:
         return b""
 
     def leave(self) -> None:
-        """Do nothing: nobody waits."""
+        """Do nothing: no role waits."""
 
     def seal(self, version: PolicyVersion, *, step: int, oldest_kept: int) -> None:
         """Do nothing: a file keeps everything."""
@@ -257,11 +262,3 @@ class ReplayLink:
                 return None
             self._present = batch
         return self._present
-
-
-def _payloads(batch: RecordedBatch) -> dict[TrajectoryKey, bytes]:
-    return {
-        (recorded.group.group_id, trajectory.header.sibling): payload
-        for recorded in batch.groups
-        for trajectory, payload in zip(recorded.group.trajectories, recorded.payloads, strict=True)
-    }

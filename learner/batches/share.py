@@ -4,8 +4,8 @@ import logging
 from collections.abc import Sequence
 
 from slipstream.learner.batches.links import RankLink
-from slipstream.learner.batches.orders import Rejection, StepOrder, groups_of
-from slipstream.learner.batches.packing import TrainSequence, unpack, who_bars_others
+from slipstream.learner.batches.orders import Rejection, StepPlan, groups_of
+from slipstream.learner.batches.packing import TrainSequence, bars_other_ends, unpack
 from slipstream.learner.model.collectives import any_rank, broadcast_frames, union
 from slipstream.learner.model.topology import Topology
 from slipstream.wire.errors import PeerLostError, ProtocolError, SlipstreamError
@@ -14,7 +14,7 @@ from slipstream.wire.messages.codec import Frame, decode_payload
 _log = logging.getLogger(__name__)
 
 
-def fetch_share(order: StepOrder, topology: Topology, link: RankLink | None) -> list[Frame]:
+def fetch_payloads(order: StepPlan, topology: Topology, link: RankLink | None) -> list[Frame]:
     """Return the payloads of this rank's replica, in the order of ``wanted``; all ranks call this.
 
     Args:
@@ -37,7 +37,7 @@ def fetch_share(order: StepOrder, topology: Topology, link: RankLink | None) -> 
     if any_rank(failure is not None, world_size=topology.world_size):
         raise failure or PeerLostError(
             f"step {order.step} is abandoned: another learner rank could not fetch its payloads, "
-            "its log says why"
+            "its log has the reason"
         )
     if topology.tensor_parallel == 1:
         return frames if frames is not None else []
@@ -50,7 +50,7 @@ def fetch_share(order: StepOrder, topology: Topology, link: RankLink | None) -> 
 
 
 def unpack_share(
-    order: StepOrder, topology: Topology, frames: Sequence[Frame], *, vocab_size: int
+    order: StepPlan, topology: Topology, frames: Sequence[Frame], *, vocab_size: int
 ) -> dict[int, TrainSequence] | Rejection:
     """Return this replica's sequences by index, or why no rank trains the step.
 
@@ -59,12 +59,12 @@ def unpack_share(
     Args:
         order: what is to be trained.
         topology: this rank's place.
-        frames: of ``fetch_share``.
+        frames: of ``fetch_payloads``.
         vocab_size: of the model.
     """
     headers = order.headers
     sequences: dict[int, TrainSequence] = {}
-    is_bad = who_bars_others(headers)
+    is_bad = bars_other_ends(headers)
     for i, frame in zip(order.wanted(topology.data_parallel_rank), frames, strict=True):
         try:
             sequences[i] = unpack(headers[i], decode_payload(frame), vocab_size=vocab_size)
@@ -76,5 +76,5 @@ def unpack_share(
     if not bad:
         return sequences
     names = ", ".join(f"{headers[i].group_id}/{headers[i].sibling}" for i in bad)
-    detail = f"the payloads of trajectories {names} cannot be trained, a learner's log says why"
+    detail = f"the payloads of trajectories {names} cannot be trained, a learner's log has why"
     return Rejection("invalid", groups_of(order, bad), detail)

@@ -34,7 +34,7 @@ def write_digests(folder: Path) -> None:
 
 
 def damage_of(folder: Path) -> str:
-    """Say what is wrong with the files of a checkpoint; empty if nothing is.
+    """Return what is wrong with the files of a checkpoint; empty if nothing is.
 
     One that was written before there were digests counts as whole.
 
@@ -49,11 +49,10 @@ def damage_of(folder: Path) -> str:
     except (OSError, msgspec.DecodeError) as error:
         return f"{DIGESTS_FILE} cannot be read: {error}"
     with ThreadPoolExecutor(_THREADS) as pool:
-        found = pool.map(lambda name: _look(folder / name, digests[name]), digests)
-        return next(filter(None, found), "") or _damage_of_ledger(folder)
-
-
-def _damage_of_ledger(folder: Path) -> str:
+        found = pool.map(lambda name: _damage_of_file(folder / name, digests[name]), digests)
+        damage = next(filter(None, found), "")
+    if damage:
+        return damage
     try:
         read_ledger(folder)
     except ConfigError as error:
@@ -61,7 +60,7 @@ def _damage_of_ledger(folder: Path) -> str:
     return ""
 
 
-def _look(path: Path, expected: str) -> str:
+def _damage_of_file(path: Path, expected: str) -> str:
     try:
         return "" if _digest(path) == expected else f"{path.name} is not as it was written"
     except OSError as error:

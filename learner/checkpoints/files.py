@@ -112,7 +112,7 @@ def save_checkpoint(
         policy: what is saved, with the state of the random numbers.
         topology: this rank's place.
         folder: RUN/checkpoints.
-        info: what checkpoint.json is to say.
+        info: the contents of checkpoint.json.
         ledger: gives the broker's ledger; rank 0 calls it.
 
     Raises:
@@ -146,7 +146,7 @@ def load_checkpoint(policy: Policy, topology: Topology, folder: Path, info: Chec
     refuse_other_model(policy.model, folder, info)
     if policy.critic is not None and not info.has_critic:
         raise ConfigError(
-            f"{folder} holds no critic, and algo.advantage needs one: go on with the algorithm "
+            f"{folder} holds no critic, and algo.advantage needs one: resume with the algorithm "
             "that wrote it, or export it and start a run from it (run.model)"
         )
     same = (info.ranks, info.tensor_parallel) == (topology.world_size, topology.tensor_parallel)
@@ -158,7 +158,7 @@ def load_checkpoint(policy: Policy, topology: Topology, folder: Path, info: Chec
             folder.name,
         )
     if policy.renews_reference and not info.has_reference:
-        _log.info("%s holds no reference policy: it begins as algo.kl.reference says", folder.name)
+        _log.info("%s holds no reference policy: it starts as algo.kl.reference", folder.name)
     if same:
         wanted["rng"] = _rng(topology)
     failure: DamagedCheckpointError | None = None
@@ -179,10 +179,13 @@ def load_checkpoint(policy: Policy, topology: Topology, folder: Path, info: Chec
         )
     policy.load_state(state)
     if same:
-        _restore_rng(state["rng"])
+        random.setstate(state["rng"]["python"])
+        torch.cuda.set_rng_state(state["rng"]["cuda"])
+        torch.set_rng_state(state["rng"]["torch"])
+        get_cuda_rng_tracker().set_states(state["rng"]["megatron"])
     else:
         _log.info(
-            "%s was written by %d ranks with tensor parallelism %d: random numbers begin anew",
+            "%s was written by %d ranks with tensor parallelism %d: random numbers start over",
             folder.name,
             info.ranks,
             info.tensor_parallel,
@@ -203,7 +206,7 @@ def load_weights(model: GPTModel, folder: Path, info: CheckpointInfo) -> None:
 
 
 def architecture_of(hf: HfConfig) -> dict[str, int | float | bool | str]:
-    """Return what decides what the parameters mean, independent of how config.json says it."""
+    """Return what decides what the parameters mean, however config.json writes it."""
     return {
         "model_type": hf.model_type,
         "vocab_size": hf.vocab_size,
@@ -299,7 +302,7 @@ def _reason(failure: BaseException) -> str:
 
 
 class _Writer(FileSystemWriter):
-    """Says what the disk said: torch tells other ranks only what its archive missed."""
+    """Raises the disk's error: torch sends other ranks only what its archive missed."""
 
     @override
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> torch.futures.Future[Any]:
@@ -385,10 +388,3 @@ def _rng(topology: Topology) -> ShardedObject:
         "python": random.getstate(),
     }
     return ShardedObject("rng", state, (topology.world_size,), (topology.rank,))
-
-
-def _restore_rng(state: dict[str, Any]) -> None:
-    random.setstate(state["python"])
-    torch.cuda.set_rng_state(state["cuda"])
-    torch.set_rng_state(state["torch"])
-    get_cuda_rng_tracker().set_states(state["megatron"])

@@ -1,4 +1,4 @@
-"""Which of its run's checkpoints a learner goes on from after it was started again."""
+"""Which of its run's checkpoints a restarted learner resumes from."""
 
 import sys
 from collections.abc import Mapping
@@ -8,15 +8,15 @@ from slipstream.wire.files.checkpoints import CheckpointInfo
 
 
 def resume_order(infos: Mapping[Path, CheckpointInfo], named: Path | None) -> list[Path]:
-    """Return the run's own checkpoints that a restarted learner may go on from, best first.
+    """Return the run's own checkpoints that a restarted learner may resume from, best first.
 
     The newest by policy version is the best. A checkpoint counts only if the run did not go back
     behind it since: one of a newer version that has fewer steps has abandoned it, and so has a
-    life that began at the named one, even where it has saved nothing yet.
+    life that started at the named one, even where it has saved nothing yet.
 
     Args:
         infos: what can be read in RUN/checkpoints.
-        named: what this life of the run began with (run.resume_from).
+        named: what this life of the run started from (run.resume_from).
     """
     began_at = infos[named].version if named is not None and named in infos else None
     usable: list[Path] = []

@@ -12,26 +12,26 @@ from slipstream.wire.settings.sections import CheckpointSection, EvalSection
 
 @dataclass(frozen=True, slots=True)
 class Resumption:
-    """A learner went on from a checkpoint."""
+    """A learner resumed from a checkpoint."""
 
-    checkpoint: PolicyVersion  # of the weights it began with
+    checkpoint: PolicyVersion  # of the weights it started with
     epoch: int  # that it was granted
 
 
 def is_save_due(step: int, checkpoint: CheckpointSection, evaluation: EvalSection) -> bool:
-    """Tell whether the policy after ``step`` learner steps is saved while training goes on."""
+    """True if the policy after ``step`` learner steps is saved during training."""
     if checkpoint.every_steps and step % checkpoint.every_steps == 0:
         return True
     return checkpoint.keep_best and evaluation.is_due(step)
 
 
 def is_final_save_due(checkpoint: CheckpointSection, evaluation: EvalSection) -> bool:
-    """Tell whether the policy that the run ends with is saved."""
+    """True if the policy that the run ends with is saved."""
     return checkpoint.at_end or (checkpoint.keep_best and evaluation.enabled and evaluation.at_end)
 
 
 def is_overtaken(infos: Sequence[CheckpointInfo], resumption: Resumption) -> bool:
-    """Tell whether the learner went back: the newest checkpoint is of a life that was abandoned.
+    """True if the learner went back: the newest checkpoint is of an abandoned life.
 
     It stays the newest until the first save of the new epoch.
     """
@@ -45,7 +45,7 @@ def evaluation_of(
     """Return the round that evaluated a checkpoint, None if there is none yet.
 
     After going back to an earlier step there may be rounds of the same step but of another epoch;
-    those were answered by other weights. The checkpoint that a learner went on from has the same
+    those were answered by other weights. The checkpoint that a learner resumed from has the same
     weights as the first version of the learner's epoch, so a round that was still open is answered
     in that epoch.
     """
@@ -80,9 +80,9 @@ def to_remove(
 
     Args:
         infos: all there are.
-        checkpoint: says how many of the newest to keep, and whether the best one.
-        evaluation: says what is best, and whose evaluation is still to come.
-        resumption: what this learner went on from. Until its own epoch has a checkpoint nothing is
+        checkpoint: how many of the newest to keep, and whether the best one.
+        evaluation: what is best, and which evaluations are still to come.
+        resumption: what this learner resumed from. Until its own epoch has a checkpoint nothing is
             removed: what is newest may be of a life that was abandoned.
     """
     in_order = sorted(infos, key=lambda info: info.version)
@@ -93,13 +93,12 @@ def to_remove(
         best = best_of(in_order, evaluation.metric)
         if best is not None:
             kept.add(best[0].version)
-        kept.update(info.version for info in in_order if _is_awaited(info, in_order, evaluation))
+        evaluated = max((one.version for one in in_order if one.evaluation), default=None)
+        kept.update(  # whose evaluation can still come: rounds end in order
+            info.version
+            for info in in_order
+            if info.evaluation is None
+            and evaluation.is_due(info.step)
+            and (evaluated is None or info.version > evaluated)
+        )
     return [info for info in in_order if info.version not in kept]
-
-
-def _is_awaited(
-    info: CheckpointInfo, infos: Sequence[CheckpointInfo], evaluation: EvalSection
-) -> bool:
-    """Tell whether the evaluation of a checkpoint can still come: rounds end in order."""
-    later = any(other.version > info.version and other.evaluation for other in infos)
-    return info.evaluation is None and evaluation.is_due(info.step) and not later

@@ -75,9 +75,9 @@ class Saver:
             topology: this rank's place.
             policy: what is saved.
             ledger: gives the broker's ledger; rank 0 calls it.
-            seal: tells the broker (own version, step of a durable checkpoint, step of the oldest
-                one that is kept); rank 0 calls it.
-            run_id: which run this is, as the broker told rank 0.
+            seal: reports (own version, step of a durable checkpoint, step of the oldest one that is
+                kept) to the broker; rank 0 calls it.
+            run_id: the identity of the run, from the broker; on rank 0.
 
         Raises:
             ConfigError: on rank 0, if the folder cannot be written.
@@ -86,7 +86,7 @@ class Saver:
         self._topology = topology
         self._policy = policy
         self._ledger = ledger
-        self._tell_sealed = seal
+        self._report_sealed = seal
         self._run_id = run_id
         self._folder = settings.run.checkpoints
         self._num_failed = 0
@@ -101,7 +101,7 @@ class Saver:
             self._infos = readable_checkpoints(self._folder)
 
     def figures(self) -> dict[str, float]:
-        """Return what a step's metrics say about the save before it."""
+        """Return the figures of the last save, for a step's metrics."""
         figures = {"checkpoint/failed": float(self._num_failed)}
         if self._seconds is not None:
             figures["time/save_checkpoint"] = self._seconds
@@ -144,7 +144,7 @@ class Saver:
             self._save(version)
         except CheckpointError as error:
             self._num_failed += 1
-            _log.warning("%s; training goes on", error)
+            _log.warning("%s; training continues", error)
 
     def at_end(self, version: PolicyVersion) -> None:
         """Save the policy that the run ends with, if asked and not done. Every rank calls this.
@@ -202,15 +202,15 @@ class Saver:
             self._seal(version)
 
     def _seal(self, version: PolicyVersion) -> None:
-        """Tell the broker that the steps before this version are in a durable checkpoint.
+        """Report to the broker that a durable checkpoint holds the steps before this version.
 
-        A failure is a warning: the next one says it too.
+        A failure is a warning: the next report includes it.
         """
         if self._topology.rank != 0:
             return
         oldest = min((info.step for info in self._infos.values()), default=version.step)
         try:
-            self._tell_sealed(version, version.step, min(oldest, version.step))
+            self._report_sealed(version, version.step, min(oldest, version.step))
         except SlipstreamError as error:
             _log.warning("cannot seal the steps before %d: %s", version.step, error)
 
@@ -220,7 +220,7 @@ class Saver:
             return
         try:
             replace_file(path / LEDGER_FILE, ledger_file(self._ledger(version)))
-        except (OSError, SlipstreamError) as error:  # the older one is as good to go on from
+        except (OSError, SlipstreamError) as error:  # the older one is as good to resume from
             _log.warning("cannot renew the ledger of %s: %s", path, error)
 
     def _describe(self, version: PolicyVersion, evaluation: EvalPoint | None) -> CheckpointInfo:

@@ -1,4 +1,4 @@
-"""What ranks tell each other besides tensors: bytes and flags, without pickle."""
+"""What ranks exchange besides gradients: bytes and flags, without pickle."""
 
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
@@ -25,7 +25,7 @@ def broadcast_bytes(data: bytes | None, *, rank: int, world_size: int) -> bytes:
 
 
 def any_rank(flag: bool, *, world_size: int) -> bool:
-    """Tell every rank whether the flag is set on at least one of them."""
+    """True on every rank if the flag is set on at least one of them."""
     if world_size == 1:
         return flag
     total = torch.tensor([int(flag)], dtype=torch.int32, device=device())
@@ -50,7 +50,7 @@ def broadcast_frames(
     Args:
         frames: what rank ``source`` sends; the others pass None.
         count: how many there are, which all of them know.
-        group: who sends and receives.
+        group: the sender and the receivers.
         source: rank of the sender, counted over all ranks.
     """
     if count == 0:

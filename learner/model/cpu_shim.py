@@ -1,7 +1,7 @@
 """Lets unmodified megatron-core run on a machine without CUDA.
 
 megatron-core <= 0.19 names CUDA devices, streams and random states without asking whether there
-are any (there is no upstream switch for it). Four layers stand in for them:
+are any (there is no upstream switch for it). Four layers replace them:
 
 1. the functions of torch.cuda that it calls become their CPU equivalents or do nothing;
 2. a function mode sends ``device="cuda"`` to the CPU, makes ``Tensor.cuda()`` return its tensor
@@ -101,7 +101,7 @@ def _is_cuda(device: object) -> bool:
 
 
 def _type_name(name: str, *, asked_by: str) -> str:
-    """Megatron's optimizer tells parameters apart by comparing with torch.cuda.FloatTensor."""
+    """Megatron's optimizer distinguishes parameters by comparing with torch.cuda.FloatTensor."""
     if asked_by.startswith("megatron.core.optimizer"):
         return name.replace("torch.", "torch.cuda.", 1)
     return name

@@ -1,7 +1,7 @@
 """A policy as a Megatron-Core model, and its forward pass over packed sequences.
 
 The output layer keeps its weights, its place in checkpoints and its gradients, but hands its input
-on: whoever needs log-probabilities multiplies a part at a time (algos/linear_logprobs.py).
+on: log-probabilities are computed a part of the vocabulary at a time (algos/linear_logprobs.py).
 
 Shapes: T tokens of B sequences laid end to end, H hidden size, V the vocabulary padded to a
 multiple of tp.
@@ -15,7 +15,7 @@ import types
 from collections.abc import Mapping
 
 import torch
-import torch.nn.functional as F  # noqa: N812 - the name that everybody uses
+import torch.nn.functional as F  # noqa: N812 - the usual name
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
@@ -49,7 +49,7 @@ _NO_FUSIONS: dict[str, object] = {
 
 
 class TorchRMSNorm(torch.nn.RMSNorm):
-    """Root-mean-square norm that says when its gradient must be summed over tensor parallelism.
+    """Root-mean-square norm that marks its gradient to be summed over tensor parallelism.
 
     Megatron's own wrapper refuses sequence parallelism; the mark on the weight is what makes
     its gradients be summed there.
@@ -150,7 +150,7 @@ def _handed_on(
     weight: Tensor | None = None,  # noqa: ARG001 Megatron passes it on
     runtime_gather_output: bool | None = None,  # noqa: ARG001
 ) -> tuple[Tensor, None]:
-    """Stand for the layer's forward: return what it would multiply, whole on every rank.
+    """Replace the layer's forward: return its input, whole on every rank.
 
     In the backward pass the ranks' shares of the gradient are summed, as the layer would.
     """
@@ -206,8 +206,9 @@ def _architecture(hf: HfConfig) -> dict[str, object]:
         "gated_linear_unit": True,
         "activation_func": F.silu,
         "add_bias_linear": False,
-        "add_qkv_bias": hf.has_qkv_bias,
-        "qk_layernorm": hf.has_qk_norm,
+        "add_qkv_bias": hf.family.has_qkv_bias,
+        "qk_layernorm": hf.family.has_qk_norm,
+        **hf.family.megatron,
     }
 
 

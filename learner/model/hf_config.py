@@ -1,15 +1,14 @@
 """The architecture of a model, read from the config.json of its Hugging Face folder."""
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal, get_args
 
 import msgspec
 
 from slipstream.wire.errors import ConfigError
+from slipstream.wire.files.model_families import FAMILIES, Family, Sizes
 from slipstream.wire.files.tokenizer_hash import numbered_tokens, tokenizer_hash
 
-ModelType = Literal["llama", "qwen2", "qwen3"]
-SUPPORTED: tuple[str, ...] = get_args(ModelType)
 DEFAULT_ROPE_THETA = 10_000.0
 
 
@@ -22,14 +21,14 @@ class RopeParameters(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def scaling(self) -> str:
-        """Return the name of the scaling rule."""
+        """The name of the scaling rule."""
         return self.rope_type or self.type or "default"
 
 
 class HfConfig(msgspec.Struct, frozen=True, kw_only=True):
     """What the learner needs of config.json; keys it does not know are ignored."""
 
-    model_type: ModelType
+    model_type: str
     vocab_size: int
     hidden_size: int
     intermediate_size: int
@@ -50,37 +49,60 @@ class HfConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def kv_channels(self) -> int:
-        """Return the size of one attention head."""
+        """The size of one attention head."""
         return self.head_dim or self.hidden_size // self.num_attention_heads
 
     @property
     def num_query_groups(self) -> int:
-        """Return the number of key and value heads."""
+        """The number of key and value heads."""
         return self.num_key_value_heads or self.num_attention_heads
 
     @property
     def rotary_base(self) -> float:
-        """Return the base of the rotary embedding's frequencies."""
+        """The base of the rotary embedding's frequencies."""
         nested = self.rope_parameters.rope_theta if self.rope_parameters is not None else None
         return nested or self.rope_theta or DEFAULT_ROPE_THETA
 
     @property
-    def has_qkv_bias(self) -> bool:
-        """Return whether the query, key and value projections have a bias."""
-        return self.model_type == "qwen2"
+    def family(self) -> Family:
+        """The family's table."""
+        return FAMILIES[self.model_type]
 
     @property
-    def has_qk_norm(self) -> bool:
-        """Return whether queries and keys are normalized per head."""
-        return self.model_type == "qwen3"
+    def sizes(self) -> Sizes:
+        """The lengths that the shapes of its tensors are made of."""
+        return {
+            "queries": self.num_attention_heads * self.kv_channels,
+            "keys": self.num_query_groups * self.kv_channels,
+            "head": self.kv_channels,
+            "inner": self.intermediate_size,
+            "hidden": self.hidden_size,
+            "vocabulary": self.vocab_size,
+        }
+
+    @property
+    def num_parameters(self) -> int:
+        """The number of the model's parameters; tied embeddings count once."""
+        return self.family.num_parameters(
+            self.sizes,
+            num_layers=self.num_hidden_layers,
+            tied_embeddings=self.tie_word_embeddings,
+        )
 
 
-class _Family(msgspec.Struct, frozen=True):
+class _ModelType(msgspec.Struct, frozen=True):
     model_type: str
 
 
-def load_hf_config(folder: Path, setting: str = "run.model") -> HfConfig:
+def load_hf_config(
+    folder: Path, setting: str = "run.model", families: Mapping[str, Family] = FAMILIES
+) -> HfConfig:
     """Return the architecture of the model in ``folder``, which a setting names.
+
+    Args:
+        folder: with a config.json.
+        setting: that names it.
+        families: that are supported.
 
     Raises:
         ConfigError: there is no readable config.json, or the learner cannot train such a model.
@@ -91,16 +113,16 @@ def load_hf_config(folder: Path, setting: str = "run.model") -> HfConfig:
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror} ({setting})") from error
     try:
-        family = msgspec.json.decode(data, type=_Family).model_type
-        if family not in SUPPORTED:
+        model_type = msgspec.json.decode(data, type=_ModelType).model_type
+        if model_type not in families:
             raise ConfigError(
-                f"{path} has model_type {family!r}; supported are {', '.join(SUPPORTED)} "
+                f"{path} has model_type {model_type!r}; supported are {', '.join(families)} "
                 f"({setting})"
             )
         config = msgspec.json.decode(data, type=HfConfig)
     except msgspec.DecodeError as error:
         raise ConfigError(f"{path}: {error} ({setting})") from error
-    _refuse_unsupported(config, path, setting)
+    _refuse_unsupported(config, families[model_type], path, setting)
     return config
 
 
@@ -108,7 +130,7 @@ def refuse_other_tokens(frozen: Path, model: Path, setting: str, *, whole: bool)
     """Refuse a frozen policy whose tokens are not those of the policy.
 
     Models of one family may pad the same vocabulary to different sizes: that does not matter where
-    only tokens that were chosen are looked at, and their tokenizers say so. Models of two families
+    only chosen tokens are compared, and equal tokenizers show it. Models of two families
     may have as many tokens as each other.
 
     Args:
@@ -142,17 +164,13 @@ def _tokenizer(folder: Path) -> str:
         return ""
 
 
-def _refuse_unsupported(config: HfConfig, path: Path, setting: str) -> None:
+def _refuse_unsupported(config: HfConfig, family: Family, path: Path, setting: str) -> None:
     """Refuse what would otherwise load and silently compute something else."""
     ropes = [rope for rope in (config.rope_parameters, config.rope_scaling) if rope is not None]
     expectations: list[tuple[str, object, object]] = [
-        ("hidden_act", config.hidden_act, "silu"),
-        ("mlp_bias", config.mlp_bias, False),
-        ("use_sliding_window", config.use_sliding_window, False),
+        *((key, getattr(config, key), expected) for key, expected in family.config.items()),
         *(("rope_type", rope.scaling, "default") for rope in ropes),
     ]
-    if config.model_type != "qwen2":  # qwen2 always has its bias and does not read this key
-        expectations.append(("attention_bias", config.attention_bias, False))
     for key, got, expected in expectations:
         if got != expected:
             raise ConfigError(f"{path}: {key} must be {expected!r}, got {got!r} ({setting})")

@@ -14,15 +14,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from slipstream.learner.model.hf_config import HfConfig
-from slipstream.learner.model.names import (
-    OUTPUT_LAYER,
-    HfMapping,
-    fuse_gate_up,
-    fuse_qkv,
-    hf_mapping,
-)
-from slipstream.learner.model.shards import Geometry, Shard, write_shard
+from slipstream.learner.model.shards import Geometry, Shard, fuse_gate_up, fuse_qkv, write_shard
 from slipstream.wire.errors import ConfigError
+from slipstream.wire.files.model_families import OUTPUT_LAYER, Parameter
 from slipstream.wire.files.model_files import WEIGHTS, copied_files, weight_files
 
 _IGNORED_SUFFIX = ".rotary_emb.inv_freq"  # derived from the config; old files hold it
@@ -35,7 +29,7 @@ def load_hf_weights(model: GPTModel, folder: Path, setting: str = "run.model") -
         ConfigError: a tensor is missing, has another shape, or has no place in the model.
     """
     with HfTensors(folder, setting) as tensors, torch.no_grad():
-        used = {"lm_head.weight"} if model.hf_config.tie_word_embeddings else set()
+        used = {OUTPUT_LAYER} if model.hf_config.tie_word_embeddings else set()
         for name, parameter in _own_parameters(model):
             mapping = _mapping(model, name)
             used.update(mapping.names)
@@ -77,10 +71,9 @@ def shards_of(model: GPTModel) -> Iterator[tuple[str, Shard]]:
 def hf_shapes(model: GPTModel) -> dict[str, tuple[int, ...]]:
     """Return the name and whole shape of every Hugging Face tensor that the model exports."""
     shapes: dict[str, tuple[int, ...]] = {}
-    for name, parameter in _own_parameters(model):
+    for name, _ in _own_parameters(model):
         mapping = _mapping(model, name)
-        wholes = _whole_shapes(mapping, parameter, model.hf_config)
-        shapes.update(zip(mapping.names, wholes, strict=True))
+        shapes.update(zip(mapping.names, _whole_shapes(mapping, model.hf_config), strict=True))
     return shapes
 
 
@@ -148,7 +141,7 @@ class HfTensors:
 
     @property
     def names(self) -> set[str]:
-        """Return the names of all tensors."""
+        """The names of all tensors."""
         return set(self._file_of)
 
     def read(self, name: str, shape: tuple[int, ...], rows: slice, dim: int) -> Tensor:
@@ -169,12 +162,14 @@ class HfTensors:
 def _own_parameters(model: GPTModel) -> Iterator[tuple[str, torch.nn.Parameter]]:
     """Yield what this rank holds, without a second copy of tied embeddings."""
     for name, parameter in model.named_parameters():
-        if name != OUTPUT_LAYER or not model.share_embeddings_and_output_weights:
+        if name != "output_layer.weight" or not model.share_embeddings_and_output_weights:
             yield name, parameter
 
 
-def _mapping(model: GPTModel, name: str) -> HfMapping:
-    return hf_mapping(name, tied_embeddings=model.share_embeddings_and_output_weights)
+def _mapping(model: GPTModel, name: str) -> Parameter:
+    hf: HfConfig = model.hf_config
+    tied = model.share_embeddings_and_output_weights
+    return hf.family.parameter(name, tied_embeddings=tied)
 
 
 def _split_dim(parameter: torch.nn.Parameter) -> int | None:
@@ -186,29 +181,13 @@ def _split_dim(parameter: torch.nn.Parameter) -> int | None:
     return dim
 
 
-def _whole_shapes(
-    mapping: HfMapping, parameter: torch.nn.Parameter, hf: HfConfig
-) -> list[tuple[int, ...]]:
-    """Return the shapes of the Hugging Face tensors that a parameter is made of."""
-    rest = tuple(parameter.shape[1:])
-    match mapping.kind:
-        case "qkv":
-            heads = (hf.num_attention_heads, hf.num_query_groups, hf.num_query_groups)
-            return [(count * hf.kv_channels, *rest) for count in heads]
-        case "gate_up":
-            return [(hf.intermediate_size, *rest)] * 2
-        case "vocab":
-            return [(hf.vocab_size, *rest)]
-        case "copy":
-            shape = list(parameter.shape)
-            dim = _split_dim(parameter)
-            if dim is not None:
-                shape[dim] *= parallel_state.get_tensor_model_parallel_world_size()
-            return [tuple(shape)]
+def _whole_shapes(mapping: Parameter, hf: HfConfig) -> list[tuple[int, ...]]:
+    sizes = hf.sizes
+    return [tensor.whole_shape(sizes) for tensor in mapping.tensors]
 
 
 def _read(
-    tensors: HfTensors, mapping: HfMapping, parameter: torch.nn.Parameter, hf: HfConfig
+    tensors: HfTensors, mapping: Parameter, parameter: torch.nn.Parameter, hf: HfConfig
 ) -> Tensor:
     """Return the value of this rank's parameter, reading no more than its share."""
     dim = _split_dim(parameter)
@@ -216,7 +195,7 @@ def _read(
     rank = parallel_state.get_tensor_model_parallel_rank() if dim is not None else 0
     at = dim if dim is not None else 0
     parts = []
-    for name, shape in zip(mapping.names, _whole_shapes(mapping, parameter, hf), strict=True):
+    for name, shape in zip(mapping.names, _whole_shapes(mapping, hf), strict=True):
         share = -(-shape[at] // ranks)  # rounded up for the vocabulary, exact for the rest
         rows = slice(min(rank * share, shape[at]), min((rank + 1) * share, shape[at]))
         parts.append(tensors.read(name, shape, rows, at))
@@ -233,7 +212,7 @@ def _read(
 
 
 def geometry_of(hf: HfConfig) -> Geometry:
-    """Return the sizes that a fused parameter does not tell by itself."""
+    """Return the sizes that do not follow from a fused parameter."""
     return Geometry(
         num_query_groups=hf.num_query_groups,
         queries_per_group=hf.num_attention_heads // hf.num_query_groups,
@@ -241,21 +220,18 @@ def geometry_of(hf: HfConfig) -> Geometry:
     )
 
 
-def _whole(mapping: HfMapping, parameter: torch.nn.Parameter, hf: HfConfig) -> list[Tensor]:
+def _whole(mapping: Parameter, parameter: torch.nn.Parameter, hf: HfConfig) -> list[Tensor]:
     """Return the Hugging Face tensors of a parameter; gathers it over tensor parallelism."""
     dim = _split_dim(parameter)
     tensor = parameter.detach()
-    shards = [tensor] if dim is None else _gather(tensor)
-    wholes = [tensor.new_empty(shape) for shape in _whole_shapes(mapping, parameter, hf)]
+    shards = [tensor]
+    if dim is not None:
+        ranks = parallel_state.get_tensor_model_parallel_world_size()
+        shards = [torch.empty_like(tensor) for _ in range(ranks)]
+        group = parallel_state.get_tensor_model_parallel_group()
+        dist.all_gather(shards, tensor.contiguous(), group=group)
+    wholes = [tensor.new_empty(shape) for shape in _whole_shapes(mapping, hf)]
     for rank, shard in enumerate(shards):
         part = Shard(mapping, shard, dim, rank, len(shards))
         write_shard(part, wholes, geometry_of(hf))
     return wholes
-
-
-def _gather(shard: Tensor) -> list[Tensor]:
-    ranks = parallel_state.get_tensor_model_parallel_world_size()
-    shards = [torch.empty_like(shard) for _ in range(ranks)]
-    group = parallel_state.get_tensor_model_parallel_group()
-    dist.all_gather(shards, shard.contiguous(), group=group)
-    return shards

@@ -1,7 +1,11 @@
-"""How a rank of the learner writes its share of a version into the memory, in place.
+"""How Megatron's parameters become Hugging Face tensors, and tensors parameters.
 
-Every rank copies each of its parameters once, straight to where it belongs in the Hugging Face
-tensors: nothing is gathered, and there is no second copy of anything. Shapes as in ``names.py``.
+A rank that publishes copies each of its parameters once, straight to its place in the Hugging Face
+tensors: nothing is gathered, and there is no second copy of anything.
+
+Shapes: H query heads, G key and value heads (query groups), D channels per head, F size of the
+feed-forward layer, E size of the hidden state. Functions take the whole model's sizes or one
+tensor-parallel rank's share of them, since ranks hold whole query groups.
 """
 
 from collections.abc import Sequence
@@ -10,12 +14,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from slipstream.learner.model.names import HfMapping
+from slipstream.wire.files.model_families import Parameter
 
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """Sizes of the whole model that a fused parameter does not tell by itself."""
+    """Sizes of the whole model that do not follow from a fused parameter."""
 
     num_query_groups: int  # G
     queries_per_group: int  # H / G
@@ -29,11 +33,33 @@ class Shard:
     ``dim`` is the dimension that tensor parallelism splits, None if every rank holds it all.
     """
 
-    mapping: HfMapping
+    parameter: Parameter
     tensor: Tensor
     dim: int | None = None
     rank: int = 0
     ranks: int = 1
+
+
+def fuse_qkv(query: Tensor, key: Tensor, value: Tensor, *, num_groups: int) -> Tensor:
+    """Return the fused projection: for each group its H/G query heads, its key, its value.
+
+    Args:
+        query: [H * D, ...].
+        key: [G * D, ...].
+        value: [G * D, ...].
+        num_groups: G.
+
+    Returns:
+        [(H + 2G) * D, ...].
+    """
+    rest = query.shape[1:]
+    by_group = [part.reshape(num_groups, -1, *rest) for part in (query, key, value)]
+    return torch.cat(by_group, dim=1).reshape(-1, *rest)
+
+
+def fuse_gate_up(gate: Tensor, up: Tensor) -> Tensor:
+    """Return the fused projection [2F, E] of gate [F, E] and up [F, E]."""
+    return torch.cat([gate, up])
 
 
 def write_shard(shard: Shard, wholes: Sequence[Tensor], geometry: Geometry) -> None:
@@ -41,11 +67,11 @@ def write_shard(shard: Shard, wholes: Sequence[Tensor], geometry: Geometry) -> N
 
     Args:
         shard: what to copy.
-        wholes: the tensors that ``shard.mapping`` names, whole, in its order.
+        wholes: the tensors that ``shard.parameter`` names, whole, in its order.
         geometry: of the model.
     """
     tensor = shard.tensor.detach()
-    match shard.mapping.kind:
+    match shard.parameter.kind:
         case "copy":
             _part(wholes[0], shard, shard.dim or 0).copy_(tensor)
         case "vocab":  # rows were padded at the end, and an even share may hold nothing but padding
@@ -71,6 +97,6 @@ def _part(whole: Tensor, shard: Shard, dim: int) -> Tensor:
 
 
 def is_finite(tensor: Tensor) -> Tensor:
-    """Tell whether a tensor holds no NaN and no inf, in one pass without a temporary. Shape []."""
+    """True if a tensor holds no NaN and no inf, in one pass without a temporary. Shape []."""
     low, high = torch.aminmax(tensor.detach())
     return low.isfinite() & high.isfinite()

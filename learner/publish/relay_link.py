@@ -1,4 +1,4 @@
-"""Rank 0's relay: started here, outlives the learner, is started again when it dies."""
+"""Rank 0's relay: started here, outlives the learner, restarted when it dies."""
 
 import asyncio
 import logging
@@ -63,7 +63,7 @@ class RelayLaunch:
 class RelayLink:
     """The learner's end of its relay. Use it inside one event loop.
 
-    While there is no relay the learner goes on: nobody reads then, so the next slot is ours to
+    While there is no relay the learner trains on: no engine reads then, so the next slot is ours to
     choose, and the new relay serves the newest version that was written.
     """
 
@@ -106,15 +106,15 @@ class RelayLink:
                 with suppress(TimeoutError):
                     await asyncio.wait_for(self._is_down.wait(), _WATCH_S)
                 if self._served_by and not self._is_ending:
-                    await self._look()
+                    await self._check_alive()
             await asyncio.Event().wait()  # the socket is open until we are cancelled: for ``end``
         finally:
             self._close_socket()
             if self._context is not None:
                 self._context.term()
 
-    async def _look(self) -> None:
-        with suppress(PublishError):  # who fails is no longer what serves us
+    async def _check_alive(self) -> None:
+        with suppress(PublishError):  # a relay that fails no longer serves us
             async with self._one_at_a_time:
                 await self._exchange(Alive())
             if self._pid != self._served_by:
@@ -129,20 +129,20 @@ class RelayLink:
                     memory = self._memory
                     if memory is not None:
                         self._check(await self._exchange(memory))
-                    if memory is self._memory:  # nothing was written while we said it
+                    if memory is self._memory:  # nothing was written meanwhile
                         break
                 self._is_down.clear()
                 self._served_by = self._pid
         except PublishError:
             return False
         if self._process is not None and self._process.pid != self._pid:
-            self._process.kill()  # one too many: a former learner's relay goes on
+            self._process.kill()  # one too many: a former learner's relay serves
             self._process.wait()
             self._process = None
         return True
 
     async def _adopt_patiently(self, timeout_s: float, patience: Patience) -> bool:
-        """Adopt a relay that starts, and look meanwhile whether it does something."""
+        """Adopt a relay that starts, and check meanwhile that it makes progress."""
         adopting = asyncio.create_task(self._adopt(timeout_s))
         try:
             while not (await asyncio.wait({adopting}, timeout=_WATCH_S))[0]:
@@ -158,7 +158,7 @@ class RelayLink:
         if len(self._starts) > _MAX_STARTS:
             raise ChildDiedError(
                 f"the weight relay ended {_MAX_STARTS} times in {_WINDOW_S:g} s; its reason "
-                "stands above in this log"
+                "is above in this log"
             )
         launch = self._launch
         extra = [] if launch.lifeline is None else ["--lifeline", str(launch.lifeline)]
@@ -208,11 +208,11 @@ class RelayLink:
     async def open(
         self, path: str, layout: WeightManifest, *, epoch: int, run_id: str = ""
     ) -> None:
-        """Say where versions will be written."""
+        """Announce where versions will be written."""
         memory = OpenMemory(
             epoch=epoch, path=path, layout=layout, num_slots=NUM_SLOTS, run_id=run_id
         )
-        await self._say(memory, memory)
+        await self._send(memory, memory)
 
     async def reserve(self) -> int:
         """Return the slot to write the next version into.
@@ -228,25 +228,22 @@ class RelayLink:
                     with suppress(PublishError):
                         answer = await self._exchange(Reserve(epoch=memory.epoch))
                         if isinstance(answer, Reserved):
-                            self._give_up(answer.slot)
+                            memory = self._opened()
+                            if memory.whole is not None and memory.slot == answer.slot:
+                                # It is overwritten now: no new relay may serve it.
+                                self._memory = msgspec.structs.replace(memory, whole=None)
                             return answer.slot
                         self._check(answer)
                     self._kill()
         return (self._opened().slot + 1) % NUM_SLOTS
 
-    def _give_up(self, slot: int) -> None:
-        """Forget a whole version that is being overwritten, so that no new relay is told of it."""
-        memory = self._opened()
-        if memory.whole is not None and memory.slot == slot:
-            self._memory = msgspec.structs.replace(memory, whole=None)
-
     async def written(self, version: PolicyVersion, slot: int) -> None:
         """Hand over a version that is whole."""
         memory = msgspec.structs.replace(self._opened(), whole=version, slot=slot)
-        await self._say(memory, Written(epoch=memory.epoch, version=version, slot=slot))
+        await self._send(memory, Written(epoch=memory.epoch, version=version, slot=slot))
 
-    async def _say(self, memory: OpenMemory, request: RelayRequest) -> None:
-        """Tell the relay what a new one would be told by ``memory``."""
+    async def _send(self, memory: OpenMemory, request: RelayRequest) -> None:
+        """Send a request to the relay; ``memory`` is what a new relay would need instead."""
         self._memory = memory
         if not self._served_by:
             return
@@ -256,7 +253,7 @@ class RelayLink:
                     self._check(await self._exchange(request))
 
     async def end(self) -> None:
-        """End the relay in order: no version will follow."""
+        """Stop the relay: no version will follow."""
         self._is_ending = True
         self._is_down.set()
         memory = self._memory
@@ -287,7 +284,7 @@ class RelayLink:
     # ---- the socket ----------------------------------------------------------
 
     def _check(self, answer: RelayAnswer) -> None:
-        """Raise what an answer says went wrong; such a relay does not serve us."""
+        """Raise the error of an answer; such a relay does not serve us."""
         if not isinstance(answer, Ok) or not answer.error:
             return
         if answer.superseded:
@@ -341,7 +338,7 @@ class RelayLink:
 
 
 def _is_relay(pid: int) -> bool:
-    """Tell whether a process lives and is a relay."""
+    """True if a process lives and is a relay."""
     try:
         return _PROGRAM in Path(f"/proc/{pid}/cmdline").read_text().split("\0")
     except OSError:

@@ -63,7 +63,7 @@ class WeightWriter:
         finite: list[Tensor] = []
         for _, shard in self._shards:
             finite.append(is_finite(shard.tensor))
-            write_shard(shard, [views[name] for name in shard.mapping.names], self._geometry)
+            write_shard(shard, [views[name] for name in shard.parameter.names], self._geometry)
         if not finite:
             return ""
         flags = torch.stack(finite).tolist()  # one wait for the device, which has copied by then

@@ -13,6 +13,7 @@ from tokenizers.decoders import DecodeStream
 from torch import Tensor
 
 from slipstream.learner.batches.packing import PackedBatch
+from slipstream.learner.config import LearnerSettings
 from slipstream.wire.files.run_folder import TRAINED
 from slipstream.wire.files.trained_rows import cut_rows_from, keep_newest_rows
 from slipstream.wire.messages.broker import DeliveredTrajectory
@@ -31,17 +32,31 @@ class TrainedPart:
     proximal: Tensor  # [T] logprobs of the policy at the start of the step
 
 
+def open_rollout_log(settings: LearnerSettings) -> "RolloutLog | None":
+    """Open the log of a run; None if ``learner.rollouts_per_step`` is 0."""
+    learner = settings.learner
+    if not learner.rollouts_per_step:
+        return None
+    return RolloutLog(
+        settings.run.folder / "rollouts",
+        per_step=learner.rollouts_per_step,
+        seed=settings.run.seed,
+        max_bytes=learner.max_rollout_bytes,
+        tokenizer=Tokenizer.from_file(str(settings.model / "tokenizer.json")),
+    )
+
+
 def chosen(indices: Sequence[int], count: int, *, seed: int, step: int) -> list[int]:
     """Return ``count`` of the trajectories of a step, in order.
 
     A hash of seed, step and index decides, so every one has the same chance whatever its length,
     and the same ones are chosen again.
     """
-    return sorted(sorted(indices, key=lambda index: _lot(seed, step, index))[:count])
 
+    def draw(index: int) -> bytes:
+        return hashlib.blake2b(f"{seed}/{step}/{index}".encode(), digest_size=16).digest()
 
-def _lot(seed: int, step: int, index: int) -> bytes:
-    return hashlib.blake2b(f"{seed}/{step}/{index}".encode(), digest_size=16).digest()
+    return sorted(sorted(indices, key=draw)[:count])
 
 
 class RolloutLog:
@@ -65,9 +80,6 @@ class RolloutLog:
         self._per_step = per_step
         self._seed = seed
         self._max_bytes = max_bytes
-
-    def _size(self) -> int:
-        return self._path.stat().st_size if self._path.exists() else 0
 
     def forget_from(self, step: int) -> None:
         """Remove the rows of this step and later ones: they are trained again.
@@ -100,7 +112,8 @@ class RolloutLog:
             difference = (part.proximal - part.batch.behavior_logprobs)[start:end]
             lines.append(json.dumps(self._row(step, trajectories[index], token_ids, difference)))
         data = "".join(line + "\n" for line in lines).encode()
-        if self._size() + len(data) > self._max_bytes:
+        size = self._path.stat().st_size if self._path.exists() else 0
+        if size + len(data) > self._max_bytes:
             room = max(0, self._max_bytes - len(data))
             keep_newest_rows(self._path, min(self._max_bytes // 2, room))
         if len(data) > self._max_bytes:
@@ -136,7 +149,14 @@ class RolloutLog:
             "num_prompt_tokens": first,
             "token_ids": token_ids,
             "token_texts": self._texts(token_ids[first:]),
-            "version_runs": [_run(run) for run in header.version_runs],
+            "version_runs": [
+                {
+                    "first_token": run.first_token,
+                    "version": run.version.label,
+                    "step": run.version.step,
+                }
+                for run in header.version_runs
+            ],
             # |proximal - behavior|, mean over the run's tokens
             "logprob_abs_diff_by_run": _means(header.version_runs, difference.abs()),
             # proximal - behavior of each response token
@@ -157,11 +177,6 @@ class RolloutLog:
                 stream = DecodeStream(skip_special_tokens=False)
                 texts.append(self._tokenizer.decode([token], skip_special_tokens=False))
         return texts
-
-
-def _run(run: VersionRun) -> dict[str, object]:
-    version = run.version
-    return {"first_token": run.first_token, "version": version.label, "step": version.step}
 
 
 def _means(runs: tuple[VersionRun, ...], values: Tensor) -> list[float]:

@@ -33,7 +33,7 @@ def algorithm_of(settings: LearnerSettings) -> Algorithm:
     holds = any(one.part.name == "kl-cov" for one in choice.corrections)
     if holds and choice.anchor == "proximal" and settings.learner.minibatches == 1:
         raise ConfigError(
-            "algo.correction.kl-cov holds tokens to where the step begins (algo.anchor = "
+            "algo.correction.kl-cov holds tokens to the start of the step (algo.anchor = "
             '"proximal"), and the only minibatch is there: set learner.minibatches > 1 or '
             'algo.anchor = "behavior"'
         )
@@ -43,10 +43,10 @@ def algorithm_of(settings: LearnerSettings) -> Algorithm:
 
 
 def _refuse_teacher(teacher: TeacherOptions, sampling: SamplingSection) -> None:
-    """Refuse a teacher that nobody named, or that would tell of another distribution.
+    """Refuse a teacher without a name, or one of another distribution than the sampled one.
 
     Raises:
-        ConfigError: says which setting.
+        ConfigError: names the setting.
     """
     if not teacher.model and not teacher.endpoint:
         raise ConfigError(
@@ -55,12 +55,12 @@ def _refuse_teacher(teacher: TeacherOptions, sampling: SamplingSection) -> None:
         )
     if teacher.endpoint and sampling.temperature != 1.0:
         raise ConfigError(
-            "algo.teacher.endpoint tells log-probabilities at temperature 1, got "
+            "algo.teacher.endpoint answers with log-probabilities at temperature 1, got "
             f"sampling.temperature = {sampling.temperature:g}: algo.teacher.model takes any"
         )
     if teacher.endpoint and sampling.min_response_tokens > 0:
         raise ConfigError(
-            "algo.teacher.endpoint tells log-probabilities over the whole vocabulary, and "
+            "algo.teacher.endpoint has log-probabilities over the whole vocabulary, and "
             f"sampling.min_response_tokens = {sampling.min_response_tokens} bars the end of a "
             "response: algo.teacher.model bars it, too"
         )

@@ -28,7 +28,7 @@ PREFIX = "critic."
 class ValueHead(torch.nn.Module):
     """A linear layer from hidden states to values, whole on every tensor-parallel rank.
 
-    It begins at 0, so that a critic that was never trained expects nothing.
+    It starts at 0: an untrained critic predicts nothing.
     """
 
     def __init__(self, hidden_size: int, *, dtype: torch.dtype, sequence_parallel: bool) -> None:
@@ -62,7 +62,7 @@ def with_value_head(model: GPTModel) -> GPTModel:
 
 
 class Critic:
-    """What predicts the return from each state. Trained beside the policy, by its own optimizer."""
+    """Predicts the return from each state. Trained beside the policy, by its own optimizer."""
 
     def __init__(
         self, model: GPTModel, settings: LearnerSection, topology: Topology, *, decay_steps: int = 1
@@ -93,11 +93,11 @@ class Critic:
         self._trained.end_step()
 
     def sharded_state(self, *, is_loading: bool) -> dict[str, Any]:
-        """Return weights, optimizer and schedule in Megatron's description of who holds what."""
+        """Return weights, optimizer and schedule as Megatron's sharded state."""
         return self._trained.sharded_state(is_loading=is_loading, prefix=PREFIX)
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Take over what was loaded for ``sharded_state``."""
+        """Load what was read for ``sharded_state``."""
         self._trained.load_state(state, prefix=PREFIX)
 
 

@@ -10,6 +10,7 @@ import torch
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
+from slipstream.algos.compose import PolicyOutputs
 from slipstream.algos.diagnostics import Sums
 from slipstream.algos.linear_logprobs import (
     OutputLayer,
@@ -22,7 +23,6 @@ from slipstream.learner.config import LearnerSection
 from slipstream.learner.model.gpt import output_weight, packed_forward
 from slipstream.learner.model.topology import Topology
 from slipstream.learner.training.critic import Critic
-from slipstream.learner.training.outputs import Said
 from slipstream.learner.training.replicas import Replicas
 from slipstream.learner.training.trainable import LossFunction, Trainable
 
@@ -30,7 +30,7 @@ _REFERENCE_PREFIX = "reference."
 
 
 class Teacher(Protocol):
-    """Another policy, which tells how probable it finds the tokens of a batch."""
+    """Another policy, with its log-probabilities of the tokens of a batch."""
 
     def logprobs(self, batches: Sequence[PackedBatch]) -> list[Tensor]:
         """Return the log-probabilities [T] per microbatch."""
@@ -48,10 +48,10 @@ class ReferencePolicy:
     @torch.no_grad()
     def logprobs(self, batches: Sequence[PackedBatch]) -> list[Tensor]:
         """Return the log-probabilities [T] per microbatch."""
-        return [token_logprobs(batch, *self.said(batch)).logprobs for batch in batches]
+        return [token_logprobs(batch, *self.outputs(batch)).logprobs for batch in batches]
 
     @torch.no_grad()
-    def said(self, batch: PackedBatch) -> Reference:
+    def outputs(self, batch: PackedBatch) -> Reference:
         """Return its hidden states and output layer, from which KL is taken in full."""
         hidden = packed_forward(
             self._model, batch.token_ids, batch.position_ids, batch.cu_seqlens, batch.max_seqlen
@@ -60,25 +60,25 @@ class ReferencePolicy:
 
     @torch.no_grad()
     def renew(self, model: GPTModel) -> None:
-        """Take over the weights of a model of the same architecture."""
+        """Copy the weights of a model of the same architecture."""
         ours = dict(self._model.named_parameters())
         for name, weights in model.named_parameters():
             ours[name].copy_(weights)
 
     def sharded_state(self) -> dict[str, Any]:
-        """Return the weights in Megatron's description of who holds what."""
+        """Return the weights as Megatron's sharded state."""
         state: dict[str, Any] = self._model.sharded_state_dict(prefix=_REFERENCE_PREFIX)
         return state
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Take over what was loaded for ``sharded_state``."""
+        """Load what was read for ``sharded_state``."""
         self._model.load_state_dict(
             {name.removeprefix(_REFERENCE_PREFIX): value for name, value in state.items()}
         )
 
 
 class Policy:
-    """What is trained, with the models that help: a frozen reference policy and a critic."""
+    """The policy under training, with the models beside it: reference policy, teacher, critic."""
 
     def __init__(
         self,
@@ -105,8 +105,8 @@ class Policy:
             renews_reference: whether ``renew_reference`` is called now and then.
             teacher: what is distilled from, if something is.
             critic: what predicts returns, if something does.
-            needs_full_kl: whether a loss is told the KL from the reference over all tokens.
-            needs_squares: whether ``proximal`` tells the sum of squared probabilities.
+            needs_full_kl: whether a loss needs the KL from the reference over all tokens.
+            needs_squares: whether ``proximal`` computes the sum of squared probabilities.
         """
         self.model = model
         self.reference = reference
@@ -120,12 +120,12 @@ class Policy:
 
     @property
     def replicas(self) -> Replicas:
-        """Return how this replica speaks with the others."""
+        """The data-parallel replicas, for sums over all of them."""
         return self._trained.replicas
 
     @property
     def lr(self) -> float:
-        """Return the learning rate of the next optimizer update."""
+        """The learning rate of the next optimizer update."""
         return self._trained.lr
 
     def end_step(self, *, trained_policy: bool = True) -> None:
@@ -139,12 +139,12 @@ class Policy:
             self.critic.end_step()
 
     def renew_reference(self) -> None:
-        """Let the reference policy be what the policy is now."""
+        """Make the reference policy equal to the policy."""
         if self.reference is not None:
             self.reference.renew(self.model)
 
     def sharded_state(self, *, is_loading: bool, has_reference: bool = True) -> dict[str, Any]:
-        """Return weights, optimizers and schedules in Megatron's description of who holds what.
+        """Return weights, optimizers and schedules as Megatron's sharded state.
 
         Args:
             is_loading: whether the state is to be filled.
@@ -158,27 +158,27 @@ class Policy:
         return state
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Take over what was loaded for ``sharded_state``; settings of this run stay."""
+        """Load what was read for ``sharded_state``; settings of this run stay."""
         self._trained.load_state(state)
         if self.critic is not None:
             self.critic.load_state(state["critic"])
         if self.reference is not None and "reference" in state:
             self.reference.load_state(state["reference"])
 
-    def said(self, batch: PackedBatch) -> Said:
-        """Return what the tempered policy says at each token.
+    def outputs(self, batch: PackedBatch) -> PolicyOutputs:
+        """Return the tempered policy's figures for each token.
 
         Index t belongs to the token at t; 0.0 outside the loss mask, where nothing was chosen.
         """
         return self._trained.forward(batch)
 
     @torch.no_grad()
-    def proximal(self, batches: Sequence[PackedBatch]) -> list[Said]:
-        """Return what the policy says at each token, per microbatch, without gradient."""
-        return [self.said(batch) for batch in batches]
+    def proximal(self, batches: Sequence[PackedBatch]) -> list[PolicyOutputs]:
+        """Return the policy's figures for each token, per microbatch, without gradient."""
+        return [self.outputs(batch) for batch in batches]
 
     def update(
-        self, batches: Sequence[PackedBatch], loss_function: LossFunction[Said]
+        self, batches: Sequence[PackedBatch], loss_function: LossFunction[PolicyOutputs]
     ) -> tuple[Sums, float]:
         """Do one optimizer update; return the summed figures of all replicas, and the norm.
 
@@ -188,15 +188,15 @@ class Policy:
         """
         return self._trained.update(batches, loss_function)
 
-    def _read(self, batch: PackedBatch, hidden: Tensor) -> Said:
+    def _read(self, batch: PackedBatch, hidden: Tensor) -> PolicyOutputs:
         reference = None
         if self._needs_full_kl and self.reference is not None and torch.is_grad_enabled():
-            reference = self.reference.said(batch)
+            reference = self.reference.outputs(batch)
         layer = output_layer(self.model, self._topology, batch)
-        said = token_logprobs(batch, hidden, layer, reference)
+        outputs = token_logprobs(batch, hidden, layer, reference)
         if self._needs_squares and not torch.is_grad_enabled():
-            return said._replace(squares=token_squares(batch, hidden, layer))
-        return said
+            return outputs._replace(squares=token_squares(batch, hidden, layer))
+        return outputs
 
 
 def output_layer(model: GPTModel, topology: Topology, batch: PackedBatch) -> OutputLayer:
@@ -211,10 +211,10 @@ def output_layer(model: GPTModel, topology: Topology, batch: PackedBatch) -> Out
 
 def token_logprobs(
     batch: PackedBatch, hidden: Tensor, layer: OutputLayer, reference: Reference | None = None
-) -> Said:
-    """Return what is said about the token at each index, 0.0 outside the loss mask.
+) -> PolicyOutputs:
+    """Return the figures for the token at each index, 0.0 outside the loss mask.
 
-    The hidden state at t chooses the token at t + 1: what is said is shifted by one. The logits
+    The hidden state at t chooses the token at t + 1: its figures are shifted by one. The logits
     are divided by the temperature of their sequence, and tokens that end a response are
     barred where the engine barred them, as it does.
     """
@@ -226,7 +226,7 @@ def token_logprobs(
         barred=None if batch.end_barred is None else batch.end_barred.roll(-1),
         reference=reference,
     )
-    return Said(
+    return PolicyOutputs(
         _aligned(batch, following.logprobs),
         _aligned(batch, following.entropy),
         None if following.kl is None else _aligned(batch, following.kl),
@@ -248,5 +248,5 @@ def token_squares(batch: PackedBatch, hidden: Tensor, layer: OutputLayer) -> Ten
 
 
 def _aligned(batch: PackedBatch, following: Tensor) -> Tensor:
-    """Return at each token what was said in the place before it, 0.0 outside the mask. [T]."""
+    """Shift figures from the place before each token to the token, 0.0 outside the mask. [T]."""
     return torch.where(batch.loss_mask, following.roll(1), torch.zeros_like(following))

@@ -1,4 +1,4 @@
-"""What a learner step must know before its first gradient: forward passes, advantages, corrections.
+"""Forward passes, advantages and corrections computed before the first update of a learner step.
 
 All of it is of the weights that the step starts from. Sums go over all microbatches and replicas.
 
@@ -13,13 +13,15 @@ import torch
 from torch import Tensor
 
 from slipstream.algos.advantages import Outcomes
-from slipstream.algos.compose import Algorithm, Prepared, RightAnswers
+from slipstream.algos.compose import Algorithm, LossInputs, Prepared, RightAnswers
 from slipstream.algos.corrections import Correction
 from slipstream.algos.packing import Packing
 from slipstream.algos.reduce import Denominators
 from slipstream.algos.returns import Groups, TokenOutcomes, moments, whiten
 from slipstream.algos.surrogates import WholeMinibatch
 from slipstream.learner.batches.packing import PackedBatch
+from slipstream.learner.batches.plan import Indices, MinibatchPlan
+from slipstream.learner.training.step_data import StepData
 from slipstream.wire.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -27,24 +29,38 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Minibatch:
-    """This rank's share of one optimizer update."""
+class PreparedMinibatch:
+    """This rank's share of one optimizer update, with all that its losses need."""
 
-    batches: Sequence[PackedBatch]
-    indices: Sequence[Sequence[int]]  # trajectories of the step that each microbatch holds
-    members: Sequence[int]  # trajectories of the whole minibatch, those of other ranks included
+    batches: Sequence[PackedBatch]  # by microbatch, as all below
+    inputs: Sequence[LossInputs]
+    values: Sequence[Tensor | None]  # [T] of the critic, where there is one
+    returns: Sequence[Tensor | None]  # [T] that the critic learns
+    denominators: Denominators  # of all ranks together
+    is_at_start: bool
+    """True if its own training pass computes the proximal logprobs: no update comes before it."""
+
+    @property
+    def is_empty(self) -> bool:
+        """True if no rank has a token of it to train."""
+        return self.denominators.num_tokens == 0
+
+    @property
+    def proximal(self) -> list[Tensor]:
+        """The proximal logprobs [T]; empty where the training pass computes them."""
+        return [one.proximal for one in self.inputs if one.proximal is not None]
 
 
 @dataclass(slots=True)
-class Microbatch:
-    """One microbatch with all that its loss needs, filled by ``ready`` in the order of fields."""
+class _Microbatch:
+    """What is known of a microbatch, filled by ``prepare`` in the order of fields."""
 
     batch: PackedBatch
     packing: Packing
-    indices: Tensor  # [B] int64
+    indices: Tensor  # [B] int64, trajectories of the step
     copies: Tensor | None  # [B] int64, None if every trajectory is trained once
     lags: Tensor | None  # [T]
-    proximal: Tensor | None = None  # [T]; None until the forward pass of the training itself
+    proximal: Tensor | None = None  # [T]; None if the training pass computes them
     entropy: Tensor | None = None  # [T] of the proximal policy, where a correction needs it
     squares: Tensor | None = None  # [T] of the proximal policy, where advantages need it
     reference: Tensor | None = None  # [T]
@@ -52,72 +68,61 @@ class Microbatch:
     values: Tensor | None = None  # [T]
     advantages: Tensor = field(default_factory=lambda: torch.empty(0))  # [T]
     returns: Tensor | None = None  # [T]
-    right: RightAnswers | None = None
     correction: Correction | None = None
 
     @property
     def trained(self) -> Tensor:
-        """Return the tokens that are in the batch at least once, [T] bool."""
+        """The tokens that are in the batch at least once, [T] bool."""
         return self.packing.present(self.copies)
 
 
-@dataclass(frozen=True, slots=True)
-class Ready:
-    """A minibatch that can be trained."""
-
-    microbatches: Sequence[Microbatch]
-    denominators: Denominators
-    kept: Denominators | None  # of the surrogate, where rejected tokens do not count
-    whole: WholeMinibatch | None = None  # where the surrogate is shown it
-
-    @property
-    def is_empty(self) -> bool:
-        """Return whether no rank has a token of it to train."""
-        return self.denominators.num_tokens == 0
-
-    @property
-    def batches(self) -> list[PackedBatch]:
-        """Return what the models read."""
-        return [one.batch for one in self.microbatches]
-
-
-def ready(
+def prepare(
     policy: "Policy",
-    minibatches: Sequence[Minibatch],
-    outcomes: Outcomes,
-    prepared: Prepared,
+    batches: Sequence[Sequence[PackedBatch]],
+    plans: Sequence[MinibatchPlan],
+    data: StepData,
+    shaped: Prepared,
     algorithm: Algorithm,
-    *,
-    step: int,
-    trains_policy: bool,
-) -> list[Ready]:
-    """Do every forward pass that comes before training; return the minibatches with the results.
+) -> list[PreparedMinibatch]:
+    """Compute everything that comes before training; return the minibatches with the results.
 
-    The first minibatch is computed with the weights that the step starts from: unless something
-    has to know them earlier, its proximal logprobs are those of its training pass, and cost none
+    The first minibatch is trained with the weights that the step starts from: unless something
+    needs them earlier, its proximal logprobs are those of its training pass, without a forward pass
     of their own.
+
+    Args:
+        policy: computes the forward passes; does not change.
+        batches: this rank's microbatches, by minibatch.
+        plans: of the minibatches, equal on all ranks.
+        data: of the step.
+        shaped: the rewards to learn from, and how often each trajectory is trained.
+        algorithm: of the run.
 
     Raises:
         ConfigError: the advantage cannot be computed from such rewards.
     """
+    trains_policy = algorithm.trains_policy(data.step)
     needs_all = algorithm.needs_proximal or not trains_policy
-    shares = [_laid_out(minibatch, prepared.copies, step) for minibatch in minibatches]
+    shares = [
+        _lay_out(of_minibatch, plan.microbatches[policy.replicas.rank], shaped.copies, data.step)
+        for of_minibatch, plan in zip(batches, plans, strict=True)
+    ]
     for number, share in enumerate(shares):
-        _do_forward_passes(policy, share, algorithm, needs_proximal=needs_all or number > 0)
+        _run_forward_passes(policy, share, algorithm, needs_proximal=needs_all or number > 0)
     everything = [one for share in shares for one in share]
     try:
-        _fill_advantages(policy, everything, outcomes, prepared, algorithm)
+        _fill_advantages(policy, everything, data.outcomes, shaped, algorithm)
     except ValueError as error:  # of a part: these rewards are not for it
         name = algorithm.choice.advantage.part.name
         raise ConfigError(f"algo.advantage = {name!r} cannot be taken here: {error}") from error
-    result = []
-    for share, minibatch in zip(shares, minibatches, strict=True):
-        members = list(minibatch.members)
-        lengths, copies = outcomes.lengths[members], prepared.copies[members]
+    minibatches = []
+    for number, (share, plan) in enumerate(zip(shares, plans, strict=True)):
+        members = plan.members
+        lengths, copies = data.outcomes.lengths[members], shaped.copies[members]
         denominators = algorithm.denominators(
             float((lengths * copies).sum()), float(((lengths > 0) * copies).sum())
         )
-        _mark_right_answers(share, members, outcomes, prepared, algorithm)
+        right = _right_answers(share, members, data.outcomes, shaped, algorithm)
         kept = whole = None
         if algorithm.corrects_before and trains_policy:
             counts = _correct(policy, share, algorithm)
@@ -125,62 +130,46 @@ def ready(
                 kept = algorithm.denominators(*counts)
         if algorithm.shows_minibatch and trains_policy:
             whole = _whole(policy.replicas.gathered, share)
-        result.append(Ready(share, denominators, kept, whole))
-    return result
+        minibatches.append(
+            PreparedMinibatch(
+                batches=[one.batch for one in share],
+                inputs=[
+                    LossInputs(
+                        proximal=one.proximal,
+                        behavior=one.batch.behavior_logprobs,
+                        advantages=one.advantages,
+                        packing=one.packing,
+                        denominators=denominators,
+                        kept=kept,
+                        reference=one.reference,
+                        teacher=one.teacher,
+                        lags=one.lags,
+                        copies=one.copies,
+                        right=answers,
+                        minibatch=whole,
+                        correction=one.correction,
+                    )
+                    for one, answers in zip(share, right, strict=True)
+                ],
+                values=[one.values for one in share],
+                returns=[one.returns for one in share],
+                denominators=denominators,
+                is_at_start=not needs_all and number == 0,
+            )
+        )
+    return minibatches
 
 
-def _do_forward_passes(
-    policy: "Policy", share: Sequence[Microbatch], algorithm: Algorithm, *, needs_proximal: bool
-) -> None:
-    """Ask every model that has a say about a minibatch."""
-    batches = [one.batch for one in share]
-    if needs_proximal:
-        for one, said in zip(share, policy.proximal(batches), strict=True):
-            one.proximal, one.entropy, one.squares = said.logprobs, said.entropy, said.squares
-    if policy.reference is not None and algorithm.needs_reference_logprobs:
-        _fill(share, "reference", policy.reference.logprobs(batches))
-    if policy.teacher is not None:
-        _fill(share, "teacher", policy.teacher.logprobs(batches))
-    if policy.critic is not None:
-        _fill(share, "values", policy.critic.values(batches))
-
-
-def _mark_right_answers(
-    share: Sequence[Microbatch],
-    members: Sequence[int],
-    outcomes: Outcomes,
-    prepared: Prepared,
-    algorithm: Algorithm,
-) -> None:
-    """Tell the microbatches of a minibatch which of their answers are imitated."""
-    if algorithm.choice.likelihood.coefficient == 0:
-        return
-    is_right = outcomes.rewards >= algorithm.choice.likelihood.least_reward
-    tokens = (outcomes.lengths * prepared.copies * is_right)[list(members)]
-    for one in share:
-        here = is_right[one.indices].to(one.batch.loss_mask.device)
-        one.right = RightAnswers(is_right=here, num_tokens=float(tokens.sum()))
-
-
-def _whole(gathered: Callable[[Tensor], Tensor], share: Sequence[Microbatch]) -> WholeMinibatch:
-    def everywhere(values: Callable[[Microbatch], Tensor]) -> Tensor:
-        return gathered(torch.cat([values(one)[one.trained] for one in share]))
-
-    return WholeMinibatch(
-        proximal=everywhere(lambda one: _known(one.proximal, "proximal")),
-        behavior=everywhere(lambda one: one.batch.behavior_logprobs),
-        advantages=everywhere(lambda one: one.advantages),
-    )
-
-
-def _laid_out(minibatch: Minibatch, copies: Tensor, step: int) -> list[Microbatch]:
+def _lay_out(
+    batches: Sequence[PackedBatch], indices: Sequence[Indices], copies: Tensor, step: int
+) -> list[_Microbatch]:
     everyone_once = bool((copies == 1).all())
     share = []
-    for batch, indices in zip(minibatch.batches, minibatch.indices, strict=True):
-        index = torch.tensor(list(indices), dtype=torch.int64)
+    for batch, of_batch in zip(batches, indices, strict=True):
+        index = torch.tensor(list(of_batch), dtype=torch.int64)
         device = batch.loss_mask.device
         share.append(
-            Microbatch(
+            _Microbatch(
                 batch=batch,
                 packing=Packing.of(batch.loss_mask, batch.cu_seqlens),
                 indices=index,
@@ -191,23 +180,80 @@ def _laid_out(minibatch: Minibatch, copies: Tensor, step: int) -> list[Microbatc
     return share
 
 
-def _fill(share: Sequence[Microbatch], name: str, values: Sequence[Tensor]) -> None:
-    for one, value in zip(share, values, strict=True):
-        setattr(one, name, value)
+def _run_forward_passes(
+    policy: "Policy", share: Sequence[_Microbatch], algorithm: Algorithm, *, needs_proximal: bool
+) -> None:
+    """Run every model whose outputs a minibatch needs."""
+    batches = [one.batch for one in share]
+    if needs_proximal:
+        for one, outputs in zip(share, policy.proximal(batches), strict=True):
+            one.proximal, one.entropy = outputs.logprobs, outputs.entropy
+            one.squares = outputs.squares
+    if policy.reference is not None and algorithm.needs_reference_logprobs:
+        for one, logprobs in zip(share, policy.reference.logprobs(batches), strict=True):
+            one.reference = logprobs
+    if policy.teacher is not None:
+        for one, logprobs in zip(share, policy.teacher.logprobs(batches), strict=True):
+            one.teacher = logprobs
+    if policy.critic is not None:
+        for one, values in zip(share, policy.critic.values(batches), strict=True):
+            one.values = values
+
+
+def _right_answers(
+    share: Sequence[_Microbatch],
+    members: Sequence[int],
+    outcomes: Outcomes,
+    shaped: Prepared,
+    algorithm: Algorithm,
+) -> list[RightAnswers | None]:
+    """Return which answers of each microbatch are imitated."""
+    if algorithm.choice.likelihood.coefficient == 0:
+        return [None] * len(share)
+    is_right = outcomes.rewards >= algorithm.choice.likelihood.least_reward
+    tokens = (outcomes.lengths * shaped.copies * is_right)[list(members)]
+    return [
+        RightAnswers(
+            is_right=is_right[one.indices].to(one.batch.loss_mask.device),
+            num_tokens=float(tokens.sum()),
+        )
+        for one in share
+    ]
+
+
+def _whole(gathered: Callable[[Tensor], Tensor], share: Sequence[_Microbatch]) -> WholeMinibatch:
+    def everywhere(values: Callable[[_Microbatch], Tensor]) -> Tensor:
+        return gathered(torch.cat([values(one)[one.trained] for one in share]))
+
+    return WholeMinibatch(
+        proximal=everywhere(lambda one: _known(one.proximal, "proximal")),
+        behavior=everywhere(lambda one: one.batch.behavior_logprobs),
+        advantages=everywhere(lambda one: one.advantages),
+    )
 
 
 def _fill_advantages(
     policy: "Policy",
-    everything: Sequence[Microbatch],
+    everything: Sequence[_Microbatch],
     outcomes: Outcomes,
-    prepared: Prepared,
+    shaped: Prepared,
     algorithm: Algorithm,
 ) -> None:
     """Give every token its advantage, and the critic its targets."""
-    shaped = replace(outcomes, rewards=prepared.rewards)
-    charges = [_kl_charge(one, algorithm) for one in everything]
+    outcomes = replace(outcomes, rewards=shaped.rewards)
+    charges: list[Tensor | None] = [None] * len(everything)
+    if algorithm.charges_kl:
+        to_reference = algorithm.choice.kl.to == "reference"
+        charges = [
+            algorithm.reward_kl(
+                _known(one.proximal, "proximal"),
+                _known(one.reference, "reference") if to_reference else one.batch.behavior_logprobs,
+                one.packing.mask,
+            )
+            for one in everything
+        ]
     if algorithm.is_token_level:
-        rewards = shaped.centered() if algorithm.centers_rewards else shaped.rewards
+        rewards = outcomes.centered() if algorithm.centers_rewards else outcomes.rewards
         rewarded = [
             algorithm.token_rewards(_here(rewards[one.indices], one), charge, one.packing)
             for one, charge in zip(everything, charges, strict=True)
@@ -227,13 +273,13 @@ def _fill_advantages(
                 )
                 one.advantages, one.returns = result.advantages, result.returns
     else:
-        total = torch.zeros_like(shaped.rewards)
+        total = torch.zeros_like(outcomes.rewards)
         for one, charge in zip(everything, charges, strict=True):
             if charge is not None:
                 total[one.indices] = one.packing.sums(charge).to(total)
         if algorithm.charges_kl:
             total = algorithm.choice.kl.coefficient * policy.replicas.summed(total)
-        charged = replace(shaped, rewards=shaped.rewards - total)
+        charged = replace(outcomes, rewards=outcomes.rewards - total)
         advantages = algorithm.trajectory_advantages(charged)
         for one in everything:
             one.advantages = one.packing.spread(_here(advantages[one.indices], one))
@@ -248,7 +294,7 @@ def _fill_advantages(
 
 def _fill_from_whole_step(
     policy: "Policy",
-    everything: Sequence[Microbatch],
+    everything: Sequence[_Microbatch],
     rewarded: Sequence[Tensor],
     outcomes: Outcomes,
     algorithm: Algorithm,
@@ -281,24 +327,15 @@ def _fill_from_whole_step(
             one.returns = mine
 
 
-def _joined(several: Sequence[Microbatch], masks: Sequence[Tensor]) -> Packing:
+def _joined(several: Sequence[_Microbatch], masks: Sequence[Tensor]) -> Packing:
     """Return the layout of several microbatches laid end to end, with these masks."""
     starts = torch.tensor([0, *(one.packing.num_sequences for one in several)]).cumsum(0).tolist()
     sequence = [one.packing.sequence + at for one, at in zip(several, starts, strict=False)]
     return Packing(torch.cat(list(masks)), torch.cat(sequence), starts[-1])
 
 
-def _here(values: Tensor, one: Microbatch) -> Tensor:
+def _here(values: Tensor, one: _Microbatch) -> Tensor:
     return values.to(one.batch.loss_mask.device, torch.float32)
-
-
-def _kl_charge(one: Microbatch, algorithm: Algorithm) -> Tensor | None:
-    if not algorithm.charges_kl:
-        return None
-    other = one.batch.behavior_logprobs
-    if algorithm.choice.kl.to == "reference":
-        other = _known(one.reference, "reference")
-    return algorithm.reward_kl(_known(one.proximal, "proximal"), other, one.packing.mask)
 
 
 def _known(values: Tensor | None, what: str) -> Tensor:
@@ -309,7 +346,7 @@ def _known(values: Tensor | None, what: str) -> Tensor:
 
 def _whiten(
     summed: Callable[[Tensor], Tensor],
-    everything: Sequence[Microbatch],
+    everything: Sequence[_Microbatch],
     outcomes: Outcomes,
     algorithm: Algorithm,
 ) -> None:
@@ -343,7 +380,7 @@ def _whiten(
 
 
 def _correct(
-    policy: "Policy", share: Sequence[Microbatch], algorithm: Algorithm
+    policy: "Policy", share: Sequence[_Microbatch], algorithm: Algorithm
 ) -> tuple[float, float]:
     """Correct a whole minibatch at once; return how many tokens and sequences are kept."""
     sizes = [len(one.packing.mask) for one in share]

@@ -1,4 +1,4 @@
-"""What the replicas of a model tell each other about a step: sums, and all that each of them has.
+"""What the replicas of a model exchange in a step: sums, and the values of all of them.
 
 Every rank of the learner calls these together; ranks of one replica hold the same and get the same.
 """
@@ -19,6 +19,7 @@ class Replicas:
         """Take the group of ranks that hold the same part of different replicas."""
         self._group = topology.data_group
         self._count = topology.data_parallel
+        self.rank = topology.data_parallel_rank  # this replica among them
 
     def summed(self, values: Tensor) -> Tensor:
         """Return the sum over replicas, where ``values`` are. Any shape, equal on all ranks."""

@@ -1,6 +1,6 @@
-"""A teacher behind an SGLang server: what it says about the tokens of a batch, over HTTP.
+"""A teacher behind an SGLang server: its log-probabilities of the tokens of a batch, over HTTP.
 
-One rank of each model replica asks and tells the others. The server reads prompts alone
+One rank of each model replica asks and broadcasts the answer. The server reads prompts alone
 (``max_new_tokens = 0``) and answers with the log-probability of every token of them, at temperature
 1 and over its whole vocabulary: learner/training/algorithm.py refuses runs that sample otherwise.
 
@@ -36,8 +36,8 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.2, 5.0  # before what failed is asked again
-_ROUND_S = 1.0  # after which ranks that wait for an answer hear that there is none yet
-_COME_AGAIN = (408, 429)  # what a server says that is not ready
+_ROUND_S = 1.0  # after which ranks that wait for an answer learn that there is none yet
+_COME_AGAIN = (408, 429)  # of a server that is not ready
 _MOST_BYTES, _MOST_BYTES_OF_TOKEN = 1 << 20, 256  # of an answer
 _SHOWN_CHARACTERS = 200
 _ABOVE_0 = 1e-3  # nats: what rounding may add to the log-probability of a certain token
@@ -60,8 +60,8 @@ class EndpointTeacher:
     ) -> None:
         """Ask one question, so that a wrong server is known at the start.
 
-        SGLang does not tell the size of its vocabulary, and ends where it is asked about a token
-        that it does not have: that teacher and policy have the same tokens is the user's word.
+        SGLang does not report the size of its vocabulary, and ends if it is asked about a token
+        that it does not have: the user is responsible for equal tokens of teacher and policy.
 
         Args:
             options: [algo.teacher].
@@ -71,7 +71,7 @@ class EndpointTeacher:
 
         Raises:
             ConfigError: the address or the key is wrong, or it is no server of SGLang's.
-            PeerLostError: nobody answers there.
+            PeerLostError: there is no answer.
         """
         refuse_no_address(options.endpoint)
         self._url = options.endpoint.rstrip("/") + "/generate"
@@ -97,17 +97,17 @@ class EndpointTeacher:
             try:
                 asyncio.run(self._all([([0, 0], 1)]))
             except EngineError as error:
-                raise ConfigError(f"nobody to learn from: {error}") from error
+                raise ConfigError(f"the teacher cannot be used: {error}") from error
 
     def logprobs(self, batches: Sequence[PackedBatch]) -> list[Tensor]:
         """Return the log-probabilities [T] per microbatch, 0.0 outside the loss mask.
 
-        Every rank calls this; all of them wait until whoever asks is done, and fail together.
+        Every rank calls this; all of them wait until the asking ranks are done, and fail together.
 
         Raises:
             PeerLostError: the server did not answer for ``timeout_s``.
             EngineError: it answered with an error, or of other tokens.
-            ConfigError: tokens were sampled from another distribution than it tells of.
+            ConfigError: tokens were sampled from another distribution than its answers are of.
         """
         result = [torch.zeros_like(batch.behavior_logprobs) for batch in batches]
         asked = self._thread.submit(self._fill, batches, result) if self._asks else None
@@ -196,7 +196,7 @@ class EndpointTeacher:
             return 0, f"{type(error).__name__}: {error}".encode()
 
     def _shown(self, body: bytes) -> str:
-        """Return a line of what the server said, which may repeat what it was told."""
+        """Return a line of the reply, without the key, which a server may repeat."""
         if self._key:
             body = body.replace(self._key, b"(key)")
         line = visible(" ".join(body.decode(errors="replace").split()))
@@ -209,25 +209,27 @@ class EndpointTeacher:
             EngineError: the reply is of other tokens, or holds what is no log-probability.
         """
         try:
-            told = msgspec.json.decode(body, type=_Reply).meta_info.input_token_logprobs
+            found = msgspec.json.decode(body, type=_Reply).meta_info.input_token_logprobs
         except msgspec.DecodeError as error:
             raise EngineError(
                 f"the teacher's reply ({self._url}) cannot be read: {error}: {self._shown(body)}"
             ) from error
-        told = told[-len(tokens) :]
-        if len(told) != len(tokens) or not all(
+        found = found[-len(tokens) :]
+        if len(found) != len(tokens) or not all(
             # SGLang calls the last token of the vocabulary 0, and means itself.
             token == asked or (token == 0 and asked == self._last_token)
-            for (_, token, _), asked in zip(told, tokens, strict=True)
+            for (_, token, _), asked in zip(found, tokens, strict=True)
         ):
             raise EngineError(
                 f"the teacher ({self._url}) was asked about {len(tokens)} tokens and answered "
-                f"about others ({len(told)} of them)"
+                f"about others ({len(found)} of them)"
             )
-        values = [math.nan if value is None else value for value, _, _ in told]
+        values = [math.nan if value is None else value for value, _, _ in found]
         for value in values:
             if not _LEAST <= value <= _ABOVE_0:
-                raise EngineError(f"the teacher ({self._url}) told a log-probability of {value:g}")
+                raise EngineError(
+                    f"the teacher ({self._url}) answered with a log-probability of {value:g}"
+                )
         return values
 
 
@@ -248,17 +250,17 @@ def _refuse_other_distribution(batch: PackedBatch) -> None:
     """Refuse tokens that were not sampled at temperature 1 from the whole vocabulary.
 
     Raises:
-        ConfigError: says what they were sampled from.
+        ConfigError: names what they were sampled from.
     """
     temperatures = batch.temperature[batch.loss_mask]
     if bool((temperatures != 1.0).any()):
         raise ConfigError(
-            "algo.teacher.endpoint tells log-probabilities at temperature 1, and these answers "
+            "algo.teacher.endpoint answers with log-probabilities at temperature 1; these answers "
             f"were sampled at {float(temperatures[temperatures != 1.0][0]):g}"
         )
     if batch.end_barred is not None and bool(batch.end_barred.any()):
         raise ConfigError(
-            "algo.teacher.endpoint tells log-probabilities over the whole vocabulary, and these "
+            "algo.teacher.endpoint has log-probabilities over the whole vocabulary, and these "
             "answers were not allowed to end at first (min_response_tokens)"
         )
 

@@ -28,7 +28,7 @@ from slipstream.learner.training.schedule import make_scheduler
 
 Output = TypeVar("Output")
 LossFunction = Callable[[int, PackedBatch, Output], tuple[Tensor, Sums]]
-"""(microbatch number, batch, what the model says) -> (loss [], sums to log)."""
+"""(microbatch number, batch, outputs of the model) -> (loss [], sums to log)."""
 
 
 class Trainable(Generic[Output]):
@@ -82,7 +82,7 @@ class Trainable(Generic[Output]):
 
     @property
     def lr(self) -> float:
-        """Return the learning rate of the next optimizer update."""
+        """The learning rate of the next optimizer update."""
         return float(self._optimizer.param_groups[0]["lr"])
 
     def end_step(self) -> None:
@@ -90,13 +90,13 @@ class Trainable(Generic[Output]):
         self._scheduler.step(1)
 
     def sharded_state(self, *, is_loading: bool, prefix: str = "") -> dict[str, Any]:
-        """Return weights, optimizer and schedule in Megatron's description of who holds what."""
+        """Return weights, optimizer and schedule as Megatron's sharded state."""
         model = self.model.sharded_state_dict(prefix=prefix)
         optimizer = self._optimizer.sharded_state_dict(model, is_loading=is_loading)
         return {"model": model, "optimizer": optimizer, "scheduler": self._scheduler.state_dict()}
 
     def load_state(self, state: dict[str, Any], *, prefix: str = "") -> None:
-        """Take over what was loaded for ``sharded_state``; settings of this run stay."""
+        """Load what was read for ``sharded_state``; settings of this run stay."""
         weights = {name.removeprefix(prefix): value for name, value in state["model"].items()}
         self.model.load_state_dict(weights)
         groups = self._optimizer.param_groups
@@ -107,7 +107,7 @@ class Trainable(Generic[Output]):
         self._scheduler.load_state_dict(state["scheduler"])
 
     def forward(self, batch: PackedBatch) -> Output:
-        """Return what the model says about a batch."""
+        """Return the outputs of the model for a batch."""
         return self._read(batch, _outputs(self._ddp, batch))
 
     def update(

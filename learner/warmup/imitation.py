@@ -1,7 +1,7 @@
 """What the warm-up does: a policy imitates demonstrations until enough of its answers are right.
 
 What update N trains on and what is sampled after it depend on N alone. So a warm-up that was cut
-off and goes on makes the policy, bit for bit, that an uninterrupted one makes in processes alike.
+off and resumed makes the policy, bit for bit, that an uninterrupted one makes in equal processes.
 
 Shapes: T tokens of B sequences laid end to end.
 """
@@ -28,6 +28,7 @@ device.prepare()
 from megatron.core.models.gpt import GPTModel  # noqa: E402
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed  # noqa: E402
 
+from slipstream.algos.compose import PolicyOutputs  # noqa: E402
 from slipstream.algos.diagnostics import Sums  # noqa: E402
 from slipstream.algos.reduce import token_mean  # noqa: E402
 from slipstream.learner.batches.packing import PackedBatch, TrainSequence, pack  # noqa: E402
@@ -36,7 +37,6 @@ from slipstream.learner.model.gpt import build_model, packed_logits  # noqa: E40
 from slipstream.learner.model.hf_config import load_hf_config  # noqa: E402
 from slipstream.learner.model.hf_weights import load_hf_weights, save_hf_folder  # noqa: E402
 from slipstream.learner.model.topology import Topology, destroy_topology, init_topology  # noqa: E402
-from slipstream.learner.training.outputs import Said  # noqa: E402
 from slipstream.learner.training.policy import Policy  # noqa: E402
 from slipstream.learner.warmup.progress import Progress, digests  # noqa: E402
 from slipstream.wire.errors import ConfigError, SlipstreamError  # noqa: E402
@@ -125,8 +125,8 @@ def imitate(policy: Policy, rows: Sequence[Row]) -> None:
     batch = pack([_sequence(row.prompt, row.answer) for row in rows], device.device())
     num_tokens = int(batch.loss_mask.sum())
 
-    def loss(_number: int, batch: PackedBatch, said: Said) -> tuple[Tensor, Sums]:
-        return token_mean(-said.logprobs, batch.loss_mask, global_num_tokens=num_tokens), {}
+    def loss(_number: int, batch: PackedBatch, outputs: PolicyOutputs) -> tuple[Tensor, Sums]:
+        return token_mean(-outputs.logprobs, batch.loss_mask, global_num_tokens=num_tokens), {}
 
     policy.update([batch], loss)
 
@@ -208,7 +208,9 @@ def warm_up(job: WarmUp, *, is_stopped: Callable[[], bool]) -> bool:
         progress.remove()
         _log.info("wrote %s", job.out)
         if held_out is not None:
-            _round(policy.model, dtype)
+            with torch.no_grad():  # the values that a file of this type holds are measured
+                for parameter in policy.model.parameters():
+                    parameter.copy_(parameter.to(dtype))
             found = measure(policy.model, held_out)
             _log.info("held out: greedy accuracy %.3f, sampled %.3f", found.greedy, found.sampled)
     return True
@@ -245,7 +247,7 @@ def _imitate_until(
         if stops or (updates % _KEEP_EVERY == 0 and updates > began_at):
             progress.keep(policy, updates)
         if stops:
-            _log.info("stopped: the same call goes on from %d updates", updates)
+            _log.info("stopped: the same call resumes from %d updates", updates)
             return False
         rows = random.Random(updates).choices(demonstrations, k=_BATCH)  # noqa: S311 not for secrets
         imitate(policy, rows)
@@ -282,10 +284,3 @@ def _filled_model(folder: Path) -> GPTModel:
     if any(folder.glob("*.safetensors")):
         load_hf_weights(model, folder)
     return model
-
-
-@torch.no_grad()
-def _round(model: GPTModel, dtype: torch.dtype) -> None:
-    """Give the parameters the values that a file of this type holds: what is measured is that."""
-    for parameter in model.parameters():
-        parameter.copy_(parameter.to(dtype))

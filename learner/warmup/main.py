@@ -21,13 +21,13 @@ _EPILOG = """example:
   python -m slipstream.learner.warmup.main --model blank --demonstrations demos.jsonl \\
       --data train.jsonl --out warm --target 0.2
 
-Progress is kept in OUT.progress, also on Ctrl-C and SIGTERM. The same call goes on from there,
-one with another model or other demonstrations or data begins anew.
+Progress is kept in OUT.progress, also on Ctrl-C and SIGTERM. The same call resumes from there;
+one with another model or other demonstrations or data starts over.
 """
 
 
 class _Stop:
-    """Whether a signal asked this process to end. The first one only says so."""
+    """Whether a signal asked this process to stop. The first one only sets the flag."""
 
     def __init__(self) -> None:
         self.requested = False

@@ -1,6 +1,6 @@
 """How far a warm-up is: policy, optimizer and random numbers after some number of updates.
 
-OUT.progress/ holds ``inputs.json``, which says what the warm-up was called with, and one
+OUT.progress/ holds ``inputs.json``, which records the inputs of the warm-up, and one
 checkpoint. A checkpoint appears whole (learner/checkpoints/files.py), and what belongs to other
 inputs is removed before they are written down: whatever is read there belongs together.
 """
@@ -69,7 +69,7 @@ class Progress:
         self._topology = topology
 
     def resume(self, build: Callable[[], Policy]) -> tuple[Policy, int]:
-        """Return the policy to go on with, and how many updates it has behind it.
+        """Return the policy to continue with, and its number of updates so far.
 
         Args:
             build: makes the policy before its first update.
@@ -91,7 +91,7 @@ class Progress:
             except ConfigError as error:
                 _log.error("%s is passed over: %s", path, error)
             else:
-                _log.info("going on from %d updates in %s", infos[path].step, self.folder)
+                _log.info("resuming from %d updates in %s", infos[path].step, self.folder)
                 return policy, infos[path].step
         return build(), 0
 
@@ -124,19 +124,19 @@ class Progress:
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def _is_ours(self) -> bool:
-        """Tell whether what is there was made with the same inputs; say so if it was not."""
+        """True if the folder was made with the same inputs; logs it if not."""
         file = self.folder / _INPUTS
         try:
             found = msgspec.json.decode(file.read_bytes(), type=dict[str, str])
         except FileNotFoundError:
             return False
         except (OSError, msgspec.DecodeError) as error:
-            _log.error("%s is passed over, beginning anew: %s", file, error)
+            _log.error("%s is ignored, starting over: %s", file, error)
             return False
         names = sorted(self._inputs.keys() | found.keys())
         other = [name for name in names if self._inputs.get(name) != found.get(name)]
         if other:
-            _log.info("%s was made with another %s: beginning anew", self.folder, ", ".join(other))
+            _log.info("%s was made with another %s: starting over", self.folder, ", ".join(other))
         return not other
 
     def _begin(self) -> None:

@@ -133,7 +133,7 @@ def test_what_cannot_be_resumed_from_is_refused_with_its_reason(tmp_path: Path):
     assert "its parameters are float32 there and bfloat16 here (learner.dtype)" in refused(
         resume, "learner.dtype=bfloat16"
     )
-    assert f"{checkpoint} holds no critic, and algo.advantage needs one: go on with" in refused(
+    assert f"{checkpoint} holds no critic, and algo.advantage needs one: resume with" in refused(
         resume, "algo.preset=ppo"
     )
     other = tmp_path / "other"
@@ -171,7 +171,7 @@ def test_a_save_that_fails_leaves_the_one_before_and_training_goes_on(tmp_path: 
     output = finish(replays.start("a", *settings, max_file_bytes=400_000))
     folder = run / "checkpoints"
     assert f"cannot write the checkpoint {folder / 'step-000002'}: rank 0: File too large" in output
-    assert "training goes on" in output
+    assert "training continues" in output
     assert [path.name for path in folder.iterdir()] == ["step-000001"]
     assert [row["checkpoint/failed"] for row in rows(run)] == [0.0, 0.0, 1.0]
 
@@ -188,7 +188,7 @@ def test_a_folder_that_cannot_be_written_is_refused_at_the_start(tmp_path: Path)
 def test_a_checkpoint_with_a_part_missing_or_cut_off_is_damaged_and_says_which(tmp_path: Path):
     model, work = write_tiny_model(tmp_path / "model", "llama"), tmp_path / "work"
     work.mkdir()
-    outputs([start(work, "damaged", model, work)])
+    outputs([start(work, "support.ranks.damaged", model, work)])
     (refused,) = reports(work, 1)
     assert len(refused) == 25, "five files, and five ways to damage each"
     for name, reason in refused.items():

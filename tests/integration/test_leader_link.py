@@ -9,7 +9,7 @@ import pytest
 from slipstream.deploy.examples.addition import write_blank_model
 from slipstream.learner.batches.background import BackgroundLoop
 from slipstream.learner.batches.broker_link import LeaderLink
-from slipstream.learner.batches.orders import Rejection, StepOrder
+from slipstream.learner.batches.orders import Rejection, StepPlan
 from slipstream.learner.config import LearnerSettings, learner_settings
 from slipstream.learner.publish.relay_link import RelayLaunch
 from slipstream.wire.messages.broker import (
@@ -92,7 +92,7 @@ def test_a_stop_that_was_planned_while_the_learner_waits_reaches_it_at_once(tmp_
 
 
 def groups_of(order: object) -> list[int]:
-    assert isinstance(order, StepOrder), order
+    assert isinstance(order, StepPlan), order
     return [group.group_id for group in order.batch.groups]
 
 
@@ -105,7 +105,7 @@ def test_batches_are_prefetched_rejected_and_sealed_at_the_broker(tmp_path: Path
             link = LeaderLink(loop, settings, PhaseClock(), lambda: False, relay=RelayLaunch())
             version = link.take_over(0, "", None)
             first = link.next_order(version, max_wait_s=HANG_S)
-            assert isinstance(first, StepOrder)
+            assert isinstance(first, StepPlan)
             assert len(link.fetch(0, first.keys(0))) == 2
             link.begin_prefetch(1)
             assert is_bound.wait(HANG_S), "the next batch was not asked for"
@@ -116,7 +116,7 @@ def test_batches_are_prefetched_rejected_and_sealed_at_the_broker(tmp_path: Path
             link.reject_batch(version, Rejection("nonfinite", tuple(groups_of(second)), "why not"))
             instead = link.next_order(version, max_wait_s=HANG_S)
             assert set(groups_of(instead)).isdisjoint(groups_of(first) + groups_of(second))
-            assert isinstance(instead, StepOrder)
+            assert isinstance(instead, StepPlan)
             assert groups_of(link.next_order(version, max_wait_s=0.0)) == groups_of(instead)
             payloads = link.fetch(1, instead.keys(0))
             assert sorted(bytes(payload) for payload in payloads) == [b"payload 0", b"payload 1"]
@@ -126,7 +126,7 @@ def test_batches_are_prefetched_rejected_and_sealed_at_the_broker(tmp_path: Path
             link.seal(version, step=2, oldest_kept=2)
 
             third = link.next_order(version, max_wait_s=HANG_S)
-            assert isinstance(third, StepOrder)
+            assert isinstance(third, StepPlan)
             link.fetch(2, third.keys(0))
             link.begin_prefetch(3)
             version = version.next()

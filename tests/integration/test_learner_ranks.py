@@ -222,7 +222,7 @@ def test_batch_after_batch_that_cannot_be_trained_ends_the_learner(learning: Lea
     assert (
         "step 0: 2 batches in a row could not be trained (learner.max_rejected_batches)" in output
     )
-    assert "look at learner.lr, at the advantages (rewards), and at the behavior logprobs" in output
+    assert "check learner.lr, the advantages (rewards), and the behavior logprobs" in output
     assert broker.of(StepCommit) == []
 
 
@@ -233,7 +233,7 @@ def test_a_learner_that_is_asked_to_end_does_not_wait_for_what_it_prefetches(lea
         broker.wait_for(lambda: any(r.version.step == 1 for r in broker.of(RequestBatch)))
         process.send_signal(signal.SIGTERM)
         output = finish(process)
-    assert "ending in order" in output
+    assert "stopping; a second signal" in output
     assert [path.name for path in checkpoints_in(learning.run / "checkpoints")] == ["step-000001"]
 
 

@@ -79,7 +79,9 @@ def test_two_ranks_say_what_one_says_and_their_gradients_add_up(
 ):
     case = a_case(vocab_size=vocab_size, num_tokens=num_tokens)
     torch.save(case, tmp_path / "case.pt")
-    outputs([start(tmp_path, "linear_logprobs", tmp_path, rank, 2) for rank in range(2)])
+    outputs(
+        [start(tmp_path, "support.ranks.linear_logprobs", tmp_path, rank, 2) for rank in range(2)]
+    )
     first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))
     alone = unsplit(case)
     if num_tokens:

@@ -40,8 +40,8 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Alone]:
     def computed(family: str) -> Alone:
         folder = tmp_path_factory.mktemp(family)
         model, work = write_tiny_model(folder / "model", family), folder / "work"
-        ranks = start_ranks("megatron", model, work, world_size=1, tensor_parallel=1)
-        printed = outputs([start(folder, "transformers_logprobs", model), *ranks])[0]
+        ranks = start_ranks("support.ranks.megatron", model, work, world_size=1, tensor_parallel=1)
+        printed = outputs([start(folder, "integration.transformers_logprobs", model), *ranks])[0]
         return Alone(model, work, [value for one in json.loads(printed) for value in one])
 
     return computed
@@ -68,7 +68,7 @@ def test_two_ranks_compute_what_one_computes(
 ):
     model, one, _ = alone("qwen2")
     two = tmp_path / "two"
-    outputs(start_ranks("megatron", model, two, 2, tensor_parallel))
+    outputs(start_ranks("support.ranks.megatron", model, two, 2, tensor_parallel))
     (unsplit,), split = reports(one, 1), reports(two, 2)
     for key in ("logprobs", "entropies"):
         merged = {key: split[0][key] | split[1][key]}

@@ -32,7 +32,9 @@ def test_a_step_on_two_ranks_is_the_step_of_one(tmp_path: Path, family: str):
     processes = [
         process
         for name, (world_size, tensor_parallel) in works.items()
-        for process in start_ranks("policy", model, tmp_path / name, world_size, tensor_parallel)
+        for process in start_ranks(
+            "support.ranks.policy", model, tmp_path / name, world_size, tensor_parallel
+        )
     ]
     outputs(processes)
     (alone,) = reports(tmp_path / "one", 1)
@@ -71,7 +73,7 @@ def test_a_step_on_two_ranks_is_the_step_of_one(tmp_path: Path, family: str):
 def test_optimizer_settings_act(tmp_path: Path):
     model, work = write_tiny_model(tmp_path / "model", "llama"), tmp_path / "work"
     work.mkdir()
-    outputs([start(work, "optimizer", model, work)])
+    outputs([start(work, "support.ranks.optimizer", model, work)])
     (report,) = reports(work, 1)
     norms = [name for name in report["decay_error"] if "norm" in name]
     assert report["not_decayed"] == sorted(norms)

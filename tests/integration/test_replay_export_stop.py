@@ -71,7 +71,9 @@ def test_an_export_is_the_policy_that_the_learner_had(tmp_path: Path):
     assert third
     sequences = tmp_path / "sequences.json"
     sequences.write_text(json.dumps([row["token_ids"] for row in third]))
-    (printed,) = outputs([start(tmp_path, "transformers_logprobs", tmp_path / "two", sequences)])
+    (printed,) = outputs(
+        [start(tmp_path, "integration.transformers_logprobs", tmp_path / "two", sequences)]
+    )
     for row, logprobs in zip(third, json.loads(printed), strict=True):
         first = row["num_prompt_tokens"]
         behavior = behavior_logprobs(replays.file, row["group_id"], row["sibling"])[first:]
@@ -170,7 +172,7 @@ def test_a_learner_asked_to_end_saves_and_its_successor_goes_on(
     wait_for_step(process, run, 3)
     ask(process)
     output = finish(process)
-    assert "ending in order, again ends at once" in output
+    assert "stopping; a second signal ends at once" in output
     trained = len(rows(run))
     assert 3 <= trained < LONG
     checkpoint = newest_checkpoint(run)

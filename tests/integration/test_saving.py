@@ -37,7 +37,7 @@ def train(
     (replays.folder / "store").unlink(missing_ok=True)
     work = [replays.config, replays.file, script]
     processes = [
-        start(replays.folder, "loop", *work, rank, "run.name=a", *overrides)
+        start(replays.folder, "support.ranks.loop", *work, rank, "run.name=a", *overrides)
         for rank in range(ranks)
     ]
     seen: list[dict[str, Any]] = json.loads(outputs(processes)[0].splitlines()[-1])

@@ -75,13 +75,15 @@ def test_what_sglang_tells_is_what_transformers_computes(tmp_path: Path):
     write_policy(tmp_path / "model")
     given, key_file = tmp_path / "sequences.json", tmp_path / "key"
     given.write_text(json.dumps(token_sequences()))
-    (printed,) = outputs([start(tmp_path, "transformers_logprobs", tmp_path / "model", given)])
+    (printed,) = outputs(
+        [start(tmp_path, "integration.transformers_logprobs", tmp_path / "model", given)]
+    )
     expected = json.loads(printed)
     with sglang_server(tmp_path / "model") as server:
         write_private(key_file, server.api_key)
         asked = teacher(server.url, api_key_file=str(key_file), concurrency=2)
         first, second = (values.tolist() for values in asked.logprobs(batches()))
-        with pytest.raises(ConfigError, match=r"nobody to learn from: .* answered HTTP 401"):
+        with pytest.raises(ConfigError, match=r"the teacher cannot be used: .* answered HTTP 401"):
             teacher(server.url)
     told = iter([*first, *second])
     for sequence, logprobs in zip(train_sequences(), expected, strict=True):
@@ -209,8 +211,8 @@ def far_below_0(question: dict[str, Any]) -> tuple[int, Any]:
 WRONG: dict[str, tuple[Answer, str]] = {
     "other tokens": (others, "was asked about .* tokens and answered about others"),
     "cut": (cut, "was asked about .* tokens and answered about others"),
-    "above 0": (above_0, "told a log-probability of 0.5"),
-    "far below 0": (far_below_0, r"told a log-probability of -1e\+300"),
+    "above 0": (above_0, "answered with a log-probability of 0.5"),
+    "far below 0": (far_below_0, r"answered with a log-probability of -1e\+300"),
     "no numbers": (lambda _: (200, {"meta_info": {}}), "answered about others"),
     "something else": (lambda _: (200, {"choices": []}), "the teacher's reply .* cannot be read"),
     "refused": (lambda _: (400, {"error": "too long"}), "answered HTTP 400: .*too long"),

@@ -100,7 +100,7 @@ def test_the_bound_fails_with_cause_and_remedy_and_keeps_the_progress(first_call
 
 def test_a_second_call_makes_the_policy_of_an_uninterrupted_one(whole: Path, cut_off: CutOff):
     errors = warm_up(cut_off.folder, "--target", 0.9, "--dtype", "float32")
-    assert f"going on from {BOUND} updates" in errors
+    assert f"resuming from {BOUND} updates" in errors
     made, expected = cut_off.folder / "out", whole / "out"
     assert (made / "model.safetensors").read_bytes() == (
         expected / "model.safetensors"
@@ -112,7 +112,7 @@ def test_other_inputs_begin_anew(cut_off: CutOff):
     folder = cut_off.folder
     write_rows(folder / "demos.jsonl", [(digit, 9 - digit) for digit in range(10)])
     errors = warm_up(folder, "--target", 0.9, "--max-updates", 1, code=1)
-    assert "was made with another --demonstrations: beginning anew" in errors
+    assert "was made with another --demonstrations: starting over" in errors
     assert "going on" not in errors
     assert progress(folder) == ["inputs.json", "step-000001"]
 
@@ -151,10 +151,10 @@ def test_a_signal_in_the_middle_leaves_progress_to_go_on_from(
     assert kept >= 50
     if signum == signal.SIGTERM:
         assert process.returncode == 130, errors
-        assert f"the same call goes on from {kept} updates" in errors
+        assert f"the same call resumes from {kept} updates" in errors
     assert not (tmp_path / "out").exists()
     errors = warm_up(tmp_path, "--target", 0.2)
-    assert f"going on from {kept} updates" in errors
+    assert f"resuming from {kept} updates" in errors
     assert (tmp_path / "out" / "model.safetensors").is_file()
     assert not (tmp_path / "out.progress").exists()
 

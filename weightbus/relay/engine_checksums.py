@@ -1,28 +1,25 @@
 """What SGLang's weights checker must answer if an engine holds exactly our tensors.
 
-SGLang keeps query, key and value as one tensor, gate and up as another, and pads with zeros: the
-vocabulary to a multiple of 64, and on a CPU the MLP's inner size to one of 32. Its checksum there
-is the first 8 bytes of sha256 over the raw bytes (sglang 0.5.23). A GPU uses another function:
-there the publish record keeps a digest per engine, to be compared with each other.
+SGLang keeps query, key and value as one tensor, gate and up as another, and pads some with zeros
+(wire/files/model_families.py). On a CPU its checksum is the first 8 bytes of sha256 over the raw
+bytes (sglang 0.5.23). A GPU uses another function: there the publish record keeps a digest per
+engine, to be compared with each other.
 """
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from torch import Tensor, uint8
 from torch.nn.functional import pad
 
-_EMBEDDING, _OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
-_VOCABULARY_MULTIPLE = 64
-_INNER_MULTIPLE = 32
+from slipstream.wire.files.model_families import (
+    EMBEDDING,
+    OUTPUT_LAYER,
+    EngineTensor,
+    engine_tensor,
+)
+
 _ROWS_AT_A_TIME = 256
-_FUSED = {  # part -> (whole, position)
-    "q_proj": ("qkv_proj", 0),
-    "k_proj": ("qkv_proj", 1),
-    "v_proj": ("qkv_proj", 2),
-    "gate_proj": ("gate_up_proj", 0),
-    "up_proj": ("gate_up_proj", 1),
-}
 
 
 def expected_checksums(tensors: Mapping[str, Tensor]) -> dict[str, str]:
@@ -31,31 +28,28 @@ def expected_checksums(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     Args:
         tensors: by Hugging Face name. They are read where they lie.
     """
-    wholes: dict[str, dict[int, Tensor]] = {}
+    fused: dict[str, list[tuple[EngineTensor, Tensor]]] = {}
     for name, tensor in tensors.items():
-        part = next((p for p in _FUSED if f".{p}." in name), None)
-        whole, position = (name, 0) if part is None else _FUSED[part]
-        pieces = wholes.setdefault(name if part is None else name.replace(part, whole), {})
-        pieces[position] = tensor
-    return {name: _checksum(name, pieces) for name, pieces in wholes.items()}
+        place = engine_tensor(name)
+        fused.setdefault(place.name, []).append((place, tensor))
+    return {
+        name: _checksum(sorted(pieces, key=lambda piece: piece[0].position))
+        for name, pieces in fused.items()
+    }
 
 
-def _checksum(name: str, pieces: dict[int, Tensor]) -> str:
+def _checksum(pieces: Sequence[tuple[EngineTensor, Tensor]]) -> str:
     digest = hashlib.sha256()
-    for position in sorted(pieces):
-        for part in _padded(name, pieces[position]):
+    for place, tensor in pieces:
+        for part in _padded(place, tensor):
             digest.update(_raw(part))
     return digest.digest()[:8].hex()
 
 
-def _padded(name: str, tensor: Tensor) -> Iterator[Tensor]:
+def _padded(place: EngineTensor, tensor: Tensor) -> Iterator[Tensor]:
     """Yield a tensor as SGLang keeps it, in parts; only rows that are padded are copied."""
-    rows = 0
-    if name in {_EMBEDDING, _OUTPUT}:
-        rows = -len(tensor) % _VOCABULARY_MULTIPLE
-    elif ".gate_up_proj." in name:
-        rows = -len(tensor) % _INNER_MULTIPLE
-    columns = -tensor.shape[1] % _INNER_MULTIPLE if name.endswith(".down_proj.weight") else 0
+    rows = -len(tensor) % place.row_multiple
+    columns = -tensor.shape[1] % place.column_multiple if place.column_multiple > 1 else 0
     if columns:
         for start in range(0, len(tensor), _ROWS_AT_A_TIME):
             yield pad(tensor[start : start + _ROWS_AT_A_TIME], (0, columns))
@@ -77,8 +71,8 @@ def differing(expected: dict[str, str], found: dict[str, str]) -> list[str]:
     A tied output layer may be listed by the engine under its own name as well.
     """
     names = set(expected) | set(found)
-    if _OUTPUT not in expected and found.get(_OUTPUT) == expected.get(_EMBEDDING):
-        names.discard(_OUTPUT)
+    if OUTPUT_LAYER not in expected and found.get(OUTPUT_LAYER) == expected.get(EMBEDDING):
+        names.discard(OUTPUT_LAYER)
     return sorted(name for name in names if expected.get(name) != found.get(name))
 
 
@@ -88,7 +82,7 @@ def digest_of(checksums: dict[str, str]) -> str:
     A tied output layer that the engine lists under its own name adds nothing.
     """
     names = sorted(checksums)
-    if _OUTPUT in checksums and checksums[_OUTPUT] == checksums.get(_EMBEDDING):
-        names.remove(_OUTPUT)
+    if OUTPUT_LAYER in checksums and checksums[OUTPUT_LAYER] == checksums.get(EMBEDDING):
+        names.remove(OUTPUT_LAYER)
     text = "\n".join(f"{name} {checksums[name]}" for name in names)
     return hashlib.sha256(text.encode()).hexdigest()[:32]

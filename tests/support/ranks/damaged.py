@@ -1,6 +1,6 @@
 """Loads a checkpoint of which one file after the other is missing, empty or cut off.
 
-Usage: damaged_rank MODEL_FOLDER WORK_FOLDER
+Usage: damaged MODEL_FOLDER WORK_FOLDER
 Writes WORK_FOLDER/0.json: by file and damage, what loading it was refused with.
 """
 
@@ -17,7 +17,7 @@ from slipstream.learner.config import LearnerSection
 from slipstream.learner.model import device
 from slipstream.wire.files.checkpoints import FORMAT_REVISION, CheckpointInfo
 from slipstream.wire.messages.versions import PolicyVersion
-from tests.support.ranks.policy import algorithm, random_outcomes, train_sequences
+from tests.support.ranks.policy import algorithm, random_outcomes, train_sequences, whole_plan
 from tests.support.waiting import HANG_S
 
 
@@ -47,7 +47,6 @@ def main(folder: Path, work: Path) -> None:
     from slipstream.learner.model.hf_weights import load_hf_weights
     from slipstream.learner.model.topology import destroy_topology, init_topology
     from slipstream.learner.training.policy import Policy
-    from slipstream.learner.training.prepare import Minibatch
     from slipstream.learner.training.step import train_step
     from slipstream.wire.process.phases import PhaseClock
 
@@ -62,11 +61,8 @@ def main(folder: Path, work: Path) -> None:
 
     trained = policy()
     everything = train_sequences()
-    indices = range(len(everything))
-    batch = Minibatch(
-        batches=[pack(everything, device.device())], indices=[indices], members=indices
-    )
-    train_step(trained, [batch], random_outcomes(everything), algorithm(), PhaseClock())
+    batch, plan = pack(everything, device.device()), whole_plan(everything)
+    train_step(trained, [[batch]], [plan], random_outcomes(everything), algorithm(), PhaseClock())
     info = CheckpointInfo(
         format_revision=FORMAT_REVISION,
         run_name="a",

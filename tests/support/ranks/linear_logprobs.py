@@ -1,6 +1,6 @@
 """One rank of those that the rows of an output layer are split over.
 
-Usage: linear_logprobs_rank WORK_FOLDER RANK WORLD_SIZE
+Usage: linear_logprobs WORK_FOLDER RANK WORLD_SIZE
 Reads WORK_FOLDER/case.pt; writes what is said and the gradients to WORK_FOLDER/RANK.pt.
 """
 

@@ -1,6 +1,6 @@
 """One rank of a learner's loop on recorded batches; what a broker would say besides is scripted.
 
-Usage: loop_rank CONFIG FILE SCRIPT_JSON RANK OVERRIDE...
+Usage: loop CONFIG FILE SCRIPT_JSON RANK OVERRIDE...
 Rank 0 prints what was on disk whenever it asked for a batch.
 """
 
@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
-from slipstream.learner.batches.orders import StepOrder
+from slipstream.learner.batches.orders import StepPlan
 from slipstream.learner.batches.replay_link import ReplayLink
 from slipstream.learner.config import LearnerSettings, learner_settings
 from slipstream.learner.model import device
@@ -51,7 +51,7 @@ class ScriptedLink(ReplayLink):
 
     def next_order(
         self, version: PolicyVersion, *, max_wait_s: float
-    ) -> StepOrder | BatchNotReady | RunComplete:
+    ) -> StepPlan | BatchNotReady | RunComplete:
         newest, best = newest_checkpoint(self._run.folder), read_best(self._run.checkpoints)
         ledger = read_ledger(newest).decode() if newest is not None else ""
         row = {"step": version.step, "newest": newest and newest.name, "ledger": ledger}
@@ -79,10 +79,12 @@ def main(config: Path, file: Path, script: str, rank: int, overrides: list[str])
     device.prepare()
     device.set_threads(1)
     device.set_deterministic()
+    from slipstream.learner.coordinator import Coordinator
     from slipstream.learner.launch import build_policy
     from slipstream.learner.loop import LearnerLoop
     from slipstream.learner.model.topology import destroy_topology, init_topology
     from slipstream.learner.stop import StopRequest
+    from slipstream.learner.training.algorithm import algorithm_of
     from slipstream.wire.process.phases import PhaseClock
 
     learner = settings.learner
@@ -94,11 +96,13 @@ def main(config: Path, file: Path, script: str, rank: int, overrides: list[str])
         seed=1,
         timeout_s=HANG_S,
     )
-    policy = build_policy(settings, topology)
+    algorithm = algorithm_of(settings)
+    policy = build_policy(settings, algorithm, topology)
     link = ScriptedLink(file, settings, msgspec.json.decode(script, type=Script))
     leader = link if rank == 0 else None
     fetching = link if topology.tensor_parallel_rank == 0 else None
-    LearnerLoop(settings, topology, policy, fetching, leader, PhaseClock(), StopRequest()).run()
+    coordinator = Coordinator(leader, topology, StopRequest())
+    LearnerLoop(settings, topology, policy, algorithm, fetching, coordinator, PhaseClock()).run()
     sys.stdout.write(json.dumps(link.seen))
     destroy_topology()
 

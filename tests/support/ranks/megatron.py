@@ -1,6 +1,6 @@
 """One rank of a learner that does one forward and backward pass.
 
-Usage: megatron_rank MODEL_FOLDER WORK_FOLDER RANK WORLD_SIZE TENSOR_PARALLEL
+Usage: megatron MODEL_FOLDER WORK_FOLDER RANK WORLD_SIZE TENSOR_PARALLEL
 Writes WORK_FOLDER/RANK.json, and the model as it exports it to WORK_FOLDER/exported.
 """
 

@@ -1,6 +1,6 @@
 """What the optimizer's settings do: one step per setting, and the learning rate of eight.
 
-Usage: optimizer_rank MODEL_FOLDER WORK_FOLDER
+Usage: optimizer MODEL_FOLDER WORK_FOLDER
 Writes WORK_FOLDER/0.json.
 """
 
@@ -14,8 +14,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 from slipstream.learner.batches.packing import pack
 from slipstream.learner.config import LearnerSection
 from slipstream.learner.model import device
-from slipstream.learner.training.prepare import Minibatch
-from tests.support.ranks.policy import algorithm, random_outcomes, train_sequences
+from tests.support.ranks.policy import algorithm, random_outcomes, train_sequences, whole_plan
 from tests.support.waiting import HANG_S
 
 SCHEDULES: dict[str, dict[str, object]] = {
@@ -53,12 +52,9 @@ def main(folder: Path, work: Path) -> None:
         """Return the weights before and after one step, and the gradient's norm."""
         trained = policy(**settings)
         before = {name: t.clone() for name, t in export_hf_weights(trained.model)}
-        indices = range(len(everything))
-        batch = Minibatch(
-            batches=[pack(everything, device.device())], indices=[indices], members=indices
-        )
+        batch, plan = pack(everything, device.device()), whole_plan(everything)
         outcomes = random_outcomes(everything)
-        figures, _ = train_step(trained, [batch], outcomes, algorithm(), PhaseClock())
+        figures, _ = train_step(trained, [[batch]], [plan], outcomes, algorithm(), PhaseClock())
         after = {name: t.clone() for name, t in export_hf_weights(trained.model)}
         return before, after, figures["policy/grad_norm"]
 

@@ -1,6 +1,6 @@
 """One rank of a learner that does one learner step of two minibatches through ``Policy``.
 
-Usage: policy_rank MODEL_FOLDER WORK_FOLDER RANK WORLD_SIZE TENSOR_PARALLEL
+Usage: policy MODEL_FOLDER WORK_FOLDER RANK WORLD_SIZE TENSOR_PARALLEL
 Trains one policy per algorithm; the reference policy is that of WORK_FOLDER/../reference. Writes
 WORK_FOLDER/RANK.json and, from rank 0, the trained models to WORK_FOLDER/ALGORITHM.
 """
@@ -21,12 +21,12 @@ from slipstream.algos.compose import Algorithm
 from slipstream.algos.config import choice_of
 from slipstream.algos.section import AlgoSection
 from slipstream.learner.batches.packing import PackedBatch, TrainSequence, pack
-from slipstream.learner.batches.plan import plan_step
+from slipstream.learner.batches.plan import MinibatchPlan, plan_step
 from slipstream.learner.config import LearnerSection, LearnerSettings
 from slipstream.learner.model import device
 from slipstream.learner.training.algorithm import algorithm_of
-from slipstream.learner.training.prepare import Minibatch
-from slipstream.learner.training.step import StepData, train_step
+from slipstream.learner.training.step import train_step
+from slipstream.learner.training.step_data import StepData
 from slipstream.weightbus.config import WeightBusSection
 from slipstream.wire.files.checkpoints import FORMAT_REVISION, CheckpointInfo
 from slipstream.wire.messages.versions import PolicyVersion
@@ -80,6 +80,11 @@ def random_outcomes(sequences: list[TrainSequence], step: int = 0) -> StepData:
         step=step,
         seed=0,
     )
+
+
+def whole_plan(sequences: list[TrainSequence]) -> MinibatchPlan:
+    """Plan one minibatch of one microbatch of one replica."""
+    return MinibatchPlan(((tuple(range(len(sequences))),),))
 
 
 def algorithm(**settings: object) -> Algorithm:
@@ -191,7 +196,7 @@ def restored_reference(
         prepare_folder(work / "checkpoints")
     torch.distributed.barrier()
     saved = save_checkpoint(policy, topology, work / "checkpoints", info, lambda: b"ledger")
-    again = build_policy(settings, topology)
+    again = build_policy(settings, algorithm_of(settings), topology)
     assert policy.reference is not None
     assert again.reference is not None
     ours = policy.reference.logprobs(batches)
@@ -224,15 +229,13 @@ def main(folder: Path, work: Path, rank: int, world_size: int, tensor_parallel: 
     )
     cpu = device.device()
     minibatches = [
-        Minibatch(
-            batches=[pack([everything[i] for i in indices], cpu) for indices in mine],
-            indices=mine,
-            members=[i for share in plan.microbatches for indices in share for i in indices],
-        )
+        [
+            pack([everything[i] for i in indices], cpu)
+            for indices in plan.microbatches[topology.data_parallel_rank]
+        ]
         for plan in plans
-        for mine in [plan.microbatches[topology.data_parallel_rank]]
     ]
-    report: dict[str, object] = {"num_microbatches": [len(m.batches) for m in minibatches]}
+    report: dict[str, object] = {"num_microbatches": [len(batches) for batches in minibatches]}
     figures = {}
     for name, algo in algorithms(work.parent / "reference").items():
         # A large epsilon: Adam amplifies rounding where the second moment is tiny.
@@ -243,7 +246,7 @@ def main(folder: Path, work: Path, rank: int, world_size: int, tensor_parallel: 
             weightbus=WeightBusSection(),
             sampling=SamplingSection(max_response_tokens=32),
         )
-        policy = build_policy(settings, topology)
+        policy = build_policy(settings, algorithm_of(settings), topology)
         if name == "default":  # one pack of all, for a comparison with the plain formula
             together = pack(everything, cpu)
             report["logprobs"] = policy.proximal([together])[0].logprobs.tolist()
@@ -257,11 +260,17 @@ def main(folder: Path, work: Path, rank: int, world_size: int, tensor_parallel: 
                 algo=AlgoSection(**{**algo, "critic": {"warmup_steps": 1, "lr": 1e-2}}),  # type: ignore[arg-type]
             )
             train_step(
-                policy, minibatches, random_outcomes(everything), algorithm_of(warm), PhaseClock()
+                policy,
+                minibatches,
+                plans,
+                random_outcomes(everything),
+                algorithm_of(warm),
+                PhaseClock(),
             )
         figures[name], _ = train_step(
             policy,
             minibatches,
+            plans,
             random_outcomes(everything, step=5),
             algorithm_of(settings),
             PhaseClock(),
@@ -269,11 +278,11 @@ def main(folder: Path, work: Path, rank: int, world_size: int, tensor_parallel: 
         )
         save_hf_folder(policy.model, work / name, folder)
         if policy.renews_reference:
-            batches = minibatches[0].batches
+            batches = minibatches[0]
             policy.renew_reference()
             assert policy.reference is not None
             renewed = policy.reference.logprobs(batches)
-            mine = [said.logprobs for said in policy.proximal(batches)]
+            mine = [outputs.logprobs for outputs in policy.proximal(batches)]
             report["renewed"] = distance(renewed, mine)
             report |= restored_reference(policy, settings, topology, work, batches)
     report["figures"] = figures

@@ -1,6 +1,6 @@
 """A learner that trains one run after another: importing its libraries takes longer than a run.
 
-Usage: presets_rank
+Usage: presets
 Reads a line [CONFIG, OVERRIDE...] in JSON, trains that run to its end, writes a report as one line,
 and so on until its input ends.
 """
@@ -66,10 +66,12 @@ def digest(model: torch.nn.Module) -> str:
 def main() -> None:
     device.prepare()
     device.set_threads(1)
+    from slipstream.learner.coordinator import Coordinator
     from slipstream.learner.launch import build_policy
     from slipstream.learner.loop import LearnerLoop
     from slipstream.learner.model.topology import destroy_topology, init_topology
     from slipstream.learner.stop import StopRequest
+    from slipstream.learner.training.algorithm import algorithm_of
 
     topology = init_topology(
         rank=0, world_size=1, tensor_parallel=1, store=HashStore(), seed=1, timeout_s=HANG_S
@@ -77,12 +79,14 @@ def main() -> None:
     for line in sys.stdin:
         config, *overrides = json.loads(line)
         settings = learner_settings(load_table(Path(config), overrides))
-        policy, clock = build_policy(settings, topology), PhaseClock()
+        algorithm, clock = algorithm_of(settings), PhaseClock()
+        policy = build_policy(settings, algorithm, topology)
         report: dict[str, Any] = {"weights": [digest(policy.model)]}
         with BackgroundLoop() as loop:
             link = FollowedLink(loop, settings, clock)
             try:
-                LearnerLoop(settings, topology, policy, link, link, clock, StopRequest()).run()
+                coordinator = Coordinator(link, topology, StopRequest())
+                LearnerLoop(settings, topology, policy, algorithm, link, coordinator, clock).run()
             finally:
                 link.close()
         report["weights"].append(digest(policy.model))

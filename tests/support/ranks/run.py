@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[3]
 
 def start(work: Path, module: str, *arguments: object) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-m", f"tests.support.ranks.{module}", *map(str, arguments)],
+        [sys.executable, "-m", f"tests.{module}", *map(str, arguments)],
         cwd=ROOT,
         env={
             "PYTHONPATH": str(ROOT),

@@ -12,13 +12,14 @@ from torch.testing import assert_close
 
 from docs.generate.evidence import DEFINITION, PROPERTY, proves
 from slipstream.algos.advantages import Outcomes
-from slipstream.algos.compose import Algorithm, LossInputs
+from slipstream.algos.compose import Algorithm
 from slipstream.algos.config import choice_of
 from slipstream.algos.diagnostics import add_sums, figures_of
 from slipstream.algos.packing import Packing
 from slipstream.algos.presets import PRESETS
 from slipstream.algos.section import AlgoSection
 from tests.unit.algos.golden import AREAL, MASKS, VERL, golden, layout
+from tests.unit.algos.microbatch import microbatch_loss
 
 OWN = "tests.unit.algos.own_parts"
 SURROGATES = (
@@ -88,7 +89,7 @@ def losses(chosen: Algorithm, parts: list[range]) -> tuple[Tensor, Tensor, dict[
     total, gradients, sums = torch.zeros((), dtype=torch.float64), [], {}
     for part in parts:
         given = cut(part)
-        loss, more = chosen.loss(LossInputs(**given, denominators=denominators), num_lags=3)
+        loss, more = microbatch_loss(chosen, **given, denominators=denominators, num_lags=3)
         leaves = [given[name] for name in ("current", "entropy", "full_kl")]
         found = torch.autograd.grad(loss, leaves, allow_unused=True)
         gradients.append(
@@ -155,7 +156,7 @@ def test_what_is_masked_changes_neither_value_nor_gradient(kl: str, garbage: flo
             if isinstance(tensor, Tensor) and tensor.is_floating_point():
                 changed = torch.where(mask, tensor.detach(), value)
                 given[name] = changed.requires_grad_(tensor.requires_grad)
-        loss, sums = chosen.loss(LossInputs(**given, denominators=denominators), num_lags=2)
+        loss, sums = microbatch_loss(chosen, **given, denominators=denominators, num_lags=2)
         leaves = [given[name] for name in ("current", "entropy")]
         gradient = torch.cat(torch.autograd.grad(loss, leaves))
         results.append((loss.detach(), gradient, torch.stack(list(sums.values()))))
@@ -183,15 +184,14 @@ def test_kept_tokens_alone_count_where_the_denominator_says_so():
     mask = given["packing"].mask
     keep = mask & ((given["proximal"] - given["behavior"]).exp() <= 1.2)
     assert 0 < keep.sum() < mask.sum()
-    of_all, _ = original.loss(
-        LossInputs(**given, denominators=original.denominators(float(mask.sum()), 5.0))
+    of_all, _ = microbatch_loss(
+        original, **given, denominators=original.denominators(float(mask.sum()), 5.0)
     )
-    of_kept, _ = kept.loss(
-        LossInputs(
-            **given,
-            denominators=kept.denominators(float(mask.sum()), 5.0),
-            kept=kept.denominators(float(keep.sum()), 5.0),
-        )
+    of_kept, _ = microbatch_loss(
+        kept,
+        **given,
+        denominators=kept.denominators(float(mask.sum()), 5.0),
+        kept=kept.denominators(float(keep.sum()), 5.0),
     )
     assert_close(of_kept * keep.sum(), of_all * mask.sum())
 
@@ -200,12 +200,12 @@ def test_copies_are_as_if_the_sequence_were_there_so_often():
     chosen = algorithm(**EVERYTHING)
     given = cut(range(5))
     denominators = chosen.denominators(20.0, 7.0)
-    once, _ = chosen.loss(LossInputs(**given, denominators=denominators))
+    once, _ = microbatch_loss(chosen, **given, denominators=denominators)
     total = torch.zeros((), dtype=torch.float64)
     for i, count in enumerate([1, 2, 0, 1, 3]):
         alone = cut(range(i, i + 1))
         alone["copies"] = None
-        loss, _ = chosen.loss(LossInputs(**alone, denominators=denominators))
+        loss, _ = microbatch_loss(chosen, **alone, denominators=denominators)
         total = total + count * loss
     assert_close(once, total)
 
@@ -213,7 +213,7 @@ def test_copies_are_as_if_the_sequence_were_there_so_often():
 def test_a_correction_known_before_is_the_one_that_is_used():
     chosen = algorithm()
     given = cut(range(5))
-    inputs = LossInputs(**given, denominators=chosen.denominators(20.0, 5.0))
+    given["denominators"] = chosen.denominators(20.0, 5.0)
     known = chosen.correct(
         proximal=given["proximal"],
         behavior=given["behavior"],
@@ -221,10 +221,10 @@ def test_a_correction_known_before_is_the_one_that_is_used():
         lags=given["lags"],
         packing=given["packing"],
     )
-    loss, _ = chosen.loss(inputs)
-    assert_close(chosen.loss(replace(inputs, correction=known))[0], loss)
+    loss, _ = microbatch_loss(chosen, **given)
+    assert_close(microbatch_loss(chosen, **given, correction=known)[0], loss)
     doubled = replace(known, weights=2 * known.weights)
-    assert_close(chosen.loss(replace(inputs, correction=doubled))[0], 2 * loss)
+    assert_close(microbatch_loss(chosen, **given, correction=doubled)[0], 2 * loss)
 
 
 def test_weights_are_of_the_proximal_policy_that_replaces_the_given_one():
@@ -235,9 +235,9 @@ def test_weights_are_of_the_proximal_policy_that_replaces_the_given_one():
     )
     given = cut(range(5))
     given["current"] = given["proximal"].clone().requires_grad_()
-    loss, _ = chosen.loss(LossInputs(**given, denominators=chosen.denominators(20.0, 5.0)))
+    loss, _ = microbatch_loss(chosen, **given, denominators=chosen.denominators(20.0, 5.0))
     plain = algorithm(surrogate="reinforce-is", anchor="behavior", correction="none")
-    expected, _ = plain.loss(LossInputs(**given, denominators=plain.denominators(20.0, 5.0)))
+    expected, _ = microbatch_loss(plain, **given, denominators=plain.denominators(20.0, 5.0))
     assert_close(loss, expected)
 
 
@@ -246,7 +246,21 @@ def test_misaligned_tensors_are_refused_by_name():
     given = cut(range(5))
     given["lags"] = given["lags"][1:]
     with pytest.raises(ValueError, match="lags has shape"):
-        LossInputs(**given, denominators=chosen.denominators(1.0, 1.0))
+        microbatch_loss(chosen, **given, denominators=chosen.denominators(1.0, 1.0))
+    given = cut(range(5))
+    given["current"] = given["current"][1:]
+    with pytest.raises(ValueError, match="current logprobs have shape"):
+        microbatch_loss(chosen, **given, denominators=chosen.denominators(1.0, 1.0))
+
+
+def test_the_current_policy_is_the_proximal_one_where_no_other_is_known():
+    chosen = algorithm(**EVERYTHING)
+    given = cut(range(5))
+    given["denominators"] = chosen.denominators(20.0, 5.0)
+    given["proximal"] = None
+    loss, _ = microbatch_loss(chosen, **given)
+    given["proximal"] = given["current"].detach()
+    assert torch.equal(loss, microbatch_loss(chosen, **given)[0])
 
 
 def outcomes() -> Outcomes:
@@ -281,7 +295,7 @@ def test_rewards_are_shaped_before_anything_is_compared():
 def test_a_users_correction_leaves_out_what_it_rejects():
     chosen = algorithm(correction={f"{OWN}:fresh": {}, "importance-sampling": False})
     given = cut(range(5), seed=4)
-    loss, sums = chosen.loss(LossInputs(**given, denominators=chosen.denominators(20.0, 5.0)))
+    loss, sums = microbatch_loss(chosen, **given, denominators=chosen.denominators(20.0, 5.0))
     (gradient,) = torch.autograd.grad(loss, given["current"])
     mask = given["packing"].mask
     assert (gradient[given["lags"] > 0] == 0).all()
@@ -329,16 +343,15 @@ def test_the_decoupled_losses_of_peers_are_compositions(peer: str, mask: str):
     names = ("logp", "old_logp", "rollout_logp", "adv_tok")
     packed = {name: rows.pack(file.input(name)) for name in names}
     current = packed["logp"].clone().requires_grad_()
-    loss, _ = chosen.loss(
-        LossInputs(
-            current=current,
-            proximal=packed["old_logp"],
-            behavior=packed["rollout_logp"],
-            advantages=packed["adv_tok"],
-            entropy=torch.zeros_like(current),
-            packing=rows.packing,
-            denominators=chosen.denominators(float(rows.packing.mask.sum()), 32.0),
-        )
+    loss, _ = microbatch_loss(
+        chosen,
+        current=current,
+        proximal=packed["old_logp"],
+        behavior=packed["rollout_logp"],
+        advantages=packed["adv_tok"],
+        entropy=torch.zeros_like(current),
+        packing=rows.packing,
+        denominators=chosen.denominators(float(rows.packing.mask.sum()), 32.0),
     )
     (gradient,) = torch.autograd.grad(loss, current)
     key = f"{mask}__{variant}"

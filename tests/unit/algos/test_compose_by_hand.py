@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from docs.generate.evidence import DEFINITION, proves
-from slipstream.algos.compose import Algorithm, LossInputs
+from slipstream.algos.compose import Algorithm
 from slipstream.algos.config import choice_of
 from slipstream.algos.corrections import Correction
 from slipstream.algos.packing import Packing
@@ -17,6 +17,7 @@ from slipstream.algos.reduce import Denominators, Rule, reduced
 from slipstream.algos.returns import TokenOutcomes
 from slipstream.algos.section import AlgoSection
 from slipstream.algos.surrogates import policy_gradient, reinforce_is
+from tests.unit.algos.microbatch import microbatch_loss
 
 CURRENT = [-1.0, -2.0, -0.5]
 PROXIMAL = [-1.2, -1.9, -0.5]
@@ -39,17 +40,16 @@ def loss_of(**settings: object) -> tuple[float, list[float]]:
     def tokens(values: list[float]) -> Tensor:
         return torch.tensor(values, dtype=torch.float64)
 
-    loss, _ = chosen.loss(
-        LossInputs(
-            current=current,
-            proximal=tokens(PROXIMAL),
-            behavior=tokens(BEHAVIOR),
-            reference=tokens(REFERENCE),
-            advantages=tokens(ADVANTAGES),
-            entropy=tokens(ENTROPY),
-            packing=SEQUENCES,
-            denominators=chosen.denominators(3.0, 2.0),
-        )
+    loss, _ = microbatch_loss(
+        chosen,
+        current=current,
+        proximal=tokens(PROXIMAL),
+        behavior=tokens(BEHAVIOR),
+        reference=tokens(REFERENCE),
+        advantages=tokens(ADVANTAGES),
+        entropy=tokens(ENTROPY),
+        packing=SEQUENCES,
+        denominators=chosen.denominators(3.0, 2.0),
     )
     loss.backward()
     assert current.grad is not None
@@ -162,18 +162,17 @@ def test_the_denominator_says_whether_a_rejected_token_counts_in_the_mean_of_its
     chosen = algorithm(surrogate="policy-gradient", correction="none", reduce=rule)
     current = torch.tensor(CURRENT, dtype=torch.float64)
     keep = torch.tensor([True, False, True])
-    loss, _ = chosen.loss(
-        LossInputs(
-            current=current,
-            proximal=current,
-            behavior=current,
-            advantages=torch.tensor(ADVANTAGES, dtype=torch.float64),
-            entropy=torch.zeros(3, dtype=torch.float64),
-            packing=SEQUENCES,
-            denominators=chosen.denominators(3.0, 2.0),
-            kept=chosen.denominators(2.0, 2.0) if denominator == "kept" else None,
-            correction=Correction(weights=keep.double(), keep=keep),
-        )
+    loss, _ = microbatch_loss(
+        chosen,
+        current=current,
+        proximal=current,
+        behavior=current,
+        advantages=torch.tensor(ADVANTAGES, dtype=torch.float64),
+        entropy=torch.zeros(3, dtype=torch.float64),
+        packing=SEQUENCES,
+        denominators=chosen.denominators(3.0, 2.0),
+        kept=chosen.denominators(2.0, 2.0) if denominator == "kept" else None,
+        correction=Correction(weights=keep.double(), keep=keep),
     )
     assert loss.item() == pytest.approx(KEPT[rule, denominator])
 

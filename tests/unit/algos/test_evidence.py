@@ -26,13 +26,14 @@ from docs.generate.evidence import (
     table,
     written,
 )
-from slipstream.algos.compose import Algorithm, LossInputs
+from slipstream.algos.compose import Algorithm
 from slipstream.algos.config import PARTS, choice_of
 from slipstream.algos.packing import Packing
 from slipstream.algos.parts import NEEDS
 from slipstream.algos.presets import PRESETS
 from slipstream.algos.section import AlgoSection
 from slipstream.wire.files.source_files import module_named
+from tests.unit.algos.microbatch import microbatch_loss
 
 TEXT = PAGE.read_text("utf-8")
 OWN_PART = re.search(r"^## Writing your own part\n.*?(?=^## )", TEXT, re.DOTALL | re.MULTILINE)
@@ -161,16 +162,15 @@ def test_the_example_of_a_part_computes_what_it_says():
     current = torch.tensor([-1.0, -2.0], requires_grad=True)
     anchor = torch.tensor([-1.5, -2.0])
     packing = Packing.of(torch.ones(2, dtype=torch.bool), torch.tensor([0, 2]))
-    loss, _ = chosen.loss(
-        LossInputs(
-            current=current,
-            proximal=anchor,
-            behavior=anchor,
-            advantages=torch.tensor([2.0, 2.0]),
-            entropy=torch.zeros(2),
-            packing=packing,
-            denominators=chosen.denominators(2.0, 1.0),
-        )
+    loss, _ = microbatch_loss(
+        chosen,
+        current=current,
+        proximal=anchor,
+        behavior=anchor,
+        advantages=torch.tensor([2.0, 2.0]),
+        entropy=torch.zeros(2),
+        packing=packing,
+        denominators=chosen.denominators(2.0, 1.0),
     )
     loss.backward()
     # strength 0.1, log r = 0.5 and 0

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from docs.generate.evidence import DEFINITION, Flags, proves, straddles
-from slipstream.algos.compose import Algorithm, LossInputs, RightAnswers
+from slipstream.algos.compose import Algorithm, RightAnswers
 from slipstream.algos.config import choice_of
 from slipstream.algos.corrections import (
     ClipCovOptions,
@@ -37,6 +37,7 @@ from slipstream.algos.corrections import (
     veto,
 )
 from slipstream.algos.critic import value_loss
+from slipstream.algos.diagnostics import Sums
 from slipstream.algos.kl import MAX_LOW_VAR, kl_estimate
 from slipstream.algos.packing import Packing
 from slipstream.algos.returns import GaeOptions, TokenOutcomes, gae
@@ -61,6 +62,7 @@ from slipstream.algos.surrogates import (
     ppo_clip,
     topr,
 )
+from tests.unit.algos.microbatch import microbatch_loss
 
 LENGTHS = (5, 3, 8, 1, 6, 4, 7, 2)
 
@@ -617,7 +619,7 @@ def test_what_kl_cov_holds_is_charged_with_the_distance_from_the_anchor():
     losses = []
     for chosen in (with_penalty, without):
         current = tensor(BATCH.current).requires_grad_()
-        loss, _ = chosen.loss(loss_inputs(chosen, current))
+        loss, _ = loss_of(chosen, current)
         losses.append((loss, torch.autograd.grad(loss, current)[0]))
     held = kl_cov(correction_inputs(), KlCovOptions(share=0.1, coefficient=0.7)).penalty
     assert held is not None
@@ -627,8 +629,9 @@ def test_what_kl_cov_holds_is_charged_with_the_distance_from_the_anchor():
     torch.testing.assert_close(losses[0][1] - losses[1][1], held * signs)
 
 
-def loss_inputs(chosen: Algorithm, current: Tensor, **more: Any) -> LossInputs:  # noqa: ANN401 as LossInputs
-    return LossInputs(
+def loss_of(chosen: Algorithm, current: Tensor, **more: Any) -> tuple[Tensor, Sums]:  # noqa: ANN401 as LossInputs
+    return microbatch_loss(
+        chosen,
         current=current,
         proximal=current.detach(),
         behavior=tensor(BATCH.anchor),
@@ -776,7 +779,7 @@ def test_right_answers_are_imitated_by_the_mean_over_their_tokens():
         current = tensor(BATCH.current)
         right = RightAnswers(is_right=torch.tensor(is_right), num_tokens=float(total))
         more = {"right": right} if one is chosen else {}
-        losses.append(one.loss(loss_inputs(one, current, copies=torch.tensor(COPIES), **more))[0])
+        losses.append(loss_of(one, current, copies=torch.tensor(COPIES), **more)[0])
     nll = -sum(
         count * BATCH.current[t]
         for count, sequence in zip(counts, BATCH.sequences(), strict=True)

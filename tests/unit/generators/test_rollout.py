@@ -9,7 +9,13 @@ import torch
 
 from slipstream.deploy.examples.addition import write_blank_model
 from slipstream.generators.engine import Completion, EngineLoad, SamplingParams
-from slipstream.generators.rollout import Rollout, Sampler, pack_payload, run_rollouts
+from slipstream.generators.rollout import (
+    Sampler,
+    Submission,
+    pack_payload,
+    run_rollouts,
+    submitted_transcript,
+)
 from slipstream.generators.text.codec import TextCodec, sibling_seed
 from slipstream.learner.batches.packing import pack, unpack
 from slipstream.wire.messages.broker import LeasedGroup
@@ -89,12 +95,12 @@ def run(
     engine: ScriptedEngine,
     params: SamplingParams = PARAMS,
     run_seed: int | None = 3,
-) -> list[Rollout]:
+) -> list[Submission]:
     sampler = Sampler(engine, codec, {"train": params}, run_seed)
     return asyncio.run(run_rollouts(sampler, GROUP, GROUP.siblings, codec.encode(GROUP.prompt)))
 
 
-def rollouts(codec: TextCodec) -> tuple[list[Rollout], ScriptedEngine]:
+def rollouts(codec: TextCodec) -> tuple[list[Submission], ScriptedEngine]:
     engine = ScriptedEngine(completion(5, 2), completion(4, 5, 2, starts=[(0, OLD), (1, NEW)]))
     return run(codec, engine), engine
 
@@ -103,12 +109,12 @@ def test_each_completion_becomes_the_sibling_it_was_asked_for(codec: TextCodec):
     results, engine = rollouts(codec)
     seeds = [sibling_seed(3, "train", 40, sibling) for sibling in (0, 2)]
     assert engine.asked == [([4, 13, 4, 16], PARAMS, 2, seeds)]
-    headers = [result.message.header for result in results]
+    headers = [message.header for message, _ in results]
     assert [(h.group_id, h.sibling, h.lease_id) for h in headers] == [(5, 0, 11), (5, 2, 11)]
     assert [(h.num_prompt_tokens, h.num_tokens) for h in headers] == [(4, 6), (4, 7)]
     assert headers[1].version_runs == (VersionRun(4, OLD), VersionRun(5, NEW))
     assert [h.temperature for h in headers] == [0.5, 0.5]
-    assert [result.num_response_tokens for result in results] == [2, 3]
+    assert [header.num_response_tokens for header in headers] == [2, 3]
 
 
 def test_an_engine_that_seeds_by_itself_is_given_no_seeds(codec: TextCodec):
@@ -120,15 +126,15 @@ def test_an_engine_that_seeds_by_itself_is_given_no_seeds(codec: TextCodec):
 def test_a_minimum_length_travels_with_all_tokens_that_it_bars(codec: TextCodec):
     engine = ScriptedEngine(completion(5, 2), completion(4))
     params = SamplingParams(temperature=1.0, max_new_tokens=4, min_new_tokens=1)
-    headers = [rollout.message.header for rollout in run(codec, engine, params)]
+    headers = [message.header for message, _ in run(codec, engine, params)]
     assert [h.end_token_ids for h in headers] == [(2, 16)] * 2, "<eos> and sampling.stop_token_ids"
     assert [h.min_response_tokens for h in headers] == [1, 1]
 
 
 def test_a_transcript_holds_the_answer_without_special_tokens(codec: TextCodec):
     results, _ = rollouts(codec)
-    transcripts = [result.transcript for result in results]
-    assert [result.frames[1] for result in results] == [b"2", b"12"]
+    transcripts = [submitted_transcript(result, GROUP.prompt) for result in results]
+    assert [frames[1] for _, frames in results] == [b"2", b"12"]
     assert [t.response for t in transcripts] == ["2", "12"]
     assert transcripts[1].prompt == GROUP.prompt
     assert transcripts[1].num_response_tokens == 3
@@ -137,8 +143,8 @@ def test_a_transcript_holds_the_answer_without_special_tokens(codec: TextCodec):
 def test_the_learner_reads_the_arrays_that_the_generator_packed(codec: TextCodec):
     results, _ = rollouts(codec)
     sequences = [
-        unpack(result.message.header, decode_payload(result.frames[0]), vocab_size=32)
-        for result in results
+        unpack(message.header, decode_payload(frames[0]), vocab_size=32)
+        for message, frames in results
     ]
     batch = pack(sequences, torch.device("cpu"))
     assert batch.token_ids.tolist() == [4, 13, 4, 16, 5, 2, 4, 13, 4, 16, 4, 5, 2]

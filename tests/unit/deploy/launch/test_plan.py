@@ -17,7 +17,6 @@ from slipstream.deploy.launch.memory import (
     generator_memory,
     kv_bytes_per_token,
     learner_memory,
-    num_parameters,
 )
 from slipstream.deploy.launch.plan import plan_roles
 from slipstream.learner.model.hf_config import HfConfig, load_hf_config
@@ -67,7 +66,7 @@ def architecture(name: str, folder: Path) -> HfConfig:
     ("name", "count"), [("qwen2.5-1.5b-1gpu", 1_543_714_304), ("qwen3-8b-16gpu", 8_190_735_360)]
 )
 def test_parameters_are_counted_as_published(name: str, count: int, tmp_path: Path):
-    assert num_parameters(architecture(name, tmp_path)) == count
+    assert architecture(name, tmp_path).num_parameters == count
 
 
 def test_the_cache_of_a_token_is_that_of_its_keys_and_values(tmp_path: Path):
@@ -119,7 +118,7 @@ def test_optimizer_memory_is_split_over_tensor_parallel_ranks(tmp_path: Path):
     config = config_of("qwen3-8b-16gpu", tmp_path)
     hf = load_hf_config(tmp_path)
     parts = {part.what: part.num_bytes for part in learner_memory(hf, config)}
-    assert parts["optimizer: float32 weights, two moments"] == 12 * num_parameters(hf) / 8
+    assert parts["optimizer: float32 weights, two moments"] == 12 * hf.num_parameters / 8
 
 
 def test_the_estimate_knows_the_chunks_that_logits_are_computed_in():
@@ -132,7 +131,7 @@ def test_a_reference_and_a_critic_take_memory_of_their_own(tmp_path: Path):
     hf = load_hf_config(tmp_path)
     alone = sum(part.num_bytes for part in learner_memory(hf, config))
     both = learner_memory(hf, config, frozen=[hf], has_critic=True)
-    own = num_parameters(hf) / config.learner.learner.tensor_parallel
+    own = hf.num_parameters / config.learner.learner.tensor_parallel
     assert sum(part.num_bytes for part in both) - alone == pytest.approx(20 * own)
 
 

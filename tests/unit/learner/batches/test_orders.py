@@ -1,18 +1,18 @@
 from slipstream.learner.batches.orders import (
-    StepOrder,
+    StepPlan,
     StopTraining,
     decode_order,
     encode_order,
-    order_step,
+    plan_batch,
 )
 from slipstream.learner.config import LearnerSection
 from slipstream.wire.messages.broker import BatchDelivered, BatchNotReady, RunComplete
 from tests.unit.learner.training.test_step import groups
 
 
-def order(**settings: int) -> StepOrder:
+def order(**settings: int) -> StepPlan:
     batch = BatchDelivered(step=5, groups=tuple(groups()))
-    return order_step(batch, LearnerSection(**settings))
+    return plan_batch(batch, LearnerSection(**settings))
 
 
 def test_what_rank_0_says_arrives_as_it_is():

@@ -6,7 +6,7 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from slipstream.learner.batches.packing import TrainSequence, pack, unpack, who_bars_others
+from slipstream.learner.batches.packing import TrainSequence, bars_other_ends, pack, unpack
 from slipstream.wire.errors import ProtocolError
 from slipstream.wire.messages.arrays import PackedArray
 from slipstream.wire.messages.trajectory import TrajectoryHeader, TrajectoryPayload, VersionRun
@@ -206,10 +206,10 @@ def test_who_bars_other_end_tokens_than_most_is_bad_and_its_neighbours_are_not()
     usual = replace(free, min_response_tokens=1, end_token_ids=(2,))
     odd = replace(usual, end_token_ids=(3,))
     batch = [free, usual, odd, usual]
-    assert who_bars_others(batch) == [False, False, True, False]
-    assert who_bars_others([odd, free]) == [False, False]
+    assert bars_other_ends(batch) == [False, False, True, False]
+    assert bars_other_ends([odd, free]) == [False, False]
 
 
 def test_a_payload_of_another_length_than_its_header_is_refused():
-    with pytest.raises(ProtocolError, match=r"3/1: header says 5 tokens, payload has \(4,\)"):
+    with pytest.raises(ProtocolError, match=r"3/1: header has 5 tokens, payload has \(4,\)"):
         unpack(header(num_tokens=5), payload([0.0, 0.0, -1.0, -2.0]), vocab_size=VOCAB)

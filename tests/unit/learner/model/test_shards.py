@@ -6,8 +6,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from slipstream.learner.model.names import fuse_gate_up, fuse_qkv, hf_mapping
-from slipstream.learner.model.shards import Geometry, Shard, is_finite, write_shard
+from slipstream.learner.model.shards import (
+    Geometry,
+    Shard,
+    fuse_gate_up,
+    fuse_qkv,
+    is_finite,
+    write_shard,
+)
+from slipstream.wire.files.model_families import FAMILIES
 
 GENERATOR = torch.Generator().manual_seed(5)
 HIDDEN = 6
@@ -19,11 +26,31 @@ def weights(*shape: int) -> Tensor:
 
 def written(name: str, shards: list[Tensor], dim: int | None, like: list[Tensor], g: Geometry):
     """Return the whole tensors after every rank wrote its shard."""
-    mapping = hf_mapping(name, tied_embeddings=False)
+    parameter = FAMILIES["qwen2"].parameter(name, tied_embeddings=False)
     wholes = [torch.full_like(tensor, float("nan")) for tensor in like]
     for rank, shard in enumerate(shards):
-        write_shard(Shard(mapping, shard, dim, rank, len(shards)), wholes, g)
+        write_shard(Shard(parameter, shard, dim, rank, len(shards)), wholes, g)
     return wholes
+
+
+def test_fused_projection_interleaves_query_key_and_value_by_group():
+    # 4 query heads in 2 groups, 1 channel per head
+    query, key, value = torch.arange(4), torch.tensor([10, 11]), torch.tensor([20, 21])
+    fused = fuse_qkv(query, key, value, num_groups=2)
+    assert fused.tolist() == [0, 1, 10, 20, 2, 3, 11, 21]
+
+
+def test_a_ranks_share_of_the_heads_fuses_to_its_share_of_the_fused_rows():
+    parts = [torch.randn(heads * 3, 5) for heads in (8, 4, 4)]
+    whole = fuse_qkv(*parts, num_groups=4)
+    for rank in range(2):
+        share = fuse_qkv(*(part.chunk(2)[rank] for part in parts), num_groups=2)
+        assert torch.equal(share, whole.chunk(2)[rank])
+
+
+def test_gate_comes_before_up():
+    fused = fuse_gate_up(torch.zeros(2, 3), torch.ones(2, 3))
+    assert fused[:, 0].tolist() == [0, 0, 1, 1]
 
 
 @given(

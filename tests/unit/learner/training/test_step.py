@@ -1,5 +1,6 @@
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -7,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from slipstream.algos.compose import Algorithm, LossInputs, Prepared
+from slipstream.algos.compose import Algorithm, LossInputs, PolicyOutputs, Prepared
 from slipstream.algos.config import choice_of
 from slipstream.algos.corrections import Correction, CorrectionInputs
 from slipstream.algos.diagnostics import Sums, add_sums
@@ -15,16 +16,10 @@ from slipstream.algos.parts import NoOptions, correction
 from slipstream.algos.section import AlgoSection
 from slipstream.learner.batches.orders import NonFiniteError
 from slipstream.learner.batches.packing import PackedBatch, TrainSequence, pack
-from slipstream.learner.training.outputs import Said
-from slipstream.learner.training.prepare import Minibatch, ready
-from slipstream.learner.training.step import (
-    StepData,
-    TrainedMinibatch,
-    batch_figures,
-    lots,
-    step_data,
-    train_step,
-)
+from slipstream.learner.batches.plan import MinibatchPlan
+from slipstream.learner.training.prepare import PreparedMinibatch, prepare
+from slipstream.learner.training.step import TrainedMinibatch, train_step
+from slipstream.learner.training.step_data import StepData, batch_figures, step_data
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.messages.broker import DeliveredGroup, DeliveredTrajectory
 from slipstream.wire.messages.trajectory import TrajectoryHeader, VersionRun
@@ -89,6 +84,8 @@ def test_the_variance_of_a_group_counts_to_the_lag_of_its_oldest_token():
 class Alone:
     """One replica's word is that of all."""
 
+    rank = 0
+
     def summed(self, values: Tensor) -> Tensor:
         return values
 
@@ -112,32 +109,32 @@ class Bigrams:
         self.forwards = 0
         self._bad = bad
 
-    def said(self, batch: PackedBatch) -> Said:
+    def outputs(self, batch: PackedBatch) -> PolicyOutputs:
         rows = self.logits.log_softmax(-1)[batch.token_ids.roll(1)]
         chosen = rows.gather(-1, batch.token_ids.unsqueeze(-1)).squeeze(-1)
         entropy = -(rows.exp() * rows).sum(-1)
         squares = rows.exp().square().sum(-1)
         masked = [torch.where(batch.loss_mask, v, 0.0) for v in (chosen, entropy, squares)]
-        return Said(masked[0], masked[1], squares=masked[2])
+        return PolicyOutputs(masked[0], masked[1], squares=masked[2])
 
     @torch.no_grad()
     def logprobs(self, batches: Sequence[PackedBatch]) -> list[Tensor]:
         return [said.logprobs for said in self.proximal(batches)]
 
     @torch.no_grad()
-    def proximal(self, batches: Sequence[PackedBatch]) -> list[Said]:
+    def proximal(self, batches: Sequence[PackedBatch]) -> list[PolicyOutputs]:
         self.forwards += len(batches)
-        return [self.said(batch) for batch in batches]
+        return [self.outputs(batch) for batch in batches]
 
     def update(
         self,
         batches: Sequence[PackedBatch],
-        loss: Callable[[int, PackedBatch, Said], tuple[Tensor, Sums]],
+        loss: Callable[[int, PackedBatch, PolicyOutputs], tuple[Tensor, Sums]],
     ) -> tuple[Sums, float]:
         number, self.updates = self.updates, self.updates + 1
         if number in self._bad:
             raise NonFiniteError(f"update {number} is not finite")
-        return descend(self.logits, [loss(i, b, self.said(b)) for i, b in enumerate(batches)])
+        return descend(self.logits, [loss(i, b, self.outputs(b)) for i, b in enumerate(batches)])
 
 
 class Values:
@@ -148,12 +145,12 @@ class Values:
         self.updates = 0
         self._bad = bad
 
-    def said(self, batch: PackedBatch) -> Tensor:
+    def outputs(self, batch: PackedBatch) -> Tensor:
         return torch.where(batch.loss_mask, self.table[batch.token_ids.roll(1)], 0.0)
 
     @torch.no_grad()
     def values(self, batches: Sequence[PackedBatch]) -> list[Tensor]:
-        return [self.said(batch) for batch in batches]
+        return [self.outputs(batch) for batch in batches]
 
     def update(
         self,
@@ -163,7 +160,7 @@ class Values:
         number, self.updates = self.updates, self.updates + 1
         if number in self._bad:
             raise NonFiniteError(f"the critic's update {number} is not finite")
-        return descend(self.table, [loss(i, b, self.said(b)) for i, b in enumerate(batches)])
+        return descend(self.table, [loss(i, b, self.outputs(b)) for i, b in enumerate(batches)])
 
 
 def descend(parameter: Tensor, results: Sequence[tuple[Tensor, Sums]]) -> tuple[Sums, float]:
@@ -197,18 +194,24 @@ def sequences(count: int, step: int = 5) -> list[TrainSequence]:
     ]
 
 
+class Minibatch(NamedTuple):
+    """A minibatch of one replica."""
+
+    batches: list[PackedBatch]
+    plan: MinibatchPlan
+
+
 def minibatches(num: int = 3) -> list[Minibatch]:
     return [minibatch((i, i + 1), (i + 2, i + 3)) for i in range(0, 4 * num, 4)]
 
 
 def minibatch(*indices: Sequence[int]) -> Minibatch:
     """Make a minibatch of these trajectories of a step, one microbatch of each argument."""
-    members = [i for share in indices for i in share]
-    everything = sequences(max(members) + 1)
+    plan = MinibatchPlan((tuple(map(tuple, indices)),))
+    everything = sequences(max(plan.members) + 1)
     return Minibatch(
         batches=[pack([everything[i] for i in share], CPU) for share in indices],
-        indices=indices,
-        members=members,
+        plan=plan,
     )
 
 
@@ -223,9 +226,23 @@ def data(num: int = 3, *, step: int = 5) -> StepData:
     return step_data(delivered, step=step, seed=0)
 
 
+def train_parts(
+    policy: Bigrams, parts: Sequence[Minibatch], given: StepData, chosen: Algorithm
+) -> tuple[dict[str, float], list[TrainedMinibatch]]:
+    batches, plans = [part.batches for part in parts], [part.plan for part in parts]
+    return train_step(policy, batches, plans, given, chosen, PhaseClock())  # type: ignore[arg-type]  # a fake
+
+
+def prepare_part(given: StepData, shaped: Prepared, chosen: Algorithm) -> PreparedMinibatch:
+    part = minibatch((0, 1), (2, 3))
+    policy = Bigrams()
+    (prepared,) = prepare(policy, [part.batches], [part.plan], given, shaped, chosen)  # type: ignore[arg-type]  # a fake
+    return prepared
+
+
 def step_of(*bad: int) -> tuple[dict[str, float], list[TrainedMinibatch], Bigrams]:
     policy = Bigrams(*bad)
-    figures, trained = train_step(policy, minibatches(), data(), algorithm(), PhaseClock())  # type: ignore[arg-type]  # a fake
+    figures, trained = train_parts(policy, minibatches(), data(), algorithm())
     assert policy.updates == 3, "a minibatch was not tried"
     return figures, trained, policy
 
@@ -261,7 +278,7 @@ def train(
     given: StepData | None = None,
     parts: Sequence[Minibatch] | None = None,
 ) -> dict[str, float]:
-    figures, _ = train_step(policy, parts or minibatches(1), given or data(1), chosen, PhaseClock())  # type: ignore[arg-type]  # a fake
+    figures, _ = train_parts(policy, parts or minibatches(1), given or data(1), chosen)
     return figures
 
 
@@ -288,9 +305,9 @@ def with_reference(policy: Bigrams) -> Bigrams:
 def test_rewarded_tokens_become_likelier_under_their_policy():
     policy = Bigrams()
     batch = minibatches(1)[0].batches[0]
-    before = policy.said(batch).logprobs.detach()
+    before = policy.outputs(batch).logprobs.detach()
     train(policy, algorithm(reduce="token-sum"))
-    moved = (policy.said(batch).logprobs.detach() - before)[batch.loss_mask]
+    moved = (policy.outputs(batch).logprobs.detach() - before)[batch.loss_mask]
     assert moved[:6].sum() > 0 > moved[6:].sum()
 
 
@@ -365,13 +382,7 @@ def test_filtered_trajectories_train_nothing_and_leave_the_denominators_of_their
 def test_a_minibatch_of_filtered_trajectories_makes_no_update_and_the_others_do():
     policy, other = Bigrams(), Bigrams()
     given = truncated(data(2), 0, 1, 2, 3)
-    figures, trained = train_step(
-        policy,  # type: ignore[arg-type]  # a fake
-        minibatches(2),
-        given,
-        algorithm(**FILTERED),
-        PhaseClock(),
-    )
+    figures, trained = train_parts(policy, minibatches(2), given, algorithm(**FILTERED))
     assert policy.updates == 1
     assert [one.number for one in trained] == [1]
     assert figures["policy/skipped_minibatches"] == 0
@@ -383,12 +394,11 @@ def test_a_minibatch_of_filtered_trajectories_makes_no_update_and_the_others_do(
 def test_a_step_of_filtered_trajectories_trains_nothing():
     critic = Values()
     policy = with_critic(Bigrams(), critic)
-    figures, trained = train_step(
-        policy,  # type: ignore[arg-type]  # a fake
+    figures, trained = train_parts(
+        policy,
         minibatches(2),
         truncated(data(2), *range(8)),
         algorithm(preset="ppo", data={"overlong_filter": True}),
-        PhaseClock(),
     )
     assert trained == []
     assert (policy.updates, critic.updates) == (0, 0)
@@ -440,13 +450,15 @@ def test_resampled_trajectories_count_as_often_as_they_were_drawn(settings: dict
     given = replace(given, outcomes=replace(given.outcomes, rewards=rewards))
     parts = [minibatch((0, 4), (5, 7)), minibatch((2, 6), (1, 3))]
     figures = train(policy, chosen, given, parts)
-    copies = chosen.prepared(given.outcomes, given.is_truncated, lots(given)).copies.tolist()
+    copies = chosen.prepared(
+        given.outcomes, given.is_truncated, given.step_generator()
+    ).copies.tolist()
     assert sum(copies) == 8
     assert min(copies) == 0 < 1 < max(copies)
     assert figures["policy/trained_share"] == sum(c > 0 for c in copies) / 8
 
     by_hand = Bigrams()
-    drawn = [[i for i in part.members for _ in range(copies[i])] for part in parts]
+    drawn = [[i for i in part.plan.members for _ in range(copies[i])] for part in parts]
     train(
         by_hand,
         algorithm(**settings, reduce="token-sum"),
@@ -464,7 +476,7 @@ def test_a_penalty_in_the_reward_pulls_towards_the_reference():
 
     def distance() -> float:
         with torch.no_grad():
-            gaps = [policy.said(b).logprobs - reference.said(b).logprobs for b in batches]
+            gaps = [policy.outputs(b).logprobs - reference.outputs(b).logprobs for b in batches]
         return float(torch.cat(gaps).square().sum())
 
     before = distance()
@@ -483,7 +495,7 @@ def test_a_group_is_compared_by_rewards_that_were_charged_with_the_divergence():
     for i, alone in enumerate(sequences(8)):
         batch = pack([alone], CPU)
         with torch.no_grad():
-            q, ref = policy.said(batch).logprobs, policy.reference.said(batch).logprobs
+            q, ref = policy.outputs(batch).logprobs, policy.reference.outputs(batch).logprobs
         charged[i] -= coefficient * sum((q - ref)[batch.loss_mask].tolist())
     assert (charged - given.outcomes.rewards).abs().min() > 1e-2
 
@@ -529,7 +541,10 @@ def test_a_teacher_alone_draws_the_policy_to_itself():
     assert gap_of(policy, teacher_of(Bigrams())) < before
     tokens = [batch for part in minibatches() for batch in part.batches]
     with torch.no_grad():
-        gaps = [Bigrams().said(b).logprobs - teacher_of(Bigrams()).said(b).logprobs for b in tokens]
+        gaps = [
+            Bigrams().outputs(b).logprobs - teacher_of(Bigrams()).outputs(b).logprobs
+            for b in tokens
+        ]
     mean = float(torch.cat([g[b.loss_mask] for g, b in zip(gaps, tokens, strict=True)]).mean())
     assert figures["policy/kl_teacher"] == pytest.approx(mean, rel=1e-5)
 
@@ -542,14 +557,16 @@ def test_a_teacher_beside_rewards_adds_to_their_advantages():
     seen: list[Tensor] = []
 
     class Told(Algorithm):
-        def loss(self, given: LossInputs, *, num_lags: int = 0) -> tuple[Tensor, Sums]:
+        def loss(
+            self, given: LossInputs, current: PolicyOutputs, *, num_lags: int = 0
+        ) -> tuple[Tensor, Sums]:
             batch = batches[len(seen)]
             with torch.no_grad():
-                difference = teacher.said(batch).logprobs - Bigrams().said(batch).logprobs
+                difference = teacher.outputs(batch).logprobs - Bigrams().outputs(batch).logprobs
             seen.append(difference)
             more = 0.3 * torch.where(batch.loss_mask, difference, 0.0)
             return super().loss(
-                replace(given, advantages=given.advantages + more), num_lags=num_lags
+                replace(given, advantages=given.advantages + more), current, num_lags=num_lags
             )
 
     batches = [batch for part in minibatches() for batch in part.batches]
@@ -573,18 +590,18 @@ def test_right_answers_become_likelier_whatever_their_advantage_is():
         everything = sequences(12)
         batch = pack([everything[i] for i in chosen_ones], CPU)
         with torch.no_grad():
-            return float(policy.said(batch).logprobs.sum())
+            return float(policy.outputs(batch).logprobs.sum())
 
     policy = Bigrams()
     train(policy, chosen, given, minibatches())
     assert likelihood(policy, right=True) > likelihood(Bigrams(), right=True)
     by_hand = Bigrams()
     for part in minibatches():
-        right = [i for i in part.members if rewards[i] >= 1.5]
+        right = [i for i in part.plan.members if rewards[i] >= 1.5]
         if not right:
             continue
         batch = pack([sequences(12)[i] for i in right], CPU)
-        said = by_hand.said(batch).logprobs
+        said = by_hand.outputs(batch).logprobs
         descend(by_hand.logits, [(-said.sum() / batch.loss_mask.sum(), {})])
     assert torch.allclose(policy.logits, by_hand.logits, atol=1e-5)
 
@@ -604,7 +621,7 @@ def test_a_surrogate_is_shown_what_it_needs():
         assert shown.lags is not None
         assert shown.minibatch is not None
         assert (shown.entropy[mask] > 0).all()
-        expected = policy.reference.said(batch).logprobs
+        expected = policy.reference.outputs(batch).logprobs
         assert torch.equal(shown.reference, expected)
         assert shown.lags[mask].tolist() == (5 - batch.version_steps[mask]).tolist()
         whole = parts[number // 2].batches
@@ -633,8 +650,8 @@ def test_a_correction_of_a_minibatch_is_shown_what_it_needs():
     for seen, part in zip(SEEN, minibatches(), strict=True):
         with torch.no_grad():
             first = Bigrams()
-            entropy = torch.cat([first.said(batch).entropy for batch in part.batches])
-            reference = torch.cat([policy.reference.said(b).logprobs for b in part.batches])
+            entropy = torch.cat([first.outputs(batch).entropy for batch in part.batches])
+            reference = torch.cat([policy.reference.outputs(b).logprobs for b in part.batches])
         assert seen.entropy is not None
         assert seen.reference is not None
         assert torch.equal(seen.entropy, entropy)
@@ -662,19 +679,11 @@ def test_a_correction_of_a_minibatch_is_divided_among_its_microbatches():
     )
     given = data(1)
     copies = torch.tensor([1, 2, 1, 0])  # all of 2 is rejected, 3 was not drawn
-    (share,) = ready(
-        Bigrams(),  # type: ignore[arg-type]  # a fake
-        [minibatch((0, 1), (2, 3))],
-        given.outcomes,
-        Prepared(rewards=given.outcomes.rewards, copies=copies),
-        chosen,
-        step=5,
-        trains_policy=True,
-    )
+    share = prepare_part(given, Prepared(rewards=given.outcomes.rewards, copies=copies), chosen)
     numbers = torch.arange(40).reshape(4, 10)  # of 4 trajectories, whose responses begin at 4
     is_response = torch.arange(10) >= 4
     keep = is_response & (numbers % 3 > 0) & (torch.arange(4) < 2).unsqueeze(-1)
-    for at, one in enumerate(share.microbatches):
+    for at, one in enumerate(share.inputs):
         of_one = numbers[2 * at : 2 * at + 2].flatten()
         assert one.correction is not None
         assert one.correction.proximal is not None
@@ -684,11 +693,12 @@ def test_a_correction_of_a_minibatch_is_divided_among_its_microbatches():
         assert torch.equal(one.correction.proximal, -of_one.float())
         assert torch.equal(one.correction.weights, of_one.float())
         assert torch.equal(one.correction.penalty, 10.0 * of_one)
-    assert share.kept is not None
+    kept = share.inputs[0].kept
+    assert kept is not None
     by_trajectory = keep.sum(-1)
     assert by_trajectory.tolist() == [4, 4, 0, 0]
-    assert share.kept.num_tokens == (copies * by_trajectory).sum() == 12
-    assert share.kept.num_sequences == 3
+    assert kept.num_tokens == (copies * by_trajectory).sum() == 12
+    assert kept.num_sequences == 3
     assert (share.denominators.num_tokens, share.denominators.num_sequences) == (24, 4)
 
 
@@ -706,17 +716,9 @@ def test_advantages_are_shifted_and_scaled_as_the_setting_says(over: str, how: s
     )
 
     def advantages(of: Algorithm) -> np.ndarray:
-        prepared = of.prepared(given.outcomes, given.is_truncated, lots(given))
-        (share,) = ready(
-            Bigrams(),  # type: ignore[arg-type]  # a fake
-            [minibatch((0, 1), (2, 3))],
-            given.outcomes,
-            prepared,
-            of,
-            step=5,
-            trains_policy=True,
-        )
-        return torch.cat([one.advantages for one in share.microbatches]).numpy().reshape(4, 10)
+        prepared = of.prepared(given.outcomes, given.is_truncated, given.step_generator())
+        share = prepare_part(given, prepared, of)
+        return torch.cat([one.advantages for one in share.inputs]).numpy().reshape(4, 10)
 
     before, after = advantages(plain), advantages(chosen)
     for rows in [(0, 1, 2, 3)] if over == "batch" else [(0, 1), (2, 3)]:
@@ -738,9 +740,9 @@ def test_the_loss_of_a_step_is_the_mean_of_its_minibatches():
     policy, losses = Bigrams(), []
     advantages = chosen.trajectory_advantages(given.outcomes).float()
     for part in parts:
-        said = [policy.said(batch).logprobs for batch in part.batches]
+        said = [policy.outputs(batch).logprobs for batch in part.batches]
         each = torch.stack([one[:10].sum() for one in said] + [one[10:].sum() for one in said])
-        members = [*part.members[::2], *part.members[1::2]]
+        members = [*part.plan.members[::2], *part.plan.members[1::2]]
         losses.append(-(advantages[members] * each).sum())
         descend(policy.logits, [(losses[-1], {})])
     assert figures["policy/loss"] == pytest.approx(sum(one.item() for one in losses) / 2, rel=1e-5)

@@ -1,0 +1,161 @@
+"""Rank 0's requests, with the answers on every rank.
+
+Every rank calls every method at the same place of the loop. Rank 0 asks the broker and the weight
+relay through its ``LeadingLink``; the other ranks wait in the broadcast of the answer. So no rank
+ever acts on an answer that another one does not have.
+
+A request that fails raises on rank 0 alone. Rank 0 then ends, and its ranks end with it; they are
+its children (launch.py).
+"""
+
+import logging
+from typing import TYPE_CHECKING, TypeVar
+
+import msgspec
+
+from slipstream.learner.batches.links import LeadingLink
+from slipstream.learner.batches.orders import (
+    Order,
+    Rejection,
+    StopTraining,
+    decode_order,
+    encode_order,
+)
+from slipstream.learner.model.collectives import any_rank, broadcast_bytes
+from slipstream.learner.stop import StopRequest
+from slipstream.wire.files.checkpoints import CheckpointInfo
+from slipstream.wire.messages.broker import StepCommitted
+from slipstream.wire.messages.manifest import WeightManifest
+from slipstream.wire.messages.versions import PolicyVersion
+
+if TYPE_CHECKING:
+    from slipstream.learner.model.topology import Topology
+
+_log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+class Coordinator:
+    """One rank's view of what rank 0 asks for all of them."""
+
+    def __init__(self, leader: LeadingLink | None, topology: "Topology", stop: StopRequest) -> None:
+        """Connect the ranks.
+
+        Args:
+            leader: where batches come from and results go; on rank 0 alone.
+            topology: this rank's place.
+            stop: whether rank 0 has been asked to stop.
+        """
+        self._leader = leader
+        self._topology = topology
+        self._stop = stop
+        self._publishes = False
+
+    @property
+    def is_leader(self) -> bool:
+        """True on rank 0, which logs and records for all."""
+        return self._leader is not None
+
+    def log(self, text: str, *arguments: object) -> None:
+        """Log once for all ranks."""
+        if self.is_leader:
+            _log.info(text, *arguments)
+
+    @property
+    def run_id(self) -> str:
+        """The run's identity for its checkpoints; empty on the other ranks, which write none."""
+        return self._leader.run_id if self._leader is not None else ""
+
+    @property
+    def publishes(self) -> bool:
+        """True if whole weights are wanted after each step; known after ``take_over``."""
+        return self._publishes
+
+    def agreed(self, value: T | None, kind: type[T]) -> T:
+        """Return rank 0's value on every rank; the value of the others does not matter."""
+        return msgspec.msgpack.decode(self._broadcast(msgspec.msgpack.encode(value)), type=kind)
+
+    def on_any(self, flag: bool) -> bool:
+        """True on every rank if the flag is set on at least one; no rank passes before all came."""
+        return any_rank(flag, world_size=self._topology.world_size)
+
+    # ---- batches ---------------------------------------------------------------
+
+    def take_over(
+        self, step: int, checkpoint: str, resumed: CheckpointInfo | None
+    ) -> PolicyVersion:
+        """Become the run's learner at ``step``; return the version of the weights held."""
+        version: PolicyVersion | None = None
+        if self._leader is not None:
+            version = self._leader.take_over(step, checkpoint, resumed)
+            self._publishes = self._leader.publishes
+            self.log("took over as %s", version.label)
+        self._publishes = self.agreed(self._publishes, bool)
+        return self.agreed(version, PolicyVersion)
+
+    def next_order(self, version: PolicyVersion, *, max_wait_s: float) -> Order:
+        """Return the planned batch of the step from ``version``, or why there is none (yet)."""
+        data: bytes | None = None
+        if self._leader is not None:
+            stops = self._stop.requested
+            order: Order = (
+                StopTraining() if stops else self._leader.next_order(version, max_wait_s=max_wait_s)
+            )
+            data = encode_order(order)
+        return decode_order(self._broadcast(data))
+
+    def reject_batch(self, version: PolicyVersion, rejection: Rejection) -> None:
+        """Have the batch of the step that starts from ``version`` replaced."""
+        if self._leader is not None:
+            _log.error("the batch of step %d is not trained: %s", version.step, rejection.detail)
+            self._leader.reject_batch(version, rejection)
+
+    def commit(
+        self, version: PolicyVersion, figures: dict[str, float], num_tokens: int
+    ) -> StepCommitted:
+        """Record that a step is trained; return the evaluations so far and the last step."""
+        answer: StepCommitted | None = None
+        if self._leader is not None:
+            answer = self._leader.commit(version, figures, num_tokens)
+        return self.agreed(answer, StepCommitted)
+
+    # ---- weights ---------------------------------------------------------------
+
+    def open_weights(self, path: str, layout: WeightManifest) -> None:
+        """Announce where versions will be written, before the first is."""
+        if self._leader is not None:
+            self._leader.open_weights(path, layout)
+
+    def reserve(self) -> int:
+        """Return the slot to write the next version into."""
+        return self.agreed(self._leader.reserve() if self._leader is not None else None, int)
+
+    def publish(self, version: PolicyVersion, slot: int) -> None:
+        """Hand out a version that every rank has written; returns at once."""
+        if self._leader is not None:
+            self._leader.publish(version, slot)
+
+    # ---- checkpoints and the end -----------------------------------------------
+
+    def ledger_snapshot(self, version: PolicyVersion) -> bytes:
+        """Return what a checkpoint of ``version`` keeps of the broker; empty on the other ranks."""
+        return self._leader.ledger_snapshot(version) if self._leader is not None else b""
+
+    def seal(self, version: PolicyVersion, step: int, oldest_kept: int) -> None:
+        """Report that a durable checkpoint holds every step before ``step``."""
+        if self._leader is not None:
+            self._leader.seal(version, step=step, oldest_kept=oldest_kept)
+
+    def leave(self) -> None:
+        """Report that the run is complete and that this learner has no more requests."""
+        if self._leader is not None:
+            self._leader.leave()
+
+    def end(self) -> None:
+        """Stop the relay: this learner ends as planned and no other follows it."""
+        if self._leader is not None:
+            self._leader.end()
+
+    def _broadcast(self, data: bytes | None) -> bytes:
+        topology = self._topology
+        return broadcast_bytes(data, rank=topology.rank, world_size=topology.world_size)

@@ -1,0 +1,120 @@
+"""This rank's share of a delivered batch: fetch -> unpack -> pack -> train -> record.
+
+All ranks train a batch or none does: every failure is agreed on before a weight changes.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from slipstream.algos.compose import Algorithm
+from slipstream.learner.batches.links import RankLink
+from slipstream.learner.batches.orders import NonFiniteError, Rejection, StepPlan, groups_of
+from slipstream.learner.batches.packing import PackedBatch, pack
+from slipstream.learner.batches.share import fetch_payloads, unpack_share
+from slipstream.learner.config import LearnerSettings
+from slipstream.learner.model.device import device
+from slipstream.learner.model.topology import Topology
+from slipstream.learner.record.rollout_log import RolloutLog, TrainedPart
+from slipstream.learner.training.policy import Policy
+from slipstream.learner.training.step import TrainedMinibatch, train_step
+from slipstream.learner.training.step_data import batch_figures, step_data
+from slipstream.wire.process.phases import PhaseClock
+
+
+@dataclass(frozen=True, slots=True)
+class TrainedBatch:
+    """The result of a batch that was trained."""
+
+    figures: dict[str, float]
+    num_tokens: int  # sampled ones, of all ranks
+
+
+class BatchTraining:
+    """Trains one batch after another on this rank."""
+
+    def __init__(
+        self,
+        settings: LearnerSettings,
+        topology: Topology,
+        policy: Policy,
+        algorithm: Algorithm,
+        link: RankLink | None,
+        rollouts: RolloutLog | None,
+        clock: PhaseClock,
+    ) -> None:
+        """Prepare to train.
+
+        Args:
+            settings: the learner's.
+            topology: this rank's place.
+            policy: is changed.
+            algorithm: of the run.
+            link: where payloads come from, on one rank of each replica; None on the others.
+            rollouts: where trained trajectories are recorded, if they are.
+            clock: records how long the phases take.
+        """
+        self._settings = settings
+        self._topology = topology
+        self._policy = policy
+        self._algorithm = algorithm
+        self._link = link
+        self._rollouts = rollouts
+        self._clock = clock
+
+    def train(self, order: StepPlan) -> TrainedBatch | Rejection:
+        """Train a batch. If it is rejected, it is rejected on every rank and no weight has changed.
+
+        Raises:
+            SlipstreamError: on every rank, if the payloads cannot be fetched.
+        """
+        num_lags = self._settings.run.staleness_bound + 1
+        packed = self._fetch_and_pack(order)
+        if isinstance(packed, Rejection):
+            return packed
+        try:
+            figures, trained = train_step(
+                self._policy,
+                packed,
+                order.plans,
+                step_data(order.batch.groups, step=order.step, seed=self._settings.run.seed),
+                self._algorithm,
+                self._clock,
+                num_lags=num_lags,
+            )
+        except NonFiniteError as error:
+            everything = groups_of(order, range(len(order.headers)))
+            return Rejection("nonfinite", everything, str(error))
+        figures |= batch_figures(order.batch.groups, order.step, num_lags=num_lags)
+        if self._rollouts is not None:
+            parts = self._trained_parts(order, packed, trained)
+            self._rollouts.record(order.step, order.trajectories, parts)
+        return TrainedBatch(figures, sum(header.num_response_tokens for header in order.headers))
+
+    def _fetch_and_pack(self, order: StepPlan) -> list[list[PackedBatch]] | Rejection:
+        """Return this rank's microbatches by minibatch, and prefetch the next batch."""
+        with self._clock.phase("fetch"):
+            frames = fetch_payloads(order, self._topology, self._link)
+        if self._link is not None and self._settings.learner.prefetch:
+            self._link.begin_prefetch(order.step + 1)
+        with self._clock.phase("pack"):
+            vocab_size = self._policy.model.hf_config.vocab_size
+            sequences = unpack_share(order, self._topology, frames, vocab_size=vocab_size)
+            if isinstance(sequences, Rejection):
+                return sequences
+            return [
+                [pack([sequences[i] for i in indices], device()) for indices in minibatch]
+                for minibatch in order.share(self._topology.data_parallel_rank)
+            ]
+
+    def _trained_parts(
+        self,
+        order: StepPlan,
+        packed: Sequence[Sequence[PackedBatch]],
+        trained: Sequence[TrainedMinibatch],
+    ) -> list[TrainedPart]:
+        share = order.share(self._topology.data_parallel_rank)
+        return [
+            TrainedPart(*part)
+            for one in trained
+            for part in zip(share[one.number], packed[one.number], one.proximal, strict=True)
+        ]

@@ -1,0 +1,84 @@
+"""What the headers of a step state, equal on all ranks. Shapes: N trajectories."""
+
+import hashlib
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from slipstream.algos.advantages import Outcomes
+from slipstream.wire.messages.broker import DeliveredGroup
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepData:
+    """The outcomes of a learner step, and what its algorithm needs besides tokens."""
+
+    outcomes: Outcomes
+    is_truncated: Tensor  # [N] bool
+    step: int  # of the learner, against which the age of tokens counts
+    seed: int  # of the run
+
+    def step_generator(self) -> torch.Generator:
+        """Random generator of this step: equal on all ranks, and when the step is trained again."""
+        text = hashlib.blake2b(f"{self.seed}/{self.step}".encode(), digest_size=7).digest()
+        return torch.Generator().manual_seed(int.from_bytes(text, "little"))
+
+
+def step_data(groups: Sequence[DeliveredGroup], *, step: int, seed: int) -> StepData:
+    """Return the outcomes of delivered trajectories, in the order of groups and siblings."""
+    trajectories = [t for group in groups for t in group.trajectories]
+    sizes = torch.tensor([len(group.trajectories) for group in groups])
+    return StepData(
+        outcomes=Outcomes(
+            rewards=torch.tensor([t.reward for t in trajectories], dtype=torch.float64),
+            groups=torch.arange(len(groups)).repeat_interleave(sizes),
+            num_groups=len(groups),
+            lengths=torch.tensor([t.header.num_response_tokens for t in trajectories]),
+            parts={
+                name: torch.tensor(
+                    [t.parts.get(name, math.nan) for t in trajectories], dtype=torch.float64
+                )
+                for name in sorted({name for t in trajectories for name in t.parts})
+            },
+        ),
+        is_truncated=torch.tensor([t.header.finish_reason == "length" for t in trajectories]),
+        step=step,
+        seed=seed,
+    )
+
+
+def batch_figures(
+    groups: Sequence[DeliveredGroup], step: int, *, num_lags: int = 0
+) -> dict[str, float]:
+    """Return the figures that follow from the headers of a batch alone.
+
+    The variance of rewards within a group (population) is given again by the lag of the group's
+    oldest token; larger lags count as the largest.
+    """
+    trajectories = [t for group in groups for t in group.trajectories]
+    count = len(trajectories)
+    headers = [t.header for t in trajectories]
+    tokens = sum(h.num_response_tokens for h in headers)
+    lag_sum = sum(
+        (step - version.step) * n for h in headers for version, n in h.tokens_by_version()
+    )
+    variances: dict[str, list[float]] = defaultdict(list)
+    for group in groups:
+        rewards = torch.tensor([t.reward for t in group.trajectories], dtype=torch.float64)
+        variance = float(rewards.var(unbiased=False))
+        variances["reward/group_variance"].append(variance)
+        oldest = max(step - t.header.oldest_version.step for t in group.trajectories)
+        if num_lags:
+            variances[f"reward/group_variance@lag{min(oldest, num_lags - 1)}"].append(variance)
+    return {
+        "reward/mean": sum(t.reward for t in trajectories) / count,
+        "response/tokens": tokens / count,
+        "response/truncated": sum(h.finish_reason == "length" for h in headers) / count,
+        "staleness/mean": lag_sum / tokens,
+        "staleness/oldest": float(max(step - h.oldest_version.step for h in headers)),
+        **{name: sum(values) / len(values) for name, values in variances.items()},
+    }

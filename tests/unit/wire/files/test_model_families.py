@@ -1,0 +1,173 @@
+"""A family is one table: names, fused tensors, sizes, config.json, the engine's layout."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from slipstream.learner.model.hf_config import load_hf_config
+from slipstream.wire.errors import ConfigError
+from slipstream.wire.files.model_families import (
+    FAMILIES,
+    EngineTensor,
+    Family,
+    FusionKind,
+    HfTensor,
+    Parameter,
+    Size,
+    engine_tensor,
+    engine_tensors,
+)
+
+QWEN2, QWEN3 = FAMILIES["qwen2"], FAMILIES["qwen3"]
+
+
+@pytest.mark.parametrize(
+    ("family", "megatron_name", "kind", "names"),
+    [
+        (QWEN2, "embedding.word_embeddings.weight", "vocab", ("model.embed_tokens.weight",)),
+        (QWEN2, "output_layer.weight", "vocab", ("lm_head.weight",)),
+        (QWEN2, "decoder.final_layernorm.weight", "copy", ("model.norm.weight",)),
+        (
+            QWEN2,
+            "decoder.layers.11.pre_mlp_layernorm.weight",
+            "copy",
+            ("model.layers.11.post_attention_layernorm.weight",),
+        ),
+        (
+            QWEN3,
+            "decoder.layers.0.self_attention.q_layernorm.weight",
+            "copy",
+            ("model.layers.0.self_attn.q_norm.weight",),
+        ),
+        (
+            QWEN2,
+            "decoder.layers.2.self_attention.linear_qkv.bias",
+            "qkv",
+            tuple(f"model.layers.2.self_attn.{part}_proj.bias" for part in "qkv"),
+        ),
+        (
+            QWEN2,
+            "decoder.layers.2.mlp.linear_fc1.weight",
+            "gate_up",
+            ("model.layers.2.mlp.gate_proj.weight", "model.layers.2.mlp.up_proj.weight"),
+        ),
+    ],
+)
+def test_parameter_becomes_the_tensors_of_that_name(
+    family: Family, megatron_name: str, kind: FusionKind, names: tuple[str, ...]
+):
+    parameter = family.parameter(megatron_name, tied_embeddings=False)
+    assert (parameter.kind, parameter.names) == (kind, names)
+
+
+def test_tied_output_layer_is_the_embedding():
+    parameter = QWEN2.parameter("output_layer.weight", tied_embeddings=True)
+    assert parameter.names == ("model.embed_tokens.weight",)
+
+
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [
+        (QWEN2, "decoder.layers.0.mlp.router.weight"),
+        (QWEN2, "decoder.layers.x.input_layernorm.weight"),
+        (QWEN2, "lm_head"),
+        (QWEN2, "decoder.layers.0.self_attention.q_layernorm.weight"),
+        (QWEN3, "decoder.layers.0.self_attention.linear_qkv.bias"),
+    ],
+)
+def test_name_of_no_parameter_of_the_family_is_refused(family: Family, name: str):
+    with pytest.raises(KeyError, match=name):
+        family.parameter(name, tied_embeddings=False)
+
+
+# ---- a family of one's own: this table is all that is added ---------------------
+
+
+def one(name: str, *shape: Size, columns: int = 1) -> Parameter:
+    return Parameter("copy", (HfTensor(name, shape, column_multiple=columns),))
+
+
+TOY = Family(
+    model_type="toy",
+    config={"hidden_act": "silu", "attention_bias": True},
+    layer={
+        "input_layernorm.weight": one("norm_1.weight", "hidden"),
+        "self_attention.linear_qkv.weight": Parameter(
+            "qkv",
+            (
+                HfTensor("attn.wq.weight", ("queries", "hidden")),
+                HfTensor("attn.wk.weight", ("keys", "hidden")),
+                HfTensor("attn.wv.weight", ("keys", "hidden")),
+            ),
+            "attn.wqkv.weight",
+        ),
+        "self_attention.linear_proj.weight": one("attn.wo.weight", "hidden", "queries"),
+        "pre_mlp_layernorm.weight": one("norm_2.weight", "hidden"),
+        "mlp.linear_fc1.weight": Parameter(
+            "gate_up",
+            (
+                HfTensor("mlp.w1.weight", ("inner", "hidden"), row_multiple=32),
+                HfTensor("mlp.w3.weight", ("inner", "hidden"), row_multiple=32),
+            ),
+            "mlp.w13.weight",
+        ),
+        "mlp.linear_fc2.weight": one("mlp.w2.weight", "hidden", "inner", columns=32),
+    },
+    ends=QWEN2.ends,
+    megatron={"layernorm_zero_centered_gamma": True},
+)
+WITH_TOY = {**FAMILIES, "toy": TOY}
+CONFIG = {
+    "model_type": "toy",
+    "vocab_size": 50,
+    "hidden_size": 8,
+    "intermediate_size": 12,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "attention_bias": True,
+}
+
+
+def test_a_new_familys_folder_is_read_and_checked_by_its_table_alone(tmp_path: Path):
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    assert load_hf_config(tmp_path, families=WITH_TOY).model_type == "toy"
+    with pytest.raises(ConfigError, match="supported are llama, qwen2, qwen3"):
+        load_hf_config(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({**CONFIG, "attention_bias": False}))
+    with pytest.raises(ConfigError, match="attention_bias must be True, got False"):
+        load_hf_config(tmp_path, families=WITH_TOY)
+
+
+def test_a_new_familys_names_shapes_and_size_come_from_its_table_alone(tmp_path: Path):
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    hf = load_hf_config(tmp_path, families=WITH_TOY)
+    fused = TOY.parameter(
+        "decoder.layers.2.self_attention.linear_qkv.weight", tied_embeddings=False
+    )
+    assert fused.names == tuple(f"model.layers.2.attn.w{part}.weight" for part in "qkv")
+    assert [t.whole_shape(hf.sizes) for t in fused.tensors] == [(8, 8), (4, 8), (4, 8)]
+    layer = 8 + (8 + 4 + 4) * 8 + 8 * 8 + 8 + 2 * 12 * 8 + 8 * 12
+    for tied, tables in ((False, 2), (True, 1)):
+        count = TOY.num_parameters(hf.sizes, num_layers=3, tied_embeddings=tied)
+        assert count == 3 * layer + tables * 50 * 8 + 8
+
+
+def test_a_new_familys_place_in_the_engine_comes_from_its_table_alone():
+    places = engine_tensors(WITH_TOY)
+    assert places["attn.wk.weight"] == EngineTensor("attn.wqkv.weight", 1)
+    assert places["mlp.w3.weight"] == EngineTensor("mlp.w13.weight", 1, row_multiple=32)
+    assert places["mlp.w2.weight"] == EngineTensor("mlp.w2.weight", column_multiple=32)
+
+
+def test_families_that_contradict_each_other_about_the_engine_are_refused():
+    moved = {**QWEN2.layer, "mlp.linear_fc2.weight": one("mlp.down_proj.weight", "hidden", "inner")}
+    with pytest.raises(ValueError, match=r"other keeps mlp.down_proj.weight elsewhere"):
+        engine_tensors({**FAMILIES, "other": replace(QWEN2, model_type="other", layer=moved)})
+
+
+def test_a_tensor_of_no_family_stays_as_it_is_in_the_engine():
+    name = "model.layers.0.mlp.router.weight"
+    assert engine_tensor(name) == EngineTensor(name)
