@@ -16,7 +16,7 @@ AREAS = (
     *("tests", "benchmarks", "docs", "configs", "build", "ci", "all"),
 )
 SUBJECT = re.compile(rf"(?:{'|'.join(AREAS)}): (?P<text>\S.*)")
-MAX_SUBJECT = 80
+MAX_SUBJECT = 90
 SMALL_CHANGE = 30  # lines added and removed
 NO_IMPERATIVE = re.compile(
     r"(?:a|an|the|this|that|it|there|what|who|no|\w+ed|\w+ing)\b", re.IGNORECASE
