@@ -421,7 +421,7 @@ def _contradictions(choice: AlgoChoice) -> dict[str, bool]:
         ),
         f"algo.kl.name = {kl.name!r} differs from its estimator in the gradient only, and a "
         "reward has none: use k1 or k3": kl.name in {"k1+", "k3+"} and kl.place == "reward",
-        'algo.kl.name = "full" is a sum over all tokens, which the behavior policy told of one '
+        'algo.kl.name = "full" is a sum over all tokens, of which the behavior policy reports one '
         "(algo.kl.to)": kl.name == "full" and kl.to == "behavior",
         "algo.kl.importance_weighted weighs an estimate in the loss: neither a reward nor the full "
         "divergence": kl.importance_weighted and (kl.place == "reward" or kl.name == "full"),

@@ -45,7 +45,7 @@ def read_identity(run_folder: Path) -> RunIdentity | None:
         return None
     except (OSError, msgspec.DecodeError) as error:
         raise ConfigError(
-            f"cannot read {path}: {error}; put it back, or begin a new run (another run.name)"
+            f"cannot read {path}: {error}; put it back, or start a new run (another run.name)"
         ) from error
 
 
@@ -101,9 +101,9 @@ def check_store(
         )
     if stored is None and (saved is None or restarted):
         raise ConfigError(
-            f"the run in {run_folder} has begun, and its store at {store} is empty: go on from the "
-            "newest checkpoint with `slipstream run --resume auto`, or, where there is no "
-            "checkpoint, begin a new run (another run.name)"
+            f"the run in {run_folder} has started, and its store at {store} is empty: resume "
+            "from the newest checkpoint with `slipstream run --resume auto`, or, where there is no "
+            "checkpoint, start a new run (another run.name)"
         )
 
 

@@ -27,12 +27,12 @@ def main() -> int:
     parser.add_argument(
         "--from-checkpoint",
         metavar="FOLDER",
-        help="go on from it, also on an empty Redis; the same as run.resume_from=FOLDER",
+        help="resume from it, also on an empty Redis; the same as run.resume_from=FOLDER",
     )
     parser.add_argument(
         "--restarted",
         action="store_true",
-        help="go on with what the store holds: an earlier broker of this run has died",
+        help="continue with what the store holds: an earlier broker of this run has died",
     )
     arguments = parser.parse_args()
     from slipstream.broker.config import broker_settings

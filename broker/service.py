@@ -162,8 +162,8 @@ async def _make_server(
         _log.warning("%s (broker.redis.fsync)", durability)
     if (lost := first_event - ledger.book.state.num_events) > 0:
         _log.error(
-            "the store lacks the last %d events that it acknowledged: the run goes on from step "
-            "%d, where what is left of it ends; %s is cut there",
+            "the store lacks the last %d events that it acknowledged: the run continues at step "
+            "%d, where the rest of its events ends; %s is cut there",
             lost,
             ledger.book.step,
             run.folder / TRAIL,

@@ -179,7 +179,7 @@ async def start_run(
     else:
         if ledger.book.over and not restarted:
             raise ConfigError(
-                f"run {settings.run.name!r} has ended at step {ledger.book.step}; go on with "
+                f"run {settings.run.name!r} has ended at step {ledger.book.step}; resume with "
                 "`slipstream run --resume auto` or choose another run.name"
             )
         _check_same_run(ledger.book.rules, ledger.book.state, settings)
@@ -188,7 +188,7 @@ async def start_run(
         begin_life(ledger.book.state, known, apart=_has_lost_events(ledger, first_event))
         if identity_of(ledger.book.state) != stands:
             stored = Changes(snapshot=encode_state(ledger.book.state))
-        _log.info("going on with what the store holds, at step %d", ledger.book.step)
+        _log.info("continuing with what the store holds, at step %d", ledger.book.step)
     if not stored.is_empty:
         await store.commit(stored)  # all of it or nothing, before anybody is spoken to
     identity = identity_of(ledger.book.state)
@@ -308,7 +308,7 @@ def _resumed(
         released = _begin_apart(state, known, settings, first_event, identity)
         forget_after(run.folder, version.step)
         count = len(state.groups)
-        _log.info("going on from step %d, %d prompts were in flight", version.step, count)
+        _log.info("resuming from step %d, %d prompts were in flight", version.step, count)
     state.origin, state.awaits_learner = run.resume_from, True
     state.stop_reason, state.last_step = "", run.steps
     return ledger, _under_present_settings(ledger, released)
@@ -389,11 +389,11 @@ def _check_same_run(rules: LedgerRules, state: BookState, settings: BrokerSettin
     if state.prompts != rules.prompts_fingerprint and not settings.data.allow_change:
         raise ConfigError(
             f"the training prompts are not those of {where}: [data] or run.seed "
-            "has changed; set data.allow_change = true to go on with these at the same position"
+            "has changed; set data.allow_change = true to continue with these at the same position"
         )
     if not settings.run.resume_from and state.bound != rules.bound:
         raise ConfigError(
-            f"{where} began with other run.max_staleness_steps, run.staleness_mode or "
+            f"{where} started with other run.max_staleness_steps, run.staleness_mode or "
             "run.groups_per_step; change them with `slipstream run --resume`"
         )
 

@@ -328,9 +328,9 @@ def _engine_ahead_of_the_learner(view: _View) -> Advisory | None:
         return None
     name, label = next(iter(sorted(ahead.items())))
     text = (
-        f"{name} holds {label} and the learner stands at step {view.status.steps}, where it has "
+        f"{name} holds {label} and the learner is at step {view.status.steps}, where it has "
         f"stood for {duration(WINDOW_S)}: no learner of this run has made such weights, so it is "
-        "given no work; end the run and go on with slipstream run --resume auto "
+        "given no work; end the run and resume with slipstream run --resume auto "
         "(run.resume_from)."
     )
     return _advisory("engine-ahead-of-the-learner", "error", text, "run.resume_from")
@@ -442,7 +442,7 @@ def _engine_left_out(view: _View) -> Advisory | None:
         "error",
         f"{who} left out of {times[name]} of the last {len(records)} publishes "
         f"({records[-1].failed[name][:REASON_CHARS].rstrip('.')}): {whose} weights are "
-        "old or not whole; slipstream versions tells since when; for slow engines raise "
+        "old or not whole; slipstream versions shows since when; for slow engines raise "
         "weightbus.timeout_s.",
         "weightbus.timeout_s",
     )
@@ -458,7 +458,7 @@ def _dead_letters_growing(view: _View) -> Advisory | None:
     share = grown / issued if issued else 1.0
     text = (
         f"{grown:.0f} groups became dead letters in {view.lately}, {min(share, 1.0):.0%} of those "
-        "issued: look at them with slipstream dead-letters list, mend what fails "
+        "issued: see slipstream dead-letters list, fix what fails "
         "(reward.function, reward.timeout_s), then retry them."
     )
     level: Level = "error" if share >= LETTERS_ERROR else "warning"
@@ -534,7 +534,7 @@ def _reward_collapse(view: _View) -> Advisory | None:
     text = (
         f"The reward fell from {best[-1]:.3g} to {means[-1]:.3g} (means of "
         f"{FIGURE_STEPS * view.history.every_steps} steps): "
-        "go back to a checkpoint from before and lower learner.lr; look at what is answered now "
+        "resume from a checkpoint from before and lower learner.lr; read the present answers "
         "with slipstream show."
     )
     return _advisory("reward-collapse", "error", text, "learner.lr")
@@ -573,8 +573,8 @@ def _entropy_collapse(view: _View) -> Advisory | None:
     if _reading(measure, _step_looks(len(means), 1), ENTROPY_LOST) is None:
         return None
     text = (
-        f"The policy's entropy fell from {start:.3g} to {means[-1]:.2g} nats per token: it says "
-        "nearly the same every time and explores no more; raise sampling.temperature or "
+        f"The policy's entropy fell from {start:.3g} to {means[-1]:.2g} nats per token: answers "
+        "are nearly the same every time, without exploration; raise sampling.temperature or "
         "algo.surrogate.clip_high, or lower learner.lr."
     )
     return _advisory("entropy-collapse", "warning", text, "sampling.temperature")

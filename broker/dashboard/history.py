@@ -495,7 +495,7 @@ def claim_state(path: Path) -> StoredState | None:
     except (OSError, msgspec.DecodeError) as error:
         aside = path.with_name(f"{path.name}.unreadable")
         _log.warning(
-            "the page begins without the history of the run: %s cannot be read (%s) and is kept "
+            "the page starts without the history of the run: %s cannot be read (%s) and is kept "
             "as %s",
             *(path, error, aside.name),
         )

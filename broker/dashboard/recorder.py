@@ -68,7 +68,7 @@ class Mishaps:
             if kind not in self._known:
                 self._known.add(kind)
                 _log.error(
-                    "the page goes on without %s, and this is said once: %s",
+                    "the page continues without %s (logged once): %s",
                     what,
                     error,
                     exc_info=None if isinstance(error, OSError) else error,

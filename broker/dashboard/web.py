@@ -211,7 +211,7 @@ class Dashboard:
             resource = request.match_info.route.resource
             with self._mishaps.contained(resource.canonical if resource else "an answer"):
                 raise
-            raise web.HTTPInternalServerError(text="the broker's log says why\n") from None
+            raise web.HTTPInternalServerError(text="see the broker's log\n") from None
         await self._send(request, response)
         return response
 
@@ -255,7 +255,7 @@ class Dashboard:
         look = self._source.look
         if look is None:
             raise web.HTTPServiceUnavailable(
-                text="the state of the run cannot be read; the broker's log says why\n"
+                text="the state of the run cannot be read; see the broker's log\n"
             )
         return look
 

@@ -495,7 +495,7 @@ class Ledger:
         if held is not None and not self.book.is_ancestor(held):
             raise RefusedError(
                 f"the learner holds {held.label}, which {self.book.version.label} does not descend "
-                "from: that checkpoint is of steps that were given up; go on from another one "
+                "from: that checkpoint is of steps that were given up; resume from another one "
                 "(slipstream run --resume CHECKPOINT)"
             )
         epoch = max(self.book.version.epoch, self.book.state.granted_epoch) + 1

@@ -241,7 +241,7 @@ class Answer:
             self._wait([self._replies], [])
             new = os.read(self._replies, 65536)
             if not new or len(data) > _MOST_BYTES:
-                raise AnswerError("it ended" if not new else "it said too much")
+                raise AnswerError("it ended" if not new else "it sent too much")
             data += new
         return data
 
@@ -362,7 +362,7 @@ def run_statements(answer: Answer, tests: dict[str, Any]) -> None:
                     code = compile(ast.Module([statement], []), "tests", "exec")
                     exec(code, names)  # noqa: S102 what tests are for
                 else:
-                    error = "what it stands on has failed"
+                    error = "what it depends on has failed"
             except BaseException as problem:  # noqa: BLE001 a test may exit
                 error = f"{type(problem).__name__}: {problem}"[:500] or "failed"
                 whole = whole and is_test

@@ -99,7 +99,7 @@ class LlmJudge:
             ConfigError: the key file cannot be read, or others can read it.
         """
         if not url.startswith(("http://", "https://")):
-            raise ValueError(f"url must begin with http:// or https://, got {url!r}")
+            raise ValueError(f"url must start with http:// or https://, got {url!r}")
         if api not in {"chat", "completions"}:
             raise ValueError(f"api must be chat or completions, got {api!r}")
         if "{answer}" not in template:

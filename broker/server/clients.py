@@ -127,8 +127,7 @@ class Clients:
             if self._keys_lost_s is None:
                 self._keys_lost_s = self._now()
                 _log.error(
-                    "keys cannot be read: %s; in %.0f s nobody from other hosts is served until "
-                    "they can",
+                    "keys cannot be read: %s; in %.0f s no other host is served until they can",
                     error,
                     _KEYS_LOST_S,
                 )

@@ -183,5 +183,5 @@ def holders(folder: Path, place: str = "authorized") -> list[Holder]:
         except FileNotFoundError:
             continue  # revoked at this moment
         except (msgspec.DecodeError, ValueError) as error:
-            _log.warning("%s is no key, nobody gets in with it: %s", path, error)
+            _log.warning("%s is no key and admits no connection: %s", path, error)
     return found

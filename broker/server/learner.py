@@ -140,7 +140,7 @@ class Learner:
         self, session: Session, request: RequestBatch
     ) -> BatchDelivered | RunComplete | NotYet:
         if not self._sessions.is_current(session):
-            raise HelloFirstError("say hello first")
+            raise HelloFirstError("send a hello first")
         batch = self._ledger.deliver(request.version, request.step)
         if isinstance(batch, NotYet):
             return batch

@@ -316,7 +316,7 @@ class BrokerServer:
         limit = max_bytes(role, self._max_message_bytes)
         size = sum(map(len, frames))
         if size > limit:
-            who = role or "client that has not said hello"
+            who = role or "client without a hello"
             raise ProtocolError(f"a message of {size} bytes; a {who} may send {limit}")
         return session
 
@@ -402,7 +402,7 @@ class BrokerServer:
         """
         kind = type(request).__name__
         if session is None:
-            raise HelloFirstError("say hello first")
+            raise HelloFirstError("send a hello first")
         if not may_send(session.role, request, scores_inline=self._scores_inline):
             raise ForbiddenError(f"{session.name} is a {session.role}, which may not send {kind}")
         self.telemetry.heard(session.name)

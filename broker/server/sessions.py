@@ -150,7 +150,7 @@ class Sessions:
             if len(names) >= MAX_CLIENTS:  # if it is still there it sends a hello again
                 self._forget(names.pop(next(iter(names))))
         elif hello.reconnects and before.incarnation != hello.incarnation:
-            raise SupersededError(f"another process has said hello as {hello.name}")
+            raise SupersededError(f"another process took the name {hello.name}")
         else:
             self._forget(before)
         names.pop(session.name, None)  # the newest hello is last

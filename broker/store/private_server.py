@@ -162,7 +162,7 @@ class RedisServer:
             return
         if _DAMAGED in (tail := last_lines(self.log_file, 8)):
             raise ConfigError(
-                f"the store in {self.folder} is damaged: what to do stands in docs/operations.md, "
+                f"the store in {self.folder} is damaged: see docs/operations.md, "
                 f"A damaged store; {self.log_file}:\n{tail}"
             )
         if self._disk_is_full():

@@ -57,7 +57,7 @@ _FIRST_FETCH_PAGE = 4
 _MAX_FETCH_PAGE = 512
 _CONSEQUENCES = {
     "commits": "nothing is acknowledged",
-    "claims": "the broker does not begin",
+    "claims": "the broker does not start",
     "reads": "batches wait",
 }
 
@@ -262,7 +262,7 @@ class RedisStore:
         async with self._writing:
             if not self._outcome_known:
                 raise PeerLostError(
-                    "a commit was cancelled and nobody knows its outcome: claim the store anew"
+                    "a commit was cancelled and its outcome is unknown: claim the store anew"
                 )
             if self._generation is None:
                 await self._claim()

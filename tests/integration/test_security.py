@@ -425,5 +425,5 @@ def test_a_message_too_large_for_its_role_is_refused(short_folder: Path):
 
     answer, malformed = asyncio.run(body())
     assert isinstance(answer, Refusal)
-    assert "a client that has not said hello may send 65536" in answer.reason
+    assert "a client without a hello may send 65536" in answer.reason
     assert malformed == 1

@@ -205,7 +205,7 @@ REFUSED: dict[str, dict[str, Any]] = {
     r"algo.correction.importance-sampling: importance-sampling needs low <= high": {
         "correction": {"importance-sampling": {"low": 9.0}}
     },
-    r'algo.kl.name = "full" is a sum over all tokens, which the behavior policy told of one': {
+    r'algo.kl.name = "full" is a sum over all tokens, of which the behavior policy reports one': {
         "kl": {"coefficient": 0.1, "name": "full", "to": "behavior"}
     },
     r"algo.kl.importance_weighted weighs an estimate in the loss": {

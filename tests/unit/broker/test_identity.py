@@ -52,7 +52,7 @@ def test_a_store_that_lost_everything_ends_the_run_with_the_way_out(
     begun(settings)
     empty = MemoryStore()
     with pytest.raises(
-        ConfigError, match=r"has begun, and its store at .*redis is empty.*--resume"
+        ConfigError, match=r"has started, and its store at .*redis is empty.*--resume"
     ):
         begun(settings, empty, restarted=restarted)
     assert asyncio.run(kept(empty)) == (None, []), "nothing was written"
@@ -65,7 +65,7 @@ def test_a_restart_never_goes_back_to_the_checkpoint_that_its_life_began_with(tm
     first.take_over(0)
     resumed = settings_in(tmp_path, f"run.resume_from={checkpoint(tmp_path, first)}")
     begun(resumed)
-    with pytest.raises(ConfigError, match="has begun, and its store at"):
+    with pytest.raises(ConfigError, match="has started, and its store at"):
         begun(resumed, MemoryStore(), restarted=True)
 
 

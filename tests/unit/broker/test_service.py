@@ -92,7 +92,7 @@ def test_the_name_of_a_run_that_has_ended_is_refused_with_what_to_do(tmp_path: P
     used.take_over(0)
     trained(used, 1).learner_leaves()
     store = asyncio.run(store_with(used))
-    with pytest.raises(ConfigError, match=r"has ended at step 1; go on with .*--resume auto"):
+    with pytest.raises(ConfigError, match=r"has ended at step 1; resume with .*--resume auto"):
         begun(settings, store)
     assert begun(settings, store, restarted=True).ledger.book.finished
 

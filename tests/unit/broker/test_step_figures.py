@@ -17,7 +17,7 @@ from slipstream.algos.diagnostics import (
 from slipstream.broker.dashboard.history import History
 from slipstream.broker.report.trackers.base import step_figures
 from slipstream.broker.report.trackers.tensorboard import TensorBoardTracker
-from slipstream.learner.training.step import batch_figures
+from slipstream.learner.training.step_data import batch_figures
 from slipstream.wire.messages.broker import DeliveredGroup, DeliveredTrajectory
 from slipstream.wire.messages.status import StepPoint
 from slipstream.wire.messages.trajectory import TrajectoryHeader, VersionRun

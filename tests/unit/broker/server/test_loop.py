@@ -273,7 +273,7 @@ def test_a_client_that_did_not_say_hello_is_refused(short_folder: Path):
         async with running(short_folder) as it, bare_socket(it.endpoint) as ask:
             return await ask(b"1", encode(GetStatus()))
 
-    assert asyncio.run(body()) == Refusal(reason="say hello first", code="hello_first")
+    assert asyncio.run(body()) == Refusal(reason="send a hello first", code="hello_first")
 
 
 def test_another_wire_revision_is_refused_with_both_numbers(short_folder: Path):
@@ -470,7 +470,7 @@ def test_a_generator_that_starts_anew_loses_its_leases_and_its_old_self_is_out(s
             new = await it.client("generator", "generator-0")
             again, _ = await new.ask(work, GroupsLeased)
             old._socket.connect(it.endpoint)
-            with pytest.raises(SupersededError, match="another process has said hello as gen"):
+            with pytest.raises(SupersededError, match="another process took the name gen"):
                 await old.ask(Heartbeat(lease_ids=(0,)), HeartbeatAnswer)
             lost, _ = await new.ask(Heartbeat(lease_ids=(0, 1)), HeartbeatAnswer)
             assert lost.lost == (0,)
