@@ -45,7 +45,7 @@ def test_a_store_that_comes_back_empty_ends_the_run_with_the_way_out(folder: Pat
         it.wait_until(lambda: it.steps() >= 2, "a step")
         it.kill("redis")
         shutil.rmtree(it.run_folder / "redis", ignore_errors=True)
-        with pytest.raises(ConfigError, match=r"has begun, and its store at .* is empty"):
+        with pytest.raises(ConfigError, match=r"has started, and its store at .* is empty"):
             it.finish()
 
 

@@ -69,7 +69,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("whole")
     write_inputs(folder)
     errors = warm_up(folder, "--target", 0.9, "--dtype", "float32")
-    assert "going on" not in errors
+    assert "resuming" not in errors
     return folder
 
 
@@ -113,7 +113,7 @@ def test_other_inputs_begin_anew(cut_off: CutOff):
     write_rows(folder / "demos.jsonl", [(digit, 9 - digit) for digit in range(10)])
     errors = warm_up(folder, "--target", 0.9, "--max-updates", 1, code=1)
     assert "was made with another --demonstrations: starting over" in errors
-    assert "going on" not in errors
+    assert "resuming" not in errors
     assert progress(folder) == ["inputs.json", "step-000001"]
 
 
@@ -123,7 +123,7 @@ def test_damaged_progress_is_passed_over(whole: Path, cut_off: CutOff):
         path.write_bytes(path.read_bytes()[:1000])
     errors = warm_up(folder, "--target", 0.9)
     assert f"step-{BOUND:06d} is passed over: cannot read the checkpoint" in errors
-    assert "going on" not in errors
+    assert "resuming" not in errors
     made = load_file(folder / "out" / "model.safetensors")
     expected = load_file(whole / "out" / "model.safetensors")
     assert {tensor.dtype for tensor in made.values()} == {torch.bfloat16}
