@@ -22,11 +22,11 @@ from slipstream.weightbus.agent.staging import Staging
 from slipstream.weightbus.agent.subscriber import Subscriber
 from slipstream.weightbus.agent.tensor_set import TensorSet, model_tensors
 from slipstream.weightbus.net.compatibility import installed_libraries
-from slipstream.weightbus.net.interfaces import is_loopback
+from slipstream.weightbus.transports import FALLBACK, TRANSPORTS
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.files.keys import read_client_key
 from slipstream.wire.files.tokenizer_hash import tokenizer_hash
-from slipstream.wire.messages.weightbus import Join, TransportName
+from slipstream.wire.messages.weightbus import Join
 from slipstream.wire.process.run_until import running, unless
 from slipstream.wire.process.stopping import stop_event
 
@@ -56,7 +56,8 @@ async def _staging(
 ) -> AsyncIterator[Staging]:
     """Get the memory for the first version while the engine starts."""
     staging = Staging(settings.run.socket_folder, name)
-    num_bytes = tensors.num_bytes if settings.weightbus.transport != "disk" else 0
+    is_staged = TRANSPORTS[settings.weightbus.transport].is_staged
+    num_bytes = tensors.num_bytes if is_staged else 0
     reserving = asyncio.create_task(asyncio.to_thread(_reserve, staging, num_bytes))
     try:
         yield staging
@@ -107,17 +108,13 @@ async def _inline_rewards(
     return pool
 
 
-def _transport(settings: GeneratorSettings) -> TransportName:
-    """Return how versions are to come: a collective needs an address that leads to the relay."""
+def _transport(settings: GeneratorSettings) -> str:
+    """Return how versions are to come: as set, unless that cannot reach the learner's host."""
     bus = settings.weightbus
-    if settings.run.broker and bus.transport == "collective" and is_loopback(bus.host):
-        _log.warning(
-            "weights come over tcp: a collective with another host needs its address in "
-            "weightbus.host, which is %s",
-            bus.host,
-        )
-        return "tcp"
-    return bus.transport
+    why = TRANSPORTS[bus.transport].why_not_from_afar(bus.host) if settings.run.broker else ""
+    if why:
+        _log.warning("weights come over %s instead of %s: %s", FALLBACK, bus.transport, why)
+    return FALLBACK if why else bus.transport
 
 
 async def _generate(

@@ -3,6 +3,7 @@
 from ipaddress import IPv4Address, ip_address
 from typing import Literal
 
+from slipstream.weightbus.transports import check_transport
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.settings.load import Section, Table, section
 from slipstream.wire.settings.sections import AtLeast0, AtLeast1, Positive
@@ -19,8 +20,8 @@ class WeightBusSection(Section, frozen=True, kw_only=True):
     See [weight-bus.md](weight-bus.md).
     """
 
-    transport: Literal["collective", "tcp", "disk"] = "collective"
-    """collective writes into the engine while it is paused; tcp and disk load a version that
+    transport: str = "collective"
+    """`collective` writes into the engine while it is paused; `tcp` and `disk` load a version that
     was received and checked before."""
     in_flight: Literal["retract", "in_place"] = "retract"
     """What a pause does to answers in the making: retract computes their keys and values again
@@ -58,9 +59,11 @@ def weightbus_section(table: Table) -> WeightBusSection:
     """Return [weightbus], checked.
 
     Raises:
-        ConfigError: others could not connect to `weightbus.listen`.
+        ConfigError: there is no such transport, or others could not connect to
+            `weightbus.listen`.
     """
     found = section(table, "weightbus", WeightBusSection)
+    check_transport(found.transport)
     if found.listen and (why := _why_no_address(found.listen)):
         raise ConfigError(f"weightbus.listen is {found.listen!r}: {why}")
     return found

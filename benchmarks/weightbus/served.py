@@ -50,11 +50,10 @@ from slipstream.wire.messages.weightbus import (
     Outcome,
     PublishRecord,
     RelayDoor,
-    TransportName,
 )
 from tests.support.random_llama import write_random_weights
 
-TRANSPORTS: tuple[TransportName, ...] = ("collective", "tcp", "disk")
+TRANSPORTS: tuple[str, ...] = ("collective", "tcp", "disk")
 _LONGEST_S = 120.0
 _SMOLLM2 = {
     "vocab_size": 49152,
@@ -119,7 +118,7 @@ def sglang(*, smollm2: bool) -> Iterator[Server]:
 class ServedBus:
     """A learner's memory, a publisher and the agent of one server, in this event loop."""
 
-    def __init__(self, server: Server, folder: Path, transport: TransportName, epoch: int) -> None:
+    def __init__(self, server: Server, folder: Path, transport: str, epoch: int) -> None:
         process = server.process
         self.engine = CountingEngine(
             process.url, process.api_key, request_timeout_s=60, control_timeout_s=60
@@ -182,9 +181,7 @@ class ServedBus:
 
 
 @asynccontextmanager
-async def served_bus(
-    server: Server, transport: TransportName, epoch: int
-) -> AsyncIterator[ServedBus]:
+async def served_bus(server: Server, transport: str, epoch: int) -> AsyncIterator[ServedBus]:
     with tempfile.TemporaryDirectory(prefix="bw-", dir="/tmp") as name:
         bus = ServedBus(server, Path(name), transport, epoch)
         door = RelayDoor(endpoint=f"ipc://{name}/bus", bulk_endpoint=f"ipc://{name}/bulk")
@@ -296,7 +293,7 @@ def measure_end_to_end(server: Server, *, rounds: int, epoch: int) -> EndToEnd:
 
 
 async def _end_to_end(
-    server: Server, transport: TransportName, rounds: int, epoch: int, figures: EndToEnd
+    server: Server, transport: str, rounds: int, epoch: int, figures: EndToEnd
 ) -> None:
     async with served_bus(server, transport, epoch) as bus:
         figures.num_bytes = bus.layout.num_bytes

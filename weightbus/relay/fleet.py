@@ -1,16 +1,15 @@
-"""Pure: which members are brought to which version next, alone or in a party.
+"""Pure: which members are brought to which version next, alone or in a group.
 
 A member gets its first version, and a whole one after any failure, by itself; members with a
-collective share a party from then on. Newest wins: nobody is brought to any other version than the
+collective share a group from then on. Newest wins: nobody is brought to any other version than the
 newest. Time comes in as monotonic seconds; nothing here waits, and nobody waits for another one but
-within a publish to their party.
+within a publish to their group.
 """
 
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from slipstream.wire.messages.versions import PolicyVersion
-from slipstream.wire.messages.weightbus import TransportName
 
 
 @dataclass(eq=False, slots=True)
@@ -18,19 +17,21 @@ class Seat:
     """What the decisions need to know of one member."""
 
     name: str
-    transport: TransportName
+    transport: str
     device: str
     adopted: PolicyVersion | None  # that its engine runs; None if it runs none, or a mixture
     heard_s: float
+    shares_group: bool  # its transport serves several engines at once
     again_s: float = 0.0  # not before this
-    party: "PartySeat | None" = None
+    group: "CollectiveGroup | None" = None
     receiving: PolicyVersion | None = None
 
 
 @dataclass(eq=False, slots=True)
-class PartySeat:
+class CollectiveGroup:
     """Members that get versions together."""
 
+    transport: str
     device: str
     seats: list[Seat] = field(default_factory=list)
     receiving: PolicyVersion | None = None
@@ -42,25 +43,25 @@ class Serving:
 
     version: PolicyVersion
     seats: tuple[Seat, ...]
-    party: PartySeat | None  # None: one member by itself
+    group: CollectiveGroup | None  # None: one member by itself
 
 
 class Fleet:
     """Who is there, who runs what, and who is being served."""
 
-    def __init__(self, *, silence_s: float, retry_s: float, party_size: int) -> None:
+    def __init__(self, *, silence_s: float, retry_s: float, engines_per_group: int) -> None:
         """Know nobody.
 
         Args:
             silence_s: who is not heard of for so long is given up.
             retry_s: who failed is left alone for so long.
-            party_size: most members that share a collective.
+            engines_per_group: most members that share a collective.
         """
         self.seats: dict[str, Seat] = {}
         self._silence_s = silence_s
         self._retry_s = retry_s
-        self._party_size = party_size
-        self._parties: list[PartySeat] = []
+        self._engines_per_group = engines_per_group
+        self._groups: list[CollectiveGroup] = []
 
     # ---- what has happened ---------------------------------------------------
 
@@ -75,8 +76,8 @@ class Fleet:
         if seat.receiving is None:
             seat.adopted = adopted
 
-    def forget(self, name: str) -> PartySeat | None:
-        """Leave a member out; return its party if nobody is in that any more and nothing runs."""
+    def forget(self, name: str) -> CollectiveGroup | None:
+        """Leave a member out; return its group if nobody is in that any more and nothing runs."""
         seat = self.seats.pop(name)
         return self._take_out(seat)
 
@@ -84,13 +85,13 @@ class Fleet:
         """Note that these members are being served: nothing else is decided for them."""
         for seat in serving.seats:
             seat.receiving = serving.version
-        if serving.party is not None:
-            serving.party.receiving = serving.version
+        if serving.group is not None:
+            serving.group.receiving = serving.version
 
     def finished(
         self, serving: Serving, adopted: Collection[str], now_s: float
-    ) -> PartySeat | None:
-        """Note how a serving ended; return its party if nobody is in that any more.
+    ) -> CollectiveGroup | None:
+        """Note how a serving ended; return its group if nobody is in that any more.
 
         Args:
             serving: that was begun.
@@ -104,25 +105,25 @@ class Fleet:
                 seat.adopted = serving.version
                 continue
             seat.adopted, seat.again_s = None, now_s + self._retry_s
-            if seat.party is not None:
+            if seat.group is not None:
                 self._take_out(seat)
-        if (party := serving.party) is None:
+        if (group := serving.group) is None:
             return None
-        party.receiving = None
-        return self._dissolved(party) if not party.seats else None
+        group.receiving = None
+        return self._dissolved(group) if not group.seats else None
 
-    def _take_out(self, seat: Seat) -> PartySeat | None:
-        party, seat.party = seat.party, None
-        if party is None:
+    def _take_out(self, seat: Seat) -> CollectiveGroup | None:
+        group, seat.group = seat.group, None
+        if group is None:
             return None
-        party.seats.remove(seat)
-        return self._dissolved(party) if not party.seats and party.receiving is None else None
+        group.seats.remove(seat)
+        return self._dissolved(group) if not group.seats and group.receiving is None else None
 
-    def _dissolved(self, party: PartySeat) -> PartySeat | None:
-        if party not in self._parties:
+    def _dissolved(self, group: CollectiveGroup) -> CollectiveGroup | None:
+        if group not in self._groups:
             return None
-        self._parties.remove(party)
-        return party
+        self._groups.remove(group)
+        return group
 
     # ---- what to do ----------------------------------------------------------
 
@@ -132,22 +133,22 @@ class Fleet:
         return [name for name, seat in self.seats.items() if seat.heard_s < limit_s]
 
     def due(self, newest: PolicyVersion | None, now_s: float) -> list[Serving]:
-        """Return whom to serve now; who can be in a party is put into one first."""
+        """Return whom to serve now; who can be in a group is put into one first."""
         idle = [s for s in self.seats.values() if s.receiving is None and s.again_s <= now_s]
         for seat in idle:
-            if seat.party is None and seat.transport == "collective" and seat.adopted is not None:
+            if seat.group is None and seat.shares_group and seat.adopted is not None:
                 self._admit(seat)
         if newest is None:
             return []
         servings = [
             Serving(newest, (seat,), None)
             for seat in idle
-            if seat.party is None and seat.adopted != newest
+            if seat.group is None and seat.adopted != newest
         ]
         servings += [
-            Serving(newest, tuple(party.seats), party)
-            for party in self._parties
-            if party.receiving is None and any(seat.adopted != newest for seat in party.seats)
+            Serving(newest, tuple(group.seats), group)
+            for group in self._groups
+            if group.receiving is None and any(seat.adopted != newest for seat in group.seats)
         ]
         return servings
 
@@ -157,12 +158,13 @@ class Fleet:
         return min(again) - now_s if again else None
 
     def _admit(self, seat: Seat) -> None:
-        """Put a member into a party: only engines on like devices share a collective."""
-        for party in self._parties:
-            if party.device == seat.device and len(party.seats) < self._party_size:
+        """Put a member into a group: only engines on like devices share a collective."""
+        for group in self._groups:
+            is_alike = (group.transport, group.device) == (seat.transport, seat.device)
+            if is_alike and len(group.seats) < self._engines_per_group:
                 break
         else:
-            party = PartySeat(seat.device)
-            self._parties.append(party)
-        party.seats.append(seat)
-        seat.party = party
+            group = CollectiveGroup(seat.transport, seat.device)
+            self._groups.append(group)
+        group.seats.append(seat)
+        seat.group = group

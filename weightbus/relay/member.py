@@ -13,7 +13,7 @@ import zmq.asyncio
 from slipstream.wire.errors import PublishError
 from slipstream.wire.messages.codec import encode
 from slipstream.wire.messages.versions import PolicyVersion
-from slipstream.wire.messages.weightbus import Command, Heard, Join, Outcome, TransportName
+from slipstream.wire.messages.weightbus import Command, Heard, Join, Outcome
 
 State = Literal["current", "behind", "receiving", "torn"]
 _PROBE_S = 0.25  # a member that does not answer is looked for this often
@@ -32,7 +32,7 @@ class Member:
         name: str,
         relay: str = "",
         key: str = "",
-        transport: TransportName,
+        transport: str,
         timeout_s: float,
     ) -> None:
         self.name = name

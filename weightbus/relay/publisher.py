@@ -1,14 +1,14 @@
 """The relay's side of the weight bus: brings every engine that joined to the newest version.
 
 What is done next, and for whom, is decided in fleet.py and course.py; here is what waits and sends.
-A member by itself gets a version over TCP (or from disk), a party over its collective.
+A member by itself gets a version over TCP (or from disk), a group over its collective.
 """
 
 import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from typing import NamedTuple
 
@@ -16,17 +16,15 @@ import zmq
 import zmq.asyncio
 
 from slipstream.weightbus.config import WeightBusSection
-from slipstream.weightbus.net.compatibility import Libraries, why_no_collective
+from slipstream.weightbus.net.compatibility import Libraries
 from slipstream.weightbus.net.curve import MAX_WAITING, FarDoor
-from slipstream.weightbus.net.interfaces import is_loopback
 from slipstream.weightbus.relay.bulk import proved, serve_buckets
-from slipstream.weightbus.relay.fleet import Fleet, PartySeat, Seat, Serving
+from slipstream.weightbus.relay.fleet import CollectiveGroup, Fleet, Seat, Serving
 from slipstream.weightbus.relay.member import Member
 from slipstream.weightbus.relay.served import Reading, Versions
 from slipstream.weightbus.relay.transaction import Transaction
-from slipstream.weightbus.relay.transports.base import Transport
-from slipstream.weightbus.relay.transports.collective import Collective
-from slipstream.weightbus.relay.transports.staged import OverDisk, OverTcp
+from slipstream.weightbus.relay.transports.base import Transport, transport_class
+from slipstream.weightbus.transports import FALLBACK, TRANSPORTS, TransportEntry
 from slipstream.wire.errors import ProtocolError
 from slipstream.wire.messages.codec import decode_agent_message, encode
 from slipstream.wire.messages.weightbus import (
@@ -38,7 +36,6 @@ from slipstream.wire.messages.weightbus import (
     Outcome,
     PublishRecord,
     RelayDoor,
-    TransportName,
 )
 
 _log = logging.getLogger(__name__)
@@ -66,6 +63,7 @@ class Publisher:
         *,
         on_record: Callable[[PublishRecord], Awaitable[None]],
         libraries: Libraries,
+        transports: Mapping[str, TransportEntry] = TRANSPORTS,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         """Serve nobody yet.
@@ -75,22 +73,25 @@ class Publisher:
             versions: what there is to be served.
             on_record: is told of every publish.
             libraries: that collectives of this process use.
+            transports: by the names that engines ask for.
             now: monotonic seconds.
         """
         self._settings = settings
         self._versions = versions
         self._on_record = on_record
         self._libraries = libraries
+        self._transports = transports
+        self._classes = {name: transport_class(entry) for name, entry in transports.items()}
         self._now = now
         self._incarnation = secrets.token_hex(8)
         self._members: dict[str, Member] = {}
         self._fleet = Fleet(
             silence_s=settings.member_silence_s,
             retry_s=_RETRY_S,
-            party_size=settings.engines_per_group,
+            engines_per_group=settings.engines_per_group,
         )
         self._alone: dict[Seat, asyncio.Task[None]] = {}
-        self._collectives: dict[PartySeat, Collective] = {}
+        self._shared: dict[CollectiveGroup, Transport] = {}
 
     async def run(self, door: RelayDoor, far_door: FarDoor | None = None) -> None:
         """Serve until cancelled.
@@ -126,8 +127,8 @@ class Publisher:
         finally:
             for member in list(self._members.values()):
                 self._forget(member, "is left: the relay ends")
-            for party in list(self._collectives):
-                self._dissolve(party)
+            for shared in list(self._shared):
+                self._dissolve(shared)
             if far_door is not None:
                 far_door.close()
             for one in sockets:
@@ -209,22 +210,33 @@ class Publisher:
         )
         _log.info("%s joined the weight bus (%s)", name, member.transport)
         self._members[name] = member
-        seat = Seat(name, member.transport, join.device, join.adopted, heard_s=self._now())
+        seat = Seat(
+            name,
+            member.transport,
+            join.device,
+            join.adopted,
+            heard_s=self._now(),
+            shares_group=self._classes[member.transport].shares_group,
+        )
         self._fleet.join(seat)
         self._versions.wake()
 
-    def _transport_for(self, join: Join, name: str, *, is_far: bool) -> TransportName:
-        """Return how a member gets versions: as it asks, or over TCP where that cannot be."""
-        if join.transport != "collective":
-            return join.transport
-        why = why_no_collective(join, self._libraries)
-        host = self._settings.host
-        if is_far and is_loopback(host):
-            why = f"it is on another host, and weightbus.host is {host}"
+    def _transport_for(self, join: Join, name: str, *, is_far: bool) -> str:
+        """Return how a member gets versions: as it asks, or in the way that is open to all."""
+        why = self._why_not(join, is_far=is_far)
         if why:
-            _log.warning("%s gets its weights over tcp instead of a collective: %s", name, why)
-            return "tcp"
-        return "collective"
+            _log.warning(
+                "%s gets its weights over %s instead of %s: %s", name, FALLBACK, join.transport, why
+            )
+        return FALLBACK if why else join.transport
+
+    def _why_not(self, join: Join, *, is_far: bool) -> str:
+        entry = self._transports.get(join.transport)
+        if entry is None:
+            return f"this relay has no such transport, only {', '.join(self._transports)}"
+        if is_far and (why := entry.why_not_from_afar(self._settings.host)):
+            return why
+        return self._classes[join.transport].why_not(join, self._libraries)
 
     def _forget(self, member: Member, why: str) -> None:
         _log.info("%s %s", member.name, why)
@@ -265,7 +277,7 @@ class Publisher:
         members = [self._members[seat.name] for seat in serving.seats]
         task = group.create_task(self._serve(serving, members, reading))
         task.add_done_callback(lambda _: reading.end())  # it may be cancelled before it runs
-        if serving.party is None:
+        if serving.group is None:
             self._alone[serving.seats[0]] = task
 
     async def _serve(self, serving: Serving, members: list[Member], reading: Reading) -> None:
@@ -284,17 +296,18 @@ class Publisher:
         for name, why in record.failed.items():
             _log.warning("%s does not run %s: %s", name, record.version.label, why)
         await self._on_record(record)
-        if any(member.transport == "disk" for member in members):
-            await self._versions.clean_disk()
+        await self._versions.clean_disk()
 
     def _transport_of(self, serving: Serving) -> Transport:
-        if serving.party is not None:
-            if serving.party not in self._collectives:
-                self._collectives[serving.party] = Collective(self._settings)
-            return self._collectives[serving.party]
-        chosen = OverDisk if serving.seats[0].transport == "disk" else OverTcp
-        return chosen(timeout_s=self._settings.receive_timeout_s)
+        chosen = self._classes[serving.seats[0].transport]
+        if serving.group is None:
+            if chosen.shares_group:
+                chosen = self._classes[FALLBACK]
+            return chosen(self._settings)
+        if serving.group not in self._shared:
+            self._shared[serving.group] = chosen(self._settings)
+        return self._shared[serving.group]
 
-    def _dissolve(self, party: PartySeat | None) -> None:
-        if party is not None and (collective := self._collectives.pop(party, None)) is not None:
-            collective.close_soon()
+    def _dissolve(self, group: CollectiveGroup | None) -> None:
+        if group is not None and (transport := self._shared.pop(group, None)) is not None:
+            transport.close_soon()

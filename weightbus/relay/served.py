@@ -169,7 +169,8 @@ class Versions:
         unwanted = [p for p in self._on_disk if all_of_it or p not in wanted]
         for publication in unwanted:
             self._on_disk.remove(publication)
-        await asyncio.to_thread(_remove, [copy for p in unwanted for copy in p.copies()])
+        if copies := [copy for one in unwanted for copy in one.copies()]:
+            await asyncio.to_thread(_remove, copies)
 
     def _serving(self) -> _Source | None:
         return next((s for s in reversed(self._sources) if s.slots.newest is not None), None)

@@ -91,12 +91,11 @@ class Transaction:
         if self._check_every and any(member.join.device == "cpu" for member in self._all):
             publication.begin_checksums()  # not while engines are paused
         laps.lap("digest")
-        is_collective = self._transport.name == "collective"
         names = {
             Phase.OFFER: "offer",
-            Phase.PREPARE: "group" if is_collective else "receive",
+            Phase.PREPARE: self._transport.prepare_phase,
             Phase.PREPARE_AGAIN: "pause",
-            Phase.LOAD: "transfer" if is_collective else "load",
+            Phase.LOAD: self._transport.load_phase,
             Phase.VERIFY: "verify",
             Phase.COMMIT: "commit",
         }

@@ -6,7 +6,7 @@ import functools
 import itertools
 import secrets
 from collections.abc import Callable, Sequence
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 import torch.distributed as dist
@@ -16,18 +16,13 @@ from typing_extensions import override
 
 from slipstream.weightbus.config import WeightBusSection
 from slipstream.weightbus.net import threads
+from slipstream.weightbus.net.compatibility import Libraries, why_no_collective
 from slipstream.weightbus.net.rendezvous import open_store
 from slipstream.weightbus.relay.member import Member
 from slipstream.weightbus.relay.publication import Publication
 from slipstream.weightbus.relay.transports.base import MembersFailedError, Transport, all_of
 from slipstream.wire.errors import ConfigError, PublishError
-from slipstream.wire.messages.weightbus import (
-    Command,
-    LoadBucket,
-    OpenGroup,
-    Outcome,
-    TransportName,
-)
+from slipstream.wire.messages.weightbus import Command, Join, LoadBucket, OpenGroup, Outcome
 
 _POLL_S = 0.001  # the next bucket is on its way meanwhile
 _AHEAD = 2  # buckets that engines are told of before the one under way is done
@@ -38,13 +33,22 @@ Backend = Literal["gloo", "nccl"]
 class Collective(Transport):
     """One group of the relay, as rank 0, and the engines that it is given."""
 
-    name: TransportName = "collective"
-    needs_digests = False  # engines are checked as a whole
+    name: ClassVar[str] = "collective"
+    needs_digests: ClassVar[bool] = False  # engines are checked as a whole
+    shares_group: ClassVar[bool] = True
+    prepare_phase: ClassVar[str] = "group"
+    load_phase: ClassVar[str] = "transfer"
 
     def __init__(self, settings: WeightBusSection) -> None:
-        self._settings = settings
+        super().__init__(settings)
         self._group: EngineGroup | None = None
         self._members: list[Member] = []
+
+    @override
+    @classmethod
+    def why_not(cls, join: Join, ours: Libraries) -> str:
+        """Return why an engine cannot be in a group with this process; empty if it can."""
+        return why_no_collective(join, ours)
 
     @override
     async def prepare(self, publication: Publication, members: Sequence[Member]) -> None:
@@ -124,6 +128,7 @@ class Collective(Transport):
             failed = dict.fromkeys(members, str(error)) | others | sent.failures()
             raise MembersFailedError(failed) from error
 
+    @override
     def close_soon(self) -> None:
         """Destroy the group in the background."""
         if self._group is not None:
