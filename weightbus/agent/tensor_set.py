@@ -1,15 +1,15 @@
 """Which tensors a model folder holds, read from the headers of its safetensors files."""
 
-import json
 import math
-import struct
 from dataclasses import dataclass
 from pathlib import Path
 
+from safetensors import SafetensorError
+
+from slipstream.weightbus.agent.weight_files import Shapes, tensor_shapes
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.messages.manifest import ITEM_BYTES, WeightManifest
 
-Shapes = dict[str, tuple[int, ...]]
 _OPTIONAL = {"lm_head.weight"}
 
 
@@ -39,14 +39,9 @@ def model_tensors(folder: Path, *, dtype: str) -> TensorSet:
     shapes: Shapes = {}
     for path in sorted(folder.glob("*.safetensors")):
         try:
-            with path.open("rb") as file:
-                (length,) = struct.unpack("<Q", file.read(8))
-                header = json.loads(file.read(length))
-        except (OSError, ValueError, struct.error) as error:
+            shapes |= tensor_shapes(path)
+        except (OSError, SafetensorError) as error:
             raise ConfigError(f"cannot read {path} (run.model): {error}") from error
-        for name, entry in header.items():
-            if name != "__metadata__":
-                shapes[name] = tuple(entry["shape"])
     if not shapes:
         raise ConfigError(f"no safetensors files in {folder} (run.model)")
     return TensorSet(shapes, dtype)
