@@ -235,10 +235,6 @@ class EngineGroup:
         if backend == "nccl":
             self._device = torch.device("cuda", torch.cuda.current_device())
 
-    async def broadcast(self, flat: Tensor, *, peer_failed: Callable[[], bool]) -> None:
-        """Send ``flat`` ([num_bytes] uint8); gives up as soon as a peer reports a failure."""
-        await self.finish(self.start(flat), peer_failed=peer_failed)
-
     def start(self, flat: Tensor) -> dist.Work:
         """Begin to send ``flat`` ([num_bytes] uint8) after what was begun before."""
         if self._group is None:
