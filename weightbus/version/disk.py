@@ -1,6 +1,5 @@
 """Versions as safetensors files in a folder that every host sees. The folder is ours alone."""
 
-import contextlib
 import os
 import re
 import shutil
@@ -9,13 +8,13 @@ from pathlib import Path
 
 from slipstream.weightbus.version.layout import safetensors_header
 from slipstream.wire.errors import PublishError
-from slipstream.wire.files.replace import sync
+from slipstream.wire.files.replace import replacing_folder
 from slipstream.wire.messages.manifest import WeightManifest
 
 WEIGHTS = "model.safetensors"
 _UNFINISHED = ".unfinished"
 _COPY = "-"
-_OURS = re.compile(r"\.?(v[0-9]+\.[0-9]+)-([0-9]+)(?:\.unfinished)?")
+_OURS = re.compile(r"\.?(v[0-9]+\.[0-9]+)-([0-9]+)(?:\.unfinished|\.replaced)?")
 _CHUNK = 64 * 1024 * 1024
 
 
@@ -34,23 +33,17 @@ def write_version(
         PublishError: the disk refuses.
     """
     folder = parent / f"{manifest.version.label}{_COPY}{number}"
-    unfinished = parent / f".{folder.name}{_UNFINISHED}"
     try:
-        shutil.rmtree(unfinished, ignore_errors=True)
-        unfinished.mkdir(parents=True, mode=0o700)
-        with (unfinished / WEIGHTS).open("xb", buffering=0) as file:
+        with (
+            replacing_folder(folder, mode=0o700) as unfinished,
+            (unfinished / WEIGHTS).open("xb", buffering=0) as file,
+        ):
             file.write(safetensors_header(manifest))
             for start in range(0, len(data), _CHUNK):
                 part = data[start : start + _CHUNK]
                 while part:
                     part = part[file.write(part) :]
-            os.fsync(file.fileno())
-        shutil.rmtree(folder, ignore_errors=True)
-        unfinished.rename(folder)
-        sync(parent)
     except OSError as error:
-        with contextlib.suppress(OSError):
-            shutil.rmtree(unfinished)
         raise PublishError(
             f"cannot write {manifest.version.label} to {parent} (weightbus.folder): {error}"
         ) from error

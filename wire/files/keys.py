@@ -6,6 +6,7 @@ from pathlib import Path
 import msgspec
 
 from slipstream.wire.errors import ConfigError
+from slipstream.wire.files.replace import replace_file
 from slipstream.wire.messages.broker import Role
 
 _NOBODY_ELSE = stat.S_IRWXG | stat.S_IRWXO
@@ -28,12 +29,8 @@ class ClientKey(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 def write_private(path: Path, text: str) -> None:
-    """Write a file that only its owner can read, at once or not at all."""
-    new = path.with_name(f".{path.name}.new")
-    new.unlink(missing_ok=True)
-    new.touch(mode=0o600, exist_ok=False)
-    new.write_text(text)
-    new.replace(path)
+    """Write a file that only its owner can read, whole or not at all."""
+    replace_file(path, text.encode(), mode=0o600)
 
 
 def write_client_key(path: Path, key: ClientKey) -> None:
