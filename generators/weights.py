@@ -7,8 +7,8 @@ from slipstream.broker.client import BrokerClient
 from slipstream.weightbus.agent.subscriber import Subscriber
 from slipstream.wire.errors import ConfigError, SlipstreamError
 from slipstream.wire.messages.broker import FindRelay, RelayPlace
-from slipstream.wire.messages.weightbus import RelayDoor
-from slipstream.wire.settings.sections import RunSection, relay_door
+from slipstream.wire.messages.weightbus import RelayAddress
+from slipstream.wire.settings.sections import RunSection, relay_address
 
 _log = logging.getLogger(__name__)
 _ASK_S = 1.0
@@ -29,27 +29,27 @@ async def take_weights(subscriber: Subscriber, run: RunSection, client: BrokerCl
         PublishError: the engine took part in too many publishes that failed.
     """
     if not run.broker:
-        await subscriber.run(relay_door(run))
+        await subscriber.run(relay_address(run))
         return
-    door = await _await_door(client)
+    address = await _await_address(client)
     try:
         async with asyncio.TaskGroup() as group:
-            group.create_task(subscriber.run(door))
+            group.create_task(subscriber.run(address))
             group.create_task(_follow(subscriber, client))
     except* SlipstreamError as errors:
         raise errors.exceptions[0] from errors
 
 
-async def _await_door(client: BrokerClient) -> RelayDoor:
+async def _await_address(client: BrokerClient) -> RelayAddress:
     """Return where the relay is, once there is one: a learner takes a while to start."""
     num_asked = 0
-    while (door := await _find(client)) is None:
+    while (address := await _find(client)) is None:
         if num_asked % _SAY_AGAIN == 0:
             _log.info("waiting for a learner whose relay has weights")
         num_asked += 1
         await asyncio.sleep(_ASK_S)
-    _log.info("weights come from %s", door.endpoint)
-    return door
+    _log.info("weights come from %s", address.endpoint)
+    return address
 
 
 async def _follow(subscriber: Subscriber, client: BrokerClient) -> None:
@@ -61,11 +61,11 @@ async def _follow(subscriber: Subscriber, client: BrokerClient) -> None:
         if is_silent and not was_silent:
             _log.warning("the relay says nothing; the broker is asked for another")
         was_silent = is_silent
-        if is_silent and (door := await _find(client)) is not None:
-            subscriber.move(door)
+        if is_silent and (address := await _find(client)) is not None:
+            subscriber.move(address)
 
 
-async def _find(client: BrokerClient) -> RelayDoor | None:
+async def _find(client: BrokerClient) -> RelayAddress | None:
     place, _ = await client.ask(FindRelay(), RelayPlace)
     if place.is_known and place.door is None:
         raise ConfigError(

@@ -24,8 +24,8 @@ class WeightBusSection(Section, frozen=True, kw_only=True):
     """`collective` writes into the engine while it is paused; `tcp` and `disk` load a version that
     was received and checked before."""
     in_flight: Literal["retract", "in_place"] = "retract"
-    """What a pause does to answers in the making: retract computes their keys and values again
-    under the new weights, in_place keeps them and turns the prefix cache off."""
+    """What a pause does to unfinished answers: retract recomputes their keys and values under the
+    new weights, in_place keeps them and disables the prefix cache."""
     engine_check_every: AtLeast0 = 1
     """Compare every tensor in an engine with the learner's before every Nth version is committed;
     0 is never."""
@@ -33,7 +33,7 @@ class WeightBusSection(Section, frozen=True, kw_only=True):
     """Carries the buckets of a collective; auto is NCCL to an engine on a GPU and gloo to one on
     a CPU."""
     engines_per_group: AtLeast1 = 1
-    """Engines that share one collective; with 1, a death concerns nobody else."""
+    """Engines that share one collective; with 1, a death affects no other engine."""
     bucket_bytes: AtLeast1 = 64 * 1024 * 1024
     """Tensors travel in buckets of about this size."""
     timeout_s: Positive = 120.0
@@ -44,15 +44,16 @@ class WeightBusSection(Section, frozen=True, kw_only=True):
     member_silence_s: Positive = 30.0
     """A member that sends no heartbeat for this long is left out."""
     host: str = "127.0.0.1"
-    """Interface of a collective's sockets: a trusted network, they know no authentication."""
+    """Interface of a collective's sockets; nothing authenticates there, so its network must be
+    trusted."""
     listen: str = ""
     """Where the relay listens for generators on other hosts, tcp://ADDRESS:PORT; buckets take the
-    port after it. They need keys. Empty is nowhere."""
+    port after it. They need keys. Empty disables it."""
     folder: str = ""
     """Where the disk transport writes versions, in a folder of the run's name, seen by every host;
     empty is DIR/NAME/weights."""
     linger_s: Positive = 60.0
-    """The relay outlives a learner that died for so long."""
+    """How long the relay outlives a learner that died."""
 
 
 def weightbus_section(table: Table) -> WeightBusSection:

@@ -49,7 +49,7 @@ from slipstream.wire.messages.weightbus import (
     Offer,
     Outcome,
     PublishRecord,
-    RelayDoor,
+    RelayAddress,
 )
 from tests.support.random_llama import write_random_weights
 
@@ -184,7 +184,7 @@ class ServedBus:
 async def served_bus(server: Server, transport: str, epoch: int) -> AsyncIterator[ServedBus]:
     with tempfile.TemporaryDirectory(prefix="bw-", dir="/tmp") as name:
         bus = ServedBus(server, Path(name), transport, epoch)
-        door = RelayDoor(endpoint=f"ipc://{name}/bus", bulk_endpoint=f"ipc://{name}/bulk")
+        door = RelayAddress(endpoint=f"ipc://{name}/bus", bulk_endpoint=f"ipc://{name}/bulk")
         tasks = [
             asyncio.create_task(bus.publisher.run(door)),
             asyncio.create_task(bus.subscriber.run(door)),
@@ -243,7 +243,7 @@ async def _control(server: Server, rounds: int) -> ControlFigures:
         manifest = msgspec.structs.replace(bus.layout, version=record.version)
 
         async def command() -> None:
-            await member.tell(lambda n: Offer(command_id=n, manifest=manifest))
+            await member.request(lambda n: Offer(command_id=n, manifest=manifest))
 
         async def call() -> None:
             async with bus.engine._http.get(f"{bus.engine._url}/model_info") as answer:

@@ -22,7 +22,7 @@ from slipstream.weightbus.version.slots import NUM_SLOTS
 from slipstream.weightbus.version.snapshot import tensor_spec, tensor_views
 from slipstream.wire.messages.relay import OpenMemory
 from slipstream.wire.messages.versions import PolicyVersion
-from slipstream.wire.messages.weightbus import Join, PublishRecord, RelayDoor
+from slipstream.wire.messages.weightbus import Join, PublishRecord, RelayAddress
 from tests.support.bus.engine import BusEngine, digest_of, random_tensors
 from tests.support.waiting import HANG_S, NEVER_S
 
@@ -78,7 +78,7 @@ async def _publish_one(folder: Path, transport: str) -> tuple[PublishRecord, str
         on_pause=lambda: None,
         on_adopt=lambda _version: None,
     )
-    address = RelayDoor(endpoint=f"ipc://{folder}/bus", bulk_endpoint=f"ipc://{folder}/bulk")
+    address = RelayAddress(endpoint=f"ipc://{folder}/bus", bulk_endpoint=f"ipc://{folder}/bulk")
     tasks = [
         asyncio.create_task(publisher.run(address)),
         asyncio.create_task(subscriber.run(address)),

@@ -35,7 +35,7 @@ from slipstream.weightbus.version.snapshot import WeightSnapshot, tensor_spec, t
 from slipstream.wire.messages.manifest import WeightManifest
 from slipstream.wire.messages.relay import OpenMemory
 from slipstream.wire.messages.versions import PolicyVersion
-from slipstream.wire.messages.weightbus import Join, PublishRecord, RelayDoor
+from slipstream.wire.messages.weightbus import Join, PublishRecord, RelayAddress
 from tests.integration.sglang_load import until_load
 from tests.support.tiny_run import sglang_server, write_policy
 from tests.support.waiting import HANG_S, NEVER_S
@@ -132,7 +132,7 @@ async def running_bus(server: SglangProcess, folder: Path, transport: str) -> As
     )
     bus = Bus(engine, folder, transport)
     bus.open_memory(bus.tensors)
-    door = RelayDoor(endpoint=f"ipc://{folder}/bus", bulk_endpoint=f"ipc://{folder}/bulk")
+    door = RelayAddress(endpoint=f"ipc://{folder}/bus", bulk_endpoint=f"ipc://{folder}/bulk")
     tasks = [
         asyncio.create_task(bus.publisher.run(door)),
         asyncio.create_task(bus.subscriber.run(door)),

@@ -160,7 +160,7 @@ class Bus(RuleBasedStateMachine):
     def _heartbeats(self) -> None:
         for name in self.fleet.seats:
             if self.engines[name].hears:
-                self.fleet.heard(name, self.engines[name].adopted, self.now_s)
+                self.fleet.heartbeat(name, self.engines[name].adopted, self.now_s)
 
     @precondition(lambda self: self.engines)
     @rule(data=st.data())
@@ -193,7 +193,7 @@ class Bus(RuleBasedStateMachine):
                 assert len({publish.slot for publish in self.publishes}) == 2
                 return
             assert serving.version == self.slots.version(slot) == self.memory[slot]
-            self.fleet.begun(serving)
+            self.fleet.started(serving)
             engines = {seat.name: self.engines[seat.name] for seat in serving.seats}
             self.publishes.append(Publish(serving, slot, engines))
             self.begun["publishes"] += 1

@@ -22,7 +22,7 @@ class TensorSet:
 
     @property
     def num_bytes(self) -> int:
-        """Return the size of all tensors."""
+        """Size of all tensors."""
         return sum(map(math.prod, self.shapes.values())) * ITEM_BYTES[self.dtype]
 
 
@@ -31,10 +31,10 @@ def model_tensors(folder: Path, *, dtype: str) -> TensorSet:
 
     Args:
         folder: with safetensors files.
-        dtype: that the engine runs with, whatever type the files have.
+        dtype: of the engine; files may have another.
 
     Raises:
-        ConfigError: no safetensors file there, or one that cannot be read.
+        ConfigError: the folder has no safetensors file, or one that cannot be read.
     """
     shapes: Shapes = {}
     for path in sorted(folder.glob("*.safetensors")):
@@ -48,7 +48,7 @@ def model_tensors(folder: Path, *, dtype: str) -> TensorSet:
 
 
 def mismatch(manifest: WeightManifest, expected: TensorSet) -> str:
-    """Say how a manifest differs from the model's tensors; empty if it does not.
+    """Return how a manifest differs from the model's tensors; empty if it does not.
 
     A tied output layer may be left out or sent.
     """

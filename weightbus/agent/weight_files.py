@@ -21,7 +21,7 @@ def tensor_shapes(path: Path) -> Shapes:
 
 
 def check_weight_files(folder: Path) -> None:
-    """Check that a folder holds safetensors files and that each is as long as its header says.
+    """Check that a folder holds safetensors files, each of the length that its header describes.
 
     Raises:
         EngineError: there is none, or one of them cannot be read, is cut off or too long.

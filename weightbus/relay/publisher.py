@@ -1,7 +1,6 @@
 """The relay's side of the weight bus: brings every engine that joined to the newest version.
 
-What is done next, and for whom, is decided in fleet.py and course.py; here is what waits and sends.
-A member by itself gets a version over TCP (or from disk), a group over its collective.
+fleet.py and course.py decide what happens next and for which members; this module waits and sends.
 """
 
 import asyncio
@@ -17,7 +16,7 @@ import zmq.asyncio
 
 from slipstream.weightbus.config import WeightBusSection
 from slipstream.weightbus.net.compatibility import Libraries
-from slipstream.weightbus.net.curve import MAX_WAITING, FarDoor
+from slipstream.weightbus.net.curve import MAX_WAITING, RemoteListener
 from slipstream.weightbus.relay.bulk import proved, serve_buckets
 from slipstream.weightbus.relay.fleet import CollectiveGroup, Fleet, Seat, Serving
 from slipstream.weightbus.relay.member import Member
@@ -35,7 +34,7 @@ from slipstream.wire.messages.weightbus import (
     MemberState,
     Outcome,
     PublishRecord,
-    RelayDoor,
+    RelayAddress,
 )
 
 _log = logging.getLogger(__name__)
@@ -45,7 +44,7 @@ _MAX_MEMBERS = 10_000
 
 
 class Sender(NamedTuple):
-    """Where a message came from."""
+    """Origin of a message."""
 
     peer: bytes  # routing id
     socket: zmq.asyncio.Socket
@@ -66,14 +65,14 @@ class Publisher:
         transports: Mapping[str, TransportEntry] = TRANSPORTS,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Serve nobody yet.
+        """Start without members.
 
         Args:
             settings: of the weight bus.
-            versions: what there is to be served.
-            on_record: is told of every publish.
-            libraries: that collectives of this process use.
-            transports: by the names that engines ask for.
+            versions: to serve.
+            on_record: called with the record of every publish.
+            libraries: that collectives in this process use.
+            transports: by name.
             now: monotonic seconds.
         """
         self._settings = settings
@@ -93,33 +92,33 @@ class Publisher:
         self._alone: dict[Seat, asyncio.Task[None]] = {}
         self._shared: dict[CollectiveGroup, Transport] = {}
 
-    async def run(self, door: RelayDoor, far_door: FarDoor | None = None) -> None:
+    async def run(self, address: RelayAddress, remote: RemoteListener | None = None) -> None:
         """Serve until cancelled.
 
         Args:
-            door: Unix sockets in a private folder.
-            far_door: lets in engines on other hosts.
+            address: Unix sockets in a private folder.
+            remote: listener for engines on other hosts.
 
         Raises:
-            ConfigError: an address cannot be listened at.
+            ConfigError: an address cannot be bound.
         """
         context = zmq.asyncio.Context()
         sockets: list[zmq.asyncio.Socket] = []
         try:
-            pairs: list[tuple[zmq.asyncio.Socket, zmq.asyncio.Socket, FarDoor | None]] = []
+            pairs: list[tuple[zmq.asyncio.Socket, zmq.asyncio.Socket, RemoteListener | None]] = []
             near = context.socket(zmq.ROUTER), context.socket(zmq.ROUTER)
             sockets += near
             near[0].setsockopt(zmq.ROUTER_MANDATORY, 1)
             near[1].setsockopt(zmq.SNDHWM, MAX_WAITING)
-            near[0].bind(door.endpoint)
-            near[1].bind(door.bulk_endpoint)
+            near[0].bind(address.endpoint)
+            near[1].bind(address.bulk_endpoint)
             pairs.append((*near, None))
-            if far_door is not None:
-                far = far_door.open(context)
+            if remote is not None:
+                far = remote.open(context)
                 sockets += far
-                pairs.append((*far, far_door))
+                pairs.append((*far, remote))
             async with asyncio.TaskGroup() as group:
-                group.create_task(self._watch(far_door))
+                group.create_task(self._watch(remote))
                 group.create_task(self._serve_due(group))
                 for socket, bulk, checks in pairs:
                     group.create_task(serve_buckets(bulk, self._versions, checks))
@@ -129,14 +128,14 @@ class Publisher:
                 self._forget(member, "is left: the relay ends")
             for shared in list(self._shared):
                 self._dissolve(shared)
-            if far_door is not None:
-                far_door.close()
+            if remote is not None:
+                remote.close()
             for one in sockets:
                 one.close(linger=0)
             context.term()
 
     def states(self) -> list[MemberState]:
-        """Return what each member holds, by name."""
+        """Return the state of each member, sorted by name."""
         newest = self._versions.newest
         return [
             MemberState(
@@ -152,13 +151,15 @@ class Publisher:
 
     # ---- membership ----------------------------------------------------------
 
-    async def _listen(self, socket: zmq.asyncio.Socket, door: FarDoor | None) -> None:
+    async def _listen(self, socket: zmq.asyncio.Socket, listener: RemoteListener | None) -> None:
         while True:
             peer, *frames = await socket.recv_multipart(copy=False)
-            key = proved(peer) if door is not None else ""
-            if door is not None and door.name_of(key) is None:
-                continue  # it was revoked, and _watch has said so
-            prefix = f"{door.name_of(key)}/" if door is not None else ""  # as the broker calls it
+            key = proved(peer) if listener is not None else ""
+            if listener is not None and listener.name_of(key) is None:
+                continue  # it was revoked; _watch logs that
+            prefix = (
+                f"{listener.name_of(key)}/" if listener is not None else ""
+            )  # as in the broker's names
             try:
                 message = decode_agent_message(b"".join(frame.buffer for frame in frames))
             except ProtocolError as error:
@@ -172,7 +173,7 @@ class Publisher:
         match message:
             case Join():
                 self._joined(sender, message)
-                with suppress(zmq.ZMQError):  # it has gone meanwhile
+                with suppress(zmq.ZMQError):  # it is gone
                     await socket.send_multipart([peer, encode(Heard(relay=self._incarnation))])
             case Leave(name=name):
                 member = self._members.get(sender.prefix + name)
@@ -187,9 +188,9 @@ class Publisher:
         peer, name = sender.peer, sender.prefix + join.name
         known = self._members.get(name)
         if known is not None and known.join.incarnation == join.incarnation:
-            known.heard(peer, join)
+            known.heartbeat(peer, join)
             before = self._fleet.seats[name].adopted
-            self._fleet.heard(name, join.adopted, self._now())
+            self._fleet.heartbeat(name, join.adopted, self._now())
             if self._fleet.seats[name].adopted != before:
                 self._versions.wake()
             return
@@ -222,7 +223,7 @@ class Publisher:
         self._versions.wake()
 
     def _transport_for(self, join: Join, name: str, *, is_far: bool) -> str:
-        """Return how a member gets versions: as it asks, or in the way that is open to all."""
+        """Return the transport of a member: the one it asks for, or the fallback."""
         why = self._why_not(join, is_far=is_far)
         if why:
             _log.warning(
@@ -246,8 +247,8 @@ class Publisher:
         self._dissolve(self._fleet.forget(member.name))
         member.leave(why)
 
-    async def _watch(self, far_door: FarDoor | None) -> None:
-        """Leave out who fell silent or may no longer be there, whatever is going on with it."""
+    async def _watch(self, remote: RemoteListener | None) -> None:
+        """Forget members that are silent or whose key was revoked, even while they are served."""
         while True:
             await asyncio.sleep(_WATCH_S)
             for name in self._fleet.silent(self._now()):
@@ -255,25 +256,25 @@ class Publisher:
                     self._members[name], f"was silent for {self._settings.member_silence_s:g} s"
                 )
             for member in [m for m in self._members.values() if m.key]:
-                if far_door is not None and far_door.name_of(member.key) is None:
+                if remote is not None and remote.name_of(member.key) is None:
                     self._forget(member, "is left: its key was revoked")
 
     # ---- publishes -----------------------------------------------------------
 
     async def _serve_due(self, group: asyncio.TaskGroup) -> None:
-        """Do what the fleet says, whenever something has changed."""
+        """Start the servings that are due, whenever something has changed."""
         while True:
             changed, now = self._versions.changed, self._now()
             for serving in self._fleet.due(self._versions.newest, now):
-                if (reading := self._versions.begin()) is None:
-                    break  # two others are being read: the end of one wakes us
-                self._begin(serving, reading, group)
+                if (reading := self._versions.read()) is None:
+                    break  # two others are being read; the end of one wakes this loop
+                self._start(serving, reading, group)
             with suppress(TimeoutError):  # not wait_for, which can swallow a cancellation
                 async with asyncio.timeout(self._fleet.wait_s(now)):
                     await changed.wait()
 
-    def _begin(self, serving: Serving, reading: Reading, group: asyncio.TaskGroup) -> None:
-        self._fleet.begun(serving)
+    def _start(self, serving: Serving, reading: Reading, group: asyncio.TaskGroup) -> None:
+        self._fleet.started(serving)
         members = [self._members[seat.name] for seat in serving.seats]
         task = group.create_task(self._serve(serving, members, reading))
         task.add_done_callback(lambda _: reading.end())  # it may be cancelled before it runs
@@ -281,7 +282,7 @@ class Publisher:
             self._alone[serving.seats[0]] = task
 
     async def _serve(self, serving: Serving, members: list[Member], reading: Reading) -> None:
-        """Bring members to a version; what became of them is in the record and in the fleet."""
+        """Bring members to a version; the record and the fleet get the results."""
         try:
             record = await Transaction(
                 reading.publication,

@@ -1,4 +1,4 @@
-"""Versions as safetensors files in a folder that every host sees. The folder is ours alone."""
+"""Versions as safetensors files in a folder that every host sees and no other program uses."""
 
 import os
 import re
@@ -24,13 +24,13 @@ def write_version(
     """Write a version durably; its folder appears whole or not at all.
 
     Args:
-        parent: where the folder of the version is made.
-        manifest: what is written.
+        parent: of the version's folder.
+        manifest: of the version.
         data: its bytes.
-        number: of this copy; a later one stands beside an earlier one.
+        number: of this copy; earlier copies stay.
 
     Raises:
-        PublishError: the disk refuses.
+        PublishError: writing failed.
     """
     folder = parent / f"{manifest.version.label}{_COPY}{number}"
     try:
@@ -51,7 +51,7 @@ def write_version(
 
 
 def copies_in(parent: Path) -> list[Path]:
-    """Return the copies of versions in a folder that relays before have left there."""
+    """Return the copies that earlier relays left in a folder."""
     try:
         return sorted(path for path in parent.iterdir() if _OURS.fullmatch(path.name))
     except FileNotFoundError:
@@ -59,23 +59,23 @@ def copies_in(parent: Path) -> list[Path]:
 
 
 def number_after(copies: Iterable[Path]) -> int:
-    """Return a number that none of these copies has, nor any later than it."""
+    """Return a number larger than those of these copies."""
     found = (_OURS.fullmatch(path.name) for path in copies)
     return 1 + max((int(match[2]) for match in found if match is not None), default=0)
 
 
 def remove_copies(copies: Iterable[Path], *, unfinished_only: bool = False) -> None:
-    """Remove copies; what nobody has finished nobody reads."""
+    """Remove copies. Unfinished ones have no readers."""
     for path in copies:
         if not unfinished_only or path.name.endswith(_UNFINISHED):
             shutil.rmtree(path, ignore_errors=True)
 
 
 def data_start(folder: Path, manifest: WeightManifest) -> int:
-    """Return where the bytes of a version begin in its file.
+    """Return the offset of a version's bytes in its file.
 
     Raises:
-        PublishError: there is no such file, or it holds other tensors.
+        PublishError: the file is missing, or holds other tensors.
     """
     header = safetensors_header(manifest)
     try:

@@ -14,7 +14,7 @@ from slipstream.wire.messages.ledger_view import LedgerView
 from slipstream.wire.messages.status import EvalPoint, RunStatus
 from slipstream.wire.messages.trajectory import ItemKind, Prompt, Score, TrajectoryHeader
 from slipstream.wire.messages.versions import PolicyVersion
-from slipstream.wire.messages.weightbus import MemberState, PublishRecord, RelayDoor
+from slipstream.wire.messages.weightbus import MemberState, PublishRecord, RelayAddress
 
 WIRE_REVISION = 6
 
@@ -383,7 +383,7 @@ class RelayReport(Message, frozen=True):
     """What each engine holds, as the relay knows it, and where it is found; said every second."""
 
     members: list[MemberState]
-    door: RelayDoor | None = None  # for generators on other hosts
+    door: RelayAddress | None = None  # for generators on other hosts
 
 
 class RelayHeard(Message, frozen=True):
@@ -400,7 +400,7 @@ class RelayPlace(Message, frozen=True):
     """Where the relay is found, as it said last."""
 
     is_known: bool  # a relay has reported
-    door: RelayDoor | None = None  # none if it listens to its own host only
+    door: RelayAddress | None = None  # none if it listens to its own host only
 
 
 Request: TypeAlias = (

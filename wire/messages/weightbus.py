@@ -17,7 +17,7 @@ NumRanks = Annotated[int, msgspec.Meta(ge=1, le=4096)]
 TransportName = EngineName  # a key of weightbus/transports.py
 
 
-class RelayDoor(msgspec.Struct, frozen=True, kw_only=True):
+class RelayAddress(msgspec.Struct, frozen=True, kw_only=True):
     """Where engines reach a relay."""
 
     endpoint: str

@@ -9,7 +9,7 @@ from slipstream.wire.errors import ConfigError
 from slipstream.wire.files.model_files import copied_files
 from slipstream.wire.files.run_folder import SUMMARY
 from slipstream.wire.messages.trajectory import Json
-from slipstream.wire.messages.weightbus import RelayDoor
+from slipstream.wire.messages.weightbus import RelayAddress
 from slipstream.wire.settings.load import Section, Table, section
 
 AtLeast0 = Annotated[int, msgspec.Meta(ge=0)]
@@ -136,9 +136,9 @@ def relay_lock(run: RunSection) -> Path:
     return run.socket("relay").with_suffix(".lock")
 
 
-def relay_door(run: RunSection) -> RelayDoor:
+def relay_address(run: RunSection) -> RelayAddress:
     """Return where engines on the relay's host reach it."""
-    return RelayDoor(endpoint=run.endpoint("weightbus"), bulk_endpoint=run.endpoint("weights"))
+    return RelayAddress(endpoint=run.endpoint("weightbus"), bulk_endpoint=run.endpoint("weights"))
 
 
 class SamplingSection(Section, frozen=True, kw_only=True):

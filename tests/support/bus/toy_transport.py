@@ -24,8 +24,10 @@ class OwnFolder(Transport):
         data = publication.snapshot.memory.numpy().data
         parent = Path(self._settings.folder)
         paths = {one: write_version(parent / one.name, manifest, data) for one in members}
-        await all_of(members, lambda m: m.tell(lambda n: Receive(command_id=n, path=str(paths[m]))))
+        await all_of(
+            members, lambda m: m.request(lambda n: Receive(command_id=n, path=str(paths[m])))
+        )
 
     @override
     async def load(self, publication: Publication, members: Sequence[Member]) -> None:
-        await all_of(members, lambda m: m.tell(lambda n: LoadReceived(command_id=n)))
+        await all_of(members, lambda m: m.request(lambda n: LoadReceived(command_id=n)))

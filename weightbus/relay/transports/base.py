@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 class MembersFailedError(PublishError):
-    """Some members, or all, cannot get the version this time: why, by member."""
+    """The version did not reach some members, or all; ``reasons`` by member."""
 
     def __init__(self, reasons: Mapping[Member, str]) -> None:
         super().__init__("; ".join(f"{m.name}: {why}" for m, why in reasons.items()))
@@ -51,7 +51,7 @@ class Transport(ABC):
         """Do what can be done while the engines generate; again if a member was left out since.
 
         Raises:
-            MembersFailedError: for some of them that went wrong.
+            MembersFailedError: it failed for some of them.
         """
 
     @abstractmethod
@@ -81,7 +81,7 @@ def transport_class(entry: TransportEntry) -> type[Transport]:
 async def each(
     members: Sequence[Member], work: Callable[[Member], Awaitable[T]]
 ) -> tuple[dict[Member, T], dict[Member, str]]:
-    """Do the same with all members at once; return results, and why there is none, by member."""
+    """Do the same with all members at once; return results and errors by member."""
     answers = await asyncio.gather(*(work(member) for member in members), return_exceptions=True)
     done: dict[Member, T] = {}
     failed: dict[Member, str] = {}
@@ -101,7 +101,7 @@ async def all_of(
     """Do the same with all members at once; return the results.
 
     Raises:
-        MembersFailedError: it went wrong with some of them.
+        MembersFailedError: it failed for some of them.
     """
     done, failed = await each(members, work)
     if failed:

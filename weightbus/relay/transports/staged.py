@@ -24,7 +24,7 @@ class _Staged(Transport):
 
     @override
     async def prepare(self, publication: Publication, members: Sequence[Member]) -> None:
-        """Have the agents receive the version, unless they have."""
+        """Have the agents receive the version, unless they did."""
         waiting = [member for member in members if member not in self._received]
         if not waiting:
             return
@@ -35,7 +35,7 @@ class _Staged(Transport):
         limit = self._timeout_s
         await all_of(
             waiting,
-            lambda m: m.tell(lambda n: Receive(command_id=n, path=path), timeout_s=limit),
+            lambda m: m.request(lambda n: Receive(command_id=n, path=path), timeout_s=limit),
         )
         self._received.update(waiting)
 
@@ -44,7 +44,7 @@ class _Staged(Transport):
         """Have the engines load what was received."""
         limit = self._timeout_s
         await all_of(
-            members, lambda m: m.tell(lambda n: LoadReceived(command_id=n), timeout_s=limit)
+            members, lambda m: m.request(lambda n: LoadReceived(command_id=n), timeout_s=limit)
         )
 
 
@@ -65,11 +65,11 @@ class OverDisk(_Staged):
 
     @override
     async def prepare(self, publication: Publication, members: Sequence[Member]) -> None:
-        """Have the agents check the version on disk; if they refuse it, it is written again."""
+        """Have the agents check the version on disk; a refused copy is written again."""
         try:
             await super().prepare(publication, members)
         except MembersFailedError:
-            await publication.look_at_disk()
+            await publication.check_disk()
             raise
 
     @override

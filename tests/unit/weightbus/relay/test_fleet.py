@@ -28,7 +28,7 @@ def due(it: Fleet, newest: PolicyVersion | None = V1, now_s: float = 0.0) -> lis
 
 def serve(it: Fleet, newest: PolicyVersion = V1, *, fails: str = "", now_s: float = 0.0) -> None:
     for serving in it.due(newest, now_s):
-        it.begun(serving)
+        it.started(serving)
         names = {seat.name for seat in serving.seats}
         it.finished(serving, names - {fails}, now_s)
 
@@ -57,8 +57,8 @@ def test_who_is_being_served_is_left_alone_and_the_others_are_not():
     join(it, "slow", "tcp")
     join(it, "fast", "tcp")
     slow, fast = it.due(V1, 0.0)
-    it.begun(slow)
-    it.begun(fast)
+    it.started(slow)
+    it.started(fast)
     it.finished(fast, {"fast"}, 0.0)
     assert due(it, V2) == [["fast"]]
 
@@ -78,7 +78,7 @@ def test_failed_member_that_kept_its_version_joins_a_group_again():
     it = fleet()
     join(it, "a", adopted=V1)
     serve(it, V2, fails="a")
-    it.heard("a", V1, 0.5)
+    it.heartbeat("a", V1, 0.5)
     (serving,) = it.due(V2, 1.0)
     assert serving.group is not None
 
@@ -87,8 +87,8 @@ def test_a_heartbeat_of_one_that_is_served_says_nothing_of_what_it_runs():
     it = fleet()
     join(it, "a", "tcp", adopted=V1)
     (serving,) = it.due(V2, 0.0)
-    it.begun(serving)
-    it.heard("a", None, 1.0)
+    it.started(serving)
+    it.heartbeat("a", None, 1.0)
     assert it.seats["a"].adopted == V1
     assert it.silent(30.5) == []
     assert it.silent(31.5) == ["a"]
@@ -98,7 +98,7 @@ def test_group_whose_last_member_failed_is_dissolved():
     it = fleet()
     join(it, "a", adopted=V1)
     (serving,) = it.due(V2, 0.0)
-    it.begun(serving)
+    it.started(serving)
     assert it.finished(serving, set(), 0.0) is serving.group
 
 
@@ -106,7 +106,7 @@ def test_empty_group_is_dissolved_once_no_publish_runs():
     it = fleet()
     join(it, "a", adopted=V1)
     (serving,) = it.due(V2, 0.0)
-    it.begun(serving)
+    it.started(serving)
     assert it.forget("a") is None, "its collective is in use"
     assert it.finished(serving, set(), 0.0) is serving.group
     assert it.finished(Serving(V2, (), serving.group), set(), 0.0) is None
