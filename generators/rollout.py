@@ -28,13 +28,13 @@ class Rollout:
 
     message: SubmitTrajectory
     frames: list[bytes]  # payload, response
-    transcript: Transcript  # as the broker makes it
+    transcript: Transcript  # as the broker builds it
     num_response_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
 class Sampler:
-    """What turns a leased group into trajectories."""
+    """Turns leased groups into trajectories."""
 
     engine: InferenceEngine
     codec: TextCodec

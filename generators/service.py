@@ -1,4 +1,4 @@
-"""Builds one generator from its settings and runs it until it is done or asked to end."""
+"""Builds one generator from its settings and runs it until it is done or stopped."""
 
 import asyncio
 import logging
@@ -34,7 +34,7 @@ _log = logging.getLogger(__name__)
 
 
 async def serve(settings: GeneratorSettings, name: str) -> None:
-    """Run a generator. An engine that ends takes the generator with it."""
+    """Run a generator, which ends if its engine does."""
     stop = stop_event()
     codec = TextCodec(settings.model, settings.sampling)
     tensors = model_tensors(settings.model, dtype=settings.dtype)
@@ -54,7 +54,7 @@ async def serve(settings: GeneratorSettings, name: str) -> None:
 async def _staging(
     settings: GeneratorSettings, name: str, tensors: TensorSet
 ) -> AsyncIterator[Staging]:
-    """Get the memory for the first version while the engine starts."""
+    """Allocate the memory for the first version while the engine starts."""
     staging = Staging(settings.run.socket_folder, name)
     is_staged = TRANSPORTS[settings.weightbus.transport].is_staged
     num_bytes = tensors.num_bytes if is_staged else 0
@@ -91,10 +91,10 @@ async def _work(
 async def _inline_rewards(
     settings: GeneratorSettings, cleanup: AsyncExitStack
 ) -> RewardPool | None:
-    """Start what scores answers before they are sent, if that is wanted.
+    """Start the pool that scores answers before they are sent, with reward.inline.
 
     Raises:
-        ConfigError: a function wants whole groups, which no answer that is just finished has.
+        ConfigError: a reward function takes whole groups, which are not complete yet then.
     """
     if not settings.reward.inline:
         return None
@@ -109,7 +109,7 @@ async def _inline_rewards(
 
 
 def _transport(settings: GeneratorSettings) -> str:
-    """Return how versions are to come: as set, unless that cannot reach the learner's host."""
+    """Return the transport: as set, unless it cannot reach the learner's host."""
     bus = settings.weightbus
     why = TRANSPORTS[bus.transport].why_not_from_afar(bus.host) if settings.run.broker else ""
     if why:
@@ -183,7 +183,7 @@ async def _generate(
             ends = {stopping, job, *others}
             done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
             if stopping in done:
-                _log.info("asked to end")
+                _log.info("asked to stop")
                 job.cancel()
                 await asyncio.gather(job, return_exceptions=True)
                 await worker.hand_back()
