@@ -1,4 +1,4 @@
-"""Key files: what a client proves itself with to a broker on another host (CurveZMQ)."""
+"""Key files, by which clients prove who they are to a broker on another host (CurveZMQ)."""
 
 import stat
 from pathlib import Path
@@ -43,7 +43,7 @@ def read_client_key(path: Path) -> ClientKey:
     """Return the key in a file.
 
     Raises:
-        ConfigError: there is none, it is no key, or others can read it.
+        ConfigError: the file is missing, is no key file, or others can read it.
     """
     text = read_private(path, "run.key_file")
     try:

@@ -16,7 +16,7 @@ _REPLACED = ".replaced"
 
 
 def replace_file(path: Path, data: bytes, *, durable: bool = True, mode: int = 0o666) -> None:
-    """Replace a file in one rename; whoever reads it sees the old bytes or the new ones."""
+    """Replace a file in one rename: readers see the old bytes or the new ones."""
     with replacing_file(path, durable=durable, mode=mode) as file:
         file.write(data)
 

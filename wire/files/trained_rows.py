@@ -10,7 +10,7 @@ from slipstream.wire.files.replace import replacing_file
 
 
 class _Row(msgspec.Struct, frozen=True):
-    """All that is decoded of a row where only its step is wanted."""
+    """The decoded part of a row of which only the step is needed."""
 
     step: int
 
@@ -37,7 +37,7 @@ def keep_newest_rows(path: Path, max_bytes: int) -> None:
         begin = max(0, path.stat().st_size - max_bytes)
         if begin:
             rows.seek(begin - 1)
-            rows.readline()  # to where a row begins
+            rows.readline()  # to the start of a row
         shutil.copyfileobj(rows, kept)
 
 

@@ -145,7 +145,7 @@ MAX_PARTS = 64  # metrics of one reward
 MAX_PART_NAME = 100  # characters
 MAX_REASON = 500  # characters of why there is no reward
 MAX_EXCERPT = 500  # characters of the answer that has none
-NO_SCORING_LEASE = -1  # of a score that nobody had leased
+NO_SCORING_LEASE = -1  # of a score without a lease
 
 
 class Score(msgspec.Struct, frozen=True, kw_only=True):
@@ -159,7 +159,7 @@ class Score(msgspec.Struct, frozen=True, kw_only=True):
     parts: dict[str, float] = {}  # named parts of the reward, for metrics
     function: str = ""  # MODULE:NAME or FILE.py:NAME of the reward function
     version: str = ""  # of the reward function: as it declares, else a hash of its file
-    excerpt: str = ""  # the beginning of an answer that got no reward, for whoever looks at it
+    excerpt: str = ""  # start of an answer that got no reward, for inspection
 
     def __post_init__(self) -> None:
         if (self.reward is None) == (not self.unavailable):

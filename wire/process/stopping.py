@@ -1,4 +1,4 @@
-"""How a role is asked to end: SIGTERM or SIGINT sets an event once."""
+"""How a role is stopped: SIGTERM or SIGINT sets an event."""
 
 import asyncio
 import signal
