@@ -50,7 +50,7 @@ class CheckpointInfo(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def step(self) -> int:
-        """Return the learner steps completed."""
+        """Learner steps completed."""
         return self.version.step
 
 

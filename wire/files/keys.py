@@ -10,7 +10,9 @@ from slipstream.wire.files.replace import replace_file
 from slipstream.wire.messages.broker import Role
 
 _NOBODY_ELSE = stat.S_IRWXG | stat.S_IRWXO
-_HEAD = "# Whoever has this file can speak to the broker as this client: keep it private (0600).\n"
+_HEAD = (
+    "# This file lets its holder act as this client towards the broker: keep it private (0600).\n"
+)
 _Z85_KEY = 40  # characters
 
 

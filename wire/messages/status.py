@@ -33,7 +33,7 @@ class EvalPoint(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def mean(self) -> float:
-        """Return the mean reward of all answers of the round."""
+        """Mean reward of all answers of the round."""
         means = (value for name, value in self.overall.metrics.items() if name.startswith("mean@"))
         return next(means, 0.0)
 
@@ -47,7 +47,7 @@ class LengthQuartile(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def dropped_share(self) -> float:
-        """Return the share that was dropped for the time it took."""
+        """Share that was dropped because it took too long."""
         return self.dropped_for_age / self.trajectories if self.trajectories else 0.0
 
 

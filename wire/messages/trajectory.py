@@ -61,12 +61,12 @@ class TrajectoryHeader(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def oldest_version(self) -> PolicyVersion:
-        """Return the version that decides this trajectory's staleness."""
+        """The version that decides this trajectory's staleness."""
         return min(run.version for run in self.version_runs)
 
     @property
     def num_response_tokens(self) -> int:
-        """Return how many tokens the policy chose."""
+        """Number of tokens that the policy chose."""
         return self.num_tokens - self.num_prompt_tokens
 
     def tokens_by_version(self) -> list[tuple[PolicyVersion, int]]:
@@ -116,7 +116,7 @@ class Prompt(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def text(self) -> str:
-        """Return what a person reads of it."""
+        """The text for a person to read."""
         if isinstance(self.prompt, str):
             return self.prompt
         return "\n".join(f"{turn.role}: {turn.content}" for turn in self.prompt)
