@@ -22,14 +22,14 @@ Verdict = Literal["hold", "grow", "trim", "cut"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Range:
-    """Between which limits to choose."""
+    """The limits to choose from."""
 
     lowest: int  # one group must always fit, or nothing would be generated
     highest: int  # generators.max_sequences
-    step: int  # sequences of a group, which begin together
+    step: int  # sequences of a group, which start together
 
     def clamp(self, limit: int) -> int:
-        """Return the nearest limit of the range."""
+        """Return the nearest limit within the range."""
         return max(self.lowest, min(self.highest, limit))
 
 
@@ -37,17 +37,17 @@ class Range:
 class Observation:
     """An engine and the work that it has, at one moment."""
 
-    in_flight: int  # sequences that were given to the engine and have not come back
-    num_finished: int  # that came back, ever
+    in_flight: int  # sequences that the engine has and has not answered
+    num_finished: int  # since the start
     kv_use: float  # by those that run
-    num_running: int  # of those in flight; others are on their way, or the engine has them wait
+    num_running: int  # of those in flight; others are being sent, or queued by the engine
     num_waiting: int
-    num_retractions: int  # times that it gave up a sequence for want of memory, ever
+    num_retractions: int  # sequences given up for lack of memory since the start
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Concurrency:
-    """What was decided, and what of the past the next decision needs."""
+    """The last decision, and the history that the next one needs."""
 
     limit: int  # sequences that may be in flight
     verdict: Verdict = "hold"
@@ -57,7 +57,7 @@ class Concurrency:
 
 
 def first_limit(within: Range, *, capacity_tokens: int, longest_tokens: int) -> int:
-    """Return with how many sequences to begin: those that fit however long they become.
+    """Return the first limit: as many sequences as fit at their greatest length.
 
     Whole groups, so that no lane of the first ones is left over.
 
@@ -71,10 +71,10 @@ def first_limit(within: Range, *, capacity_tokens: int, longest_tokens: int) -> 
 
 
 def decide(state: Concurrency, seen: Observation, within: Range) -> Concurrency:
-    """Return the limit from now on.
+    """Return the next state.
 
-    A limit that was lowered takes effect when sequences end, since none is taken back. Until then
-    nothing more is decided: what is seen is the past's doing, a burst of retractions is one loss.
+    A lowered limit takes effect when sequences end, since none is taken back. Until then nothing
+    more is decided: the load still shows the old limit, and a burst of retractions is one loss.
     """
     retracted = seen.num_retractions > state.num_retractions
     state = replace(state, verdict="hold", num_retractions=seen.num_retractions)
@@ -103,10 +103,10 @@ def _lowered(
 
 
 def _may_grow(state: Concurrency, seen: Observation, within: Range) -> bool:
-    """Tell whether there is room, and whether more would be used.
+    """True if there is room, and more lanes would be used.
 
-    Later than at the start it grows once for every turn of all lanes: only then does the share of
-    the cache show what the last increase has done.
+    After the start phase the limit grows once per turnover of all lanes: only then does the share
+    of the cache show the effect of the last increase.
     """
     if seen.kv_use >= GROW_BELOW or state.limit >= within.highest:
         return False
@@ -121,7 +121,7 @@ def _may_grow(state: Concurrency, seen: Observation, within: Range) -> bool:
 
 
 def _increase(state: Concurrency, seen: Observation, within: Range) -> int:
-    """Return a group, or at the start up to as many again, if so many fit as they are now."""
+    """Return one group; in the start phase as many again, if they fit at current lengths."""
     if not state.is_starting:
         return within.step
     doubled = 2 * state.limit
@@ -131,5 +131,5 @@ def _increase(state: Concurrency, seen: Observation, within: Range) -> int:
 
 
 def _use_of(limit: int, seen: Observation) -> float:
-    """Return the share of the cache that so many sequences would hold."""
+    """Return the share of the cache that ``limit`` sequences would hold."""
     return seen.kv_use * limit / seen.num_running

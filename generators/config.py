@@ -77,30 +77,30 @@ class GeneratorSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def model(self) -> Path:
-        """Return the folder of the policy to start from."""
+        """Folder of the policy to start from."""
         return Path(self.run.model)
 
     @property
     def device(self) -> Device:
-        """Return where the engine runs."""
+        """Device of the engine."""
         if self.generators.device != "auto":
             return self.generators.device
         return "cuda" if Path("/proc/driver/nvidia/gpus").exists() else "cpu"
 
     @property
     def skips_bad_prompts(self) -> bool:
-        """Tell whether a row that is no prompt costs its group and not the run."""
+        """True if a row that is no prompt is skipped instead of ending the run."""
         return self.data.on_bad_row == "skip"
 
     @property
     def longest_tokens(self) -> int:
-        """Return how long prompt and response may become together."""
+        """Most tokens of a prompt and its response."""
         responses = self.sampling.max_response_tokens, self.eval.max_response_tokens
         return self.sampling.max_prompt_tokens + max(responses)
 
     @property
     def dtype(self) -> str:
-        """Return the type of the engine's weights."""
+        """Type of the engine's weights."""
         if self.generators.dtype != "auto":
             return self.generators.dtype
         return "float32" if self.device == "cpu" else "bfloat16"

@@ -37,19 +37,19 @@ class EngineLoad:
     """What an engine is busy with; some of it may be a few tokens old."""
 
     num_running: int  # sequences that are being generated
-    num_waiting: int  # sequences that it keeps waiting: they hold no keys and values
-    used_tokens: int  # of the cache, by sequences that run; prefixes merely kept do not count
+    num_waiting: int  # queued sequences, which hold no keys and values
+    used_tokens: int  # of the cache, by running sequences; cached prefixes do not count
     capacity_tokens: int  # of the cache
-    num_retractions: int  # times that it gave up a sequence's keys and values for want of memory
+    num_retractions: int  # sequences whose keys and values were given up for lack of memory
 
     @property
     def kv_use(self) -> float:
-        """Return the share of the cache that is in use, 0 to 1."""
+        """Share of the cache that is in use, 0 to 1."""
         return self.used_tokens / self.capacity_tokens
 
 
 class InferenceEngine(EngineWeights, Protocol):
-    """An engine that samples, and whose weights can be exchanged while it does."""
+    """An engine that samples, and whose weights can be replaced meanwhile."""
 
     async def sample(
         self,
@@ -63,13 +63,13 @@ class InferenceEngine(EngineWeights, Protocol):
 
         ``seeds`` are 63-bit, one per response, or none.
 
-        Raises EngineError when the engine gives none. Cancelling the call ends the generation.
+        Raises EngineError if the engine fails. Cancelling the call ends the generation.
         """
         ...
 
     async def load(self) -> EngineLoad:
-        """Return what the engine is busy with, at once, even while it is paused.
+        """Return the engine's load without delay, even while it is paused.
 
-        What a pause gives up counts as no retraction. Raises EngineError when it does not say.
+        Sequences that a pause gives up are not retractions. Raises EngineError without an answer.
         """
         ...

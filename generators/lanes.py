@@ -1,4 +1,4 @@
-"""The lanes of an engine: who may give it sequences, and how many at a time."""
+"""The lanes of an engine: how many sequences it is given at a time."""
 
 import asyncio
 import logging
@@ -11,10 +11,10 @@ _log = logging.getLogger(__name__)
 
 
 class Lanes:
-    """Counts the sequences that an engine has, and those that it is to get.
+    """Counts the sequences that an engine has, and those that it will get.
 
-    Work is booked when it is leased, and enters the engine when its lanes are free, at once unless
-    the limit was lowered since it was asked for.
+    Work is booked when it is leased and enters the engine when its lanes are free: at once, unless
+    the limit was lowered since it was requested.
     """
 
     def __init__(self, within: Range, *, longest_tokens: int | None = None) -> None:
@@ -35,7 +35,7 @@ class Lanes:
 
     @property
     def free(self) -> int:
-        """Return for how many more sequences there are lanes; below 0 for fewer than are booked."""
+        """Lanes that are not booked; negative if the limit fell below what is booked."""
         return self.limit - self._booked
 
     async def until_free(self) -> None:
@@ -44,12 +44,12 @@ class Lanes:
             await self.until_changed()
 
     def book(self, num_sequences: int) -> "Booking":
-        """Take note of work that was leased."""
+        """Reserve lanes for leased work."""
         self._booked += num_sequences
         return Booking(self, num_sequences)
 
     def observe(self, load: EngineLoad) -> None:
-        """Choose the limit anew by what the engine is busy with."""
+        """Adjust the limit to the engine's load."""
         if self._longest_tokens is None:
             return
         before = self.limit
@@ -82,7 +82,7 @@ class Lanes:
         self._changed.set()
 
     async def until_changed(self) -> None:
-        """Wait until something has ended, or the limit was looked at."""
+        """Wait until a sequence ends or the load was observed."""
         self._changed.clear()
         await self._changed.wait()
 
@@ -108,17 +108,17 @@ class Booking:
         self._has_entered = False
 
     async def enter(self) -> None:
-        """Wait until the engine may be given the group."""
+        """Wait until the engine has lanes for the group."""
         await self._lanes._enter(self._open)
         self._has_entered = True
 
     def leave(self, num_sequences: int) -> None:
-        """Give back the lanes of sequences that the engine has finished."""
+        """Release the lanes of sequences that the engine has finished."""
         self._open -= num_sequences
         self._lanes._leave(num_sequences, has_entered=self._has_entered)
 
     def close(self) -> None:
-        """Give back all lanes that are left, because the group has ended."""
+        """Release all remaining lanes, because the group has ended."""
         self.leave(self._open)
 
 

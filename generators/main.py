@@ -14,7 +14,7 @@ from slipstream.wire.process.command_line import (
 )
 from slipstream.wire.process.logs import start_logging
 
-_OFFLINE_NAME = "generator-0"  # there is no other; seeds depend on it, so that answers come again
+_OFFLINE_NAME = "generator-0"  # the only one; seeds depend on it, so answers are reproducible
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -34,7 +34,7 @@ def _parser() -> argparse.ArgumentParser:
         help="no broker, no learner: answer and score the prompts of [data] into a file",
     )
     parser.add_argument(
-        "--out", type=Path, metavar="FILE", help="with --offline: a new file, or one to go on with"
+        "--out", type=Path, metavar="FILE", help="with --offline: a new file, or one to continue"
     )
     parser.add_argument(
         "--num-prompts", type=int, default=0, metavar="N", help="with --offline; default is all"

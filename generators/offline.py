@@ -2,7 +2,7 @@
 
 No broker, no learner: the policy is run.model, its tokens are labelled v0.0. FILE.json beside the
 file notes the settings that it was generated with, so that a later start with the same ones can
-go on with the prompts that are not in it yet.
+answer the prompts that are not in it yet.
 """
 
 import asyncio
@@ -52,7 +52,7 @@ _RETRY_AFTER_S = 2.0  # by then we know whether the engine's process has ended
 
 
 class OfflineSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """All that generating without a run reads."""
+    """The settings for generating without a run."""
 
     generator: GeneratorSettings
     reward: RewardSection
@@ -61,12 +61,12 @@ class OfflineSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def origin_file(self) -> Path:
-        """Return the file that says what the answers were generated with."""
+        """File with the settings that the answers were generated with."""
         return self.out.with_name(f"{self.out.name}.json")
 
     @property
     def origin(self) -> dict[str, Any]:
-        """Return all that decides the answers to a prompt, and which prompts there are."""
+        """All settings that determine the prompts and their answers."""
         run = self.generator.run
         return {
             "run.model": str(self.generator.model.resolve()),
@@ -80,7 +80,7 @@ class OfflineSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def _further_rewards(self) -> dict[str, Any]:
-        """Return what else decides the rewards, where it is set."""
+        """Further settings that determine the rewards, if set."""
         further = {"options": self.reward.options, "sources": self.reward.sources}
         return {
             f"reward.{key}": msgspec.to_builtins(value) for key, value in further.items() if value
@@ -88,7 +88,7 @@ class OfflineSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Scorer(Protocol):
-    """What gives rewards: a RewardPool."""
+    """Gives rewards: a RewardPool."""
 
     def score(self, work: Sequence[tuple[ScoringItem, Transcript]], /) -> AsyncIterator[Score]:
         """Yield one score per answer, in any order."""
@@ -121,14 +121,14 @@ def offline_settings(table: Table, out: Path, num_prompts: int) -> OfflineSettin
 
 
 def _refuse_other_origin(settings: OfflineSettings) -> None:
-    """See that the file is ours and was generated with these settings."""
+    """Refuse a file that was not generated with these settings."""
     out, path = settings.out, settings.origin_file
     another = "name another file or remove it"
     try:
         there: dict[str, Any] = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
     except (OSError, msgspec.DecodeError) as error:
         raise ConfigError(
-            f"--out {out} exists, and {path.name}, which says what it was generated with, cannot "
+            f"--out {out} exists, and {path.name}, which holds its settings, cannot "
             f"be read: {error}; {another}"
         ) from error
     ours: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(settings.origin))
@@ -141,7 +141,7 @@ def _refuse_other_origin(settings: OfflineSettings) -> None:
 
 
 def answered_positions(path: Path) -> set[int]:
-    """Return the positions of the prompts whose groups are in a file; none if it is not there."""
+    """Return the positions of the prompts whose groups are in a file, which may not exist."""
     if not path.exists():
         return set()
     return {recorded.group.group_id for recorded in read_groups(path)}
@@ -325,7 +325,7 @@ class Generation:
     async def _sampled(
         self, work: LeasedGroup, siblings: Sequence[int], prompt_ids: list[int]
     ) -> list[Submission]:
-        """Return all siblings; an engine that fails at them is asked once more."""
+        """Return all siblings, with one more attempt if the engine fails."""
         for attempt in range(1, _ENGINE_ATTEMPTS):
             try:
                 return await run_rollouts(self._sampler, work, siblings, prompt_ids)

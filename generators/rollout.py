@@ -29,7 +29,7 @@ Submission = tuple[SubmitTrajectory, list[bytes]]
 
 @dataclass(frozen=True, slots=True)
 class Sampler:
-    """What turns a leased group into trajectories."""
+    """Turns leased groups into trajectories."""
 
     engine: InferenceEngine
     codec: TextCodec

@@ -1,4 +1,4 @@
-"""Builds one generator from its settings and runs it until it is done or asked to end."""
+"""Builds one generator from its settings and runs it until it is done or stopped."""
 
 import asyncio
 import logging
@@ -22,11 +22,11 @@ from slipstream.weightbus.agent.staging import Staging
 from slipstream.weightbus.agent.subscriber import Subscriber
 from slipstream.weightbus.agent.tensor_set import TensorSet, model_tensors
 from slipstream.weightbus.net.compatibility import installed_libraries
-from slipstream.weightbus.net.interfaces import is_loopback
+from slipstream.weightbus.transports import FALLBACK, TRANSPORTS
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.files.keys import read_client_key
 from slipstream.wire.files.tokenizer_hash import tokenizer_hash
-from slipstream.wire.messages.weightbus import Join, TransportName
+from slipstream.wire.messages.weightbus import Join
 from slipstream.wire.process.run_until import running, unless
 from slipstream.wire.process.stopping import stop_event
 
@@ -34,7 +34,7 @@ _log = logging.getLogger(__name__)
 
 
 async def serve(settings: GeneratorSettings, name: str) -> None:
-    """Run a generator. An engine that ends takes the generator with it."""
+    """Run a generator, which ends if its engine does."""
     stop = stop_event()
     codec = TextCodec(settings.model, settings.sampling)
     tensors = model_tensors(settings.model, dtype=settings.dtype)
@@ -54,9 +54,10 @@ async def serve(settings: GeneratorSettings, name: str) -> None:
 async def _staging(
     settings: GeneratorSettings, name: str, tensors: TensorSet
 ) -> AsyncIterator[Staging]:
-    """Get the memory for the first version while the engine starts."""
+    """Allocate the memory for the first version while the engine starts."""
     staging = Staging(settings.run.socket_folder, name)
-    num_bytes = tensors.num_bytes if settings.weightbus.transport != "disk" else 0
+    is_staged = TRANSPORTS[settings.weightbus.transport].is_staged
+    num_bytes = tensors.num_bytes if is_staged else 0
     reserving = asyncio.create_task(asyncio.to_thread(_reserve, staging, num_bytes))
     try:
         yield staging
@@ -90,10 +91,10 @@ async def _work(
 async def _inline_rewards(
     settings: GeneratorSettings, cleanup: AsyncExitStack
 ) -> RewardPool | None:
-    """Start what scores answers before they are sent, if that is wanted.
+    """Start the pool that scores answers before they are sent, with reward.inline.
 
     Raises:
-        ConfigError: a function wants whole groups, which no answer that is just finished has.
+        ConfigError: a reward function takes whole groups, which are not complete yet then.
     """
     if not settings.reward.inline:
         return None
@@ -107,17 +108,13 @@ async def _inline_rewards(
     return pool
 
 
-def _transport(settings: GeneratorSettings) -> TransportName:
-    """Return how versions are to come: a collective needs an address that leads to the relay."""
+def _transport(settings: GeneratorSettings) -> str:
+    """Return the transport: as set, unless it cannot reach the learner's host."""
     bus = settings.weightbus
-    if settings.run.broker and bus.transport == "collective" and is_loopback(bus.host):
-        _log.warning(
-            "weights come over tcp: a collective with another host needs its address in "
-            "weightbus.host, which is %s",
-            bus.host,
-        )
-        return "tcp"
-    return bus.transport
+    why = TRANSPORTS[bus.transport].why_not_from_afar(bus.host) if settings.run.broker else ""
+    if why:
+        _log.warning("weights come over %s instead of %s: %s", FALLBACK, bus.transport, why)
+    return FALLBACK if why else bus.transport
 
 
 async def _generate(
@@ -186,7 +183,7 @@ async def _generate(
             ends = {stopping, job, *others}
             done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
             if stopping in done:
-                _log.info("asked to end")
+                _log.info("asked to stop")
                 job.cancel()
                 await asyncio.gather(job, return_exceptions=True)
                 await worker.hand_back()

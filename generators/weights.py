@@ -1,4 +1,4 @@
-"""Finds the relay that has the weights: a Unix socket here, or wherever the broker says."""
+"""Finds the relay: by its Unix socket on this host, else by asking the broker."""
 
 import asyncio
 import logging
@@ -7,13 +7,13 @@ from slipstream.broker.client import BrokerClient
 from slipstream.weightbus.agent.subscriber import Subscriber
 from slipstream.wire.errors import ConfigError, SlipstreamError
 from slipstream.wire.messages.broker import FindRelay, RelayPlace
-from slipstream.wire.messages.weightbus import RelayDoor
-from slipstream.wire.settings.sections import RunSection, relay_door
+from slipstream.wire.messages.weightbus import RelayAddress
+from slipstream.wire.settings.sections import RunSection, relay_address
 
 _log = logging.getLogger(__name__)
 _ASK_S = 1.0
-_AGAIN_S = 2.0  # without an answer: it may have been replaced, or not have known our key
-_SAY_AGAIN = 30  # questions
+_AGAIN_S = 2.0  # of silence: it may have been replaced, or not have known the key
+_LOG_EVERY = 30  # questions
 
 
 async def take_weights(subscriber: Subscriber, run: RunSection, client: BrokerClient) -> None:
@@ -21,51 +21,51 @@ async def take_weights(subscriber: Subscriber, run: RunSection, client: BrokerCl
 
     Args:
         subscriber: of the engine.
-        run: whose relay is meant; with ``run.broker`` set it is on another host.
-        client: of the broker, which knows where.
+        run: of the relay, which is on another host if ``run.broker`` is set.
+        client: of the broker, which knows the relay's address.
 
     Raises:
         ConfigError: the learner's relay listens to its own host only.
-        PublishError: the engine took part in too many publishes that failed.
+        PublishError: too many publishes in a row failed at this engine.
     """
     if not run.broker:
-        await subscriber.run(relay_door(run))
+        await subscriber.run(relay_address(run))
         return
-    door = await _await_door(client)
+    address = await _await_address(client)
     try:
         async with asyncio.TaskGroup() as group:
-            group.create_task(subscriber.run(door))
+            group.create_task(subscriber.run(address))
             group.create_task(_follow(subscriber, client))
     except* SlipstreamError as errors:
         raise errors.exceptions[0] from errors
 
 
-async def _await_door(client: BrokerClient) -> RelayDoor:
-    """Return where the relay is, once there is one: a learner takes a while to start."""
+async def _await_address(client: BrokerClient) -> RelayAddress:
+    """Wait for the address of a relay: a learner takes a while to start."""
     num_asked = 0
-    while (door := await _find(client)) is None:
-        if num_asked % _SAY_AGAIN == 0:
+    while (address := await _find(client)) is None:
+        if num_asked % _LOG_EVERY == 0:
             _log.info("waiting for a learner whose relay has weights")
         num_asked += 1
         await asyncio.sleep(_ASK_S)
-    _log.info("weights come from %s", door.endpoint)
-    return door
+    _log.info("weights come from %s", address.endpoint)
+    return address
 
 
 async def _follow(subscriber: Subscriber, client: BrokerClient) -> None:
-    """Find a relay that took the place of one that says nothing any more."""
+    """Move to the relay that replaced one which is silent."""
     was_silent = False
     while True:
         await asyncio.sleep(_AGAIN_S)
         is_silent = subscriber.silent_s > _AGAIN_S
         if is_silent and not was_silent:
-            _log.warning("the relay says nothing; the broker is asked for another")
+            _log.warning("the relay is silent; asking the broker for another")
         was_silent = is_silent
-        if is_silent and (door := await _find(client)) is not None:
-            subscriber.move(door)
+        if is_silent and (address := await _find(client)) is not None:
+            subscriber.move(address)
 
 
-async def _find(client: BrokerClient) -> RelayDoor | None:
+async def _find(client: BrokerClient) -> RelayAddress | None:
     place, _ = await client.ask(FindRelay(), RelayPlace)
     if place.is_known and place.door is None:
         raise ConfigError(

@@ -58,11 +58,11 @@ class GeneratorWorker:
         rewards: Rewards | None = None,
         max_credits: int = 64,
     ) -> None:
-        """Begin without weights.
+        """Start without weights.
 
         Args:
             client: of the broker.
-            sampler: how answers are sampled.
+            sampler: of answers.
             lanes: of the engine.
             siblings_together: send a group at once instead of answer by answer.
             skips_bad_prompts: drop prompts that the chat template refuses, instead of failing.
@@ -77,7 +77,7 @@ class GeneratorWorker:
         self._lanes = lanes
         self._together = siblings_together
         self._skips_bad_prompts = skips_bad_prompts
-        self._load: EngineLoad | None = None  # as of the last look
+        self._load: EngineLoad | None = None  # as last observed
         self._adopted: PolicyVersion | None = None
         self._situation_changed = asyncio.Event()
         self._finished = False
@@ -88,33 +88,33 @@ class GeneratorWorker:
         self._clock = PhaseClock()
         self._counters = dict.fromkeys(_COUNTED, 0.0)
 
-    # ---- told by the weight bus ----------------------------------------------
+    # ---- callbacks of the weight bus -----------------------------------------
 
     def pausing(self) -> None:
         """The engine is about to stop for new weights."""
         self._paused = True
-        self._tell_clock()
+        self._enter_phase()
 
     def adopted(self, version: PolicyVersion) -> None:
         """The engine runs ``version``."""
         self._adopted = version
         self._paused = False
         self._situation_changed.set()
-        self._tell_clock()
+        self._enter_phase()
         _log.info("adopted %s with %d groups under way", version.label, len(self._groups))
 
-    def _tell_clock(self) -> None:
+    def _enter_phase(self) -> None:
         phase = "adopt" if self._paused else "generate" if self._groups else WAIT
         self._clock.enter(phase)
 
     # ---- the loop ------------------------------------------------------------
 
     async def run(self, *, heartbeat_s: float, report_every_s: float = REPORT_EVERY_S) -> None:
-        """Work until the broker says that no work will come again."""
+        """Work until the broker reports that the run is finished."""
         async with asyncio.TaskGroup() as group:
             side = [
                 group.create_task(self._heartbeats(heartbeat_s)),
-                group.create_task(self._looks(report_every_s)),
+                group.create_task(self._observe_load(report_every_s)),
                 group.create_task(self._reports(report_every_s)),
             ]
             if self._rewards is not None:
@@ -133,13 +133,13 @@ class GeneratorWorker:
         await self._report()
 
     async def _lease_forever(self, group: asyncio.TaskGroup) -> None:
-        """Keep asking for work. An adopt replaces the question, because it earns new permits."""
+        """Keep requesting work. An adopt replaces the pending request: it earns new permits."""
         while not self._finished:
             await self._lanes.until_free()
             self._situation_changed.clear()
-            question = group.create_task(self._ask_for_groups(group))
+            request = group.create_task(self._ask_for_groups(group))
             change = asyncio.create_task(self._situation_changed.wait())
-            await asyncio.wait({question, change}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({request, change}, return_when=asyncio.FIRST_COMPLETED)
             change.cancel()
 
     async def _ask_for_groups(self, group: asyncio.TaskGroup) -> None:
@@ -153,7 +153,7 @@ class GeneratorWorker:
             task = group.create_task(self._run_group(work, booking))
             self._groups[work.lease_id] = task
             self._generating.add(work.lease_id)
-            self._tell_clock()
+            self._enter_phase()
         self._finished = self._finished or leased.finished
 
     async def _run_group(self, work: LeasedGroup, booking: Booking) -> None:
@@ -170,7 +170,7 @@ class GeneratorWorker:
             del self._groups[work.lease_id]
             self._generating.discard(work.lease_id)
             booking.close()
-            self._tell_clock()
+            self._enter_phase()
 
     async def _encode_and_generate(self, work: LeasedGroup, booking: Booking) -> None:
         try:
@@ -195,7 +195,7 @@ class GeneratorWorker:
             await self._client.ask(rejection, Done)
 
     async def _generate(self, work: LeasedGroup, prompt_ids: list[int], booking: Booking) -> None:
-        """Sample the siblings, together or each by itself, and send each when it is there."""
+        """Sample the siblings, together or one by one, and send each when it is finished."""
         together = [work.siblings] if self._together else [(s,) for s in work.siblings]
         unsent = len(work.siblings)
 
@@ -205,7 +205,7 @@ class GeneratorWorker:
                 submission = await self._scored(submission, work.prompt, self._rewards)
             unsent -= 1
             if unsent == 0:
-                self._generating.discard(work.lease_id)  # the broker ends the lease by itself
+                self._generating.discard(work.lease_id)  # the broker ends it
             await self._send(*submission)
 
         async def sample_and_send(siblings: tuple[int, ...]) -> None:
@@ -227,7 +227,7 @@ class GeneratorWorker:
             _log.warning("%s", error)
 
     async def _scored(self, submission: Submission, prompt: Prompt, rewards: Rewards) -> Submission:
-        """Score an answer here; one that gets no reward is scored elsewhere."""
+        """Score an answer here; without a reward it is scored elsewhere."""
         message, frames = submission
         header = message.header
         item = ScoringItem(
@@ -252,8 +252,8 @@ class GeneratorWorker:
                     _log.warning("lease %d was lost", lease_id)
                     task.cancel()
 
-    async def _looks(self, every_s: float) -> None:
-        """Have the lanes follow what the engine is busy with; a pause says nothing about that."""
+    async def _observe_load(self, every_s: float) -> None:
+        """Adjust the lanes to the engine's load, except while it is paused."""
         fails = False
         while True:
             try:
@@ -285,7 +285,7 @@ class GeneratorWorker:
         await self._client.ask(report, Done)
 
     def _gauges(self) -> dict[str, float]:
-        """Return what is to be read off this generator now."""
+        """Return the current readings of this generator."""
         lanes = self._lanes
         gauges: dict[str, float] = {"sequences": lanes.in_flight, "sequence_limit": lanes.limit}
         if self._load is not None:
@@ -293,5 +293,5 @@ class GeneratorWorker:
         return gauges
 
     async def hand_back(self) -> None:
-        """Give every lease back, because this generator ends. Cancel ``run`` before."""
+        """Return every lease, because this generator ends. Cancel ``run`` before."""
         await self._client.ask(Goodbye(), Done)

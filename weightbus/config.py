@@ -3,6 +3,7 @@
 from ipaddress import IPv4Address, ip_address
 from typing import Literal
 
+from slipstream.weightbus.transports import check_transport
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.settings.load import Section, Table, section
 from slipstream.wire.settings.sections import AtLeast0, AtLeast1, Positive
@@ -19,12 +20,12 @@ class WeightBusSection(Section, frozen=True, kw_only=True):
     See [weight-bus.md](weight-bus.md).
     """
 
-    transport: Literal["collective", "tcp", "disk"] = "collective"
-    """collective writes into the engine while it is paused; tcp and disk load a version that
+    transport: str = "collective"
+    """`collective` writes into the engine while it is paused; `tcp` and `disk` load a version that
     was received and checked before."""
     in_flight: Literal["retract", "in_place"] = "retract"
-    """What a pause does to answers in the making: retract computes their keys and values again
-    under the new weights, in_place keeps them and turns the prefix cache off."""
+    """What a pause does to unfinished answers: retract recomputes their keys and values under the
+    new weights, in_place keeps them and disables the prefix cache."""
     engine_check_every: AtLeast0 = 1
     """Compare every tensor in an engine with the learner's before every Nth version is committed;
     0 is never."""
@@ -32,7 +33,7 @@ class WeightBusSection(Section, frozen=True, kw_only=True):
     """Carries the buckets of a collective; auto is NCCL to an engine on a GPU and gloo to one on
     a CPU."""
     engines_per_group: AtLeast1 = 1
-    """Engines that share one collective; with 1, a death concerns nobody else."""
+    """Engines that share one collective; with 1, a death affects no other engine."""
     bucket_bytes: AtLeast1 = 64 * 1024 * 1024
     """Tensors travel in buckets of about this size."""
     timeout_s: Positive = 120.0
@@ -43,24 +44,27 @@ class WeightBusSection(Section, frozen=True, kw_only=True):
     member_silence_s: Positive = 30.0
     """A member that sends no heartbeat for this long is left out."""
     host: str = "127.0.0.1"
-    """Interface of a collective's sockets: a trusted network, they know no authentication."""
+    """Interface of a collective's sockets; nothing authenticates there, so its network must be
+    trusted."""
     listen: str = ""
     """Where the relay listens for generators on other hosts, tcp://ADDRESS:PORT; buckets take the
-    port after it. They need keys. Empty is nowhere."""
+    port after it. They need keys. Empty disables it."""
     folder: str = ""
     """Where the disk transport writes versions, in a folder of the run's name, seen by every host;
     empty is DIR/NAME/weights."""
     linger_s: Positive = 60.0
-    """The relay outlives a learner that died for so long."""
+    """How long the relay outlives a learner that died."""
 
 
 def weightbus_section(table: Table) -> WeightBusSection:
     """Return [weightbus], checked.
 
     Raises:
-        ConfigError: others could not connect to `weightbus.listen`.
+        ConfigError: there is no such transport, or others could not connect to
+            `weightbus.listen`.
     """
     found = section(table, "weightbus", WeightBusSection)
+    check_transport(found.transport)
     if found.listen and (why := _why_no_address(found.listen)):
         raise ConfigError(f"weightbus.listen is {found.listen!r}: {why}")
     return found

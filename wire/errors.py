@@ -49,7 +49,7 @@ class PeerLostError(SlipstreamError):
 
 
 class SupersededError(SlipstreamError):
-    """Another process has taken this one's place: it must not go on."""
+    """Another process has taken this one's place: this one must stop."""
 
 
 class StoreLostError(SlipstreamError):

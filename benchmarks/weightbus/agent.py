@@ -27,7 +27,7 @@ from slipstream.weightbus.relay.engine_checksums import expected_checksums
 from slipstream.wire.messages.manifest import Bucket
 from slipstream.wire.messages.versions import PolicyVersion
 from slipstream.wire.messages.weightbus import Join
-from slipstream.wire.settings.sections import RunSection, relay_door
+from slipstream.wire.settings.sections import RunSection, relay_address
 
 SIZES = {"smollm2": SMOLLM2, "quick": QUICK}
 
@@ -118,7 +118,7 @@ async def _serve(arguments: argparse.Namespace) -> None:
     )
     sockets = arguments.folder / "sockets"
     _say(joins=True, at_s=time.monotonic())
-    await subscriber.run(relay_door(RunSection(socket_dir=str(sockets))))
+    await subscriber.run(relay_address(RunSection(socket_dir=str(sockets))))
 
 
 def main() -> None:

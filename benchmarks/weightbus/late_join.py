@@ -18,7 +18,7 @@ from slipstream.weightbus.version.slots import NUM_SLOTS
 from slipstream.wire.messages.relay import OpenMemory
 from slipstream.wire.messages.versions import PolicyVersion
 from slipstream.wire.messages.weightbus import PublishRecord
-from slipstream.wire.settings.sections import RunSection, relay_door
+from slipstream.wire.settings.sections import RunSection, relay_address
 
 _LONGEST_S = 60.0
 
@@ -65,7 +65,7 @@ async def _measure(folder: Path, sizes: str, rounds: int, check_every: int) -> J
         libraries=installed_libraries(),
     )
     sockets = folder / "sockets"
-    serving = asyncio.create_task(publisher.run(relay_door(RunSection(socket_dir=str(sockets)))))
+    serving = asyncio.create_task(publisher.run(relay_address(RunSection(socket_dir=str(sockets)))))
     agents = [Agent(folder, "there", "tcp", sizes)]
     figures = JoinFigures(layout.num_bytes)
     try:

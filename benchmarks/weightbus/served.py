@@ -49,12 +49,11 @@ from slipstream.wire.messages.weightbus import (
     Offer,
     Outcome,
     PublishRecord,
-    RelayDoor,
-    TransportName,
+    RelayAddress,
 )
 from tests.support.random_llama import write_random_weights
 
-TRANSPORTS: tuple[TransportName, ...] = ("collective", "tcp", "disk")
+TRANSPORTS: tuple[str, ...] = ("collective", "tcp", "disk")
 _LONGEST_S = 120.0
 _SMOLLM2 = {
     "vocab_size": 49152,
@@ -119,7 +118,7 @@ def sglang(*, smollm2: bool) -> Iterator[Server]:
 class ServedBus:
     """A learner's memory, a publisher and the agent of one server, in this event loop."""
 
-    def __init__(self, server: Server, folder: Path, transport: TransportName, epoch: int) -> None:
+    def __init__(self, server: Server, folder: Path, transport: str, epoch: int) -> None:
         process = server.process
         self.engine = CountingEngine(
             process.url, process.api_key, request_timeout_s=60, control_timeout_s=60
@@ -182,12 +181,10 @@ class ServedBus:
 
 
 @asynccontextmanager
-async def served_bus(
-    server: Server, transport: TransportName, epoch: int
-) -> AsyncIterator[ServedBus]:
+async def served_bus(server: Server, transport: str, epoch: int) -> AsyncIterator[ServedBus]:
     with tempfile.TemporaryDirectory(prefix="bw-", dir="/tmp") as name:
         bus = ServedBus(server, Path(name), transport, epoch)
-        door = RelayDoor(endpoint=f"ipc://{name}/bus", bulk_endpoint=f"ipc://{name}/bulk")
+        door = RelayAddress(endpoint=f"ipc://{name}/bus", bulk_endpoint=f"ipc://{name}/bulk")
         tasks = [
             asyncio.create_task(bus.publisher.run(door)),
             asyncio.create_task(bus.subscriber.run(door)),
@@ -246,7 +243,7 @@ async def _control(server: Server, rounds: int) -> ControlFigures:
         manifest = msgspec.structs.replace(bus.layout, version=record.version)
 
         async def command() -> None:
-            await member.tell(lambda n: Offer(command_id=n, manifest=manifest))
+            await member.request(lambda n: Offer(command_id=n, manifest=manifest))
 
         async def call() -> None:
             async with bus.engine._http.get(f"{bus.engine._url}/model_info") as answer:
@@ -296,7 +293,7 @@ def measure_end_to_end(server: Server, *, rounds: int, epoch: int) -> EndToEnd:
 
 
 async def _end_to_end(
-    server: Server, transport: TransportName, rounds: int, epoch: int, figures: EndToEnd
+    server: Server, transport: str, rounds: int, epoch: int, figures: EndToEnd
 ) -> None:
     async with served_bus(server, transport, epoch) as bus:
         figures.num_bytes = bus.layout.num_bytes

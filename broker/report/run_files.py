@@ -19,11 +19,12 @@ import msgspec
 from typing_extensions import override
 
 from slipstream.broker.ledger.groups import Group, as_delivered
-from slipstream.broker.report.summary import replace_text, write_summary
+from slipstream.broker.report.summary import write_summary
 from slipstream.broker.report.trackers.base import Tracker, eval_figures, step_figures
 from slipstream.broker.report.versions_file import write_versions
 from slipstream.broker.store.base import StoredTrajectory
 from slipstream.wire.errors import ProtocolError
+from slipstream.wire.files.replace import replace_file
 from slipstream.wire.files.run_folder import (
     ACCOUNT,
     BATCHES,
@@ -158,7 +159,7 @@ class FolderRecords(RunRecords):
         self._folder.mkdir(exist_ok=True)
         lines = b"".join(msgspec.json.encode(point) + b"\n" for point in points)
         with _full_disk_tolerated("eval/results.jsonl"):
-            replace_text(self._folder / "results.jsonl", lines.decode())
+            replace_file(self._folder / "results.jsonl", lines, durable=False)
 
     @override
     def eval_answers(self, group: Group, frames: Mapping[int, StoredTrajectory]) -> None:
@@ -233,7 +234,7 @@ class FolderRecords(RunRecords):
         with _full_disk_tolerated("summary.json and ledger/account.json"):
             write_summary(self._run.summary_file, status)
             file.parent.mkdir(exist_ok=True)
-            replace_text(file, msgspec.json.encode(account).decode() + "\n")
+            replace_file(file, msgspec.json.encode(account) + b"\n", durable=False)
 
 
 @contextmanager

@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 
 from slipstream.broker.report.publishes import newest
+from slipstream.wire.files.replace import replace_file
 from slipstream.wire.messages.status import RunStatus
 
 PUBLISHES = "newest_publishes"
@@ -69,11 +70,4 @@ def write_summary(path: Path, status: RunStatus) -> None:
 
 def replace_figures(path: Path, figures: dict[str, Any]) -> None:
     """Replace the summary in one rename, so that a reader never sees half of it."""
-    replace_text(path, json.dumps(figures, indent=2) + "\n")
-
-
-def replace_text(path: Path, text: str) -> None:
-    """Replace a file in one rename, so that a reader never sees half of it."""
-    temporary = path.with_name(f".{path.name}.new")
-    temporary.write_text(text)
-    temporary.replace(path)
+    replace_file(path, json.dumps(figures, indent=2).encode() + b"\n", durable=False)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
 
-from slipstream.broker.report.summary import replace_text
+from slipstream.wire.files.replace import replace_file
 from slipstream.wire.settings.sections import RunSection
 
 _TIMEOUT_S = 5.0
@@ -23,7 +23,8 @@ def write_versions(run: RunSection, packages: Mapping[str, str]) -> None:
         "seed": run.seed,
         "packages": dict(sorted(packages.items())),
     }
-    replace_text(run.folder / "versions.json", json.dumps(content, indent=2) + "\n")
+    data = json.dumps(content, indent=2).encode() + b"\n"
+    replace_file(run.folder / "versions.json", data, durable=False)
 
 
 def git_commit(folder: Path) -> str | None:

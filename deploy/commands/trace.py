@@ -37,6 +37,7 @@ from slipstream.broker.store.event_log import read_trail
 from slipstream.deploy.commands.options import RUNS, add_run
 from slipstream.deploy.terminal.console import make_console
 from slipstream.wire.errors import ConfigError
+from slipstream.wire.files.replace import replacing_file
 from slipstream.wire.files.run_folder import PAGE_STATE, SUMMARY, TRAIL, newest_run
 from slipstream.wire.messages.weightbus import PUBLISH_PHASES, PublishRecord
 from slipstream.wire.process.phases import PHASE_TIME, WAIT
@@ -130,10 +131,8 @@ def write_trace(folder: Path, out: Path | None, console: Console, *, max_spans: 
     if stored is not None:
         marks += history_marks(stored.history)
     path = out or folder / TRACE
-    unfinished = path.with_name(f".{path.name}.new")
-    with unfinished.open("w") as file:
-        file.writelines(_file(folder.name, trace_events(spans, marks)))
-    unfinished.replace(path)
+    with replacing_file(path, durable=False) as file:
+        file.writelines(line.encode() for line in _file(folder.name, trace_events(spans, marks)))
     size = path.stat().st_size / 2**20
     console.print(
         f"{len(spans)} spans in {path} ({size:.1f} MiB): open it at https://ui.perfetto.dev or "

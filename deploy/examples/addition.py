@@ -9,7 +9,6 @@ import json
 import logging
 import os
 import random
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -19,6 +18,7 @@ from pathlib import Path
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
 from slipstream.wire.errors import ChildDiedError
+from slipstream.wire.files.replace import replace_file, replacing_folder
 from slipstream.wire.process.command_line import EXIT_INTERRUPTED, run_role
 from slipstream.wire.process.logs import start_logging
 from slipstream.wire.process.processes import bound_to_me
@@ -61,17 +61,9 @@ def copy_folder(source: Path, target: Path) -> None:
     wanted = _files_in(source)
     if target.is_dir() and _files_in(target) == wanted:
         return
-    unfinished = target.with_name(f".{target.name}.unfinished")
-    replaced = target.with_name(f".{target.name}.replaced")
-    for left in (unfinished, replaced):  # by a call that was killed
-        shutil.rmtree(left, ignore_errors=True)
-    unfinished.mkdir(parents=True)
-    for name, content in wanted.items():
-        (unfinished / name).write_bytes(content)
-    if target.exists():
-        target.rename(replaced)
-    unfinished.rename(target)
-    shutil.rmtree(replaced, ignore_errors=True)
+    with replacing_folder(target, durable=False) as unfinished:
+        for name, content in wanted.items():
+            (unfinished / name).write_bytes(content)
 
 
 def _files_in(folder: Path) -> dict[str, bytes]:
@@ -161,9 +153,7 @@ def _write_rows(path: Path, rows: list[dict[str, str]]) -> None:
     content = "".join(json.dumps(row) + "\n" for row in rows).encode()
     if path.is_file() and path.read_bytes() == content:
         return
-    unfinished = path.with_name(f".{path.name}.unfinished")
-    unfinished.write_bytes(content)
-    unfinished.replace(path)
+    replace_file(path, content, durable=False)
 
 
 def write_blank_model(

@@ -11,11 +11,11 @@ import argparse
 import fcntl
 import importlib.util
 import logging
-import shutil
 import time
 from pathlib import Path
 
 from slipstream.wire.errors import ConfigError
+from slipstream.wire.files.replace import replacing_folder
 from slipstream.wire.process.command_line import run_role
 from slipstream.wire.process.logs import start_logging
 
@@ -45,11 +45,9 @@ def unpack(out: Path) -> None:
         if (out / "config.json").is_file():
             return
         source = find_quantized_file()
-        unfinished = out.with_name(f".{out.name}.unfinished")
-        shutil.rmtree(unfinished, ignore_errors=True)
         started = time.monotonic()
-        _convert(source, unfinished)
-        unfinished.rename(out)
+        with replacing_folder(out, durable=False) as unfinished:
+            _convert(source, unfinished)
         _log.info("%s unpacked into %s in %.0f s", source.name, out, time.monotonic() - started)
 
 

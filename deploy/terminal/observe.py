@@ -44,11 +44,6 @@ def dashboard_address(run: RunSection) -> str:
     return path.read_text().strip() if path.exists() else "(off)"
 
 
-async def fetch_status(run: RunSection, *, timeout_s: float = _TIMEOUT_S) -> RunStatus:
-    """Ask the broker of a run once."""
-    return (await _ask(run, GetStatus(), StatusAnswer, timeout_s)).status
-
-
 def ask_broker(run: RunSection, request: Request, kind: type[A], *, role: Role = "observer") -> A:
     """Ask the broker of a run once; PeerLostError if none answers."""
     return asyncio.run(_ask(run, request, kind, _TIMEOUT_S, role))

@@ -1,7 +1,7 @@
 """A running SGLang server as our engine, over its HTTP control (sglang 0.5.23).
 
 SGLang answers "success" to unknown tensor names and to missing ones, and it relabels on every
-update: whoever calls this checks the tensor set before and the checksums after, and sets the
+update: the caller checks the tensor set before and the checksums after, and sets the
 label last. It answers a pause before its scheduler has paused; but the scheduler carries out
 commands in the order in which they were sent, so that no token gets a label that was set after it
 was chosen.
@@ -46,11 +46,11 @@ class SglangEngine:
         Args:
             url: of its HTTP interface.
             api_key: that it was started with.
-            request_timeout_s: a request for responses that takes longer has failed.
-            control_timeout_s: a command that takes longer has failed.
-            load_timeout_s: the same of loading a whole version; None is control_timeout_s.
-            in_flight: what a pause does to responses in the making (weightbus.in_flight); the
-                server of an engine that is in_place must cache no prefixes.
+            request_timeout_s: limit for a request for responses.
+            control_timeout_s: limit for a command.
+            load_timeout_s: limit for loading a whole version; None is control_timeout_s.
+            in_flight: what a pause does to unfinished responses (weightbus.in_flight); with
+                in_place the server must cache no prefixes.
         """
         self._url = url
         self._in_flight = in_flight
@@ -64,7 +64,7 @@ class SglangEngine:
         self._num_in_flight = 0
 
     async def close(self) -> None:
-        """Close the connections, which also ends what is being generated over them."""
+        """Close the connections, which also ends generations over them."""
         await self._http.close()
 
     # ---- sampling ------------------------------------------------------------
@@ -94,9 +94,9 @@ class SglangEngine:
         return [_completion(answer) for answer in answers]
 
     async def load(self) -> EngineLoad:
-        """Return what the server is busy with, as of its last batch; it answers while paused.
+        """Return the server's load as of its last batch; it answers while paused.
 
-        ``queues.retracted`` counts since the server's start, thanks to ``sglang_patches``.
+        ``queues.retracted`` counts since the server's start, thanks to ``patches``.
         """
         answer = await self._request("GET", _LOADS, None, self._control_timeout)
         try:
@@ -137,7 +137,7 @@ class SglangEngine:
         for path, body in calls:
             try:
                 await self._control(path, body)
-            except EngineError as error:  # there was nothing to end
+            except EngineError as error:  # no update was open
                 _log.info("%s", error)
 
     async def pause(self) -> int:
@@ -180,7 +180,7 @@ class SglangEngine:
 
         The folder needs neither a config.json nor, for one file, an index; the file may be a link
         to memory. After a load that fails half-way the engine holds a mixture; SGLang has no way
-        back (``sglang_patches`` has it say so instead of ending), so the files are checked before.
+        back (with ``patches`` it reports that instead of ending), so the files are checked before.
         """
         await asyncio.to_thread(check_weight_files, folder)
         await self._control(
@@ -196,7 +196,7 @@ class SglangEngine:
 
     @property
     def _forgets_prefixes(self) -> bool:
-        """Tell whether an update flushes the prefix cache: in_place there is none.
+        """True if an update flushes the prefix cache; in_place there is none.
 
         With responses in flight that keep their keys and values, SGLang refuses to flush, and
         answers that the update failed.

@@ -42,7 +42,7 @@ def install() -> None:
     retractions = Retractions()
     corrections: dict[str, Callable[[ModuleType], None]] = {
         _SCHEDULE_BATCH: retractions.count,
-        _LOAD_INQUIRER: retractions.tell,
+        _LOAD_INQUIRER: retractions.report,
         _MIN_NEW_TOKENS: _count_tokens_before_retraction,
         _GROUPS: _bound_waits_in_groups,
         _WEIGHT_UPDATER: _answer_failed_loads,
@@ -70,7 +70,7 @@ def replace(owner: ModuleType | type, name: str, value: object) -> None:
     """Replace what a module or class of a dependency has under this name.
 
     Raises:
-        ConfigError: it has nothing of that name, so that nobody would ever read the new value.
+        ConfigError: it has no such name, so the new value would never be read.
     """
     if name not in vars(owner):
         raise ConfigError(
@@ -93,9 +93,9 @@ def _bound_waits_in_groups(module: ModuleType) -> None:
 def _answer_failed_loads(module: ModuleType) -> None:
     """Answer that weights could not be loaded from disk, instead of ending the server.
 
-    SGLang means to go back to what it had, but reads the same damaged file again for it, and dies.
-    Whoever asked takes the engine to hold a mixture and loads a whole version next. Remove when
-    SGLang answers by itself.
+    SGLang tries to restore its weights, but reads the same damaged file for that, and dies. The
+    caller takes the engine to hold a mixture and loads a whole version next. Remove when SGLang
+    answers by itself.
     """
     updater = module.WeightUpdater
     load = updater.update_weights_from_disk
@@ -103,26 +103,26 @@ def _answer_failed_loads(module: ModuleType) -> None:
     def update_weights_from_disk(self: Any, *arguments: Any, **named: Any) -> Any:  # noqa: ANN401
         try:
             return load(self, *arguments, **named)
-        except Exception as error:  # noqa: BLE001 whatever it is, the engine can be repaired
+        except Exception as error:  # noqa: BLE001 the engine can be repaired after any error
             return False, f"Failed to update weights: {error}"
 
     replace(updater, "update_weights_from_disk", update_weights_from_disk)
 
 
 class Retractions:
-    """Tells how often the scheduler ran out of memory for keys and values, since its start.
+    """Counts how often the scheduler ran out of memory for keys and values, since its start.
 
     SGLang's own figure is that of the newest retraction, is overwritten by the next, and becomes 0
-    some batches later: who looks twice a second misses most of them. Here it is a count, under the
+    some batches later: polling twice a second misses most of them. Here it is a count, under the
     same name, ``queues.retracted`` of /v1/loads. What a pause retracts does not count. Remove
-    when SGLang tells a count without --enable-metrics.
+    when SGLang reports a count without --enable-metrics.
     """
 
     def __init__(self) -> None:
         self._num = 0
 
     def count(self, module: ModuleType) -> None:
-        """Count what the scheduler gives up while it decodes."""
+        """Count the sequences that the scheduler gives up while it decodes."""
         batch = module.ScheduleBatch
         retract = batch.retract_decode
 
@@ -133,8 +133,8 @@ class Retractions:
 
         replace(batch, "retract_decode", retract_decode)
 
-    def tell(self, module: ModuleType) -> None:
-        """Put the count into what the scheduler publishes of its load."""
+    def report(self, module: ModuleType) -> None:
+        """Add the count to the load that the scheduler publishes."""
         inquirer = module.SchedulerLoadInquirer
         inquire = inquirer.get_loads
 
@@ -149,9 +149,9 @@ class Retractions:
 def _count_tokens_before_retraction(module: ModuleType) -> None:
     """Let ``min_new_tokens`` count from the start of a response, not from its last retraction.
 
-    A retracted request is prefilled again, and SGLang starts its count anew: a response could
+    A retracted request is prefilled again, and SGLang restarts its count: a response could
     then not end for another ``min_new_tokens``, and its logprobs would be of a distribution that
-    nobody asked for. Remove when SGLang counts ``req.output_ids`` itself.
+    was not requested. Remove when SGLang counts ``req.output_ids`` itself.
     """
     import torch  # with the process that samples, not with the agent
 

@@ -32,7 +32,7 @@ _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 where SGLang puts it
 _NOTES = "shared-memory.txt"
 _RENDEZVOUS = "rendezvous"
 _POLL_S = 0.25
-_ANSWER_S = 4.0  # of one look; it is looked again
+_ANSWER_S = 4.0  # limit for one probe
 _STOP_S = 3.0
 _VARIABLES_OF_ENGINES = (
     *("SGLANG_", "SGL_", "NCCL_", "GLOO_", "TORCH", "PYTORCH_", "TRITON_", "FLASHINFER_", "DG_"),
@@ -50,7 +50,7 @@ _PORT_TRIES = 100
 
 @dataclass(slots=True)
 class SglangProcess:
-    """A server in its own session; its API key stands neither in argv nor in a file."""
+    """A server in its own session; its API key is neither in argv nor in a file."""
 
     process: "subprocess.Popen[bytes]"
     url: str
@@ -115,7 +115,7 @@ class SglangProcess:
                 await asyncio.sleep(_POLL_S)
 
     def note_shared_memory(self) -> None:
-        """Write down which shared memory the server holds: nobody knows once it was killed."""
+        """Record which shared memory the server holds: once it is killed, nothing else does."""
         held: set[str] = set()
         for pid in session_members(self.process.pid):
             held.update(_shared_memory_of(pid))
@@ -223,7 +223,7 @@ def server_flags(
 
 
 def random_api_key() -> str:
-    """Return a key for one server; hexadecimal, since one that begins with - is read as a flag."""
+    """Return a key for one server; hexadecimal, since one that starts with - is read as a flag."""
     return secrets.token_hex(24)
 
 
@@ -243,10 +243,10 @@ def _environment(settings: GeneratorSettings, scratch: Path) -> dict[str, str]:
     environment[GROUP_TIMEOUT_VARIABLE] = str(settings.weightbus.timeout_s)
     environment[SEEDS_VARIABLE] = str(int(settings.sampling.seed_per_sibling))
     # Its ranks find each other in a file of the private folder. By itself SGLang opens a store of
-    # torch's, which listens on every interface and takes writes of anybody.
+    # torch's, which listens on every interface and accepts writes from anyone.
     environment[_INIT_METHOD] = f"file://{scratch / _RENDEZVOUS}"
     if settings.device == "cpu":
-        # More than one thread per server collapses as soon as anything else wants a core.
+        # More than one thread per server collapses as soon as anything else needs a core.
         environment |= {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1"}
     return environment | interface_variables(settings.weightbus.host, environment)
 
@@ -262,10 +262,10 @@ async def _answers(http: aiohttp.ClientSession, url: str) -> bool:
 
 
 def free_port() -> int:
-    """Return a port that nobody listens on and that the system gives to nobody who asks for any.
+    """Return a free port outside the range from which the system assigns ports.
 
-    The server binds it seconds later. A port of the range from which connections get theirs may be
-    taken meanwhile, even by whoever asks whether the server answers yet: it connects to itself.
+    The server binds it seconds later. A port of that range may be taken meanwhile, even by the
+    probe for the server, which would connect to itself.
     """
     first = _first_ephemeral_port()
     for port in random.sample(range(_LOWEST_PORT, first), _PORT_TRIES):

@@ -1,9 +1,9 @@
-"""Jinja templates that end: what they do and what they write is counted, without a clock.
+"""Jinja templates that end: their steps and output are bounded, without a clock.
 
 Jinja's sandbox keeps a template from our objects, not from looping for ever. Straight text ends by
 itself; what repeats are loops, macros and calls of blocks, so each turn of one is a step. What
 grows does so in a variable, in the output, by ``*`` and ``**``, or by a filter, a method or a
-format that is told a number: such a number may not be large.
+format with a number as argument: such a number may not be large.
 """
 
 import re
@@ -18,7 +18,7 @@ from typing_extensions import override
 
 MOST_STEPS = 100_000  # a conversation takes one per turn and loop
 MOST_CHARACTERS = 16 * 1024 * 1024  # of the output, of a text in a variable
-_LARGE_WIDTH = re.compile(r"[%{][^%{}\s]*(\d{6}|\*)")  # of a format, or one that is told
+_LARGE_WIDTH = re.compile(r"[%{][^%{}\s]*(\d{6}|\*)")  # of a format: literal, or from an argument
 _MOST_BITS = 4096  # of a number
 
 
@@ -57,7 +57,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         return Template.from_code(self, self.compile(tree), self.make_globals(None))
 
     def text_of(self, template: Template, variables: Mapping[str, object]) -> str:
-        """Return what a template of ours writes.
+        """Render the template.
 
         Raises:
             TemplateRuntimeError: it takes too many steps, or writes too much.
@@ -78,7 +78,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         return True
 
     def kept(self, value: object) -> object:
-        """Return what a variable is to hold, unless it is too long."""
+        """Return the value of a variable, unless it is too long."""
         if isinstance(value, Sized) and len(value) > MOST_CHARACTERS:
             raise TemplateRuntimeError(f"a variable holds more than {MOST_CHARACTERS:,} characters")
         return value
@@ -115,7 +115,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         *arguments: Any,
         **named: Any,
     ) -> Any:
-        """Call what a template calls, unless it is a text's method that is told a large number."""
+        """Call a function, unless it is a text's method with a large number as argument."""
         text = getattr(obj, "__self__", None)
         if isinstance(text, str):
             _check_numbers(*arguments, *named.values())
@@ -139,7 +139,7 @@ def _told_small_numbers(name: str, function: Callable[..., Any]) -> Callable[...
 def _check_numbers(*values: object) -> None:
     """Refuse widths and counts that make a small text a large one."""
     if any(isinstance(value, int) and abs(value) > MOST_STEPS for value in values):
-        raise TemplateRuntimeError(f"a filter or method is told more than {MOST_STEPS:,}")
+        raise TemplateRuntimeError(f"a filter or method has an argument above {MOST_STEPS:,}")
 
 
 def _check_widths(text: object) -> None:
@@ -148,7 +148,7 @@ def _check_widths(text: object) -> None:
 
 
 def _call(method: str, *arguments: nodes.Expr) -> nodes.Call:
-    """Return a call of a method of the environment, which no name in a template can stand for."""
+    """Return a call of a method of the environment, which no name in a template can refer to."""
     return nodes.Call(nodes.EnvironmentAttribute(method), list(arguments), [], None, None)
 
 

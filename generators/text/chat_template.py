@@ -53,7 +53,7 @@ class ChatTemplate:
         """Return the text that asks the model to reply to a conversation.
 
         Raises:
-            ValueError: the template refuses these turns, or goes on without an end.
+            ValueError: the template refuses these turns, or does not end.
         """
         messages = [{"role": turn.role, "content": turn.content} for turn in turns]
         try:

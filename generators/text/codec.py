@@ -65,7 +65,7 @@ class TextCodec:
         return ids | {token_id for token_id in found if token_id is not None}
 
     def text(self, prompt: Prompt) -> str:
-        """Return what the model is given: text as it is, turns through the chat template.
+        """Return the model's input: text as it is, turns through the chat template.
 
         Raises:
             ConfigError: there is no chat template.
@@ -114,7 +114,7 @@ class TextCodec:
         match self._sampling.overlong_prompts:
             case "error":
                 raise ConfigError(
-                    f"{problem}; sampling.overlong_prompts = drop or truncate goes on"
+                    f"{problem}; sampling.overlong_prompts = drop or truncate continues"
                 )
             case "drop":
                 raise OverlongPromptError(problem)

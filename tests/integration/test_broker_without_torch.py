@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from slipstream.deploy.examples.addition import SHIPPED_POLICY
-from slipstream.deploy.terminal.observe import fetch_status
+from slipstream.deploy.terminal.observe import status_now
 from slipstream.wire.errors import SlipstreamError
 from slipstream.wire.messages.status import RunStatus
 from slipstream.wire.settings.sections import RunSection
@@ -101,7 +101,7 @@ async def first_status(run: RunSection, broker: "subprocess.Popen[bytes]") -> Ru
     async def answers() -> bool:
         assert broker.poll() is None, "the broker has ended"
         with suppress(SlipstreamError):
-            found.append(await fetch_status(run, timeout_s=20.0))
+            found.append(await asyncio.to_thread(status_now, run))
         return bool(found)
 
     await until_async(answers, "the broker did not come up")

@@ -35,7 +35,7 @@ from slipstream.weightbus.version.snapshot import WeightSnapshot, tensor_spec, t
 from slipstream.wire.messages.manifest import WeightManifest
 from slipstream.wire.messages.relay import OpenMemory
 from slipstream.wire.messages.versions import PolicyVersion
-from slipstream.wire.messages.weightbus import Join, PublishRecord, RelayDoor, TransportName
+from slipstream.wire.messages.weightbus import Join, PublishRecord, RelayAddress
 from tests.integration.sglang_load import until_load
 from tests.support.tiny_run import sglang_server, write_policy
 from tests.support.waiting import HANG_S, NEVER_S
@@ -43,7 +43,7 @@ from tests.support.waiting import HANG_S, NEVER_S
 pytestmark = pytest.mark.integration
 LONG = SamplingParams(temperature=1.0, max_new_tokens=420, min_new_tokens=400)
 SHORT = SamplingParams(temperature=1.0, max_new_tokens=8)
-TRANSPORTS: tuple[TransportName, ...] = ("collective", "tcp", "disk")
+TRANSPORTS: tuple[str, ...] = ("collective", "tcp", "disk")
 TRIES = 20  # to publish while two answers are in the making: a slow machine may do it too late
 _epochs = itertools.count(1)  # one server serves all tests, and its version never goes back
 
@@ -64,7 +64,7 @@ def folder() -> Iterator[Path]:
 class Bus:
     """A learner's memory and a publisher of it, with one engine that is subscribed to it."""
 
-    def __init__(self, engine: SglangEngine, folder: Path, transport: TransportName) -> None:
+    def __init__(self, engine: SglangEngine, folder: Path, transport: str) -> None:
         self.engine = engine
         self.tensors = load_file(folder / "model" / "model.safetensors")
         self.epoch = next(_epochs)
@@ -126,15 +126,13 @@ class Bus:
 
 
 @asynccontextmanager
-async def running_bus(
-    server: SglangProcess, folder: Path, transport: TransportName
-) -> AsyncIterator[Bus]:
+async def running_bus(server: SglangProcess, folder: Path, transport: str) -> AsyncIterator[Bus]:
     engine = SglangEngine(
         server.url, server.api_key, request_timeout_s=HANG_S, control_timeout_s=HANG_S
     )
     bus = Bus(engine, folder, transport)
     bus.open_memory(bus.tensors)
-    door = RelayDoor(endpoint=f"ipc://{folder}/bus", bulk_endpoint=f"ipc://{folder}/bulk")
+    door = RelayAddress(endpoint=f"ipc://{folder}/bus", bulk_endpoint=f"ipc://{folder}/bulk")
     tasks = [
         asyncio.create_task(bus.publisher.run(door)),
         asyncio.create_task(bus.subscriber.run(door)),
@@ -151,7 +149,7 @@ async def running_bus(
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_a_publish_into_a_running_generation_is_labelled_verified_and_exact(
-    server: SglangProcess, folder: Path, transport: TransportName
+    server: SglangProcess, folder: Path, transport: str
 ):
     async def scenario() -> None:
         async with running_bus(server, folder, transport) as bus:
@@ -200,7 +198,7 @@ def test_a_publish_into_a_running_generation_is_labelled_verified_and_exact(
 def test_bytes_that_change_on_the_way_are_never_served(
     server: SglangProcess,
     folder: Path,
-    transport: TransportName,
+    transport: str,
     monkeypatch: pytest.MonkeyPatch,
 ):
     async def scenario() -> None:
@@ -231,7 +229,7 @@ def test_bytes_that_change_on_the_way_are_never_served(
     asyncio.run(scenario())
 
 
-def _damage(patch: pytest.MonkeyPatch, transport: TransportName) -> None:
+def _damage(patch: pytest.MonkeyPatch, transport: str) -> None:
     """Have a bit change behind the digests."""
     if transport == "disk":
         write: Callable[..., Path] = publication.write_version

@@ -19,10 +19,9 @@ from hypothesis.stateful import (
 )
 
 from slipstream.weightbus.relay.course import Course, Phase
-from slipstream.weightbus.relay.fleet import Fleet, PartySeat, Seat, Serving
+from slipstream.weightbus.relay.fleet import CollectiveGroup, Fleet, Seat, Serving
 from slipstream.weightbus.version.slots import Slots
 from slipstream.wire.messages.versions import PolicyVersion
-from slipstream.wire.messages.weightbus import TransportName
 
 SILENCE_S = 30.0
 RETRY_S = 1.0
@@ -78,15 +77,17 @@ class Bus(RuleBasedStateMachine):
     begun: ClassVar[dict[str, int]] = {"schedules": 0, "publishes": 0, "faults": 0, "given up": 0}
 
     @initialize(
-        party_size=st.sampled_from([3, 2, 1]),
+        engines_per_group=st.sampled_from([3, 2, 1]),
         transports=st.lists(
             st.sampled_from(["collective", "collective", "tcp", "disk"]), min_size=1, max_size=4
         ),
     )
-    def begin(self, party_size: int, transports: list[TransportName]) -> None:
+    def begin(self, engines_per_group: int, transports: list[str]) -> None:
         self.begun["schedules"] += 1
-        self.fleet = Fleet(silence_s=SILENCE_S, retry_s=RETRY_S, party_size=party_size)
-        self.party_size = party_size
+        self.fleet = Fleet(
+            silence_s=SILENCE_S, retry_s=RETRY_S, engines_per_group=engines_per_group
+        )
+        self.engines_per_group = engines_per_group
         self.slots = Slots()
         self.memory: list[PolicyVersion | None] = [None, None, None]
         self.writing: int | None = None
@@ -135,13 +136,15 @@ class Bus(RuleBasedStateMachine):
         transport=st.sampled_from(["collective", "collective", "tcp", "disk"]),
         device=st.sampled_from(["cpu", "cpu", "cuda"]),
     )
-    def an_engine_starts(self, name: str, transport: TransportName, device: str) -> None:
+    def an_engine_starts(self, name: str, transport: str, device: str) -> None:
         """Maybe in the place of another one of its name."""
         if name in self.engines:
             self.engines[name].is_alive = False
             self._forget(name)
         self.engines[name] = Engine(name)
-        self.fleet.join(Seat(name, transport, device, None, heard_s=self.now_s))
+        shares = transport == "collective"
+        seat = Seat(name, transport, device, None, heard_s=self.now_s, shares_group=shares)
+        self.fleet.join(seat)
 
     @rule(seconds=st.sampled_from([0.1, 1.0, 1.0, PATIENCE_S]))
     def time_passes(self, seconds: float) -> None:
@@ -157,7 +160,7 @@ class Bus(RuleBasedStateMachine):
     def _heartbeats(self) -> None:
         for name in self.fleet.seats:
             if self.engines[name].hears:
-                self.fleet.heard(name, self.engines[name].adopted, self.now_s)
+                self.fleet.heartbeat(name, self.engines[name].adopted, self.now_s)
 
     @precondition(lambda self: self.engines)
     @rule(data=st.data())
@@ -177,7 +180,7 @@ class Bus(RuleBasedStateMachine):
         dissolved = self.fleet.forget(name)
         assert dissolved is None or not dissolved.seats
         for publish in list(self.publishes):
-            if publish.serving.seats == (seat,) and publish.serving.party is None:
+            if publish.serving.seats == (seat,) and publish.serving.group is None:
                 self._release(publish)  # nobody else is in it: it is cancelled
 
     # ---- publishes -----------------------------------------------------------
@@ -190,7 +193,7 @@ class Bus(RuleBasedStateMachine):
                 assert len({publish.slot for publish in self.publishes}) == 2
                 return
             assert serving.version == self.slots.version(slot) == self.memory[slot]
-            self.fleet.begun(serving)
+            self.fleet.started(serving)
             engines = {seat.name: self.engines[seat.name] for seat in serving.seats}
             self.publishes.append(Publish(serving, slot, engines))
             self.begun["publishes"] += 1
@@ -298,13 +301,13 @@ class Bus(RuleBasedStateMachine):
             engine = publish.engines[name]
             if engine.is_alive and engine.hears and abandons.get(name, True):
                 engine.abandon()
-        party = publish.serving.party
+        group = publish.serving.group
         gone = self.fleet.finished(publish.serving, course.members, self.now_s)
-        assert gone is (party if party is not None and not party.seats else None)
+        assert gone is (group if group is not None and not group.seats else None)
         for seat in publish.serving.seats:
             is_current = seat.adopted == publish.serving.version
             assert is_current == (seat.name in course.members), "who failed is not current"
-            assert is_current or seat.party is None, "who failed is repaired alone"
+            assert is_current or seat.group is None, "who failed is repaired alone"
         self._release(publish)
 
     def _release(self, publish: Publish) -> None:
@@ -330,23 +333,23 @@ class Bus(RuleBasedStateMachine):
         assert self.fleet.seats.keys() == self.engines.keys()
         served = [seat for publish in self.publishes for seat in publish.serving.seats]
         assert len(set(served)) == len(served)
-        parties: set[PartySeat] = set()
+        groups: set[CollectiveGroup] = set()
         for seat in self.fleet.seats.values():
             assert (seat.receiving is not None) == (seat in served)
-            if seat.party is not None:
-                parties.add(seat.party)
-                assert seat.party.seats.count(seat) == 1
-                assert seat.party.device == seat.device
-        assert all(len(party.seats) <= self.party_size for party in parties)
+            if seat.group is not None:
+                groups.add(seat.group)
+                assert seat.group.seats.count(seat) == 1
+                assert seat.group.device == seat.device
+        assert all(len(group.seats) <= self.engines_per_group for group in groups)
 
     @invariant()
     def nobody_waits_for_another(self) -> None:
-        """Whoever is behind is served, is in a party that is, or failed less than a second ago."""
+        """Whoever is behind is served, is in a group that is, or failed less than a second ago."""
         newest = self.slots.version_of_newest
         due = {seat for serving in self.fleet.due(newest, self.now_s) for seat in serving.seats}
         for seat in self.fleet.seats.values():
             is_busy = seat.receiving is not None
-            is_busy = is_busy or (seat.party is not None and seat.party.receiving is not None)
+            is_busy = is_busy or (seat.group is not None and seat.group.receiving is not None)
             waits = seat.again_s > self.now_s
             assert seat in due or is_busy or waits or newest is None or seat.adopted == newest
             assert seat.again_s < self.now_s + 2 * RETRY_S
@@ -363,7 +366,7 @@ class Bus(RuleBasedStateMachine):
             self.now_s += RETRY_S
             self._heartbeats()
         assert all(engine.hears for engine in self.engines.values())
-        for _ in range(4):  # what is under way; alone; with its party
+        for _ in range(4):  # what is under way; alone; with its group
             self._turn_to_the_end()
             self.now_s += RETRY_S
             self.nobody_waits_for_another()

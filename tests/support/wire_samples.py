@@ -76,7 +76,7 @@ MEMBERS = [
         reason="gone",
     ),
 ]
-DOOR = weightbus.RelayDoor(
+DOOR = weightbus.RelayAddress(
     endpoint="tcp://10.0.0.1:7000", bulk_endpoint="tcp://10.0.0.1:7001", key="k" * 40
 )
 MANIFEST = WeightManifest(

@@ -12,7 +12,7 @@ class EngineWeights(Protocol):
 
     Between ``pause`` and ``resume`` nothing is generated; requests in flight wait. Weights change
     in one of two ways: ``begin_update``, a ``load_bucket`` for each bucket, ``end_update``; or
-    ``load_folder``. If either fails on its way, the engine holds a mixture.
+    ``load_folder``. If either fails midway, the engine holds a mixture.
     """
 
     async def open_group(
@@ -22,7 +22,7 @@ class EngineWeights(Protocol):
         ...
 
     async def close_group(self, group_name: str) -> None:
-        """Leave a group and end an update that a failure left open; never fails."""
+        """Leave a group and close an update that a failure left open; never fails."""
         ...
 
     async def pause(self) -> int:
@@ -54,5 +54,5 @@ class EngineWeights(Protocol):
         ...
 
     async def resume(self) -> None:
-        """Generate again."""
+        """Continue generating."""
         ...

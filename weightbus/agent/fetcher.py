@@ -10,7 +10,7 @@ from slipstream.wire.errors import ProtocolError, PublishError
 from slipstream.wire.files.keys import ClientKey
 from slipstream.wire.messages.codec import Frame, decode_bucket_answer, encode
 from slipstream.wire.messages.versions import PolicyVersion
-from slipstream.wire.messages.weightbus import FetchBucket, RelayDoor
+from slipstream.wire.messages.weightbus import FetchBucket, RelayAddress
 
 
 class BucketFetcher:
@@ -24,15 +24,15 @@ class BucketFetcher:
         self._waiting: dict[tuple[PolicyVersion, int], asyncio.Future[Frame]] = {}
         self._reader = asyncio.create_task(self._read())
 
-    def connect(self, door: RelayDoor, key: ClientKey | None) -> None:
-        """Connect anew."""
+    def connect(self, address: RelayAddress, key: ClientKey | None) -> None:
+        """Connect to another address, or reconnect to the same."""
         if self._endpoint:
             self._socket.disconnect(self._endpoint)
-        self._endpoint = door.bulk_endpoint
-        connect(self._socket, self._endpoint, server_key=door.key, key=key, has_buckets=True)
+        self._endpoint = address.bulk_endpoint
+        connect(self._socket, self._endpoint, server_key=address.key, key=key, has_buckets=True)
 
     def close(self) -> None:
-        """End whatever waits."""
+        """Close the connection; pending requests get no answer."""
         self._reader.cancel()
         self._socket.close()
 
@@ -40,7 +40,7 @@ class BucketFetcher:
         """Return the bytes of a bucket.
 
         Raises:
-            PublishError: the relay does not serve it any more, or not in time.
+            PublishError: the relay no longer serves it, or did not answer in time.
         """
         key = (version, index)
         future: asyncio.Future[Frame] = asyncio.get_running_loop().create_future()
@@ -50,14 +50,14 @@ class BucketFetcher:
             return await asyncio.wait_for(future, self._timeout_s)
         except TimeoutError as error:
             raise PublishError(
-                f"bucket {index} of {version.label} did not come in {self._timeout_s:g} s "
+                f"bucket {index} of {version.label} did not arrive in {self._timeout_s:g} s "
                 "(weightbus.timeout_s)"
             ) from error
         finally:
             self._waiting.pop(key, None)
 
     def drop(self, why: str) -> None:
-        """Fail whoever waits: no answer will come."""
+        """Fail all pending requests: no answer will arrive."""
         for future in self._waiting.values():
             if not future.done():
                 future.set_exception(PublishError(why))
@@ -68,7 +68,7 @@ class BucketFetcher:
             try:
                 answer = decode_bucket_answer(head.buffer)
             except ProtocolError:
-                continue  # whoever waits for it runs into its deadline
+                continue  # the request fails at its deadline
             future = self._waiting.get((answer.version, answer.index))
             if future is None or future.done():
                 continue

@@ -1,4 +1,4 @@
-"""Where an agent keeps a version that it received until its engine has loaded it.
+"""An agent's memory for a version that it received and its engine has not loaded.
 
 The bytes lie in memory without a name, as a safetensors file that the engine finds through a link
 to this process's descriptor: they go with the process, however it ends.
@@ -22,8 +22,8 @@ from slipstream.wire.errors import PublishError
 from slipstream.wire.messages.codec import Frame
 from slipstream.wire.messages.manifest import TensorSpec, WeightManifest
 
-_STEP_BYTES = 64 << 20  # reserved at a time: receiving does not wait for longer
-FETCH_AHEAD = 2  # buckets asked for at a time
+_STEP_BYTES = 64 << 20  # allocated at a time: bounds how long receiving waits
+FETCH_AHEAD = 2  # buckets requested at a time
 
 
 class Staging:
@@ -33,7 +33,7 @@ class Staging:
         """Make the folder in which the engine will find the version.
 
         Args:
-            folder: where it is made, under a name that begins with ``name``.
+            folder: parent of the new folder, whose name starts with ``name``.
             name: of the agent.
         """
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -50,9 +50,9 @@ class Staging:
         link.symlink_to(f"/proc/{os.getpid()}/fd/{self._descriptor}")
 
     def reserve(self, num_bytes: int) -> None:
-        """Have the kernel provide the memory of a version before one comes. Blocks; any thread.
+        """Allocate the memory of a version before one arrives. Blocks; any thread.
 
-        It ends early if a version comes meanwhile, or ``close``.
+        Returns early if a version arrives meanwhile, or after ``close``.
         """
         size = 0
         while size < num_bytes:
@@ -64,9 +64,9 @@ class Staging:
                 self._size = size = size + step
 
     def free(self) -> None:
-        """Give the memory back until a version is received again.
+        """Release the memory until a version is received again.
 
-        It is not cut short but replaced: an engine that still maps it must not fall.
+        It is replaced, not truncated: an engine that still maps it must not crash.
         """
         with self._lock:
             if self._descriptor >= 0 and self._size:
@@ -89,7 +89,7 @@ class Staging:
         """Fetch every bucket and check every digest; return the folder to load.
 
         Args:
-            manifest: what is to come.
+            manifest: of the version.
             fetch: returns the bytes of the bucket of that index.
 
         Raises:
@@ -120,7 +120,7 @@ class Staging:
                     group.create_task(get(index))
         except* PublishError as errors:
             raise PublishError(str(errors.exceptions[0])) from errors
-        finally:  # nothing writes here any more when the next version comes
+        finally:  # no write may be left when the next version arrives
             await asyncio.gather(*keeping, return_exceptions=True)
         return self._folder
 
@@ -143,7 +143,7 @@ def check_folder(folder: Path, manifest: WeightManifest, *, threads: int = 2) ->
     """Check every digest of a version on disk.
 
     Raises:
-        PublishError: it is not there, or not what was offered.
+        PublishError: it is missing, or not the version that was offered.
     """
     start = data_start(folder, manifest)
     with (

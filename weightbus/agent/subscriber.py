@@ -1,4 +1,4 @@
-"""Generator side of the weight bus: joins, obeys the relay's commands, reports outcomes."""
+"""Generator side of the weight bus: joins, executes the relay's commands, reports outcomes."""
 
 import asyncio
 import logging
@@ -36,7 +36,7 @@ from slipstream.wire.messages.weightbus import (
     Outcome,
     Pause,
     Receive,
-    RelayDoor,
+    RelayAddress,
     Verify,
 )
 
@@ -46,7 +46,7 @@ _MAX_FAILURES = 5
 Order: TypeAlias = (
     OpenGroup | Abandon | Offer | Receive | Pause | LoadBucket | LoadReceived | Verify | Commit
 )
-_MAX_COMMANDS = 64  # that wait; the relay sends a few ahead
+_MAX_COMMANDS = 64  # queued; the relay sends a few ahead
 
 
 class Subscriber:
@@ -66,19 +66,18 @@ class Subscriber:
         key: ClientKey | None = None,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Prepare to join.
+        """Create the agent of an engine; ``run`` joins.
 
         Args:
-            engine: whose weights are kept up to date.
-            join: how it is announced; ``adopted`` is filled in.
-            tensors: that the engine's model has.
-            staging: keeps versions that are received before they are loaded; whoever made it
-                closes it.
-            silence_s: a relay that says nothing for so long is gone.
-            fetch_timeout_s: a bucket that takes longer has failed.
-            on_pause: is called before the engine pauses.
-            on_adopt: is called with the version that it generates with from now on.
-            key: what this host proves itself with to a relay on another one.
+            engine: to keep on the newest version.
+            join: its announcement; ``adopted`` is filled in.
+            tensors: of the engine's model.
+            staging: keeps received versions until they are loaded; the caller closes it.
+            silence_s: a relay without a message for this long is gone.
+            fetch_timeout_s: limit for one bucket.
+            on_pause: called before the engine pauses.
+            on_adopt: called with the version that the engine generates with from now on.
+            key: that this host proves to a relay on another one.
             now: monotonic seconds.
         """
         self._engine = engine
@@ -90,28 +89,28 @@ class Subscriber:
         self._on_pause = on_pause
         self._on_adopt = on_adopt
         self._key = key
-        self._door: RelayDoor | None = None
+        self._address: RelayAddress | None = None
         self._socket: zmq.asyncio.Socket | None = None
         self._now = now
         self._manifest: WeightManifest | None = None
         self._received: Path | None = None
-        self._group = ""  # that the engine is in
-        self._before: PolicyVersion | None = None  # what a paused engine ran
+        self._group = ""  # of the engine's collective; empty without one
+        self._before: PolicyVersion | None = None  # that a paused engine ran
         self._is_paused = False
         self._is_torn = False
-        self._has_failed = False  # in the publish that is going on
-        self._failures: list[str] = []  # of publishes since the last one that was adopted
-        self._relay = ""  # which one we obey
+        self._has_failed = False  # in the current publish
+        self._failures: list[str] = []  # of publishes since the last adopted one
+        self._relay = ""  # incarnation of the current relay
         self._heard_s = now()
         self._fetcher: BucketFetcher | None = None
         self.adopted: PolicyVersion | None = None
 
-    async def run(self, door: RelayDoor) -> None:
+    async def run(self, address: RelayAddress) -> None:
         """Serve the relay until cancelled.
 
         Raises:
-            PublishError: the engine took part in too many publishes that failed.
-            ConfigError: the relay wants a key, and there is none.
+            PublishError: too many publishes in a row failed at this engine.
+            ConfigError: the relay requires a key, and there is none.
         """
         context = zmq.asyncio.Context()
         self._socket = socket = context.socket(zmq.DEALER)
@@ -120,58 +119,58 @@ class Subscriber:
         self._fetcher = BucketFetcher(context, timeout_s=self._fetch_timeout_s)
         commands: asyncio.Queue[Command] = asyncio.Queue(_MAX_COMMANDS)
         try:
-            self.move(door)
+            self.move(address)
             async with asyncio.TaskGroup() as group:
                 group.create_task(self._heartbeat(socket))
                 group.create_task(self._read(socket, commands))
-                group.create_task(self._obey_all(socket, commands))
+                group.create_task(self._execute_all(socket, commands))
         except* PublishError as errors:
             raise PublishError(str(errors.exceptions[0])) from errors
         finally:
-            with suppress(zmq.Again):  # nobody is there to be told
+            with suppress(zmq.Again):  # the relay is gone
                 await socket.send(encode(Leave(name=self._join.name)), zmq.NOBLOCK)
             socket.close()
             self._fetcher.close()
-            self._socket = self._fetcher = self._door = None
+            self._socket = self._fetcher = self._address = None
             context.term()
 
     @property
     def silent_s(self) -> float:
-        """Return for how long the relay has said nothing."""
+        """Seconds since the last message of the relay."""
         return self._now() - self._heard_s
 
-    def move(self, door: RelayDoor) -> None:
-        """Connect anew, to a relay at another place or the same, while ``run`` runs.
+    def move(self, address: RelayAddress) -> None:
+        """Connect to a relay at another address or the same, while ``run`` runs.
 
-        The same again is no waste: ZeroMQ does not try again where it was refused once, as by a
-        relay that has not heard of a new key yet.
+        ZeroMQ does not retry a connection that was refused, as by a relay that does not know a new
+        key yet: connecting to the same address again does.
         """
-        before, self._door = self._door, door
+        before, self._address = self._address, address
         if self._socket is None or self._fetcher is None:
             return
         if before is not None:
             self._socket.disconnect(before.endpoint)
-        connect(self._socket, door.endpoint, server_key=door.key, key=self._key)
-        self._fetcher.connect(door, self._key)
+        connect(self._socket, address.endpoint, server_key=address.key, key=self._key)
+        self._fetcher.connect(address, self._key)
 
     # ---- the relay -----------------------------------------------------------
 
     async def _heartbeat(self, socket: zmq.asyncio.Socket) -> None:
         while True:
             join = msgspec.structs.replace(self._join, adopted=self.adopted)
-            with suppress(zmq.Again):  # many wait already for a relay that is gone
+            with suppress(zmq.Again):  # its queue is full: the relay is gone
                 await socket.send(encode(join), zmq.NOBLOCK)
             await asyncio.sleep(_HEARTBEAT_S)
 
     async def _read(self, socket: zmq.asyncio.Socket, commands: asyncio.Queue[Command]) -> None:
-        """Note that the relay lives, whatever the engine is doing, and queue what it wants."""
+        """Record that the relay lives, also while the engine is busy, and queue its commands."""
         while True:
             frames = await socket.recv_multipart()
             try:
                 command = decode_command(b"".join(frames))
             except ProtocolError as error:
-                _log.error("the relay wants something unreadable: %s", error)
-                continue  # it runs into its deadline, and leaves us out
+                _log.error("the relay sent a malformed command: %s", error)
+                continue  # the relay leaves this engine out at its deadline
             self._heard_s = self._now()
             if not isinstance(command, Heard):
                 await commands.put(command)
@@ -183,7 +182,9 @@ class Subscriber:
                 self._relay = command.relay
                 await commands.put(command)
 
-    async def _obey_all(self, socket: zmq.asyncio.Socket, commands: asyncio.Queue[Command]) -> None:
+    async def _execute_all(
+        self, socket: zmq.asyncio.Socket, commands: asyncio.Queue[Command]
+    ) -> None:
         while True:
             try:
                 command = await asyncio.wait_for(commands.get(), _HEARTBEAT_S)
@@ -195,7 +196,7 @@ class Subscriber:
                 if self._is_paused:
                     await self._abandon("the relay that paused it has been replaced")
                 continue
-            await socket.send(encode(await self._carry_out(command)))
+            await socket.send(encode(await self._execute(command)))
             if len(self._failures) >= _MAX_FAILURES:
                 raise PublishError(
                     f"{_MAX_FAILURES} publishes in a row failed; the last: {self._failures[-1]}"
@@ -203,7 +204,7 @@ class Subscriber:
 
     # ---- commands ------------------------------------------------------------
 
-    async def _carry_out(self, command: Order) -> Outcome:
+    async def _execute(self, command: Order) -> Outcome:
         number = command.command_id
         try:
             match command:
@@ -227,7 +228,7 @@ class Subscriber:
                 case Commit(version=version):
                     await self._commit(version)
                 case Abandon(reason=reason):
-                    if self._is_torn or self._has_failed:  # else it was no fault of ours
+                    if self._is_torn or self._has_failed:  # else another engine's failure
                         self._failures.append(reason)
                     await self._abandon(reason)
         except (EngineError, PublishError) as error:
@@ -279,8 +280,8 @@ class Subscriber:
                 manifest, lambda index: fetcher.fetch(version, index)
             )
         except PublishError:
-            if self._door is not None and self._door.key:
-                fetcher.connect(self._door, self._key)  # it may have been refused before
+            if self._address is not None and self._address.key:
+                fetcher.connect(self._address, self._key)  # it may have been refused before
             raise
 
     async def _pause(self) -> int:
@@ -304,7 +305,9 @@ class Subscriber:
     async def _load_received(self) -> None:
         if not self._is_paused or self._received is None:
             raise PublishError("nothing was received, or the engine is not paused")
-        await self._leave_group()  # an update that a collective left open would catch the load
+        await (
+            self._leave_group()
+        )  # an update that a collective left open would interfere with the load
         self._is_torn = True
         await self._engine.load_folder(self._received)
 
@@ -313,9 +316,9 @@ class Subscriber:
             raise PublishError(f"{version.label} was not loaded")
         await self._engine.label(version)
         self._is_torn = False
-        self._before = version  # whatever becomes of the next line
+        self._before = version  # also if the next line fails
         if self._received is None:
-            self._staging.free()  # what comes next comes over the collective
+            self._staging.free()  # the next version arrives over the collective
         await self._resume(version)
         self._failures.clear()
 
@@ -326,7 +329,7 @@ class Subscriber:
         self._on_adopt(version)
 
     async def _abandon(self, why: str) -> None:
-        """Free the engine from a publish that failed; it generates again if no byte has moved."""
+        """Leave a failed publish; the engine generates again if no byte has moved."""
         can_resume = self._is_paused and not self._is_torn and self._before is not None
         if not self._group and not can_resume:
             return

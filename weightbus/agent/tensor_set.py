@@ -1,15 +1,15 @@
 """Which tensors a model folder holds, read from the headers of its safetensors files."""
 
-import json
 import math
-import struct
 from dataclasses import dataclass
 from pathlib import Path
 
+from safetensors import SafetensorError
+
+from slipstream.weightbus.agent.weight_files import Shapes, tensor_shapes
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.messages.manifest import ITEM_BYTES, WeightManifest
 
-Shapes = dict[str, tuple[int, ...]]
 _OPTIONAL = {"lm_head.weight"}
 
 
@@ -22,7 +22,7 @@ class TensorSet:
 
     @property
     def num_bytes(self) -> int:
-        """Return the size of all tensors."""
+        """Size of all tensors."""
         return sum(map(math.prod, self.shapes.values())) * ITEM_BYTES[self.dtype]
 
 
@@ -31,29 +31,24 @@ def model_tensors(folder: Path, *, dtype: str) -> TensorSet:
 
     Args:
         folder: with safetensors files.
-        dtype: that the engine runs with, whatever type the files have.
+        dtype: of the engine; files may have another.
 
     Raises:
-        ConfigError: no safetensors file there, or one that cannot be read.
+        ConfigError: the folder has no safetensors file, or one that cannot be read.
     """
     shapes: Shapes = {}
     for path in sorted(folder.glob("*.safetensors")):
         try:
-            with path.open("rb") as file:
-                (length,) = struct.unpack("<Q", file.read(8))
-                header = json.loads(file.read(length))
-        except (OSError, ValueError, struct.error) as error:
+            shapes |= tensor_shapes(path)
+        except (OSError, SafetensorError) as error:
             raise ConfigError(f"cannot read {path} (run.model): {error}") from error
-        for name, entry in header.items():
-            if name != "__metadata__":
-                shapes[name] = tuple(entry["shape"])
     if not shapes:
         raise ConfigError(f"no safetensors files in {folder} (run.model)")
     return TensorSet(shapes, dtype)
 
 
 def mismatch(manifest: WeightManifest, expected: TensorSet) -> str:
-    """Say how a manifest differs from the model's tensors; empty if it does not.
+    """Return how a manifest differs from the model's tensors; empty if it does not.
 
     A tied output layer may be left out or sent.
     """

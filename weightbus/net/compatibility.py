@@ -18,7 +18,7 @@ class Libraries:
 
 
 def installed_libraries() -> Libraries:
-    """Return what this environment has; nothing is imported or started for it."""
+    """Return the versions installed here, without importing the packages."""
     nccl = ""
     for package in _NCCL_PACKAGES:
         with suppress(PackageNotFoundError):
@@ -27,7 +27,7 @@ def installed_libraries() -> Libraries:
 
 
 def why_no_collective(join: Join, ours: Libraries) -> str:
-    """Say why an engine cannot be in a collective with us; empty if it can.
+    """Return why an engine cannot join a collective with this process; empty if it can.
 
     Builds of one release of torch understand each other; NCCL must be the same release.
     """

@@ -1,4 +1,4 @@
-"""Where engines on other hosts reach the relay. Both sides prove a key (CurveZMQ)."""
+"""The relay's listener for other hosts, and connections to it; both sides prove a CURVE key."""
 
 import logging
 from collections.abc import Mapping
@@ -9,25 +9,28 @@ from zmq.auth.asyncio import AsyncioAuthenticator
 
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.files.keys import ClientKey
-from slipstream.wire.messages.weightbus import RelayDoor
+from slipstream.wire.messages.weightbus import RelayAddress
 
 _log = logging.getLogger(__name__)
 _DOMAIN = "slipstream-weights"
-_HANDSHAKE_MS = 5_000  # whoever has connected has so long to prove its key
-_HEARTBEAT_MS = 2_000  # of a connection: a host that is gone is noticed
+_HANDSHAKE_MS = 5_000  # in which a new connection must prove its key
+_HEARTBEAT_MS = 2_000  # of a connection: notices a host that is gone
 _DEAD_AFTER_MS = 10_000
-_KEEPALIVE_S = 10  # of one that carries buckets: no heartbeat comes through while one is moving
-MAX_WAITING = 8  # buckets that a peer asked for and does not read
+_KEEPALIVE_S = 10  # of one that carries buckets, which delay heartbeats
+MAX_WAITING = 8  # buckets requested by a peer and not read by it
 _MAX_BYTES = 16 << 20  # of a message from an agent: checksums of all its tensors
 _MAX_BULK_BYTES = 4 << 10  # of a request for a bucket
 _TCP = "tcp://"
 
 
-class FarDoor:
-    """Lets in whoever proves a key that the broker knows. Its own key lives as long as it does."""
+class RemoteListener:
+    """Listens for engines on other hosts; admits keys that the broker knows.
+
+    Its own key is made anew with each instance.
+    """
 
     def __init__(self, listen: str) -> None:
-        """Make a key; listen nowhere yet.
+        """Make a key. ``open`` starts listening.
 
         Args:
             listen: tcp://ADDRESS:PORT; buckets go over the port after it, or any if it is 0.
@@ -35,30 +38,30 @@ class FarDoor:
         self._listen = listen
         self._public, self._secret = zmq.curve_keypair()
         self._holders: dict[str, str] = {}
-        self._doorkeeper: AsyncioAuthenticator | None = None
-        self.place: RelayDoor | None = None  # once it listens
+        self._authenticator: AsyncioAuthenticator | None = None
+        self.address: RelayAddress | None = None  # once it listens
 
     def admit(self, holders: Mapping[str, str]) -> None:
-        """Let in these and nobody else: names by public key (Z85)."""
+        """Admit these keys (Z85) only; values are names."""
         self._holders = dict(holders)
 
     def name_of(self, key: str) -> str | None:
-        """Return the name of a key; None if it is not let in, or no longer."""
+        """Return the name of a key; None if it is not admitted, or no longer."""
         return self._holders.get(key)
 
     def callback(self, _domain: str, key: bytes) -> bool:
-        """Tell whether a connection that proved this key may begin; for zmq.auth."""
+        """True if a connection that proved this key is admitted; called by zmq.auth."""
         return key.decode() in self._holders
 
     def open(self, context: zmq.asyncio.Context) -> tuple[zmq.asyncio.Socket, zmq.asyncio.Socket]:
-        """Listen; return the socket of commands and that of buckets.
+        """Listen; return the sockets for commands and for buckets.
 
         Raises:
-            ConfigError: the address cannot be listened at.
+            ConfigError: the address cannot be bound.
         """
-        self._doorkeeper = AsyncioAuthenticator(context)
-        self._doorkeeper.start()
-        self._doorkeeper.configure_curve_callback(_DOMAIN, credentials_provider=self)
+        self._authenticator = AsyncioAuthenticator(context)
+        self._authenticator.start()
+        self._authenticator.configure_curve_callback(_DOMAIN, credentials_provider=self)
         host, _, port = self._listen.removeprefix(_TCP).rpartition(":")
         after = int(port) + 1 if int(port) else 0
         socket = self._bind(context, self._listen, has_buckets=False)
@@ -67,12 +70,12 @@ class FarDoor:
         except ConfigError:
             socket.close()
             raise
-        self.place = RelayDoor(
+        self.address = RelayAddress(
             endpoint=socket.getsockopt_string(zmq.LAST_ENDPOINT),
             bulk_endpoint=bulk.getsockopt_string(zmq.LAST_ENDPOINT),
             key=self._public.decode(),
         )
-        _log.info("other hosts find this relay at %s", self.place.endpoint)
+        _log.info("other hosts find this relay at %s", self.address.endpoint)
         return socket, bulk
 
     def _bind(
@@ -82,8 +85,10 @@ class FarDoor:
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.MAXMSGSIZE, _MAX_BULK_BYTES if has_buckets else _MAX_BYTES)
         socket.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
-        socket.setsockopt(zmq.ROUTER_MANDATORY, int(not has_buckets))  # who is gone?
-        keep_watch(socket, has_buckets=has_buckets)
+        socket.setsockopt(
+            zmq.ROUTER_MANDATORY, int(not has_buckets)
+        )  # a send to a peer that is gone fails
+        detect_dead_peers(socket, has_buckets=has_buckets)
         socket.curve_secretkey = self._secret
         socket.curve_server = True
         socket.zap_domain = _DOMAIN.encode()
@@ -95,15 +100,15 @@ class FarDoor:
         return socket
 
     def close(self) -> None:
-        """Check no more keys; the sockets are closed by whoever opened the door."""
-        if self._doorkeeper is not None:
-            self._doorkeeper.stop()
-            self._doorkeeper = None
-        self.place = None
+        """Stop checking keys; the caller of ``open`` closes the sockets."""
+        if self._authenticator is not None:
+            self._authenticator.stop()
+            self._authenticator = None
+        self.address = None
 
 
-def keep_watch(socket: zmq.asyncio.Socket, *, has_buckets: bool) -> None:
-    """Have a socket notice that the host on the other side is gone."""
+def detect_dead_peers(socket: zmq.asyncio.Socket, *, has_buckets: bool) -> None:
+    """Make a socket notice that the host on the other side is gone."""
     if has_buckets:
         socket.setsockopt(zmq.SNDHWM, MAX_WAITING)
         socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
@@ -122,22 +127,22 @@ def connect(
     key: ClientKey | None,
     has_buckets: bool = False,
 ) -> None:
-    """Connect to one of a relay's sockets, proving ``key`` if the relay proves one.
+    """Connect to one of a relay's sockets; prove ``key`` if the relay proves one.
 
     Args:
         socket: a DEALER.
         endpoint: of the relay.
-        server_key: that it proves; empty on a Unix socket.
+        server_key: that the relay proves; empty on a Unix socket.
         key: of this host.
-        has_buckets: it is the bulk socket.
+        has_buckets: True for the bulk socket.
 
     Raises:
-        ConfigError: there is no key to show.
+        ConfigError: the relay requires a key, and none is given.
     """
     if server_key:
         if key is None:
             raise ConfigError(f"{endpoint} is on another host: run.key_file must name a key")
-        keep_watch(socket, has_buckets=has_buckets)
+        detect_dead_peers(socket, has_buckets=has_buckets)
         socket.curve_serverkey = server_key.encode()
         socket.curve_publickey = key.public.encode()
         socket.curve_secretkey = key.secret.encode()

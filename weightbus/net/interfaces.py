@@ -10,11 +10,11 @@ _ANY_PORT = 9  # nothing is sent
 
 
 def interface_variables(host: str, environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment that has gloo and NCCL talk over the interface that leads to a host.
+    """Return the environment that makes gloo and NCCL use the interface that leads to a host.
 
     Both ask for no address: left alone they take that of the machine's name, which may be another
     network, or an address that only this machine knows. What the user has set stays, unless the
-    host is this one: then nothing is to be heard outside. Empty if no interface leads there.
+    host is this one: then nothing may be reachable from outside. Empty if no interface leads there.
 
     Args:
         host: address of the relay (`weightbus.host`), here or elsewhere.
@@ -42,5 +42,5 @@ def _interface_towards(host: str) -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """Tell whether an address is known on this machine alone."""
+    """True if an address is known on this machine alone."""
     return host.startswith("127.") or host in {"localhost", "::1"}

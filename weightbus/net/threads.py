@@ -1,6 +1,6 @@
 """Blocking calls that may last until a timeout, each on a thread of its own.
 
-They neither take a place that others need nor keep the process from ending.
+They occupy no thread of a pool and do not keep the process from ending.
 """
 
 import asyncio
@@ -15,7 +15,7 @@ _started: "WeakSet[threading.Thread]" = WeakSet()
 
 
 async def in_own_thread(work: Callable[[], T]) -> T:
-    """Return what a blocking call returns; whoever is cancelled lets it go on."""
+    """Return the result of a blocking call, which continues if the caller is cancelled."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[T] = loop.create_future()
 
@@ -32,11 +32,11 @@ async def in_own_thread(work: Callable[[], T]) -> T:
         failure: BaseException | None = None
         try:
             result = work()
-        except Exception as error:  # noqa: BLE001 handed to whoever waits
+        except Exception as error:  # noqa: BLE001 raised in the caller
             failure = error
         try:
             loop.call_soon_threadsafe(settle, result, failure)
-        except RuntimeError:  # the loop has ended: nobody waits
+        except RuntimeError:  # the loop has ended, and its callers with it
             return
 
     start(run)
@@ -44,14 +44,14 @@ async def in_own_thread(work: Callable[[], T]) -> T:
 
 
 def start(work: Callable[[], None]) -> None:
-    """Have something done in the background."""
+    """Run ``work`` on a thread of its own."""
     thread = threading.Thread(target=work, daemon=True)
     _started.add(thread)
     thread.start()
 
 
 def are_done(timeout_s: float) -> bool:
-    """Wait for all such threads; tell whether they have ended.
+    """Wait for all such threads; True if they have ended.
 
     A process in which one is still inside torch must leave by ``os._exit``: an interpreter that
     ends around it aborts.

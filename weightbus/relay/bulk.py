@@ -1,11 +1,11 @@
-"""The relay's bulk socket: the bytes of buckets, to whoever asks for one."""
+"""The relay's bulk socket: answers requests for the bytes of buckets."""
 
 import logging
 
 import zmq
 import zmq.asyncio
 
-from slipstream.weightbus.net.curve import FarDoor
+from slipstream.weightbus.net.curve import RemoteListener
 from slipstream.weightbus.relay.served import Versions
 from slipstream.wire.errors import ProtocolError
 from slipstream.wire.messages.codec import decode_fetch, encode
@@ -15,18 +15,18 @@ _log = logging.getLogger(__name__)
 
 
 async def serve_buckets(
-    socket: zmq.asyncio.Socket, versions: Versions, door: FarDoor | None
+    socket: zmq.asyncio.Socket, versions: Versions, listener: RemoteListener | None
 ) -> None:
     """Answer requests for buckets until cancelled.
 
     Args:
         socket: a ROUTER.
-        versions: what there is.
-        door: knows who may ask; None on a Unix socket.
+        versions: that are served.
+        listener: checks keys; None on a Unix socket.
     """
     while True:
         peer, *frames = await socket.recv_multipart(copy=False)
-        if door is not None and door.name_of(proved(peer)) is None:
+        if listener is not None and listener.name_of(proved(peer)) is None:
             continue  # it was revoked
         try:
             request = decode_fetch(b"".join(frame.buffer for frame in frames))
@@ -37,7 +37,7 @@ async def serve_buckets(
         answer = BucketAnswer(
             version=request.version,
             index=request.index,
-            error="" if data is not None else "it is not served any more",
+            error="" if data is not None else "it is no longer served",
         )
         parts = [peer.bytes, encode(answer)] + ([data] if data is not None else [])
         await socket.send_multipart(parts, copy=False)
@@ -49,7 +49,7 @@ def proved(frame: zmq.Frame) -> str:
 
 
 def _find(request: FetchBucket, versions: Versions) -> memoryview | None:
-    """Return a bucket where it lies."""
+    """Return the bytes of a bucket without copying them; None if it is not served."""
     publication = versions.find(request.version)
     if publication is None or not 0 <= request.index < len(publication.snapshot.layout.buckets):
         return None

@@ -1,4 +1,4 @@
-"""Pure: the course of one publish to some members, whatever fails on the way."""
+"""Pure: the course of one publish to some members, and of failures in it."""
 
 from collections.abc import Hashable, Mapping, Sequence
 from enum import Enum, auto
@@ -8,44 +8,44 @@ M = TypeVar("M", bound=Hashable)
 
 
 class Phase(Enum):
-    """What all members that are still with us do together."""
+    """What all remaining members do together."""
 
     OFFER = auto()
     PREPARE = auto()  # while the engines generate
     PAUSE = auto()
-    PREPARE_AGAIN = auto()  # for those that are left: a group is made anew
-    LOAD = auto()  # from here on whoever fails may hold a mixture
+    PREPARE_AGAIN = auto()  # for the remaining members: a group is opened again
+    LOAD = auto()  # a member that fails from here on may hold a mixture
     VERIFY = auto()
     COMMIT = auto()
 
 
 _PHASES = tuple(Phase)
-_REPEATED = {Phase.PREPARE, Phase.PREPARE_AGAIN}  # as often as somebody is lost in it
+_REPEATED = {Phase.PREPARE, Phase.PREPARE_AGAIN}  # as often as a member is lost in it
 OTHER_FAILED = "another engine of its group failed"
 
 
 class Course(Generic[M]):
-    """Who is still with a publish, and what they do next.
+    """The remaining members of a publish and their next phase.
 
-    Whoever fails in a phase is in none that follows. Bytes move to all or to nobody for certain: if
-    one fails while they move, nobody is taken to be whole.
+    A member that fails in a phase takes part in none that follows. If one fails while bytes move,
+    no member is taken to be whole.
     """
 
     def __init__(self, members: Sequence[M]) -> None:
-        self.members = list(members)  # that are still with us
+        self.members = list(members)  # that remain
         self.failed: dict[M, str] = {}
         self._number = 0
 
     @property
     def phase(self) -> Phase | None:
-        """Return what ``members`` do next; None once they have adopted the version."""
+        """The phase that ``members`` do next; None once they have adopted the version."""
         return _PHASES[self._number] if self._number < len(_PHASES) else None
 
     def done(self, failed: Mapping[M, str]) -> None:
-        """Go on after a phase.
+        """Move on after a phase.
 
         Args:
-            failed: who could not do it, and why.
+            failed: members that could not do it, and why.
         """
         phase, reasons = self.phase, dict(failed)
         if phase is Phase.LOAD and failed:
@@ -57,11 +57,11 @@ class Course(Generic[M]):
 
 
 def is_check_due(every: int, num_publishes: int, *, is_repair: bool) -> bool:
-    """Tell whether the engine's checksums are looked at before a member commits.
+    """True if the engine's checksums are compared before a member commits.
 
     Args:
         every: weightbus.engine_check_every.
-        num_publishes: to this member, with this one.
-        is_repair: its last publish failed; that is always looked at.
+        num_publishes: to this member, including this one.
+        is_repair: its last publish failed; repairs are always checked.
     """
     return is_repair or (every > 0 and (num_publishes - 1) % every == 0)

@@ -1,36 +1,37 @@
-"""Pure: which members are brought to which version next, alone or in a party.
+"""Pure: which members are brought to which version next, alone or in a group.
 
-A member gets its first version, and a whole one after any failure, by itself; members with a
-collective share a party from then on. Newest wins: nobody is brought to any other version than the
-newest. Time comes in as monotonic seconds; nothing here waits, and nobody waits for another one but
-within a publish to their party.
+A member gets its first version, and a whole one after any failure, by itself; afterwards it shares
+a group if its transport has groups. Newest wins: members are brought to the newest version only.
+Time comes in as monotonic seconds; nothing here waits, and a member waits for others only within a
+publish to their group.
 """
 
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from slipstream.wire.messages.versions import PolicyVersion
-from slipstream.wire.messages.weightbus import TransportName
 
 
 @dataclass(eq=False, slots=True)
 class Seat:
-    """What the decisions need to know of one member."""
+    """What the decisions depend on for one member."""
 
     name: str
-    transport: TransportName
+    transport: str
     device: str
-    adopted: PolicyVersion | None  # that its engine runs; None if it runs none, or a mixture
+    adopted: PolicyVersion | None  # version that its engine runs; None for none or a mixture
     heard_s: float
-    again_s: float = 0.0  # not before this
-    party: "PartySeat | None" = None
+    shares_group: bool  # its transport serves several engines at once
+    again_s: float = 0.0  # not served before this time
+    group: "CollectiveGroup | None" = None
     receiving: PolicyVersion | None = None
 
 
 @dataclass(eq=False, slots=True)
-class PartySeat:
-    """Members that get versions together."""
+class CollectiveGroup:
+    """Members that receive versions together."""
 
+    transport: str
     device: str
     seats: list[Seat] = field(default_factory=list)
     receiving: PolicyVersion | None = None
@@ -42,58 +43,58 @@ class Serving:
 
     version: PolicyVersion
     seats: tuple[Seat, ...]
-    party: PartySeat | None  # None: one member by itself
+    group: CollectiveGroup | None  # None: one member by itself
 
 
 class Fleet:
-    """Who is there, who runs what, and who is being served."""
+    """The members, the versions that they run, and the servings under way."""
 
-    def __init__(self, *, silence_s: float, retry_s: float, party_size: int) -> None:
-        """Know nobody.
+    def __init__(self, *, silence_s: float, retry_s: float, engines_per_group: int) -> None:
+        """Start without members.
 
         Args:
-            silence_s: who is not heard of for so long is given up.
-            retry_s: who failed is left alone for so long.
-            party_size: most members that share a collective.
+            silence_s: a member without a heartbeat for this long is silent.
+            retry_s: pause after a failure.
+            engines_per_group: most members of a group.
         """
         self.seats: dict[str, Seat] = {}
         self._silence_s = silence_s
         self._retry_s = retry_s
-        self._party_size = party_size
-        self._parties: list[PartySeat] = []
+        self._engines_per_group = engines_per_group
+        self._groups: list[CollectiveGroup] = []
 
-    # ---- what has happened ---------------------------------------------------
+    # ---- events --------------------------------------------------------------
 
     def join(self, seat: Seat) -> None:
-        """Take in a member; one of that name must have been forgotten."""
+        """Add a member; an earlier one of that name must have been forgotten."""
         self.seats[seat.name] = seat
 
-    def heard(self, name: str, adopted: PolicyVersion | None, now_s: float) -> None:
-        """Note a heartbeat, and what the engine runs by it unless it is being served."""
+    def heartbeat(self, name: str, adopted: PolicyVersion | None, now_s: float) -> None:
+        """Record a heartbeat and, unless the member is being served, the version in it."""
         seat = self.seats[name]
         seat.heard_s = now_s
         if seat.receiving is None:
             seat.adopted = adopted
 
-    def forget(self, name: str) -> PartySeat | None:
-        """Leave a member out; return its party if nobody is in that any more and nothing runs."""
+    def forget(self, name: str) -> CollectiveGroup | None:
+        """Remove a member; return its group if that is empty now and no publish to it runs."""
         seat = self.seats.pop(name)
         return self._take_out(seat)
 
-    def begun(self, serving: Serving) -> None:
-        """Note that these members are being served: nothing else is decided for them."""
+    def started(self, serving: Serving) -> None:
+        """Record that these members are being served: nothing else is decided for them."""
         for seat in serving.seats:
             seat.receiving = serving.version
-        if serving.party is not None:
-            serving.party.receiving = serving.version
+        if serving.group is not None:
+            serving.group.receiving = serving.version
 
     def finished(
         self, serving: Serving, adopted: Collection[str], now_s: float
-    ) -> PartySeat | None:
-        """Note how a serving ended; return its party if nobody is in that any more.
+    ) -> CollectiveGroup | None:
+        """Record the end of a serving; return its group if that is empty now.
 
         Args:
-            serving: that was begun.
+            serving: one that was started.
             adopted: names of those whose engines run the version; the others may hold a mixture,
                 and are served alone after a while.
             now_s: monotonic seconds.
@@ -104,65 +105,66 @@ class Fleet:
                 seat.adopted = serving.version
                 continue
             seat.adopted, seat.again_s = None, now_s + self._retry_s
-            if seat.party is not None:
+            if seat.group is not None:
                 self._take_out(seat)
-        if (party := serving.party) is None:
+        if (group := serving.group) is None:
             return None
-        party.receiving = None
-        return self._dissolved(party) if not party.seats else None
+        group.receiving = None
+        return self._dissolved(group) if not group.seats else None
 
-    def _take_out(self, seat: Seat) -> PartySeat | None:
-        party, seat.party = seat.party, None
-        if party is None:
+    def _take_out(self, seat: Seat) -> CollectiveGroup | None:
+        group, seat.group = seat.group, None
+        if group is None:
             return None
-        party.seats.remove(seat)
-        return self._dissolved(party) if not party.seats and party.receiving is None else None
+        group.seats.remove(seat)
+        return self._dissolved(group) if not group.seats and group.receiving is None else None
 
-    def _dissolved(self, party: PartySeat) -> PartySeat | None:
-        if party not in self._parties:
+    def _dissolved(self, group: CollectiveGroup) -> CollectiveGroup | None:
+        if group not in self._groups:
             return None
-        self._parties.remove(party)
-        return party
+        self._groups.remove(group)
+        return group
 
-    # ---- what to do ----------------------------------------------------------
+    # ---- decisions -----------------------------------------------------------
 
     def silent(self, now_s: float) -> list[str]:
-        """Return who has to be forgotten, whatever is going on with it."""
+        """Return the members to forget, even if they are being served."""
         limit_s = now_s - self._silence_s
         return [name for name, seat in self.seats.items() if seat.heard_s < limit_s]
 
     def due(self, newest: PolicyVersion | None, now_s: float) -> list[Serving]:
-        """Return whom to serve now; who can be in a party is put into one first."""
+        """Return the servings to start now; members that may share a group join one first."""
         idle = [s for s in self.seats.values() if s.receiving is None and s.again_s <= now_s]
         for seat in idle:
-            if seat.party is None and seat.transport == "collective" and seat.adopted is not None:
+            if seat.group is None and seat.shares_group and seat.adopted is not None:
                 self._admit(seat)
         if newest is None:
             return []
         servings = [
             Serving(newest, (seat,), None)
             for seat in idle
-            if seat.party is None and seat.adopted != newest
+            if seat.group is None and seat.adopted != newest
         ]
         servings += [
-            Serving(newest, tuple(party.seats), party)
-            for party in self._parties
-            if party.receiving is None and any(seat.adopted != newest for seat in party.seats)
+            Serving(newest, tuple(group.seats), group)
+            for group in self._groups
+            if group.receiving is None and any(seat.adopted != newest for seat in group.seats)
         ]
         return servings
 
     def wait_s(self, now_s: float) -> float | None:
-        """Return when ``due`` may say more though nothing has happened; None for never."""
+        """Return the seconds until ``due`` may change without an event; None for never."""
         again = [s.again_s for s in self.seats.values() if s.again_s > now_s]
         return min(again) - now_s if again else None
 
     def _admit(self, seat: Seat) -> None:
-        """Put a member into a party: only engines on like devices share a collective."""
-        for party in self._parties:
-            if party.device == seat.device and len(party.seats) < self._party_size:
+        """Put a member into a group of engines on like devices with the same transport."""
+        for group in self._groups:
+            is_alike = (group.transport, group.device) == (seat.transport, seat.device)
+            if is_alike and len(group.seats) < self._engines_per_group:
                 break
         else:
-            party = PartySeat(seat.device)
-            self._parties.append(party)
-        party.seats.append(seat)
-        seat.party = party
+            group = CollectiveGroup(seat.transport, seat.device)
+            self._groups.append(group)
+        group.seats.append(seat)
+        seat.group = group

@@ -12,7 +12,7 @@ class Laps:
         self.seconds: dict[str, float] = {}
 
     def lap(self, phase: str) -> None:
-        """End the phase that runs, under this name."""
+        """End the current phase under this name."""
         now = self._now()
         self.seconds[phase] = self.seconds.get(phase, 0.0) + now - self._since
         self._since = now

@@ -1,8 +1,8 @@
 """The weight relay: serves the learner's versions to the engines, and outlives the learner.
 
-A program of its own that the learner starts: ``python -m slipstream.weightbus.relay.main --config
-RUN.toml``. It ends when the learner asks it to, when its lifeline is cut, or when no learner has
-been there for a while.
+A process that the learner starts: ``python -m slipstream.weightbus.relay.main --config RUN.toml``.
+It ends when the learner asks it to, when its lifeline is cut, or without a learner for
+weightbus.linger_s.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ import zmq.asyncio
 from slipstream.broker.client import BrokerClient
 from slipstream.weightbus.config import WeightBusSection, weightbus_section
 from slipstream.weightbus.net.compatibility import installed_libraries
-from slipstream.weightbus.net.curve import FarDoor
+from slipstream.weightbus.net.curve import RemoteListener
 from slipstream.weightbus.net.interfaces import interface_variables
 from slipstream.weightbus.net.threads import are_done
 from slipstream.weightbus.relay.publisher import Publisher
@@ -67,26 +67,26 @@ from slipstream.wire.process.phases import WAIT
 from slipstream.wire.process.run_until import run_until
 from slipstream.wire.process.stopping import stop_event
 from slipstream.wire.settings.load import Table
-from slipstream.wire.settings.sections import RunSection, relay_door, relay_lock, run_section
+from slipstream.wire.settings.sections import RunSection, relay_address, relay_lock, run_section
 
 _log = logging.getLogger(__name__)
 _CLOSE_S = 1.0  # for groups whose engines are gone
 _BROKER_AGAIN_S = 5.0
 _LOCK_POLL_S = 0.1
-_LOCK_S = 2.0  # a relay that holds the lock for so long without a sign of life is ended
+_LOCK_S = 2.0  # a relay that holds the lock this long without a sign of life is killed
 _LOCK_END_S = 30.0
-_MAX_RECORDS = 1_000  # that wait for a broker that is gone
+_MAX_RECORDS = 1_000  # kept while the broker is gone
 
 
 class RelaySettings(msgspec.Struct, frozen=True, kw_only=True):
-    """All that a relay reads."""
+    """The settings of a relay."""
 
     run: RunSection
     weightbus: WeightBusSection
 
     @property
     def folder(self) -> Path:
-        """Return where versions for the disk transport stand."""
+        """Folder for versions of the disk transport."""
         if self.weightbus.folder:
             return Path(self.weightbus.folder).resolve() / self.run.name
         return self.run.folder.resolve() / "weights"
@@ -101,19 +101,19 @@ class Relay:
     """One relay, in one event loop."""
 
     def __init__(self, settings: RelaySettings, *, stop: asyncio.Event) -> None:
-        """Serve nothing yet.
+        """Create a relay; ``run`` serves.
 
         Args:
             settings: of the run.
-            stop: ends the relay; it may set it itself.
+            stop: ends the relay, which may also set it.
         """
         self._settings = settings
         self._stop = stop
         self._versions = Versions(settings.folder)
-        self._records: deque[PublishRecord] = deque()  # that the broker does not have yet
+        self._records: deque[PublishRecord] = deque()  # not yet reported to the broker
         self._is_news = asyncio.Event()
         self._num_lost_records = 0
-        self._heard_s = time.monotonic()  # of a learner
+        self._heard_s = time.monotonic()  # last message of a learner
         self._started_s = time.monotonic()
         self._publisher = Publisher(
             settings.weightbus,
@@ -122,17 +122,17 @@ class Relay:
             libraries=installed_libraries(),
         )
         listen = settings.weightbus.listen
-        self._far_door = FarDoor(listen) if listen else None
+        self._remote = RemoteListener(listen) if listen else None
 
     async def run(self) -> None:
-        """Serve until told to stop."""
+        """Serve until ``stop`` is set."""
         run = self._settings.run
         left = await asyncio.to_thread(copies_in, self._settings.folder)
         self._versions.first_copy = number_after(left)
         jobs = [
             self._remove_when_unread(left),
             self._serve_learner(run.endpoint("relay")),
-            self._publisher.run(relay_door(run), self._far_door),
+            self._publisher.run(relay_address(run), self._remote),
             self._watch_learner(),
             self._report(),
         ]
@@ -143,9 +143,9 @@ class Relay:
             await asyncio.to_thread(remove_copies, left)
 
     async def _remove_when_unread(self, left: list[Path]) -> None:
-        """Remove copies on disk of relays before this one, once no engine can be reading them.
+        """Remove the copies on disk of earlier relays, once no engine can be reading them.
 
-        One that the last relay had told to load goes on with that for weightbus.timeout_s at most.
+        A load that the last relay ordered takes weightbus.timeout_s at most.
         """
         await asyncio.to_thread(remove_copies, left, unfinished_only=True)
         with contextlib.suppress(TimeoutError):
@@ -188,14 +188,14 @@ class Relay:
                 self._versions.written(epoch, slot, written)
             case EndRelay(epoch=epoch):
                 self._versions.refuse_older(epoch)
-                _log.info("the learner needs no relay any more")
+                _log.info("the learner stopped the relay")
                 self._stop.set()
             case Alive():
                 pass
         return Ok(pid=os.getpid())
 
     async def _watch_learner(self) -> None:
-        """End when no learner has come for a while."""
+        """End the relay when no learner has sent anything for weightbus.linger_s."""
         linger_s = self._settings.weightbus.linger_s
         while (left_s := self._heard_s + linger_s - time.monotonic()) > 0:  # noqa: ASYNC110
             await asyncio.sleep(left_s)
@@ -208,22 +208,22 @@ class Relay:
         if len(self._records) == _MAX_RECORDS:
             self._num_lost_records += 1
             _log.error(
-                "%d records of publishes are lost: the broker takes none", self._num_lost_records
+                "%d records of publishes are lost: the broker accepts none", self._num_lost_records
             )
             self._records.popleft()
         self._records.append(record)
         self._is_news.set()
 
     async def _report(self) -> None:
-        """Tell the broker what became of publishes, and who holds what.
+        """Report publishes and the states of members to the broker.
 
-        Engines are served whether there is a broker or not.
+        Engines are served also without a broker.
         """
         while True:
             try:
                 await self._report_to_broker()
             except SlipstreamError as error:
-                _log.warning("%s; the broker is asked again", error)
+                _log.warning("%s; trying the broker again", error)
                 await asyncio.sleep(_BROKER_AGAIN_S)
 
     async def _report_to_broker(self) -> None:
@@ -246,19 +246,19 @@ class Relay:
                     if self._records and self._records[0] is record:
                         self._records.popleft()
                 self._is_news.clear()
-                door = self._far_door
+                remote = self._remote
                 report = RelayReport(
-                    members=self._publisher.states(), door=door.place if door else None
+                    members=self._publisher.states(), door=remote.address if remote else None
                 )
                 heard, _ = await client.ask(report, RelayHeard)
-                if door is not None:
-                    door.admit(heard.generator_keys)
+                if remote is not None:
+                    remote.admit(heard.generator_keys)
                 await client.ask(RoleReport(phase_seconds=self._phases(), counters={}), Done)
         finally:
             client.close()
 
     def _phases(self) -> dict[str, float]:
-        """Return how the time was spent: an event loop and its threads are busy when on a core."""
+        """Return the seconds of each phase; CPU time of the process counts as serving."""
         age_s = time.monotonic() - self._started_s
         busy_s = min(time.process_time(), age_s)
         return {"serve": busy_s, WAIT: age_s - busy_s}
@@ -266,22 +266,22 @@ class Relay:
 
 @contextlib.contextmanager
 def _only_one(path: Path) -> Iterator[None]:
-    """Be the run's only relay; one that hangs is ended.
+    """Hold the lock of the run's only relay; a holder that hangs is killed.
 
     Raises:
-        ConfigError: another one holds the place and does not go.
+        ConfigError: another relay holds the lock and does not end.
     """
     with path.open("a+") as file:
         signs = signs_of(lambda: _holder(path))
-        waited = Patience("the relay before to end", _LOCK_S, signs, at_most=END_AT_MOST)
+        waited = Patience("the previous relay to end", _LOCK_S, signs, at_most=END_AT_MOST)
         killed: Patience | None = None
         while not _is_ours(file):
             if killed is None and waited.is_over():
                 for holder in _holder(path):
-                    _log.warning("relay %d of this run hangs and is ended", holder)
+                    _log.warning("killing relay %d of this run, which hangs", holder)
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(holder, signal.SIGKILL)
-                killed = Patience("the relay before to be gone", _LOCK_END_S)
+                killed = Patience("the previous relay to be gone", _LOCK_END_S)
             if killed is not None and killed.is_over():
                 raise ConfigError(f"another relay of this run holds {path}")
             time.sleep(_LOCK_POLL_S)
@@ -300,7 +300,7 @@ def _is_ours(file: TextIO) -> bool:
 
 
 def _holder(path: Path) -> list[int]:
-    """Return the process that says it holds the place, if one does."""
+    """Return the process id in the lock file, if there is one."""
     words = path.read_text().strip()
     return [int(words)] if words.isdecimal() else []
 
@@ -326,11 +326,11 @@ def main() -> int:
     """Parse, check, run."""
     parser = role_parser(
         "slipstream.weightbus.relay.main",
-        "Hand the learner's weights to the engines; start-learner starts it.",
+        "Send the learner's weights to the engines; start-learner starts this process.",
         ["python -m slipstream.weightbus.relay.main --config run.toml"],
     )
-    parser.add_argument("--replay", help="of start-learner, without meaning here")
-    parser.add_argument("--resume", help="of start-learner, without meaning here")
+    parser.add_argument("--replay", help="of start-learner; ignored")
+    parser.add_argument("--resume", help="of start-learner; ignored")
     parser.add_argument("--lifeline", type=int, help="descriptor whose end of file ends the relay")
     arguments = parser.parse_args()
     try:
@@ -341,10 +341,10 @@ def main() -> int:
 
     def body() -> int:
         if _is_cut(arguments.lifeline) or not settings.run.socket_folder.is_dir():
-            return 0  # whoever started us, or the run, has ended meanwhile
+            return 0  # the parent or the run has ended meanwhile
         variables = interface_variables(settings.weightbus.host, os.environ)  # noqa: TID251
         os.environ.update(variables)  # noqa: TID251 gloo and NCCL have no setting
-        gc.freeze()  # what was imported stays: looking it through would hold up a publish
+        gc.freeze()  # imported modules stay: collecting them would delay a publish
         with _only_one(relay_lock(settings.run)):
             asyncio.run(_serve(settings, arguments.lifeline))
             if not are_done(_CLOSE_S):

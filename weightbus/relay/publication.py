@@ -1,4 +1,4 @@
-"""A version with all that every transfer of it needs; each part is computed once, when needed."""
+"""A version with everything that transfers of it need; each part is computed once, on demand."""
 
 import asyncio
 from collections.abc import Callable
@@ -21,15 +21,15 @@ T = TypeVar("T")
 class Publication:
     """One version on its way to the engines. Use it inside one event loop.
 
-    Whoever waits for a part may be cancelled; the others get it all the same.
+    A caller that is cancelled does not cancel a part for the others.
     """
 
     def __init__(self, snapshot: WeightSnapshot, *, folder: Path, first_copy: int = 1) -> None:
-        """Prepare nothing yet.
+        """Compute nothing yet.
 
         Args:
-            snapshot: what is published.
-            folder: where versions for the disk transport stand.
+            snapshot: of the version.
+            folder: for versions of the disk transport.
             first_copy: number of its first copy there.
         """
         self._first_copy = first_copy
@@ -43,25 +43,25 @@ class Publication:
 
     @property
     def version(self) -> PolicyVersion:
-        """Return which version it is."""
+        """The version."""
         return self.snapshot.version
 
     @property
     def undigested(self) -> WeightManifest:
-        """Return what is sent, with no digests."""
+        """The manifest without digests."""
         return msgspec.structs.replace(self.snapshot.layout, version=self.version)
 
     def begin_digests(self) -> asyncio.Future[WeightManifest]:
-        """Begin to compute what ``manifest`` returns."""
+        """Start to compute what ``manifest`` returns."""
         self._manifest = self._manifest or _in_thread(self.snapshot.manifest)
         return self._manifest
 
     async def manifest(self) -> WeightManifest:
-        """Return what is sent, with a digest per tensor."""
+        """Return the manifest with a digest per tensor."""
         return await asyncio.shield(self.begin_digests())
 
     def begin_checksums(self) -> asyncio.Future[dict[str, str]]:
-        """Begin to compute what ``expected`` returns."""
+        """Start to compute what ``expected`` returns."""
         tensors = self.snapshot.tensors
         self._expected = self._expected or _in_thread(lambda: expected_checksums(tensors))
         return self._expected
@@ -74,7 +74,7 @@ class Publication:
         """Return the folder that holds this version, whole and durable.
 
         Raises:
-            PublishError: the disk refuses.
+            PublishError: writing failed.
         """
         manifest, data = await self.manifest(), self.snapshot.memory.numpy().data
         if self._on_disk is None:
@@ -85,8 +85,8 @@ class Publication:
             self._writes.append(self._on_disk)
         return await asyncio.shield(self._on_disk)
 
-    async def look_at_disk(self) -> None:
-        """Have the next reader get another copy on disk if this one is damaged."""
+    async def check_disk(self) -> None:
+        """Make another copy for the next reader if the one on disk is damaged."""
         written, manifest = self._on_disk, await self.manifest()
         if written is None or not written.done():
             return
@@ -100,7 +100,7 @@ class Publication:
         return [one.result() for one in self._writes if one.done() and one.exception() is None]
 
     async def settled(self) -> None:
-        """Wait until nothing that was begun here reads the memory any more."""
+        """Wait until no computation that was started here reads the memory any more."""
         begun = (self._manifest, self._expected, *self._writes)
         await asyncio.gather(*(one for one in begun if one is not None), return_exceptions=True)
 

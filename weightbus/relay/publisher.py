@@ -1,14 +1,13 @@
 """The relay's side of the weight bus: brings every engine that joined to the newest version.
 
-What is done next, and for whom, is decided in fleet.py and course.py; here is what waits and sends.
-A member by itself gets a version over TCP (or from disk), a party over its collective.
+fleet.py and course.py decide what happens next and for which members; this module waits and sends.
 """
 
 import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from typing import NamedTuple
 
@@ -16,17 +15,15 @@ import zmq
 import zmq.asyncio
 
 from slipstream.weightbus.config import WeightBusSection
-from slipstream.weightbus.net.compatibility import Libraries, why_no_collective
-from slipstream.weightbus.net.curve import MAX_WAITING, FarDoor
-from slipstream.weightbus.net.interfaces import is_loopback
+from slipstream.weightbus.net.compatibility import Libraries
+from slipstream.weightbus.net.curve import MAX_WAITING, RemoteListener
 from slipstream.weightbus.relay.bulk import proved, serve_buckets
-from slipstream.weightbus.relay.fleet import Fleet, PartySeat, Seat, Serving
+from slipstream.weightbus.relay.fleet import CollectiveGroup, Fleet, Seat, Serving
 from slipstream.weightbus.relay.member import Member
 from slipstream.weightbus.relay.served import Reading, Versions
 from slipstream.weightbus.relay.transaction import Transaction
-from slipstream.weightbus.relay.transports.base import Transport
-from slipstream.weightbus.relay.transports.collective import Collective
-from slipstream.weightbus.relay.transports.staged import OverDisk, OverTcp
+from slipstream.weightbus.relay.transports.base import Transport, transport_class
+from slipstream.weightbus.transports import FALLBACK, TRANSPORTS, TransportEntry
 from slipstream.wire.errors import ProtocolError
 from slipstream.wire.messages.codec import decode_agent_message, encode
 from slipstream.wire.messages.weightbus import (
@@ -37,8 +34,7 @@ from slipstream.wire.messages.weightbus import (
     MemberState,
     Outcome,
     PublishRecord,
-    RelayDoor,
-    TransportName,
+    RelayAddress,
 )
 
 _log = logging.getLogger(__name__)
@@ -48,7 +44,7 @@ _MAX_MEMBERS = 10_000
 
 
 class Sender(NamedTuple):
-    """Where a message came from."""
+    """Origin of a message."""
 
     peer: bytes  # routing id
     socket: zmq.asyncio.Socket
@@ -66,59 +62,63 @@ class Publisher:
         *,
         on_record: Callable[[PublishRecord], Awaitable[None]],
         libraries: Libraries,
+        transports: Mapping[str, TransportEntry] = TRANSPORTS,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Serve nobody yet.
+        """Start without members.
 
         Args:
             settings: of the weight bus.
-            versions: what there is to be served.
-            on_record: is told of every publish.
-            libraries: that collectives of this process use.
+            versions: to serve.
+            on_record: called with the record of every publish.
+            libraries: that collectives in this process use.
+            transports: by name.
             now: monotonic seconds.
         """
         self._settings = settings
         self._versions = versions
         self._on_record = on_record
         self._libraries = libraries
+        self._transports = transports
+        self._classes = {name: transport_class(entry) for name, entry in transports.items()}
         self._now = now
         self._incarnation = secrets.token_hex(8)
         self._members: dict[str, Member] = {}
         self._fleet = Fleet(
             silence_s=settings.member_silence_s,
             retry_s=_RETRY_S,
-            party_size=settings.engines_per_group,
+            engines_per_group=settings.engines_per_group,
         )
         self._alone: dict[Seat, asyncio.Task[None]] = {}
-        self._collectives: dict[PartySeat, Collective] = {}
+        self._shared: dict[CollectiveGroup, Transport] = {}
 
-    async def run(self, door: RelayDoor, far_door: FarDoor | None = None) -> None:
+    async def run(self, address: RelayAddress, remote: RemoteListener | None = None) -> None:
         """Serve until cancelled.
 
         Args:
-            door: Unix sockets in a private folder.
-            far_door: lets in engines on other hosts.
+            address: Unix sockets in a private folder.
+            remote: listener for engines on other hosts.
 
         Raises:
-            ConfigError: an address cannot be listened at.
+            ConfigError: an address cannot be bound.
         """
         context = zmq.asyncio.Context()
         sockets: list[zmq.asyncio.Socket] = []
         try:
-            pairs: list[tuple[zmq.asyncio.Socket, zmq.asyncio.Socket, FarDoor | None]] = []
+            pairs: list[tuple[zmq.asyncio.Socket, zmq.asyncio.Socket, RemoteListener | None]] = []
             near = context.socket(zmq.ROUTER), context.socket(zmq.ROUTER)
             sockets += near
             near[0].setsockopt(zmq.ROUTER_MANDATORY, 1)
             near[1].setsockopt(zmq.SNDHWM, MAX_WAITING)
-            near[0].bind(door.endpoint)
-            near[1].bind(door.bulk_endpoint)
+            near[0].bind(address.endpoint)
+            near[1].bind(address.bulk_endpoint)
             pairs.append((*near, None))
-            if far_door is not None:
-                far = far_door.open(context)
+            if remote is not None:
+                far = remote.open(context)
                 sockets += far
-                pairs.append((*far, far_door))
+                pairs.append((*far, remote))
             async with asyncio.TaskGroup() as group:
-                group.create_task(self._watch(far_door))
+                group.create_task(self._watch(remote))
                 group.create_task(self._serve_due(group))
                 for socket, bulk, checks in pairs:
                     group.create_task(serve_buckets(bulk, self._versions, checks))
@@ -126,16 +126,16 @@ class Publisher:
         finally:
             for member in list(self._members.values()):
                 self._forget(member, "is left: the relay ends")
-            for party in list(self._collectives):
-                self._dissolve(party)
-            if far_door is not None:
-                far_door.close()
+            for shared in list(self._shared):
+                self._dissolve(shared)
+            if remote is not None:
+                remote.close()
             for one in sockets:
                 one.close(linger=0)
             context.term()
 
     def states(self) -> list[MemberState]:
-        """Return what each member holds, by name."""
+        """Return the state of each member, sorted by name."""
         newest = self._versions.newest
         return [
             MemberState(
@@ -151,13 +151,15 @@ class Publisher:
 
     # ---- membership ----------------------------------------------------------
 
-    async def _listen(self, socket: zmq.asyncio.Socket, door: FarDoor | None) -> None:
+    async def _listen(self, socket: zmq.asyncio.Socket, listener: RemoteListener | None) -> None:
         while True:
             peer, *frames = await socket.recv_multipart(copy=False)
-            key = proved(peer) if door is not None else ""
-            if door is not None and door.name_of(key) is None:
-                continue  # it was revoked, and _watch has said so
-            prefix = f"{door.name_of(key)}/" if door is not None else ""  # as the broker calls it
+            key = proved(peer) if listener is not None else ""
+            if listener is not None and listener.name_of(key) is None:
+                continue  # it was revoked; _watch logs that
+            prefix = (
+                f"{listener.name_of(key)}/" if listener is not None else ""
+            )  # as in the broker's names
             try:
                 message = decode_agent_message(b"".join(frame.buffer for frame in frames))
             except ProtocolError as error:
@@ -171,7 +173,7 @@ class Publisher:
         match message:
             case Join():
                 self._joined(sender, message)
-                with suppress(zmq.ZMQError):  # it has gone meanwhile
+                with suppress(zmq.ZMQError):  # it is gone
                     await socket.send_multipart([peer, encode(Heard(relay=self._incarnation))])
             case Leave(name=name):
                 member = self._members.get(sender.prefix + name)
@@ -186,9 +188,9 @@ class Publisher:
         peer, name = sender.peer, sender.prefix + join.name
         known = self._members.get(name)
         if known is not None and known.join.incarnation == join.incarnation:
-            known.heard(peer, join)
+            known.heartbeat(peer, join)
             before = self._fleet.seats[name].adopted
-            self._fleet.heard(name, join.adopted, self._now())
+            self._fleet.heartbeat(name, join.adopted, self._now())
             if self._fleet.seats[name].adopted != before:
                 self._versions.wake()
             return
@@ -209,22 +211,33 @@ class Publisher:
         )
         _log.info("%s joined the weight bus (%s)", name, member.transport)
         self._members[name] = member
-        seat = Seat(name, member.transport, join.device, join.adopted, heard_s=self._now())
+        seat = Seat(
+            name,
+            member.transport,
+            join.device,
+            join.adopted,
+            heard_s=self._now(),
+            shares_group=self._classes[member.transport].shares_group,
+        )
         self._fleet.join(seat)
         self._versions.wake()
 
-    def _transport_for(self, join: Join, name: str, *, is_far: bool) -> TransportName:
-        """Return how a member gets versions: as it asks, or over TCP where that cannot be."""
-        if join.transport != "collective":
-            return join.transport
-        why = why_no_collective(join, self._libraries)
-        host = self._settings.host
-        if is_far and is_loopback(host):
-            why = f"it is on another host, and weightbus.host is {host}"
+    def _transport_for(self, join: Join, name: str, *, is_far: bool) -> str:
+        """Return the transport of a member: the one it asks for, or the fallback."""
+        why = self._why_not(join, is_far=is_far)
         if why:
-            _log.warning("%s gets its weights over tcp instead of a collective: %s", name, why)
-            return "tcp"
-        return "collective"
+            _log.warning(
+                "%s gets its weights over %s instead of %s: %s", name, FALLBACK, join.transport, why
+            )
+        return FALLBACK if why else join.transport
+
+    def _why_not(self, join: Join, *, is_far: bool) -> str:
+        entry = self._transports.get(join.transport)
+        if entry is None:
+            return f"this relay has no such transport, only {', '.join(self._transports)}"
+        if is_far and (why := entry.why_not_from_afar(self._settings.host)):
+            return why
+        return self._classes[join.transport].why_not(join, self._libraries)
 
     def _forget(self, member: Member, why: str) -> None:
         _log.info("%s %s", member.name, why)
@@ -234,8 +247,8 @@ class Publisher:
         self._dissolve(self._fleet.forget(member.name))
         member.leave(why)
 
-    async def _watch(self, far_door: FarDoor | None) -> None:
-        """Leave out who fell silent or may no longer be there, whatever is going on with it."""
+    async def _watch(self, remote: RemoteListener | None) -> None:
+        """Forget members that are silent or whose key was revoked, even while they are served."""
         while True:
             await asyncio.sleep(_WATCH_S)
             for name in self._fleet.silent(self._now()):
@@ -243,33 +256,33 @@ class Publisher:
                     self._members[name], f"was silent for {self._settings.member_silence_s:g} s"
                 )
             for member in [m for m in self._members.values() if m.key]:
-                if far_door is not None and far_door.name_of(member.key) is None:
+                if remote is not None and remote.name_of(member.key) is None:
                     self._forget(member, "is left: its key was revoked")
 
     # ---- publishes -----------------------------------------------------------
 
     async def _serve_due(self, group: asyncio.TaskGroup) -> None:
-        """Do what the fleet says, whenever something has changed."""
+        """Start the servings that are due, whenever something has changed."""
         while True:
             changed, now = self._versions.changed, self._now()
             for serving in self._fleet.due(self._versions.newest, now):
-                if (reading := self._versions.begin()) is None:
-                    break  # two others are being read: the end of one wakes us
-                self._begin(serving, reading, group)
+                if (reading := self._versions.read()) is None:
+                    break  # two others are being read; the end of one wakes this loop
+                self._start(serving, reading, group)
             with suppress(TimeoutError):  # not wait_for, which can swallow a cancellation
                 async with asyncio.timeout(self._fleet.wait_s(now)):
                     await changed.wait()
 
-    def _begin(self, serving: Serving, reading: Reading, group: asyncio.TaskGroup) -> None:
-        self._fleet.begun(serving)
+    def _start(self, serving: Serving, reading: Reading, group: asyncio.TaskGroup) -> None:
+        self._fleet.started(serving)
         members = [self._members[seat.name] for seat in serving.seats]
         task = group.create_task(self._serve(serving, members, reading))
         task.add_done_callback(lambda _: reading.end())  # it may be cancelled before it runs
-        if serving.party is None:
+        if serving.group is None:
             self._alone[serving.seats[0]] = task
 
     async def _serve(self, serving: Serving, members: list[Member], reading: Reading) -> None:
-        """Bring members to a version; what became of them is in the record and in the fleet."""
+        """Bring members to a version; the record and the fleet get the results."""
         try:
             record = await Transaction(
                 reading.publication,
@@ -284,17 +297,18 @@ class Publisher:
         for name, why in record.failed.items():
             _log.warning("%s does not run %s: %s", name, record.version.label, why)
         await self._on_record(record)
-        if any(member.transport == "disk" for member in members):
-            await self._versions.clean_disk()
+        await self._versions.clean_disk()
 
     def _transport_of(self, serving: Serving) -> Transport:
-        if serving.party is not None:
-            if serving.party not in self._collectives:
-                self._collectives[serving.party] = Collective(self._settings)
-            return self._collectives[serving.party]
-        chosen = OverDisk if serving.seats[0].transport == "disk" else OverTcp
-        return chosen(timeout_s=self._settings.receive_timeout_s)
+        chosen = self._classes[serving.seats[0].transport]
+        if serving.group is None:
+            if chosen.shares_group:
+                chosen = self._classes[FALLBACK]
+            return chosen(self._settings)
+        if serving.group not in self._shared:
+            self._shared[serving.group] = chosen(self._settings)
+        return self._shared[serving.group]
 
-    def _dissolve(self, party: PartySeat | None) -> None:
-        if party is not None and (collective := self._collectives.pop(party, None)) is not None:
-            collective.close_soon()
+    def _dissolve(self, group: CollectiveGroup | None) -> None:
+        if group is not None and (transport := self._shared.pop(group, None)) is not None:
+            transport.close_soon()

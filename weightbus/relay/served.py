@@ -1,4 +1,4 @@
-"""The versions that a relay can serve: what lies in the learner's memory, and who reads it."""
+"""The versions that a relay can serve: the learner's memory, and the readers of its slots."""
 
 import asyncio
 import shutil
@@ -15,7 +15,7 @@ from slipstream.wire.messages.relay import OpenMemory
 from slipstream.wire.messages.versions import PolicyVersion
 
 
-class _Source:
+class _LearnerMemory:
     """One learner's memory."""
 
     def __init__(self, memory: SharedSlots, message: OpenMemory) -> None:
@@ -27,7 +27,7 @@ class _Source:
 
 
 class Reading:
-    """A version that is not overwritten meanwhile."""
+    """A version that is not overwritten until ``end``."""
 
     def __init__(self, publication: Publication, on_end: Callable[[], None]) -> None:
         self.publication = publication
@@ -35,7 +35,7 @@ class Reading:
         self._end: asyncio.Future[None] | None = None
 
     def end(self) -> asyncio.Future[None]:
-        """Let it go once nothing of ours reads it any more, even if nobody waits for that."""
+        """Release it once no thread of this process reads it; that happens also without waiting."""
         if self._end is None:
             self._end = asyncio.ensure_future(self.publication.settled())
             self._end.add_done_callback(lambda _: self._on_end())
@@ -46,14 +46,16 @@ class Versions:
     """Whole versions, the newest of which is served. Use it inside one event loop."""
 
     def __init__(self, folder: Path) -> None:
-        """Know no version yet.
+        """Start without a version.
 
         Args:
-            folder: where versions for the disk transport stand.
+            folder: for versions of the disk transport.
         """
         self._folder = folder
         self._run_id = ""  # of the first learner
-        self._sources: list[_Source] = []  # the newest learner's last; an old one until it is idle
+        self._sources: list[
+            _LearnerMemory
+        ] = []  # the newest learner's last; an old one until it is idle
         self._reading: Counter[Publication] = Counter()
         self._on_disk: list[Publication] = []  # that may have copies there
         self.first_copy = 1  # number of a version's first copy on disk
@@ -61,12 +63,12 @@ class Versions:
 
     @property
     def newest(self) -> PolicyVersion | None:
-        """Return the newest whole version."""
+        """The newest whole version."""
         source = self._serving()
         return source.slots.version_of_newest if source is not None else None
 
     def open(self, message: OpenMemory) -> None:
-        """Serve what is written into this memory, as soon as there is a whole version.
+        """Serve this memory as soon as it holds a whole version.
 
         Raises:
             PublishError: the memory cannot be mapped, is another run's, or its epoch is known with
@@ -87,7 +89,7 @@ class Versions:
         memory = SharedSlots.open(
             message.path, slot_bytes=layout.num_bytes, num_slots=message.num_slots
         )
-        self._sources.append(_Source(memory, message))
+        self._sources.append(_LearnerMemory(memory, message))
         if message.whole is not None:
             self.written(message.epoch, message.slot, message.whole)
 
@@ -102,7 +104,7 @@ class Versions:
         """Return the slot that the learner of an epoch may write next.
 
         Raises:
-            PublishError: it has shown no memory.
+            PublishError: it has opened no memory.
             SupersededError: a newer learner has.
         """
         source = self._writing(epoch)
@@ -111,11 +113,11 @@ class Versions:
         return slot
 
     def written(self, epoch: int, slot: int, version: PolicyVersion) -> None:
-        """Serve a version of the learner of an epoch that is whole now.
+        """Serve a version that the learner of an epoch has completed.
 
         Raises:
-            PublishError: it has shown no memory, or nobody may have written that slot.
-            SupersededError: a newer learner has shown its memory.
+            PublishError: it has opened no memory, or that slot cannot have been written.
+            SupersededError: a newer learner has opened its memory.
         """
         source = self._writing(epoch)
         if source.slots.version(slot) == version:
@@ -133,7 +135,7 @@ class Versions:
         self._sources = self._sources[-1:]  # transactions of an old one keep what they read
         self.wake()
 
-    def begin(self) -> "Reading | None":
+    def read(self) -> "Reading | None":
         """Return the newest version, which is kept from being overwritten until its ``end``.
 
         None while there is none, or while two others are being read.
@@ -146,7 +148,7 @@ class Versions:
         self._reading[publication] += 1
         return Reading(publication, lambda: self._ended(source, slot, publication))
 
-    def _ended(self, source: _Source, slot: int, publication: Publication) -> None:
+    def _ended(self, source: _LearnerMemory, slot: int, publication: Publication) -> None:
         source.slots.end(slot)
         self._reading[publication] -= 1
         if not self._reading[publication]:
@@ -162,40 +164,41 @@ class Versions:
         return None
 
     async def clean_disk(self, *, all_of_it: bool = False) -> None:
-        """Remove the copies on disk that nobody can want any more, or all that were made here."""
+        """Remove the copies on disk that no engine can need, or all that were made here."""
         wanted = set(self._reading)
         for source in self._sources:
             wanted.update(source.publications.values())
         unwanted = [p for p in self._on_disk if all_of_it or p not in wanted]
         for publication in unwanted:
             self._on_disk.remove(publication)
-        await asyncio.to_thread(_remove, [copy for p in unwanted for copy in p.copies()])
+        if copies := [copy for one in unwanted for copy in one.copies()]:
+            await asyncio.to_thread(_remove, copies)
 
-    def _serving(self) -> _Source | None:
+    def _serving(self) -> _LearnerMemory | None:
         return next((s for s in reversed(self._sources) if s.slots.newest is not None), None)
 
     def refuse_older(self, epoch: int) -> None:
-        """Refuse what an earlier learner says.
+        """Refuse messages of an earlier learner.
 
         Raises:
-            SupersededError: a newer one has shown its memory.
+            SupersededError: a newer one has opened its memory.
         """
         if self._sources and epoch < self._sources[-1].epoch:
             raise SupersededError("a newer learner publishes now")
 
-    def _writing(self, epoch: int) -> _Source:
+    def _writing(self, epoch: int) -> _LearnerMemory:
         self.refuse_older(epoch)
         if not self._sources or self._sources[-1].epoch != epoch:
-            raise PublishError("this learner has not said where its weights are")
+            raise PublishError("this learner has not opened a memory")
         return self._sources[-1]
 
     @property
     def changed(self) -> asyncio.Event:
-        """Return what is set when somebody should look again."""
+        """An event that is set when decisions may change."""
         return self._changed
 
     def wake(self) -> None:
-        """Have all who wait look again whether the newest version is wanted."""
+        """Wake everything that waits on ``changed``."""
         self._changed.set()
         self._changed = asyncio.Event()
 

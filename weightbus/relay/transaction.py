@@ -1,6 +1,6 @@
 """One publish to some members: offer -> transfer -> verify -> commit -> adopt.
 
-Whoever fails is left out and the others go on. A member that may hold a mixture stays paused; its
+A member that fails is left out; the others continue. One that may hold a mixture stays paused; its
 next transaction brings it a whole version.
 """
 
@@ -50,7 +50,7 @@ class Transaction:
         self._digests: dict[str, str] = {}
 
     async def run(self) -> PublishRecord:
-        """Do all of it; what engines and agents do raises nothing: the record says what failed."""
+        """Run all phases. Failures of engines and agents do not raise: they are in the record."""
         version, at_s, started_s = self._publication.version, time.time(), self._now()
         laps = Laps(self._now)
         for member in self._all:
@@ -64,7 +64,7 @@ class Transaction:
                 member.failure = ""
                 adopted[member.name] = self._now() - started_s
             await self._abandon()
-            if adopted:  # nobody waits for it but the record
+            if adopted:  # only the record needs it
                 self._digest = (await self._publication.manifest()).digest
         finally:
             for member in self._all:
@@ -91,12 +91,11 @@ class Transaction:
         if self._check_every and any(member.join.device == "cpu" for member in self._all):
             publication.begin_checksums()  # not while engines are paused
         laps.lap("digest")
-        is_collective = self._transport.name == "collective"
         names = {
             Phase.OFFER: "offer",
-            Phase.PREPARE: "group" if is_collective else "receive",
+            Phase.PREPARE: self._transport.prepare_phase,
             Phase.PREPARE_AGAIN: "pause",
-            Phase.LOAD: "transfer" if is_collective else "load",
+            Phase.LOAD: self._transport.load_phase,
             Phase.VERIFY: "verify",
             Phase.COMMIT: "commit",
         }
@@ -107,13 +106,13 @@ class Transaction:
                 laps.lap(names[phase])
 
     async def _do(self, phase: Phase, manifest: WeightManifest) -> Mapping[Member, str]:
-        """Have all that are still with us do something; return who could not, and why."""
+        """Run a phase with all remaining members; return those that failed, and why."""
         members, name = self._course.members, self._transport.name
         try:
             match phase:
                 case Phase.OFFER:
                     return await self._each(
-                        lambda m: m.tell(
+                        lambda m: m.request(
                             lambda n: Offer(command_id=n, manifest=manifest, transport=name)
                         )
                     )
@@ -130,7 +129,7 @@ class Transaction:
                 case Phase.COMMIT:
                     version = manifest.version
                     return await self._each(
-                        lambda m: m.tell(lambda n: Commit(command_id=n, version=version))
+                        lambda m: m.request(lambda n: Commit(command_id=n, version=version))
                     )
                 case _:
                     assert_never(phase)
@@ -142,15 +141,15 @@ class Transaction:
         return (await each(self._course.members, work))[1]
 
     async def _pause(self, member: Member) -> None:
-        outcome = await member.tell(lambda n: Pause(command_id=n))
+        outcome = await member.request(lambda n: Pause(command_id=n))
         self._num_in_flight[member.name] = outcome.num_in_flight
 
     async def _verify(self, member: Member) -> Outcome:
-        """Close the update, and look at what the engine holds if it is time for that."""
+        """Close the update; compare the engine's checksums if a check is due."""
         checks = is_check_due(
             self._check_every, member.num_publishes, is_repair=bool(member.failure)
         )
-        outcome = await member.tell(lambda n: Verify(command_id=n, wants_checksums=checks))
+        outcome = await member.request(lambda n: Verify(command_id=n, wants_checksums=checks))
         if not checks:
             return outcome
         digest = digest_of(outcome.checksums)
@@ -161,13 +160,13 @@ class Transaction:
             if wrong:
                 raise PublishError(f"{len(wrong)} tensors differ in the engine: {wrong[:3]}")
         elif publication.gpu_digests and digest not in publication.gpu_digests:
-            raise PublishError("the engine holds other tensors than the other engines")
+            raise PublishError("this engine holds other tensors than the other engines")
         else:
             publication.gpu_digests.add(digest)
         return outcome
 
     async def _abandon(self) -> None:
-        """Free who was left out: our end first, then theirs. Their engines stay paused if torn."""
+        """Release members that were left out: the relay's end first. Torn engines stay paused."""
         failed = self._course.failed
         if not failed:
             return
@@ -175,7 +174,7 @@ class Transaction:
         for member, why in failed.items():
             member.failure = why
             member.holds(None)
-        await each(  # nobody waits for them: what they are told next they do after this
+        await each(  # without waiting: agents execute the next command after this one
             list(failed),
             lambda m: m.send(lambda n: Abandon(command_id=n, reason=failed[m])),
         )

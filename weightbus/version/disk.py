@@ -1,6 +1,5 @@
-"""Versions as safetensors files in a folder that every host sees. The folder is ours alone."""
+"""Versions as safetensors files in a folder that every host sees and no other program uses."""
 
-import contextlib
 import os
 import re
 import shutil
@@ -9,13 +8,13 @@ from pathlib import Path
 
 from slipstream.weightbus.version.layout import safetensors_header
 from slipstream.wire.errors import PublishError
-from slipstream.wire.files.replace import sync
+from slipstream.wire.files.replace import replacing_folder
 from slipstream.wire.messages.manifest import WeightManifest
 
 WEIGHTS = "model.safetensors"
 _UNFINISHED = ".unfinished"
 _COPY = "-"
-_OURS = re.compile(r"\.?(v[0-9]+\.[0-9]+)-([0-9]+)(?:\.unfinished)?")
+_OURS = re.compile(r"\.?(v[0-9]+\.[0-9]+)-([0-9]+)(?:\.unfinished|\.replaced)?")
 _CHUNK = 64 * 1024 * 1024
 
 
@@ -25,32 +24,26 @@ def write_version(
     """Write a version durably; its folder appears whole or not at all.
 
     Args:
-        parent: where the folder of the version is made.
-        manifest: what is written.
+        parent: of the version's folder.
+        manifest: of the version.
         data: its bytes.
-        number: of this copy; a later one stands beside an earlier one.
+        number: of this copy; earlier copies stay.
 
     Raises:
-        PublishError: the disk refuses.
+        PublishError: writing failed.
     """
     folder = parent / f"{manifest.version.label}{_COPY}{number}"
-    unfinished = parent / f".{folder.name}{_UNFINISHED}"
     try:
-        shutil.rmtree(unfinished, ignore_errors=True)
-        unfinished.mkdir(parents=True, mode=0o700)
-        with (unfinished / WEIGHTS).open("xb", buffering=0) as file:
+        with (
+            replacing_folder(folder, mode=0o700) as unfinished,
+            (unfinished / WEIGHTS).open("xb", buffering=0) as file,
+        ):
             file.write(safetensors_header(manifest))
             for start in range(0, len(data), _CHUNK):
                 part = data[start : start + _CHUNK]
                 while part:
                     part = part[file.write(part) :]
-            os.fsync(file.fileno())
-        shutil.rmtree(folder, ignore_errors=True)
-        unfinished.rename(folder)
-        sync(parent)
     except OSError as error:
-        with contextlib.suppress(OSError):
-            shutil.rmtree(unfinished)
         raise PublishError(
             f"cannot write {manifest.version.label} to {parent} (weightbus.folder): {error}"
         ) from error
@@ -58,7 +51,7 @@ def write_version(
 
 
 def copies_in(parent: Path) -> list[Path]:
-    """Return the copies of versions in a folder that relays before have left there."""
+    """Return the copies that earlier relays left in a folder."""
     try:
         return sorted(path for path in parent.iterdir() if _OURS.fullmatch(path.name))
     except FileNotFoundError:
@@ -66,23 +59,23 @@ def copies_in(parent: Path) -> list[Path]:
 
 
 def number_after(copies: Iterable[Path]) -> int:
-    """Return a number that none of these copies has, nor any later than it."""
+    """Return a number larger than those of these copies."""
     found = (_OURS.fullmatch(path.name) for path in copies)
     return 1 + max((int(match[2]) for match in found if match is not None), default=0)
 
 
 def remove_copies(copies: Iterable[Path], *, unfinished_only: bool = False) -> None:
-    """Remove copies; what nobody has finished nobody reads."""
+    """Remove copies. Unfinished ones have no readers."""
     for path in copies:
         if not unfinished_only or path.name.endswith(_UNFINISHED):
             shutil.rmtree(path, ignore_errors=True)
 
 
 def data_start(folder: Path, manifest: WeightManifest) -> int:
-    """Return where the bytes of a version begin in its file.
+    """Return the offset of a version's bytes in its file.
 
     Raises:
-        PublishError: there is no such file, or it holds other tensors.
+        PublishError: the file is missing, or holds other tensors.
     """
     header = safetensors_header(manifest)
     try:

@@ -20,11 +20,11 @@ _ALIGNMENT = 8
 def plan_layout(tensors: Iterable[TensorSpec], *, bucket_bytes: int) -> WeightManifest:
     """Lay tensors end to end and group them in order into buckets of at most ``bucket_bytes``.
 
-    Wider types come first, so that every tensor begins at a multiple of its item size. A tensor is
+    Wider types come first, so that every tensor starts at a multiple of its item size. A tensor is
     never split: one that is larger than the limit has a bucket to itself.
 
     Raises:
-        PublishError: a type that cannot travel.
+        PublishError: a type that cannot be published.
     """
     specs = list(tensors)
     for spec in specs:
@@ -48,7 +48,7 @@ def plan_layout(tensors: Iterable[TensorSpec], *, bucket_bytes: int) -> WeightMa
 
 
 def tensor_offsets(manifest: WeightManifest) -> dict[str, int]:
-    """Return where each tensor begins, in bytes from the start of the version."""
+    """Return each tensor's offset in bytes from the start of the version."""
     offsets: dict[str, int] = {}
     at = 0
     for spec in manifest.tensors:
@@ -58,7 +58,7 @@ def tensor_offsets(manifest: WeightManifest) -> dict[str, int]:
 
 
 def bucket_offsets(manifest: WeightManifest) -> list[int]:
-    """Return where each bucket begins, in bytes from the start of the version."""
+    """Return each bucket's offset in bytes from the start of the version."""
     offsets: list[int] = []
     at = 0
     for bucket in manifest.buckets:
@@ -68,7 +68,7 @@ def bucket_offsets(manifest: WeightManifest) -> list[int]:
 
 
 def safetensors_header(manifest: WeightManifest) -> bytes:
-    """Return what makes a version's bytes a safetensors file when they follow it."""
+    """Return the header that turns a version's bytes into a safetensors file."""
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     offsets = tensor_offsets(manifest)
     for spec in manifest.tensors:

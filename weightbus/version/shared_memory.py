@@ -13,7 +13,7 @@ from torch import Tensor
 
 from slipstream.wire.errors import PublishError
 
-_PAGE = 2 * 1024 * 1024  # a slot begins on a large page
+_PAGE = 2 * 1024 * 1024  # a slot starts on a large page
 
 
 class SharedSlots:
@@ -28,7 +28,7 @@ class SharedSlots:
 
     @classmethod
     def make(cls, *, slot_bytes: int, num_slots: int) -> Self:
-        """Make the memory."""
+        """Allocate the memory."""
         descriptor = os.memfd_create("slipstream-weights")
         os.ftruncate(descriptor, _stride(slot_bytes) * num_slots)
         return cls(descriptor, slot_bytes=slot_bytes, num_slots=num_slots)
@@ -52,11 +52,11 @@ class SharedSlots:
 
     @property
     def path(self) -> str:
-        """Return where other processes of this user find it as long as this process lives."""
+        """Path for other processes of this user, valid while this process lives."""
         return f"/proc/{os.getpid()}/fd/{self._descriptor}"
 
     def is_at(self, path: str) -> bool:
-        """Tell whether a path leads to this very memory; process ids are used again."""
+        """True if a path leads to this very memory; process ids are reused."""
         try:
             return os.path.samestat(os.stat(path), os.fstat(self._descriptor))  # noqa: PTH116
         except OSError:
@@ -68,10 +68,10 @@ class SharedSlots:
         return self._bytes[start : start + self._slot_bytes]
 
     def pin(self) -> None:
-        """Let a GPU copy into all slots at full speed; all their pages cost memory from now on.
+        """Pin all slots, so that a GPU copies into them at full speed. All pages cost memory then.
 
         Raises:
-            PublishError: the driver refuses.
+            PublishError: the driver refused.
         """
         status = torch.cuda.cudart().cudaHostRegister(  # type: ignore[no-untyped-call]
             self._bytes.data_ptr(), self._bytes.numel(), 0
@@ -80,7 +80,7 @@ class SharedSlots:
             raise PublishError(f"the weights' memory cannot be pinned: CUDA error {int(status)}")
 
     def close(self) -> None:
-        """Let go of the descriptor; the mapping lives as long as tensors of it do."""
+        """Close the descriptor; the mapping lives as long as its tensors do."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1

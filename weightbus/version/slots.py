@@ -1,8 +1,8 @@
 """Pure: which slot of the weights' memory is written next, and which is read.
 
 There are three slots. At most two versions are being transferred at a time, so there is always one
-that may be written: the learner never waits for an engine, however slow. What is whole but was not
-begun may be overwritten: the newest version wins.
+that may be written: the learner never waits for an engine, however slow. A whole version that has
+no reader may be overwritten: the newest version wins.
 """
 
 from slipstream.wire.messages.versions import PolicyVersion
@@ -11,7 +11,7 @@ NUM_SLOTS = 3
 
 
 class Slots:
-    """Who writes and who reads which slot. Not thread-safe."""
+    """The writer and the readers of each slot. Not thread-safe."""
 
     def __init__(self, num_slots: int = NUM_SLOTS) -> None:
         self._versions: list[PolicyVersion | None] = [None] * num_slots
@@ -19,13 +19,13 @@ class Slots:
 
     @property
     def newest(self) -> int | None:
-        """Return the slot of the newest whole version."""
+        """The slot of the newest whole version."""
         whole = [(v, slot) for slot, v in enumerate(self._versions) if v is not None]
         return max(whole)[1] if whole else None
 
     @property
     def version_of_newest(self) -> PolicyVersion | None:
-        """Return the newest whole version."""
+        """The newest whole version."""
         return max((v for v in self._versions if v is not None), default=None)
 
     def version(self, slot: int) -> PolicyVersion | None:
@@ -33,10 +33,10 @@ class Slots:
         return self._versions[slot]
 
     def reserve(self) -> int:
-        """Return a slot that nobody reads and that holds no whole version any more.
+        """Return a slot without readers, which holds no whole version any more.
 
-        The newest version is given up only where nothing else is free. Who reserves again before
-        ``written`` has given up the version that it was writing.
+        The newest version is given up only where nothing else is free. Reserving again before
+        ``written`` gives up the version that was being written.
         """
         free = [slot for slot, readers in enumerate(self._readers) if not readers]
         slot = min(free, key=lambda slot: (slot == self.newest, self._versions[slot] is not None))
@@ -44,7 +44,7 @@ class Slots:
         return slot
 
     def written(self, slot: int, version: PolicyVersion) -> None:
-        """Note that a slot holds a whole version.
+        """Record that a slot holds a whole version.
 
         Raises:
             ValueError: it is being read, or there is no such slot.
@@ -68,5 +68,5 @@ class Slots:
         return slot
 
     def end(self, slot: int) -> None:
-        """Note that one reader has finished."""
+        """Record that one reader has finished."""
         self._readers[slot] -= 1

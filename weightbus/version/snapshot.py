@@ -17,7 +17,7 @@ from slipstream.wire.messages.versions import PolicyVersion
 
 @dataclass(frozen=True)
 class WeightSnapshot:
-    """Tensors by Hugging Face name, end to end in ``memory``. Nobody writes to them meanwhile.
+    """Tensors by Hugging Face name, end to end in ``memory``, which does not change meanwhile.
 
     ``memory`` has shape [layout.num_bytes], uint8, and lies on the host.
     """
@@ -30,7 +30,7 @@ class WeightSnapshot:
     def of(
         cls, version: PolicyVersion, tensors: Mapping[str, Tensor], *, bucket_bytes: int
     ) -> "WeightSnapshot":
-        """Copy tensors into a memory of their own."""
+        """Copy tensors into new memory."""
         layout = plan_layout(
             (tensor_spec(*item) for item in tensors.items()), bucket_bytes=bucket_bytes
         )
@@ -41,7 +41,7 @@ class WeightSnapshot:
 
     @cached_property
     def tensors(self) -> dict[str, Tensor]:
-        """Return each tensor as a view of the memory, by name, in order."""
+        """Each tensor as a view of the memory, by name, in order."""
         return tensor_views(self.layout, self.memory)
 
     def bucket(self, index: int) -> Tensor:
@@ -50,7 +50,7 @@ class WeightSnapshot:
         return self.memory[start : start + self.layout.buckets[index].num_bytes]
 
     def manifest(self, *, threads: int = 2) -> WeightManifest:
-        """Return what will be sent, with a digest per tensor."""
+        """Return the manifest with a digest per tensor."""
         flat = self.memory.numpy().data
 
         def digested(spec: TensorSpec) -> TensorSpec:
@@ -79,7 +79,7 @@ def tensor_views(layout: WeightManifest, memory: Tensor) -> dict[str, Tensor]:
     """Return each tensor of a version as a view of its memory, by name.
 
     Args:
-        layout: what lies where.
+        layout: of the version.
         memory: of the version, shape [layout.num_bytes], uint8.
     """
     views: dict[str, Tensor] = {}
@@ -92,5 +92,5 @@ def tensor_views(layout: WeightManifest, memory: Tensor) -> dict[str, Tensor]:
 
 
 def tensor_spec(name: str, tensor: Tensor) -> TensorSpec:
-    """Return how a tensor is described, without a digest."""
+    """Return the spec of a tensor, without a digest."""
     return TensorSpec(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))

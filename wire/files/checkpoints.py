@@ -2,7 +2,7 @@
 
 RUN/checkpoints/step-000040/ holds the learner's state, ``checkpoint.json`` (what it is) and
 ``ledger.bin`` (the broker's ledger as of that step). A checkpoint appears under its name when it
-is complete and on disk, so whatever bears such a name can be gone on from.
+is complete and on disk, so a run can resume from any folder with such a name.
 """
 
 import hashlib
@@ -27,7 +27,7 @@ _NAME = re.compile(r"step-([0-9]{6,})")
 
 
 class CheckpointInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """What checkpoint.json says."""
+    """Content of checkpoint.json."""
 
     format_revision: int
     run_name: str
@@ -42,7 +42,7 @@ class CheckpointInfo(msgspec.Struct, frozen=True, kw_only=True):
     tensor_parallel: int
     packages: dict[str, str]
     # The round of this step, once it is known; newer versions may have answered a part of it
-    # (docs/adr/0011), its ``versions`` say which.
+    # (docs/adr/0011), listed in ``versions``.
     evaluation: EvalPoint | None = None
     has_critic: bool = False
     has_reference: bool = False  # one that was renewed
@@ -50,12 +50,12 @@ class CheckpointInfo(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def step(self) -> int:
-        """Return the learner steps completed."""
+        """Learner steps completed."""
         return self.version.step
 
 
 class BestCheckpoint(msgspec.Struct, frozen=True, kw_only=True):
-    """What best.json says: of the checkpoints that are there, the one with the best evaluation."""
+    """Content of best.json: the checkpoint with the best evaluation among those that exist."""
 
     checkpoint: str  # name of its folder
     metric: str  # as eval.metric
@@ -110,7 +110,7 @@ def best_checkpoint(run_folder: Path) -> Path | None:
 
 
 def read_best(folder: Path) -> BestCheckpoint | None:
-    """Return what RUN/checkpoints/best.json says, None if it is not there."""
+    """Return the content of RUN/checkpoints/best.json, None without the file."""
     path = folder / BEST_FILE
     if not path.is_file():
         return None
@@ -163,7 +163,7 @@ def read_ledger(folder: Path) -> bytes:
     start = len(_LEDGER_MARK) + _DIGEST_BYTES
     ledger = data[start:]
     if data[:start] != _LEDGER_MARK + _digest_of(ledger):
-        raise ConfigError(f"{path} is damaged: it is not as it was written")
+        raise ConfigError(f"{path} is damaged: its digest does not match")
     return ledger
 
 

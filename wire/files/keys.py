@@ -1,4 +1,4 @@
-"""Key files: what a client proves itself with to a broker on another host (CurveZMQ)."""
+"""Key files, by which clients prove who they are to a broker on another host (CurveZMQ)."""
 
 import stat
 from pathlib import Path
@@ -6,10 +6,13 @@ from pathlib import Path
 import msgspec
 
 from slipstream.wire.errors import ConfigError
+from slipstream.wire.files.replace import replace_file
 from slipstream.wire.messages.broker import Role
 
 _NOBODY_ELSE = stat.S_IRWXG | stat.S_IRWXO
-_HEAD = "# Whoever has this file can speak to the broker as this client: keep it private (0600).\n"
+_HEAD = (
+    "# This file lets its holder act as this client towards the broker: keep it private (0600).\n"
+)
 _Z85_KEY = 40  # characters
 
 
@@ -28,12 +31,8 @@ class ClientKey(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 def write_private(path: Path, text: str) -> None:
-    """Write a file that only its owner can read, at once or not at all."""
-    new = path.with_name(f".{path.name}.new")
-    new.unlink(missing_ok=True)
-    new.touch(mode=0o600, exist_ok=False)
-    new.write_text(text)
-    new.replace(path)
+    """Write a file that only its owner can read, whole or not at all."""
+    replace_file(path, text.encode(), mode=0o600)
 
 
 def write_client_key(path: Path, key: ClientKey) -> None:
@@ -46,7 +45,7 @@ def read_client_key(path: Path) -> ClientKey:
     """Return the key in a file.
 
     Raises:
-        ConfigError: there is none, it is no key, or others can read it.
+        ConfigError: the file is missing, is no key file, or others can read it.
     """
     text = read_private(path, "run.key_file")
     try:

@@ -1,21 +1,21 @@
-"""Where things stand in a run folder, for those who write and those who read them."""
+"""Names of files in a run folder, for their writers and readers."""
 
 from pathlib import Path
 
 from slipstream.wire.errors import ConfigError
 
-IDENTITY = Path("identity.json")  # which run this is, and what no life of it may give out again
+IDENTITY = Path("identity.json")  # which run this is; ids and epochs that were given out
 BROKER_LOCK = Path("broker.lock")  # held by the one broker of the run
 BATCHES = Path("rollouts") / "batches.trajectories"
 TRAINED = Path("rollouts") / "trained.jsonl"
 EVAL = Path("eval")
-SETTINGS = Path("resolved.toml")  # all of them, as the run began with
+SETTINGS = Path("resolved.toml")  # all of them, as at the run's start
 SUMMARY = Path("summary.json")
-TRAIL = Path("ledger")  # what happened to every item
-PAGE_STATE = Path("dashboard") / "state.msgpack"  # what the page shows, as of the last seconds
-PAGE_TOKEN = Path("dashboard") / "token"  # that lets in to the page, over restarts of the broker
-PAGE_PORT = Path("dashboard") / "port"  # that the system chose for it
-PAGE_ADDRESS = Path("dashboard.url")  # to open, while a broker serves it
+TRAIL = Path("ledger")  # events of every item
+PAGE_STATE = Path("dashboard") / "state.msgpack"  # content of the page
+PAGE_TOKEN = Path("dashboard") / "token"  # admits to the page; survives restarts of the broker
+PAGE_PORT = Path("dashboard") / "port"  # of the page, chosen by the system
+PAGE_ADDRESS = Path("dashboard.url")  # of the page, while a broker serves it
 ACCOUNT = TRAIL / "account.json"  # of all items, as of the newest learner step
 
 
@@ -25,7 +25,7 @@ def answers_file(run_folder: Path, step: int) -> Path:
 
 
 def answers_files(run_folder: Path) -> dict[int, Path]:
-    """Return the files of answers that are there, by step, in order."""
+    """Return the existing files of answers, by step, in order."""
     files = (run_folder / EVAL).glob("step-*.jsonl")
     steps = {path.stem.removeprefix("step-"): path for path in files}
     return {int(step): steps[step] for step in sorted(steps) if step.isdecimal()}

@@ -12,12 +12,12 @@ def module_named(where: str) -> ModuleType:
     """Return the module ``FILE.py`` or ``MODULE``; modules of the current folder are found, too.
 
     The folder of a file is on ``sys.path``, so that it can import its neighbors; what is installed
-    goes first, and a file that is named as a library is imported under another name. Whatever the
-    module raises while it is imported passes through.
+    goes first, and a file that is named like a library is imported under another name. Errors of
+    the module's import pass through.
 
     Raises:
-        FileNotFoundError: there is no such file.
-        ImportError: there is no such module, or the file is no Python file.
+        FileNotFoundError: the file does not exist.
+        ImportError: the module does not exist, or the file is no Python file.
     """
     if where.endswith(".py"):
         return _of_file(Path(where))
@@ -55,7 +55,7 @@ def _of_file(path: Path) -> ModuleType:
 
 
 def _is_of_another(name: str, path: Path) -> bool:
-    """Tell whether a name is that of a module that is not this file, be it imported yet or not."""
+    """True if another module than this file has the name, imported or not."""
     if name in sys.modules:
         return getattr(sys.modules[name], "__file__", None) != str(path)
     try:

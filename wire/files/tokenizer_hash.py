@@ -1,4 +1,4 @@
-"""What decides token ids, so that two roles or two models can tell that they agree on them."""
+"""A hash of everything that determines token ids: equal for roles and models that agree."""
 
 import hashlib
 import json

@@ -6,9 +6,11 @@ from pathlib import Path
 
 import msgspec
 
+from slipstream.wire.files.replace import replacing_file
+
 
 class _Row(msgspec.Struct, frozen=True):
-    """All that is decoded of a row where only its step is wanted."""
+    """The decoded part of a row of which only the step is needed."""
 
     step: int
 
@@ -23,24 +25,20 @@ def cut_rows_from(path: Path, step: int) -> None:
     """
     if not path.is_file():
         return
-    unfinished = path.with_name(f".{path.name}.unfinished")
-    with path.open("rb") as rows, unfinished.open("wb") as kept:
+    with path.open("rb") as rows, replacing_file(path, durable=False) as kept:
         kept.writelines(row for row in rows if _step_of(row) < step)
-    unfinished.replace(path)
 
 
 def keep_newest_rows(path: Path, max_bytes: int) -> None:
     """Remove the oldest rows until at most ``max_bytes`` are left, in one rename."""
     if not path.is_file():
         return
-    unfinished = path.with_name(f".{path.name}.unfinished")
-    with path.open("rb") as rows, unfinished.open("wb") as kept:
+    with path.open("rb") as rows, replacing_file(path, durable=False) as kept:
         begin = max(0, path.stat().st_size - max_bytes)
         if begin:
             rows.seek(begin - 1)
-            rows.readline()  # to where a row begins
+            rows.readline()  # to the start of a row
         shutil.copyfileobj(rows, kept)
-    unfinished.replace(path)
 
 
 def _step_of(row: bytes) -> int:

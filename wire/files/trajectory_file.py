@@ -43,7 +43,7 @@ class RecordedGroup(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _StepOfGroup(msgspec.Struct, frozen=True):
-    """All that is decoded of a record where only its step is wanted."""
+    """The decoded part of a record of which only the step is needed."""
 
     step: int
 
@@ -54,13 +54,13 @@ _step_decoder = msgspec.msgpack.Decoder(_StepOfGroup)
 
 
 class TrajectoryFileWriter:
-    """Appends groups to a file, a new one or one of ours, up to a size."""
+    """Appends groups to a new or existing trajectory file, up to a size."""
 
     def __init__(self, path: Path, max_bytes: int = 0) -> None:
         """Open the file; ``max_bytes`` = 0 is no limit.
 
         Raises:
-            ConfigError: the file is there and is not ours, or cannot be written.
+            ConfigError: the file exists and is no trajectory file, or cannot be written.
         """
         self._max_bytes = max_bytes
         try:
@@ -76,7 +76,7 @@ class TrajectoryFileWriter:
             raise
 
     def _end_of_records(self, path: Path) -> int:
-        """Return where the next record goes; what a killed writer left there is cut off."""
+        """Return the offset of the next record, after removing an unfinished one."""
         if self._file.seek(0, os.SEEK_END) == 0:
             self._file.write(HEADER)
             return len(HEADER)
@@ -123,7 +123,7 @@ class TrajectoryFileWriter:
 def cut_from_step(path: Path, step: int) -> None:
     """Remove the groups that this learner step or a later one trained; no file is fine.
 
-    A run that goes on from a checkpoint trains these steps again.
+    A run that resumes from a checkpoint trains these steps again.
     """
     if not path.exists():
         return
@@ -139,7 +139,7 @@ def read_groups(path: Path) -> Iterator[RecordedGroup]:
     """Yield the groups of a file in order; a cut-off last record is logged and left out.
 
     Raises:
-        ConfigError: the file cannot be read, is not ours, or a record of it is damaged.
+        ConfigError: the file cannot be read, is no trajectory file, or has a damaged record.
     """
     yield from _read(path, _decoder)
 
@@ -181,7 +181,7 @@ def _records(file: BinaryIO | FileIO, path: Path) -> Iterator[tuple[int, int]]:
     header = file.read(len(HEADER))
     if header != HEADER:
         expected = HEADER.decode().strip()
-        raise ConfigError(f"{path} is no trajectory file: it does not begin with {expected!r}")
+        raise ConfigError(f"{path} is no trajectory file: it does not start with {expected!r}")
     start = len(HEADER)
     while start < size:
         file.seek(start)

@@ -14,7 +14,7 @@ from slipstream.wire.messages.ledger_view import LedgerView
 from slipstream.wire.messages.status import EvalPoint, RunStatus
 from slipstream.wire.messages.trajectory import ItemKind, Prompt, Score, TrajectoryHeader
 from slipstream.wire.messages.versions import PolicyVersion
-from slipstream.wire.messages.weightbus import MemberState, PublishRecord, RelayDoor
+from slipstream.wire.messages.weightbus import MemberState, PublishRecord, RelayAddress
 
 WIRE_REVISION = 6
 
@@ -22,11 +22,11 @@ Role = Literal["generator", "learner", "relay", "reward_worker", "observer", "op
 MANY: tuple[Role, ...] = ("generator", "reward_worker")  # of which a run has any number
 RefusalCode = Literal[
     "",
-    "hello_first",  # this broker does not know the connection: say hello, then ask again
-    "superseded",  # another process has said hello under the same name
+    "hello_first",  # this broker does not know the connection: send Hello, then the request again
+    "superseded",  # another process has sent Hello under the same name
     "forbidden",  # not with this key, or not in this role
-    "name_taken",  # a connected process has this name: say hello again a little later
-    "slow_down",  # more than a peer may ask at a time: ask again a little later
+    "name_taken",  # a connected process has this name: send Hello again a little later
+    "slow_down",  # more requests than a peer may have at a time: repeat a little later
 ]
 
 
@@ -52,7 +52,7 @@ class Hello(Message, frozen=True):
 
 
 class Welcome(Message, frozen=True):
-    """The client is known. Its session stands on every request that follows on the connection."""
+    """The client is known. Every further request on the connection carries its session."""
 
     run_name: str
     session: bytes  # 16 random bytes; on another connection they are worth nothing
@@ -96,7 +96,7 @@ class LedgerAnswer(Message, frozen=True):
 class GetStatus(Message, frozen=True):
     """Ask for the state of the run; answered by StatusAnswer."""
 
-    newest_steps: int = -1  # how many learner steps to tell of; -1 is all that are kept
+    newest_steps: int = -1  # how many learner steps to report; -1 is all that are kept
 
 
 class StatusAnswer(Message, frozen=True):
@@ -254,9 +254,9 @@ class TakeOver(Message, frozen=True):
     """
 
     step: int
-    checkpoint: str = ""  # what it goes on from, for the record
-    held: PolicyVersion | None = None  # the version of that; None: what the run began with
-    run_id: str = ""  # of that, as its checkpoint.json says
+    checkpoint: str = ""  # that it resumes from, for the record
+    held: PolicyVersion | None = None  # version of that; None: the run's first weights
+    run_id: str = ""  # of that, from its checkpoint.json
 
 
 class TookOver(Message, frozen=True):
@@ -301,11 +301,11 @@ class BatchDelivered(Message, frozen=True):
 
 
 class BatchNotReady(Message, frozen=True):
-    """Why there is no batch yet: the groups waited for and who holds them."""
+    """Why there is no batch yet: the missing groups and the holders of their leases."""
 
     waiting_for: tuple[int, ...]
     reason: str
-    last_step: int  # the run ends after so many learner steps, as far as is known by now
+    last_step: int  # learner steps of the run, as far as is known by now
 
 
 class RunComplete(Message, frozen=True):
@@ -368,39 +368,39 @@ class GetLedgerSnapshot(Message, frozen=True):
 
 
 class LedgerSnapshotAnswer(Message, frozen=True):
-    """What a checkpoint keeps so that a broker can go on from it; opaque to the learner."""
+    """What a checkpoint keeps so that a broker can resume from it; opaque to the learner."""
 
     data: bytes
 
 
 class PublishReport(Message, frozen=True):
-    """What became of one publish; answered by Done."""
+    """The result of one publish; answered by Done."""
 
     record: PublishRecord
 
 
 class RelayReport(Message, frozen=True):
-    """What each engine holds, as the relay knows it, and where it is found; said every second."""
+    """What each engine holds and the relay's address; sent twice a second."""
 
     members: list[MemberState]
-    door: RelayDoor | None = None  # for generators on other hosts
+    door: RelayAddress | None = None  # for generators on other hosts
 
 
 class RelayHeard(Message, frozen=True):
-    """Whom the relay may let in."""
+    """The keys that the relay may admit."""
 
     generator_keys: dict[str, str]  # public key -> name of the key
 
 
 class FindRelay(Message, frozen=True):
-    """Where are the weights to be had? Asked by generators on other hosts."""
+    """Ask for the relay's address; sent by generators on other hosts."""
 
 
 class RelayPlace(Message, frozen=True):
-    """Where the relay is found, as it said last."""
+    """The relay's address, as it reported last."""
 
     is_known: bool  # a relay has reported
-    door: RelayDoor | None = None  # none if it listens to its own host only
+    door: RelayAddress | None = None  # none if it listens to its own host only
 
 
 Request: TypeAlias = (

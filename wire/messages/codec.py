@@ -50,17 +50,17 @@ def decode_answer(frame: Frame) -> Answer:
 
 
 def decode_command(frame: Frame) -> Command:
-    """Return what the relay wants of an agent."""
+    """Return a command of the relay to an agent."""
     return _decode(_commands, frame, "weight bus command")
 
 
 def decode_agent_message(frame: Frame) -> AgentMessage:
-    """Return what an agent tells the relay."""
+    """Return a message of an agent to the relay."""
     return _decode(_agent_messages, frame, "weight bus message")
 
 
 def decode_fetch(frame: Frame) -> FetchBucket:
-    """Return which bucket an agent wants."""
+    """Return an agent's request for a bucket."""
     return _decode(_fetches, frame, "request for a bucket")
 
 

@@ -1,4 +1,4 @@
-"""What could not be done after all attempts: kept for somebody to look at, and to try again."""
+"""Work that failed after all attempts: kept for inspection and another try."""
 
 from typing import Literal, TypeAlias, TypeGuard, get_args
 
@@ -10,7 +10,7 @@ DeadReason: TypeAlias = Literal["reward_unavailable", "lease_exhausted", "poison
 
 
 def is_dead(reason: str) -> TypeGuard[DeadReason]:
-    """Tell whether a group dropped for this reason becomes a dead letter."""
+    """True if a group dropped for this reason becomes a dead letter."""
     return reason in get_args(DeadReason)
 
 
@@ -18,7 +18,7 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
     """One attempt that failed."""
 
     sibling: int = -1  # -1 is all that were missing
-    by: str = ""  # who tried
+    by: str = ""  # name of the worker
     reason: str = ""
     function: str = ""  # that was to score it
     version: str = ""  # of the function
@@ -26,7 +26,7 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DeadLetter(msgspec.Struct, frozen=True, kw_only=True):
-    """A group that was dropped because nobody could answer or score it."""
+    """A group that was dropped because no worker could answer or score it."""
 
     group_id: int
     item: ItemKind

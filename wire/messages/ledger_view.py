@@ -14,8 +14,8 @@ class ItemView(msgspec.Struct, frozen=True, kw_only=True):
     prompt: str  # its beginning
     state: str
     age_s: float | None  # since it was issued; None if that was before the broker's last start
-    holder: str = ""  # who has a lease of it
-    missing: tuple[int, ...] = ()  # siblings that nobody has generated yet
+    holder: str = ""  # worker that has its lease
+    missing: tuple[int, ...] = ()  # siblings that are not generated yet
     unscored: tuple[int, ...] = ()  # siblings that wait for a reward
     attempts: int = 0  # leases that ended without all siblings
     deadline: int | None = None  # last learner step that may train it
@@ -54,7 +54,7 @@ class LedgerView(msgspec.Struct, frozen=True, kw_only=True):
     prompts: int | None  # the source ends there; None goes round
     requeued: int  # groups that went back to be generated again because their payload was gone
     redelivered_steps: int  # recorded batches that were handed out again after a take-over
-    dead_letters: int  # groups given up that somebody may look at and try again
+    dead_letters: int  # groups given up, which may be inspected and tried again
     retried: int  # dead letters that were issued again
     untrained_bytes: int
     replay_bytes: int  # payloads of trained steps that no checkpoint holds yet

@@ -21,7 +21,7 @@ class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def num_bytes(self) -> int:
-        """Return its size; KeyError if the type is none that travels."""
+        """Its size; KeyError if the type cannot be published."""
         return math.prod(self.shape) * ITEM_BYTES[self.dtype]
 
 
@@ -42,16 +42,16 @@ class WeightManifest(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def tensors(self) -> tuple[TensorSpec, ...]:
-        """Return all tensors in the order in which they lie."""
+        """All tensors in the order of their bytes."""
         return tuple(spec for bucket in self.buckets for spec in bucket.tensors)
 
     @property
     def num_bytes(self) -> int:
-        """Return the size of the version on the wire."""
+        """Size of the version on the wire."""
         return sum(bucket.num_bytes for bucket in self.buckets)
 
     @property
     def digest(self) -> str:
-        """Return one digest of all names, types, shapes and bytes; the tensors must have theirs."""
+        """One digest of all names, types, shapes and bytes, from the digests of the tensors."""
         lines = (f"{s.name} {s.dtype} {s.shape} {s.digest}\n" for s in self.tensors)
         return hashlib.blake2b("".join(lines).encode(), digest_size=16).hexdigest()

@@ -29,7 +29,7 @@ class MetricName(StrEnum):
 
     @property
     def exported(self) -> str:
-        """Return the name under which Prometheus keeps the samples."""
+        """Name under which Prometheus keeps the samples."""
         return f"{self.value}_total" if self.kind == "counter" else self.value
 
     LEARNER_STEPS = (
@@ -90,7 +90,7 @@ class MetricName(StrEnum):
     )
     ROLE_SILENT_SECONDS = (
         *("slipstream_role_silent_seconds", "gauge", "seconds", ("name", "role")),
-        "Time since a process was heard; all report twice a second",
+        "Time since a process's last message; all report twice a second",
     )
     ADOPTED_STEP = (
         *("slipstream_adopted_step", "gauge", "steps", ("name",)),
@@ -106,7 +106,7 @@ class MetricName(StrEnum):
     )
     KV_USE = (
         *("slipstream_kv_use_ratio", "gauge", "share from 0 to 1", ("name",)),
-        "Share of an engine's KV cache that answers in the making hold",
+        "Share of an engine's KV cache that unfinished answers hold",
     )
     RETRACTIONS = (
         *("slipstream_retractions", "counter", "retractions", ("name",)),

@@ -1,10 +1,10 @@
-"""Frames on their way to the broker, cut so small that who has no key can send nothing larger.
+"""Frames on their way to the broker, cut into pieces: a peer without a key can send no more.
 
-A piece of exactly ``PIECE_BYTES`` goes on in the next one, a shorter one ends its frame: 100 KiB
+A piece of exactly ``PIECE_BYTES`` continues in the next one, a shorter one ends its frame: 100 KiB
 are 64 KiB and 36 KiB, 128 KiB are 64 KiB, 64 KiB and an empty one. A frame of less is itself.
 
 The broker's socket takes no larger piece than that, which libzmq sees to before it has asked for
-a key; how large a message may be is decided afterwards, by who sends it.
+a key; how large a message may be depends on its sender and is decided afterwards.
 """
 
 from collections.abc import Sequence
@@ -34,18 +34,18 @@ def joined(pieces: Sequence[Frame]) -> list[Frame]:
         ProtocolError: the last frame has no end.
     """
     frames: list[Frame] = []
-    begun: list[Frame] = []
+    started: list[Frame] = []
     for piece in pieces:
         if len(piece) == PIECE_BYTES:
-            begun.append(piece)
-        elif begun:
-            frames.append(b"".join([*begun, piece]))
-            begun = []
+            started.append(piece)
+        elif started:
+            frames.append(b"".join([*started, piece]))
+            started = []
         else:
             frames.append(piece)
-    if begun:
+    if started:
         raise ProtocolError(
-            f"the last frame goes on after {PIECE_BYTES} bytes, and nothing follows"
+            f"the last frame continues after {PIECE_BYTES} bytes, and nothing follows"
         )
     return frames
 

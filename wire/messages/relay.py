@@ -2,7 +2,7 @@
 
 Weights are in a memory that the learner owns and the relay maps: some slots of equal size, each for
 one version. A slot is written between ``Reserve`` and ``Written`` and at no other time. Everything
-carries the learner's epoch: once a newer learner has shown its memory, an older one is refused.
+carries the learner's epoch: once a newer learner has opened its memory, an older one is refused.
 """
 
 from typing import TypeAlias
@@ -44,7 +44,7 @@ class Written(RelayMessage, frozen=True):
 
 
 class Alive(RelayMessage, frozen=True):
-    """The learner lives; said again and again."""
+    """The learner lives; sent periodically."""
 
 
 class EndRelay(RelayMessage, frozen=True):
@@ -60,7 +60,7 @@ class Reserved(RelayMessage, frozen=True):
 
 
 class Ok(RelayMessage, frozen=True):
-    """The answer to everything else; ``error`` says why it was not done."""
+    """The answer to all other requests; ``error`` is why it was not done."""
 
     error: str = ""
     superseded: bool = False  # a newer learner uses this relay

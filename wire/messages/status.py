@@ -5,7 +5,7 @@ import msgspec
 from slipstream.wire.messages.versions import PolicyVersion
 from slipstream.wire.messages.weightbus import MemberState, PublishRecord
 
-REPORT_EVERY_S = 0.5  # every process tells the broker how it is
+REPORT_EVERY_S = 0.5  # every process reports to the broker this often
 SILENT_S = 1.5  # three reports are missing: something is wrong with it
 GONE_S = 10.0  # it is more than a hiccup
 
@@ -33,7 +33,7 @@ class EvalPoint(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def mean(self) -> float:
-        """Return the mean reward of all answers of the round."""
+        """Mean reward of all answers of the round."""
         means = (value for name, value in self.overall.metrics.items() if name.startswith("mean@"))
         return next(means, 0.0)
 
@@ -47,7 +47,7 @@ class LengthQuartile(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def dropped_share(self) -> float:
-        """Return the share that was dropped for the time it took."""
+        """Share that was dropped because it took too long."""
         return self.dropped_for_age / self.trajectories if self.trajectories else 0.0
 
 
@@ -66,18 +66,18 @@ class RoleStatus(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str
     role: str
-    age_s: float  # since it said hello
-    silent_s: float  # since it was last heard
-    busy: float  # share of its time that was not waiting, since it said hello
+    age_s: float  # since its Hello
+    silent_s: float  # since its last message
+    busy: float  # share of its time that was not waiting, since its Hello
     phase_seconds: dict[str, float]
     tokens_per_second: float
     adopted: PolicyVersion | None = None
     leases: int = 0
     trajectories: float = 0.0  # that it finished
     retracted: float = 0.0  # times that an answer was thrown out of the engine's cache
-    kv_use: float | None = None  # share of the engine's cache that answers in the making hold
+    kv_use: float | None = None  # share of the engine's cache that unfinished answers hold
     sequences: int = 0  # answers that the engine has been given and has not finished
-    sequence_limit: int = 0  # how many it may be given at present; 0: it does not say
+    sequence_limit: int = 0  # how many it may be given at present; 0: not reported
 
 
 class StepPoint(msgspec.Struct, frozen=True, kw_only=True):

@@ -61,12 +61,12 @@ class TrajectoryHeader(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def oldest_version(self) -> PolicyVersion:
-        """Return the version that decides this trajectory's staleness."""
+        """The version that decides this trajectory's staleness."""
         return min(run.version for run in self.version_runs)
 
     @property
     def num_response_tokens(self) -> int:
-        """Return how many tokens the policy chose."""
+        """Number of tokens that the policy chose."""
         return self.num_tokens - self.num_prompt_tokens
 
     def tokens_by_version(self) -> list[tuple[PolicyVersion, int]]:
@@ -116,7 +116,7 @@ class Prompt(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def text(self) -> str:
-        """Return what a person reads of it."""
+        """The text for a person to read."""
         if isinstance(self.prompt, str):
             return self.prompt
         return "\n".join(f"{turn.role}: {turn.content}" for turn in self.prompt)
@@ -145,7 +145,7 @@ MAX_PARTS = 64  # metrics of one reward
 MAX_PART_NAME = 100  # characters
 MAX_REASON = 500  # characters of why there is no reward
 MAX_EXCERPT = 500  # characters of the answer that has none
-NO_SCORING_LEASE = -1  # of a score that nobody had leased
+NO_SCORING_LEASE = -1  # of a score without a lease
 
 
 class Score(msgspec.Struct, frozen=True, kw_only=True):
@@ -159,7 +159,7 @@ class Score(msgspec.Struct, frozen=True, kw_only=True):
     parts: dict[str, float] = {}  # named parts of the reward, for metrics
     function: str = ""  # MODULE:NAME or FILE.py:NAME of the reward function
     version: str = ""  # of the reward function: as it declares, else a hash of its file
-    excerpt: str = ""  # the beginning of an answer that got no reward, for whoever looks at it
+    excerpt: str = ""  # start of an answer that got no reward, for inspection
 
     def __post_init__(self) -> None:
         if (self.reward is None) == (not self.unavailable):

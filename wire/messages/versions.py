@@ -26,7 +26,7 @@ class PolicyVersion(msgspec.Struct, frozen=True, order=True, array_like=True, gc
 
     @property
     def label(self) -> str:
-        """Return the text under which an engine reports this version, e.g. ``v1.42``."""
+        """The text under which an engine reports this version, e.g. ``v1.42``."""
         return f"v{self.epoch}.{self.step}"
 
 

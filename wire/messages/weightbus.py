@@ -1,4 +1,4 @@
-"""Messages of the weight bus: the relay commands, each generator's agent obeys.
+"""Messages of the weight bus: the relay's commands to each generator's agent, and answers.
 
 A publish is a transaction: offer -> transfer -> verify -> commit -> adopt. The relay drives it with
 one command at a time per member; every command is answered by one Outcome that carries the
@@ -14,11 +14,11 @@ from slipstream.wire.messages.versions import PolicyVersion
 
 EngineName = Annotated[str, msgspec.Meta(min_length=1, max_length=100, pattern="^[^/@\\s]+$")]
 NumRanks = Annotated[int, msgspec.Meta(ge=1, le=4096)]
-TransportName = Literal["collective", "tcp", "disk"]
+TransportName = EngineName  # a key of weightbus/transports.py
 
 
-class RelayDoor(msgspec.Struct, frozen=True, kw_only=True):
-    """Where engines reach a relay."""
+class RelayAddress(msgspec.Struct, frozen=True, kw_only=True):
+    """The addresses at which engines reach a relay."""
 
     endpoint: str
     bulk_endpoint: str
@@ -33,7 +33,7 @@ class BusMessage(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", ta
 
 
 class Join(BusMessage, frozen=True):
-    """An agent is alive and wants weights; repeated as its heartbeat, answered by Heard."""
+    """An agent lives and asks for weights; repeated as its heartbeat, answered by Heard."""
 
     name: EngineName
     incarnation: EngineName  # differs after each restart of the engine
@@ -46,7 +46,7 @@ class Join(BusMessage, frozen=True):
 
 
 class Leave(BusMessage, frozen=True):
-    """An agent ends in order."""
+    """An agent ends normally."""
 
     name: EngineName
 
@@ -89,7 +89,7 @@ class OpenGroup(BusMessage, frozen=True):
 
 
 class Abandon(BusMessage, frozen=True):
-    """The publish failed: leave the group, end the update; generate again unless it was begun."""
+    """The publish failed: leave the group, close the update; resume unless bytes moved."""
 
     command_id: int
     reason: str
@@ -131,7 +131,7 @@ class LoadReceived(BusMessage, frozen=True):
 
 
 class Verify(BusMessage, frozen=True):
-    """Answer with the checksum of every tensor as the engine holds it, if they are wanted."""
+    """Close the update; answer with the engine's checksum of every tensor if requested."""
 
     command_id: int
     wants_checksums: bool = True
@@ -174,7 +174,7 @@ PUBLISH_PHASES = (  # in their order
 
 
 class PublishRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """What became of one publish to its members."""
+    """The result of one publish to its members."""
 
     version: PolicyVersion
     at_s: float  # unix time at which the transfer began

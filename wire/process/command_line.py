@@ -16,7 +16,7 @@ from slipstream.wire.settings.load import Table, load_table
 
 EXIT_FAILED = 1
 EXIT_BAD_SETTINGS = 2
-EXIT_SUPERSEDED = 3  # another process does this one's work: it must not be started again
+EXIT_SUPERSEDED = 3  # another process does this one's work: do not restart it
 EXIT_INTERRUPTED = 130
 
 
@@ -43,9 +43,9 @@ def role_parser(
     return parser
 
 
-def own_name(wanted: str) -> str:
-    """Return the name of a role: the one that was given, or one that no other process has."""
-    return wanted or f"{socket.gethostname()}-{os.getpid()}"
+def own_name(chosen: str) -> str:
+    """Return the name of a role: the chosen one, or one that no other process has."""
+    return chosen or f"{socket.gethostname()}-{os.getpid()}"
 
 
 def print_json(value: object) -> int:
@@ -68,13 +68,13 @@ def run_role(body: Callable[[], int]) -> int:
         known = group.subgroup(SlipstreamError)
         if known is None:
             raise
-        return _say(_first(known))
+        return _report(_first(known))
     except SlipstreamError as error:
-        return _say(error)
+        return _report(error)
     except OSError as error:
         if (trouble := disk_trouble(error)) is None:
             raise
-        return _say(trouble)
+        return _report(trouble)
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
 
@@ -83,7 +83,7 @@ _DISK_TROUBLE = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES}
 
 
 def disk_trouble(error: OSError) -> ConfigError | None:
-    """Return what to tell the user if a disk is full or not ours to write; else None."""
+    """Return the error to show if a disk is full or not writable; else None."""
     if error.errno not in _DISK_TROUBLE:
         return None
     where = f" {error.filename}" if error.filename else ""
@@ -95,7 +95,7 @@ def _first(group: BaseExceptionGroup[SlipstreamError]) -> SlipstreamError:
     return _first(error) if isinstance(error, BaseExceptionGroup) else error
 
 
-def _say(error: SlipstreamError) -> int:
+def _report(error: SlipstreamError) -> int:
     if isinstance(error, ConfigError):
         return refuse_settings(error)
     logging.getLogger("slipstream").error("%s: %s", type(error).__name__, error)

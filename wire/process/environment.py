@@ -1,7 +1,7 @@
-"""Which variables of our environment a child gets: those that are named, and no secret by chance.
+"""The environment of a child: named variables, and no secret by accident.
 
 A shell that starts runs often holds keys (WANDB_API_KEY, HF_TOKEN, AWS_SECRET_ACCESS_KEY). Code of
-others, or of a library that is large, gets what programs need to find files and to use the machine.
+others, or of a large library, gets what programs need to find files and to use the machine.
 """
 
 from collections.abc import Collection, Mapping
@@ -31,17 +31,16 @@ def handed_on(
     prefixes: tuple[str, ...] = (),
     setting: str = "",
 ) -> dict[str, str]:
-    """Return what of an environment a child gets.
+    """Return the part of an environment that a child gets.
 
     Args:
-        environment: ours.
-        named: variables that it gets besides, as the user asked; secrets among them.
-        prefixes: of further variables that it gets, unless their last word says that they are
-            secret.
+        environment: of this process.
+        named: further variables, chosen by the user; they may be secrets.
+        prefixes: of further variables, unless their last word marks them as secret.
         setting: where ``named`` comes from.
 
     Raises:
-        ConfigError: a variable that was asked for is not there.
+        ConfigError: a named variable is not set.
     """
     for name in named:
         if name not in environment:

@@ -1,9 +1,8 @@
 """How long to wait for another process: as long as it does something.
 
-How quick a machine is decides how long a thing takes, never whether it works. So a wait for a
-process on this host is over when that process has shown no sign of life for a while, not when a
-clock says so; one that has ended is noticed at once, by whoever started it. Who waits for more than
-ten seconds says for what.
+The speed of a machine decides how long something takes, never whether it works. So a wait for a
+process on this host is over when that process has shown no sign of life for a while, not after a
+fixed time; its parent notices at once that it has ended. Waits of more than ten seconds are logged.
 """
 
 import asyncio
@@ -16,17 +15,17 @@ from pathlib import Path
 from typing import NamedTuple
 
 _log = logging.getLogger(__name__)
-_LOOK_S = 1.0  # between looks at what is waited for
-_LONGEST_GAP_S = 5.0  # more between two looks is time in which nobody ran, the waiter included
-_LEAST_SHARE = 0.01  # of a core: a process that only looks whether it may go on uses less
-AT_MOST = 20  # times the limit, for what is busy with nothing
-END_AT_MOST = 6  # the same, for what is to end
-_SAY_FIRST_S = 10.0
+_OBSERVE_S = 1.0  # between two observations
+_LONGEST_GAP_S = 5.0  # longer gaps are time in which the waiter did not run either
+_LEAST_SHARE = 0.01  # of a core: a process that only polls uses less
+AT_MOST = 20  # times the limit, for a process that is busy without progress
+END_AT_MOST = 6  # the same, for a process that should end
+_LOG_FIRST_S = 10.0
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
 class Signs(NamedTuple):
-    """What grows while a process works."""
+    """Counters that grow while a process works."""
 
     cpu_s: float  # of it and its descendants
     page_ins: int  # pages read from files
@@ -34,7 +33,7 @@ class Signs(NamedTuple):
 
 
 class Patience:
-    """One wait. Ask ``is_over`` again and again, at least every second."""
+    """One wait. Call ``is_over`` repeatedly, at least every second."""
 
     def __init__(
         self,
@@ -46,15 +45,15 @@ class Patience:
         say: Callable[[str], None] = _log.info,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Begin to wait.
+        """Start to wait.
 
         Args:
             what: for, as in "waiting for WHAT".
             limit_s: without a sign of life.
-            signs: of the process that is waited for; None if there is nothing to see of it, so
-                that ``limit_s`` of our own running time end the wait.
-            at_most: times ``limit_s``: then it has failed whatever it does.
-            say: is told what is waited for, first after ten seconds.
+            signs: of the process that is waited for; None if it shows none: then ``limit_s`` of
+                this process's own running time end the wait.
+            at_most: times ``limit_s``: then it has failed, even if it is busy.
+            say: called with a line about the wait, first after ten seconds.
             now: monotonic seconds.
         """
         self._what = what
@@ -63,36 +62,36 @@ class Patience:
         self._most_s = limit_s * (at_most if signs is not None else 1.0)
         self._say = say
         self._now = now
-        self._looked_s = now()
+        self._observed_s = now()
         self._seen = signs() if signs is not None else None
-        self._next_said_s = _SAY_FIRST_S
+        self._next_line_s = _LOG_FIRST_S
         self.waited_s = 0.0
         self.idle_s = 0.0  # since the last sign of life
 
     def is_over(self) -> bool:
-        """Tell whether it is no use to wait any longer."""
-        gap_s = self._now() - self._looked_s
-        if gap_s >= min(_LOOK_S, self._limit_s / 4):
-            self._looked_s += gap_s
-            self._look(min(gap_s, _LONGEST_GAP_S))
+        """True if waiting longer is useless."""
+        gap_s = self._now() - self._observed_s
+        if gap_s >= min(_OBSERVE_S, self._limit_s / 4):
+            self._observed_s += gap_s
+            self._observe(min(gap_s, _LONGEST_GAP_S))
         return self.idle_s >= self._limit_s or self.waited_s >= self._most_s
 
-    def _look(self, gap_s: float) -> None:
+    def _observe(self, gap_s: float) -> None:
         self.waited_s += gap_s
         self.idle_s += gap_s
         if self._signs is not None:
             seen, before = self._signs(), self._seen
             if before is None or _is_alive(before, seen, self.idle_s):
                 self.idle_s, self._seen = 0.0, seen
-        if self.waited_s >= self._next_said_s:
-            self._next_said_s *= 2
+        if self.waited_s >= self._next_line_s:
+            self._next_line_s *= 2
             state = f", which has done nothing for {self.idle_s:.0f} s"
-            is_idle = self._signs is not None and self.idle_s >= _SAY_FIRST_S
+            is_idle = self._signs is not None and self.idle_s >= _LOG_FIRST_S
             self._say(f"waiting for {self._what}{state if is_idle else ''}: {self.waited_s:.0f} s")
 
     @property
     def why(self) -> str:
-        """Say why the wait is over, to stand behind the name of what was waited for."""
+        """Why the wait is over, as a predicate of the process that was waited for."""
         if self._signs is None:
             return f"was not there within {self._limit_s:g} s"
         if self.idle_s >= self._limit_s:
@@ -102,34 +101,34 @@ class Patience:
 
 @asynccontextmanager
 async def saying(what: str, say: Callable[[str], None] = _log.info) -> AsyncIterator[None]:
-    """Say for what somebody waits while the block runs, first after ten seconds."""
+    """Log what is waited for while the block runs, first after ten seconds."""
 
-    async def speak() -> None:
-        waited_s = _SAY_FIRST_S
+    async def log_lines() -> None:
+        waited_s = _LOG_FIRST_S
         await asyncio.sleep(waited_s)
         while True:
             say(f"waiting for {what}: {waited_s:.0f} s")
             await asyncio.sleep(waited_s)
             waited_s *= 2
 
-    speaking = asyncio.create_task(speak())
+    logging_lines = asyncio.create_task(log_lines())
     try:
         yield
     finally:
-        speaking.cancel()
+        logging_lines.cancel()
 
 
 def signs_of(
     pids: Callable[[], Collection[int]], log_file: Path | None = None
 ) -> Callable[[], Signs]:
-    """Return a look at processes, their descendants, and the log that they write.
+    """Return a function that observes processes, their descendants and their log.
 
     Args:
         pids: of the processes as they are now; one that has ended counts as idle.
         log_file: which may not exist yet.
     """
 
-    def look() -> Signs:
+    def observe() -> Signs:
         cpu_s, page_ins = 0.0, 0
         for pid in _with_descendants(pids()):
             cpu, pages = _use_of(pid)
@@ -137,11 +136,11 @@ def signs_of(
             page_ins += pages
         return Signs(cpu_s, page_ins, _size_of(log_file))
 
-    return look
+    return observe
 
 
 def _is_alive(before: Signs, seen: Signs, idle_s: float) -> bool:
-    if seen.cpu_s < before.cpu_s:  # a process of them has ended, or another took its place
+    if seen.cpu_s < before.cpu_s:  # one of them has ended or was replaced
         return True
     if seen.page_ins != before.page_ins or seen.log_bytes != before.log_bytes:
         return True

@@ -1,4 +1,4 @@
-"""How our processes start children and end: a child dies with its parent, nobody is orphaned."""
+"""Starting and ending child processes: a child dies with its parent, none is orphaned."""
 
 import ctypes
 import fcntl
@@ -18,7 +18,7 @@ _ENOUGH_DESCRIPTORS = 1 << 20  # where there is no limit
 
 
 def die_with_parent(parent_pid: int) -> None:
-    """Have the kernel kill this process when ``parent_pid`` ends (Linux; elsewhere a no-op)."""
+    """Make the kernel kill this process when ``parent_pid`` ends (Linux; elsewhere a no-op)."""
     if sys.platform != "linux":
         return
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -89,7 +89,7 @@ def locked(path: Path, what: str) -> Iterator[None]:
 
 
 def is_locked(path: Path) -> bool:
-    """Tell whether a living process holds the lock on a file."""
+    """True if a living process holds the lock on a file."""
     try:
         with path.open("r") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

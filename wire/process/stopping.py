@@ -1,4 +1,4 @@
-"""How a role is asked to end: SIGTERM or SIGINT sets an event once."""
+"""How a role is stopped: SIGTERM or SIGINT sets an event."""
 
 import asyncio
 import signal
@@ -11,12 +11,3 @@ def stop_event() -> asyncio.Event:
     for signum in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(signum, event.set)
     return event
-
-
-def exit_on_sigterm() -> None:
-    """Make SIGTERM end a thread that has no event loop, through its ``finally`` blocks."""
-
-    def handler(_signum: int, _frame: object) -> None:
-        raise SystemExit(0)
-
-    signal.signal(signal.SIGTERM, handler)

@@ -9,7 +9,7 @@ from slipstream.wire.errors import ConfigError
 from slipstream.wire.files.model_files import copied_files
 from slipstream.wire.files.run_folder import SUMMARY
 from slipstream.wire.messages.trajectory import Json
-from slipstream.wire.messages.weightbus import RelayDoor
+from slipstream.wire.messages.weightbus import RelayAddress
 from slipstream.wire.settings.load import Section, Table, section
 
 AtLeast0 = Annotated[int, msgspec.Meta(ge=0)]
@@ -25,9 +25,9 @@ class RunSection(Section, frozen=True, kw_only=True):
     """[run]: what run this is.
 
     A run folder is `DIR/NAME`. `slipstream run` takes NAME-2, NAME-3, ... when the folder exists
-    already, unless it is told to `--resume`. With `run.socket_dir` empty it puts the sockets into a
-    private temporary folder of its own and notes it in `resolved.toml`. The run ends at whatever
-    comes first: `run.steps`, `run.epochs`, `run.max_hours`, `eval.target`, `eval.patience`.
+    already, unless called with `--resume`. With `run.socket_dir` empty it puts the sockets into a
+    private temporary folder and records it in `resolved.toml`. The run ends at the
+    first of `run.steps`, `run.epochs`, `run.max_hours`, `eval.target` and `eval.patience`.
     """
 
     name: str = "run"
@@ -43,7 +43,7 @@ class RunSection(Section, frozen=True, kw_only=True):
     epochs: NotNegative = 0.0
     """Issue this many times as many prompts as there are rows, then end; 0 is no limit."""
     max_hours: NotNegative = 0.0
-    """End the run in order so many hours after its start or resume; 0 is no limit."""
+    """End the run normally this many hours after its start or resume; 0 is no limit."""
     group_size: AtLeast1 = 8
     """Trajectories per prompt (siblings)."""
     groups_per_step: AtLeast1 = 32
@@ -51,7 +51,7 @@ class RunSection(Section, frozen=True, kw_only=True):
     max_staleness_steps: AtLeast0 = 2
     """Oldest data the learner may train on, in learner steps (S). 0 is synchronous."""
     staleness_mode: Literal["wait", "drop"] = "wait"
-    """wait reserves a place in a batch for what is started; drop lets go of what gets too old."""
+    """wait reserves a place in a batch for each started group; drop discards those that expire."""
     min_groups: AtLeast0 = 0
     """Fewest groups that the last step of run.epochs may train; 0 is half of groups_per_step."""
     outage_s: Positive = 300.0
@@ -59,51 +59,51 @@ class RunSection(Section, frozen=True, kw_only=True):
     seed: int = 0
     """Seed of prompts, sampling and the learner."""
     resume_from: str = ""
-    """Checkpoint folder to go on from; `slipstream run --resume` fills it in."""
+    """Checkpoint folder to resume from; `slipstream run --resume` fills it in."""
     socket_dir: str = ""
     """Private folder for this run's sockets; empty means DIR/NAME/sockets."""
     broker: str = ""
     """Where the broker listens, for roles on other hosts: tcp://HOST:PORT."""
     key_file: str = ""
-    """Key that this host shows to such a broker; `slipstream keys make` writes it."""
+    """Key that this host proves to such a broker; `slipstream keys make` writes it."""
 
     @property
     def staleness_bound(self) -> int:
-        """Return the oldest data that the learner may train on, in learner steps."""
+        """Oldest data that the learner may train on, in learner steps."""
         return 0 if self.mode == "sync" else self.max_staleness_steps
 
     @property
     def fewest_groups(self) -> int:
-        """Return how many groups the last step of the data needs."""
+        """Number of groups that the last step of the data needs."""
         return self.min_groups or max(1, self.groups_per_step // 2)
 
     @property
     def folder(self) -> Path:
-        """Return the run's folder."""
+        """The run's folder."""
         return Path(self.dir) / self.name
 
     @property
     def checkpoints(self) -> Path:
-        """Return the folder of the run's checkpoints."""
+        """Folder of the run's checkpoints."""
         return self.folder / "checkpoints"
 
     @property
     def logs(self) -> Path:
-        """Return the folder with one log per role."""
+        """Folder with one log per role."""
         return self.folder / "logs"
 
     @property
     def summary_file(self) -> Path:
-        """Return the file with the run's figures."""
+        """File with the run's figures."""
         return self.folder / SUMMARY
 
     @property
     def socket_folder(self) -> Path:
-        """Return the folder of this run's sockets."""
+        """Folder of this run's sockets."""
         return Path(self.socket_dir) if self.socket_dir else self.folder.resolve() / "sockets"
 
     def make_socket_folder(self) -> None:
-        """Make the folder that keeps other users from this run's sockets; who listens does it."""
+        """Make the private folder of this run's sockets; the listening roles call this."""
         self.socket_folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         self.socket_folder.chmod(0o700)
 
@@ -123,7 +123,7 @@ class RunSection(Section, frozen=True, kw_only=True):
 
     @property
     def broker_endpoint(self) -> str:
-        """Return the ZeroMQ endpoint where this role finds the broker."""
+        """ZeroMQ endpoint at which this role reaches the broker."""
         return self.broker or self.endpoint("broker")
 
     def endpoint(self, name: str) -> str:
@@ -136,9 +136,9 @@ def relay_lock(run: RunSection) -> Path:
     return run.socket("relay").with_suffix(".lock")
 
 
-def relay_door(run: RunSection) -> RelayDoor:
-    """Return where engines on the relay's host reach it."""
-    return RelayDoor(endpoint=run.endpoint("weightbus"), bulk_endpoint=run.endpoint("weights"))
+def relay_address(run: RunSection) -> RelayAddress:
+    """Return the addresses at which engines on the relay's host reach it."""
+    return RelayAddress(endpoint=run.endpoint("weightbus"), bulk_endpoint=run.endpoint("weights"))
 
 
 class SamplingSection(Section, frozen=True, kw_only=True):
@@ -156,7 +156,7 @@ class SamplingSection(Section, frozen=True, kw_only=True):
     min_p: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.0
     """Must be 0 for training, for the same reason."""
     max_prompt_tokens: AtLeast1 = 512
-    """Longer prompts are treated as sampling.overlong_prompts says."""
+    """Longer prompts are treated according to sampling.overlong_prompts."""
     max_response_tokens: AtLeast1 = 512
     """A response ends here at the latest."""
     min_response_tokens: AtLeast0 = 0
@@ -233,19 +233,19 @@ class EvalSection(Section, frozen=True, kw_only=True):
     target: float | None = None
     """End the run when eval.metric reaches this."""
     patience: AtLeast0 = 0
-    """End the run after so many evaluations in a row that bring nothing; 0 never does."""
+    """End the run after this many evaluations in a row without a gain; 0 never does."""
     min_gain: NotNegative = 0.0
-    """What an evaluation must bring to count for eval.patience."""
+    """Least improvement of eval.metric that counts as a gain for eval.patience."""
     keep_answers: AtLeast0 = 256
     """Answers to write into eval/ per round; 0 writes the figures alone."""
 
     @property
     def enabled(self) -> bool:
-        """Tell whether there is anything to evaluate."""
+        """True if there is anything to evaluate."""
         return bool(self.file or self.sets)
 
     def is_due(self, step: int) -> bool:
-        """Tell whether a round belongs to the policy after ``step`` steps, other than the last."""
+        """True if the policy after ``step`` steps is evaluated, apart from the last."""
         if not self.enabled:
             return False
         if step == 0:
@@ -254,7 +254,7 @@ class EvalSection(Section, frozen=True, kw_only=True):
 
 
 class CheckpointSection(Section, frozen=True, kw_only=True):
-    """[checkpoint]: what a run can go on from.
+    """[checkpoint]: what a run can resume from.
 
     See [checkpoints.md](checkpoints.md).
     """
@@ -264,7 +264,7 @@ class CheckpointSection(Section, frozen=True, kw_only=True):
     at_end: bool = True
     """Save when the run is complete."""
     on_stop: bool = True
-    """Save when the run is asked to end before that, as by Ctrl-C."""
+    """Save when the run is stopped before that, as by Ctrl-C."""
     keep_last: AtLeast1 = 2
     """Newest checkpoints to keep; older ones are removed."""
     keep_best: bool = False
@@ -301,7 +301,7 @@ def model_folder(run: RunSection) -> Path:
 
 
 def required(value: str, setting: str) -> str:
-    """Return a setting that has no sensible default, or say that it is missing."""
+    """Return a setting without a sensible default; ConfigError if it is not set."""
     if not value:
         raise ConfigError(f"{setting} is not set")
     return value

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from slipstream.broker.config import LoggingSection
-from slipstream.broker.report.summary import replace_text
 from slipstream.broker.report.trackers.base import TrackedRun, Tracker
 from slipstream.wire.errors import ConfigError
+from slipstream.wire.files.replace import replace_file
 from slipstream.wire.settings.sections import RunSection
 
 IDS_FILE = "trackers.json"
@@ -65,7 +65,7 @@ def load_trackers(
             ) from error
         trackers.append(tracker)
     if ids:
-        replace_text(run.folder / IDS_FILE, json.dumps(ids, indent=2) + "\n")
+        replace_file(run.folder / IDS_FILE, json.dumps(ids, indent=2).encode() + b"\n")
     return trackers
 
 

@@ -18,7 +18,7 @@ from slipstream.weightbus.net.compatibility import installed_libraries
 from slipstream.wire.errors import EngineError
 from slipstream.wire.messages.weightbus import Join
 from slipstream.wire.process.logs import start_logging
-from slipstream.wire.settings.sections import RunSection, relay_door
+from slipstream.wire.settings.sections import RunSection, relay_address
 from tests.support.bus.engine import BusEngine, random_tensors
 from tests.support.waiting import NEVER_S
 
@@ -80,7 +80,7 @@ async def serve(arguments: argparse.Namespace) -> None:
     sockets = folder / "sockets"
     async with asyncio.TaskGroup() as group:
         group.create_task(engine.generate())
-        group.create_task(subscriber.run(relay_door(RunSection(socket_dir=str(sockets)))))
+        group.create_task(subscriber.run(relay_address(RunSection(socket_dir=str(sockets)))))
 
 
 def main() -> None:

@@ -1,48 +1,87 @@
 """What a transport does within a transaction, and how members fail in it."""
 
 import asyncio
+import importlib
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Protocol, TypeVar
+from typing import ClassVar, TypeVar
 
+from slipstream.weightbus.config import WeightBusSection
+from slipstream.weightbus.net.compatibility import Libraries
 from slipstream.weightbus.relay.member import Member
 from slipstream.weightbus.relay.publication import Publication
+from slipstream.weightbus.transports import TransportEntry
 from slipstream.wire.errors import PublishError
-from slipstream.wire.messages.weightbus import TransportName
+from slipstream.wire.messages.weightbus import Join
 
 T = TypeVar("T")
 
 
 class MembersFailedError(PublishError):
-    """Some members, or all, cannot get the version this time: why, by member."""
+    """The version did not reach some members, or all; ``reasons`` by member."""
 
     def __init__(self, reasons: Mapping[Member, str]) -> None:
         super().__init__("; ".join(f"{m.name}: {why}" for m, why in reasons.items()))
         self.reasons = dict(reasons)
 
 
-class Transport(Protocol):
-    """One way in which the bytes of a version reach engines. Both methods raise MembersFailedError.
+class Transport(ABC):
+    """One way in which the bytes of a version reach engines.
 
-    If ``load`` fails for any member, none of the members given to it may be taken to be whole.
+    One that shares a group serves the same members again and again; of any other there is one per
+    transaction, which has one member.
     """
 
-    name: TransportName
-    needs_digests: bool  # before the first byte; else they are computed while bytes move
+    name: ClassVar[str]  # its key in TRANSPORTS
+    needs_digests: ClassVar[bool] = True  # before the first byte; else computed while bytes move
+    shares_group: ClassVar[bool] = False  # several engines receive the same bytes at once
+    prepare_phase: ClassVar[str] = "receive"  # names in the record, of PUBLISH_PHASES
+    load_phase: ClassVar[str] = "load"
 
+    def __init__(self, settings: WeightBusSection) -> None:
+        self._settings = settings
+
+    @classmethod
+    def why_not(cls, join: Join, ours: Libraries) -> str:  # noqa: ARG003 for subclasses
+        """Return why an engine cannot get versions this way; empty if it can."""
+        return ""
+
+    @abstractmethod
     async def prepare(self, publication: Publication, members: Sequence[Member]) -> None:
-        """Do what can be done while the engines generate; again if a member was left out since."""
+        """Do what can be done while the engines generate; again if a member was left out since.
 
+        Raises:
+            MembersFailedError: it failed for some of them.
+        """
+
+    @abstractmethod
     async def load(self, publication: Publication, members: Sequence[Member]) -> None:
-        """Bring the version into the paused engines."""
+        """Bring the version into the paused engines.
 
-    async def close(self) -> None:
-        """Let go of what is open, which also frees engines that wait for us."""
+        Raises:
+            MembersFailedError: it failed for some; then none of ``members`` may be taken as whole.
+        """
+
+    async def close(self) -> None:  # noqa: B027 most have nothing open
+        """Release what is open, which also frees engines that wait for the relay."""
+
+    def close_soon(self) -> None:  # noqa: B027
+        """Do so in the background."""
+
+
+def transport_class(entry: TransportEntry) -> type[Transport]:
+    """Import the class of a transport."""
+    module, _, name = entry.path.partition(":")
+    found = getattr(importlib.import_module(module), name)
+    if not (isinstance(found, type) and issubclass(found, Transport)):
+        raise TypeError(f"{entry.path} is no transport")
+    return found
 
 
 async def each(
     members: Sequence[Member], work: Callable[[Member], Awaitable[T]]
 ) -> tuple[dict[Member, T], dict[Member, str]]:
-    """Do the same with all members at once; return results, and why there is none, by member."""
+    """Do the same with all members at once; return results and errors by member."""
     answers = await asyncio.gather(*(work(member) for member in members), return_exceptions=True)
     done: dict[Member, T] = {}
     failed: dict[Member, str] = {}
@@ -62,7 +101,7 @@ async def all_of(
     """Do the same with all members at once; return the results.
 
     Raises:
-        MembersFailedError: it went wrong with some of them.
+        MembersFailedError: it failed for some of them.
     """
     done, failed = await each(members, work)
     if failed:

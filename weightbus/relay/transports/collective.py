@@ -6,7 +6,7 @@ import functools
 import itertools
 import secrets
 from collections.abc import Callable, Sequence
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 import torch.distributed as dist
@@ -16,21 +16,16 @@ from typing_extensions import override
 
 from slipstream.weightbus.config import WeightBusSection
 from slipstream.weightbus.net import threads
+from slipstream.weightbus.net.compatibility import Libraries, why_no_collective
 from slipstream.weightbus.net.rendezvous import open_store
 from slipstream.weightbus.relay.member import Member
 from slipstream.weightbus.relay.publication import Publication
 from slipstream.weightbus.relay.transports.base import MembersFailedError, Transport, all_of
 from slipstream.wire.errors import ConfigError, PublishError
-from slipstream.wire.messages.weightbus import (
-    Command,
-    LoadBucket,
-    OpenGroup,
-    Outcome,
-    TransportName,
-)
+from slipstream.wire.messages.weightbus import Command, Join, LoadBucket, OpenGroup, Outcome
 
-_POLL_S = 0.001  # the next bucket is on its way meanwhile
-_AHEAD = 2  # buckets that engines are told of before the one under way is done
+_POLL_S = 0.001  # the next bucket moves meanwhile
+_AHEAD = 2  # buckets requested from engines before the current one is done
 _group_numbers = itertools.count(1)
 Backend = Literal["gloo", "nccl"]
 
@@ -38,17 +33,26 @@ Backend = Literal["gloo", "nccl"]
 class Collective(Transport):
     """One group of the relay, as rank 0, and the engines that it is given."""
 
-    name: TransportName = "collective"
-    needs_digests = False  # engines are checked as a whole
+    name: ClassVar[str] = "collective"
+    needs_digests: ClassVar[bool] = False  # engines are checked as a whole
+    shares_group: ClassVar[bool] = True
+    prepare_phase: ClassVar[str] = "group"
+    load_phase: ClassVar[str] = "transfer"
 
     def __init__(self, settings: WeightBusSection) -> None:
-        self._settings = settings
+        super().__init__(settings)
         self._group: EngineGroup | None = None
         self._members: list[Member] = []
 
     @override
+    @classmethod
+    def why_not(cls, join: Join, ours: Libraries) -> str:
+        """Return why an engine cannot be in a group with this process; empty if it can."""
+        return why_no_collective(join, ours)
+
+    @override
     async def prepare(self, publication: Publication, members: Sequence[Member]) -> None:
-        """Have the engines join a group, unless there is one of just these."""
+        """Make the engines join a group, unless there is one of exactly these."""
         if self._group is not None and self._members == list(members):
             return
         await self.close()
@@ -75,7 +79,7 @@ class Collective(Transport):
         try:
             await all_of(
                 members,
-                lambda member: member.tell(
+                lambda member: member.request(
                     lambda n: OpenGroup(
                         command_id=n,
                         host=settings.host,
@@ -100,7 +104,7 @@ class Collective(Transport):
 
     @override
     async def load(self, publication: Publication, members: Sequence[Member]) -> None:
-        """Broadcast every bucket; the next one stands ready while one is under way."""
+        """Broadcast every bucket; the next one is ready while one is under way."""
         group = self._group
         if group is None:
             raise MembersFailedError(dict.fromkeys(members, "it is in no group"))
@@ -108,7 +112,7 @@ class Collective(Transport):
         try:
             moving: dist.Work | None = None
             for index in range(sent.num_buckets):
-                await sent.tell(up_to=index + _AHEAD)
+                await sent.request(up_to=index + _AHEAD)
                 # It waits for engines behind the one before: no pause between two buckets.
                 following = group.start(publication.snapshot.bucket(index))
                 if moving is not None:
@@ -124,6 +128,7 @@ class Collective(Transport):
             failed = dict.fromkeys(members, str(error)) | others | sent.failures()
             raise MembersFailedError(failed) from error
 
+    @override
     def close_soon(self) -> None:
         """Destroy the group in the background."""
         if self._group is not None:
@@ -134,7 +139,7 @@ class Collective(Transport):
     async def close(self) -> None:
         """Destroy the group, which also frees engines that wait in it.
 
-        That takes as long as an engine that is stopped holds up what is being sent to it.
+        This blocks while an engine that is stopped delays what is being sent to it.
         """
         if self._group is not None:
             group, self._group = self._group, None
@@ -143,7 +148,7 @@ class Collective(Transport):
 
 
 class _Sent:
-    """The buckets of one publish that engines were told to load, and what became of them."""
+    """The LoadBucket commands of one publish and their outcomes."""
 
     def __init__(self, members: Sequence[Member], group_name: str, num_buckets: int) -> None:
         self.num_buckets = num_buckets
@@ -151,8 +156,8 @@ class _Sent:
         self._group_name = group_name
         self._outcomes: list[dict[Member, asyncio.Future[Outcome]]] = []
 
-    async def tell(self, *, up_to: int) -> None:
-        """Tell engines of further buckets, before ``up_to``."""
+    async def request(self, *, up_to: int) -> None:
+        """Have engines load further buckets, before ``up_to``."""
         while len(self._outcomes) < min(self.num_buckets, up_to):
             command = functools.partial(_load_bucket, len(self._outcomes), self._group_name)
             send = functools.partial(Member.send, command=command)
@@ -164,7 +169,7 @@ class _Sent:
         await all_of(self._members, lambda m: m.outcome(outcomes[m], what))
 
     def failures(self) -> dict[Member, str]:
-        """Return who could not load a bucket, and why."""
+        """Return the members that could not load a bucket, and why."""
         return {
             member: str(future.exception() or future.result().error)
             for outcomes in self._outcomes
@@ -173,7 +178,7 @@ class _Sent:
         }
 
     def has_failures(self) -> bool:
-        """Tell whether somebody could not load a bucket."""
+        """True if a member could not load a bucket."""
         recent = self._outcomes[-_AHEAD - 1 :]  # and the one that may not have been loaded yet
         return any(_has_failed(future) for outcomes in recent for future in outcomes.values())
 
@@ -189,7 +194,7 @@ def _has_failed(future: asyncio.Future[Outcome]) -> bool:
 
 
 def _discard(task: "asyncio.Task[None]", group: "EngineGroup") -> None:
-    """Close a group that we may have joined after all."""
+    """Close a group that this process may have joined after all."""
     if not task.cancelled():
         task.exception()
     threads.start(group.close)
@@ -208,7 +213,7 @@ class EngineGroup:
 
     @property
     def port(self) -> int:
-        """Return the port at which engines find the group's store."""
+        """Port of the group's store, to which engines connect."""
         port: int = self._store.port
         return port
 
@@ -230,12 +235,8 @@ class EngineGroup:
         if backend == "nccl":
             self._device = torch.device("cuda", torch.cuda.current_device())
 
-    async def broadcast(self, flat: Tensor, *, peer_failed: Callable[[], bool]) -> None:
-        """Send ``flat`` ([num_bytes] uint8); gives up as soon as a peer reports a failure."""
-        await self.finish(self.start(flat), peer_failed=peer_failed)
-
     def start(self, flat: Tensor) -> dist.Work:
-        """Begin to send ``flat`` ([num_bytes] uint8) after what was begun before."""
+        """Start to send ``flat`` ([num_bytes] uint8), after what was started before."""
         if self._group is None:
             raise PublishError(f"group {self.name} is not open")
         try:
@@ -246,7 +247,7 @@ class EngineGroup:
         return work
 
     async def finish(self, work: dist.Work, *, peer_failed: Callable[[], bool]) -> None:
-        """Wait until something is sent; gives up as soon as a peer reports a failure."""
+        """Wait until a send completes; fails as soon as a peer reports a failure."""
         try:
             while not work.is_completed():
                 if peer_failed():

@@ -1,21 +1,22 @@
 """Versions that an agent receives and checks before its engine is touched."""
 
 from collections.abc import Sequence
+from typing import ClassVar
 
 from typing_extensions import override
 
+from slipstream.weightbus.config import WeightBusSection
 from slipstream.weightbus.relay.member import Member
 from slipstream.weightbus.relay.publication import Publication
 from slipstream.weightbus.relay.transports.base import MembersFailedError, Transport, all_of
 from slipstream.wire.errors import PublishError
-from slipstream.wire.messages.weightbus import LoadReceived, Receive, TransportName
+from slipstream.wire.messages.weightbus import LoadReceived, Receive
 
 
 class _Staged(Transport):
-    needs_digests = True
-
-    def __init__(self, *, timeout_s: float) -> None:
-        self._timeout_s = timeout_s
+    def __init__(self, settings: WeightBusSection) -> None:
+        super().__init__(settings)
+        self._timeout_s = settings.receive_timeout_s
         self._received: set[Member] = set()
 
     async def _path(self, publication: Publication) -> str:
@@ -23,7 +24,7 @@ class _Staged(Transport):
 
     @override
     async def prepare(self, publication: Publication, members: Sequence[Member]) -> None:
-        """Have the agents receive the version, unless they have."""
+        """Have the agents receive the version, unless they did."""
         waiting = [member for member in members if member not in self._received]
         if not waiting:
             return
@@ -34,7 +35,7 @@ class _Staged(Transport):
         limit = self._timeout_s
         await all_of(
             waiting,
-            lambda m: m.tell(lambda n: Receive(command_id=n, path=path), timeout_s=limit),
+            lambda m: m.request(lambda n: Receive(command_id=n, path=path), timeout_s=limit),
         )
         self._received.update(waiting)
 
@@ -43,18 +44,14 @@ class _Staged(Transport):
         """Have the engines load what was received."""
         limit = self._timeout_s
         await all_of(
-            members, lambda m: m.tell(lambda n: LoadReceived(command_id=n), timeout_s=limit)
+            members, lambda m: m.request(lambda n: LoadReceived(command_id=n), timeout_s=limit)
         )
-
-    @override
-    async def close(self) -> None:
-        """Nothing is open."""
 
 
 class OverTcp(_Staged):
     """Agents fetch the buckets from the relay's bulk socket. For one transaction."""
 
-    name: TransportName = "tcp"
+    name: ClassVar[str] = "tcp"
 
     @override
     async def _path(self, publication: Publication) -> str:
@@ -64,15 +61,15 @@ class OverTcp(_Staged):
 class OverDisk(_Staged):
     """Agents read a folder that the relay wrote. For one transaction."""
 
-    name: TransportName = "disk"
+    name: ClassVar[str] = "disk"
 
     @override
     async def prepare(self, publication: Publication, members: Sequence[Member]) -> None:
-        """Have the agents check the version on disk; if they refuse it, it is written again."""
+        """Have the agents check the version on disk; a refused copy is written again."""
         try:
             await super().prepare(publication, members)
         except MembersFailedError:
-            await publication.look_at_disk()
+            await publication.check_disk()
             raise
 
     @override

@@ -85,7 +85,7 @@ from slipstream.wire.messages.pieces import cut
 from slipstream.wire.messages.status import RunStatus
 from slipstream.wire.messages.trajectory import Prompt, Score, Transcript, VersionRun, transcript_of
 from slipstream.wire.messages.versions import PolicyVersion
-from slipstream.wire.messages.weightbus import RelayDoor
+from slipstream.wire.messages.weightbus import RelayAddress
 from slipstream.wire.process.command_line import EXIT_SUPERSEDED, run_role
 from slipstream.wire.settings.sections import RunSection
 from tests.support.ledger_driver import RESPONSE_TOKENS, header, make_ledger, make_rules
@@ -541,7 +541,7 @@ def test_what_the_relay_says_about_engines_reaches_whoever_asks_and_nobody_else_
 
 
 def test_a_generator_is_told_where_the_relay_said_that_it_is(short_folder: Path):
-    door = RelayDoor(endpoint="tcp://h:1", bulk_endpoint="tcp://h:2", key="k" * 40)
+    door = RelayAddress(endpoint="tcp://h:1", bulk_endpoint="tcp://h:2", key="k" * 40)
 
     async def body() -> list[RelayPlace]:
         async with running(short_folder) as it:

@@ -69,7 +69,7 @@ def test_retractions_are_counted_over_all_batches_and_told_with_every_load():
     batches.__dict__["ScheduleBatch"] = type("ScheduleBatch", (Batch,), dict(vars(Batch)))
     inquirers.__dict__["SchedulerLoadInquirer"] = type("Asked", (Inquirer,), dict(vars(Inquirer)))
     retractions.count(batches)
-    retractions.tell(inquirers)
+    retractions.report(inquirers)
     load = inquirers.SchedulerLoadInquirer()
     assert load.get_loads().queues.retracted == 0
     answer = batches.ScheduleBatch("a", "b").retract_decode()

@@ -20,10 +20,23 @@ def test_whole_files_pass_whatever_else_is_in_the_folder(tmp_path: Path):
     check_weight_files(tmp_path)
 
 
-def test_each_file_is_looked_at(tmp_path: Path):
+def test_cut_off_file_is_refused_by_name_and_size_among_whole_ones(tmp_path: Path):
     (tmp_path / "1.safetensors").write_bytes(safetensors(7))
     (tmp_path / "2.safetensors").write_bytes(safetensors(7, says=9))
-    with pytest.raises(EngineError, match=r"2\.safetensors has (\d+) bytes, its header says"):
+    with pytest.raises(EngineError, match=r"2\.safetensors \(\d+ bytes\) is no whole weight"):
+        check_weight_files(tmp_path)
+
+
+@pytest.mark.parametrize("change", [slice(0, -2), slice(0, 20)])
+def test_file_that_lost_its_end_is_refused(tmp_path: Path, change: slice):
+    (tmp_path / "model.safetensors").write_bytes(safetensors(7)[change])
+    with pytest.raises(EngineError, match=r"model\.safetensors \(\d+ bytes\) is no whole weight"):
+        check_weight_files(tmp_path)
+
+
+def test_file_that_is_longer_than_its_header_describes_is_refused(tmp_path: Path):
+    (tmp_path / "model.safetensors").write_bytes(safetensors(7) + b"more")
+    with pytest.raises(EngineError, match="is no whole weight file"):
         check_weight_files(tmp_path)
 
 

@@ -2,24 +2,24 @@
 
 from slipstream.weightbus.relay.fleet import Fleet, Seat, Serving
 from slipstream.wire.messages.versions import PolicyVersion
-from slipstream.wire.messages.weightbus import TransportName
 
 V1, V2 = PolicyVersion(1, 1), PolicyVersion(1, 2)
 
 
-def fleet(party_size: int = 2) -> Fleet:
-    return Fleet(silence_s=30.0, retry_s=1.0, party_size=party_size)
+def fleet(engines_per_group: int = 2) -> Fleet:
+    return Fleet(silence_s=30.0, retry_s=1.0, engines_per_group=engines_per_group)
 
 
 def join(
     it: Fleet,
     name: str,
-    transport: TransportName = "collective",
+    transport: str = "collective",
     *,
     device: str = "cpu",
     adopted: PolicyVersion | None = None,
 ) -> None:
-    it.join(Seat(name, transport, device, adopted, heard_s=0.0))
+    shares = transport == "collective"
+    it.join(Seat(name, transport, device, adopted, heard_s=0.0, shares_group=shares))
 
 
 def due(it: Fleet, newest: PolicyVersion | None = V1, now_s: float = 0.0) -> list[list[str]]:
@@ -28,12 +28,12 @@ def due(it: Fleet, newest: PolicyVersion | None = V1, now_s: float = 0.0) -> lis
 
 def serve(it: Fleet, newest: PolicyVersion = V1, *, fails: str = "", now_s: float = 0.0) -> None:
     for serving in it.due(newest, now_s):
-        it.begun(serving)
+        it.started(serving)
         names = {seat.name for seat in serving.seats}
         it.finished(serving, names - {fails}, now_s)
 
 
-def test_a_first_version_comes_alone_and_the_next_one_with_the_party():
+def test_first_version_comes_alone_and_the_next_one_with_the_group():
     it = fleet()
     for name in ("a", "b", "c"):
         join(it, name)
@@ -44,7 +44,7 @@ def test_a_first_version_comes_alone_and_the_next_one_with_the_party():
     assert due(it, V2) == [["a", "b"], ["c"]]
 
 
-def test_only_like_devices_share_a_party_and_only_collectives_are_in_one():
+def test_only_like_devices_share_a_group_and_only_collectives_are_in_one():
     it = fleet()
     join(it, "a", adopted=V1)
     join(it, "b", device="cuda", adopted=V1)
@@ -57,13 +57,13 @@ def test_who_is_being_served_is_left_alone_and_the_others_are_not():
     join(it, "slow", "tcp")
     join(it, "fast", "tcp")
     slow, fast = it.due(V1, 0.0)
-    it.begun(slow)
-    it.begun(fast)
+    it.started(slow)
+    it.started(fast)
     it.finished(fast, {"fast"}, 0.0)
     assert due(it, V2) == [["fast"]]
 
 
-def test_who_failed_leaves_its_party_and_is_served_alone_after_a_while():
+def test_failed_member_leaves_its_group_and_is_served_alone_after_a_while():
     it = fleet()
     join(it, "a", adopted=V1)
     join(it, "b", adopted=V1)
@@ -74,39 +74,39 @@ def test_who_failed_leaves_its_party_and_is_served_alone_after_a_while():
     assert it.wait_s(1.0) is None
 
 
-def test_who_failed_and_has_what_it_had_goes_on_with_a_party():
+def test_failed_member_that_kept_its_version_joins_a_group_again():
     it = fleet()
     join(it, "a", adopted=V1)
     serve(it, V2, fails="a")
-    it.heard("a", V1, 0.5)
+    it.heartbeat("a", V1, 0.5)
     (serving,) = it.due(V2, 1.0)
-    assert serving.party is not None
+    assert serving.group is not None
 
 
 def test_a_heartbeat_of_one_that_is_served_says_nothing_of_what_it_runs():
     it = fleet()
     join(it, "a", "tcp", adopted=V1)
     (serving,) = it.due(V2, 0.0)
-    it.begun(serving)
-    it.heard("a", None, 1.0)
+    it.started(serving)
+    it.heartbeat("a", None, 1.0)
     assert it.seats["a"].adopted == V1
     assert it.silent(30.5) == []
     assert it.silent(31.5) == ["a"]
 
 
-def test_a_party_whose_last_member_failed_is_given_up():
+def test_group_whose_last_member_failed_is_dissolved():
     it = fleet()
     join(it, "a", adopted=V1)
     (serving,) = it.due(V2, 0.0)
-    it.begun(serving)
-    assert it.finished(serving, set(), 0.0) is serving.party
+    it.started(serving)
+    assert it.finished(serving, set(), 0.0) is serving.group
 
 
-def test_a_party_that_nobody_is_in_is_given_up_once_nothing_runs():
+def test_empty_group_is_dissolved_once_no_publish_runs():
     it = fleet()
     join(it, "a", adopted=V1)
     (serving,) = it.due(V2, 0.0)
-    it.begun(serving)
+    it.started(serving)
     assert it.forget("a") is None, "its collective is in use"
-    assert it.finished(serving, set(), 0.0) is serving.party
-    assert it.finished(Serving(V2, (), serving.party), set(), 0.0) is None
+    assert it.finished(serving, set(), 0.0) is serving.group
+    assert it.finished(Serving(V2, (), serving.group), set(), 0.0) is None

@@ -17,7 +17,7 @@ from slipstream.weightbus.agent.subscriber import Subscriber
 from slipstream.weightbus.agent.tensor_set import TensorSet
 from slipstream.weightbus.config import WeightBusSection
 from slipstream.weightbus.net.compatibility import installed_libraries
-from slipstream.weightbus.net.curve import FarDoor
+from slipstream.weightbus.net.curve import RemoteListener
 from slipstream.weightbus.relay.publisher import Publisher
 from slipstream.weightbus.relay.served import Versions
 from slipstream.weightbus.version.layout import plan_layout
@@ -29,7 +29,7 @@ from slipstream.wire.files.keys import ClientKey
 from slipstream.wire.messages.broker import FindRelay, RelayPlace
 from slipstream.wire.messages.relay import OpenMemory
 from slipstream.wire.messages.versions import PolicyVersion
-from slipstream.wire.messages.weightbus import Join, PublishRecord, RelayDoor
+from slipstream.wire.messages.weightbus import Join, PublishRecord, RelayAddress
 from slipstream.wire.settings.sections import RunSection
 from tests.support.bus.engine import BusEngine, random_tensors
 from tests.support.waiting import NEVER_S, until_async
@@ -59,7 +59,7 @@ def free_ports() -> str:
             return f"tcp://127.0.0.1:{port}"
 
 
-class WatchedDoor(FarDoor):
+class WatchedListener(RemoteListener):
     """Counts whom it does not let in."""
 
     def __init__(self, listen: str) -> None:
@@ -76,7 +76,7 @@ class Relay:
     """A publisher that listens to others, and a learner's memory."""
 
     def __init__(self, folder: Path, listen: str = "tcp://127.0.0.1:0") -> None:
-        self.door = WatchedDoor(listen)
+        self.listener = WatchedListener(listen)
         self.records: list[PublishRecord] = []
         self._versions = Versions(folder / "weights")
         specs = [tensor_spec(*item) for item in TENSORS.items()]
@@ -93,7 +93,9 @@ class Relay:
         self.publisher = Publisher(
             settings, self._versions, on_record=self._keep, libraries=installed_libraries()
         )
-        self.near = RelayDoor(endpoint=f"ipc://{folder}/bus", bulk_endpoint=f"ipc://{folder}/bulk")
+        self.near = RelayAddress(
+            endpoint=f"ipc://{folder}/bus", bulk_endpoint=f"ipc://{folder}/bulk"
+        )
 
     async def _keep(self, record: PublishRecord) -> None:
         self.records.append(record)
@@ -104,16 +106,16 @@ class Relay:
             view.copy_(TENSORS[name] + step)
         self._versions.written(EPOCH, slot, PolicyVersion(EPOCH, step))
 
-    async def place(self) -> RelayDoor:
-        await until_async(lambda: self.door.place is not None)
-        assert self.door.place is not None
-        return self.door.place
+    async def place(self) -> RelayAddress:
+        await until_async(lambda: self.listener.address is not None)
+        assert self.listener.address is not None
+        return self.listener.address
 
 
 @asynccontextmanager
 async def running_relay(folder: Path, listen: str = "tcp://127.0.0.1:0") -> AsyncIterator[Relay]:
     relay = Relay(folder, listen)
-    async with running(relay.publisher.run(relay.near, relay.door)):
+    async with running(relay.publisher.run(relay.near, relay.listener)):
         yield relay
 
 
@@ -159,7 +161,7 @@ def test_a_key_that_the_broker_knows_gets_every_version_until_it_is_revoked(fold
     async def scenario() -> None:
         known, stranger = client_key("gpu-7"), client_key("gpu-8")
         async with running_relay(folder) as relay:
-            relay.door.admit({known.public: known.name})
+            relay.listener.admit({known.public: known.name})
             place = await relay.place()
             relay.publish(0)
             with agent(folder, known) as let_in, agent(folder, stranger, "b") as shut_out:
@@ -170,9 +172,9 @@ def test_a_key_that_the_broker_knows_gets_every_version_until_it_is_revoked(fold
                     (state,) = relay.publisher.states()
                     assert (state.name, state.transport) == ("gpu-7/generator-0", "tcp")
                     assert {name for r in relay.records for name in r.adopted_by} == {state.name}
-                    await until_async(lambda: relay.door.num_refused > 0)
+                    await until_async(lambda: relay.listener.num_refused > 0)
                     assert shut_out.adopted is None
-                    relay.door.admit({})
+                    relay.listener.admit({})
                     await until_async(lambda: relay.publisher.states() == [])
                     relay.publish(2)
                     await asyncio.sleep(0.2)  # in which it might get it
@@ -201,13 +203,13 @@ def test_an_engine_finds_a_relay_that_took_the_place_of_its_own_with_another_key
         with agent(folder, key) as subscriber:
             async with running(take_weights(subscriber, RUN, broker)):
                 async with running_relay(folder, free_ports()) as first:
-                    first.door.admit({key.public: key.name})
+                    first.listener.admit({key.public: key.name})
                     first.publish(0)
                     place = await first.place()
                     broker.place = RelayPlace(is_known=True, door=place)
                     await adopts(subscriber, 0)
                 async with running_relay(folder, place.endpoint) as second:  # the same port
-                    second.door.admit({key.public: key.name})
+                    second.listener.admit({key.public: key.name})
                     second.publish(1)
                     broker.place = RelayPlace(is_known=True, door=await second.place())
                     assert broker.place.door != place
@@ -226,9 +228,9 @@ def test_an_engine_that_was_refused_gets_in_when_its_key_is_known(folder: Path):
             broker.place = RelayPlace(is_known=True, door=await relay.place())
             with agent(folder, key) as subscriber:
                 async with running(take_weights(subscriber, RUN, broker)):
-                    await until_async(lambda: relay.door.num_refused >= 2)  # at either port
+                    await until_async(lambda: relay.listener.num_refused >= 2)  # at either port
                     assert subscriber.adopted is None
-                    relay.door.admit({key.public: key.name})
+                    relay.listener.admit({key.public: key.name})
                     await adopts(subscriber, 0)
 
     asyncio.run(scenario())
@@ -242,6 +244,8 @@ def test_an_engine_that_its_relay_keeps_from_others_says_which_setting_is_missin
 
 
 def test_no_key_no_weights(folder: Path):
-    place = RelayDoor(endpoint="tcp://127.0.0.1:1", bulk_endpoint="tcp://127.0.0.1:2", key="k" * 40)
+    place = RelayAddress(
+        endpoint="tcp://127.0.0.1:1", bulk_endpoint="tcp://127.0.0.1:2", key="k" * 40
+    )
     with agent(folder, None) as subscriber, pytest.raises(ConfigError, match=r"run\.key_file"):
         asyncio.run(subscriber.run(place))
