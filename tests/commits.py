@@ -15,7 +15,8 @@ AREAS = (
     *("wire", "algos", "broker", "weightbus", "generators", "learner", "deploy"),
     *("tests", "benchmarks", "docs", "configs", "build", "ci", "all"),
 )
-SUBJECT = re.compile(rf"(?:{'|'.join(AREAS)}): (?P<text>\S.*)")
+_AREA = rf"(?:{'|'.join(AREAS)})"
+SUBJECT = re.compile(rf"{_AREA}(?:, {_AREA})*: (?P<text>\S.*)")
 MAX_SUBJECT = 90
 SMALL_CHANGE = 30  # lines added and removed
 NO_IMPERATIVE = re.compile(

@@ -14,6 +14,7 @@ def commit(subject: str, body: str = "", num_lines: int = 1) -> Commit:
     [
         "broker: keep the lease of a client that reconnects",
         "all: move rooms",
+        "wire, weightbus: remove what only tests used",
         "docs: README fits on a page",
         "generators: feed pixels as a frame",
     ],
