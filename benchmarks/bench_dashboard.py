@@ -216,9 +216,9 @@ async def _share(viewers: int) -> float:
 
 def _newest_step(recorder: Recorder) -> int:
     """Return the newest learner step that the page was told of."""
-    if recorder.look is None:
+    if recorder.snapshot is None:
         raise RuntimeError("the state of the run could not be read")
-    return recorder.look.status.steps_history[-1].step
+    return recorder.snapshot.status.steps_history[-1].step
 
 
 async def read_stream(address: URL) -> None:

@@ -42,7 +42,7 @@ Advise: TypeAlias = Callable[[RunStatus, Trends], list[Advisory]]
 Write: TypeAlias = Callable[[Path, StoredState], None]
 
 
-class Look(msgspec.Struct, frozen=True, kw_only=True):
+class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     """What the page gets every second."""
 
     status: RunStatus  # with the newest step, publishes and evaluations only
@@ -52,15 +52,15 @@ class Look(msgspec.Struct, frozen=True, kw_only=True):
     point: dict[str, float | None]
 
 
-class Mishaps:
-    """What fails on the way to the page."""
+class ErrorLog:
+    """Logs what fails on the way to the page."""
 
     def __init__(self) -> None:
         self._known: set[tuple[str, str]] = set()
 
     @contextmanager
-    def contained(self, what: str) -> Iterator[None]:
-        """Let a block fail without harm; each kind of failure is logged once."""
+    def suppress(self, what: str) -> Iterator[None]:
+        """Suppress the errors of a block; each kind of failure is logged once."""
         try:
             yield
         except Exception as error:  # noqa: BLE001 no bug of the page may end a run
@@ -133,10 +133,10 @@ class Recorder:
         self._now = now if now is not None else steady_time()
         self._advise = advise
         self._write_state = write
-        self._mishaps = Mishaps()
+        self._errors = ErrorLog()
         stored = claim_state(path)
         self.history = History.of(stored.history) if stored else History(began_s=self._now())
-        with self._mishaps.contained("steps of before the broker's start"):
+        with self._errors.suppress("steps of before the broker's start"):
             self.history.fill(missed, self._now())
         self._advisories: list[Advisory] = []
         self._advice_ready = False
@@ -144,7 +144,7 @@ class Recorder:
         self._advised_s = self._written_s = 0.0
         self._newest: RunStatus | None = None  # whole
         self.seen = asyncio.Condition()
-        self.look: Look | None = None  # None until the state could be read
+        self.snapshot: Snapshot | None = None  # None until the state could be read
         self._take()
 
     async def run(self) -> None:
@@ -154,7 +154,7 @@ class Recorder:
                 self._take()
                 async with self.seen:
                     self.seen.notify_all()
-                with self._mishaps.contained("advice and a current file"):
+                with self._errors.suppress("advice and a current file"):
                     self._start_chores()
                 await asyncio.sleep(_LOOK_S)
         finally:
@@ -179,13 +179,13 @@ class Recorder:
             await self.seen.wait()
 
     def _take(self) -> None:
-        point = self.look.point if self.look is not None else {}
-        with self._mishaps.contained("the state of the run"):
+        point = self.snapshot.point if self.snapshot is not None else {}
+        with self._errors.suppress("the state of the run"):
             status = self._newest = self._status()
-            with self._mishaps.contained("the history of the run"):
+            with self._errors.suppress("the history of the run"):
                 self.history.take(status, self._now())
                 point = self.history.newest_point()
-            self.look = Look(
+            self.snapshot = Snapshot(
                 status=shown_status(status),
                 advisories=self._advisories,
                 advice_ready=self._advice_ready,
@@ -195,43 +195,43 @@ class Recorder:
 
     def _start_chores(self) -> None:
         """Have threads advise and write, where it is time for it and the last time is over."""
-        now_s, look, status = self._now(), self.look, self._newest
+        now_s, snapshot, status = self._now(), self.snapshot, self._newest
         advises = now_s - self._advised_s >= _ADVISE_S
         writes = now_s - self._written_s >= _WRITE_S
-        if look is None or status is None or not (advises or writes):
+        if snapshot is None or status is None or not (advises or writes):
             return
         columns = self.history.snapshot()
         if advises and self._advising.start(lambda: self._renew_advice(status, columns)):
             self._advised_s = now_s
         if writes:
-            state = self._stored(look, columns)
+            state = self._stored(snapshot, columns)
             if self._writing.start(lambda: self._write(state)):
                 self._written_s = now_s
 
     def _renew_advice(self, status: RunStatus, columns: HistoryColumns) -> None:
-        with self._mishaps.contained("advice"):
+        with self._errors.suppress("advice"):
             trends = trends_of(columns, high_water_bytes=self._high_water_bytes, fsync=self._fsync)
             self._advisories = self._advise(status, trends)
             self._advice_ready = is_ready(status, trends)
 
     async def _write_last(self) -> None:
         """Write the last snapshot, after a running write, which must not overwrite it."""
-        if self.look is None:
+        if self.snapshot is None:
             return
         if await self._writing.over(_LAST_WRITE_S):
-            with self._mishaps.contained("its last figures"):
-                state = self._stored(self.look, self.history.snapshot())
+            with self._errors.suppress("its last figures"):
+                state = self._stored(self.snapshot, self.history.snapshot())
                 self._writing.start(lambda: self._write(state))
         if not await self._writing.over(_LAST_WRITE_S):
             _log.error("%s was not written within %.0f s", self._path, _LAST_WRITE_S)
 
-    def _stored(self, look: Look, columns: HistoryColumns) -> StoredState:
+    def _stored(self, snapshot: Snapshot, columns: HistoryColumns) -> StoredState:
         return StoredState(
-            at_s=self._now(), status=look.status, history=columns, letters=self.letters()
+            at_s=self._now(), status=snapshot.status, history=columns, letters=self.letters()
         )
 
     def _write(self, state: StoredState) -> None:
-        with self._mishaps.contained(f"a current {self._path}"):
+        with self._errors.suppress(f"a current {self._path}"):
             self._write_state(self._path, state)
 
 
@@ -254,7 +254,7 @@ class FinishedRun:
         if outcome:
             status = msgspec.structs.replace(status, outcome=outcome)
         trends = trends_of(stored.history, high_water_bytes=high_water_bytes, fsync=fsync)
-        self.look = Look(
+        self.snapshot = Snapshot(
             status=status,
             advisories=advise(status, trends),
             advice_ready=is_ready(status, trends),

@@ -30,7 +30,7 @@ from slipstream.broker.dashboard.door import (
 from slipstream.broker.dashboard.history import HistoryColumns, Row, encode_json
 from slipstream.broker.dashboard.items import Letter, RecordedItems
 from slipstream.broker.dashboard.metrics import render_metrics
-from slipstream.broker.dashboard.recorder import Look, Mishaps, shown_status
+from slipstream.broker.dashboard.recorder import ErrorLog, Snapshot, shown_status
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.messages.status import RunStatus
 
@@ -70,7 +70,7 @@ class Source(Protocol):
     """What the page shows: a running run, or what is left of one."""
 
     @property
-    def look(self) -> Look | None:
+    def snapshot(self) -> Snapshot | None:
         """Return what was seen last; None if nothing was."""
 
     def columns(self) -> HistoryColumns:
@@ -142,7 +142,7 @@ class Dashboard:
         self._files: Mapping[str, bytes] = {}
         self._events_of = _EventEncoder()
         self._states = _StateEncoder(source)
-        self._mishaps = Mishaps()
+        self._errors = ErrorLog()
         self._reading = asyncio.Lock()  # one reader of the run folder at a time
         self._runner: web.AppRunner | None = None
         self.num_viewers = 0  # of the stream
@@ -209,7 +209,7 @@ class Dashboard:
             raise
         except Exception:
             resource = request.match_info.route.resource
-            with self._mishaps.contained(resource.canonical if resource else "an answer"):
+            with self._errors.suppress(resource.canonical if resource else "an answer"):
                 raise
             raise web.HTTPInternalServerError(text="see the broker's log\n") from None
         await self._send(request, response)
@@ -251,16 +251,16 @@ class Dashboard:
     async def _why(self, _request: web.Request) -> web.StreamResponse:
         return _answer(self._files.get(_WHY, b"{}"), "application/json")
 
-    def _look(self) -> Look:
-        look = self._source.look
-        if look is None:
+    def _snapshot(self) -> Snapshot:
+        snapshot = self._source.snapshot
+        if snapshot is None:
             raise web.HTTPServiceUnavailable(
                 text="the state of the run cannot be read; see the broker's log\n"
             )
-        return look
+        return snapshot
 
     async def _state(self, request: web.Request) -> web.StreamResponse:
-        self._look()
+        self._snapshot()
         body = await self._states.encoded()
         response = web.StreamResponse()
         response.content_type = "application/json"
@@ -277,10 +277,10 @@ class Dashboard:
         return response
 
     async def _json(self, _request: web.Request) -> web.StreamResponse:
-        return _json(self._look().status)
+        return _json(self._snapshot().status)
 
     async def _metrics(self, _request: web.Request) -> web.StreamResponse:
-        body, content_type = render_metrics(self._look().status)
+        body, content_type = render_metrics(self._snapshot().status)
         return web.Response(body=body, headers={"Content-Type": content_type})
 
     async def _find(self, request: web.Request) -> web.StreamResponse:
@@ -321,7 +321,7 @@ class Dashboard:
 
     async def _events(self, request: web.Request) -> web.StreamResponse:
         after = float(_number(request, "after")) if "after" in request.query else None
-        step = float(self._look().status.steps) if after is None else after
+        step = float(self._snapshot().status.steps) if after is None else after
         if self.num_viewers >= MAX_VIEWERS:
             raise web.HTTPServiceUnavailable(text=f"more than {MAX_VIEWERS} viewers\n")
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
@@ -339,12 +339,12 @@ class Dashboard:
     async def _stream(self, response: web.StreamResponse, step: float) -> None:
         """Send an event per snapshot, from learner step ``step`` on, until the browser leaves."""
         while True:
-            look = self._look()
-            step = min(step, float(look.status.steps))  # the run may go back
+            snapshot = self._snapshot()
+            step = min(step, float(snapshot.status.steps))  # the run may go back
             event = b""
-            with self._mishaps.contained("events"):
-                event = await self._events_of.encoded(look, step, self._source)
-                step = float(look.status.steps)
+            with self._errors.suppress("events"):
+                event = await self._events_of.encoded(snapshot, step, self._source)
+                step = float(snapshot.status.steps)
             async with asyncio.timeout(self._patience_s):
                 await response.write(event)
             with suppress(TimeoutError):
@@ -358,21 +358,21 @@ class _StateEncoder:
     def __init__(self, source: Source) -> None:
         self._source = source
         self._encoding = asyncio.Lock()
-        self._kept: tuple[Look, bytes] | None = None
+        self._kept: tuple[Snapshot, bytes] | None = None
         self._forgets: asyncio.TimerHandle | None = None
 
     async def encoded(self) -> bytes:
         """Return the newest state as JSON."""
         async with self._encoding:
-            look = self._source.look
-            if look is None:
+            snapshot = self._source.snapshot
+            if snapshot is None:
                 raise web.HTTPServiceUnavailable
-            if self._kept is not None and self._kept[0] is look:
+            if self._kept is not None and self._kept[0] is snapshot:
                 return self._kept[1]
             self._kept = None
             columns = self._source.columns()
-            body = await asyncio.to_thread(_encode_state, look, columns)
-            self._kept = (look, body)
+            body = await asyncio.to_thread(_encode_state, snapshot, columns)
+            self._kept = (snapshot, body)
             if self._forgets is not None:
                 self._forgets.cancel()
             self._forgets = asyncio.get_running_loop().call_later(_KEPT_S, self._forget)
@@ -386,14 +386,14 @@ class _EventEncoder:
     """Encodes events: what all viewers get once per snapshot, and the steps that they lack."""
 
     def __init__(self) -> None:
-        self._look: Look | None = None
+        self._snapshot: Snapshot | None = None
         self._common = b""
         self._whole: dict[float, bytes] = {}  # by the step that a viewer has
 
-    async def encoded(self, look: Look, step: float, source: Source) -> bytes:
+    async def encoded(self, snapshot: Snapshot, step: float, source: Source) -> bytes:
         """Return the event of a snapshot for a viewer with the learner steps up to one."""
-        if look is not self._look:
-            self._look, self._common, self._whole = look, _encode_common(look), {}
+        if snapshot is not self._snapshot:
+            self._snapshot, self._common, self._whole = snapshot, _encode_common(snapshot), {}
         if (known := self._whole.get(step)) is not None:
             return known
         common, whole = self._common, self._whole
@@ -409,12 +409,12 @@ def _joined(common: bytes, steps: bytes) -> bytes:
     return b"".join((b"data: ", common[:-1], b',"steps":', steps, b"}\n\n"))
 
 
-def _encode_common(look: Look) -> bytes:
+def _encode_common(snapshot: Snapshot) -> bytes:
     status = shown_status(
-        look.status, publishes=_EVENT_PUBLISHES, evaluations=_EVENT_EVALUATIONS, steps=0
+        snapshot.status, publishes=_EVENT_PUBLISHES, evaluations=_EVENT_EVALUATIONS, steps=0
     )
     return msgspec.json.encode(
-        _Event(status, look.advisories, look.advice_ready, look.live, look.point)
+        _Event(status, snapshot.advisories, snapshot.advice_ready, snapshot.live, snapshot.point)
     )
 
 
@@ -423,9 +423,11 @@ def _encode_rows(rows: Sequence[Row]) -> bytes:
     return b"[" + b",".join(msgspec.json.encode(row) for row in rows) + b"]"
 
 
-def _encode_state(look: Look, columns: HistoryColumns) -> bytes:
-    status = shown_status(look.status, steps=0)
-    return encode_json(_State(status, look.advisories, look.advice_ready, look.live, columns))
+def _encode_state(snapshot: Snapshot, columns: HistoryColumns) -> bytes:
+    status = shown_status(snapshot.status, steps=0)
+    return encode_json(
+        _State(status, snapshot.advisories, snapshot.advice_ready, snapshot.live, columns)
+    )
 
 
 async def _open_site(runner: web.AppRunner, host: str, port: int) -> int:

@@ -10,7 +10,7 @@ from typing_extensions import override
 
 from slipstream.broker.dashboard.history import HistoryColumns
 from slipstream.broker.dashboard.items import Found, Letter, RecordedItems, Trajectory
-from slipstream.broker.dashboard.recorder import Look
+from slipstream.broker.dashboard.recorder import Snapshot
 from slipstream.broker.dashboard.web import Dashboard
 from tests.browser import samples
 
@@ -40,9 +40,9 @@ class SampleSource:
         self._cut.clear()
 
     @property
-    def look(self) -> Look:
+    def snapshot(self) -> Snapshot:
         """Return the newest sample."""
-        return Look(
+        return Snapshot(
             status=self.run.status(),
             advisories=self.advisories,
             advice_ready=self.advice_ready,

@@ -37,7 +37,7 @@ from slipstream.broker.dashboard.history import (
 )
 from slipstream.broker.dashboard.items import Found, Letter, RecordedItems
 from slipstream.broker.dashboard.metrics import render_metrics
-from slipstream.broker.dashboard.recorder import FinishedRun, Look, Recorder, fsync_of
+from slipstream.broker.dashboard.recorder import FinishedRun, Recorder, Snapshot, fsync_of
 from slipstream.broker.dashboard.web import MAX_VIEWERS, Dashboard
 from slipstream.broker.ledger.events import Trained, encode_event
 from slipstream.broker.ledger.scoring_queue import ScoringQueue
@@ -345,7 +345,7 @@ def test_a_broker_that_starts_again_goes_on_with_the_history(tmp_path: Path):
     stored = read_state(tmp_path / PAGE_STATE)
     assert stored is not None
     page = FinishedRun(stored, high_water_bytes=0, fsync="always")
-    assert (page.look.live, page.look.status.issued) == (False, make_status().issued)
+    assert (page.snapshot.live, page.snapshot.status.issued) == (False, make_status().issued)
     assert page.columns() == before
 
 
@@ -490,15 +490,15 @@ def test_pages_of_other_ports_leave_the_cookie_alone():
 
 
 class Wide:
-    """A run whose every look is large, told without end."""
+    """A run whose every snapshot is large, told without end."""
 
     def __init__(self) -> None:
         self.looks = 0
 
     @property
-    def look(self) -> Look:
+    def snapshot(self) -> Snapshot:
         point: dict[str, float | None] = {f"{i:090}": 1.0 for i in range(20_000)}
-        return Look(status=STATUS, advisories=[], live=True, point=point)
+        return Snapshot(status=STATUS, advisories=[], live=True, point=point)
 
     def columns(self) -> HistoryColumns:
         series = {f"{i:090}": np.full(2_000, 1 / 3) for i in range(400)}
@@ -777,7 +777,7 @@ def test_rules_that_fail_say_nothing_new_and_are_logged_once(
         asked += 1
         raise KeyError("busy")
 
-    async def body() -> Look | None:
+    async def body() -> Snapshot | None:
         recorder = Recorder(
             lambda: STATUS,
             tmp_path / PAGE_STATE,
@@ -787,12 +787,12 @@ def test_rules_that_fail_say_nothing_new_and_are_logged_once(
             advise=advise,
         )
         await run_until(recorder, lambda: asked > 1)
-        return recorder.look
+        return recorder.snapshot
 
     with caplog.at_level(logging.ERROR):
-        look = asyncio.run(body())
-    assert look is not None
-    assert (look.advisories, look.status.issued) == ([], STATUS.issued)
+        snapshot = asyncio.run(body())
+    assert snapshot is not None
+    assert (snapshot.advisories, snapshot.status.issued) == ([], STATUS.issued)
     assert asked > 1
     assert len(caplog.records) == 1
 
@@ -806,8 +806,8 @@ def test_a_figure_that_is_no_number_leaves_the_history_as_it_was(tmp_path: Path)
         fsync="",
         now=itertools.count(0.0, 10.0).__next__,
     )
-    assert recorder.look is not None
-    assert recorder.look.point == {}
+    assert recorder.snapshot is not None
+    assert recorder.snapshot.point == {}
     assert recorder.history.columns().time.at_s == []
 
 
