@@ -19,7 +19,8 @@ import msgspec
 from yarl import URL
 
 from benchmarks.bars import Bars
-from slipstream.broker.dashboard.history import History, StoredState, encode_json, write_state
+from slipstream.broker.dashboard.columns import StoredState, encode_json, write_state
+from slipstream.broker.dashboard.history import History
 from slipstream.broker.dashboard.items import RecordedItems
 from slipstream.broker.dashboard.recorder import Recorder
 from slipstream.broker.dashboard.web import Dashboard

@@ -16,17 +16,16 @@ from typing import TypeAlias
 import msgspec
 
 from slipstream.broker.dashboard.advisories import Advisory, Trends, advise, is_ready
-from slipstream.broker.dashboard.history import (
-    History,
+from slipstream.broker.dashboard.columns import (
     HistoryColumns,
-    Row,
     StoredState,
     claim_state,
-    steady_time,
     trends_of,
     write_state,
 )
+from slipstream.broker.dashboard.history import History, steady_time
 from slipstream.broker.dashboard.items import Letter, shown_letters
+from slipstream.broker.dashboard.table import Row
 from slipstream.broker.report.telemetry import with_newest_steps
 from slipstream.wire.messages.dead_letters import DeadLetter
 from slipstream.wire.messages.status import RunStatus

@@ -18,6 +18,7 @@ import msgspec
 from aiohttp import web
 
 from slipstream.broker.dashboard.advisories import Advisory
+from slipstream.broker.dashboard.columns import HistoryColumns, encode_json
 from slipstream.broker.dashboard.door import (
     Door,
     is_loopback,
@@ -27,10 +28,10 @@ from slipstream.broker.dashboard.door import (
     plain,
     reachable,
 )
-from slipstream.broker.dashboard.history import HistoryColumns, Row, encode_json
 from slipstream.broker.dashboard.items import Letter, RecordedItems
 from slipstream.broker.dashboard.metrics import render_metrics
 from slipstream.broker.dashboard.recorder import ErrorLog, Snapshot, shown_status
+from slipstream.broker.dashboard.table import Row
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.messages.status import RunStatus
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from rich.console import Console
 
 from slipstream.broker.config import BrokerSection
-from slipstream.broker.dashboard.history import StoredState, read_state
+from slipstream.broker.dashboard.columns import StoredState, read_state
 from slipstream.broker.dashboard.items import RecordedItems
 from slipstream.broker.dashboard.recorder import FinishedRun
 from slipstream.broker.dashboard.web import Dashboard

@@ -19,7 +19,7 @@ from rich.live import Live
 from rich.text import Text
 
 from slipstream.broker.config import BrokerSection
-from slipstream.broker.dashboard.history import StoredState, read_state
+from slipstream.broker.dashboard.columns import StoredState, read_state
 from slipstream.broker.report.summary import summary_of
 from slipstream.deploy.commands.options import RUNS, add_json, add_run
 from slipstream.deploy.terminal.console import make_console

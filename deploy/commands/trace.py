@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 import msgspec
 from rich.console import Console
 
-from slipstream.broker.dashboard.history import HistoryColumns, read_state
+from slipstream.broker.dashboard.columns import HistoryColumns, read_state
 from slipstream.broker.ledger.events import (
     Dropped,
     Generated,

@@ -4,7 +4,8 @@ from collections import deque
 from collections.abc import Callable, Mapping
 
 from slipstream.broker.dashboard.advisories import Advisory, Column, advise
-from slipstream.broker.dashboard.history import History, HistoryColumns, steady_time, trends_of
+from slipstream.broker.dashboard.columns import HistoryColumns, trends_of
+from slipstream.broker.dashboard.history import History, steady_time
 from slipstream.broker.dashboard.rates import Seen
 from slipstream.wire.messages.status import RunStatus
 

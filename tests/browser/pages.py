@@ -8,7 +8,7 @@ from pathlib import Path
 
 from typing_extensions import override
 
-from slipstream.broker.dashboard.history import HistoryColumns
+from slipstream.broker.dashboard.columns import HistoryColumns
 from slipstream.broker.dashboard.items import Found, Letter, RecordedItems, Trajectory
 from slipstream.broker.dashboard.recorder import Snapshot
 from slipstream.broker.dashboard.web import Dashboard

@@ -10,7 +10,7 @@ from operator import mul
 import msgspec
 
 from slipstream.broker.dashboard.advisories import Advisory, Trends, advise
-from slipstream.broker.dashboard.history import HistoryColumns, StepColumns, TimeColumns
+from slipstream.broker.dashboard.columns import HistoryColumns, StepColumns, TimeColumns
 from slipstream.broker.dashboard.items import Item, Letter, Sibling, Token, Trajectory
 from slipstream.broker.store.item_history import Moment
 from slipstream.wire.messages.status import (

@@ -24,20 +24,20 @@ from prometheus_client.parser import text_string_to_metric_families
 from yarl import URL
 
 from slipstream.broker.dashboard.advisories import Advisory
-from slipstream.broker.dashboard.door import name_of
-from slipstream.broker.dashboard.history import (
-    History,
+from slipstream.broker.dashboard.columns import (
     HistoryColumns,
-    Row,
     StepColumns,
     StoredState,
     TimeColumns,
     read_state,
     write_state,
 )
+from slipstream.broker.dashboard.door import name_of
+from slipstream.broker.dashboard.history import History
 from slipstream.broker.dashboard.items import Found, Letter, RecordedItems
 from slipstream.broker.dashboard.metrics import render_metrics
 from slipstream.broker.dashboard.recorder import FinishedRun, Recorder, Snapshot, fsync_of
+from slipstream.broker.dashboard.table import Row
 from slipstream.broker.dashboard.web import MAX_VIEWERS, Dashboard
 from slipstream.broker.ledger.events import Trained, encode_event
 from slipstream.broker.ledger.scoring_queue import ScoringQueue

@@ -10,18 +10,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slipstream.broker.dashboard.history import (
-    MAX_ROWS,
-    History,
+from slipstream.broker.dashboard.columns import (
     StoredState,
-    Table,
     claim_state,
     encode_json,
     read_state,
-    steady_time,
     trends_of,
     write_state,
 )
+from slipstream.broker.dashboard.history import History, steady_time
+from slipstream.broker.dashboard.table import MAX_ROWS, Table
 from slipstream.wire.messages.status import RunStatus, StepPoint
 from tests.support.wire_samples import STATUS
 

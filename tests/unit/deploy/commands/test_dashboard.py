@@ -6,7 +6,8 @@ import pytest
 from msgspec.structs import replace
 
 from slipstream.broker.config import BrokerSection, DashboardTable
-from slipstream.broker.dashboard.history import History, StoredState
+from slipstream.broker.dashboard.columns import StoredState
+from slipstream.broker.dashboard.history import History
 from slipstream.deploy.commands.dashboard import require_page, said_of, shown_outcome
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.files.run_folder import PAGE_ADDRESS

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.broker.dashboard.history import History, StoredState, write_state
+from slipstream.broker.dashboard.columns import StoredState, write_state
+from slipstream.broker.dashboard.history import History
 from slipstream.deploy.commands.top import (
     ends_in_order,
     keys_of,
