@@ -8,17 +8,15 @@ import asyncio
 import logging
 import os
 import socket
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from importlib.resources import files
 from pathlib import Path, PurePosixPath
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import msgspec
 from aiohttp import web
 
-from slipstream.broker.dashboard.advisories import Advisory
-from slipstream.broker.dashboard.columns import HistoryColumns, encode_json
 from slipstream.broker.dashboard.door import (
     Door,
     is_loopback,
@@ -28,12 +26,11 @@ from slipstream.broker.dashboard.door import (
     plain,
     reachable,
 )
-from slipstream.broker.dashboard.items import Letter, RecordedItems
+from slipstream.broker.dashboard.encoding import EventEncoder, Source, StateEncoder
+from slipstream.broker.dashboard.items import RecordedItems
 from slipstream.broker.dashboard.metrics import render_metrics
-from slipstream.broker.dashboard.recorder import ErrorLog, Snapshot, shown_status
-from slipstream.broker.dashboard.table import Row
+from slipstream.broker.dashboard.recorder import ErrorLog, Snapshot
 from slipstream.wire.errors import ConfigError
-from slipstream.wire.messages.status import RunStatus
 
 _log = logging.getLogger(__name__)
 _PATIENCE_S = 10.0  # for a browser that does not read
@@ -43,13 +40,9 @@ _READ_S = 5.0  # for the run folder
 _NAMES_S = 5.0  # for a name server
 _QUIET_S = 15.0  # without a new snapshot, after which the old one is sent again
 _IDLE_S = 75.0  # of a connection that nothing is asked on
-_KEPT_S = 1.0  # an encoded state, for further requests of the same
 _MAX_QUERY = 200
 _MAX_DIGITS = 15
 MAX_VIEWERS = 32
-_FEW_ROWS = 20  # are encoded at once
-_EVENT_PUBLISHES = 3
-_EVENT_EVALUATIONS = 2
 _HEADERS = {
     "Content-Security-Policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
@@ -65,46 +58,6 @@ _FILES = files("slipstream.broker.dashboard") / "page"
 _PAGE, _WHY = "page.html", "why.json"
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 T = TypeVar("T")
-
-
-class Source(Protocol):
-    """What the page shows: a running run, or what is left of one."""
-
-    @property
-    def snapshot(self) -> Snapshot | None:
-        """Return what was seen last; None if nothing was."""
-
-    def columns(self) -> HistoryColumns:
-        """Return how it came to that; a thread reads it."""
-
-    def steps_after(self, step: float) -> Sequence[Row]:
-        """Return the rows of learner steps after this one."""
-
-    def letters(self) -> list[Letter]:
-        """Return the newest dead letters."""
-
-    async def next_look(self) -> None:
-        """Return when there is something new, or after a while."""
-
-
-class _State(msgspec.Struct):
-    """The answer to /state.json."""
-
-    status: RunStatus
-    advisories: list[Advisory]
-    advice_ready: bool
-    live: bool
-    history: HistoryColumns
-
-
-class _Event(msgspec.Struct):
-    """What is sent every second to everybody; ``steps`` are added for each."""
-
-    status: RunStatus
-    advisories: list[Advisory]
-    advice_ready: bool
-    live: bool
-    point: Row
 
 
 class Dashboard:
@@ -141,8 +94,8 @@ class Dashboard:
         self._door = Door(folder)
         self._names = known_names(host)
         self._files: Mapping[str, bytes] = {}
-        self._events_of = _EventEncoder()
-        self._states = _StateEncoder(source)
+        self._events_of = EventEncoder()
+        self._states = StateEncoder(source)
         self._errors = ErrorLog()
         self._reading = asyncio.Lock()  # one reader of the run folder at a time
         self._runner: web.AppRunner | None = None
@@ -351,84 +304,6 @@ class Dashboard:
             with suppress(TimeoutError):
                 async with asyncio.timeout(_QUIET_S):
                     await self._source.next_look()
-
-
-class _StateEncoder:
-    """Encodes /state.json in a thread, once per snapshot for any number of requests."""
-
-    def __init__(self, source: Source) -> None:
-        self._source = source
-        self._encoding = asyncio.Lock()
-        self._kept: tuple[Snapshot, bytes] | None = None
-        self._forgets: asyncio.TimerHandle | None = None
-
-    async def encoded(self) -> bytes:
-        """Return the newest state as JSON."""
-        async with self._encoding:
-            snapshot = self._source.snapshot
-            if snapshot is None:
-                raise web.HTTPServiceUnavailable
-            if self._kept is not None and self._kept[0] is snapshot:
-                return self._kept[1]
-            self._kept = None
-            columns = self._source.columns()
-            body = await asyncio.to_thread(_encode_state, snapshot, columns)
-            self._kept = (snapshot, body)
-            if self._forgets is not None:
-                self._forgets.cancel()
-            self._forgets = asyncio.get_running_loop().call_later(_KEPT_S, self._forget)
-            return body
-
-    def _forget(self) -> None:
-        self._kept = None
-
-
-class _EventEncoder:
-    """Encodes events: what all viewers get once per snapshot, and the steps that they lack."""
-
-    def __init__(self) -> None:
-        self._snapshot: Snapshot | None = None
-        self._common = b""
-        self._whole: dict[float, bytes] = {}  # by the step that a viewer has
-
-    async def encoded(self, snapshot: Snapshot, step: float, source: Source) -> bytes:
-        """Return the event of a snapshot for a viewer with the learner steps up to one."""
-        if snapshot is not self._snapshot:
-            self._snapshot, self._common, self._whole = snapshot, _encode_common(snapshot), {}
-        if (known := self._whole.get(step)) is not None:
-            return known
-        common, whole = self._common, self._whole
-        rows = source.steps_after(step)
-        if len(rows) <= _FEW_ROWS:
-            steps = msgspec.json.encode(list(rows))
-            event = whole[step] = _joined(common, steps)
-            return event
-        return _joined(common, await asyncio.to_thread(_encode_rows, rows))
-
-
-def _joined(common: bytes, steps: bytes) -> bytes:
-    return b"".join((b"data: ", common[:-1], b',"steps":', steps, b"}\n\n"))
-
-
-def _encode_common(snapshot: Snapshot) -> bytes:
-    status = shown_status(
-        snapshot.status, publishes=_EVENT_PUBLISHES, evaluations=_EVENT_EVALUATIONS, steps=0
-    )
-    return msgspec.json.encode(
-        _Event(status, snapshot.advisories, snapshot.advice_ready, snapshot.live, snapshot.point)
-    )
-
-
-def _encode_rows(rows: Sequence[Row]) -> bytes:
-    """Return rows as JSON; row by row, so that others get a turn."""
-    return b"[" + b",".join(msgspec.json.encode(row) for row in rows) + b"]"
-
-
-def _encode_state(snapshot: Snapshot, columns: HistoryColumns) -> bytes:
-    status = shown_status(snapshot.status, steps=0)
-    return encode_json(
-        _State(status, snapshot.advisories, snapshot.advice_ready, snapshot.live, columns)
-    )
 
 
 async def _open_site(runner: web.AppRunner, host: str, port: int) -> int:

@@ -1,0 +1,138 @@
+"""What the page is sent, as JSON: the whole state, and an event per snapshot."""
+
+import asyncio
+from collections.abc import Sequence
+from typing import Protocol
+
+import msgspec
+from aiohttp import web
+
+from slipstream.broker.dashboard.advisories import Advisory
+from slipstream.broker.dashboard.columns import HistoryColumns, encode_json
+from slipstream.broker.dashboard.items import Letter
+from slipstream.broker.dashboard.recorder import Snapshot, shown_status
+from slipstream.broker.dashboard.table import Row
+from slipstream.wire.messages.status import RunStatus
+
+_KEPT_S = 1.0  # an encoded state, for further requests of the same
+_FEW_ROWS = 20  # are encoded at once
+_EVENT_PUBLISHES = 3
+_EVENT_EVALUATIONS = 2
+
+
+class Source(Protocol):
+    """What the page shows: a running run, or what is left of one."""
+
+    @property
+    def snapshot(self) -> Snapshot | None:
+        """Return what was seen last; None if nothing was."""
+
+    def columns(self) -> HistoryColumns:
+        """Return how it came to that; a thread reads it."""
+
+    def steps_after(self, step: float) -> Sequence[Row]:
+        """Return the rows of learner steps after this one."""
+
+    def letters(self) -> list[Letter]:
+        """Return the newest dead letters."""
+
+    async def next_look(self) -> None:
+        """Return when there is something new, or after a while."""
+
+
+class _State(msgspec.Struct):
+    """The answer to /state.json."""
+
+    status: RunStatus
+    advisories: list[Advisory]
+    advice_ready: bool
+    live: bool
+    history: HistoryColumns
+
+
+class _Event(msgspec.Struct):
+    """What is sent every second to everybody; ``steps`` are added for each."""
+
+    status: RunStatus
+    advisories: list[Advisory]
+    advice_ready: bool
+    live: bool
+    point: Row
+
+
+class StateEncoder:
+    """Encodes /state.json in a thread, once per snapshot for any number of requests."""
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+        self._encoding = asyncio.Lock()
+        self._kept: tuple[Snapshot, bytes] | None = None
+        self._forgets: asyncio.TimerHandle | None = None
+
+    async def encoded(self) -> bytes:
+        """Return the newest state as JSON."""
+        async with self._encoding:
+            snapshot = self._source.snapshot
+            if snapshot is None:
+                raise web.HTTPServiceUnavailable
+            if self._kept is not None and self._kept[0] is snapshot:
+                return self._kept[1]
+            self._kept = None
+            columns = self._source.columns()
+            body = await asyncio.to_thread(_encode_state, snapshot, columns)
+            self._kept = (snapshot, body)
+            if self._forgets is not None:
+                self._forgets.cancel()
+            self._forgets = asyncio.get_running_loop().call_later(_KEPT_S, self._forget)
+            return body
+
+    def _forget(self) -> None:
+        self._kept = None
+
+
+class EventEncoder:
+    """Encodes events: what all viewers get once per snapshot, and the steps that they lack."""
+
+    def __init__(self) -> None:
+        self._snapshot: Snapshot | None = None
+        self._common = b""
+        self._whole: dict[float, bytes] = {}  # by the step that a viewer has
+
+    async def encoded(self, snapshot: Snapshot, step: float, source: Source) -> bytes:
+        """Return the event of a snapshot for a viewer with the learner steps up to one."""
+        if snapshot is not self._snapshot:
+            self._snapshot, self._common, self._whole = snapshot, _encode_common(snapshot), {}
+        if (known := self._whole.get(step)) is not None:
+            return known
+        common, whole = self._common, self._whole
+        rows = source.steps_after(step)
+        if len(rows) <= _FEW_ROWS:
+            steps = msgspec.json.encode(list(rows))
+            event = whole[step] = _joined(common, steps)
+            return event
+        return _joined(common, await asyncio.to_thread(_encode_rows, rows))
+
+
+def _joined(common: bytes, steps: bytes) -> bytes:
+    return b"".join((b"data: ", common[:-1], b',"steps":', steps, b"}\n\n"))
+
+
+def _encode_common(snapshot: Snapshot) -> bytes:
+    status = shown_status(
+        snapshot.status, publishes=_EVENT_PUBLISHES, evaluations=_EVENT_EVALUATIONS, steps=0
+    )
+    return msgspec.json.encode(
+        _Event(status, snapshot.advisories, snapshot.advice_ready, snapshot.live, snapshot.point)
+    )
+
+
+def _encode_rows(rows: Sequence[Row]) -> bytes:
+    """Return rows as JSON; row by row, so that others get a turn."""
+    return b"[" + b",".join(msgspec.json.encode(row) for row in rows) + b"]"
+
+
+def _encode_state(snapshot: Snapshot, columns: HistoryColumns) -> bytes:
+    status = shown_status(snapshot.status, steps=0)
+    return encode_json(
+        _State(status, snapshot.advisories, snapshot.advice_ready, snapshot.live, columns)
+    )
