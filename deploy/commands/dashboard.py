@@ -13,9 +13,13 @@ from slipstream.broker.dashboard.items import RecordedItems
 from slipstream.broker.dashboard.recorder import FinishedRun
 from slipstream.broker.dashboard.web import Dashboard
 from slipstream.deploy.commands.options import RUNS, add_run
-from slipstream.deploy.commands.top import outcome_of
 from slipstream.deploy.terminal.console import make_console
-from slipstream.deploy.terminal.observe import dashboard_address, run_of_folder, status_now
+from slipstream.deploy.terminal.observe import (
+    dashboard_address,
+    outcome_of,
+    run_of_folder,
+    status_now,
+)
 from slipstream.wire.errors import ConfigError, PeerLostError
 from slipstream.wire.files.run_folder import PAGE_ADDRESS, PAGE_STATE, newest_run
 from slipstream.wire.process.stopping import stop_event

@@ -4,25 +4,29 @@ import errno
 import fcntl
 import json
 import logging
+import math
 import os
 import shutil
 import signal
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import TextIO
 
 from rich.console import Console
 from rich.live import Live
 
+from slipstream.broker.dashboard.history import read_state
 from slipstream.broker.report.summary import replace_figures, summary_of
 from slipstream.deploy.config import RunConfig, run_config, write_resolved
 from slipstream.deploy.launch.plan import count_gpus, plan_roles
 from slipstream.deploy.launch.supervise import Supervisor
-from slipstream.deploy.terminal.observe import StatusWatcher, dashboard_address
-from slipstream.deploy.terminal.view import final_table, live_view, one_line
+from slipstream.deploy.terminal.figures import final_table, one_line
+from slipstream.deploy.terminal.observe import StatusWatcher, page_line
+from slipstream.deploy.terminal.recent import Recent, recent_of
+from slipstream.deploy.terminal.screen import draw
 from slipstream.generators.sglang.process import remove_leftovers
 from slipstream.wire.errors import ChildDiedError, ConfigError, PeerLostError, SlipstreamError
 from slipstream.wire.files.checkpoints import (
@@ -30,7 +34,7 @@ from slipstream.wire.files.checkpoints import (
     newest_checkpoint,
     read_checkpoint_info,
 )
-from slipstream.wire.files.run_folder import PAGE_ADDRESS
+from slipstream.wire.files.run_folder import PAGE_STATE
 from slipstream.wire.messages.status import RunStatus
 from slipstream.wire.process.command_line import (
     EXIT_BAD_SETTINGS,
@@ -45,6 +49,7 @@ from slipstream.wire.settings.sections import RunSection, relay_lock, run_sectio
 
 _log = logging.getLogger(__name__)
 _POLL_S = 0.2
+_DRAW_EVERY_S = 1.0
 _LINE_EVERY_S = 10.0
 _BROKER_START_S = 120.0  # without a sign of life, as the next one
 _RELAY_END_S = 10.0
@@ -187,7 +192,9 @@ def _run(
     names = [plan.name for plan in others]
     started = time.monotonic()
     ended: set[str] = set()
-    with _display(console, run) as show:
+    live = Live(console=console, auto_refresh=False, transient=True)
+    show = Show(console, run, live if console.is_terminal else None)
+    with live if console.is_terminal else nullcontext():
         while len(ended) < len(names):
             supervisor.check()
             for name in names:
@@ -200,7 +207,7 @@ def _run(
             if limit and time.monotonic() - started > limit:
                 raise ChildDiedError(f"the run took longer than deploy.time_limit_s = {limit:.0f}")
             if watcher.newest is not None:
-                show(watcher.newest)
+                show(watcher.newest, watcher.trouble)
             time.sleep(_POLL_S)
 
 
@@ -291,53 +298,61 @@ def _patience_with_broker(supervisor: Supervisor, console: Console) -> Patience:
     return Patience("the broker to answer", _BROKER_START_S, signs, say=say)
 
 
-@contextmanager
-def _display(console: Console, run: RunSection) -> Iterator["Show"]:
-    """A live view on a terminal; a line now and then elsewhere."""
-    if not console.is_terminal:
-        yield Show(console, run, None)
-        return
-    with Live(console=console, auto_refresh=False, transient=True) as live:
-        yield Show(console, run, live)
-
-
 class Show:
-    """Draws a run: one live view, or lines where there is no terminal, which are kept in files.
+    """Draws a run: the screen on a terminal, else a line now and then, which files keep.
 
-    The page's address holds its token: it goes to a terminal alone.
+    The page's address holds its token: it is shown on a terminal alone.
     """
 
-    def __init__(self, console: Console, run: RunSection, live: Live | None) -> None:
+    def __init__(
+        self,
+        console: Console,
+        run: RunSection,
+        live: Live | None,
+        *,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._now = now
         self._console = console
         self._run = run
         self._live = live
-        self._next_line_s = 0.0
+        self._recent: Recent | None = None
+        self._next_s = -math.inf
         self._announced = False
         self._is_broken = False
 
-    def __call__(self, status: RunStatus) -> None:
-        """Draw the newest state, or nothing where that fails."""
+    def __call__(self, status: RunStatus, trouble: str = "") -> None:
+        """Draw the newest state where it is time to; ``trouble`` is why it is old."""
+        if self._now() < self._next_s:
+            return
+        self._next_s = self._now() + (_LINE_EVERY_S if self._live is None else _DRAW_EVERY_S)
         try:
-            self._draw(status)
-        except SlipstreamError:  # asked to end meanwhile
+            if self._live is None:
+                if not self._announced:
+                    self._announced = True
+                    page = page_line(self._run, is_terminal=False)
+                    self._console.print(page, soft_wrap=True)
+                self._console.print(one_line(status), soft_wrap=True)
+                return
+            if self._recent is None:
+                stored = read_state(self._run.folder / PAGE_STATE)
+                self._recent = recent_of(self._run.folder, stored)
+            self._recent.add(status)
+            view = draw(
+                status,
+                self._recent,
+                self._console,
+                height=self._console.height - 1,
+                trouble=trouble,
+                footer=page_line(self._run, is_terminal=True),
+            )
+            self._live.update(view, refresh=True)
+        except _StopRequestedError:
             raise
         except Exception:  # noqa: BLE001 a picture of the run must never end it
             if not self._is_broken:
                 self._is_broken = True
-                _log.exception("the view cannot be drawn; the run goes on")
-
-    def _draw(self, status: RunStatus) -> None:
-        if self._live is not None:  # another broker has another page
-            self._live.update(live_view(status, dashboard_address(self._run)), refresh=True)
-            return
-        if not self._announced:
-            self._announced = True
-            if (self._run.folder / PAGE_ADDRESS).exists():
-                place = self._run.folder / PAGE_ADDRESS
-                self._console.print(f"dashboard: its address is in {place}", soft_wrap=True)
-        if time.monotonic() >= self._next_line_s:
-            self._next_line_s = time.monotonic() + _LINE_EVERY_S
-            self._console.print(one_line(status), soft_wrap=True)
+                _log.exception("the view cannot be drawn; the run continues")
 
 
 def _finish(run: RunSection, newest: RunStatus | None, reason: str, console: Console) -> None:

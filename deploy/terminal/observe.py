@@ -1,6 +1,7 @@
 """Reads the state of a running run from its broker."""
 
 import asyncio
+import json
 import math
 import threading
 import time
@@ -8,6 +9,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from slipstream.broker.client import BrokerClient
+from slipstream.deploy.terminal.figures import age
 from slipstream.wire.errors import ConfigError, PeerLostError, SlipstreamError
 from slipstream.wire.files.run_folder import PAGE_ADDRESS
 from slipstream.wire.messages.broker import (
@@ -27,6 +29,8 @@ from slipstream.wire.settings.sections import RunSection, run_section
 _TIMEOUT_S = 30.0
 _LOOK_S = 0.1  # whether to stop
 _NEWEST_STEPS = 100  # that a request every second may have missed
+_OLD_S = 3.0  # an older answer is marked as such
+_GONE_S = 30.0  # then the view states what to do
 A = TypeVar("A", bound=Answer)
 
 
@@ -42,6 +46,14 @@ def dashboard_address(run: RunSection) -> str:
     """Return the address of a run's live page."""
     path = run.folder / PAGE_ADDRESS
     return path.read_text().strip() if path.exists() else "(off)"
+
+
+def page_line(run: RunSection, *, is_terminal: bool) -> str:
+    """Return where the page is; its address holds a token, which a terminal alone may show."""
+    place = run.folder / PAGE_ADDRESS
+    if is_terminal or not place.exists():
+        return f"dashboard {dashboard_address(run)}"
+    return f"dashboard: its address is in {place}"
 
 
 async def fetch_status(run: RunSection, *, timeout_s: float = _TIMEOUT_S) -> RunStatus:
@@ -89,6 +101,40 @@ def status_now(run: RunSection) -> RunStatus:
     return ask_broker(run, GetStatus(), StatusAnswer).status
 
 
+def trouble_of(error: str, age_s: float, outcome: str) -> str:
+    """Return why what is shown is not of now; empty if it is.
+
+    Args:
+        error: of the newest question to the broker.
+        age_s: how old its newest answer is.
+        outcome: of the run, as it is written down.
+    """
+    if not error and age_s < _OLD_S:
+        return ""
+    if error and outcome not in {"", "running"}:
+        return f"the run has ended: {outcome}"
+    why = f" ({error})" if error else ""
+    said = (
+        f"the broker has not answered for {age(age_s)} and is asked every second; what is shown "
+        f"is old{why}"
+    )
+    if age_s < _GONE_S:
+        return said
+    return (
+        f"{said}. Every role waits for it, for run.outage_s: `slipstream run` starts it again, "
+        "one started by hand needs start-broker; see logs/broker.log, and Broker gone in "
+        "docs/operations.md"
+    )
+
+
+def outcome_of(run: RunSection) -> str:
+    """Return how a run ended by its summary; empty if that is not known."""
+    try:
+        return str(json.loads(run.summary_file.read_bytes()).get("outcome", ""))
+    except (OSError, ValueError):
+        return ""
+
+
 class StatusWatcher:
     """Asks the broker of a run again and again, on a thread of its own; keeps the newest answer.
 
@@ -114,6 +160,11 @@ class StatusWatcher:
     def age_s(self) -> float:
         """Return how old the newest answer is, or how long there has been none."""
         return time.monotonic() - (self._answer[1] if self._answer else self._started_s)
+
+    @property
+    def trouble(self) -> str:
+        """Return why the newest answer is not of now; empty if it is."""
+        return trouble_of(self.error, self.age_s, outcome_of(self._run) if self.error else "")
 
     def start(self) -> None:
         """Start asking."""
