@@ -34,8 +34,9 @@ COMMANDS = {
 }
 
 
-def _parser(called: str) -> argparse.ArgumentParser:
-    """Build the parser; only the command that is called gets its arguments."""
+def main() -> int:
+    """Parse and hand over to one subcommand; only that one is imported and gets its arguments."""
+    called = next((word for word in sys.argv[1:] if not word.startswith("-")), "")
     parser = argparse.ArgumentParser(
         prog="slipstream",
         description="Disaggregated asynchronous reinforcement learning for language models.",
@@ -52,13 +53,6 @@ def _parser(called: str) -> argparse.ArgumentParser:
             command.epilog = body.EXAMPLES
             body.add_arguments(command)
             command.set_defaults(main=body.main)
-    return parser
-
-
-def main() -> int:
-    """Parse and hand over to one subcommand."""
-    called = next((word for word in sys.argv[1:] if not word.startswith("-")), "")
-    parser = _parser(called)
     arguments, left = parser.parse_known_args()
     if left:  # argparse gives up on settings that come after an option
         if "overrides" not in arguments or any(word.startswith("-") for word in left):

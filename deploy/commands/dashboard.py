@@ -82,7 +82,17 @@ def show_dashboard(folder: Path, console: Console, *, port: int) -> int:
         outcome=shown_outcome(stored, outcome),
     )
     dashboard = Dashboard(source, RecordedItems(folder), host="127.0.0.1", port=port)
-    asyncio.run(_serve(dashboard, console, said_of(stored, outcome)))
+
+    async def serve() -> None:
+        stop = stop_event()
+        try:
+            console.print(await dashboard.start(), soft_wrap=True)
+            console.print(f"{described(stored, outcome)}\nCtrl-C ends it", soft_wrap=True)
+            await stop.wait()
+        finally:
+            await dashboard.stop()
+
+    asyncio.run(serve())
     return 0
 
 
@@ -110,7 +120,7 @@ def shown_outcome(stored: StoredState, outcome: str) -> str:
     return _end_of(stored, outcome) or f"not heard of since {_written_at(stored)}"
 
 
-def said_of(stored: StoredState, outcome: str) -> str:
+def described(stored: StoredState, outcome: str) -> str:
     """Return in words what is shown, and of when."""
     written = f"its figures were last written at {_written_at(stored)}"
     if end := _end_of(stored, outcome):
@@ -120,13 +130,3 @@ def said_of(stored: StoredState, outcome: str) -> str:
 
 def _written_at(stored: StoredState) -> str:
     return datetime.fromtimestamp(stored.at_s, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
-
-
-async def _serve(dashboard: Dashboard, console: Console, said: str) -> None:
-    stop = stop_event()
-    try:
-        console.print(await dashboard.start(), soft_wrap=True)
-        console.print(f"{said}\nCtrl-C ends it", soft_wrap=True)
-        await stop.wait()
-    finally:
-        await dashboard.stop()

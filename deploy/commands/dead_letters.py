@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from rich.console import Console, Group
+from rich.console import Group
 from rich.panel import Panel
 from rich.table import Table as RichTable
 from rich.text import Text
@@ -60,7 +60,26 @@ def dead_letters(action: str, words: Sequence[str], *, folder: Path | None, as_j
     run = run_of_folder(folder or newest_run(RUNS))
     console = make_console()
     if action == "list":
-        return _list(run, console, as_json=as_json)
+        letters, forgotten = _all(run)
+        if as_json:
+            return print_json({"letters": letters, "forgotten": forgotten})
+        if not letters:
+            console.print("no dead letters")
+            return 0
+        table = RichTable("group", "row", "data source", "reason", "prompt", "last failure")
+        for letter in letters:
+            last = letter.failures[-1].reason if letter.failures else ""
+            row = letter.prompt.row if letter.prompt.row >= 0 else letter.position
+            texts = (letter.prompt.data_source, letter.reason, letter.prompt.text, last)
+            retry = f" (retry of g{letter.retry_of})" if letter.retry_of >= 0 else ""
+            lines = (" ".join(text.split()) for text in texts)
+            short = (line if len(line) <= _SHOWN else line[: _SHOWN - 3] + "..." for line in lines)
+            table.add_row(f"g{letter.group_id}{retry}", str(row), *map(Text, short))
+        console.print(table)
+        if forgotten:
+            console.print(f"{forgotten} older ones were removed: their number is bounded")
+        console.print("slipstream dead-letters show|retry|drop GROUP|all")
+        return 0
     letters = _chosen(run, words, action)
     if action == "show":
         if as_json:
@@ -113,32 +132,6 @@ def _chosen(run: RunSection, words: Sequence[str], action: str) -> list[DeadLett
             )
         chosen.append(by_group[int(number)])
     return chosen
-
-
-def _list(run: RunSection, console: Console, *, as_json: bool) -> int:
-    letters, forgotten = _all(run)
-    if as_json:
-        return print_json({"letters": letters, "forgotten": forgotten})
-    if not letters:
-        console.print("no dead letters")
-        return 0
-    table = RichTable("group", "row", "data source", "reason", "prompt", "last failure")
-    for letter in letters:
-        last = letter.failures[-1].reason if letter.failures else ""
-        row = str(letter.prompt.row) if letter.prompt.row >= 0 else str(letter.position)
-        texts = (letter.prompt.data_source, letter.reason, letter.prompt.text, last)
-        name = f"g{letter.group_id}" + (f" (retry of g{letter.retry_of})" * (letter.retry_of >= 0))
-        table.add_row(name, row, *(Text(_short(text)) for text in texts))
-    console.print(table)
-    if forgotten:
-        console.print(f"{forgotten} older ones were forgotten: there is room for so many only")
-    console.print("slipstream dead-letters show|retry|drop GROUP|all")
-    return 0
-
-
-def _short(text: str) -> str:
-    line = " ".join(text.split())
-    return line if len(line) <= _SHOWN else line[: _SHOWN - 3] + "..."
 
 
 def _shown(letter: DeadLetter) -> Panel:

@@ -103,7 +103,9 @@ def held_checkpoint(target: Path | None, *, best: bool, runs: Path = RUNS) -> tu
         if checkpoint == target or checkpoint.parent.name != "checkpoints":
             return checkpoint, checkpoint
         run = checkpoint.parent.parent
-        _remove_left(run)
+        for left in run.glob(f"{_HELD}*"):  # by exports that were killed
+            if not Path("/proc", left.name.removeprefix(_HELD)).exists():
+                shutil.rmtree(left, ignore_errors=True)
         held = run / f"{_HELD}{os.getpid()}"
         try:
             shutil.copytree(checkpoint, held, copy_function=os.link)
@@ -120,13 +122,6 @@ def let_go(held: Path, checkpoint: Path) -> None:
     """Remove what was held of a checkpoint."""
     if held != checkpoint:
         shutil.rmtree(held, ignore_errors=True)
-
-
-def _remove_left(run: Path) -> None:
-    """Remove what exports that were killed had held."""
-    for path in run.glob(f"{_HELD}*"):
-        if not Path("/proc", path.name.removeprefix(_HELD)).exists():
-            shutil.rmtree(path, ignore_errors=True)
 
 
 def out_folder(checkpoint: Path, out: Path | None) -> Path:

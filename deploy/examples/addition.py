@@ -91,7 +91,13 @@ def make_policy(work: Path, out: Path) -> int:
     blank, warm = work / "blank", work / "policy"
     with _locked(work):
         _write_problems(work)
-        _write_demonstrations(work)
+        rng = random.Random(8)  # noqa: S311 not for secrets
+        rows = [
+            {"prompt": f"{a:02d}+{b:02d}=", "ground_truth": str(_taught_sum(a, b, rng))}
+            for a, b in _problems()[_HELD_OUT:]
+            for _ in range(_DEMONSTRATIONS)
+        ]
+        _write_rows(work / "demonstrations.jsonl", rows)
         write_blank_model(blank)
     command = [sys.executable, "-m", "slipstream.learner.warmup.main", "--model", str(blank)]
     command += ["--demonstrations", str(work / "demonstrations.jsonl")]
@@ -133,17 +139,6 @@ def _write_problems(folder: Path) -> None:
             for a, b in part
         ]
         _write_rows(folder / f"{name}.jsonl", rows)
-
-
-def _write_demonstrations(folder: Path) -> None:
-    """Have a teacher answer the problems that are not held out."""
-    rng = random.Random(8)  # noqa: S311 not for secrets
-    rows = [
-        {"prompt": f"{a:02d}+{b:02d}=", "ground_truth": str(_taught_sum(a, b, rng))}
-        for a, b in _problems()[_HELD_OUT:]
-        for _ in range(_DEMONSTRATIONS)
-    ]
-    _write_rows(folder / "demonstrations.jsonl", rows)
 
 
 def _taught_sum(a: int, b: int, rng: random.Random) -> int:

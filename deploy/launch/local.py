@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
+from types import FrameType
 from typing import TextIO
 
 from rich.console import Console
@@ -69,7 +70,9 @@ def run_locally(config: RunConfig, console: Console) -> int:
     lock = _lock(run)
     _remove_scratch_of_killed_run(run)
     scratch = Path(tempfile.mkdtemp(prefix=_SCRATCH))
-    config = _with_sockets(config, scratch)
+    if not run.socket_dir:  # not scratch itself: reward functions use it, this one is hidden
+        sockets = {"socket_dir": str(scratch / _SOCKETS)}
+        config = run_config({**config.table, "run": {**config.table.get("run", {}), **sockets}})
     supervisor = Supervisor(
         logs=run.logs,
         scratch=scratch,
@@ -81,7 +84,7 @@ def run_locally(config: RunConfig, console: Console) -> int:
     reason, code = "failed: by a fault of this program", EXIT_FAILED  # the learner saves then, too
     watcher = StatusWatcher(config.run)
     try:
-        with _signals_raise():
+        with _signals(_raise_stop):
             resolved = run.folder / "resolved.toml"
             write_resolved(config, resolved)
             _run(config, supervisor, watcher, console, resolved)
@@ -102,7 +105,7 @@ def run_locally(config: RunConfig, console: Console) -> int:
     finally:
         if code:
             _let_learner_save(config, supervisor, watcher, console)
-        with _signals_ignored():
+        with _signals(signal.SIG_IGN):  # the clean-up is bounded by deploy.stop_timeout_s
             watcher.close()
             roles = [name for name in supervisor.children if name != "broker"]
             if supervisor.runs("broker"):
@@ -155,7 +158,7 @@ def _let_learner_save(
     if not supervisor.runs("broker") or status is None or status.steps == 0:
         return
     console.print("stopping: the learner saves a checkpoint (Ctrl-C ends it at once)")
-    with suppress(_StopRequestedError), _signals_raise():
+    with suppress(_StopRequestedError), _signals(_raise_stop):
         supervisor.stop(["learner"], timeout_s=config.deploy.save_timeout_s)
     newest = newest_checkpoint(config.run.folder)
     step = read_checkpoint_info(newest).step if newest is not None else 0
@@ -179,7 +182,15 @@ def _run(
     console.print(f"run {run.name}: settings, logs and results in {run.folder}")
     broker, *others = plan_roles(config, resolved, num_gpus=count_gpus())
     supervisor.start(broker)
-    _await_broker(supervisor, run, console)
+    patience = _patience_with_broker(supervisor, console)
+    while not run.socket("broker").exists():
+        supervisor.check()
+        child = supervisor.children["broker"]
+        if child.finished or patience.is_over():
+            why = "ended" if child.finished else patience.why
+            last = last_lines(child.log_file)
+            raise ChildDiedError(f"the broker did not start: it {why}; {child.log_file}:\n{last}")
+        time.sleep(_POLL_S)
     for plan in others:
         supervisor.start(plan)
     if listen := config.broker.broker.listen:
@@ -269,25 +280,6 @@ def _remove_scratch_of_killed_run(run: RunSection) -> None:
         for left in folder.glob("*-*"):
             remove_leftovers(left)
         shutil.rmtree(folder, ignore_errors=True)
-
-
-def _with_sockets(config: RunConfig, scratch: Path) -> RunConfig:
-    if config.run.socket_dir:
-        return config
-    # Not the folder of temporary files itself, which reward functions use and this one is hidden.
-    sockets = {"socket_dir": str(scratch / _SOCKETS)}
-    return run_config({**config.table, "run": {**config.table.get("run", {}), **sockets}})
-
-
-def _await_broker(supervisor: Supervisor, run: RunSection, console: Console) -> None:
-    patience = _patience_with_broker(supervisor, console)
-    while not run.socket("broker").exists():
-        supervisor.check()
-        if supervisor.children["broker"].finished or patience.is_over():
-            why = "ended" if supervisor.children["broker"].finished else patience.why
-            log = supervisor.children["broker"].log_file
-            raise ChildDiedError(f"the broker did not come up: it {why}; {log}:\n{last_lines(log)}")
-        time.sleep(_POLL_S)
 
 
 def _patience_with_broker(supervisor: Supervisor, console: Console) -> Patience:
@@ -382,25 +374,14 @@ def _finish(run: RunSection, newest: RunStatus | None, reason: str, console: Con
     console.print(f"figures in {path}")
 
 
+def _raise_stop(signum: int, _frame: object) -> None:
+    raise _StopRequestedError(signal.Signals(signum).name)
+
+
 @contextmanager
-def _signals_raise() -> Iterator[None]:
-    """Turn SIGINT and SIGTERM into an exception of the main thread."""
-
-    def handler(signum: int, _frame: object) -> None:
-        raise _StopRequestedError(signal.Signals(signum).name)
-
+def _signals(handler: Callable[[int, FrameType | None], None] | signal.Handlers) -> Iterator[None]:
+    """Handle SIGINT and SIGTERM in this way meanwhile."""
     before = {s: signal.signal(s, handler) for s in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for signum, old in before.items():
-            signal.signal(signum, old)
-
-
-@contextmanager
-def _signals_ignored() -> Iterator[None]:
-    """Let nothing interrupt the clean-up; it is bounded by deploy.stop_timeout_s."""
-    before = {s: signal.signal(s, signal.SIG_IGN) for s in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
     finally:

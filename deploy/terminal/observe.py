@@ -27,7 +27,7 @@ from slipstream.wire.settings.load import load_table
 from slipstream.wire.settings.sections import RunSection, run_section
 
 _TIMEOUT_S = 30.0
-_LOOK_S = 0.1  # whether to stop
+_STOP_CHECK_S = 0.1
 _NEWEST_STEPS = 100  # that a request every second may have missed
 _OLD_S = 3.0  # an older answer is marked as such
 _GONE_S = 30.0  # then the view states what to do
@@ -145,7 +145,9 @@ class StatusWatcher:
         self._run = run
         self._every_s = every_s
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._loop, name="status", daemon=True)
+        self._thread = threading.Thread(
+            target=lambda: asyncio.run(self._loop()), name="status", daemon=True
+        )
         self._started_s = time.monotonic()
         self._answer: tuple[RunStatus, float] | None = None
         self.asked_s = -math.inf  # monotonic time at which the newest answer was asked for
@@ -176,30 +178,28 @@ class StatusWatcher:
         if self._thread.is_alive():
             self._thread.join(timeout=_TIMEOUT_S)
 
-    def _loop(self) -> None:
+    async def _loop(self) -> None:
+        """Keep one connection for as long as it lasts, then make another."""
         while not self._stop.is_set():
             try:
-                asyncio.run(self._ask_on_one_connection())
+                client = await _connect(self._run, _TIMEOUT_S, "observer")
+                try:
+                    while not self._stop.is_set():
+                        count = _NEWEST_STEPS if self._answer is not None else -1
+                        asked_s = time.monotonic()
+                        question = client.ask(GetStatus(newest_steps=count), StatusAnswer)
+                        asking = asyncio.ensure_future(question)
+                        while not asking.done() and not self._stop.is_set():
+                            await asyncio.wait({asking}, timeout=_STOP_CHECK_S)
+                        if not asking.done():
+                            asking.cancel()
+                            return
+                        self._answer = (asking.result()[0].status, time.monotonic())
+                        self.asked_s = asked_s
+                        self.error = ""
+                        await asyncio.to_thread(self._stop.wait, self._every_s)
+                finally:
+                    client.close()
             except SlipstreamError as error:
                 self.error = str(error)
-            self._stop.wait(self._every_s)
-
-    async def _ask_on_one_connection(self) -> None:
-        client = await _connect(self._run, _TIMEOUT_S, "observer")
-        try:
-            while not self._stop.is_set():
-                count = _NEWEST_STEPS if self._answer is not None else -1
-                question = GetStatus(newest_steps=count)
-                asked_s = time.monotonic()
-                asking = asyncio.ensure_future(client.ask(question, StatusAnswer))
-                while not asking.done() and not self._stop.is_set():
-                    await asyncio.wait({asking}, timeout=_LOOK_S)
-                if not asking.done():
-                    asking.cancel()
-                    return
-                self._answer = (asking.result()[0].status, time.monotonic())
-                self.asked_s = asked_s
-                self.error = ""
-                await asyncio.to_thread(self._stop.wait, self._every_s)
-        finally:
-            client.close()
+            await asyncio.to_thread(self._stop.wait, self._every_s)

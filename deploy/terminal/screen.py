@@ -33,6 +33,7 @@ _SPARKS = "▁▂▃▄▅▆▇█"
 _PLAIN_SPARKS = "_.-:=+*#"
 _BARS = 4  # of staleness, on a screen that is not high
 _HIGH = 32  # lines
+_NEWS = 5  # lines of one piece of news
 ALL = 10_000  # lines: nothing is cut
 _WIDE = 110  # columns from which on phases are shown
 _BY_LAG = (  # figure of a learner step, what it is called, digits
@@ -135,14 +136,21 @@ def lines_of(
         now_s: unix time.
     """
     head = _head(status, trouble, screen)
+    advice: list[Text] = []
+    for advisory in advisories:
+        wrapped = textwrap.wrap(visible(advisory.text), screen.width - _TITLE - 2)
+        marks = ("! ", *("  " for _ in wrapped[1:]))
+        style = _COLORS[advisory.level]
+        advice += [Text(m + part, style=style) for m, part in zip(marks, wrapped, strict=True)]
+    staleness, correction = _staleness(status, screen)
     processes, phases = _pools(status, recent, screen)
     blocks = [
-        Block("advice", _advice(advisories, screen), 0, 2, 5),
+        Block("advice", advice, 0, 2, 5),
         Block("learning", _learning(status, recent, screen), 1, 1, 2),
         Block("pools", processes, 2, 3, 5),
         Block("phases", phases, 8, 1, 1),
-        Block("staleness", _staleness(status, screen), 4, 1, 3),
-        Block("correction", _correction(status), 7, 1, 1),
+        Block("staleness", staleness, 4, 1, 3),
+        Block("correction", correction, 7, 1, 1),
         Block("groups", _groups(status), 3, 1, 2),
         Block("queues", _queues(status, screen), 5, 1, 1),
         Block("weights", _weights(status, now_s, screen), 6, 1, 2),
@@ -205,34 +213,23 @@ def _head(status: RunStatus, trouble: str, screen: Screen) -> list[Text]:
         screen.bar(share, max(5, min(40, screen.width - 60)), "green"),
         f" {share:.0%}  {age(status.elapsed_s)}{left}",
     )
-    lines = [headline]
-    if trouble:
-        lines += [Text(line, style="bold red") for line in textwrap.wrap(trouble, screen.width)[:2]]
+    news = [(trouble, "bold red")]
     if status.unaccounted:
-        lines.append(Text(f"groups UNACCOUNTED FOR: {status.unaccounted}", style="bold red"))
+        news.append((f"groups UNACCOUNTED FOR: {status.unaccounted}", "bold red"))
     if status.outcome != "running":
-        lines.append(Text(f"the run has ended: {visible(status.outcome)}", style="bold"))
-        return lines
-    if status.stop_reason:
-        lines.append(Text(f"the run ends because {visible(status.stop_reason)}", style="yellow"))
-    if startup := startup_wait(status):
-        lines.append(Text(f"the run waits for {startup}", style="cyan"))
-    elif status.waiting_for:
-        lines.append(Text(f"the learner waits for {visible(status.waiting_for)}", style="cyan"))
-    return lines
+        news.append((f"the run has ended: {visible(status.outcome)}", "bold"))
+    else:
+        if status.stop_reason:
+            news.append((f"the run ends because {visible(status.stop_reason)}", "yellow"))
+        if startup := startup_wait(status):
+            news.append((f"the run waits for {startup}", "cyan"))
+        elif status.waiting_for:
+            news.append((f"the learner waits for {visible(status.waiting_for)}", "cyan"))
+    wrapped = ((textwrap.wrap(text, screen.width)[:_NEWS], style) for text, style in news)
+    return [headline, *(Text(part, style) for parts, style in wrapped for part in parts)]
 
 
 # ---- blocks ------------------------------------------------------------------
-
-
-def _advice(advisories: Sequence[Advisory], screen: Screen) -> list[Text]:
-    lines: list[Text] = []
-    for advisory in advisories:
-        wrapped = textwrap.wrap(visible(advisory.text), screen.width - _TITLE - 2)
-        marks = ("! ", *("  " for _ in wrapped[1:]))
-        style = _COLORS[advisory.level]
-        lines += [Text(m + part, style=style) for m, part in zip(marks, wrapped, strict=True)]
-    return lines
 
 
 def _learning(status: RunStatus, recent: History, screen: Screen) -> list[Text]:
@@ -338,43 +335,40 @@ def _natural(name: str) -> list[tuple[int, str]]:
     return [(int(part), "") if part.isdecimal() else (-1, part) for part in parts]
 
 
-def _correction(status: RunStatus) -> list[Text]:
-    """Return what the correction had to do in the newest step, by staleness."""
+def _staleness(status: RunStatus, screen: Screen) -> tuple[list[Text], list[Text]]:
+    """Return how stale the trained tokens are, and what the newest step's correction had to do."""
+    lags = range(status.max_staleness_steps + 1)
     metrics = status.steps_history[-1].metrics if status.steps_history else {}
-    lines = []
+    correction = []
     for name, title, digits in _BY_LAG:
-        found = (
-            (lag, metrics.get(f"{name}@lag{lag}")) for lag in range(status.max_staleness_steps + 1)
-        )
+        found = ((lag, metrics.get(f"{name}@lag{lag}")) for lag in lags)
         entries = [f"lag {lag} {value:.{digits}f}" for lag, value in found if value is not None]
         if entries:
-            lines.append(Text(f"{title:13}{'  '.join(entries)}"))
-    return lines
-
-
-def _staleness(status: RunStatus, screen: Screen) -> list[Text]:
+            correction.append(Text(f"{title:13}{'  '.join(entries)}"))
     total = sum(status.staleness_histogram.values())
     if not total:
-        return []
-    width = max(8, min(40, screen.width - 50))
-    lags = range(status.max_staleness_steps + 1)
+        return [], correction
     shares = [status.staleness_histogram.get(str(lag), 0) / total for lag in lags]
+    lines: list[Text] = []
     if len(lags) > _BARS and screen.height < _HIGH:
-        entries = [Text(f"{lag}: {share:.0%}  ") for lag, share in enumerate(shares)]
-        return _flow([*entries, Text("of trained tokens")], screen.width - _TITLE)
-    lines = []
-    for lag, share in enumerate(shares):
-        bar = screen.bar(share, width, "green" if lag < status.max_staleness_steps else "yellow")
-        steps = f"{lag} step{'' if lag == 1 else 's'}"
-        lines.append(Text.assemble(f"{steps:9}", bar, f" {share:4.0%} of trained tokens"))
+        parts = [Text(f"{lag}: {share:.0%}  ") for lag, share in enumerate(shares)]
+        lines += _flow([*parts, Text("of trained tokens")], screen.width - _TITLE)
+    else:
+        width = max(8, min(40, screen.width - 50))
+        for lag, share in enumerate(shares):
+            is_last = lag == status.max_staleness_steps
+            bar = screen.bar(share, width, "yellow" if is_last else "green")
+            steps = f"{lag} step{'' if lag == 1 else 's'}"
+            lines.append(Text.assemble(f"{steps:9}", bar, f" {share:4.0%} of trained tokens"))
     meter = status.survivorship
     if meter.quartiles:  # whether long answers are trained as often as short ones
         means = f"{meter.generated_mean:.0f} generated, {meter.trained_mean:.0f} trained"
         quarters = ", ".join(f"{quartile.dropped_share:.0%}" for quartile in meter.quartiles)
         dropped = f"dropped for their age, shortest to longest quarter: {quarters}"
         lines.append(Text(f"tokens of an answer: {means}"))
-        lines.append(Text(visible(f"{dropped}; {meter.alarm}" if meter.alarm else dropped)))
-    return lines
+        text = visible(f"{dropped}; {meter.alarm}" if meter.alarm else dropped)
+        lines += map(Text, textwrap.wrap(text, screen.width - _TITLE))
+    return lines, correction
 
 
 def _groups(status: RunStatus) -> list[Text]:

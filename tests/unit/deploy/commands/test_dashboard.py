@@ -7,7 +7,7 @@ from msgspec.structs import replace
 
 from slipstream.broker.config import BrokerSection, DashboardTable
 from slipstream.broker.dashboard.history import History, StoredState
-from slipstream.deploy.commands.dashboard import require_page, said_of, shown_outcome
+from slipstream.deploy.commands.dashboard import described, require_page, shown_outcome
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.files.run_folder import PAGE_ADDRESS
 from slipstream.wire.settings.sections import RunSection
@@ -19,14 +19,14 @@ WRITTEN = "1970-01-01 00:16:40 UTC"
 
 @pytest.mark.parametrize("outcome", ["finished", "stopped"])
 def test_a_run_that_has_ended_says_how(outcome: str):
-    said = said_of(STORED, outcome)
+    said = described(STORED, outcome)
     assert said == f"the run has ended ({outcome}); its figures were last written at {WRITTEN}"
     assert shown_outcome(STORED, outcome) == outcome
 
 
 @pytest.mark.parametrize("outcome", ["", "running"])
 def test_a_broker_that_does_not_answer_is_not_taken_for_the_end(outcome: str):
-    said = said_of(STORED, outcome)
+    said = described(STORED, outcome)
     assert said.startswith("the broker does not answer, and nothing says that the run has ended")
     assert said.endswith(WRITTEN)
     assert shown_outcome(STORED, outcome) == f"not heard of since {WRITTEN}"
@@ -35,7 +35,7 @@ def test_a_broker_that_does_not_answer_is_not_taken_for_the_end(outcome: str):
 def test_the_end_that_the_broker_wrote_last_counts_where_the_summary_says_nothing():
     ended = replace(STORED, status=replace(STATUS, outcome="finished"))
     assert shown_outcome(ended, "") == "finished"
-    assert said_of(ended, "").startswith("the run has ended (finished)")
+    assert described(ended, "").startswith("the run has ended (finished)")
 
 
 def test_the_setting_that_turned_the_page_off_is_named(tmp_path: Path):

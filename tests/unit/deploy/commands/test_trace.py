@@ -203,7 +203,7 @@ def test_publishes_that_are_missing_are_told(folder: Path):
     assert "6 older publishes were left out" in said
     (folder / "summary.json").write_text('{"newest_publishes": 3')
     events, said = read(folder)
-    assert "summary.json is not read" in said
+    assert "summary.json cannot be read" in said
     assert ("weight bus", "publish 0") not in lanes(events)
     assert ("learner", "step") in lanes(events)
 

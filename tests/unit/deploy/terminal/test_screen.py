@@ -197,6 +197,12 @@ def test_a_run_that_ends_shows_why_and_what_the_learner_waits_for():
     assert lines[1:3] == ["the run ends because of a target", "the learner waits for a reward"]
 
 
+def test_a_long_wait_is_shown_whole_on_a_narrow_terminal():
+    lines = drawn(status(roles=[], issued=0))
+    wait = "the learner (it loads its model) and a generator (its engine starts)"
+    assert " ".join(lines[1:3]) == f"the run waits for {wait}"
+
+
 def test_phases_are_beside_a_process_where_they_fit_and_else_below():
     phases = {"wait": 30.0, "generate": 69.0, "adopt": 1.0}
     roles = [role("generator-0", "generator", phase_seconds=phases, leases=3)]
