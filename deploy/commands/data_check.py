@@ -76,7 +76,7 @@ def data_check(words: Sequence[str], config: Path | None, model: Path | None) ->
     overrides = [word for word in words if "=" in word]
     files = [Path(word) for word in words if "=" not in word]
     if len(files) > 1 or not (files or config or overrides):
-        raise ConfigError("name one FILE, or the settings of a run with --config RUN.toml")
+        raise ConfigError("give one FILE, or the settings of a run with --config RUN.toml")
     table = load_table(config or Path(os.devnull), overrides)
     sampling = section(table, "sampling", SamplingSection)
     data = section(table, "data", DataSection)
@@ -151,7 +151,11 @@ def _show(
         "data sources": ", ".join(f"{n} {c:,}" for n, c in report.data_sources.most_common(20)),
     }
     if in_tokens:
-        what = {"error": "end the run", "drop": "are dropped", "truncate": "lose their beginning"}
+        what = {
+            "error": "end the run",
+            "drop": "are dropped",
+            "truncate": "lose their first tokens",
+        }
         rows["too long"] = f"{len(report.overlong):,} ({what[sampling.overlong_prompts]})"
     for name, value in rows.items():
         table.add_row(name, Text(value))

@@ -1,4 +1,4 @@
-"""`slipstream dead-letters`: what was given up, and what to do with it."""
+"""`slipstream dead-letters`: list, show, retry or drop what could not be answered or scored."""
 
 import argparse
 from collections.abc import Sequence
@@ -30,7 +30,7 @@ EXAMPLES = """examples:
   slipstream dead-letters list                   of the newest run
   slipstream dead-letters show g17               its prompt, its answers and why they have no reward
   slipstream dead-letters retry all              issue the prompts again, as new items
-  slipstream dead-letters drop g17 g21           forget them
+  slipstream dead-letters drop g17 g21           remove them
 """
 
 
@@ -99,7 +99,7 @@ def dead_letters(action: str, words: Sequence[str], *, folder: Path | None, as_j
             what = "dropped" if new < 0 else f"issued again as g{new}"
             console.print(f"g{group}: {what}")
         for group, why in handled.refused.items():
-            console.print(f"g{group}: not done: {why}", style="red")
+            console.print(f"g{group}: refused: {why}", style="red")
     return 1 if handled.refused else 0
 
 
@@ -116,7 +116,7 @@ def _all(run: RunSection) -> tuple[list[DeadLetter], int]:
 
 def _chosen(run: RunSection, words: Sequence[str], action: str) -> list[DeadLetter]:
     if not words:
-        raise ConfigError(f"slipstream dead-letters {action} GROUP...: name groups, or all")
+        raise ConfigError(f"slipstream dead-letters {action} GROUP...: give groups, or all")
     letters, _ = _all(run)
     if list(words) == ["all"]:
         return letters
@@ -125,7 +125,7 @@ def _chosen(run: RunSection, words: Sequence[str], action: str) -> list[DeadLett
     for word in words:
         number = word.removeprefix("g")
         if not number.isdecimal():
-            raise ConfigError(f"{word!r} is no group: give g17, 17, or all")
+            raise ConfigError(f"{word!r} is not a group: give g17, 17, or all")
         if int(number) not in by_group:
             raise ConfigError(
                 f"there is no dead letter g{number}; see slipstream dead-letters list"
@@ -136,7 +136,7 @@ def _chosen(run: RunSection, words: Sequence[str], action: str) -> list[DeadLett
 
 def _shown(letter: DeadLetter) -> Panel:
     """Return all that is known of one; what a model wrote is shown as text, never as markup."""
-    table = RichTable("answer", "tried by", "function", "what happened", "answer began")
+    table = RichTable("answer", "tried by", "function", "what happened", "start of answer")
     for failure in letter.failures:
         table.add_row(
             "all missing" if failure.sibling < 0 else str(failure.sibling),

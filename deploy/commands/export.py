@@ -132,7 +132,7 @@ def out_folder(checkpoint: Path, out: Path | None) -> Path:
     """
     if out is None:
         if checkpoint.parent.name != "checkpoints":
-            raise ConfigError(f"{checkpoint} is in no run folder: name a folder with --out")
+            raise ConfigError(f"{checkpoint} is not in a run folder: give a folder with --out")
         return checkpoint.parent.parent / "model"
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"{out} exists already (--out)")

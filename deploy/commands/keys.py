@@ -21,8 +21,8 @@ EXAMPLES = """examples:
   slipstream keys make desk --role operator --config run.toml
   slipstream keys make judge-1 judge-2 --role reward_worker --keys /srv/keys
   slipstream keys list --config run.toml
-  slipstream keys revoke judge-1 --config run.toml     a broker that runs notices within a second
-  slipstream keys revoke gpu7 --discard                what it answered is not to be trained
+  slipstream keys revoke judge-1 --config run.toml     a running broker applies it within a second
+  slipstream keys revoke gpu7 --discard                and drop its answers that are not trained yet
 """
 
 
@@ -82,14 +82,14 @@ def keys(
     if action == "make":
         kind = next((known for known in get_args(Role) if known == role), None)
         if not names:
-            raise ConfigError("slipstream keys make NAME --role ROLE: name the host that it is for")
+            raise ConfigError("slipstream keys make NAME --role ROLE: give the host that it is for")
         if kind is None:
             raise ConfigError(f"--role {role}: expected one of {', '.join(get_args(Role))}")
         for name in names:
             path = make_client_key(folder, name, kind)
             console.print(
-                f"{path}\n  carry it to its host by scp, keep it at 0600, and start there with "
-                f"run.key_file={path.name}",
+                f"{path}\n  copy it to its host with scp, keep its mode 0600, and start the role "
+                f"there with run.key_file={path.name}",
                 soft_wrap=True,
             )
         return 0

@@ -24,8 +24,8 @@ _PROMPT_CHARS = 200  # of a title
 EXAMPLES = """examples:
   slipstream ledger                        the newest run
   slipstream ledger runs/demo --items 30   and the 30 oldest items
-  slipstream ledger trace 17 runs/demo     what became of the prompt at position 17
-  slipstream ledger trace g203 --json      what became of group 203
+  slipstream ledger trace 17 runs/demo     the life of the prompt at position 17
+  slipstream ledger trace g203 --json      the life of group 203
   slipstream ledger trace "37+85="         of the newest item whose prompt holds this text
 """
 
@@ -48,7 +48,7 @@ def main(arguments: argparse.Namespace) -> int:
     words, as_json = arguments.words, arguments.json
     if words[:1] == ["trace"]:
         if len(words) not in {2, 3}:
-            raise ConfigError("slipstream ledger trace PROMPT [RUN] names one prompt")
+            raise ConfigError("slipstream ledger trace PROMPT [RUN] takes one prompt")
         folder = Path(words[2]) if len(words) == 3 else newest_run(RUNS)
         return print_trace(folder, words[1], make_console(), as_json=as_json)
     if len(words) > 1:
@@ -71,7 +71,7 @@ def print_account(folder: Path, console: Console, *, num_items: int, as_json: bo
                 f"no broker answers for {folder}, and {path} cannot be read: {error.strerror}"
             ) from error
         except msgspec.DecodeError as error:
-            raise ConfigError(f"{path} is no account of this version: {error}") from error
+            raise ConfigError(f"{path} is not an account of this version: {error}") from error
         age = f"as of step {view.version.step}: no broker answers for {folder}"
         if view.finished:
             age = "the run has ended"
@@ -176,8 +176,8 @@ def print_trace(folder: Path, prompt: str, console: Console, *, as_json: bool) -
     trace = trace_item(read_trail(folder / TRAIL), prompt)
     if trace is None:
         raise ConfigError(
-            f"no item {prompt!r} in {folder / TRAIL}: name a position in the data (17), a group "
-            "(g17) or a piece of the prompt; what is older than broker.max_trail_bytes is gone"
+            f"no item {prompt!r} in {folder / TRAIL}: give a position in the data (17), a group "
+            "(g17) or a piece of the prompt; events beyond broker.max_trail_bytes are removed"
         )
     if as_json:
         return print_json(trace)

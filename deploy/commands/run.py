@@ -58,7 +58,7 @@ def run(path: Path, overrides: Sequence[str], dry_run: bool, resume: str | None 
     if len(config.deploy.hosts) > 1:
         raise ConfigError(
             f"deploy.hosts names {len(config.deploy.hosts)} hosts; this command starts "
-            "processes on its own host only (--dry-run shows the plan): docs/weight-bus.md says "
-            "how to start generators on others by hand"
+            "processes on its own host only (--dry-run shows the plan): see docs/weight-bus.md "
+            "for how to start generators on others by hand"
         )
     return run_locally(config, console)

@@ -139,8 +139,8 @@ def _panel(title: str, prompt: str, answer: str, details: list[tuple[str, str]])
         lines.append(f"{name} ", style="dim")
         lines.append(f"{value}\n")
     lines.rstrip()
-    said = [
+    body = [
         *(Text("prompt", style="dim"), Text(visible(prompt)), Text()),
         *(Text("answer", style="dim"), Text(visible(answer), style="bold"), Text()),
     ]
-    return Panel(Group(*said, lines), title=Text(visible(title)), title_align="left")
+    return Panel(Group(*body, lines), title=Text(visible(title)), title_align="left")

@@ -38,11 +38,11 @@ from slipstream.wire.settings.sections import RunSection
 
 _EVERY_S = 1.0
 EXAMPLES = """examples:
-  slipstream top                           the newest run; q ends it
+  slipstream top                           the newest run; q quits
   slipstream top runs/demo --json          its figures and advisories once, for programs
 
-It works over ssh on a terminal of 80x24 and shows more on a larger one. Every sentence at the top
-is explained in docs/operations.md.
+It works over ssh on a terminal of 80x24 and shows more on a larger one. The advice at the top is
+explained in docs/operations.md.
 """
 
 
@@ -84,7 +84,7 @@ def top(folder: Path, *, as_json: bool) -> int:
         return print_json(summary_of(status) | {"advisories": recent.advisories()})
     console = make_console()
     if not console.is_terminal:
-        raise ConfigError("slipstream top draws on a terminal, and this is none: use --json")
+        raise ConfigError("slipstream top draws on a terminal, and this is not one: use --json")
     watcher = StatusWatcher(run, every_s=_EVERY_S)
     watcher.start()
     live = Live(console=console, screen=True, auto_refresh=False)
@@ -111,10 +111,10 @@ def _drawing(
     console: Console,
     written: RunStatus | None,
 ) -> Group:
-    footer = f"q ends  {dashboard_address(run)}"
+    footer = f"q quits  {dashboard_address(run)}"
     status = watcher.newest or written
     if status is None:
-        what = watcher.trouble or "the broker is asked ..."
+        what = watcher.trouble or "waiting for the broker to answer"
         return Group(Text(f"{run.name}: {what}"), Text(footer, style="dim"))
     return draw(
         status, recent, console, height=console.height, trouble=watcher.trouble, footer=footer

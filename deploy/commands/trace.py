@@ -119,7 +119,7 @@ def write_trace(folder: Path, out: Path | None, console: Console, *, max_spans: 
         raise ConfigError(f"{folder} holds no {TRAIL}/: no run, or broker.max_trail_bytes = 0")
     reader = TrailReader(max_spans=max_spans)
     for _, at_s, data in read_trail(folder / TRAIL):
-        reader.hear(at_s, decode_event(data))
+        reader.add(at_s, decode_event(data))
     reader.close()
     stored = read_state(folder / PAGE_STATE)
     summary = _Summary()
@@ -132,7 +132,7 @@ def write_trace(folder: Path, out: Path | None, console: Console, *, max_spans: 
         console.print(f"no publishes: {why}", style="yellow", soft_wrap=True)
     spans = [*reader.spans, *publish_spans(summary.newest)]
     if not spans:
-        raise ConfigError(f"{folder / TRAIL} holds nothing that lasted: the run has just begun")
+        raise ConfigError(f"{folder / TRAIL} holds nothing that lasted: the run has just started")
     marks = [*reader.marks]
     if stored is not None:
         marks += history_marks(stored.history)
@@ -204,7 +204,7 @@ class TrailReader:
         self._free_s: float | None = None  # since when the learner has been done with a step
         self._counted_s = 0.0
 
-    def hear(self, at_s: float, event: LedgerEvent) -> None:
+    def add(self, at_s: float, event: LedgerEvent) -> None:
         """Take in the next event; a clock that was set back is held."""
         self._now_s = max(self._now_s, at_s)
         match event:

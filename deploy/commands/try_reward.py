@@ -137,7 +137,7 @@ def _samples(table: Table, data: str, count: int, answers: Path | None) -> list[
     section_ = section(table, "data", DataSection)
     where = data or section_.file
     if not where:
-        raise ConfigError("name the problems with --data FILE, or data.file")
+        raise ConfigError("give the problems with --data FILE, or data.file")
     gym = where.removeprefix(_GYM) if where.startswith(_GYM) else ""
     rules = RowRules(
         data_source=gym or "default",

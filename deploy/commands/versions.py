@@ -108,7 +108,7 @@ def print_versions(folder: Path, console: Console, *, count: int, as_json: bool)
                 f"no broker answers for {folder}, and {path} cannot be read: {error.strerror}"
             ) from error
         except ValueError as error:  # damaged JSON, or other fields
-            raise ConfigError(f"{path} is no summary of this version: {error}") from error
+            raise ConfigError(f"{path} is not a summary of this version: {error}") from error
         as_of = f"as of step {read.steps}: no broker answers for {folder}"
         if read.outcome != "running":
             as_of = "the run has ended" + (f": {read.outcome}" if not read.finished else "")

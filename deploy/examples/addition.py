@@ -112,8 +112,8 @@ def make_policy(work: Path, out: Path) -> int:
         return code
     if code != 0:
         raise ChildDiedError(
-            f"the warm-up ended with code {code}: its last lines say why. What it kept is in "
-            f"{warm}.progress, and the same call goes on from there"
+            f"the warm-up ended with code {code}: see its last lines. Its progress is in "
+            f"{warm}.progress; the same call resumes from there"
         )
     copy_folder(warm, out)
     _log.info("wrote %s", out)
@@ -223,7 +223,7 @@ def main() -> int:
         type=Path,
         default=Path(".cache/addition"),
         metavar="DIR",
-        help="inputs and progress; a second call goes on from there (.cache/addition)",
+        help="inputs and progress; a second call resumes from there (.cache/addition)",
     )
     arguments = parser.parse_args()
     start_logging("policy")

@@ -46,8 +46,8 @@ def print_dry_run(config: RunConfig, plans: Sequence[RolePlan], console: Console
     console.print()
     if hosts > 1:
         console.print(
-            "this command starts processes on its own host only; docs/weight-bus.md says how "
-            "to start generators on others by hand",
+            "this command starts processes on its own host only; see docs/weight-bus.md for "
+            "how to start generators on others by hand",
             style="yellow",
         )
     console.print("each reads the settings file that `slipstream run` writes:", style="dim")

@@ -164,7 +164,7 @@ def _let_learner_save(
     step = read_checkpoint_info(newest).step if newest is not None else 0
     if step < status.steps:
         console.print(
-            f"no checkpoint of step {status.steps} was saved: steps after {step} are lost; see "
+            f"no checkpoint of step {status.steps} was saved: steps after {step} are lost: see "
             f"{config.run.logs / 'learner.log'}",
             style="bold red",
             soft_wrap=True,
@@ -283,11 +283,11 @@ def _remove_scratch_of_killed_run(run: RunSection) -> None:
 
 
 def _patience_with_broker(supervisor: Supervisor, console: Console) -> Patience:
-    def say(words: str) -> None:
+    def report(words: str) -> None:
         console.print(words, soft_wrap=True, highlight=False)
 
     signs = signs_of(lambda: supervisor.pids("broker"), supervisor.children["broker"].log_file)
-    return Patience("the broker to answer", _BROKER_START_S, signs, say=say)
+    return Patience("the broker to answer", _BROKER_START_S, signs, say=report)
 
 
 class Show:
@@ -367,7 +367,7 @@ def _finish(run: RunSection, newest: RunStatus | None, reason: str, console: Con
     if checkpoint is not None:
         best = best_checkpoint(run.folder)
         also = f", best {best}" if best not in {None, checkpoint} else ""
-        hint = "" if reason == "finished" else "; go on from it with --resume auto"
+        hint = "" if reason == "finished" else "; resume from it with --resume auto"
         console.print(f"checkpoint {checkpoint}{also}{hint}", soft_wrap=True)
     if reason != "finished":
         console.print(reason, style="bold red", highlight=False, soft_wrap=True)

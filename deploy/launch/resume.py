@@ -82,8 +82,8 @@ def _point(folder: Path, run: RunSection) -> ResumePoint:
     info = read_checkpoint_info(checkpoint)
     if checkpoint.absolute().parent != run_folder.absolute() / "checkpoints":
         raise ConfigError(
-            f"--resume {folder}: it lies in no run folder (RUN/checkpoints/step-...); to start a "
-            "new run from its weights, export it and name that folder as run.model"
+            f"--resume {folder}: it is not in a run folder (RUN/checkpoints/step-...); to start a "
+            "new run from its weights, export it and set run.model to that folder"
         )
     if info.step >= run.steps:
         raise ConfigError(

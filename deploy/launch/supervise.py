@@ -71,7 +71,7 @@ class Supervisor:
                 if code == EXIT_SUPERSEDED and child.plan.is_one_of_many:
                     child.is_left_out = child.finished = True
                     _log.warning(
-                        "%s ends: another process said hello under its name and has its place now "
+                        "%s ends: another process connected under its name and replaced it "
                         "(start-generator and start-reward-worker take --name)",
                         child.plan.name,
                     )
@@ -178,7 +178,7 @@ class Supervisor:
                 f"{last_lines(child.log_file)}"
             )
         delay = self.backoff_s * 2 ** (failures - 1)
-        _log.warning("%s %s; starting it again in %.1f s", child.plan.name, _how(code), delay)
+        _log.warning("%s %s; restarting it in %.1f s", child.plan.name, _how(code), delay)
         child.restart_at_s = now + delay
 
     def _sweep(self, child: Child) -> None:

@@ -114,14 +114,14 @@ def trouble_of(error: str, age_s: float, outcome: str) -> str:
     if error and outcome not in {"", "running"}:
         return f"the run has ended: {outcome}"
     why = f" ({error})" if error else ""
-    said = (
+    late = (
         f"the broker has not answered for {age(age_s)} and is asked every second; what is shown "
         f"is old{why}"
     )
     if age_s < _GONE_S:
-        return said
+        return late
     return (
-        f"{said}. Every role waits for it, for run.outage_s: `slipstream run` starts it again, "
+        f"{late}. Every role waits for it, for run.outage_s: `slipstream run` restarts it, "
         "one started by hand needs start-broker; see logs/broker.log, and Broker gone in "
         "docs/operations.md"
     )

@@ -262,7 +262,7 @@ def test_a_run_without_a_trail_says_which_setting_makes_one(tmp_path: Path):
     with pytest.raises(ConfigError, match=r"broker\.max_trail_bytes"):
         main(Namespace(folder=tmp_path, out=None, max_spans=1))
     (tmp_path / TRAIL).mkdir()
-    with pytest.raises(ConfigError, match="has just begun"):
+    with pytest.raises(ConfigError, match="has just started"):
         main(Namespace(folder=tmp_path, out=None, max_spans=1))
     with pytest.raises(ConfigError, match="at least 1"):
         main(Namespace(folder=tmp_path, out=None, max_spans=0))

@@ -258,8 +258,8 @@ def _another_summary(run: Path) -> None:
     ("prepare", "says"),
     [
         (_no_summary, "no broker answers for .* cannot be read: No such file"),
-        (_half_a_summary, "summary.json is no summary of this version"),
-        (_another_summary, "summary.json is no summary of this version: .*run_name"),
+        (_half_a_summary, "summary.json is not a summary of this version"),
+        (_another_summary, "summary.json is not a summary of this version: .*run_name"),
     ],
 )
 def test_a_run_without_a_broker_or_a_summary_is_named(

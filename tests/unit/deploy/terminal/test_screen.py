@@ -72,7 +72,7 @@ def drawn(
         Screen(width, height, plain=plain),
         recent=recent or Known(rewards=[0.1, 0.5, 0.9]),
         trouble=trouble,
-        footer="q ends",
+        footer="q quits",
         now_s=NOW_S,
     )
     return [line.plain for line in lines]
@@ -101,7 +101,7 @@ def test_nothing_is_wider_or_higher_than_the_screen(width: int, height: int, gen
 def test_rich_draws_the_lines_as_they_are():
     state = status()
     lines = lines_of(
-        state, [ADVISORY], Screen(80, 24), recent=Known(), footer="q ends", now_s=NOW_S
+        state, [ADVISORY], Screen(80, 24), recent=Known(), footer="q quits", now_s=NOW_S
     )
     console = Console(file=io.StringIO(), width=80)
     for line in lines:
@@ -117,7 +117,7 @@ def test_a_terminal_of_80_by_24_shows_every_part():
     for title in ("learning", "pools", "staleness", "groups", "queues", "weights"):
         assert line_with(title, [line[:11] for line in lines])
     assert "4 issued = 2 trained + 1 dropped + 1 in flight" in line_with("issued", lines)
-    assert lines[-1] == "q ends"
+    assert lines[-1] == "q quits"
 
 
 def test_many_generators_take_what_is_left_and_the_rest_is_counted():
