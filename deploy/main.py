@@ -18,14 +18,17 @@ _EXAMPLES = """examples:
 COMMANDS = {
     "quickstart": ("quickstart", "teach a tiny policy to add, in minutes"),
     "run": ("run", "run every role of a run on this host"),
-    "status": ("status", "figures of a run that is running"),
+    "status": ("status", "the screen of a running run, printed once"),
     "top": ("top", "watch a run in this terminal"),
-    "dashboard": ("dashboard", "the page of a run, also of one that has ended"),
+    "dashboard": ("dashboard", "the page of a run, running or ended"),
     "show": ("show", "read what the policy wrote"),
     "ledger": ("ledger", "where every prompt went, or the life of one"),
     "versions": ("versions", "which weights each engine holds, and how the publishes went"),
     "trace": ("trace", "write the time line of a run for Perfetto or Chrome"),
-    "dead-letters": ("dead_letters", "what nobody could answer or score: list, show, retry, drop"),
+    "dead-letters": (
+        "dead_letters",
+        "what could not be answered or scored: list, show, retry, drop",
+    ),
     "export": ("export", "write a checkpoint as a Hugging Face folder"),
     "replay": ("replay", "train on recorded batches alone"),
     "data": ("data_check", "check prompts before a run"),
@@ -34,8 +37,9 @@ COMMANDS = {
 }
 
 
-def _parser(called: str) -> argparse.ArgumentParser:
-    """Build the parser; only the command that is called gets its arguments."""
+def main() -> int:
+    """Parse and hand over to one subcommand; only that one is imported and gets its arguments."""
+    called = next((word for word in sys.argv[1:] if not word.startswith("-")), "")
     parser = argparse.ArgumentParser(
         prog="slipstream",
         description="Disaggregated asynchronous reinforcement learning for language models.",
@@ -52,13 +56,6 @@ def _parser(called: str) -> argparse.ArgumentParser:
             command.epilog = body.EXAMPLES
             body.add_arguments(command)
             command.set_defaults(main=body.main)
-    return parser
-
-
-def main() -> int:
-    """Parse and hand over to one subcommand."""
-    called = next((word for word in sys.argv[1:] if not word.startswith("-")), "")
-    parser = _parser(called)
     arguments, left = parser.parse_known_args()
     if left:  # argparse gives up on settings that come after an option
         if "overrides" not in arguments or any(word.startswith("-") for word in left):

@@ -40,21 +40,15 @@ def options(listing: str) -> list[str]:
         values[name] = max(values.get(name, found), found)
     places = {name: values[name][1].split() for name in _OPTIONS if name in values}
     is_offline = values.get(_NO_INDEX, (0, ""))[1].lower() in {"1", "true", "yes", "on"}
-    words = [
-        word
-        for name, found in places.items()
-        for place in found
-        if _may_hold_packages(place)
-        for word in (_OPTIONS[name], place)
-    ]
+    words: list[str] = []
+    for name, found_places in places.items():
+        for place in found_places:
+            url = urlparse(place)
+            if url.scheme not in {"", "file"} or Path(url.path).is_dir():
+                words += [_OPTIONS[name], place]
     if "extra-index-url" in places:
         words += ["--index-strategy", "unsafe-best-match"]
     return [*words, "--no-index"] if is_offline else words
-
-
-def _may_hold_packages(place: str) -> bool:
-    url = urlparse(place)
-    return url.scheme not in {"", "file"} or Path(url.path).is_dir()
 
 
 def main() -> int:

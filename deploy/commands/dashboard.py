@@ -13,9 +13,13 @@ from slipstream.broker.dashboard.items import RecordedItems
 from slipstream.broker.dashboard.recorder import FinishedRun
 from slipstream.broker.dashboard.web import Dashboard
 from slipstream.deploy.commands.options import RUNS, add_run
-from slipstream.deploy.commands.top import outcome_of
 from slipstream.deploy.terminal.console import make_console
-from slipstream.deploy.terminal.observe import dashboard_address, run_of_folder, status_now
+from slipstream.deploy.terminal.observe import (
+    dashboard_address,
+    outcome_of,
+    run_of_folder,
+    status_now,
+)
 from slipstream.wire.errors import ConfigError, PeerLostError
 from slipstream.wire.files.run_folder import PAGE_ADDRESS, PAGE_STATE, newest_run
 from slipstream.wire.process.stopping import stop_event
@@ -24,9 +28,9 @@ from slipstream.wire.settings.sections import RunSection
 
 EXAMPLES = """examples:
   slipstream dashboard                         of the newest run
-  slipstream dashboard runs/demo --port 8080   at a port of your own
+  slipstream dashboard runs/demo --port 8080   at a given port
 
-The page is served on this host alone and wants the token of its address. From elsewhere:
+The page is served on this host alone and needs the token in its address. From elsewhere:
   ssh -L 8080:127.0.0.1:8080 HOST
 """
 
@@ -34,7 +38,9 @@ The page is served on this host alone and wants the token of its address. From e
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command line."""
     add_run(parser)
-    parser.add_argument("--port", type=int, default=0, help="0 lets the system choose")
+    parser.add_argument(
+        "--port", type=int, default=0, help="port to serve at; 0: the system chooses one"
+    )
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -49,7 +55,7 @@ def show_dashboard(folder: Path, console: Console, *, port: int) -> int:
     Args:
         folder: of the run.
         console: where to.
-        port: to serve at; 0 lets the system choose.
+        port: to serve at; port to serve at; 0: the system chooses one.
 
     Raises:
         ConfigError: it is no run folder, nothing was kept there, or its broker serves no page.
@@ -62,13 +68,13 @@ def show_dashboard(folder: Path, console: Console, *, port: int) -> int:
         pass
     else:
         require_page(run, broker)
-        console.print(f"the run goes on: {dashboard_address(run)}", soft_wrap=True)
+        console.print(f"the run is running: {dashboard_address(run)}", soft_wrap=True)
         return 0
     stored = read_state(folder / PAGE_STATE)
     if stored is None:
         raise ConfigError(
             f"no broker answers for {folder}, and {folder / PAGE_STATE} holds no figures: was "
-            "broker.dashboard.enabled false, or the run made by another version?"
+            "broker.dashboard.enabled false, or was the run made by another version?"
         )
     outcome = outcome_of(run)
     source = FinishedRun(
@@ -78,7 +84,17 @@ def show_dashboard(folder: Path, console: Console, *, port: int) -> int:
         outcome=shown_outcome(stored, outcome),
     )
     dashboard = Dashboard(source, RecordedItems(folder), host="127.0.0.1", port=port)
-    asyncio.run(_serve(dashboard, console, said_of(stored, outcome)))
+
+    async def serve() -> None:
+        stop = stop_event()
+        try:
+            console.print(await dashboard.start(), soft_wrap=True)
+            console.print(f"{described(stored, outcome)}\nCtrl-C stops it", soft_wrap=True)
+            await stop.wait()
+        finally:
+            await dashboard.stop()
+
+    asyncio.run(serve())
     return 0
 
 
@@ -86,13 +102,13 @@ def require_page(run: RunSection, broker: BrokerSection) -> None:
     """Refuse a run whose broker answers and serves no page."""
     if not broker.dashboard.enabled:
         raise ConfigError(
-            f"the run goes on, and broker.dashboard.enabled = false: {run.folder} has no page; "
-            "look at it with slipstream top"
+            f"the run is running with broker.dashboard.enabled = false: {run.folder} has no page; "
+            "watch it with slipstream top"
         )
     if not (run.folder / PAGE_ADDRESS).exists():
         raise ConfigError(
-            f"the run goes on, and {run.folder / PAGE_ADDRESS} is not there: the broker has just "
-            "begun, or runs on another host"
+            f"the run is running, but {run.folder / PAGE_ADDRESS} is missing: the broker has just "
+            "started, or runs on another host"
         )
 
 
@@ -103,26 +119,16 @@ def _end_of(stored: StoredState, outcome: str) -> str:
 
 def shown_outcome(stored: StoredState, outcome: str) -> str:
     """Return the outcome that a page shows of a run whose broker does not answer."""
-    return _end_of(stored, outcome) or f"not heard of since {_written_at(stored)}"
+    return _end_of(stored, outcome) or f"last recorded at {_written_at(stored)}"
 
 
-def said_of(stored: StoredState, outcome: str) -> str:
+def described(stored: StoredState, outcome: str) -> str:
     """Return in words what is shown, and of when."""
-    written = f"its figures were last written at {_written_at(stored)}"
+    written = f"its figures were last recorded at {_written_at(stored)}"
     if end := _end_of(stored, outcome):
         return f"the run has ended ({end}); {written}"
-    return f"the broker does not answer, and nothing says that the run has ended; {written}"
+    return f"the broker does not answer, and no end of the run is recorded; {written}"
 
 
 def _written_at(stored: StoredState) -> str:
     return datetime.fromtimestamp(stored.at_s, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
-
-
-async def _serve(dashboard: Dashboard, console: Console, said: str) -> None:
-    stop = stop_event()
-    try:
-        console.print(await dashboard.start(), soft_wrap=True)
-        console.print(f"{said}\nCtrl-C ends it", soft_wrap=True)
-        await stop.wait()
-    finally:
-        await dashboard.stop()

@@ -4,6 +4,7 @@ import argparse
 import os
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -21,7 +22,7 @@ from slipstream.deploy.terminal.console import make_console
 from slipstream.generators.text.codec import BadPromptError, TextCodec
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.messages.trajectory import Prompt
-from slipstream.wire.settings.load import Table, load_table, section
+from slipstream.wire.settings.load import load_table, section
 from slipstream.wire.settings.sections import EvalSection, RunSection, SamplingSection
 
 _SHOWN_ROWS = 10
@@ -75,10 +76,15 @@ def data_check(words: Sequence[str], config: Path | None, model: Path | None) ->
     overrides = [word for word in words if "=" in word]
     files = [Path(word) for word in words if "=" not in word]
     if len(files) > 1 or not (files or config or overrides):
-        raise ConfigError("name one FILE, or the settings of a run with --config RUN.toml")
+        raise ConfigError("give one FILE, or the settings of a run with --config RUN.toml")
     table = load_table(config or Path(os.devnull), overrides)
     sampling = section(table, "sampling", SamplingSection)
-    data, sources = _asked(files[0] if files else None, table)
+    data = section(table, "data", DataSection)
+    if files:
+        data = msgspec.structs.replace(data, file=str(files[0]), sources={})
+        sources = training_sources(data)
+    else:
+        sources = [*training_sources(data), *eval_sources(section(table, "eval", EvalSection))]
     folder = model or Path(section(table, "run", RunSection).model or os.devnull)
     codec = TextCodec(folder, sampling) if folder != Path(os.devnull) else None
     reports = [_inspect(source, data, codec, sampling) for source in sources]
@@ -94,15 +100,6 @@ def data_check(words: Sequence[str], config: Path | None, model: Path | None) ->
     return EXIT_BAD_ROWS if bad else 0
 
 
-def _asked(file: Path | None, table: Table) -> tuple[DataSection, list[Source]]:
-    """Return the settings for rows, and the sources to check."""
-    data = section(table, "data", DataSection)
-    if file is not None:
-        data = msgspec.structs.replace(data, file=str(file), sources={})
-        return data, training_sources(data)
-    return data, [*training_sources(data), *eval_sources(section(table, "eval", EvalSection))]
-
-
 def _inspect(
     source: Source, data: DataSection, codec: TextCodec | None, sampling: SamplingSection
 ) -> SourceReport:
@@ -110,7 +107,8 @@ def _inspect(
     bad = list(loaded.bad_rows)
     report = SourceReport(source, len(loaded.prompts) + len(bad), loaded.prompts, bad)
     for prompt in loaded.prompts:
-        row = _row(source, prompt)
+        file = source.table.file
+        row = row_name(Path(file), prompt.row) if file else f"row {prompt.row}"
         if codec is None:
             report.lengths.append(len(prompt.text))
             continue
@@ -124,29 +122,23 @@ def _inspect(
             why = f"{length} tokens, sampling.max_prompt_tokens is {sampling.max_prompt_tokens}"
             report.overlong.append((row, why))
     report.lengths.sort()
-    report.example = _example(loaded.prompts[0], codec)
+    report.example = loaded.prompts[0].text
+    if codec is not None:
+        with suppress(ConfigError):
+            report.example = codec.text(loaded.prompts[0])
     return report
-
-
-def _row(source: Source, prompt: Prompt) -> str:
-    """Return how messages call a row, as where rows are read."""
-    if source.table.file:
-        return row_name(Path(source.table.file), prompt.row)
-    return f"row {prompt.row}"
-
-
-def _example(prompt: Prompt, codec: TextCodec | None) -> str:
-    if codec is None:
-        return prompt.text
-    try:
-        return codec.text(prompt)
-    except ConfigError:
-        return prompt.text
 
 
 def _show(
     report: SourceReport, sampling: SamplingSection, console: Console, *, in_tokens: bool
 ) -> None:
+    lengths, quantiles = report.lengths, "-"
+    if lengths:
+        last = len(lengths) - 1
+        quantiles = (
+            f"min {lengths[0]:,}  median {lengths[last // 2]:,}  "
+            f"p90 {lengths[round(0.9 * last)]:,}  max {lengths[-1]:,}"
+        )
     unit = "tokens" if in_tokens else "characters"
     table = RichTable(show_header=False, title=Text(report.source.origin), title_justify="left")
     table.add_column("", no_wrap=True)
@@ -155,11 +147,15 @@ def _show(
         "setting": report.source.setting,
         "rows": f"{report.num_rows:,}",
         "bad": f"{len(report.bad):,}",
-        f"prompt {unit}": _quantiles(report.lengths),
+        f"prompt {unit}": quantiles,
         "data sources": ", ".join(f"{n} {c:,}" for n, c in report.data_sources.most_common(20)),
     }
     if in_tokens:
-        what = {"error": "end the run", "drop": "are dropped", "truncate": "lose their beginning"}
+        what = {
+            "error": "end the run",
+            "drop": "are dropped",
+            "truncate": "lose their first tokens",
+        }
         rows["too long"] = f"{len(report.overlong):,} ({what[sampling.overlong_prompts]})"
     for name, value in rows.items():
         table.add_row(name, Text(value))
@@ -174,11 +170,3 @@ def _show(
     if len(report.example) > _SHOWN_CHARACTERS:
         shown += f"\n... {len(report.example) - _SHOWN_CHARACTERS:,} more characters"
     console.print(Panel(Text(shown), title=title, title_align="left"))
-
-
-def _quantiles(lengths: Sequence[int]) -> str:
-    if not lengths:
-        return "-"
-    last = len(lengths) - 1
-    p90 = lengths[round(0.9 * last)]
-    return f"min {lengths[0]:,}  median {lengths[last // 2]:,}  p90 {p90:,}  max {lengths[-1]:,}"

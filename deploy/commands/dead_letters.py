@@ -1,10 +1,10 @@
-"""`slipstream dead-letters`: what was given up, and what to do with it."""
+"""`slipstream dead-letters`: list, show, retry or drop what could not be answered or scored."""
 
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from rich.console import Console, Group
+from rich.console import Group
 from rich.panel import Panel
 from rich.table import Table as RichTable
 from rich.text import Text
@@ -30,7 +30,7 @@ EXAMPLES = """examples:
   slipstream dead-letters list                   of the newest run
   slipstream dead-letters show g17               its prompt, its answers and why they have no reward
   slipstream dead-letters retry all              issue the prompts again, as new items
-  slipstream dead-letters drop g17 g21           forget them
+  slipstream dead-letters drop g17 g21           remove them
 """
 
 
@@ -60,7 +60,26 @@ def dead_letters(action: str, words: Sequence[str], *, folder: Path | None, as_j
     run = run_of_folder(folder or newest_run(RUNS))
     console = make_console()
     if action == "list":
-        return _list(run, console, as_json=as_json)
+        letters, forgotten = _all(run)
+        if as_json:
+            return print_json({"letters": letters, "forgotten": forgotten})
+        if not letters:
+            console.print("no dead letters")
+            return 0
+        table = RichTable("group", "row", "data source", "reason", "prompt", "last failure")
+        for letter in letters:
+            last = letter.failures[-1].reason if letter.failures else ""
+            row = letter.prompt.row if letter.prompt.row >= 0 else letter.position
+            texts = (letter.prompt.data_source, letter.reason, letter.prompt.text, last)
+            retry = f" (retry of g{letter.retry_of})" if letter.retry_of >= 0 else ""
+            lines = (" ".join(text.split()) for text in texts)
+            short = (line if len(line) <= _SHOWN else line[: _SHOWN - 3] + "..." for line in lines)
+            table.add_row(f"g{letter.group_id}{retry}", str(row), *map(Text, short))
+        console.print(table)
+        if forgotten:
+            console.print(f"{forgotten} older ones were removed: their number is bounded")
+        console.print("slipstream dead-letters show|retry|drop GROUP|all")
+        return 0
     letters = _chosen(run, words, action)
     if action == "show":
         if as_json:
@@ -80,7 +99,7 @@ def dead_letters(action: str, words: Sequence[str], *, folder: Path | None, as_j
             what = "dropped" if new < 0 else f"issued again as g{new}"
             console.print(f"g{group}: {what}")
         for group, why in handled.refused.items():
-            console.print(f"g{group}: not done: {why}", style="red")
+            console.print(f"g{group}: refused: {why}", style="red")
     return 1 if handled.refused else 0
 
 
@@ -97,7 +116,7 @@ def _all(run: RunSection) -> tuple[list[DeadLetter], int]:
 
 def _chosen(run: RunSection, words: Sequence[str], action: str) -> list[DeadLetter]:
     if not words:
-        raise ConfigError(f"slipstream dead-letters {action} GROUP...: name groups, or all")
+        raise ConfigError(f"slipstream dead-letters {action} GROUP...: give groups, or all")
     letters, _ = _all(run)
     if list(words) == ["all"]:
         return letters
@@ -106,7 +125,7 @@ def _chosen(run: RunSection, words: Sequence[str], action: str) -> list[DeadLett
     for word in words:
         number = word.removeprefix("g")
         if not number.isdecimal():
-            raise ConfigError(f"{word!r} is no group: give g17, 17, or all")
+            raise ConfigError(f"{word!r} is not a group: give g17, 17, or all")
         if int(number) not in by_group:
             raise ConfigError(
                 f"there is no dead letter g{number}; see slipstream dead-letters list"
@@ -115,35 +134,9 @@ def _chosen(run: RunSection, words: Sequence[str], action: str) -> list[DeadLett
     return chosen
 
 
-def _list(run: RunSection, console: Console, *, as_json: bool) -> int:
-    letters, forgotten = _all(run)
-    if as_json:
-        return print_json({"letters": letters, "forgotten": forgotten})
-    if not letters:
-        console.print("no dead letters")
-        return 0
-    table = RichTable("group", "row", "data source", "reason", "prompt", "last failure")
-    for letter in letters:
-        last = letter.failures[-1].reason if letter.failures else ""
-        row = str(letter.prompt.row) if letter.prompt.row >= 0 else str(letter.position)
-        texts = (letter.prompt.data_source, letter.reason, letter.prompt.text, last)
-        name = f"g{letter.group_id}" + (f" (retry of g{letter.retry_of})" * (letter.retry_of >= 0))
-        table.add_row(name, row, *(Text(_short(text)) for text in texts))
-    console.print(table)
-    if forgotten:
-        console.print(f"{forgotten} older ones were forgotten: there is room for so many only")
-    console.print("slipstream dead-letters show|retry|drop GROUP|all")
-    return 0
-
-
-def _short(text: str) -> str:
-    line = " ".join(text.split())
-    return line if len(line) <= _SHOWN else line[: _SHOWN - 3] + "..."
-
-
 def _shown(letter: DeadLetter) -> Panel:
     """Return all that is known of one; what a model wrote is shown as text, never as markup."""
-    table = RichTable("answer", "tried by", "function", "what happened", "answer began")
+    table = RichTable("answer", "tried by", "function", "what happened", "start of answer")
     for failure in letter.failures:
         table.add_row(
             "all missing" if failure.sibling < 0 else str(failure.sibling),

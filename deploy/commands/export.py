@@ -103,7 +103,9 @@ def held_checkpoint(target: Path | None, *, best: bool, runs: Path = RUNS) -> tu
         if checkpoint == target or checkpoint.parent.name != "checkpoints":
             return checkpoint, checkpoint
         run = checkpoint.parent.parent
-        _remove_left(run)
+        for left in run.glob(f"{_HELD}*"):  # by exports that were killed
+            if not Path("/proc", left.name.removeprefix(_HELD)).exists():
+                shutil.rmtree(left, ignore_errors=True)
         held = run / f"{_HELD}{os.getpid()}"
         try:
             shutil.copytree(checkpoint, held, copy_function=os.link)
@@ -122,13 +124,6 @@ def let_go(held: Path, checkpoint: Path) -> None:
         shutil.rmtree(held, ignore_errors=True)
 
 
-def _remove_left(run: Path) -> None:
-    """Remove what exports that were killed had held."""
-    for path in run.glob(f"{_HELD}*"):
-        if not Path("/proc", path.name.removeprefix(_HELD)).exists():
-            shutil.rmtree(path, ignore_errors=True)
-
-
 def out_folder(checkpoint: Path, out: Path | None) -> Path:
     """Return where to write.
 
@@ -137,7 +132,7 @@ def out_folder(checkpoint: Path, out: Path | None) -> Path:
     """
     if out is None:
         if checkpoint.parent.name != "checkpoints":
-            raise ConfigError(f"{checkpoint} is in no run folder: name a folder with --out")
+            raise ConfigError(f"{checkpoint} is not in a run folder: give a folder with --out")
         return checkpoint.parent.parent / "model"
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"{out} exists already (--out)")

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import get_args
 
-from rich.console import Console
 from rich.table import Table as RichTable
 
 from slipstream.broker.config import BrokerSection, keys_folder
@@ -22,8 +21,8 @@ EXAMPLES = """examples:
   slipstream keys make desk --role operator --config run.toml
   slipstream keys make judge-1 judge-2 --role reward_worker --keys /srv/keys
   slipstream keys list --config run.toml
-  slipstream keys revoke judge-1 --config run.toml     a broker that runs notices within a second
-  slipstream keys revoke gpu7 --discard                what it answered is not to be trained
+  slipstream keys revoke judge-1 --config run.toml     a running broker applies it within a second
+  slipstream keys revoke gpu7 --discard                and drop its answers that are not trained yet
 """
 
 
@@ -76,39 +75,30 @@ def keys(
         as_json: print for programs.
         discard: what was answered with a revoked key and is not trained yet is dropped.
     """
-    folder = folder or _keys_folder(config)
+    if folder is None:
+        settings = load_table(config)
+        folder = keys_folder(run_section(settings), section(settings, "broker", BrokerSection))
     console = make_console()
-    match action:
-        case "make":
-            _make(names, role, folder, console)
-        case "revoke":
-            for name in names:
-                revoke(folder, name, discard=discard)
-                also = ", and what it delivered is dropped unless it is trained" if discard else ""
-                console.print(f"revoked {name}: it is refused from the next second on{also}")
-        case _:
-            return _list(folder, console, as_json=as_json)
-    return 0
-
-
-def _make(names: Sequence[str], role: str, folder: Path, console: Console) -> None:
-    if not names:
-        raise ConfigError("slipstream keys make NAME --role ROLE: name the host that it is for")
-    for name in names:
-        for known in get_args(Role):
-            if role == known:
-                path = make_client_key(folder, name, known)
-                console.print(
-                    f"{path}\n  carry it to its host by scp, keep it at 0600, and start there with "
-                    f"run.key_file={path.name}",
-                    soft_wrap=True,
-                )
-                break
-        else:
+    if action == "make":
+        kind = next((known for known in get_args(Role) if known == role), None)
+        if not names:
+            raise ConfigError("slipstream keys make NAME --role ROLE: give the host that it is for")
+        if kind is None:
             raise ConfigError(f"--role {role}: expected one of {', '.join(get_args(Role))}")
-
-
-def _list(folder: Path, console: Console, *, as_json: bool) -> int:
+        for name in names:
+            path = make_client_key(folder, name, kind)
+            console.print(
+                f"{path}\n  copy it to its host with scp, keep its mode 0600, and start the role "
+                f"there with run.key_file={path.name}",
+                soft_wrap=True,
+            )
+        return 0
+    if action == "revoke":
+        for name in names:
+            revoke(folder, name, discard=discard)
+            also = ", and what it delivered is dropped unless it is trained" if discard else ""
+            console.print(f"revoked {name}: it is refused from the next second on{also}")
+        return 0
     found = {place: holders(folder, place) for place in ("authorized", "revoked")}
     if as_json:
         return print_json(found)
@@ -118,8 +108,3 @@ def _list(folder: Path, console: Console, *, as_json: bool) -> int:
             table.add_row(holder.name, holder.role, holder.public, place)
     console.print(table if table.row_count else f"no keys in {folder}")
     return 0
-
-
-def _keys_folder(config: Path | None) -> Path:
-    table = load_table(config)
-    return keys_folder(run_section(table), section(table, "broker", BrokerSection))

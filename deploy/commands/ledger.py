@@ -1,7 +1,7 @@
 """`slipstream ledger`: where every prompt of a run went."""
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from datetime import datetime
 from pathlib import Path
 
@@ -11,21 +11,21 @@ from rich.table import Table
 from rich.text import Text
 
 from slipstream.broker.store.event_log import read_trail
-from slipstream.broker.store.item_history import ItemTrace, trace_item
+from slipstream.broker.store.item_history import trace_item
 from slipstream.deploy.commands.options import RUNS, add_json
 from slipstream.deploy.terminal.console import make_console
 from slipstream.deploy.terminal.observe import fetch_account, run_of_folder
 from slipstream.wire.errors import ConfigError, PeerLostError
 from slipstream.wire.files.run_folder import ACCOUNT, TRAIL, newest_run
-from slipstream.wire.messages.ledger_view import ItemView, LedgerView
+from slipstream.wire.messages.ledger_view import LedgerView
 from slipstream.wire.process.command_line import print_json
 
 _PROMPT_CHARS = 200  # of a title
 EXAMPLES = """examples:
   slipstream ledger                        the newest run
   slipstream ledger runs/demo --items 30   and the 30 oldest items
-  slipstream ledger trace 17 runs/demo     what became of the prompt at position 17
-  slipstream ledger trace g203 --json      what became of group 203
+  slipstream ledger trace 17 runs/demo     the life of the prompt at position 17
+  slipstream ledger trace g203 --json      the life of group 203
   slipstream ledger trace "37+85="         of the newest item whose prompt holds this text
 """
 
@@ -48,7 +48,7 @@ def main(arguments: argparse.Namespace) -> int:
     words, as_json = arguments.words, arguments.json
     if words[:1] == ["trace"]:
         if len(words) not in {2, 3}:
-            raise ConfigError("slipstream ledger trace PROMPT [RUN] names one prompt")
+            raise ConfigError("slipstream ledger trace PROMPT [RUN] takes one prompt")
         folder = Path(words[2]) if len(words) == 3 else newest_run(RUNS)
         return print_trace(folder, words[1], make_console(), as_json=as_json)
     if len(words) > 1:
@@ -63,7 +63,15 @@ def print_account(folder: Path, console: Console, *, num_items: int, as_json: bo
     try:
         view, age = fetch_account(run, num_items), ""
     except PeerLostError:
-        view = _account_on_file(folder)
+        path = folder / ACCOUNT
+        try:
+            view = msgspec.json.decode(path.read_bytes(), type=LedgerView)
+        except OSError as error:
+            raise ConfigError(
+                f"no broker answers for {folder}, and {path} cannot be read: {error.strerror}"
+            ) from error
+        except msgspec.DecodeError as error:
+            raise ConfigError(f"{path} is not an account of this version: {error}") from error
         age = f"as of step {view.version.step}: no broker answers for {folder}"
         if view.finished:
             age = "the run has ended"
@@ -71,25 +79,13 @@ def print_account(folder: Path, console: Console, *, num_items: int, as_json: bo
         return print_json(view)
     if age:
         console.print(age, style="yellow", soft_wrap=True)
-    for part in (_equation(view), _reasons(view), _holders(view), _oldest(view.oldest)):
-        if part is not None:
-            console.print(part)
+    for part in (*_account(view), *_work_in_flight(view)):
+        console.print(part)
     return 0
 
 
-def _account_on_file(folder: Path) -> LedgerView:
-    path = folder / ACCOUNT
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=LedgerView)
-    except OSError as error:
-        raise ConfigError(
-            f"no broker answers for {folder}, and {path} cannot be read: {error.strerror}"
-        ) from error
-    except msgspec.DecodeError as error:
-        raise ConfigError(f"{path} is no account of this version: {error}") from error
-
-
-def _equation(view: LedgerView) -> Table:
+def _account(view: LedgerView) -> Iterator[Table]:
+    """Yield the equation of all items, and what is behind its figures."""
     dropped, in_flight = sum(view.dropped.values()), sum(view.in_flight.values())
     title = f"{view.run_name}: {view.version.label} of {view.last_step} steps"
     if view.stop_reason:
@@ -110,14 +106,12 @@ def _equation(view: LedgerView) -> Table:
     if view.unaccounted:
         table.caption = f"{view.unaccounted} groups are UNACCOUNTED FOR"
         table.caption_style = "bold red"
-    return table
-
-
-def _reasons(view: LedgerView) -> Table:
+    yield table
     grid = Table.grid(padding=(0, 3))
-    flat = view.trajectories
     of = f" of {view.prompts}" if view.prompts is not None else ""
-    kept = f" ({_steps(view.replay_steps)})" if view.replay_steps else ""
+    kept = ""
+    if steps := view.replay_steps:
+        kept = f" (steps {steps[0]} to {steps[-1]})" if len(steps) > 1 else f" (step {steps[0]})"
     rows = {
         "in flight": _counts(view.in_flight) or "nothing",
         "dropped": _counts(view.dropped) or "nothing",
@@ -135,27 +129,24 @@ def _reasons(view: LedgerView) -> Table:
     }
     for name, value in rows.items():
         grid.add_row(Text(name, style="dim"), Text(value))
-    return grid
+    yield grid
 
 
-def _holders(view: LedgerView) -> Table | None:
-    if not view.holders:
-        return None
-    table = Table(title="who holds what", title_justify="left")
-    for heading in ("process", "work", "leases", "trajectories"):
-        table.add_column(heading, justify="right" if heading[0] in "lt" else "left")
-    for one in view.holders:
-        table.add_row(one.name, one.work, str(one.leases), str(one.trajectories))
-    return table
-
-
-def _oldest(items: Sequence[ItemView]) -> Table | None:
-    if not items:
-        return None
+def _work_in_flight(view: LedgerView) -> Iterator[Table]:
+    """Yield which process holds what, and the oldest items."""
+    if view.holders:
+        table = Table(title="work by process", title_justify="left")
+        for heading in ("process", "work", "leases", "trajectories"):
+            table.add_column(heading, justify="right" if heading[0] in "lt" else "left")
+        for one in view.holders:
+            table.add_row(one.name, one.work, str(one.leases), str(one.trajectories))
+        yield table
+    if not view.oldest:
+        return
     table = Table(title="oldest items in flight", title_justify="left")
     for heading in ("group", "prompt", "state", "age", "held by", "missing", "attempts", "due"):
         table.add_column(heading, overflow="ellipsis", no_wrap=True)
-    for item in items:
+    for item in view.oldest:
         due = "" if item.deadline is None else f"step {item.deadline}"
         if item.bound_to is not None:
             due = f"in step {item.bound_to}"
@@ -171,7 +162,7 @@ def _oldest(items: Sequence[ItemView]) -> Table | None:
             str(item.attempts),
             due,
         )
-    return table
+    yield table
 
 
 def print_trace(folder: Path, prompt: str, console: Console, *, as_json: bool) -> int:
@@ -185,20 +176,11 @@ def print_trace(folder: Path, prompt: str, console: Console, *, as_json: bool) -
     trace = trace_item(read_trail(folder / TRAIL), prompt)
     if trace is None:
         raise ConfigError(
-            f"no item {prompt!r} in {folder / TRAIL}: name a position in the data (17), a group "
-            "(g17) or a piece of the prompt; what is older than broker.max_trail_bytes is gone"
+            f"no item {prompt!r} in {folder / TRAIL}: give a position in the data (17), a group "
+            "(g17) or a piece of the prompt; events beyond broker.max_trail_bytes are removed"
         )
     if as_json:
         return print_json(trace)
-    console.print(_timeline(trace))
-    console.print(f"outcome: {trace.outcome}", soft_wrap=True)
-    if trace.others:
-        also = ", ".join(f"g{group_id}" for group_id in trace.others)
-        console.print(f"the same prompt was also {also}", style="dim", soft_wrap=True)
-    return 0
-
-
-def _timeline(trace: ItemTrace) -> Table:
     title = f"g{trace.group_id}, prompt {trace.position}: {trace.prompt[:_PROMPT_CHARS]}"
     table = Table(title=Text(title), title_justify="left")
     for heading in ("time", "after", "what happened"):
@@ -207,7 +189,12 @@ def _timeline(trace: ItemTrace) -> Table:
     for moment in trace.life:
         clock = datetime.fromtimestamp(moment.at_s).astimezone().strftime("%H:%M:%S")
         table.add_row(clock, f"{moment.at_s - start:.2f} s", Text(moment.what))
-    return table
+    console.print(table)
+    console.print(f"outcome: {trace.outcome}", soft_wrap=True)
+    if trace.others:
+        also = ", ".join(f"g{group_id}" for group_id in trace.others)
+        console.print(f"the same prompt was also {also}", style="dim", soft_wrap=True)
+    return 0
 
 
 def _counts(counts: Mapping[str, int]) -> str:
@@ -221,7 +208,3 @@ def _size(num_bytes: int) -> str:
             return f"{value:.0f} {unit}"
         value /= 1024
     return f"{value:.1f} GiB"
-
-
-def _steps(steps: Sequence[int]) -> str:
-    return f"steps {steps[0]} to {steps[-1]}" if len(steps) > 1 else f"step {steps[0]}"

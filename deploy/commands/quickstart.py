@@ -9,7 +9,7 @@ from slipstream.deploy.commands.run import run
 from slipstream.deploy.config import run_config
 from slipstream.deploy.examples.addition import SHIPPED_POLICY, prepare
 from slipstream.wire.process.logs import start_logging
-from slipstream.wire.settings.load import Table, load_table
+from slipstream.wire.settings.load import load_table
 from slipstream.wire.settings.sections import run_section
 
 EXAMPLES = """examples:
@@ -32,21 +32,16 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def quickstart(path: Path, overrides: Sequence[str], resume: str | None = None) -> int:
-    """Refuse wrong settings, put task and policy into their folder, then run."""
-    _check(load_table(path, overrides))
-    start_logging("quickstart")
-    prepare(_FOLDER)
-    return run(path, overrides, dry_run=False, resume=resume)
-
-
-def _check(table: Table) -> None:
-    """Check the settings of a quickstart whose policy may not be in its folder yet.
+    """Refuse wrong settings, put task and policy into their folder, then run.
 
     Raises:
         ConfigError: naming the setting.
     """
-    section = run_section(table)
-    if Path(section.model) == _FOLDER / "model":
+    table = load_table(path, overrides)
+    if Path(run_section(table).model) == _FOLDER / "model":  # it may not be there yet
         run_config({**table, "run": {**table["run"], "model": str(SHIPPED_POLICY)}})
     else:
         run_config(table)
+    start_logging("quickstart")
+    prepare(_FOLDER)
+    return run(path, overrides, dry_run=False, resume=resume)

@@ -80,7 +80,7 @@ def recorded_file(target: Path) -> Path:
     file = target / BATCHES
     if not file.is_file():
         raise ConfigError(
-            f"{target} is no trajectory file and holds no {BATCHES}, which a run writes with "
+            f"{target} is not a trajectory file and holds no {BATCHES}, which a run writes with "
             "broker.record_batches = true"
         )
     return file

@@ -4,10 +4,8 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from rich.console import Console
-
 from slipstream.deploy.commands.options import add_config, add_overrides, add_resume
-from slipstream.deploy.config import RunConfig, free_name, run_config
+from slipstream.deploy.config import free_name, run_config
 from slipstream.deploy.launch.dry_run import print_dry_run
 from slipstream.deploy.launch.local import run_locally
 from slipstream.deploy.launch.plan import count_gpus, plan_roles
@@ -40,7 +38,18 @@ def main(arguments: argparse.Namespace) -> int:
 def run(path: Path, overrides: Sequence[str], dry_run: bool, resume: str | None = None) -> int:
     """Run every role of a run on this host."""
     console = make_console()
-    config = _load(path, overrides, resume, console)
+    table = load_table(path, overrides)
+    section = run_section(table)
+    point = find_resume_point(section, resume) if resume else None
+    if point is not None:
+        start = point.checkpoint or f"the ledger of {point.run_folder}: no checkpoint was saved yet"
+        console.print(f"resuming from {start}", soft_wrap=True)
+        config = run_config(resumed_table(table, point))
+    else:
+        if resume:
+            console.print(f"nothing to resume in {section.dir}: a new run starts", soft_wrap=True)
+        name = free_name(section)
+        config = run_config({**table, "run": {**table.get("run", {}), "name": name}})
     if dry_run:
         resolved = config.run.folder / "resolved.toml"
         plans = plan_roles(config, resolved, num_gpus=count_gpus())
@@ -49,21 +58,7 @@ def run(path: Path, overrides: Sequence[str], dry_run: bool, resume: str | None 
     if len(config.deploy.hosts) > 1:
         raise ConfigError(
             f"deploy.hosts names {len(config.deploy.hosts)} hosts; this command starts "
-            "processes on its own host only (--dry-run shows the plan): docs/weight-bus.md says "
-            "how to start generators on others by hand"
+            "processes on its own host only (--dry-run shows the plan): see docs/weight-bus.md "
+            "for how to start generators on others by hand"
         )
     return run_locally(config, console)
-
-
-def _load(path: Path, overrides: Sequence[str], resume: str | None, console: Console) -> RunConfig:
-    """Return the settings of the run to resume, or settings with an unused run name."""
-    table = load_table(path, overrides)
-    section = run_section(table)
-    point = find_resume_point(section, resume) if resume else None
-    if point is not None:
-        start = point.checkpoint or f"the ledger of {point.run_folder}: no checkpoint was saved yet"
-        console.print(f"going on from {start}", soft_wrap=True)
-        return run_config(resumed_table(table, point))
-    if resume:
-        console.print(f"nothing to go on from in {section.dir}: a new run begins", soft_wrap=True)
-    return run_config({**table, "run": {**table.get("run", {}), "name": free_name(section)}})

@@ -3,8 +3,6 @@
 import argparse
 import json
 from collections import deque
-from collections.abc import Iterator
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -68,35 +66,14 @@ def show(
         ConfigError: nothing was recorded there.
     """
     if evaluation:
-        path, panel = _eval_file(run, step), _answer
+        found = answers_files(run)
+        newest = max(found, default=0) if step is None else step
+        if newest not in found:
+            raise ConfigError(f"{run} holds no answers of an evaluation (eval.keep_answers)")
+        path, panel = found[newest], _answer
     else:
         path, panel = run / TRAINED, _trajectory
-    wanted = deque(
-        (
-            row
-            for row in _rows(path)
-            if (evaluation or step is None or row["step"] == step)
-            and (group is None or row.get("group_id", row.get("problem")) == group)
-        ),
-        maxlen=count,
-    )
-    if not wanted:
-        raise ConfigError(f"{path} holds none of these")
-    for row in wanted:
-        console.print(panel(row))
-    console.print(f"{len(wanted)} of {path}", style="dim", soft_wrap=True)
-    return 0
-
-
-def _eval_file(run: Path, step: int | None) -> Path:
-    found = answers_files(run)
-    newest = max(found, default=0) if step is None else step
-    if newest not in found:
-        raise ConfigError(f"{run} holds no answers of an evaluation (eval.keep_answers)")
-    return found[newest]
-
-
-def _rows(path: Path) -> Iterator[Row]:
+    wanted: deque[Row] = deque(maxlen=count)
     try:
         lines = path.open()
     except OSError as error:
@@ -106,9 +83,18 @@ def _rows(path: Path) -> Iterator[Row]:
     with lines:
         for number, line in enumerate(lines, start=1):
             try:
-                yield json.loads(line)
+                row = json.loads(line)
             except ValueError as error:
                 raise ConfigError(f"row {number} of {path} is damaged: {error}") from error
+            is_of_step = evaluation or step is None or row["step"] == step
+            if is_of_step and (group is None or row.get("group_id", row.get("problem")) == group):
+                wanted.append(row)
+    if not wanted:
+        raise ConfigError(f"{path} holds none of these")
+    for row in wanted:
+        console.print(panel(row))
+    console.print(f"{len(wanted)} of {path}", style="dim", soft_wrap=True)
+    return 0
 
 
 def _trajectory(row: Row) -> RenderableType:
@@ -123,16 +109,12 @@ def _trajectory(row: Row) -> RenderableType:
     largest = max((abs(value) for value in row["logprob_diffs"]), default=0.0)
     details = [
         ("reward", _reward(row)),
-        ("ended by", f"{row['finish_reason']} after {sum(e - s for s, e in _spans(starts, ends))}"),
+        ("ended by", f"{row['finish_reason']} after {ends[-1] - starts[0]}"),
         ("chosen by", runs),
         ("logprobs", f"largest |proximal - behavior| {largest:.2g} nats"),
     ]
     title = f"step {row['step']}, group {row['group_id']}, sibling {row['sibling']}"
     return _panel(title, row["prompt"], row["answer"], details)
-
-
-def _spans(starts: list[int], ends: list[int]) -> list[tuple[int, int]]:
-    return [(first, last) for first, last in pairwise([*starts, ends[-1]])]
 
 
 def _answer(row: Row) -> RenderableType:
@@ -157,8 +139,8 @@ def _panel(title: str, prompt: str, answer: str, details: list[tuple[str, str]])
         lines.append(f"{name} ", style="dim")
         lines.append(f"{value}\n")
     lines.rstrip()
-    said = [
+    body = [
         *(Text("prompt", style="dim"), Text(visible(prompt)), Text()),
         *(Text("answer", style="dim"), Text(visible(answer), style="bold"), Text()),
     ]
-    return Panel(Group(*said, lines), title=Text(visible(title)), title_align="left")
+    return Panel(Group(*body, lines), title=Text(visible(title)), title_align="left")

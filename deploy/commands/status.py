@@ -1,13 +1,15 @@
-"""`slipstream status`: figures of a run that is running."""
+"""`slipstream status`: the screen of `slipstream top`, once and whole."""
 
 import argparse
 
+from slipstream.broker.dashboard.columns import read_state
 from slipstream.broker.report.summary import summary_of
 from slipstream.deploy.commands.options import RUNS, add_json, add_run
 from slipstream.deploy.terminal.console import make_console
-from slipstream.deploy.terminal.observe import dashboard_address, run_of_folder, status_now
-from slipstream.deploy.terminal.view import live_view
-from slipstream.wire.files.run_folder import newest_run
+from slipstream.deploy.terminal.observe import page_line, run_of_folder, status_now
+from slipstream.deploy.terminal.recent import recent_of
+from slipstream.deploy.terminal.screen import ALL, draw
+from slipstream.wire.files.run_folder import PAGE_STATE, newest_run
 from slipstream.wire.process.command_line import print_json
 
 EXAMPLES = """examples:
@@ -28,5 +30,9 @@ def main(arguments: argparse.Namespace) -> int:
     status = status_now(run)
     if arguments.json:
         return print_json(summary_of(status))
-    make_console().print(live_view(status, dashboard_address(run)))
+    recent = recent_of(run.folder, read_state(run.folder / PAGE_STATE))
+    recent.add(status)
+    console = make_console()
+    page = page_line(run, is_terminal=console.is_terminal)
+    console.print(draw(status, recent, console, height=ALL, footer=page))
     return 0

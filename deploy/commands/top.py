@@ -1,7 +1,6 @@
 """`slipstream top`: a run in a terminal, live."""
 
 import argparse
-import json
 import os
 import select
 import signal
@@ -18,36 +17,32 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
 
-from slipstream.broker.config import BrokerSection
-from slipstream.broker.dashboard.columns import StoredState, read_state
+from slipstream.broker.dashboard.columns import read_state
 from slipstream.broker.report.summary import summary_of
 from slipstream.deploy.commands.options import RUNS, add_json, add_run
 from slipstream.deploy.terminal.console import make_console
 from slipstream.deploy.terminal.observe import (
     StatusWatcher,
     dashboard_address,
+    outcome_of,
     run_of_folder,
     status_now,
 )
-from slipstream.deploy.terminal.recent import Recent
-from slipstream.deploy.terminal.screen import Screen, lines_of
-from slipstream.deploy.terminal.view import age
+from slipstream.deploy.terminal.recent import Recent, recent_of
+from slipstream.deploy.terminal.screen import draw
 from slipstream.wire.errors import ConfigError, PeerLostError
 from slipstream.wire.files.run_folder import PAGE_STATE, newest_run
 from slipstream.wire.messages.status import RunStatus
 from slipstream.wire.process.command_line import print_json
-from slipstream.wire.settings.load import load_table, section
 from slipstream.wire.settings.sections import RunSection
 
 _EVERY_S = 1.0
-_OLD_S = 3.0  # an older answer is marked as such
-_GONE_S = 30.0  # then the view says what to do
 EXAMPLES = """examples:
-  slipstream top                           the newest run; q ends it
+  slipstream top                           the newest run; q quits
   slipstream top runs/demo --json          its figures and advisories once, for programs
 
-It works over ssh on a terminal of 80x24 and shows more on a larger one. Every sentence at the top
-is explained in docs/operations.md.
+It works over ssh on a terminal of 80x24 and shows more on a larger one. The advice at the top is
+explained in docs/operations.md.
 """
 
 
@@ -85,49 +80,28 @@ def top(folder: Path, *, as_json: bool) -> int:
                 raise
             outcome = outcome_of(run) or stored.status.outcome
             status = replace(stored.status, outcome=outcome)
-            recent.look(status)
+            recent.evaluate(status)
         return print_json(summary_of(status) | {"advisories": recent.advisories()})
     console = make_console()
     if not console.is_terminal:
-        raise ConfigError("slipstream top draws on a terminal, and this is none: use --json")
+        raise ConfigError("slipstream top draws on a terminal, and this is not one: use --json")
     watcher = StatusWatcher(run, every_s=_EVERY_S)
     watcher.start()
+    live = Live(console=console, screen=True, auto_refresh=False)
+    keyboard = sys.stdin.fileno() if sys.stdin.isatty() else None
+    written = stored.status if stored else None
     try:
-        _show(run, watcher, recent, console, stored.status if stored else None)
+        with ends_in_order(), keys_of(keyboard) as keys, live:
+            while True:
+                if watcher.newest is not None:
+                    recent.add(watcher.newest)
+                elif written is not None:  # the file replaces a missing answer
+                    recent.evaluate(written)
+                live.update(_drawing(run, watcher, recent, console, written), refresh=True)
+                if "q" in keys.pressed(_EVERY_S).lower():
+                    return 0
     finally:
         watcher.close()
-    return 0
-
-
-def recent_of(folder: Path, stored: StoredState | None) -> Recent:
-    """Return the history of a run as far as it is written, with the limits that it goes by."""
-    broker = section(load_table(folder / "resolved.toml"), "broker", BrokerSection)
-    return Recent(
-        stored.history if stored else None,
-        high_water_bytes=broker.high_water_bytes,
-        fsync=broker.redis.known_fsync,
-    )
-
-
-def _show(
-    run: RunSection,
-    watcher: StatusWatcher,
-    recent: Recent,
-    console: Console,
-    written: RunStatus | None,
-) -> None:
-    """Draw once a second until q, Ctrl-C or a signal; the file replaces a missing answer."""
-    live = Live(console=console, screen=True, auto_refresh=False)
-    with ends_in_order(), keys_of(_keyboard()) as keys, live:
-        while True:
-            status = watcher.newest or written
-            if watcher.newest is not None:
-                recent.add(watcher.newest)
-            elif written is not None:
-                recent.look(written)
-            live.update(_drawing(run, watcher, recent, console, status), refresh=True)
-            if "q" in keys.pressed(_EVERY_S).lower():
-                return
 
 
 def _drawing(
@@ -135,58 +109,16 @@ def _drawing(
     watcher: StatusWatcher,
     recent: Recent,
     console: Console,
-    status: RunStatus | None,
+    written: RunStatus | None,
 ) -> Group:
-    width, height = console.size
-    footer = f"q ends  {dashboard_address(run)}"
-    trouble = trouble_of(watcher.error, watcher.age_s, outcome_of(run) if watcher.error else "")
+    footer = f"q quits  {dashboard_address(run)}"
+    status = watcher.newest or written
     if status is None:
-        what = trouble or "the broker is asked ..."
+        what = watcher.trouble or "waiting for the broker to answer"
         return Group(Text(f"{run.name}: {what}"), Text(footer, style="dim"))
-    lines = lines_of(
-        status,
-        recent.advisories(),
-        Screen(width, height, plain=not console.encoding.lower().startswith("utf")),
-        recent=recent,
-        trouble=trouble,
-        footer=footer,
-        now_s=time.time(),
+    return draw(
+        status, recent, console, height=console.height, trouble=watcher.trouble, footer=footer
     )
-    return Group(*lines)
-
-
-def trouble_of(error: str, age_s: float, outcome: str) -> str:
-    """Return why what is shown is not of now; empty if it is.
-
-    Args:
-        error: of the newest question to the broker.
-        age_s: how old its newest answer is.
-        outcome: of the run, as it is written down.
-    """
-    if not error and age_s < _OLD_S:
-        return ""
-    if error and outcome not in {"", "running"}:
-        return f"the run has ended: {outcome}"
-    why = f" ({error})" if error else ""
-    said = (
-        f"the broker has not answered for {age(age_s)} and is asked every second; what is shown "
-        f"is old{why}"
-    )
-    if age_s < _GONE_S:
-        return said
-    return (
-        f"{said}. Every role waits for it, for run.outage_s: `slipstream run` starts it again, "
-        "one started by hand needs start-broker; see logs/broker.log, and Broker gone in "
-        "docs/operations.md"
-    )
-
-
-def outcome_of(run: RunSection) -> str:
-    """Return how a run ended by its summary; empty if that is not known."""
-    try:
-        return str(json.loads(run.summary_file.read_bytes()).get("outcome", ""))
-    except (OSError, ValueError):
-        return ""
 
 
 class Keys:
@@ -207,11 +139,6 @@ class Keys:
         if not typed:
             self._descriptor = None  # closed: no more input
         return typed.decode(errors="replace")
-
-
-def _keyboard() -> int | None:
-    """Return the descriptor of the keyboard, if there is one."""
-    return sys.stdin.fileno() if sys.stdin.isatty() else None
 
 
 @contextmanager

@@ -120,19 +120,30 @@ def write_trace(folder: Path, out: Path | None, console: Console, *, max_spans: 
         raise ConfigError(f"{folder} holds no {TRAIL}/: no run, or broker.max_trail_bytes = 0")
     reader = TrailReader(max_spans=max_spans)
     for _, at_s, data in read_trail(folder / TRAIL):
-        reader.hear(at_s, decode_event(data))
+        reader.add(at_s, decode_event(data))
     reader.close()
     stored = read_state(folder / PAGE_STATE)
-    summary = _read_summary(folder, console)
+    summary = _Summary()
+    try:
+        summary = msgspec.convert(json.loads((folder / SUMMARY).read_bytes()), _Summary)
+    except FileNotFoundError:
+        pass
+    except (OSError, ValueError) as error:  # damaged JSON, or other fields
+        why = f"{folder / SUMMARY} cannot be read: {error}"
+        console.print(f"no publishes: {why}", style="yellow", soft_wrap=True)
     spans = [*reader.spans, *publish_spans(summary.newest)]
     if not spans:
-        raise ConfigError(f"{folder / TRAIL} holds nothing that lasted: the run has just begun")
+        raise ConfigError(f"{folder / TRAIL} holds nothing that lasted: the run has just started")
     marks = [*reader.marks]
     if stored is not None:
         marks += history_marks(stored.history)
     path = out or folder / TRACE
     with replacing_file(path, durable=False) as file:
-        file.writelines(line.encode() for line in _file(folder.name, trace_events(spans, marks)))
+        head = json.dumps({"run": folder.name})
+        file.write(f'{{"displayTimeUnit": "ms", "otherData": {head}, "traceEvents": [\n'.encode())
+        for number, event in enumerate(trace_events(spans, marks)):
+            file.write(((",\n" if number else "") + json.dumps(event)).encode())
+        file.write(b"\n]}\n")
     size = path.stat().st_size / 2**20
     console.print(
         f"{len(spans)} spans in {path} ({size:.1f} MiB): open it at https://ui.perfetto.dev or "
@@ -152,18 +163,6 @@ def write_trace(folder: Path, out: Path | None, console: Console, *, max_spans: 
             soft_wrap=True,
         )
     return 0
-
-
-def _read_summary(folder: Path, console: Console) -> _Summary:
-    """Return the publishes in the summary: nothing if it cannot be read."""
-    path = folder / SUMMARY
-    try:
-        return msgspec.convert(json.loads(path.read_bytes()), _Summary)
-    except FileNotFoundError:
-        return _Summary()
-    except (OSError, ValueError) as error:  # damaged JSON, or other fields
-        console.print(f"no publishes: {path} is not read: {error}", style="yellow", soft_wrap=True)
-        return _Summary()
 
 
 # ---- from the trail ----------------------------------------------------------
@@ -204,7 +203,7 @@ class TrailReader:
         self._free_s: float | None = None  # since when the learner has been done with a step
         self._counted_s = 0.0
 
-    def hear(self, at_s: float, event: LedgerEvent) -> None:
+    def add(self, at_s: float, event: LedgerEvent) -> None:
         """Take in the next event; a clock that was set back is held."""
         self._now_s = max(self._now_s, at_s)
         match event:
@@ -228,24 +227,27 @@ class TrailReader:
                 if (item := self._items.pop(group_id, None)) is not None:
                     self._end(item.lease_id, f"dropped: {reason}")
             case _:
-                self._hear_learner(event)
-        self._count()
+                self._record_learner(event)
+        if self._now_s - self._counted_s >= _COUNT_EVERY_S:
+            self._counted_s = self._now_s
+            if counts := {name: len(taken) for name, taken in sorted(self._lanes.items())}:
+                self.marks.append(Mark(_BROKER, "leases", self._now_s, counts))
 
-    def _hear_learner(self, event: LedgerEvent) -> None:
-        now_s = self._now_s
+    def _record_learner(self, event: LedgerEvent) -> None:
         match event:
             case TakenOver(version=version):
                 self._mark(_LEARNER, f"took over as {version.label}")
-                self._free_s = now_s
+                self._free_s = self._now_s
             case Unbound(step=step):
                 self._mark(_LEARNER, f"the batch of step {step} was taken apart")
             case Trained(version=version, metrics=metrics):
-                began_s = self._free_s if self._free_s is not None else now_s
+                start_s = self._free_s if self._free_s is not None else self._now_s
                 args = {"version": version.label, **metrics}
-                step_span = Span(_LEARNER, "step", f"step {version.step - 1}", began_s, now_s, args)
-                for span in (step_span, *phase_spans(began_s, now_s, metrics)):
+                name = f"step {version.step - 1}"
+                self._keep(Span(_LEARNER, "step", name, start_s, self._now_s, args))
+                for span in phase_spans(start_s, self._now_s, metrics):
                     self._keep(span)
-                self._free_s = now_s
+                self._free_s = self._now_s
             case Sealed(step=step):
                 self._mark(_LEARNER, f"a checkpoint holds step {step}")
             case _:
@@ -282,14 +284,6 @@ class TrailReader:
 
     def _mark(self, process: str, name: str) -> None:
         self.marks.append(Mark(process, name, self._now_s))
-
-    def _count(self) -> None:
-        if self._now_s - self._counted_s < _COUNT_EVERY_S:
-            return
-        self._counted_s = self._now_s
-        counts = {name: len(taken) for name, taken in sorted(self._lanes.items())}
-        if counts:
-            self.marks.append(Mark(_BROKER, "leases", self._now_s, counts))
 
 
 def phase_spans(start_s: float, end_s: float, metrics: Mapping[str, float]) -> Iterator[Span]:
@@ -375,7 +369,14 @@ def trace_events(spans: Sequence[Span], marks: Sequence[Mark]) -> Iterator[Json]
     processes = {span.process for span in spans} | {mark.process for mark in marks}
     by_name = sorted(processes, key=lambda name: (_FIRST.get(name, len(_FIRST)), name))
     pids = {name: number for number, name in enumerate(by_name, start=1)}
-    lanes = sorted({(span.process, span.lane) for span in spans}, key=_lane_order)
+
+    def lane_order(lane: tuple[str, str]) -> tuple[str, bool, int, str]:
+        # The many leases of a generator come below what else it does, phases in their order.
+        process, name = lane
+        place = _PHASES.index(name) if process == _LEARNER and name in _PHASES else -1
+        return process, name.startswith("lease"), place, name
+
+    lanes = sorted({(span.process, span.lane) for span in spans}, key=lane_order)
     tids = {pair: number for number, pair in enumerate(lanes, start=1)}
     for name, pid in pids.items():
         yield _named("process_name", pid, 0, name=name)
@@ -406,27 +407,9 @@ def trace_events(spans: Sequence[Span], marks: Sequence[Mark]) -> Iterator[Json]
             yield {**event, "ph": "C", "args": mark.counts}
 
 
-def _lane_order(lane: tuple[str, str]) -> tuple[str, bool, int, str]:
-    """Put the many leases of a generator below what else it does, and phases in their order."""
-    process, name = lane
-    place = _PHASES.index(name) if process == _LEARNER and name in _PHASES else -1
-    return process, name.startswith("lease"), place, name
-
-
 def _named(what: str, pid: int, tid: int, **args: Any) -> Json:  # noqa: ANN401 text or a number
     return {"ph": "M", "name": what, "pid": pid, "tid": tid, "args": args}
 
 
 def _microseconds(seconds: float) -> int:
     return round(seconds * 1e6)
-
-
-def _file(run_name: str, events: Iterable[Json]) -> Iterator[str]:
-    """Yield the text of the file, an event a line."""
-    head = json.dumps({"run": run_name})
-    yield f'{{"displayTimeUnit": "ms", "otherData": {head}, "traceEvents": [\n'
-    separator = ""
-    for event in events:
-        yield separator + json.dumps(event)
-        separator = ",\n"
-    yield "\n]}\n"

@@ -5,8 +5,9 @@ import asyncio
 import os
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import groupby, islice
 from pathlib import Path
 
 import msgspec
@@ -23,7 +24,7 @@ from slipstream.deploy.commands.options import add_config, add_json, add_overrid
 from slipstream.deploy.terminal.console import make_console
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.messages.broker import ScoringItem
-from slipstream.wire.messages.trajectory import Json, Prompt, Score, Transcript
+from slipstream.wire.messages.trajectory import Json, Prompt, Transcript
 from slipstream.wire.process.command_line import print_json
 from slipstream.wire.settings.load import Table, load_table, section
 
@@ -119,18 +120,14 @@ def reward_test(
     table = load_table(config or Path(os.devnull), words)
     settings = section(table, "reward", RewardSection)
     samples = _samples(table, data, count, answers)
-    tested, seconds = asyncio.run(_score(settings, reward, _hidden(table), samples))
+    hide = [path for path in private_paths(table) if path.exists()]  # none is made for a trial
+    tested, seconds = asyncio.run(_score(settings, reward, hide, samples))
     failed = any(answer.reward is None for answer in tested)
     if as_json:
         print_json({"answers": tested, "seconds": seconds, **_summary(tested)})
     else:
         _show(tested, seconds, make_console())
     return EXIT_UNAVAILABLE if failed else 0
-
-
-def _hidden(table: Table) -> list[Path]:
-    """Return what of the run is private and there; to try a function makes no folder for it."""
-    return [path for path in private_paths(table) if path.exists()]
 
 
 # ---- what to score -------------------------------------------------------------
@@ -140,59 +137,40 @@ def _samples(table: Table, data: str, count: int, answers: Path | None) -> list[
     section_ = section(table, "data", DataSection)
     where = data or section_.file
     if not where:
-        raise ConfigError("name the problems with --data FILE, or data.file")
+        raise ConfigError("give the problems with --data FILE, or data.file")
+    gym = where.removeprefix(_GYM) if where.startswith(_GYM) else ""
     rules = RowRules(
-        data_source=where.removeprefix(_GYM) if where.startswith(_GYM) else "default",
-        prompt_column="prompt" if where.startswith(_GYM) else section_.prompt_column,
+        data_source=gym or "default",
+        prompt_column="prompt" if gym else section_.prompt_column,
         as_chat=section_.as_chat,
         system_prompt=section_.system_prompt,
     )
     given = _answers_by_row(answers) if answers else None
     samples: list[_Sample] = []
-    for group, raw in enumerate(_first_rows(where, count)):
-        prompt = _prompt(raw, rules, where)
-        for sibling, answer in enumerate(_answers_to(group, raw, prompt, given)):
-            samples.append(_Sample(group, sibling, prompt, answer))
+    rows: Iterable[RawRow] = (
+        read_rows(Path(where), "--data")
+        if not gym
+        else gym_rows(gym, size=count, seed=0, options={}, setting="--data")
+    )
+    for group, raw in enumerate(islice(rows, count)):
+        try:
+            if raw.values is None:
+                raise BadRowError(raw.problem)  # noqa: TRY301 one way out for all bad rows
+            prompt = prompt_from_row(raw.values, rules, number=raw.number)
+        except BadRowError as error:
+            raise ConfigError(f"--data {where}: row {raw.number}: {error}") from error
+        own = [raw.values[column] for column in _ANSWER_COLUMNS if column in raw.values]
+        texts = [answer for answer in own if isinstance(answer, str)][:1]
+        truth = prompt.ground_truth
+        if given is not None:
+            texts = given.get(group, [])
+        elif not texts:  # a right one, if it is known, and an empty one
+            is_plain = isinstance(truth, str | int | float) and not isinstance(truth, bool)
+            texts = [str(truth), ""] if is_plain and truth != "" else [""]
+        samples += [_Sample(group, i, prompt, text) for i, text in enumerate(texts)]
     if not samples:
         raise ConfigError(f"--data {where} holds no rows, or none with an answer")
     return samples
-
-
-def _first_rows(where: str, count: int) -> Iterator[RawRow]:
-    if where.startswith(_GYM):
-        name = where.removeprefix(_GYM)
-        rows = gym_rows(name, size=count, seed=0, options={}, setting="--data")
-    else:
-        rows = read_rows(Path(where), "--data")
-    for number, row in enumerate(rows):
-        if number == count:
-            return
-        yield row
-
-
-def _prompt(raw: RawRow, rules: RowRules, where: str) -> Prompt:
-    try:
-        if raw.values is None:
-            raise BadRowError(raw.problem)  # noqa: TRY301 one way out for all bad rows
-        return prompt_from_row(raw.values, rules, number=raw.number)
-    except BadRowError as error:
-        raise ConfigError(f"--data {where}: row {raw.number}: {error}") from error
-
-
-def _answers_to(
-    position: int, raw: RawRow, prompt: Prompt, given: Mapping[int, list[str]] | None
-) -> list[str]:
-    """Return the answers to one row; without any given, a right one and an empty one."""
-    if given is not None:
-        return given.get(position, [])
-    for column in _ANSWER_COLUMNS:
-        answer = (raw.values or {}).get(column)
-        if isinstance(answer, str):
-            return [answer]
-    truth = prompt.ground_truth
-    if isinstance(truth, str | int | float) and not isinstance(truth, bool) and truth != "":
-        return [str(truth), ""]
-    return [""]
 
 
 def _answers_by_row(path: Path) -> dict[int, list[str]]:
@@ -229,51 +207,42 @@ async def _score(
     """Return what the answers are worth, in order, and the seconds that it took."""
     pool = await RewardPool.start(settings, function=function, hide=hide)
     try:
-        groups: dict[int, list[_Sample]] = {}
-        for sample in samples:
-            groups.setdefault(sample.group, []).append(sample)
-        began_s = time.perf_counter()
+        run_start_s = time.perf_counter()
         tested: list[TestedAnswer] = []
-        for group in groups.values():  # one after the other, so that times mean something
-            tested += await _score_group(pool, group)
-        return tested, time.perf_counter() - began_s
+        # One group after the other, so that times mean something.
+        for _, siblings in groupby(samples, key=lambda sample: sample.group):
+            group = list(siblings)
+            work = [
+                (
+                    ScoringItem(group_id=sample.group, sibling=sample.sibling, lease_id=0),
+                    Transcript(
+                        prompt=sample.prompt,
+                        response=sample.answer,
+                        num_response_tokens=max(1, len(sample.answer.split())),
+                        finish_reason="stop",
+                    ),
+                )
+                for sample in group
+            ]
+            start_s = time.perf_counter()
+            found: dict[int, TestedAnswer] = {}
+            async for score in pool.score(work):
+                sample = group[score.sibling]
+                found[score.sibling] = TestedAnswer(
+                    row=sample.prompt.row,
+                    data_source=sample.prompt.data_source,
+                    answer=sample.answer,
+                    reward=score.reward,
+                    parts=score.parts,
+                    unavailable=score.unavailable,
+                    function=score.function,
+                    version=score.version,
+                    ms=1e3 * (time.perf_counter() - start_s),
+                )
+            tested += [found[sample.sibling] for sample in group]
+        return tested, time.perf_counter() - run_start_s
     finally:
         await pool.close()
-
-
-async def _score_group(pool: RewardPool, group: Sequence[_Sample]) -> list[TestedAnswer]:
-    work = [
-        (
-            ScoringItem(group_id=sample.group, sibling=sample.sibling, lease_id=0),
-            Transcript(
-                prompt=sample.prompt,
-                response=sample.answer,
-                num_response_tokens=max(1, len(sample.answer.split())),
-                finish_reason="stop",
-            ),
-        )
-        for sample in group
-    ]
-    began_s = time.perf_counter()
-    found: dict[int, TestedAnswer] = {}
-    async for score in pool.score(work):
-        ms = 1e3 * (time.perf_counter() - began_s)
-        found[score.sibling] = _tested(group[score.sibling], score, ms)
-    return [found[sample.sibling] for sample in group]
-
-
-def _tested(sample: _Sample, score: Score, ms: float) -> TestedAnswer:
-    return TestedAnswer(
-        row=sample.prompt.row,
-        data_source=sample.prompt.data_source,
-        answer=sample.answer,
-        reward=score.reward,
-        parts=score.parts,
-        unavailable=score.unavailable,
-        function=score.function,
-        version=score.version,
-        ms=ms,
-    )
 
 
 # ---- printing ------------------------------------------------------------------
@@ -295,12 +264,15 @@ def _show(tested: Sequence[TestedAnswer], seconds: float, console: Console) -> N
     for title in ("row", "data source", "answer", "score", "parts", "ms"):
         table.add_column(title, justify="right" if title in {"row", "score", "ms"} else "left")
     for answer in tested:
+        line = " ".join("".join(c if c.isprintable() else " " for c in answer.answer).split())
+        if len(line) > _SHOWN_CHARACTERS:
+            line = line[: _SHOWN_CHARACTERS - 3] + "..."
         score = "unavailable" if answer.reward is None else f"{answer.reward:g}"
         parts = ", ".join(f"{k} {v:g}" for k, v in answer.parts.items() if k != "score")
         table.add_row(
             str(answer.row),
             Text(answer.data_source),
-            Text(_shortened(answer.answer)),
+            Text(line),
             Text(score, style="red" if answer.reward is None else ""),
             Text(parts or answer.unavailable),
             f"{answer.ms:.1f}",
@@ -317,8 +289,3 @@ def _show(tested: Sequence[TestedAnswer], seconds: float, console: Console) -> N
         console.print(Text(f"unavailable {count} times: {reason}", style="red"), soft_wrap=True)
     for function in summary["functions"]:
         console.print(Text(f"{function['name']}, version {function['version']}"), soft_wrap=True)
-
-
-def _shortened(answer: str) -> str:
-    line = " ".join("".join(c if c.isprintable() else " " for c in answer).split())
-    return line if len(line) <= _SHOWN_CHARACTERS else line[: _SHOWN_CHARACTERS - 3] + "..."

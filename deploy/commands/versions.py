@@ -4,7 +4,7 @@ import argparse
 import json
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import datetime
 from pathlib import Path
 
@@ -100,7 +100,26 @@ def print_versions(folder: Path, console: Console, *, count: int, as_json: bool)
     try:
         view = view_of(status_now(run))
     except PeerLostError:
-        view = _view_on_file(folder)
+        path = folder / SUMMARY
+        try:
+            read = msgspec.convert(json.loads(path.read_bytes()), _Summary)
+        except OSError as error:
+            raise ConfigError(
+                f"no broker answers for {folder}, and {path} cannot be read: {error.strerror}"
+            ) from error
+        except ValueError as error:  # damaged JSON, or other fields
+            raise ConfigError(f"{path} is not a summary of this version: {error}") from error
+        as_of = f"as of step {read.steps}: no broker answers for {folder}"
+        if read.outcome != "running":
+            as_of = "the run has ended" + (f": {read.outcome}" if not read.finished else "")
+        view = VersionsView(
+            run_name=read.run_name,
+            steps=read.steps,
+            as_of=as_of,
+            relay_silent_s=_silent_s([(one.role, one.silent_s) for one in read.roles]),
+            members=read.members,
+            publishes=read.publishes,
+        )
     if as_json:
         return print_json(view)
     for part in render(view, count=count):
@@ -117,29 +136,6 @@ def view_of(status: RunStatus) -> VersionsView:
         relay_silent_s=_silent_s([(one.role, one.silent_s) for one in status.roles]),
         members=status.members,
         publishes=status.publish_history,
-    )
-
-
-def _view_on_file(folder: Path) -> VersionsView:
-    path = folder / SUMMARY
-    try:
-        read = msgspec.convert(json.loads(path.read_bytes()), _Summary)
-    except OSError as error:
-        raise ConfigError(
-            f"no broker answers for {folder}, and {path} cannot be read: {error.strerror}"
-        ) from error
-    except ValueError as error:  # damaged JSON, or other fields
-        raise ConfigError(f"{path} is no summary of this version: {error}") from error
-    as_of = f"as of step {read.steps}: no broker answers for {folder}"
-    if read.outcome != "running":
-        as_of = "the run has ended" + (f": {read.outcome}" if not read.finished else "")
-    return VersionsView(
-        run_name=read.run_name,
-        steps=read.steps,
-        as_of=as_of,
-        relay_silent_s=_silent_s([(one.role, one.silent_s) for one in read.roles]),
-        members=read.members,
-        publishes=read.publishes,
     )
 
 
@@ -171,24 +167,55 @@ def render(
     if shown:
         total = len(view.publishes)
         yield _title(f"the newest {count} of {total} publishes" if count < total else "publishes")
-        yield _history(shown, now_s)
-        yield _title("seconds by phase, of the slowest engine")
-        yield _seconds(shown)
-    if any(record.failed for record in shown):
+        yield from _history(shown, now_s)
+    left_out: list[tuple[str, str]] = []
+    for record in shown:
+        by_reason: dict[str, list[str]] = {}
+        for name, why in sorted(record.failed.items()):
+            by_reason.setdefault(why, []).append(name)
+        for why, names in by_reason.items():
+            left_out.append((f"{record.version.label} {_some(names, most=2)}", why))
+    if left_out:
         yield _title("left out")
-        yield _left_out(shown)
+        yield _reasons(left_out)
 
 
 def _members(view: VersionsView, now_s: float) -> Iterator[RenderableType]:
-    yield _freshness(view)
+    """Yield what each engine holds, as old as the relay's report is."""
+    silent_s = view.relay_silent_s
+    if view.as_of:
+        yield _title("held by each engine, as last reported by the relay")
+    elif silent_s is None:
+        what = "what engines hold is not known: no relay has reported to this broker"
+        yield _title(what, style="yellow")
+    elif silent_s > GONE_S:
+        what = f"held by each engine before the relay went silent {_age(silent_s)} ago"
+        yield _title(what, style="yellow")
+    else:
+        yield _title(f"held by each engine, as the relay reported {silent_s:.1f} s ago")
     if view.members:
-        yield _states(view, now_s)
-    elif view.relay_silent_s is not None:
+        table = _table()
+        for heading in ("engine", "state", "version", "since", "transport"):
+            table.add_column(heading, overflow="fold")
+        for one in view.members:
+            age = "" if view.is_old else f", {_age(now_s - one.since_s)}"
+            table.add_row(
+                Text(visible(one.name)),
+                Text(f"was {one.state}") if view.is_old else Text(one.state, _COLORS[one.state]),
+                one.version.label if one.version else "none",
+                _clock(one.since_s, now_s) + age,
+                one.transport,
+            )
+        yield table
+    elif silent_s is not None:
         yield Text("no engine was on the weight bus" if view.is_old else "no engine so far")
+    gone: dict[str, PolicyVersion] = {}  # the version that each adopted last
     here = {one.name for one in view.members}
-    gone = {name: version for name, version in _held(view.publishes).items() if name not in here}
+    for record in view.publishes:
+        for name in record.adopted_by.keys() - here:
+            gone[name] = max(gone.get(name, record.version), record.version)
     if gone:
-        ran = _some([f"{name} ({version.label})" for name, version in gone.items()], most=6)
+        ran = _some([f"{name} ({gone[name].label})" for name in sorted(gone)], most=6)
         yield Text(f"no longer there: {visible(ran)}", style="dim")
     failures = [(one.name, one.reason) for one in view.members if one.reason]
     if failures:
@@ -196,51 +223,11 @@ def _members(view: VersionsView, now_s: float) -> Iterator[RenderableType]:
         yield _reasons(failures)
 
 
-def _states(view: VersionsView, now_s: float) -> Table:
+def _history(shown: Sequence[PublishRecord], now_s: float) -> Iterator[RenderableType]:
+    """Yield the publishes, and the seconds of each phase that any of them had."""
     table = _table()
-    for heading in ("engine", "state", "version", "since", "transport"):
-        table.add_column(heading, overflow="fold")
-    for one in view.members:
-        state = f"was {one.state}" if view.is_old else one.state
-        age = "" if view.is_old else f", {_age(now_s - one.since_s)}"
-        table.add_row(
-            Text(visible(one.name)),
-            Text(state, style="" if view.is_old else _COLORS[one.state]),
-            one.version.label if one.version else "none",
-            _clock(one.since_s, now_s) + age,
-            one.transport,
-        )
-    return table
-
-
-def _freshness(view: VersionsView) -> Text:
-    """Return a title with the age of the relay's report."""
-    silent_s = view.relay_silent_s
-    if view.as_of:
-        return _title("who held what, as the relay said last")
-    if silent_s is None:
-        what = "who holds what is not known: no relay has said hello to this broker"
-        return _title(what, style="yellow")
-    if silent_s > GONE_S:
-        what = f"who held what: the relay has been silent for {_age(silent_s)}"
-        return _title(what, style="yellow")
-    return _title(f"who holds what, as the relay said {silent_s:.1f} s ago")
-
-
-def _held(publishes: Sequence[PublishRecord]) -> dict[str, PolicyVersion]:
-    """Return the version that each engine adopted last."""
-    found: dict[str, PolicyVersion] = {}
-    for record in publishes:
-        for name in record.adopted_by:
-            found[name] = max(found.get(name, record.version), record.version)
-    return dict(sorted(found.items()))
-
-
-def _history(shown: Sequence[PublishRecord], now_s: float) -> Table:
-    table = _table()
-    for heading in ("version", "at"):
+    for heading in ("version", "at", "digest"):
         table.add_column(heading, no_wrap=True)
-    table.add_column("digest", no_wrap=True)
     table.add_column("size", justify="right", no_wrap=True)
     table.add_column("transports", overflow="fold")
     table.add_column("adopted by", no_wrap=True)
@@ -249,21 +236,19 @@ def _history(shown: Sequence[PublishRecord], now_s: float) -> Table:
     for record in shown:
         members = {*record.transports, *record.adopted_by, *record.failed}
         style = "red" if record.failed else ""
+        kinds = Counter(record.transports.values())
         table.add_row(
             record.version.label,
             _clock(record.at_s, now_s),
             record.digest[:8] or "-",
             decimal(record.num_bytes),
-            _counts(record.transports),
+            ", ".join(f"{count} {name}" for name, count in sorted(kinds.items())) or "-",
             Text(f"{len(record.adopted_by)} of {len(members)}", style=style),
             str(sum(record.num_in_flight.values())),
             f"{max(record.adopted_by.values()):.2f} s" if record.adopted_by else "-",
         )
-    return table
-
-
-def _seconds(shown: Sequence[PublishRecord]) -> Table:
-    """Return the seconds of each phase; one that no publish had has no column."""
+    yield table
+    yield _title("seconds by phase, of the slowest engine")
     named = {phase for record in shown for phase in record.phase_seconds}
     phases = [p for p in PUBLISH_PHASES if p in named] + sorted(named.difference(PUBLISH_PHASES))
     table = _table()
@@ -274,29 +259,15 @@ def _seconds(shown: Sequence[PublishRecord]) -> Table:
         seconds = (record.phase_seconds.get(phase) for phase in phases)
         cells = ("-" if one is None else f"{one:.3f}" for one in seconds)
         table.add_row(record.version.label, *cells)
-    return table
-
-
-def _left_out(shown: Sequence[PublishRecord]) -> Table:
-    """Return engines left out of publishes, and why; those with one reason together."""
-    rows: list[tuple[str, str]] = []
-    for record in shown:
-        by_reason: dict[str, list[str]] = {}
-        for name, why in sorted(record.failed.items()):
-            by_reason.setdefault(why, []).append(name)
-        rows += [
-            (f"{record.version.label} {_some(names, most=2)}", why)
-            for why, names in by_reason.items()
-        ]
-    return _reasons(rows)
+    yield table
 
 
 def _reasons(rows: Sequence[tuple[str, str]]) -> Table:
     grid = Table.grid(padding=(0, 2), expand=True)
     grid.add_column(overflow="fold", max_width=46)
     grid.add_column(overflow="fold", ratio=1)
-    for who, why in rows:
-        grid.add_row(Text(visible(who)), Text(visible(why)))
+    for what, why in rows:
+        grid.add_row(Text(visible(what)), Text(visible(why)))
     return grid
 
 
@@ -306,11 +277,6 @@ def _title(what: str, *, style: str = "italic") -> Text:
 
 def _table() -> Table:
     return Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
-
-
-def _counts(transports: Mapping[str, str]) -> str:
-    counts = sorted(Counter(transports.values()).items())
-    return ", ".join(f"{count} {name}" for name, count in counts) or "-"
 
 
 def _some(names: Sequence[str], *, most: int) -> str:

@@ -83,7 +83,13 @@ def make_policy(work: Path, out: Path) -> int:
     blank, warm = work / "blank", work / "policy"
     with _locked(work):
         _write_problems(work)
-        _write_demonstrations(work)
+        rng = random.Random(8)  # noqa: S311 not for secrets
+        rows = [
+            {"prompt": f"{a:02d}+{b:02d}=", "ground_truth": str(_taught_sum(a, b, rng))}
+            for a, b in _problems()[_HELD_OUT:]
+            for _ in range(_DEMONSTRATIONS)
+        ]
+        _write_rows(work / "demonstrations.jsonl", rows)
         write_blank_model(blank)
     command = [sys.executable, "-m", "slipstream.learner.warmup.main", "--model", str(blank)]
     command += ["--demonstrations", str(work / "demonstrations.jsonl")]
@@ -98,8 +104,8 @@ def make_policy(work: Path, out: Path) -> int:
         return code
     if code != 0:
         raise ChildDiedError(
-            f"the warm-up ended with code {code}: its last lines say why. What it kept is in "
-            f"{warm}.progress, and the same call goes on from there"
+            f"the warm-up ended with code {code}: see its last lines. Its progress is in "
+            f"{warm}.progress; the same call resumes from there"
         )
     copy_folder(warm, out)
     _log.info("wrote %s", out)
@@ -125,17 +131,6 @@ def _write_problems(folder: Path) -> None:
             for a, b in part
         ]
         _write_rows(folder / f"{name}.jsonl", rows)
-
-
-def _write_demonstrations(folder: Path) -> None:
-    """Have a teacher answer the problems that are not held out."""
-    rng = random.Random(8)  # noqa: S311 not for secrets
-    rows = [
-        {"prompt": f"{a:02d}+{b:02d}=", "ground_truth": str(_taught_sum(a, b, rng))}
-        for a, b in _problems()[_HELD_OUT:]
-        for _ in range(_DEMONSTRATIONS)
-    ]
-    _write_rows(folder / "demonstrations.jsonl", rows)
 
 
 def _taught_sum(a: int, b: int, rng: random.Random) -> int:
@@ -218,7 +213,7 @@ def main() -> int:
         type=Path,
         default=Path(".cache/addition"),
         metavar="DIR",
-        help="inputs and progress; a second call goes on from there (.cache/addition)",
+        help="inputs and progress; a second call resumes from there (.cache/addition)",
     )
     arguments = parser.parse_args()
     start_logging("policy")

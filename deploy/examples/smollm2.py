@@ -46,38 +46,34 @@ def unpack(out: Path) -> None:
             return
         source = find_quantized_file()
         started = time.monotonic()
+        import torch
+
+        from slipstream.generators.sglang.cpu import define_torchvision_operators
+
+        define_torchvision_operators()
+        from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+        from transformers.utils import logging as transformers_logging
+
+        transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+        tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
+        dequantized = AutoModelForCausalLM.from_pretrained(
+            source.parent,
+            gguf_file=source.name,
+            dtype=torch.float32,
+            quantization_config=GgufConfig(dequantize=True),
+        )
+        config = dequantized.config
+        if hasattr(config, "quantization_config"):
+            del config.quantization_config
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)  # type: ignore[no-untyped-call]
+        model.load_state_dict(dequantized.state_dict(), strict=False)
+        model.tie_weights()
+        model.generation_config.eos_token_id = tokenizer.eos_token_id
+        model.generation_config.pad_token_id = tokenizer.pad_token_id or tokenizer.eos_token_id
         with replacing_folder(out, durable=False) as unfinished:
-            _convert(source, unfinished)
+            model.save_pretrained(unfinished)
+            tokenizer.save_pretrained(unfinished)
         _log.info("%s unpacked into %s in %.0f s", source.name, out, time.monotonic() - started)
-
-
-def _convert(source: Path, out: Path) -> None:
-    import torch
-
-    from slipstream.generators.sglang.cpu import define_torchvision_operators
-
-    define_torchvision_operators()
-    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
-    from transformers.utils import logging as transformers_logging
-
-    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
-    dequantized = AutoModelForCausalLM.from_pretrained(
-        source.parent,
-        gguf_file=source.name,
-        dtype=torch.float32,
-        quantization_config=GgufConfig(dequantize=True),
-    )
-    config = dequantized.config
-    if hasattr(config, "quantization_config"):
-        del config.quantization_config
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)  # type: ignore[no-untyped-call]
-    model.load_state_dict(dequantized.state_dict(), strict=False)
-    model.tie_weights()
-    model.generation_config.eos_token_id = tokenizer.eos_token_id
-    model.generation_config.pad_token_id = tokenizer.pad_token_id or tokenizer.eos_token_id
-    model.save_pretrained(out)
-    tokenizer.save_pretrained(out)
 
 
 def main() -> int:

@@ -3,7 +3,6 @@
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
@@ -16,10 +15,7 @@ from slipstream.deploy.launch.memory import (
     learner_memory,
 )
 from slipstream.deploy.launch.plan import RolePlan
-from slipstream.learner.model.hf_config import HfConfig, load_hf_config
-
-if TYPE_CHECKING:
-    from slipstream.algos.config import AlgoChoice
+from slipstream.learner.model.hf_config import load_hf_config
 
 
 def print_dry_run(config: RunConfig, plans: Sequence[RolePlan], console: Console) -> None:
@@ -49,8 +45,8 @@ def print_dry_run(config: RunConfig, plans: Sequence[RolePlan], console: Console
     console.print()
     if hosts > 1:
         console.print(
-            "this command starts processes on its own host only; docs/weight-bus.md says how "
-            "to start generators on others by hand",
+            "this command starts processes on its own host only; see docs/weight-bus.md for "
+            "how to start generators on others by hand",
             style="yellow",
         )
     console.print("each reads the settings file that `slipstream run` writes:", style="dim")
@@ -67,12 +63,13 @@ def print_dry_run(config: RunConfig, plans: Sequence[RolePlan], console: Console
     console.print(
         f"memory per GPU of {available:g} GiB for a policy of P = {hf.num_parameters:,} parameters"
     )
-    learner = learner_memory(
-        hf,
-        config,
-        frozen=_frozen(choice, config.learner.model),
-        has_critic=choice.needs_values,
-    )
+    folders: dict[Path, str] = {}  # of policies beside its own, each once
+    if choice.needs_reference:
+        folders[Path(choice.kl.reference or config.learner.model)] = "algo.kl.reference"
+    if choice.has_teacher and choice.teacher.model:
+        folders.setdefault(Path(choice.teacher.model), "algo.teacher.model")
+    frozen = [load_hf_config(folder, setting) for folder, setting in folders.items()]
+    learner = learner_memory(hf, config, frozen=frozen, has_critic=choice.needs_values)
     generator = generator_memory(hf, config)
     shared = config.deploy.share_gpus and len({plan.gpus for plan in plans if plan.gpus}) == 1
     _print_parts("learner, rank 0", learner, available, console)
@@ -82,16 +79,6 @@ def print_dry_run(config: RunConfig, plans: Sequence[RolePlan], console: Console
         _print_parts(
             "learner and generator on one GPU", both, available, console, parts_shown=False
         )
-
-
-def _frozen(choice: "AlgoChoice", model: Path) -> list[HfConfig]:
-    """Return the policies that the learner holds beside its own, each folder once."""
-    folders: dict[Path, str] = {}
-    if choice.needs_reference:
-        folders[Path(choice.kl.reference or model)] = "algo.kl.reference"
-    if choice.has_teacher and choice.teacher.model:
-        folders.setdefault(Path(choice.teacher.model), "algo.teacher.model")
-    return [load_hf_config(folder, setting) for folder, setting in folders.items()]
 
 
 def _print_parts(

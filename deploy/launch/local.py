@@ -4,25 +4,30 @@ import errno
 import fcntl
 import json
 import logging
+import math
 import os
 import shutil
 import signal
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
+from types import FrameType
 from typing import TextIO
 
 from rich.console import Console
 from rich.live import Live
 
+from slipstream.broker.dashboard.columns import read_state
 from slipstream.broker.report.summary import replace_figures, summary_of
 from slipstream.deploy.config import RunConfig, run_config, write_resolved
 from slipstream.deploy.launch.plan import count_gpus, plan_roles
 from slipstream.deploy.launch.supervise import Supervisor
-from slipstream.deploy.terminal.observe import StatusWatcher, dashboard_address
-from slipstream.deploy.terminal.view import final_table, live_view, one_line
+from slipstream.deploy.terminal.figures import final_table, one_line
+from slipstream.deploy.terminal.observe import StatusWatcher, page_line
+from slipstream.deploy.terminal.recent import Recent, recent_of
+from slipstream.deploy.terminal.screen import draw
 from slipstream.generators.sglang.process import remove_leftovers
 from slipstream.wire.errors import ChildDiedError, ConfigError, PeerLostError, SlipstreamError
 from slipstream.wire.files.checkpoints import (
@@ -30,7 +35,7 @@ from slipstream.wire.files.checkpoints import (
     newest_checkpoint,
     read_checkpoint_info,
 )
-from slipstream.wire.files.run_folder import PAGE_ADDRESS
+from slipstream.wire.files.run_folder import PAGE_STATE
 from slipstream.wire.messages.status import RunStatus
 from slipstream.wire.process.command_line import (
     EXIT_BAD_SETTINGS,
@@ -45,6 +50,7 @@ from slipstream.wire.settings.sections import RunSection, relay_lock, run_sectio
 
 _log = logging.getLogger(__name__)
 _POLL_S = 0.2
+_DRAW_EVERY_S = 1.0
 _LINE_EVERY_S = 10.0
 _BROKER_START_S = 120.0  # without a sign of life, as the next one
 _RELAY_END_S = 10.0
@@ -64,7 +70,9 @@ def run_locally(config: RunConfig, console: Console) -> int:
     lock = _lock(run)
     _remove_scratch_of_killed_run(run)
     scratch = Path(tempfile.mkdtemp(prefix=_SCRATCH))
-    config = _with_sockets(config, scratch)
+    if not run.socket_dir:  # not scratch itself: reward functions use it, this one is hidden
+        sockets = {"socket_dir": str(scratch / _SOCKETS)}
+        config = run_config({**config.table, "run": {**config.table.get("run", {}), **sockets}})
     supervisor = Supervisor(
         logs=run.logs,
         scratch=scratch,
@@ -76,7 +84,7 @@ def run_locally(config: RunConfig, console: Console) -> int:
     reason, code = "failed: by a fault of this program", EXIT_FAILED  # the learner saves then, too
     watcher = StatusWatcher(config.run)
     try:
-        with _signals_raise():
+        with _signals(_raise_stop):
             resolved = run.folder / "resolved.toml"
             write_resolved(config, resolved)
             _run(config, supervisor, watcher, console, resolved)
@@ -97,7 +105,7 @@ def run_locally(config: RunConfig, console: Console) -> int:
     finally:
         if code:
             _let_learner_save(config, supervisor, watcher, console)
-        with _signals_ignored():
+        with _signals(signal.SIG_IGN):  # the clean-up is bounded by deploy.stop_timeout_s
             watcher.close()
             roles = [name for name in supervisor.children if name != "broker"]
             if supervisor.runs("broker"):
@@ -150,13 +158,13 @@ def _let_learner_save(
     if not supervisor.runs("broker") or status is None or status.steps == 0:
         return
     console.print("stopping: the learner saves a checkpoint (Ctrl-C ends it at once)")
-    with suppress(_StopRequestedError), _signals_raise():
+    with suppress(_StopRequestedError), _signals(_raise_stop):
         supervisor.stop(["learner"], timeout_s=config.deploy.save_timeout_s)
     newest = newest_checkpoint(config.run.folder)
     step = read_checkpoint_info(newest).step if newest is not None else 0
     if step < status.steps:
         console.print(
-            f"no checkpoint of step {status.steps} was saved: steps after {step} are lost; see "
+            f"no checkpoint of step {status.steps} was saved: steps after {step} are lost: see "
             f"{config.run.logs / 'learner.log'}",
             style="bold red",
             soft_wrap=True,
@@ -174,7 +182,15 @@ def _run(
     console.print(f"run {run.name}: settings, logs and results in {run.folder}")
     broker, *others = plan_roles(config, resolved, num_gpus=count_gpus())
     supervisor.start(broker)
-    _await_broker(supervisor, run, console)
+    patience = _patience_with_broker(supervisor, console)
+    while not run.socket("broker").exists():
+        supervisor.check()
+        child = supervisor.children["broker"]
+        if child.finished or patience.is_over():
+            why = "ended" if child.finished else patience.why
+            last = last_lines(child.log_file)
+            raise ChildDiedError(f"the broker did not start: it {why}; {child.log_file}:\n{last}")
+        time.sleep(_POLL_S)
     for plan in others:
         supervisor.start(plan)
     if listen := config.broker.broker.listen:
@@ -187,7 +203,9 @@ def _run(
     names = [plan.name for plan in others]
     started = time.monotonic()
     ended: set[str] = set()
-    with _display(console, run) as show:
+    live = Live(console=console, auto_refresh=False, transient=True)
+    show = Show(console, run, live if console.is_terminal else None)
+    with live if console.is_terminal else nullcontext():
         while len(ended) < len(names):
             supervisor.check()
             for name in names:
@@ -200,7 +218,7 @@ def _run(
             if limit and time.monotonic() - started > limit:
                 raise ChildDiedError(f"the run took longer than deploy.time_limit_s = {limit:.0f}")
             if watcher.newest is not None:
-                show(watcher.newest)
+                show(watcher.newest, watcher.trouble)
             time.sleep(_POLL_S)
 
 
@@ -264,80 +282,69 @@ def _remove_scratch_of_killed_run(run: RunSection) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _with_sockets(config: RunConfig, scratch: Path) -> RunConfig:
-    if config.run.socket_dir:
-        return config
-    # Not the folder of temporary files itself, which reward functions use and this one is hidden.
-    sockets = {"socket_dir": str(scratch / _SOCKETS)}
-    return run_config({**config.table, "run": {**config.table.get("run", {}), **sockets}})
-
-
-def _await_broker(supervisor: Supervisor, run: RunSection, console: Console) -> None:
-    patience = _patience_with_broker(supervisor, console)
-    while not run.socket("broker").exists():
-        supervisor.check()
-        if supervisor.children["broker"].finished or patience.is_over():
-            why = "ended" if supervisor.children["broker"].finished else patience.why
-            log = supervisor.children["broker"].log_file
-            raise ChildDiedError(f"the broker did not come up: it {why}; {log}:\n{last_lines(log)}")
-        time.sleep(_POLL_S)
-
-
 def _patience_with_broker(supervisor: Supervisor, console: Console) -> Patience:
-    def say(words: str) -> None:
+    def report(words: str) -> None:
         console.print(words, soft_wrap=True, highlight=False)
 
     signs = signs_of(lambda: supervisor.pids("broker"), supervisor.children["broker"].log_file)
-    return Patience("the broker to answer", _BROKER_START_S, signs, say=say)
-
-
-@contextmanager
-def _display(console: Console, run: RunSection) -> Iterator["Show"]:
-    """A live view on a terminal; a line now and then elsewhere."""
-    if not console.is_terminal:
-        yield Show(console, run, None)
-        return
-    with Live(console=console, auto_refresh=False, transient=True) as live:
-        yield Show(console, run, live)
+    return Patience("the broker to answer", _BROKER_START_S, signs, say=report)
 
 
 class Show:
-    """Draws a run: one live view, or lines where there is no terminal, which are kept in files.
+    """Draws a run: the screen on a terminal, else a line now and then, which files keep.
 
-    The page's address holds its token: it goes to a terminal alone.
+    The page's address holds its token: it is shown on a terminal alone.
     """
 
-    def __init__(self, console: Console, run: RunSection, live: Live | None) -> None:
+    def __init__(
+        self,
+        console: Console,
+        run: RunSection,
+        live: Live | None,
+        *,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._now = now
         self._console = console
         self._run = run
         self._live = live
-        self._next_line_s = 0.0
+        self._recent: Recent | None = None
+        self._next_s = -math.inf
         self._announced = False
         self._is_broken = False
 
-    def __call__(self, status: RunStatus) -> None:
-        """Draw the newest state, or nothing where that fails."""
+    def __call__(self, status: RunStatus, trouble: str = "") -> None:
+        """Draw the newest state where it is time to; ``trouble`` is why it is old."""
+        if self._now() < self._next_s:
+            return
+        self._next_s = self._now() + (_LINE_EVERY_S if self._live is None else _DRAW_EVERY_S)
         try:
-            self._draw(status)
-        except SlipstreamError:  # asked to end meanwhile
+            if self._live is None:
+                if not self._announced:
+                    self._announced = True
+                    page = page_line(self._run, is_terminal=False)
+                    self._console.print(page, soft_wrap=True)
+                self._console.print(one_line(status), soft_wrap=True)
+                return
+            if self._recent is None:
+                stored = read_state(self._run.folder / PAGE_STATE)
+                self._recent = recent_of(self._run.folder, stored)
+            self._recent.add(status)
+            view = draw(
+                status,
+                self._recent,
+                self._console,
+                height=self._console.height - 1,
+                trouble=trouble,
+                footer=page_line(self._run, is_terminal=True),
+            )
+            self._live.update(view, refresh=True)
+        except _StopRequestedError:
             raise
         except Exception:  # noqa: BLE001 a picture of the run must never end it
             if not self._is_broken:
                 self._is_broken = True
-                _log.exception("the view cannot be drawn; the run goes on")
-
-    def _draw(self, status: RunStatus) -> None:
-        if self._live is not None:  # another broker has another page
-            self._live.update(live_view(status, dashboard_address(self._run)), refresh=True)
-            return
-        if not self._announced:
-            self._announced = True
-            if (self._run.folder / PAGE_ADDRESS).exists():
-                place = self._run.folder / PAGE_ADDRESS
-                self._console.print(f"dashboard: its address is in {place}", soft_wrap=True)
-        if time.monotonic() >= self._next_line_s:
-            self._next_line_s = time.monotonic() + _LINE_EVERY_S
-            self._console.print(one_line(status), soft_wrap=True)
+                _log.exception("the view cannot be drawn; the run continues")
 
 
 def _finish(run: RunSection, newest: RunStatus | None, reason: str, console: Console) -> None:
@@ -360,32 +367,21 @@ def _finish(run: RunSection, newest: RunStatus | None, reason: str, console: Con
     if checkpoint is not None:
         best = best_checkpoint(run.folder)
         also = f", best {best}" if best not in {None, checkpoint} else ""
-        hint = "" if reason == "finished" else "; go on from it with --resume auto"
+        hint = "" if reason == "finished" else "; resume from it with --resume auto"
         console.print(f"checkpoint {checkpoint}{also}{hint}", soft_wrap=True)
     if reason != "finished":
         console.print(reason, style="bold red", highlight=False, soft_wrap=True)
     console.print(f"figures in {path}")
 
 
+def _raise_stop(signum: int, _frame: object) -> None:
+    raise _StopRequestedError(signal.Signals(signum).name)
+
+
 @contextmanager
-def _signals_raise() -> Iterator[None]:
-    """Turn SIGINT and SIGTERM into an exception of the main thread."""
-
-    def handler(signum: int, _frame: object) -> None:
-        raise _StopRequestedError(signal.Signals(signum).name)
-
+def _signals(handler: Callable[[int, FrameType | None], None] | signal.Handlers) -> Iterator[None]:
+    """Handle SIGINT and SIGTERM in this way meanwhile."""
     before = {s: signal.signal(s, handler) for s in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for signum, old in before.items():
-            signal.signal(signum, old)
-
-
-@contextmanager
-def _signals_ignored() -> Iterator[None]:
-    """Let nothing interrupt the clean-up; it is bounded by deploy.stop_timeout_s."""
-    before = {s: signal.signal(s, signal.SIG_IGN) for s in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
     finally:

@@ -2,7 +2,6 @@
 
 import json
 import logging
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -40,35 +39,21 @@ def find_resume_point(run: RunSection, wanted: str) -> ResumePoint | None:
     Raises:
         ConfigError: the folder named holds no checkpoint, or its run is complete.
     """
-    if wanted == AUTO:
-        folder = _newest_run(run)
-        if folder is None:
-            return None
-        if newest_checkpoint(folder) is None:
-            return ResumePoint(folder, None, 0)
-        return _point(folder, run)
-    return _point(Path(wanted), run)
-
-
-def _newest_run(run: RunSection) -> Path | None:
+    if wanted != AUTO:
+        return _point(Path(wanted), run)
     folders = [Path(run.dir) / run.name]
-    number = 2
-    while (folder := Path(run.dir) / f"{run.name}-{number}").exists():
+    while (folder := Path(run.dir) / f"{run.name}-{len(folders) + 1}").exists():
         folders.append(folder)
-        number += 1
     for folder in reversed(folders):
-        if newest_checkpoint(folder) is not None or _has_ledger(folder):
-            return folder
+        if newest_checkpoint(folder) is not None:
+            return _point(folder, run)
+        try:
+            outcome = json.loads((folder / SUMMARY).read_text())["outcome"]
+        except (OSError, ValueError, KeyError):
+            outcome = ""
+        if (folder / TRAIL).is_dir() and outcome != "finished":  # cut off before a checkpoint
+            return ResumePoint(folder, None, 0)
     return None
-
-
-def _has_ledger(folder: Path) -> bool:
-    """True if a run was cut off before its first checkpoint, so that its store resumes."""
-    try:
-        outcome = json.loads((folder / SUMMARY).read_text())["outcome"]
-    except (OSError, ValueError, KeyError):
-        outcome = ""
-    return (folder / TRAIL).is_dir() and outcome != "finished"
 
 
 def _damage_of(checkpoint: Path) -> str:
@@ -79,24 +64,17 @@ def _damage_of(checkpoint: Path) -> str:
     return damage_of(checkpoint)
 
 
-def _newest_whole(folder: Path, checkpoints: Sequence[Path]) -> Path:
-    """Return the last of a run's checkpoints that is not damaged.
-
-    Raises:
-        ConfigError: all are.
-    """
-    damaged: list[str] = []
-    for checkpoint in reversed(checkpoints):
-        if not (damage := _damage_of(checkpoint)):
-            return checkpoint
-        damaged.append(f"{checkpoint}: {damage}")
-        _log.warning("%s is passed over: %s", checkpoint, damage)
-    raise ConfigError(f"no checkpoint of {folder} is whole; the newest is {damaged[0]}")
-
-
 def _point(folder: Path, run: RunSection) -> ResumePoint:
     if own := checkpoints_in(folder / "checkpoints"):
-        checkpoint, run_folder = _newest_whole(folder, own), folder
+        damaged: list[str] = []
+        for checkpoint in reversed(own):
+            if not (damage := _damage_of(checkpoint)):
+                break
+            damaged.append(f"{checkpoint}: {damage}")
+            _log.warning("%s is passed over: %s", checkpoint, damage)
+        else:
+            raise ConfigError(f"no checkpoint of {folder} is whole; the newest is {damaged[0]}")
+        run_folder = folder
     else:
         checkpoint, run_folder = folder, folder.absolute().parent.parent
         if damage := _damage_of(checkpoint):
@@ -104,12 +82,12 @@ def _point(folder: Path, run: RunSection) -> ResumePoint:
     info = read_checkpoint_info(checkpoint)
     if checkpoint.absolute().parent != run_folder.absolute() / "checkpoints":
         raise ConfigError(
-            f"--resume {folder}: it lies in no run folder (RUN/checkpoints/step-...); to start a "
-            "new run from its weights, export it and name that folder as run.model"
+            f"--resume {folder}: it is not in a run folder (RUN/checkpoints/step-...); to start a "
+            "new run from its weights, export it and set run.model to that folder"
         )
     if info.step >= run.steps:
         raise ConfigError(
-            f"{checkpoint} stands at step {info.step} of run.steps = {run.steps}: "
+            f"{checkpoint} is at step {info.step} of run.steps = {run.steps}: "
             "raise run.steps to train on"
         )
     return ResumePoint(run_folder, checkpoint, info.step)

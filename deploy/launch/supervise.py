@@ -7,6 +7,7 @@ import subprocess
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from slipstream.deploy.launch.plan import RolePlan
@@ -70,7 +71,7 @@ class Supervisor:
                 if code == EXIT_SUPERSEDED and child.plan.is_one_of_many:
                     child.is_left_out = child.finished = True
                     _log.warning(
-                        "%s ends: another process said hello under its name and has its place now "
+                        "%s ends: another process connected under its name and replaced it "
                         "(start-generator and start-reward-worker take --name)",
                         child.plan.name,
                     )
@@ -118,7 +119,13 @@ class Supervisor:
         for child in running:
             _signal(child, signal.SIGTERM)
         limit_s = self.stop_timeout_s if timeout_s is None else timeout_s
-        patience = {child.plan.name: self._patience(child, limit_s, at_most) for child in running}
+        patience: dict[str, Patience] = {}
+        for child in running:
+            name = child.plan.name
+            signs = signs_of(partial(_pids, child), child.log_file)
+            patience[name] = Patience(
+                f"{name} to end", limit_s, signs, at_most=at_most, say=_log.warning, now=self.now
+            )
         while running:
             running = [c for c in running if c.process is not None and c.process.poll() is None]
             for child in running:
@@ -130,11 +137,6 @@ class Supervisor:
             time.sleep(_POLL_S)
         for child in children:
             self._sweep(child)
-
-    def _patience(self, child: Child, limit_s: float, at_most: float) -> Patience:
-        signs = signs_of(lambda: _pids(child), child.log_file)
-        what = f"{child.plan.name} to end"
-        return Patience(what, limit_s, signs, at_most=at_most, say=_log.warning, now=self.now)
 
     def let_go(self) -> None:
         """Cut the lifeline of what outlives a role; so does the end of this process."""
@@ -176,7 +178,7 @@ class Supervisor:
                 f"{last_lines(child.log_file)}"
             )
         delay = self.backoff_s * 2 ** (failures - 1)
-        _log.warning("%s %s; starting it again in %.1f s", child.plan.name, _how(code), delay)
+        _log.warning("%s %s; restarting it in %.1f s", child.plan.name, _how(code), delay)
         child.restart_at_s = now + delay
 
     def _sweep(self, child: Child) -> None:

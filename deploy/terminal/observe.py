@@ -1,6 +1,7 @@
 """Reads the state of a running run from its broker."""
 
 import asyncio
+import json
 import math
 import threading
 import time
@@ -8,6 +9,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from slipstream.broker.client import BrokerClient
+from slipstream.deploy.terminal.figures import age
 from slipstream.wire.errors import ConfigError, PeerLostError, SlipstreamError
 from slipstream.wire.files.run_folder import PAGE_ADDRESS
 from slipstream.wire.messages.broker import (
@@ -25,8 +27,10 @@ from slipstream.wire.settings.load import load_table
 from slipstream.wire.settings.sections import RunSection, run_section
 
 _TIMEOUT_S = 30.0
-_LOOK_S = 0.1  # whether to stop
+_STOP_CHECK_S = 0.1
 _NEWEST_STEPS = 100  # that a request every second may have missed
+_OLD_S = 3.0  # an older answer is marked as such
+_GONE_S = 30.0  # then the view states what to do
 A = TypeVar("A", bound=Answer)
 
 
@@ -42,6 +46,14 @@ def dashboard_address(run: RunSection) -> str:
     """Return the address of a run's live page."""
     path = run.folder / PAGE_ADDRESS
     return path.read_text().strip() if path.exists() else "(off)"
+
+
+def page_line(run: RunSection, *, is_terminal: bool) -> str:
+    """Return where the page is; its address holds a token, which a terminal alone may show."""
+    place = run.folder / PAGE_ADDRESS
+    if is_terminal or not place.exists():
+        return f"dashboard {dashboard_address(run)}"
+    return f"dashboard: its address is in {place}"
 
 
 def ask_broker(run: RunSection, request: Request, kind: type[A], *, role: Role = "observer") -> A:
@@ -84,6 +96,40 @@ def status_now(run: RunSection) -> RunStatus:
     return ask_broker(run, GetStatus(), StatusAnswer).status
 
 
+def trouble_of(error: str, age_s: float, outcome: str) -> str:
+    """Return why what is shown is not of now; empty if it is.
+
+    Args:
+        error: of the newest question to the broker.
+        age_s: how old its newest answer is.
+        outcome: of the run, as it is written down.
+    """
+    if not error and age_s < _OLD_S:
+        return ""
+    if error and outcome not in {"", "running"}:
+        return f"the run has ended: {outcome}"
+    why = f" ({error})" if error else ""
+    late = (
+        f"the broker has not answered for {age(age_s)} and is asked every second; what is shown "
+        f"is old{why}"
+    )
+    if age_s < _GONE_S:
+        return late
+    return (
+        f"{late}. Every role waits for it, for run.outage_s: `slipstream run` restarts it, "
+        "one started by hand needs start-broker; see logs/broker.log, and Broker gone in "
+        "docs/operations.md"
+    )
+
+
+def outcome_of(run: RunSection) -> str:
+    """Return how a run ended by its summary; empty if that is not known."""
+    try:
+        return str(json.loads(run.summary_file.read_bytes()).get("outcome", ""))
+    except (OSError, ValueError):
+        return ""
+
+
 class StatusWatcher:
     """Asks the broker of a run again and again, on a thread of its own; keeps the newest answer.
 
@@ -94,7 +140,9 @@ class StatusWatcher:
         self._run = run
         self._every_s = every_s
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._loop, name="status", daemon=True)
+        self._thread = threading.Thread(
+            target=lambda: asyncio.run(self._loop()), name="status", daemon=True
+        )
         self._started_s = time.monotonic()
         self._answer: tuple[RunStatus, float] | None = None
         self.asked_s = -math.inf  # monotonic time at which the newest answer was asked for
@@ -110,6 +158,11 @@ class StatusWatcher:
         """Return how old the newest answer is, or how long there has been none."""
         return time.monotonic() - (self._answer[1] if self._answer else self._started_s)
 
+    @property
+    def trouble(self) -> str:
+        """Return why the newest answer is not of now; empty if it is."""
+        return trouble_of(self.error, self.age_s, outcome_of(self._run) if self.error else "")
+
     def start(self) -> None:
         """Start asking."""
         self._thread.start()
@@ -120,30 +173,28 @@ class StatusWatcher:
         if self._thread.is_alive():
             self._thread.join(timeout=_TIMEOUT_S)
 
-    def _loop(self) -> None:
+    async def _loop(self) -> None:
+        """Keep one connection for as long as it lasts, then make another."""
         while not self._stop.is_set():
             try:
-                asyncio.run(self._ask_on_one_connection())
+                client = await _connect(self._run, _TIMEOUT_S, "observer")
+                try:
+                    while not self._stop.is_set():
+                        count = _NEWEST_STEPS if self._answer is not None else -1
+                        asked_s = time.monotonic()
+                        question = client.ask(GetStatus(newest_steps=count), StatusAnswer)
+                        asking = asyncio.ensure_future(question)
+                        while not asking.done() and not self._stop.is_set():
+                            await asyncio.wait({asking}, timeout=_STOP_CHECK_S)
+                        if not asking.done():
+                            asking.cancel()
+                            return
+                        self._answer = (asking.result()[0].status, time.monotonic())
+                        self.asked_s = asked_s
+                        self.error = ""
+                        await asyncio.to_thread(self._stop.wait, self._every_s)
+                finally:
+                    client.close()
             except SlipstreamError as error:
                 self.error = str(error)
-            self._stop.wait(self._every_s)
-
-    async def _ask_on_one_connection(self) -> None:
-        client = await _connect(self._run, _TIMEOUT_S, "observer")
-        try:
-            while not self._stop.is_set():
-                count = _NEWEST_STEPS if self._answer is not None else -1
-                question = GetStatus(newest_steps=count)
-                asked_s = time.monotonic()
-                asking = asyncio.ensure_future(client.ask(question, StatusAnswer))
-                while not asking.done() and not self._stop.is_set():
-                    await asyncio.wait({asking}, timeout=_LOOK_S)
-                if not asking.done():
-                    asking.cancel()
-                    return
-                self._answer = (asking.result()[0].status, time.monotonic())
-                self.asked_s = asked_s
-                self.error = ""
-                await asyncio.to_thread(self._stop.wait, self._every_s)
-        finally:
-            client.close()
+            await asyncio.to_thread(self._stop.wait, self._every_s)

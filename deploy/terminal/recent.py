@@ -2,16 +2,19 @@
 
 from collections import deque
 from collections.abc import Callable, Mapping
+from pathlib import Path
 
+from slipstream.broker.config import BrokerSection
 from slipstream.broker.dashboard.advisories import Advisory, Column, advise
-from slipstream.broker.dashboard.columns import HistoryColumns, trends_of
+from slipstream.broker.dashboard.columns import HistoryColumns, StoredState, trends_of
 from slipstream.broker.dashboard.history import History, steady_time
 from slipstream.broker.dashboard.rates import Seen
 from slipstream.wire.messages.status import RunStatus
+from slipstream.wire.settings.load import load_table, section
 
 _NOW_S = 10.0  # over which a share of now is taken
 _MAX_STATES = 64  # of that time, however often the run is asked
-_LOOK_S = 5.0
+_EVALUATE_S = 5.0
 
 
 class Recent:
@@ -37,7 +40,7 @@ class Recent:
         self._fsync = fsync
         self._now = now if now is not None else steady_time()
         self._history = History.of(written) if written else None
-        self._looked_s = 0.0
+        self._evaluated_s = 0.0
         self._newest: RunStatus | None = None
         self._advisories: list[Advisory] = []
         self._states: deque[tuple[float, dict[str, Seen]]] = deque(maxlen=_MAX_STATES)
@@ -55,14 +58,17 @@ class Recent:
         while len(self._states) > 1 and self._states[1][0] <= now_s - _NOW_S:
             self._states.popleft()
         self._states.append((now_s, {role.name: Seen.of(role) for role in status.roles}))
-        self.look(status)
+        self.evaluate(status)
 
-    def look(self, status: RunStatus) -> None:
+    def evaluate(self, status: RunStatus) -> None:
         """Evaluate the rules on what is known so far, once every few seconds."""
         now_s = self._now()
-        if self._history is not None and now_s - self._looked_s >= _LOOK_S:
-            self._looked_s = now_s
-            self._look(status, self._history.columns())
+        if self._history is not None and now_s - self._evaluated_s >= _EVALUATE_S:
+            self._evaluated_s = now_s
+            columns = self._history.columns()
+            self._steps = columns.steps.series
+            trends = trends_of(columns, high_water_bytes=self._high_water_bytes, fsync=self._fsync)
+            self._advisories = advise(status, trends)
 
     def busy(self, process: str) -> float | None:
         """Return the share of the last seconds that a process was not waiting.
@@ -82,7 +88,12 @@ class Recent:
         """Return the advisories, the worst first."""
         return self._advisories
 
-    def _look(self, status: RunStatus, columns: HistoryColumns) -> None:
-        self._steps = columns.steps.series
-        trends = trends_of(columns, high_water_bytes=self._high_water_bytes, fsync=self._fsync)
-        self._advisories = advise(status, trends)
+
+def recent_of(folder: Path, stored: StoredState | None) -> Recent:
+    """Return the history of a run as far as it is written, with the limits that it goes by."""
+    broker = section(load_table(folder / "resolved.toml"), "broker", BrokerSection)
+    return Recent(
+        stored.history if stored else None,
+        high_water_bytes=broker.high_water_bytes,
+        fsync=broker.redis.known_fsync,
+    )

@@ -1,28 +1,29 @@
-"""The state of a run as lines of text that fit a terminal: what `slipstream top` draws."""
+"""The state of a run as lines of text: drawn by `slipstream run`, `top` and `status`."""
 
 import re
 import textwrap
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Protocol
 
+from rich.console import Console, Group
 from rich.text import Text
 
 from slipstream.broker.dashboard.advisories import Advisory
-from slipstream.deploy.terminal.view import (
+from slipstream.deploy.terminal.figures import (
     age,
     counts,
     equation,
     last_figure,
-    lengths,
     number,
     rates,
     scores,
     startup_wait,
 )
+from slipstream.deploy.terminal.recent import Recent
 from slipstream.wire.messages.status import GONE_S, SILENT_S, RoleStatus, RunStatus
-from slipstream.wire.messages.weightbus import PublishRecord
 from slipstream.wire.process.visible import visible
 
 _TITLE = 12  # columns of the names at the left
@@ -32,6 +33,8 @@ _SPARKS = "▁▂▃▄▅▆▇█"
 _PLAIN_SPARKS = "_.-:=+*#"
 _BARS = 4  # of staleness, on a screen that is not high
 _HIGH = 32  # lines
+_NEWS = 5  # lines of one piece of news
+ALL = 10_000  # lines: nothing is cut
 _WIDE = 110  # columns from which on phases are shown
 _BY_LAG = (  # figure of a learner step, what it is called, digits
     ("staleness/mismatch_kl", "mismatch KL", 5),
@@ -88,6 +91,29 @@ class History(Protocol):
         """Return a figure of the learner steps so far."""
 
 
+def draw(
+    status: RunStatus,
+    recent: Recent,
+    console: Console,
+    *,
+    height: int,
+    trouble: str = "",
+    footer: str = "",
+) -> Group:
+    """Return the state of a run for a console, in at most ``height`` lines."""
+    is_plain = not console.encoding.lower().startswith("utf")
+    lines = lines_of(
+        status,
+        recent.advisories(),
+        Screen(console.width, height, plain=is_plain),
+        recent=recent,
+        trouble=trouble,
+        footer=footer,
+        now_s=time.time(),
+    )
+    return Group(*lines)
+
+
 def lines_of(
     status: RunStatus,
     advisories: Sequence[Advisory],
@@ -106,35 +132,48 @@ def lines_of(
         screen: its size.
         recent: what is known of the time before.
         trouble: why the state is old; empty if it is of now.
-        footer: the last line.
+        footer: the end; where it is too long it takes several lines.
         now_s: unix time.
     """
-    head = [_headline(status, screen), *_news(status, trouble, screen)]
+    head = _head(status, trouble, screen)
+    advice: list[Text] = []
+    for advisory in advisories:
+        wrapped = textwrap.wrap(visible(advisory.text), screen.width - _TITLE - 2)
+        marks = ("! ", *("  " for _ in wrapped[1:]))
+        style = _COLORS[advisory.level]
+        advice += [Text(m + part, style=style) for m, part in zip(marks, wrapped, strict=True)]
+    staleness, correction = _staleness(status, screen)
+    processes, phases = _pools(status, recent, screen)
     blocks = [
-        Block("advice", _advice(advisories, screen), 0, 2, 5),
+        Block("advice", advice, 0, 2, 5),
         Block("learning", _learning(status, recent, screen), 1, 1, 2),
-        Block("pools", _pools(status, recent, screen), 2, 3, 5),
-        Block("staleness", _staleness(status, screen), 4, 1, 3),
-        Block("correction", _correction(status), 7, 1, 1),
+        Block("pools", processes, 2, 3, 5),
+        Block("phases", phases, 8, 1, 1),
+        Block("staleness", staleness, 4, 1, 3),
+        Block("correction", correction, 7, 1, 1),
         Block("groups", _groups(status), 3, 1, 2),
         Block("queues", _queues(status, screen), 5, 1, 1),
         Block("weights", _weights(status, now_s, screen), 6, 1, 2),
     ]
-    room = screen.height - len(head) - bool(footer)
+    end = [
+        Text(line, style="dim")
+        for line in textwrap.wrap(footer, screen.width, break_on_hyphens=False)
+    ]
+    room = screen.height - len(head) - len(end)
     body = fit([block for block in blocks if block.lines], room)
-    end = [Text(footer, style="dim")] if footer else []
-    lines = [*head, *body, *([Text()] * (room - len(body)) if footer else []), *end]
-    for line in lines[: screen.height]:
+    space = [Text()] if end and len(body) < room else []
+    lines = [*head, *body, *space, *end][: screen.height]
+    for line in lines:
         line.no_wrap = True
         line.truncate(screen.width, overflow="crop" if screen.plain else "ellipsis")
-    return lines[: screen.height]
+    return lines
 
 
 def fit(blocks: Sequence[Block], height: int) -> list[Text]:
     """Return the lines of the blocks that fit, in their order; cut lines are counted.
 
     By rank, every block gets its least lines, then its good ones, then the others; what is left
-    goes between them.
+    goes between them. The number of cut lines is at the left of the last one.
     """
     shown: dict[int, int] = {}
     by_rank = sorted(range(len(blocks)), key=lambda i: blocks[i].rank)
@@ -152,76 +191,51 @@ def fit(blocks: Sequence[Block], height: int) -> list[Text]:
     for i in sorted(shown):
         if spaced and lines:
             lines.append(Text())
-        lines += _titled(blocks[i], shown[i])
+        titles = [blocks[i].title, *("" for _ in range(shown[i] - 1))]
+        if cut := len(blocks[i].lines) - shown[i]:
+            titles[-1] = f"{titles[-1]}+{cut}" if shown[i] == 1 else f"+{cut} more"
+        shown_lines = zip(titles, blocks[i].lines[: shown[i]], strict=True)
+        lines += [Text.assemble((title.ljust(_TITLE), "dim"), line) for title, line in shown_lines]
     return lines
 
 
-def _titled(block: Block, count: int) -> list[Text]:
-    """Return the first lines of a block, with how many more there are at the left of the last."""
-    cut = len(block.lines) - count
-    titles = [block.title, *("" for _ in range(count - 1))]
-    if cut:
-        titles[-1] = f"{titles[-1]}+{cut}" if count == 1 else f"+{cut} more"
-    return [
-        Text.assemble((title.ljust(_TITLE), "dim"), line)
-        for title, line in zip(titles, block.lines[:count], strict=True)
-    ]
-
-
-# ---- the head ----------------------------------------------------------------
-
-
-def _headline(status: RunStatus, screen: Screen) -> Text:
+def _head(status: RunStatus, trouble: str, screen: Screen) -> list[Text]:
+    """Return the progress, and what a person must know before anything else."""
     share = status.steps / status.total_steps if status.total_steps else 0.0
-    return Text.assemble(
+    newest = status.steps_history[-20:]
+    todo = status.total_steps - status.steps
+    left = ""
+    if len(newest) > 1 and todo > 0:  # as long as the newest took
+        each_s = (newest[-1].at_s - newest[0].at_s) / (len(newest) - 1)
+        left = f", about {age(todo * each_s)} to go"
+    headline = Text.assemble(
         (f"{visible(status.run_name)[:30]}  step {status.steps} of {status.total_steps}  ", "bold"),
         screen.bar(share, max(5, min(40, screen.width - 60)), "green"),
-        f" {share:.0%}  {age(status.elapsed_s)}{_left(status)}",
+        f" {share:.0%}  {age(status.elapsed_s)}{left}",
     )
-
-
-def _left(status: RunStatus) -> str:
-    """Return how long the steps to come take, if they take as long as the newest."""
-    recent = status.steps_history[-20:]
-    todo = status.total_steps - status.steps
-    if len(recent) < 2 or todo <= 0:
-        return ""
-    each_s = (recent[-1].at_s - recent[0].at_s) / (len(recent) - 1)
-    return f", about {age(todo * each_s)} to go"
-
-
-def _news(status: RunStatus, trouble: str, screen: Screen) -> list[Text]:
-    """Return what a person must know before anything else."""
-    news: list[Text] = []
-    if trouble:
-        news += [Text(line, style="bold red") for line in textwrap.wrap(trouble, screen.width)[:2]]
+    news = [(trouble, "bold red")]
+    if status.unaccounted:
+        news.append((f"groups UNACCOUNTED FOR: {status.unaccounted}", "bold red"))
     if status.outcome != "running":
-        news.append(Text(f"the run has ended: {visible(status.outcome)}", style="bold"))
-    elif status.stop_reason:
-        news.append(Text(f"the run ends because {visible(status.stop_reason)}", style="yellow"))
-    elif beginning := startup_wait(status):
-        news.append(Text(f"the run waits for {beginning}", style="cyan"))
-    elif status.waiting_for:
-        news.append(Text(f"the learner waits for {visible(status.waiting_for)}", style="cyan"))
-    return news
+        news.append((f"the run has ended: {visible(status.outcome)}", "bold"))
+    else:
+        if status.stop_reason:
+            news.append((f"the run ends because {visible(status.stop_reason)}", "yellow"))
+        if startup := startup_wait(status):
+            news.append((f"the run waits for {startup}", "cyan"))
+        elif status.waiting_for:
+            news.append((f"the learner waits for {visible(status.waiting_for)}", "cyan"))
+    wrapped = ((textwrap.wrap(text, screen.width)[:_NEWS], style) for text, style in news)
+    return [headline, *(Text(part, style) for parts, style in wrapped for part in parts)]
 
 
 # ---- blocks ------------------------------------------------------------------
 
 
-def _advice(advisories: Sequence[Advisory], screen: Screen) -> list[Text]:
-    lines: list[Text] = []
-    for advisory in advisories:
-        wrapped = textwrap.wrap(visible(advisory.text), screen.width - _TITLE - 2)
-        marks = ("! ", *("  " for _ in wrapped[1:]))
-        style = _COLORS[advisory.level]
-        lines += [Text(m + part, style=style) for m, part in zip(marks, wrapped, strict=True)]
-    return lines
-
-
 def _learning(status: RunStatus, recent: History, screen: Screen) -> list[Text]:
     figures = {
         "reward": number(last_figure(status, "reward/sampled")),
+        "trained reward": number(last_figure(status, "reward/mean")),
         "eval": f"{status.eval[-1].mean:.3f} at {status.eval[-1].step}" if status.eval else "-",
         "entropy": number(last_figure(status, "policy/entropy")),
         "KL": number(last_figure(status, "staleness/mismatch_kl"), 5),
@@ -248,43 +262,71 @@ def _learning(status: RunStatus, recent: History, screen: Screen) -> list[Text]:
     return lines
 
 
-def _pools(status: RunStatus, recent: History, screen: Screen) -> list[Text]:
-    """Return a line per process: the learner and those that are in trouble first."""
-    roles = [role for role in status.roles if role.phase_seconds]
+def _pools(status: RunStatus, recent: History, screen: Screen) -> tuple[list[Text], list[Text]]:
+    """Return a line per process, and below them its engine's answers and its time by phase.
+
+    Processes in trouble are first of their kind. Nothing is below where it fits beside.
+    """
+    roles = [role for role in status.roles if role.phase_seconds or role.role in _ORDER]
     roles.sort(
         key=lambda role: (
             *(_ORDER.get(role.role, 9), role.silent_s < SILENT_S),
             _natural(role.name),
         )
     )
-    width = max(8, min(20, screen.width - 66))
-    lines = [_pool(role, recent.busy(role.name), width, screen) for role in roles]
+    room = screen.width - _TITLE
+    width = max(8, min(20, room - 57))
+    lines, details = [], []
+    for role in roles:
+        name = f"{visible(role.name)[:16]:16} "
+        busy = recent.busy(role.name)
+        share = role.busy if busy is None else busy
+        is_silent = role.silent_s >= SILENT_S  # what it does is not known
+        if is_silent or not role.phase_seconds:
+            line = Text.assemble(name, screen.bar(0.0, width), "    - ")
+        else:
+            bar = screen.bar(share, width, "green" if share >= 0.75 else "yellow")
+            line = Text.assemble(name, bar, f" {share:4.0%} ")
+        if is_silent:
+            style = "bold red" if role.silent_s >= GONE_S else "yellow"
+            line.append(f"silent for {age(role.silent_s)}", style)
+        else:
+            line.append(f"{role.tokens_per_second:7.0f} t/s mean ")
+            line.append(f"{role.adopted.label if role.adopted else '':7}")
+            line.append(f"{role.leases:3} leases" if role.leases else " " * 10)
+        lines.append(line)
+        details.append((name, _details(role)))
+    below: list[Text] = []
+    if all(
+        len(line) + 2 + len(text) <= room for line, (_, text) in zip(lines, details, strict=True)
+    ):
+        for line, (_, text) in zip(lines, details, strict=True):
+            line.append(f"  {text}", style="dim")
+    else:
+        for name, text in details:
+            wrapped = textwrap.wrap(text, max(20, room - len(name)))
+            names = (name, *(" " * len(name) for _ in wrapped[1:]))
+            below += [
+                Text.assemble(n, (part, "dim")) for n, part in zip(names, wrapped, strict=False)
+            ]
+    for line in lines:
+        line.rstrip()
     if status.tokens_per_second:
         lines.append(Text(f"tokens/s  {rates(status.tokens_per_second)} over the run"))
-    return lines
+    return lines, below
 
 
-def _pool(role: RoleStatus, recent: float | None, width: int, screen: Screen) -> Text:
-    name = f"{visible(role.name)[:16]:16} "
-    if role.silent_s >= SILENT_S:  # what it does is not known
-        style = "bold red" if role.silent_s >= GONE_S else "yellow"
-        silent = (f"silent for {age(role.silent_s)}", style)
-        return Text.assemble(name, screen.bar(0.0, width), "    - ", silent)
-    share = role.busy if recent is None else recent
-    bar = screen.bar(share, width, "green" if share >= 0.75 else "yellow")
-    line = Text.assemble(name, bar, f" {share:4.0%} ")
-    line.append(f"{role.tokens_per_second:7.0f} t/s mean ")
-    line.append(f"{role.adopted.label if role.adopted else '':7}")
-    line.append(f"{role.leases:3} leases" if role.leases else " " * 10)
-    if screen.width >= _WIDE:
-        if role.sequence_limit:
-            cache = "" if role.kv_use is None else f", {role.kv_use:.0%} of the cache"
-            line.append(f"  {role.sequences} of {role.sequence_limit} answers{cache}")
-        total = sum(role.phase_seconds.values()) or 1.0
-        phases = {name: s / total for name, s in role.phase_seconds.items() if s >= total / 100}
-        text = ", ".join(f"{visible(name)} {share:.0%}" for name, share in phases.items())
-        line.append(f"  {text}", style="dim")
-    return line
+def _details(role: RoleStatus) -> str:
+    """Return how many answers the engine of a process has, and the process's time by phase."""
+    parts = []
+    if role.sequence_limit:
+        cache = "" if role.kv_use is None else f", {role.kv_use:.0%} of the cache"
+        parts.append(f"{role.sequences} of {role.sequence_limit} answers{cache}")
+    if total := sum(role.phase_seconds.values()):
+        shown = {name: s / total for name, s in role.phase_seconds.items() if s >= total / 100}
+        phases = ", ".join(f"{visible(name)} {share:.0%}" for name, share in shown.items())
+        parts.append(f"{phases} of {age(total)}")
+    return "; ".join(parts)
 
 
 def _natural(name: str) -> list[tuple[int, str]]:
@@ -293,58 +335,55 @@ def _natural(name: str) -> list[tuple[int, str]]:
     return [(int(part), "") if part.isdecimal() else (-1, part) for part in parts]
 
 
-def _correction(status: RunStatus) -> list[Text]:
-    """Return what the correction had to do in the newest step, by staleness."""
+def _staleness(status: RunStatus, screen: Screen) -> tuple[list[Text], list[Text]]:
+    """Return how stale the trained tokens are, and what the newest step's correction had to do."""
+    lags = range(status.max_staleness_steps + 1)
     metrics = status.steps_history[-1].metrics if status.steps_history else {}
-    lines = []
+    correction = []
     for name, title, digits in _BY_LAG:
-        found = (
-            (lag, metrics.get(f"{name}@lag{lag}")) for lag in range(status.max_staleness_steps + 1)
-        )
+        found = ((lag, metrics.get(f"{name}@lag{lag}")) for lag in lags)
         entries = [f"lag {lag} {value:.{digits}f}" for lag, value in found if value is not None]
         if entries:
-            lines.append(Text(f"{title:13}{'  '.join(entries)}"))
-    return lines
-
-
-def _staleness(status: RunStatus, screen: Screen) -> list[Text]:
+            correction.append(Text(f"{title:13}{'  '.join(entries)}"))
     total = sum(status.staleness_histogram.values())
     if not total:
-        return []
-    width = max(8, min(40, screen.width - 50))
-    lags = range(status.max_staleness_steps + 1)
+        return [], correction
     shares = [status.staleness_histogram.get(str(lag), 0) / total for lag in lags]
+    lines: list[Text] = []
     if len(lags) > _BARS and screen.height < _HIGH:
-        entries = [Text(f"{lag}: {share:.0%}  ") for lag, share in enumerate(shares)]
-        return _flow([*entries, Text("of trained tokens")], screen.width - _TITLE)
-    lines = []
-    for lag, share in enumerate(shares):
-        bar = screen.bar(share, width, "green" if lag < status.max_staleness_steps else "yellow")
-        steps = f"{lag} step{'' if lag == 1 else 's'}"
-        lines.append(Text.assemble(f"{steps:9}", bar, f" {share:4.0%} of trained tokens"))
-    if status.survivorship.cancelled or any(
-        q.dropped_for_age for q in status.survivorship.quartiles
-    ):
-        lines.append(Text(f"tokens of an answer: {lengths(status)}"))
-    return lines
+        parts = [Text(f"{lag}: {share:.0%}  ") for lag, share in enumerate(shares)]
+        lines += _flow([*parts, Text("of trained tokens")], screen.width - _TITLE)
+    else:
+        width = max(8, min(40, screen.width - 50))
+        for lag, share in enumerate(shares):
+            is_last = lag == status.max_staleness_steps
+            bar = screen.bar(share, width, "yellow" if is_last else "green")
+            steps = f"{lag} step{'' if lag == 1 else 's'}"
+            lines.append(Text.assemble(f"{steps:9}", bar, f" {share:4.0%} of trained tokens"))
+    meter = status.survivorship
+    if meter.quartiles:  # whether long answers are trained as often as short ones
+        means = f"{meter.generated_mean:.0f} generated, {meter.trained_mean:.0f} trained"
+        quarters = ", ".join(f"{quartile.dropped_share:.0%}" for quartile in meter.quartiles)
+        dropped = f"dropped for their age, shortest to longest quarter: {quarters}"
+        lines.append(Text(f"tokens of an answer: {means}"))
+        text = visible(f"{dropped}; {meter.alarm}" if meter.alarm else dropped)
+        lines += map(Text, textwrap.wrap(text, screen.width - _TITLE))
+    return lines, correction
 
 
 def _groups(status: RunStatus) -> list[Text]:
     in_flight = {name: count for name, count in status.in_flight.items() if count}
     dropped = {name: count for name, count in status.dropped.items() if count}
-    return [
+    lines = [
         Text(equation(status), style="bold red" if status.unaccounted else ""),
         Text(f"dropped {counts(dropped) or 'none'}"),
         Text(f"in flight {counts(in_flight) or 'none'}; {status.sealed} sealed"),
-        *_lags(status),
     ]
-
-
-def _lags(status: RunStatus) -> list[Text]:
-    """Return how old what waits for the learner is by now."""
     ready = {f"lag {lag}": count for lag, count in status.lags_in_queue.items() if count}
-    oldest = age(status.queue_age_s) if status.queue_age_s is not None else "-"
-    return [Text(f"ready, the oldest for {oldest}: {counts(ready)}")] if ready else []
+    if ready:  # how old what waits for the learner is by now
+        oldest = age(status.queue_age_s) if status.queue_age_s is not None else "-"
+        lines.append(Text(f"ready, the oldest for {oldest}: {counts(ready)}"))
+    return lines
 
 
 def _queues(status: RunStatus, screen: Screen) -> list[Text]:
@@ -371,9 +410,20 @@ def _flow(entries: Iterable[Text], width: int) -> list[Text]:
 
 
 def _weights(status: RunStatus, now_s: float, screen: Screen) -> list[Text]:
-    """Return what each engine holds, those that are not current first, and the last publish."""
+    """Return the newest publish, and what each engine holds, those not current first."""
+    while_generating = f"{status.publishes_while_generating} while generating"
+    publish = Text(f"{status.publishes} publishes, {while_generating}")
+    if status.publish_history:
+        record = status.publish_history[-1]
+        slowest = max(record.adopted_by.values(), default=0.0)
+        publish.append(f"; {record.version.label} in {slowest:.2f} s to {len(record.adopted_by)}")
+        if record.failed:
+            publish.append(f", {len(record.failed)} left out", style="bold red")
+        if screen.width >= _WIDE:
+            phases = ", ".join(f"{visible(p)} {s:.3f}" for p, s in record.phase_seconds.items())
+            publish.append(f": {phases}", style="dim")
     members = sorted(status.members, key=lambda one: (one.state == "current", _natural(one.name)))
-    lines = [
+    held = [
         Text.assemble(
             f"{visible(one.name)[:16]:16} ",
             (f"{one.state:10}", _STATES[one.state]),
@@ -384,18 +434,4 @@ def _weights(status: RunStatus, now_s: float, screen: Screen) -> list[Text]:
         )
         for one in members
     ]
-    if status.publish_history:
-        lines.insert(0, _publish(status.publish_history[-1], status, screen))
-    return lines
-
-
-def _publish(record: PublishRecord, status: RunStatus, screen: Screen) -> Text:
-    slowest = max(record.adopted_by.values(), default=0.0)
-    text = f"{status.publishes} publishes; {record.version.label} in {slowest:.2f} s"
-    line = Text(f"{text} to {len(record.adopted_by)}")
-    if record.failed:
-        line.append(f", {len(record.failed)} left out", style="bold red")
-    if screen.width >= _WIDE:
-        phases = ", ".join(f"{visible(p)} {s:.3f}" for p, s in record.phase_seconds.items())
-        line.append(f": {phases}", style="dim")
-    return line
+    return [publish, *held]

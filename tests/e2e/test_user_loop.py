@@ -85,7 +85,7 @@ def test_a_run_is_stopped_resumed_exported_shown_and_replayed(tmp_path: Path):
     first.wait_until(lambda: first.steps() >= 3, "third learner step")
     first.process.send_signal(signal.SIGINT)
     assert first.process.wait(HANG_S) == 130, first.output
-    assert "go on from it with --resume auto" in first.output
+    assert "resume from it with --resume auto" in first.output
     first.assert_nothing_left()
     stopped_at = int(first.summary()["steps"])
     before = {point["step"]: point for point in rows(first.folder / "eval/results.jsonl")}

@@ -123,7 +123,7 @@ def test_every_kind_names_a_function_of_the_product():
         "recorded trajectories": "slipstream.learner.record.rollout_log:write",
         "learner's figures": "slipstream.algos.diagnostics:diagnose",
         "reports of the roles": "slipstream.generators.worker:_report",
-        "terminal": "slipstream.deploy.terminal.view:show",
+        "terminal": "slipstream.deploy.terminal.screen:draw",
     }
     for kind, name in names.items():
         spent = {other for other, pattern in WATCHING.items() if re.match(pattern, name)}

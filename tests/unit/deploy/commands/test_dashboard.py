@@ -8,7 +8,7 @@ from msgspec.structs import replace
 from slipstream.broker.config import BrokerSection, DashboardTable
 from slipstream.broker.dashboard.columns import StoredState
 from slipstream.broker.dashboard.history import History
-from slipstream.deploy.commands.dashboard import require_page, said_of, shown_outcome
+from slipstream.deploy.commands.dashboard import described, require_page, shown_outcome
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.files.run_folder import PAGE_ADDRESS
 from slipstream.wire.settings.sections import RunSection
@@ -20,23 +20,23 @@ WRITTEN = "1970-01-01 00:16:40 UTC"
 
 @pytest.mark.parametrize("outcome", ["finished", "stopped"])
 def test_a_run_that_has_ended_says_how(outcome: str):
-    said = said_of(STORED, outcome)
-    assert said == f"the run has ended ({outcome}); its figures were last written at {WRITTEN}"
+    text = described(STORED, outcome)
+    assert text == f"the run has ended ({outcome}); its figures were last recorded at {WRITTEN}"
     assert shown_outcome(STORED, outcome) == outcome
 
 
 @pytest.mark.parametrize("outcome", ["", "running"])
 def test_a_broker_that_does_not_answer_is_not_taken_for_the_end(outcome: str):
-    said = said_of(STORED, outcome)
-    assert said.startswith("the broker does not answer, and nothing says that the run has ended")
-    assert said.endswith(WRITTEN)
-    assert shown_outcome(STORED, outcome) == f"not heard of since {WRITTEN}"
+    text = described(STORED, outcome)
+    assert text.startswith("the broker does not answer, and no end of the run is recorded")
+    assert text.endswith(WRITTEN)
+    assert shown_outcome(STORED, outcome) == f"last recorded at {WRITTEN}"
 
 
 def test_the_end_that_the_broker_wrote_last_counts_where_the_summary_says_nothing():
     ended = replace(STORED, status=replace(STATUS, outcome="finished"))
     assert shown_outcome(ended, "") == "finished"
-    assert said_of(ended, "").startswith("the run has ended (finished)")
+    assert described(ended, "").startswith("the run has ended (finished)")
 
 
 def test_the_setting_that_turned_the_page_off_is_named(tmp_path: Path):
@@ -45,7 +45,7 @@ def test_the_setting_that_turned_the_page_off_is_named(tmp_path: Path):
     off = BrokerSection(dashboard=DashboardTable(enabled=False))
     with pytest.raises(ConfigError, match=r"broker\.dashboard\.enabled = false"):
         require_page(run, off)
-    with pytest.raises(ConfigError, match=r"dashboard\.url is not there"):
+    with pytest.raises(ConfigError, match=r"dashboard\.url is missing"):
         require_page(run, BrokerSection())
     (run.folder / PAGE_ADDRESS).write_text("http://127.0.0.1:1/?token=t")
     require_page(run, BrokerSection())

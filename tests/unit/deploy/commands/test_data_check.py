@@ -72,7 +72,7 @@ def test_a_runs_settings_name_all_files(
     assert "data.file" in shown
     assert "eval.file" in shown
     assert "held_out 1" in shown
-    with pytest.raises(ConfigError, match="name one FILE"):
+    with pytest.raises(ConfigError, match="give one FILE"):
         data_check([], None, None)
 
 

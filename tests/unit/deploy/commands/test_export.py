@@ -82,7 +82,7 @@ def test_the_folder_to_write_is_the_runs_or_one_that_holds_nothing(tmp_path: Pat
     assert out_folder(checkpoint, tmp_path / "new") == tmp_path / "new"
     with pytest.raises(ConfigError, match="exists already"):
         out_folder(checkpoint, tmp_path)
-    with pytest.raises(ConfigError, match="is in no run folder"):
+    with pytest.raises(ConfigError, match="is not in a run folder"):
         out_folder(tmp_path, None)
 
 

@@ -43,5 +43,5 @@ def test_the_keys_of_a_run_are_where_its_settings_say(
 def test_a_role_that_there_is_not_is_refused_with_those_that_there_are(tmp_path: Path):
     with pytest.raises(ConfigError, match="--role king: expected one of generator, learner"):
         run("make", "a", folder=tmp_path, role="king")
-    with pytest.raises(ConfigError, match="name the host"):
+    with pytest.raises(ConfigError, match="give the host"):
         run("make", folder=tmp_path)

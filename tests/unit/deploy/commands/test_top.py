@@ -11,14 +11,9 @@ import pytest
 
 from slipstream.broker.dashboard.columns import StoredState, write_state
 from slipstream.broker.dashboard.history import History
-from slipstream.deploy.commands.top import (
-    ends_in_order,
-    keys_of,
-    outcome_of,
-    recent_of,
-    top,
-    trouble_of,
-)
+from slipstream.deploy.commands.top import ends_in_order, keys_of, top
+from slipstream.deploy.terminal.observe import outcome_of, trouble_of
+from slipstream.deploy.terminal.recent import recent_of
 from slipstream.wire.errors import ConfigError, PeerLostError
 from slipstream.wire.files.run_folder import PAGE_STATE
 from slipstream.wire.settings.sections import RunSection
@@ -126,13 +121,13 @@ def test_the_outcome_of_a_run_is_read_from_its_summary(tmp_path: Path):
     assert outcome_of(run) == "stopped"
 
 
-def test_the_history_that_the_broker_wrote_is_gone_on_with(folder: Path):
+def test_the_history_that_the_broker_wrote_is_continued(folder: Path):
     history = History(began_s=0.0)
     for point in STATUS.steps_history:
         history.step(point, point.at_s)
     stored = StoredState(at_s=1.0, status=STATUS, history=history.columns())
     write_state(folder / PAGE_STATE, stored)
     recent = recent_of(folder, stored)
-    recent.look(STATUS)
+    recent.evaluate(STATUS)
     assert recent.curve("policy/loss") == [0.1]
     assert [advisory.rule for advisory in recent.advisories()] == ["fsync-too-weak"]

@@ -204,7 +204,7 @@ def test_publishes_that_are_missing_are_told(folder: Path):
     assert "6 older publishes were left out" in said
     (folder / "summary.json").write_text('{"newest_publishes": 3')
     events, said = read(folder)
-    assert "summary.json is not read" in said
+    assert "summary.json cannot be read" in said
     assert ("weight bus", "publish 0") not in lanes(events)
     assert ("learner", "step") in lanes(events)
 
@@ -263,7 +263,7 @@ def test_a_run_without_a_trail_says_which_setting_makes_one(tmp_path: Path):
     with pytest.raises(ConfigError, match=r"broker\.max_trail_bytes"):
         main(Namespace(folder=tmp_path, out=None, max_spans=1))
     (tmp_path / TRAIL).mkdir()
-    with pytest.raises(ConfigError, match="has just begun"):
+    with pytest.raises(ConfigError, match="has just started"):
         main(Namespace(folder=tmp_path, out=None, max_spans=1))
     with pytest.raises(ConfigError, match="at least 1"):
         main(Namespace(folder=tmp_path, out=None, max_spans=0))

@@ -82,7 +82,7 @@ def changed(**fields: object) -> VersionsView:
 
 def test_each_engine_stands_with_its_state_its_version_and_since_when():
     text = shown(VIEW)
-    assert "as the relay said 0.4 s ago" in text
+    assert "as the relay reported 0.4 s ago" in text
     first = line(text, "generator-0  ")
     assert first[1:3] == ["current", "v1.2"]
     assert first[4:] == ["4", "s", "collective"]
@@ -99,14 +99,14 @@ def test_a_failure_is_shown_whole_and_no_terminal_obeys_it():
 
 def test_an_engine_does_not_look_alive_when_the_relay_is_silent():
     text = shown(changed(relay_silent_s=75.0))
-    assert "the relay has been silent for 75 s" in text
+    assert "before the relay went silent 75 s ago" in text
     assert line(text, "generator-0  ")[1:3] == ["was", "current"]
     assert "4 s" not in text
 
 
 def test_where_no_relay_was_heard_nothing_is_said_about_engines():
     text = shown(changed(relay_silent_s=None, members=[], publishes=[]))
-    assert "not known: no relay has said hello to this broker" in text
+    assert "not known: no relay has reported to this broker" in text
     assert "no version yet" in text
 
 
@@ -218,7 +218,7 @@ def test_a_run_that_ended_is_read_from_its_summary(run: Path):
     finished(run, outcome="finished", finished=True)
     text = printed(run)
     assert text.startswith("the run has ended\n")
-    assert "who held what, as the relay said last" in text
+    assert "held by each engine, as last reported by the relay" in text
     assert "was torn" in text
     assert "v1.2" in text
 
@@ -258,8 +258,8 @@ def _another_summary(run: Path) -> None:
     ("prepare", "says"),
     [
         (_no_summary, "no broker answers for .* cannot be read: No such file"),
-        (_half_a_summary, "summary.json is no summary of this version"),
-        (_another_summary, "summary.json is no summary of this version: .*run_name"),
+        (_half_a_summary, "summary.json is not a summary of this version"),
+        (_another_summary, "summary.json is not a summary of this version: .*run_name"),
     ],
 )
 def test_a_run_without_a_broker_or_a_summary_is_named(

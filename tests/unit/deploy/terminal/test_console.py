@@ -10,7 +10,9 @@ from rich.live import Live
 from rich.text import Text
 
 from slipstream.deploy.terminal.console import make_console
-from slipstream.deploy.terminal.view import final_table, live_view, one_line
+from slipstream.deploy.terminal.figures import final_table, one_line
+from slipstream.deploy.terminal.recent import Recent
+from slipstream.deploy.terminal.screen import draw
 from slipstream.wire.process import logs
 from slipstream.wire.process.visible import one_line as as_one_line
 from slipstream.wire.process.visible import visible
@@ -36,9 +38,11 @@ def test_a_view_of_hostile_names_is_drawn_and_drawn_again():
     role = replace(STATUS.roles[0], name=HOSTILE, phase_seconds={HOSTILE: 1.0})
     status = replace(STATUS, roles=[role], run_name=HOSTILE, waiting_for=HOSTILE, issued=1)
     console, written = terminal()
+    recent = Recent(None, high_water_bytes=1, fsync="")
     with Live(console=console, auto_refresh=False) as live:
-        live.update(live_view(status, HOSTILE), refresh=True)
-        live.update(live_view(status, HOSTILE), refresh=True)
+        for _ in range(2):
+            view = draw(status, recent, console, height=40, trouble=HOSTILE, footer=HOSTILE)
+            live.update(view, refresh=True)
     console.print(final_table(status, outcome=HOSTILE))
     console.print(one_line(status))
     text = written.getvalue()

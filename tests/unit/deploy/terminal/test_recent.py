@@ -78,7 +78,7 @@ def test_what_the_broker_wrote_is_known_at_once():
 def test_a_run_that_has_ended_is_looked_at_without_taking_it_for_one_that_goes_on():
     clock = Clock()
     recent = make(History(began_s=BEGAN_S).columns(), clock, fsync="no")
-    recent.look(status_at(50.0, waited=0.5))
+    recent.evaluate(status_at(50.0, waited=0.5))
     assert [advisory.rule for advisory in recent.advisories()] == ["fsync-too-weak"]
     assert recent.curve("reward/sampled") == []
 

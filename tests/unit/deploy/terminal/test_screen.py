@@ -72,7 +72,7 @@ def drawn(
         Screen(width, height, plain=plain),
         recent=recent or Known(rewards=[0.1, 0.5, 0.9]),
         trouble=trouble,
-        footer="q ends",
+        footer="q quits",
         now_s=NOW_S,
     )
     return [line.plain for line in lines]
@@ -81,6 +81,13 @@ def drawn(
 def line_with(text: str, lines: Sequence[str]) -> str:
     (found,) = [line for line in lines if text in line]
     return found
+
+
+def pools(lines: Sequence[str]) -> list[str]:
+    """Return the lines of processes, without those of their phases."""
+    first = next(i for i, line in enumerate(lines) if line.startswith("pools"))
+    names = [i for i, line in enumerate(lines) if i > first and line[:1].strip()]
+    return list(lines[first : names[0]])
 
 
 @pytest.mark.parametrize(("width", "height"), [(80, 24), (120, 40), (200, 60), (40, 10), (20, 3)])
@@ -94,7 +101,7 @@ def test_nothing_is_wider_or_higher_than_the_screen(width: int, height: int, gen
 def test_rich_draws_the_lines_as_they_are():
     state = status()
     lines = lines_of(
-        state, [ADVISORY], Screen(80, 24), recent=Known(), footer="q ends", now_s=NOW_S
+        state, [ADVISORY], Screen(80, 24), recent=Known(), footer="q quits", now_s=NOW_S
     )
     console = Console(file=io.StringIO(), width=80)
     for line in lines:
@@ -110,7 +117,7 @@ def test_a_terminal_of_80_by_24_shows_every_part():
     for title in ("learning", "pools", "staleness", "groups", "queues", "weights"):
         assert line_with(title, [line[:11] for line in lines])
     assert "4 issued = 2 trained + 1 dropped + 1 in flight" in line_with("issued", lines)
-    assert lines[-1] == "q ends"
+    assert lines[-1] == "q quits"
 
 
 def test_many_generators_take_what_is_left_and_the_rest_is_counted():
@@ -122,14 +129,14 @@ def test_many_generators_take_what_is_left_and_the_rest_is_counted():
 
 def test_who_is_silent_comes_first_of_its_kind_and_is_said():
     roles = [role("generator-0", "generator"), role("generator-9", "generator", silent_s=3.2)]
-    lines = drawn(status(roles=roles))
+    lines = pools(drawn(status(roles=roles)))
     assert "generator-9" in line_with("pools", lines)
     assert "silent for 3 s" in line_with("generator-9", lines)
     assert "%" not in line_with("generator-9", lines), "what it does is not known"
 
 
 def test_processes_stand_in_the_order_of_their_numbers():
-    lines = drawn(status(generators=12), height=60)
+    lines = pools(drawn(status(generators=12), height=60))
     numbers = [line.split("generator-")[1].split()[0] for line in lines if "generator-" in line]
     assert numbers == [str(i) for i in range(12)]
 
@@ -144,7 +151,7 @@ def test_the_correction_is_told_by_staleness():
 
 
 def test_a_bar_shows_the_last_seconds_and_else_the_whole_life_of_a_process():
-    lines = drawn(status(), recent=Known({"generator-0": 0.25}))
+    lines = pools(drawn(status(), recent=Known({"generator-0": 0.25})))
     assert " 25% " in line_with("generator-0", lines)
     assert " 90% " in line_with("generator-1", lines)
 
@@ -181,7 +188,53 @@ def test_the_newest_publish_is_told_with_its_phases_where_there_is_room():
 def test_missing_groups_and_the_end_of_the_run_are_said():
     lines = drawn(status(unaccounted=3, outcome="finished"))
     assert "3 UNACCOUNTED FOR" in line_with("issued", lines)
-    assert lines[1] == "the run has ended: finished"
+    assert lines[1] == "groups UNACCOUNTED FOR: 3"
+    assert lines[2] == "the run has ended: finished"
+
+
+def test_a_run_that_ends_shows_why_and_what_the_learner_waits_for():
+    lines = drawn(status(stop_reason="of a target", waiting_for="a reward"))
+    assert lines[1:3] == ["the run ends because of a target", "the learner waits for a reward"]
+
+
+def test_a_long_wait_is_shown_whole_on_a_narrow_terminal():
+    lines = drawn(status(roles=[], issued=0))
+    wait = "the learner (it loads its model) and a generator (its engine starts)"
+    assert " ".join(lines[1:3]) == f"the run waits for {wait}"
+
+
+def test_phases_are_beside_a_process_where_they_fit_and_else_below():
+    phases = {"wait": 30.0, "generate": 69.0, "adopt": 1.0}
+    roles = [role("generator-0", "generator", phase_seconds=phases, leases=3)]
+    text = "6 of 8 answers, 25% of the cache; wait 30%, generate 69%, adopt 1% of 100 s"
+    narrow, wide = drawn(status(roles=roles), 80, 40), drawn(status(roles=roles), 180, 40)
+    assert text in line_with("pools", wide)
+    assert not [line for line in wide if line.startswith("phases")]
+    assert line_with("pools", narrow).endswith("3 leases"), "nothing is cut at 80 columns"
+    start = next(i for i, line in enumerate(narrow) if line.startswith("phases"))
+    assert " ".join(line[29:] for line in narrow[start : start + 2]).strip() == text
+
+
+def test_a_process_that_has_not_reported_is_listed_and_an_observer_is_not():
+    roles = [role("relay", "relay", phase_seconds={}), role("me", "observer", phase_seconds={})]
+    (row, *others) = pools(drawn(status(roles=roles)))
+    assert row.split()[1] == "relay"
+    assert "%" not in row
+    assert not [line for line in others if "me" in line.split()]
+
+
+def test_evaluations_are_listed_by_step_and_by_source():
+    points = [replace(STATUS.eval[0], step=step) for step in (10, 20)]
+    lines = drawn(status(eval=points), height=60)
+    assert "10: 0.500, 20: 0.500" in line_with("eval by step", lines)
+
+
+def test_an_address_that_is_too_long_for_a_line_is_shown_whole():
+    url = "http://127.0.0.1:43210/?token=" + "x" * 43
+    lines = lines_of(
+        status(), [], Screen(80, 24), recent=Known(), footer=f"dashboard {url}", now_s=NOW_S
+    )
+    assert [line.plain for line in lines[-2:]] == ["dashboard", url]
 
 
 def test_trouble_stands_before_everything_else():

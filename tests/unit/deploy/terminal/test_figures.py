@@ -4,7 +4,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from slipstream.deploy.terminal.view import one_line, startup_wait
+from slipstream.deploy.terminal.figures import one_line, startup_wait
 from slipstream.wire.messages.status import RoleStatus, RunStatus
 from slipstream.wire.messages.versions import PolicyVersion
 from tests.support.wire_samples import STATUS
