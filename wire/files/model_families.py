@@ -8,6 +8,7 @@ Sizes have names: ``queries``, ``keys`` (channels of all query heads, of all key
 (channels of one head), ``inner`` (of the MLP), ``hidden``, ``vocabulary``.
 """
 
+import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -103,16 +104,12 @@ class Family:
         """Return the elements of all tensors of a model of these sizes."""
 
         def elements(parameters: Mapping[str, Parameter]) -> int:
-            total = 0
-            for name, parameter in parameters.items():
-                if tied_embeddings and name == "output_layer.weight":
-                    continue
-                for tensor in parameter.tensors:
-                    count = 1
-                    for length in tensor.whole_shape(sizes):
-                        count *= length
-                    total += count
-            return total
+            return sum(
+                math.prod(tensor.whole_shape(sizes))
+                for name, parameter in parameters.items()
+                if not (tied_embeddings and name == "output_layer.weight")
+                for tensor in parameter.tensors
+            )
 
         return num_layers * elements(self.layer) + elements(self.ends)
 
