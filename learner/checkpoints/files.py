@@ -55,7 +55,7 @@ from slipstream.wire.files.checkpoints import (
     checkpoint_name,
     ledger_file,
 )
-from slipstream.wire.files.replace import sync
+from slipstream.wire.files.replace import put_in_place
 
 _log = logging.getLogger(__name__)
 _UNFINISHED = ".unfinished"
@@ -89,7 +89,7 @@ def prepare_folder(folder: Path) -> None:
             complete = folder / path.name.removeprefix(".").removesuffix(_REPLACED)
             if complete.exists():
                 shutil.rmtree(path)
-            else:  # ended between the two renames of _put_in_place
+            else:  # ended between the two renames of put_in_place
                 path.rename(complete)
         with tempfile.TemporaryFile(dir=folder):
             pass
@@ -350,14 +350,7 @@ def _write_tensors(sharded: dict[str, Any], folder: Path) -> None:
 def _finish(unfinished: Path, final: Path) -> None:
     save_config(_BACKEND, str(unfinished))
     write_digests(unfinished)
-    for path in [*unfinished.iterdir(), unfinished]:
-        sync(path)
-    replaced = final.with_name(f".{final.name}{_REPLACED}")
-    if final.exists():
-        final.rename(replaced)
-    unfinished.rename(final)
-    sync(final.parent)
-    shutil.rmtree(replaced, ignore_errors=True)
+    put_in_place(unfinished, final)
 
 
 def _refuse_damaged(folder: Path) -> None:

@@ -18,6 +18,7 @@ from slipstream.learner.model.shards import Geometry, Shard, fuse_gate_up, fuse_
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.files.model_families import OUTPUT_LAYER, Parameter
 from slipstream.wire.files.model_files import WEIGHTS, copied_files, weight_files
+from slipstream.wire.files.replace import replacing_folder
 
 _IGNORED_SUFFIX = ".rotary_emb.inv_freq"  # derived from the config; old files hold it
 
@@ -97,22 +98,10 @@ def save_hf_folder(
             tensors[name] = tensor.detach().to("cpu", dtype, copy=True).contiguous()
     if not is_writer:
         return
-    unfinished = folder.with_name(f".{folder.name}.unfinished")
-    shutil.rmtree(unfinished, ignore_errors=True)
-    unfinished.mkdir(parents=True)
-    for path in copied_files(source_folder):
-        shutil.copyfile(path, unfinished / path.name)
-    save_file(tensors, unfinished / WEIGHTS, metadata={"format": "pt"})
-    _put_in_place(unfinished, folder)
-
-
-def _put_in_place(unfinished: Path, folder: Path) -> None:
-    replaced = folder.with_name(f".{folder.name}.replaced")
-    shutil.rmtree(replaced, ignore_errors=True)
-    if folder.exists():
-        folder.rename(replaced)
-    unfinished.rename(folder)
-    shutil.rmtree(replaced, ignore_errors=True)
+    with replacing_folder(folder, durable=False) as unfinished:
+        for path in copied_files(source_folder):
+            shutil.copyfile(path, unfinished / path.name)
+        save_file(tensors, unfinished / WEIGHTS, metadata={"format": "pt"})
 
 
 class HfTensors:
