@@ -19,15 +19,15 @@ from slipstream.wire.messages.trajectory import (
 )
 
 
-def _nothing() -> None:
-    """Do nothing."""
-
-
 class LeaseBook:
     """Leases of both kinds, by holder."""
 
     def __init__(
-        self, ledger: Ledger, scoring: ScoringQueue, *, on_return: Callable[[], None] = _nothing
+        self,
+        ledger: Ledger,
+        scoring: ScoringQueue,
+        *,
+        on_return: Callable[[], None] = lambda: None,
     ) -> None:
         """Open the book of a ledger and its scoring queue.
 

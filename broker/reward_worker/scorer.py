@@ -25,6 +25,7 @@ from slipstream.wire.messages.broker import (
 from slipstream.wire.messages.codec import Frame, decode_transcript
 from slipstream.wire.messages.trajectory import Score, Transcript
 from slipstream.wire.process.phases import WAIT, PhaseClock
+from slipstream.wire.process.run_until import running, unless
 
 _log = logging.getLogger(__name__)
 _POLL_S = 2.0
@@ -93,24 +94,19 @@ class Scorer:
                 side.cancel()
 
     async def _lease_forever(self, group: asyncio.TaskGroup) -> None:
-        stopping = asyncio.create_task(self._stop.wait())
-        try:
+        async with running(self._stop.wait()) as (stopping,):
             while not stopping.done():
                 free = self._max_credits - len(self._held)
                 if free < self._few:  # asking for each one apart would cost more than it brings
                     await self._until_some_are_sent()
                     continue
-                question = asyncio.create_task(self._ask(free))
-                await asyncio.wait({question, stopping}, return_when=asyncio.FIRST_COMPLETED)
-                if not question.done():
-                    question.cancel()  # what it would still be granted goes back with Goodbye
-                    return
-                leased, frames = question.result()
+                answer = await unless(self._ask(free), stopping)
+                if answer is None:
+                    return  # what it would still be granted goes back with Goodbye
+                leased, frames = answer
                 self._take_on(group, leased, frames)
                 if leased.finished:
                     return
-        finally:
-            stopping.cancel()
 
     async def _ask(self, free: int) -> tuple[ScoringLeased, list[Frame]]:
         request = LeaseScoring(

@@ -1,6 +1,7 @@
 """The system calls that untrusted code may not make, as BPF for ``bwrap --seccomp``. Pure."""
 
 import errno
+import functools
 import signal
 import struct
 
@@ -50,6 +51,7 @@ _INSTRUCTION = struct.Struct("=HBBI")  # code, if true, if false, value
 _NEW_NAMESPACES = 0x7E020000
 
 
+@functools.cache
 def compiled_filter(machine: str) -> bytes:
     """Return the filter as the kernel reads it.
 
