@@ -12,18 +12,18 @@ from slipstream.broker.dashboard.columns import StoredState, read_state
 from slipstream.broker.dashboard.items import RecordedItems
 from slipstream.broker.dashboard.recorder import FinishedRun
 from slipstream.broker.dashboard.web import Dashboard
-from slipstream.deploy.commands.options import RUNS, add_run
+from slipstream.deploy.commands.options import add_run, chosen_run
 from slipstream.deploy.terminal.console import make_console
 from slipstream.deploy.terminal.observe import (
+    broker_of_folder,
     dashboard_address,
     outcome_of,
     run_of_folder,
     status_now,
 )
 from slipstream.wire.errors import ConfigError, PeerLostError
-from slipstream.wire.files.run_folder import PAGE_ADDRESS, PAGE_STATE, newest_run
+from slipstream.wire.files.run_folder import PAGE_ADDRESS, PAGE_STATE
 from slipstream.wire.process.stopping import stop_event
-from slipstream.wire.settings.load import load_table, section
 from slipstream.wire.settings.sections import RunSection
 
 EXAMPLES = """examples:
@@ -45,8 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(arguments: argparse.Namespace) -> int:
     """Run the command."""
-    folder = arguments.folder or newest_run(RUNS)
-    return show_dashboard(folder, make_console(), port=arguments.port)
+    return show_dashboard(chosen_run(arguments.folder), make_console(), port=arguments.port)
 
 
 def show_dashboard(folder: Path, console: Console, *, port: int) -> int:
@@ -55,13 +54,13 @@ def show_dashboard(folder: Path, console: Console, *, port: int) -> int:
     Args:
         folder: of the run.
         console: where to.
-        port: to serve at; port to serve at; 0: the system chooses one.
+        port: to serve at; 0: the system chooses one.
 
     Raises:
         ConfigError: it is no run folder, nothing was kept there, or its broker serves no page.
     """
     run = run_of_folder(folder)
-    broker = section(load_table(folder / "resolved.toml"), "broker", BrokerSection)
+    broker = broker_of_folder(folder)
     try:
         status_now(run)
     except PeerLostError:

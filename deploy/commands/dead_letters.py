@@ -9,11 +9,10 @@ from rich.panel import Panel
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from slipstream.deploy.commands.options import RUNS, add_json
+from slipstream.deploy.commands.options import add_json, chosen_run
 from slipstream.deploy.terminal.console import make_console
 from slipstream.deploy.terminal.observe import ask_broker, run_of_folder
 from slipstream.wire.errors import ConfigError
-from slipstream.wire.files.run_folder import newest_run
 from slipstream.wire.messages.broker import (
     DeadLetters,
     DeadLettersHandled,
@@ -57,7 +56,7 @@ def dead_letters(action: str, words: Sequence[str], *, folder: Path | None, as_j
         folder: of the run; None is the newest one.
         as_json: print for programs.
     """
-    run = run_of_folder(folder or newest_run(RUNS))
+    run = run_of_folder(chosen_run(folder))
     console = make_console()
     if action == "list":
         letters, forgotten = _all(run)

@@ -12,11 +12,11 @@ from rich.text import Text
 
 from slipstream.broker.store.event_log import read_trail
 from slipstream.broker.store.item_history import trace_item
-from slipstream.deploy.commands.options import RUNS, add_json
+from slipstream.deploy.commands.options import add_json, chosen_run
 from slipstream.deploy.terminal.console import make_console
 from slipstream.deploy.terminal.observe import fetch_account, run_of_folder
 from slipstream.wire.errors import ConfigError, PeerLostError
-from slipstream.wire.files.run_folder import ACCOUNT, TRAIL, newest_run
+from slipstream.wire.files.run_folder import ACCOUNT, TRAIL
 from slipstream.wire.messages.ledger_view import LedgerView
 from slipstream.wire.process.command_line import print_json
 
@@ -49,11 +49,11 @@ def main(arguments: argparse.Namespace) -> int:
     if words[:1] == ["trace"]:
         if len(words) not in {2, 3}:
             raise ConfigError("slipstream ledger trace PROMPT [RUN] takes one prompt")
-        folder = Path(words[2]) if len(words) == 3 else newest_run(RUNS)
+        folder = chosen_run(words[2] if len(words) == 3 else None)
         return print_trace(folder, words[1], make_console(), as_json=as_json)
     if len(words) > 1:
         raise ConfigError(f"slipstream ledger takes one run folder, got {' '.join(words)}")
-    folder = Path(words[0]) if words else newest_run(RUNS)
+    folder = chosen_run(words[0] if words else None)
     return print_account(folder, make_console(), num_items=arguments.items, as_json=as_json)
 
 

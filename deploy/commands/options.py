@@ -3,7 +3,14 @@
 import argparse
 from pathlib import Path
 
+from slipstream.wire.files.run_folder import newest_run
+
 RUNS = Path("runs")
+
+
+def chosen_run(folder: Path | str | None) -> Path:
+    """Return the run folder that was named, else the newest one."""
+    return Path(folder) if folder else newest_run(RUNS)
 
 
 def add_config(parser: argparse.ArgumentParser, *, required: bool, text: str = "") -> None:

@@ -12,6 +12,7 @@ from slipstream.deploy.launch.plan import count_gpus, plan_roles
 from slipstream.deploy.launch.resume import find_resume_point, resumed_table
 from slipstream.deploy.terminal.console import make_console
 from slipstream.wire.errors import ConfigError
+from slipstream.wire.files.run_folder import SETTINGS
 from slipstream.wire.settings.load import load_table
 from slipstream.wire.settings.sections import run_section
 
@@ -51,7 +52,7 @@ def run(path: Path, overrides: Sequence[str], dry_run: bool, resume: str | None 
         name = free_name(section)
         config = run_config({**table, "run": {**table.get("run", {}), "name": name}})
     if dry_run:
-        resolved = config.run.folder / "resolved.toml"
+        resolved = config.run.folder / SETTINGS
         plans = plan_roles(config, resolved, num_gpus=count_gpus())
         print_dry_run(config, plans, console)
         return 0

@@ -4,12 +4,12 @@ import argparse
 
 from slipstream.broker.dashboard.columns import read_state
 from slipstream.broker.report.summary import summary_of
-from slipstream.deploy.commands.options import RUNS, add_json, add_run
+from slipstream.deploy.commands.options import add_json, add_run, chosen_run
 from slipstream.deploy.terminal.console import make_console
 from slipstream.deploy.terminal.observe import page_line, run_of_folder, status_now
 from slipstream.deploy.terminal.recent import recent_of
 from slipstream.deploy.terminal.screen import ALL, draw
-from slipstream.wire.files.run_folder import PAGE_STATE, newest_run
+from slipstream.wire.files.run_folder import PAGE_STATE
 from slipstream.wire.process.command_line import print_json
 
 EXAMPLES = """examples:
@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(arguments: argparse.Namespace) -> int:
     """Run the command."""
-    run = run_of_folder(arguments.folder or newest_run(RUNS))
+    run = run_of_folder(chosen_run(arguments.folder))
     status = status_now(run)
     if arguments.json:
         return print_json(summary_of(status))

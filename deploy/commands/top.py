@@ -19,7 +19,7 @@ from rich.text import Text
 
 from slipstream.broker.dashboard.columns import read_state
 from slipstream.broker.report.summary import summary_of
-from slipstream.deploy.commands.options import RUNS, add_json, add_run
+from slipstream.deploy.commands.options import add_json, add_run, chosen_run
 from slipstream.deploy.terminal.console import make_console
 from slipstream.deploy.terminal.observe import (
     StatusWatcher,
@@ -31,7 +31,7 @@ from slipstream.deploy.terminal.observe import (
 from slipstream.deploy.terminal.recent import Recent, recent_of
 from slipstream.deploy.terminal.screen import draw
 from slipstream.wire.errors import ConfigError, PeerLostError
-from slipstream.wire.files.run_folder import PAGE_STATE, newest_run
+from slipstream.wire.files.run_folder import PAGE_STATE
 from slipstream.wire.messages.status import RunStatus
 from slipstream.wire.process.command_line import print_json
 from slipstream.wire.settings.sections import RunSection
@@ -54,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(arguments: argparse.Namespace) -> int:
     """Run the command."""
-    return top(arguments.folder or newest_run(RUNS), as_json=arguments.json)
+    return top(chosen_run(arguments.folder), as_json=arguments.json)
 
 
 def top(folder: Path, *, as_json: bool) -> int:

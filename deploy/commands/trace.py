@@ -34,11 +34,11 @@ from slipstream.broker.ledger.events import (
 from slipstream.broker.ledger.leases import name_of
 from slipstream.broker.report.summary import PUBLISHES
 from slipstream.broker.store.event_log import read_trail
-from slipstream.deploy.commands.options import RUNS, add_run
+from slipstream.deploy.commands.options import add_run, chosen_run
 from slipstream.deploy.terminal.console import make_console
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.files.replace import replacing_file
-from slipstream.wire.files.run_folder import PAGE_STATE, SUMMARY, TRAIL, newest_run
+from slipstream.wire.files.run_folder import PAGE_STATE, SUMMARY, TRAIL
 from slipstream.wire.messages.weightbus import PUBLISH_PHASES, PublishRecord
 from slipstream.wire.process.phases import PHASE_TIME, WAIT
 
@@ -71,7 +71,7 @@ def main(arguments: argparse.Namespace) -> int:
     most = arguments.max_spans
     if most < 1:
         raise ConfigError(f"--max-spans must be at least 1, got {most}")
-    folder = arguments.folder or newest_run(RUNS)
+    folder = chosen_run(arguments.folder)
     return write_trace(folder, arguments.out, make_console(), max_spans=most)
 
 

@@ -15,11 +15,11 @@ from rich.table import Table
 from rich.text import Text
 
 from slipstream.broker.report.summary import PUBLISHES
-from slipstream.deploy.commands.options import RUNS, add_json, add_run
+from slipstream.deploy.commands.options import add_json, add_run, chosen_run
 from slipstream.deploy.terminal.console import make_console
 from slipstream.deploy.terminal.observe import run_of_folder, status_now
 from slipstream.wire.errors import ConfigError, PeerLostError
-from slipstream.wire.files.run_folder import SUMMARY, newest_run
+from slipstream.wire.files.run_folder import SUMMARY
 from slipstream.wire.messages.status import GONE_S, RunStatus
 from slipstream.wire.messages.versions import PolicyVersion
 from slipstream.wire.messages.weightbus import PUBLISH_PHASES, MemberState, PublishRecord
@@ -46,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(arguments: argparse.Namespace) -> int:
     """Run the command."""
-    folder = arguments.folder or newest_run(RUNS)
+    folder = chosen_run(arguments.folder)
     return print_versions(folder, make_console(), count=arguments.last, as_json=arguments.json)
 
 

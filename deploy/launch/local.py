@@ -35,7 +35,7 @@ from slipstream.wire.files.checkpoints import (
     newest_checkpoint,
     read_checkpoint_info,
 )
-from slipstream.wire.files.run_folder import PAGE_STATE
+from slipstream.wire.files.run_folder import PAGE_STATE, SETTINGS
 from slipstream.wire.messages.status import RunStatus
 from slipstream.wire.process.command_line import (
     EXIT_BAD_SETTINGS,
@@ -85,7 +85,7 @@ def run_locally(config: RunConfig, console: Console) -> int:
     watcher = StatusWatcher(config.run)
     try:
         with _signals(_raise_stop):
-            resolved = run.folder / "resolved.toml"
+            resolved = run.folder / SETTINGS
             write_resolved(config, resolved)
             _run(config, supervisor, watcher, console, resolved)
             reason, code = "finished", 0
@@ -269,7 +269,7 @@ def _remove_scratch_of_killed_run(run: RunSection) -> None:
 
     No other process uses it: we hold the lock of the run folder.
     """
-    resolved = run.folder / "resolved.toml"
+    resolved = run.folder / SETTINGS
     if not resolved.is_file():
         return
     sockets = Path(run_section(load_table(resolved)).socket_dir)

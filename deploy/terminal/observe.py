@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import TypeVar
 
 from slipstream.broker.client import BrokerClient
+from slipstream.broker.config import BrokerSection
 from slipstream.deploy.terminal.figures import age
 from slipstream.wire.errors import ConfigError, PeerLostError, SlipstreamError
-from slipstream.wire.files.run_folder import PAGE_ADDRESS
+from slipstream.wire.files.run_folder import PAGE_ADDRESS, SETTINGS
 from slipstream.wire.messages.broker import (
     Answer,
     GetLedger,
@@ -23,7 +24,7 @@ from slipstream.wire.messages.broker import (
 )
 from slipstream.wire.messages.ledger_view import LedgerView
 from slipstream.wire.messages.status import RunStatus
-from slipstream.wire.settings.load import load_table
+from slipstream.wire.settings.load import load_table, section
 from slipstream.wire.settings.sections import RunSection, run_section
 
 _TIMEOUT_S = 30.0
@@ -36,10 +37,14 @@ A = TypeVar("A", bound=Answer)
 
 def run_of_folder(folder: Path) -> RunSection:
     """Return [run] of a run folder."""
-    resolved = folder / "resolved.toml"
-    if not resolved.is_file():
-        raise ConfigError(f"{folder} is not a run folder: no resolved.toml in it")
-    return run_section(load_table(resolved))
+    if not (folder / SETTINGS).is_file():
+        raise ConfigError(f"{folder} is not a run folder: no {SETTINGS} in it")
+    return run_section(load_table(folder / SETTINGS))
+
+
+def broker_of_folder(folder: Path) -> BrokerSection:
+    """Return [broker] of a run folder."""
+    return section(load_table(folder / SETTINGS), "broker", BrokerSection)
 
 
 def dashboard_address(run: RunSection) -> str:
@@ -58,18 +63,16 @@ def page_line(run: RunSection, *, is_terminal: bool) -> str:
 
 def ask_broker(run: RunSection, request: Request, kind: type[A], *, role: Role = "observer") -> A:
     """Ask the broker of a run once; PeerLostError if none answers."""
-    return asyncio.run(_ask(run, request, kind, _TIMEOUT_S, role))
 
+    async def ask() -> A:
+        client = await _connect(run, _TIMEOUT_S, role)
+        try:
+            answer, _ = await client.ask(request, kind)
+        finally:
+            client.close()
+        return answer
 
-async def _ask(
-    run: RunSection, request: Request, kind: type[A], timeout_s: float, role: Role = "observer"
-) -> A:
-    client = await _connect(run, timeout_s, role)
-    try:
-        answer, _ = await client.ask(request, kind)
-    finally:
-        client.close()
-    return answer
+    return asyncio.run(ask())
 
 
 async def _connect(run: RunSection, timeout_s: float, role: Role) -> BrokerClient:

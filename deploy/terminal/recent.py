@@ -4,13 +4,12 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from slipstream.broker.config import BrokerSection
 from slipstream.broker.dashboard.advisories import Advisory, Column, advise
 from slipstream.broker.dashboard.columns import HistoryColumns, StoredState, trends_of
 from slipstream.broker.dashboard.history import History, steady_time
 from slipstream.broker.dashboard.rates import Seen
+from slipstream.deploy.terminal.observe import broker_of_folder
 from slipstream.wire.messages.status import RunStatus
-from slipstream.wire.settings.load import load_table, section
 
 _NOW_S = 10.0  # over which a share of now is taken
 _MAX_STATES = 64  # of that time, however often the run is asked
@@ -91,7 +90,7 @@ class Recent:
 
 def recent_of(folder: Path, stored: StoredState | None) -> Recent:
     """Return the history of a run as far as it is written, with the limits that it goes by."""
-    broker = section(load_table(folder / "resolved.toml"), "broker", BrokerSection)
+    broker = broker_of_folder(folder)
     return Recent(
         stored.history if stored else None,
         high_water_bytes=broker.high_water_bytes,
