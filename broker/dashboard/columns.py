@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 from typing_extensions import override
 
-from slipstream.broker.dashboard.advisories import Column, Trends
+from slipstream.broker.dashboard.advisories.view import Column, Trends
 from slipstream.broker.dashboard.items import Letter
 from slipstream.broker.dashboard.table import Numbers, shown
 from slipstream.wire.messages.status import RunStatus

@@ -7,7 +7,7 @@ from typing import Protocol
 import msgspec
 from aiohttp import web
 
-from slipstream.broker.dashboard.advisories import Advisory
+from slipstream.broker.dashboard.advisories.view import Advisory
 from slipstream.broker.dashboard.columns import HistoryColumns, encode_json
 from slipstream.broker.dashboard.items import Letter
 from slipstream.broker.dashboard.recorder import Snapshot, shown_status
@@ -101,29 +101,25 @@ class EventEncoder:
     async def encoded(self, snapshot: Snapshot, step: float, source: Source) -> bytes:
         """Return the event of a snapshot for a viewer with the learner steps up to one."""
         if snapshot is not self._snapshot:
-            self._snapshot, self._common, self._whole = snapshot, _encode_common(snapshot), {}
+            status = shown_status(
+                snapshot.status, publishes=_EVENT_PUBLISHES, evaluations=_EVENT_EVALUATIONS, steps=0
+            )
+            event = _Event(
+                status, snapshot.advisories, snapshot.advice_ready, snapshot.live, snapshot.point
+            )
+            self._snapshot, self._common, self._whole = snapshot, msgspec.json.encode(event), {}
         if (known := self._whole.get(step)) is not None:
             return known
         common, whole = self._common, self._whole
         rows = source.steps_after(step)
         if len(rows) <= _FEW_ROWS:
-            steps = msgspec.json.encode(list(rows))
-            event = whole[step] = _joined(common, steps)
-            return event
+            whole[step] = _joined(common, msgspec.json.encode(list(rows)))
+            return whole[step]
         return _joined(common, await asyncio.to_thread(_encode_rows, rows))
 
 
 def _joined(common: bytes, steps: bytes) -> bytes:
     return b"".join((b"data: ", common[:-1], b',"steps":', steps, b"}\n\n"))
-
-
-def _encode_common(snapshot: Snapshot) -> bytes:
-    status = shown_status(
-        snapshot.status, publishes=_EVENT_PUBLISHES, evaluations=_EVENT_EVALUATIONS, steps=0
-    )
-    return msgspec.json.encode(
-        _Event(status, snapshot.advisories, snapshot.advice_ready, snapshot.live, snapshot.point)
-    )
 
 
 def _encode_rows(rows: Sequence[Row]) -> bytes:

@@ -140,7 +140,11 @@ class RecordedItems:
         """
         self._refresh()
         wanted = text.strip().lower()
-        groups = self._groups_of(wanted)
+        groups: frozenset[int] | None = None  # the text is a piece of a prompt
+        if wanted.isdecimal():
+            groups = groups_at(self._trail, int(wanted))
+        elif wanted[:1] == "g" and wanted[1:].isdecimal():
+            groups = frozenset({int(wanted[1:])})
         found: list[Item] = []
         for one in reversed(self._index):
             if lag is not None and lag not in one.lags:
@@ -187,14 +191,6 @@ class RecordedItems:
                 for one in sorted(siblings, key=lambda one: one.item.sibling)
             ],
         )
-
-    def _groups_of(self, wanted: str) -> frozenset[int] | None:
-        """Return the groups that are named; None if the text is a piece of a prompt."""
-        if wanted.isdecimal():
-            return groups_at(self._trail, int(wanted))
-        if wanted[:1] == "g" and wanted[1:].isdecimal():
-            return frozenset({int(wanted[1:])})
-        return None
 
     def _row(self, offset: int) -> Row | None:
         try:

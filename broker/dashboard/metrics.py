@@ -26,7 +26,11 @@ class _StatusCollector(Collector):
         """Yield every metric; names and units are in wire/messages/metrics.py."""
         for name, samples in _samples(self._status).items():
             if samples:
-                yield _family(name, samples)
+                kind = CounterMetricFamily if name.kind == "counter" else GaugeMetricFamily
+                family = kind(name, name.meaning, labels=name.labels)
+                for labels, value in samples.items():
+                    family.add_metric(labels, value)
+                yield family
 
 
 def render_metrics(status: RunStatus) -> tuple[bytes, str]:
@@ -38,6 +42,7 @@ def render_metrics(status: RunStatus) -> tuple[bytes, str]:
 
 def _samples(status: RunStatus) -> dict[MetricName, Samples]:
     s = status
+    engines = [role for role in s.roles if role.sequence_limit]
     places = (("in_flight", s.lags_in_flight), ("queue", s.lags_in_queue))
     last_publish = s.publish_history[-1].phase_seconds if s.publish_history else {}
     return {
@@ -55,7 +60,22 @@ def _samples(status: RunStatus) -> dict[MetricName, Samples]:
         MetricName.QUEUE_DEPTH: _by_one(s.queue),
         MetricName.QUEUE_AGE: {} if s.queue_age_s is None else {(): s.queue_age_s},
         MetricName.TOKENS_PER_SECOND: _by_one(s.tokens_per_second),
-        **_of_roles(s),
+        MetricName.ROLE_BUSY_RATIO: {
+            (role.name, role.role): role.busy for role in s.roles if role.phase_seconds
+        },
+        MetricName.ROLE_PHASE_SECONDS: {
+            (role.name, role.role, phase): seconds
+            for role in s.roles
+            for phase, seconds in role.phase_seconds.items()
+        },
+        MetricName.ROLE_SILENT_SECONDS: {(role.name, role.role): role.silent_s for role in s.roles},
+        MetricName.ADOPTED_STEP: {
+            (role.name,): role.adopted.step for role in s.roles if role.adopted is not None
+        },
+        MetricName.SEQUENCES: {(one.name,): one.sequences for one in engines},
+        MetricName.SEQUENCE_LIMIT: {(one.name,): one.sequence_limit for one in engines},
+        MetricName.KV_USE: {(one.name,): one.kv_use for one in engines if one.kv_use is not None},
+        MetricName.RETRACTIONS: {(one.name,): one.retracted for one in engines},
         MetricName.ENGINE_STATE: {(one.name, one.state): 1.0 for one in s.members},
         MetricName.PUBLISHES: {(): s.publishes},
         MetricName.PUBLISH_SECONDS: _by_one(last_publish),
@@ -66,36 +86,5 @@ def _samples(status: RunStatus) -> dict[MetricName, Samples]:
     }
 
 
-def _of_roles(status: RunStatus) -> dict[MetricName, Samples]:
-    roles = status.roles
-    engines = [role for role in roles if role.sequence_limit]
-    return {
-        MetricName.ROLE_BUSY_RATIO: {
-            (role.name, role.role): role.busy for role in roles if role.phase_seconds
-        },
-        MetricName.ROLE_PHASE_SECONDS: {
-            (role.name, role.role, phase): seconds
-            for role in roles
-            for phase, seconds in role.phase_seconds.items()
-        },
-        MetricName.ROLE_SILENT_SECONDS: {(role.name, role.role): role.silent_s for role in roles},
-        MetricName.ADOPTED_STEP: {
-            (role.name,): role.adopted.step for role in roles if role.adopted is not None
-        },
-        MetricName.SEQUENCES: {(one.name,): one.sequences for one in engines},
-        MetricName.SEQUENCE_LIMIT: {(one.name,): one.sequence_limit for one in engines},
-        MetricName.KV_USE: {(one.name,): one.kv_use for one in engines if one.kv_use is not None},
-        MetricName.RETRACTIONS: {(one.name,): one.retracted for one in engines},
-    }
-
-
 def _by_one(values: Mapping[str, float]) -> Samples:
     return {(key,): value for key, value in values.items()}
-
-
-def _family(name: MetricName, samples: Samples) -> Metric:
-    kind = CounterMetricFamily if name.kind == "counter" else GaugeMetricFamily
-    family = kind(name, name.meaning, labels=name.labels)
-    for labels, value in samples.items():
-        family.add_metric(labels, value)
-    return family

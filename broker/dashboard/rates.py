@@ -66,13 +66,8 @@ class Rates:
         sample |= status.memory
         for member in status.members:
             sample[f"version:{member.name}"] = member.version.step if member.version else None
-        sample.update(self._of_roles(status.roles))
-        return sample
-
-    def _of_roles(self, roles: list[RoleStatus]) -> dict[str, float]:
-        sample: dict[str, float] = {}
         seen: dict[str, Seen] = {}
-        for role in roles:
+        for role in status.roles:
             now = seen[role.name] = Seen.of(role)
             done = now.since(self._seen.get(role.name))
             if (busy := done.busy) is not None:
@@ -80,7 +75,7 @@ class Rates:
             if role.role in _TOKEN_ROLES:
                 name = f"tokens:{role.role}"
                 rate = max(0.0, done.tokens) / max(done.age_s, 1e-9)
-                sample[name] = sample.get(name, 0.0) + rate
+                sample[name] = (sample.get(name) or 0.0) + rate
         self._seen = seen
         return sample
 

@@ -15,7 +15,8 @@ from typing import TypeAlias
 
 import msgspec
 
-from slipstream.broker.dashboard.advisories import Advisory, Trends, advise, is_ready
+from slipstream.broker.dashboard.advisories.advise import advise, is_ready
+from slipstream.broker.dashboard.advisories.view import Advisory, Trends
 from slipstream.broker.dashboard.columns import (
     HistoryColumns,
     StoredState,
@@ -200,18 +201,21 @@ class Recorder:
         if snapshot is None or status is None or not (advises or writes):
             return
         columns = self.history.snapshot()
-        if advises and self._advising.start(lambda: self._renew_advice(status, columns)):
+
+        def renew_advice() -> None:
+            with self._errors.suppress("advice"):
+                trends = trends_of(
+                    columns, high_water_bytes=self._high_water_bytes, fsync=self._fsync
+                )
+                self._advisories = self._advise(status, trends)
+                self._advice_ready = is_ready(status, trends)
+
+        if advises and self._advising.start(renew_advice):
             self._advised_s = now_s
         if writes:
             state = self._stored(snapshot, columns)
             if self._writing.start(lambda: self._write(state)):
                 self._written_s = now_s
-
-    def _renew_advice(self, status: RunStatus, columns: HistoryColumns) -> None:
-        with self._errors.suppress("advice"):
-            trends = trends_of(columns, high_water_bytes=self._high_water_bytes, fsync=self._fsync)
-            self._advisories = self._advise(status, trends)
-            self._advice_ready = is_ready(status, trends)
 
     async def _write_last(self) -> None:
         """Write the last snapshot, after a running write, which must not overwrite it."""

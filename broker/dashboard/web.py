@@ -110,7 +110,11 @@ class Dashboard:
         """
         self._files = await asyncio.to_thread(_resources)
         if not is_loopback(self._host):
-            self._names = known_names(self._host, await _names_of_this_machine())
+            try:
+                names = await asyncio.wait_for(asyncio.to_thread(machine_names), _NAMES_S)
+            except TimeoutError:  # of a name server
+                names = {socket.gethostname()}
+            self._names = known_names(self._host, names)
         app = web.Application(middlewares=[self._guard])
         app.on_response_prepare.append(_add_headers)
         app.router.add_get("/", self._page)
@@ -144,9 +148,10 @@ class Dashboard:
         try:
             return await _open_site(runner, self._host, self._port)
         except OSError as error:
+            reason = os.strerror(error.errno) if error.errno and error.errno > 0 else str(error)
             raise ConfigError(
                 f"cannot serve the page at {self._host}:{self._port} (broker.dashboard.host, "
-                f"broker.dashboard.port): {_reason(error)}"
+                f"broker.dashboard.port): {reason}"
             ) from error
 
     @property
@@ -166,29 +171,26 @@ class Dashboard:
             with self._errors.suppress(resource.canonical if resource else "an answer"):
                 raise
             raise web.HTTPInternalServerError(text="see the broker's log\n") from None
-        await self._send(request, response)
+        if not response.prepared:
+            patience_s = self._patience_s + (response.content_length or 0) / _SLOWEST_BYTES_PER_S
+            try:
+                async with asyncio.timeout(patience_s):
+                    await response.prepare(request)
+                    await response.write_eof()
+            except TimeoutError:  # a viewer that does not read is cut off
+                _abort(request)
         return response
 
     def _let_in(self, request: web.Request) -> None:
         name = name_of(request.headers.get("Host", ""))
-        if name not in self._names and name != _reached(request):
+        transport = request.transport
+        reached = transport.get_extra_info("sockname") if transport is not None else None
+        if name not in self._names and name != (plain(reached[0]) if reached else ""):
             raise web.HTTPForbidden(text="unknown host name\n")
         bearer = request.headers.get("Authorization", "").removeprefix("Bearer ")
         offered = (request.query.get("token"), request.cookies.get(self._cookie), bearer)
         if not any(self._door.opens_to(text) for text in offered if text):
             raise web.HTTPUnauthorized(text="open the address that `slipstream status` prints\n")
-
-    async def _send(self, request: web.Request, response: web.StreamResponse) -> None:
-        """Send an answer that was not sent yet; a viewer that does not read it is cut off."""
-        if response.prepared:
-            return
-        size = response.content_length or 0
-        try:
-            async with asyncio.timeout(self._patience_s + size / _SLOWEST_BYTES_PER_S):
-                await response.prepare(request)
-                await response.write_eof()
-        except TimeoutError:
-            _abort(request)
 
     async def _page(self, _request: web.Request) -> web.StreamResponse:
         response = _answer(self._files[_PAGE], "text/html")
@@ -256,22 +258,23 @@ class Dashboard:
 
     async def _read(self, call: Callable[[], T]) -> T:
         """Read the run folder in a thread; the next reader waits until the thread is done."""
+
+        def done(reading: "asyncio.Future[T]") -> None:
+            self._reading.release()
+            if not reading.cancelled():
+                reading.exception()  # every waiter has it; there may be none
+
         try:
             async with asyncio.timeout(self._read_s):
                 await self._reading.acquire()
                 reading = asyncio.ensure_future(asyncio.to_thread(call))
-                reading.add_done_callback(self._done_reading)
+                reading.add_done_callback(done)
                 return await asyncio.shield(reading)
         except TimeoutError:
             raise web.HTTPServiceUnavailable(
                 text=f"the run folder was not read within {self._read_s:g} s: its disk is slow, or "
                 "others ask as well; try again\n"
             ) from None
-
-    def _done_reading(self, reading: "asyncio.Future[T]") -> None:
-        self._reading.release()
-        if not reading.cancelled():
-            reading.exception()  # every waiter has it; there may be none
 
     async def _events(self, request: web.Request) -> web.StreamResponse:
         after = float(_number(request, "after")) if "after" in request.query else None
@@ -317,21 +320,6 @@ async def _open_site(runner: web.AppRunner, host: str, port: int) -> int:
     return int(runner.addresses[0][1])
 
 
-async def _names_of_this_machine() -> set[str]:
-    """Return its names, as far as a name server returns them in time."""
-    try:
-        return await asyncio.wait_for(asyncio.to_thread(machine_names), _NAMES_S)
-    except TimeoutError:
-        return {socket.gethostname()}
-
-
-def _reached(request: web.Request) -> str:
-    """Return the address of this machine that a browser connected to."""
-    transport = request.transport
-    name = transport.get_extra_info("sockname") if transport is not None else None
-    return plain(name[0]) if name else ""
-
-
 async def _add_headers(_request: web.Request, response: web.StreamResponse) -> None:
     response.headers.update(_HEADERS)
 
@@ -339,10 +327,6 @@ async def _add_headers(_request: web.Request, response: web.StreamResponse) -> N
 def _abort(request: web.Request) -> None:
     if request.transport is not None:
         request.transport.abort()
-
-
-def _reason(error: OSError) -> str:
-    return os.strerror(error.errno) if error.errno and error.errno > 0 else str(error)
 
 
 def _number(request: web.Request, name: str) -> int:
@@ -363,12 +347,8 @@ def _json(value: object) -> web.Response:
 def _resources() -> dict[str, bytes]:
     """Return what the page consists of, by name."""
     return {
-        one.name: _resource(one.name, folder)
+        one.name: one.read_bytes()
         for folder in _FOLDERS
         for one in (_FILES / folder).iterdir()
         if one.is_file() and (PurePosixPath(one.name).suffix in _TYPES or one.name in {_PAGE, _WHY})
     }
-
-
-def _resource(name: str, folder: str = ".") -> bytes:
-    return (_FILES / folder / name).read_bytes()

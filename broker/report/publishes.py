@@ -71,7 +71,8 @@ def newest(
     """
     kept: deque[PublishRecord] = deque()
     for record in islice(reversed(records), most):
-        most_members -= _num_members(record)
+        named = (record.transports, record.adopted_by, record.failed, record.engine_digests)
+        most_members -= max(len(one) for one in (*named, record.num_in_flight))
         if kept and most_members < 0:
             break
         kept.appendleft(record)
@@ -129,12 +130,6 @@ def _bounded(record: PublishRecord) -> PublishRecord:
             name[:MAX_CHARS]: how for name, how in islice(record.transports.items(), MAX_MEMBERS)
         },
     )
-
-
-def _num_members(record: PublishRecord) -> int:
-    """Return for how many members there is something in a record."""
-    named = (record.transports, record.adopted_by, record.failed, record.engine_digests)
-    return max(len(one) for one in (*named, record.num_in_flight))
 
 
 def _adopted(record: PublishRecord) -> bool:

@@ -189,26 +189,26 @@ class FolderRecords(RunRecords):
         if self._batches is None or step <= self._last_step:
             return
         self._last_step = step
-        try:
-            await asyncio.to_thread(self._record, self._batches, step, groups)
-        except OSError as error:
-            _log.warning("recording ends at step %d: %s", step, error)
-            self.end_batches()
+        file = self._batches
 
-    def _record(
-        self, file: TrajectoryFileWriter, step: int, groups: Sequence[tuple[Group, Frames]]
-    ) -> None:
-        recorded = [
-            RecordedGroup(
-                step=step,
-                group=as_delivered(group),
-                payloads=tuple(bytes(stored.payload) for stored in frames),
-                transcripts=tuple(bytes(stored.transcript) for stored in frames),
-            )
-            for group, frames in groups
-        ]
-        if not file.append_step(recorded):
-            _log.warning("recording ends at step %d: broker.max_recorded_bytes", step)
+        def record() -> bool:
+            recorded = [
+                RecordedGroup(
+                    step=step,
+                    group=as_delivered(group),
+                    payloads=tuple(bytes(stored.payload) for stored in frames),
+                    transcripts=tuple(bytes(stored.transcript) for stored in frames),
+                )
+                for group, frames in groups
+            ]
+            return file.append_step(recorded)
+
+        try:
+            reason = "" if await asyncio.to_thread(record) else "broker.max_recorded_bytes"
+        except OSError as error:
+            reason = str(error)
+        if reason:
+            _log.warning("recording ends at step %d: %s", step, reason)
             self.end_batches()
 
     @override

@@ -1,6 +1,7 @@
 """`summary.json`: the figures of a run, replaced whole at every step and at the end."""
 
 import json
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +22,15 @@ def summary_of(status: RunStatus) -> dict[str, Any]:
     plain.pop("steps_history")
     publishes: list[dict[str, Any]] = plain.pop("publish_history")
     plain["last_publish"] = publishes[-1] if publishes else {}
-    plain[PUBLISHES] = _newest_publishes(status)
-    plain["publish_seconds"] = _publish_seconds(status)
+    kept = newest(status.publish_history, most=_KEPT_PUBLISHES, most_members=_KEPT_MEMBERS)
+    plain[PUBLISHES] = msgspec.to_builtins([*kept])
+    for record in plain[PUBLISHES]:
+        del record["engine_digests"]
+    # The seconds of a phase are those of the slowest member.
+    plain["publish_seconds"] = means_of(one.phase_seconds for one in status.publish_history)
     last = status.steps_history[-1:] or []
     plain["last_step_metrics"] = last[0].metrics if last else {}
-    plain["mean_metrics"] = _means(status)
+    plain["mean_metrics"] = means_of(point.metrics for point in status.steps_history)
     in_flight = sum(status.in_flight.values())
     plain["equation"] = {
         "issued": status.issued,
@@ -37,30 +42,13 @@ def summary_of(status: RunStatus) -> dict[str, Any]:
     return plain
 
 
-def _newest_publishes(status: RunStatus) -> list[dict[str, Any]]:
-    """Return the newest publishes without the digests of what engines held."""
-    kept = newest(status.publish_history, most=_KEPT_PUBLISHES, most_members=_KEPT_MEMBERS)
-    plain: list[dict[str, Any]] = msgspec.to_builtins([*kept])
-    for record in plain:
-        del record["engine_digests"]
-    return plain
-
-
-def _publish_seconds(status: RunStatus) -> dict[str, float]:
-    """Return the mean seconds of each phase of a publish, the slowest member counting."""
-    sums: dict[str, list[float]] = {}
-    for record in status.publish_history:
-        for phase, seconds in record.phase_seconds.items():
-            sums.setdefault(phase, []).append(seconds)
-    return {phase: sum(values) / len(values) for phase, values in sums.items()}
-
-
-def _means(status: RunStatus) -> dict[str, float]:
-    sums: dict[str, list[float]] = {}
-    for point in status.steps_history:
-        for name, value in point.metrics.items():
-            sums.setdefault(name, []).append(value)
-    return {name: sum(values) / len(values) for name, values in sorted(sums.items())}
+def means_of(rows: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """Return the mean of each name over the rows that have it."""
+    values: dict[str, list[float]] = {}
+    for row in rows:
+        for name, value in row.items():
+            values.setdefault(name, []).append(value)
+    return {name: sum(known) / len(known) for name, known in sorted(values.items())}
 
 
 def write_summary(path: Path, status: RunStatus) -> None:

@@ -15,6 +15,7 @@ from slipstream.broker.ledger.scoring_queue import ScoringQueue
 from slipstream.broker.ledger.survivorship import survivorship_of
 from slipstream.broker.report.bounds import MAX_CHARS, MAX_NAMES, by_phase
 from slipstream.broker.report.publishes import PublishHistory, bounded_members
+from slipstream.broker.report.summary import means_of
 from slipstream.wire.messages.broker import MANY, Hello, RoleReport
 from slipstream.wire.messages.status import RoleStatus, RunStatus, StepPoint
 from slipstream.wire.messages.weightbus import MemberState, PublishRecord
@@ -98,26 +99,19 @@ class Telemetry:
         if hello.role in {"observer", "operator"}:
             return  # they come and go without a word
         if (before := self._roles.get(hello.name)) is not None:
-            tokens = before.tokens
-            self._ended_tokens[before.hello.role] += int(tokens)
+            self._ended_tokens[before.hello.role] += int(before.tokens)
         now = self._now()
-        self._forget_gone(now)
+        # A name may hold a pid: those that have been silent for long are no longer shown.
+        # Of a learner only one is shown, and it may be silent in a long step.
+        for name, one in list(self._roles.items()):
+            if one.hello.role in MANY and now - one.heard_s > _GONE_S:
+                del self._roles[name]
+                self._ended_tokens[one.hello.role] += int(one.tokens)
         known = replace(hello, packages={}, held=())
         self._roles[hello.name] = RoleRecord(known, now, now)
         for package, version in hello.packages.items():
             if package in self.versions or len(self.versions) < MAX_NAMES:
                 self.versions[package[:MAX_CHARS]] = version[:MAX_CHARS]
-
-    def _forget_gone(self, now_s: float) -> None:
-        """Show processes no longer that have been silent for long: a name may hold a pid.
-
-        Of a learner only one is shown, and it may be silent in a long step.
-        """
-        for name, one in list(self._roles.items()):
-            if one.hello.role not in MANY or now_s - one.heard_s <= _GONE_S:
-                continue
-            gone = self._roles.pop(name)
-            self._ended_tokens[gone.hello.role] += int(gone.tokens)
 
     def heard(self, name: str) -> None:
         """A role sent anything at all."""
@@ -233,7 +227,8 @@ class Telemetry:
             publish_history=self._publishes.records,
             members=self._members,
             tokens_per_second=self._tokens_per_second(now),
-            busy=_mean_busy(roles),
+            # A helper of another process, which reports for it, has no phases of its own.
+            busy=means_of({one.role: one.busy} for one in roles if one.phase_seconds),
             roles=roles,
             data=self.data,
             versions=dict(sorted(self.versions.items())),
@@ -288,12 +283,3 @@ def resident_bytes() -> int:
     except (OSError, ValueError, IndexError):
         return 0
     return pages * _PAGE_BYTES
-
-
-def _mean_busy(roles: list[RoleStatus]) -> dict[str, float]:
-    shares: dict[str, list[float]] = {}
-    for role in roles:
-        if not role.phase_seconds:
-            continue  # a helper of another process, which reports for it
-        shares.setdefault(role.role, []).append(role.busy)
-    return {name: sum(values) / len(values) for name, values in sorted(shares.items())}

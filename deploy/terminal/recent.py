@@ -4,7 +4,8 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from slipstream.broker.dashboard.advisories import Advisory, Column, advise
+from slipstream.broker.dashboard.advisories.advise import advise
+from slipstream.broker.dashboard.advisories.view import Advisory, Column
 from slipstream.broker.dashboard.columns import HistoryColumns, StoredState, trends_of
 from slipstream.broker.dashboard.history import History, steady_time
 from slipstream.broker.dashboard.rates import Seen

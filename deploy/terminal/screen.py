@@ -11,7 +11,7 @@ from typing import Protocol
 from rich.console import Console, Group
 from rich.text import Text
 
-from slipstream.broker.dashboard.advisories import Advisory
+from slipstream.broker.dashboard.advisories.view import Advisory
 from slipstream.deploy.terminal.figures import (
     age,
     counts,

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 import msgspec
 import pytest
 
-from slipstream.broker.dashboard.advisories import RULES
+from slipstream.broker.dashboard.advisories.advise import RULES
 from slipstream.broker.dashboard.items import Item
 from tests.browser import samples
 from tests.browser.pages import SampleServer, served

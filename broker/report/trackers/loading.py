@@ -3,7 +3,6 @@
 import importlib
 import json
 from collections.abc import Mapping
-from pathlib import Path
 
 from slipstream.broker.config import LoggingSection
 from slipstream.broker.report.trackers.base import TrackedRun, Tracker
@@ -35,7 +34,10 @@ def load_trackers(
         ConfigError: a package is not installed, or the tracker refuses its options.
     """
     trackers: list[Tracker] = []
-    ids = _read_ids(run.folder) if resumed_at is not None else {}
+    ids_file = run.folder / IDS_FILE
+    ids: dict[str, str] = {}
+    if resumed_at is not None and ids_file.is_file():
+        ids = json.loads(ids_file.read_text())
     for name in logging.trackers:
         if name == "tensorboard":
             from slipstream.broker.report.trackers.tensorboard import TensorBoardTracker
@@ -65,10 +67,5 @@ def load_trackers(
             ) from error
         trackers.append(tracker)
     if ids:
-        replace_file(run.folder / IDS_FILE, json.dumps(ids, indent=2).encode() + b"\n")
+        replace_file(ids_file, json.dumps(ids, indent=2).encode() + b"\n")
     return trackers
-
-
-def _read_ids(folder: Path) -> dict[str, str]:
-    path = folder / IDS_FILE
-    return dict(json.loads(path.read_text())) if path.is_file() else {}

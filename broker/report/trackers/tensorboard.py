@@ -20,7 +20,10 @@ class TensorBoardTracker:
                 belongs to a life that was abandoned and is hidden.
         """
         folder.mkdir(parents=True, exist_ok=True)
-        _begin_session(folder, 0 if resumed_at is None else resumed_at + 1)
+        events = EventFileWriter(str(folder))
+        step = 0 if resumed_at is None else resumed_at + 1
+        events.add_event(Event(step=step, session_log=SessionLog(status=SessionLog.START)))
+        events.close()
         self._writer = Writer(str(folder))
 
     def log(self, step: int, figures: Mapping[str, float]) -> None:
@@ -32,10 +35,3 @@ class TensorBoardTracker:
     def close(self) -> None:
         """Write out what is buffered; nothing is logged after it."""
         self._writer.close()
-
-
-def _begin_session(folder: Path, step: int) -> None:
-    """Mark the start of a process at a step; TensorBoard then drops what is newer."""
-    events = EventFileWriter(str(folder))
-    events.add_event(Event(step=step, session_log=SessionLog(status=SessionLog.START)))
-    events.close()

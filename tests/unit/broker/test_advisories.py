@@ -10,15 +10,8 @@ import pytest
 from msgspec.structs import replace
 
 from slipstream.broker.dashboard import advisories
-from slipstream.broker.dashboard.advisories import (
-    LOOKS,
-    RULES,
-    WINDOW_S,
-    Advisory,
-    Column,
-    Trends,
-    advise,
-)
+from slipstream.broker.dashboard.advisories.advise import RULES, advise
+from slipstream.broker.dashboard.advisories.view import LOOKS, WINDOW_S, Advisory, Column, Trends
 from slipstream.wire.messages.status import RoleStatus, RunStatus
 from slipstream.wire.messages.versions import PolicyVersion
 from slipstream.wire.messages.weightbus import PublishRecord
@@ -443,7 +436,8 @@ def test_every_rule_has_its_section_in_the_guide():
 
 def test_every_setting_that_is_named_exists():
     settings = (GUIDE.parent / "settings.md").read_text("utf-8")
-    source = Path(advisories.__file__).read_text("utf-8")
+    folder = Path(advisories.__path__[0])
+    source = "".join(path.read_text("utf-8") for path in folder.glob("*.py"))
     sections = "run|data|reward|learner|algo|generators|broker|weightbus|sampling|checkpoint"
     named = set(re.findall(rf"\b(?:{sections})\.[a-z_]+(?:\.[a-z_]+)?\b", source))
     named = {name for name in named if not name.startswith(("broker.dashboard", "data.sources"))}

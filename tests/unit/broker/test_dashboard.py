@@ -23,7 +23,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from yarl import URL
 
-from slipstream.broker.dashboard.advisories import Advisory
+from slipstream.broker.dashboard.advisories.view import Advisory
 from slipstream.broker.dashboard.columns import (
     HistoryColumns,
     StepColumns,

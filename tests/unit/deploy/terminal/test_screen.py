@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from rich.console import Console
 from rich.text import Text
 
-from slipstream.broker.dashboard.advisories import Advisory
+from slipstream.broker.dashboard.advisories.view import Advisory
 from slipstream.deploy.terminal.screen import Block, Screen, fit, lines_of
 from slipstream.wire.messages.status import RoleStatus, RunStatus
 from slipstream.wire.messages.versions import PolicyVersion

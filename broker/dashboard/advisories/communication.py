@@ -1,0 +1,125 @@
+"""Rules about publishes, engines, lost work. Pure."""
+
+from slipstream.broker.dashboard.advisories.view import (
+    LOOKS,
+    Finding,
+    Level,
+    Rules,
+    View,
+    reading,
+)
+from slipstream.wire.messages.weightbus import PublishRecord
+
+PAUSED = 0.2  # share of the engines' time: a fifth of the generation is lost
+PUBLISHES = 5  # before their share means anything
+LEFT_OUT = 2  # once may be a restart
+LEFT_OUT_OF = 5  # publishes
+REASON_CHARS = 120
+ANSWERS = 50  # before a share of them means anything
+THRASHED = 0.05  # of the answers: each is computed again from its first token
+LETTERS = 3.0  # in a window: one or two are bad rows
+LETTERS_ERROR = 0.1  # of the issued groups: no longer single rows but the reward function
+PAUSED_PHASES = ("pause", "transfer", "load", "verify", "commit")  # an engine does not generate
+
+RULES = Rules()
+
+
+@RULES.add
+def _publishes_dominating(view: View) -> Finding | None:
+    records = view.status.publish_history
+
+    def measure(end: int) -> float | None:
+        newest_s = records[end - 1].at_s
+        recent = [record for record in records[:end] if record.at_s > newest_s - view.window_s]
+        spent_s = newest_s - recent[0].at_s
+        if len(recent) <= PUBLISHES or spent_s < view.window_s / 2:
+            return None
+        return min(1.0, sum(map(_paused_s, recent[:-1])) / spent_s)
+
+    looks = range(len(records), max(0, len(records) - LOOKS), -1)
+    if (share := reading(measure, looks, PAUSED)) is None:
+        return None
+    seconds = _paused_s(records[-1])
+    text = (
+        f"Publishes paused the slowest engine for {share:.0%} of {view.lately}, {seconds:.2g} s "
+        "at the last one: compare engines less often (weightbus.engine_check_every), "
+        "load what was received before (weightbus.transport = tcp), or train more per step "
+        "(run.groups_per_step)."
+    )
+    return Finding(text, "weightbus.engine_check_every")
+
+
+def _paused_s(record: PublishRecord) -> float:
+    return sum(record.phase_seconds.get(phase, 0.0) for phase in PAUSED_PHASES)
+
+
+@RULES.add
+def _kv_thrashing(view: View) -> Finding | None:
+    def measure(end: int) -> float | None:
+        answers = view.growth("answers", end)
+        return view.growth("retracted", end) / answers if answers >= ANSWERS else None
+
+    if (thrown := view.reading(measure, THRASHED)) is None:
+        return None
+    limit = max((one.sequence_limit for one in view.generators), default=0)
+    under_way = f", with up to {limit} under way in an engine now" if limit else ""
+    return Finding(
+        f"Engines threw {thrown:.0%} of the answers of {view.lately} out of their cache and "
+        f"computed them again{under_way}: give the cache more room (generators.max_cached_tokens, "
+        "generators.sglang.mem_fraction_static) or let fewer be under way "
+        '(generators.max_sequences, generators.concurrency = "adaptive").',
+        "generators.max_sequences",
+    )
+
+
+@RULES.add
+def _engine_left_out(view: View) -> Finding | None:
+    records = view.status.publish_history[-LEFT_OUT_OF:]
+    if not records or not records[-1].failed:
+        return None
+    times = {name: sum(name in record.failed for record in records) for name in records[-1].failed}
+    name = max(times, key=lambda one: (times[one], one))
+    if times[name] < LEFT_OUT:
+        return None
+    others = len(times) - 1
+    who = f"{name} and {others} more were" if others else f"{name} was"
+    whose = "their" if others else "its"
+    return Finding(
+        f"{who} left out of {times[name]} of the last {len(records)} publishes "
+        f"({records[-1].failed[name][:REASON_CHARS].rstrip('.')}): {whose} weights are "
+        "old or not whole; slipstream versions shows since when; for slow engines raise "
+        "weightbus.timeout_s.",
+        "weightbus.timeout_s",
+        "error",
+    )
+
+
+@RULES.add
+def _dead_letters_growing(view: View) -> Finding | None:
+    def measure(end: int) -> float:
+        return view.growth("queue:dead_letters", end)
+
+    if (grown := view.reading(measure, LETTERS)) is None:
+        return None
+    issued = view.growth("issued", view.looks[0])
+    share = grown / issued if issued else 1.0
+    text = (
+        f"{grown:.0f} groups became dead letters in {view.lately}, {min(share, 1.0):.0%} of those "
+        "issued: see slipstream dead-letters list, fix what fails "
+        "(reward.function, reward.timeout_s), then retry them."
+    )
+    level: Level = "error" if share >= LETTERS_ERROR else "warning"
+    return Finding(text, "reward.timeout_s", level)
+
+
+@RULES.add
+def _fsync_too_weak(view: View) -> Finding | None:
+    fsync = view.history.fsync
+    if fsync in {"", "always"}:
+        return None
+    lost = "the last second" if fsync == "everysec" else "the last half minute"
+    text = (
+        f"The store is synced {fsync!r} (broker.redis.fsync): a power failure takes about {lost} "
+        "of work that was acknowledged; set it to always."
+    )
+    return Finding(text, "broker.redis.fsync")

@@ -1,0 +1,64 @@
+"""Rules about a run in which nothing happens any more. Pure."""
+
+from itertools import pairwise
+
+from slipstream.broker.dashboard.advisories.view import (
+    WINDOW_S,
+    Finding,
+    Rules,
+    View,
+    duration,
+)
+
+RULES = Rules()
+
+
+@RULES.add
+def _engine_ahead_of_the_learner(view: View) -> Finding | None:
+    ahead = {
+        one.name: one.adopted.label
+        for one in view.generators
+        if one.adopted is not None and one.adopted.step > view.status.steps
+    }
+    if not ahead or not view.stalled("in_flight"):
+        return None
+    name, label = next(iter(sorted(ahead.items())))
+    text = (
+        f"{name} holds {label} and the learner is at step {view.status.steps}, where it has "
+        f"stood for {duration(WINDOW_S)}: no learner of this run has made such weights, so it is "
+        "given no work; end the run and resume with slipstream run --resume auto "
+        "(run.resume_from)."
+    )
+    return Finding(text, "run.resume_from", "error")
+
+
+@RULES.add
+def _work_not_granted(view: View) -> Finding | None:
+    in_flight, unscored = view.stalled("in_flight"), view.stalled("queue:eval_unscored")
+    asking = [one for one in view.generators if not one.leases]
+    if not in_flight or max(in_flight) or any(unscored) or not asking:
+        return None
+    if len(asking) < len(view.generators):
+        return None  # held-out problems are under way
+    runs = ", ".join(sorted({one.adopted.label for one in asking if one.adopted is not None}))
+    text = (
+        f"Nothing has been under way for {duration(WINDOW_S)}, and {len(asking)} generators with "
+        f"{runs} get no work: the learner, at step {view.status.steps}, has not taken over, or "
+        "its weights do not reach them; see the learner's log and slipstream versions, then go on "
+        "with slipstream run --resume auto (run.resume_from)."
+    )
+    return Finding(text, "run.resume_from", "error")
+
+
+@RULES.add
+def _evaluation_waits_for_rewards(view: View) -> Finding | None:
+    unscored = view.stalled("queue:eval_unscored")
+    if not unscored or not unscored[0] or any(b < a for a, b in pairwise(unscored)):
+        return None
+    text = (
+        f"{unscored[-1]:.0f} held-out answers wait for a reward and none has got one for "
+        f"{duration(WINDOW_S)}; no more are asked for than the memory bounds allow: see "
+        "the logs of reward workers, and start more of them (reward.workers) or mend what they "
+        "wait for (reward.function, reward.timeout_s)."
+    )
+    return Finding(text, "reward.workers")

@@ -1,0 +1,98 @@
+"""Rules about which pool waits for which, and what is full. Pure."""
+
+from statistics import fmean
+
+from slipstream.broker.dashboard.advisories.view import (
+    Finding,
+    Rules,
+    View,
+)
+
+WAITED = 0.25  # share of a pool's time: above what fetching and uneven answers cost
+NEAR_FULL = 0.8  # of the high water: past it generation is held back
+
+RULES = Rules()
+
+
+@RULES.add
+def _learner_starved(view: View) -> Finding | None:
+    waited = view.reading(view.waited("learner"), WAITED)
+    if waited is None:
+        return None
+    said = f"The learner waited {waited:.0%} of {view.lately} for data"
+    if backlog := _reward_backlog(view):
+        setting = "reward.workers"
+        todo = f"while {backlog:.0f} answers wait for a reward: add reward workers (reward.workers)"
+    elif (generators := view.waited("generator")(view.looks[0]) or 0.0) >= WAITED:
+        setting = "run.max_staleness_steps"
+        todo = (
+            f"and the generators {generators:.0%} of it for permits: the bound of "
+            f"{view.status.max_staleness_steps} steps has them take turns; raise "
+            "run.max_staleness_steps, or make answers more even (sampling.max_response_tokens)"
+        )
+    else:
+        setting = "generators.count"
+        todo = (
+            f"while the generators were {1 - generators:.0%} busy: add generators "
+            "(generators.count) or let each answer more at a time (generators.max_sequences)"
+        )
+    return Finding(f"{said}, {todo}.", setting)
+
+
+@RULES.add
+def _generators_starved(view: View) -> Finding | None:
+    waited = view.reading(view.waited("generator"), WAITED)
+    if waited is None:
+        return None
+    said = f"The generators waited {waited:.0%} of {view.lately} for permits"
+    learner = view.waited("learner")(view.looks[0]) or 0.0
+    if backlog := _reward_backlog(view):
+        setting = "reward.workers"
+        todo = f"while {backlog:.0f} answers wait for a reward: add reward workers (reward.workers)"
+    elif learner >= WAITED:
+        setting = "run.max_staleness_steps"
+        todo = (
+            f"and the learner {learner:.0%} of it for data: the bound of "
+            f"{view.status.max_staleness_steps} steps has them take turns; raise "
+            "run.max_staleness_steps"
+        )
+    else:
+        setting = "learner.ranks"
+        todo = (
+            f"while the learner was {1 - learner:.0%} busy: make it faster (learner.ranks, "
+            "learner.max_tokens_per_microbatch) or run fewer generators (generators.count)"
+        )
+    return Finding(f"{said}, {todo}.", setting)
+
+
+def _reward_backlog(view: View) -> float:
+    """Return how many answers wait for a reward if they are at least half a batch, else 0."""
+    end, status = view.looks[0], view.status
+    waiting = view.values("queue:waiting_for_reward", end)
+    mean = fmean(waiting) if waiting else 0.0
+    return mean if mean >= status.group_size * status.groups_per_step / 2 else 0.0
+
+
+@RULES.add
+def _memory_near_the_high_water(view: View) -> Finding | None:
+    limit = view.history.high_water_bytes
+    if not limit:
+        return None
+
+    def measure(end: int) -> float | None:
+        held = view.values("store_bytes", end)
+        return fmean(held) / limit if held else None
+
+    if (share := view.reading(measure, NEAR_FULL)) is None:
+        return None
+    text = (
+        f"Untrained answers take {_gib(share * limit)}, {share:.0%} of broker.high_water_bytes "
+        f"({_gib(limit)}): past it no more groups are started than one step needs; have fewer "
+        "groups ahead (broker.max_in_flight) or raise broker.high_water_bytes."
+    )
+    return Finding(text, "broker.high_water_bytes")
+
+
+def _gib(num_bytes: float) -> str:
+    mib = num_bytes / 2**20
+    return f"{mib / 1024:.1f} GiB" if mib >= 1024 else f"{mib:.0f} MiB"
