@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, where
 
 from slipstream.algos.advantages import Outcomes
-from slipstream.algos.config import AlgoChoice
+from slipstream.algos.choice import AlgoChoice
 from slipstream.algos.corrections import Correction, CorrectionInputs, combined
 from slipstream.algos.diagnostics import Diagnosed, Sums, diagnostic_sums
 from slipstream.algos.kl import kl_estimate

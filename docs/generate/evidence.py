@@ -18,8 +18,7 @@ from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 import msgspec
 import torch
 
-from slipstream.algos.config import (
-    PARTS,
+from slipstream.algos.choice import (
     CriticOptions,
     DataOptions,
     KlOptions,
@@ -27,6 +26,7 @@ from slipstream.algos.config import (
     ReduceOptions,
     TeacherOptions,
 )
+from slipstream.algos.config import PARTS
 from slipstream.algos.diagnostics import (
     Diagnosed,
     critic_figures,

@@ -14,8 +14,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 import msgspec
 import tomli_w
 
-from slipstream.algos.config import (
-    PARTS,
+from slipstream.algos.choice import (
     CriticOptions,
     DataOptions,
     KlOptions,
@@ -23,6 +22,7 @@ from slipstream.algos.config import (
     ReduceOptions,
     TeacherOptions,
 )
+from slipstream.algos.config import PARTS
 from slipstream.algos.presets import PRESETS
 from slipstream.algos.section import AlgoSection
 from slipstream.broker.config import BrokerSection, DataSection, LoggingSection, RewardSection

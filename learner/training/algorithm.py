@@ -1,7 +1,8 @@
 """The run's algorithm, from its settings."""
 
+from slipstream.algos.choice import TeacherOptions
 from slipstream.algos.compose import Algorithm
-from slipstream.algos.config import TeacherOptions, choice_of
+from slipstream.algos.config import choice_of
 from slipstream.algos.parts import PartError
 from slipstream.learner.config import LearnerSettings
 from slipstream.wire.errors import ConfigError

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from slipstream.algos.config import TeacherOptions
+from slipstream.algos.choice import TeacherOptions
 from slipstream.learner.batches.packing import PackedBatch
 from slipstream.learner.model.collectives import any_rank
 from slipstream.learner.teacher_address import refuse_no_address

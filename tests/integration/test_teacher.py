@@ -16,7 +16,7 @@ import pytest
 import torch
 from aiohttp import web
 
-from slipstream.algos.config import TeacherOptions
+from slipstream.algos.choice import TeacherOptions
 from slipstream.learner.batches.packing import PackedBatch, TrainSequence, pack
 from slipstream.learner.training.teacher import EndpointTeacher
 from slipstream.wire.errors import ConfigError, EngineError, PeerLostError

@@ -6,8 +6,9 @@ from typing import Any
 import msgspec
 import pytest
 
+from slipstream.algos.choice import AlgoChoice
 from slipstream.algos.compose import Algorithm
-from slipstream.algos.config import PARTS, AlgoChoice, choice_of
+from slipstream.algos.config import PARTS, choice_of
 from slipstream.algos.corrections import ImportanceSamplingOptions, RejectionOptions
 from slipstream.algos.parts import PartError, advantage, surrogate
 from slipstream.algos.presets import PRESETS
