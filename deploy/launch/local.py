@@ -4,7 +4,6 @@ import errno
 import fcntl
 import json
 import logging
-import math
 import os
 import shutil
 import signal
@@ -19,15 +18,13 @@ from typing import TextIO
 from rich.console import Console
 from rich.live import Live
 
-from slipstream.broker.dashboard.columns import read_state
 from slipstream.broker.report.summary import replace_figures, summary_of
 from slipstream.deploy.config import RunConfig, run_config, write_resolved
 from slipstream.deploy.launch.plan import count_gpus, plan_roles
 from slipstream.deploy.launch.supervise import Supervisor
-from slipstream.deploy.terminal.figures import final_table, one_line
-from slipstream.deploy.terminal.observe import StatusWatcher, page_line
-from slipstream.deploy.terminal.recent import Recent, recent_of
-from slipstream.deploy.terminal.screen import draw
+from slipstream.deploy.terminal.figures import final_table
+from slipstream.deploy.terminal.live import Show
+from slipstream.deploy.terminal.observe import StatusWatcher
 from slipstream.generators.sglang.process import remove_leftovers
 from slipstream.wire.errors import ChildDiedError, ConfigError, PeerLostError, SlipstreamError
 from slipstream.wire.files.checkpoints import (
@@ -35,7 +32,7 @@ from slipstream.wire.files.checkpoints import (
     newest_checkpoint,
     read_checkpoint_info,
 )
-from slipstream.wire.files.run_folder import PAGE_STATE, SETTINGS
+from slipstream.wire.files.run_folder import SETTINGS
 from slipstream.wire.messages.status import RunStatus
 from slipstream.wire.process.command_line import (
     EXIT_BAD_SETTINGS,
@@ -50,8 +47,6 @@ from slipstream.wire.settings.sections import RunSection, relay_lock, run_sectio
 
 _log = logging.getLogger(__name__)
 _POLL_S = 0.2
-_DRAW_EVERY_S = 1.0
-_LINE_EVERY_S = 10.0
 _BROKER_START_S = 120.0  # without a sign of life, as the next one
 _RELAY_END_S = 10.0
 _WITHOUT_BROKER_S = 5.0  # for roles to end where the broker is gone for good
@@ -60,8 +55,8 @@ _SCRATCH = "slipstream-"
 _SOCKETS = "sockets"
 
 
-class _StopRequestedError(SlipstreamError):
-    """SIGINT or SIGTERM arrived."""
+class _StopRequestedError(BaseException):
+    """SIGINT or SIGTERM arrived; what only shows a run does not catch it."""
 
 
 def run_locally(config: RunConfig, console: Console) -> int:
@@ -288,63 +283,6 @@ def _patience_with_broker(supervisor: Supervisor, console: Console) -> Patience:
 
     signs = signs_of(lambda: supervisor.pids("broker"), supervisor.children["broker"].log_file)
     return Patience("the broker to answer", _BROKER_START_S, signs, say=report)
-
-
-class Show:
-    """Draws a run: the screen on a terminal, else a line now and then, which files keep.
-
-    The page's address holds its token: it is shown on a terminal alone.
-    """
-
-    def __init__(
-        self,
-        console: Console,
-        run: RunSection,
-        live: Live | None,
-        *,
-        now: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._now = now
-        self._console = console
-        self._run = run
-        self._live = live
-        self._recent: Recent | None = None
-        self._next_s = -math.inf
-        self._announced = False
-        self._is_broken = False
-
-    def __call__(self, status: RunStatus, trouble: str = "") -> None:
-        """Draw the newest state where it is time to; ``trouble`` is why it is old."""
-        if self._now() < self._next_s:
-            return
-        self._next_s = self._now() + (_LINE_EVERY_S if self._live is None else _DRAW_EVERY_S)
-        try:
-            if self._live is None:
-                if not self._announced:
-                    self._announced = True
-                    page = page_line(self._run, is_terminal=False)
-                    self._console.print(page, soft_wrap=True)
-                self._console.print(one_line(status), soft_wrap=True)
-                return
-            if self._recent is None:
-                stored = read_state(self._run.folder / PAGE_STATE)
-                self._recent = recent_of(self._run.folder, stored)
-            self._recent.add(status)
-            view = draw(
-                status,
-                self._recent,
-                self._console,
-                height=self._console.height - 1,
-                trouble=trouble,
-                footer=page_line(self._run, is_terminal=True),
-            )
-            self._live.update(view, refresh=True)
-        except _StopRequestedError:
-            raise
-        except Exception:  # noqa: BLE001 a picture of the run must never end it
-            if not self._is_broken:
-                self._is_broken = True
-                _log.exception("the view cannot be drawn; the run continues")
 
 
 def _finish(run: RunSection, newest: RunStatus | None, reason: str, console: Console) -> None:

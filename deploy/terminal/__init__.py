@@ -1,4 +1,4 @@
-"""What a person sees in a terminal, and how the state of a run is read for it.
+"""What a person is shown of a run, and how its state is read for it.
 
 Imported by commands and launch.
 """

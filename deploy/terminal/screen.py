@@ -3,9 +3,7 @@
 import re
 import textwrap
 import time
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from itertools import pairwise
+from collections.abc import Sequence
 from typing import Protocol
 
 from rich.console import Console, Group
@@ -22,15 +20,13 @@ from slipstream.deploy.terminal.figures import (
     scores,
     startup_wait,
 )
+from slipstream.deploy.terminal.layout import TITLE, Block, Screen, fit, flow
 from slipstream.deploy.terminal.recent import Recent
 from slipstream.wire.messages.status import GONE_S, SILENT_S, RoleStatus, RunStatus
 from slipstream.wire.process.visible import visible
 
-_TITLE = 12  # columns of the names at the left
 _COLORS = {"error": "bold red", "warning": "yellow", "info": "cyan"}
 _STATES = {"current": "green", "behind": "yellow", "receiving": "cyan", "torn": "bold red"}
-_SPARKS = "▁▂▃▄▅▆▇█"
-_PLAIN_SPARKS = "_.-:=+*#"
 _BARS = 4  # of staleness, on a screen that is not high
 _HIGH = 32  # lines
 _NEWS = 5  # lines of one piece of news
@@ -43,42 +39,6 @@ _BY_LAG = (  # figure of a learner step, what it is called, digits
 )
 _ALWAYS = ("ready_groups", "waiting_for_reward", "dead_letters")
 _ORDER = {"learner": 0, "generator": 1, "reward_worker": 2, "relay": 3, "broker": 4}
-
-
-@dataclass(frozen=True, slots=True)
-class Block:
-    """Lines that belong together."""
-
-    title: str
-    lines: list[Text]
-    rank: int  # 0 is given room first
-    least: int  # lines without which it is not worth showing
-    good: int  # lines that it gets before any other gets more than that
-
-
-@dataclass(frozen=True, slots=True)
-class Screen:
-    """Where the lines are to fit."""
-
-    width: int
-    height: int
-    plain: bool = False  # no characters beyond ASCII
-
-    def bar(self, share: float, width: int, style: str = "") -> Text:
-        """Return a bar of a share from 0 to 1."""
-        full, empty = ("#", ".") if self.plain else ("█", "░")
-        filled = round(min(1.0, max(0.0, share)) * width)
-        return Text.assemble((full * filled, style), (empty * (width - filled), "dim"))
-
-    def spark(self, values: Sequence[float], width: int) -> str:
-        """Return a curve of one line: means of equal parts, from the lowest to the highest."""
-        marks = _PLAIN_SPARKS if self.plain else _SPARKS
-        columns = min(width, len(values))
-        edges = [len(values) * i // columns for i in range(columns + 1)] if columns else []
-        means = [sum(values[a:b]) / (b - a) for a, b in pairwise(edges)]
-        low, high = min(means, default=0.0), max(means, default=0.0)
-        scale = (len(marks) - 1) / (high - low) if high > low else 0.0
-        return "".join(marks[round((mean - low) * scale)] for mean in means)
 
 
 class History(Protocol):
@@ -138,7 +98,7 @@ def lines_of(
     head = _head(status, trouble, screen)
     advice: list[Text] = []
     for advisory in advisories:
-        wrapped = textwrap.wrap(visible(advisory.text), screen.width - _TITLE - 2)
+        wrapped = textwrap.wrap(visible(advisory.text), screen.width - TITLE - 2)
         marks = ("! ", *("  " for _ in wrapped[1:]))
         style = _COLORS[advisory.level]
         advice += [Text(m + part, style=style) for m, part in zip(marks, wrapped, strict=True)]
@@ -166,36 +126,6 @@ def lines_of(
     for line in lines:
         line.no_wrap = True
         line.truncate(screen.width, overflow="crop" if screen.plain else "ellipsis")
-    return lines
-
-
-def fit(blocks: Sequence[Block], height: int) -> list[Text]:
-    """Return the lines of the blocks that fit, in their order; cut lines are counted.
-
-    By rank, every block gets its least lines, then its good ones, then the others; what is left
-    goes between them. The number of cut lines is at the left of the last one.
-    """
-    shown: dict[int, int] = {}
-    by_rank = sorted(range(len(blocks)), key=lambda i: blocks[i].rank)
-    for i in by_rank:
-        least = min(blocks[i].least, len(blocks[i].lines))
-        if least <= height - sum(shown.values()):
-            shown[i] = least
-    wishes = [(i, blocks[i].good) for i in by_rank] + [(i, height) for i in by_rank]
-    for i, wanted in wishes:
-        if i in shown:
-            more = min(wanted, len(blocks[i].lines)) - shown[i]
-            shown[i] += max(0, min(more, height - sum(shown.values())))
-    spaced = sum(shown.values()) + len(shown) - 1 <= height
-    lines: list[Text] = []
-    for i in sorted(shown):
-        if spaced and lines:
-            lines.append(Text())
-        titles = [blocks[i].title, *("" for _ in range(shown[i] - 1))]
-        if cut := len(blocks[i].lines) - shown[i]:
-            titles[-1] = f"{titles[-1]}+{cut}" if shown[i] == 1 else f"+{cut} more"
-        shown_lines = zip(titles, blocks[i].lines[: shown[i]], strict=True)
-        lines += [Text.assemble((title.ljust(_TITLE), "dim"), line) for title, line in shown_lines]
     return lines
 
 
@@ -244,8 +174,8 @@ def _learning(status: RunStatus, recent: History, screen: Screen) -> list[Text]:
         "s/step": number(last_figure(status, "time/step"), 2),
     }
     entries = (Text.assemble((f"{name} ", "dim"), f"{value}  ") for name, value in figures.items())
-    lines = _flow(entries, screen.width - _TITLE)
-    width = max(10, screen.width - _TITLE - 30)
+    lines = flow(entries, screen.width - TITLE)
+    width = max(10, screen.width - TITLE - 30)
     for name, title in (("reward/sampled", "reward"), ("policy/entropy", "entropy")):
         if len(values := recent.curve(name)) > 1:
             low, high = min(values), max(values)
@@ -274,7 +204,7 @@ def _pools(status: RunStatus, recent: History, screen: Screen) -> tuple[list[Tex
             _natural(role.name),
         )
     )
-    room = screen.width - _TITLE
+    room = screen.width - TITLE
     width = max(8, min(20, room - 57))
     lines, details = [], []
     for role in roles:
@@ -352,7 +282,7 @@ def _staleness(status: RunStatus, screen: Screen) -> tuple[list[Text], list[Text
     lines: list[Text] = []
     if len(lags) > _BARS and screen.height < _HIGH:
         parts = [Text(f"{lag}: {share:.0%}  ") for lag, share in enumerate(shares)]
-        lines += _flow([*parts, Text("of trained tokens")], screen.width - _TITLE)
+        lines += flow([*parts, Text("of trained tokens")], screen.width - TITLE)
     else:
         width = max(8, min(40, screen.width - 50))
         for lag, share in enumerate(shares):
@@ -367,7 +297,7 @@ def _staleness(status: RunStatus, screen: Screen) -> tuple[list[Text], list[Text
         dropped = f"dropped for their age, shortest to longest quarter: {quarters}"
         lines.append(Text(f"tokens of an answer: {means}"))
         text = visible(f"{dropped}; {meter.alarm}" if meter.alarm else dropped)
-        lines += map(Text, textwrap.wrap(text, screen.width - _TITLE))
+        lines += map(Text, textwrap.wrap(text, screen.width - TITLE))
     return lines, correction
 
 
@@ -396,17 +326,7 @@ def _queues(status: RunStatus, screen: Screen) -> list[Text]:
     for name, num_bytes in status.memory.items():
         title = (f"{name.removesuffix('_bytes').replace('rss', 'broker')} ", "dim")
         entries.append(Text.assemble(title, f"{num_bytes / 2**20:.0f} MiB  "))
-    return _flow(entries, screen.width - _TITLE)
-
-
-def _flow(entries: Iterable[Text], width: int) -> list[Text]:
-    """Return entries one after another, on as many lines as they take."""
-    lines = [Text()]
-    for entry in entries:
-        if lines[-1] and len(lines[-1]) + len(entry) > width:
-            lines.append(Text())
-        lines[-1].append_text(entry)
-    return lines
+    return flow(entries, screen.width - TITLE)
 
 
 def _weights(status: RunStatus, now_s: float, screen: Screen) -> list[Text]:

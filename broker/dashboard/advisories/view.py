@@ -1,4 +1,8 @@
-"""A state of the run and its newest history, as the rules look at them. Pure."""
+"""A state of the run and its newest history, as the rules look at them. Pure.
+
+A rule speaks once its measure, taken over a window, passed the rule's limit lately, and until the
+measure is a fifth below that; before its window is full it is silent.
+"""
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Mapping, Sequence

@@ -18,7 +18,8 @@ from slipstream.broker.ledger.commands import Ledger
 from slipstream.broker.ledger.events import encode_event
 from slipstream.broker.report.summary import write_summary
 from slipstream.broker.store.event_log import FolderTrail
-from slipstream.deploy.commands.trace import main, phase_spans, publish_spans, write_trace
+from slipstream.deploy.commands.trace import main, write_trace
+from slipstream.deploy.terminal.timeline import phase_spans, publish_spans
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.files.run_folder import PAGE_STATE, TRAIL
 from slipstream.wire.messages.versions import PolicyVersion

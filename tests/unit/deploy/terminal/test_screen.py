@@ -10,7 +10,8 @@ from rich.console import Console
 from rich.text import Text
 
 from slipstream.broker.dashboard.advisories.view import Advisory
-from slipstream.deploy.terminal.screen import Block, Screen, fit, lines_of
+from slipstream.deploy.terminal.layout import Block, Screen, fit
+from slipstream.deploy.terminal.screen import lines_of
 from slipstream.wire.messages.status import RoleStatus, RunStatus
 from slipstream.wire.messages.versions import PolicyVersion
 from slipstream.wire.messages.weightbus import MemberState

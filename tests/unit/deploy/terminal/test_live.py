@@ -8,8 +8,8 @@ import pytest
 from rich.console import Console
 from rich.live import Live
 
-from slipstream.deploy.launch.local import Show
 from slipstream.deploy.terminal.console import make_console
+from slipstream.deploy.terminal.live import Show
 from slipstream.deploy.terminal.observe import page_line
 from slipstream.wire.files.run_folder import PAGE_ADDRESS
 from slipstream.wire.settings.sections import RunSection
