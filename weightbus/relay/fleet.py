@@ -136,8 +136,17 @@ class Fleet:
         """Return the servings to start now; members that may share a group join one first."""
         idle = [s for s in self.seats.values() if s.receiving is None and s.again_s <= now_s]
         for seat in idle:
-            if seat.group is None and seat.shares_group and seat.adopted is not None:
-                self._admit(seat)
+            if seat.group is not None or not seat.shares_group or seat.adopted is None:
+                continue
+            for group in self._groups:  # of engines on like devices with the same transport
+                is_alike = (group.transport, group.device) == (seat.transport, seat.device)
+                if is_alike and len(group.seats) < self._engines_per_group:
+                    break
+            else:
+                group = CollectiveGroup(seat.transport, seat.device)
+                self._groups.append(group)
+            group.seats.append(seat)
+            seat.group = group
         if newest is None:
             return []
         servings = [
@@ -156,15 +165,3 @@ class Fleet:
         """Return the seconds until ``due`` may change without an event; None for never."""
         again = [s.again_s for s in self.seats.values() if s.again_s > now_s]
         return min(again) - now_s if again else None
-
-    def _admit(self, seat: Seat) -> None:
-        """Put a member into a group of engines on like devices with the same transport."""
-        for group in self._groups:
-            is_alike = (group.transport, group.device) == (seat.transport, seat.device)
-            if is_alike and len(group.seats) < self._engines_per_group:
-                break
-        else:
-            group = CollectiveGroup(seat.transport, seat.device)
-            self._groups.append(group)
-        group.seats.append(seat)
-        seat.group = group

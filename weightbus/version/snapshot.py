@@ -52,9 +52,10 @@ class WeightSnapshot:
     def manifest(self, *, threads: int = 2) -> WeightManifest:
         """Return the manifest with a digest per tensor."""
         flat = self.memory.numpy().data
+        offsets = tensor_offsets(self.layout)
 
         def digested(spec: TensorSpec) -> TensorSpec:
-            start = self._offsets[spec.name]
+            start = offsets[spec.name]
             digest = xxhash.xxh3_128_hexdigest(flat[start : start + spec.num_bytes])
             return TensorSpec(spec.name, spec.dtype, spec.shape, digest)
 
@@ -65,10 +66,6 @@ class WeightSnapshot:
             for bucket in self.layout.buckets
         )
         return msgspec.structs.replace(self.layout, version=self.version, buckets=buckets)
-
-    @cached_property
-    def _offsets(self) -> dict[str, int]:
-        return tensor_offsets(self.layout)
 
     @cached_property
     def _bucket_offsets(self) -> list[int]:
