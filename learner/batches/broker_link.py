@@ -81,11 +81,8 @@ class LeaderLink(PayloadLink):
         self._found: StepPlan | None = None  # of a coming step
         self._posted: int | None = None  # the step that was posted for the other ranks
         settings.run.make_socket_folder()
-        self._relay = loop.run(self._make_relay(settings, relay))
+        self._relay = RelayLink(settings.run.endpoint("relay"), relay)
         loop.start(self._reports())
-
-    async def _make_relay(self, settings: LearnerSettings, relay: RelayLaunch) -> RelayLink:
-        return RelayLink(settings.run.endpoint("relay"), relay)
 
     @property
     def run_id(self) -> str:

@@ -8,7 +8,6 @@ Tensors are written by torch's own writer in this process. Megatron's default st
 and forks writer processes, which takes seconds and forks a process with running threads.
 """
 
-import hashlib
 import logging
 import random
 import shutil
@@ -42,9 +41,8 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_with_torc
 from typing_extensions import override
 
 from slipstream.learner.checkpoints.digests import damage_of, write_digests
+from slipstream.learner.checkpoints.identity import refuse_other_model
 from slipstream.learner.model.collectives import any_rank
-from slipstream.learner.model.hf_config import HfConfig
-from slipstream.learner.model.hf_weights import hf_shapes
 from slipstream.learner.model.topology import Topology
 from slipstream.learner.training.policy import Policy
 from slipstream.wire.errors import ConfigError, SlipstreamError
@@ -123,7 +121,11 @@ def save_checkpoint(
     together = _Together(final, topology)
     try:
         together.on_rank_0(lambda: _begin(unfinished, info, ledger()))
-        sharded, common = together.on_all(lambda: _state_to_save(policy, topology))
+        sharded, common = together.on_all(  # what is split over ranks, what all hold alike
+            lambda: save_preprocess(
+                {**policy.sharded_state(is_loading=False), "rng": _rng(topology)}
+            )
+        )
         together.on_rank_0(lambda: torch.save(common, unfinished / COMMON_STATE_FNAME))
         together.on_all(lambda: _write_tensors(sharded, unfinished))
         together.on_rank_0(lambda: _finish(unfinished, final))
@@ -205,58 +207,6 @@ def load_weights(model: GPTModel, folder: Path, info: CheckpointInfo) -> None:
     model.load_state_dict(state["model"])
 
 
-def architecture_of(hf: HfConfig) -> dict[str, int | float | bool | str]:
-    """Return what decides what the parameters mean, however config.json writes it."""
-    return {
-        "model_type": hf.model_type,
-        "vocab_size": hf.vocab_size,
-        "hidden_size": hf.hidden_size,
-        "intermediate_size": hf.intermediate_size,
-        "num_hidden_layers": hf.num_hidden_layers,
-        "num_attention_heads": hf.num_attention_heads,
-        "num_key_value_heads": hf.num_query_groups,
-        "head_dim": hf.kv_channels,
-        "rms_norm_eps": hf.rms_norm_eps,
-        "rope_theta": hf.rotary_base,
-        "tie_word_embeddings": hf.tie_word_embeddings,
-    }
-
-
-def parameters_hash(model: GPTModel) -> str:
-    """Return a hash of the names and whole shapes of all parameters; the same in any layout."""
-    lines = [f"{name} {list(shape)}\n" for name, shape in sorted(hf_shapes(model).items())]
-    return hashlib.sha256("".join(lines).encode()).hexdigest()
-
-
-def dtype_name(model: GPTModel) -> str:
-    """Return the type of the parameters, e.g. ``bfloat16``."""
-    return str(model.config.params_dtype).removeprefix("torch.")
-
-
-def refuse_other_model(model: GPTModel, folder: Path, info: CheckpointInfo) -> None:
-    """Compare a checkpoint with the model that is to be filled.
-
-    Raises:
-        ConfigError: saying what differs.
-    """
-    ours = architecture_of(model.hf_config)
-    differing = [
-        f"{name} is {info.architecture.get(name)!r} there and {value!r} here"
-        for name, value in ours.items()
-        if info.architecture.get(name) != value
-    ]
-    if not differing and info.parameters != parameters_hash(model):
-        differing = ["the names or shapes of its parameters differ"]
-    dtype = dtype_name(model)
-    if not differing and info.dtype != dtype:
-        differing = [f"its parameters are {info.dtype} there and {dtype} here (learner.dtype)"]
-    if differing:
-        raise ConfigError(
-            f"{folder} is a checkpoint of another model than run.model: {'; '.join(differing)} "
-            "(run.resume_from)"
-        )
-
-
 class _Together:
     """Runs parts of a save so that all ranks learn whether all of them succeeded."""
 
@@ -328,13 +278,6 @@ def _begin(unfinished: Path, info: CheckpointInfo, ledger: bytes) -> None:
 def encode_info(info: CheckpointInfo) -> bytes:
     """Return the bytes of checkpoint.json."""
     return msgspec.json.format(msgspec.json.encode(info), indent=2) + b"\n"
-
-
-def _state_to_save(policy: Policy, topology: Topology) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return (what is split over ranks, what every rank holds alike)."""
-    state = {**policy.sharded_state(is_loading=False), "rng": _rng(topology)}
-    sharded, common = save_preprocess(state)
-    return sharded, common
 
 
 def _write_tensors(sharded: dict[str, Any], folder: Path) -> None:

@@ -122,7 +122,23 @@ def load_hf_config(
         config = msgspec.json.decode(data, type=HfConfig)
     except msgspec.DecodeError as error:
         raise ConfigError(f"{path}: {error} ({setting})") from error
-    _refuse_unsupported(config, families[model_type], path, setting)
+    # What would otherwise load and silently compute something else.
+    ropes = [rope for rope in (config.rope_parameters, config.rope_scaling) if rope is not None]
+    expectations: list[tuple[str, object, object]] = [
+        *(
+            (key, getattr(config, key), expected)
+            for key, expected in families[model_type].config.items()
+        ),
+        *(("rope_type", rope.scaling, "default") for rope in ropes),
+    ]
+    for key, got, expected in expectations:
+        if got != expected:
+            raise ConfigError(f"{path}: {key} must be {expected!r}, got {got!r} ({setting})")
+    if config.num_attention_heads % config.num_query_groups:
+        raise ConfigError(
+            f"{path}: num_attention_heads must be a multiple of num_key_value_heads, got "
+            f"{config.num_attention_heads} and {config.num_query_groups} ({setting})"
+        )
     return config
 
 
@@ -162,20 +178,3 @@ def _tokenizer(folder: Path) -> str:
         return tokenizer_hash(folder)
     except ConfigError:
         return ""
-
-
-def _refuse_unsupported(config: HfConfig, family: Family, path: Path, setting: str) -> None:
-    """Refuse what would otherwise load and silently compute something else."""
-    ropes = [rope for rope in (config.rope_parameters, config.rope_scaling) if rope is not None]
-    expectations: list[tuple[str, object, object]] = [
-        *((key, getattr(config, key), expected) for key, expected in family.config.items()),
-        *(("rope_type", rope.scaling, "default") for rope in ropes),
-    ]
-    for key, got, expected in expectations:
-        if got != expected:
-            raise ConfigError(f"{path}: {key} must be {expected!r}, got {got!r} ({setting})")
-    if config.num_attention_heads % config.num_query_groups:
-        raise ConfigError(
-            f"{path}: num_attention_heads must be a multiple of num_key_value_heads, got "
-            f"{config.num_attention_heads} and {config.num_query_groups} ({setting})"
-        )

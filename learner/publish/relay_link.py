@@ -141,16 +141,6 @@ class RelayLink:
             self._process = None
         return True
 
-    async def _adopt_patiently(self, timeout_s: float, patience: Patience) -> bool:
-        """Adopt a relay that starts, and check meanwhile that it makes progress."""
-        adopting = asyncio.create_task(self._adopt(timeout_s))
-        try:
-            while not (await asyncio.wait({adopting}, timeout=_WATCH_S))[0]:
-                patience.is_over()
-            return adopting.result()
-        finally:
-            adopting.cancel()
-
     async def _start(self) -> None:
         self._kill()
         now = time.monotonic()
@@ -174,8 +164,14 @@ class RelayLink:
         patience = Patience("the weight relay to answer", _START_S, signs_of(lambda: [process.pid]))
         answer_s = _FIRST_ANSWER_S
         while process.poll() is None and not self._is_ending:
-            if await self._adopt_patiently(answer_s, patience):
-                return
+            adopting = asyncio.create_task(self._adopt(answer_s))
+            try:
+                while not (await asyncio.wait({adopting}, timeout=_WATCH_S))[0]:
+                    patience.is_over()  # sees whether it makes progress
+                if adopting.result():
+                    return
+            finally:
+                adopting.cancel()
             answer_s = min(2 * answer_s, _MAX_FIRST_ANSWER_S)  # it may be slow and not deaf
             if patience.is_over():
                 _log.error("the weight relay does not answer: it %s", patience.why)
@@ -300,7 +296,12 @@ class RelayLink:
         Raises:
             PublishError: there is none in time, and the relay does not serve us any more.
         """
-        socket = self._socket or self._connect()
+        self._context = self._context or zmq.asyncio.Context()
+        if self._socket is None:
+            self._socket = self._context.socket(zmq.DEALER)
+            self._socket.setsockopt(zmq.LINGER, 0)
+            self._socket.connect(self._endpoint)
+        socket = self._socket
         await socket.send(encode(request))
         receiving = asyncio.ensure_future(socket.recv())
         signs = signs_of(lambda: [self._served_by]) if self._served_by else None
@@ -323,13 +324,6 @@ class RelayLink:
         if isinstance(answer, Ok) and answer.pid:
             self._pid = answer.pid
         return answer
-
-    def _connect(self) -> zmq.asyncio.Socket:
-        self._context = self._context or zmq.asyncio.Context()
-        self._socket = socket = self._context.socket(zmq.DEALER)
-        socket.setsockopt(zmq.LINGER, 0)
-        socket.connect(self._endpoint)
-        return socket
 
     def _close_socket(self) -> None:
         if self._socket is not None:

@@ -5,6 +5,7 @@ import json
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -17,7 +18,6 @@ from slipstream.learner.config import LearnerSettings
 from slipstream.wire.files.run_folder import TRAINED
 from slipstream.wire.files.trained_rows import cut_rows_from, keep_newest_rows
 from slipstream.wire.messages.broker import DeliveredTrajectory
-from slipstream.wire.messages.trajectory import VersionRun
 
 _log = logging.getLogger(__name__)
 _DIGITS = 6
@@ -136,6 +136,8 @@ class RolloutLog:
     ) -> dict[str, object]:
         header = trajectory.header
         first = header.num_prompt_tokens
+        starts = [run.first_token for run in header.version_runs]
+        distance = difference.abs()
         return {
             "step": step,
             "group_id": header.group_id,
@@ -158,7 +160,10 @@ class RolloutLog:
                 for run in header.version_runs
             ],
             # |proximal - behavior|, mean over the run's tokens
-            "logprob_abs_diff_by_run": _means(header.version_runs, difference.abs()),
+            "logprob_abs_diff_by_run": [
+                float(torch.mean(distance[start:end]))
+                for start, end in pairwise([*starts, len(difference)])
+            ],
             # proximal - behavior of each response token
             "logprob_diffs": [round(value, _DIGITS) + 0.0 for value in difference[first:].tolist()],
         }
@@ -177,12 +182,3 @@ class RolloutLog:
                 stream = DecodeStream(skip_special_tokens=False)
                 texts.append(self._tokenizer.decode([token], skip_special_tokens=False))
         return texts
-
-
-def _means(runs: tuple[VersionRun, ...], values: Tensor) -> list[float]:
-    """Return the mean of [T] values over the tokens of each run."""
-    ends = [run.first_token for run in runs[1:]] + [len(values)]
-    return [
-        float(torch.mean(values[run.first_token : end]))
-        for run, end in zip(runs, ends, strict=True)
-    ]

@@ -11,7 +11,7 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from itertools import pairwise
 from pathlib import Path
@@ -130,7 +130,10 @@ class EndpointTeacher:
         questions = [question for batch in batches for question in _questions(batch)]
         answers = iter(asyncio.run(self._all(questions)))
         for batch, values in zip(batches, result, strict=True):
-            _place(batch, values, answers)
+            for span in _asked_spans(batch):
+                answer = torch.tensor(next(answers), dtype=values.dtype, device=values.device)
+                values[span.stop - len(answer) : span.stop] = answer
+            values.masked_fill_(~batch.loss_mask, 0.0)
 
     async def _all(self, questions: Sequence[tuple[list[int], int]]) -> list[list[float]]:
         """Return the log-probability of each token from ``start`` on, of each (tokens, start)."""
@@ -263,14 +266,6 @@ def _refuse_other_distribution(batch: PackedBatch) -> None:
             "algo.teacher.endpoint has log-probabilities over the whole vocabulary, and these "
             "answers were not allowed to end at first (min_response_tokens)"
         )
-
-
-def _place(batch: PackedBatch, values: Tensor, answers: Iterator[list[float]]) -> None:
-    """Put the answers to ``_questions`` at their tokens."""
-    for span in _asked_spans(batch):
-        answer = torch.tensor(next(answers), dtype=values.dtype, device=values.device)
-        values[span.stop - len(answer) : span.stop] = answer
-    values.masked_fill_(~batch.loss_mask, 0.0)
 
 
 async def _read(reply: aiohttp.ClientResponse, num_tokens: int) -> bytes:

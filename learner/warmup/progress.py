@@ -14,14 +14,8 @@ from pathlib import Path
 
 import msgspec
 
-from slipstream.learner.checkpoints.files import (
-    architecture_of,
-    dtype_name,
-    load_checkpoint,
-    parameters_hash,
-    prepare_folder,
-    save_checkpoint,
-)
+from slipstream.learner.checkpoints.files import load_checkpoint, prepare_folder, save_checkpoint
+from slipstream.learner.checkpoints.identity import architecture_of, dtype_name, parameters_hash
 from slipstream.learner.model.topology import Topology
 from slipstream.learner.training.policy import Policy
 from slipstream.wire.errors import ConfigError
@@ -78,7 +72,15 @@ class Progress:
             ConfigError: the folder cannot be written.
         """
         if not self._is_ours():
-            self._begin()
+            try:
+                if self.folder.exists():
+                    shutil.rmtree(self.folder)
+                self.folder.mkdir(parents=True)
+                unfinished = self.folder / f".{_INPUTS}"
+                unfinished.write_bytes(msgspec.json.encode(self._inputs))
+                unfinished.replace(self.folder / _INPUTS)
+            except OSError as error:
+                raise self._cannot_write(error.strerror) from error
         try:
             prepare_folder(self.folder)
         except ConfigError as error:
@@ -138,17 +140,6 @@ class Progress:
         if other:
             _log.info("%s was made with another %s: starting over", self.folder, ", ".join(other))
         return not other
-
-    def _begin(self) -> None:
-        try:
-            if self.folder.exists():
-                shutil.rmtree(self.folder)
-            self.folder.mkdir(parents=True)
-            unfinished = self.folder / f".{_INPUTS}"
-            unfinished.write_bytes(msgspec.json.encode(self._inputs))
-            unfinished.replace(self.folder / _INPUTS)
-        except OSError as error:
-            raise self._cannot_write(error.strerror) from error
 
     def _cannot_write(self, reason: object) -> ConfigError:
         return ConfigError(f"cannot keep the progress in {self.folder}: {reason} (--out)")

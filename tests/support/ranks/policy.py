@@ -175,7 +175,7 @@ def restored_reference(
         prepare_folder,
         save_checkpoint,
     )
-    from slipstream.learner.launch import build_policy
+    from slipstream.learner.starting_policy import build_policy
 
     info = CheckpointInfo(
         format_revision=FORMAT_REVISION,
@@ -208,9 +208,9 @@ def restored_reference(
 def main(folder: Path, work: Path, rank: int, world_size: int, tensor_parallel: int) -> None:
     device.prepare()
     device.set_threads(1)
-    from slipstream.learner.launch import build_policy
     from slipstream.learner.model.hf_weights import save_hf_folder
     from slipstream.learner.model.topology import destroy_topology, init_topology
+    from slipstream.learner.starting_policy import build_policy
 
     topology = init_topology(
         rank=rank,
