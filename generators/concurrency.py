@@ -59,12 +59,8 @@ class Concurrency:
 def first_limit(within: Range, *, capacity_tokens: int, longest_tokens: int) -> int:
     """Return the first limit: as many sequences as fit at their greatest length.
 
-    Whole groups, so that no lane of the first ones is left over.
-
-    Args:
-        within: the limits to choose from.
-        capacity_tokens: of the engine's cache.
-        longest_tokens: of prompt and response together, by the settings.
+    Whole groups, so that no lane of the first ones is left over. ``longest_tokens`` is the most
+    that a prompt and its response take.
     """
     fitting = capacity_tokens // longest_tokens
     return within.clamp(fitting if fitting >= within.highest else fitting - fitting % within.step)

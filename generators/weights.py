@@ -19,10 +19,7 @@ _LOG_EVERY = 30  # questions
 async def take_weights(subscriber: Subscriber, run: RunSection, client: BrokerClient) -> None:
     """Keep an engine on the newest version until cancelled.
 
-    Args:
-        subscriber: of the engine.
-        run: of the relay, which is on another host if ``run.broker`` is set.
-        client: of the broker, which knows the relay's address.
+    The relay is on another host if ``run.broker`` is set; the broker knows its address.
 
     Raises:
         ConfigError: the learner's relay listens to its own host only.

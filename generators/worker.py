@@ -60,15 +60,8 @@ class GeneratorWorker:
     ) -> None:
         """Start without weights.
 
-        Args:
-            client: of the broker.
-            sampler: of answers.
-            lanes: of the engine.
-            siblings_together: send a group at once instead of answer by answer.
-            skips_bad_prompts: drop prompts that the chat template refuses, instead of failing.
-            rewards: scores answers before they are sent, and those that another generator could
-                not score; None leaves it to reward workers.
-            max_credits: of such answers, how many at a time.
+        ``rewards`` scores answers before they are sent, and up to ``max_credits`` at a time that
+        another generator could not score; None leaves both to reward workers.
         """
         self._max_credits = max_credits
         self._rewards = rewards

@@ -141,10 +141,8 @@ class LearnerSettings(msgspec.Struct, frozen=True, kw_only=True):
 def learner_settings(table: Table, *, may_resume: bool = False) -> LearnerSettings:
     """Decode and check the learner's sections.
 
-    Args:
-        table: of all settings.
-        may_resume: whether the run's own checkpoints go before run.resume_from, which by then may
-            have been removed.
+    With ``may_resume`` the run's own checkpoints go before run.resume_from, which by then may have
+    been removed.
 
     Raises:
         ConfigError: saying which setting is wrong.

@@ -51,13 +51,7 @@ class Launch:
 def run_learner(
     settings: LearnerSettings, argv: Sequence[str], *, launch: Launch, stop: StopRequest
 ) -> None:
-    """Run rank 0 here and every other rank in a child process.
-
-    Args:
-        settings: the run's.
-        argv: the command line that the children repeat.
-        launch: how it starts.
-        stop: whether this process has been asked to stop.
+    """Run rank 0 here and every other rank in a child process, which repeats the command line.
 
     Raises:
         ConfigError: the settings name no algorithm that this run can train.
@@ -73,13 +67,7 @@ def run_learner(
     ranks = settings.learner.ranks
     if ranks == 1:
         run_rank(
-            settings,
-            algorithm,
-            rank=0,
-            store=HashStore(),
-            early=None,
-            launch=launch,
-            stop=stop,
+            settings, algorithm, rank=0, store=HashStore(), early=None, launch=launch, stop=stop
         )
         return
     store = open_store(_HOST, world_size=ranks, timeout_s=settings.learner.timeout_s)

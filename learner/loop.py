@@ -64,16 +64,7 @@ class LearnerLoop:
         coordinator: Coordinator,
         clock: PhaseClock,
     ) -> None:
-        """Prepare to train.
-
-        Args:
-            settings: the learner's.
-            topology: this rank's place.
-            policy: what is trained, with the weights to start from.
-            algorithm: of the run.
-            link: where payloads come from, on one rank of each replica; None on the others.
-            coordinator: asks for all ranks.
-            clock: what this rank spends its time on.
+        """Prepare to train; one rank of each replica has a ``link`` that payloads come from.
 
         Raises:
             ConfigError: checkpoints cannot be written.

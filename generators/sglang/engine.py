@@ -43,14 +43,9 @@ class SglangEngine:
     ) -> None:
         """Connect to a server.
 
-        Args:
-            url: of its HTTP interface.
-            api_key: that it was started with.
-            request_timeout_s: limit for a request for responses.
-            control_timeout_s: limit for a command.
-            load_timeout_s: limit for loading a whole version; None is control_timeout_s.
-            in_flight: what a pause does to unfinished responses (weightbus.in_flight); with
-                in_place the server must cache no prefixes.
+        ``control_timeout_s`` limits a command, ``load_timeout_s`` the load of a whole version; None
+        is the same. ``in_flight`` is what a pause does to unfinished responses (weightbus.in_flight); with
+        in_place the server must cache no prefixes.
         """
         self._url = url
         self._in_flight = in_flight

@@ -59,13 +59,7 @@ class LeaderLink(PayloadLink):
     ) -> None:
         """Connect to the broker; the weight relay is started with ``open_weights``.
 
-        Args:
-            loop: that runs both.
-            settings: the learner's.
-            clock: what the learner spends its time on, for its reports.
-            should_stop: whether the learner has been asked to stop.
-            relay: how its weight relay is started.
-            early: how the other ranks learn of batches to come; None where there are none.
+        ``early`` is how the other ranks learn of batches to come; None where there are none.
 
         Raises:
             PeerLostError: no broker answers.

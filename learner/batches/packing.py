@@ -57,11 +57,6 @@ def unpack(
 ) -> TrainSequence:
     """Return a trajectory's arrays without copying them.
 
-    Args:
-        header: the sender's description of it.
-        payload: its arrays.
-        vocab_size: token ids are below it.
-
     Raises:
         ProtocolError: it is none that this model could have sampled: header and payload do not
             belong together, a token is outside the vocabulary, the loss mask is not on the

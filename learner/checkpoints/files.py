@@ -104,14 +104,9 @@ def save_checkpoint(
     info: CheckpointInfo,
     ledger: Callable[[], bytes],
 ) -> Path:
-    """Write one checkpoint and return its folder; every rank calls this.
+    """Write a checkpoint into RUN/checkpoints and return its folder; every rank calls this.
 
-    Args:
-        policy: what is saved, with the state of the random numbers.
-        topology: this rank's place.
-        folder: RUN/checkpoints.
-        info: the contents of checkpoint.json.
-        ledger: gives the broker's ledger; rank 0 calls it.
+    Rank 0 calls ``ledger`` for that of the broker.
 
     Raises:
         CheckpointError: on every rank, if any of them failed; nothing is left behind.

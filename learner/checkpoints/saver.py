@@ -68,14 +68,8 @@ class Saver:
     ) -> None:
         """Prepare the run's folder.
 
-        Args:
-            settings: the learner's.
-            topology: this rank's place.
-            policy: what is saved.
-            ledger: gives the broker's ledger; rank 0 calls it.
-            seal: reports (own version, step of a durable checkpoint, step of the oldest one that is
-                kept) to the broker; rank 0 calls it.
-            run_id: the identity of the run, from the broker; on rank 0.
+        Rank 0 calls ``ledger`` for that of the broker, and ``seal`` to report its own version, the
+        step of a durable checkpoint, and that of the oldest one that is kept.
 
         Raises:
             ConfigError: on rank 0, if the folder cannot be written.

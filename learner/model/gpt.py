@@ -65,12 +65,8 @@ class TorchRMSNorm(torch.nn.RMSNorm):
 def build_model(hf: HfConfig, *, dtype: torch.dtype, extra: Mapping[str, object]) -> GPTModel:
     """Return this rank's part of the model, with random weights; the topology must be up.
 
-    The model keeps ``hf`` as its attribute ``hf_config``.
-
-    Args:
-        hf: the architecture.
-        dtype: of the parameters.
-        extra: table [learner.megatron], which reaches Megatron's TransformerConfig as it is.
+    The model keeps ``hf`` as its attribute ``hf_config``. The table [learner.megatron], ``extra``,
+    reaches Megatron's TransformerConfig as it is.
 
     Raises:
         ConfigError: an unknown key in ``extra``, or a model that the ranks cannot split.
@@ -123,11 +119,7 @@ def packed_forward(
 
 
 def packed_logits(
-    model: GPTModel,
-    token_ids: Tensor,
-    position_ids: Tensor,
-    cu_seqlens: Tensor,
-    max_seqlen: int,
+    model: GPTModel, token_ids: Tensor, position_ids: Tensor, cu_seqlens: Tensor, max_seqlen: int
 ) -> Tensor:
     """Return the logits [T, V/tp] that follow each token; arguments as in ``packed_forward``."""
     hidden = packed_forward(model, token_ids, position_ids, cu_seqlens, max_seqlen)

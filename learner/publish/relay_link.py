@@ -68,12 +68,7 @@ class RelayLink:
     """
 
     def __init__(self, endpoint: str, launch: RelayLaunch) -> None:
-        """Prepare to start a relay.
-
-        Args:
-            endpoint: where the relay listens for us.
-            launch: how it is started.
-        """
+        """Prepare to start a relay, which listens for us at ``endpoint``."""
         self._endpoint = endpoint
         self._launch = launch
         self._context: zmq.asyncio.Context | None = None

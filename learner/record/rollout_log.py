@@ -65,15 +65,7 @@ class RolloutLog:
     def __init__(
         self, folder: Path, *, per_step: int, seed: int, max_bytes: int, tokenizer: Tokenizer
     ) -> None:
-        """Open the log.
-
-        Args:
-            folder: RUN/rollouts.
-            per_step: how many trajectories to record of a step.
-            seed: of the run; decides which.
-            max_bytes: largest size of the file.
-            tokenizer: turns token ids into the text that is recorded.
-        """
+        """Open the log in RUN/rollouts; the seed decides which trajectories it records."""
         folder.mkdir(parents=True, exist_ok=True)
         self._path = folder / TRAINED.name
         self._tokenizer = tokenizer
@@ -89,18 +81,9 @@ class RolloutLog:
         cut_rows_from(self._path, step)
 
     def record(
-        self,
-        step: int,
-        trajectories: Sequence[DeliveredTrajectory],
-        parts: Sequence[TrainedPart],
+        self, step: int, trajectories: Sequence[DeliveredTrajectory], parts: Sequence[TrainedPart]
     ) -> None:
-        """Record a sample of what this rank trained.
-
-        Args:
-            step: the learner step that trained them.
-            trajectories: headers and rewards of the whole step.
-            parts: this rank's share of it.
-        """
+        """Record a sample of what this rank trained; ``trajectories`` are of the whole step."""
         places = {
             index: (part, place) for part in parts for place, index in enumerate(part.indices)
         }

@@ -41,17 +41,7 @@ class BatchTraining:
         rollouts: RolloutLog | None,
         clock: PhaseClock,
     ) -> None:
-        """Prepare to train.
-
-        Args:
-            settings: the learner's.
-            topology: this rank's place.
-            policy: is changed.
-            algorithm: of the run.
-            link: where payloads come from, on one rank of each replica; None on the others.
-            rollouts: where trained trajectories are recorded, if they are.
-            clock: records how long the phases take.
-        """
+        """Prepare to train; one rank of each replica has a ``link`` that payloads come from."""
         self._settings = settings
         self._topology = topology
         self._policy = policy

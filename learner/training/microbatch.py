@@ -42,11 +42,8 @@ class Microbatch:
     ) -> "Microbatch":
         """Return what the headers of trajectories state of their microbatch.
 
-        Args:
-            batch: its tokens.
-            indices: of its trajectories in the step.
-            copies: [N] of the whole step, None if every trajectory is trained once.
-            step: of the learner, against which the age of tokens counts.
+        ``copies`` is [N] of the whole step, None if every trajectory is trained once. The age of
+        tokens counts against ``step``.
         """
         index = torch.tensor(list(indices), dtype=torch.int64)
         return cls(

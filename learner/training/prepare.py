@@ -63,15 +63,8 @@ def prepare(
 
     The first minibatch is trained with the weights that the step starts from: unless something
     needs them earlier, its proximal logprobs are those of its training pass, without a forward pass
-    of their own.
-
-    Args:
-        policy: computes the forward passes; does not change.
-        batches: this rank's microbatches, by minibatch.
-        plans: of the minibatches, equal on all ranks.
-        data: of the step.
-        shaped: the rewards to learn from, and how often each trajectory is trained.
-        algorithm: of the run.
+    of their own. ``batches`` are this rank's microbatches, by minibatch; all else is equal on all
+    ranks.
 
     Raises:
         ConfigError: the advantage cannot be computed from such rewards.

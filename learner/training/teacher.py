@@ -61,13 +61,8 @@ class EndpointTeacher:
         """Ask one question, so that a wrong server is known at the start.
 
         SGLang does not report the size of its vocabulary, and ends if it is asked about a token
-        that it does not have: the user is responsible for equal tokens of teacher and policy.
-
-        Args:
-            options: [algo.teacher].
-            topology: this rank's place.
-            vocab_size: of policy and teacher.
-            timeout_s: how long a question is asked again while the server does not answer.
+        that it does not have: the user is responsible for equal tokens of teacher and policy. While
+        the server does not answer, a question is asked again for ``timeout_s``.
 
         Raises:
             ConfigError: the address or the key is wrong, or it is no server of SGLang's.

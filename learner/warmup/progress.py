@@ -50,13 +50,7 @@ class Progress:
     """The progress beside a folder that a warm-up is to write."""
 
     def __init__(self, out: Path, inputs: Mapping[str, str], topology: Topology) -> None:
-        """Name the place.
-
-        Args:
-            out: the folder that is to be written.
-            inputs: from ``digests``.
-            topology: this rank's place.
-        """
+        """Name the place beside ``out``, to be written; ``inputs`` are from ``digests``."""
         self.folder = out.with_name(f"{out.name}.progress")
         self._out = out
         self._inputs = dict(inputs)
@@ -65,8 +59,7 @@ class Progress:
     def resume(self, build: Callable[[], Policy]) -> tuple[Policy, int]:
         """Return the policy to continue with, and its number of updates so far.
 
-        Args:
-            build: makes the policy before its first update.
+        Without progress it is what ``build`` makes: the policy before its first update.
 
         Raises:
             ConfigError: the folder cannot be written.

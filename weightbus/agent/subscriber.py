@@ -45,19 +45,12 @@ class Subscriber:
         key: ClientKey | None = None,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Create the agent of an engine; ``run`` joins.
+        """Create the agent of an engine; ``run`` joins, with ``adopted`` filled in.
 
-        Args:
-            engine: to keep on the newest version.
-            join: its announcement; ``adopted`` is filled in.
-            tensors: of the engine's model.
-            staging: keeps received versions until they are loaded; the caller closes it.
-            silence_s: a relay without a message for this long is gone.
-            fetch_timeout_s: limit for one bucket.
-            on_pause: called before the engine pauses.
-            on_adopt: called with the version that the engine generates with from now on.
-            key: that this host proves to a relay on another one.
-            now: monotonic seconds.
+        A relay without a message for ``silence_s`` is gone; ``fetch_timeout_s`` limits one bucket.
+        ``on_pause`` is called before the engine pauses, ``on_adopt`` with the version that it
+        generates with from now on. The caller closes ``staging``. A relay on another host is proved
+        ``key``.
         """
         self._join = join
         self._silence_s = silence_s

@@ -17,12 +17,9 @@ _log = logging.getLogger(__name__)
 async def serve_buckets(
     socket: zmq.asyncio.Socket, versions: Versions, listener: RemoteListener | None
 ) -> None:
-    """Answer requests for buckets until cancelled.
+    """Answer requests for buckets at a ROUTER until cancelled.
 
-    Args:
-        socket: a ROUTER.
-        versions: that are served.
-        listener: checks keys; None on a Unix socket.
+    ``listener`` checks the keys of other hosts; None on a Unix socket.
     """
     while True:
         peer, *frames = await socket.recv_multipart(copy=False)

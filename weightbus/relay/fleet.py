@@ -50,12 +50,9 @@ class Fleet:
     """The members, the versions that they run, and the servings under way."""
 
     def __init__(self, *, silence_s: float, retry_s: float, engines_per_group: int) -> None:
-        """Start without members.
+        """Start without members; one is silent after ``silence_s`` without a heartbeat.
 
-        Args:
-            silence_s: a member without a heartbeat for this long is silent.
-            retry_s: pause after a failure.
-            engines_per_group: most members of a group.
+        ``retry_s`` is the pause after a failure.
         """
         self.seats: dict[str, Seat] = {}
         self._silence_s = silence_s
@@ -93,11 +90,8 @@ class Fleet:
     ) -> CollectiveGroup | None:
         """Record the end of a serving; return its group if that is empty now.
 
-        Args:
-            serving: one that was started.
-            adopted: names of those whose engines run the version; the others may hold a mixture,
-                and are served alone after a while.
-            now_s: monotonic seconds.
+        ``adopted`` names those whose engines run the version; the others may hold a mixture, and
+        are served alone after a while.
         """
         for seat in serving.seats:
             seat.receiving = None

@@ -28,12 +28,7 @@ from slipstream.weightbus.relay.publisher import Publisher
 from slipstream.weightbus.relay.reports import BrokerReports
 from slipstream.weightbus.relay.served import Versions
 from slipstream.weightbus.version.disk import copies_in, number_after, remove_copies
-from slipstream.wire.errors import (
-    ConfigError,
-    ProtocolError,
-    PublishError,
-    SupersededError,
-)
+from slipstream.wire.errors import ConfigError, ProtocolError, PublishError, SupersededError
 from slipstream.wire.messages.codec import decode_relay_request, encode
 from slipstream.wire.messages.relay import (
     Alive,
@@ -85,12 +80,7 @@ class Relay:
     """One relay, in one event loop."""
 
     def __init__(self, settings: RelaySettings, *, stop: asyncio.Event) -> None:
-        """Create a relay; ``run`` serves.
-
-        Args:
-            settings: of the run.
-            stop: ends the relay, which may also set it.
-        """
+        """Create a relay; ``run`` serves until ``stop``, which the relay may also set."""
         self._settings = settings
         self._stop = stop
         self._versions = Versions(settings.folder)

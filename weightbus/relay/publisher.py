@@ -65,16 +65,7 @@ class Publisher:
         transports: Mapping[str, TransportEntry] = TRANSPORTS,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Start without members.
-
-        Args:
-            settings: of the weight bus.
-            versions: to serve.
-            on_record: called with the record of every publish.
-            libraries: that collectives in this process use.
-            transports: by name.
-            now: monotonic seconds.
-        """
+        """Start without members; ``on_record`` is called with the record of every publish."""
         self._settings = settings
         self._versions = versions
         self._on_record = on_record
@@ -93,11 +84,7 @@ class Publisher:
         self._shared: dict[CollectiveGroup, Transport] = {}
 
     async def run(self, address: RelayAddress, remote: RemoteListener | None = None) -> None:
-        """Serve until cancelled.
-
-        Args:
-            address: Unix sockets in a private folder.
-            remote: listener for engines on other hosts.
+        """Serve until cancelled: at Unix sockets in a private folder, other hosts at ``remote``.
 
         Raises:
             ConfigError: an address cannot be bound.

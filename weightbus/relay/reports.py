@@ -48,9 +48,7 @@ class BrokerReports:
     ) -> None:
         """Report until cancelled; engines are served also without a broker.
 
-        Args:
-            states: of the members.
-            remote: listener for other hosts, which is given the keys that the broker knows.
+        ``remote`` is given the keys that the broker knows.
         """
         while True:
             try:

@@ -46,11 +46,7 @@ class Versions:
     """Whole versions, the newest of which is served. Use it inside one event loop."""
 
     def __init__(self, folder: Path) -> None:
-        """Start without a version.
-
-        Args:
-            folder: for versions of the disk transport.
-        """
+        """Start without a version; those of the disk transport go to ``folder``."""
         self._folder = folder
         self._run_id = ""  # of the first learner
         self._sources: list[

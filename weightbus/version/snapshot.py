@@ -75,9 +75,7 @@ class WeightSnapshot:
 def tensor_views(layout: WeightManifest, memory: Tensor) -> dict[str, Tensor]:
     """Return each tensor of a version as a view of its memory, by name.
 
-    Args:
-        layout: of the version.
-        memory: of the version, shape [layout.num_bytes], uint8.
+    ``memory`` has shape [layout.num_bytes], uint8.
     """
     views: dict[str, Tensor] = {}
     at = 0
