@@ -44,8 +44,8 @@ class SglangEngine:
         """Connect to a server.
 
         ``control_timeout_s`` limits a command, ``load_timeout_s`` the load of a whole version; None
-        is the same. ``in_flight`` is what a pause does to unfinished responses (weightbus.in_flight); with
-        in_place the server must cache no prefixes.
+        is the same. ``in_flight`` is what a pause does to unfinished responses
+        (weightbus.in_flight); with in_place the server must cache no prefixes.
         """
         self._url = url
         self._in_flight = in_flight

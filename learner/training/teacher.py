@@ -122,7 +122,11 @@ class EndpointTeacher:
         """Ask about the tokens of batches and put the answers into tensors [T]."""
         for batch in batches:
             _refuse_other_distribution(batch)
-        questions = [question for batch in batches for question in _questions(batch)]
+        questions = [  # the tokens of each sequence that has a chosen one, and where the first is
+            (batch.token_ids[span].tolist(), int(batch.loss_mask[span].int().argmax()))
+            for batch in batches
+            for span in _asked_spans(batch)
+        ]
         answers = iter(asyncio.run(self._all(questions)))
         for batch, values in zip(batches, result, strict=True):
             for span in _asked_spans(batch):
@@ -229,14 +233,6 @@ class EndpointTeacher:
                     f"the teacher ({self._url}) answered with a log-probability of {value:g}"
                 )
         return values
-
-
-def _questions(batch: PackedBatch) -> list[tuple[list[int], int]]:
-    """Return the tokens of each sequence that has a chosen one, and the place of the first such."""
-    return [
-        (batch.token_ids[span].tolist(), int(batch.loss_mask[span].int().argmax()))
-        for span in _asked_spans(batch)
-    ]
 
 
 def _asked_spans(batch: PackedBatch) -> list[slice]:
