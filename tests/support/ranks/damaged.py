@@ -36,12 +36,10 @@ def main(folder: Path, work: Path) -> None:
     device.set_threads(1)
     from slipstream.learner.checkpoints.files import (
         DamagedCheckpointError,
-        architecture_of,
-        dtype_name,
         load_checkpoint,
-        parameters_hash,
         save_checkpoint,
     )
+    from slipstream.learner.checkpoints.identity import architecture_of, dtype_name, parameters_hash
     from slipstream.learner.model.gpt import build_model
     from slipstream.learner.model.hf_config import load_hf_config
     from slipstream.learner.model.hf_weights import load_hf_weights

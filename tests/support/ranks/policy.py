@@ -168,13 +168,11 @@ def restored_reference(
 ) -> dict[str, float]:
     """Save; return how far the reference of a policy is from ours, made anew and then loaded."""
     from slipstream.learner.checkpoints.files import (
-        architecture_of,
-        dtype_name,
         load_checkpoint,
-        parameters_hash,
         prepare_folder,
         save_checkpoint,
     )
+    from slipstream.learner.checkpoints.identity import architecture_of, dtype_name, parameters_hash
     from slipstream.learner.starting_policy import build_policy
 
     info = CheckpointInfo(
