@@ -25,7 +25,7 @@ from slipstream.learner.coordinator import Coordinator
 from slipstream.learner.loop import LearnerLoop
 from slipstream.learner.model import device
 from slipstream.learner.model.topology import Topology, destroy_topology, init_topology
-from slipstream.learner.publish.relay_link import RelayLaunch
+from slipstream.learner.publish.relay_process import RelayLaunch
 from slipstream.learner.starting_policy import start_policy
 from slipstream.learner.stop import StopRequest
 from slipstream.learner.training.algorithm import algorithm_of

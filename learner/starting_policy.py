@@ -8,8 +8,8 @@ import torch
 from megatron.core.models.gpt import GPTModel
 
 from slipstream.algos.compose import Algorithm
-from slipstream.learner.checkpoints.files import DamagedCheckpointError, load_checkpoint
 from slipstream.learner.checkpoints.identity import architecture_of
+from slipstream.learner.checkpoints.loading import DamagedCheckpointError, load_checkpoint
 from slipstream.learner.checkpoints.resume import resume_order
 from slipstream.learner.config import LearnerSection, LearnerSettings
 from slipstream.learner.model import device

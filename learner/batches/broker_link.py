@@ -12,7 +12,8 @@ from slipstream.learner.batches.orders import Rejection, StepPlan, plan_batch
 from slipstream.learner.batches.payload_link import PayloadLink
 from slipstream.learner.batches.prefetch import EarlyPlans
 from slipstream.learner.config import LearnerSettings
-from slipstream.learner.publish.relay_link import RelayLaunch, RelayLink
+from slipstream.learner.publish.relay_link import RelayLink
+from slipstream.learner.publish.relay_process import RelayLaunch
 from slipstream.wire.errors import ProtocolError, RefusedError
 from slipstream.wire.files.checkpoints import CheckpointInfo
 from slipstream.wire.messages.broker import (

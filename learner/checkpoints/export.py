@@ -26,7 +26,7 @@ def export_checkpoint(checkpoint: Path, out: Path) -> None:
     import torch
     from torch.distributed import HashStore  # type: ignore[attr-defined]  # not in torch's stubs
 
-    from slipstream.learner.checkpoints.files import load_weights
+    from slipstream.learner.checkpoints.loading import load_weights
     from slipstream.learner.model.gpt import build_model
     from slipstream.learner.model.hf_config import load_hf_config
     from slipstream.learner.model.hf_weights import save_hf_folder

@@ -1,4 +1,4 @@
-"""Writes and reads checkpoints, all ranks together, with Megatron's distributed checkpointing.
+"""Writes checkpoints, all ranks together, with Megatron's distributed checkpointing.
 
 A checkpoint is written into a folder of another name, synced to disk and renamed by rank 0 when
 every rank is done: one that bears its name is complete. Whatever goes wrong on any rank, all
@@ -18,7 +18,6 @@ from typing import Any, TypeVar
 
 import msgspec
 import torch
-from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import (
     CheckpointingConfig,
     CheckpointingException,
@@ -32,7 +31,6 @@ from megatron.core.dist_checkpointing.strategies.torch import (
     _replace_state_dict_keys_with_sharded_keys,
     mcore_to_pyt_state_dict,
 )
-from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
@@ -40,8 +38,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.state_dict_saver import save as save_with_torch
 from typing_extensions import override
 
-from slipstream.learner.checkpoints.digests import damage_of, write_digests
-from slipstream.learner.checkpoints.identity import refuse_other_model
+from slipstream.learner.checkpoints.digests import write_digests
 from slipstream.learner.model.collectives import any_rank
 from slipstream.learner.model.topology import Topology
 from slipstream.learner.training.policy import Policy
@@ -64,10 +61,6 @@ T = TypeVar("T")
 
 class CheckpointError(SlipstreamError):
     """A checkpoint could not be written; those written before are untouched."""
-
-
-class DamagedCheckpointError(ConfigError):
-    """A checkpoint cannot be read: a part of it is missing or cut off."""
 
 
 def prepare_folder(folder: Path) -> None:
@@ -118,7 +111,7 @@ def save_checkpoint(
         together.on_rank_0(lambda: _begin(unfinished, info, ledger()))
         sharded, common = together.on_all(  # what is split over ranks, what all hold alike
             lambda: save_preprocess(
-                {**policy.sharded_state(is_loading=False), "rng": _rng(topology)}
+                {**policy.sharded_state(is_loading=False), "rng": random_state(topology)}
             )
         )
         together.on_rank_0(lambda: torch.save(common, unfinished / COMMON_STATE_FNAME))
@@ -128,78 +121,6 @@ def save_checkpoint(
         if topology.rank == 0:
             shutil.rmtree(unfinished, ignore_errors=True)
     return final
-
-
-def load_checkpoint(policy: Policy, topology: Topology, folder: Path, info: CheckpointInfo) -> None:
-    """Fill model, optimizer, schedule and random numbers from a checkpoint; every rank calls this.
-
-    It may have been written by other parallel sizes. Random numbers are restored where the sizes
-    are the same; otherwise they stay as they were seeded.
-
-    Raises:
-        ConfigError: it is of another model.
-        DamagedCheckpointError: on every rank, if any of them cannot read it.
-    """
-    refuse_other_model(policy.model, folder, info)
-    if policy.critic is not None and not info.has_critic:
-        raise ConfigError(
-            f"{folder} holds no critic, and algo.advantage needs one: resume with the algorithm "
-            "that wrote it, or export it and start a run from it (run.model)"
-        )
-    same = (info.ranks, info.tensor_parallel) == (topology.world_size, topology.tensor_parallel)
-    wanted = policy.sharded_state(is_loading=True, has_reference=info.has_reference)
-    if info.has_reference and not policy.renews_reference:
-        _log.warning(
-            "%s holds a renewed reference policy, and algo.kl.renew_every is 0: it is the one of "
-            "algo.kl.reference again",
-            folder.name,
-        )
-    if policy.renews_reference and not info.has_reference:
-        _log.info("%s holds no reference policy: it starts as algo.kl.reference", folder.name)
-    if same:
-        wanted["rng"] = _rng(topology)
-    failure: DamagedCheckpointError | None = None
-    state: dict[str, Any] = {}
-    try:
-        if topology.rank == 0:
-            _refuse_damaged(folder)
-    except DamagedCheckpointError as error:
-        failure = error
-    if not any_rank(failure is not None, world_size=topology.world_size):
-        try:
-            state = _load(wanted, folder)
-        except DamagedCheckpointError as error:
-            failure = error
-    if any_rank(failure is not None, world_size=topology.world_size):
-        raise failure or DamagedCheckpointError(
-            f"cannot read the checkpoint {folder}: another learner rank failed"
-        )
-    policy.load_state(state)
-    if same:
-        random.setstate(state["rng"]["python"])
-        torch.cuda.set_rng_state(state["rng"]["cuda"])
-        torch.set_rng_state(state["rng"]["torch"])
-        get_cuda_rng_tracker().set_states(state["rng"]["megatron"])
-    else:
-        _log.info(
-            "%s was written by %d ranks with tensor parallelism %d: random numbers start over",
-            folder.name,
-            info.ranks,
-            info.tensor_parallel,
-        )
-
-
-def load_weights(model: GPTModel, folder: Path, info: CheckpointInfo) -> None:
-    """Fill a model alone from a checkpoint of any layout.
-
-    Raises:
-        ConfigError: it is of another model.
-        DamagedCheckpointError: it cannot be read.
-    """
-    refuse_other_model(model, folder, info)
-    _refuse_damaged(folder)
-    state = _load({"model": model.sharded_state_dict()}, folder)
-    model.load_state_dict(state["model"])
 
 
 class _Together:
@@ -225,7 +146,7 @@ class _Together:
         ) as error:
             failure = error
         if any_rank(failure is not None, world_size=self._topology.world_size):
-            reason = _reason(failure) if failure is not None else "another rank failed"
+            reason = reason_of(failure) if failure is not None else "another rank failed"
             raise CheckpointError(
                 f"cannot write the checkpoint {self._target}: {reason}"
             ) from failure
@@ -236,11 +157,11 @@ class _Together:
         self.on_all(part if self._topology.rank == 0 else lambda: None)
 
 
-def _reason(failure: BaseException) -> str:
-    """Return one line about a failure."""
+def reason_of(failure: BaseException) -> str:
+    """Return one line about a failure of a disk or of torch's reader or writer."""
     if isinstance(failure, CheckpointException) and failure.failures:
         rank, (error, _trace) = next(iter(failure.failures.items()))
-        return f"rank {rank}: {_reason(error)}"
+        return f"rank {rank}: {reason_of(error)}"
     if isinstance(failure, OSError) and failure.strerror:
         return failure.strerror
     return str(failure).partition("\n")[0] or type(failure).__name__
@@ -291,26 +212,7 @@ def _finish(unfinished: Path, final: Path) -> None:
     put_in_place(unfinished, final)
 
 
-def _refuse_damaged(folder: Path) -> None:
-    if damage := damage_of(folder):
-        raise DamagedCheckpointError(f"cannot read the checkpoint {folder}: {damage}")
-
-
-def _load(wanted: dict[str, Any], folder: Path) -> dict[str, Any]:
-    if not (folder / COMMON_STATE_FNAME).is_file():  # Megatron's own complaint is no sentence
-        raise DamagedCheckpointError(
-            f"cannot read the checkpoint {folder}: no {COMMON_STATE_FNAME}"
-        )
-    try:
-        state: dict[str, Any] = dist_checkpointing.load(wanted, str(folder))
-    except (Exception, CheckpointException) as error:  # whatever a damaged file leads to
-        raise DamagedCheckpointError(
-            f"cannot read the checkpoint {folder}: {_reason(error)}"
-        ) from error
-    return state
-
-
-def _rng(topology: Topology) -> ShardedObject:
+def random_state(topology: Topology) -> ShardedObject:
     """Return the state of this rank's random numbers."""
     state = {
         "torch": torch.get_rng_state(),

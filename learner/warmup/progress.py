@@ -14,8 +14,9 @@ from pathlib import Path
 
 import msgspec
 
-from slipstream.learner.checkpoints.files import load_checkpoint, prepare_folder, save_checkpoint
+from slipstream.learner.checkpoints.files import prepare_folder, save_checkpoint
 from slipstream.learner.checkpoints.identity import architecture_of, dtype_name, parameters_hash
+from slipstream.learner.checkpoints.loading import load_checkpoint
 from slipstream.learner.model.topology import Topology
 from slipstream.learner.training.policy import Policy
 from slipstream.wire.errors import ConfigError

@@ -167,12 +167,9 @@ def restored_reference(
     batches: Sequence[PackedBatch],
 ) -> dict[str, float]:
     """Save; return how far the reference of a policy is from ours, made anew and then loaded."""
-    from slipstream.learner.checkpoints.files import (
-        load_checkpoint,
-        prepare_folder,
-        save_checkpoint,
-    )
+    from slipstream.learner.checkpoints.files import prepare_folder, save_checkpoint
     from slipstream.learner.checkpoints.identity import architecture_of, dtype_name, parameters_hash
+    from slipstream.learner.checkpoints.loading import load_checkpoint
     from slipstream.learner.starting_policy import build_policy
 
     info = CheckpointInfo(

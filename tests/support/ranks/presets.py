@@ -19,7 +19,7 @@ from slipstream.learner.batches.background import BackgroundLoop
 from slipstream.learner.batches.broker_link import LeaderLink
 from slipstream.learner.config import LearnerSettings, learner_settings
 from slipstream.learner.model import device
-from slipstream.learner.publish.relay_link import RelayLaunch
+from slipstream.learner.publish.relay_process import RelayLaunch
 from slipstream.wire.files.checkpoints import CheckpointInfo
 from slipstream.wire.messages.broker import StepCommitted
 from slipstream.wire.messages.versions import PolicyVersion
