@@ -59,12 +59,8 @@ class Concurrency:
 def first_limit(within: Range, *, capacity_tokens: int, longest_tokens: int) -> int:
     """Return the first limit: as many sequences as fit at their greatest length.
 
-    Whole groups, so that no lane of the first ones is left over.
-
-    Args:
-        within: the limits to choose from.
-        capacity_tokens: of the engine's cache.
-        longest_tokens: of prompt and response together, by the settings.
+    Whole groups, so that no lane of the first ones is left over. ``longest_tokens`` is the most
+    that a prompt and its response take.
     """
     fitting = capacity_tokens // longest_tokens
     return within.clamp(fitting if fitting >= within.highest else fitting - fitting % within.step)
@@ -85,7 +81,13 @@ def decide(state: Concurrency, seen: Observation, within: Range) -> Concurrency:
     if seen.kv_use >= TRIM_FROM:
         return _lowered(state, seen, within, "trim", seen.in_flight - within.step)
     if _may_grow(state, seen, within):
-        limit = within.clamp(state.limit + _increase(state, seen, within))
+        limit = state.limit + within.step
+        if state.is_starting:  # as many again, if they fit at current lengths
+            doubled = 2 * state.limit
+            if _use_of(doubled, seen) > GROW_BELOW:
+                doubled = int(GROW_BELOW / seen.kv_use * seen.num_running)
+            limit = max(limit, doubled)
+        limit = within.clamp(limit)
         return replace(state, limit=limit, verdict="grow", num_finished=seen.num_finished)
     return state
 
@@ -118,16 +120,6 @@ def _may_grow(state: Concurrency, seen: Observation, within: Range) -> bool:
         return True
     is_turned_over = seen.num_finished - state.num_finished >= state.limit
     return is_turned_over and _use_of(state.limit + within.step, seen) < TRIM_FROM
-
-
-def _increase(state: Concurrency, seen: Observation, within: Range) -> int:
-    """Return one group; in the start phase as many again, if they fit at current lengths."""
-    if not state.is_starting:
-        return within.step
-    doubled = 2 * state.limit
-    if _use_of(doubled, seen) > GROW_BELOW:
-        doubled = int(GROW_BELOW / seen.kv_use * seen.num_running)
-    return max(within.step, doubled - state.limit)
 
 
 def _use_of(limit: int, seen: Observation) -> float:

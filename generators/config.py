@@ -120,19 +120,41 @@ def generator_settings(table: Table) -> GeneratorSettings:
     )
     folder = model_folder(settings.run)
     _check_sampling(settings.sampling)
-    _check_evaluation(settings.eval)
+    evaluation = settings.eval
+    if evaluation.samples > 1 and evaluation.temperature == 0:
+        raise ConfigError(
+            f"eval.samples = {evaluation.samples} greedy answers are all the same: set "
+            "eval.temperature above 0"
+        )
+    if evaluation.top_k == 0 or evaluation.top_k < -1:
+        raise ConfigError(f"eval.top_k must be -1 (all) or at least 1, got {evaluation.top_k}")
     _check_lengths(settings, folder)
     if settings.generators.max_sequences < settings.run.group_size:
         raise ConfigError(
             f"generators.max_sequences = {settings.generators.max_sequences} does not hold one "
             f"group of run.group_size = {settings.run.group_size}"
         )
-    if settings.eval.enabled and settings.generators.max_sequences < settings.eval.samples:
+    if evaluation.enabled and settings.generators.max_sequences < evaluation.samples:
         raise ConfigError(
             f"generators.max_sequences = {settings.generators.max_sequences} does not hold the "
-            f"eval.samples = {settings.eval.samples} answers to one problem"
+            f"eval.samples = {evaluation.samples} answers to one problem"
         )
-    _check_sglang(settings.generators.sglang)
+    for name, value in settings.generators.sglang.items():
+        if "-" in name:
+            raise ConfigError(
+                f"generators.sglang.{name}: write it with underscores, {name.replace('-', '_')}"
+            )
+        if name in _OURS:
+            raise ConfigError(f"generators.sglang.{name} follows from other settings")
+        if name in _ONE_RANK and value != 1:
+            raise ConfigError(
+                f"generators.sglang.{name} must be 1: engines of several ranks cannot receive "
+                f"weights yet, got {value}"
+            )
+        if value is False:
+            raise ConfigError(
+                f"generators.sglang.{name} = false: SGLang's flags can only be switched on"
+            )
     return settings
 
 
@@ -162,16 +184,6 @@ def _check_sampling(sampling: SamplingSection) -> None:
         raise ConfigError(f"sampling.chat_template = {sampling.chat_template} is no file")
 
 
-def _check_evaluation(evaluation: EvalSection) -> None:
-    if evaluation.samples > 1 and evaluation.temperature == 0:
-        raise ConfigError(
-            f"eval.samples = {evaluation.samples} greedy answers are all the same: set "
-            "eval.temperature above 0"
-        )
-    if evaluation.top_k == 0 or evaluation.top_k < -1:
-        raise ConfigError(f"eval.top_k must be -1 (all) or at least 1, got {evaluation.top_k}")
-
-
 def _check_lengths(settings: GeneratorSettings, folder: Path) -> None:
     """Refuse trajectories that neither the model nor the cache can hold."""
     sampling = settings.sampling
@@ -182,37 +194,12 @@ def _check_lengths(settings: GeneratorSettings, folder: Path) -> None:
     setting = max(responses, key=responses.__getitem__)
     longest = settings.longest_tokens
     what = f"one trajectory of sampling.max_prompt_tokens + {setting} = {longest}"
-    positions = _max_positions(folder)
-    if positions is not None and longest > positions:
+    try:
+        positions = json.loads((folder / "config.json").read_text()).get("max_position_embeddings")
+    except ValueError as error:
+        raise ConfigError(f"{folder}/config.json is not valid JSON (run.model)") from error
+    if isinstance(positions, int) and longest > positions:
         raise ConfigError(f"run.model has {positions} positions and cannot hold {what} tokens")
     cached = settings.generators.max_cached_tokens
     if settings.device == "cpu" and cached < longest:
         raise ConfigError(f"generators.max_cached_tokens = {cached} does not hold {what}")
-
-
-def _max_positions(folder: Path) -> int | None:
-    try:
-        config = json.loads((folder / "config.json").read_text())
-    except ValueError as error:
-        raise ConfigError(f"{folder}/config.json is not valid JSON (run.model)") from error
-    positions = config.get("max_position_embeddings")
-    return positions if isinstance(positions, int) else None
-
-
-def _check_sglang(table: dict[str, str | int | float | bool]) -> None:
-    for name, value in table.items():
-        if "-" in name:
-            raise ConfigError(
-                f"generators.sglang.{name}: write it with underscores, {name.replace('-', '_')}"
-            )
-        if name in _OURS:
-            raise ConfigError(f"generators.sglang.{name} follows from other settings")
-        if name in _ONE_RANK and value != 1:
-            raise ConfigError(
-                f"generators.sglang.{name} must be 1: engines of several ranks cannot receive "
-                f"weights yet, got {value}"
-            )
-        if value is False:
-            raise ConfigError(
-                f"generators.sglang.{name} = false: SGLang's flags can only be switched on"
-            )

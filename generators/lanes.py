@@ -86,18 +86,6 @@ class Lanes:
         self._changed.clear()
         await self._changed.wait()
 
-    async def _enter(self, num_sequences: int) -> None:
-        while self.in_flight + num_sequences > self.limit and self.in_flight:
-            await self.until_changed()
-        self.in_flight += num_sequences
-
-    def _leave(self, num_sequences: int, *, has_entered: bool) -> None:
-        self._booked -= num_sequences
-        if has_entered:
-            self.in_flight -= num_sequences
-            self._num_finished += num_sequences
-        self._changed.set()
-
 
 class Booking:
     """The lanes of one leased group."""
@@ -109,13 +97,21 @@ class Booking:
 
     async def enter(self) -> None:
         """Wait until the engine has lanes for the group."""
-        await self._lanes._enter(self._open)
+        lanes = self._lanes
+        while lanes.in_flight + self._open > lanes.limit and lanes.in_flight:
+            await lanes.until_changed()
+        lanes.in_flight += self._open
         self._has_entered = True
 
     def leave(self, num_sequences: int) -> None:
         """Release the lanes of sequences that the engine has finished."""
         self._open -= num_sequences
-        self._lanes._leave(num_sequences, has_entered=self._has_entered)
+        lanes = self._lanes
+        lanes._booked -= num_sequences
+        if self._has_entered:
+            lanes.in_flight -= num_sequences
+            lanes._num_finished += num_sequences
+        lanes._changed.set()
 
     def close(self) -> None:
         """Release all remaining lanes, because the group has ended."""

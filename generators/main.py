@@ -17,7 +17,8 @@ from slipstream.wire.process.logs import start_logging
 _OFFLINE_NAME = "generator-0"  # the only one; seeds depend on it, so answers are reproducible
 
 
-def _parser() -> argparse.ArgumentParser:
+def main() -> int:
+    """Parse, check, run."""
     parser = role_parser(
         "start-generator",
         "Generate trajectories for the broker of a run with an SGLang server of its own.",
@@ -39,12 +40,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--num-prompts", type=int, default=0, metavar="N", help="with --offline; default is all"
     )
-    return parser
-
-
-def main() -> int:
-    """Parse, check, run."""
-    parser = _parser()
     arguments = parser.parse_args()
     if arguments.offline != (arguments.out is not None):
         parser.error("--offline and --out FILE go together")
@@ -75,7 +70,8 @@ def main() -> int:
 
 
 def _offline(arguments: argparse.Namespace) -> int:
-    from slipstream.generators.offline import generate, offline_settings
+    from slipstream.generators.offline import generate
+    from slipstream.generators.offline_config import offline_settings
 
     try:
         settings = offline_settings(load_arguments(arguments), arguments.out, arguments.num_prompts)

@@ -1,29 +1,29 @@
 """Generate without a run: prompts, an engine and a reward function make a trajectory file.
 
-No broker, no learner: the policy is run.model, its tokens are labelled v0.0. FILE.json beside the
-file notes the settings that it was generated with, so that a later start with the same ones can
-answer the prompts that are not in it yet.
+No broker, no learner: the policy is run.model, its tokens are labelled v0.0. A later start with the
+same settings answers the prompts that are not in the file yet.
 """
 
 import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import msgspec
 
-from slipstream.broker.config import RewardSection, private_folders
+from slipstream.broker.config import private_folders
 from slipstream.broker.data.mixture import PromptSource
 from slipstream.broker.data.sources import load_training_prompts
 from slipstream.broker.reward_worker.pool import RewardPool
-from slipstream.generators.config import GeneratorSettings, generator_settings
+from slipstream.generators.offline_config import OfflineSettings
 from slipstream.generators.rollout import Sampler, Submission, run_rollouts, submitted_transcript
 from slipstream.generators.sglang.running import make_sampler, running_engine, watch
 from slipstream.generators.text.codec import BadPromptError, OverlongPromptError, TextCodec
-from slipstream.wire.errors import ConfigError, EngineError
+from slipstream.wire.errors import EngineError
 from slipstream.wire.files.trajectory_file import (
     NOT_TRAINED,
     RecordedGroup,
@@ -37,12 +37,11 @@ from slipstream.wire.messages.broker import (
     ScoringItem,
 )
 from slipstream.wire.messages.codec import encode
-from slipstream.wire.messages.trajectory import Score, TrajectoryHeader, Transcript
+from slipstream.wire.messages.trajectory import Score, Transcript
 from slipstream.wire.messages.versions import PolicyVersion
 from slipstream.wire.process.command_line import EXIT_FAILED, EXIT_INTERRUPTED
 from slipstream.wire.process.run_until import first_ended, running
 from slipstream.wire.process.stopping import stop_event
-from slipstream.wire.settings.load import Table, section
 
 _log = logging.getLogger(__name__)
 _VERSION = PolicyVersion(0, 0)
@@ -51,93 +50,12 @@ _ENGINE_ATTEMPTS = 2
 _RETRY_AFTER_S = 2.0  # by then we know whether the engine's process has ended
 
 
-class OfflineSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """The settings for generating without a run."""
-
-    generator: GeneratorSettings
-    reward: RewardSection
-    out: Path
-    num_prompts: int  # 0 is every prompt once
-
-    @property
-    def origin_file(self) -> Path:
-        """File with the settings that the answers were generated with."""
-        return self.out.with_name(f"{self.out.name}.json")
-
-    @property
-    def origin(self) -> dict[str, Any]:
-        """All settings that determine the prompts and their answers."""
-        run = self.generator.run
-        return {
-            "run.model": str(self.generator.model.resolve()),
-            "run.seed": run.seed,
-            "run.group_size": run.group_size,
-            "reward.function": self.reward.function,
-            **self._further_rewards,
-            **_settings("data", self.generator.data),
-            **_settings("sampling", self.generator.sampling),
-        }
-
-    @property
-    def _further_rewards(self) -> dict[str, Any]:
-        """Further settings that determine the rewards, if set."""
-        further = {"options": self.reward.options, "sources": self.reward.sources}
-        return {
-            f"reward.{key}": msgspec.to_builtins(value) for key, value in further.items() if value
-        }
-
-
 class Scorer(Protocol):
     """Gives rewards: a RewardPool."""
 
     def score(self, work: Sequence[tuple[ScoringItem, Transcript]], /) -> AsyncIterator[Score]:
         """Yield one score per answer, in any order."""
         ...
-
-
-def _settings(section_name: str, values: msgspec.Struct) -> dict[str, Any]:
-    plain: dict[str, Any] = msgspec.to_builtins(values)
-    return {f"{section_name}.{key}": value for key, value in plain.items()}
-
-
-def offline_settings(table: Table, out: Path, num_prompts: int) -> OfflineSettings:
-    """Decode and check the sections that are read.
-
-    Raises:
-        ConfigError: naming the setting or the option.
-    """
-    if num_prompts < 0:
-        raise ConfigError(f"--num-prompts must be at least 1, got {num_prompts}")
-    generator = generator_settings(table)
-    settings = OfflineSettings(
-        generator=generator,
-        reward=section(table, "reward", RewardSection),
-        out=out,
-        num_prompts=num_prompts,
-    )
-    if out.exists():
-        _refuse_other_origin(settings)
-    return settings
-
-
-def _refuse_other_origin(settings: OfflineSettings) -> None:
-    """Refuse a file that was not generated with these settings."""
-    out, path = settings.out, settings.origin_file
-    another = "name another file or remove it"
-    try:
-        there: dict[str, Any] = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
-    except (OSError, msgspec.DecodeError) as error:
-        raise ConfigError(
-            f"--out {out} exists, and {path.name}, which holds its settings, cannot "
-            f"be read: {error}; {another}"
-        ) from error
-    ours: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(settings.origin))
-    for name in sorted({*there, *ours}):
-        if there.get(name) != ours.get(name):
-            raise ConfigError(
-                f"--out {out} exists and was generated with {name} = {there.get(name)!r}, now it "
-                f"is {ours.get(name)!r}; {another}"
-            )
 
 
 def answered_positions(path: Path) -> set[int]:
@@ -154,41 +72,30 @@ async def generate(settings: OfflineSettings, name: str) -> int:
     source = load_training_prompts(settings.generator.data, seed=run.seed)
     folders = private_folders(run)  # of a run in the same place, if there is one
     hidden = [p for p in settings.generator.hidden if p not in folders or p.exists()]
-    pool = await RewardPool.start(settings.reward, hide=hidden)
-    try:
-        return await _generate_with(settings, name, source, codec, pool)
-    finally:
-        await pool.close()
-
-
-async def _generate_with(
-    settings: OfflineSettings,
-    name: str,
-    source: PromptSource,
-    codec: TextCodec,
-    pool: RewardPool,
-) -> int:
-    stop = stop_event()
-    answered = answered_positions(settings.out)
-    writer = TrajectoryFileWriter(settings.out)
-    origin = msgspec.json.format(msgspec.json.encode(settings.origin), indent=2)
-    settings.origin_file.write_bytes(origin + b"\n")
-    stopping = asyncio.create_task(stop.wait())
-    try:
-        async with running_engine(settings.generator, name, stopping) as started:
-            if started is None:
+    async with AsyncExitStack() as cleanup:
+        pool = await RewardPool.start(settings.reward, hide=hidden)
+        cleanup.push_async_callback(pool.close)
+        stop = stop_event()
+        answered = answered_positions(settings.out)
+        writer = TrajectoryFileWriter(settings.out)
+        cleanup.callback(writer.close)
+        origin = msgspec.json.format(msgspec.json.encode(settings.origin), indent=2)
+        settings.origin_file.write_bytes(origin + b"\n")
+        stopping = asyncio.create_task(stop.wait())
+        cleanup.callback(stopping.cancel)
+        started = await cleanup.enter_async_context(
+            running_engine(settings.generator, name, stopping)
+        )
+        if started is None:
+            return EXIT_INTERRUPTED
+        process, engine = started
+        await engine.label(_VERSION)
+        sampler = make_sampler(settings.generator, engine, codec)
+        generation = Generation(settings, source, sampler, pool, writer, answered)
+        async with running(generation.run(), watch(process)) as (job, watching):
+            if job not in await first_ended(stopping, job, watching):
                 return EXIT_INTERRUPTED
-            process, engine = started
-            await engine.label(_VERSION)
-            sampler = make_sampler(settings.generator, engine, codec)
-            generation = Generation(settings, source, sampler, pool, writer, answered)
-            async with running(generation.run(), watch(process)) as (job, watching):
-                if job not in await first_ended(stopping, job, watching):
-                    return EXIT_INTERRUPTED
-                return EXIT_FAILED if job.result() else 0
-    finally:
-        stopping.cancel()
-        writer.close()
+            return EXIT_FAILED if job.result() else 0
 
 
 @dataclass(slots=True)
@@ -303,10 +210,16 @@ class Generation:
         if cut_off and self._settings.generator.sampling.overlong_responses == "drop":
             return f"{len(cut_off)} responses were cut off (sampling.overlong_responses)"
         transcripts = [submitted_transcript(one, prompt) for one in submissions]
-        scores = await self._scored(headers, transcripts)
+        items = [
+            ScoringItem(group_id=position, sibling=header.sibling, lease_id=header.lease_id)
+            for header in headers
+        ]
+        to_score = list(zip(items, transcripts, strict=True))
+        scores = {score.sibling: score async for score in self._scorer.score(to_score)}
         self._progress.tokens += sum(header.num_response_tokens for header in headers)
         trajectories = []
-        for header, score in zip(headers, scores, strict=True):
+        for header in headers:
+            score = scores[header.sibling]
             if score.reward is None:
                 return f"reward unavailable: {score.unavailable}"
             trajectories.append(
@@ -333,14 +246,3 @@ class Generation:
                 _log.warning("prompt %d, attempt %d: %s", work.position, attempt, error)
                 await asyncio.sleep(self._retry_after_s)
         return await run_rollouts(self._sampler, work, siblings, prompt_ids)
-
-    async def _scored(
-        self, headers: Sequence[TrajectoryHeader], transcripts: Sequence[Transcript]
-    ) -> list[Score]:
-        """Return the scores in the order of the answers."""
-        work = [
-            (ScoringItem(group_id=h.group_id, sibling=h.sibling, lease_id=h.lease_id), transcript)
-            for h, transcript in zip(headers, transcripts, strict=True)
-        ]
-        by_sibling = {score.sibling: score async for score in self._scorer.score(work)}
-        return [by_sibling[item.sibling] for item, _ in work]

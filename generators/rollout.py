@@ -46,35 +46,24 @@ async def run_rollouts(
     if sampler.run_seed is not None:
         seeds = [sibling_seed(sampler.run_seed, group.item, group.position, s) for s in siblings]
     completions = await sampler.engine.sample(prompt_ids, params, count=len(siblings), seeds=seeds)
-    return [
-        _submission(sampler.codec, group, sibling, prompt_ids, completion, params)
-        for sibling, completion in zip(siblings, completions, strict=True)
-    ]
-
-
-def _submission(
-    codec: TextCodec,
-    group: LeasedGroup,
-    sibling: int,
-    prompt_ids: list[int],
-    completion: Completion,
-    params: SamplingParams,
-) -> Submission:
-    header = TrajectoryHeader(
-        group_id=group.group_id,
-        sibling=sibling,
-        lease_id=group.lease_id,
-        num_prompt_tokens=len(prompt_ids),
-        num_tokens=len(prompt_ids) + len(completion.token_ids),
-        version_runs=version_runs(completion.version_starts, num_prompt_tokens=len(prompt_ids)),
-        temperature=params.temperature,
-        finish_reason=completion.finish_reason,
-        min_response_tokens=params.min_new_tokens,
-        end_token_ids=codec.end_token_ids if params.min_new_tokens else (),
-    )
-    response = codec.decode(completion.token_ids)
-    frames = [encode(pack_payload(prompt_ids, completion)), response.encode()]
-    return SubmitTrajectory(header=header), frames
+    submissions = []
+    for sibling, completion in zip(siblings, completions, strict=True):
+        header = TrajectoryHeader(
+            group_id=group.group_id,
+            sibling=sibling,
+            lease_id=group.lease_id,
+            num_prompt_tokens=len(prompt_ids),
+            num_tokens=len(prompt_ids) + len(completion.token_ids),
+            version_runs=version_runs(completion.version_starts, num_prompt_tokens=len(prompt_ids)),
+            temperature=params.temperature,
+            finish_reason=completion.finish_reason,
+            min_response_tokens=params.min_new_tokens,
+            end_token_ids=sampler.codec.end_token_ids if params.min_new_tokens else (),
+        )
+        response = sampler.codec.decode(completion.token_ids)
+        frames = [encode(pack_payload(prompt_ids, completion)), response.encode()]
+        submissions.append((SubmitTrajectory(header=header), frames))
+    return submissions
 
 
 def submitted_transcript(submission: Submission, prompt: Prompt) -> Transcript:

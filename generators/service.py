@@ -13,7 +13,6 @@ from slipstream.broker.reward_worker.pool import RewardPool
 from slipstream.generators.config import GeneratorSettings
 from slipstream.generators.lanes import lanes_of
 from slipstream.generators.sglang.engine import SglangEngine
-from slipstream.generators.sglang.process import SglangProcess
 from slipstream.generators.sglang.running import make_sampler, running_engine, watch
 from slipstream.generators.text.codec import TextCodec
 from slipstream.generators.weights import take_weights
@@ -38,147 +37,56 @@ async def serve(settings: GeneratorSettings, name: str) -> None:
     stop = stop_event()
     codec = TextCodec(settings.model, settings.sampling)
     tensors = model_tensors(settings.model, dtype=settings.dtype)
-    stopping = asyncio.create_task(stop.wait())
-    try:
-        async with (
-            _staging(settings, name, tensors) as staging,
-            running_engine(settings, name, stopping) as running,
-        ):
-            if running is not None:
-                await _work(settings, name, running, codec, tensors, staging, stopping)
-    finally:
-        stopping.cancel()
-
-
-@asynccontextmanager
-async def _staging(
-    settings: GeneratorSettings, name: str, tensors: TensorSet
-) -> AsyncIterator[Staging]:
-    """Allocate the memory for the first version while the engine starts."""
-    staging = Staging(settings.run.socket_folder, name)
-    is_staged = TRANSPORTS[settings.weightbus.transport].is_staged
-    num_bytes = tensors.num_bytes if is_staged else 0
-    reserving = asyncio.create_task(asyncio.to_thread(_reserve, staging, num_bytes))
-    try:
-        yield staging
-    finally:
-        await reserving
-        staging.close()
-
-
-def _reserve(staging: Staging, num_bytes: int) -> None:
-    try:
-        staging.reserve(num_bytes)
-    except OSError as error:
-        _log.warning("no memory yet for a version of %d bytes: %s", num_bytes, error.strerror)
-
-
-async def _work(
-    settings: GeneratorSettings,
-    name: str,
-    running: tuple[SglangProcess, SglangEngine],
-    codec: TextCodec,
-    tensors: TensorSet,
-    staging: Staging,
-    stopping: "asyncio.Task[object]",
-) -> None:
-    process, engine = running
     async with AsyncExitStack() as cleanup:
-        rewards = await _inline_rewards(settings, cleanup)
-        await _generate(settings, name, process, engine, codec, tensors, staging, stopping, rewards)
-
-
-async def _inline_rewards(
-    settings: GeneratorSettings, cleanup: AsyncExitStack
-) -> RewardPool | None:
-    """Start the pool that scores answers before they are sent, with reward.inline.
-
-    Raises:
-        ConfigError: a reward function takes whole groups, which are not complete yet then.
-    """
-    if not settings.reward.inline:
-        return None
-    pool = await RewardPool.start(settings.reward, hide=settings.hidden)
-    cleanup.push_async_callback(pool.close)
-    if pool.needs_groups:
-        raise ConfigError(
-            "reward.inline scores answers one by one, but a reward function takes whole groups: "
-            "leave it to reward workers (reward.inline = false)"
-        )
-    return pool
-
-
-def _transport(settings: GeneratorSettings) -> str:
-    """Return the transport: as set, unless it cannot reach the learner's host."""
-    bus = settings.weightbus
-    why = TRANSPORTS[bus.transport].why_not_from_afar(bus.host) if settings.run.broker else ""
-    if why:
-        _log.warning("weights come over %s instead of %s: %s", FALLBACK, bus.transport, why)
-    return FALLBACK if why else bus.transport
-
-
-async def _generate(
-    settings: GeneratorSettings,
-    name: str,
-    process: SglangProcess,
-    engine: SglangEngine,
-    codec: TextCodec,
-    tensors: TensorSet,
-    staging: Staging,
-    stopping: "asyncio.Task[object]",
-    rewards: RewardPool | None,
-) -> None:
-    watching: asyncio.Task[object] = asyncio.create_task(watch(process))
-    connecting = BrokerClient.connect(
-        settings.run.broker_endpoint,
-        role="generator",
-        name=name,
-        packages={"sglang": version("sglang"), "torch": version("torch")},
-        tokenizer=tokenizer_hash(settings.model),
-        outage_s=settings.run.outage_s,
-        key_file=settings.run.key_file,
-    )
-    try:
-        connected = await unless(connecting, stopping, watching)
-    finally:
-        watching.cancel()
-    if connected is None:
-        return
-    client, welcome = connected
-    worker = GeneratorWorker(
-        client=client,
-        sampler=make_sampler(settings, engine, codec),
-        lanes=lanes_of(settings),
-        siblings_together=settings.generators.siblings_together,
-        skips_bad_prompts=settings.skips_bad_prompts,
-        rewards=rewards,
-        max_credits=settings.reward.credits,
-    )
-    libraries = installed_libraries()
-    subscriber = Subscriber(
-        engine,
-        join=Join(
+        stopping: asyncio.Task[object] = asyncio.create_task(stop.wait())
+        cleanup.callback(stopping.cancel)
+        staging = await cleanup.enter_async_context(_staging(settings, name, tensors))
+        started = await cleanup.enter_async_context(running_engine(settings, name, stopping))
+        if started is None:
+            return
+        process, engine = started
+        rewards = None
+        if settings.reward.inline:
+            rewards = await RewardPool.start(settings.reward, hide=settings.hidden)
+            cleanup.push_async_callback(rewards.close)
+            if rewards.needs_groups:
+                raise ConfigError(
+                    "reward.inline scores answers one by one, but a reward function takes whole "
+                    "groups: leave it to reward workers (reward.inline = false)"
+                )
+        connecting = BrokerClient.connect(
+            settings.run.broker_endpoint,
+            role="generator",
             name=name,
-            incarnation=secrets.token_hex(4),
-            device=settings.device,
-            torch_version=libraries.torch_version,
-            nccl_version=libraries.nccl_version,
-            transport=_transport(settings),
-        ),
-        tensors=tensors,
-        staging=staging,
-        silence_s=settings.weightbus.member_silence_s,
-        fetch_timeout_s=settings.weightbus.timeout_s,
-        on_pause=worker.pausing,
-        on_adopt=worker.adopted,
-        key=read_client_key(Path(settings.run.key_file)) if settings.run.broker else None,
-    )
-    jobs = (
-        worker.run(heartbeat_s=welcome.heartbeat_s),
-        take_weights(subscriber, settings.run, client),
-        watch(process),
-    )
-    try:
+            packages={"sglang": version("sglang"), "torch": version("torch")},
+            tokenizer=tokenizer_hash(settings.model),
+            outage_s=settings.run.outage_s,
+            key_file=settings.run.key_file,
+        )
+        watching: asyncio.Task[object] = asyncio.create_task(watch(process))
+        try:
+            connected = await unless(connecting, stopping, watching)
+        finally:
+            watching.cancel()
+        if connected is None:
+            return
+        client, welcome = connected
+        cleanup.callback(client.close)
+        worker = GeneratorWorker(
+            client=client,
+            sampler=make_sampler(settings, engine, codec),
+            lanes=lanes_of(settings),
+            siblings_together=settings.generators.siblings_together,
+            skips_bad_prompts=settings.skips_bad_prompts,
+            rewards=rewards,
+            max_credits=settings.reward.credits,
+        )
+        subscriber = _subscriber(settings, name, engine, tensors, staging, worker)
+        jobs = (
+            worker.run(heartbeat_s=welcome.heartbeat_s),
+            take_weights(subscriber, settings.run, client),
+            watch(process),
+        )
         async with running(*jobs) as (job, *others):
             ends = {stopping, job, *others}
             done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
@@ -189,5 +97,60 @@ async def _generate(
                 await worker.hand_back()
             for task in done:
                 task.result()
+
+
+@asynccontextmanager
+async def _staging(
+    settings: GeneratorSettings, name: str, tensors: TensorSet
+) -> AsyncIterator[Staging]:
+    """Allocate the memory for the first version while the engine starts."""
+    staging = Staging(settings.run.socket_folder, name)
+    is_staged = TRANSPORTS[settings.weightbus.transport].is_staged
+    num_bytes = tensors.num_bytes if is_staged else 0
+
+    def reserve() -> None:
+        try:
+            staging.reserve(num_bytes)
+        except OSError as error:
+            _log.warning("no memory yet for a version of %d bytes: %s", num_bytes, error.strerror)
+
+    reserving = asyncio.create_task(asyncio.to_thread(reserve))
+    try:
+        yield staging
     finally:
-        client.close()
+        await reserving
+        staging.close()
+
+
+def _subscriber(
+    settings: GeneratorSettings,
+    name: str,
+    engine: SglangEngine,
+    tensors: TensorSet,
+    staging: Staging,
+    worker: GeneratorWorker,
+) -> Subscriber:
+    """Connect an engine to the weight bus, by a transport that reaches the learner's host."""
+    bus, is_far = settings.weightbus, bool(settings.run.broker)
+    why = TRANSPORTS[bus.transport].why_not_from_afar(bus.host) if is_far else ""
+    if why:
+        _log.warning("weights come over %s instead of %s: %s", FALLBACK, bus.transport, why)
+    libraries = installed_libraries()
+    return Subscriber(
+        engine,
+        join=Join(
+            name=name,
+            incarnation=secrets.token_hex(4),
+            device=settings.device,
+            torch_version=libraries.torch_version,
+            nccl_version=libraries.nccl_version,
+            transport=FALLBACK if why else bus.transport,
+        ),
+        tensors=tensors,
+        staging=staging,
+        silence_s=bus.member_silence_s,
+        fetch_timeout_s=bus.timeout_s,
+        on_pause=worker.pausing,
+        on_adopt=worker.adopted,
+        key=read_client_key(Path(settings.run.key_file)) if is_far else None,
+    )

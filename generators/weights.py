@@ -19,10 +19,7 @@ _LOG_EVERY = 30  # questions
 async def take_weights(subscriber: Subscriber, run: RunSection, client: BrokerClient) -> None:
     """Keep an engine on the newest version until cancelled.
 
-    Args:
-        subscriber: of the engine.
-        run: of the relay, which is on another host if ``run.broker`` is set.
-        client: of the broker, which knows the relay's address.
+    The relay is on another host if ``run.broker`` is set; the broker knows its address.
 
     Raises:
         ConfigError: the learner's relay listens to its own host only.
@@ -31,25 +28,19 @@ async def take_weights(subscriber: Subscriber, run: RunSection, client: BrokerCl
     if not run.broker:
         await subscriber.run(relay_address(run))
         return
-    address = await _await_address(client)
+    num_asked = 0
+    while (address := await _find(client)) is None:  # a learner takes a while to start
+        if num_asked % _LOG_EVERY == 0:
+            _log.info("waiting for a learner whose relay has weights")
+        num_asked += 1
+        await asyncio.sleep(_ASK_S)
+    _log.info("weights come from %s", address.endpoint)
     try:
         async with asyncio.TaskGroup() as group:
             group.create_task(subscriber.run(address))
             group.create_task(_follow(subscriber, client))
     except* SlipstreamError as errors:
         raise errors.exceptions[0] from errors
-
-
-async def _await_address(client: BrokerClient) -> RelayAddress:
-    """Wait for the address of a relay: a learner takes a while to start."""
-    num_asked = 0
-    while (address := await _find(client)) is None:
-        if num_asked % _LOG_EVERY == 0:
-            _log.info("waiting for a learner whose relay has weights")
-        num_asked += 1
-        await asyncio.sleep(_ASK_S)
-    _log.info("weights come from %s", address.endpoint)
-    return address
 
 
 async def _follow(subscriber: Subscriber, client: BrokerClient) -> None:

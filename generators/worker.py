@@ -60,15 +60,8 @@ class GeneratorWorker:
     ) -> None:
         """Start without weights.
 
-        Args:
-            client: of the broker.
-            sampler: of answers.
-            lanes: of the engine.
-            siblings_together: send a group at once instead of answer by answer.
-            skips_bad_prompts: drop prompts that the chat template refuses, instead of failing.
-            rewards: scores answers before they are sent, and those that another generator could
-                not score; None leaves it to reward workers.
-            max_credits: of such answers, how many at a time.
+        ``rewards`` scores answers before they are sent, and up to ``max_credits`` at a time that
+        another generator could not score; None leaves both to reward workers.
         """
         self._max_credits = max_credits
         self._rewards = rewards
@@ -126,21 +119,18 @@ class GeneratorWorker:
                 )
                 group.create_task(scorer.run())
             try:
-                await self._lease_forever(group)
+                while not self._finished:
+                    await self._lanes.until_free()
+                    self._situation_changed.clear()
+                    request = group.create_task(self._ask_for_groups(group))
+                    change = asyncio.create_task(self._situation_changed.wait())
+                    # An adopt replaces the pending request: it earns new permits.
+                    await asyncio.wait({request, change}, return_when=asyncio.FIRST_COMPLETED)
+                    change.cancel()
             finally:
                 for task in side:
                     task.cancel()
         await self._report()
-
-    async def _lease_forever(self, group: asyncio.TaskGroup) -> None:
-        """Keep requesting work. An adopt replaces the pending request: it earns new permits."""
-        while not self._finished:
-            await self._lanes.until_free()
-            self._situation_changed.clear()
-            request = group.create_task(self._ask_for_groups(group))
-            change = asyncio.create_task(self._situation_changed.wait())
-            await asyncio.wait({request, change}, return_when=asyncio.FIRST_COMPLETED)
-            change.cancel()
 
     async def _ask_for_groups(self, group: asyncio.TaskGroup) -> None:
         leased, _ = await self._client.ask(
@@ -158,7 +148,17 @@ class GeneratorWorker:
 
     async def _run_group(self, work: LeasedGroup, booking: Booking) -> None:
         try:
-            await self._encode_and_generate(work, booking)
+            try:
+                prompt_ids = self._sampler.codec.encode(work.prompt)
+            except OverlongPromptError as why:
+                await self._reject(work, "overlong_prompt", why)
+            except BadPromptError as why:
+                if not self._skips_bad_prompts:
+                    raise
+                await self._reject(work, "bad_prompt", why)
+            else:
+                await booking.enter()
+                await self._generate(work, prompt_ids, booking)
         except* (EngineError, ValueError) as failed:
             error = failed.exceptions[0]
             self._counters["failed"] += 1
@@ -171,19 +171,6 @@ class GeneratorWorker:
             self._generating.discard(work.lease_id)
             booking.close()
             self._enter_phase()
-
-    async def _encode_and_generate(self, work: LeasedGroup, booking: Booking) -> None:
-        try:
-            prompt_ids = self._sampler.codec.encode(work.prompt)
-        except OverlongPromptError as error:
-            await self._reject(work, "overlong_prompt", error)
-        except BadPromptError as error:
-            if not self._skips_bad_prompts:
-                raise
-            await self._reject(work, "bad_prompt", error)
-        else:
-            await booking.enter()
-            await self._generate(work, prompt_ids, booking)
 
     async def _reject(
         self, work: LeasedGroup, reason: Literal["overlong_prompt", "bad_prompt"], error: Exception
@@ -206,7 +193,14 @@ class GeneratorWorker:
             unsent -= 1
             if unsent == 0:
                 self._generating.discard(work.lease_id)  # the broker ends it
-            await self._send(*submission)
+            message, frames = submission
+            self._counters["tokens"] += message.header.num_response_tokens
+            self._counters["trajectories"] += 1
+            try:
+                await self._client.ask(message, Done, frames=frames)
+            except RefusedError as error:
+                self._counters["refused"] += 1
+                _log.warning("%s", error)
 
         async def sample_and_send(siblings: tuple[int, ...]) -> None:
             submissions = await run_rollouts(self._sampler, work, siblings, prompt_ids)
@@ -216,15 +210,6 @@ class GeneratorWorker:
         async with asyncio.TaskGroup() as group:  # one that fails ends its siblings too
             for siblings in together:
                 group.create_task(sample_and_send(siblings))
-
-    async def _send(self, message: SubmitTrajectory, frames: list[bytes]) -> None:
-        self._counters["tokens"] += message.header.num_response_tokens
-        self._counters["trajectories"] += 1
-        try:
-            await self._client.ask(message, Done, frames=frames)
-        except RefusedError as error:
-            self._counters["refused"] += 1
-            _log.warning("%s", error)
 
     async def _scored(self, submission: Submission, prompt: Prompt, rewards: Rewards) -> Submission:
         """Score an answer here; without a reward it is scored elsewhere."""
@@ -276,21 +261,17 @@ class GeneratorWorker:
             await asyncio.sleep(every_s)
 
     async def _report(self) -> None:
-        report = RoleReport(
-            phase_seconds=self._clock.seconds(),
-            counters=dict(self._counters),
-            adopted=self._adopted,
-            gauges=self._gauges(),
-        )
-        await self._client.ask(report, Done)
-
-    def _gauges(self) -> dict[str, float]:
-        """Return the current readings of this generator."""
         lanes = self._lanes
         gauges: dict[str, float] = {"sequences": lanes.in_flight, "sequence_limit": lanes.limit}
         if self._load is not None:
             gauges["kv_use"] = self._load.kv_use
-        return gauges
+        report = RoleReport(
+            phase_seconds=self._clock.seconds(),
+            counters=dict(self._counters),
+            adopted=self._adopted,
+            gauges=gauges,
+        )
+        await self._client.ask(report, Done)
 
     async def hand_back(self) -> None:
         """Return every lease, because this generator ends. Cancel ``run`` before."""

@@ -141,10 +141,8 @@ class LearnerSettings(msgspec.Struct, frozen=True, kw_only=True):
 def learner_settings(table: Table, *, may_resume: bool = False) -> LearnerSettings:
     """Decode and check the learner's sections.
 
-    Args:
-        table: of all settings.
-        may_resume: whether the run's own checkpoints go before run.resume_from, which by then may
-            have been removed.
+    With ``may_resume`` the run's own checkpoints go before run.resume_from, which by then may have
+    been removed.
 
     Raises:
         ConfigError: saying which setting is wrong.
@@ -166,13 +164,6 @@ def learner_settings(table: Table, *, may_resume: bool = False) -> LearnerSettin
     endpoint = settings.algo.teacher.get("endpoint")
     if endpoint and isinstance(endpoint, str):  # before it is written down: it may hold a password
         refuse_no_address(endpoint)
-    _check_split(settings)
-    _check_schedule(settings)
-    _check_profile(settings)
-    return settings
-
-
-def _check_split(settings: LearnerSettings) -> None:
     learner, run = settings.learner, settings.run
     if learner.ranks % learner.tensor_parallel:
         raise ConfigError(
@@ -186,6 +177,16 @@ def _check_split(settings: LearnerSettings) -> None:
             f"a learner step of {trajectories} trajectories cannot be split into "
             f"learner.minibatches = {learner.minibatches} for {replicas} replicas"
         )
+    _check_schedule(settings)
+    profile = settings.profile
+    if profile.steps is not None and profile.steps[0] > profile.steps[1]:
+        raise ConfigError(f"profile.steps must be [first, last], got {list(profile.steps)}")
+    for rank in profile.ranks:
+        if rank >= learner.ranks:
+            raise ConfigError(
+                f"profile.ranks names rank {rank}, there are {learner.ranks} (learner.ranks)"
+            )
+    return settings
 
 
 def _check_schedule(settings: LearnerSettings) -> None:
@@ -216,12 +217,3 @@ def _check_schedule(settings: LearnerSettings) -> None:
             "learner.wsd_decay_steps has no meaning with "
             f'learner.lr_schedule = "{learner.lr_schedule}"'
         )
-
-
-def _check_profile(settings: LearnerSettings) -> None:
-    profile, ranks = settings.profile, settings.learner.ranks
-    if profile.steps is not None and profile.steps[0] > profile.steps[1]:
-        raise ConfigError(f"profile.steps must be [first, last], got {list(profile.steps)}")
-    for rank in profile.ranks:
-        if rank >= ranks:
-            raise ConfigError(f"profile.ranks names rank {rank}, there are {ranks} (learner.ranks)")

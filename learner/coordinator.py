@@ -39,13 +39,7 @@ class Coordinator:
     """One rank's view of what rank 0 asks for all of them."""
 
     def __init__(self, leader: LeadingLink | None, topology: "Topology", stop: StopRequest) -> None:
-        """Connect the ranks.
-
-        Args:
-            leader: where batches come from and results go; on rank 0 alone.
-            topology: this rank's place.
-            stop: whether rank 0 has been asked to stop.
-        """
+        """Connect the ranks; rank 0 alone has a ``leader``."""
         self._leader = leader
         self._topology = topology
         self._stop = stop

@@ -64,16 +64,7 @@ class LearnerLoop:
         coordinator: Coordinator,
         clock: PhaseClock,
     ) -> None:
-        """Prepare to train.
-
-        Args:
-            settings: the learner's.
-            topology: this rank's place.
-            policy: what is trained, with the weights to start from.
-            algorithm: of the run.
-            link: where payloads come from, on one rank of each replica; None on the others.
-            coordinator: asks for all ranks.
-            clock: what this rank spends its time on.
+        """Prepare to train; one rank of each replica has a ``link`` that payloads come from.
 
         Raises:
             ConfigError: checkpoints cannot be written.
@@ -114,8 +105,15 @@ class LearnerLoop:
         if isinstance(order, StopTraining):
             self._saver.on_stop(version)
             self._coordinator.end()
-        else:
-            self._finish(version, order)
+            return
+        with self._clock.phase("checkpoint"):
+            self._saver.at_end(version)
+        self._saver.note(order.evaluations)
+        self._coordinator.leave()  # the other roles may leave, too
+        self._coordinator.end()
+        if self._settings.checkpoint.export_at_end:
+            folder = self._settings.run.folder / "model"
+            save_hf_folder(self._policy.model, folder, self._settings.model)
 
     def _start(self) -> PolicyVersion:
         """Take over the run at the step of the weights held, and publish them."""
@@ -167,7 +165,10 @@ class LearnerLoop:
         if self._algorithm.renews_reference(version.step):
             self._policy.renew_reference()
         figures["time/step"] = time.monotonic() - started
-        figures |= self._phase_figures() | self._saver.figures()
+        reported, self._reported_s = self._reported_s, self._clock.seconds()
+        for name, total in self._reported_s.items():  # which add up to all the time since then
+            figures[PHASE_TIME + name] = total - reported.get(name, 0.0)
+        figures |= self._saver.figures()
         with self._clock.phase("commit"):
             committed = self._coordinator.commit(version, figures, outcome.num_tokens)
             self._saver.note(committed.evaluations)
@@ -220,20 +221,3 @@ class LearnerLoop:
                 name = bad or "a tensor that another learner rank's log names"
                 raise PublishError(f"{version.label} is not published: {name} holds NaN or inf")
             coordinator.publish(version, slot)
-
-    def _finish(self, version: PolicyVersion, complete: RunComplete) -> None:
-        """Save the policy that the run ends with, and let the other roles leave."""
-        with self._clock.phase("checkpoint"):
-            self._saver.at_end(version)
-        self._saver.note(complete.evaluations)
-        self._coordinator.leave()
-        self._coordinator.end()
-        if self._settings.checkpoint.export_at_end:
-            folder = self._settings.run.folder / "model"
-            save_hf_folder(self._policy.model, folder, self._settings.model)
-
-    def _phase_figures(self) -> dict[str, float]:
-        """Return the seconds in each phase since the last commit, which add up to all the time."""
-        seconds = self._clock.seconds()
-        reported, self._reported_s = self._reported_s, seconds
-        return {PHASE_TIME + name: seconds[name] - reported.get(name, 0.0) for name in seconds}

@@ -64,7 +64,7 @@ def main() -> int:
             stop.listen()
         device.prepare()
         from slipstream.learner.launch import Launch, join_ranks, run_learner
-        from slipstream.learner.publish.relay_link import RelayLaunch
+        from slipstream.learner.publish.relay_process import RelayLaunch
 
         lifeline = os.environ.get(LIFELINE_VARIABLE)  # noqa: TID251 from our parent
         launch = Launch(

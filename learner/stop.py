@@ -37,7 +37,4 @@ class StopRequest:
         if not self._is_deferring or self.requested:
             raise SystemExit(0)
         self.requested = True
-        _log.info(
-            "%s: stopping; a second signal ends at once",
-            signal.Signals(signum).name,
-        )
+        _log.info("%s: stopping; a second signal ends at once", signal.Signals(signum).name)

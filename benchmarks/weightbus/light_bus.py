@@ -15,7 +15,8 @@ from benchmarks.broker.process import ROOT, cpu_s, work_folder
 from benchmarks.weightbus.agent import SIZES
 from slipstream.learner.batches.background import BackgroundLoop
 from slipstream.learner.model.shards import is_finite
-from slipstream.learner.publish.relay_link import RelayLaunch, RelayLink
+from slipstream.learner.publish.relay_link import RelayLink
+from slipstream.learner.publish.relay_process import RelayLaunch
 from slipstream.weightbus.version.shared_memory import SharedSlots
 from slipstream.weightbus.version.slots import NUM_SLOTS
 from slipstream.weightbus.version.snapshot import tensor_views

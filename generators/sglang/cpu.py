@@ -22,26 +22,7 @@ _keep_alive: list[torch.library.Library] = []
 def prepare() -> None:
     """Make this process, and what it forks, able to import and run SGLang on a CPU."""
     define_torchvision_operators()
-    _stand_in_for_sgl_kernel()
-
-
-def define_torchvision_operators() -> None:
-    """Declare two operators without which ``import torchvision`` fails beside a CPU torch.
-
-    The published wheel of torchvision is linked to a CUDA torch; text models call none of it,
-    but transformers imports it.
-    """
-    if torch.version.cuda is not None or _keep_alive:
-        return
-    library = torch.library.Library("torchvision", "FRAGMENT")  # type: ignore[no-untyped-call]
-    for name in ("nms", "qnms"):
-        schema = f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
-        library.define(schema)  # type: ignore[no-untyped-call]
-    _keep_alive.append(library)
-
-
-def _stand_in_for_sgl_kernel() -> None:
-    """SGLang imports its GPU kernels at the top of modules whose CPU paths never call them."""
+    # SGLang imports its GPU kernels at the top of modules whose CPU paths never call them.
 
     def missing(name: str) -> Callable[..., None]:
         if name.startswith("__"):
@@ -57,6 +38,21 @@ def _stand_in_for_sgl_kernel() -> None:
     module.__path__ = []
     module.__dict__["__getattr__"] = missing
     sys.modules["sgl_kernel"] = module
+
+
+def define_torchvision_operators() -> None:
+    """Declare two operators without which ``import torchvision`` fails beside a CPU torch.
+
+    The published wheel of torchvision is linked to a CUDA torch; text models call none of it,
+    but transformers imports it.
+    """
+    if torch.version.cuda is not None or _keep_alive:
+        return
+    library = torch.library.Library("torchvision", "FRAGMENT")  # type: ignore[no-untyped-call]
+    for name in ("nms", "qnms"):
+        schema = f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
+        library.define(schema)  # type: ignore[no-untyped-call]
+    _keep_alive.append(library)
 
 
 def batch_decode_attention() -> None:

@@ -43,14 +43,9 @@ class SglangEngine:
     ) -> None:
         """Connect to a server.
 
-        Args:
-            url: of its HTTP interface.
-            api_key: that it was started with.
-            request_timeout_s: limit for a request for responses.
-            control_timeout_s: limit for a command.
-            load_timeout_s: limit for loading a whole version; None is control_timeout_s.
-            in_flight: what a pause does to unfinished responses (weightbus.in_flight); with
-                in_place the server must cache no prefixes.
+        ``control_timeout_s`` limits a command, ``load_timeout_s`` the load of a whole version; None
+        is the same. ``in_flight`` is what a pause does to unfinished responses
+        (weightbus.in_flight); with in_place the server must cache no prefixes.
         """
         self._url = url
         self._in_flight = in_flight
@@ -78,7 +73,17 @@ class SglangEngine:
         seeds: Sequence[int] = (),
     ) -> list[Completion]:
         """Return ``count`` independent responses; raises EngineError when there are none."""
-        sampling = _sampling_params(params)
+        sampling: dict[str, Any] = {
+            "temperature": params.temperature,
+            "max_new_tokens": params.max_new_tokens,
+            "min_new_tokens": params.min_new_tokens,
+            "top_p": params.top_p,
+            "top_k": params.top_k,
+        }
+        if params.stop:
+            sampling["stop"] = params.stop
+        if params.stop_token_ids:
+            sampling["stop_token_ids"] = params.stop_token_ids
         body = {
             "input_ids": [prompt_ids] * count,
             "sampling_params": [{**sampling, "sampling_seed": seed} for seed in seeds] or sampling,
@@ -86,7 +91,7 @@ class SglangEngine:
         }
         self._num_in_flight += count
         try:
-            answers = await self._post("/generate", body, self._request_timeout)
+            answers = await self._request("POST", "/generate", body, self._request_timeout)
         finally:
             self._num_in_flight -= count
         if not isinstance(answers, list) or len(answers) != count:
@@ -223,17 +228,12 @@ class SglangEngine:
     async def _control(
         self, path: str, body: dict[str, Any], limit: aiohttp.ClientTimeout | None = None
     ) -> dict[str, Any]:
-        answer = await self._post(path, body, limit or self._control_timeout)
+        answer = await self._request("POST", path, body, limit or self._control_timeout)
         if not isinstance(answer, dict):
             return {}
         if answer.get("success") is False:
             raise EngineError(f"SGLang {path}: {answer.get('message', answer)}")
         return answer
-
-    async def _post(
-        self, path: str, body: dict[str, Any], limit: aiohttp.ClientTimeout
-    ) -> dict[str, Any] | list[dict[str, Any]]:
-        return await self._request("POST", path, body, limit)
 
     async def _request(
         self, method: str, path: str, body: dict[str, Any] | None, limit: aiohttp.ClientTimeout
@@ -253,21 +253,6 @@ class SglangEngine:
         except (aiohttp.ClientError, msgspec.DecodeError) as error:
             raise EngineError(f"SGLang {path}: {type(error).__name__} {error}") from error
         return answer
-
-
-def _sampling_params(params: SamplingParams) -> dict[str, Any]:
-    sampling: dict[str, Any] = {
-        "temperature": params.temperature,
-        "max_new_tokens": params.max_new_tokens,
-        "min_new_tokens": params.min_new_tokens,
-        "top_p": params.top_p,
-        "top_k": params.top_k,
-    }
-    if params.stop:
-        sampling["stop"] = params.stop
-    if params.stop_token_ids:
-        sampling["stop_token_ids"] = params.stop_token_ids
-    return sampling
 
 
 def _completion(answer: dict[str, Any]) -> Completion:

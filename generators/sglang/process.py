@@ -105,7 +105,13 @@ class SglangProcess:
         )
         async with aiohttp.ClientSession(headers=headers) as http:
             while not await _answers(http, self.url):
-                self._check_start()
+                code = self.process.poll()
+                if code is not None:  # it was given no chance
+                    reason = last_lines(self.log_file, 1).strip()
+                    raise ConfigError(
+                        f"SGLang ended with code {code} at its start: {reason} "
+                        f"(run.model, [generators], {self.log_file})"
+                    )
                 self.note_shared_memory()
                 if patience.is_over():
                     raise ChildDiedError(
@@ -118,19 +124,11 @@ class SglangProcess:
         """Record which shared memory the server holds: once it is killed, nothing else does."""
         held: set[str] = set()
         for pid in session_members(self.process.pid):
-            held.update(_shared_memory_of(pid))
+            with suppress(OSError):
+                lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+                held.update(line.split()[-1] for line in lines if str(_SHARED_MEMORY) in line)
         if held:
             (self.scratch / _NOTES).write_text("\n".join(sorted(held)))
-
-    def _check_start(self) -> None:
-        """Raise ConfigError if the server ended before it answered: it was given no chance."""
-        code = self.process.poll()
-        if code is not None:
-            reason = last_lines(self.log_file, 1).strip()
-            raise ConfigError(
-                f"SGLang ended with code {code} at its start: {reason} "
-                f"(run.model, [generators], {self.log_file})"
-            )
 
     def check_alive(self) -> None:
         """Raise ChildDiedError, with the last lines of the log, if the server ended."""
@@ -149,7 +147,8 @@ class SglangProcess:
         except subprocess.TimeoutExpired:
             self.process.kill()
         for pid in session_members(self.process.pid):
-            _kill(pid)
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
         self.process.wait()
         self.clean()
 
@@ -175,14 +174,6 @@ def session_members(session: int) -> Iterator[int]:
         with suppress(ProcessLookupError):
             if os.getsid(pid) == session:
                 yield pid
-
-
-def _shared_memory_of(pid: int) -> set[str]:
-    try:
-        maps = Path(f"/proc/{pid}/maps").read_text()
-    except OSError:
-        return set()
-    return {line.split()[-1] for line in maps.splitlines() if str(_SHARED_MEMORY) in line}
 
 
 def server_flags(
@@ -267,7 +258,12 @@ def free_port() -> int:
     The server binds it seconds later. A port of that range may be taken meanwhile, even by the
     probe for the server, which would connect to itself.
     """
-    first = _first_ephemeral_port()
+    try:
+        first = int(_PORT_RANGE.read_text().split()[0])
+    except (OSError, ValueError, IndexError):
+        first = _USUAL_FIRST_PORT
+    if first < _LOWEST_PORT + _PORT_TRIES:
+        first = _USUAL_FIRST_PORT
     for port in random.sample(range(_LOWEST_PORT, first), _PORT_TRIES):
         with socket.socket() as probe:
             try:
@@ -276,16 +272,3 @@ def free_port() -> int:
                 continue
             return port
     raise ConfigError(f"no port between {_LOWEST_PORT} and {first} is free for SGLang")
-
-
-def _first_ephemeral_port() -> int:
-    try:
-        first = int(_PORT_RANGE.read_text().split()[0])
-    except (OSError, ValueError, IndexError):
-        first = _USUAL_FIRST_PORT
-    return first if first >= _LOWEST_PORT + _PORT_TRIES else _USUAL_FIRST_PORT
-
-
-def _kill(pid: int) -> None:
-    with suppress(ProcessLookupError):
-        os.kill(pid, signal.SIGKILL)

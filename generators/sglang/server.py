@@ -20,51 +20,41 @@ except ConfigError as refused:
     raise SystemExit(str(refused)) from refused
 
 
-def _flags(settings: dict[str, str | int | float | bool]) -> list[str]:
-    argv: list[str] = []
-    for name, value in settings.items():
-        flag = "--" + name.replace("_", "-")
-        if value is True:
-            argv.append(flag)
-        elif value is not False:
-            argv += [flag, str(value)]
-    return argv
-
-
 def main() -> None:
     """Read one JSON object from stdin and serve until killed."""
     order = json.loads(sys.stdin.read())
     die_with_parent(order["parent_pid"])
-    settings = order["flags"]
     on_cpu = order["device"] == "cpu"
     from slipstream.generators.sglang import cpu  # torch takes seconds to import
 
     if on_cpu:
         cpu.prepare()
-        _fork_instead_of_spawn()
+        original = multiprocessing.set_start_method
+
+        def set_start_method(_method: str | None, *, force: bool = False) -> None:
+            """SGLang asks for ``spawn`` when it starts; on a CPU it gets ``fork``."""
+            del force
+            original("fork", force=True)
+
+        multiprocessing.set_start_method = set_start_method  # type: ignore[assignment]
     from sglang.launch_server import run_server
     from sglang.srt.entrypoints import http_server  # noqa: F401 slow: before the fork
     from sglang.srt.managers import detokenizer_manager, scheduler  # noqa: F401
     from sglang.srt.server_args import ServerArgs, prepare_server_args
 
     known = set(ServerArgs.__struct_fields__)
-    for name in settings:
+    argv: list[str] = []
+    for name, value in order["flags"].items():
         if name.replace("-", "_") not in known:
             raise SystemExit(f"generators.sglang.{name} is not a setting of this SGLang")
+        flag = "--" + name.replace("_", "-")
+        if value is True:
+            argv.append(flag)
+        elif value is not False:
+            argv += [flag, str(value)]
     if on_cpu:
         cpu.batch_decode_attention()
-    run_server(prepare_server_args(_flags(settings)))
-
-
-def _fork_instead_of_spawn() -> None:
-    """SGLang asks for ``spawn`` when it starts; on a CPU it gets ``fork``."""
-    original = multiprocessing.set_start_method
-
-    def set_start_method(_method: str | None, *, force: bool = False) -> None:
-        del force
-        original("fork", force=True)
-
-    multiprocessing.set_start_method = set_start_method  # type: ignore[assignment]
+    run_server(prepare_server_args(argv))
 
 
 if __name__ == "__main__":

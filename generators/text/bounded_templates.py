@@ -107,14 +107,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         return safe
 
     @override
-    def call(
-        self,
-        context: Context,
-        obj: Any,
-        /,
-        *arguments: Any,
-        **named: Any,
-    ) -> Any:
+    def call(self, context: Context, obj: Any, /, *arguments: Any, **named: Any) -> Any:
         """Call a function, unless it is a text's method with a large number as argument."""
         text = getattr(obj, "__self__", None)
         if isinstance(text, str):

@@ -83,13 +83,15 @@ def load_chat_template(
     origin = folder / "chat_template.jinja"
     if override_file:
         origin = Path(override_file)
-        source = _read(origin)
+        source: Any = _read(origin)
     elif origin.is_file():
         source = _read(origin)
     else:
         origin = folder / "tokenizer_config.json"
-        source = _default_template(tokenizer.get("chat_template"))
-    if not source:
+        source = tokenizer.get("chat_template")
+        if isinstance(source, list):  # several templates by name
+            source = {entry["name"]: entry["template"] for entry in source}.get("default")
+    if not source or not isinstance(source, str):
         return None
     variables = {**special_tokens(folder, tokenizer), **kwargs}
     return ChatTemplate(source, variables, origin=f"{origin} (sampling.chat_template)")
@@ -119,13 +121,6 @@ def read_json(path: Path) -> dict[str, Any]:
     except ValueError as error:
         raise ConfigError(f"{path} is not valid JSON (run.model): {error}") from error
     return content
-
-
-def _default_template(value: Any) -> str:  # noqa: ANN401 JSON
-    if isinstance(value, list):  # several templates by name
-        named = {entry["name"]: entry["template"] for entry in value}
-        value = named.get("default")
-    return value if isinstance(value, str) else ""
 
 
 def _read(path: Path) -> str:

@@ -50,19 +50,18 @@ class TextCodec:
         self._template = load_chat_template(
             model_folder, sampling.chat_template, sampling.chat_template_kwargs
         )
-        self.end_token_ids = tuple(
-            sorted({*self._end_token_ids(model_folder), *sampling.stop_token_ids})
-        )
-
-    def _end_token_ids(self, folder: Path) -> set[int]:
-        """Return the tokens that end a response, as the engine collects them."""
-        ids: set[int] = set()
+        ends = set(sampling.stop_token_ids)  # that end a response, as the engine collects them
         for name in ("config.json", "generation_config.json"):
-            ids.update(_ids(read_json(folder / name).get("eos_token_id")))
-        eos = token_text(read_json(folder / "tokenizer_config.json").get("eos_token"))
-        texts = (eos, *_ALSO_END) if eos else _ALSO_END
-        found = (self._tokenizer.token_to_id(text) for text in texts)
-        return ids | {token_id for token_id in found if token_id is not None}
+            match read_json(model_folder / name).get("eos_token_id"):
+                case list() as several:
+                    ends.update(several)
+                case int() as one:
+                    ends.add(one)
+        eos = token_text(read_json(model_folder / "tokenizer_config.json").get("eos_token"))
+        for text in (eos, *_ALSO_END) if eos else _ALSO_END:
+            if (token_id := self._tokenizer.token_to_id(text)) is not None:
+                ends.add(token_id)
+        self.end_token_ids = tuple(sorted(ends))
 
     def text(self, prompt: Prompt) -> str:
         """Return the model's input: text as it is, turns through the chat template.
@@ -156,9 +155,3 @@ def _name(prompt: Prompt) -> str:
     if prompt.row >= 0:
         return f"row {prompt.row} of {prompt.data_source}"
     return f"prompt {prompt.text[:40]!r}"
-
-
-def _ids(value: int | list[int] | None) -> list[int]:
-    if value is None:
-        return []
-    return value if isinstance(value, list) else [value]

@@ -12,7 +12,8 @@ from slipstream.learner.batches.orders import Rejection, StepPlan, plan_batch
 from slipstream.learner.batches.payload_link import PayloadLink
 from slipstream.learner.batches.prefetch import EarlyPlans
 from slipstream.learner.config import LearnerSettings
-from slipstream.learner.publish.relay_link import RelayLaunch, RelayLink
+from slipstream.learner.publish.relay_link import RelayLink
+from slipstream.learner.publish.relay_process import RelayLaunch
 from slipstream.wire.errors import ProtocolError, RefusedError
 from slipstream.wire.files.checkpoints import CheckpointInfo
 from slipstream.wire.messages.broker import (
@@ -59,13 +60,7 @@ class LeaderLink(PayloadLink):
     ) -> None:
         """Connect to the broker; the weight relay is started with ``open_weights``.
 
-        Args:
-            loop: that runs both.
-            settings: the learner's.
-            clock: what the learner spends its time on, for its reports.
-            should_stop: whether the learner has been asked to stop.
-            relay: how its weight relay is started.
-            early: how the other ranks learn of batches to come; None where there are none.
+        ``early`` is how the other ranks learn of batches to come; None where there are none.
 
         Raises:
             PeerLostError: no broker answers.
@@ -81,11 +76,8 @@ class LeaderLink(PayloadLink):
         self._found: StepPlan | None = None  # of a coming step
         self._posted: int | None = None  # the step that was posted for the other ranks
         settings.run.make_socket_folder()
-        self._relay = loop.run(self._make_relay(settings, relay))
+        self._relay = RelayLink(settings.run.endpoint("relay"), relay)
         loop.start(self._reports())
-
-    async def _make_relay(self, settings: LearnerSettings, relay: RelayLaunch) -> RelayLink:
-        return RelayLink(settings.run.endpoint("relay"), relay)
 
     @property
     def run_id(self) -> str:

@@ -57,11 +57,6 @@ def unpack(
 ) -> TrainSequence:
     """Return a trajectory's arrays without copying them.
 
-    Args:
-        header: the sender's description of it.
-        payload: its arrays.
-        vocab_size: token ids are below it.
-
     Raises:
         ProtocolError: it is none that this model could have sampled: header and payload do not
             belong together, a token is outside the vocabulary, the loss mask is not on the
@@ -141,6 +136,9 @@ def pack(sequences: Sequence[TrainSequence], device: torch.device) -> PackedBatc
     """Lay sequences end to end, without padding."""
     lengths = [len(sequence.token_ids) for sequence in sequences]
     cu_seqlens = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+    ends = {s.end_token_ids for s in sequences if s.end_barred is not None}
+    if len(ends) > 1:
+        raise ProtocolError("trajectories of one batch disagree on the tokens that end a response")
 
     def per_token(values: list[float]) -> Tensor:
         return torch.from_numpy(np.repeat(np.array(values, np.float32), lengths)).to(device)
@@ -161,23 +159,18 @@ def pack(sequences: Sequence[TrainSequence], device: torch.device) -> PackedBatc
             if all(s.version_steps is not None for s in sequences)
             else None
         ),
-        end_barred=_end_barred(sequences, device),
-        end_token_ids=max(
-            (s.end_token_ids for s in sequences if s.end_barred is not None), default=()
+        end_barred=(
+            joined(
+                [
+                    np.zeros(len(s.token_ids), np.bool_) if s.end_barred is None else s.end_barred
+                    for s in sequences
+                ]
+            )
+            if ends
+            else None
         ),
+        end_token_ids=max(ends, default=()),
     )
-
-
-def _end_barred(sequences: Sequence[TrainSequence], device: torch.device) -> Tensor | None:
-    if all(s.end_barred is None for s in sequences):
-        return None
-    if len({s.end_token_ids for s in sequences if s.end_barred is not None}) != 1:
-        raise ProtocolError("trajectories of one batch disagree on the tokens that end a response")
-    parts = [
-        np.zeros(len(s.token_ids), np.bool_) if s.end_barred is None else s.end_barred
-        for s in sequences
-    ]
-    return torch.from_numpy(np.concatenate(parts)).to(device)
 
 
 def _array(packed: PackedArray) -> NDArray[Any]:

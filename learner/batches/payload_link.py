@@ -31,14 +31,9 @@ class PayloadLink:
         replica: int,
         early: EarlyPlans | None,
     ) -> None:
-        """Connect to the broker.
+        """Connect to the broker, under a name that is stable over restarts.
 
-        Args:
-            loop: that runs the connection.
-            settings: the learner's.
-            name: of this client, stable over restarts.
-            replica: this rank's data-parallel replica.
-            early: how ranks learn of batches to come; None where there is one replica alone.
+        ``early`` is how ranks learn of batches to come; None where there is one replica alone.
 
         Raises:
             PeerLostError: no broker answers.

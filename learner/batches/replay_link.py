@@ -85,10 +85,8 @@ def _batch(
 def refuse_partial_steps(steps: Iterable[int], *, path: Path, until: int) -> None:
     """See that a recording holds whole steps, one after the other; the last one may be smaller.
 
-    Args:
-        steps: the step of each group of the file, in order.
-        path: the file.
-        until: this step and later ones are not trained, so they are not looked at.
+    ``steps`` are those of the groups in the file, in order. From ``until`` on they are not trained,
+    so they are not looked at.
 
     Raises:
         ConfigError: naming the step that is missing or was not recorded whole.
@@ -214,10 +212,7 @@ class ReplayLink:
         )
 
     def commit(
-        self,
-        version: PolicyVersion,
-        metrics: dict[str, float],
-        num_tokens: int,
+        self, version: PolicyVersion, metrics: dict[str, float], num_tokens: int
     ) -> StepCommitted:
         """Append the figures of a step to a file."""
         row = {"step": version.step, "tokens": num_tokens, **metrics}

@@ -17,10 +17,7 @@ _log = logging.getLogger(__name__)
 def fetch_payloads(order: StepPlan, topology: Topology, link: RankLink | None) -> list[Frame]:
     """Return the payloads of this rank's replica, in the order of ``wanted``; all ranks call this.
 
-    Args:
-        order: what is to be trained.
-        topology: this rank's place.
-        link: where payloads come from, on the one rank of the replica that fetches them.
+    One rank of the replica has a link and fetches them for all.
 
     Raises:
         SlipstreamError: on every rank, if any of them could not fetch its payloads.
@@ -54,13 +51,7 @@ def unpack_share(
 ) -> dict[int, TrainSequence] | Rejection:
     """Return this replica's sequences by index, or why no rank trains the step.
 
-    All ranks call this, and all of them train or none.
-
-    Args:
-        order: what is to be trained.
-        topology: this rank's place.
-        frames: of ``fetch_payloads``.
-        vocab_size: of the model.
+    All ranks call this with the result of ``fetch_payloads``, and all of them train or none.
     """
     headers = order.headers
     sequences: dict[int, TrainSequence] = {}

@@ -17,11 +17,8 @@ from slipstream.wire.process.logs import start_logging
 def export_checkpoint(checkpoint: Path, out: Path) -> None:
     """Write the weights of a checkpoint with config and tokenizer of the model it came from.
 
-    Call it after ``device.prepare()``, in a process without a topology.
-
-    Args:
-        checkpoint: its folder.
-        out: what to write; a folder of that name is replaced.
+    A folder ``out`` is replaced. Call it after ``device.prepare()``, in a process without
+    a topology.
 
     Raises:
         ConfigError: no checkpoint, or the model that it came from is gone or another.
@@ -29,7 +26,7 @@ def export_checkpoint(checkpoint: Path, out: Path) -> None:
     import torch
     from torch.distributed import HashStore  # type: ignore[attr-defined]  # not in torch's stubs
 
-    from slipstream.learner.checkpoints.files import load_weights
+    from slipstream.learner.checkpoints.loading import load_weights
     from slipstream.learner.model.gpt import build_model
     from slipstream.learner.model.hf_config import load_hf_config
     from slipstream.learner.model.hf_weights import save_hf_folder

@@ -1,4 +1,4 @@
-"""Writes and reads checkpoints, all ranks together, with Megatron's distributed checkpointing.
+"""Writes checkpoints, all ranks together, with Megatron's distributed checkpointing.
 
 A checkpoint is written into a folder of another name, synced to disk and renamed by rank 0 when
 every rank is done: one that bears its name is complete. Whatever goes wrong on any rank, all
@@ -8,7 +8,6 @@ Tensors are written by torch's own writer in this process. Megatron's default st
 and forks writer processes, which takes seconds and forks a process with running threads.
 """
 
-import hashlib
 import logging
 import random
 import shutil
@@ -19,7 +18,6 @@ from typing import Any, TypeVar
 
 import msgspec
 import torch
-from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import (
     CheckpointingConfig,
     CheckpointingException,
@@ -33,7 +31,6 @@ from megatron.core.dist_checkpointing.strategies.torch import (
     _replace_state_dict_keys_with_sharded_keys,
     mcore_to_pyt_state_dict,
 )
-from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
@@ -41,10 +38,8 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.state_dict_saver import save as save_with_torch
 from typing_extensions import override
 
-from slipstream.learner.checkpoints.digests import damage_of, write_digests
+from slipstream.learner.checkpoints.digests import write_digests
 from slipstream.learner.model.collectives import any_rank
-from slipstream.learner.model.hf_config import HfConfig
-from slipstream.learner.model.hf_weights import hf_shapes
 from slipstream.learner.model.topology import Topology
 from slipstream.learner.training.policy import Policy
 from slipstream.wire.errors import ConfigError, SlipstreamError
@@ -66,10 +61,6 @@ T = TypeVar("T")
 
 class CheckpointError(SlipstreamError):
     """A checkpoint could not be written; those written before are untouched."""
-
-
-class DamagedCheckpointError(ConfigError):
-    """A checkpoint cannot be read: a part of it is missing or cut off."""
 
 
 def prepare_folder(folder: Path) -> None:
@@ -106,14 +97,9 @@ def save_checkpoint(
     info: CheckpointInfo,
     ledger: Callable[[], bytes],
 ) -> Path:
-    """Write one checkpoint and return its folder; every rank calls this.
+    """Write a checkpoint into RUN/checkpoints and return its folder; every rank calls this.
 
-    Args:
-        policy: what is saved, with the state of the random numbers.
-        topology: this rank's place.
-        folder: RUN/checkpoints.
-        info: the contents of checkpoint.json.
-        ledger: gives the broker's ledger; rank 0 calls it.
+    Rank 0 calls ``ledger`` for that of the broker.
 
     Raises:
         CheckpointError: on every rank, if any of them failed; nothing is left behind.
@@ -123,7 +109,11 @@ def save_checkpoint(
     together = _Together(final, topology)
     try:
         together.on_rank_0(lambda: _begin(unfinished, info, ledger()))
-        sharded, common = together.on_all(lambda: _state_to_save(policy, topology))
+        sharded, common = together.on_all(  # what is split over ranks, what all hold alike
+            lambda: save_preprocess(
+                {**policy.sharded_state(is_loading=False), "rng": random_state(topology)}
+            )
+        )
         together.on_rank_0(lambda: torch.save(common, unfinished / COMMON_STATE_FNAME))
         together.on_all(lambda: _write_tensors(sharded, unfinished))
         together.on_rank_0(lambda: _finish(unfinished, final))
@@ -131,130 +121,6 @@ def save_checkpoint(
         if topology.rank == 0:
             shutil.rmtree(unfinished, ignore_errors=True)
     return final
-
-
-def load_checkpoint(policy: Policy, topology: Topology, folder: Path, info: CheckpointInfo) -> None:
-    """Fill model, optimizer, schedule and random numbers from a checkpoint; every rank calls this.
-
-    It may have been written by other parallel sizes. Random numbers are restored where the sizes
-    are the same; otherwise they stay as they were seeded.
-
-    Raises:
-        ConfigError: it is of another model.
-        DamagedCheckpointError: on every rank, if any of them cannot read it.
-    """
-    refuse_other_model(policy.model, folder, info)
-    if policy.critic is not None and not info.has_critic:
-        raise ConfigError(
-            f"{folder} holds no critic, and algo.advantage needs one: resume with the algorithm "
-            "that wrote it, or export it and start a run from it (run.model)"
-        )
-    same = (info.ranks, info.tensor_parallel) == (topology.world_size, topology.tensor_parallel)
-    wanted = policy.sharded_state(is_loading=True, has_reference=info.has_reference)
-    if info.has_reference and not policy.renews_reference:
-        _log.warning(
-            "%s holds a renewed reference policy, and algo.kl.renew_every is 0: it is the one of "
-            "algo.kl.reference again",
-            folder.name,
-        )
-    if policy.renews_reference and not info.has_reference:
-        _log.info("%s holds no reference policy: it starts as algo.kl.reference", folder.name)
-    if same:
-        wanted["rng"] = _rng(topology)
-    failure: DamagedCheckpointError | None = None
-    state: dict[str, Any] = {}
-    try:
-        if topology.rank == 0:
-            _refuse_damaged(folder)
-    except DamagedCheckpointError as error:
-        failure = error
-    if not any_rank(failure is not None, world_size=topology.world_size):
-        try:
-            state = _load(wanted, folder)
-        except DamagedCheckpointError as error:
-            failure = error
-    if any_rank(failure is not None, world_size=topology.world_size):
-        raise failure or DamagedCheckpointError(
-            f"cannot read the checkpoint {folder}: another learner rank failed"
-        )
-    policy.load_state(state)
-    if same:
-        random.setstate(state["rng"]["python"])
-        torch.cuda.set_rng_state(state["rng"]["cuda"])
-        torch.set_rng_state(state["rng"]["torch"])
-        get_cuda_rng_tracker().set_states(state["rng"]["megatron"])
-    else:
-        _log.info(
-            "%s was written by %d ranks with tensor parallelism %d: random numbers start over",
-            folder.name,
-            info.ranks,
-            info.tensor_parallel,
-        )
-
-
-def load_weights(model: GPTModel, folder: Path, info: CheckpointInfo) -> None:
-    """Fill a model alone from a checkpoint of any layout.
-
-    Raises:
-        ConfigError: it is of another model.
-        DamagedCheckpointError: it cannot be read.
-    """
-    refuse_other_model(model, folder, info)
-    _refuse_damaged(folder)
-    state = _load({"model": model.sharded_state_dict()}, folder)
-    model.load_state_dict(state["model"])
-
-
-def architecture_of(hf: HfConfig) -> dict[str, int | float | bool | str]:
-    """Return what decides what the parameters mean, however config.json writes it."""
-    return {
-        "model_type": hf.model_type,
-        "vocab_size": hf.vocab_size,
-        "hidden_size": hf.hidden_size,
-        "intermediate_size": hf.intermediate_size,
-        "num_hidden_layers": hf.num_hidden_layers,
-        "num_attention_heads": hf.num_attention_heads,
-        "num_key_value_heads": hf.num_query_groups,
-        "head_dim": hf.kv_channels,
-        "rms_norm_eps": hf.rms_norm_eps,
-        "rope_theta": hf.rotary_base,
-        "tie_word_embeddings": hf.tie_word_embeddings,
-    }
-
-
-def parameters_hash(model: GPTModel) -> str:
-    """Return a hash of the names and whole shapes of all parameters; the same in any layout."""
-    lines = [f"{name} {list(shape)}\n" for name, shape in sorted(hf_shapes(model).items())]
-    return hashlib.sha256("".join(lines).encode()).hexdigest()
-
-
-def dtype_name(model: GPTModel) -> str:
-    """Return the type of the parameters, e.g. ``bfloat16``."""
-    return str(model.config.params_dtype).removeprefix("torch.")
-
-
-def refuse_other_model(model: GPTModel, folder: Path, info: CheckpointInfo) -> None:
-    """Compare a checkpoint with the model that is to be filled.
-
-    Raises:
-        ConfigError: saying what differs.
-    """
-    ours = architecture_of(model.hf_config)
-    differing = [
-        f"{name} is {info.architecture.get(name)!r} there and {value!r} here"
-        for name, value in ours.items()
-        if info.architecture.get(name) != value
-    ]
-    if not differing and info.parameters != parameters_hash(model):
-        differing = ["the names or shapes of its parameters differ"]
-    dtype = dtype_name(model)
-    if not differing and info.dtype != dtype:
-        differing = [f"its parameters are {info.dtype} there and {dtype} here (learner.dtype)"]
-    if differing:
-        raise ConfigError(
-            f"{folder} is a checkpoint of another model than run.model: {'; '.join(differing)} "
-            "(run.resume_from)"
-        )
 
 
 class _Together:
@@ -280,7 +146,7 @@ class _Together:
         ) as error:
             failure = error
         if any_rank(failure is not None, world_size=self._topology.world_size):
-            reason = _reason(failure) if failure is not None else "another rank failed"
+            reason = reason_of(failure) if failure is not None else "another rank failed"
             raise CheckpointError(
                 f"cannot write the checkpoint {self._target}: {reason}"
             ) from failure
@@ -291,11 +157,11 @@ class _Together:
         self.on_all(part if self._topology.rank == 0 else lambda: None)
 
 
-def _reason(failure: BaseException) -> str:
-    """Return one line about a failure."""
+def reason_of(failure: BaseException) -> str:
+    """Return one line about a failure of a disk or of torch's reader or writer."""
     if isinstance(failure, CheckpointException) and failure.failures:
         rank, (error, _trace) = next(iter(failure.failures.items()))
-        return f"rank {rank}: {_reason(error)}"
+        return f"rank {rank}: {reason_of(error)}"
     if isinstance(failure, OSError) and failure.strerror:
         return failure.strerror
     return str(failure).partition("\n")[0] or type(failure).__name__
@@ -330,13 +196,6 @@ def encode_info(info: CheckpointInfo) -> bytes:
     return msgspec.json.format(msgspec.json.encode(info), indent=2) + b"\n"
 
 
-def _state_to_save(policy: Policy, topology: Topology) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return (what is split over ranks, what every rank holds alike)."""
-    state = {**policy.sharded_state(is_loading=False), "rng": _rng(topology)}
-    sharded, common = save_preprocess(state)
-    return sharded, common
-
-
 def _write_tensors(sharded: dict[str, Any], folder: Path) -> None:
     """Write every rank's part; an error on one rank is raised on all of them."""
     by_key, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded, keep_only_main_replica=True)
@@ -353,26 +212,7 @@ def _finish(unfinished: Path, final: Path) -> None:
     put_in_place(unfinished, final)
 
 
-def _refuse_damaged(folder: Path) -> None:
-    if damage := damage_of(folder):
-        raise DamagedCheckpointError(f"cannot read the checkpoint {folder}: {damage}")
-
-
-def _load(wanted: dict[str, Any], folder: Path) -> dict[str, Any]:
-    if not (folder / COMMON_STATE_FNAME).is_file():  # Megatron's own complaint is no sentence
-        raise DamagedCheckpointError(
-            f"cannot read the checkpoint {folder}: no {COMMON_STATE_FNAME}"
-        )
-    try:
-        state: dict[str, Any] = dist_checkpointing.load(wanted, str(folder))
-    except (Exception, CheckpointException) as error:  # whatever a damaged file leads to
-        raise DamagedCheckpointError(
-            f"cannot read the checkpoint {folder}: {_reason(error)}"
-        ) from error
-    return state
-
-
-def _rng(topology: Topology) -> ShardedObject:
+def random_state(topology: Topology) -> ShardedObject:
     """Return the state of this rank's random numbers."""
     state = {
         "torch": torch.get_rng_state(),

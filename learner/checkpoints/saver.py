@@ -13,13 +13,11 @@ import msgspec
 
 from slipstream.learner.checkpoints.files import (
     CheckpointError,
-    architecture_of,
-    dtype_name,
     encode_info,
-    parameters_hash,
     prepare_folder,
     save_checkpoint,
 )
+from slipstream.learner.checkpoints.identity import architecture_of, dtype_name, parameters_hash
 from slipstream.learner.checkpoints.retention import (
     Resumption,
     best_of,
@@ -70,14 +68,8 @@ class Saver:
     ) -> None:
         """Prepare the run's folder.
 
-        Args:
-            settings: the learner's.
-            topology: this rank's place.
-            policy: what is saved.
-            ledger: gives the broker's ledger; rank 0 calls it.
-            seal: reports (own version, step of a durable checkpoint, step of the oldest one that is
-                kept) to the broker; rank 0 calls it.
-            run_id: the identity of the run, from the broker; on rank 0.
+        Rank 0 calls ``ledger`` for that of the broker, and ``seal`` to report its own version, the
+        step of a durable checkpoint, and that of the oldest one that is kept.
 
         Raises:
             ConfigError: on rank 0, if the folder cannot be written.
@@ -159,7 +151,13 @@ class Saver:
         if due and version != self._saved:
             self._save(version)
         elif self._topology.rank == 0:
-            self._renew_ledger(version)
+            path = self._folder / checkpoint_name(version.step)
+            if path not in self._infos or self._infos[path].version != version:
+                return
+            try:
+                replace_file(path / LEDGER_FILE, ledger_file(self._ledger(version)))
+            except (OSError, SlipstreamError) as error:  # the older one is as good to resume from
+                _log.warning("cannot renew the ledger of %s: %s", path, error)
 
     def on_stop(self, version: PolicyVersion) -> None:
         """Save before an early end, if not done. Every rank calls this.
@@ -189,7 +187,25 @@ class Saver:
 
     def _save(self, version: PolicyVersion, evaluation: EvalPoint | None = None) -> None:
         started = time.monotonic()
-        info = self._describe(version, evaluation)
+        model = self._policy.model
+        info = CheckpointInfo(
+            format_revision=FORMAT_REVISION,
+            run_name=self._settings.run.name,
+            run_id=self._run_id,
+            version=version,
+            saved_at=datetime.now(UTC).isoformat(timespec="seconds"),
+            model=str(self._settings.model.resolve()),
+            architecture=architecture_of(model.hf_config),
+            parameters=parameters_hash(model),
+            dtype=dtype_name(model),
+            ranks=self._topology.world_size,
+            tensor_parallel=self._topology.tensor_parallel,
+            packages={name: package_version(name) for name in _PACKAGES},
+            evaluation=evaluation,
+            has_critic=self._policy.critic is not None,
+            has_reference=self._policy.renews_reference,
+            has_digests=True,
+        )
         path = save_checkpoint(
             self._policy, self._topology, self._folder, info, lambda: self._ledger(version)
         )
@@ -214,36 +230,6 @@ class Saver:
         except SlipstreamError as error:
             _log.warning("cannot seal the steps before %d: %s", version.step, error)
 
-    def _renew_ledger(self, version: PolicyVersion) -> None:
-        path = self._folder / checkpoint_name(version.step)
-        if path not in self._infos or self._infos[path].version != version:
-            return
-        try:
-            replace_file(path / LEDGER_FILE, ledger_file(self._ledger(version)))
-        except (OSError, SlipstreamError) as error:  # the older one is as good to resume from
-            _log.warning("cannot renew the ledger of %s: %s", path, error)
-
-    def _describe(self, version: PolicyVersion, evaluation: EvalPoint | None) -> CheckpointInfo:
-        model = self._policy.model
-        return CheckpointInfo(
-            format_revision=FORMAT_REVISION,
-            run_name=self._settings.run.name,
-            run_id=self._run_id,
-            version=version,
-            saved_at=datetime.now(UTC).isoformat(timespec="seconds"),
-            model=str(self._settings.model.resolve()),
-            architecture=architecture_of(model.hf_config),
-            parameters=parameters_hash(model),
-            dtype=dtype_name(model),
-            ranks=self._topology.world_size,
-            tensor_parallel=self._topology.tensor_parallel,
-            packages={name: package_version(name) for name in _PACKAGES},
-            evaluation=evaluation,
-            has_critic=self._policy.critic is not None,
-            has_reference=self._policy.renews_reference,
-            has_digests=True,
-        )
-
     def _settle(self) -> None:
         """Remove what no rule keeps. best.json is settled first: it never names what is gone."""
         old = to_remove(
@@ -263,7 +249,12 @@ class Saver:
             with suppress(OSError):
                 (self._folder / BEST_FILE).unlink(missing_ok=True)
         for path in doomed:
-            _remove(path)
+            unfinished = path.with_name(f".{path.name}.unfinished")
+            try:  # under another name first, so that no half of it is ever found
+                path.rename(unfinished)
+                shutil.rmtree(unfinished)
+            except OSError as error:
+                _log.warning("cannot remove the old checkpoint %s: %s", path, error.strerror)
 
     def _mark_best(self) -> None:
         metric = self._settings.eval.metric
@@ -284,13 +275,3 @@ class Saver:
         if read_best(self._folder) != marked:
             replace_file(self._folder / BEST_FILE, msgspec.json.encode(marked))
             _log.info("%s is the best so far: %s %.4f", name, metric, value)
-
-
-def _remove(path: Path) -> None:
-    """Take a checkpoint away under another name first, so that no half of it is ever found."""
-    doomed = path.with_name(f".{path.name}.unfinished")
-    try:
-        path.rename(doomed)
-        shutil.rmtree(doomed)
-    except OSError as error:
-        _log.warning("cannot remove the old checkpoint %s: %s", path, error.strerror)

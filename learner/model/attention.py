@@ -64,12 +64,7 @@ class PackedLayout(PackedSeqParams):  # type: ignore[misc]  # megatron is untype
 
 
 def packed_layout(cu_seqlens: Tensor, max_seqlen: int) -> PackedLayout:
-    """Describe a packed microbatch for a model's forward pass.
-
-    Args:
-        cu_seqlens: [B + 1] int32; sequence i holds tokens cu_seqlens[i] to cu_seqlens[i + 1].
-        max_seqlen: the length of the longest sequence.
-    """
+    """Describe a packed microbatch; arguments as in ``group_by_length`` and ``packed_forward``."""
     return PackedLayout(
         qkv_format="thd",
         cu_seqlens_q=cu_seqlens,

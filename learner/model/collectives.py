@@ -45,13 +45,9 @@ def union(flags: Sequence[bool], *, world_size: int) -> list[bool]:
 def broadcast_frames(
     frames: Sequence[Frame] | None, count: int, *, group: dist.ProcessGroup, source: int
 ) -> list[Frame]:
-    """Return one rank's frames on every rank of a group.
+    """Return the frames of rank ``source``, counted over all ranks, on every rank of a group.
 
-    Args:
-        frames: what rank ``source`` sends; the others pass None.
-        count: how many there are, which all of them know.
-        group: the sender and the receivers.
-        source: rank of the sender, counted over all ranks.
+    The others pass None, and all of them know how many frames there are.
     """
     if count == 0:
         return []

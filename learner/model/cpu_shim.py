@@ -90,7 +90,10 @@ class _CudaToCpu(TorchFunctionMode):
             args = (args[0], CPU, *args[2:])
         result = func(*args, **named)
         if func is torch.Tensor.type and len(args) == 1 and not named:
-            return _type_name(result, asked_by=sys._getframe(1).f_globals.get("__name__", ""))
+            # Megatron's optimizer tells parameters apart by comparing with torch.cuda.FloatTensor.
+            caller: str = sys._getframe(1).f_globals.get("__name__", "")
+            if caller.startswith("megatron.core.optimizer"):
+                return result.replace("torch.", "torch.cuda.", 1)
         return result
 
 
@@ -98,13 +101,6 @@ def _is_cuda(device: object) -> bool:
     if isinstance(device, str):
         return device.startswith("cuda")
     return isinstance(device, torch.device) and device.type == "cuda"
-
-
-def _type_name(name: str, *, asked_by: str) -> str:
-    """Megatron's optimizer distinguishes parameters by comparing with torch.cuda.FloatTensor."""
-    if asked_by.startswith("megatron.core.optimizer"):
-        return name.replace("torch.", "torch.cuda.", 1)
-    return name
 
 
 class _Event:

@@ -65,12 +65,8 @@ class TorchRMSNorm(torch.nn.RMSNorm):
 def build_model(hf: HfConfig, *, dtype: torch.dtype, extra: Mapping[str, object]) -> GPTModel:
     """Return this rank's part of the model, with random weights; the topology must be up.
 
-    The model keeps ``hf`` as its attribute ``hf_config``.
-
-    Args:
-        hf: the architecture.
-        dtype: of the parameters.
-        extra: table [learner.megatron], which reaches Megatron's TransformerConfig as it is.
+    The model keeps ``hf`` as its attribute ``hf_config``. The table [learner.megatron], ``extra``,
+    reaches Megatron's TransformerConfig as it is.
 
     Raises:
         ConfigError: an unknown key in ``extra``, or a model that the ranks cannot split.
@@ -123,11 +119,7 @@ def packed_forward(
 
 
 def packed_logits(
-    model: GPTModel,
-    token_ids: Tensor,
-    position_ids: Tensor,
-    cu_seqlens: Tensor,
-    max_seqlen: int,
+    model: GPTModel, token_ids: Tensor, position_ids: Tensor, cu_seqlens: Tensor, max_seqlen: int
 ) -> Tensor:
     """Return the logits [T, V/tp] that follow each token; arguments as in ``packed_forward``."""
     hidden = packed_forward(model, token_ids, position_ids, cu_seqlens, max_seqlen)
@@ -169,9 +161,32 @@ def _transformer_config(
     hf: HfConfig, dtype: torch.dtype, extra: Mapping[str, object]
 ) -> TransformerConfig:
     ranks = parallel_state.get_tensor_model_parallel_world_size()
-    _refuse_uneven_split(hf, ranks)
+    sizes = {
+        "num_attention_heads": hf.num_attention_heads,
+        "num_key_value_heads": hf.num_query_groups,
+        "intermediate_size": hf.intermediate_size,
+    }
+    for name, size in sizes.items():
+        if size % ranks:
+            raise ConfigError(
+                f"{name} of run.model must be a multiple of learner.tensor_parallel, "
+                f"got {size} and {ranks}"
+            )
     fixed: dict[str, object] = {
-        **_architecture(hf),
+        "num_layers": hf.num_hidden_layers,
+        "hidden_size": hf.hidden_size,
+        "ffn_hidden_size": hf.intermediate_size,
+        "num_attention_heads": hf.num_attention_heads,
+        "num_query_groups": hf.num_query_groups,
+        "kv_channels": hf.kv_channels,
+        "normalization": "RMSNorm",
+        "layernorm_epsilon": hf.rms_norm_eps,
+        "gated_linear_unit": True,
+        "activation_func": F.silu,
+        "add_bias_linear": False,
+        "add_qkv_bias": hf.family.has_qkv_bias,
+        "qk_layernorm": hf.family.has_qk_norm,
+        **hf.family.megatron,
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
         "bf16": dtype is torch.bfloat16,
@@ -191,39 +206,6 @@ def _transformer_config(
         return TransformerConfig(**fixed, **{**defaults, **extra})
     except (TypeError, ValueError, AssertionError) as error:
         raise ConfigError(f"Megatron refuses [learner.megatron] {dict(extra)}: {error}") from error
-
-
-def _architecture(hf: HfConfig) -> dict[str, object]:
-    return {
-        "num_layers": hf.num_hidden_layers,
-        "hidden_size": hf.hidden_size,
-        "ffn_hidden_size": hf.intermediate_size,
-        "num_attention_heads": hf.num_attention_heads,
-        "num_query_groups": hf.num_query_groups,
-        "kv_channels": hf.kv_channels,
-        "normalization": "RMSNorm",
-        "layernorm_epsilon": hf.rms_norm_eps,
-        "gated_linear_unit": True,
-        "activation_func": F.silu,
-        "add_bias_linear": False,
-        "add_qkv_bias": hf.family.has_qkv_bias,
-        "qk_layernorm": hf.family.has_qk_norm,
-        **hf.family.megatron,
-    }
-
-
-def _refuse_uneven_split(hf: HfConfig, ranks: int) -> None:
-    sizes = {
-        "num_attention_heads": hf.num_attention_heads,
-        "num_key_value_heads": hf.num_query_groups,
-        "intermediate_size": hf.intermediate_size,
-    }
-    for name, size in sizes.items():
-        if size % ranks:
-            raise ConfigError(
-                f"{name} of run.model must be a multiple of learner.tensor_parallel, "
-                f"got {size} and {ranks}"
-            )
 
 
 def _refuse_unknown(extra: Mapping[str, object], fixed: Mapping[str, object]) -> None:

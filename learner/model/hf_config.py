@@ -84,9 +84,7 @@ class HfConfig(msgspec.Struct, frozen=True, kw_only=True):
     def num_parameters(self) -> int:
         """The number of the model's parameters; tied embeddings count once."""
         return self.family.num_parameters(
-            self.sizes,
-            num_layers=self.num_hidden_layers,
-            tied_embeddings=self.tie_word_embeddings,
+            self.sizes, num_layers=self.num_hidden_layers, tied_embeddings=self.tie_word_embeddings
         )
 
 
@@ -98,11 +96,6 @@ def load_hf_config(
     folder: Path, setting: str = "run.model", families: Mapping[str, Family] = FAMILIES
 ) -> HfConfig:
     """Return the architecture of the model in ``folder``, which a setting names.
-
-    Args:
-        folder: with a config.json.
-        setting: that names it.
-        families: that are supported.
 
     Raises:
         ConfigError: there is no readable config.json, or the learner cannot train such a model.
@@ -122,22 +115,32 @@ def load_hf_config(
         config = msgspec.json.decode(data, type=HfConfig)
     except msgspec.DecodeError as error:
         raise ConfigError(f"{path}: {error} ({setting})") from error
-    _refuse_unsupported(config, families[model_type], path, setting)
+    # What would otherwise load and silently compute something else.
+    ropes = [rope for rope in (config.rope_parameters, config.rope_scaling) if rope is not None]
+    expectations: list[tuple[str, object, object]] = [
+        *(
+            (key, getattr(config, key), expected)
+            for key, expected in families[model_type].config.items()
+        ),
+        *(("rope_type", rope.scaling, "default") for rope in ropes),
+    ]
+    for key, got, expected in expectations:
+        if got != expected:
+            raise ConfigError(f"{path}: {key} must be {expected!r}, got {got!r} ({setting})")
+    if config.num_attention_heads % config.num_query_groups:
+        raise ConfigError(
+            f"{path}: num_attention_heads must be a multiple of num_key_value_heads, got "
+            f"{config.num_attention_heads} and {config.num_query_groups} ({setting})"
+        )
     return config
 
 
 def refuse_other_tokens(frozen: Path, model: Path, setting: str, *, whole: bool) -> None:
-    """Refuse a frozen policy whose tokens are not those of the policy.
+    """Refuse a frozen policy whose tokens are not those of the policy; both are folders.
 
     Models of one family may pad the same vocabulary to different sizes: that does not matter where
-    only chosen tokens are compared, and equal tokenizers show it. Models of two families
-    may have as many tokens as each other.
-
-    Args:
-        frozen: Hugging Face folder.
-        model: that of the policy.
-        setting: that names the frozen one.
-        whole: whether whole distributions are compared, row by row.
+    only chosen tokens are compared, and equal tokenizers show it. With ``whole``, distributions are
+    compared row by row. Models of two families may have as many tokens as each other.
 
     Raises:
         ConfigError: the same number is not, or may not be, the same token.
@@ -162,20 +165,3 @@ def _tokenizer(folder: Path) -> str:
         return tokenizer_hash(folder)
     except ConfigError:
         return ""
-
-
-def _refuse_unsupported(config: HfConfig, family: Family, path: Path, setting: str) -> None:
-    """Refuse what would otherwise load and silently compute something else."""
-    ropes = [rope for rope in (config.rope_parameters, config.rope_scaling) if rope is not None]
-    expectations: list[tuple[str, object, object]] = [
-        *((key, getattr(config, key), expected) for key, expected in family.config.items()),
-        *(("rope_type", rope.scaling, "default") for rope in ropes),
-    ]
-    for key, got, expected in expectations:
-        if got != expected:
-            raise ConfigError(f"{path}: {key} must be {expected!r}, got {got!r} ({setting})")
-    if config.num_attention_heads % config.num_query_groups:
-        raise ConfigError(
-            f"{path}: num_attention_heads must be a multiple of num_key_value_heads, got "
-            f"{config.num_attention_heads} and {config.num_query_groups} ({setting})"
-        )

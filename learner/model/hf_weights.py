@@ -83,13 +83,8 @@ def save_hf_folder(
 ) -> None:
     """Write the model as a Hugging Face folder, on rank 0; collective like the export.
 
-    The folder appears complete or not at all, and replaces an older one of its name.
-
-    Args:
-        model: from ``build_model``.
-        folder: what to write.
-        source_folder: where the model came from; gives config and tokenizer.
-        dtype: of the tensors in the file; None is the model's.
+    The folder appears complete or not at all, and replaces an older one of its name. Config and
+    tokenizer are those of ``source_folder``; a ``dtype`` of None is the model's.
     """
     is_writer = dist.get_rank() == 0
     tensors: dict[str, Tensor] = {}

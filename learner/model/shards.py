@@ -65,10 +65,7 @@ def fuse_gate_up(gate: Tensor, up: Tensor) -> Tensor:
 def write_shard(shard: Shard, wholes: Sequence[Tensor], geometry: Geometry) -> None:
     """Copy a shard to its place in the whole tensors, which may be of another type or device.
 
-    Args:
-        shard: what to copy.
-        wholes: the tensors that ``shard.parameter`` names, whole, in its order.
-        geometry: of the model.
+    ``wholes`` are the tensors that ``shard.parameter`` names, in its order.
     """
     tensor = shard.tensor.detach()
     match shard.parameter.kind:

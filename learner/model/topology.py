@@ -32,13 +32,7 @@ class Topology:
 
 
 def init_topology(
-    *,
-    rank: int,
-    world_size: int,
-    tensor_parallel: int,
-    store: Store,
-    seed: int,
-    timeout_s: float,
+    *, rank: int, world_size: int, tensor_parallel: int, store: Store, seed: int, timeout_s: float
 ) -> Topology:
     """Join the learner's other ranks and return this rank's place; all ranks call this.
 

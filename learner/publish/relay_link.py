@@ -1,23 +1,16 @@
-"""Rank 0's relay: started here, outlives the learner, restarted when it dies."""
+"""Rank 0's connection to its relay, which outlives the learner and is restarted when it dies."""
 
 import asyncio
 import logging
-import os
-import signal
-import subprocess
-import sys
-import time
-from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
-from pathlib import Path
 
 import msgspec
 import zmq
 import zmq.asyncio
 
+from slipstream.learner.publish.relay_process import RelayLaunch, RelayProcess, is_relay
 from slipstream.weightbus.version.slots import NUM_SLOTS
-from slipstream.wire.errors import ChildDiedError, PublishError, SupersededError
+from slipstream.wire.errors import PublishError, SupersededError
 from slipstream.wire.messages.codec import decode_relay_answer, encode
 from slipstream.wire.messages.manifest import WeightManifest
 from slipstream.wire.messages.relay import (
@@ -35,29 +28,12 @@ from slipstream.wire.messages.versions import PolicyVersion
 from slipstream.wire.process.patience import END_AT_MOST, Patience, signs_of
 
 _log = logging.getLogger(__name__)
-_PROGRAM = "slipstream.weightbus.relay.main"
 _ANSWER_S = 5.0  # without a sign of life, as all of these
 _FIRST_ANSWER_S = 1.0  # of a relay that may be there; doubled while one starts
 _MAX_FIRST_ANSWER_S = 16.0
 _START_S = 120.0
 _WATCH_S = 1.0
 _POLL_S = 0.02
-_MAX_STARTS = 5
-_WINDOW_S = 120.0
-
-
-@dataclass(frozen=True, slots=True)
-class RelayLaunch:
-    """How a relay is started.
-
-    ``lifeline`` is a descriptor whose end of file ends it; without one it ends by itself some time
-    after the learner.
-    """
-
-    argv: Sequence[str] = ()  # settings on the command line
-    lifeline: int | None = None
-    environment: Mapping[str, str] = field(default_factory=lambda: dict(os.environ), repr=False)  # noqa: TID251 handed on to a child
-    """Of before this process chose interfaces for its own groups."""
 
 
 class RelayLink:
@@ -68,24 +44,16 @@ class RelayLink:
     """
 
     def __init__(self, endpoint: str, launch: RelayLaunch) -> None:
-        """Prepare to start a relay.
-
-        Args:
-            endpoint: where the relay listens for us.
-            launch: how it is started.
-        """
+        """Prepare to start a relay, which listens for us at ``endpoint``."""
         self._endpoint = endpoint
-        self._launch = launch
         self._context: zmq.asyncio.Context | None = None
         self._socket: zmq.asyncio.Socket | None = None
         self._one_at_a_time = asyncio.Lock()
-        self._process: subprocess.Popen[bytes] | None = None  # that we started last
-        self._pid = 0  # of the relay that answered last; a former learner may have started it
+        self._process = RelayProcess(launch)
         self._served_by = 0  # the relay that knows our memory; 0: none, slots are ours to choose
         self._memory: OpenMemory | None = None
         self._is_down = asyncio.Event()
         self._is_ending = False
-        self._starts: list[float] = []  # monotonic seconds, of the last minutes
 
     # ---- keeping a relay -----------------------------------------------------
 
@@ -100,7 +68,7 @@ class RelayLink:
             await self._adopt(_FIRST_ANSWER_S)  # an earlier learner may have left one
             while not self._is_ending:
                 if not self._served_by:
-                    may_answer = _is_relay(self._pid)
+                    may_answer = is_relay(self._process.pid)
                     if not may_answer or not await self._adopt(_FIRST_ANSWER_S):
                         await self._start()
                 with suppress(TimeoutError):
@@ -117,7 +85,7 @@ class RelayLink:
         with suppress(PublishError):  # a relay that fails no longer serves us
             async with self._one_at_a_time:
                 await self._exchange(Alive())
-            if self._pid != self._served_by:
+            if self._process.pid != self._served_by:
                 await self._adopt(_ANSWER_S)
 
     async def _adopt(self, timeout_s: float) -> bool:
@@ -132,50 +100,26 @@ class RelayLink:
                     if memory is self._memory:  # nothing was written meanwhile
                         break
                 self._is_down.clear()
-                self._served_by = self._pid
+                self._served_by = self._process.pid
         except PublishError:
             return False
-        if self._process is not None and self._process.pid != self._pid:
-            self._process.kill()  # one too many: a former learner's relay serves
-            self._process.wait()
-            self._process = None
+        self._process.kill_surplus()
         return True
 
-    async def _adopt_patiently(self, timeout_s: float, patience: Patience) -> bool:
-        """Adopt a relay that starts, and check meanwhile that it makes progress."""
-        adopting = asyncio.create_task(self._adopt(timeout_s))
-        try:
-            while not (await asyncio.wait({adopting}, timeout=_WATCH_S))[0]:
-                patience.is_over()
-            return adopting.result()
-        finally:
-            adopting.cancel()
-
     async def _start(self) -> None:
-        self._kill()
-        now = time.monotonic()
-        self._starts = [at for at in self._starts if at > now - _WINDOW_S] + [now]
-        if len(self._starts) > _MAX_STARTS:
-            raise ChildDiedError(
-                f"the weight relay ended {_MAX_STARTS} times in {_WINDOW_S:g} s; its reason "
-                "is above in this log"
-            )
-        launch = self._launch
-        extra = [] if launch.lifeline is None else ["--lifeline", str(launch.lifeline)]
-        process = subprocess.Popen(  # noqa: S603, ASYNC220 our own program; a fork takes no time
-            [sys.executable, "-m", _PROGRAM, *launch.argv, *extra],
-            stdin=subprocess.DEVNULL,
-            env=dict(launch.environment),
-            pass_fds=[] if launch.lifeline is None else [launch.lifeline],
-            start_new_session=True,
-        )
-        self._process = process
-        _log.info("the weight relay is process %d", process.pid)
+        self._served_by = 0
+        process = self._process.start()
         patience = Patience("the weight relay to answer", _START_S, signs_of(lambda: [process.pid]))
         answer_s = _FIRST_ANSWER_S
         while process.poll() is None and not self._is_ending:
-            if await self._adopt_patiently(answer_s, patience):
-                return
+            adopting = asyncio.create_task(self._adopt(answer_s))
+            try:
+                while not (await asyncio.wait({adopting}, timeout=_WATCH_S))[0]:
+                    patience.is_over()  # sees whether it makes progress
+                if adopting.result():
+                    return
+            finally:
+                adopting.cancel()
             answer_s = min(2 * answer_s, _MAX_FIRST_ANSWER_S)  # it may be slow and not deaf
             if patience.is_over():
                 _log.error("the weight relay does not answer: it %s", patience.why)
@@ -192,16 +136,8 @@ class RelayLink:
         self._is_down.set()
 
     def _kill(self) -> None:
-        """End every relay that we know of."""
         self._served_by = 0
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
-            self._process = None
-        if self._pid and _is_relay(self._pid):
-            with suppress(ProcessLookupError):
-                os.kill(self._pid, signal.SIGKILL)
-        self._pid = 0
+        self._process.kill()
 
     # ---- for the learner -----------------------------------------------------
 
@@ -261,7 +197,7 @@ class RelayLink:
             with suppress(PublishError):
                 async with self._one_at_a_time:
                     self._check(await self._exchange(EndRelay(epoch=memory.epoch)))
-                    await self._gone(self._pid)
+                    await self._gone(self._process.pid)
                     return
         self._kill()
 
@@ -269,9 +205,7 @@ class RelayLink:
         signs = signs_of(lambda: [pid])
         patience = Patience("the weight relay to end", _ANSWER_S, signs, at_most=END_AT_MOST)
         while not patience.is_over():
-            if self._process is not None:
-                self._process.poll()
-            if not _is_relay(pid):
+            if self._process.has_ended(pid):
                 return
             await asyncio.sleep(_POLL_S)
         raise PublishError("did not end")
@@ -300,7 +234,12 @@ class RelayLink:
         Raises:
             PublishError: there is none in time, and the relay does not serve us any more.
         """
-        socket = self._socket or self._connect()
+        self._context = self._context or zmq.asyncio.Context()
+        if self._socket is None:
+            self._socket = self._context.socket(zmq.DEALER)
+            self._socket.setsockopt(zmq.LINGER, 0)
+            self._socket.connect(self._endpoint)
+        socket = self._socket
         await socket.send(encode(request))
         receiving = asyncio.ensure_future(socket.recv())
         signs = signs_of(lambda: [self._served_by]) if self._served_by else None
@@ -309,7 +248,7 @@ class RelayLink:
             await asyncio.wait({receiving}, timeout=_POLL_S)
             if receiving.done():
                 break
-            has_ended = self._served_by != 0 and not _is_relay(self._served_by)
+            has_ended = self._served_by != 0 and not is_relay(self._served_by)
             if has_ended or patience.is_over():
                 receiving.cancel()
                 self._close_socket()  # a late answer must not answer the next request
@@ -321,25 +260,10 @@ class RelayLink:
                 raise PublishError(f"{why} ({type(request).__name__})")
         answer = decode_relay_answer(receiving.result())
         if isinstance(answer, Ok) and answer.pid:
-            self._pid = answer.pid
+            self._process.pid = answer.pid
         return answer
-
-    def _connect(self) -> zmq.asyncio.Socket:
-        self._context = self._context or zmq.asyncio.Context()
-        self._socket = socket = self._context.socket(zmq.DEALER)
-        socket.setsockopt(zmq.LINGER, 0)
-        socket.connect(self._endpoint)
-        return socket
 
     def _close_socket(self) -> None:
         if self._socket is not None:
             self._socket.close()
             self._socket = None
-
-
-def _is_relay(pid: int) -> bool:
-    """True if a process lives and is a relay."""
-    try:
-        return _PROGRAM in Path(f"/proc/{pid}/cmdline").read_text().split("\0")
-    except OSError:
-        return False

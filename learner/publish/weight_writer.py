@@ -20,20 +20,11 @@ class WeightWriter:
     """Writes versions of one model. Every rank makes one; those of the first replica write."""
 
     def __init__(
-        self,
-        model: GPTModel,
-        topology: Topology,
-        *,
-        bucket_bytes: int,
-        agree: Callable[[str], str],
+        self, model: GPTModel, topology: Topology, *, bucket_bytes: int, agree: Callable[[str], str]
     ) -> None:
         """Make the memory on rank 0 and map it on the others.
 
-        Args:
-            model: whose weights are published.
-            topology: this rank's place.
-            bucket_bytes: size of the buckets in which versions travel.
-            agree: returns rank 0's text on every rank.
+        ``agree`` returns rank 0's text on every rank.
         """
         dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
         specs = [TensorSpec(name, dtype, shape) for name, shape in hf_shapes(model).items()]

@@ -5,6 +5,7 @@ import json
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -17,7 +18,6 @@ from slipstream.learner.config import LearnerSettings
 from slipstream.wire.files.run_folder import TRAINED
 from slipstream.wire.files.trained_rows import cut_rows_from, keep_newest_rows
 from slipstream.wire.messages.broker import DeliveredTrajectory
-from slipstream.wire.messages.trajectory import VersionRun
 
 _log = logging.getLogger(__name__)
 _DIGITS = 6
@@ -65,15 +65,7 @@ class RolloutLog:
     def __init__(
         self, folder: Path, *, per_step: int, seed: int, max_bytes: int, tokenizer: Tokenizer
     ) -> None:
-        """Open the log.
-
-        Args:
-            folder: RUN/rollouts.
-            per_step: how many trajectories to record of a step.
-            seed: of the run; decides which.
-            max_bytes: largest size of the file.
-            tokenizer: turns token ids into the text that is recorded.
-        """
+        """Open the log in RUN/rollouts; the seed decides which trajectories it records."""
         folder.mkdir(parents=True, exist_ok=True)
         self._path = folder / TRAINED.name
         self._tokenizer = tokenizer
@@ -89,18 +81,9 @@ class RolloutLog:
         cut_rows_from(self._path, step)
 
     def record(
-        self,
-        step: int,
-        trajectories: Sequence[DeliveredTrajectory],
-        parts: Sequence[TrainedPart],
+        self, step: int, trajectories: Sequence[DeliveredTrajectory], parts: Sequence[TrainedPart]
     ) -> None:
-        """Record a sample of what this rank trained.
-
-        Args:
-            step: the learner step that trained them.
-            trajectories: headers and rewards of the whole step.
-            parts: this rank's share of it.
-        """
+        """Record a sample of what this rank trained; ``trajectories`` are of the whole step."""
         places = {
             index: (part, place) for part in parts for place, index in enumerate(part.indices)
         }
@@ -136,6 +119,8 @@ class RolloutLog:
     ) -> dict[str, object]:
         header = trajectory.header
         first = header.num_prompt_tokens
+        starts = [run.first_token for run in header.version_runs]
+        distance = difference.abs()
         return {
             "step": step,
             "group_id": header.group_id,
@@ -158,7 +143,10 @@ class RolloutLog:
                 for run in header.version_runs
             ],
             # |proximal - behavior|, mean over the run's tokens
-            "logprob_abs_diff_by_run": _means(header.version_runs, difference.abs()),
+            "logprob_abs_diff_by_run": [
+                float(torch.mean(distance[start:end]))
+                for start, end in pairwise([*starts, len(difference)])
+            ],
             # proximal - behavior of each response token
             "logprob_diffs": [round(value, _DIGITS) + 0.0 for value in difference[first:].tolist()],
         }
@@ -177,12 +165,3 @@ class RolloutLog:
                 stream = DecodeStream(skip_special_tokens=False)
                 texts.append(self._tokenizer.decode([token], skip_special_tokens=False))
         return texts
-
-
-def _means(runs: tuple[VersionRun, ...], values: Tensor) -> list[float]:
-    """Return the mean of [T] values over the tokens of each run."""
-    ends = [run.first_token for run in runs[1:]] + [len(values)]
-    return [
-        float(torch.mean(values[run.first_token : end]))
-        for run, end in zip(runs, ends, strict=True)
-    ]

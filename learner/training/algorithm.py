@@ -7,7 +7,6 @@ from slipstream.algos.parts import PartError
 from slipstream.learner.config import LearnerSettings
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.files.source_files import module_named
-from slipstream.wire.settings.sections import SamplingSection
 
 
 def algorithm_of(settings: LearnerSettings) -> Algorithm:
@@ -38,30 +37,21 @@ def algorithm_of(settings: LearnerSettings) -> Algorithm:
             '"proximal"), and the only minibatch is there: set learner.minibatches > 1 or '
             'algo.anchor = "behavior"'
         )
-    if choice.has_teacher:
-        _refuse_teacher(choice.teacher, settings.sampling)
-    return Algorithm(choice, max_response_tokens=settings.sampling.max_response_tokens)
-
-
-def _refuse_teacher(teacher: TeacherOptions, sampling: SamplingSection) -> None:
-    """Refuse a teacher without a name, or one of another distribution than the sampled one.
-
-    Raises:
-        ConfigError: names the setting.
-    """
-    if not teacher.model and not teacher.endpoint:
+    teacher, sampling = choice.teacher, settings.sampling
+    if choice.has_teacher and not teacher.model and not teacher.endpoint:
         raise ConfigError(
             "algo.teacher.coefficient > 0 needs a teacher: algo.teacher.model (a Hugging Face "
             "folder) or algo.teacher.endpoint (URL of an SGLang server)"
         )
-    if teacher.endpoint and sampling.temperature != 1.0:
+    if choice.has_teacher and teacher.endpoint and sampling.temperature != 1.0:
         raise ConfigError(
             "algo.teacher.endpoint answers with log-probabilities at temperature 1, got "
             f"sampling.temperature = {sampling.temperature:g}: algo.teacher.model takes any"
         )
-    if teacher.endpoint and sampling.min_response_tokens > 0:
+    if choice.has_teacher and teacher.endpoint and sampling.min_response_tokens > 0:
         raise ConfigError(
             "algo.teacher.endpoint has log-probabilities over the whole vocabulary, and "
             f"sampling.min_response_tokens = {sampling.min_response_tokens} bars the end of a "
             "response: algo.teacher.model bars it, too"
         )
+    return Algorithm(choice, max_response_tokens=sampling.max_response_tokens)

@@ -3,7 +3,6 @@
 All ranks train a batch or none does: every failure is agreed on before a weight changes.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from slipstream.algos.compose import Algorithm
@@ -16,7 +15,7 @@ from slipstream.learner.model.device import device
 from slipstream.learner.model.topology import Topology
 from slipstream.learner.record.rollout_log import RolloutLog, TrainedPart
 from slipstream.learner.training.policy import Policy
-from slipstream.learner.training.step import TrainedMinibatch, train_step
+from slipstream.learner.training.step import train_step
 from slipstream.learner.training.step_data import batch_figures, step_data
 from slipstream.wire.process.phases import PhaseClock
 
@@ -42,17 +41,7 @@ class BatchTraining:
         rollouts: RolloutLog | None,
         clock: PhaseClock,
     ) -> None:
-        """Prepare to train.
-
-        Args:
-            settings: the learner's.
-            topology: this rank's place.
-            policy: is changed.
-            algorithm: of the run.
-            link: where payloads come from, on one rank of each replica; None on the others.
-            rollouts: where trained trajectories are recorded, if they are.
-            clock: records how long the phases take.
-        """
+        """Prepare to train; one rank of each replica has a ``link`` that payloads come from."""
         self._settings = settings
         self._topology = topology
         self._policy = policy
@@ -86,7 +75,12 @@ class BatchTraining:
             return Rejection("nonfinite", everything, str(error))
         figures |= batch_figures(order.batch.groups, order.step, num_lags=num_lags)
         if self._rollouts is not None:
-            parts = self._trained_parts(order, packed, trained)
+            share = order.share(self._topology.data_parallel_rank)
+            parts = [
+                TrainedPart(*part)
+                for one in trained
+                for part in zip(share[one.number], packed[one.number], one.proximal, strict=True)
+            ]
             self._rollouts.record(order.step, order.trajectories, parts)
         return TrainedBatch(figures, sum(header.num_response_tokens for header in order.headers))
 
@@ -105,16 +99,3 @@ class BatchTraining:
                 [pack([sequences[i] for i in indices], device()) for indices in minibatch]
                 for minibatch in order.share(self._topology.data_parallel_rank)
             ]
-
-    def _trained_parts(
-        self,
-        order: StepPlan,
-        packed: Sequence[Sequence[PackedBatch]],
-        trained: Sequence[TrainedMinibatch],
-    ) -> list[TrainedPart]:
-        share = order.share(self._topology.data_parallel_rank)
-        return [
-            TrainedPart(*part)
-            for one in trained
-            for part in zip(share[one.number], packed[one.number], one.proximal, strict=True)
-        ]

@@ -50,9 +50,7 @@ def with_value_head(model: GPTModel) -> GPTModel:
     """Put a value head in the place of a model's output layer, and return the model."""
     config = model.config
     head = ValueHead(
-        config.hidden_size,
-        dtype=config.params_dtype,
-        sequence_parallel=config.sequence_parallel,
+        config.hidden_size, dtype=config.params_dtype, sequence_parallel=config.sequence_parallel
     ).to(device.device())
     for parameter in head.parameters():
         set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)

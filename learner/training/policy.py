@@ -94,19 +94,11 @@ class Policy:
         needs_full_kl: bool = False,
         needs_squares: bool = False,
     ) -> None:
-        """Wrap a model.
+        """Wrap a model, with the other models that the algorithm needs.
 
-        Args:
-            model: what is trained.
-            settings: of the optimizer.
-            topology: this rank's place.
-            decay_steps: where the learning rate's decay ends.
-            reference: what KL is taken from, if it is.
-            renews_reference: whether ``renew_reference`` is called now and then.
-            teacher: what is distilled from, if something is.
-            critic: what predicts returns, if something does.
-            needs_full_kl: whether a loss needs the KL from the reference over all tokens.
-            needs_squares: whether ``proximal`` computes the sum of squared probabilities.
+        ``decay_steps`` is where the learning rate's decay ends. ``renews_reference`` is set
+        if ``renew_reference`` is called now and then, ``needs_full_kl`` if a loss needs the KL from
+        the reference over all tokens, ``needs_squares`` if ``proximal`` sums squared probabilities.
         """
         self.model = model
         self.reference = reference
@@ -146,9 +138,7 @@ class Policy:
     def sharded_state(self, *, is_loading: bool, has_reference: bool = True) -> dict[str, Any]:
         """Return weights, optimizers and schedules as Megatron's sharded state.
 
-        Args:
-            is_loading: whether the state is to be filled.
-            has_reference: whether the checkpoint has a reference policy that was renewed.
+        ``has_reference`` is whether the checkpoint has a reference policy that was renewed.
         """
         state = self._trained.sharded_state(is_loading=is_loading)
         if self.critic is not None:

@@ -13,12 +13,7 @@ def make_scheduler(
 
     The warm-up is (s + 1) / (w + 1) of learner.lr at step s of w: Megatron's own would train the
     first step with 0. After a resume the settings override those of the checkpoint; the number
-    of steps taken is the checkpoint's.
-
-    Args:
-        optimizer: whose parameter groups it sets.
-        settings: [learner].
-        decay_steps: the step at which learner.lr_min is reached.
+    of steps taken is the checkpoint's. At ``decay_steps`` learner.lr_min is reached.
     """
     warmup = settings.lr_warmup_steps
     return OptimizerParamScheduler(

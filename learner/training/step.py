@@ -53,14 +53,8 @@ def train_step(
     and is part of no figure but ``policy/skipped_minibatches`` (``critic/skipped_minibatches``);
     one without a token to train makes no update.
 
-    Args:
-        policy: is changed.
-        batches: this rank's microbatches, by minibatch.
-        plans: of the minibatches, equal on all ranks.
-        data: of the step, equal on all ranks.
-        algorithm: of the run.
-        clock: records how long the phases take.
-        num_lags: of the figures by version lag; 0 leaves them out.
+    ``batches`` are this rank's microbatches, by minibatch; ``plans`` and ``data`` are equal on all
+    ranks. ``num_lags`` is that of the figures by version lag; 0 leaves them out.
 
     Raises:
         NonFiniteError: every minibatch was skipped; no weight has changed.

@@ -11,7 +11,7 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from itertools import pairwise
 from pathlib import Path
@@ -61,13 +61,8 @@ class EndpointTeacher:
         """Ask one question, so that a wrong server is known at the start.
 
         SGLang does not report the size of its vocabulary, and ends if it is asked about a token
-        that it does not have: the user is responsible for equal tokens of teacher and policy.
-
-        Args:
-            options: [algo.teacher].
-            topology: this rank's place.
-            vocab_size: of policy and teacher.
-            timeout_s: how long a question is asked again while the server does not answer.
+        that it does not have: the user is responsible for equal tokens of teacher and policy. While
+        the server does not answer, a question is asked again for ``timeout_s``.
 
         Raises:
             ConfigError: the address or the key is wrong, or it is no server of SGLang's.
@@ -127,10 +122,17 @@ class EndpointTeacher:
         """Ask about the tokens of batches and put the answers into tensors [T]."""
         for batch in batches:
             _refuse_other_distribution(batch)
-        questions = [question for batch in batches for question in _questions(batch)]
+        questions = [  # the tokens of each sequence that has a chosen one, and where the first is
+            (batch.token_ids[span].tolist(), int(batch.loss_mask[span].int().argmax()))
+            for batch in batches
+            for span in _asked_spans(batch)
+        ]
         answers = iter(asyncio.run(self._all(questions)))
         for batch, values in zip(batches, result, strict=True):
-            _place(batch, values, answers)
+            for span in _asked_spans(batch):
+                answer = torch.tensor(next(answers), dtype=values.dtype, device=values.device)
+                values[span.stop - len(answer) : span.stop] = answer
+            values.masked_fill_(~batch.loss_mask, 0.0)
 
     async def _all(self, questions: Sequence[tuple[list[int], int]]) -> list[list[float]]:
         """Return the log-probability of each token from ``start`` on, of each (tokens, start)."""
@@ -233,14 +235,6 @@ class EndpointTeacher:
         return values
 
 
-def _questions(batch: PackedBatch) -> list[tuple[list[int], int]]:
-    """Return the tokens of each sequence that has a chosen one, and the place of the first such."""
-    return [
-        (batch.token_ids[span].tolist(), int(batch.loss_mask[span].int().argmax()))
-        for span in _asked_spans(batch)
-    ]
-
-
 def _asked_spans(batch: PackedBatch) -> list[slice]:
     spans = [slice(first, last) for first, last in pairwise(batch.cu_seqlens.tolist())]
     return [span for span in spans if batch.loss_mask[span].any()]
@@ -263,14 +257,6 @@ def _refuse_other_distribution(batch: PackedBatch) -> None:
             "algo.teacher.endpoint has log-probabilities over the whole vocabulary, and these "
             "answers were not allowed to end at first (min_response_tokens)"
         )
-
-
-def _place(batch: PackedBatch, values: Tensor, answers: Iterator[list[float]]) -> None:
-    """Put the answers to ``_questions`` at their tokens."""
-    for span in _asked_spans(batch):
-        answer = torch.tensor(next(answers), dtype=values.dtype, device=values.device)
-        values[span.stop - len(answer) : span.stop] = answer
-    values.masked_fill_(~batch.loss_mask, 0.0)
 
 
 async def _read(reply: aiohttp.ClientResponse, num_tokens: int) -> bytes:

@@ -43,14 +43,9 @@ class Trainable(Generic[Output]):
         *,
         decay_steps: int,
     ) -> None:
-        """Wrap a model.
+        """Wrap a model; ``decay_steps`` is where the learning rate's decay ends.
 
-        Args:
-            model: what is trained.
-            settings: of the optimizer and its schedule.
-            topology: this rank's place.
-            read: makes of a batch and of what the model returns for it [T, ...] what a loss needs.
-            decay_steps: where the learning rate's decay ends.
+        ``read`` makes of a batch and of what the model returns for it [T, ...] what a loss needs.
         """
         self.model = model
         self.replicas = Replicas(topology)

@@ -14,14 +14,9 @@ from pathlib import Path
 
 import msgspec
 
-from slipstream.learner.checkpoints.files import (
-    architecture_of,
-    dtype_name,
-    load_checkpoint,
-    parameters_hash,
-    prepare_folder,
-    save_checkpoint,
-)
+from slipstream.learner.checkpoints.files import prepare_folder, save_checkpoint
+from slipstream.learner.checkpoints.identity import architecture_of, dtype_name, parameters_hash
+from slipstream.learner.checkpoints.loading import load_checkpoint
 from slipstream.learner.model.topology import Topology
 from slipstream.learner.training.policy import Policy
 from slipstream.wire.errors import ConfigError
@@ -56,13 +51,7 @@ class Progress:
     """The progress beside a folder that a warm-up is to write."""
 
     def __init__(self, out: Path, inputs: Mapping[str, str], topology: Topology) -> None:
-        """Name the place.
-
-        Args:
-            out: the folder that is to be written.
-            inputs: from ``digests``.
-            topology: this rank's place.
-        """
+        """Name the place beside ``out``, to be written; ``inputs`` are from ``digests``."""
         self.folder = out.with_name(f"{out.name}.progress")
         self._out = out
         self._inputs = dict(inputs)
@@ -71,14 +60,21 @@ class Progress:
     def resume(self, build: Callable[[], Policy]) -> tuple[Policy, int]:
         """Return the policy to continue with, and its number of updates so far.
 
-        Args:
-            build: makes the policy before its first update.
+        Without progress it is what ``build`` makes: the policy before its first update.
 
         Raises:
             ConfigError: the folder cannot be written.
         """
         if not self._is_ours():
-            self._begin()
+            try:
+                if self.folder.exists():
+                    shutil.rmtree(self.folder)
+                self.folder.mkdir(parents=True)
+                unfinished = self.folder / f".{_INPUTS}"
+                unfinished.write_bytes(msgspec.json.encode(self._inputs))
+                unfinished.replace(self.folder / _INPUTS)
+            except OSError as error:
+                raise self._cannot_write(error.strerror) from error
         try:
             prepare_folder(self.folder)
         except ConfigError as error:
@@ -138,17 +134,6 @@ class Progress:
         if other:
             _log.info("%s was made with another %s: starting over", self.folder, ", ".join(other))
         return not other
-
-    def _begin(self) -> None:
-        try:
-            if self.folder.exists():
-                shutil.rmtree(self.folder)
-            self.folder.mkdir(parents=True)
-            unfinished = self.folder / f".{_INPUTS}"
-            unfinished.write_bytes(msgspec.json.encode(self._inputs))
-            unfinished.replace(self.folder / _INPUTS)
-        except OSError as error:
-            raise self._cannot_write(error.strerror) from error
 
     def _cannot_write(self, reason: object) -> ConfigError:
         return ConfigError(f"cannot keep the progress in {self.folder}: {reason} (--out)")

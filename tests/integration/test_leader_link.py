@@ -11,7 +11,7 @@ from slipstream.learner.batches.background import BackgroundLoop
 from slipstream.learner.batches.broker_link import LeaderLink
 from slipstream.learner.batches.orders import Rejection, StepPlan
 from slipstream.learner.config import LearnerSettings, learner_settings
-from slipstream.learner.publish.relay_link import RelayLaunch
+from slipstream.learner.publish.relay_process import RelayLaunch
 from slipstream.wire.messages.broker import (
     BatchNotReady,
     Done,

@@ -20,16 +20,23 @@ class BucketFetcher:
         self._timeout_s = timeout_s
         self._socket = context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, 0)
-        self._endpoint = ""
+        self._address: RelayAddress | None = None
+        self._key: ClientKey | None = None
         self._waiting: dict[tuple[PolicyVersion, int], asyncio.Future[Frame]] = {}
         self._reader = asyncio.create_task(self._read())
 
     def connect(self, address: RelayAddress, key: ClientKey | None) -> None:
         """Connect to another address, or reconnect to the same."""
-        if self._endpoint:
-            self._socket.disconnect(self._endpoint)
-        self._endpoint = address.bulk_endpoint
-        connect(self._socket, self._endpoint, server_key=address.key, key=key, has_buckets=True)
+        if self._address is not None:
+            self._socket.disconnect(self._address.bulk_endpoint)
+        self._address, self._key = address, key
+        endpoint = address.bulk_endpoint
+        connect(self._socket, endpoint, server_key=address.key, key=key, has_buckets=True)
+
+    def reconnect(self) -> None:
+        """Connect again to a relay that requires a key: it may have refused ours before."""
+        if self._address is not None and self._address.key:
+            self.connect(self._address, self._key)
 
     def close(self) -> None:
         """Close the connection; pending requests get no answer."""

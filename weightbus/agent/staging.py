@@ -30,12 +30,7 @@ class Staging:
     """Room for one version. Use it inside one event loop."""
 
     def __init__(self, folder: Path, name: str) -> None:
-        """Make the folder in which the engine will find the version.
-
-        Args:
-            folder: parent of the new folder, whose name starts with ``name``.
-            name: of the agent.
-        """
+        """Make a folder in ``folder``, in which the engine will find the version."""
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._folder = Path(tempfile.mkdtemp(prefix=f"{name}-weights-", dir=folder))
         self._lock = threading.Lock()
@@ -86,11 +81,7 @@ class Staging:
     async def receive(
         self, manifest: WeightManifest, fetch: Callable[[int], Awaitable[Frame]]
     ) -> Path:
-        """Fetch every bucket and check every digest; return the folder to load.
-
-        Args:
-            manifest: of the version.
-            fetch: returns the bytes of the bucket of that index.
+        """Fetch every bucket by its index and check every digest; return the folder to load.
 
         Raises:
             PublishError: bytes are missing, too many, or not those of the manifest.

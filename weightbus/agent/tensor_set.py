@@ -29,9 +29,7 @@ class TensorSet:
 def model_tensors(folder: Path, *, dtype: str) -> TensorSet:
     """Return the tensors of an engine that was started from a Hugging Face folder.
 
-    Args:
-        folder: with safetensors files.
-        dtype: of the engine; files may have another.
+    ``dtype`` is the engine's; files may have another.
 
     Raises:
         ConfigError: the folder has no safetensors file, or one that cannot be read.

@@ -30,10 +30,9 @@ class RemoteListener:
     """
 
     def __init__(self, listen: str) -> None:
-        """Make a key. ``open`` starts listening.
+        """Make a key. ``open`` starts listening at tcp://ADDRESS:PORT.
 
-        Args:
-            listen: tcp://ADDRESS:PORT; buckets go over the port after it, or any if it is 0.
+        Buckets go over the port after it, or any if it is 0.
         """
         self._listen = listen
         self._public, self._secret = zmq.curve_keypair()
@@ -127,14 +126,9 @@ def connect(
     key: ClientKey | None,
     has_buckets: bool = False,
 ) -> None:
-    """Connect to one of a relay's sockets; prove ``key`` if the relay proves one.
+    """Connect a DEALER to one of a relay's sockets; prove ``key`` if the relay proves one.
 
-    Args:
-        socket: a DEALER.
-        endpoint: of the relay.
-        server_key: that the relay proves; empty on a Unix socket.
-        key: of this host.
-        has_buckets: True for the bulk socket.
+    ``server_key`` is empty on a Unix socket.
 
     Raises:
         ConfigError: the relay requires a key, and none is given.

@@ -15,10 +15,6 @@ def interface_variables(host: str, environment: Mapping[str, str]) -> dict[str, 
     Both ask for no address: left alone they take that of the machine's name, which may be another
     network, or an address that only this machine knows. What the user has set stays, unless the
     host is this one: then nothing may be reachable from outside. Empty if no interface leads there.
-
-    Args:
-        host: address of the relay (`weightbus.host`), here or elsewhere.
-        environment: of the process.
     """
     name = _interface_towards(host)
     stays = () if is_loopback(host) else environment

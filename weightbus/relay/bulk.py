@@ -9,7 +9,7 @@ from slipstream.weightbus.net.curve import RemoteListener
 from slipstream.weightbus.relay.served import Versions
 from slipstream.wire.errors import ProtocolError
 from slipstream.wire.messages.codec import decode_fetch, encode
-from slipstream.wire.messages.weightbus import BucketAnswer, FetchBucket
+from slipstream.wire.messages.weightbus import BucketAnswer
 
 _log = logging.getLogger(__name__)
 
@@ -17,12 +17,9 @@ _log = logging.getLogger(__name__)
 async def serve_buckets(
     socket: zmq.asyncio.Socket, versions: Versions, listener: RemoteListener | None
 ) -> None:
-    """Answer requests for buckets until cancelled.
+    """Answer requests for buckets at a ROUTER until cancelled.
 
-    Args:
-        socket: a ROUTER.
-        versions: that are served.
-        listener: checks keys; None on a Unix socket.
+    ``listener`` checks the keys of other hosts; None on a Unix socket.
     """
     while True:
         peer, *frames = await socket.recv_multipart(copy=False)
@@ -33,7 +30,12 @@ async def serve_buckets(
         except ProtocolError as error:
             _log.warning("malformed request on the bulk socket: %s", error)
             continue
-        data = _find(request, versions)
+        data: memoryview | None = None  # not copied
+        publication = versions.find(request.version)
+        if publication is not None:
+            snapshot = publication.snapshot
+            if 0 <= request.index < len(snapshot.layout.buckets):
+                data = snapshot.bucket(request.index).numpy().data
         answer = BucketAnswer(
             version=request.version,
             index=request.index,
@@ -46,11 +48,3 @@ async def serve_buckets(
 def proved(frame: zmq.Frame) -> str:
     """Return the public key (Z85) that the sender of a frame proved."""
     return str(frame.get("User-Id"))
-
-
-def _find(request: FetchBucket, versions: Versions) -> memoryview | None:
-    """Return the bytes of a bucket without copying them; None if it is not served."""
-    publication = versions.find(request.version)
-    if publication is None or not 0 <= request.index < len(publication.snapshot.layout.buckets):
-        return None
-    return publication.snapshot.bucket(request.index).numpy().data

@@ -42,11 +42,7 @@ class Course(Generic[M]):
         return _PHASES[self._number] if self._number < len(_PHASES) else None
 
     def done(self, failed: Mapping[M, str]) -> None:
-        """Move on after a phase.
-
-        Args:
-            failed: members that could not do it, and why.
-        """
+        """Move on after a phase, which some members could not do, and why."""
         phase, reasons = self.phase, dict(failed)
         if phase is Phase.LOAD and failed:
             reasons = dict.fromkeys(self.members, OTHER_FAILED) | reasons

@@ -7,7 +7,7 @@ engine, to be compared with each other.
 """
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 
 from torch import Tensor, uint8
 from torch.nn.functional import pad
@@ -32,18 +32,15 @@ def expected_checksums(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     for name, tensor in tensors.items():
         place = engine_tensor(name)
         fused.setdefault(place.name, []).append((place, tensor))
-    return {
-        name: _checksum(sorted(pieces, key=lambda piece: piece[0].position))
-        for name, pieces in fused.items()
-    }
-
-
-def _checksum(pieces: Sequence[tuple[EngineTensor, Tensor]]) -> str:
-    digest = hashlib.sha256()
-    for place, tensor in pieces:
-        for part in _padded(place, tensor):
-            digest.update(_raw(part))
-    return digest.digest()[:8].hex()
+    checksums = {}
+    for name, pieces in fused.items():
+        digest = hashlib.sha256()
+        for place, tensor in sorted(pieces, key=lambda piece: piece[0].position):
+            for part in _padded(place, tensor):
+                flat = part.detach().cpu().contiguous().flatten()
+                digest.update(flat.view(uint8).numpy().data)
+        checksums[name] = digest.digest()[:8].hex()
+    return checksums
 
 
 def _padded(place: EngineTensor, tensor: Tensor) -> Iterator[Tensor]:
@@ -57,12 +54,6 @@ def _padded(place: EngineTensor, tensor: Tensor) -> Iterator[Tensor]:
         yield tensor
     if rows:
         yield tensor.new_zeros(rows, *tensor.shape[1:])
-
-
-def _raw(tensor: Tensor) -> memoryview:
-    """Return a tensor's elements as they lie in memory."""
-    flat = tensor.detach().cpu().contiguous().flatten()
-    return flat.view(uint8).numpy().data
 
 
 def differing(expected: dict[str, str], found: dict[str, str]) -> list[str]:

@@ -50,12 +50,9 @@ class Fleet:
     """The members, the versions that they run, and the servings under way."""
 
     def __init__(self, *, silence_s: float, retry_s: float, engines_per_group: int) -> None:
-        """Start without members.
+        """Start without members; one is silent after ``silence_s`` without a heartbeat.
 
-        Args:
-            silence_s: a member without a heartbeat for this long is silent.
-            retry_s: pause after a failure.
-            engines_per_group: most members of a group.
+        ``retry_s`` is the pause after a failure.
         """
         self.seats: dict[str, Seat] = {}
         self._silence_s = silence_s
@@ -93,11 +90,8 @@ class Fleet:
     ) -> CollectiveGroup | None:
         """Record the end of a serving; return its group if that is empty now.
 
-        Args:
-            serving: one that was started.
-            adopted: names of those whose engines run the version; the others may hold a mixture,
-                and are served alone after a while.
-            now_s: monotonic seconds.
+        ``adopted`` names those whose engines run the version; the others may hold a mixture, and
+        are served alone after a while.
         """
         for seat in serving.seats:
             seat.receiving = None
@@ -136,8 +130,17 @@ class Fleet:
         """Return the servings to start now; members that may share a group join one first."""
         idle = [s for s in self.seats.values() if s.receiving is None and s.again_s <= now_s]
         for seat in idle:
-            if seat.group is None and seat.shares_group and seat.adopted is not None:
-                self._admit(seat)
+            if seat.group is not None or not seat.shares_group or seat.adopted is None:
+                continue
+            for group in self._groups:  # of engines on like devices with the same transport
+                is_alike = (group.transport, group.device) == (seat.transport, seat.device)
+                if is_alike and len(group.seats) < self._engines_per_group:
+                    break
+            else:
+                group = CollectiveGroup(seat.transport, seat.device)
+                self._groups.append(group)
+            group.seats.append(seat)
+            seat.group = group
         if newest is None:
             return []
         servings = [
@@ -156,15 +159,3 @@ class Fleet:
         """Return the seconds until ``due`` may change without an event; None for never."""
         again = [s.again_s for s in self.seats.values() if s.again_s > now_s]
         return min(again) - now_s if again else None
-
-    def _admit(self, seat: Seat) -> None:
-        """Put a member into a group of engines on like devices with the same transport."""
-        for group in self._groups:
-            is_alike = (group.transport, group.device) == (seat.transport, seat.device)
-            if is_alike and len(group.seats) < self._engines_per_group:
-                break
-        else:
-            group = CollectiveGroup(seat.transport, seat.device)
-            self._groups.append(group)
-        group.seats.append(seat)
-        seat.group = group

@@ -7,40 +7,28 @@ weightbus.linger_s.
 
 import asyncio
 import contextlib
-import fcntl
 import gc
 import logging
 import os
 import select
-import signal
 import time
-from collections import deque
-from collections.abc import Iterator
-from importlib.metadata import version
 from pathlib import Path
-from typing import TextIO
 
 import msgspec
 import zmq
 import zmq.asyncio
 
-from slipstream.broker.client import BrokerClient
 from slipstream.weightbus.config import WeightBusSection, weightbus_section
 from slipstream.weightbus.net.compatibility import installed_libraries
 from slipstream.weightbus.net.curve import RemoteListener
 from slipstream.weightbus.net.interfaces import interface_variables
 from slipstream.weightbus.net.threads import are_done
+from slipstream.weightbus.relay.lock import only_relay
 from slipstream.weightbus.relay.publisher import Publisher
+from slipstream.weightbus.relay.reports import BrokerReports
 from slipstream.weightbus.relay.served import Versions
 from slipstream.weightbus.version.disk import copies_in, number_after, remove_copies
-from slipstream.wire.errors import (
-    ConfigError,
-    ProtocolError,
-    PublishError,
-    SlipstreamError,
-    SupersededError,
-)
-from slipstream.wire.messages.broker import Done, PublishReport, RelayHeard, RelayReport, RoleReport
+from slipstream.wire.errors import ConfigError, ProtocolError, PublishError, SupersededError
 from slipstream.wire.messages.codec import decode_relay_request, encode
 from slipstream.wire.messages.relay import (
     Alive,
@@ -53,8 +41,6 @@ from slipstream.wire.messages.relay import (
     Reserved,
     Written,
 )
-from slipstream.wire.messages.status import REPORT_EVERY_S
-from slipstream.wire.messages.weightbus import PublishRecord
 from slipstream.wire.process.command_line import (
     load_arguments,
     refuse_settings,
@@ -62,8 +48,6 @@ from slipstream.wire.process.command_line import (
     run_role,
 )
 from slipstream.wire.process.logs import start_logging
-from slipstream.wire.process.patience import END_AT_MOST, Patience, signs_of
-from slipstream.wire.process.phases import WAIT
 from slipstream.wire.process.run_until import run_until
 from slipstream.wire.process.stopping import stop_event
 from slipstream.wire.settings.load import Table
@@ -71,11 +55,6 @@ from slipstream.wire.settings.sections import RunSection, relay_address, relay_l
 
 _log = logging.getLogger(__name__)
 _CLOSE_S = 1.0  # for groups whose engines are gone
-_BROKER_AGAIN_S = 5.0
-_LOCK_POLL_S = 0.1
-_LOCK_S = 2.0  # a relay that holds the lock this long without a sign of life is killed
-_LOCK_END_S = 30.0
-_MAX_RECORDS = 1_000  # kept while the broker is gone
 
 
 class RelaySettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -101,24 +80,16 @@ class Relay:
     """One relay, in one event loop."""
 
     def __init__(self, settings: RelaySettings, *, stop: asyncio.Event) -> None:
-        """Create a relay; ``run`` serves.
-
-        Args:
-            settings: of the run.
-            stop: ends the relay, which may also set it.
-        """
+        """Create a relay; ``run`` serves until ``stop``, which the relay may also set."""
         self._settings = settings
         self._stop = stop
         self._versions = Versions(settings.folder)
-        self._records: deque[PublishRecord] = deque()  # not yet reported to the broker
-        self._is_news = asyncio.Event()
-        self._num_lost_records = 0
+        self._reports = BrokerReports(settings.run)
         self._heard_s = time.monotonic()  # last message of a learner
-        self._started_s = time.monotonic()
         self._publisher = Publisher(
             settings.weightbus,
             self._versions,
-            on_record=self._keep,
+            on_record=self._reports.keep,
             libraries=installed_libraries(),
         )
         listen = settings.weightbus.listen
@@ -134,7 +105,7 @@ class Relay:
             self._serve_learner(run.endpoint("relay")),
             self._publisher.run(relay_address(run), self._remote),
             self._watch_learner(),
-            self._report(),
+            self._reports.run(self._publisher.states, self._remote),
         ]
         try:
             await run_until(self._stop.wait(), *jobs)
@@ -202,112 +173,6 @@ class Relay:
         _log.warning("no learner for %g s (weightbus.linger_s): the relay ends", linger_s)
         self._stop.set()
 
-    # ---- the broker ----------------------------------------------------------
-
-    async def _keep(self, record: PublishRecord) -> None:
-        if len(self._records) == _MAX_RECORDS:
-            self._num_lost_records += 1
-            _log.error(
-                "%d records of publishes are lost: the broker accepts none", self._num_lost_records
-            )
-            self._records.popleft()
-        self._records.append(record)
-        self._is_news.set()
-
-    async def _report(self) -> None:
-        """Report publishes and the states of members to the broker.
-
-        Engines are served also without a broker.
-        """
-        while True:
-            try:
-                await self._report_to_broker()
-            except SlipstreamError as error:
-                _log.warning("%s; trying the broker again", error)
-                await asyncio.sleep(_BROKER_AGAIN_S)
-
-    async def _report_to_broker(self) -> None:
-        run = self._settings.run
-        client, _ = await BrokerClient.connect(
-            run.broker_endpoint,
-            role="relay",
-            name="relay",
-            packages={"torch": version("torch")},
-            outage_s=run.outage_s,
-            key_file=run.key_file,
-        )
-        try:
-            while True:
-                with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._is_news.wait(), REPORT_EVERY_S)
-                while self._records:
-                    record = self._records[0]
-                    await client.ask(PublishReport(record=record), Done)
-                    if self._records and self._records[0] is record:
-                        self._records.popleft()
-                self._is_news.clear()
-                remote = self._remote
-                report = RelayReport(
-                    members=self._publisher.states(), door=remote.address if remote else None
-                )
-                heard, _ = await client.ask(report, RelayHeard)
-                if remote is not None:
-                    remote.admit(heard.generator_keys)
-                await client.ask(RoleReport(phase_seconds=self._phases(), counters={}), Done)
-        finally:
-            client.close()
-
-    def _phases(self) -> dict[str, float]:
-        """Return the seconds of each phase; CPU time of the process counts as serving."""
-        age_s = time.monotonic() - self._started_s
-        busy_s = min(time.process_time(), age_s)
-        return {"serve": busy_s, WAIT: age_s - busy_s}
-
-
-@contextlib.contextmanager
-def _only_one(path: Path) -> Iterator[None]:
-    """Hold the lock of the run's only relay; a holder that hangs is killed.
-
-    Raises:
-        ConfigError: another relay holds the lock and does not end.
-    """
-    with path.open("a+") as file:
-        signs = signs_of(lambda: _holder(path))
-        waited = Patience("the previous relay to end", _LOCK_S, signs, at_most=END_AT_MOST)
-        killed: Patience | None = None
-        while not _is_ours(file):
-            if killed is None and waited.is_over():
-                for holder in _holder(path):
-                    _log.warning("killing relay %d of this run, which hangs", holder)
-                    with contextlib.suppress(ProcessLookupError):
-                        os.kill(holder, signal.SIGKILL)
-                killed = Patience("the previous relay to be gone", _LOCK_END_S)
-            if killed is not None and killed.is_over():
-                raise ConfigError(f"another relay of this run holds {path}")
-            time.sleep(_LOCK_POLL_S)
-        file.truncate(0)
-        file.write(str(os.getpid()))
-        file.flush()
-        yield
-
-
-def _is_ours(file: TextIO) -> bool:
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
-
-
-def _holder(path: Path) -> list[int]:
-    """Return the process id in the lock file, if there is one."""
-    words = path.read_text().strip()
-    return [int(words)] if words.isdecimal() else []
-
-
-def _is_cut(lifeline: int | None) -> bool:
-    return lifeline is not None and bool(select.select([lifeline], [], [], 0)[0])
-
 
 async def _serve(settings: RelaySettings, lifeline: int | None) -> None:
     stop = stop_event()
@@ -340,13 +205,15 @@ def main() -> int:
     start_logging("relay")
 
     def body() -> int:
-        if _is_cut(arguments.lifeline) or not settings.run.socket_folder.is_dir():
+        lifeline = arguments.lifeline
+        is_cut = lifeline is not None and select.select([lifeline], [], [], 0)[0]
+        if is_cut or not settings.run.socket_folder.is_dir():
             return 0  # the parent or the run has ended meanwhile
         variables = interface_variables(settings.weightbus.host, os.environ)  # noqa: TID251
         os.environ.update(variables)  # noqa: TID251 gloo and NCCL have no setting
         gc.freeze()  # imported modules stay: collecting them would delay a publish
-        with _only_one(relay_lock(settings.run)):
-            asyncio.run(_serve(settings, arguments.lifeline))
+        with only_relay(relay_lock(settings.run)):
+            asyncio.run(_serve(settings, lifeline))
             if not are_done(_CLOSE_S):
                 logging.shutdown()
                 os._exit(0)

@@ -25,13 +25,7 @@ class Publication:
     """
 
     def __init__(self, snapshot: WeightSnapshot, *, folder: Path, first_copy: int = 1) -> None:
-        """Compute nothing yet.
-
-        Args:
-            snapshot: of the version.
-            folder: for versions of the disk transport.
-            first_copy: number of its first copy there.
-        """
+        """Compute nothing yet; copies in ``folder`` are numbered from ``first_copy``."""
         self._first_copy = first_copy
         self.snapshot = snapshot
         self.gpu_digests: set[str] = set()  # at most one: what the first engine on a GPU held

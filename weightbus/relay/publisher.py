@@ -65,16 +65,7 @@ class Publisher:
         transports: Mapping[str, TransportEntry] = TRANSPORTS,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Start without members.
-
-        Args:
-            settings: of the weight bus.
-            versions: to serve.
-            on_record: called with the record of every publish.
-            libraries: that collectives in this process use.
-            transports: by name.
-            now: monotonic seconds.
-        """
+        """Start without members; ``on_record`` is called with the record of every publish."""
         self._settings = settings
         self._versions = versions
         self._on_record = on_record
@@ -93,11 +84,7 @@ class Publisher:
         self._shared: dict[CollectiveGroup, Transport] = {}
 
     async def run(self, address: RelayAddress, remote: RemoteListener | None = None) -> None:
-        """Serve until cancelled.
-
-        Args:
-            address: Unix sockets in a private folder.
-            remote: listener for engines on other hosts.
+        """Serve until cancelled: at Unix sockets in a private folder, other hosts at ``remote``.
 
         Raises:
             ConfigError: an address cannot be bound.
@@ -224,20 +211,17 @@ class Publisher:
 
     def _transport_for(self, join: Join, name: str, *, is_far: bool) -> str:
         """Return the transport of a member: the one it asks for, or the fallback."""
-        why = self._why_not(join, is_far=is_far)
+        entry = self._transports.get(join.transport)
+        if entry is None:
+            why = f"this relay has no such transport, only {', '.join(self._transports)}"
+        else:
+            why = entry.why_not_from_afar(self._settings.host) if is_far else ""
+            why = why or self._classes[join.transport].why_not(join, self._libraries)
         if why:
             _log.warning(
                 "%s gets its weights over %s instead of %s: %s", name, FALLBACK, join.transport, why
             )
         return FALLBACK if why else join.transport
-
-    def _why_not(self, join: Join, *, is_far: bool) -> str:
-        entry = self._transports.get(join.transport)
-        if entry is None:
-            return f"this relay has no such transport, only {', '.join(self._transports)}"
-        if is_far and (why := entry.why_not_from_afar(self._settings.host)):
-            return why
-        return self._classes[join.transport].why_not(join, self._libraries)
 
     def _forget(self, member: Member, why: str) -> None:
         _log.info("%s %s", member.name, why)
@@ -283,13 +267,17 @@ class Publisher:
 
     async def _serve(self, serving: Serving, members: list[Member], reading: Reading) -> None:
         """Bring members to a version; the record and the fleet get the results."""
+        group = serving.group
         try:
-            record = await Transaction(
-                reading.publication,
-                members,
-                self._transport_of(serving),
-                self._settings.engine_check_every,
-            ).run()
+            chosen = self._classes[serving.seats[0].transport]
+            if group is None:
+                chosen = self._classes[FALLBACK] if chosen.shares_group else chosen
+                transport = chosen(self._settings)
+            else:
+                transport = self._shared.get(group) or chosen(self._settings)
+                self._shared[group] = transport
+            check_every = self._settings.engine_check_every
+            record = await Transaction(reading.publication, members, transport, check_every).run()
             self._alone.pop(serving.seats[0], None)
             self._dissolve(self._fleet.finished(serving, record.adopted_by, self._now()))
         finally:
@@ -298,16 +286,6 @@ class Publisher:
             _log.warning("%s does not run %s: %s", name, record.version.label, why)
         await self._on_record(record)
         await self._versions.clean_disk()
-
-    def _transport_of(self, serving: Serving) -> Transport:
-        chosen = self._classes[serving.seats[0].transport]
-        if serving.group is None:
-            if chosen.shares_group:
-                chosen = self._classes[FALLBACK]
-            return chosen(self._settings)
-        if serving.group not in self._shared:
-            self._shared[serving.group] = chosen(self._settings)
-        return self._shared[serving.group]
 
     def _dissolve(self, group: CollectiveGroup | None) -> None:
         if group is not None and (transport := self._shared.pop(group, None)) is not None:

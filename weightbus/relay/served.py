@@ -1,12 +1,12 @@
 """The versions that a relay can serve: the learner's memory, and the readers of its slots."""
 
 import asyncio
-import shutil
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
 from slipstream.weightbus.relay.publication import Publication
+from slipstream.weightbus.version.disk import remove_copies
 from slipstream.weightbus.version.shared_memory import SharedSlots
 from slipstream.weightbus.version.slots import Slots
 from slipstream.weightbus.version.snapshot import WeightSnapshot
@@ -46,11 +46,7 @@ class Versions:
     """Whole versions, the newest of which is served. Use it inside one event loop."""
 
     def __init__(self, folder: Path) -> None:
-        """Start without a version.
-
-        Args:
-            folder: for versions of the disk transport.
-        """
+        """Start without a version; those of the disk transport go to ``folder``."""
         self._folder = folder
         self._run_id = ""  # of the first learner
         self._sources: list[
@@ -75,7 +71,12 @@ class Versions:
                 another memory: two learners would publish different weights under one label.
         """
         layout = message.layout
-        self._refuse_other_run(message.run_id)
+        run_id = message.run_id
+        if self._run_id and run_id and run_id != self._run_id:
+            raise PublishError(
+                f"this relay serves the run with the id {self._run_id}, not {run_id}"
+            )
+        self._run_id = self._run_id or run_id
         self.refuse_older(message.epoch)
         if self._sources and self._sources[-1].epoch == message.epoch:
             if not self._sources[-1].memory.is_at(message.path):
@@ -92,13 +93,6 @@ class Versions:
         self._sources.append(_LearnerMemory(memory, message))
         if message.whole is not None:
             self.written(message.epoch, message.slot, message.whole)
-
-    def _refuse_other_run(self, run_id: str) -> None:
-        if self._run_id and run_id and run_id != self._run_id:
-            raise PublishError(
-                f"this relay serves the run with the id {self._run_id}, not {run_id}"
-            )
-        self._run_id = self._run_id or run_id
 
     def reserve(self, epoch: int) -> int:
         """Return the slot that the learner of an epoch may write next.
@@ -172,7 +166,7 @@ class Versions:
         for publication in unwanted:
             self._on_disk.remove(publication)
         if copies := [copy for one in unwanted for copy in one.copies()]:
-            await asyncio.to_thread(_remove, copies)
+            await asyncio.to_thread(remove_copies, copies)
 
     def _serving(self) -> _LearnerMemory | None:
         return next((s for s in reversed(self._sources) if s.slots.newest is not None), None)
@@ -201,8 +195,3 @@ class Versions:
         """Wake everything that waits on ``changed``."""
         self._changed.set()
         self._changed = asyncio.Event()
-
-
-def _remove(folders: list[Path]) -> None:
-    for folder in folders:
-        shutil.rmtree(folder, ignore_errors=True)

@@ -175,6 +175,5 @@ class Transaction:
             member.failure = why
             member.holds(None)
         await each(  # without waiting: agents execute the next command after this one
-            list(failed),
-            lambda m: m.send(lambda n: Abandon(command_id=n, reason=failed[m])),
+            list(failed), lambda m: m.send(lambda n: Abandon(command_id=n, reason=failed[m]))
         )

@@ -23,11 +23,7 @@ def write_version(
 ) -> Path:
     """Write a version durably; its folder appears whole or not at all.
 
-    Args:
-        parent: of the version's folder.
-        manifest: of the version.
-        data: its bytes.
-        number: of this copy; earlier copies stay.
+    ``number`` is that of this copy; earlier copies stay.
 
     Raises:
         PublishError: writing failed.

@@ -7,6 +7,7 @@ safetensors file, so nothing is ever rearranged.
 
 import json
 from collections.abc import Iterable
+from itertools import accumulate
 
 from slipstream.wire.errors import PublishError
 from slipstream.wire.messages.manifest import ITEM_BYTES, Bucket, TensorSpec, WeightManifest
@@ -49,22 +50,13 @@ def plan_layout(tensors: Iterable[TensorSpec], *, bucket_bytes: int) -> WeightMa
 
 def tensor_offsets(manifest: WeightManifest) -> dict[str, int]:
     """Return each tensor's offset in bytes from the start of the version."""
-    offsets: dict[str, int] = {}
-    at = 0
-    for spec in manifest.tensors:
-        offsets[spec.name] = at
-        at += spec.num_bytes
-    return offsets
+    starts = accumulate((spec.num_bytes for spec in manifest.tensors), initial=0)
+    return {spec.name: at for spec, at in zip(manifest.tensors, starts, strict=False)}
 
 
 def bucket_offsets(manifest: WeightManifest) -> list[int]:
     """Return each bucket's offset in bytes from the start of the version."""
-    offsets: list[int] = []
-    at = 0
-    for bucket in manifest.buckets:
-        offsets.append(at)
-        at += bucket.num_bytes
-    return offsets
+    return list(accumulate((bucket.num_bytes for bucket in manifest.buckets), initial=0))[:-1]
 
 
 def safetensors_header(manifest: WeightManifest) -> bytes:

@@ -52,9 +52,10 @@ class WeightSnapshot:
     def manifest(self, *, threads: int = 2) -> WeightManifest:
         """Return the manifest with a digest per tensor."""
         flat = self.memory.numpy().data
+        offsets = tensor_offsets(self.layout)
 
         def digested(spec: TensorSpec) -> TensorSpec:
-            start = self._offsets[spec.name]
+            start = offsets[spec.name]
             digest = xxhash.xxh3_128_hexdigest(flat[start : start + spec.num_bytes])
             return TensorSpec(spec.name, spec.dtype, spec.shape, digest)
 
@@ -67,10 +68,6 @@ class WeightSnapshot:
         return msgspec.structs.replace(self.layout, version=self.version, buckets=buckets)
 
     @cached_property
-    def _offsets(self) -> dict[str, int]:
-        return tensor_offsets(self.layout)
-
-    @cached_property
     def _bucket_offsets(self) -> list[int]:
         return bucket_offsets(self.layout)
 
@@ -78,9 +75,7 @@ class WeightSnapshot:
 def tensor_views(layout: WeightManifest, memory: Tensor) -> dict[str, Tensor]:
     """Return each tensor of a version as a view of its memory, by name.
 
-    Args:
-        layout: of the version.
-        memory: of the version, shape [layout.num_bytes], uint8.
+    ``memory`` has shape [layout.num_bytes], uint8.
     """
     views: dict[str, Tensor] = {}
     at = 0

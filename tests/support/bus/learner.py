@@ -7,7 +7,8 @@ from pathlib import Path
 import torch
 
 from slipstream.learner.batches.background import BackgroundLoop
-from slipstream.learner.publish.relay_link import RelayLaunch, RelayLink
+from slipstream.learner.publish.relay_link import RelayLink
+from slipstream.learner.publish.relay_process import RelayLaunch
 from slipstream.weightbus.version.layout import plan_layout
 from slipstream.weightbus.version.shared_memory import SharedSlots
 from slipstream.weightbus.version.slots import NUM_SLOTS

@@ -34,14 +34,9 @@ def damage(path: Path, how: str) -> None:
 def main(folder: Path, work: Path) -> None:
     device.prepare()
     device.set_threads(1)
-    from slipstream.learner.checkpoints.files import (
-        DamagedCheckpointError,
-        architecture_of,
-        dtype_name,
-        load_checkpoint,
-        parameters_hash,
-        save_checkpoint,
-    )
+    from slipstream.learner.checkpoints.files import save_checkpoint
+    from slipstream.learner.checkpoints.identity import architecture_of, dtype_name, parameters_hash
+    from slipstream.learner.checkpoints.loading import DamagedCheckpointError, load_checkpoint
     from slipstream.learner.model.gpt import build_model
     from slipstream.learner.model.hf_config import load_hf_config
     from slipstream.learner.model.hf_weights import load_hf_weights

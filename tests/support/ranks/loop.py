@@ -80,9 +80,9 @@ def main(config: Path, file: Path, script: str, rank: int, overrides: list[str])
     device.set_threads(1)
     device.set_deterministic()
     from slipstream.learner.coordinator import Coordinator
-    from slipstream.learner.launch import build_policy
     from slipstream.learner.loop import LearnerLoop
     from slipstream.learner.model.topology import destroy_topology, init_topology
+    from slipstream.learner.starting_policy import build_policy
     from slipstream.learner.stop import StopRequest
     from slipstream.learner.training.algorithm import algorithm_of
     from slipstream.wire.process.phases import PhaseClock

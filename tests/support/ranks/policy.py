@@ -167,15 +167,10 @@ def restored_reference(
     batches: Sequence[PackedBatch],
 ) -> dict[str, float]:
     """Save; return how far the reference of a policy is from ours, made anew and then loaded."""
-    from slipstream.learner.checkpoints.files import (
-        architecture_of,
-        dtype_name,
-        load_checkpoint,
-        parameters_hash,
-        prepare_folder,
-        save_checkpoint,
-    )
-    from slipstream.learner.launch import build_policy
+    from slipstream.learner.checkpoints.files import prepare_folder, save_checkpoint
+    from slipstream.learner.checkpoints.identity import architecture_of, dtype_name, parameters_hash
+    from slipstream.learner.checkpoints.loading import load_checkpoint
+    from slipstream.learner.starting_policy import build_policy
 
     info = CheckpointInfo(
         format_revision=FORMAT_REVISION,
@@ -208,9 +203,9 @@ def restored_reference(
 def main(folder: Path, work: Path, rank: int, world_size: int, tensor_parallel: int) -> None:
     device.prepare()
     device.set_threads(1)
-    from slipstream.learner.launch import build_policy
     from slipstream.learner.model.hf_weights import save_hf_folder
     from slipstream.learner.model.topology import destroy_topology, init_topology
+    from slipstream.learner.starting_policy import build_policy
 
     topology = init_topology(
         rank=rank,

@@ -19,7 +19,7 @@ from slipstream.learner.batches.background import BackgroundLoop
 from slipstream.learner.batches.broker_link import LeaderLink
 from slipstream.learner.config import LearnerSettings, learner_settings
 from slipstream.learner.model import device
-from slipstream.learner.publish.relay_link import RelayLaunch
+from slipstream.learner.publish.relay_process import RelayLaunch
 from slipstream.wire.files.checkpoints import CheckpointInfo
 from slipstream.wire.messages.broker import StepCommitted
 from slipstream.wire.messages.versions import PolicyVersion
@@ -67,9 +67,9 @@ def main() -> None:
     device.prepare()
     device.set_threads(1)
     from slipstream.learner.coordinator import Coordinator
-    from slipstream.learner.launch import build_policy
     from slipstream.learner.loop import LearnerLoop
     from slipstream.learner.model.topology import destroy_topology, init_topology
+    from slipstream.learner.starting_policy import build_policy
     from slipstream.learner.stop import StopRequest
     from slipstream.learner.training.algorithm import algorithm_of
 

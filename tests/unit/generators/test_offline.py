@@ -16,12 +16,8 @@ from slipstream.broker.rewards.outcomes import Outcome, outcome_of, score_of, un
 from slipstream.deploy.examples.addition import write_blank_model
 from slipstream.generators import offline
 from slipstream.generators.engine import Completion, SamplingParams
-from slipstream.generators.offline import (
-    Generation,
-    OfflineSettings,
-    answered_positions,
-    offline_settings,
-)
+from slipstream.generators.offline import Generation, answered_positions
+from slipstream.generators.offline_config import OfflineSettings, offline_settings
 from slipstream.generators.rollout import Sampler
 from slipstream.generators.sglang.running import sampling_by_item
 from slipstream.generators.text.codec import TextCodec

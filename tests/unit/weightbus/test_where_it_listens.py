@@ -4,7 +4,7 @@ import socket
 
 import pytest
 
-from slipstream.learner.publish.relay_link import RelayLaunch
+from slipstream.learner.publish.relay_process import RelayLaunch
 from slipstream.weightbus.config import weightbus_section
 from slipstream.weightbus.net.interfaces import interface_variables
 from slipstream.wire.errors import ConfigError

@@ -66,7 +66,9 @@ class Collective(Transport):
 
     async def _open(self, members: Sequence[Member]) -> "EngineGroup":
         settings = self._settings
-        backend = self._backend(members)
+        backend = settings.backend
+        if backend == "auto":
+            backend = "nccl" if members[0].join.device == "cuda" else "gloo"
         ranks = [1, *itertools.accumulate((m.join.num_ranks for m in members), initial=1)][1:]
         group = EngineGroup(
             f"{members[0].name}-{secrets.token_hex(4)}-{next(_group_numbers)}",
@@ -96,11 +98,6 @@ class Collective(Transport):
             joined.add_done_callback(lambda task: _discard(task, group))
             raise
         return group
-
-    def _backend(self, members: Sequence[Member]) -> Backend:
-        if self._settings.backend != "auto":
-            return self._settings.backend
-        return "nccl" if members[0].join.device == "cuda" else "gloo"
 
     @override
     async def load(self, publication: Publication, members: Sequence[Member]) -> None:

@@ -1,0 +1,63 @@
+"""Which model a checkpoint is of."""
+
+import hashlib
+from pathlib import Path
+
+from megatron.core.models.gpt import GPTModel
+
+from slipstream.learner.model.hf_config import HfConfig
+from slipstream.learner.model.hf_weights import hf_shapes
+from slipstream.wire.errors import ConfigError
+from slipstream.wire.files.checkpoints import CheckpointInfo
+
+
+def architecture_of(hf: HfConfig) -> dict[str, int | float | bool | str]:
+    """Return what decides what the parameters mean, however config.json writes it."""
+    return {
+        "model_type": hf.model_type,
+        "vocab_size": hf.vocab_size,
+        "hidden_size": hf.hidden_size,
+        "intermediate_size": hf.intermediate_size,
+        "num_hidden_layers": hf.num_hidden_layers,
+        "num_attention_heads": hf.num_attention_heads,
+        "num_key_value_heads": hf.num_query_groups,
+        "head_dim": hf.kv_channels,
+        "rms_norm_eps": hf.rms_norm_eps,
+        "rope_theta": hf.rotary_base,
+        "tie_word_embeddings": hf.tie_word_embeddings,
+    }
+
+
+def parameters_hash(model: GPTModel) -> str:
+    """Return a hash of the names and whole shapes of all parameters; the same in any layout."""
+    lines = [f"{name} {list(shape)}\n" for name, shape in sorted(hf_shapes(model).items())]
+    return hashlib.sha256("".join(lines).encode()).hexdigest()
+
+
+def dtype_name(model: GPTModel) -> str:
+    """Return the type of the parameters, e.g. ``bfloat16``."""
+    return str(model.config.params_dtype).removeprefix("torch.")
+
+
+def refuse_other_model(model: GPTModel, folder: Path, info: CheckpointInfo) -> None:
+    """Compare a checkpoint with the model that is to be filled.
+
+    Raises:
+        ConfigError: saying what differs.
+    """
+    ours = architecture_of(model.hf_config)
+    differing = [
+        f"{name} is {info.architecture.get(name)!r} there and {value!r} here"
+        for name, value in ours.items()
+        if info.architecture.get(name) != value
+    ]
+    if not differing and info.parameters != parameters_hash(model):
+        differing = ["the names or shapes of its parameters differ"]
+    dtype = dtype_name(model)
+    if not differing and info.dtype != dtype:
+        differing = [f"its parameters are {info.dtype} there and {dtype} here (learner.dtype)"]
+    if differing:
+        raise ConfigError(
+            f"{folder} is a checkpoint of another model than run.model: {'; '.join(differing)} "
+            "(run.resume_from)"
+        )

@@ -1,0 +1,119 @@
+"""Reads checkpoints, all ranks together, with Megatron's distributed checkpointing."""
+
+import logging
+import random
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
+from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
+from torch.distributed.checkpoint.api import CheckpointException
+
+from slipstream.learner.checkpoints.digests import damage_of
+from slipstream.learner.checkpoints.files import random_state, reason_of
+from slipstream.learner.checkpoints.identity import refuse_other_model
+from slipstream.learner.model.collectives import any_rank
+from slipstream.learner.model.topology import Topology
+from slipstream.learner.training.policy import Policy
+from slipstream.wire.errors import ConfigError
+from slipstream.wire.files.checkpoints import CheckpointInfo
+
+_log = logging.getLogger(__name__)
+
+
+class DamagedCheckpointError(ConfigError):
+    """A checkpoint cannot be read: a part of it is missing or cut off."""
+
+
+def load_checkpoint(policy: Policy, topology: Topology, folder: Path, info: CheckpointInfo) -> None:
+    """Fill model, optimizer, schedule and random numbers from a checkpoint; every rank calls this.
+
+    It may have been written by other parallel sizes. Random numbers are restored where the sizes
+    are the same; otherwise they stay as they were seeded.
+
+    Raises:
+        ConfigError: it is of another model.
+        DamagedCheckpointError: on every rank, if any of them cannot read it.
+    """
+    refuse_other_model(policy.model, folder, info)
+    if policy.critic is not None and not info.has_critic:
+        raise ConfigError(
+            f"{folder} holds no critic, and algo.advantage needs one: resume with the algorithm "
+            "that wrote it, or export it and start a run from it (run.model)"
+        )
+    same = (info.ranks, info.tensor_parallel) == (topology.world_size, topology.tensor_parallel)
+    wanted = policy.sharded_state(is_loading=True, has_reference=info.has_reference)
+    if info.has_reference and not policy.renews_reference:
+        _log.warning(
+            "%s holds a renewed reference policy, and algo.kl.renew_every is 0: it is the one of "
+            "algo.kl.reference again",
+            folder.name,
+        )
+    if policy.renews_reference and not info.has_reference:
+        _log.info("%s holds no reference policy: it starts as algo.kl.reference", folder.name)
+    if same:
+        wanted["rng"] = random_state(topology)
+    failure: DamagedCheckpointError | None = None
+    state: dict[str, Any] = {}
+    try:
+        if topology.rank == 0:
+            _refuse_damaged(folder)
+    except DamagedCheckpointError as error:
+        failure = error
+    if not any_rank(failure is not None, world_size=topology.world_size):
+        try:
+            state = _load(wanted, folder)
+        except DamagedCheckpointError as error:
+            failure = error
+    if any_rank(failure is not None, world_size=topology.world_size):
+        raise failure or DamagedCheckpointError(
+            f"cannot read the checkpoint {folder}: another learner rank failed"
+        )
+    policy.load_state(state)
+    if same:
+        random.setstate(state["rng"]["python"])
+        torch.cuda.set_rng_state(state["rng"]["cuda"])
+        torch.set_rng_state(state["rng"]["torch"])
+        get_cuda_rng_tracker().set_states(state["rng"]["megatron"])
+    else:
+        _log.info(
+            "%s was written by %d ranks with tensor parallelism %d: random numbers start over",
+            folder.name,
+            info.ranks,
+            info.tensor_parallel,
+        )
+
+
+def load_weights(model: GPTModel, folder: Path, info: CheckpointInfo) -> None:
+    """Fill a model alone from a checkpoint of any layout.
+
+    Raises:
+        ConfigError: it is of another model.
+        DamagedCheckpointError: it cannot be read.
+    """
+    refuse_other_model(model, folder, info)
+    _refuse_damaged(folder)
+    state = _load({"model": model.sharded_state_dict()}, folder)
+    model.load_state_dict(state["model"])
+
+
+def _refuse_damaged(folder: Path) -> None:
+    if damage := damage_of(folder):
+        raise DamagedCheckpointError(f"cannot read the checkpoint {folder}: {damage}")
+
+
+def _load(wanted: dict[str, Any], folder: Path) -> dict[str, Any]:
+    if not (folder / COMMON_STATE_FNAME).is_file():  # Megatron's own complaint is no sentence
+        raise DamagedCheckpointError(
+            f"cannot read the checkpoint {folder}: no {COMMON_STATE_FNAME}"
+        )
+    try:
+        state: dict[str, Any] = dist_checkpointing.load(wanted, str(folder))
+    except (Exception, CheckpointException) as error:  # whatever a damaged file leads to
+        raise DamagedCheckpointError(
+            f"cannot read the checkpoint {folder}: {reason_of(error)}"
+        ) from error
+    return state

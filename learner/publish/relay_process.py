@@ -1,0 +1,101 @@
+"""The relay's process: one that this learner starts, or one that an earlier learner left."""
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from slipstream.wire.errors import ChildDiedError
+
+_log = logging.getLogger(__name__)
+_PROGRAM = "slipstream.weightbus.relay.main"
+_MAX_STARTS = 5
+_WINDOW_S = 120.0
+
+
+@dataclass(frozen=True, slots=True)
+class RelayLaunch:
+    """How a relay is started.
+
+    ``lifeline`` is a descriptor whose end of file ends it; without one it ends by itself some time
+    after the learner.
+    """
+
+    argv: Sequence[str] = ()  # settings on the command line
+    lifeline: int | None = None
+    environment: Mapping[str, str] = field(default_factory=lambda: dict(os.environ), repr=False)  # noqa: TID251 handed on to a child
+    """Of before this process chose interfaces for its own groups."""
+
+
+class RelayProcess:
+    """The relay that answered last, and the one that was started here."""
+
+    def __init__(self, launch: RelayLaunch) -> None:
+        self._launch = launch
+        self._started: subprocess.Popen[bytes] | None = None  # that we started last
+        self._starts: list[float] = []  # monotonic seconds, of the last minutes
+        self.pid = 0  # of the relay that answered last; a former learner may have started it
+
+    def start(self) -> "subprocess.Popen[bytes]":
+        """Start a relay in place of every other that we know of.
+
+        Raises:
+            ChildDiedError: it dies again and again.
+        """
+        self.kill()
+        now = time.monotonic()
+        self._starts = [at for at in self._starts if at > now - _WINDOW_S] + [now]
+        if len(self._starts) > _MAX_STARTS:
+            raise ChildDiedError(
+                f"the weight relay ended {_MAX_STARTS} times in {_WINDOW_S:g} s; its reason "
+                "is above in this log"
+            )
+        launch = self._launch
+        extra = [] if launch.lifeline is None else ["--lifeline", str(launch.lifeline)]
+        self._started = subprocess.Popen(  # noqa: S603 our own program; a fork takes no time
+            [sys.executable, "-m", _PROGRAM, *launch.argv, *extra],
+            stdin=subprocess.DEVNULL,
+            env=dict(launch.environment),
+            pass_fds=[] if launch.lifeline is None else [launch.lifeline],
+            start_new_session=True,
+        )
+        _log.info("the weight relay is process %d", self._started.pid)
+        return self._started
+
+    def kill_surplus(self) -> None:
+        """End the relay that was started here if a former learner's serves: it is one too many."""
+        if self._started is not None and self._started.pid != self.pid:
+            self._started.kill()
+            self._started.wait()
+            self._started = None
+
+    def has_ended(self, pid: int) -> bool:
+        """True if no relay of this process id lives; one that was started here is reaped."""
+        if self._started is not None:
+            self._started.poll()
+        return not is_relay(pid)
+
+    def kill(self) -> None:
+        """End every relay that we know of."""
+        if self._started is not None:
+            self._started.kill()
+            self._started.wait()
+            self._started = None
+        if self.pid and is_relay(self.pid):
+            with suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGKILL)
+        self.pid = 0
+
+
+def is_relay(pid: int) -> bool:
+    """True if a process lives and is a relay."""
+    try:
+        return _PROGRAM in Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+    except OSError:
+        return False

@@ -1,0 +1,143 @@
+"""The policy that a learner starts from, with the models beside it."""
+
+import logging
+from pathlib import Path
+
+import msgspec
+import torch
+from megatron.core.models.gpt import GPTModel
+
+from slipstream.algos.compose import Algorithm
+from slipstream.learner.checkpoints.identity import architecture_of
+from slipstream.learner.checkpoints.loading import DamagedCheckpointError, load_checkpoint
+from slipstream.learner.checkpoints.resume import resume_order
+from slipstream.learner.config import LearnerSection, LearnerSettings
+from slipstream.learner.model import device
+from slipstream.learner.model.collectives import broadcast_bytes
+from slipstream.learner.model.gpt import build_model
+from slipstream.learner.model.hf_config import load_hf_config, refuse_other_tokens
+from slipstream.learner.model.hf_weights import load_hf_weights
+from slipstream.learner.model.topology import Topology
+from slipstream.learner.training.critic import Critic, with_value_head
+from slipstream.learner.training.policy import Policy, ReferencePolicy, Teacher
+from slipstream.learner.training.teacher import EndpointTeacher
+from slipstream.wire.errors import ConfigError
+from slipstream.wire.files.checkpoints import read_checkpoint_info, readable_checkpoints
+
+_log = logging.getLogger(__name__)
+
+
+def start_policy(
+    settings: LearnerSettings, algorithm: Algorithm, topology: Topology, *, resumes: bool
+) -> tuple[LearnerSettings, Policy]:
+    """Return the policy to start from, and the settings that name it. Every rank calls this.
+
+    A learner that resumes starts from the newest checkpoint of its run that can be loaded; where
+    there is none it starts from the policy of the settings.
+
+    Raises:
+        ConfigError: the checkpoint named by run.resume_from cannot be used, or one of the run's is
+            of another model.
+    """
+    names: list[str] = []  # of the run's own checkpoints, best first, as rank 0 sees them
+    if resumes and topology.rank == 0:
+        infos = {p.resolve(): i for p, i in readable_checkpoints(settings.run.checkpoints).items()}
+        named = settings.resume_from.resolve() if settings.resume_from is not None else None
+        names = [str(path) for path in resume_order(infos, named)]
+    if resumes:
+        data = msgspec.msgpack.encode(names)
+        data = broadcast_bytes(data, rank=topology.rank, world_size=topology.world_size)
+        names = msgspec.msgpack.decode(data, type=list[str])
+    for name in names:
+        chosen = settings.resumed(Path(name))
+        try:
+            return chosen, build_policy(chosen, algorithm, topology)
+        except DamagedCheckpointError as error:
+            _log.error("%s; the one before it is tried", error)
+    return settings, build_policy(settings, algorithm, topology)
+
+
+def build_policy(settings: LearnerSettings, algorithm: Algorithm, topology: Topology) -> Policy:
+    """Return the policy to start from: a checkpoint's, or that of a Hugging Face folder."""
+    learner, choice = settings.learner, algorithm.choice
+    resumes = settings.resume_from is not None
+    hf = load_hf_config(settings.model)
+    critic = None
+    frozen: dict[Path, ReferencePolicy] = {}
+
+    def frozen_policy(folder: Path, setting: str) -> ReferencePolicy:
+        refuse_other_tokens(folder, settings.model, setting, whole=algorithm.needs_full_kl)
+        if (known := frozen.get(folder.resolve())) is not None:
+            return known
+        return ReferencePolicy(_model(learner, folder, setting), topology)
+
+    reference: ReferencePolicy | None = None
+    decay_steps = settings.lr_decay_steps
+    if choice.needs_reference:
+        folder = Path(choice.kl.reference) if choice.kl.reference else settings.model
+        setting = "algo.kl.reference" if choice.kl.reference else "run.model"
+        reference = frozen_policy(folder, setting)
+        if not choice.kl.renew_every:
+            frozen[folder.resolve()] = reference  # a teacher of this folder is the same model
+        elif architecture_of(load_hf_config(folder)) != architecture_of(hf):
+            raise ConfigError(
+                f"{folder} (algo.kl.reference) has another architecture than run.model: it cannot "
+                "become the policy (algo.kl.renew_every)"
+            )
+    teacher: Teacher | None = None
+    if choice.has_teacher and choice.teacher.endpoint:
+        teacher = EndpointTeacher(
+            choice.teacher, topology, vocab_size=hf.vocab_size, timeout_s=learner.timeout_s
+        )
+    elif choice.has_teacher:
+        teacher = frozen_policy(Path(choice.teacher.model), "algo.teacher.model")
+    if choice.needs_values:
+        lr = choice.critic.lr
+        lr_min = lr * learner.lr_min / learner.lr if learner.lr > 0 else 0.0
+        critic = Critic(
+            with_value_head(_model(learner, settings.model, fill=not resumes)),
+            msgspec.structs.replace(learner, lr=lr, lr_min=lr_min),
+            topology,
+            decay_steps=decay_steps,
+        )
+        if not learner.lr_decay_steps:  # the policy is trained in the steps after the warm-up
+            decay_steps = max(1, decay_steps - choice.critic.warmup_steps)
+    policy = Policy(
+        _model(learner, settings.model, fill=not resumes),
+        learner,
+        topology,
+        decay_steps=decay_steps,
+        reference=reference,
+        renews_reference=choice.kl.renew_every > 0,
+        teacher=teacher,
+        critic=critic,
+        needs_full_kl=algorithm.needs_full_kl,
+        needs_squares=algorithm.needs_squares,
+    )
+    if settings.resume_from is not None:
+        info = read_checkpoint_info(settings.resume_from)
+        load_checkpoint(policy, topology, settings.resume_from, info)
+        _log.info("resumes from %s", settings.resume_from)
+    return policy
+
+
+def _model(
+    learner: LearnerSection, folder: Path, setting: str = "run.model", *, fill: bool = True
+) -> GPTModel:
+    """Return the model in a folder that a setting names, with its weights or random ones."""
+    on_gpu = device.device().type == "cuda"
+    if learner.dtype == "float32" and on_gpu:
+        raise ConfigError("learner.dtype = float32 cannot run on a GPU: flash attention needs bf16")
+    bfloat16 = learner.dtype == "bfloat16" or (learner.dtype == "auto" and on_gpu)
+    extra = dict(learner.megatron)
+    if learner.deterministic:
+        extra.setdefault("deterministic_mode", True)
+    model = build_model(
+        load_hf_config(folder, setting),
+        dtype=torch.bfloat16 if bfloat16 else torch.float32,
+        extra=extra,
+    )
+    if fill:
+        load_hf_weights(model, folder, setting)
+    model.train()
+    return model

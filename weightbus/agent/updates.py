@@ -1,0 +1,197 @@
+"""The relay's commands, carried out at one engine: offer, receive, load, verify, commit."""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeAlias
+
+from slipstream.weightbus.agent.engine import EngineWeights
+from slipstream.weightbus.agent.fetcher import BucketFetcher
+from slipstream.weightbus.agent.staging import Staging, check_folder
+from slipstream.weightbus.agent.tensor_set import TensorSet, mismatch
+from slipstream.wire.errors import EngineError, PublishError
+from slipstream.wire.messages.manifest import WeightManifest
+from slipstream.wire.messages.versions import PolicyVersion
+from slipstream.wire.messages.weightbus import (
+    Abandon,
+    Commit,
+    LoadBucket,
+    LoadReceived,
+    Offer,
+    OpenGroup,
+    Outcome,
+    Pause,
+    Receive,
+    Verify,
+)
+
+_log = logging.getLogger(__name__)
+Order: TypeAlias = (
+    OpenGroup | Abandon | Offer | Receive | Pause | LoadBucket | LoadReceived | Verify | Commit
+)
+
+
+class EngineUpdates:
+    """What one engine runs, and the publish that it takes part in."""
+
+    def __init__(
+        self,
+        engine: EngineWeights,
+        *,
+        tensors: TensorSet,
+        staging: Staging,
+        on_pause: Callable[[], None],
+        on_adopt: Callable[[PolicyVersion], None],
+    ) -> None:
+        self._engine = engine
+        self._tensors = tensors
+        self._staging = staging
+        self._on_pause = on_pause
+        self._on_adopt = on_adopt
+        self._manifest: WeightManifest | None = None  # that was offered
+        self._received: Path | None = None
+        self._group = ""  # of the engine's collective; empty without one
+        self._before: PolicyVersion | None = None  # that a paused engine ran
+        self._is_torn = False
+        self._has_failed = False  # in the current publish
+        self.failures: list[str] = []  # of publishes since the last adopted one
+        self.is_paused = False
+        self.adopted: PolicyVersion | None = None
+
+    async def execute(self, command: Order, fetcher: BucketFetcher) -> Outcome:
+        """Carry out a command; a failure is an outcome, too."""
+        number = command.command_id
+        try:
+            match command:
+                case Offer(manifest=manifest):
+                    self._offer(manifest)
+                case OpenGroup():
+                    await self._open_group(command)
+                case Receive(path=path):
+                    self._received = await self._receive(path, fetcher)
+                case Pause():
+                    return Outcome(command_id=number, num_in_flight=await self._pause())
+                case LoadBucket(index=index, group_name=group_name):
+                    await self._load_bucket(index, group_name)
+                case LoadReceived():
+                    await self._load_received()
+                case Verify(wants_checksums=wanted):
+                    if self._group and self._received is None:
+                        await self._engine.end_update()
+                    checksums = await self._engine.checksums() if wanted else {}
+                    return Outcome(command_id=number, checksums=checksums)
+                case Commit(version=version):
+                    await self._commit(version)
+                case Abandon(reason=reason):
+                    if self._is_torn or self._has_failed:  # else another engine's failure
+                        self.failures.append(reason)
+                    await self.abandon(reason)
+        except (EngineError, PublishError) as error:
+            self._has_failed = True
+            _log.warning("%s failed: %s", type(command).__name__, error)
+            return Outcome(command_id=number, error=str(error))
+        return Outcome(command_id=number)
+
+    def _offer(self, manifest: WeightManifest) -> None:
+        if difference := mismatch(manifest, self._tensors):
+            raise PublishError(f"refused {manifest.version.label}: {difference}")
+        runs = self.adopted or self._before
+        if runs is not None and manifest.version < runs:
+            raise PublishError(f"refused {manifest.version.label}: this engine ran {runs.label}")
+        self._manifest = manifest
+        self._received = None
+        self._has_failed = False
+
+    async def _open_group(self, command: OpenGroup) -> None:
+        await self._leave_group()
+        await self._engine.open_group(
+            host=command.host,
+            port=command.port,
+            group_name=command.group_name,
+            rank=command.rank,
+            world_size=command.world_size,
+            backend=command.backend,
+        )
+        self._group = command.group_name
+        _log.info("in a collective of %d", command.world_size)
+
+    async def _leave_group(self) -> None:
+        if self._group:
+            group, self._group = self._group, ""
+            await self._engine.close_group(group)
+
+    async def _receive(self, path: str, fetcher: BucketFetcher) -> Path:
+        manifest = self._offered
+        if path:
+            await asyncio.to_thread(check_folder, Path(path), manifest)
+            return Path(path)
+        version = manifest.version
+        try:
+            return await self._staging.receive(
+                manifest, lambda index: fetcher.fetch(version, index)
+            )
+        except PublishError:
+            fetcher.reconnect()
+            raise
+
+    async def _pause(self) -> int:
+        self._on_pause()
+        if not self.is_paused:
+            self._before = self.adopted
+        self.is_paused = True
+        self.adopted = None
+        return await self._engine.pause()
+
+    async def _load_bucket(self, index: int, group_name: str) -> None:
+        buckets = self._offered.buckets
+        if not self.is_paused or group_name != self._group:
+            raise PublishError(f"bucket {index} comes out of order")
+        if index == 0:
+            self._is_torn = True
+            await self._engine.begin_update()
+        last = index == len(buckets) - 1
+        await self._engine.load_bucket(buckets[index], group_name=group_name, last=last)
+
+    async def _load_received(self) -> None:
+        if not self.is_paused or self._received is None:
+            raise PublishError("nothing was received, or the engine is not paused")
+        await self._leave_group()  # an update that it left open would interfere with the load
+        self._is_torn = True
+        await self._engine.load_folder(self._received)
+
+    async def _commit(self, version: PolicyVersion) -> None:
+        if version != self._offered.version or not self._is_torn:
+            raise PublishError(f"{version.label} was not loaded")
+        await self._engine.label(version)
+        self._is_torn = False
+        self._before = version  # also if the next line fails
+        if self._received is None:
+            self._staging.free()  # the next version arrives over the collective
+        await self._resume(version)
+        self.failures.clear()
+
+    async def _resume(self, version: PolicyVersion) -> None:
+        await self._engine.resume()
+        self.is_paused = False
+        self.adopted = version
+        self._on_adopt(version)
+
+    async def abandon(self, why: str) -> None:
+        """Leave a failed publish; the engine generates again if no byte has moved."""
+        can_resume = self.is_paused and not self._is_torn and self._before is not None
+        if not self._group and not can_resume:
+            return
+        _log.warning("publish abandoned: %s", why)
+        await self._leave_group()
+        if can_resume and self._before is not None:
+            try:
+                await self._resume(self._before)
+            except EngineError as error:
+                _log.warning("the engine stays paused: %s", error)
+
+    @property
+    def _offered(self) -> WeightManifest:
+        if self._manifest is None:
+            raise PublishError("no version was offered")
+        return self._manifest

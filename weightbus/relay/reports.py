@@ -1,0 +1,91 @@
+"""The relay's reports to the broker: publishes, and the states of the engines."""
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from importlib.metadata import version
+
+from slipstream.broker.client import BrokerClient
+from slipstream.weightbus.net.curve import RemoteListener
+from slipstream.wire.errors import SlipstreamError
+from slipstream.wire.messages.broker import Done, PublishReport, RelayHeard, RelayReport, RoleReport
+from slipstream.wire.messages.status import REPORT_EVERY_S
+from slipstream.wire.messages.weightbus import MemberState, PublishRecord
+from slipstream.wire.process.phases import WAIT
+from slipstream.wire.settings.sections import RunSection
+
+_log = logging.getLogger(__name__)
+_AGAIN_S = 5.0
+_MAX_RECORDS = 1_000  # kept while the broker is gone
+
+
+class BrokerReports:
+    """What a relay reports. Use it inside one event loop."""
+
+    def __init__(self, run: RunSection) -> None:
+        self._run = run
+        self._records: deque[PublishRecord] = deque()  # not yet reported
+        self._is_news = asyncio.Event()
+        self._num_lost_records = 0
+        self._started_s = time.monotonic()
+
+    async def keep(self, record: PublishRecord) -> None:
+        """Keep the record of a publish until the broker has it, or there are too many."""
+        if len(self._records) == _MAX_RECORDS:
+            self._num_lost_records += 1
+            _log.error(
+                "%d records of publishes are lost: the broker accepts none", self._num_lost_records
+            )
+            self._records.popleft()
+        self._records.append(record)
+        self._is_news.set()
+
+    async def run(
+        self, states: Callable[[], list[MemberState]], remote: RemoteListener | None
+    ) -> None:
+        """Report until cancelled; engines are served also without a broker.
+
+        ``remote`` is given the keys that the broker knows.
+        """
+        while True:
+            try:
+                await self._report(states, remote)
+            except SlipstreamError as error:
+                _log.warning("%s; trying the broker again", error)
+                await asyncio.sleep(_AGAIN_S)
+
+    async def _report(
+        self, states: Callable[[], list[MemberState]], remote: RemoteListener | None
+    ) -> None:
+        run = self._run
+        client, _ = await BrokerClient.connect(
+            run.broker_endpoint,
+            role="relay",
+            name="relay",
+            packages={"torch": version("torch")},
+            outage_s=run.outage_s,
+            key_file=run.key_file,
+        )
+        try:
+            while True:
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(self._is_news.wait(), REPORT_EVERY_S)
+                while self._records:
+                    record = self._records[0]
+                    await client.ask(PublishReport(record=record), Done)
+                    if self._records and self._records[0] is record:
+                        self._records.popleft()
+                self._is_news.clear()
+                report = RelayReport(members=states(), door=remote.address if remote else None)
+                heard, _ = await client.ask(report, RelayHeard)
+                if remote is not None:
+                    remote.admit(heard.generator_keys)
+                age_s = time.monotonic() - self._started_s
+                busy_s = min(time.process_time(), age_s)  # CPU time counts as serving
+                phases = {"serve": busy_s, WAIT: age_s - busy_s}
+                await client.ask(RoleReport(phase_seconds=phases, counters={}), Done)
+        finally:
+            client.close()
