@@ -8,7 +8,8 @@ import importlib
 import importlib.machinery
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -38,6 +39,24 @@ def prepare() -> None:
     module.__path__ = []
     module.__dict__["__getattr__"] = missing
     sys.modules["sgl_kernel"] = module
+
+
+@contextmanager
+def uncompiled() -> Iterator[None]:
+    """Leave functions as they are that modules imported meanwhile decorate with torch.compile.
+
+    A server on a CPU runs eagerly, and the compiler alone takes seconds to import.
+    """
+
+    def decorated(function: object = None, **_options: object) -> object:
+        return function if function is not None else decorated
+
+    compiling, disabling = torch.compile, torch.compiler.disable
+    torch.compile = torch.compiler.disable = decorated  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        torch.compile, torch.compiler.disable = compiling, disabling
 
 
 def define_torchvision_operators() -> None:

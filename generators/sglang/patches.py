@@ -62,7 +62,7 @@ def check_version(found: str) -> None:
         raise ConfigError(
             f"SGLang {found} is installed, this version of Slipstream needs {SGLANG_VERSION}: "
             f"pip install sglang=={SGLANG_VERSION} (its corrections in generators/"
-            "sglang_patches.py must be checked against another release)"
+            "sglang/patches.py must be checked against another release)"
         )
 
 

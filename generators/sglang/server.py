@@ -9,8 +9,11 @@ import json
 import multiprocessing
 import os
 import sys
+from collections.abc import Mapping, Set
+from contextlib import nullcontext
+from pathlib import Path
 
-from slipstream.generators.sglang import patches
+from slipstream.generators.sglang import patches, policy_model
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.process.processes import die_with_parent
 
@@ -37,14 +40,34 @@ def main() -> None:
             original("fork", force=True)
 
         multiprocessing.set_start_method = set_start_method  # type: ignore[assignment]
-    from sglang.launch_server import run_server
-    from sglang.srt.entrypoints import http_server  # noqa: F401 slow: before the fork
-    from sglang.srt.managers import detokenizer_manager, scheduler  # noqa: F401
-    from sglang.srt.server_args import ServerArgs, prepare_server_args
+    flags = order["flags"]
+    _offer_one_model(Path(flags["model_path"]))
+    with cpu.uncompiled() if on_cpu else nullcontext():
+        from sglang.srt.server_args import ServerArgs, prepare_server_args
 
-    known = set(ServerArgs.__struct_fields__)
+        argv = _arguments(flags, set(ServerArgs.__struct_fields__))
+        from sglang.launch_server import run_server
+        from sglang.srt.entrypoints import http_server  # noqa: F401 slow: before the fork
+        from sglang.srt.managers import detokenizer_manager, scheduler  # noqa: F401
+    if on_cpu:
+        cpu.batch_decode_attention()
+    run_server(prepare_server_args(argv))
+
+
+def _offer_one_model(folder: Path) -> None:
+    """Spare SGLang the import of the models that the policy is not, seconds of every start."""
+    try:
+        (architecture,) = json.loads((folder / "config.json").read_bytes())["architectures"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return  # SGLang reports what is wrong with it
+    os.environ.setdefault("SGLANG_EXTERNAL_MODEL_PACKAGE", policy_model.__name__)  # noqa: TID251
+    os.environ[policy_model.ARCHITECTURE_VARIABLE] = architecture  # noqa: TID251 for its children
+
+
+def _arguments(flags: Mapping[str, str | int | float | bool], known: Set[str]) -> list[str]:
+    """Return SGLang's command line; unknown settings are refused before the slow imports."""
     argv: list[str] = []
-    for name, value in order["flags"].items():
+    for name, value in flags.items():
         if name.replace("-", "_") not in known:
             raise SystemExit(f"generators.sglang.{name} is not a setting of this SGLang")
         flag = "--" + name.replace("_", "-")
@@ -52,9 +75,7 @@ def main() -> None:
             argv.append(flag)
         elif value is not False:
             argv += [flag, str(value)]
-    if on_cpu:
-        cpu.batch_decode_attention()
-    run_server(prepare_server_args(argv))
+    return argv
 
 
 if __name__ == "__main__":

@@ -1,6 +1,5 @@
 """The run's algorithm, from its settings."""
 
-from slipstream.algos.choice import TeacherOptions
 from slipstream.algos.compose import Algorithm
 from slipstream.algos.config import choice_of
 from slipstream.algos.parts import PartError

@@ -175,6 +175,7 @@ def test_a_disk_that_fills_up_later_ends_the_run_in_order(
         tmp_path,
         {
             "run.dir": small_disk("size=600k"),
+            "generators.count": 1,
             "run.steps": 500,
             "run.outage_s": 8,
             "deploy.stop_timeout_s": 8,

@@ -1,0 +1,6 @@
+"""What SGLang finds behind SGLANG_EXTERNAL_MODEL_PACKAGE: the model class of the policy alone.
+
+Imported by SGLang's model registry, in the processes of a server.
+"""
+
+ARCHITECTURE_VARIABLE = "SLIPSTREAM_ARCHITECTURE"  # one of ``architectures`` in config.json
