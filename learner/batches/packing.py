@@ -139,6 +139,11 @@ def pack(sequences: Sequence[TrainSequence], device: torch.device) -> PackedBatc
     ends = {s.end_token_ids for s in sequences if s.end_barred is not None}
     if len(ends) > 1:
         raise ProtocolError("trajectories of one batch disagree on the tokens that end a response")
+    barred = [
+        np.zeros(len(s.token_ids), np.bool_) if s.end_barred is None else s.end_barred
+        for s in sequences
+        if ends
+    ]
 
     def per_token(values: list[float]) -> Tensor:
         return torch.from_numpy(np.repeat(np.array(values, np.float32), lengths)).to(device)
@@ -159,16 +164,7 @@ def pack(sequences: Sequence[TrainSequence], device: torch.device) -> PackedBatc
             if all(s.version_steps is not None for s in sequences)
             else None
         ),
-        end_barred=(
-            joined(
-                [
-                    np.zeros(len(s.token_ids), np.bool_) if s.end_barred is None else s.end_barred
-                    for s in sequences
-                ]
-            )
-            if ends
-            else None
-        ),
+        end_barred=joined(barred) if ends else None,
         end_token_ids=max(ends, default=()),
     )
 

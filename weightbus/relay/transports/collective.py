@@ -22,7 +22,7 @@ from slipstream.weightbus.relay.member import Member
 from slipstream.weightbus.relay.publication import Publication
 from slipstream.weightbus.relay.transports.base import MembersFailedError, Transport, all_of
 from slipstream.wire.errors import ConfigError, PublishError
-from slipstream.wire.messages.weightbus import Command, Join, LoadBucket, OpenGroup, Outcome
+from slipstream.wire.messages.weightbus import Join, LoadBucket, OpenGroup, Outcome
 
 _POLL_S = 0.001  # the next bucket moves meanwhile
 _AHEAD = 2  # buckets requested from engines before the current one is done
@@ -156,7 +156,9 @@ class _Sent:
     async def request(self, *, up_to: int) -> None:
         """Have engines load further buckets, before ``up_to``."""
         while len(self._outcomes) < min(self.num_buckets, up_to):
-            command = functools.partial(_load_bucket, len(self._outcomes), self._group_name)
+            command = functools.partial(
+                LoadBucket, index=len(self._outcomes), group_name=self._group_name
+            )
             send = functools.partial(Member.send, command=command)
             self._outcomes.append(await all_of(self._members, send))
 
@@ -178,10 +180,6 @@ class _Sent:
         """True if a member could not load a bucket."""
         recent = self._outcomes[-_AHEAD - 1 :]  # and the one that may not have been loaded yet
         return any(_has_failed(future) for outcomes in recent for future in outcomes.values())
-
-
-def _load_bucket(index: int, group_name: str, number: int) -> Command:
-    return LoadBucket(command_id=number, index=index, group_name=group_name)
 
 
 def _has_failed(future: asyncio.Future[Outcome]) -> bool:
