@@ -22,6 +22,7 @@ from slipstream.broker.identity import (
 )
 from slipstream.broker.ledger.admission import StalenessBound
 from slipstream.broker.ledger.commands import Ledger
+from slipstream.broker.ledger.effects import apply
 from slipstream.broker.ledger.evaluation import EvalPlan, EvalRound
 from slipstream.broker.ledger.events import decode_event
 from slipstream.broker.ledger.state import BookState, LedgerRules, decode_state, encode_state
@@ -262,7 +263,7 @@ async def _stored_ledger(
         ledger = build_ledger(settings, prompts, decode_state(data))
         events = []
         async for event in store.replay():
-            ledger.book.apply(decode_event(event))
+            apply(ledger.book, decode_event(event))
             events.append(event)
     except (msgspec.DecodeError, UnicodeDecodeError, LookupError) as error:
         raise _unreadable(settings, error) from error

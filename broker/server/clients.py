@@ -71,7 +71,7 @@ class Clients:
                 return Reply(HeartbeatAnswer(lost=lost))
             case Goodbye():
                 if session.role == "learner":
-                    self._ledger.learner_leaves()
+                    self._ledger.training.leave()
                 self._leases.release_all(session.holder, "left")
             case _:
                 assert_never(request)
