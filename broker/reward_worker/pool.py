@@ -32,8 +32,8 @@ from slipstream.broker.reward_worker.messages import (
 from slipstream.broker.reward_worker.process import ChildProcess
 from slipstream.broker.reward_worker.queue import PendingCall, ScoringRequest, Work, request_of
 from slipstream.broker.rewards.outcomes import Fault, FunctionInfo, Outcome, unavailable
+from slipstream.broker.sandbox.jail import check_jail
 from slipstream.broker.sandbox.process_table import ProcessRow, Usage, now_s, process_table
-from slipstream.broker.sandbox.sandbox import check_jail
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.messages.broker import ScoringItem
 from slipstream.wire.messages.trajectory import MAX_PARTS, Score

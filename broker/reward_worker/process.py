@@ -23,6 +23,8 @@ from slipstream.broker.reward_worker.messages import (
     from_child,
 )
 from slipstream.broker.reward_worker.output import OutputLog
+from slipstream.broker.sandbox.jail import jailed as in_namespace
+from slipstream.broker.sandbox.jail import kept
 from slipstream.broker.sandbox.process_table import (
     ProcessRow,
     Usage,
@@ -32,8 +34,6 @@ from slipstream.broker.sandbox.process_table import (
     process_table,
     usage_of,
 )
-from slipstream.broker.sandbox.sandbox import jailed as in_namespace
-from slipstream.broker.sandbox.sandbox import kept
 from slipstream.wire.errors import ProtocolError
 from slipstream.wire.process.processes import bound_to_me
 

@@ -25,6 +25,7 @@ from typing import Any, Literal
 from slipstream.broker.rewards import code_tester
 from slipstream.broker.rewards.sdk import Transcript, Unavailable, reward
 from slipstream.broker.sandbox import sandbox as sandboxes
+from slipstream.broker.sandbox.bubblewrap import SandboxUnavailableError
 from slipstream.wire.messages.trajectory import Json
 
 _FENCE = re.compile(r"```[ \t]*([^\s`]*)[^\n]*\n(.*?)(?:\n[ \t]*)?```", re.DOTALL)
@@ -120,7 +121,7 @@ def score(
             passed, ran = _run_programs(program, tests, budget, stop_early=all_or_nothing)
         else:
             passed, ran = _run_tester(program, tests, budget)
-    except sandboxes.SandboxUnavailableError as error:
+    except SandboxUnavailableError as error:
         raise Unavailable(str(error)) from error
     fraction = passed / len(tests)
     return {

@@ -105,9 +105,7 @@ class Learner:
         trains = self._book.state.learner
         if trains and trains != learner and self._sessions.is_connected(trains):
             raise RefusedError(f"{name_of(trains)} is connected and trains this run: end it first")
-        version = self._training.take_over(
-            request.step, request.checkpoint, learner, request.held
-        )
+        version = self._training.take_over(request.step, request.checkpoint, learner, request.held)
         self._on_epoch(version.epoch)  # on disk before anybody may use it
         if version.step != self._book.step:
             return TookOver(version=version)  # asked twice
