@@ -69,15 +69,13 @@ class LeaseTerms:
         lost = []
         for lease_id in lease_ids:
             lease = leases.get(lease_id)
-            if lease is None or lease.holder != holder or self._is_too_old(lease_id, now_s):
+            began_s = self._begun.get(lease_id)
+            too_old = began_s is not None and now_s - self._deaf_s - began_s > self._max_lease_s
+            if lease is None or lease.holder != holder or too_old:
                 lost.append(lease_id)
             else:
                 self.begin(lease_id, now_s)
         return lost
-
-    def _is_too_old(self, lease_id: int, now_s: float) -> bool:
-        began_s = self._begun.get(lease_id)
-        return began_s is not None and now_s - self._deaf_s - began_s > self._max_lease_s
 
     def end(self, lease_id: int) -> None:
         """Forget a lease."""

@@ -22,7 +22,8 @@ def clamped(score: Score) -> Score:
         unavailable = f"invalid: the reward is {score.reward}; it may be at most {_MOST:g}"
         score = msgspec.structs.replace(score, reward=None, unavailable=unavailable)
     parts = score.parts
-    if len(parts) > MAX_PARTS or not all(map(_is_plain, parts.values())) or _is_long(parts):
+    short = len(parts) <= MAX_PARTS and all(len(name) <= MAX_PART_NAME for name in parts)
+    if not short or not all(map(_is_plain, parts.values())):
         kept = ((name[:MAX_PART_NAME], part) for name, part in parts.items() if _is_plain(part))
         score = msgspec.structs.replace(score, parts=dict(islice(kept, MAX_PARTS)))
     texts = (score.unavailable, score.function, score.version, score.excerpt)
@@ -39,7 +40,3 @@ def clamped(score: Score) -> Score:
 
 def _is_plain(value: float) -> bool:
     return abs(value) <= _MOST
-
-
-def _is_long(parts: dict[str, float]) -> bool:
-    return any(len(name) > MAX_PART_NAME for name in parts)

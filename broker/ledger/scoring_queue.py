@@ -85,7 +85,11 @@ class ScoringQueue:
         """Forget a trajectory that has its reward, or whose group ended."""
         self._dequeue(key)
         if self._failures.pop(key, None) is not None:
-            self._is_clear(key)
+            failed = self._failed_of.get(key[0], {})
+            failed.pop(key[1], None)
+            if not failed:
+                self._failed_of.pop(key[0], None)
+            self._sort_out(key[0])
         self._lapsed.pop(key, None)
         if (lease_id := self._lease_of.get(key)) is not None:
             self._end(lease_id)
@@ -99,14 +103,6 @@ class ScoringQueue:
         failures.not_before_s = now_s + pause_s
         self._failed_of.setdefault(key[0], {})[key[1]] = failures.count
         self.add(key)
-        self._sort_out(key[0])
-
-    def _is_clear(self, key: TrajectoryKey) -> None:
-        """Doubt a group no longer on account of a sibling that has its reward, or is gone."""
-        failed = self._failed_of.get(key[0], {})
-        failed.pop(key[1], None)
-        if not failed:
-            self._failed_of.pop(key[0], None)
         self._sort_out(key[0])
 
     def _decider(self, group_id: int) -> int | None:
@@ -165,7 +161,17 @@ class ScoringQueue:
                 chosen += work
             else:
                 passed += 1
-        return {self._grant(key, holder, now_s): key for key in chosen}
+        granted: dict[int, TrajectoryKey] = {}
+        for key in chosen:
+            self._dequeue(key)
+            lease_id = self._next_lease_id
+            self._next_lease_id += 1
+            self._leases[lease_id] = ScoringLease(key, holder)
+            self._terms.begin(lease_id, now_s)
+            self._lease_of[key] = lease_id
+            self._by_holder.add(holder, lease_id)
+            granted[lease_id] = key
+        return granted
 
     def _may_have(self, key: TrajectoryKey, name: str, now_s: float) -> bool:
         """True if it is not leased and this worker may try it now."""
@@ -181,16 +187,6 @@ class ScoringQueue:
             for other, seen_s in self._seen.items()
             if other not in failures.names
         )
-
-    def _grant(self, key: TrajectoryKey, holder: str, now_s: float) -> int:
-        self._dequeue(key)
-        lease_id = self._next_lease_id
-        self._leases[lease_id] = ScoringLease(key, holder)
-        self._terms.begin(lease_id, now_s)
-        self._lease_of[key] = lease_id
-        self._by_holder.add(holder, lease_id)
-        self._next_lease_id += 1
-        return lease_id
 
     def finish(self, holder: str, lease_id: int, key: TrajectoryKey) -> bool:
         """End a lease with a result; False when this worker does not hold it, or not for that."""

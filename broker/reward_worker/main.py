@@ -106,26 +106,6 @@ async def _work(
         _log.info("the broker is gone already")
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = role_parser(
-        "start-reward-worker",
-        "Score trajectories for the broker of a run, on its host or on any other.",
-        [
-            "start-reward-worker --config run.toml",
-            "start-reward-worker --config run.toml --reward my_pkg.rewards:score --name worker-1",
-            "start-reward-worker --broker tcp://10.0.0.1:5555 --key gpu7.key --reward my.py:score",
-        ],
-        needs_config=False,
-    )
-    parser.add_argument(
-        "--reward", default="", metavar="MODULE:NAME", help="or FILE.py:NAME; wins over the file"
-    )
-    parser.add_argument("--broker", metavar="tcp://HOST:PORT", help="the same as run.broker=...")
-    parser.add_argument("--key", metavar="FILE", help="the same as run.key_file=...")
-    parser.add_argument("--name", default="", help="unique within the run; default HOST-PID")
-    return parser
-
-
 def _settings(arguments: argparse.Namespace) -> WorkerSettings:
     if arguments.broker:
         arguments.overrides.append(f"run.broker={arguments.broker}")
@@ -145,7 +125,23 @@ def _settings(arguments: argparse.Namespace) -> WorkerSettings:
 
 def main() -> int:
     """Parse, check, run."""
-    arguments = _parser().parse_args()
+    parser = role_parser(
+        "start-reward-worker",
+        "Score trajectories for the broker of a run, on its host or on any other.",
+        [
+            "start-reward-worker --config run.toml",
+            "start-reward-worker --config run.toml --reward my_pkg.rewards:score --name worker-1",
+            "start-reward-worker --broker tcp://10.0.0.1:5555 --key gpu7.key --reward my.py:score",
+        ],
+        needs_config=False,
+    )
+    parser.add_argument(
+        "--reward", default="", metavar="MODULE:NAME", help="or FILE.py:NAME; wins over the file"
+    )
+    parser.add_argument("--broker", metavar="tcp://HOST:PORT", help="the same as run.broker=...")
+    parser.add_argument("--key", metavar="FILE", help="the same as run.key_file=...")
+    parser.add_argument("--name", default="", help="unique within the run; default HOST-PID")
+    arguments = parser.parse_args()
     name = own_name(arguments.name)
     try:
         settings = _settings(arguments)

@@ -49,7 +49,11 @@ class OutputLog:
         if kept and self._dropped_since:
             self.tell_dropped()
         for line in kept.decode(errors="replace").splitlines():
-            _log.info("%s printed: %s", self._name, _printable(line[:_LINE_CHARACTERS]))
+            printable = (
+                c if c.isprintable() or c == "\t" else ascii(c)[1:-1]  # which a terminal obeys
+                for c in line[:_LINE_CHARACTERS]
+            )
+            _log.info("%s printed: %s", self._name, "".join(printable))
         self._drop(len(data) - len(kept))
 
     def _drop(self, num_bytes: int) -> None:
@@ -61,8 +65,3 @@ class OutputLog:
         if self._dropped_since:
             _log.warning("%s printed %d bytes more", self._name, self._dropped_since)
         self._dropped_since = 0
-
-
-def _printable(line: str) -> str:
-    """Return a line without the characters that a terminal obeys."""
-    return "".join(c if c.isprintable() or c == "\t" else ascii(c)[1:-1] for c in line)

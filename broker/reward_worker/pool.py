@@ -10,71 +10,31 @@ import asyncio
 import logging
 import math
 import os
-import signal
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Coroutine, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import assert_never
 
 from slipstream.broker.config import RewardSection
-from slipstream.broker.reward_worker.child import EXIT_BROKEN, took_too_long
+from slipstream.broker.reward_worker.child import EXIT_BROKEN
 from slipstream.broker.reward_worker.choice import RewardChoice
-from slipstream.broker.reward_worker.messages import (
-    Answered,
-    Call,
-    FromChild,
-    Load,
-    Loaded,
-    LoadFailed,
-)
+from slipstream.broker.reward_worker.messages import Answered, Load
 from slipstream.broker.reward_worker.process import ChildProcess
 from slipstream.broker.reward_worker.queue import PendingCall, ScoringRequest, Work, request_of
-from slipstream.broker.rewards.outcomes import Fault, FunctionInfo, Outcome, unavailable
-from slipstream.broker.sandbox.process_table import ProcessRow, Usage, now_s, process_table
-from slipstream.broker.sandbox.sandbox import check_jail
+from slipstream.broker.reward_worker.slot import Slot, how_it_ended
+from slipstream.broker.rewards.outcomes import Fault, FunctionInfo, unavailable
+from slipstream.broker.sandbox.jail import check_jail
+from slipstream.broker.sandbox.process_table import now_s, process_table
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.messages.broker import ScoringItem
 from slipstream.wire.messages.trajectory import MAX_PARTS, Score
 from slipstream.wire.process.environment import handed_on
-from slipstream.wire.process.patience import Patience, signs_of
 
 _log = logging.getLogger(__name__)
-_IMPORT_S = 120.0  # without a sign of life
 _LOOK_S = 0.1  # between measurements of the children, while one works
 _IDLE_LOOK_S = 1.0
 _LOOK_SHARE = 0.05  # of a processor, at most, on hosts with very many processes
-_GRACE_S = 1.0  # for an async call that ends itself when its time is up
 _LONGEST_BACKOFF_S = 30.0
-_SAME_TICK_S = 0.02  # the kernel's clock for starts of processes
-
-
-@dataclass(slots=True)
-class _Running:
-    """A call that a child works on."""
-
-    call: PendingCall
-    started_s: float
-    cpu_s: float = 0.0
-
-
-@dataclass(eq=False, slots=True)
-class _Slot:
-    """A place for a child, and the child that is there now."""
-
-    number: int
-    child: ChildProcess | None = None
-    loaded: "asyncio.Future[Loaded] | None" = None  # while it starts
-    ready: bool = False
-    running: dict[int, _Running] = field(default_factory=dict)
-    cpu_s: float = 0.0  # of all its processes, at the last measurement
-    failures: int = 0  # to start, in a row
-
-    @property
-    def is_idle(self) -> bool:
-        """True if a call would have the child for itself."""
-        return self.ready and not self.running
 
 
 class RewardPool:
@@ -88,9 +48,10 @@ class RewardPool:
         self._choice = choice
         self._hide = hide
         self._environment: dict[str, str] = {}
-        self._jailed = settings.sandbox != "none"
-        self._are_async: tuple[bool, ...] = ()
-        self._slots = [_Slot(number) for number in range(settings.processes)]
+        self._slots = [
+            Slot(number, settings, self._answered, self._ended)
+            for number in range(settings.processes)
+        ]
         self._requests: deque[ScoringRequest] = deque()
         self._last_call_id = 0
         self._last_ready_s = now_s()  # when a child was ready, at the last check
@@ -129,14 +90,16 @@ class RewardPool:
             _log.warning('reward.sandbox = "none": reward functions can see the files that we can')
         else:
             await asyncio.to_thread(check_jail)
-            _make_folders(hide)
+            for path in hide:  # nothing can be laid over what is not there
+                if not path.exists() and not path.suffix:
+                    with suppress(OSError):  # it is for another user to make, and to protect
+                        path.mkdir(mode=0o700, parents=True, exist_ok=True)
         try:
-            loaded = await pool._start_child(pool._slots[0])
+            pool.functions = tuple(await pool._start(pool._slots[0]))
         except BaseException:
             await pool.close()
             raise
-        pool.functions, pool._are_async = loaded.functions, loaded.are_async
-        pool._in_background(pool._look_forever())
+        pool._in_background(pool._watch())
         for slot in pool._slots[1:]:
             pool._in_background(pool._fill_slot(slot))
         return pool
@@ -201,103 +164,54 @@ class RewardPool:
             if not request.waiting:
                 continue
             self._requests.append(request)
-            passed = 0 if self._place(request) else passed + 1
+            fitting = [slot for slot in self._slots if slot.fits(request.waiting[0])]
+            if not fitting:
+                passed += 1
+                continue
+            passed = 0
+            call = request.waiting.popleft()
+            if call.divisible:
+                idle = sum(slot.is_idle for slot in self._slots)
+                call, *others = call.split(max(1, idle))
+                request.waiting.extendleft(reversed(others))
+            self._last_call_id += 1
+            min(fitting, key=lambda slot: len(slot.running)).run(self._last_call_id, call)
+            self._working.set()
 
-    def _place(self, request: ScoringRequest) -> bool:
-        """Start the next call of a caller if there is room for it."""
-        call = request.waiting[0]
-        slot = self._slot_for(call)
-        if slot is None:
-            return False
-        request.waiting.popleft()
-        if call.divisible:
-            idle = sum(slot.is_idle for slot in self._slots)
-            call, *others = call.split(max(1, idle))
-            request.waiting.extendleft(reversed(others))
-        self._begin(slot, call)
-        return True
+    # ---- what comes of a call ------------------------------------------------
 
-    def _slot_for(self, call: PendingCall) -> _Slot | None:
-        """Return the least busy child that may take a call now."""
-        fitting = [slot for slot in self._slots if slot.ready and self._fits(slot, call)]
-        return min(fitting, key=lambda slot: len(slot.running), default=None)
-
-    def _fits(self, slot: _Slot, call: PendingCall) -> bool:
-        if not slot.running:
-            return True
-        calls = [running.call for running in slot.running.values()]
-        if call.suspect or any(other.suspect for other in calls):
-            return False
-        if not all(self._are_async[other.function] for other in (call, *calls)):
-            return False
-        answers = sum(len(other.work) for other in (call, *calls))
-        return answers <= self._settings.concurrency
-
-    def _begin(self, slot: _Slot, call: PendingCall) -> None:
-        if slot.child is None:
+    def _answered(self, slot: Slot, answer: Answered) -> None:
+        running = slot.running.get(answer.call_id)
+        if running is None or len(answer.outcomes) != len(running.call.work):
+            self._replace(slot, "broken", "killed: its process answered nonsense")
             return
-        self._last_call_id += 1
-        slot.running[self._last_call_id] = _Running(call, now_s())
-        transcripts = tuple(transcript for _, transcript in call.work)
-        slot.child.send(
-            Call(call_id=self._last_call_id, function=call.function, transcripts=transcripts)
-        )
-        self._working.set()
+        del slot.running[answer.call_id]
+        call = running.call
+        if not (answer.failed and self._run_apart(call)):
+            function = self.functions[call.function]
+            left_out = max(outcome.left_out for outcome in answer.outcomes)
+            if left_out and call.function not in self._shortened:
+                self._shortened.add(call.function)
+                _log.warning(
+                    "reward function %s returned %d parts, only the first %d are kept",
+                    function.name,
+                    MAX_PARTS + left_out,
+                    MAX_PARTS,
+                )
+            call.deliver(answer.outcomes, function)
+        self._dispatch()
 
-    # ---- messages of children ------------------------------------------------
-
-    def _received(self, slot: _Slot, child: ChildProcess, message: FromChild) -> None:
-        if slot.child is not child:
-            return  # it is being replaced
-        match message:
-            case Loaded():
-                if slot.loaded is not None and not slot.loaded.done():
-                    slot.loaded.set_result(message)
-            case LoadFailed(message=why):
-                if slot.loaded is not None and not slot.loaded.done():
-                    slot.loaded.set_exception(ConfigError(why))
-            case Answered(call_id=call_id, outcomes=outcomes, failed=failed):
-                running = slot.running.get(call_id)
-                if running is None or len(outcomes) != len(running.call.work):
-                    self._replace(slot, "broken", "killed: its process answered nonsense")
-                    return
-                del slot.running[call_id]
-                if not (failed and self._run_apart(running.call)):
-                    self._deliver(running.call, outcomes)
-                self._dispatch()
-            case _:
-                assert_never(message)
-
-    def _deliver(self, call: PendingCall, outcomes: Sequence[Outcome]) -> None:
-        function = self.functions[call.function]
-        left_out = max(outcome.left_out for outcome in outcomes)
-        if left_out and call.function not in self._shortened:
-            self._shortened.add(call.function)
-            _log.warning(
-                "reward function %s returned %d parts, only the first %d are kept",
-                function.name,
-                MAX_PARTS + left_out,
-                MAX_PARTS,
-            )
-        call.deliver(outcomes, function)
-
-    def _ended(self, slot: _Slot, child: ChildProcess, code: int | None) -> None:
+    def _ended(self, slot: Slot, code: int | None) -> None:
         """A child has ended by itself (its exit code), or talks nonsense (None)."""
-        if slot.child is not child:
-            return
-        how = how_it_ended(code)
-        if slot.loaded is not None:
-            if not slot.loaded.done():
-                slot.loaded.set_exception(ConfigError(f"its process {how} while it was loaded"))
-        elif code is None or code == EXIT_BROKEN:
+        if code is None or code == EXIT_BROKEN:
             self._replace(slot, "broken", "killed: it closed the descriptors of its process")
         else:
-            self._replace(slot, "died", f"killed: its process {how}")
+            self._replace(slot, "died", f"killed: its process {how_it_ended(code)}")
 
     # ---- replacing -----------------------------------------------------------
 
     def _replace(
-        self, slot: _Slot, fault: Fault, reason: str, *, blamed: Iterable[int] = ()
+        self, slot: Slot, fault: Fault, reason: str, *, blamed: Iterable[int] = ()
     ) -> None:
         """End a child, and start another one. Calls that cannot be cleared have failed."""
         child, running = slot.child, slot.running
@@ -348,18 +262,18 @@ class RewardPool:
             if call.request not in self._requests:
                 self._requests.appendleft(call.request)
 
-    async def _end_and_fill(self, slot: _Slot, child: ChildProcess) -> None:
+    async def _end_and_fill(self, slot: Slot, child: ChildProcess) -> None:
         await child.end()
         if not self._closed:
             self._in_background(self._fill_slot(slot))
 
-    async def _fill_slot(self, slot: _Slot) -> None:
+    async def _fill_slot(self, slot: Slot) -> None:
         """Start a child, again and again if it must be."""
         while True:
             if slot.failures:
                 await asyncio.sleep(min(2.0 ** (slot.failures - 1), _LONGEST_BACKOFF_S))
             try:
-                await self._start_child(slot)
+                await self._start(slot)
             except (ConfigError, OSError) as error:
                 slot.failures += 1
                 self._why_none_starts = f"the reward function cannot be loaded: {error}"
@@ -368,59 +282,14 @@ class RewardPool:
                 self._dispatch()
                 return
 
-    async def _start_child(self, slot: _Slot) -> Loaded:
-        """Start a child and wait until it has loaded the functions.
-
-        Raises:
-            ConfigError: it cannot.
-        """
-        loaded: asyncio.Future[Loaded] = asyncio.get_running_loop().create_future()
-        child = ChildProcess(
-            f"reward child {slot.number}",
-            lambda message: self._received(slot, child, message),
-            lambda code: self._ended(slot, child, code),
-        )
-        slot.child, slot.loaded = child, loaded
-        try:
-            await child.start(jailed=self._jailed, hide=self._hide, environment=self._environment)
-            child.send(self._load_request())
-            answer = await self._until_loaded(child, loaded)
-        except BaseException:
-            slot.child = None
-            await child.end()
-            raise
-        finally:
-            slot.loaded = None
-        if child.is_gone:
-            slot.child = None
-            await child.end()
-            raise ConfigError("its process ended as soon as it was loaded")
-        slot.failures, slot.ready = 0, True
-        slot.cpu_s = math.inf  # loading counts for no answer
-        return answer
-
-    def _load_request(self) -> Load:
-        return Load(
+    async def _start(self, slot: Slot) -> Sequence[FunctionInfo]:
+        load = Load(
             rewards=tuple(self._choice.rewards),
             offered={"sandbox": self._settings.sandbox},
             timeout_s=self._settings.timeout_s,
         )
-
-    async def _until_loaded(self, child: ChildProcess, loaded: "asyncio.Future[Loaded]") -> Loaded:
-        patience = Patience("the reward functions to load", _IMPORT_S, signs_of(lambda: child.pids))
-        while not (await asyncio.wait({loaded}, timeout=_LOOK_S))[0]:
-            if patience.is_over():
-                raise ConfigError(
-                    f"the reward functions do not load: their process {patience.why} "
-                    "(reward.function)"
-                )
-        answer = loaded.result()
-        table = process_table()
-        child.remember_loaded(table)
-        fault = self._excess(child.measure(table))
-        if fault is not None:
-            raise ConfigError(f"after loading, a reward child {fault[1]}")
-        return answer
+        loaded = await slot.start(load, hide=self._hide, environment=self._environment)
+        return loaded.functions
 
     def _give_up(self, call: PendingCall, reason: str) -> None:
         outcome = unavailable(reason)
@@ -438,13 +307,25 @@ class RewardPool:
 
     # ---- limits --------------------------------------------------------------
 
-    async def _look_forever(self) -> None:
-        """See what the children take, often while they work."""
+    async def _watch(self) -> None:
+        """Measure the children, often while they work; replace those that take too much."""
         loop = asyncio.get_running_loop()
         while True:
             busy = any(slot.running for slot in self._slots)
             began_s = loop.time()
-            self._look(process_table())
+            table, now = process_table(), now_s()
+            if any(slot.ready for slot in self._slots):
+                self._last_ready_s = now
+            due_s = now - self._settings.timeout_s  # answers wait for a child as long as for a call
+            if self._last_ready_s < due_s and all(slot.failures for slot in self._slots):
+                self._fail_waiting(self._why_none_starts, asked_before_s=due_s)
+            for slot in self._slots:
+                if (fault := slot.fault(table)) is not None:
+                    kind, reason, late = fault
+                    self._replace(slot, kind, reason, blamed=late)
+                elif killed := slot.kill_left_behind(table):
+                    self.left_behind += killed
+                    _log.warning("reward child %d left %d processes behind", slot.number, killed)
             pause_s = max(_LOOK_S, (loop.time() - began_s) / _LOOK_SHARE)
             if busy:
                 await asyncio.sleep(pause_s)
@@ -454,82 +335,3 @@ class RewardPool:
                 async with asyncio.timeout(_IDLE_LOOK_S):
                     await self._working.wait()
             await asyncio.sleep(pause_s if self._working.is_set() else 0)
-
-    def _look(self, table: dict[int, ProcessRow]) -> None:
-        self._end_waiting()
-        for slot in self._slots:
-            if slot.ready and slot.child is not None:
-                self._check(slot, slot.child, table)
-
-    def _end_waiting(self) -> None:
-        """While no child can be started, answers wait for one as long as a call may take."""
-        now = now_s()
-        if any(slot.ready for slot in self._slots):
-            self._last_ready_s = now
-        due_s = now - self._settings.timeout_s
-        if self._last_ready_s < due_s and all(slot.failures for slot in self._slots):
-            self._fail_waiting(self._why_none_starts, asked_before_s=due_s)
-
-    def _check(self, slot: _Slot, child: ChildProcess, table: dict[int, ProcessRow]) -> None:
-        """Replace a child that takes too much or too long; kill what calls have left behind."""
-        usage = child.measure(table)
-        spent_s = max(0.0, usage.cpu_s - slot.cpu_s)
-        slot.cpu_s = usage.cpu_s
-        for running in slot.running.values():
-            running.cpu_s += spent_s / len(slot.running)
-        if (excess := self._excess(usage)) is not None:
-            fault, what = excess
-            self._replace(slot, fault, f"killed: it {what}")
-            return
-        limit_s = self._settings.cpu_s
-        if any(running.cpu_s > limit_s for running in slot.running.values()):
-            self._replace(slot, "cpu", f"killed: it used more than reward.cpu_s = {limit_s:g}")
-            return
-        if late := self._late(slot):
-            self._replace(slot, "timeout", took_too_long(self._settings.timeout_s), blamed=late)
-            return
-        before_s = min((run.started_s for run in slot.running.values()), default=math.inf)
-        killed = child.kill_left_behind(table, before_s=before_s - _SAME_TICK_S)
-        if killed:
-            self.left_behind += killed
-            _log.warning("reward child %d left %d processes behind", slot.number, killed)
-
-    def _excess(self, usage: Usage) -> tuple[Fault, str] | None:
-        """Return what a child takes too much of, and in words."""
-        settings = self._settings
-        if usage.num_tasks > settings.max_processes:
-            count = f"{usage.num_tasks} processes and threads"
-            return "processes", f"had {count}, reward.max_processes = {settings.max_processes}"
-        used_mb = usage.rss_bytes >> 20
-        if used_mb > settings.memory_mb:
-            return "memory", f"used {used_mb} MB, reward.memory_mb = {settings.memory_mb}"
-        return None
-
-    def _late(self, slot: _Slot) -> list[int]:
-        """Return the calls whose time is up."""
-        now = now_s()
-        return [
-            call_id
-            for call_id, running in slot.running.items()
-            if now - running.started_s
-            > self._settings.timeout_s + _GRACE_S * self._are_async[running.call.function]
-        ]
-
-
-def _make_folders(hide: Iterable[Path]) -> None:
-    """Make the folders that are missing, for nothing can be laid over what is not there."""
-    for path in hide:
-        if not path.exists() and not path.suffix:
-            with suppress(OSError):  # it is for another user to make, and to protect
-                path.mkdir(mode=0o700, parents=True, exist_ok=True)
-
-
-def how_it_ended(code: int | None) -> str:
-    """Return what an exit code of a child means."""
-    if code is None:
-        return "sent nonsense"
-    number = code - 128 if code > 128 else -code
-    if number > 0:
-        with suppress(ValueError):
-            return f"was killed by {signal.Signals(number).name}"
-    return f"ended with exit code {code}"

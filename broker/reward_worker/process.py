@@ -23,6 +23,8 @@ from slipstream.broker.reward_worker.messages import (
     from_child,
 )
 from slipstream.broker.reward_worker.output import OutputLog
+from slipstream.broker.sandbox.jail import jailed as in_namespace
+from slipstream.broker.sandbox.jail import kept
 from slipstream.broker.sandbox.process_table import (
     ProcessRow,
     Usage,
@@ -32,8 +34,6 @@ from slipstream.broker.sandbox.process_table import (
     process_table,
     usage_of,
 )
-from slipstream.broker.sandbox.sandbox import jailed as in_namespace
-from slipstream.broker.sandbox.sandbox import kept
 from slipstream.wire.errors import ProtocolError
 from slipstream.wire.process.processes import bound_to_me
 
@@ -78,7 +78,9 @@ class ChildProcess(asyncio.Protocol):
         self._jailed = jailed
         ours, theirs = socket.socketpair()
         output, printed = os.pipe()
-        command = _command(theirs.fileno(), jailed=jailed, hide=hide)
+        module = "slipstream.broker.reward_worker.child"
+        command = [sys.executable, "-m", module, "--link", str(theirs.fileno())]
+        command = in_namespace(command, hide=hide) if jailed else kept(command)
         with theirs:
             try:
                 process = subprocess.Popen(  # noqa: ASYNC220, S603 it returns at once
@@ -237,7 +239,17 @@ class ChildProcess(asyncio.Protocol):
             _log.error("%s does not end", self._name)
             process.kill()
         await self._until_gone(started)
-        self._close()
+        loop = asyncio.get_running_loop()
+        for descriptor in self._descriptors:
+            loop.remove_reader(descriptor)
+        if self._descriptors:  # its last words
+            self._output.read(self._descriptors[0])
+        self._output.tell_dropped()
+        for descriptor in self._descriptors:
+            os.close(descriptor)
+        self._descriptors = []
+        if self._transport is not None:
+            self._transport.abort()
 
     async def _until_gone(self, started: Mapping[int, float]) -> None:
         deadline_s = asyncio.get_running_loop().time() + _END_S
@@ -256,25 +268,3 @@ class ChildProcess(asyncio.Protocol):
             for pid in left:
                 kill(pid)
             await asyncio.sleep(_LOOK_S)
-
-    def _close(self) -> None:
-        loop = asyncio.get_running_loop()
-        for descriptor in self._descriptors:
-            loop.remove_reader(descriptor)
-        self._read_rest()
-        for descriptor in self._descriptors:
-            os.close(descriptor)
-        self._descriptors = []
-        if self._transport is not None:
-            self._transport.abort()
-
-    def _read_rest(self) -> None:
-        """Log the last words of a child that has ended."""
-        if self._descriptors:
-            self._output.read(self._descriptors[0])
-        self._output.tell_dropped()
-
-
-def _command(link: int, *, jailed: bool, hide: Sequence[Path]) -> list[str]:
-    command = [sys.executable, "-m", "slipstream.broker.reward_worker.child", "--link", str(link)]
-    return in_namespace(command, hide=hide) if jailed else kept(command)

@@ -76,17 +76,16 @@ def request_of(
         by_function.setdefault(choice.index_of(pair[1].prompt.data_source), []).append(pair)
     request = ScoringRequest(num_answers=len(work))
     for function, share in by_function.items():
-        for part in _parts(share, functions[function]):
-            divisible = functions[function].takes == "batch"
-            request.waiting.append(PendingCall(function, part, request, divisible=divisible))
+        parts: list[list[tuple[ScoringItem, Transcript]]]
+        match functions[function].takes:
+            case "answer":
+                parts = [[pair] for pair in share]
+            case "group":
+                parts = [[share[position] for position in group] for group in by_sibling(share)]
+            case "batch":
+                parts = [share]
+        divisible = functions[function].takes == "batch"
+        request.waiting += (
+            PendingCall(function, part, request, divisible=divisible) for part in parts
+        )
     return request
-
-
-def _parts(work: Work, function: FunctionInfo) -> list[Work]:
-    match function.takes:
-        case "answer":
-            return [[pair] for pair in work]
-        case "group":
-            return [[work[position] for position in group] for group in by_sibling(work)]
-        case "batch":
-            return [work]

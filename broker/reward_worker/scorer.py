@@ -8,6 +8,7 @@ get more.
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Sequence
+from itertools import chain
 from typing import Protocol
 
 from slipstream.broker.client import BrokerClient
@@ -100,19 +101,17 @@ class Scorer:
                 if free < self._few:  # asking for each one apart would cost more than it brings
                     await self._until_some_are_sent()
                     continue
-                answer = await unless(self._ask(free), stopping)
+                request = LeaseScoring(
+                    credits=free, wait_s=self._poll_s, whole_groups=self._rewards.needs_groups
+                )
+                asking = self._client.ask(request, ScoringLeased, extra_wait_s=self._poll_s)
+                answer = await unless(asking, stopping)
                 if answer is None:
                     return  # what it would still be granted goes back with Goodbye
                 leased, frames = answer
                 self._take_on(group, leased, frames)
                 if leased.finished:
                     return
-
-    async def _ask(self, free: int) -> tuple[ScoringLeased, list[Frame]]:
-        request = LeaseScoring(
-            credits=free, wait_s=self._poll_s, whole_groups=self._rewards.needs_groups
-        )
-        return await self._client.ask(request, ScoringLeased, extra_wait_s=self._poll_s)
 
     def _take_on(
         self, group: asyncio.TaskGroup, leased: ScoringLeased, frames: Sequence[Frame]
@@ -126,7 +125,13 @@ class Scorer:
             try:
                 work.append((item, decode_transcript(frame)))
             except ProtocolError as error:
-                self._scored.put_nowait((_unreadable(item, error), []))
+                unreadable = Score(
+                    group_id=item.group_id,
+                    sibling=item.sibling,
+                    lease_id=item.lease_id,
+                    unavailable=f"invalid: {error}"[:500],
+                )
+                self._scored.put_nowait((unreadable, []))
         if work:
             group.create_task(self._score(work))
 
@@ -145,8 +150,10 @@ class Scorer:
                 ready.append(self._scored.get_nowait())
             scores = [score for score, _ in ready]
             await self._client.ask(SubmitScores(scores=tuple(scores)), Done)
-            for _, given_back in ready:
-                await self._release(given_back)  # now that the broker knows why
+            for lease_id in chain.from_iterable(given_back for _, given_back in ready):
+                release = ReleaseLease(lease_id=lease_id, reason="a sibling has no reward yet")
+                await self._client.ask(release, Done)  # now that the broker knows why
+                self._held.pop(lease_id, None)
             for score in scores:
                 self._held.pop(score.lease_id, None)
                 self.counters["scored"] += score.reward is not None
@@ -154,12 +161,6 @@ class Scorer:
             if not self._held:
                 self.clock.enter(WAIT)
             self._sent.set()
-
-    async def _release(self, leases: Sequence[int]) -> None:
-        for lease_id in leases:
-            release = ReleaseLease(lease_id=lease_id, reason="a sibling has no reward yet")
-            await self._client.ask(release, Done)
-            self._held.pop(lease_id, None)
 
     async def _until_some_are_sent(self) -> None:
         self._sent.clear()
@@ -173,12 +174,3 @@ class Scorer:
                     Heartbeat(lease_ids=tuple(self._held)), HeartbeatAnswer
                 )
                 self.counters["leases_lost"] += len(answer.lost)
-
-
-def _unreadable(item: ScoringItem, error: ProtocolError) -> Score:
-    return Score(
-        group_id=item.group_id,
-        sibling=item.sibling,
-        lease_id=item.lease_id,
-        unavailable=f"invalid: {error}"[:500],
-    )

@@ -9,7 +9,7 @@ import psutil
 from slipstream.broker.sandbox.process_table import ProcessRow, children_of, row_of
 
 FOLDERS_IN_MEMORY = ("/tmp", "/box")  # noqa: S108 those of the sandbox
-_BYTES_OF_FILE = 1024  # kernel memory of an empty one
+_BYTES_OF_FILE = 1024  # kernel memory for the name and owner of one, whatever it holds
 _MOST_LOOKED_AT = 4096
 _WANTS_CORE, _WAITS_FOR_DISK = "R", "D"
 
@@ -33,14 +33,26 @@ class RunUsage:
             levels: 1 if the code's first process is its child, 2 if it is its grandchild.
             enough_bytes: more than that is measured again, slowly and exactly.
         """
-        above, pids = _tree(root, levels)
+        above, pids = list[int](), [root]  # processes of ours, and of the code
+        for _ in range(levels):
+            above += pids
+            pids = [child for pid in pids for child in children_of(pid)]
+        seen = set(above)
+        for pid in pids:
+            if pid not in seen and len(seen) < _MOST_LOOKED_AT:
+                seen.add(pid)
+                pids += children_of(pid)
+        pids = list(dict.fromkeys(pids))
         rows = [row for row in map(row_of, pids) if row is not None]
         overhead = [row.reaped_cpu_s for row in map(row_of, above) if row is not None]
         memory = sum(row.rss_bytes for row in rows)
         if memory > enough_bytes:
             memory = sum(map(_proportional_bytes, pids))  # pages that they share counted once
         if levels > 1 and pids:  # else the files may be those of the host
-            memory += _file_bytes(pids[0])
+            for folder in FOLDERS_IN_MEMORY:
+                with suppress(OSError):  # it has ended
+                    found = os.statvfs(f"/proc/{pids[0]}/root{folder}")
+                    memory += (found.f_files - found.f_ffree) * _BYTES_OF_FILE
         states = {state for row in rows for state in _states(row)}
         self.num_tasks = sum(row.num_threads for row in rows)
         self.wants_core, self.waits_for_disk = _WANTS_CORE in states, _WAITS_FOR_DISK in states
@@ -59,16 +71,6 @@ def _states(row: ProcessRow) -> set[str]:
     return {row.state, *(thread.state for thread in threads if thread is not None)}
 
 
-def _file_bytes(pid: int) -> int:
-    """Return the memory that the kernel needs for files' names and owners, whatever they hold."""
-    num_files = 0
-    for folder in FOLDERS_IN_MEMORY:
-        with suppress(OSError):  # it has ended
-            found = os.statvfs(f"/proc/{pid}/root{folder}")
-            num_files += found.f_files - found.f_ffree
-    return num_files * _BYTES_OF_FILE
-
-
 def _proportional_bytes(pid: int) -> int:
     """Return the memory of a process, a page that n processes share counted as 1/n."""
     with suppress(psutil.NoSuchProcess):
@@ -78,18 +80,3 @@ def _proportional_bytes(pid: int) -> int:
         except psutil.AccessDenied:
             return int(process.memory_info().rss)
     return 0
-
-
-def _tree(root: int, levels: int) -> tuple[list[int], list[int]]:
-    """Return the processes of a run: ours on the upper levels, and those of the code."""
-    above, level = list[int](), [root]
-    for _ in range(levels):
-        above += level
-        level = [child for pid in level for child in children_of(pid)]
-    found = level
-    seen = set(above)
-    for pid in found:
-        if pid not in seen and len(seen) < _MOST_LOOKED_AT:
-            seen.add(pid)
-            found += children_of(pid)
-    return above, list(dict.fromkeys(found))

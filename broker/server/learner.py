@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Callable
 from math import isfinite
-from typing import assert_never
+from typing import TypeAlias, assert_never
 
 from slipstream.broker.ledger.admission import NotYet
 from slipstream.broker.ledger.commands import Ledger
@@ -38,6 +38,10 @@ from slipstream.wire.messages.broker import (
 
 _log = logging.getLogger(__name__)
 
+LearnerRequest: TypeAlias = (
+    TakeOver | FetchPayloads | StepCommit | RejectBatch | SealSteps | GetLedgerSnapshot
+)
+
 
 class Learner:
     """Answers the learner."""
@@ -54,7 +58,7 @@ class Learner:
         on_epoch: Callable[[int], None],
         persist: Callable[[], None],
     ) -> None:
-        self._ledger = ledger
+        self._training = ledger.training
         self._book = ledger.book
         self._frames = frames
         self._sessions = sessions
@@ -64,16 +68,7 @@ class Learner:
         self._on_epoch = on_epoch
         self._persist = persist
 
-    def handle(
-        self,
-        session: Session,
-        request: TakeOver
-        | FetchPayloads
-        | StepCommit
-        | RejectBatch
-        | SealSteps
-        | GetLedgerSnapshot,
-    ) -> Outcome:
+    def handle(self, session: Session, request: LearnerRequest) -> Outcome:
         """Carry out a request."""
         match request:
             case TakeOver():
@@ -86,11 +81,11 @@ class Learner:
                 return Reply(self._commit(request))
             case RejectBatch(step=step, reason=reason, groups=groups, detail=detail):
                 _log.warning("step %d was not trained: %s (%s)", step, reason, log_text(detail))
-                self._ledger.reject_batch(request.version, step, reason, groups)
+                self._training.reject_batch(request.version, step, reason, groups)
             case SealSteps(version=version, step=step, oldest_kept=oldest_kept):
-                self._ledger.seal(version, step, oldest_kept)
+                self._training.seal(version, step, oldest_kept)
             case GetLedgerSnapshot(version=version):
-                state = self._ledger.snapshot(version)
+                state = self._training.snapshot(version)
                 return Reply(LedgerSnapshotAnswer(data=encode_state(state)))
             case _:
                 assert_never(request)
@@ -105,7 +100,7 @@ class Learner:
         trains = self._book.state.learner
         if trains and trains != learner and self._sessions.is_connected(trains):
             raise RefusedError(f"{name_of(trains)} is connected and trains this run: end it first")
-        version = self._ledger.take_over(request.step, request.checkpoint, learner, request.held)
+        version = self._training.take_over(request.step, request.checkpoint, learner, request.held)
         self._on_epoch(version.epoch)  # on disk before anybody may use it
         if version.step != self._book.step:
             return TookOver(version=version)  # asked twice
@@ -130,7 +125,7 @@ class Learner:
         batch = self._batch(session, request)
         if not isinstance(batch, NotYet):
             return Reply(batch)
-        waiting_for = self._ledger.waiting_for(batch)
+        waiting_for = self._training.waiting_for(batch)
         reason = describe_wait(self._book, waiting_for, trouble=self._trouble.said())
         self._waits_for(request.step, reason)
         last_step = self._book.state.last_step
@@ -141,7 +136,7 @@ class Learner:
     ) -> BatchDelivered | RunComplete | NotYet:
         if not self._sessions.is_current(session):
             raise HelloFirstError("send a hello first")
-        batch = self._ledger.deliver(request.version, request.step)
+        batch = self._training.deliver(request.version, request.step)
         if isinstance(batch, NotYet):
             return batch
         if batch is None:
@@ -198,7 +193,7 @@ class Learner:
         if sampled is not None:
             metrics["reward/sampled"] = sampled
         batch = [self._book.groups[i] for i in self._book.state.batches.get(before, ())]
-        self._ledger.commit(request.version, metrics)
+        self._training.commit(request.version, metrics)
         if self._book.step > before:
             for group in batch:
                 self._frames.discard(group.trajectory_keys())  # the store has them until sealed

@@ -19,7 +19,9 @@ import psutil
 import pytest
 
 from slipstream.broker.sandbox import sandbox
-from slipstream.broker.sandbox.sandbox import Limits, Outcome, jailed
+from slipstream.broker.sandbox.bubblewrap import SandboxUnavailableError
+from slipstream.broker.sandbox.jail import jailed
+from slipstream.broker.sandbox.sandbox import Limits, Outcome
 from tests.support.bubblewrap import bubblewrap_works
 from tests.support.waiting import HANG_S, until
 
@@ -38,6 +40,7 @@ COPIED = (
     "broker/__init__.py",
     "broker/rewards/__init__.py",
     "broker/sandbox/__init__.py",
+    "broker/sandbox/bubblewrap.py",
     "broker/sandbox/init.py",
     "broker/sandbox/own_time.py",
     "broker/sandbox/process_table.py",
@@ -540,9 +543,9 @@ def test_a_sandbox_that_does_not_start_is_missing_and_no_fault_of_the_code(
     tmp_path: Path,
 ):
     (tmp_path / "init.py").write_text(init)
-    monkeypatch.setattr(sandbox, "_INIT", tmp_path / "init.py")
+    monkeypatch.setattr("slipstream.broker.sandbox.bubblewrap._INIT", tmp_path / "init.py")
     monkeypatch.setattr(sandbox, "_START_S", start_s)
-    with pytest.raises(sandbox.SandboxUnavailableError, match=why):
+    with pytest.raises(SandboxUnavailableError, match=why):
         sandbox.run("print(1)", limits=Limits(own_s=0.2, max_output_bytes=10_000), mode=mode)
 
 
@@ -604,7 +607,7 @@ def test_a_run_that_gets_nothing_of_the_machine_is_no_fault_of_the_code(
     monkeypatch: pytest.MonkeyPatch,
 ):
     monkeypatch.setattr(sandbox, "_AT_MOST", 0.2)
-    with pytest.raises(sandbox.SandboxUnavailableError, match="the machine is too busy: in"):
+    with pytest.raises(SandboxUnavailableError, match="the machine is too busy: in"):
         sandbox.run("import time; time.sleep(1000)", limits=replace(SMALL, own_s=2.0))
 
 
@@ -625,12 +628,13 @@ def test_runs_at_the_same_time_do_not_count_each_other():
 
 def test_a_machine_without_namespaces_is_told_apart_by_setting_and_reason():
     script = """
-from slipstream.broker.sandbox import sandbox
+from slipstream.broker.sandbox import jail, sandbox
+from slipstream.broker.sandbox.bubblewrap import SandboxUnavailableError
 print(sandbox.run("print(1)", mode="none").text)
-for start in (lambda: sandbox.check("namespaces"), sandbox.check_jail):
+for start in (lambda: sandbox.check("namespaces"), jail.check_jail):
     try:
         start()
-    except sandbox.SandboxUnavailableError as error:
+    except SandboxUnavailableError as error:
         print(error)
 """
     refusing = (
@@ -760,7 +764,7 @@ def test_a_jail_starts_where_parts_of_proc_are_masked():
     """As in a container: no /proc of its own may be mounted, and a user namespace is needed."""
     script = """
 import os, subprocess, sys
-from slipstream.broker.sandbox.sandbox import jailed
+from slipstream.broker.sandbox.jail import jailed
 pid = [sys.executable, '-c', 'import os; print(os.getppid(), os.path.exists("/proc/1"))']
 subprocess.run(jailed(pid))
 """

@@ -33,8 +33,10 @@ from hypothesis.stateful import (
 
 from slipstream.broker.config import BrokerSettings, broker_settings
 from slipstream.broker.data.mixture import PromptSource
+from slipstream.broker.data.prompts import Prompts
 from slipstream.broker.identity import write_identity
 from slipstream.broker.ledger.commands import Ledger
+from slipstream.broker.ledger.effects import apply
 from slipstream.broker.ledger.events import (
     Delivered,
     Evicted,
@@ -53,7 +55,8 @@ from slipstream.broker.ledger.events import (
 from slipstream.broker.ledger.groups import Group, Lease
 from slipstream.broker.ledger.index import GroupIndex
 from slipstream.broker.ledger.state import BookState, LedgerRules, decode_state, encode_state
-from slipstream.broker.startup import Prompts, StartState, build_ledger, start_run
+from slipstream.broker.run_ledger import build_ledger
+from slipstream.broker.startup import StartState, start_run
 from slipstream.broker.store.base import Changes, StoredTrajectory
 from slipstream.deploy.launch.resume import find_resume_point
 from slipstream.learner.checkpoints.digests import DIGESTS_FILE, damage_of, write_digests
@@ -307,7 +310,7 @@ class Run(RuleBasedStateMachine):
             self._seal()
 
     def _take_over(self, info: CheckpointInfo | None) -> PolicyVersion:
-        version = self.ledger.take_over(
+        version = self.ledger.training.take_over(
             info.step if info is not None else 0,
             learner=f"learner-{self.incarnation}",
             held=info.version if info is not None else None,
@@ -348,7 +351,7 @@ class Run(RuleBasedStateMachine):
                 state=decode_state(self.shared.snapshot),
             )
         for stored in self.shared.events:
-            ledger.book.apply(decode_event(stored))
+            apply(ledger.book, decode_event(stored))
         return ledger
 
     # ---- checkpoints ---------------------------------------------------------
@@ -381,7 +384,7 @@ class Run(RuleBasedStateMachine):
             has_digests=True,
         )
         (path / INFO_FILE).write_bytes(msgspec.json.encode(info))
-        ledger = ledger_file(encode_state(self.ledger.snapshot(version)))
+        ledger = ledger_file(encode_state(self.ledger.training.snapshot(version)))
         (path / LEDGER_FILE).write_bytes(ledger)
         (path / "tensors").write_text(f"weights of {version.label}")
         write_digests(path)
@@ -397,7 +400,7 @@ class Run(RuleBasedStateMachine):
         version = self.ledger.book.version
         oldest = min((info.step for info in self._infos().values()), default=version.step)
         for _ in range(2):
-            self.ledger.seal(version, version.step, min(oldest, version.step))
+            self.ledger.training.seal(version, version.step, min(oldest, version.step))
 
     @rule()
     def learner_saves(self) -> None:
@@ -462,9 +465,9 @@ class Run(RuleBasedStateMachine):
                 self._submit(group, group.siblings[-1], adopted, newest_too=False)
 
         def commit() -> None:
-            self.ledger.deliver(version)
+            self.ledger.training.deliver(version)
             if version.step in self.ledger.book.state.batches:
-                self.ledger.commit(version.next(), {})
+                self.ledger.training.commit(version.next(), {})
 
         asked: Callable[[], None] = data.draw(
             st.sampled_from([lease, answer, commit, self._score_all])
@@ -479,7 +482,7 @@ class Run(RuleBasedStateMachine):
             self.ledger.release_all(name, "lost", keep=known)
         if asked is commit and self.ledger.book.version != version:
             assert is_durable
-            self.ledger.commit(version.next(), {})  # said twice
+            self.ledger.training.commit(version.next(), {})  # said twice
         elif not self.ledger.book.finished:
             asked()
 
@@ -691,16 +694,16 @@ class Run(RuleBasedStateMachine):
             return
         named = data.draw(st.sets(st.sampled_from(batch), min_size=1))
         for _ in range(2):
-            self.ledger.reject_batch(self.ledger.book.version, step, "nonfinite", named)
+            self.ledger.training.reject_batch(self.ledger.book.version, step, "nonfinite", named)
 
     def _deliver(self, commits: int, *, ahead: bool = False) -> None:
         version = self.ledger.book.version
-        batch = self.ledger.deliver(version)
+        batch = self.ledger.training.deliver(version)
         if not isinstance(batch, list):
             return
         if ahead:
-            self.ledger.deliver(version, version.step + 1)
-        again = self.ledger.deliver(version)
+            self.ledger.training.deliver(version, version.step + 1)
+        again = self.ledger.training.deliver(version)
         assert again == batch
         size = self.rules_of_run.bound.groups_per_step
         assert len(batch) == size or self.ledger.book.out_of_prompts
@@ -709,7 +712,7 @@ class Run(RuleBasedStateMachine):
         keys = {key for group in batch for key in group.trajectory_keys()}
         assert keys <= self.shared.trajectories.keys()
         for _ in range(commits):
-            self.ledger.commit(version.next(), {})
+            self.ledger.training.commit(version.next(), {})
 
     # ---- what holds at every moment ------------------------------------------
 
@@ -897,7 +900,7 @@ class Run(RuleBasedStateMachine):
         self.no_trained_token_is_older_than_the_bound()
         assert self.ledger.book.finished
         assert not self.ledger.book.over
-        self.ledger.learner_leaves()
+        self.ledger.training.leave()
         assert self.ledger.book.over
         self.stored_events_tell_one_story()
         rules, state = self.rules_of_run, self.ledger.book.state

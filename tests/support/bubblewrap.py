@@ -1,6 +1,7 @@
 """Whether bubblewrap can start here."""
 
-from slipstream.broker.sandbox.sandbox import SandboxUnavailableError, check_jail
+from slipstream.broker.sandbox.bubblewrap import SandboxUnavailableError
+from slipstream.broker.sandbox.jail import check_jail
 
 
 def bubblewrap_works() -> bool:

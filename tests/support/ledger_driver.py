@@ -141,10 +141,10 @@ def make_ready(
 def train_step(ledger: Ledger) -> list[Group]:
     """Deliver and commit the learner's next step."""
     version = ledger.book.version
-    batch = ledger.deliver(version)
+    batch = ledger.training.deliver(version)
     if not isinstance(batch, list):
         raise TypeError(f"no batch at {version.label}: {batch}")
-    ledger.commit(version.next(), {})
+    ledger.training.commit(version.next(), {})
     return batch
 
 

@@ -13,6 +13,7 @@ from slipstream.broker.rewards import code, code_tester
 from slipstream.broker.rewards.code import find_program, parse_tests, same_lines, same_value, score
 from slipstream.broker.rewards.sdk import Unavailable
 from slipstream.broker.sandbox import sandbox
+from slipstream.broker.sandbox.bubblewrap import SandboxUnavailableError
 from slipstream.wire.messages.trajectory import Json, Prompt, Transcript
 from tests.support.bubblewrap import bubblewrap_works
 from tests.support.waiting import HANG_S, state_of, until, until_stopped
@@ -357,7 +358,7 @@ def test_a_sandbox_that_does_not_start_in_time_is_no_failed_test(
     truth: Json, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
     (tmp_path / "init.py").write_text("import time; time.sleep(1000)")
-    monkeypatch.setattr(sandbox, "_INIT", tmp_path / "init.py")
+    monkeypatch.setattr("slipstream.broker.sandbox.bubblewrap._INIT", tmp_path / "init.py")
     monkeypatch.setattr(sandbox, "_START_S", 0.1)
     with pytest.raises(Unavailable, match="did not start within"):
         scored(RIGHT, truth, test_s=0.1)
@@ -366,7 +367,7 @@ def test_a_sandbox_that_does_not_start_in_time_is_no_failed_test(
 @pytest.mark.integration
 def test_without_a_sandbox_there_is_no_score(monkeypatch: pytest.MonkeyPatch):
     def refused(*_: object, **__: object) -> None:
-        raise sandbox.SandboxUnavailableError("reward.sandbox: refused")
+        raise SandboxUnavailableError("reward.sandbox: refused")
 
     monkeypatch.setattr(sandbox, "run", refused)
     with pytest.raises(Unavailable, match=r"reward\.sandbox"):

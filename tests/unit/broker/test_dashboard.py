@@ -57,7 +57,7 @@ SCRIPT = "<script>alert(1)</script>"
 
 def make_status() -> RunStatus:
     ledger = make_ledger()
-    ledger.take_over(0)
+    ledger.training.take_over(0)
     make_ready(ledger, lease(ledger, max_sequences=4))
     train_step(ledger)
     lease(ledger)

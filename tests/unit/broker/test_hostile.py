@@ -140,7 +140,7 @@ def test_what_is_remembered_of_a_hello_is_bounded():
 @pytest.mark.parametrize("step", [1, 2**63])
 def test_no_work_is_granted_for_weights_that_no_learner_has_made(step: int):
     ledger = make_ledger()
-    version = ledger.take_over(0)
+    version = ledger.training.take_over(0)
     ahead = msgspec.structs.replace(version, step=step)
     assert lease(ledger, adopted=ahead) == []
     assert len(lease(ledger, adopted=version)) == 4
@@ -158,7 +158,7 @@ def test_a_header_with_numbers_that_cannot_be_is_refused(wrong: dict[str, float]
 
 def test_an_evaluated_answer_whose_text_cannot_be_read_is_recorded_all_the_same(tmp_path: Path):
     ledger = make_ledger(make_rules(plan=eval_plan(1, samples=1, every_steps=1, before_train=True)))
-    ledger.take_over(0)
+    ledger.training.take_over(0)
     group = next(one for one in lease(ledger) if one.item == "eval")
     generate(ledger, group)
     held: Group = ledger.book.groups[group.group_id]

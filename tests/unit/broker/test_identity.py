@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from slipstream.broker.data.prompts import load_prompts
 from slipstream.broker.identity import IDS_PER_LIFE, RunIdentity, read_identity, write_identity
 from slipstream.broker.ledger.events import encode_event
 from slipstream.broker.ledger.state import encode_state
-from slipstream.broker.startup import load_prompts, start_run
+from slipstream.broker.startup import start_run
 from slipstream.broker.store.base import Changes
 from slipstream.wire.errors import ConfigError, RefusedError
 from slipstream.wire.files.checkpoints import FORMAT_REVISION, INFO_FILE, newest_checkpoint
@@ -62,7 +63,7 @@ def test_a_store_that_lost_everything_ends_the_run_with_the_way_out(
 def test_a_restart_never_goes_back_to_the_checkpoint_that_its_life_began_with(tmp_path: Path):
     settings = settings_in(tmp_path)
     first = begun(settings).ledger
-    first.take_over(0)
+    first.training.take_over(0)
     resumed = settings_in(tmp_path, f"run.resume_from={checkpoint(tmp_path, first)}")
     begun(resumed)
     with pytest.raises(ConfigError, match="has started, and its store at"):
@@ -71,14 +72,14 @@ def test_a_restart_never_goes_back_to_the_checkpoint_that_its_life_began_with(tm
 
 def test_resumes_on_emptied_stores_give_out_no_epoch_or_id_twice(tmp_path: Path):
     first = begun(settings_in(tmp_path)).ledger
-    first.take_over(0)
+    first.training.take_over(0)
     resumed = settings_in(tmp_path, f"run.resume_from={checkpoint(tmp_path, first)}")
     epochs, groups, leases = {1}, set[int](), set[int]()
     for life in (1, 2, 3):
         beginning = begun(resumed)  # on an empty store
         ledger = beginning.ledger
         for _ in range(2):  # learner restarts that no checkpoint tells of
-            version = ledger.take_over(0)
+            version = ledger.training.take_over(0)
             assert version.epoch not in epochs
             epochs.add(version.epoch)
         write_identity(resumed.run.folder, beginning.identity.granted(version.epoch))
@@ -98,7 +99,7 @@ def test_an_epoch_that_the_store_forgot_is_not_granted_again(tmp_path: Path):
     write_identity(settings.run.folder, beginning.identity.granted(5))  # events were cut off since
     behind = MemoryStore()
     asyncio.run(behind.commit(Changes(snapshot=snapshot)))
-    assert begun(settings, behind).ledger.take_over(0) == PolicyVersion(6, 0)
+    assert begun(settings, behind).ledger.training.take_over(0) == PolicyVersion(6, 0)
 
 
 def test_ids_that_a_store_forgot_are_not_given_out_again(tmp_path: Path):
@@ -106,14 +107,14 @@ def test_ids_that_a_store_forgot_are_not_given_out_again(tmp_path: Path):
         settings, shared = settings_in(tmp_path), SharedMemory()
         store, prompts = MemoryStore(shared), load_prompts(settings)
         first = (await start_run(settings, prompts, store)).ledger
-        first.take_over(0)
+        first.training.take_over(0)
         granted = first.lease("g", first.book.version, max_sequences=16, now_s=0.0)
         events = [encode_event(event) for event in first.drain()[0]]
         for kept in (len(events) - 2, 0):  # the last lease and its group were lost, and everything
             shared.events = events[:kept]
             again = await start_run(settings, prompts, store, first_event=len(events))
             assert again.identity.life == 1
-            version = again.ledger.take_over(0)
+            version = again.ledger.training.take_over(0)
             new = again.ledger.lease("h", version, max_sequences=99, now_s=0.0)
             assert {group.lease_id for group in new}.isdisjoint(g.lease_id for g in granted)
             assert max(group.group_id for group in new) >= IDS_PER_LIFE
@@ -131,7 +132,7 @@ def test_the_store_of_a_run_whose_folder_is_gone_is_refused_and_not_touched(tmp_
         store = MemoryStore(shared)
         prompts = load_prompts(settings)
         old = await start_run(settings, prompts, store)
-        old.ledger.take_over(0)
+        old.ledger.training.take_over(0)
         trained(old.ledger, 1)
         await store.commit(Changes(snapshot=encode_state(old.ledger.book.state)))
         (settings.run.folder / IDENTITY).unlink()
@@ -154,7 +155,7 @@ def test_events_after_a_first_snapshot_are_a_run_that_has_begun(tmp_path: Path):
         settings, shared = settings_in(tmp_path), SharedMemory()
         store, prompts = MemoryStore(shared), load_prompts(settings)
         old = await start_run(settings, prompts, store)  # with a snapshot of nothing
-        old.ledger.take_over(0)
+        old.ledger.training.take_over(0)
         events, _ = old.ledger.drain()
         await store.commit(Changes(events=[encode_event(event) for event in events]))
         other = settings_in(tmp_path, "run.seed=7")
@@ -173,7 +174,7 @@ def test_another_start_with_other_data_does_not_end_who_runs(tmp_path: Path):
         settings, shared = settings_in(tmp_path), SharedMemory()
         store = MemoryStore(shared)
         running = await start_run(settings, load_prompts(settings), store)
-        running.ledger.take_over(0)
+        running.ledger.training.take_over(0)
         trained(running.ledger, 1)
         await store.commit(Changes(snapshot=encode_state(running.ledger.book.state)))
         other = settings_in(tmp_path, "run.seed=7")
@@ -186,7 +187,7 @@ def test_another_start_with_other_data_does_not_end_who_runs(tmp_path: Path):
 
 def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path):
     first = begun(settings_in(tmp_path, "run.name=other")).ledger
-    first.take_over(0)
+    first.training.take_over(0)
     saved = checkpoint(tmp_path, first)
     settings = settings_in(tmp_path)
     begun(settings)
@@ -206,24 +207,24 @@ def test_an_identity_that_cannot_be_read_is_named(tmp_path: Path):
 
 def test_a_learner_with_weights_of_steps_that_were_given_up_is_refused():
     ledger = make_ledger(make_rules(max_staleness_steps=0, groups_per_step=1, total_steps=20))
-    ledger.take_over(0)
+    ledger.training.take_over(0)
     trained(ledger, 6)
-    ledger.take_over(4, "step-4", held=PolicyVersion(1, 4))
+    ledger.training.take_over(4, "step-4", held=PolicyVersion(1, 4))
     for _ in range(2):
-        assert isinstance(ledger.deliver(ledger.book.version), list)
-        ledger.commit(ledger.book.version.next(), {})
+        assert isinstance(ledger.training.deliver(ledger.book.version), list)
+        ledger.training.commit(ledger.book.version.next(), {})
     trained(ledger, 1)
     with pytest.raises(RefusedError, match=r"holds v1\.6, which v2\.7 does not descend from"):
-        ledger.take_over(6, "step-6", held=PolicyVersion(1, 6))
-    assert ledger.take_over(6, "step-6", held=PolicyVersion(2, 6)) == PolicyVersion(3, 6)
+        ledger.training.take_over(6, "step-6", held=PolicyVersion(1, 6))
+    assert ledger.training.take_over(6, "step-6", held=PolicyVersion(2, 6)) == PolicyVersion(3, 6)
 
 
 def test_no_token_of_a_life_that_was_given_up_descends_from_anything():
     ledger = make_ledger(make_rules(max_staleness_steps=0, groups_per_step=1, total_steps=20))
-    ledger.take_over(0)
+    ledger.training.take_over(0)
     trained(ledger, 6)
     ledger.book.state.granted_epoch = 3  # 2 and 3 were those of another life, from step 4 on
-    assert ledger.take_over(6) == PolicyVersion(4, 6)
+    assert ledger.training.take_over(6) == PolicyVersion(4, 6)
     assert ledger.book.is_ancestor(PolicyVersion(1, 6))
     assert not ledger.book.is_ancestor(PolicyVersion(2, 5))
     assert not ledger.book.is_ancestor(PolicyVersion(3, 0))

@@ -51,7 +51,7 @@ def test_a_group_is_not_lost_among_prompts_that_hold_its_number(tmp_path: Path):
 
 def test_a_number_is_a_position_in_the_data_as_the_ledger_has_it(tmp_path: Path):
     ledger = make_ledger(make_rules(total_steps=9))
-    ledger.take_over(0)
+    ledger.training.take_over(0)
     leased = lease(ledger, max_sequences=6)
     make_ready(ledger, leased[:1])
     first, second = leased[0].group_id, leased[1].group_id

@@ -25,8 +25,8 @@ from slipstream.broker.reward_worker.messages import (
     to_child,
 )
 from slipstream.broker.reward_worker.output import OutputLog
-from slipstream.broker.reward_worker.pool import how_it_ended
 from slipstream.broker.reward_worker.queue import request_of
+from slipstream.broker.reward_worker.slot import how_it_ended
 from slipstream.broker.rewards.loading import load_function
 from slipstream.broker.rewards.outcomes import FunctionInfo, Outcome, unavailable
 from slipstream.broker.rewards.sdk import Takes

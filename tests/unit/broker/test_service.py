@@ -7,16 +7,12 @@ from pathlib import Path
 import pytest
 
 from slipstream.broker.config import BrokerSettings, broker_settings
+from slipstream.broker.data.prompts import load_prompts
 from slipstream.broker.ledger.commands import Ledger
 from slipstream.broker.ledger.state import encode_state
+from slipstream.broker.run_ledger import build_ledger
 from slipstream.broker.service import end_after
-from slipstream.broker.startup import (
-    StartState,
-    build_ledger,
-    load_prompts,
-    start_run,
-    start_trackers,
-)
+from slipstream.broker.startup import StartState, start_run, start_trackers
 from slipstream.broker.store.base import Changes
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.files.checkpoints import LEDGER_FILE, ledger_file
@@ -43,7 +39,7 @@ def new_ledger(settings: BrokerSettings) -> Ledger:
 def checkpoint(folder: Path, ledger: Ledger) -> Path:
     saved = folder / "step-000000"
     saved.mkdir()
-    state = encode_state(ledger.snapshot(ledger.book.version))
+    state = encode_state(ledger.training.snapshot(ledger.book.version))
     (saved / LEDGER_FILE).write_bytes(ledger_file(state))
     return saved
 
@@ -69,15 +65,15 @@ def trained(ledger: Ledger, steps: int) -> Ledger:
             submit(ledger, header(work.group_id, sibling, ledger.book.version))
             reward = float(sibling)
             ledger.score(Score(group_id=work.group_id, sibling=sibling, lease_id=0, reward=reward))
-        assert isinstance(ledger.deliver(ledger.book.version), list)
-        ledger.commit(ledger.book.version.next(), {})
+        assert isinstance(ledger.training.deliver(ledger.book.version), list)
+        ledger.training.commit(ledger.book.version.next(), {})
     return ledger
 
 
 def test_a_broker_that_starts_again_goes_on_where_the_other_one_stood(tmp_path: Path):
     settings = settings_in(tmp_path)
     first = new_ledger(settings)
-    first.take_over(0)
+    first.training.take_over(0)
     trained(first, 2)
     state = first.book.state
     again = begun(settings, asyncio.run(store_with(first)))
@@ -89,8 +85,8 @@ def test_a_broker_that_starts_again_goes_on_where_the_other_one_stood(tmp_path: 
 def test_the_name_of_a_run_that_has_ended_is_refused_with_what_to_do(tmp_path: Path):
     settings = settings_in(tmp_path, "run.steps=1")
     used = new_ledger(settings)
-    used.take_over(0)
-    trained(used, 1).learner_leaves()
+    used.training.take_over(0)
+    trained(used, 1).training.leave()
     store = asyncio.run(store_with(used))
     with pytest.raises(ConfigError, match=r"has ended at step 1; resume with .*--resume auto"):
         begun(settings, store)
@@ -100,28 +96,28 @@ def test_the_name_of_a_run_that_has_ended_is_refused_with_what_to_do(tmp_path: P
 def test_a_resume_goes_back_in_the_store_where_that_reaches_back(tmp_path: Path):
     settings = settings_in(tmp_path)
     first = new_ledger(settings)
-    first.take_over(0)
+    first.training.take_over(0)
     saved = checkpoint(tmp_path, first)
     store = asyncio.run(store_with(trained(first, 3)))
     resumed = settings_in(tmp_path, f"run.resume_from={saved}")
     ledger = begun(resumed, store).ledger
     assert ledger.book.step == 3
-    ledger.take_over(0)
+    ledger.training.take_over(0)
     assert (sorted(ledger.book.state.batches), ledger.book.state.requeued) == ([0, 1, 2], 0)
 
 
 def test_a_resume_from_what_the_store_has_forgotten_begins_with_the_checkpoint(tmp_path: Path):
     settings = settings_in(tmp_path)
     first = new_ledger(settings)
-    first.take_over(0)
+    first.training.take_over(0)
     saved = checkpoint(tmp_path, first)
     trained(first, 3)
-    first.seal(first.book.version, 3, oldest_kept=3)
+    first.training.seal(first.book.version, 3, oldest_kept=3)
     store = asyncio.run(store_with(first))
     resumed = settings_in(tmp_path, f"run.resume_from={saved}")
     beginning = begun(resumed, store)
     assert (beginning.ledger.book.step, beginning.ledger.book.state.cursor) == (0, 0)
-    assert beginning.ledger.take_over(0) == PolicyVersion(2, 0)
+    assert beginning.ledger.training.take_over(0) == PolicyVersion(2, 0)
     restarted = begun(resumed, store, restarted=True)
     assert restarted.ledger.book.state.origin == str(saved)
 
@@ -129,7 +125,7 @@ def test_a_resume_from_what_the_store_has_forgotten_begins_with_the_checkpoint(t
 def test_under_another_bound_what_is_under_way_begins_anew(tmp_path: Path):
     settings = settings_in(tmp_path)
     first = new_ledger(settings)
-    first.take_over(0)
+    first.training.take_over(0)
     saved = checkpoint(tmp_path, first)
     granted = first.lease("g", first.book.version, max_sequences=24, now_s=0.0)
     submit(first, header(granted[0].group_id, 0, first.book.version))
@@ -138,7 +134,7 @@ def test_under_another_bound_what_is_under_way_begins_anew(tmp_path: Path):
         begun(settings_in(tmp_path, "run.max_staleness_steps=0"), store)
     changed = settings_in(tmp_path, f"run.resume_from={saved}", "run.max_staleness_steps=0")
     ledger = begun(changed, store).ledger
-    version = ledger.take_over(0)
+    version = ledger.training.take_over(0)
     assert len(granted) == 3
     again = ledger.lease("g", version, max_sequences=99, now_s=0.0)
     assert [g.group_id for g in again] == [granted[0].group_id]
@@ -148,14 +144,14 @@ def test_under_another_bound_what_is_under_way_begins_anew(tmp_path: Path):
 def test_a_broker_that_died_before_it_had_resumed_is_replaced_by_one_that_does(tmp_path: Path):
     settings = settings_in(tmp_path)
     first = new_ledger(settings)
-    first.take_over(0)
+    first.training.take_over(0)
     saved = checkpoint(tmp_path, first)
     trained(first, 3).plan_stop("enough")
     store = asyncio.run(store_with(first))
     resumed = settings_in(tmp_path, f"run.resume_from={saved}")
     ledger = begun(resumed, store, restarted=True).ledger
     assert (ledger.book.state.stop_reason, ledger.book.state.awaits_learner) == ("", True)
-    ledger.take_over(0)
+    ledger.training.take_over(0)
     store = asyncio.run(store_with(ledger))
     again = begun(resumed, store, restarted=True).ledger
     assert not again.book.state.awaits_learner, "resumed twice"
@@ -164,13 +160,13 @@ def test_a_broker_that_died_before_it_had_resumed_is_replaced_by_one_that_does(t
 def test_what_is_under_way_takes_the_group_size_of_now(tmp_path: Path):
     settings = settings_in(tmp_path, "run.group_size=4")
     first = new_ledger(settings)
-    first.take_over(0)
+    first.training.take_over(0)
     first.lease("g", first.book.version, max_sequences=4, now_s=0.0)
     saved = checkpoint(tmp_path, first)
     store = asyncio.run(store_with(first))
     resumed = settings_in(tmp_path, f"run.resume_from={saved}", "run.group_size=2")
     ledger = begun(resumed, store).ledger
-    version = ledger.take_over(0)
+    version = ledger.training.take_over(0)
     (work, *_) = ledger.lease("g", version, max_sequences=8, now_s=0.0)
     assert (work.position, work.siblings) == (0, (0, 1))
     assert begun(resumed, store, restarted=True).ledger.book.state.group_size == 2
@@ -182,7 +178,7 @@ def test_open_evaluations_are_those_of_the_settings_of_now(tmp_path: Path, sampl
     held_out = f"eval.file={tmp_path / 'held_out.jsonl'}"
     settings = settings_in(tmp_path, held_out, "eval.every_steps=1")
     first = new_ledger(settings)
-    first.take_over(0)
+    first.training.take_over(0)
     (problem,) = first.lease("g", first.book.version, max_sequences=1, now_s=0.0)
     submit(first, header(problem.group_id, 0, first.book.version))
     saved = checkpoint(tmp_path, first)
@@ -190,7 +186,7 @@ def test_open_evaluations_are_those_of_the_settings_of_now(tmp_path: Path, sampl
     now = [held_out, f"eval.samples={samples}", "eval.temperature=1.0"] if samples else []
     resumed = settings_in(tmp_path, f"run.resume_from={saved}", *now)
     ledger = begun(resumed, store).ledger
-    version = ledger.take_over(0)
+    version = ledger.training.take_over(0)
     work = ledger.lease("g", version, max_sequences=99, now_s=0.0)
     evals = [(one.position, one.siblings) for one in work if one.item == "eval"]
     expected = {0: [], 1: [(1, (0,))], 3: [(0, (0, 1, 2)), (1, (0, 1, 2))]}
@@ -200,18 +196,18 @@ def test_open_evaluations_are_those_of_the_settings_of_now(tmp_path: Path, sampl
 def test_a_resumed_run_starts_above_every_epoch_that_was_granted(tmp_path: Path):
     settings = settings_in(tmp_path)
     first = new_ledger(settings)
-    first.take_over(0)
+    first.training.take_over(0)
     saved = checkpoint(tmp_path, first)
     for _ in range(3):
-        first.take_over(0)  # learners that came after the checkpoint
+        first.training.take_over(0)  # learners that came after the checkpoint
     resumed = settings_in(tmp_path, f"run.resume_from={saved}")
     ledger = begun(resumed, asyncio.run(store_with(first))).ledger
-    assert ledger.take_over(0) == PolicyVersion(5, 0)
+    assert ledger.training.take_over(0) == PolicyVersion(5, 0)
 
 
 def test_other_prompts_are_refused_unless_they_are_meant(tmp_path: Path):
     first = new_ledger(settings_in(tmp_path))
-    first.take_over(0)
+    first.training.take_over(0)
     resume = f"run.resume_from={checkpoint(tmp_path, first)}"
     changed = settings_in(tmp_path, resume, "run.seed=7")
     with pytest.raises(ConfigError, match=r"\[data\] or run\.seed has changed.*allow_change"):
@@ -224,7 +220,7 @@ def test_a_run_that_reached_its_target_says_what_to_change(tmp_path: Path):
     (tmp_path / "held_out.jsonl").write_text('{"prompt": "1"}\n')
     evaluated = (f"eval.file={tmp_path / 'held_out.jsonl'}", "eval.target=0.5")
     first = new_ledger(settings_in(tmp_path, *evaluated))
-    first.take_over(0)
+    first.training.take_over(0)
     (problem,) = first.lease("g", first.book.version, max_sequences=1, now_s=0.0)
     submit(first, header(problem.group_id, 0, first.book.version))
     first.score(Score(group_id=problem.group_id, sibling=0, lease_id=0, reward=1.0))

@@ -193,7 +193,7 @@ class Slow:
 def test_a_lease_is_kept_while_its_answers_are_scored_inline(tmp_path: Path):
     async def scenario() -> None:
         own = ledger(lambda _cursor: Prompt(prompt="1+1="))
-        own.take_over(0)
+        own.training.take_over(0)
         async with running(tmp_path, own) as it:
             client = await it.client("generator", "generator-0")
             rewards = Slow()

@@ -197,7 +197,7 @@ def ledger_of(num_groups: int, group_size: int, **rules: object) -> Ledger:
         return Prompt(prompt=f"{cursor}+1=", row=cursor)
 
     ledger = Ledger(made, prompt_at=prompt_at, eval_prompt_at=prompt_at)
-    ledger.take_over(0)
+    ledger.training.take_over(0)
     return ledger
 
 

@@ -7,6 +7,7 @@ import pytest
 
 from slipstream.broker.ledger.admission import NotYet
 from slipstream.broker.ledger.commands import Ledger
+from slipstream.broker.ledger.effects import apply
 from slipstream.broker.ledger.events import decode_event, encode_event
 from slipstream.wire.errors import RefusedError
 from slipstream.wire.messages.trajectory import Score, TrajectoryHeader, VersionRun
@@ -32,7 +33,7 @@ V0 = PolicyVersion(1, 0)
 
 
 def started(ledger: Ledger) -> Ledger:
-    ledger.take_over(ledger.book.step)
+    ledger.training.take_over(ledger.book.step)
     return ledger
 
 
@@ -65,15 +66,15 @@ def test_a_group_goes_from_leased_to_trained_and_every_state_counts_it_once():
     assert ledger.book.leases == {}
     reward(ledger, group.group_id, [0.0, 1.0])
     assert in_flight(ledger) == {"ready": 1}
-    batch = ledger.deliver(V0)
+    batch = ledger.training.deliver(V0)
     assert isinstance(batch, list)
     assert [g.rewards for g in batch] == [[0.0, 1.0]]
     assert in_flight(ledger) == {"delivered": 1}
-    ledger.commit(PolicyVersion(1, 1), {})
+    ledger.training.commit(PolicyVersion(1, 1), {})
     assert (in_flight(ledger), ledger.book.state.trained, ledger.book.state.issued) == ({}, 1, 1)
     assert ledger.book.state.staleness == {0: 2 * RESPONSE_TOKENS}
     assert ledger.book.finished
-    assert ledger.deliver(ledger.book.version) is None
+    assert ledger.training.deliver(ledger.book.version) is None
 
 
 def test_nobody_gets_work_before_a_learner_took_over_or_with_weights_of_an_older_learner():
@@ -258,7 +259,7 @@ def test_an_evaluation_takes_no_permit_and_goes_before_new_prompts():
         ("eval", "held out 1", (0,)),
         ("train", "train 0", (0, 1)),
     ]
-    assert ledger.permits(V0) == 0
+    assert ledger.issuing.permits(V0) == 0
     assert (ledger.book.state.issued, ledger.book.unaccounted()) == (1, 0)
 
 
@@ -290,7 +291,7 @@ def test_a_round_waits_for_a_generator_with_the_weights_of_its_step():
     assert lease(ledger, adopted=V0) == []
     (last,) = lease(ledger)
     assert (last.item, ledger.book.groups[last.group_id].eval_step) == ("eval", 1)
-    assert isinstance(ledger.deliver(ledger.book.version), NotYet)
+    assert isinstance(ledger.training.deliver(ledger.book.version), NotYet)
     make_ready(ledger, [last])
     assert ledger.book.finished
     assert [point.step for point in ledger.book.state.eval_points] == [0, 1]
@@ -358,18 +359,18 @@ def test_the_target_ends_the_run_with_the_batch_that_the_learner_holds():
     ledger = evaluated_ledger(num_problems=1, total_steps=9, target=1.0)
     problem, group = lease(ledger)
     make_ready(ledger, [group])
-    assert isinstance(ledger.deliver(V0), list)
+    assert isinstance(ledger.training.deliver(V0), list)
     generate(ledger, problem)
     reward(ledger, problem.group_id, [1.0])
     assert "eval.target" in ledger.book.state.stop_reason
     assert ledger.book.state.last_step == 1
     assert lease(ledger) == []
-    ledger.commit(PolicyVersion(1, 1), {})
+    ledger.training.commit(PolicyVersion(1, 1), {})
     (last,) = lease(ledger)
     assert last.item == "eval"
     make_ready(ledger, [last])
     assert ledger.book.finished
-    assert ledger.deliver(ledger.book.version) is None
+    assert ledger.training.deliver(ledger.book.version) is None
     assert (ledger.book.state.trained, ledger.book.state.issued, ledger.book.unaccounted()) == (
         1,
         1,
@@ -397,7 +398,7 @@ def test_the_last_step_of_the_data_takes_what_is_ready_if_that_is_enough(
     ledger = started(make_ledger(rules))
     while not ledger.book.finished:
         make_ready(ledger, lease(ledger))
-        if ledger.deliver(ledger.book.version) is not None:
+        if ledger.training.deliver(ledger.book.version) is not None:
             train_step(ledger)
     assert (ledger.book.state.issued, ledger.book.state.trained) == (5, trained)
     assert ledger.book.state.dropped == Counter({"end_of_data": 5 - trained})
@@ -409,7 +410,7 @@ def test_data_that_ends_waits_for_what_is_still_being_answered():
     ledger = started(make_ledger(make_rules(groups_per_step=2, total_steps=9, max_prompts=2)))
     first, second = lease(ledger)
     make_ready(ledger, [first])
-    assert isinstance(ledger.deliver(V0), NotYet)
+    assert isinstance(ledger.training.deliver(V0), NotYet)
     assert not ledger.book.state.stop_reason
     make_ready(ledger, [second])
     assert len(train_step(ledger)) == 2
@@ -443,14 +444,14 @@ def test_a_restored_run_asks_what_was_in_flight_again_and_skips_no_prompt():
     make_ready(ledger, lease(ledger))
     train_step(ledger)
     make_ready(ledger, lease(ledger)[:1])
-    ledger.deliver(ledger.book.version)
-    snapshot = stored(ledger.snapshot(ledger.book.version))
+    ledger.training.deliver(ledger.book.version)
+    snapshot = stored(ledger.training.snapshot(ledger.book.version))
     waiting = list(snapshot.groups)
     assert waiting == [2, 3, 4, 5]
 
     restored = make_ledger(ledger.book.rules, stored(snapshot))
     assert restored.book.unaccounted() == 0
-    assert restored.take_over(1) == PolicyVersion(2, 1)
+    assert restored.training.take_over(1) == PolicyVersion(2, 1)
     again = lease(restored)
     assert [g.group_id for g in again] == waiting
     assert [g.prompt.prompt for g in again] == [f"train {i}" for i in waiting]
@@ -467,17 +468,17 @@ def test_a_restored_run_asks_what_was_in_flight_again_and_skips_no_prompt():
 
     rebuilt = make_ledger(ledger.book.rules, stored(snapshot))
     for event in restored.drain()[0]:
-        rebuilt.book.apply(decode_event(encode_event(event)))
+        apply(rebuilt.book, decode_event(encode_event(event)))
     assert state_of(rebuilt) == state_of(restored)
 
 
 def test_a_restored_run_with_a_smaller_bound_still_keeps_it():
     ledger = started(make_ledger(make_rules(max_staleness_steps=3, groups_per_step=1)))
     lease(ledger)
-    snapshot = stored(ledger.snapshot(V0))
+    snapshot = stored(ledger.training.snapshot(V0))
     assert len(snapshot.groups) == 3
     restored = make_ledger(make_rules(max_staleness_steps=0, groups_per_step=1), snapshot)
-    restored.take_over(0)
+    restored.training.take_over(0)
     assert len(lease(restored)) == 1
 
 
@@ -492,8 +493,8 @@ def test_a_restored_run_evaluates_again_what_was_not_complete_and_keeps_the_curv
         [0],
         [1],
     )
-    restored = make_ledger(ledger.book.rules, stored(ledger.snapshot(ledger.book.version)))
-    restored.take_over(1)
+    restored = make_ledger(ledger.book.rules, stored(ledger.training.snapshot(ledger.book.version)))
+    restored.training.take_over(1)
     make_ready(restored, lease(restored))
     train_step(restored)
     make_ready(restored, lease(restored))
@@ -507,7 +508,7 @@ def test_a_restored_run_evaluates_again_what_was_not_complete_and_keeps_the_curv
 def test_the_same_step_asked_again_gets_the_same_batch():
     ledger = started(make_ledger())
     make_ready(ledger, lease(ledger))
-    first, again = ledger.deliver(V0), ledger.deliver(V0)
+    first, again = ledger.training.deliver(V0), ledger.training.deliver(V0)
     assert isinstance(first, list)
     assert isinstance(again, list)
     assert [g.group_id for g in first] == [g.group_id for g in again] == [0, 1]
@@ -516,42 +517,42 @@ def test_the_same_step_asked_again_gets_the_same_batch():
 def test_a_learner_that_took_over_gets_the_batch_of_the_step_it_stands_at():
     ledger = started(make_ledger())
     make_ready(ledger, lease(ledger))
-    ledger.deliver(V0)
-    version = ledger.take_over(0)
-    batch = ledger.deliver(version)
+    ledger.training.deliver(V0)
+    version = ledger.training.take_over(0)
+    batch = ledger.training.deliver(version)
     assert isinstance(batch, list)
     assert [g.group_id for g in batch] == [0, 1]
-    ledger.commit(version.next(), {})
+    ledger.training.commit(version.next(), {})
     assert ledger.book.state.staleness == {0: 2 * 2 * RESPONSE_TOKENS}
 
 
 def test_a_batch_asked_for_ahead_is_answered_though_the_commit_came_meanwhile():
     ledger = started(make_ledger())
     make_ready(ledger, lease(ledger, max_sequences=8))
-    ledger.deliver(V0)
-    ledger.commit(V0.next(), {})
-    batch = ledger.deliver(V0, step=1)
-    assert batch == ledger.deliver(V0.next(), step=1)
+    ledger.training.deliver(V0)
+    ledger.training.commit(V0.next(), {})
+    batch = ledger.training.deliver(V0, step=1)
+    assert batch == ledger.training.deliver(V0.next(), step=1)
     with pytest.raises(RefusedError, match=r"the learner is at v1\.0"):
-        ledger.deliver(V0, step=0)
+        ledger.training.deliver(V0, step=0)
     with pytest.raises(RefusedError, match=r"the learner is at v1\.0"):
-        ledger.deliver(V0, step=2)
+        ledger.training.deliver(V0, step=2)
 
 
 def test_no_batch_names_the_groups_that_have_to_get_ready():
     ledger = started(make_ledger())
     granted = lease(ledger, max_sequences=4)
     make_ready(ledger, granted[:1])
-    not_yet = ledger.deliver(V0)
+    not_yet = ledger.training.deliver(V0)
     assert not_yet == NotYet(missing=1)
-    assert ledger.waiting_for(not_yet) == (1,)
+    assert ledger.training.waiting_for(not_yet) == (1,)
 
 
 def test_a_commit_said_twice_counts_once():
     ledger = started(make_ledger())
     make_ready(ledger, lease(ledger))
     train_step(ledger)
-    ledger.commit(PolicyVersion(1, 1), {})
+    ledger.training.commit(PolicyVersion(1, 1), {})
     assert (ledger.book.step, ledger.book.state.trained) == (1, 2)
 
 
@@ -559,42 +560,42 @@ def test_a_commit_of_what_was_never_delivered_is_refused():
     ledger = started(make_ledger())
     make_ready(ledger, lease(ledger))
     with pytest.raises(RefusedError, match="commit of step 0, which was never delivered"):
-        ledger.commit(PolicyVersion(1, 1), {})
+        ledger.training.commit(PolicyVersion(1, 1), {})
     assert ledger.book.step == 0
 
 
 def test_each_take_over_grants_the_next_epoch_and_a_learner_at_another_step_is_refused():
     ledger = make_ledger()
-    assert ledger.take_over(0) == PolicyVersion(1, 0)
-    assert ledger.take_over(0) == PolicyVersion(2, 0)
+    assert ledger.training.take_over(0) == PolicyVersion(1, 0)
+    assert ledger.training.take_over(0) == PolicyVersion(2, 0)
     with pytest.raises(RefusedError, match="holds step 4, this run is at step 0"):
-        ledger.take_over(4)
+        ledger.training.take_over(4)
 
 
 def test_a_take_over_that_arrives_twice_is_granted_once():
     ledger = make_ledger(make_rules(total_steps=9))
-    version = ledger.take_over(0, learner="learner@a1")
+    version = ledger.training.take_over(0, learner="learner@a1")
     trained_steps(ledger, 2)
-    assert ledger.take_over(0, learner="learner@a1") == version
+    assert ledger.training.take_over(0, learner="learner@a1") == version
     assert ledger.book.step == 2
-    assert ledger.take_over(0, learner="learner@b2") == PolicyVersion(2, 0)
+    assert ledger.training.take_over(0, learner="learner@b2") == PolicyVersion(2, 0)
 
 
 def test_a_learner_of_an_older_epoch_is_refused_everywhere():
     ledger = started(make_ledger())
     make_ready(ledger, lease(ledger))
-    ledger.deliver(V0)
-    ledger.take_over(0)
+    ledger.training.deliver(V0)
+    ledger.training.take_over(0)
     with pytest.raises(RefusedError, match=r"the learner is at v1\.0, the run at v2\.0"):
-        ledger.deliver(V0)
+        ledger.training.deliver(V0)
     with pytest.raises(RefusedError, match=r"the learner is at v1\.0, the run at v2\.0"):
-        ledger.commit(PolicyVersion(1, 1), {})
+        ledger.training.commit(PolicyVersion(1, 1), {})
 
 
 def test_work_of_an_older_epoch_goes_on_while_its_weights_are_ancestors():
     ledger = started(make_ledger())
     (group,) = lease(ledger, max_sequences=2)
-    assert ledger.take_over(0) == PolicyVersion(2, 0)
+    assert ledger.training.take_over(0) == PolicyVersion(2, 0)
     assert submit(ledger, header(group.group_id, 0, V0))
     assert submit(ledger, header(group.group_id, 1, V0, PolicyVersion(2, 0)))
 
@@ -606,7 +607,7 @@ def test_what_abandoned_weights_sampled_is_dropped_refused_and_replaced():
     late = lease(ledger)
     submit(ledger, header(late[0].group_id, 0, ledger.book.version))
     assert len(late) == 3
-    version = ledger.take_over(0)
+    version = ledger.training.take_over(0)
     assert ledger.book.state.dropped == {"orphaned": 3}
     assert (ledger.book.state.trained, ledger.book.free_step) == (0, 1)
     with pytest.raises(RefusedError, match="has ended"):
@@ -623,7 +624,7 @@ def test_a_sibling_with_a_token_of_abandoned_weights_is_answered_again():
     first, second, straggler = lease(ledger, max_sequences=6)
     make_ready(ledger, [first, second])
     train_step(ledger)
-    ledger.take_over(0)
+    ledger.training.take_over(0)
     mixed = header(straggler.group_id, 0, V0, PolicyVersion(1, 1), lease_id=straggler.lease_id)
     with pytest.raises(RefusedError, match=r"v1\.1, which v2\.0 does not descend from"):
         submit(ledger, mixed)
@@ -651,7 +652,7 @@ def test_recorded_batches_are_delivered_again_as_they_were():
     before = dict(ledger.book.state.staleness)
     _, released = ledger.drain()
     assert released == [], "no checkpoint holds these steps"
-    ledger.take_over(1, "step-1")
+    ledger.training.take_over(1, "step-1")
     assert (ledger.book.state.trained, ledger.book.in_flight()["delivered"]) == (2, 6)
     assert trained_steps(ledger, 3) == batches[1:]
     assert ledger.book.state.staleness == before
@@ -663,15 +664,15 @@ def test_a_checkpoint_seals_its_steps_and_lets_their_payloads_go():
     ledger = started(make_ledger(make_rules(total_steps=9)))
     trained_steps(ledger, 3)
     ledger.drain()
-    ledger.seal(ledger.book.version, 2, oldest_kept=1)
-    ledger.seal(ledger.book.version, 2, oldest_kept=1)
+    ledger.training.seal(ledger.book.version, 2, oldest_kept=1)
+    ledger.training.seal(ledger.book.version, 2, oldest_kept=1)
     events, released = ledger.drain()
     assert [type(event).__name__ for event in events] == ["Sealed"]
     assert sorted(released) == [(group, sibling) for group in range(4) for sibling in (0, 1)]
     assert (ledger.book.state.sealed, ledger.book.state.trained) == (4, 6)
     with pytest.raises(RefusedError, match="knows its batches from step 1 on"):
-        ledger.take_over(0)
-    ledger.take_over(1)
+        ledger.training.take_over(0)
+    ledger.training.take_over(1)
     assert (ledger.book.state.sealed, ledger.book.state.trained) == (2, 2)
     assert ledger.book.state.requeued == 2, "the payloads of step 1 are gone"
     assert list(ledger.book.state.batches) == [2]
@@ -689,7 +690,7 @@ def test_past_the_replay_budget_the_oldest_steps_are_generated_again():
             reward(ledger, group.group_id, [0.0, 1.0])
         train_step(ledger)
     assert (list(ledger.book.state.replay), ledger.book.state.replay_bytes) == ([2], 80)
-    ledger.take_over(0)
+    ledger.training.take_over(0)
     assert (ledger.book.state.requeued, list(ledger.book.state.batches), ledger.book.free_step) == (
         4,
         [2],
@@ -706,14 +707,14 @@ def test_past_the_replay_budget_the_oldest_steps_are_generated_again():
 def test_the_next_batch_may_be_bound_while_this_one_trains():
     ledger = started(make_ledger(make_rules(total_steps=9)))
     make_ready(ledger, lease(ledger))
-    now, following = ledger.deliver(V0), ledger.deliver(V0, 1)
+    now, following = ledger.training.deliver(V0), ledger.training.deliver(V0, 1)
     assert isinstance(now, list)
     assert isinstance(following, list)
     assert [g.group_id for g in [*now, *following]] == [0, 1, 2, 3]
     with pytest.raises(RefusedError, match="batch of step 2 asked for by a learner at"):
-        ledger.deliver(V0, 2)
+        ledger.training.deliver(V0, 2)
     assert lease(ledger) == [], "nothing sampled by v1.0 may be trained at step 2"
-    version = ledger.take_over(0)
+    version = ledger.training.take_over(0)
     assert [g.group_id for g in train_step(ledger)] == [0, 1]
     assert [g.group_id for g in train_step(ledger)] == [2, 3]
     assert ledger.book.version == PolicyVersion(version.epoch, 2)
@@ -722,9 +723,9 @@ def test_the_next_batch_may_be_bound_while_this_one_trains():
 def test_a_rejected_batch_drops_what_is_named_and_the_others_wait_again():
     ledger = started(make_ledger(make_rules(total_steps=9)))
     make_ready(ledger, lease(ledger, max_sequences=4))
-    ledger.deliver(V0)
-    ledger.reject_batch(V0, 0, "invalid", [1])
-    ledger.reject_batch(V0, 0, "invalid", [1])
+    ledger.training.deliver(V0)
+    ledger.training.reject_batch(V0, 0, "invalid", [1])
+    ledger.training.reject_batch(V0, 0, "invalid", [1])
     assert ledger.book.state.dropped == {"invalid": 1}
     assert in_flight(ledger) == {"ready": 1}
     make_ready(ledger, lease(ledger, max_sequences=2))
@@ -735,9 +736,9 @@ def test_a_rejected_batch_drops_what_is_named_and_the_others_wait_again():
 def test_a_reject_leaves_the_batch_after_it_where_it_is():
     ledger = started(make_ledger(make_rules(total_steps=3)))
     make_ready(ledger, lease(ledger))
-    ledger.deliver(V0)
-    ledger.deliver(V0, 1)
-    ledger.reject_batch(V0, 0, "nonfinite", [0, 1])
+    ledger.training.deliver(V0)
+    ledger.training.deliver(V0, 1)
+    ledger.training.reject_batch(V0, 0, "nonfinite", [0, 1])
     assert (ledger.book.state.dropped, ledger.book.free_step) == ({"nonfinite": 2}, 0)
     make_ready(ledger, lease(ledger, max_sequences=4))
     assert [g.group_id for g in train_step(ledger)] == [4, 5]
@@ -878,19 +879,19 @@ def test_replaying_the_stored_events_rebuilds_an_equal_state():
     for event in events:
         read = decode_event(encode_event(event))
         assert read == event
-        rebuilt.book.apply(read)
+        apply(rebuilt.book, read)
     assert state_of(rebuilt) == state_of(ledger)
 
 
 def test_after_a_replay_the_run_goes_on_where_it_stood():
     ledger = started(make_ledger(make_rules(total_steps=2)))
     make_ready(ledger, lease(ledger, max_sequences=4))
-    ledger.deliver(V0)
+    ledger.training.deliver(V0)
     rebuilt = make_ledger(ledger.book.rules)
     for event in ledger.drain()[0]:
-        rebuilt.book.apply(event)
+        apply(rebuilt.book, event)
     rebuilt.drain()
-    rebuilt.commit(PolicyVersion(1, 1), {})
+    rebuilt.training.commit(PolicyVersion(1, 1), {})
     make_ready(rebuilt, lease(rebuilt))
     train_step(rebuilt)
     assert rebuilt.book.finished
@@ -907,7 +908,7 @@ def test_a_problem_answered_by_abandoned_weights_is_answered_anew():
     problem = next(group for group in lease(ledger) if group.item == "eval")
     train_step(ledger)
     submit(ledger, header(problem.group_id, 0, ledger.book.version))
-    ledger.take_over(1)
+    ledger.training.take_over(1)
     (again,) = [group for group in lease(ledger) if group.item == "eval"]
     assert (again.group_id, again.siblings) == (problem.group_id, (0, 1))
 
@@ -918,7 +919,7 @@ def test_a_run_that_was_made_shorter_lets_go_of_what_it_does_not_reach():
     state = stored(ledger.book.state)
     state.last_step = 3
     shorter = make_ledger(ledger.book.rules, state)
-    shorter.take_over(2)
+    shorter.training.take_over(2)
     assert list(shorter.book.state.batches) == [2]
     train_step(shorter)
     assert shorter.book.finished
@@ -938,11 +939,11 @@ def test_nothing_is_leased_and_nothing_has_ended_while_a_resumed_run_awaits_its_
     resumed = make_ledger(ledger.book.rules, state)
     assert not resumed.book.finished
     assert lease(resumed) == []
-    resumed.take_over(0)
+    resumed.training.take_over(0)
     trained_steps(resumed, 1)
     assert resumed.book.finished
     assert not resumed.book.over
-    resumed.learner_leaves()
+    resumed.training.leave()
     assert resumed.book.over
 
 
@@ -957,7 +958,7 @@ def test_draining_hands_out_each_event_once():
 def test_a_take_over_does_not_open_an_open_round_again():
     ledger = evaluated_ledger(num_problems=2)
     lease(ledger)
-    ledger.take_over(0)
+    ledger.training.take_over(0)
     ledger.release_all("generator-0", "restarted")
     evals = [group for group in lease(ledger) if group.item == "eval"]
     make_ready(ledger, evals)
@@ -1152,8 +1153,8 @@ def test_a_run_without_checkpoints_remembers_so_many_steps_and_says_from_where_o
         train_step(ledger)
     assert sorted(ledger.book.state.history) == [3, 4, 5, 6]
     with pytest.raises(RefusedError, match="knows its batches from step 3 on"):
-        ledger.take_over(0)
-    assert ledger.take_over(3).step == 3
+        ledger.training.take_over(0)
+    assert ledger.training.take_over(3).step == 3
 
 
 def test_the_time_in_which_nobody_could_be_heard_counts_in_no_term():
@@ -1192,7 +1193,7 @@ def test_what_a_revoked_key_delivered_is_not_trained_after_a_step_back_either():
     make_ready(ledger, [stolen, honest])
     train_step(ledger)
     assert ledger.discard_answers_of("thief") == (0, 0)
-    ledger.take_over(0)  # its batch is recorded, and would be delivered again
+    ledger.training.take_over(0)  # its batch is recorded, and would be delivered again
     assert ledger.discard_answers_of("thief") == (0, 1)
     assert ledger.discard_answers_of("thief", takes_over=True) == (1, 0)
     assert ledger.book.state.dropped == {"revoked": 1}
@@ -1242,12 +1243,12 @@ def test_history_is_forgotten_at_a_seal_that_holds_nothing_new():
     for _ in range(3):
         make_ready(ledger, lease(ledger))
         train_step(ledger)
-    ledger.seal(ledger.book.version, 3, oldest_kept=0)
+    ledger.training.seal(ledger.book.version, 3, oldest_kept=0)
     assert list(ledger.book.state.history) == [0, 1, 2]
-    ledger.seal(ledger.book.version, 3, oldest_kept=2)
+    ledger.training.seal(ledger.book.version, 3, oldest_kept=2)
     assert list(ledger.book.state.history) == [2]
     ledger.drain()
-    ledger.seal(ledger.book.version, 3, oldest_kept=2)
+    ledger.training.seal(ledger.book.version, 3, oldest_kept=2)
     assert ledger.drain() == ([], [])
 
 

@@ -27,7 +27,7 @@ def _agrees(ledger: Ledger) -> bool:
 
 def test_siblings_are_counted_through_every_turn_of_a_groups_life():
     ledger = make_ledger(make_rules(max_attempts=1, total_steps=9, max_staleness_steps=3))
-    ledger.take_over(0)
+    ledger.training.take_over(0)
     half, whole, equal, *rest = lease(ledger)
     submit(ledger, header(half.group_id, 0, ledger.book.version))
     assert _agrees(ledger)
@@ -44,6 +44,6 @@ def test_siblings_are_counted_through_every_turn_of_a_groups_life():
     make_ready(ledger, lease(ledger))
     train_step(ledger)
     assert _agrees(ledger)
-    ledger.take_over(0)
+    ledger.training.take_over(0)
     assert _agrees(ledger)
     assert rest

@@ -19,7 +19,7 @@ class Parts:
 
     def __init__(self) -> None:
         self.ledger: Ledger = make_ledger()
-        self.ledger.take_over(0)
+        self.ledger.training.take_over(0)
         self.scoring = ScoringQueue(lease_s=LEASE_S)
         self.returned = Counter[str]()
         self.book = LeaseBook(self.ledger, self.scoring, on_return=self._return)

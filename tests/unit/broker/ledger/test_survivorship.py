@@ -40,15 +40,15 @@ def test_dropping_the_long_ones_raises_an_alarm_that_names_the_setting():
 def test_the_ledger_counts_what_was_cancelled_with_what_was_finished():
     rules = make_rules(total_steps=9, max_staleness_steps=0, reserves=False, max_in_flight=6)
     ledger = make_ledger(rules)
-    ledger.take_over(0)
+    ledger.training.take_over(0)
     first, second, third, *_ = lease(ledger)
     for group in (first, second):
         for sibling in group.siblings:
             submit(ledger, header(group.group_id, sibling, PolicyVersion(1, 0)))
         reward(ledger, group.group_id, [0.0, 1.0])
     submit(ledger, header(third.group_id, 0, PolicyVersion(1, 0), PolicyVersion(1, 0)))
-    ledger.deliver(ledger.book.version)
-    ledger.commit(ledger.book.version.next(), {})
+    ledger.training.deliver(ledger.book.version)
+    ledger.training.commit(ledger.book.version.next(), {})
     four, eight = bucket_of(4), bucket_of(8)
     assert ledger.book.state.lengths == {"trained": {four: 4}, "stale": {eight: 1}}
     assert ledger.book.state.cancelled == {"stale": 1 + 3 * 2}

@@ -81,7 +81,7 @@ def run(tmp_path: Path) -> RunSection:
 def evaluated(problems: int) -> tuple[Ledger, list[Group]]:
     """A ledger after an evaluation, and its items as they were when they ended."""
     ledger = make_ledger(make_rules(plan=eval_plan(problems)))
-    ledger.take_over(0)
+    ledger.training.take_over(0)
     ended = []
     for work in lease(ledger, max_sequences=problems):
         generate(ledger, work)
@@ -125,7 +125,7 @@ def test_rounds_of_before_a_resume_are_kept_and_not_logged_again(run: RunSection
 
 def record_three_steps(records: FolderRecords) -> Ledger:
     ledger = make_ledger()
-    ledger.take_over(0)
+    ledger.training.take_over(0)
 
     async def train_and_record() -> None:
         for step in range(3):
@@ -165,7 +165,7 @@ def test_steps_that_a_learner_went_back_behind_are_recorded_anew(run: RunSection
     ledger = record_three_steps(records)
     records.went_back(1)
     assert [group.step for group in read_groups(path)] == [0, 0]
-    ledger.take_over(1)
+    ledger.training.take_over(1)
 
     async def train_and_record() -> None:
         batch = train_step(ledger)
@@ -208,7 +208,7 @@ def test_a_batch_that_is_told_twice_is_recorded_once(run: RunSection):
     path = run.folder / "rollouts" / "batches.trajectories"
     records = FolderRecords(run, ListTracker(), keep_answers=0, batches=path)
     ledger = make_ledger()
-    ledger.take_over(0)
+    ledger.training.take_over(0)
     make_ready(ledger, lease(ledger))
 
     async def train_and_record() -> None:
@@ -224,7 +224,7 @@ def test_a_batch_that_is_told_twice_is_recorded_once(run: RunSection):
 def test_the_account_shows_the_beginning_of_a_prompt():
     text = "".join(f"{number:03d}" for number in range(300))
     ledger = make_ledger()
-    ledger._prompt_at = lambda _cursor: Prompt(prompt=text)
-    ledger.take_over(0)
+    ledger.issuing._prompt_at = lambda _cursor: Prompt(prompt=text)
+    ledger.training.take_over(0)
     lease(ledger)
     assert {item.prompt for item in account(ledger).oldest} == {text[:60]}

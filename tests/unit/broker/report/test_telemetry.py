@@ -49,7 +49,7 @@ def telemetry(time: Time) -> Telemetry:
 def ledger() -> Ledger:
     """One step trained, one group dropped, one generated, two leased."""
     ledger = make_ledger()
-    ledger.take_over(0)
+    ledger.training.take_over(0)
     make_ready(ledger, lease(ledger, max_sequences=4))
     train_step(ledger)
     first, second, *_ = lease(ledger)

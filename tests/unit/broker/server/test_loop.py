@@ -17,6 +17,7 @@ from typing_extensions import override
 from slipstream.broker import client as client_module
 from slipstream.broker.client import BrokerClient
 from slipstream.broker.ledger.commands import Ledger
+from slipstream.broker.ledger.effects import apply
 from slipstream.broker.ledger.events import TakenOver, Trained, decode_event
 from slipstream.broker.ledger.groups import Group
 from slipstream.broker.ledger.scoring_queue import ScoringQueue
@@ -323,7 +324,7 @@ def test_a_prompt_that_cannot_be_answered_is_dropped_and_replaced(short_folder: 
 def test_who_says_goodbye_is_granted_nothing_that_it_asked_for_before(short_folder: Path):
     async def body() -> tuple[GroupsLeased, GroupsLeased]:
         async with running(short_folder) as it:
-            it.ledger.take_over(0)
+            it.ledger.training.take_over(0)
             leaving = await it.client("generator", "generator-0")
             work = LeaseGroups(adopted=V0, max_sequences=2, wait_s=30.0)
             await leaving.ask(work, GroupsLeased)
@@ -577,7 +578,7 @@ async def read_back(store: MemoryStore) -> Ledger:
     rules = make_rules(groups_per_step=1, total_steps=1)
     ledger = make_ledger(rules, decode_state(data) if data else None)
     async for event in store.replay():
-        ledger.book.apply(decode_event(event))
+        apply(ledger.book, decode_event(event))
     ledger.restarted(0.0)
     return ledger
 
@@ -991,7 +992,7 @@ def test_the_account_names_the_oldest_items_and_who_holds_what(short_folder: Pat
 def test_more_dead_letters_than_one_answer_holds_are_all_listed_in_order(short_folder: Path):
     async def body() -> list[int]:
         ledger = make_ledger(make_rules(groups_per_step=200, max_attempts=1, group_size=1))
-        ledger.take_over(0)
+        ledger.training.take_over(0)
         leased = ledger.lease("g", ledger.book.version, max_sequences=240, now_s=0.0)
         for group in reversed(leased):
             ledger.reject("g", group.lease_id, "poison")

@@ -30,7 +30,7 @@ class Written:
 
 def test_the_life_of_an_item_is_told_from_its_issue_to_its_checkpoint(tmp_path: Path):
     it = Written(tmp_path / "ledger")
-    it.ledger.take_over(0)
+    it.ledger.training.take_over(0)
     granted = lease(it.ledger, max_sequences=4)
     it.flush()
     it.ledger.release("generator-0", granted[1].lease_id, "failed")
@@ -38,9 +38,9 @@ def test_the_life_of_an_item_is_told_from_its_issue_to_its_checkpoint(tmp_path: 
     make_ready(it.ledger, [granted[0], *lease(it.ledger, "generator-1", max_sequences=2)])
     train_step(it.ledger)
     it.flush()
-    it.ledger.take_over(0, "step-000000")
+    it.ledger.training.take_over(0, "step-000000")
     train_step(it.ledger)
-    it.ledger.seal(it.ledger.book.version, 1, oldest_kept=1)
+    it.ledger.training.seal(it.ledger.book.version, 1, oldest_kept=1)
     it.flush()
     it.trail.close()
 
@@ -70,7 +70,7 @@ def test_the_life_of_an_item_is_told_from_its_issue_to_its_checkpoint(tmp_path: 
 
 def test_a_group_is_found_without_reading_what_was_written_before_it(tmp_path: Path):
     it = Written(tmp_path, max_bytes=20_000)
-    it.ledger.take_over(0)
+    it.ledger.training.take_over(0)
     for _ in range(20):
         make_ready(it.ledger, lease(it.ledger))
         train_step(it.ledger)
@@ -89,7 +89,7 @@ def test_a_group_is_found_without_reading_what_was_written_before_it(tmp_path: P
 
 def test_groups_are_found_by_their_position_in_the_data(tmp_path: Path):
     it = Written(tmp_path)
-    it.ledger.take_over(0)
+    it.ledger.training.take_over(0)
     leased = lease(it.ledger, max_sequences=6)
     it.flush()
     it.trail.append(
@@ -116,7 +116,7 @@ def test_a_prompt_that_is_answered_again_is_found_under_its_new_id():
 
 def test_a_broker_that_starts_again_writes_only_what_is_missing(tmp_path: Path):
     it = Written(tmp_path)
-    it.ledger.take_over(0)
+    it.ledger.training.take_over(0)
     lease(it.ledger)
     events, _ = it.ledger.drain()
     stored = [encode_event(event) for event in events]
@@ -132,7 +132,7 @@ def test_a_broker_that_starts_again_writes_only_what_is_missing(tmp_path: Path):
 
 def test_the_oldest_history_goes_when_there_is_too_much(tmp_path: Path):
     it = Written(tmp_path, max_bytes=40_000)
-    it.ledger.take_over(0)
+    it.ledger.training.take_over(0)
     for _ in range(30):
         make_ready(it.ledger, lease(it.ledger))
         train_step(it.ledger)
@@ -148,7 +148,7 @@ def test_events_that_the_store_lost_leave_the_trail_and_their_numbers_are_used_a
     tmp_path: Path,
 ):
     it = Written(tmp_path, max_bytes=2_000)  # several segments
-    it.ledger.take_over(0)
+    it.ledger.training.take_over(0)
     for _ in range(6):
         lease(it.ledger, max_sequences=2)
         it.flush()
@@ -169,8 +169,8 @@ def test_events_that_the_store_lost_leave_the_trail_and_their_numbers_are_used_a
 def test_of_a_long_prompt_the_beginning_is_shown(tmp_path: Path):
     it = Written(tmp_path / "ledger")
     text = "".join(f"{number:04d}" for number in range(2_000))
-    it.ledger._prompt_at = lambda _cursor: Prompt(prompt=text)
-    it.ledger.take_over(0)
+    it.ledger.issuing._prompt_at = lambda _cursor: Prompt(prompt=text)
+    it.ledger.training.take_over(0)
     lease(it.ledger, max_sequences=2)
     it.flush()
     it.trail.close()

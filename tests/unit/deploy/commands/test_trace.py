@@ -56,7 +56,7 @@ def record(folder: Path) -> None:
     run = Recorded(folder)
     ledger = run.ledger
     told = {f"{PHASE_TIME}{name}": seconds for name, seconds in PHASE_S.items()}
-    ledger.take_over(0)
+    ledger.training.take_over(0)
     run.write()
     for step in range(2):
         mine = lease(ledger, "generator-0@a", max_sequences=4)
@@ -68,16 +68,16 @@ def record(folder: Path) -> None:
         make_ready(ledger, mine)
         run.write()
         version = ledger.book.version
-        ledger.deliver(version)
+        ledger.training.deliver(version)
         run.write()
         if not step:  # the next batch is there before this one is trained
             make_ready(ledger, lease(ledger, "generator-0@a", max_sequences=4))
-            ledger.deliver(version, step=version.step + 1)
+            ledger.training.deliver(version, step=version.step + 1)
             run.write()
-        ledger.commit(version.next(), {**told, "reward/mean": 0.5})
+        ledger.training.commit(version.next(), {**told, "reward/mean": 0.5})
         run.write()
     lease(ledger, "generator-1@b", max_sequences=2)
-    ledger.seal(ledger.book.version, 2, oldest_kept=2)
+    ledger.training.seal(ledger.book.version, 2, oldest_kept=2)
     run.write()
     run.trail.close()
     status = replace(
@@ -248,7 +248,7 @@ def test_what_is_too_much_is_cut_from_the_beginning_and_said(folder: Path):
 
 def test_a_clock_that_was_set_back_makes_no_span_of_negative_length(tmp_path: Path):
     run = Recorded(tmp_path)
-    run.ledger.take_over(0)
+    run.ledger.training.take_over(0)
     groups = lease(run.ledger)
     run.write()
     run.now_s -= 3600

@@ -1,0 +1,92 @@
+"""Which work a generator is granted next: lapsed groups, then evaluation, then new prompts."""
+
+from collections.abc import Callable
+from itertools import islice
+
+from slipstream.broker.ledger.decisions import Decisions
+from slipstream.broker.ledger.events import Issued
+from slipstream.broker.ledger.groups import Group
+from slipstream.wire.messages.trajectory import ItemKind, Prompt
+from slipstream.wire.messages.versions import PolicyVersion
+
+_LAPSED_TO_LOOK_AT = 64  # a generator whose lanes fit none of them gets other work
+
+
+class Issuing:
+    """Chooses groups, and issues prompts where there are none."""
+
+    def __init__(
+        self,
+        decisions: Decisions,
+        prompt_at: Callable[[int], Prompt],
+        eval_prompt_at: Callable[[int], Prompt],
+    ) -> None:
+        self._book = decisions.book
+        self._decisions = decisions
+        self._prompt_at = prompt_at
+        self._eval_prompt_at = eval_prompt_at
+
+    def permits(self, adopted: PolicyVersion) -> int:
+        """Return how many more groups a generator that runs ``adopted`` may start."""
+        rules, state = self._book.rules, self._book.state
+        groups_per_step, live = rules.bound.groups_per_step, self._book.index.num_live
+        allowed = rules.bound.permits(
+            learner_step=self._book.free_step,
+            adopted_step=adopted.step,
+            live=live,
+            booked=state.batches,
+        )
+        booked = sum(step < state.last_step for step in state.batches)
+        remaining = (state.last_step - self._book.step - booked) * groups_per_step - live
+        room = rules.max_in_flight - live
+        if state.untrained_bytes > rules.high_water_bytes:
+            room = min(room, groups_per_step - live)
+        return max(0, min(allowed, remaining, room))
+
+    def next_group(self, adopted: PolicyVersion, room: int) -> Group | None:
+        """Return a group of at most ``room`` sequences; None if there is nothing to grant."""
+        book, rules, state = self._book, self._book.rules, self._book.state
+        for group in islice(book.index.again.values(), _LAPSED_TO_LOOK_AT):
+            if group.adopted_step > adopted.step:
+                continue
+            if len(group.missing) <= room:
+                return group
+            if group.item == "eval":
+                return None  # smaller work would take the lanes that it waits for
+        samples, answers = rules.eval_plan.section.samples, book.index.eval_open
+        for step, eval_round in state.eval_rounds.items():
+            if not eval_round.unissued or adopted.step < step:
+                continue
+            # Held-out answers to come or to be scored must leave memory for more. One problem at a
+            # time is always answered, so that an evaluation comes to its end.
+            most = rules.max_in_flight * rules.group_size
+            fits = answers + samples <= most and state.untrained_bytes <= rules.high_water_bytes
+            if not answers or fits:
+                problem = eval_round.next_problem
+                prompt = self._eval_prompt_at(problem)
+                return (
+                    self._issue("eval", prompt, problem, samples, step) if samples <= room else None
+                )
+        if rules.group_size > room or self.permits(adopted) == 0:
+            return None
+        for group in book.index.fresh.values():
+            return group  # of before a take-over: its prompt was taken long ago
+        if book.out_of_prompts:
+            return None
+        return self._issue("train", self._prompt_at(state.cursor), state.cursor, rules.group_size)
+
+    def _issue(
+        self, item: ItemKind, prompt: Prompt, cursor: int, size: int, eval_step: int = -1
+    ) -> Group:
+        group_id = self._book.state.next_group_id
+        self._decisions.record(
+            Issued(
+                group_id=group_id,
+                item=item,
+                prompt=prompt,
+                cursor=cursor,
+                size=size,
+                eval_step=eval_step,
+            )
+        )
+        return self._book.groups[group_id]

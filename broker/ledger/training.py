@@ -1,0 +1,252 @@
+"""What the learner asks of the items: epochs, batches, commits, checkpoints."""
+
+from collections.abc import Callable, Collection
+from typing import TypeAlias
+
+from slipstream.broker.ledger.admission import NotYet, choose_batch
+from slipstream.broker.ledger.decisions import Decisions
+from slipstream.broker.ledger.events import (
+    Delivered,
+    DropReason,
+    Evicted,
+    HistoryCut,
+    LearnerLeft,
+    Requeued,
+    Sealed,
+    TakenOver,
+    Trained,
+    Unbound,
+)
+from slipstream.broker.ledger.groups import NOBODY, Group
+from slipstream.broker.ledger.state import BookState, for_checkpoint
+from slipstream.wire.errors import RefusedError
+from slipstream.wire.messages.trajectory import Prompt
+from slipstream.wire.messages.versions import PolicyVersion
+
+Delivery: TypeAlias = list[Group] | NotYet | None  # None: the run is complete
+
+
+class Training:
+    """The learner's commands. All methods are immediate."""
+
+    def __init__(self, decisions: Decisions, prompt_at: Callable[[int], Prompt]) -> None:
+        self._decisions = decisions
+        self._book = decisions.book
+        self._prompt_at = prompt_at
+
+    # ---- epochs --------------------------------------------------------------
+
+    def take_over(
+        self,
+        step: int,
+        checkpoint: str = "",
+        learner: str = "",
+        held: PolicyVersion | None = None,
+    ) -> PolicyVersion:
+        """Grant a new epoch to a learner that holds the weights after ``step`` steps.
+
+        A learner takes over once in its life: asked again, it gets the epoch that it has.
+
+        Args:
+            step: learner steps completed in its weights.
+            checkpoint: that it holds, for the record.
+            learner: its incarnation.
+            held: the version of that checkpoint; None for the weights that the run started with.
+
+        Raises:
+            RefusedError: this run cannot resume from that step, or these are other weights than
+                those that this run had at it.
+        """
+        book, state = self._book, self._book.state
+        if learner and learner == state.learner:
+            epoch = book.version.epoch
+            return PolicyVersion(epoch, state.forks[epoch])
+        if not book.can_go_back_to(step):
+            known = min(state.history, default=book.step)
+            raise RefusedError(
+                f"the learner holds step {step}, this run is at step {book.step} and knows "
+                f"its batches from step {known} on; resume from a checkpoint of one of these steps "
+                "(slipstream run --resume CHECKPOINT) or start a new run (run.name)"
+            )
+        if held is not None and not book.is_ancestor(held):
+            raise RefusedError(
+                f"the learner holds {held.label}, which {book.version.label} does not descend "
+                "from: that checkpoint is of steps that were given up; resume from another one "
+                "(slipstream run --resume CHECKPOINT)"
+            )
+        version = PolicyVersion(max(book.version.epoch, state.granted_epoch) + 1, step)
+        self._decisions.record(TakenOver(version=version, checkpoint=checkpoint, learner=learner))
+        self._answer_again()
+        self._decisions.open_eval_if_due()
+        return version
+
+    def _answer_again(self) -> None:
+        """After a take-over, requeue prompts whose answers are gone, and drop what has no place."""
+        book, state = self._book, self._book.state
+        for group_id, position in list(state.lost):
+            self._decisions.record(
+                Requeued(
+                    group_id=state.next_group_id,
+                    of=group_id,
+                    position=position,
+                    prompt=self._prompt_at(position),
+                    size=book.rules.group_size,
+                )
+            )
+        for step in sorted(s for s in state.batches if s >= state.last_step):
+            for group in self._unbind(step):  # the run was made shorter
+                self._decisions.drop(group, "run_ended")
+        for group in list(book.groups.values()):
+            orphaned = group.bound_to == NOBODY and not book.descends(group)
+            if orphaned and group.item == "train":
+                self._decisions.drop(group, "orphaned")
+
+    def leave(self) -> None:
+        """Record that the learner of a run that is complete has nothing left to do."""
+        if self._book.finished and not self._book.state.learner_left:
+            self._decisions.record(LearnerLeft())
+
+    # ---- batches -------------------------------------------------------------
+
+    def deliver(self, version: PolicyVersion, step: int | None = None) -> Delivery:
+        """Return the batch of a learner step, or what it waits for, or None at the end.
+
+        The same step asked again gets the same batch.
+
+        Args:
+            version: the learner's own.
+            step: its next step, or the one after it; None is the next.
+        """
+        book, state = self._book, self._book.state
+        if version.next() == book.version and step == book.step:
+            version = book.version  # asked ahead, and the commit came meanwhile: it is that step
+        self._require_current(version)
+        step = version.step if step is None else step
+        if not version.step <= step <= version.step + 1:
+            raise RefusedError(f"batch of step {step} asked for by a learner at {version.label}")
+        if book.finished:
+            return None
+        if step in state.batches:
+            return [book.groups[group_id] for group_id in state.batches[step]]
+        if step >= state.last_step or step != book.free_step:
+            return NotYet(book.rules.bound.groups_per_step)
+        choice = choose_batch(
+            book.rules.bound,
+            learner_step=step,
+            ready=book.index.ready,
+            due=book.index.due,
+            booked=state.batches,
+        )
+        if not isinstance(choice, NotYet):
+            return self._bind_batch(step, choice)
+        counts = book.in_flight()
+        if not book.out_of_prompts or any(counts[s] for s in ("issued", "leased", "generated")):
+            return choice
+        return self._deliver_the_rest(version, step)
+
+    def _bind_batch(self, step: int, take: dict[int, int]) -> list[Group]:
+        book, bound = self._book, self._book.rules.bound
+        group_ids = book.index.nearest(take)
+        self._decisions.record(Delivered(step=step, group_ids=group_ids))
+        batch = [book.groups[group_id] for group_id in group_ids]
+        if not bound.reserves and book.index.any_due_before(book.free_step):  # "drop" mode
+            for group in list(book.groups.values()):
+                if group.is_live and bound.deadline(group.adopted_step) < book.free_step:
+                    self._decisions.drop(group, "stale")
+        return batch
+
+    def _deliver_the_rest(self, version: PolicyVersion, step: int) -> Delivery:
+        """Make the last batch of what is ready, if that is enough, and plan the end."""
+        book, state = self._book, self._book.state
+        if later := sorted(s for s in state.batches if s > step):
+            for later_step in later:  # the run ends with the batch of this step
+                for group in self._unbind(later_step):
+                    self._put_back(group, later_step)
+            return self.deliver(version, step)
+        enough = book.in_flight()["ready"] >= book.rules.min_groups
+        batch = self._bind_batch(step, dict(book.index.ready)) if enough else None
+        used = f"run.epochs: all {state.cursor} prompts were used"
+        self._decisions.stop_here(state.stop_reason or used, "end_of_data")
+        return batch if batch is not None else self.deliver(version, step)
+
+    def reject_batch(
+        self, version: PolicyVersion, step: int, reason: DropReason, group_ids: Collection[int]
+    ) -> None:
+        """Drop groups of a batch that must not be trained; the others wait again."""
+        self._require_current(version)
+        if not set(group_ids) & set(self._book.state.batches.get(step, ())):
+            return  # asked twice
+        for group in self._unbind(step):
+            if group.group_id in group_ids:
+                self._decisions.drop(group, reason)
+            else:
+                self._put_back(group, step)
+
+    def _unbind(self, step: int) -> list[Group]:
+        """Take a batch apart; return its groups."""
+        groups = [self._book.groups[group_id] for group_id in self._book.state.batches[step]]
+        self._decisions.record(Unbound(step=step))
+        return groups
+
+    def _put_back(self, group: Group, step: int) -> None:
+        """Have a group of a batch that was taken apart wait again, if it may still be trained."""
+        if not self._book.descends(group):
+            self._decisions.drop(group, "orphaned")
+        elif self._book.rules.bound.deadline(group.adopted_step) < step:
+            self._decisions.drop(group, "stale")  # delivered again under a smaller bound
+
+    def waiting_for(self, not_yet: NotYet) -> tuple[int, ...]:
+        """Name the groups that have to get ready (or end) before a batch can be delivered."""
+        book, deadline = self._book, self._book.rules.bound.deadline
+        return tuple(
+            group.group_id
+            for group in book.groups.values()
+            if (group.item == "eval" and book.step >= book.state.last_step)
+            or (
+                group.is_live
+                and group.state != "ready"
+                and (not_yet.overdue is None or deadline(group.adopted_step) <= not_yet.overdue)
+            )
+        )
+
+    # ---- commits and checkpoints ---------------------------------------------
+
+    def commit(self, version: PolicyVersion, metrics: dict[str, float]) -> None:
+        """Record that the learner trained the step that leads to ``version``."""
+        book, state, rules = self._book, self._book.state, self._book.rules
+        if version == book.version:
+            return  # asked twice
+        self._require_current(PolicyVersion(version.epoch, version.step - 1))
+        if book.step not in state.batches:
+            raise RefusedError(f"commit of step {book.step}, which was never delivered")
+        self._decisions.record(Trained(version=version, metrics=metrics))
+        while state.replay_bytes > rules.replay_budget_bytes:  # the oldest go first
+            self._decisions.record(Evicted(step=min(state.replay)))
+        if not state.sealed_step and len(state.history) > rules.max_history:
+            self._decisions.record(HistoryCut(step=book.step - rules.max_history))
+        if book.step == state.last_step:
+            self._decisions.drop_unbound("run_ended")  # only a resumed run has any
+        self._decisions.open_eval_if_due()
+
+    def seal(self, version: PolicyVersion, step: int, oldest_kept: int) -> None:
+        """Record that a durable checkpoint holds every step before ``step``."""
+        self._require_current(version)
+        if step > self._book.step or oldest_kept > step:
+            raise RefusedError(
+                f"checkpoints of steps {oldest_kept} to {step} cannot be sealed at "
+                f"{self._book.version.label}"
+            )
+        forgettable = any(s < min(step, oldest_kept) for s in self._book.state.history)
+        if step > self._book.state.sealed_step or forgettable:
+            self._decisions.record(Sealed(step=step, oldest_kept=oldest_kept))
+
+    def snapshot(self, version: PolicyVersion) -> BookState:
+        """Return what a checkpoint of the learner's present version keeps."""
+        self._require_current(version)
+        return for_checkpoint(self._book.state)
+
+    def _require_current(self, version: PolicyVersion) -> None:
+        if version != self._book.version:
+            raise RefusedError(
+                f"the learner is at {version.label}, the run at {self._book.version.label}"
+            )

@@ -1,0 +1,71 @@
+"""Trusted commands that may leave processes behind, run so that they can be killed whole."""
+
+import functools
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from slipstream.broker.sandbox.bubblewrap import (
+    PROBE_S,
+    SandboxUnavailableError,
+    bubblewrap,
+    explained,
+    init_argv,
+    trusted_argv,
+)
+
+
+def jailed(command: Sequence[str], *, hide: Sequence[Path] = ()) -> list[str]:
+    """Return the argv that runs a trusted command in a PID namespace of its own.
+
+    Files, network, environment, working folder and inherited descriptors stay as they are. Killing
+    the started process kills everything below it; killing its one child, process 1 of the
+    namespace, ends it when everything below is gone. Its exit code is that of the command,
+    128 + N after signal N, and 1 if bubblewrap did not start it (reason on stderr).
+
+    Args:
+        command: what to run.
+        hide: files and folders that are covered by empty ones.
+
+    Raises:
+        SandboxUnavailableError: there is no bubblewrap.
+    """
+    arguments = [bubblewrap(), "--die-with-parent", "--as-pid-1", "--unshare-pid"]
+    arguments += trusted_argv()
+    for path in hide:
+        real = os.path.realpath(path)
+        if Path(real).is_dir():
+            arguments += ["--perms", "0755", "--size", "4096", "--tmpfs", real]
+            arguments += ["--remount-ro", real]
+        elif Path(real).exists():
+            arguments += ["--dev-bind", "/dev/null", real]
+    return [*arguments, "--", *init_argv(command)]
+
+
+def kept(command: Sequence[str]) -> list[str]:
+    """Return the argv that runs a trusted command without namespaces, under a subreaper.
+
+    SIGTERM to the started process kills all that can be found below it, as does the end of the
+    command, or of the calling process.
+    """
+    return init_argv(command)
+
+
+@functools.cache
+def check_jail() -> None:
+    """Check, once per process, that a ``jailed`` command runs.
+
+    Raises:
+        SandboxUnavailableError: that does not work here.
+    """
+    probe = [sys.executable, "-I", "-S", "-c", "import os; raise SystemExit(os.getppid() != 1)"]
+    try:
+        done = subprocess.run(  # noqa: S603 our own interpreter
+            jailed(probe), stdin=subprocess.DEVNULL, capture_output=True, timeout=PROBE_S
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise SandboxUnavailableError(explained(str(error))) from error
+    if done.returncode:
+        raise SandboxUnavailableError(explained(done.stderr.decode(errors="replace")))
