@@ -72,7 +72,7 @@ chaos: setup  ## 200 kills of a scripted run, and more of runs of real parts; ha
 test-all: test test-slow chaos  ## every test there is
 #: Make again what is kept in the repository
 policy: setup  ## make deploy/examples/addition_policy again, the policy that the quickstart starts from
-	$(PY) -m slipstream.deploy.examples.addition --out deploy/examples/addition_policy
+	$(PY) -m docs.generate.policy.make --out deploy/examples/addition_policy
 docs:  ## generate docs/settings.md, docs/metrics.md, the evidence in docs/algorithms.md, why.json
 	$(PY) -m docs.generate.settings > docs/settings.md
 	$(PY) -m docs.generate.metrics > docs/metrics.md

@@ -19,7 +19,7 @@ from types import MappingProxyType
 
 import psutil
 
-from slipstream.deploy.examples.addition import write_blank_model
+from tests.support.blank_model import write_blank_model
 from tests.support.random_llama import write_random_weights
 
 ROOT = Path(__file__).parents[1]

@@ -24,7 +24,6 @@ from typing_extensions import override
 from benchmarks.weightbus.figures import loss_beyond_pause, pause_s
 from benchmarks.weightbus.light_bus import copy_checked
 from benchmarks.weightbus.model import BUCKET_BYTES
-from slipstream.deploy.examples.addition import write_blank_model
 from slipstream.generators.config import generator_settings
 from slipstream.generators.engine import SamplingParams
 from slipstream.generators.sglang.engine import SglangEngine
@@ -51,6 +50,7 @@ from slipstream.wire.messages.weightbus import (
     PublishRecord,
     RelayAddress,
 )
+from tests.support.blank_model import write_blank_model
 from tests.support.random_llama import write_random_weights
 
 TRANSPORTS: tuple[str, ...] = ("collective", "tcp", "disk")

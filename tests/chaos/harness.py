@@ -25,7 +25,6 @@ import pytest
 import tomli_w
 
 from slipstream.broker.store.private_server import RedisServer
-from slipstream.deploy.examples.addition import write_blank_model
 from slipstream.deploy.launch.plan import RolePlan
 from slipstream.deploy.launch.supervise import Supervisor
 from slipstream.deploy.terminal.observe import fetch_account
@@ -36,6 +35,7 @@ from slipstream.wire.messages.ledger_view import LedgerView
 from slipstream.wire.settings.load import load_table
 from slipstream.wire.settings.sections import run_section
 from tests.chaos.trainer import Weights, chained
+from tests.support.blank_model import write_blank_model
 from tests.support.waiting import HANG_S
 
 ROOT = Path(__file__).parents[2]

@@ -11,8 +11,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from slipstream.deploy.examples.addition import write_blank_model
 from slipstream.wire.files.checkpoints import INFO_FILE, LEDGER_FILE
+from tests.support.blank_model import write_blank_model
 from tests.support.tiny_run import TinyRun
 from tests.support.waiting import HANG_S
 

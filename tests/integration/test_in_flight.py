@@ -25,7 +25,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from slipstream.deploy.examples.addition import write_blank_model
 from slipstream.generators.config import generator_settings
 from slipstream.generators.engine import Completion, SamplingParams
 from slipstream.generators.sglang.engine import SglangEngine
@@ -36,6 +35,7 @@ from slipstream.wire.errors import EngineError
 from slipstream.wire.messages.manifest import TensorSpec
 from slipstream.wire.messages.versions import PolicyVersion
 from tests.integration.sglang_load import Load, until_load
+from tests.support.blank_model import write_blank_model
 from tests.support.random_llama import write_random_weights
 from tests.support.ranks.run import ROOT
 from tests.support.waiting import HANG_S

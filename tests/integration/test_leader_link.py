@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.deploy.examples.addition import write_blank_model
 from slipstream.learner.batches.background import BackgroundLoop
 from slipstream.learner.batches.broker_link import LeaderLink
 from slipstream.learner.batches.orders import Rejection, StepPlan
@@ -25,6 +24,7 @@ from slipstream.wire.messages.broker import (
 from slipstream.wire.messages.trajectory import Score
 from slipstream.wire.messages.versions import PolicyVersion
 from slipstream.wire.process.phases import PhaseClock
+from tests.support.blank_model import write_blank_model
 from tests.support.ledger_driver import eval_plan, make_ledger, make_rules
 from tests.support.waiting import HANG_S, NEVER_S
 from tests.unit.broker.server.test_loop import Running, running, submit

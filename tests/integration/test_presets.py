@@ -13,9 +13,9 @@ import msgspec
 import pytest
 
 from slipstream.algos.presets import PRESETS
-from slipstream.deploy.examples.addition import write_blank_model
 from slipstream.wire.files.checkpoints import newest_checkpoint, read_checkpoint_info
 from tests.chaos.harness import ROOT, chaos_run
+from tests.support.blank_model import write_blank_model
 from tests.support.random_llama import write_random_weights
 
 pytestmark = [pytest.mark.integration, pytest.mark.redis]

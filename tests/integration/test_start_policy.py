@@ -20,7 +20,7 @@ pytestmark = pytest.mark.integration
 MEASURE = """
 import dataclasses, json, sys
 from pathlib import Path
-from slipstream.learner.warmup.imitation import measure_folder
+from docs.generate.policy.imitation import measure_folder
 print(json.dumps(dataclasses.asdict(measure_folder(Path(sys.argv[1]), Path(sys.argv[2])))))
 """
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from slipstream.deploy.examples.addition import write_blank_model
+from tests.support.blank_model import write_blank_model
 
 ROOT = Path(__file__).parents[2]
 BOUND = 15  # updates, fewer than the target takes, and not a multiple of what is looked at
@@ -42,7 +42,7 @@ def write_inputs(folder: Path, *, wrong: bool = False) -> None:
 
 
 def start(folder: Path, *options: object) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "slipstream.learner.warmup.main", "--model", folder / "blank"]
+    command = [sys.executable, "-m", "docs.generate.policy.warm_up", "--model", folder / "blank"]
     command += ["--demonstrations", folder / "demos.jsonl", "--data", folder / "data.jsonl"]
     command += ["--out", folder / "out", *options]
     return subprocess.Popen(list(map(str, command)), cwd=ROOT, stderr=subprocess.PIPE, text=True)

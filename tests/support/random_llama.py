@@ -1,4 +1,4 @@
-"""Random weights for the small Llama that slipstream.deploy.examples.addition describes."""
+"""Random weights for the small Llama that blank_model describes."""
 
 import json
 from pathlib import Path

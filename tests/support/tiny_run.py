@@ -14,9 +14,9 @@ from typing import Any
 
 import psutil
 
-from slipstream.deploy.examples.addition import write_blank_model
 from slipstream.generators.config import generator_settings
 from slipstream.generators.sglang.process import SglangProcess
+from tests.support.blank_model import write_blank_model
 from tests.support.listening import Listener, listeners_of
 from tests.support.random_llama import write_random_weights
 from tests.support.waiting import HANG_S, until

@@ -18,8 +18,8 @@ MOST_MODULES = 600  # torch alone has more
     [
         ("slipstream.learner.main", "start-learner --config run.toml"),
         (
-            "slipstream.learner.warmup.main",
-            "python -m slipstream.learner.warmup.main --model blank",
+            "docs.generate.policy.warm_up",
+            "python -m docs.generate.policy.warm_up --model blank",
         ),
         ("slipstream.generators.main", "start-generator --config run.toml"),
         ("slipstream.broker.main", "start-broker --config run.toml"),

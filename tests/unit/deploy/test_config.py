@@ -4,11 +4,11 @@ from pathlib import Path
 import pytest
 
 from slipstream.deploy.config import free_name, run_config, write_resolved
-from slipstream.deploy.examples.addition import write_blank_model
 from slipstream.deploy.launch.plan import plan_roles
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.settings.load import Table, load_table
 from slipstream.wire.settings.sections import RunSection
+from tests.support.blank_model import write_blank_model
 
 
 @pytest.fixture

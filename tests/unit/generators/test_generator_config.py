@@ -3,11 +3,11 @@ from typing import Any
 
 import pytest
 
-from slipstream.deploy.examples.addition import write_blank_model
 from slipstream.generators.config import generator_settings
 from slipstream.generators.sglang.process import random_api_key, server_flags
 from slipstream.generators.sglang.running import sampling_by_item
 from slipstream.wire.errors import ConfigError
+from tests.support.blank_model import write_blank_model
 
 
 @pytest.fixture(scope="module")

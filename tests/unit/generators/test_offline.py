@@ -13,7 +13,6 @@ import pytest
 from slipstream.broker.data.sources import load_training_prompts
 from slipstream.broker.rewards.loading import load_function
 from slipstream.broker.rewards.outcomes import Outcome, outcome_of, score_of, unavailable
-from slipstream.deploy.examples.addition import write_blank_model
 from slipstream.generators import offline
 from slipstream.generators.engine import Completion, SamplingParams
 from slipstream.generators.offline import Generation, answered_positions
@@ -26,6 +25,7 @@ from slipstream.wire.files.trajectory_file import NOT_TRAINED, TrajectoryFileWri
 from slipstream.wire.messages.broker import ScoringItem
 from slipstream.wire.messages.codec import decode_payload, decode_transcript
 from slipstream.wire.messages.trajectory import Score, Transcript
+from tests.support.blank_model import write_blank_model
 from tests.unit.generators.test_rollout import ScriptedEngine, completion
 
 REFUSING = "{% if messages[0].content == '3' %}{{ raise_exception('no 3') }}{% endif %}1+1="

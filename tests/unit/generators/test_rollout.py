@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from slipstream.deploy.examples.addition import write_blank_model
 from slipstream.generators.engine import Completion, EngineLoad, SamplingParams
 from slipstream.generators.rollout import (
     Sampler,
@@ -24,6 +23,7 @@ from slipstream.wire.messages.manifest import Bucket
 from slipstream.wire.messages.trajectory import Prompt, VersionRun
 from slipstream.wire.messages.versions import PolicyVersion
 from slipstream.wire.settings.sections import SamplingSection
+from tests.support.blank_model import write_blank_model
 
 OLD, NEW = PolicyVersion(1, 3), PolicyVersion(1, 4)
 GROUP = LeasedGroup(

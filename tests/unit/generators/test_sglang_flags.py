@@ -2,11 +2,11 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.deploy.examples.addition import write_blank_model
 from slipstream.generators.config import generator_settings
 from slipstream.generators.sglang import process
 from slipstream.generators.sglang.process import server_flags
 from slipstream.wire.errors import ConfigError
+from tests.support.blank_model import write_blank_model
 
 
 def flags(model: Path, in_flight: str, **sglang: bool) -> dict[str, str | int | float | bool]:

@@ -8,7 +8,6 @@ import pytest
 
 from slipstream.broker.ledger.commands import Ledger
 from slipstream.broker.reward_worker.scorer import Rewards
-from slipstream.deploy.examples.addition import write_blank_model
 from slipstream.generators.concurrency import Range
 from slipstream.generators.engine import Completion, SamplingParams
 from slipstream.generators.lanes import Lanes
@@ -20,6 +19,7 @@ from slipstream.wire.messages.broker import ScoringItem
 from slipstream.wire.messages.trajectory import ChatMessage, Prompt, Score, Transcript
 from slipstream.wire.messages.versions import PolicyVersion
 from slipstream.wire.settings.sections import SamplingSection
+from tests.support.blank_model import write_blank_model
 from tests.support.ledger_driver import make_rules
 from tests.support.waiting import HANG_S, until_async
 from tests.unit.broker.server.test_loop import Running, running

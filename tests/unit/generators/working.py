@@ -12,7 +12,6 @@ from typing_extensions import override
 from slipstream.broker.client import BrokerClient
 from slipstream.broker.ledger.commands import Ledger
 from slipstream.broker.reward_worker.scorer import Rewards
-from slipstream.deploy.examples.addition import write_blank_model
 from slipstream.generators.concurrency import Range
 from slipstream.generators.engine import Completion, EngineLoad, SamplingParams
 from slipstream.generators.lanes import Lanes
@@ -32,6 +31,7 @@ from slipstream.wire.messages.broker import (
 from slipstream.wire.messages.codec import Frame
 from slipstream.wire.messages.trajectory import Prompt
 from slipstream.wire.settings.sections import SamplingSection
+from tests.support.blank_model import write_blank_model
 from tests.support.ledger_driver import make_rules
 from tests.support.scripted_engine import ScriptedEngine
 from tests.support.waiting import HANG_S, until_async

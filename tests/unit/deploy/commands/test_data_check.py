@@ -4,8 +4,8 @@ from pathlib import Path
 import pytest
 
 from slipstream.deploy.commands.data_check import data_check
-from slipstream.deploy.examples.addition import write_blank_model
 from slipstream.wire.errors import ConfigError
+from tests.support.blank_model import write_blank_model
 
 
 @pytest.fixture

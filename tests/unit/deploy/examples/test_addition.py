@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from slipstream.deploy.commands.quickstart import quickstart
-from slipstream.deploy.examples.addition import SHIPPED_POLICY, prepare, write_blank_model
+from slipstream.deploy.examples.addition import SHIPPED_POLICY, prepare
 from slipstream.wire.errors import ConfigError
+from tests.support.blank_model import write_blank_model
 
 ROOT = Path(__file__).parents[4]
 MOST_BYTES = 2 * 2**20

@@ -3,7 +3,6 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.deploy.examples.addition import write_blank_model
 from slipstream.generators.text.codec import (
     BadPromptError,
     OverlongPromptError,
@@ -13,6 +12,7 @@ from slipstream.generators.text.codec import (
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.messages.trajectory import ChatMessage, Prompt
 from slipstream.wire.settings.sections import SamplingSection
+from tests.support.blank_model import write_blank_model
 
 EOS = 2
 TEMPLATE = (

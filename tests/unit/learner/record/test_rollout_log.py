@@ -10,12 +10,12 @@ import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models
 
-from slipstream.deploy.examples.addition import write_blank_model
 from slipstream.learner.batches.packing import TrainSequence, pack
 from slipstream.learner.record.rollout_log import RolloutLog, TrainedPart, chosen
 from slipstream.wire.messages.broker import DeliveredTrajectory
 from slipstream.wire.messages.trajectory import TrajectoryHeader, VersionRun
 from slipstream.wire.messages.versions import PolicyVersion
+from tests.support.blank_model import write_blank_model
 
 
 def test_every_trajectory_has_the_same_chance_and_the_same_ones_are_chosen_again():

@@ -28,6 +28,7 @@ device.prepare()
 from megatron.core.models.gpt import GPTModel  # noqa: E402
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed  # noqa: E402
 
+from docs.generate.policy.progress import Progress, digests  # noqa: E402
 from slipstream.algos.compose import PolicyOutputs  # noqa: E402
 from slipstream.algos.diagnostics import Sums  # noqa: E402
 from slipstream.algos.reduce import token_mean  # noqa: E402
@@ -38,7 +39,6 @@ from slipstream.learner.model.hf_config import load_hf_config  # noqa: E402
 from slipstream.learner.model.hf_weights import load_hf_weights, save_hf_folder  # noqa: E402
 from slipstream.learner.model.topology import Topology, destroy_topology, init_topology  # noqa: E402
 from slipstream.learner.training.policy import Policy  # noqa: E402
-from slipstream.learner.warmup.progress import Progress, digests  # noqa: E402
 from slipstream.wire.errors import ConfigError, SlipstreamError  # noqa: E402
 from slipstream.wire.messages.trajectory import Prompt  # noqa: E402
 

@@ -18,7 +18,7 @@ from slipstream.wire.process.logs import start_logging
 _log = logging.getLogger(__name__)
 _MAX_UPDATES = 20_000
 _EPILOG = """example:
-  python -m slipstream.learner.warmup.main --model blank --demonstrations demos.jsonl \\
+  python -m docs.generate.policy.warm_up --model blank --demonstrations demos.jsonl \\
       --data train.jsonl --out warm --target 0.2
 
 Progress is kept in OUT.progress, also on Ctrl-C and SIGTERM. The same call resumes from there;
@@ -56,7 +56,7 @@ def main() -> int:
 
     def body() -> int:
         stop = _Stop()
-        from slipstream.learner.warmup.imitation import WarmUp, warm_up
+        from docs.generate.policy.imitation import WarmUp, warm_up
 
         job = WarmUp(
             model=arguments.model,
@@ -76,7 +76,7 @@ def main() -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m slipstream.learner.warmup.main",
+        prog="python -m docs.generate.policy.warm_up",
         description="Let a small policy imitate demonstrations until it can be reinforced.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
