@@ -87,27 +87,22 @@ class FolderTrail(Trail):
         first = self.next_event - len(self._noted) // 2
         self._noted.clear()
         try:
-            file = self._open()
-            file.write(records)
-            file.flush()
+            if self._file is None or self._size >= self._segment_bytes:
+                self._let_go()
+                segments = segments_in(self._folder)
+                while len(segments) >= _SEGMENTS:
+                    segments.pop(0).unlink()
+                number = int(segments[-1].stem) + 1 if segments else 0
+                self._file = (self._folder / f"{number:06d}.events").open("ab")
+                self._size = 0
+            self._file.write(records)
+            self._file.flush()
         except OSError as error:
             _log.warning(
                 "events %d to %d are not in %s: %s", first, self.next_event, self._folder, error
             )
             return
         self._size += len(records)
-
-    def _open(self) -> BinaryIO:
-        if self._file is not None and self._size < self._segment_bytes:
-            return self._file
-        self._let_go()
-        segments = segments_in(self._folder)
-        while len(segments) >= _SEGMENTS:
-            segments.pop(0).unlink()
-        number = int(segments[-1].stem) + 1 if segments else 0
-        self._file = (self._folder / f"{number:06d}.events").open("ab")
-        self._size = 0
-        return self._file
 
     @override
     def close(self) -> None:

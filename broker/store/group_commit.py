@@ -3,7 +3,6 @@
 import asyncio
 from collections import deque
 from collections.abc import Callable
-from functools import partial
 
 from slipstream.broker.store.base import Changes, TrajectoryStore
 
@@ -62,7 +61,7 @@ class GroupCommitter:
             raise self._failure
         waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiters.add(waiter)
-        self.add(changes, partial(_release, waiter))
+        self.add(changes, lambda: None if waiter.done() else waiter.set_result(None))
         try:
             await waiter
         finally:
@@ -75,24 +74,22 @@ class GroupCommitter:
                 await self._wake.wait()
                 self._wake.clear()
                 while self._pending:
-                    await self._write_next()
+                    await self._write_oldest()
         except BaseException as error:
-            self._fail(error)
+            self._failure = error
+            self._pending.clear()
+            for waiter in self._waiters:
+                if waiter.done():
+                    continue
+                if isinstance(error, asyncio.CancelledError):  # as this loop was
+                    waiter.cancel()
+                else:
+                    waiter.set_exception(error)
             raise
 
-    async def _write_next(self) -> None:
-        """Write the oldest changes in one transaction and call back."""
-        changes, num_bytes, callbacks = self._take()
-        if not changes.is_empty:
-            await self._store.commit(changes)
-        self._num_in_flight = 0
-        self._backlog_bytes -= num_bytes
-        for then in callbacks:
-            then()
-
-    def _take(self) -> tuple[Changes, int, list[Callable[[], None]]]:
-        """Merge the oldest changes, at least one and as many as fit into one transaction."""
-        merged, total_bytes, callbacks = Changes(), 0, []
+    async def _write_oldest(self) -> None:
+        """Write the oldest changes, as many as fit, in one transaction; call back."""
+        merged, total_bytes, callbacks = Changes(), 0, list[Callable[[], None]]()
         while self._pending:
             changes, num_bytes, then = self._pending[0]
             if self._num_in_flight and total_bytes + num_bytes > self._max_transaction_bytes:
@@ -103,21 +100,9 @@ class GroupCommitter:
             total_bytes += num_bytes
             if then is not None:
                 callbacks.append(then)
-        return merged, total_bytes, callbacks
-
-    def _fail(self, error: BaseException) -> None:
-        """End every waiter: with the store's error, or cancelled as this loop was."""
-        self._failure = error
-        self._pending.clear()
-        for waiter in self._waiters:
-            if waiter.done():
-                continue
-            if isinstance(error, asyncio.CancelledError):
-                waiter.cancel()
-            else:
-                waiter.set_exception(error)
-
-
-def _release(waiter: asyncio.Future[None]) -> None:
-    if not waiter.done():
-        waiter.set_result(None)
+        if not merged.is_empty:
+            await self._store.commit(merged)
+        self._num_in_flight = 0
+        self._backlog_bytes -= total_bytes
+        for then in callbacks:
+            then()

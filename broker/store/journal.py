@@ -78,7 +78,9 @@ class LedgerWriter:
         def durable() -> None:
             if encoded:
                 self._trail.note(first, at_s, encoded)
-                self._write_trail_soon()
+                if self._writing_trail is None:  # once for all that becomes durable together
+                    loop = asyncio.get_running_loop()
+                    self._writing_trail = loop.call_soon(self._write_trail)
             if then is not None:
                 then()
             if self.is_flooded and not self._lags(0.5):
@@ -96,11 +98,6 @@ class LedgerWriter:
             committer.backlog > MAX_BACKLOG * share
             or committer.backlog_bytes > MAX_BACKLOG_BYTES * share
         )
-
-    def _write_trail_soon(self) -> None:
-        """Write once for all that became durable together."""
-        if self._writing_trail is None:
-            self._writing_trail = asyncio.get_running_loop().call_soon(self._write_trail)
 
     def _write_trail(self) -> None:
         self._writing_trail = None

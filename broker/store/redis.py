@@ -18,7 +18,6 @@ from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from types import TracebackType
 from typing import Any, TypeAlias, TypeVar, cast
 from urllib.parse import quote
 
@@ -36,6 +35,7 @@ from redis.exceptions import (
 )
 
 from slipstream.broker.store.base import Changes, StoredTrajectory
+from slipstream.broker.store.outage import LOADING_S, Outage
 from slipstream.wire.errors import ConfigError, PeerLostError, StoreLostError, SupersededError
 from slipstream.wire.messages.codec import Frame
 from slipstream.wire.messages.trajectory import TrajectoryKey
@@ -45,21 +45,13 @@ _T = TypeVar("_T")
 _Command: TypeAlias = tuple[str | int | Frame, ...]
 _Reply: TypeAlias = object
 
-_LOADING_S = 3600.0
 _POLL_S = 0.1
-_FIRST_PAUSE_S = 0.05
-_MAX_PAUSE_S = 1.0
 _SEND_BYTES = 128 * 1024  # measured: twice the CPU at 1 MiB, where malloc maps fresh pages
 _MAX_ARGUMENTS = 10_000
 _REPLAY_PAGE = 1_000
 _FETCH_BYTES = 16 * 1024 * 1024
 _FIRST_FETCH_PAGE = 4
 _MAX_FETCH_PAGE = 512
-_CONSEQUENCES = {
-    "commits": "nothing is acknowledged",
-    "claims": "the broker does not start",
-    "reads": "batches wait",
-}
 
 
 class RedisStore:
@@ -131,7 +123,7 @@ class RedisStore:
             retry=Retry(NoBackoff(), 0),
             protocol=2,
         )
-        deadline = time.monotonic() + _LOADING_S
+        deadline = time.monotonic() + LOADING_S
         while True:
             try:
                 async with asyncio.timeout(socket_timeout_s):
@@ -139,7 +131,7 @@ class RedisStore:
             except BusyLoadingError as error:  # it reads its file and will answer
                 if time.monotonic() > deadline:
                     await client.aclose()
-                    raise ConfigError(f"Redis at {url} loads for {_LOADING_S:.0f} s") from error
+                    raise ConfigError(f"Redis at {url} loads for {LOADING_S:.0f} s") from error
                 await asyncio.sleep(_POLL_S)
             except (RedisError, OSError) as error:
                 await client.aclose()
@@ -161,7 +153,21 @@ class RedisStore:
 
     async def commit(self, changes: Changes) -> None:
         """Write all changes in one transaction, exactly once."""
-        await self._transact(list(self._commands(changes)))
+        commands: list[_Command] = []  # a key removed and put again is put
+        if changes.snapshot is not None:
+            commands += [
+                ("SET", self._name("snapshot"), changes.snapshot),
+                ("DEL", self._name("events")),
+            ]
+        commands += _in_pages("RPUSH", changes.events, self._name("events"))
+        gone: list[str | Frame] = [name for key in changes.remove for name in self._names(key)]
+        commands += _in_pages("UNLINK", gone)
+        values: list[str | Frame] = []
+        for key, stored in changes.put.items():
+            payload, transcript = self._names(key)
+            values += (payload, stored.payload, transcript, stored.transcript)
+        commands += _in_pages("MSET", values)
+        await self._transact(commands)
 
     async def snapshot(self) -> bytes | None:
         """Return the newest snapshot."""
@@ -172,11 +178,18 @@ class RedisStore:
 
     async def replay(self) -> AsyncIterator[bytes]:
         """Yield the events after the snapshot in the order in which they were committed."""
-        start = 0
-        while page := await self._events_page(start):
+        name, start = self._name("events"), 0
+        while True:
+            end = start + _REPLAY_PAGE - 1
+            found = await self._until_answered(
+                "reads", partial(self._client.lrange, name, start, end)
+            )
+            page = cast("list[bytes]", found)
             for event in page:
                 yield event
             start += len(page)
+            if not page:
+                return
 
     async def fetch(self, keys: Sequence[TrajectoryKey]) -> list[StoredTrajectory]:
         """Return stored trajectories; KeyError names one that is not there."""
@@ -187,14 +200,29 @@ class RedisStore:
             if num_bytes:
                 fitting = _FETCH_BYTES * len(stored) // num_bytes
                 count = min(max(1, fitting), _MAX_FETCH_PAGE)
-            page = await self._fetch_page(keys[len(stored) : len(stored) + count])
-            num_bytes += sum(trajectory.num_bytes for trajectory in page)
-            stored += page
+            page = keys[len(stored) : len(stored) + count]
+            names = [name for key in page for name in self._names(key)]
+            found = await self._until_answered("reads", partial(self._client.mget, names))
+            values = cast("list[bytes | None]", found)
+            for key, payload, transcript in zip(page, values[::2], values[1::2], strict=True):
+                if payload is None or transcript is None:
+                    raise KeyError(key)
+                stored.append(StoredTrajectory(payload, transcript))
+                num_bytes += stored[-1].num_bytes
         return stored
 
     async def clear(self) -> None:
         """Forget everything of this run but the generation, in one transaction like a commit."""
-        names = await self._trajectory_names()
+        pattern = self._name("[pt]:*")  # the run's name is encoded and holds no pattern
+        names: list[str | Frame] = []
+        cursor = 0
+        while True:
+            scan = partial(self._client.scan, cursor, match=pattern, count=_REPLAY_PAGE)
+            found = await self._until_answered("reads", scan)
+            cursor, page = cast("tuple[int, list[bytes]]", found)
+            names += page
+            if not cursor:
+                break
         forget: _Command = ("DEL", self._name("snapshot"), self._name("events"))
         await self._transact([forget, *_in_pages("UNLINK", names)])
 
@@ -243,20 +271,6 @@ class RedisStore:
 
     # ---- one transaction ---------------------------------------------------------
 
-    def _commands(self, changes: Changes) -> Iterator[_Command]:
-        """Yield what one commit does; a key removed and put again is put."""
-        if changes.snapshot is not None:
-            yield ("SET", self._name("snapshot"), changes.snapshot)
-            yield ("DEL", self._name("events"))
-        yield from _in_pages("RPUSH", changes.events, self._name("events"))
-        gone: list[str | Frame] = [name for key in changes.remove for name in self._names(key)]
-        yield from _in_pages("UNLINK", gone)
-        values: list[str | Frame] = []
-        for key, stored in changes.put.items():
-            payload, transcript = self._names(key)
-            values += (payload, stored.payload, transcript, stored.transcript)
-        yield from _in_pages("MSET", values)
-
     async def _transact(self, commands: list[_Command]) -> None:
         """Apply commands in one transaction and count it; the first of a handle claims."""
         async with self._writing:
@@ -286,7 +300,9 @@ class RedisStore:
         self._found = _watched_state(replies)
         results = replies[-3]
         if results is not None and not isinstance(results, ResponseError):
-            _check_applied_whole(cast("list[_Reply]", results))
+            for result in cast("list[_Reply]", results):
+                if isinstance(result, ResponseError):  # Redis does not undo the rest
+                    raise StoreLostError(f"Redis applied a commit in part: {result}") from result
             return  # a claim from now on is noticed by the next transaction
         refusals = [reply for reply in replies if isinstance(reply, ResponseError)]
         if refusals:
@@ -336,7 +352,8 @@ class RedisStore:
         """Return the connection that watches; a new one learns what Redis holds."""
         if self._connection is not None and self._connection.is_connected:
             return self._connection
-        connection = _new_connection(self._client)
+        pool = self._client.connection_pool  # has the settings; this connection is not in it
+        connection = cast("Callable[[], AbstractConnection]", pool.make_connection)()
         try:
             async with asyncio.timeout(self._socket_timeout_s):
                 await cast("Callable[[], Awaitable[None]]", connection.connect)()
@@ -399,7 +416,7 @@ class RedisStore:
             PeerLostError: it did not for ``outage_s`` seconds.
             ConfigError: it does not permit the command.
         """
-        with _Outage(what, self._url, self._outage_s, self._outages) as outage:
+        with Outage(what, self._url, self._outage_s, self._outages) as outage:
             while True:
                 try:
                     async with asyncio.timeout(self._socket_timeout_s if one_wait else None):
@@ -410,7 +427,7 @@ class RedisStore:
                 except (RedisError, OSError) as error:
                     if isinstance(error, ReadOnlyError):
                         await self._leave_replica()
-                    await outage.wait(error)
+                    await outage.wait(error, loads=isinstance(error, BusyLoadingError))
 
     async def _leave_replica(self) -> None:
         """Connect anew: the server was made a replica, and its address may name another one."""
@@ -438,107 +455,6 @@ class RedisStore:
         """Return the names of a payload and of a transcript."""
         return f"{self._prefix}:p:{key[0]}:{key[1]}", f"{self._prefix}:t:{key[0]}:{key[1]}"
 
-    async def _trajectory_names(self) -> list[str | Frame]:
-        """Return all names of payloads and transcripts."""
-        names: list[str | Frame] = []
-        cursor = 0
-        while True:
-            cursor, page = await self._until_answered("reads", partial(self._scan, cursor))
-            names += page
-            if not cursor:
-                return names
-
-    async def _scan(self, cursor: int) -> tuple[int, list[bytes]]:
-        pattern = self._name("[pt]:*")  # the run's name is encoded and holds no pattern
-        found = await self._client.scan(cursor, match=pattern, count=_REPLAY_PAGE)
-        return cast("tuple[int, list[bytes]]", found)
-
-    async def _events_page(self, start: int) -> list[bytes]:
-        """Return the next events; none at the end."""
-        found = await self._until_answered(
-            "reads",
-            lambda: self._client.lrange(self._name("events"), start, start + _REPLAY_PAGE - 1),
-        )
-        return cast("list[bytes]", found)
-
-    async def _fetch_page(self, keys: Sequence[TrajectoryKey]) -> list[StoredTrajectory]:
-        names = [name for key in keys for name in self._names(key)]
-        found = await self._until_answered("reads", lambda: self._client.mget(names))
-        values = cast("list[bytes | None]", found)
-        stored = []
-        for key, payload, transcript in zip(keys, values[::2], values[1::2], strict=True):
-            if payload is None or transcript is None:
-                raise KeyError(key)
-            stored.append(StoredTrajectory(payload, transcript))
-        return stored
-
-
-class _Outage:
-    """Waits for Redis between tries; logs once that it is away, and once that it is back."""
-
-    def __init__(self, what: str, url: str, limit_s: float, ongoing: Counter[str]) -> None:
-        self._what = what
-        self._url = url
-        self._limit_s = limit_s
-        self._ongoing = ongoing
-        self._num_failures = 0
-        self._was_said = False
-        self._began_s = 0.0
-        self._answered_s = 0.0
-        self._pause_s = _FIRST_PAUSE_S
-
-    def __enter__(self) -> "_Outage":
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        if not self._was_said:
-            return
-        self._ongoing[self._what] -= 1
-        if error is None and not self._ongoing[self._what]:
-            away_s = time.monotonic() - self._began_s
-            _log.info("Redis does %s again after %.1f s", self._what, away_s)
-
-    async def wait(self, error: Exception) -> None:
-        """Sleep before the next try.
-
-        Raises:
-            PeerLostError: the outage is too long.
-        """
-        now_s = time.monotonic()
-        if not self._num_failures:
-            self._began_s = self._answered_s = now_s
-        self._num_failures += 1
-        if self._num_failures == 2:  # the first may be but a connection that Redis had closed
-            self._say(error)
-        if isinstance(error, BusyLoadingError) and now_s - self._began_s < _LOADING_S:
-            self._answered_s = now_s  # it reads its file and will answer
-        if now_s - self._answered_s >= self._limit_s:
-            raise PeerLostError(
-                f"Redis at {self._url} (broker.redis.url) did no {self._what} for "
-                f"{now_s - self._began_s:.0f} s: {str(error) or 'silence'}"
-            ) from error
-        await asyncio.sleep(self._pause_s)
-        self._pause_s = min(2 * self._pause_s, _MAX_PAUSE_S)
-
-    def _say(self, error: Exception) -> None:
-        self._was_said = True
-        self._ongoing[self._what] += 1
-        if self._ongoing[self._what] > 1:  # logged already
-            return
-        _log.warning(
-            "Redis at %s does no %s, %s until it does; waiting up to %.0f s (%s)",
-            self._url,
-            self._what,
-            _CONSEQUENCES[self._what],
-            self._limit_s,
-            str(error) or "silence",
-        )
-
 
 def _number(generation: bytes | None) -> int:
     """Return the number in NUMBER:TOKEN; 0 before the first claim."""
@@ -552,19 +468,6 @@ def _watched_state(replies: list[_Reply]) -> tuple[bytes | None, int]:
             raise reply
     generation, num_commits = cast("list[bytes | None]", replies[-1])
     return generation, int(num_commits or 0)
-
-
-def _new_connection(client: "aioredis.Redis") -> AbstractConnection:
-    """Return a connection with the client's settings that is not in its pool."""
-    make = cast("Callable[[], AbstractConnection]", client.connection_pool.make_connection)
-    return make()
-
-
-def _check_applied_whole(results: list[_Reply]) -> None:
-    """Redis does not undo the rest of a transaction when one command of it fails."""
-    for result in results:
-        if isinstance(result, ResponseError):
-            raise StoreLostError(f"Redis applied a commit in part: {result}") from result
 
 
 def _in_pages(command: str, arguments: Sequence[str | Frame], *first: str) -> Iterator[_Command]:

@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 
 from slipstream.broker.store.base import Changes, StoredTrajectory, TrajectoryStore
-from slipstream.broker.store.private_server import RedisServer, packaged_server
+from slipstream.broker.store.private_server import RedisServer
 from slipstream.broker.store.redis import RedisStore
+from slipstream.broker.store.server_binary import packaged_server
 from slipstream.wire.errors import SupersededError
 from tests.support.memory_store import MemoryStore, SharedMemory
 

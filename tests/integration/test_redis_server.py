@@ -20,8 +20,9 @@ import pytest
 import redis.asyncio as aioredis
 
 from slipstream.broker.store.base import Changes, StoredTrajectory
-from slipstream.broker.store.private_server import RedisServer, find_server, packaged_server
+from slipstream.broker.store.private_server import RedisServer
 from slipstream.broker.store.redis import RedisStore
+from slipstream.broker.store.server_binary import find_server, packaged_server
 from slipstream.wire.errors import (
     ChildDiedError,
     ConfigError,
