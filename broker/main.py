@@ -36,8 +36,8 @@ def main() -> int:
     )
     arguments = parser.parse_args()
     from slipstream.broker.config import broker_settings
+    from slipstream.broker.data.prompts import load_prompts
     from slipstream.broker.service import serve
-    from slipstream.broker.startup import load_prompts
 
     try:
         if arguments.from_checkpoint:

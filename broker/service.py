@@ -11,10 +11,11 @@ from pathlib import Path
 import zmq
 from zmq.auth.asyncio import AsyncioAuthenticator
 
-from slipstream.broker.config import BrokerSettings, redis_folder
+from slipstream.broker.config import BrokerSettings
 from slipstream.broker.dashboard.items import RecordedItems
 from slipstream.broker.dashboard.recorder import Recorder, fsync_of
 from slipstream.broker.dashboard.web import Dashboard
+from slipstream.broker.data.prompts import Prompts, load_prompts
 from slipstream.broker.identity import RunIdentity, write_identity
 from slipstream.broker.ledger.events import Trained, decode_event
 from slipstream.broker.ledger.scoring_queue import ScoringQueue
@@ -22,20 +23,13 @@ from slipstream.broker.report.telemetry import Telemetry
 from slipstream.broker.report.trackers.background import BackgroundTrackers
 from slipstream.broker.server.keyring import BrokerKey, KeyRing, broker_key
 from slipstream.broker.server.loop import BrokerServer
-from slipstream.broker.startup import (
-    Prompts,
-    StartState,
-    load_prompts,
-    open_records,
-    start_run,
-    start_trackers,
-)
+from slipstream.broker.startup import StartState, open_records, start_run, start_trackers
 from slipstream.broker.store.event_log import FolderTrail, Trail
 from slipstream.broker.store.group_commit import GroupCommitter
-from slipstream.broker.store.private_server import RedisServer
+from slipstream.broker.store.opening import open_store, start_private_server
 from slipstream.broker.store.redis import RedisStore
-from slipstream.wire.errors import ConfigError, PeerLostError
-from slipstream.wire.files.keys import read_private, write_private
+from slipstream.wire.errors import ConfigError
+from slipstream.wire.files.keys import write_private
 from slipstream.wire.files.run_folder import BROKER_LOCK, PAGE_ADDRESS, PAGE_STATE, TRAIL
 from slipstream.wire.process.processes import locked, raise_descriptor_limit
 from slipstream.wire.process.run_until import run_until
@@ -52,7 +46,6 @@ _GARBAGE_AFTER = (
     10,
     50,
 )  # items hold no cycles, and a collection of all of them stops the loop
-_SERVER_SPEAKS_FIRST_S = 15.0
 
 
 async def serve(settings: BrokerSettings, *, restarted: bool = False) -> None:
@@ -76,8 +69,8 @@ async def serve(settings: BrokerSettings, *, restarted: bool = False) -> None:
     telemetry.data = prompts.counts()
     async with AsyncExitStack() as cleanup:
         _take_lock(run, cleanup, restarted=restarted)
-        redis_server = await _redis_server(settings, cleanup)
-        store = await _open_store(settings, redis_server, restarted=restarted)
+        redis_server = await start_private_server(settings, cleanup)
+        store = await open_store(settings, redis_server, restarted=restarted)
         cleanup.push_async_callback(store.close)
         trackers = await start_trackers(settings)
         cleanup.callback(trackers.close)
@@ -96,8 +89,7 @@ async def serve(settings: BrokerSettings, *, restarted: bool = False) -> None:
             fsync = settings.broker.redis.known_fsync or fsync_of(await store.durability())
             missed = trained_steps(beginning.events)
             recorder = await _open_dashboard(settings, server, fsync, missed, cleanup)
-        own_socket = _point_to(run, beginning.generation)
-        cleanup.callback(_remove_own, run.socket("broker"), own_socket)
+        own_socket = _own_socket(run, beginning.generation, cleanup)
         jobs = [
             committer.run(),
             server.serve(
@@ -219,7 +211,7 @@ def _remembered(run: RunSection, identity: RunIdentity) -> Callable[[int], None]
     return granted
 
 
-def _point_to(run: RunSection, generation: int) -> Path:
+def _own_socket(run: RunSection, generation: int, cleanup: AsyncExitStack) -> Path:
     """Return this broker's socket, after making the one that all roles know a link to it.
 
     A broker whose place was taken removes its own socket when it ends, not its successor's.
@@ -231,45 +223,14 @@ def _point_to(run: RunSection, generation: int) -> Path:
     new.unlink(missing_ok=True)
     new.symlink_to(own.name)
     new.replace(known)
+
+    def remove() -> None:
+        own.unlink(missing_ok=True)
+        if known.is_symlink() and known.readlink().name == own.name:
+            known.unlink()
+
+    cleanup.callback(remove)
     return own
-
-
-def _remove_own(known: Path, own: Path) -> None:
-    own.unlink(missing_ok=True)
-    if known.is_symlink() and known.readlink().name == own.name:
-        known.unlink()
-
-
-async def _open_store(
-    settings: BrokerSettings, server: RedisServer | None, *, restarted: bool
-) -> RedisStore:
-    url = settings.broker.redis.url or (server.url if server else "")
-    redis = settings.broker.redis
-    password = server.password if server else _password(redis.password_file)
-    run = settings.run
-    # A private server that cannot be kept up reports why; the store itself waits a little longer.
-    outage_s = run.outage_s + (_SERVER_SPEAKS_FIRST_S if server else 0.0)
-    # A private server listens already: it may be slow, or be stopped for a while.
-    is_patient = restarted or server is not None
-    deadline = time.monotonic() + (run.outage_s if is_patient else 0.0)
-    while True:
-        try:
-            return await RedisStore.connect(
-                url,
-                run.name,
-                username=redis.username or None,
-                password=password,
-                ca_file=redis.ca_file or None,
-                outage_s=outage_s,
-            )
-        except ConfigError as error:
-            if not is_patient:
-                raise
-            if server is not None:
-                server.check_alive()  # it reports why it ended
-            if time.monotonic() > deadline:
-                raise PeerLostError(f"{error} for {run.outage_s:.0f} s (run.outage_s)") from error
-            await asyncio.sleep(_CLOCK_S)  # it was there before and may come back
 
 
 async def _open_dashboard(
@@ -296,7 +257,13 @@ async def _open_dashboard(
     address = await dashboard.start()
     address_file = folder / PAGE_ADDRESS
     write_private(address_file, address + "\n")
-    cleanup.callback(_remove_address, address_file, address)
+
+    def remove_address() -> None:  # not that of a successor's page
+        with suppress(OSError):
+            if address_file.read_text().strip() == address:
+                address_file.unlink()
+
+    cleanup.callback(remove_address)
     _log.info("dashboard at %s", address_file)
     return recorder
 
@@ -313,35 +280,6 @@ def trained_steps(events: Iterable[bytes]) -> dict[int, dict[str, float]]:
                 found.popitem()
             found[event.version.step] = event.metrics
     return found
-
-
-def _remove_address(file: Path, address: str) -> None:
-    """Remove the address of this broker's page, not that of a successor's."""
-    with suppress(OSError):
-        if file.read_text().strip() == address:
-            file.unlink()
-
-
-async def _redis_server(settings: BrokerSettings, cleanup: AsyncExitStack) -> RedisServer | None:
-    redis = settings.broker.redis
-    if redis.url:
-        return None
-    if redis.fsync != "always":
-        _log.warning("broker.redis.fsync = %s: a crash can lose acknowledged work", redis.fsync)
-    socket = settings.run.socket("redis")
-    server = RedisServer.launch(
-        socket=socket,
-        folder=redis_folder(settings.run),
-        log_file=settings.run.logs / "redis.log",
-        fsync=redis.fsync,
-    )
-    cleanup.callback(server.stop)
-    await server.until_listening(socket)
-    return server
-
-
-def _password(path: str) -> str | None:
-    return read_private(Path(path), "broker.redis.password_file").strip() if path else None
 
 
 async def _open_to_others(

@@ -33,6 +33,7 @@ from hypothesis.stateful import (
 
 from slipstream.broker.config import BrokerSettings, broker_settings
 from slipstream.broker.data.mixture import PromptSource
+from slipstream.broker.data.prompts import Prompts
 from slipstream.broker.identity import write_identity
 from slipstream.broker.ledger.commands import Ledger
 from slipstream.broker.ledger.effects import apply
@@ -54,7 +55,8 @@ from slipstream.broker.ledger.events import (
 from slipstream.broker.ledger.groups import Group, Lease
 from slipstream.broker.ledger.index import GroupIndex
 from slipstream.broker.ledger.state import BookState, LedgerRules, decode_state, encode_state
-from slipstream.broker.startup import Prompts, StartState, build_ledger, start_run
+from slipstream.broker.run_ledger import build_ledger
+from slipstream.broker.startup import StartState, start_run
 from slipstream.broker.store.base import Changes, StoredTrajectory
 from slipstream.deploy.launch.resume import find_resume_point
 from slipstream.learner.checkpoints.digests import DIGESTS_FILE, damage_of, write_digests

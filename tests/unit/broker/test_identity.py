@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from slipstream.broker.data.prompts import load_prompts
 from slipstream.broker.identity import IDS_PER_LIFE, RunIdentity, read_identity, write_identity
 from slipstream.broker.ledger.events import encode_event
 from slipstream.broker.ledger.state import encode_state
-from slipstream.broker.startup import load_prompts, start_run
+from slipstream.broker.startup import start_run
 from slipstream.broker.store.base import Changes
 from slipstream.wire.errors import ConfigError, RefusedError
 from slipstream.wire.files.checkpoints import FORMAT_REVISION, INFO_FILE, newest_checkpoint

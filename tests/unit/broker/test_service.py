@@ -7,16 +7,12 @@ from pathlib import Path
 import pytest
 
 from slipstream.broker.config import BrokerSettings, broker_settings
+from slipstream.broker.data.prompts import load_prompts
 from slipstream.broker.ledger.commands import Ledger
 from slipstream.broker.ledger.state import encode_state
+from slipstream.broker.run_ledger import build_ledger
 from slipstream.broker.service import end_after
-from slipstream.broker.startup import (
-    StartState,
-    build_ledger,
-    load_prompts,
-    start_run,
-    start_trackers,
-)
+from slipstream.broker.startup import StartState, start_run, start_trackers
 from slipstream.broker.store.base import Changes
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.files.checkpoints import LEDGER_FILE, ledger_file

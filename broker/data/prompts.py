@@ -1,0 +1,40 @@
+"""All prompts of a run: those to train on and those held out."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from slipstream.broker.config import BrokerSettings
+from slipstream.broker.data.mixture import PromptSource
+from slipstream.broker.data.sources import load_eval_problems, load_training_prompts
+from slipstream.wire.messages.trajectory import Prompt
+from slipstream.wire.settings.eval_metric import check_metric
+
+
+@dataclass(frozen=True, slots=True)
+class Prompts:
+    """All that the policy will be asked."""
+
+    training: PromptSource
+    held_out: Sequence[Prompt]
+
+    def counts(self) -> dict[str, int]:
+        """Return how many there are, and how many rows were left out."""
+        return {
+            "rows": self.training.num_rows,
+            "rows_skipped": self.training.num_skipped,
+            "eval_problems": len(self.held_out),
+        }
+
+
+def load_prompts(settings: BrokerSettings) -> Prompts:
+    """Read the training prompts and the held-out problems.
+
+    Raises:
+        ConfigError: a file is missing, empty or malformed; or eval.metric does not fit them.
+    """
+    training = load_training_prompts(settings.data, seed=settings.run.seed)
+    held_out = load_eval_problems(settings.eval, settings.data) if settings.eval.enabled else []
+    if held_out:
+        sources = {problem.data_source for problem in held_out}
+        check_metric(settings.eval.metric, samples=settings.eval.samples, sources=sources)
+    return Prompts(training, held_out)
