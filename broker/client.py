@@ -34,7 +34,15 @@ from slipstream.wire.errors import (
     SupersededError,
 )
 from slipstream.wire.files.keys import ClientKey, read_client_key
-from slipstream.wire.messages.broker import Answer, Hello, Refusal, Request, Role, Welcome
+from slipstream.wire.messages.broker import (
+    Answer,
+    Hello,
+    Refusal,
+    RefusalCode,
+    Request,
+    Role,
+    Welcome,
+)
 from slipstream.wire.messages.codec import Frame, decode_answer, encode
 from slipstream.wire.messages.pieces import cut
 from slipstream.wire.process.patience import saying
@@ -53,6 +61,12 @@ _EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_HAN
 _HEARTBEAT_MS = 2_000  # of the connection, so that a broker that is stopped counts as gone
 _DEAD_AFTER_MS = 10_000
 OUTAGE_S = 300.0
+_REFUSALS: dict[RefusalCode, type[SlipstreamError]] = {
+    "superseded": SupersededError,
+    "forbidden": ForbiddenError,
+    "slow_down": SlowDownError,
+    "name_taken": NameTakenError,
+}
 _PASSERS_BY = ("observer", "operator")  # their patience is no setting
 
 
@@ -265,7 +279,8 @@ class BrokerClient:
             future.cancel()
         answer, attached = future.result()
         if isinstance(answer, Refusal):
-            raise _refused(answer, what)
+            kind = _REFUSALS.get(answer.code, RefusedError)
+            raise kind(f"the broker refused {what}: {answer.reason}")
         return answer, attached
 
     def _hint(self) -> str:
@@ -405,21 +420,6 @@ class BrokerClient:
         self._monitor.close(0)
         self._socket.close()
         self._context.term()
-
-
-def _refused(refusal: Refusal, what: str) -> SlipstreamError:
-    text = f"the broker refused {what}: {refusal.reason}"
-    match refusal.code:
-        case "superseded":
-            return SupersededError(text)
-        case "forbidden":
-            return ForbiddenError(text)
-        case "slow_down":
-            return SlowDownError(text)
-        case "name_taken":
-            return NameTakenError(text)
-        case _:
-            return RefusedError(text)
 
 
 def _expect(answer: Answer, kind: type[A], request: Request) -> A:

@@ -267,7 +267,13 @@ def broker_settings(table: Table) -> BrokerSettings:
     )
     if not settings.data.sources:
         required(settings.data.file, "data.file")
-    _check_eval(settings.eval)
+    evaluation = settings.eval
+    asked = {"eval.target": evaluation.target is not None, "eval.patience": evaluation.patience > 0}
+    for setting, is_set in asked.items():
+        if is_set and not evaluation.enabled:
+            raise ConfigError(f"{setting} needs held-out problems: set eval.file or eval.sets")
+    if evaluation.patience and not evaluation.every_steps:
+        raise ConfigError("eval.patience counts evaluations while training: set eval.every_steps")
     listen = settings.broker.listen
     if listen and not listen.startswith("tcp://"):
         raise ConfigError(f"broker.listen must be tcp://ADDRESS:PORT, got {listen!r}")
@@ -282,17 +288,6 @@ def broker_settings(table: Table) -> BrokerSettings:
             f"broker.max_in_flight is {settings.max_in_flight}, but a learner step needs "
             f"run.groups_per_step = {settings.run.groups_per_step} groups at once"
         )
-    _check_memory(settings)
-    if settings.broker.drop_zero_variance and settings.run.group_size < 2:
-        raise ConfigError(
-            "run.group_size must be >= 2 while broker.drop_zero_variance is on, "
-            f"got {settings.run.group_size}"
-        )
-    return settings
-
-
-def _check_memory(settings: BrokerSettings) -> None:
-    """Refuse a high water that one learner step would not fit under."""
     run, sampling = settings.run, settings.sampling
     longest = sampling.max_prompt_tokens + sampling.max_response_tokens
     step_bytes = run.groups_per_step * run.group_size * longest * _BYTES_PER_TOKEN
@@ -302,13 +297,9 @@ def _check_memory(settings: BrokerSettings) -> None:
             f"run.groups_per_step = {run.groups_per_step} groups of one learner step can take "
             f"{step_bytes} bytes ({run.group_size} x {longest} tokens each)"
         )
-
-
-def _check_eval(evaluation: EvalSection) -> None:
-    """Refuse what would silently never happen."""
-    asked = {"eval.target": evaluation.target is not None, "eval.patience": evaluation.patience > 0}
-    for setting, is_set in asked.items():
-        if is_set and not evaluation.enabled:
-            raise ConfigError(f"{setting} needs held-out problems: set eval.file or eval.sets")
-    if evaluation.patience and not evaluation.every_steps:
-        raise ConfigError("eval.patience counts evaluations while training: set eval.every_steps")
+    if settings.broker.drop_zero_variance and settings.run.group_size < 2:
+        raise ConfigError(
+            "run.group_size must be >= 2 while broker.drop_zero_variance is on, "
+            f"got {settings.run.group_size}"
+        )
+    return settings

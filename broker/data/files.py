@@ -52,20 +52,19 @@ def _jsonl_rows(path: Path, setting: str) -> Iterator[RawRow]:
     with file:
         try:
             for number, line in enumerate(file):
-                if line.strip():
-                    yield _jsonl_row(number, line)
+                if not line.strip():
+                    continue
+                try:
+                    values = msgspec.json.decode(line)
+                except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+                    yield RawRow(number, None, str(error))
+                    continue
+                if isinstance(values, dict):
+                    yield RawRow(number, values)
+                else:
+                    yield RawRow(number, None, "not a JSON object")
         except OSError as error:
             raise _unreadable(path, setting, error) from error
-
-
-def _jsonl_row(number: int, line: bytes) -> RawRow:
-    try:
-        values = msgspec.json.decode(line)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        return RawRow(number, None, str(error))
-    if not isinstance(values, dict):
-        return RawRow(number, None, "not a JSON object")
-    return RawRow(number, values)
 
 
 def _parquet_rows(path: Path, setting: str) -> Iterator[RawRow]:

@@ -50,16 +50,14 @@ class PromptSource:
         """Return the prompt at a position."""
         if not self._counts:
             epoch, index = divmod(cursor, self.num_rows)
-            return self._row(self._order(f"{self._seed}/{epoch}", self.num_rows)[index])
+            row = self._order(f"{self._seed}/{epoch}", self.num_rows)[index]
+            source = bisect_right(self._ends, row)
+            return self._sources[source][row - self._ends[source]]
         block, place = divmod(cursor, BLOCK)
         source, before = self._places(block)[place]
         rows = self._sources[source]
         epoch, index = divmod(block * self._counts[source] + before, len(rows))
         return rows[self._order(f"{self._seed}/{source}/{epoch}", len(rows))[index]]
-
-    def _row(self, index: int) -> Prompt:
-        source = bisect_right(self._ends, index)
-        return self._sources[source][index - self._ends[source]]
 
     def _shuffled(self, key: str, size: int) -> Sequence[int]:
         if not self._shuffle:

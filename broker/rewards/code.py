@@ -191,7 +191,13 @@ def _parse_pairs(truth: Mapping[str, Any]) -> Tests:
     if function is None:
         given = tuple(_lines(item).encode(errors="replace") for item in inputs)
         return Tests(inputs=given, outputs=tuple(map(_lines, outputs)))
-    calls = zip(map(_arguments, inputs), map(_value, outputs), strict=True)
+    results = []
+    for output in outputs:  # JSON as text is read, other text is itself
+        results.append(output)
+        if isinstance(output, str):
+            with contextlib.suppress(ValueError):
+                results[-1] = json.loads(output)
+    calls = zip(map(_arguments, inputs), results, strict=True)
     return Tests(function=str(function), calls=tuple(calls))
 
 
@@ -208,16 +214,6 @@ def _arguments(item: Any) -> list[Json]:  # noqa: ANN401
         except ValueError as error:
             raise ValueError(f"ground_truth: expected JSON in inputs: {error}") from error
     return item if isinstance(item, list) else [item]
-
-
-def _value(item: Any) -> Json:  # noqa: ANN401
-    """Return what a call should return: JSON as text is read, other text is itself."""
-    if isinstance(item, str):
-        try:
-            return json.loads(item)
-        except ValueError:
-            return item
-    return item
 
 
 def _shortened(value: object) -> str:
@@ -267,25 +263,18 @@ def _run_tester(program: str, tests: Tests, budget: Budget) -> tuple[int, bool]:
     passed, ran = 0, False
     if outcome is None:
         return passed, ran
-    for message in _messages(outcome.text):
+    for line in outcome.text.rpartition("\n")[0].splitlines():
+        try:
+            message = json.loads(line)
+            value = as_json(message.get("value"))
+        except (ValueError, RecursionError):  # cut short by a limit, or too deep
+            continue
         if "value" in message and tests.calls:
             _, expected = tests.calls[message["test"]]
-            passed += same_value(message["value"], expected)
+            passed += same_value(value, expected)
         passed += "passed" in message
         ran = ran or "error" not in message
     return passed, ran
-
-
-def _messages(text: str) -> list[dict[str, Any]]:
-    """Return what the tester wrote; a line cut short by a limit, or too deep, is left out."""
-    messages = []
-    for line in text.rpartition("\n")[0].splitlines():
-        with contextlib.suppress(ValueError, RecursionError):
-            message = json.loads(line)
-            if "value" in message:
-                message["value"] = as_json(message["value"])
-            messages.append(message)
-    return messages
 
 
 def as_json(encoded: Any) -> Any:  # noqa: ANN401

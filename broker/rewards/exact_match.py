@@ -26,10 +26,5 @@ def score(
     truths = ground_truth if isinstance(ground_truth, list | tuple) else [ground_truth]
     if not truths or None in truths:
         raise ValueError(f"ground_truth holds no text to compare with: {ground_truth!r:.200}")
-    return 1.0 if solution_str.strip() in [_text(truth) for truth in truths] else 0.0
-
-
-def _text(truth: Json) -> str:
-    if isinstance(truth, str):
-        return truth.strip()
-    return json.dumps(truth, ensure_ascii=False)
+    texts = (one if isinstance(one, str) else json.dumps(one, ensure_ascii=False) for one in truths)
+    return float(solution_str.strip() in [text.strip() for text in texts])

@@ -16,9 +16,12 @@ def marked_answer(text: str) -> str | None:
 
     Example: ``marked_answer("so \\boxed{\\frac{1}{2}}")`` is ``"\\frac{1}{2}"``.
     """
-    boxed = _last_boxed(text)
-    if boxed is not None:
-        return boxed
+    start = text.rfind(_BOXED)
+    depth = 0
+    for at in range(start + len(_BOXED) - 1, len(text)) if start >= 0 else ():
+        depth += {"{": 1, "}": -1}.get(text[at], 0)
+        if not depth:
+            return text[start + len(_BOXED) : at]
     tagged: list[str] = _TAGGED.findall(text)
     if tagged:
         return tagged[-1].strip()
@@ -29,13 +32,3 @@ def marked_answer(text: str) -> str | None:
 def after_thought(text: str) -> str:
     """Return what follows the last ``</think>``; all of it where there is none."""
     return text.rpartition(_THOUGHT_ENDS)[2]
-
-
-def _last_boxed(text: str) -> str | None:
-    start = text.rfind(_BOXED)
-    depth = 0
-    for at in range(start + len(_BOXED) - 1, len(text)) if start >= 0 else ():
-        depth += {"{": 1, "}": -1}.get(text[at], 0)
-        if not depth:
-            return text[start + len(_BOXED) : at]
-    return None

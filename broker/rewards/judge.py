@@ -11,6 +11,7 @@ against nothing: read what scores well.
 
 import hashlib
 import re
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -150,13 +151,19 @@ class LlmJudge:
             async with self._session.post(
                 self._url, json=asked, headers=self._headers, allow_redirects=False
             ) as response:
-                body = await _read(response)
+                body = bytearray()
+                async for part in response.content.iter_any():
+                    body += part
+                    if len(body) > _MAX_REPLY_BYTES:
+                        raise Unavailable(
+                            f"the judge's reply is longer than {_MAX_REPLY_BYTES} bytes"
+                        )
                 if response.status != 200:
                     raise Unavailable(
                         f"the judge answered HTTP {response.status}: "
                         f"{_shown(body.decode(errors='replace'))}"
                     )
-                return body
+                return bytes(body)
         except TimeoutError as error:
             raise Unavailable(f"the judge took longer than {self._timeout_s:g} s") from error
         except aiohttp.ClientError as error:
@@ -164,7 +171,9 @@ class LlmJudge:
 
     def _graded(self, text: str) -> float:
         matches = list(self._pattern.finditer(text))
-        number = _number(matches[-1][1]) if matches else None
+        number = None
+        with suppress(ValueError):
+            number = finite(float(matches[-1][1] or "")) if matches else None
         if number is None:
             raise Unavailable(f"the judge's reply holds no number: {_shown(text)}")
         if not 0 <= number <= self._scale:
@@ -189,15 +198,6 @@ def filled(template: str, transcript: Transcript, *, scale: float) -> str:
     return _FIELD.sub(lambda match: fields[match[1]], template)
 
 
-async def _read(response: aiohttp.ClientResponse) -> bytes:
-    body = bytearray()
-    async for part in response.content.iter_any():
-        body += part
-        if len(body) > _MAX_REPLY_BYTES:
-            raise Unavailable(f"the judge's reply is longer than {_MAX_REPLY_BYTES} bytes")
-    return bytes(body)
-
-
 def _text_of(body: bytes) -> str:
     try:
         choices = msgspec.json.decode(body, type=_Reply).choices
@@ -210,13 +210,6 @@ def _text_of(body: bytes) -> str:
     if choices[0].finish_reason == "length":  # a number in it may be no more than a thought
         raise Unavailable(f"the judge's reply was cut off, raise max_tokens: {_shown(text)}")
     return text
-
-
-def _number(text: str | None) -> float | None:
-    try:
-        return finite(float(text or ""))
-    except ValueError:
-        return None
 
 
 def _shown(text: str) -> str:

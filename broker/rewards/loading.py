@@ -114,23 +114,17 @@ def _of_verl(
                 signature.bind(*_VERL_ARGUMENTS, **options)
         except TypeError:
             continue
-        call = _call_by_keyword if by_keyword else _call_by_position
-        return lambda transcripts: call(target, transcripts[0], options)
+        if not by_keyword:
+            return lambda transcripts: target(*_values(transcripts[0]), **options)
+        names = _VERL_ARGUMENTS
+        return lambda transcripts: target(
+            **dict(zip(names, _values(transcripts[0]), strict=True)), **options
+        )
     raise ConfigError(
         f"{setting}.function {name!r} takes {signature}, expected "
         f"({', '.join(_VERL_ARGUMENTS)}) and what {setting}.options sets, or a function decorated "
         "with @reward"
     )
-
-
-def _call_by_keyword(target: Target, transcript: Transcript, options: Mapping[str, Json]) -> object:
-    return target(**dict(zip(_VERL_ARGUMENTS, _values(transcript), strict=True)), **options)
-
-
-def _call_by_position(
-    target: Target, transcript: Transcript, options: Mapping[str, Json]
-) -> object:
-    return target(*_values(transcript), **options)
 
 
 def _values(transcript: Transcript) -> tuple[Json, ...]:

@@ -18,7 +18,6 @@ from typing import Any
 
 from slipstream.broker.rewards.final_answer import after_thought, marked_answer
 from slipstream.broker.rewards.sdk import Transcript, reward
-from slipstream.wire.messages.trajectory import Json
 
 try:
     import math_verify
@@ -68,14 +67,18 @@ def score(
         ValueError: ``ground_truth`` cannot be read.
     """
     answer = evaluable(after_thought(transcript.response)[-max_characters:])
-    truths = _truths(transcript.prompt.ground_truth)
+    truth = transcript.prompt.ground_truth
+    given = truth if isinstance(truth, list | tuple) else [truth]
+    truths = [_parsed_truth(str(one)) for one in given]  # each as math-verify reads it
+    if not truths or not all(truths):
+        raise ValueError(f"ground_truth holds no mathematics: {truth!r:.200}")
     if answer is None:
         return {"score": 0.0, "parsed": 0.0, "timed_out": 0.0}
     parsed: list[Any] = []
     try:
         with _time_limit(limit_s):
             parsed = _parse(answer)
-            right = any(math_verify.verify(truth, parsed, timeout_seconds=None) for truth in truths)
+            right = any(math_verify.verify(one, parsed, timeout_seconds=None) for one in truths)
     except _TooLong:
         return {"score": 0.0, "parsed": float(bool(parsed)), "timed_out": 1.0}
     except RecursionError:
@@ -132,15 +135,6 @@ def _operand(text: str, start: int) -> str:
             power = _POWER.match(text, at + 1)
             return text[start : at + 1] if power is None else text[start:at] + power[0]
     return text[start:]
-
-
-def _truths(truth: Json) -> list[list[Any]]:
-    """Return what any right answer may be equal to, each as math-verify reads it."""
-    truths = truth if isinstance(truth, list | tuple) else [truth]
-    parsed = [_parsed_truth(str(one)) for one in truths]
-    if not truths or not all(parsed):
-        raise ValueError(f"ground_truth holds no mathematics: {truth!r:.200}")
-    return parsed
 
 
 @lru_cache(maxsize=4096)

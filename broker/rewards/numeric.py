@@ -16,7 +16,6 @@ from typing import Literal, NamedTuple, TypeAlias
 
 from slipstream.broker.rewards.final_answer import after_thought, marked_answer
 from slipstream.broker.rewards.sdk import Transcript, reward
-from slipstream.wire.messages.trajectory import Json
 
 Percent: TypeAlias = Literal["either", "ignored", "hundredth"]
 _MAX_CHARACTERS = 10_000
@@ -61,7 +60,13 @@ def score(
     Raises:
         ValueError: ``ground_truth`` holds no number.
     """
-    expected = _expected(transcript.prompt.ground_truth)
+    truth = transcript.prompt.ground_truth
+    if isinstance(truth, bool) or not isinstance(truth, int | float | str):
+        raise ValueError(  # noqa: TRY004 a value of a data file
+            f"ground_truth must be a number or text with one, got {truth!r:.200}"
+        )
+    if (expected := _expected(str(truth))) is None:
+        raise ValueError(f"ground_truth holds no number: {truth!r:.200}")
     given = last_number(transcript.response, require_mark=require_mark)
     if given is None:
         return {"score": 0.0, "parsed": 0.0}
@@ -81,10 +86,9 @@ def last_number(text: str, *, require_mark: bool = False) -> Number | None:
     searched = text if marked is None else marked
     searched = _NOT_PART_OF_NUMBERS.sub("", searched.replace("{,}", ","))
     searched = searched.replace("\N{MINUS SIGN}", "-")
-    numbers = (_value(match) for match in _NUMBER.finditer(searched))
     found: Number | None = None
-    for number in numbers:
-        found = number if number is not None else found
+    for match in _NUMBER.finditer(searched):
+        found = _value(match) or found
     return found
 
 
@@ -103,19 +107,8 @@ def _value(match: re.Match[str]) -> Number | None:
     return Number(-value if parts["sign"] == "-" else value, bool(parts["percent"]))
 
 
-def _expected(truth: Json) -> Number:
-    if isinstance(truth, bool) or not isinstance(truth, int | float | str):
-        raise ValueError(  # noqa: TRY004 a value of a data file
-            f"ground_truth must be a number or text with one, got {truth!r:.200}"
-        )
-    number = _expected_text(str(truth))
-    if number is None:
-        raise ValueError(f"ground_truth holds no number: {truth!r:.200}")
-    return number
-
-
 @lru_cache(maxsize=4096)
-def _expected_text(text: str) -> Number | None:
+def _expected(text: str) -> Number | None:
     return last_number(text)
 
 

@@ -89,7 +89,12 @@ class Weighted:
             )
         self._shaping = frozenset(shaping)
         self._parts = [_load(name, table, {"sandbox": sandbox}) for name, table in parts.items()]
-        self.version = _version_of(self._parts)
+        described = [
+            (part.name, part.function.info.name, part.function.info.version, part.weight)
+            for part in self._parts
+        ]
+        digest = hashlib.sha256(msgspec.json.encode(described)).hexdigest()
+        self.version = digest[:_VERSION_DIGITS]
         is_async = any(part.function.is_async for part in self._parts)
         self.score = self._score_together if is_async else self._score_in_turn
 
@@ -133,14 +138,6 @@ class Weighted:
         return {"score": total, "unshaped": unshaped, **values} | {
             key: number for key, number in details.items() if key not in values
         }
-
-
-def _version_of(parts: Sequence[_Part]) -> str:
-    described = [
-        (part.name, part.function.info.name, part.function.info.version, part.weight)
-        for part in parts
-    ]
-    return hashlib.sha256(msgspec.json.encode(described)).hexdigest()[:_VERSION_DIGITS]
 
 
 async def _outcome(part: _Part, transcript: Transcript) -> Outcome:

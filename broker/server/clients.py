@@ -3,7 +3,7 @@
 import logging
 import time
 from collections.abc import Callable
-from typing import assert_never
+from typing import TypeAlias, assert_never
 
 from msgspec.structs import replace
 
@@ -26,6 +26,8 @@ from slipstream.wire.messages.broker import (
 )
 
 _log = logging.getLogger(__name__)
+
+ClientRequest: TypeAlias = Heartbeat | Goodbye
 
 _COME_BACK_S = 5.0  # that clients of the broker before have to come back under their names
 _KEYS_LOST_S = 10.0  # keys that cannot be read count for so long as they were
@@ -63,7 +65,7 @@ class Clients:
         known = {*self._leases.holders, self._ledger.book.state.learner}
         return any(name_of(one) == name and one != holder for one in known)
 
-    def handle(self, session: Session, request: Heartbeat | Goodbye) -> Reply:
+    def handle(self, session: Session, request: ClientRequest) -> Reply:
         """Carry out a request."""
         match request:
             case Heartbeat(lease_ids=lease_ids):

@@ -154,19 +154,12 @@ class ConnectionCount:
                 if event == zmq.EVENT_MONITOR_STOPPED:
                     return
                 self.num_connections += 1 if event == zmq.EVENT_ACCEPTED else -1
-                self._look()
+                try:  # this thread must outlive its socket: libzmq would wait for it for ever
+                    self._shut_or_open()
+                except OSError as error:
+                    self._say("connections to %s cannot be limited: %s", self._where, error)
         finally:
             self._monitor.close(0)
-
-    def _look(self) -> None:
-        """Shut or open the gate if it is time; the thread must not end before its socket is closed.
-
-        libzmq would wait for ever for the next event.
-        """
-        try:
-            self._shut_or_open()
-        except OSError as error:
-            self._say("connections to %s cannot be limited: %s", self._where, error)
 
     def _shut_or_open(self) -> None:
         if not self.is_shut and self.num_connections >= self._limit:

@@ -3,7 +3,7 @@
 import logging
 import time
 from collections.abc import Callable, Sequence
-from typing import assert_never
+from typing import TypeAlias, assert_never
 
 from msgspec.structs import replace
 
@@ -27,6 +27,8 @@ from slipstream.wire.messages.trajectory import transcript_of
 
 _log = logging.getLogger(__name__)
 
+GenerationRequest: TypeAlias = SubmitTrajectory | RejectPrompt | ReleaseLease
+
 
 class Generation:
     """Answers generators."""
@@ -48,10 +50,7 @@ class Generation:
         self._now = now
 
     def handle(
-        self,
-        session: Session,
-        request: SubmitTrajectory | RejectPrompt | ReleaseLease,
-        frames: Sequence[Frame],
+        self, session: Session, request: GenerationRequest, frames: Sequence[Frame]
     ) -> Reply:
         """Carry out a request."""
         match request:

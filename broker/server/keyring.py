@@ -78,7 +78,11 @@ class KeyRing:
         Raises:
             OSError: the folder cannot be read; the keys known so far stay.
         """
-        seen = _listing(self.folder / "authorized")
+        seen: list[tuple[str, int, int]] = []  # changes with any file made, replaced or removed
+        if (folder := self.folder / "authorized").is_dir():
+            with os.scandir(folder) as entries:
+                stats = [(entry.name, entry.stat()) for entry in entries]
+            seen = sorted((name, stat.st_mtime_ns, stat.st_ino) for name, stat in stats)
         if seen == self._seen:
             return []
         now = {holder.public: holder for holder in holders(self.folder)}
@@ -86,15 +90,6 @@ class KeyRing:
         self.discarded = frozenset(gone - {holder.name for holder in now.values()})
         before, self._by_public, self._seen = self._by_public, now, seen
         return [holder for public, holder in before.items() if public not in now]
-
-
-def _listing(folder: Path) -> list[tuple[str, int, int]]:
-    """Return a fingerprint that changes with any file made, replaced or removed."""
-    if not folder.is_dir():
-        return []
-    with os.scandir(folder) as entries:
-        stats = [(entry.name, entry.stat()) for entry in entries]
-    return sorted((name, stat.st_mtime_ns, stat.st_ino) for name, stat in stats)
 
 
 def broker_key(folder: Path) -> BrokerKey:

@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Callable
 from math import isfinite
-from typing import assert_never
+from typing import TypeAlias, assert_never
 
 from slipstream.broker.ledger.admission import NotYet
 from slipstream.broker.ledger.commands import Ledger
@@ -38,6 +38,10 @@ from slipstream.wire.messages.broker import (
 
 _log = logging.getLogger(__name__)
 
+LearnerRequest: TypeAlias = (
+    TakeOver | FetchPayloads | StepCommit | RejectBatch | SealSteps | GetLedgerSnapshot
+)
+
 
 class Learner:
     """Answers the learner."""
@@ -64,16 +68,7 @@ class Learner:
         self._on_epoch = on_epoch
         self._persist = persist
 
-    def handle(
-        self,
-        session: Session,
-        request: TakeOver
-        | FetchPayloads
-        | StepCommit
-        | RejectBatch
-        | SealSteps
-        | GetLedgerSnapshot,
-    ) -> Outcome:
+    def handle(self, session: Session, request: LearnerRequest) -> Outcome:
         """Carry out a request."""
         match request:
             case TakeOver():

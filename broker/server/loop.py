@@ -12,7 +12,6 @@ import resource
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import assert_never
 
 import zmq
 
@@ -23,10 +22,10 @@ from slipstream.broker.report.reward_trouble import RewardTrouble
 from slipstream.broker.report.run_files import RunRecords
 from slipstream.broker.report.run_report import RunReport
 from slipstream.broker.report.telemetry import Telemetry
-from slipstream.broker.server.clients import Clients
-from slipstream.broker.server.generation import Generation
+from slipstream.broker.server.clients import ClientRequest, Clients
+from slipstream.broker.server.generation import Generation, GenerationRequest
 from slipstream.broker.server.keyring import BrokerKey, KeyRing
-from slipstream.broker.server.learner import Learner
+from slipstream.broker.server.learner import Learner, LearnerRequest
 from slipstream.broker.server.limits import MAX_FRAMES, RateLimit, max_body_bytes, max_bytes
 from slipstream.broker.server.operators import Operators
 from slipstream.broker.server.pending import PendingRequest, PendingRequests
@@ -57,36 +56,18 @@ from slipstream.wire.messages.broker import (
     WIRE_REVISION,
     Answer,
     DeadLetters,
-    DropDeadLetters,
-    FetchPayloads,
-    FindRelay,
-    GetDeadLetters,
-    GetLedger,
-    GetLedgerSnapshot,
-    GetStatus,
     Goodbye,
-    Heartbeat,
     HeartbeatAnswer,
     Hello,
     LeaseGroups,
     LeaseScoring,
     LedgerAnswer,
-    PublishReport,
     Refusal,
-    RejectBatch,
-    RejectPrompt,
-    RelayReport,
-    ReleaseLease,
     Request,
     RequestBatch,
-    RetryDeadLetters,
-    RoleReport,
-    SealSteps,
     StatusAnswer,
-    StepCommit,
     SubmitScores,
     SubmitTrajectory,
-    TakeOver,
 )
 from slipstream.wire.messages.codec import Frame, decode_request, encode, expect_frames
 from slipstream.wire.messages.pieces import joined, most_pieces
@@ -140,7 +121,7 @@ class BrokerServer:
         self._rate: RateLimit[Peer | str] = RateLimit(max_requests_per_s)  # keys have one each
         self._scores_inline = scores_inline
         self._trail = trail or Trail()
-        self._writer = LedgerWriter(ledger.book.state, committer, self._trail, self._flooded)
+        self._writer = LedgerWriter(ledger.book.state, committer, self._trail, self._on_flood)
         self._now = now
         self._routers: list[Router] = []
         self._settling: asyncio.Handle | None = None
@@ -287,8 +268,7 @@ class BrokerServer:
             return
         request_id = frames[0].bytes
         try:
-            session = self._admit(peer, frames)
-            body, *attached = self._joined(session, frames[2:])
+            session, (body, *attached) = self._admit(peer, frames)
             reply = self._dispatch(peer, session, request_id, decode_request(body), attached)
         except ANSWERED as error:
             reply = self._refusals.reply(peer, error)
@@ -300,13 +280,15 @@ class BrokerServer:
         else:
             self._answer(peer, request_id, reply)
 
-    def _admit(self, peer: Peer, frames: Sequence[zmq.Frame]) -> Session | None:
-        """Return the session of a message; None without a hello on this connection.
+    def _admit(self, peer: Peer, frames: Sequence[zmq.Frame]) -> tuple[Session | None, list[Frame]]:
+        """Return the session of a message, the body of its request, and the frames attached to it.
+
+        The session is None without a hello on this connection.
 
         Raises:
             SlowDownError: it asks too much at a time.
             ForbiddenError: its key was revoked.
-            ProtocolError: the message is too large for its role.
+            ProtocolError: it has too many frames, or is too large for its role.
         """
         if not self._rate.takes(peer.key or peer, self._now()):
             raise SlowDownError("more requests at a time than broker.max_requests_per_s allows")
@@ -318,21 +300,12 @@ class BrokerServer:
         if size > limit:
             who = role or "client without a hello"
             raise ProtocolError(f"a message of {size} bytes; a {who} may send {limit}")
-        return session
-
-    def _joined(self, session: Session | None, pieces: Sequence[zmq.Frame]) -> list[Frame]:
-        """Return the body of a request and the frames that are attached to it.
-
-        Raises:
-            ProtocolError: there are too many, or the body is too large for this role.
-        """
-        frames = joined([piece.buffer for piece in pieces])
-        if len(frames) > MAX_FRAMES - _ENVELOPE:
-            raise ProtocolError(f"{len(frames)} frames; there may be {MAX_FRAMES - _ENVELOPE}")
-        role = session.role if session else None
-        if len(frames[0]) > max_body_bytes(role, self._max_message_bytes):
-            raise ProtocolError(f"{len(frames[0])} bytes before the frames that carry the data")
-        return frames
+        parts = joined([piece.buffer for piece in frames[2:]])
+        if len(parts) > MAX_FRAMES - _ENVELOPE:
+            raise ProtocolError(f"{len(parts)} frames; there may be {MAX_FRAMES - _ENVELOPE}")
+        if len(parts[0]) > max_body_bytes(role, self._max_message_bytes):
+            raise ProtocolError(f"{len(parts[0])} bytes before the frames that carry the data")
+        return session, parts
 
     # ---- dispatch ------------------------------------------------------------
 
@@ -349,46 +322,25 @@ class BrokerServer:
             expect_frames(frames, 0, "Hello")
             return self._clients.hello(peer, request)
         session = self._permitted(session, request, frames)
-        match request:
-            case LeaseGroups() | LeaseScoring() | RequestBatch():
-                self._wait(session, request_id, request)
-                return None
-            case SubmitTrajectory() | RejectPrompt() | ReleaseLease():
-                return self._generation.handle(session, request, frames)
-            case SubmitScores():
-                return self._scoring.handle(session, request)
-            case (
-                TakeOver()
-                | FetchPayloads()
-                | StepCommit()
-                | RejectBatch()
-                | SealSteps()
-                | GetLedgerSnapshot()
-            ):
-                outcome = self._learner.handle(session, request)
-                if isinstance(outcome, Reply):
-                    return outcome
-                self._spawn(session, request_id, outcome)
-                return None
-            case Heartbeat() | Goodbye():
-                if isinstance(request, Goodbye) and self._sessions.is_current(session):
-                    self.pending_groups.dismiss(session.name)
-                    self.pending_scoring.dismiss(session.name)
-                return self._clients.handle(session, request)
-            case (
-                RoleReport()
-                | PublishReport()
-                | RelayReport()
-                | FindRelay()
-                | GetStatus()
-                | GetLedger()
-                | GetDeadLetters()
-                | RetryDeadLetters()
-                | DropDeadLetters()
-            ):
-                return self._operators.handle(session, request)
-            case _:
-                assert_never(request)
+        if isinstance(request, LeaseGroups | LeaseScoring | RequestBatch):
+            self._wait(session, request_id, request)
+            return None
+        if isinstance(request, GenerationRequest):
+            return self._generation.handle(session, request, frames)
+        if isinstance(request, SubmitScores):
+            return self._scoring.handle(session, request)
+        if isinstance(request, LearnerRequest):
+            outcome = self._learner.handle(session, request)
+            if isinstance(outcome, Reply):
+                return outcome
+            self._spawn(session, request_id, outcome)
+            return None
+        if isinstance(request, ClientRequest):
+            if isinstance(request, Goodbye) and self._sessions.is_current(session):
+                self.pending_groups.dismiss(session.name)
+                self.pending_scoring.dismiss(session.name)
+            return self._clients.handle(session, request)
+        return self._operators.handle(session, request)
 
     def _permitted(
         self, session: Session | None, request: Request, frames: Sequence[Frame]
@@ -507,7 +459,7 @@ class BrokerServer:
             self._settle_soon()
             self.report.events(events)
 
-    def _flooded(self, is_flooded: bool) -> None:
+    def _on_flood(self, is_flooded: bool) -> None:
         """Take no more while the store lags far behind."""
         for router in self._routers:
             if is_flooded:

@@ -75,7 +75,15 @@ class Operators:
                 view = self._report.account(max(0, min(num_items, _MAX_ITEMS)))
                 return Reply(LedgerAnswer(view=view))
             case GetDeadLetters(after=after, limit=limit):
-                return Reply(self._letters(after, limit))
+                state = self._ledger.book.state
+                letters = sorted(state.dead_letters.values(), key=lambda one: one.group_id)
+                found = [one for one in letters if one.group_id > after]
+                answer = DeadLetters(
+                    letters=tuple(found[: max(0, min(limit, _MAX_LETTERS))]),
+                    total=len(letters),
+                    forgotten=state.letters_forgotten,
+                )
+                return Reply(answer)
             case RetryDeadLetters(groups=groups):
                 done, refused = self._ledger.retry(_not_too_many(groups))
                 return Reply(DeadLettersHandled(done=done, refused=refused))
@@ -85,16 +93,6 @@ class Operators:
             case _:
                 assert_never(request)
         return Reply(Done())
-
-    def _letters(self, after: int, limit: int) -> DeadLetters:
-        state = self._ledger.book.state
-        letters = sorted(state.dead_letters.values(), key=lambda one: one.group_id)
-        found = [one for one in letters if one.group_id > after]
-        return DeadLetters(
-            letters=tuple(found[: max(0, min(limit, _MAX_LETTERS))]),
-            total=len(letters),
-            forgotten=state.letters_forgotten,
-        )
 
 
 def _not_too_many(groups: tuple[int, ...]) -> tuple[int, ...]:

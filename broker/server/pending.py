@@ -6,7 +6,7 @@ kind of question, not one per client.
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
@@ -63,7 +63,8 @@ class PendingRequests(Generic[R]):
     def settle(self) -> None:
         """Answer requests, queue by queue, until there is nothing for the next one."""
         for kind in list(self._queues):
-            for pending in self._queue(kind):
+            while (queue := self._queues.get(kind)) is not None:
+                pending = next(iter(queue.values()))
                 outcome: Outcome | Exception | None
                 try:
                     outcome = self._attempt(pending.session, pending.request)
@@ -73,11 +74,6 @@ class PendingRequests(Generic[R]):
                     break
                 self._take_out(pending)
                 self._answer(pending.session, pending.request_id, outcome)
-
-    def _queue(self, kind: Hashable) -> Iterator[PendingRequest[R]]:
-        """Yield requests of a kind, first come first, while each is taken out."""
-        while (queue := self._queues.get(kind)) is not None:
-            yield next(iter(queue.values()))
 
     def dismiss(self, key: Hashable) -> None:
         """Answer a request now, as if its time were up."""

@@ -75,12 +75,9 @@ def may_send(role: Role, request: Request, *, scores_inline: bool = True) -> boo
         request: what it asks.
         scores_inline: generators may score (reward.inline).
     """
-    if role == "generator" and not scores_inline and _is_scoring(request):
-        return False
+    if role == "generator" and not scores_inline:
+        if isinstance(request, SubmitTrajectory) and request.score is not None:
+            return False
+        if isinstance(request, LeaseScoring | SubmitScores):
+            return False
     return role in ALLOWED[type(request)]
-
-
-def _is_scoring(request: Request) -> bool:
-    if isinstance(request, SubmitTrajectory):
-        return request.score is not None
-    return isinstance(request, LeaseScoring | SubmitScores)

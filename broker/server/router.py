@@ -115,7 +115,14 @@ class Router:
         last = len(frames) - 1
         try:
             for i, frame in enumerate(frames):
-                self._send_part(frame, _NOW if i == last else _NOW_AND_MORE)
+                flags = _NOW if i == last else _NOW_AND_MORE
+                if len(frame) < _LARGE_BYTES:
+                    self._socket.send(frame, flags)
+                    continue
+                # A view of a whole frame as received is sent as that frame: shared, not copied.
+                whole = frame.obj if isinstance(frame, memoryview) else frame
+                is_received = isinstance(whole, zmq.Frame) and len(whole) == len(frame)
+                self._socket.send(whole if is_received else frame, flags, copy=False)
         except zmq.ZMQError as error:
             if error.errno in {zmq.EHOSTUNREACH, zmq.EAGAIN}:
                 return False
@@ -123,14 +130,6 @@ class Router:
         finally:
             self._check()
         return True
-
-    def _send_part(self, frame: Frame, flags: int) -> None:
-        if len(frame) < _LARGE_BYTES:
-            self._socket.send(frame, flags)
-        elif isinstance(frame, memoryview) and _is_whole(frame.obj, len(frame)):
-            self._socket.send(frame.obj, flags, copy=False)  # shared, not copied
-        else:
-            self._socket.send(frame, flags, copy=False)
 
     @property
     def is_paused(self) -> bool:
@@ -197,8 +196,3 @@ class Router:
                 self._check()  # no other event would follow for messages behind this one
                 raise
         self._check()
-
-
-def _is_whole(source: object, num_bytes: int) -> bool:
-    """True if a view of so many bytes is a whole frame as received."""
-    return isinstance(source, zmq.Frame) and len(source) == num_bytes

@@ -114,8 +114,21 @@ class Sessions:
                 f"{hello.name[:_MAX_NAME]} speaks wire revision {hello.wire_revision}, "
                 f"this broker {WIRE_REVISION}: install the same version on both sides"
             )
-        _check_name(hello)
-        name = f"{self._key_name(peer, hello)}/{hello.name}" if peer.key else hello.name
+        name = hello.name
+        if not name or len(name) > _MAX_NAME or not name.isprintable() or set(name) & set("@/"):
+            raise RefusedError(
+                f"a client's name is 1 to {_MAX_NAME} printable characters without @ and /, "
+                f"got {name[:_MAX_NAME]!r}"
+            )
+        if len(hello.incarnation) > _MAX_NAME or "@" in hello.incarnation:
+            raise RefusedError(f"an incarnation is at most {_MAX_NAME} characters without @")
+        if peer.key:  # its name is the prefix of its clients' names: keys cannot share a name
+            holder = self._holder_of(peer.key, name)
+            if hello.role not in {holder.role, *_ALSO.get(holder.role, ())}:
+                raise ForbiddenError(
+                    f"the key {holder.name} was made for the role {holder.role}, not {hello.role}"
+                )
+            name = f"{holder.name}/{name}"
         self._check_tokenizer(hello)
         token = secrets.token_bytes(_SESSION_BYTES)
         session = Session(name, hello.incarnation, peer, hello.role, token)
@@ -201,15 +214,6 @@ class Sessions:
             raise ForbiddenError(f"the key of {name} was revoked")
         return holder
 
-    def _key_name(self, peer: Peer, hello: Hello) -> str:
-        """Return the name of a key, the prefix of its clients' names: keys cannot share a name."""
-        holder = self._holder_of(peer.key, hello.name)
-        if hello.role not in {holder.role, *_ALSO.get(holder.role, ())}:
-            raise ForbiddenError(
-                f"the key {holder.name} was made for the role {holder.role}, not {hello.role}"
-            )
-        return holder.name
-
     def _check_tokenizer(self, hello: Hello) -> None:
         """Refuse another tokenizer than that of the first role on the broker's own host."""
         if not hello.tokenizer:
@@ -220,14 +224,3 @@ class Sessions:
                 f"the tokenizer of {hello.name} ({hello.tokenizer}) is not that of {first} "
                 f"({known}): run.model must name the same files for every role"
             )
-
-
-def _check_name(hello: Hello) -> None:
-    name = hello.name
-    if not name or len(name) > _MAX_NAME or not name.isprintable() or set(name) & set("@/"):
-        raise RefusedError(
-            f"a client's name is 1 to {_MAX_NAME} printable characters without @ and /, "
-            f"got {name[:_MAX_NAME]!r}"
-        )
-    if len(hello.incarnation) > _MAX_NAME or "@" in hello.incarnation:
-        raise RefusedError(f"an incarnation is at most {_MAX_NAME} characters without @")
