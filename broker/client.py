@@ -345,8 +345,10 @@ class BrokerClient:
                     )
                 )
             if event["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                if has_connected:  # messages on the former connection may be lost
-                    await self._repeat_hello()
+                # Messages on the former connection may be lost; deadlines stay.
+                for pending in [*self._pending.values()] if has_connected else ():
+                    if pending.is_hello and not pending.answer.done():
+                        await self._send(pending, time.monotonic() + self._timeout_s)
                 has_connected = True
             if not self._is_welcome:
                 continue
@@ -356,12 +358,6 @@ class BrokerClient:
                 _log.log(level, "the broker at %s is gone; waiting for it", self._endpoint)
             else:
                 self._come_back()
-
-    async def _repeat_hello(self) -> None:
-        """Send a hello that has no answer yet once more; its deadline stays."""
-        for pending in [*self._pending.values()]:
-            if pending.is_hello and not pending.answer.done():
-                await self._send(pending, time.monotonic() + self._timeout_s)
 
     def _come_back(self) -> None:
         if self._returning is None or self._returning.done():

@@ -49,20 +49,6 @@ def survivorship_of(
             aged.update(counts)
     lost = sum(count for reason, count in cancelled.items() if reason in BY_AGE)
     finished = all_lengths.total()
-    quartiles = _quartiles(all_lengths, aged, finished, lost)
-    trained = lengths.get(TRAINED, {})
-    return Survivorship(
-        generated_mean=_mean(all_lengths),
-        trained_mean=_mean(trained),
-        cancelled=sum(cancelled.values()),
-        quartiles=quartiles,
-        alarm=_alarm(quartiles, finished + lost, drops=drops),
-    )
-
-
-def _quartiles(
-    all_lengths: Counter[int], aged: Counter[int], finished: int, lost: int
-) -> list[LengthQuartile]:
     quartiles: list[LengthQuartile] = []
     count = dropped = passed = 0
     for bucket in sorted(all_lengths):
@@ -80,7 +66,14 @@ def _quartiles(
                 )
             )
             count = dropped = 0
-    return quartiles
+    trained = lengths.get(TRAINED, {})
+    return Survivorship(
+        generated_mean=_mean(all_lengths),
+        trained_mean=_mean(trained),
+        cancelled=sum(cancelled.values()),
+        quartiles=quartiles,
+        alarm=_alarm(quartiles, finished + lost, drops=drops),
+    )
 
 
 def _mean(counts: Mapping[int, int]) -> float:

@@ -313,8 +313,12 @@ class RewardPool:
         while True:
             busy = any(slot.running for slot in self._slots)
             began_s = loop.time()
-            table = process_table()
-            self._end_waiting()
+            table, now = process_table(), now_s()
+            if any(slot.ready for slot in self._slots):
+                self._last_ready_s = now
+            due_s = now - self._settings.timeout_s  # answers wait for a child as long as for a call
+            if self._last_ready_s < due_s and all(slot.failures for slot in self._slots):
+                self._fail_waiting(self._why_none_starts, asked_before_s=due_s)
             for slot in self._slots:
                 if (fault := slot.fault(table)) is not None:
                     kind, reason, late = fault
@@ -331,12 +335,3 @@ class RewardPool:
                 async with asyncio.timeout(_IDLE_LOOK_S):
                     await self._working.wait()
             await asyncio.sleep(pause_s if self._working.is_set() else 0)
-
-    def _end_waiting(self) -> None:
-        """While no child can be started, answers wait for one as long as a call may take."""
-        now = now_s()
-        if any(slot.ready for slot in self._slots):
-            self._last_ready_s = now
-        due_s = now - self._settings.timeout_s
-        if self._last_ready_s < due_s and all(slot.failures for slot in self._slots):
-            self._fail_waiting(self._why_none_starts, asked_before_s=due_s)

@@ -132,7 +132,10 @@ class Answer:
         if not self._pid:
             raise AnswerError("it has ended")
         try:
-            self._send(json.dumps(request).encode() + b"\n")
+            data = json.dumps(request).encode() + b"\n"
+            while data:
+                self._wait([], [self._requests])
+                data = data[os.write(self._requests, data) :]
             reply = json.loads(self._line())
         except (OSError, ValueError, RecursionError, AnswerError) as error:
             self.stop()
@@ -229,11 +232,6 @@ class Answer:
             self._last_cpu_s = max(cpu_s, self._last_cpu_s)
             if self._clock_left_s <= 0:
                 raise AnswerError("it took too long")
-
-    def _send(self, data: bytes) -> None:
-        while data:
-            self._wait([], [self._requests])
-            data = data[os.write(self._requests, data) :]
 
     def _line(self) -> bytes:
         data = b""

@@ -135,7 +135,16 @@ class LlmJudge:
             asked["messages"] = [{"role": "user", "content": prompt}]
         else:
             asked["prompt"] = prompt
-        return self._graded(_text_of(await self._post(asked)))
+        text = _text_of(await self._post(asked))
+        matches = list(self._pattern.finditer(text))
+        number = None
+        with suppress(ValueError):
+            number = finite(float(matches[-1][1] or "")) if matches else None
+        if number is None:
+            raise Unavailable(f"the judge's reply holds no number: {_shown(text)}")
+        if not 0 <= number <= self._scale:
+            raise Unavailable(f"the judge's number {number:g} is not in [0, {self._scale:g}]")
+        return number / self._scale
 
     async def close(self) -> None:
         """Hang up."""
@@ -168,17 +177,6 @@ class LlmJudge:
             raise Unavailable(f"the judge took longer than {self._timeout_s:g} s") from error
         except aiohttp.ClientError as error:
             raise Unavailable(f"the judge cannot be asked: {error}") from error
-
-    def _graded(self, text: str) -> float:
-        matches = list(self._pattern.finditer(text))
-        number = None
-        with suppress(ValueError):
-            number = finite(float(matches[-1][1] or "")) if matches else None
-        if number is None:
-            raise Unavailable(f"the judge's reply holds no number: {_shown(text)}")
-        if not 0 <= number <= self._scale:
-            raise Unavailable(f"the judge's number {number:g} is not in [0, {self._scale:g}]")
-        return number / self._scale
 
 
 def filled(template: str, transcript: Transcript, *, scale: float) -> str:

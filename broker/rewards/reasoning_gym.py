@@ -4,6 +4,7 @@ import ast
 import json
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from functools import lru_cache
 
 from slipstream.broker.data.gym import ENTRY_KEY, NAME_KEY, OPTIONS_KEY, Verifier, verifier
@@ -59,7 +60,12 @@ def score(
     verify = _verifier(name, options)
     tagged = _TAGGED.findall(solution_str)
     candidates = tagged[-1:] or {solution_str, solution_str.strip().rpartition("\n")[2]}
-    scores = [_verified(verify, name, answer.strip(), entry) for answer in candidates]
+    scores = []
+    for answer in {candidate.strip() for candidate in candidates}:
+        scores.append(0.0)
+        if _is_readable(name, answer):
+            with suppress(Exception):  # an answer that its verifier cannot read is wrong
+                scores[-1] = verify(answer, entry)
     return {"score": max(scores), "formatted": float(bool(tagged))}
 
 
@@ -109,15 +115,6 @@ def _verifier(name: str, options: str) -> Verifier:
 
 def _is_readable(name: str, answer: str) -> bool:
     return bool(answer) and (name not in _PARSED_BY_SYMPY or is_plain_formula(answer))
-
-
-def _verified(verify: Verifier, name: str, answer: str, entry: dict[str, Json]) -> float:
-    if not _is_readable(name, answer):
-        return 0.0
-    try:
-        return verify(answer, entry)
-    except Exception:  # noqa: BLE001 an answer that its verifier cannot read is wrong
-        return 0.0
 
 
 def is_plain_formula(text: str) -> bool:

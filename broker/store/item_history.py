@@ -64,7 +64,9 @@ def trace_group(folder: Path, group_id: int) -> ItemTrace | None:
     """Return a group, or None; reads only what was written since it was issued."""
     segments = segments_in(folder)
     for place in range(len(segments) - 1, -1, -1):
-        first = _first_group(segments[place])
+        events = (decode_event(data) for _, _, data in read_segments([segments[place]]))
+        issued = (one.group_id for one in events if isinstance(one, Issued | Requeued))
+        first = next(issued, None)
         if first is not None and first <= group_id:
             return trace_item(read_segments(segments[place:]), f"g{group_id}")
     return None  # what is left of the trail starts after it was issued
@@ -82,14 +84,6 @@ def groups_at(folder: Path, position: int) -> frozenset[int]:
             case _:
                 pass
     return frozenset(found)
-
-
-def _first_group(segment: Path) -> int | None:
-    for _, _, data in read_segments([segment]):
-        event = decode_event(data)
-        if isinstance(event, Issued | Requeued):
-            return event.group_id
-    return None
 
 
 class _Follower:
