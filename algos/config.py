@@ -161,9 +161,7 @@ def _checked(chosen: Chosen) -> Chosen:
 
 
 def _corrections(
-    preset: Mapping[str, Table],
-    given: str | Table,
-    module_named: Callable[[str], ModuleType],
+    preset: Mapping[str, Table], given: str | Table, module_named: Callable[[str], ModuleType]
 ) -> tuple[Chosen, ...]:
     tables: dict[str, Table] = {name: dict(table) for name, table in preset.items()}
     if given == "none":

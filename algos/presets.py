@@ -26,11 +26,7 @@ _PPO: dict[str, Any] = {
 
 PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
-        "async-default": {
-            "advantage": _GRPO,
-            "surrogate": _CLIP,
-            "anchor": "behavior",
-        },
+        "async-default": {"advantage": _GRPO, "surrogate": _CLIP, "anchor": "behavior"},
         "decoupled-ppo": {"advantage": _GRPO, **_DECOUPLED},
         "grpo": {
             "advantage": _GRPO,
@@ -72,11 +68,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
             "anchor": "behavior",
             "reduce": {"name": "sequence-mean-token-mean"},
         },
-        "cispo": {
-            "advantage": _GRPO,
-            "surrogate": {"name": "cispo"},
-            "anchor": "behavior",
-        },
+        "cispo": {"advantage": _GRPO, "surrogate": {"name": "cispo"}, "anchor": "behavior"},
         "rloo": {
             "advantage": {"name": "rloo"},
             "surrogate": {"name": "policy-gradient"},
@@ -104,11 +96,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
             "anchor": "behavior",
             "kl": {"coefficient": 0.002, "to": "behavior", "name": "k2", "place": "loss"},
         },
-        "drpo": {
-            "advantage": _GRPO,
-            "surrogate": {"name": "drpo"},
-            "anchor": "behavior",
-        },
+        "drpo": {"advantage": _GRPO, "surrogate": {"name": "drpo"}, "anchor": "behavior"},
         "sapo": {
             "advantage": _GRPO,
             "surrogate": {"name": "sapo"},
@@ -121,11 +109,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
             "anchor": "behavior",
             "reduce": {"name": "sequence-mean-token-sum-norm"},
         },
-        "distill": {
-            "advantage": {"name": "zero"},
-            **_DECOUPLED,
-            "teacher": {"coefficient": 1.0},
-        },
+        "distill": {"advantage": {"name": "zero"}, **_DECOUPLED, "teacher": {"coefficient": 1.0}},
         "m2po": {
             "advantage": _GRPO,
             "surrogate": {"name": "reinforce-is"},

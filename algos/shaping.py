@@ -75,12 +75,7 @@ def zero_variance(rewards: Tensor, groups: Tensor, num_groups: int) -> Tensor:
 
 
 def resampling(
-    rewards: Tensor,
-    generator: torch.Generator,
-    *,
-    strategy: Strategy,
-    power: float,
-    share: float,
+    rewards: Tensor, generator: torch.Generator, *, strategy: Strategy, power: float, share: float
 ) -> Tensor:
     """Return copies that follow the rewards, N in all: PF-PPO (arXiv 2409.06957). [N] int64.
 

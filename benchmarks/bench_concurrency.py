@@ -174,10 +174,7 @@ def _server(settings: GeneratorSettings) -> Iterator[SglangProcess]:
 
 async def _measure(process: SglangProcess, setting: str, count: int) -> Turn:
     engine = SglangEngine(
-        process.url,
-        process.api_key,
-        request_timeout_s=_TIMEOUT_S,
-        control_timeout_s=_TIMEOUT_S,
+        process.url, process.api_key, request_timeout_s=_TIMEOUT_S, control_timeout_s=_TIMEOUT_S
     )
     try:
         await engine.label(PolicyVersion(0, 0))

@@ -54,10 +54,7 @@ class LivingRun:
     def __init__(self, *, steps: int) -> None:
         """Have done so many steps."""
         rules = make_rules(
-            max_staleness_steps=2,
-            groups_per_step=_GENERATORS,
-            group_size=8,
-            total_steps=10 * steps,
+            max_staleness_steps=2, groups_per_step=_GENERATORS, group_size=8, total_steps=10 * steps
         )
         state = make_ledger(rules).book.state
         state.version = PolicyVersion(1, steps)  # what happened before is not what is measured
@@ -227,8 +224,7 @@ async def read_stream(address: URL) -> None:
     async with (
         aiohttp.ClientSession() as session,
         session.get(
-            address.with_path("/events", keep_query=True),
-            timeout=aiohttp.ClientTimeout(None),
+            address.with_path("/events", keep_query=True), timeout=aiohttp.ClientTimeout(None)
         ) as reply,
     ):
         async for _ in reply.content.iter_any():

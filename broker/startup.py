@@ -35,9 +35,7 @@ from slipstream.broker.run_ledger import (
 )
 from slipstream.broker.store.base import Changes, TrajectoryStore
 from slipstream.wire.errors import ConfigError
-from slipstream.wire.files.checkpoints import (
-    read_checkpoint_info,
-)
+from slipstream.wire.files.checkpoints import read_checkpoint_info
 from slipstream.wire.files.run_folder import BATCHES
 from slipstream.wire.files.trajectory_file import cut_from_step
 from slipstream.wire.process.patience import saying

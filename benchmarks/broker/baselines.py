@@ -250,12 +250,7 @@ def serve_http(port: SharedNumber, typed: bool) -> None:
 
 
 def http_client(
-    port: int,
-    payload_bytes: int,
-    way: Way,
-    produces: bool,
-    count: SharedNumber,
-    stop: SharedNumber,
+    port: int, payload_bytes: int, way: Way, produces: bool, count: SharedNumber, stop: SharedNumber
 ) -> None:
     """Producer or consumer with several connections that are kept."""
     from benchmarks.broker.http_queue import run_client

@@ -20,13 +20,7 @@ from benchmarks.broker.process import (
     work_folder,
 )
 from benchmarks.broker.roles import pack, unpack
-from slipstream.wire.messages.broker import (
-    GroupsLeased,
-    Heartbeat,
-    LeaseGroups,
-    TakeOver,
-    TookOver,
-)
+from slipstream.wire.messages.broker import GroupsLeased, Heartbeat, LeaseGroups, TakeOver, TookOver
 from slipstream.wire.messages.versions import PolicyVersion
 
 RATE = 500.0  # leases per second, of all generators together

@@ -27,13 +27,7 @@ import zmq.asyncio
 
 from benchmarks.broker.process import Driver, drivers, work_folder
 from benchmarks.weightbus.figures import best, share
-from benchmarks.weightbus.model import (
-    BUCKET_BYTES,
-    MIB,
-    Sizes,
-    snapshot_of,
-    written_slots,
-)
+from benchmarks.weightbus.model import BUCKET_BYTES, MIB, Sizes, snapshot_of, written_slots
 from benchmarks.weightbus.receiver import TIMEOUT_S, join_group, raw_broadcasts, receive
 from slipstream.weightbus.config import WeightBusSection
 from slipstream.weightbus.net.rendezvous import open_store

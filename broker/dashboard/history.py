@@ -147,10 +147,7 @@ class History:
         return self._columns(self._time.keys.tolist(), self._time.copies(), self._steps.copies())
 
     def _columns(
-        self,
-        at_s: Sequence[float],
-        series: Mapping[str, Any],
-        steps: Mapping[str, Any],
+        self, at_s: Sequence[float], series: Mapping[str, Any], steps: Mapping[str, Any]
     ) -> HistoryColumns:
         figures = dict(steps)
         return HistoryColumns(

@@ -64,11 +64,7 @@ class Table:
     """Rows of numbers by name, in order of a growing key."""
 
     def __init__(
-        self,
-        *,
-        max_rows: int = MAX_ROWS,
-        max_series: int = MAX_SERIES,
-        kept_free: int = KEPT_FREE,
+        self, *, max_rows: int = MAX_ROWS, max_series: int = MAX_SERIES, kept_free: int = KEPT_FREE
     ) -> None:
         """Make an empty table.
 

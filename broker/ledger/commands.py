@@ -37,12 +37,7 @@ from slipstream.broker.ledger.state import BookState, LedgerRules
 from slipstream.broker.ledger.training import Training
 from slipstream.wire.errors import RefusedError
 from slipstream.wire.messages.broker import LeasedGroup
-from slipstream.wire.messages.trajectory import (
-    Prompt,
-    Score,
-    TrajectoryHeader,
-    TrajectoryKey,
-)
+from slipstream.wire.messages.trajectory import Prompt, Score, TrajectoryHeader, TrajectoryKey
 from slipstream.wire.messages.versions import PolicyVersion
 
 

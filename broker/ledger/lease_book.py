@@ -23,11 +23,7 @@ class LeaseBook:
     """Leases of both kinds, by holder."""
 
     def __init__(
-        self,
-        ledger: Ledger,
-        scoring: ScoringQueue,
-        *,
-        on_return: Callable[[], None] = lambda: None,
+        self, ledger: Ledger, scoring: ScoringQueue, *, on_return: Callable[[], None] = lambda: None
     ) -> None:
         """Open the book of a ledger and its scoring queue.
 
@@ -173,9 +169,6 @@ class LeaseBook:
         """Count an attempt to score that ended without an answer."""
         for group_id, sibling in keys:
             score = Score(
-                group_id=group_id,
-                sibling=sibling,
-                lease_id=NO_SCORING_LEASE,
-                unavailable=reason,
+                group_id=group_id, sibling=sibling, lease_id=NO_SCORING_LEASE, unavailable=reason
             )
             self._ledger.score(score, holder)

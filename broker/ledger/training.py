@@ -37,11 +37,7 @@ class Training:
     # ---- epochs --------------------------------------------------------------
 
     def take_over(
-        self,
-        step: int,
-        checkpoint: str = "",
-        learner: str = "",
-        held: PolicyVersion | None = None,
+        self, step: int, checkpoint: str = "", learner: str = "", held: PolicyVersion | None = None
     ) -> PolicyVersion:
         """Grant a new epoch to a learner that holds the weights after ``step`` steps.
 

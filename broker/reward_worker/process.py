@@ -49,10 +49,7 @@ class ChildProcess(asyncio.Protocol):
     """A running child. Both callbacks are called in the event loop; ``ended`` once, at the end."""
 
     def __init__(
-        self,
-        name: str,
-        received: Callable[[FromChild], None],
-        ended: Callable[[int | None], None],
+        self, name: str, received: Callable[[FromChild], None], ended: Callable[[int | None], None]
     ) -> None:
         """Take callbacks: for messages, and for the exit code (None: it sends nonsense)."""
         self._name = name

@@ -84,10 +84,7 @@ class Scorer:
     async def run(self) -> None:
         """Work until the broker has no more work, or until stopped."""
         async with asyncio.TaskGroup() as group:
-            sides = [
-                group.create_task(self._heartbeats()),
-                group.create_task(self._send_forever()),
-            ]
+            sides = [group.create_task(self._heartbeats()), group.create_task(self._send_forever())]
             await self._lease_forever(group)
             while self._held:
                 await self._until_some_are_sent()

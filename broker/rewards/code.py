@@ -72,10 +72,7 @@ class Budget:
             return None
         own_s = min(self.left_s, self.test_s * num_tests)
         limits = sandboxes.Limits(
-            own_s=own_s,
-            cpu_s=own_s,
-            memory_bytes=self.memory_bytes,
-            max_processes=_MAX_PROCESSES,
+            own_s=own_s, cpu_s=own_s, memory_bytes=self.memory_bytes, max_processes=_MAX_PROCESSES
         )
         outcome = sandboxes.run(source, stdin=stdin, files=files, limits=limits, mode=self.mode)
         self.left_s -= max(outcome.own_s, outcome.cpu_s)

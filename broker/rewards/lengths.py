@@ -8,11 +8,7 @@ from slipstream.broker.rewards.sdk import Transcript, reward
 
 @reward(version="1")
 def linear(
-    transcript: Transcript,
-    *,
-    per_token: float,
-    free_tokens: int = 0,
-    most: float = 1.0,
+    transcript: Transcript, *, per_token: float, free_tokens: int = 0, most: float = 1.0
 ) -> float:
     """Return ``-min(most, per_token * max(0, n - free_tokens))`` for n response tokens.
 

@@ -31,13 +31,7 @@ from slipstream.broker.server.operators import Operators
 from slipstream.broker.server.pending import PendingRequest, PendingRequests
 from slipstream.broker.server.permissions import may_send
 from slipstream.broker.server.refusals import Refusals
-from slipstream.broker.server.reply import (
-    ANSWERED,
-    HelloFirstError,
-    Later,
-    Outcome,
-    Reply,
-)
+from slipstream.broker.server.reply import ANSWERED, HelloFirstError, Later, Outcome, Reply
 from slipstream.broker.server.router import Peer, Router
 from slipstream.broker.server.scoring import Scoring
 from slipstream.broker.server.sessions import Session
@@ -46,12 +40,7 @@ from slipstream.broker.store.event_log import Trail
 from slipstream.broker.store.group_commit import GroupCommitter
 from slipstream.broker.store.journal import LedgerWriter
 from slipstream.broker.store.payload_cache import FrameCache
-from slipstream.wire.errors import (
-    ConfigError,
-    ForbiddenError,
-    ProtocolError,
-    SlowDownError,
-)
+from slipstream.wire.errors import ConfigError, ForbiddenError, ProtocolError, SlowDownError
 from slipstream.wire.messages.broker import (
     WIRE_REVISION,
     Answer,

@@ -38,10 +38,7 @@ class Refusals:
     """Turns errors into answers."""
 
     def __init__(
-        self,
-        telemetry: Telemetry,
-        sessions: Sessions,
-        now: Callable[[], float] = time.monotonic,
+        self, telemetry: Telemetry, sessions: Sessions, now: Callable[[], float] = time.monotonic
     ) -> None:
         self._telemetry = telemetry
         self._sessions = sessions

@@ -101,9 +101,7 @@ class Scoring:
 
 
 def _work(
-    leased: dict[int, TrajectoryKey],
-    found: dict[TrajectoryKey, StoredTrajectory],
-    finished: bool,
+    leased: dict[int, TrajectoryKey], found: dict[TrajectoryKey, StoredTrajectory], finished: bool
 ) -> Reply:
     items = {lease_id: key for lease_id, key in leased.items() if key in found}
     answer = ScoringLeased(

@@ -139,11 +139,7 @@ class RedisStore:
                 raise ConfigError(message) from error
             else:
                 return cls(
-                    client,
-                    run_name,
-                    url=url,
-                    outage_s=outage_s,
-                    socket_timeout_s=socket_timeout_s,
+                    client, run_name, url=url, outage_s=outage_s, socket_timeout_s=socket_timeout_s
                 )
 
     async def claim(self) -> int:
@@ -404,11 +400,7 @@ class RedisStore:
     # ---- outages -----------------------------------------------------------------
 
     async def _until_answered(
-        self,
-        what: str,
-        attempt: Callable[[], Awaitable[_T]],
-        *,
-        one_wait: bool = True,
+        self, what: str, attempt: Callable[[], Awaitable[_T]], *, one_wait: bool = True
     ) -> _T:
         """Try until Redis does it; a try that is ``one_wait`` is ended by the socket timeout.
 

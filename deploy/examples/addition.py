@@ -65,10 +65,7 @@ def problems() -> list[tuple[int, int]]:
 def write_problems(folder: Path) -> None:
     """Split the problems into held-out ones and the others."""
     everything = problems()
-    for name, part in (
-        ("held_out", everything[:HELD_OUT]),
-        ("train", everything[HELD_OUT:]),
-    ):
+    for name, part in (("held_out", everything[:HELD_OUT]), ("train", everything[HELD_OUT:])):
         rows = [
             {"prompt": f"{a:02d}+{b:02d}=", "ground_truth": str(a + b), "data_source": "addition"}
             for a, b in part

@@ -8,12 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from slipstream.deploy.config import RunConfig
-from slipstream.deploy.launch.memory import (
-    GIB,
-    MemoryPart,
-    generator_memory,
-    learner_memory,
-)
+from slipstream.deploy.launch.memory import GIB, MemoryPart, generator_memory, learner_memory
 from slipstream.deploy.launch.plan import RolePlan
 from slipstream.learner.model.hf_config import load_hf_config
 

@@ -121,10 +121,7 @@ def run_locally(config: RunConfig, console: Console) -> int:
 def _await_relay(run: RunSection) -> None:
     """Wait for the weight relay to end; only the learner knows its process."""
     patience = Patience(
-        "the weight relay to end",
-        _RELAY_END_S,
-        signs_of(lambda: _relays(run)),
-        at_most=END_AT_MOST,
+        "the weight relay to end", _RELAY_END_S, signs_of(lambda: _relays(run)), at_most=END_AT_MOST
     )
     while is_locked(relay_lock(run)):
         if patience.is_over():

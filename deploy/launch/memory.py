@@ -30,11 +30,7 @@ def kv_bytes_per_token(hf: HfConfig, *, element_bytes: int = 2) -> int:
 
 
 def learner_memory(
-    hf: HfConfig,
-    config: RunConfig,
-    *,
-    frozen: Sequence[HfConfig] = (),
-    has_critic: bool = False,
+    hf: HfConfig, config: RunConfig, *, frozen: Sequence[HfConfig] = (), has_critic: bool = False
 ) -> list[MemoryPart]:
     """Return what rank 0 of the learner holds, the one that holds most; bfloat16 weights.
 

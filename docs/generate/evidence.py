@@ -273,10 +273,7 @@ def reads_golden_files(test: Callable[..., Any]) -> bool:
 
 def table(tests: list[Proving]) -> str:
     """Return the table of all names, and the list of tests that its numbers mean."""
-    lines = [
-        "| name | " + " | ".join(COLUMNS.values()) + " |",
-        "|---" * (len(COLUMNS) + 1) + "|",
-    ]
+    lines = ["| name | " + " | ".join(COLUMNS.values()) + " |", "|---" * (len(COLUMNS) + 1) + "|"]
     for name in known():
         cells = []
         for column in COLUMNS:

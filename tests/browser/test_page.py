@@ -623,9 +623,7 @@ def test_an_event_adds_publishes_and_evaluations_to_those_that_were_told_before(
     assert "since step 0" in text(browser, "#verdict-evaluation .more")
 
 
-def test_a_run_that_was_over_before_the_page_was_opened_is_said_to_be(
-    browser: WebDriver,
-) -> None:
+def test_a_run_that_was_over_before_the_page_was_opened_is_said_to_be(browser: WebDriver) -> None:
     with served(samples.Run(steps=60, rows=200, outcome="finished")) as server:
         show(browser, server)
 
@@ -780,11 +778,7 @@ def test_a_chart_that_is_not_in_sight_yet_does_not_say_that_it_is_empty(
 
 def test_long_names_wrap_on_a_phone(browser: WebDriver) -> None:
     run = samples.Run(
-        steps=60,
-        rows=200,
-        run_name="n" * 120,
-        waiting_for="w" * 200,
-        dropped={"r" * 100: 5},
+        steps=60, rows=200, run_name="n" * 120, waiting_for="w" * 200, dropped={"r" * 100: 5}
     )
     with served(run) as server:
         for width in (390, 1280):

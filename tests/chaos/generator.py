@@ -42,10 +42,7 @@ async def serve(settings: GeneratorSettings, name: str, rate: float) -> None:
     codec = TextCodec(settings.model, settings.sampling)
     engine = ScriptedEngine(vocabulary=40, end_token_id=2, tokens_per_second=rate)
     client, welcome = await BrokerClient.connect(
-        settings.run.broker_endpoint,
-        role="generator",
-        name=name,
-        outage_s=settings.run.outage_s,
+        settings.run.broker_endpoint, role="generator", name=name, outage_s=settings.run.outage_s
     )
     worker = GeneratorWorker(
         client=client,

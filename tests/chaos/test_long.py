@@ -6,11 +6,7 @@ import pytest
 
 from tests.chaos.harness import chaos_run, disturb
 
-pytestmark = [
-    pytest.mark.integration,
-    pytest.mark.redis,
-    pytest.mark.chaos,
-]
+pytestmark = [pytest.mark.integration, pytest.mark.redis, pytest.mark.chaos]
 
 
 def test_a_run_of_two_hundred_kills_loses_nothing(folder: Path):

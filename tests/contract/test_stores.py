@@ -284,10 +284,7 @@ def test_figures_grow_with_what_is_stored(with_store: WithStore):
 @pytest.mark.parametrize("other", ["other", "run*", "run*[1]:p", "run1"])
 def test_runs_on_one_server_do_not_see_each_other(folder: Path, other: str):
     server = RedisServer.launch(
-        socket=folder / "r.sock",
-        folder=folder / "data",
-        log_file=folder / "redis.log",
-        fsync="no",
+        socket=folder / "r.sock", folder=folder / "data", log_file=folder / "redis.log", fsync="no"
     )
 
     async def body(open_store: Open) -> None:

@@ -100,10 +100,7 @@ def two_hosts(tmp_path: Path) -> Iterator[tuple[Host, Host]]:
             ip("-n", name, "link", "set", "lo", "up")
             etc[i].mkdir(parents=True)
             (etc[i] / "hosts").write_text("127.0.0.1 localhost\n10.77.0.1 head\n")
-        yield (
-            Host(names[0], folders[0], environment),
-            Host(names[1], folders[1], environment),
-        )
+        yield (Host(names[0], folders[0], environment), Host(names[1], folders[1], environment))
     finally:
         subprocess.run(["ip", "link", "del", f"{tag}a"], check=False, capture_output=True)
         for name, folder in zip(names, etc, strict=True):

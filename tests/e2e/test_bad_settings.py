@@ -162,8 +162,7 @@ def test_a_disk_that_cannot_be_written_is_named(
     small_disk: Callable[[str], Path], tmp_path: Path, options: str, message: str
 ):
     run = TinyRun(
-        tmp_path,
-        {"run.dir": small_disk(options), "run.outage_s": 5, "deploy.stop_timeout_s": 5},
+        tmp_path, {"run.dir": small_disk(options), "run.outage_s": 5, "deploy.stop_timeout_s": 5}
     )
     assert_refused(run, message)
 

@@ -61,9 +61,7 @@ SETTINGS: dict[str, object] = {
 
 
 @pytest.mark.slow  # two runs; tests/chaos/test_faults.py has it with a scripted engine and learner
-def test_a_run_whose_learner_and_then_everything_is_killed_trains_every_prompt_once(
-    tmp_path: Path,
-):
+def test_a_run_whose_learner_and_then_everything_is_killed_trains_every_prompt_once(tmp_path: Path):
     first = TinyRun(tmp_path, SETTINGS | {"generators.count": 1})
     first.wait_until(lambda: first.steps() >= 4, "fourth learner step")
     learner = first.process_with("slipstream.learner.main")

@@ -187,9 +187,7 @@ def test_several_sets_are_sampled_scored_and_end_the_run_at_the_target(
     run.assert_nothing_left()
 
 
-def test_sync_mode_trains_on_nothing_stale_and_the_data_may_end(
-    start_run: Callable[..., TinyRun],
-):
+def test_sync_mode_trains_on_nothing_stale_and_the_data_may_end(start_run: Callable[..., TinyRun]):
     run = start_run(
         run__mode="sync",
         run__steps=100,

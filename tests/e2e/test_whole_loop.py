@@ -27,11 +27,7 @@ SAME = 1e-4  # nats; float32 noise between two implementations is about 1e-6
     ],
 )
 def test_publishes_land_in_long_generations_and_every_token_keeps_its_policy(
-    start_run: Callable[..., TinyRun],
-    inputs: Path,
-    transport: str,
-    temperature: float,
-    lr: float,
+    start_run: Callable[..., TinyRun], inputs: Path, transport: str, temperature: float, lr: float
 ):
     run = start_run(
         run__steps=6,

@@ -500,9 +500,7 @@ async def one_step(it: Fuzzed) -> None:
 
 @pytest.mark.integration
 @pytest.mark.usefixtures("_only_errors")
-def test_ten_thousand_hostile_sequences_change_nothing_and_leave_nothing_behind(
-    short_folder: Path,
-):
+def test_ten_thousand_hostile_sequences_change_nothing_and_leave_nothing_behind(short_folder: Path):
     lay_siege(short_folder, 10_000)
 
 

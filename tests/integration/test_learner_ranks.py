@@ -144,9 +144,7 @@ def test_what_cannot_be_trained_changes_nothing_and_is_replaced(learning: Learni
     expected = learning.weights_of([zero, one, two, last], *LAYOUTS[layout], TWO_MINIBATCHES)
     trained = weights(learning.run)
     assert all(trained[name].equal(tensor) for name, tensor in expected.items())
-    assert broker.of(SealSteps) == [
-        SealSteps(version=PolicyVersion(1, 4), step=4, oldest_kept=4),
-    ]
+    assert broker.of(SealSteps) == [SealSteps(version=PolicyVersion(1, 4), step=4, oldest_kept=4)]
 
 
 @pytest.mark.parametrize("layout", ["dp2", "tp2"])

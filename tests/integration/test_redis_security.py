@@ -84,9 +84,7 @@ def start(binary: str, folder: Path, port: int) -> tuple[subprocess.Popen[bytes]
     raise AssertionError(text)
 
 
-def test_a_store_works_over_tls_with_the_rights_that_the_document_grants(
-    server: tuple[str, Path],
-):
+def test_a_store_works_over_tls_with_the_rights_that_the_document_grants(server: tuple[str, Path]):
     url, folder = server
     documented = Path(__file__).parents[2].joinpath("docs", "security.md").read_text()
     assert RULES.replace("secret-of-the-user", "PASSWORD") in documented

@@ -492,8 +492,7 @@ def test_of_many_rivals_exactly_one_can_write(folder: Path):
             generations = await asyncio.gather(*(store.claim() for store in stores))
             assert len(set(generations)) == 6
             results = await asyncio.gather(
-                *(store.commit(change(i)) for i, store in enumerate(stores)),
-                return_exceptions=True,
+                *(store.commit(change(i)) for i, store in enumerate(stores)), return_exceptions=True
             )
             winner = generations.index(max(generations))
             assert [i for i, result in enumerate(results) if result is None] == [winner]

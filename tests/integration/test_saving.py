@@ -25,11 +25,7 @@ EVERY_2 = ("checkpoint.every_steps=2", "eval.file=held_out.jsonl", "eval.every_s
 
 
 def train(
-    replays: Replays,
-    *overrides: str,
-    last_step: int,
-    ends_at: int,
-    means: Sequence[object] = (),
+    replays: Replays, *overrides: str, last_step: int, ends_at: int, means: Sequence[object] = ()
 ) -> list[dict[str, Any]]:
     """Train run "a" with a scripted broker; return what rank 0 saw when it asked for batches."""
     script = json.dumps({"last_step": last_step, "ends_at": ends_at, "means": list(means)})

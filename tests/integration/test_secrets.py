@@ -58,9 +58,7 @@ def test_nobody_else_reads_what_the_private_redis_keeps(short_folder: Path):
         server.stop()
 
 
-def test_the_api_key_of_sglang_and_no_secret_of_whoever_started_it(
-    monkeypatch: pytest.MonkeyPatch,
-):
+def test_the_api_key_of_sglang_and_no_secret_of_whoever_started_it(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("WANDB_API_KEY", "a-key-of-a-tracker")
     with sglang_server() as server:
         assert "a-key-of-a-tracker" not in shown(server.process.pid)

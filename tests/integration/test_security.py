@@ -95,10 +95,7 @@ class Secured:
 
 @asynccontextmanager
 async def secured(
-    folder: Path,
-    *,
-    max_requests_per_s: float = 10_000.0,
-    now: Callable[[], float] = time.monotonic,
+    folder: Path, *, max_requests_per_s: float = 10_000.0, now: Callable[[], float] = time.monotonic
 ) -> AsyncIterator[Secured]:
     keys = folder / "keys"
     key, ring = broker_key(keys), KeyRing(keys)

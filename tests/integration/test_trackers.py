@@ -12,10 +12,7 @@ from slipstream.broker.report.trackers.loading import load_trackers
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.settings.sections import RunSection
 
-pytestmark = [
-    pytest.mark.integration,
-    pytest.mark.filterwarnings("ignore"),
-]
+pytestmark = [pytest.mark.integration, pytest.mark.filterwarnings("ignore")]
 OPTIONS = {
     "wandb": {"mode": "offline"},
     "mlflow": {"tracking_uri": "file:{folder}"},

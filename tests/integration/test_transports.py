@@ -196,10 +196,7 @@ def test_a_publish_into_a_running_generation_is_labelled_verified_and_exact(
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_bytes_that_change_on_the_way_are_never_served(
-    server: SglangProcess,
-    folder: Path,
-    transport: str,
-    monkeypatch: pytest.MonkeyPatch,
+    server: SglangProcess, folder: Path, transport: str, monkeypatch: pytest.MonkeyPatch
 ):
     async def scenario() -> None:
         async with running_bus(server, folder, transport) as bus:

@@ -257,8 +257,7 @@ def test_two_of_a_group_of_three_die_in_a_transfer_and_the_third_goes_on(folder:
         for name in ("first", "second", "third"):
             bus.wait_for(name, 4)
         until(
-            lambda: bus.log_of("third").count("in a collective of 4") >= 2,
-            "no group was made anew",
+            lambda: bus.log_of("third").count("in a collective of 4") >= 2, "no group was made anew"
         )
         bus.check_tokens()
 

@@ -140,11 +140,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--workers", type=int, default=2, help="mutants at once (2)")
     add("--least", type=float, default=0.95, help="share killed below which the exit code is 1")
     add("--list", action="store_true", help="print what would be run")
-    add(
-        "--verbose",
-        action="store_true",
-        help="each mutant, and the test that killed it",
-    )
+    add("--verbose", action="store_true", help="each mutant, and the test that killed it")
     return parser
 
 

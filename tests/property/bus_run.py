@@ -10,13 +10,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from hypothesis import strategies as st
-from hypothesis.stateful import (
-    RuleBasedStateMachine,
-    initialize,
-    invariant,
-    precondition,
-    rule,
-)
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from slipstream.weightbus.relay.course import Course, Phase
 from slipstream.weightbus.relay.fleet import CollectiveGroup, Fleet, Seat, Serving

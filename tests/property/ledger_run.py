@@ -23,13 +23,7 @@ from typing import Any, ClassVar, TypeVar
 import msgspec
 import pytest
 from hypothesis import strategies as st
-from hypothesis.stateful import (
-    RuleBasedStateMachine,
-    initialize,
-    invariant,
-    precondition,
-    rule,
-)
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from slipstream.broker.config import BrokerSettings, broker_settings
 from slipstream.broker.data.mixture import PromptSource
@@ -80,14 +74,7 @@ from slipstream.wire.messages.trajectory import Prompt, Score, TrajectoryHeader,
 from slipstream.wire.messages.versions import PolicyVersion
 from slipstream.wire.settings.load import load_table
 from slipstream.wire.settings.sections import CheckpointSection, EvalSection
-from tests.support.ledger_driver import (
-    LEASE_S,
-    eval_plan,
-    header,
-    make_rules,
-    state_of,
-    submit,
-)
+from tests.support.ledger_driver import LEASE_S, eval_plan, header, make_rules, state_of, submit
 from tests.support.memory_store import MemoryStore, SharedMemory
 
 GENERATORS = ("generator-0", "generator-1")

@@ -117,9 +117,7 @@ STATUS = RunStatus(
     ),
     queue={"ready_groups": 0},
     waiting_for="",
-    eval=[
-        EVALUATION,
-    ],
+    eval=[EVALUATION],
     steps_history=[StepPoint(step=1, at_s=0.5, metrics={"policy/loss": 0.1})],
     publishes=1,
     publishes_while_generating=0,
@@ -288,13 +286,7 @@ ANSWERS: list[broker.Answer] = [
 COMMANDS: list[weightbus.Command] = [
     weightbus.Heard(relay="r1"),
     weightbus.OpenGroup(
-        command_id=1,
-        host="127.0.0.1",
-        port=5,
-        group_name="g",
-        backend="gloo",
-        rank=2,
-        world_size=3,
+        command_id=1, host="127.0.0.1", port=5, group_name="g", backend="gloo", rank=2, world_size=3
     ),
     weightbus.Abandon(command_id=2, reason="the engine stopped receiving"),
     weightbus.Offer(command_id=3, manifest=MANIFEST, transport="disk"),

@@ -15,10 +15,7 @@ MISSED = {"name": "c", "skip_reason": "Dependency not found on PyPI"}
 
 def test_a_hole_is_named_unless_it_is_accepted_under_any_of_its_names():
     report = {"dependencies": [package("a", "1", "2"), package("b"), MISSED]}
-    assert holes(report, {}) == [
-        "a 1: 1 ['CVE-1'], mended in 2",
-        "a 1: 2 ['CVE-2'], mended in 2",
-    ]
+    assert holes(report, {}) == ["a 1: 1 ['CVE-1'], mended in 2", "a 1: 2 ['CVE-2'], mended in 2"]
     assert holes(report, {"CVE-1": "not called", "2": "not called"}) == []
 
 

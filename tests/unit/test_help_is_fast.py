@@ -17,10 +17,7 @@ MOST_MODULES = 600  # torch alone has more
     ("module", "example"),
     [
         ("slipstream.learner.main", "start-learner --config run.toml"),
-        (
-            "docs.generate.policy.warm_up",
-            "python -m docs.generate.policy.warm_up --model blank",
-        ),
+        ("docs.generate.policy.warm_up", "python -m docs.generate.policy.warm_up --model blank"),
         ("slipstream.generators.main", "start-generator --config run.toml"),
         ("slipstream.broker.main", "start-broker --config run.toml"),
         ("slipstream.broker.reward_worker.main", "start-reward-worker --config run.toml"),

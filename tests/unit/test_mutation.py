@@ -60,15 +60,13 @@ def test_a_small_source_has_these_mutants_and_no_others():
             "x > 0 -> x >= 0",
             "x > 0 -> x <= 0",
         },
-        "and / or swapped": {
-            "value is None or value > high -> value is None and value > high",
-        },
+        "and / or swapped": {"value is None or value > high -> value is None and value > high"},
         "boolean inverted": {
             "value is None or value > high -> not (value is None or value > high)",
             "x -> not x",
         },
         "any / all, min / max swapped": {
-            "any(x > 0 for x in value if x) -> all((x > 0 for x in value if x))",
+            "any(x > 0 for x in value if x) -> all((x > 0 for x in value if x))"
         },
         "arithmetic changed": {
             "-value -> value",

@@ -2,13 +2,7 @@
 
 from itertools import pairwise
 
-from slipstream.broker.dashboard.advisories.view import (
-    WINDOW_S,
-    Finding,
-    Rules,
-    View,
-    duration,
-)
+from slipstream.broker.dashboard.advisories.view import WINDOW_S, Finding, Rules, View, duration
 
 RULES = Rules()
 

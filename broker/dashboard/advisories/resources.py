@@ -2,11 +2,7 @@
 
 from statistics import fmean
 
-from slipstream.broker.dashboard.advisories.view import (
-    Finding,
-    Rules,
-    View,
-)
+from slipstream.broker.dashboard.advisories.view import Finding, Rules, View
 
 WAITED = 0.25  # share of a pool's time: above what fetching and uneven answers cost
 NEAR_FULL = 0.8  # of the high water: past it generation is held back

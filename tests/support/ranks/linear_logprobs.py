@@ -56,12 +56,7 @@ def main(work: Path, rank: int, world_size: int) -> None:
     )
     said = torch.stack([part.detach() for part in said])
     torch.save(
-        {
-            "said": said,
-            "squares": squares,
-            "by_hidden": hidden.grad,
-            "by_weight": weight.grad,
-        },
+        {"said": said, "squares": squares, "by_hidden": hidden.grad, "by_weight": weight.grad},
         work / f"{rank}.pt",
     )
     dist.destroy_process_group()

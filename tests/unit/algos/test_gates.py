@@ -230,21 +230,13 @@ SURROGATES: dict[str, tuple[Any, Any, Callable[[], Stated]]] = {
         PpoOptions(clip_low=0.2, clip_high=0.28, clip_dual=1.5),
         lambda: stated_ppo(BATCH, 0.2, 0.28, 1.5),
     ),
-    "gspo": (
-        gspo,
-        GspoOptions(clip_low=0.1, clip_high=0.2),
-        lambda: stated_gspo(BATCH, 0.1, 0.2),
-    ),
+    "gspo": (gspo, GspoOptions(clip_low=0.1, clip_high=0.2), lambda: stated_gspo(BATCH, 0.1, 0.2)),
     "cispo": (
         cispo,
         CispoOptions(clip_low=0.4, clip_high=0.7),
         lambda: stated_cispo(BATCH, 0.4, 0.7),
     ),
-    "gmpo": (
-        gmpo,
-        GmpoOptions(clip_low=0.3, clip_high=0.5),
-        lambda: stated_gmpo(BATCH, 0.3, 0.5),
-    ),
+    "gmpo": (gmpo, GmpoOptions(clip_low=0.3, clip_high=0.5), lambda: stated_gmpo(BATCH, 0.3, 0.5)),
     "dppo-tv": (
         dppo_tv,
         DppoTvOptions(clip_low=0.15, clip_high=0.1, max_weight=1.3),
@@ -606,11 +598,7 @@ def test_what_kl_cov_holds_is_charged_with_the_distance_from_the_anchor():
     with_penalty, without = (
         Algorithm(
             choice_of(
-                AlgoSection(
-                    preset="m2po",
-                    correction={"m2po": False, **extra},
-                    reduce="token-sum",
-                )
+                AlgoSection(preset="m2po", correction={"m2po": False, **extra}, reduce="token-sum")
             ),
             max_response_tokens=8,
         )

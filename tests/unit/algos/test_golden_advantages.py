@@ -171,10 +171,7 @@ def test_verl_and_areal_overlong_penalty(
 @proves(grpo, against=SLIME)
 @pytest.mark.parametrize(
     ("variant", "part", "options"),
-    [
-        ("grpo__std1", grpo, GrpoOptions()),
-        ("grpo__std0", grpo, GrpoOptions(divide_by_std=False)),
-    ],
+    [("grpo__std1", grpo, GrpoOptions()), ("grpo__std0", grpo, GrpoOptions(divide_by_std=False))],
 )
 def test_slime_group_rewards(variant: str, part: Part[..., Any], options: Options):
     file = golden(SLIME, "grpo_rewards")

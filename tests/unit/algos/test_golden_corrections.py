@@ -171,10 +171,7 @@ def test_icepop_is_a_bound_on_the_ratio_of_tokens_that_stay_weighed(high: float)
 SLIME_MIS = {
     "token_truncate": [ImportanceSamplingOptions(high=2.0)],
     "token_clip": [ImportanceSamplingOptions(low=0.5, high=2.0)],
-    "token_mask": [
-        ImportanceSamplingOptions(high=UNCAPPED),
-        RejectionOptions(low=0.5, high=2.0),
-    ],
+    "token_mask": [ImportanceSamplingOptions(high=UNCAPPED), RejectionOptions(low=0.5, high=2.0)],
     "seq_truncate": [ImportanceSamplingOptions(level="sequence", high=2.0)],
     "geo_mask": [
         ImportanceSamplingOptions(level="geometric", high=UNCAPPED),
@@ -256,18 +253,9 @@ AREAL_REJECTION = {
     "sequence_clamp_ratio1.1_0.9": [
         ImportanceSamplingOptions(level="geometric", low=0.9, high=1.1)
     ],
-    "seq_mask_k2_0.05": [
-        TOKEN,
-        RejectionOptions(measure="k2", level="sequence-mean", high=0.05),
-    ],
-    "seq_mask_k3max_0.3": [
-        TOKEN,
-        RejectionOptions(measure="k3", level="sequence-max", high=0.3),
-    ],
-    "seq_mask_ratio_sum": [
-        GEOMETRIC,
-        RejectionOptions(level="sequence", low=0.5, high=2.0),
-    ],
+    "seq_mask_k2_0.05": [TOKEN, RejectionOptions(measure="k2", level="sequence-mean", high=0.05)],
+    "seq_mask_k3max_0.3": [TOKEN, RejectionOptions(measure="k3", level="sequence-max", high=0.3)],
+    "seq_mask_ratio_sum": [GEOMETRIC, RejectionOptions(level="sequence", low=0.5, high=2.0)],
 }
 SURROGATES = {
     "0.2_0.28": PpoOptions(clip_low=0.2, clip_high=0.28),

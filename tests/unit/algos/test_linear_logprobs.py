@@ -356,11 +356,7 @@ def test_a_loss_compiled_whole_is_the_same():
 
     def loss(current: Tensor) -> Tensor:
         inputs = SurrogateInputs(
-            current=current,
-            anchor=anchor,
-            behavior=anchor,
-            advantages=advantages,
-            packing=packing,
+            current=current, anchor=anchor, behavior=anchor, advantages=advantages, packing=packing
         )
         terms = ppo_clip.function(inputs, options)
         return reduced(terms.per_token, packing, denominators, "sequence-mean-token-mean")

@@ -202,10 +202,7 @@ def test_the_order_of_sequences_does_not_matter(case: Case, data: st.DataObject)
         return torch.cat([parts[i] for i in order])
 
     permuted = Case(
-        [case.lengths[i] for i in order],
-        moved(case.mask),
-        moved(case.rewards),
-        moved(case.values),
+        [case.lengths[i] for i in order], moved(case.mask), moved(case.rewards), moved(case.values)
     )
     options = GaeOptions(discount=0.9)
     assert_close(

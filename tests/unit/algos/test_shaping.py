@@ -126,10 +126,7 @@ def drawn(strategy: Strategy, rewards: Tensor = REWARDS, seed: int = 0) -> Tenso
 
 
 @pytest.mark.parametrize("strategy", ["pow", "max-min", "max-random"])
-@given(
-    rewards=st.lists(st.floats(-10, 10), min_size=1, max_size=30),
-    seed=st.integers(0, 2**31),
-)
+@given(rewards=st.lists(st.floats(-10, 10), min_size=1, max_size=30), seed=st.integers(0, 2**31))
 @settings(deadline=None, max_examples=30)
 def test_as_many_are_drawn_as_there_were_and_the_seed_decides_which(
     strategy: Strategy, rewards: list[float], seed: int

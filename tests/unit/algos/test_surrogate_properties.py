@@ -380,12 +380,10 @@ def test_half_precision_is_upcast_before_anything_is_computed(
     name: str, dtype: torch.dtype, batch: Batch
 ):
     short = replace(
-        batch,
-        **{f: getattr(batch, f).to(dtype) for f in ("current", "anchor", "advantages")},
+        batch, **{f: getattr(batch, f).to(dtype) for f in ("current", "anchor", "advantages")}
     )
     long = replace(
-        batch,
-        **{f: getattr(short, f).float() for f in ("current", "anchor", "advantages")},
+        batch, **{f: getattr(short, f).float() for f in ("current", "anchor", "advantages")}
     )
     terms, _ = terms_of(name, short)
     assert terms.per_token.dtype == torch.float32

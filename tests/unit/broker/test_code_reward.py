@@ -118,8 +118,7 @@ def test_a_wrapped_expected_value_is_unwrapped():
 
 
 @pytest.mark.parametrize(
-    "value",
-    [None, True, 2**100, 1.5, "a", [1, (2, {3})], {1: {"a": b"x"}}, frozenset([1]), 1 + 2j],
+    "value", [None, True, 2**100, 1.5, "a", [1, (2, {3})], {1: {"a": b"x"}}, frozenset([1]), 1 + 2j]
 )
 def test_plain_data_survives_the_way_between_the_processes(value: object):
     encoded = json.loads(json.dumps(code_tester.encode(value)))

@@ -127,8 +127,7 @@ async def dashboard(
 
 
 @pytest.mark.parametrize(
-    "path",
-    ["/", "/events", "/state.json", "/items", "/trajectory", "/metrics", "/static/page.js"],
+    "path", ["/", "/events", "/state.json", "/items", "/trajectory", "/metrics", "/static/page.js"]
 )
 def test_nobody_gets_in_without_the_token(path: str):
     async def body() -> list[int]:
@@ -296,9 +295,7 @@ def test_a_trajectory_that_was_not_recorded_says_so():
     assert (found["found"], found["tokens"], refused) == (False, [], 400)
 
 
-def test_rows_that_are_written_later_are_found_and_a_file_that_was_cut_is_read_anew(
-    tmp_path: Path,
-):
+def test_rows_that_are_written_later_are_found_and_a_file_that_was_cut_is_read_anew(tmp_path: Path):
     write_rows(tmp_path)
     items, path = RecordedItems(tmp_path), tmp_path / TRAINED
     assert len(items.find().items) == 2

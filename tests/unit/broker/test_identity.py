@@ -20,13 +20,7 @@ from slipstream.wire.messages.versions import PolicyVersion
 from tests.support.ledger_driver import make_ledger, make_rules
 from tests.support.memory_store import MemoryStore, SharedMemory
 from tests.unit.broker.server.test_loop import running
-from tests.unit.broker.test_service import (
-    begun,
-    checkpoint,
-    new_ledger,
-    settings_in,
-    trained,
-)
+from tests.unit.broker.test_service import begun, checkpoint, new_ledger, settings_in, trained
 
 RUN = RunIdentity(run_id="a" * 32, life=2, epoch=7)
 

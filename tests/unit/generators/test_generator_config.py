@@ -83,11 +83,7 @@ def test_evaluation_has_sampling_of_its_own_and_the_stops_of_training(model: Pat
 @pytest.mark.parametrize(("seeded", "backend"), [(True, "pytorch"), (False, None)])
 def test_seeds_ask_for_the_sampler_that_takes_them(model: Path, seeded: bool, backend: str | None):
     settings = generator_settings(
-        table(
-            model,
-            sampling={"seed_per_sibling": seeded},
-            generators={"device": "cuda"},
-        )
+        table(model, sampling={"seed_per_sibling": seeded}, generators={"device": "cuda"})
     )
     flags = server_flags(settings, port=1, api_key="", seed_of="generator-0")
     assert flags.get("sampling_backend") == backend

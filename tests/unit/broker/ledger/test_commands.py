@@ -489,10 +489,7 @@ def test_a_restored_run_evaluates_again_what_was_not_complete_and_keeps_the_curv
     assert (
         [p.step for p in ledger.book.state.eval_points],
         list(ledger.book.state.eval_rounds),
-    ) == (
-        [0],
-        [1],
-    )
+    ) == ([0], [1])
     restored = make_ledger(ledger.book.rules, stored(ledger.training.snapshot(ledger.book.version)))
     restored.training.take_over(1)
     make_ready(restored, lease(restored))

@@ -14,14 +14,7 @@ from slipstream.wire.messages.broker import Hello, RoleReport
 from slipstream.wire.messages.versions import PolicyVersion
 from slipstream.wire.messages.weightbus import MemberState, PublishRecord
 from slipstream.wire.settings.sections import RunSection
-from tests.support.ledger_driver import (
-    generate,
-    lease,
-    make_ledger,
-    make_ready,
-    reward,
-    train_step,
-)
+from tests.support.ledger_driver import generate, lease, make_ledger, make_ready, reward, train_step
 
 
 class Time:

@@ -801,10 +801,7 @@ def test_what_is_longer_than_the_settings_allow_is_refused(short_folder: Path):
                 (replace(fits, num_tokens=fits.num_tokens + 1), "a response of 5 tokens.*is 4"),
                 (
                     replace(
-                        fits,
-                        num_prompt_tokens=3,
-                        num_tokens=7,
-                        version_runs=(VersionRun(3, V0),),
+                        fits, num_prompt_tokens=3, num_tokens=7, version_runs=(VersionRun(3, V0),)
                     ),
                     "a prompt of 3 tokens.*sampling.max_prompt_tokens is 2",
                 ),

@@ -38,9 +38,7 @@ def test_a_second_hello_on_a_connection_ends_the_first_session():
     assert known.find(second.token, peer(1)) is second
 
 
-def test_where_there_is_no_room_the_oldest_client_says_hello_again(
-    monkeypatch: pytest.MonkeyPatch,
-):
+def test_where_there_is_no_room_the_oldest_client_says_hello_again(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(sessions, "MAX_CLIENTS", 2)
     known = Sessions()
     oldest = known.hello(peer(1), hello("a"))
@@ -166,8 +164,7 @@ def test_a_role_that_died_is_replaced_at_its_first_hello():
 def test_after_a_restart_of_the_broker_who_had_a_name_has_a_moment_to_come_back():
     may = [True]
     known = Sessions(
-        is_there=lambda _: True,
-        may_come_back=lambda _, holder: may[0] and holder != "a@first",
+        is_there=lambda _: True, may_come_back=lambda _, holder: may[0] and holder != "a@first"
     )
     with pytest.raises(NameTakenError, match="another process was a and may come back"):
         known.hello(peer(2), hello("a", incarnation="second"))

@@ -4,12 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.deploy.commands.export import (
-    checkpoint_of,
-    held_checkpoint,
-    let_go,
-    out_folder,
-)
+from slipstream.deploy.commands.export import checkpoint_of, held_checkpoint, let_go, out_folder
 from slipstream.deploy.commands.replay import recorded_file
 from slipstream.wire.errors import ConfigError
 from tests.unit.wire.files.test_checkpoints import write

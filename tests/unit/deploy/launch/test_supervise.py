@@ -216,9 +216,7 @@ def test_what_a_dead_role_left_in_the_scratch_folder_is_removed(supervisor: Supe
     assert others.exists()
 
 
-def test_children_get_the_scratch_folder_their_environment_and_their_cores(
-    supervisor: Supervisor,
-):
+def test_children_get_the_scratch_folder_their_environment_and_their_cores(supervisor: Supervisor):
     core = min(os.sched_getaffinity(0))
     code = "import os; print(os.environ['TMPDIR'], os.environ['MINE'], os.sched_getaffinity(0))"
     role = dataclasses.replace(plan(code), environment={"MINE": "1"}, cores=(core,))

@@ -94,12 +94,7 @@ def test_a_prompt_without_tokens_is_refused(model: Path):
 def test_a_tokenizer_that_truncates_and_pads_by_itself_does_neither_here(copied: Path):
     change(
         copied / "tokenizer.json",
-        truncation={
-            "direction": "Right",
-            "max_length": 2,
-            "strategy": "LongestFirst",
-            "stride": 0,
-        },
+        truncation={"direction": "Right", "max_length": 2, "strategy": "LongestFirst", "stride": 0},
     )
     assert len(codec(copied).encode(asked("61+61="))) == 6
 

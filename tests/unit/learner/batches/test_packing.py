@@ -55,11 +55,7 @@ def sequence(*ids: int, temperature: float = 1.0) -> TrainSequence:
 
 def test_sequences_are_laid_end_to_end_without_padding():
     batch = pack(
-        [
-            sequence(7, 8, 9, temperature=2.0),
-            sequence(5, 6, temperature=1.0),
-        ],
-        torch.device("cpu"),
+        [sequence(7, 8, 9, temperature=2.0), sequence(5, 6, temperature=1.0)], torch.device("cpu")
     )
     assert batch.token_ids.tolist() == [7, 8, 9, 5, 6]
     assert batch.position_ids.tolist() == [0, 1, 2, 0, 1]

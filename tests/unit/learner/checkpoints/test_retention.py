@@ -19,10 +19,7 @@ EVERY_10 = EvalSection(file="held_out.jsonl", every_steps=10)
 
 def point(step: int, mean: float, *, epoch: int = 1, pass_at_2: float = 0.0) -> EvalPoint:
     figures = EvalFigures(
-        num_problems=4,
-        num_answers=8,
-        num_dropped=0,
-        metrics={"mean@2": mean, "pass@2": pass_at_2},
+        num_problems=4, num_answers=8, num_dropped=0, metrics={"mean@2": mean, "pass@2": pass_at_2}
     )
     return EvalPoint(
         step=step,

@@ -210,8 +210,7 @@ def minibatch(*indices: Sequence[int]) -> Minibatch:
     plan = MinibatchPlan((tuple(map(tuple, indices)),))
     everything = sequences(max(plan.members) + 1)
     return Minibatch(
-        batches=[pack([everything[i] for i in share], CPU) for share in indices],
-        plan=plan,
+        batches=[pack([everything[i] for i in share], CPU) for share in indices], plan=plan
     )
 
 

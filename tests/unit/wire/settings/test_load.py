@@ -177,9 +177,6 @@ def test_a_learner_step_fits_under_the_high_water():
 
 
 def test_in_flight_is_limited_by_the_bound_unless_set_lower():
-    table = {
-        "data": {"file": "x"},
-        "run": {"max_staleness_steps": 2, "groups_per_step": 4},
-    }
+    table = {"data": {"file": "x"}, "run": {"max_staleness_steps": 2, "groups_per_step": 4}}
     assert broker_settings(table).max_in_flight == 12
     assert broker_settings({**table, "broker": {"max_in_flight": 5}}).max_in_flight == 5
