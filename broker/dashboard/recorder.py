@@ -112,18 +112,10 @@ class Recorder:
         advise: Advise = advise,
         write: Write = write_state,
     ) -> None:
-        """Continue with what the file holds, if it is there.
+        """Continue with what the file at ``path`` holds, if it is there.
 
-        Args:
-            status: returns the state of the run.
-            path: of the file that is kept.
-            letters: returns the dead letters.
-            high_water_bytes: of untrained payloads.
-            fsync: how often the store writes to disk; empty is not known.
-            missed: figures of learner steps that the file may lack, by step.
-            now: unix time that never goes back; the default is such a clock.
-            advise: returns the advisories about a run.
-            write: writes a state, at once or not at all.
+        ``missed`` are figures of learner steps that the file may lack; ``fsync`` is how often the
+        store writes to disk, empty if not known; ``now`` is a unix time that never goes back.
         """
         self._status = status
         self._path = path
@@ -244,14 +236,7 @@ class FinishedRun:
     def __init__(
         self, stored: StoredState, *, high_water_bytes: int, fsync: str, outcome: str = ""
     ) -> None:
-        """Show it.
-
-        Args:
-            stored: as it was written last.
-            high_water_bytes: of untrained payloads.
-            fsync: how often the store wrote to disk; empty is not known.
-            outcome: how the run ended, if that is known better than by what is stored.
-        """
+        """Show what was stored last, with a better known ``outcome`` if one is given."""
         self._stored = stored
         status = shown_status(stored.status)
         if outcome:
@@ -301,8 +286,7 @@ def shown_status(
 def fsync_of(durability: str) -> str:
     """Return how a store is synced, from its own description; empty if that is silent.
 
-    Args:
-        durability: such as "appendfsync everysec: a crash can lose the last second".
+    It describes itself as in "appendfsync everysec: a crash can lose the last second".
     """
     if durability.startswith("no append-only file"):
         return "no"

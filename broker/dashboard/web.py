@@ -74,16 +74,10 @@ class Dashboard:
         patience_s: float = _PATIENCE_S,
         read_s: float = _READ_S,
     ) -> None:
-        """Prepare to serve.
+        """Prepare to serve; port 0 is that of the last time, or one that the system chooses.
 
-        Args:
-            source: of the figures.
-            items: recorded trajectories.
-            host: address to listen at.
-            port: 0 takes the port of the last time, or lets the system choose.
-            folder: of the run, where the token and the port are kept; None keeps neither.
-            patience_s: for a browser that does not read.
-            read_s: for the run folder, when recorded trajectories are asked for.
+        The token and the port are kept in ``folder``, of the run. ``patience_s`` is for a browser
+        that does not read, ``read_s`` for the run folder.
         """
         self._source = source
         self._items = items

@@ -24,17 +24,10 @@ def account_of(
     num_items: int,
     now: float,
 ) -> LedgerView:
-    """Return counts, the equation, the oldest items and the holders.
+    """Return counts, the equation, the oldest ``num_items`` items and the holders.
 
-    Args:
-        book: of the run.
-        scoring: its queue of trajectories without a reward.
-        run_name: of the run.
-        store: server behind the ledger and what a commit survives there.
-        generation: of this broker.
-        issued_at: unix time by group id, as far as known.
-        num_items: how many of the oldest items to name.
-        now: unix time.
+    ``store`` is the server behind the ledger and what a commit survives there; ``issued_at`` has
+    unix times by group id, as far as known.
     """
     state = book.state
     in_flight = book.in_flight()
@@ -74,10 +67,7 @@ def account_of(
 def describe_wait(book: Book, group_ids: Sequence[int], *, trouble: str = "") -> str:
     """Describe which groups a batch waits for, and their holders; warn if all are dropped.
 
-    Args:
-        book: of the run.
-        group_ids: that the batch waits for.
-        trouble: what is known of reward functions that fail.
+    ``trouble`` is what is known of reward functions that fail.
     """
     state = book.state
     barren = ""

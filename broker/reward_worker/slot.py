@@ -50,14 +50,9 @@ class Slot:
         on_answer: "Callable[[Slot, Answered], None]",
         on_end: "Callable[[Slot, int | None], None]",
     ) -> None:
-        """Start with no child.
+        """Start with no child; ``on_end`` gets the exit code of one that ended by itself.
 
-        Args:
-            number: for the log.
-            settings: the section [reward].
-            on_answer: called with the answer to a call.
-            on_end: called when the child ended by itself, with its exit code (None: it sends
-                nonsense).
+        The code is None where a child sends nonsense.
         """
         self.number = number
         self.child: ChildProcess | None = None

@@ -119,16 +119,7 @@ class ConnectionCount:
         setting: str,
         log: Callable[..., None] = _log.warning,
     ) -> None:
-        """Start counting; before the socket is bound.
-
-        Args:
-            watched: the socket.
-            gate: in front of it.
-            limit: connections at a time.
-            where: it listens, for the log.
-            setting: that sets the limit, for the log.
-            log: takes a line of a log.
-        """
+        """Start counting before the socket is bound; ``limit`` connections at a time."""
         self._watched = watched
         self._gate = gate
         self._limit = limit

@@ -145,10 +145,7 @@ def make_client_key(folder: Path, name: str, role: Role) -> Path:
 def revoke(folder: Path, name: str, *, discard: bool = False) -> None:
     """Take a key's rights away; a broker that runs notices within a second.
 
-    Args:
-        folder: of the keys.
-        name: of the key.
-        discard: what was answered with it and is not trained yet is dropped, too.
+    With ``discard`` what was answered with it and is not trained yet is dropped, too.
 
     Raises:
         ConfigError: there is no such key, or it is for another role than generator and ``discard``.

@@ -50,11 +50,7 @@ class Outage:
             _log.info("Redis does %s again after %.1f s", self._what, away_s)
 
     async def wait(self, error: Exception, *, loads: bool) -> None:
-        """Sleep before the next try.
-
-        Args:
-            error: of the last one.
-            loads: the server reads its file and will answer.
+        """Sleep before the next try; ``loads``: the server reads its file and will answer.
 
         Raises:
             PeerLostError: the outage is too long.

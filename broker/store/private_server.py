@@ -256,8 +256,7 @@ def _quoted(path: Path) -> str:
 def _is_dying(holder: Sequence[str]) -> bool:
     """True if a server has lost the broker that started it, with which it dies.
 
-    Args:
-        holder: the pids of the server and of its broker, as the lock's file has them.
+    The holder of the lock is two pids, as its file has them: the server's and its broker's.
     """
     try:
         server, broker = map(int, holder)

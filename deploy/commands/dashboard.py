@@ -3,9 +3,6 @@
 import argparse
 import asyncio
 from datetime import UTC, datetime
-from pathlib import Path
-
-from rich.console import Console
 
 from slipstream.broker.config import BrokerSection
 from slipstream.broker.dashboard.columns import StoredState, read_state
@@ -44,21 +41,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Run the command."""
-    return show_dashboard(chosen_run(arguments.folder), make_console(), port=arguments.port)
-
-
-def show_dashboard(folder: Path, console: Console, *, port: int) -> int:
-    """Print the address of the page; serve it until Ctrl-C if no broker does.
-
-    Args:
-        folder: of the run.
-        console: where to.
-        port: to serve at; 0: the system chooses one.
-
-    Raises:
-        ConfigError: it is no run folder, nothing was kept there, or its broker serves no page.
-    """
+    """Print the address of the page; serve it until Ctrl-C if no broker does."""
+    folder, console = chosen_run(arguments.folder), make_console()
     run = run_of_folder(folder)
     broker = broker_of_folder(folder)
     try:
@@ -82,7 +66,7 @@ def show_dashboard(folder: Path, console: Console, *, port: int) -> int:
         fsync=broker.redis.known_fsync,
         outcome=shown_outcome(stored, outcome),
     )
-    dashboard = Dashboard(source, RecordedItems(folder), host="127.0.0.1", port=port)
+    dashboard = Dashboard(source, RecordedItems(folder), host="127.0.0.1", port=arguments.port)
 
     async def serve() -> None:
         stop = stop_event()

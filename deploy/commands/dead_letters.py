@@ -50,11 +50,7 @@ def main(arguments: argparse.Namespace) -> int:
 def dead_letters(action: str, words: Sequence[str], *, folder: Path | None, as_json: bool) -> int:
     """List, show, retry or drop dead letters of a run that is running.
 
-    Args:
-        action: list, show, retry or drop.
-        words: groups as g17 or 17, or ``all``.
-        folder: of the run; None is the newest one.
-        as_json: print for programs.
+    ``action`` is list, show, retry or drop; ``words`` are groups as g17 or 17, or ``all``.
     """
     run = run_of_folder(chosen_run(folder))
     console = make_console()

@@ -5,7 +5,6 @@ import os
 import shutil
 import sys
 from pathlib import Path
-from typing import NoReturn
 
 from slipstream.deploy.commands.options import RUNS
 from slipstream.wire.errors import ConfigError
@@ -35,38 +34,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Run the command."""
-    export(arguments.target, arguments.out, best=arguments.best)
-
-
-def export(target: Path | None, out: Path | None, *, best: bool) -> NoReturn:
-    """Turn this process into the one that exports; it needs no GPU and sees none.
-
-    Args:
-        target: a run folder or a checkpoint; None is the newest run in runs/.
-        out: the folder to write; None is model/ of the run, which is replaced.
-        best: take the best checkpoint of the run and not the newest.
-
-    Raises:
-        ConfigError: there is no such checkpoint, or ``out`` is in use.
-    """
-    held, checkpoint = held_checkpoint(target, best=best)
+    """Turn this process into the one that exports; it needs no GPU and sees none."""
+    held, checkpoint = held_checkpoint(arguments.target, best=arguments.best)
     try:
         read_checkpoint_info(held)
-        folder = out_folder(checkpoint, out)
+        folder = out_folder(checkpoint, arguments.out)
     except ConfigError:
         let_go(held, checkpoint)
         raise
-    arguments = [
-        sys.executable,
-        "-m",
-        "slipstream.learner.checkpoints.export",
-        str(held),
-        str(folder),
-    ]
-    arguments += ["--of", str(checkpoint)]
+    command = [sys.executable, "-m", "slipstream.learner.checkpoints.export", str(held)]
+    command += [str(folder), "--of", str(checkpoint)]
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}  # noqa: TID251 handed on
-    os.execve(sys.executable, arguments, environment)  # noqa: S606 our own program
+    os.execve(sys.executable, command, environment)  # noqa: S606 our own program
 
 
 def checkpoint_of(target: Path | None, *, best: bool, runs: Path = RUNS) -> Path:

@@ -64,17 +64,7 @@ def keys(
     as_json: bool,
     discard: bool = False,
 ) -> int:
-    """Make, list or revoke keys.
-
-    Args:
-        action: make, list or revoke.
-        names: of the keys, one per host and role.
-        role: that a new key is for.
-        folder: of the keys; None is that of ``config``.
-        config: the run's settings; None is all defaults.
-        as_json: print for programs.
-        discard: what was answered with a revoked key and is not trained yet is dropped.
-    """
+    """Make, list or revoke keys in ``folder``, by default that of the run's settings."""
     if folder is None:
         settings = load_table(config)
         folder = keys_folder(run_section(settings), section(settings, "broker", BrokerSection))

@@ -6,7 +6,6 @@ from datetime import datetime
 from pathlib import Path
 
 import msgspec
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -44,24 +43,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Run the command."""
+    """Print the life of an item, or the account of a run: of now, or of its newest learner step."""
     words, as_json = arguments.words, arguments.json
     if words[:1] == ["trace"]:
         if len(words) not in {2, 3}:
             raise ConfigError("slipstream ledger trace PROMPT [RUN] takes one prompt")
         folder = chosen_run(words[2] if len(words) == 3 else None)
-        return print_trace(folder, words[1], make_console(), as_json=as_json)
+        return _print_trace(folder, words[1], as_json=as_json)
     if len(words) > 1:
         raise ConfigError(f"slipstream ledger takes one run folder, got {' '.join(words)}")
-    folder = chosen_run(words[0] if words else None)
-    return print_account(folder, make_console(), num_items=arguments.items, as_json=as_json)
-
-
-def print_account(folder: Path, console: Console, *, num_items: int, as_json: bool) -> int:
-    """Print the account of a run, of now or as of its newest learner step."""
-    run = run_of_folder(folder)
+    folder, console = chosen_run(words[0] if words else None), make_console()
     try:
-        view, age = fetch_account(run, num_items), ""
+        view, age = fetch_account(run_of_folder(folder), arguments.items), ""
     except PeerLostError:
         path = folder / ACCOUNT
         try:
@@ -165,12 +158,7 @@ def _work_in_flight(view: LedgerView) -> Iterator[Table]:
     yield table
 
 
-def print_trace(folder: Path, prompt: str, console: Console, *, as_json: bool) -> int:
-    """Print the life of one item.
-
-    Raises:
-        ConfigError: the run keeps no trail, or nothing in it fits.
-    """
+def _print_trace(folder: Path, prompt: str, *, as_json: bool) -> int:
     if not (folder / TRAIL).is_dir():
         raise ConfigError(f"{folder} holds no {TRAIL}/: no run, or broker.max_trail_bytes = 0")
     trace = trace_item(read_trail(folder / TRAIL), prompt)
@@ -181,6 +169,7 @@ def print_trace(folder: Path, prompt: str, console: Console, *, as_json: bool) -
         )
     if as_json:
         return print_json(trace)
+    console = make_console()
     title = f"g{trace.group_id}, prompt {trace.position}: {trace.prompt[:_PROMPT_CHARS]}"
     table = Table(title=Text(title), title_justify="left")
     for heading in ("time", "after", "what happened"):

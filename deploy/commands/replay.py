@@ -3,9 +3,7 @@
 import argparse
 import os
 import sys
-from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
 
 from slipstream.deploy.commands.options import add_config, add_overrides
 from slipstream.deploy.config import free_name
@@ -30,42 +28,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Run the command."""
-    target, config = arguments.target, arguments.config
-    replay(target, config, arguments.overrides, dry_run=arguments.dry_run)
-
-
-def replay(target: Path, config: Path, overrides: Sequence[str], *, dry_run: bool) -> NoReturn:
     """Turn this process into the learner of a new run, NAME-replay.
 
     It starts from run.model, even where the settings are those of a resumed run, unless an
     override names run.resume_from.
-
-    Args:
-        target: a run folder that holds recorded batches, or a trajectory file.
-        config: the settings of a run.
-        overrides: settings that win over the file.
-        dry_run: check and print the settings only.
-
-    Raises:
-        ConfigError: nothing is recorded there, or the settings are refused.
     """
-    file = recorded_file(target)
-    overrides = ["run.resume_from=", *overrides]
+    config = arguments.config
+    file = recorded_file(arguments.target)
+    overrides = ["run.resume_from=", *arguments.overrides]
     table = load_table(config, overrides)
     named = {**table.get("run", {}), "name": f"{run_section(table).name}-replay"}
     name = free_name(run_section({**table, "run": named}))
     learner_settings({**table, "run": {**named, "name": name}})
-    options = ["--dry-run"] if dry_run else []
-    arguments = ["--config", str(config), "--replay", str(file), *options]
-    command = [
-        sys.executable,
-        "-m",
-        "slipstream.learner.main",
-        *arguments,
-        *overrides,
-        f"run.name={name}",
-    ]
+    command = [sys.executable, "-m", "slipstream.learner.main", "--config", str(config)]
+    command += ["--replay", str(file), *(["--dry-run"] if arguments.dry_run else [])]
+    command += [*overrides, f"run.name={name}"]
     os.execv(sys.executable, command)  # noqa: S606 our own program
 
 

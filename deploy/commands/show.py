@@ -54,13 +54,8 @@ def show(
 ) -> int:
     """Print the newest recorded trajectories, or answers of the newest evaluation.
 
-    Args:
-        run: the run folder.
-        console: where to.
-        count: how many to print at most.
-        step: only those of this learner step or evaluation.
-        group: only those of this group.
-        evaluation: answers to held-out problems instead of trained trajectories.
+    At most ``count`` are printed, if asked for only those of a learner step (or evaluation) and
+    of a group; ``evaluation`` shows answers to held-out problems instead.
 
     Raises:
         ConfigError: nothing was recorded there.

@@ -60,9 +60,7 @@ def main(arguments: argparse.Namespace) -> int:
 def top(folder: Path, *, as_json: bool) -> int:
     """Show a run until q is pressed, or print its state once.
 
-    Args:
-        folder: of the run.
-        as_json: print the figures of now, or of the end of the run, with advisories, and return.
+    With ``as_json`` print the figures of now, or of the end of the run, with advisories.
 
     Raises:
         ConfigError: it is no run folder, or there is no terminal to draw on.

@@ -61,11 +61,7 @@ class _Summary(msgspec.Struct, frozen=True, kw_only=True):
 def write_trace(folder: Path, out: Path | None, console: Console, *, max_spans: int) -> int:
     """Write the trace of a run and summarize it.
 
-    Args:
-        folder: of the run.
-        out: the file to write; None is trace.json in the folder.
-        console: where to.
-        max_spans: of older ones only the count is given.
+    It is ``out``, or trace.json in the folder. Spans beyond ``max_spans`` are counted only.
 
     Raises:
         ConfigError: the run keeps no trail.

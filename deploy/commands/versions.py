@@ -87,11 +87,7 @@ class VersionsView(msgspec.Struct, frozen=True, kw_only=True):
 def print_versions(folder: Path, console: Console, *, count: int, as_json: bool) -> int:
     """Print what engines hold, now or at the end of the run.
 
-    Args:
-        folder: of the run.
-        console: where to.
-        count: how many publishes to print at most; JSON has all that are kept.
-        as_json: print for programs.
+    At most ``count`` publishes are printed; JSON has all that are kept.
 
     Raises:
         ConfigError: it is no run folder, or nothing was written there.
@@ -149,13 +145,7 @@ def _silent_s(roles: Sequence[tuple[str, float]]) -> float | None:
 def render(
     view: VersionsView, *, count: int, now: Callable[[], float] = time.time
 ) -> Iterator[RenderableType]:
-    """Yield what a person reads, for a terminal of 100 columns.
-
-    Args:
-        view: what is known.
-        count: how many publishes to show at most.
-        now: unix time.
-    """
+    """Yield what a person reads, with ``count`` publishes, for a terminal of 100 columns."""
     now_s = now()
     if view.as_of:
         yield Text(visible(view.as_of), style="yellow")

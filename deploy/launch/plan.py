@@ -36,10 +36,8 @@ def plan_roles(config: RunConfig, resolved: Path, *, num_gpus: int) -> list[Role
 
     The learner's ranks get the first GPUs of the first host and each generator the next one.
 
-    Args:
-        config: the run.
-        resolved: the settings file that every process reads.
-        num_gpus: of each host, where deploy.gpus_per_host is not set.
+    ``resolved`` is the settings file that every process reads; ``num_gpus`` are of each host, where
+    deploy.gpus_per_host is not set.
 
     Raises:
         ConfigError: there are not enough GPUs.

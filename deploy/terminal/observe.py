@@ -102,10 +102,7 @@ def status_now(run: RunSection) -> RunStatus:
 def trouble_of(error: str, age_s: float, outcome: str) -> str:
     """Return why what is shown is not of now; empty if it is.
 
-    Args:
-        error: of the newest question to the broker.
-        age_s: how old its newest answer is.
-        outcome: of the run, as it is written down.
+    ``error`` is of the newest question to the broker, ``age_s`` how old its newest answer is.
     """
     if not error and age_s < _OLD_S:
         return ""

@@ -86,14 +86,7 @@ def lines_of(
 ) -> list[Text]:
     """Return what is shown, at most as many lines as the screen has, and no line too long.
 
-    Args:
-        status: of the run.
-        advisories: about it, the worst first.
-        screen: its size.
-        recent: what is known of the time before.
-        trouble: why the state is old; empty if it is of now.
-        footer: the end; where it is too long it takes several lines.
-        now_s: unix time.
+    ``trouble`` is why the state is old. A footer that is too long takes several lines.
     """
     head = _head(status, trouble, screen)
     advice: list[Text] = []

@@ -61,7 +61,7 @@ def _offer_one_model(folder: Path) -> None:
     except (OSError, ValueError, KeyError, TypeError):
         return  # SGLang reports what is wrong with it
     os.environ.setdefault("SGLANG_EXTERNAL_MODEL_PACKAGE", policy_model.__name__)  # noqa: TID251
-    os.environ[policy_model.ARCHITECTURE_VARIABLE] = architecture  # noqa: TID251 for its children
+    os.environ[patches.ARCHITECTURE_VARIABLE] = architecture  # noqa: TID251 for its children
 
 
 def _arguments(flags: Mapping[str, str | int | float | bool], known: Set[str]) -> list[str]:

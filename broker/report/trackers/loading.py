@@ -24,11 +24,8 @@ def load_trackers(
 
     A tracker that has runs of its own gets the id it had before a resume, from trackers.json.
 
-    Args:
-        logging: the section.
-        run: whose folder and name to use.
-        settings: all settings of the run, for trackers that show them.
-        resumed_at: the step that the run resumes from, None for a new run.
+    ``settings`` are all of the run, for trackers that show them; ``resumed_at`` is the step that
+    the run resumes from, None for a new run.
 
     Raises:
         ConfigError: a package is not installed, or the tracker refuses its options.

@@ -2,5 +2,3 @@
 
 Imported by SGLang's model registry, in the processes of a server.
 """
-
-ARCHITECTURE_VARIABLE = "SLIPSTREAM_ARCHITECTURE"  # one of ``architectures`` in config.json

@@ -8,7 +8,7 @@ import os
 import re
 from pathlib import Path
 
-from slipstream.generators.sglang.policy_model import ARCHITECTURE_VARIABLE
+from slipstream.generators.sglang.patches import ARCHITECTURE_VARIABLE
 
 _MODELS = "sglang.srt.models"
 
