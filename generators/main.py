@@ -49,7 +49,7 @@ def main() -> int:
         return _offline(arguments)
     name = own_name(arguments.name)
     from slipstream.generators.config import generator_settings
-    from slipstream.generators.sglang.process import server_flags
+    from slipstream.generators.sglang.start_order import server_flags
 
     try:
         settings = generator_settings(load_arguments(arguments))

@@ -12,8 +12,8 @@ import numpy as np
 from typing_extensions import override
 
 from slipstream.broker.dashboard.advisories.view import Column, Trends
-from slipstream.broker.dashboard.items import Letter
 from slipstream.broker.dashboard.table import Numbers, shown
+from slipstream.broker.dashboard.trajectories import Letter
 from slipstream.wire.messages.status import RunStatus
 
 _log = logging.getLogger(__name__)

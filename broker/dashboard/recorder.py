@@ -25,8 +25,9 @@ from slipstream.broker.dashboard.columns import (
     write_state,
 )
 from slipstream.broker.dashboard.history import History, steady_time
-from slipstream.broker.dashboard.items import Letter, shown_letters
+from slipstream.broker.dashboard.items import shown_letters
 from slipstream.broker.dashboard.table import Row
+from slipstream.broker.dashboard.trajectories import Letter
 from slipstream.broker.report.telemetry import with_newest_steps
 from slipstream.wire.messages.dead_letters import DeadLetter
 from slipstream.wire.messages.status import RunStatus

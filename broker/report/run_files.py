@@ -19,6 +19,7 @@ import msgspec
 from typing_extensions import override
 
 from slipstream.broker.ledger.groups import Group, as_delivered
+from slipstream.broker.report.run_records import Frames, RunRecords
 from slipstream.broker.report.summary import write_summary
 from slipstream.broker.report.trackers.base import Tracker, eval_figures, step_figures
 from slipstream.broker.report.versions_file import write_versions
@@ -46,37 +47,6 @@ from slipstream.wire.messages.status import EvalPoint, RunStatus, StepPoint
 from slipstream.wire.settings.sections import RunSection
 
 _log = logging.getLogger(__name__)
-Frames = Sequence[StoredTrajectory]
-
-
-class RunRecords:
-    """Hears what happened. This one keeps nothing."""
-
-    @property
-    def wants_batches(self) -> bool:
-        """True if batches are recorded."""
-        return False
-
-    def packages(self, versions: Mapping[str, str]) -> None:
-        """A role came up; these are all packages known so far."""
-
-    def step(self, point: StepPoint, status: RunStatus, account: LedgerView) -> None:
-        """A learner step was committed."""
-
-    def evaluations(self, points: Sequence[EvalPoint]) -> None:
-        """These are all evaluation rounds so far."""
-
-    def eval_answers(self, group: Group, frames: Mapping[int, StoredTrajectory]) -> None:
-        """All answers to one held-out problem have their rewards; frames by sibling."""
-
-    async def batch(self, step: int, groups: Sequence[tuple[Group, Frames]]) -> None:
-        """A learner step trained these groups."""
-
-    def went_back(self, step: int) -> None:
-        """A learner went back to this step: what came after it did not happen."""
-
-    def close(self, status: RunStatus, account: LedgerView) -> None:
-        """The broker ends."""
 
 
 class FolderRecords(RunRecords):

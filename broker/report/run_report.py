@@ -15,7 +15,7 @@ from slipstream.broker.ledger.events import (
 )
 from slipstream.broker.ledger.scoring_queue import ScoringQueue
 from slipstream.broker.ledger.view import account_of
-from slipstream.broker.report.run_files import RunRecords
+from slipstream.broker.report.run_records import RunRecords
 from slipstream.broker.report.telemetry import Telemetry
 from slipstream.wire.messages.broker import Hello
 from slipstream.wire.messages.dead_letters import DeadLetter

@@ -4,7 +4,6 @@ import os
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from msgspec.structs import replace
@@ -15,6 +14,7 @@ from slipstream.broker.ledger.scoring_queue import ScoringQueue
 from slipstream.broker.ledger.survivorship import survivorship_of
 from slipstream.broker.report.bounds import MAX_CHARS, MAX_NAMES, by_phase
 from slipstream.broker.report.publishes import PublishHistory, bounded_members
+from slipstream.broker.report.role_record import RoleRecord
 from slipstream.broker.report.summary import means_of
 from slipstream.wire.messages.broker import MANY, Hello, RoleReport
 from slipstream.wire.messages.status import RoleStatus, RunStatus, StepPoint
@@ -27,42 +27,6 @@ _MAX_NOTICES = 100_000  # of newly ready groups; one a second at most
 _GONE_S = 3_600.0
 _STATM = Path("/proc/self/statm")
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
-
-
-@dataclass(slots=True)
-class RoleRecord:
-    """The last report of one process."""
-
-    hello: Hello
-    since_s: float
-    heard_s: float
-    tokens_before: float | None = None  # its hello; None until it reports
-    report: RoleReport = field(default_factory=lambda: RoleReport(phase_seconds={}, counters={}))
-
-    @property
-    def tokens(self) -> float:
-        """Return how many tokens it reported since its hello."""
-        return self.report.counters.get("tokens", 0.0) - (self.tokens_before or 0.0)
-
-    def status(self, now_s: float, leases: int) -> RoleStatus:
-        """Return what is shown of it."""
-        age = max(now_s - self.since_s, 1e-9)
-        return RoleStatus(
-            name=self.hello.name,
-            role=self.hello.role,
-            age_s=age,
-            silent_s=now_s - self.heard_s,
-            busy=busy_share(self.report.phase_seconds),
-            phase_seconds=self.report.phase_seconds,
-            tokens_per_second=self.tokens / age,
-            adopted=self.report.adopted,
-            leases=leases,
-            trajectories=self.report.counters.get("trajectories", 0.0),
-            retracted=self.report.counters.get("retracted", 0.0),
-            kv_use=self.report.gauges.get("kv_use"),
-            sequences=int(self.report.gauges.get("sequences", 0.0)),
-            sequence_limit=int(self.report.gauges.get("sequence_limit", 0.0)),
-        )
 
 
 class Telemetry:

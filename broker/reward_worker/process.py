@@ -31,6 +31,7 @@ from slipstream.broker.sandbox.process_table import (
     children_by_parent,
     descendants,
     kill,
+    kill_all,
     process_table,
     usage_of,
 )
@@ -39,7 +40,6 @@ from slipstream.wire.process.processes import bound_to_me
 
 _log = logging.getLogger(__name__)
 _END_S = 60.0
-_LOOK_S = 0.01
 _HUNG_UP_S = 1.0
 _PUT_AWAY_S = 2.0
 _PIPE_BYTES = 1 << 20
@@ -235,7 +235,8 @@ class ChildProcess(asyncio.Protocol):
         except TimeoutError:
             _log.error("%s does not end", self._name)
             process.kill()
-        await self._until_gone(started)
+        if left := await kill_all(started, timeout_s=_END_S):
+            _log.error("%s left processes behind: %s", self._name, left)
         loop = asyncio.get_running_loop()
         for descriptor in self._descriptors:
             loop.remove_reader(descriptor)
@@ -247,21 +248,3 @@ class ChildProcess(asyncio.Protocol):
         self._descriptors = []
         if self._transport is not None:
             self._transport.abort()
-
-    async def _until_gone(self, started: Mapping[int, float]) -> None:
-        deadline_s = asyncio.get_running_loop().time() + _END_S
-        while True:
-            table = process_table()
-            left = [
-                pid
-                for pid, started_s in started.items()
-                if pid in table and table[pid].started_s == started_s and not table[pid].is_zombie
-            ]
-            if not left:
-                return
-            if asyncio.get_running_loop().time() > deadline_s:
-                _log.error("%s left processes behind: %s", self._name, left)
-                return
-            for pid in left:
-                kill(pid)
-            await asyncio.sleep(_LOOK_S)

@@ -4,6 +4,7 @@ Linux only. Read ten times per second for the children of a worker and forty tim
 run, which is why it is not psutil's: that takes seven times as long for a table (docs/adr/0034).
 """
 
+import asyncio
 import os
 import signal
 import time
@@ -17,6 +18,7 @@ import psutil
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _STAT_BYTES = 1024
+_LOOK_S = 0.01
 
 
 class ProcessRow(NamedTuple):
@@ -133,3 +135,16 @@ def kill(pid: int) -> None:
     """Kill a process, if it is still there."""
     with suppress(ProcessLookupError, PermissionError):
         os.kill(pid, signal.SIGKILL)
+
+
+async def kill_all(started: Mapping[int, float], *, timeout_s: float) -> list[int]:
+    """Kill processes, given with when they started, until they are gone; return what is left."""
+    deadline_s = time.monotonic() + timeout_s
+    while True:
+        rows = [row for pid, row in process_table().items() if started.get(pid) == row.started_s]
+        left = [row.pid for row in rows if not row.is_zombie]
+        if not left or time.monotonic() > deadline_s:
+            return left
+        for pid in left:
+            kill(pid)
+        await asyncio.sleep(_LOOK_S)

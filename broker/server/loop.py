@@ -19,7 +19,7 @@ from slipstream.broker.ledger.commands import Ledger
 from slipstream.broker.ledger.lease_book import LeaseBook
 from slipstream.broker.ledger.scoring_queue import ScoringQueue
 from slipstream.broker.report.reward_trouble import RewardTrouble
-from slipstream.broker.report.run_files import RunRecords
+from slipstream.broker.report.run_records import RunRecords
 from slipstream.broker.report.run_report import RunReport
 from slipstream.broker.report.telemetry import Telemetry
 from slipstream.broker.server.clients import ClientRequest, Clients

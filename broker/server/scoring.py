@@ -7,7 +7,7 @@ from collections.abc import Callable
 from slipstream.broker.ledger.book import Book
 from slipstream.broker.ledger.lease_book import LeaseBook
 from slipstream.broker.report.reward_trouble import RewardTrouble
-from slipstream.broker.report.run_files import RunRecords
+from slipstream.broker.report.run_records import RunRecords
 from slipstream.broker.server.reply import Later, Outcome, Reply, log_text
 from slipstream.broker.server.sessions import Session, Sessions
 from slipstream.broker.store.base import StoredTrajectory

@@ -39,8 +39,7 @@ from slipstream.wire.messages.versions import PolicyVersion
 from slipstream.wire.process.phases import PhaseClock
 
 _log = logging.getLogger(__name__)
-_POLL_S = 1.0
-_LOG_WAITING_AFTER_S = 10.0
+_POLL_S, _LOG_WAITING_AFTER_S = 1.0, 10.0
 
 
 class LeaderLink(PayloadLink):

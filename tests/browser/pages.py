@@ -9,8 +9,9 @@ from pathlib import Path
 from typing_extensions import override
 
 from slipstream.broker.dashboard.columns import HistoryColumns
-from slipstream.broker.dashboard.items import Found, Letter, RecordedItems, Trajectory
+from slipstream.broker.dashboard.items import RecordedItems
 from slipstream.broker.dashboard.recorder import Snapshot
+from slipstream.broker.dashboard.trajectories import Found, Letter, Trajectory
 from slipstream.broker.dashboard.web import Dashboard
 from tests.browser import samples
 

@@ -12,7 +12,7 @@ import msgspec
 from slipstream.broker.dashboard.advisories.advise import advise
 from slipstream.broker.dashboard.advisories.view import Advisory, Trends
 from slipstream.broker.dashboard.columns import HistoryColumns, StepColumns, TimeColumns
-from slipstream.broker.dashboard.items import Item, Letter, Sibling, Token, Trajectory
+from slipstream.broker.dashboard.trajectories import Item, Letter, Sibling, Token, Trajectory
 from slipstream.broker.store.item_history import Moment
 from slipstream.wire.messages.status import (
     EvalFigures,

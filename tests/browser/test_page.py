@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from slipstream.broker.dashboard.advisories.advise import RULES
-from slipstream.broker.dashboard.items import Item
+from slipstream.broker.dashboard.trajectories import Item
 from tests.browser import samples
 from tests.browser.pages import SampleServer, served
 

@@ -12,7 +12,7 @@ import pytest
 
 from slipstream.broker.store.base import Changes
 from slipstream.broker.store.redis import RedisStore
-from slipstream.generators.sglang.process import free_port
+from slipstream.generators.sglang.start_order import free_port
 from slipstream.wire.errors import ConfigError
 from tests.support.waiting import HANG_S, until
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import zmq
 
-from slipstream.generators.sglang.process import free_port
+from slipstream.generators.sglang.start_order import free_port
 from slipstream.generators.weights import take_weights
 from slipstream.weightbus.agent.staging import Staging
 from slipstream.weightbus.agent.subscriber import Subscriber

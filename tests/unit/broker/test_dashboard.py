@@ -34,10 +34,11 @@ from slipstream.broker.dashboard.columns import (
 )
 from slipstream.broker.dashboard.door import name_of
 from slipstream.broker.dashboard.history import History
-from slipstream.broker.dashboard.items import Found, Letter, RecordedItems
+from slipstream.broker.dashboard.items import RecordedItems
 from slipstream.broker.dashboard.metrics import render_metrics
 from slipstream.broker.dashboard.recorder import FinishedRun, Recorder, Snapshot, fsync_of
 from slipstream.broker.dashboard.table import Row
+from slipstream.broker.dashboard.trajectories import Found, Letter
 from slipstream.broker.dashboard.web import MAX_VIEWERS, Dashboard
 from slipstream.broker.ledger.events import Trained, encode_event
 from slipstream.broker.ledger.scoring_queue import ScoringQueue

@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from slipstream.generators.sglang import process
-from slipstream.generators.sglang.process import free_port
+from slipstream.generators.sglang.start_order import free_port
 
 
 def test_a_port_is_free_and_none_that_a_connection_may_get(

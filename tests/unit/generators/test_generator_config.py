@@ -4,8 +4,8 @@ from typing import Any
 import pytest
 
 from slipstream.generators.config import generator_settings
-from slipstream.generators.sglang.process import random_api_key, server_flags
 from slipstream.generators.sglang.running import sampling_by_item
+from slipstream.generators.sglang.start_order import random_api_key, server_flags
 from slipstream.wire.errors import ConfigError
 from tests.support.blank_model import write_blank_model
 

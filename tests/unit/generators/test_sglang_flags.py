@@ -4,7 +4,7 @@ import pytest
 
 from slipstream.generators.config import generator_settings
 from slipstream.generators.sglang import process
-from slipstream.generators.sglang.process import server_flags
+from slipstream.generators.sglang.start_order import server_flags
 from slipstream.wire.errors import ConfigError
 from tests.support.blank_model import write_blank_model
 

@@ -22,7 +22,7 @@ from slipstream.broker.ledger.events import TakenOver, Trained, decode_event
 from slipstream.broker.ledger.groups import Group
 from slipstream.broker.ledger.scoring_queue import ScoringQueue
 from slipstream.broker.ledger.state import decode_state
-from slipstream.broker.report.run_files import Frames, RunRecords
+from slipstream.broker.report.run_records import Frames, RunRecords
 from slipstream.broker.report.telemetry import Telemetry
 from slipstream.broker.server.loop import MAX_WAIT_S, BrokerServer, may_wait_s
 from slipstream.broker.store.group_commit import GroupCommitter

@@ -11,7 +11,8 @@ import pytest
 from rich.console import Console
 
 from slipstream.broker.report.summary import write_summary
-from slipstream.deploy.commands.versions import VersionsView, main, print_versions, render, view_of
+from slipstream.deploy.commands.versions import main, print_versions
+from slipstream.deploy.terminal.versions_view import VersionsView, render, view_of
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.messages.status import RoleStatus
 from slipstream.wire.messages.versions import PolicyVersion

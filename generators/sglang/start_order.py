@@ -1,0 +1,117 @@
+"""What an SGLang server is started with: settings, environment, a port, a key."""
+
+import os
+import random
+import secrets
+import socket
+import zlib
+from pathlib import Path
+
+from slipstream.generators.config import GeneratorSettings
+from slipstream.generators.sglang.patches import GROUP_TIMEOUT_VARIABLE, SEEDS_VARIABLE
+from slipstream.weightbus.net.interfaces import interface_variables
+from slipstream.wire.errors import ConfigError
+from slipstream.wire.process.environment import handed_on
+
+_VARIABLES_OF_ENGINES = (
+    *("SGLANG_", "SGL_", "NCCL_", "GLOO_", "TORCH", "PYTORCH_", "TRITON_", "FLASHINFER_", "DG_"),
+    *("CUTE_", "CUTLASS_", "TRTLLM_", "NVSHMEM_", "UCX_", "MC_", "MLX5_", "IBV_", "RDMAV_", "FI_"),
+    *("ROCM_", "HIP_", "HSA_", "ROCR_", "AITER_", "RCCL_", "GPU_", "CC", "CXX", "CPATH"),
+    *("LIBRARY_PATH", "C_INCLUDE_PATH", "CPLUS_INCLUDE_PATH", "MAX_JOBS"),
+)
+_INIT_METHOD = "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"
+HOST = "127.0.0.1"
+_PORT_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
+_USUAL_FIRST_PORT = 32_768
+_LOWEST_PORT = 20_000
+_PORT_TRIES = 100
+_RENDEZVOUS = "rendezvous"
+
+
+def server_flags(
+    settings: GeneratorSettings, *, port: int, api_key: str, seed_of: str
+) -> dict[str, str | int | float | bool]:
+    """Return SGLang's settings: ours first, then the device's, then [generators.sglang]."""
+    generators = settings.generators
+    flags: dict[str, str | int | float | bool] = {
+        "model_path": str(settings.model.resolve()),
+        "host": HOST,
+        "port": port,
+        "api_key": api_key,
+        "device": settings.device,
+        "dtype": settings.dtype,
+        "max_running_requests": generators.max_sequences,
+        "skip_server_warmup": True,
+        "disable_overlap_schedule": True,  # version runs are exact to the token
+        "random_seed": hash_seed(f"{settings.run.seed}/{seed_of}"),
+        "log_level": "warning",
+    }
+    if settings.weightbus.in_flight == "in_place":
+        flags["disable_radix_cache"] = True  # its prefixes cannot be forgotten amid responses
+    if settings.sampling.seed_per_sibling:
+        flags["sampling_backend"] = "pytorch"  # the one that takes seeds
+    if settings.device == "cpu":
+        flags |= {
+            "attention_backend": "torch_native",
+            "sampling_backend": "pytorch",
+            "grammar_backend": "none",
+            "disable_cuda_graph": True,
+            # The tokens bound the memory. SGLang counts what other programs take of this host's
+            # while it loads as its own, and gives up where that is more than this share.
+            "mem_fraction_static": 0.9,
+            "max_total_tokens": generators.max_cached_tokens,
+            "sleep_on_idle": True,
+        }
+    return flags | generators.sglang
+
+
+def random_api_key() -> str:
+    """Return a key for one server; hexadecimal, since one that starts with - is read as a flag."""
+    return secrets.token_hex(24)
+
+
+def hash_seed(text: str) -> int:
+    """Return a stable 31-bit seed for a text."""
+    return zlib.crc32(text.encode()) & 0x7FFFFFFF
+
+
+def environment_of(settings: GeneratorSettings, scratch: Path) -> dict[str, str]:
+    """Return the environment of a server; ``scratch`` is its private folder."""
+    environment = handed_on(
+        os.environ,  # noqa: TID251 parts of it are handed on to a child
+        named=settings.generators.environment,
+        prefixes=_VARIABLES_OF_ENGINES,
+        setting="generators.environment",
+    )
+    environment |= {"TMPDIR": str(scratch), "HF_HUB_OFFLINE": "1"}
+    environment[GROUP_TIMEOUT_VARIABLE] = str(settings.weightbus.timeout_s)
+    environment[SEEDS_VARIABLE] = str(int(settings.sampling.seed_per_sibling))
+    # Its ranks find each other in a file of the private folder. By itself SGLang opens a store of
+    # torch's, which listens on every interface and accepts writes from anyone.
+    environment[_INIT_METHOD] = f"file://{scratch / _RENDEZVOUS}"
+    if settings.device == "cpu":
+        # More than one thread per server collapses as soon as anything else needs a core.
+        environment |= {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1"}
+    return environment | interface_variables(settings.weightbus.host, environment)
+
+
+def free_port() -> int:
+    """Return a free port outside the range from which the system assigns ports.
+
+    The server binds it seconds later. A port of that range may be taken meanwhile, even by the
+    probe for the server, which would connect to itself.
+    """
+    try:
+        first = int(_PORT_RANGE.read_text().split()[0])
+    except (OSError, ValueError, IndexError):
+        first = _USUAL_FIRST_PORT
+    if first < _LOWEST_PORT + _PORT_TRIES:
+        first = _USUAL_FIRST_PORT
+    for port in random.sample(range(_LOWEST_PORT, first), _PORT_TRIES):
+        with socket.socket() as probe:
+            try:
+                probe.bind((HOST, port))
+            except OSError:
+                continue
+            return port
+    raise ConfigError(f"no port between {_LOWEST_PORT} and {first} is free for SGLang")
