@@ -48,8 +48,8 @@ def spoil_row(folder: Path) -> None:
     path.write_text("\n".join([*lines[:2], "{", *lines[3:]]))
 
 
-# One case for each process that refuses, but for the engine, whose start is long; the others say the
-# same of other settings.
+# One case for each process that refuses (the engine's start is long: slow); the others say the same
+# of other settings.
 IN_MAKE_TEST = {"unknown setting", "empty data", "vocabulary", "no reward"}
 CASES: dict[str, tuple[dict[str, object], Spoil, str]] = {
     "unknown setting": (

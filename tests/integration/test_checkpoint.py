@@ -72,7 +72,10 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[
     return trained
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout",  # critic-tp2 has all that tp2 has
+    [pytest.param(layout, marks=[pytest.mark.slow] * (layout == "tp2")) for layout in LAYOUTS],
+)
 def test_three_steps_and_three_after_a_resume_are_six_steps_bit_for_bit(
     straight: Callable[[str], tuple[Replays, Path]], layout: str
 ):
@@ -161,7 +164,7 @@ def test_the_newest_are_kept_and_what_a_crash_left_is_removed(tmp_path: Path):
     assert len(seconds) == 2
 
 
-@pytest.mark.parametrize("layout", ["one", "tp2"])
+@pytest.mark.parametrize("layout", [pytest.param("one", marks=pytest.mark.slow), "tp2"])
 def test_a_save_that_fails_leaves_the_one_before_and_training_goes_on(tmp_path: Path, layout: str):
     replays = Replays(tmp_path)
     run = replays.train("a", *LAYOUTS[layout], "run.steps=1")

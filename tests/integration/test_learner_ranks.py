@@ -122,7 +122,7 @@ def group_ids(batch: Batch) -> tuple[int, ...]:
     return tuple(recorded.group.group_id for recorded in batch)
 
 
-@pytest.mark.parametrize("layout", ["one", "dp2", "tp2"])
+@pytest.mark.parametrize("layout", [pytest.param("one", marks=pytest.mark.slow), "dp2", "tp2"])
 def test_what_cannot_be_trained_changes_nothing_and_is_replaced(learning: Learning, layout: str):
     zero, one, two, three = learning.batches[:4]
     last = three[:1]
@@ -235,7 +235,7 @@ def test_a_learner_that_is_asked_to_end_does_not_wait_for_what_it_prefetches(lea
     assert [path.name for path in checkpoints_in(learning.run / "checkpoints")] == ["step-000001"]
 
 
-@pytest.mark.parametrize("layout", ["one", "tp2"])
+@pytest.mark.parametrize("layout", [pytest.param("one", marks=pytest.mark.slow), "tp2"])
 def test_a_learner_that_was_killed_goes_on_from_the_newest_checkpoint_that_can_be_read(
     learning: Learning, layout: str
 ):

@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 BOUND = 15  # updates, fewer than the target takes, and not a multiple of what is looked at
 
 # No test waits for a while: a child ends, or says where it is.
-pytestmark = pytest.mark.integration
+pytestmark = pytest.mark.integration  # most of it slow: it makes what ships again, no part of a run
 
 
 class CutOff(NamedTuple):
@@ -98,6 +98,7 @@ def test_the_bound_fails_with_cause_and_remedy_and_keeps_the_progress(first_call
     assert not (folder / "out").exists()
 
 
+@pytest.mark.slow
 def test_a_second_call_makes_the_policy_of_an_uninterrupted_one(whole: Path, cut_off: CutOff):
     errors = warm_up(cut_off.folder, "--target", 0.9, "--dtype", "float32")
     assert f"resuming from {BOUND} updates" in errors
@@ -108,6 +109,7 @@ def test_a_second_call_makes_the_policy_of_an_uninterrupted_one(whole: Path, cut
     assert not (cut_off.folder / "out.progress").exists()
 
 
+@pytest.mark.slow
 def test_other_inputs_begin_anew(cut_off: CutOff):
     folder = cut_off.folder
     write_rows(folder / "demos.jsonl", [(digit, 9 - digit) for digit in range(10)])
@@ -117,6 +119,7 @@ def test_other_inputs_begin_anew(cut_off: CutOff):
     assert progress(folder) == ["inputs.json", "step-000001"]
 
 
+@pytest.mark.slow
 def test_damaged_progress_is_passed_over(whole: Path, cut_off: CutOff):
     folder = cut_off.folder
     for path in (folder / "out.progress").rglob("*.distcp"):
@@ -132,6 +135,7 @@ def test_damaged_progress_is_passed_over(whole: Path, cut_off: CutOff):
         assert tensor.equal(expected[name].bfloat16()), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGKILL])
 def test_a_signal_in_the_middle_leaves_progress_to_go_on_from(
     tmp_path: Path, signum: signal.Signals

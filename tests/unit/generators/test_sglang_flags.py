@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 
 from slipstream.generators.config import generator_settings
-from slipstream.generators.sglang import process
+from slipstream.generators.sglang import start_order
 from slipstream.generators.sglang.start_order import server_flags
 from slipstream.wire.errors import ConfigError
 from tests.support.blank_model import write_blank_model
@@ -54,7 +54,7 @@ def test_an_engine_gets_what_it_needs_of_the_environment_and_what_a_setting_name
             "generators": {"device": "cpu", "environment": ["PLUGIN"]},
         }
     )
-    found = process._environment(settings, tmp_path)
+    found = start_order.environment_of(settings, tmp_path)
     assert {name for name in ours if name in found} == {"NCCL_IB_HCA", "SGLANG_LOGGING", "PLUGIN"}
     assert found["SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"] == f"file://{tmp_path}/rendezvous"
     assert found["SLIPSTREAM_SEEDS"] == str(int(settings.sampling.seed_per_sibling))
