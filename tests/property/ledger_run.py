@@ -9,7 +9,10 @@ checkpoint and what is kept of them are the product's; the store is in this proc
 small folders.
 
 The machine keeps a book of its own. In it weights are *nodes* of a tree, one for each time that a
-step was trained; the ledger knows labels (v2.7), and no label may ever name two nodes.
+step was trained; the ledger knows labels (v2.7), and no label may ever name two nodes. One node may
+have several labels: every learner that takes over names anew what it holds. A ledger knows those of
+its own account: one that begins apart, from what a checkpoint keeps, knows nothing of what was
+granted after that was saved.
 """
 
 import shutil
@@ -126,6 +129,7 @@ class Book:
     batches: dict[int, tuple[int, ...]] = field(default_factory=dict)
     cursor: int = 0
     recorded: frozenset[int] = frozenset()  # groups that are delivered again, as they were before
+    epochs: frozenset[int] = frozenset({0})  # granted in this account; no other label is known
 
 
 def now(work: Coroutine[Any, Any, T]) -> T:
@@ -221,7 +225,9 @@ class Run(RuleBasedStateMachine):
         root = Node()
         self.book = Book(root)
         self.held = root  # weights of the learner that takes over
+        self.held_version = PolicyVersion(0, 0)  # the label under which they were saved
         self.weights_of = {PolicyVersion(0, 0): root}  # of every label that there ever was
+        self.epochs_at: dict[PolicyVersion, frozenset[int]] = {}  # known to what was saved as this
         self.headers: dict[int, dict[int, TrajectoryHeader]] = {}
         self.position_of: dict[int, int] = {}  # group -> prompt, over all lives
         self.lease_ids: set[int] = set()  # over all lives
@@ -276,7 +282,8 @@ class Run(RuleBasedStateMachine):
             RefusedError: the broker knows nothing of such weights.
         """
         info = read_checkpoint_info(checkpoint) if checkpoint is not None else None
-        self.held = self.weights_of[info.version if info is not None else PolicyVersion(0, 0)]
+        self.held_version = info.version if info is not None else PolicyVersion(0, 0)
+        self.held = self.weights_of[self.held_version]
         self.incarnation += 1
         version = self._take_over(info)
         if again is not None:
@@ -370,6 +377,7 @@ class Run(RuleBasedStateMachine):
             packages={},
             has_digests=True,
         )
+        self.epochs_at[version] = self.book.epochs
         (path / INFO_FILE).write_bytes(msgspec.json.encode(info))
         ledger = ledger_file(encode_state(self.ledger.training.snapshot(version)))
         (path / LEDGER_FILE).write_bytes(ledger)
@@ -424,7 +432,7 @@ class Run(RuleBasedStateMachine):
             self._learner_starts(checkpoint, again=again)
         except RefusedError:
             assert checkpoint is not None
-            assert not self.book.node.descends_from(self.held), "its weights are of this run"
+            assert not self._is_ancestor(self.held_version), "its weights are of this run"
             self._everything_goes_on("auto", "kept")
 
     @rule(cuts_log=st.booleans())
@@ -534,11 +542,10 @@ class Run(RuleBasedStateMachine):
         state = self.ledger.book.state
         assert self.ledger.book.unaccounted() == 0
         assert state.awaits_learner
-        is_apart = known is None or not self.book.node.descends_from(held)
+        is_apart = known is None or not self._is_ancestor(version)
         if known is not None and not is_apart:
-            oldest = min(known.history, default=known.version.step)
-            is_apart = held.depth < oldest or version.epoch > known.version.epoch
-        if store == "cut":
+            is_apart = held.depth < min(known.history, default=known.version.step)
+        if store == "cut" and not is_apart:  # a life ends if acknowledged events are gone
             assert before.life <= state.life <= before.life + 1
         else:
             assert state.life == before.life + is_apart
@@ -548,7 +555,7 @@ class Run(RuleBasedStateMachine):
         for figure in ("issued", "trained", "dropped", "cursor", "version"):
             assert getattr(state, figure) == getattr(saved, figure)
         assert state.sealed == state.trained
-        self.book = Book(held, {}, saved.cursor)
+        self.book = Book(held, {}, saved.cursor, epochs=self.epochs_at[version])
 
     # ---- what the roles do ---------------------------------------------------
 
@@ -841,10 +848,15 @@ class Run(RuleBasedStateMachine):
         assert version > self.last_version, "a label was given out twice, or goes back"
         self.last_version = version
 
+    def _is_ancestor(self, version: PolicyVersion) -> bool:
+        """Tell whether this account knows the label, and the weights of now descend from those."""
+        known = version.epoch in self.book.epochs
+        return known and self.book.node.descends_from(self.weights_of[version])
+
     def _go_back(self, version: PolicyVersion) -> None:
         """What was trained from this step on is bound again, or on its way again."""
         book, held = self.book, self.held
-        assert book.node.descends_from(held), "the run goes on from weights of another one"
+        assert self._is_ancestor(self.held_version), "the run goes on from weights of another one"
         assert held.depth == version.step
         for lost in book.node.path()[version.step :]:
             step = lost.depth - 1
@@ -854,6 +866,7 @@ class Run(RuleBasedStateMachine):
                 assert not set(lost.batch) & set(book.batches.get(step, ()))
         book.recorded = frozenset(group_id for batch in book.batches.values() for group_id in batch)
         book.node = self.weights_of[version] = held
+        book.epochs |= {version.epoch}
 
     def _has_trained(self, version: PolicyVersion) -> None:
         """Every token was chosen by ancestors of the weights that it trains, and not too old."""
@@ -864,8 +877,7 @@ class Run(RuleBasedStateMachine):
         for group_id, sent in [(g, sent) for g in batch for sent in self.headers[g].values()]:
             for run in sent.version_runs:
                 assert 0 <= step - run.version.step <= bound, "too old"
-                is_ancestor = book.node.descends_from(self.weights_of[run.version])
-                assert is_ancestor or group_id in book.recorded, (
+                assert self._is_ancestor(run.version) or group_id in book.recorded, (
                     f"a token of {run.version.label}, which {version.label} does not descend from"
                 )
         self.weights_of[version] = book.node = book.node.after(batch)
