@@ -45,6 +45,7 @@ class Launch:
 
     replay: Path | None = None  # trajectory file to train on in place of what a broker delivers
     resumes: bool = False  # resume from the run's newest usable checkpoint
+    begun_after: int | None = None  # the newest epoch of a checkpoint as the run was started
     relay: RelayLaunch = field(default_factory=RelayLaunch)
 
 
@@ -136,7 +137,9 @@ def run_rank(
         timeout_s=learner.timeout_s,
     )
     try:
-        settings, policy = start_policy(settings, algorithm, topology, resumes=launch.resumes)
+        settings, policy = start_policy(
+            settings, algorithm, topology, resumes=launch.resumes, begun_after=launch.begun_after
+        )
         clock = PhaseClock()
         with (
             _open_link(settings, topology, early, launch, clock, stop) as (link, leader),

@@ -36,6 +36,12 @@ def main() -> int:
         choices=["auto"],
         help="resume from the run's newest usable checkpoint, if there is one",
     )
+    parser.add_argument(
+        "--begun-after",
+        type=int,
+        metavar="EPOCH",
+        help="newest epoch of a checkpoint as the run was started; set by slipstream run",
+    )
     parser.add_argument("--rank", type=int, default=0, help="set by start-learner itself")
     parser.add_argument("--port", type=int, default=0, help="set by start-learner itself")
     arguments = parser.parse_args()
@@ -70,6 +76,7 @@ def main() -> int:
         launch = Launch(
             replay=arguments.replay,
             resumes=arguments.resume is not None,
+            begun_after=arguments.begun_after,
             relay=RelayLaunch(sys.argv[1:], int(lifeline) if lifeline else None),
         )
         if arguments.rank == 0:

@@ -28,7 +28,12 @@ _log = logging.getLogger(__name__)
 
 
 def start_policy(
-    settings: LearnerSettings, algorithm: Algorithm, topology: Topology, *, resumes: bool
+    settings: LearnerSettings,
+    algorithm: Algorithm,
+    topology: Topology,
+    *,
+    resumes: bool,
+    begun_after: int | None,
 ) -> tuple[LearnerSettings, Policy]:
     """Return the policy to start from, and the settings that name it. Every rank calls this.
 
@@ -43,7 +48,7 @@ def start_policy(
     if resumes and topology.rank == 0:
         infos = {p.resolve(): i for p, i in readable_checkpoints(settings.run.checkpoints).items()}
         named = settings.resume_from.resolve() if settings.resume_from is not None else None
-        names = [str(path) for path in resume_order(infos, named)]
+        names = [str(path) for path in resume_order(infos, named, begun_after=begun_after)]
     if resumes:
         data = msgspec.msgpack.encode(names)
         data = broadcast_bytes(data, rank=topology.rank, world_size=topology.world_size)

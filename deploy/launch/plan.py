@@ -6,6 +6,7 @@ from pathlib import Path
 
 from slipstream.deploy.config import RunConfig
 from slipstream.wire.errors import ConfigError
+from slipstream.wire.files.checkpoints import readable_checkpoints
 
 Place = tuple[str, tuple[int, ...]]  # host, GPUs of it
 
@@ -68,12 +69,16 @@ def plan_roles(config: RunConfig, resolved: Path, *, num_gpus: int) -> list[Role
     def named(name: str, module: str) -> RolePlan:
         return role(name, module, "--name", name)
 
+    # What a learner that is started again finds may be of this run or of what it left behind.
+    found = readable_checkpoints(config.run.checkpoints) if config.run.resume_from else {}
+    epochs = [info.version.epoch for info in found.values()]
+    begun_after = ("--begun-after", str(max(epochs))) if epochs else ()
     generators = range(config.generators.generators.count)
     workers = range(config.broker.reward.workers)
     return [
         role("broker", "slipstream.broker.main", on_restart=("--restarted",)),
         *(named(f"generator-{i}", "slipstream.generators.main") for i in generators),
-        role("learner", "slipstream.learner.main", on_restart=("--resume", "auto")),
+        role("learner", "slipstream.learner.main", on_restart=("--resume", "auto", *begun_after)),
         *(named(f"reward-worker-{i}", "slipstream.broker.reward_worker.main") for i in workers),
     ]
 

@@ -7,25 +7,30 @@ from pathlib import Path
 from slipstream.wire.files.checkpoints import CheckpointInfo
 
 
-def resume_order(infos: Mapping[Path, CheckpointInfo], named: Path | None) -> list[Path]:
+def resume_order(
+    infos: Mapping[Path, CheckpointInfo], named: Path | None, *, begun_after: int | None = None
+) -> list[Path]:
     """Return the run's own checkpoints that a restarted learner may resume from, best first.
 
     The newest by policy version is the best. A checkpoint counts only if the run did not go back
     behind it since: one of a newer version that has fewer steps has abandoned it, and so has a
-    life that started at the named one, even where it has saved nothing yet.
+    run that was started from the named one, even where it has saved nothing yet.
 
     Args:
         infos: what can be read in RUN/checkpoints.
-        named: what this life of the run started from (run.resume_from).
+        named: what the run was started from (run.resume_from).
+        begun_after: the newest epoch of a checkpoint at that time; what is of a newer one was saved
+            since, the named one too if it was written over. None: the epoch that the named one has.
     """
     began_at = infos[named].version if named is not None and named in infos else None
+    if began_at is not None and begun_after is None:
+        begun_after = began_at.epoch
     usable: list[Path] = []
     fewest = sys.maxsize
     for path in sorted(infos, key=lambda path: infos[path].version, reverse=True):
         version = infos[path].version
-        is_abandoned = (
-            began_at is not None and version.epoch == began_at.epoch and version > began_at
-        )
+        is_older = begun_after is not None and version.epoch <= begun_after
+        is_abandoned = is_older and began_at is not None and version > began_at
         if version.step <= fewest and not is_abandoned:
             usable.append(path)
             fewest = version.step

@@ -240,6 +240,7 @@ class Run(RuleBasedStateMachine):
         self.incarnation = 0
         self.was_stopped = False  # by somebody, in any life
         self.resumption: Resumption | None = None
+        self.begun_after: int | None = None  # the newest epoch of a checkpoint at the last resume
         Run.begun["schedules"] += 1
         self._begin()
         self._learner_starts(None)
@@ -416,13 +417,17 @@ class Run(RuleBasedStateMachine):
 
     @rule(again=st.sampled_from([None, None, True, False]))
     def learner_dies_and_is_replaced(self, again: bool | None) -> None:
-        """It goes on from the newest of its run's checkpoints that is whole."""
+        """It goes on from the newest checkpoint that is whole and of ancestors of its weights."""
         self._store_events()
         named = Path(self.settings.run.resume_from) if self.settings.run.resume_from else None
-        order = resume_order(self._infos(), named)
+        order = resume_order(self._infos(), named, begun_after=self.begun_after)
         checkpoint = next((path for path in order if not _damage_of(path)), None)
+        infos = self._infos()
+        ancestors = [path for path in self._whole() if self._is_ancestor(infos[path].version)]
+        newest = max(ancestors, key=lambda path: infos[path].version, default=None)
         Run.begun["learner deaths"] += 1
         if checkpoint is None:  # then what its settings name, or the model
+            assert newest is None
             if named is not None:
                 self._everything_goes_on("auto", "kept")  # that was removed, or is damaged
                 return
@@ -434,6 +439,8 @@ class Run(RuleBasedStateMachine):
             assert checkpoint is not None
             assert not self._is_ancestor(self.held_version), "its weights are of this run"
             self._everything_goes_on("auto", "kept")
+        else:
+            assert checkpoint == newest, "steps were given up that a checkpoint holds"
 
     @rule(cuts_log=st.booleans())
     def broker_dies_and_is_replaced(self, cuts_log: bool) -> None:
@@ -517,6 +524,7 @@ class Run(RuleBasedStateMachine):
         assert point.run_folder == run.folder
         run = msgspec.structs.replace(run, resume_from=str(point.checkpoint or ""))
         self.settings = msgspec.structs.replace(self.settings, run=run)
+        self.begun_after = max((i.version.epoch for i in self._infos().values()), default=None)
         if point.checkpoint is None and store == "emptied":
             self._is_refused()
             self.shared = kept  # somebody put it back

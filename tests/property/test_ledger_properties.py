@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from slipstream.wire.messages.versions import PolicyVersion
 from tests.property.ledger_run import Run
 from tests.property.schedules import draw_schedules, play, profile
 
@@ -65,6 +66,22 @@ def test_a_ledger_that_began_apart_takes_no_label_granted_beside_it_for_one_of_i
             *issues_prompts,
         ],
     )
+
+
+def test_a_learner_that_dies_after_its_run_went_back_keeps_what_it_trained_since():
+    went_back = Run()
+    schedule = [
+        ("begin", TWO_STEPS),
+        ("learner_saves", {}),
+        ("the_pipeline_turns_once", {"stragglers": 0, "adopts": True}),
+        ("learner_saves", {}),
+        goes_back(),  # to v1.0, which is saved again as v2.0
+        ("the_pipeline_turns_once", {"stragglers": 0, "adopts": True}),
+        ("learner_saves", {}),
+        ("learner_dies_and_is_replaced", {"again": None}),  # at v2.1
+    ]
+    play(went_back, schedule)
+    assert went_back.held_version == PolicyVersion(2, 1)
 
 
 @pytest.mark.slow  # `make test` has the same rules, always in the same order

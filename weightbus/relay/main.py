@@ -196,6 +196,7 @@ def main() -> int:
     )
     parser.add_argument("--replay", help="of start-learner; ignored")
     parser.add_argument("--resume", help="of start-learner; ignored")
+    parser.add_argument("--begun-after", help="of start-learner; ignored")
     parser.add_argument("--lifeline", type=int, help="descriptor whose end of file ends the relay")
     arguments = parser.parse_args()
     try:

@@ -4,6 +4,7 @@ import io
 import json
 from pathlib import Path
 
+import msgspec
 import pytest
 from rich.console import Console
 
@@ -21,6 +22,13 @@ from slipstream.deploy.launch.memory import (
 from slipstream.deploy.launch.plan import plan_roles
 from slipstream.learner.model.hf_config import HfConfig, load_hf_config
 from slipstream.wire.errors import ConfigError
+from slipstream.wire.files.checkpoints import (
+    FORMAT_REVISION,
+    INFO_FILE,
+    CheckpointInfo,
+    checkpoint_name,
+)
+from slipstream.wire.messages.versions import PolicyVersion
 from slipstream.wire.settings.load import load_table
 
 CONFIGS = Path(__file__).parents[4] / "configs"
@@ -93,6 +101,32 @@ def test_one_gpu_is_shared_only_when_asked(tmp_path: Path):
     apart = config_of("qwen2.5-1.5b-1gpu", tmp_path, "deploy.share_gpus=false")
     with pytest.raises(ConfigError, match=r"has 1 GPUs; learner\.ranks = 1 and generators\.count"):
         plan_roles(apart, Path("resolved.toml"), num_gpus=0)
+
+
+def test_a_learner_that_is_started_again_is_told_what_was_saved_before_this_start(tmp_path: Path):
+    checkpoints = tmp_path / "runs" / "a" / "checkpoints"
+    for epoch, step in ((1, 20), (2, 40), (3, 10)):
+        saved = checkpoints / checkpoint_name(step)
+        saved.mkdir(parents=True)
+        info = CheckpointInfo(
+            format_revision=FORMAT_REVISION,
+            run_name="a",
+            version=PolicyVersion(epoch, step),
+            saved_at="",
+            model="",
+            architecture={},
+            parameters="",
+            dtype="float32",
+            ranks=1,
+            tensor_parallel=1,
+            packages={},
+        )
+        (saved / INFO_FILE).write_bytes(msgspec.json.encode(info))
+    run = (f"run.dir={tmp_path}/runs", "run.name=a")
+    for resume_from, told in ((saved, ("--begun-after", "3")), ("", ())):
+        config = config_of("qwen2.5-1.5b-1gpu", tmp_path, *run, f"run.resume_from={resume_from}")
+        plans = {plan.name: plan for plan in plan_roles(config, Path("resolved.toml"), num_gpus=0)}
+        assert plans["learner"].restart_arguments == ("--resume", "auto", *told)
 
 
 def test_more_ranks_than_gpus_on_a_host_are_refused(tmp_path: Path):

@@ -30,11 +30,13 @@ def info(epoch: int, step: int) -> CheckpointInfo:
     )
 
 
-def order(versions: Iterable[tuple[int, int]], named: int | None = None) -> list[int]:
+def order(
+    versions: Iterable[tuple[int, int]], named: int | None = None, begun_after: int | None = None
+) -> list[int]:
     """Return the steps to try, of checkpoints of these versions."""
     infos = {Path(checkpoint_name(step)): info(epoch, step) for epoch, step in versions}
     path = Path(checkpoint_name(named)) if named is not None else None
-    return [infos[found].step for found in resume_order(infos, path)]
+    return [infos[found].step for found in resume_order(infos, path, begun_after=begun_after)]
 
 
 @pytest.mark.parametrize(
@@ -58,6 +60,19 @@ def test_what_the_run_began_with_has_abandoned_later_steps_of_its_own_epoch():
     assert order([(1, 2), (1, 4), (1, 6)], named=4) == [4, 2]
     assert order([(1, 2), (1, 4), (1, 6), (2, 5)], named=4) == [5, 4, 2]
     assert order([(1, 4), (2, 8)], named=4) == [8, 4]
+
+
+def test_what_the_run_saved_since_is_not_abandoned_by_what_it_began_with():
+    went_back = [(1, 2), (2, 4), (1, 6)]  # it saves at once over what it began with
+    assert order(went_back, named=4, begun_after=1) == [4, 2]
+    assert order([*went_back[:2], (2, 6)], named=4, begun_after=1) == [6, 4, 2]
+    assert order([*went_back[:2], (2, 6), (3, 8)], named=4, begun_after=1) == [8, 6, 4, 2]
+
+
+def test_what_the_run_began_with_has_abandoned_newer_epochs_that_were_there_by_then():
+    assert order([(1, 4), (2, 6), (2, 8)], named=4, begun_after=2) == [4]
+    assert order([(1, 4), (2, 6), (3, 8)], named=4, begun_after=2) == [8, 4]
+    assert order([(2, 4), (2, 6)], named=4, begun_after=2) == [4], "named once more"
 
 
 def test_a_checkpoint_to_begin_with_that_is_no_longer_there_changes_nothing():
