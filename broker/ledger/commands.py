@@ -42,9 +42,9 @@ from slipstream.wire.messages.versions import PolicyVersion
 
 
 class Ledger:
-    """Accounts for every item; the learner's commands are in ``training``.
+    """Accounts for every item. All methods are immediate.
 
-    All methods are immediate.
+    The learner's commands are in ``training``, the choice of new items is in ``issuing``.
     """
 
     def __init__(

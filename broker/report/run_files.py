@@ -176,7 +176,7 @@ class FolderRecords(RunRecords):
         try:
             reason = "" if await asyncio.to_thread(record) else "broker.max_recorded_bytes"
         except OSError as error:
-            reason = str(error)
+            reason = str(error) or type(error).__name__
         if reason:
             _log.warning("recording ends at step %d: %s", step, reason)
             self.end_batches()

@@ -30,7 +30,9 @@ def summary_of(status: RunStatus) -> dict[str, Any]:
     plain["publish_seconds"] = means_of(one.phase_seconds for one in status.publish_history)
     last = status.steps_history[-1:] or []
     plain["last_step_metrics"] = last[0].metrics if last else {}
-    plain["mean_metrics"] = means_of(point.metrics for point in status.steps_history)
+    plain["mean_metrics"] = dict(
+        sorted(means_of(point.metrics for point in status.steps_history).items())
+    )
     in_flight = sum(status.in_flight.values())
     plain["equation"] = {
         "issued": status.issued,
@@ -48,7 +50,7 @@ def means_of(rows: Iterable[Mapping[str, float]]) -> dict[str, float]:
     for row in rows:
         for name, value in row.items():
             values.setdefault(name, []).append(value)
-    return {name: sum(known) / len(known) for name, known in sorted(values.items())}
+    return {name: sum(known) / len(known) for name, known in values.items()}
 
 
 def write_summary(path: Path, status: RunStatus) -> None:

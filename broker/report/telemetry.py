@@ -192,7 +192,7 @@ class Telemetry:
             members=self._members,
             tokens_per_second=self._tokens_per_second(now),
             # A helper of another process, which reports for it, has no phases of its own.
-            busy=means_of({one.role: one.busy} for one in roles if one.phase_seconds),
+            busy=dict(sorted(means_of({r.role: r.busy} for r in roles if r.phase_seconds).items())),
             roles=roles,
             data=self.data,
             versions=dict(sorted(self.versions.items())),

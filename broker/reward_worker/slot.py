@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import assert_never
 
 from slipstream.broker.config import RewardSection
 from slipstream.broker.reward_worker.child import took_too_long
@@ -125,14 +126,18 @@ class Slot:
     def _received(self, child: ChildProcess, message: FromChild) -> None:
         if self.child is not child:
             return  # it is being replaced
-        if isinstance(message, Answered):
-            self._on_answer(self, message)
-        elif self._loading is not None and not self._loading.done():
-            match message:
-                case Loaded():
-                    self._loading.set_result(message)
-                case LoadFailed(message=why):
-                    self._loading.set_exception(ConfigError(why))
+        waits = self._loading if self._loading and not self._loading.done() else None
+        match message:
+            case Answered():
+                self._on_answer(self, message)
+            case Loaded():
+                if waits is not None:
+                    waits.set_result(message)
+            case LoadFailed(message=why):
+                if waits is not None:
+                    waits.set_exception(ConfigError(why))
+            case _:
+                assert_never(message)
 
     def _ended(self, child: ChildProcess, code: int | None) -> None:
         if self.child is not child:

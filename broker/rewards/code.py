@@ -263,6 +263,8 @@ def _run_tester(program: str, tests: Tests, budget: Budget) -> tuple[int, bool]:
     for line in outcome.text.rpartition("\n")[0].splitlines():
         try:
             message = json.loads(line)
+            if not isinstance(message, dict):
+                continue  # a test printed it
             value = as_json(message.get("value"))
         except (ValueError, RecursionError):  # cut short by a limit, or too deep
             continue

@@ -8,13 +8,33 @@ PUBLISHES = 5  # before their share means anything
 LEFT_OUT = 2  # once may be a restart
 LEFT_OUT_OF = 5  # publishes
 REASON_CHARS = 120
-ANSWERS = 50  # before a share of them means anything
-THRASHED = 0.05  # of the answers: each is computed again from its first token
 LETTERS = 3.0  # in a window: one or two are bad rows
 LETTERS_ERROR = 0.1  # of the issued groups: no longer single rows but the reward function
 PAUSED_PHASES = ("pause", "transfer", "load", "verify", "commit")  # an engine does not generate
 
 RULES = Rules()
+
+
+@RULES.add
+def _engine_left_out(view: View) -> Finding | None:
+    records = view.status.publish_history[-LEFT_OUT_OF:]
+    if not records or not records[-1].failed:
+        return None
+    times = {name: sum(name in record.failed for record in records) for name in records[-1].failed}
+    name = max(times, key=lambda one: (times[one], one))
+    if times[name] < LEFT_OUT:
+        return None
+    others = len(times) - 1
+    who = f"{name} and {others} more were" if others else f"{name} was"
+    whose = "their" if others else "its"
+    return Finding(
+        f"{who} left out of {times[name]} of the last {len(records)} publishes "
+        f"({records[-1].failed[name][:REASON_CHARS].rstrip('.')}): {whose} weights are "
+        "old or not whole; slipstream versions shows since when; for slow engines raise "
+        "weightbus.timeout_s.",
+        "weightbus.timeout_s",
+        "error",
+    )
 
 
 @RULES.add
@@ -44,47 +64,6 @@ def _publishes_dominating(view: View) -> Finding | None:
 
 def _paused_s(record: PublishRecord) -> float:
     return sum(record.phase_seconds.get(phase, 0.0) for phase in PAUSED_PHASES)
-
-
-@RULES.add
-def _kv_thrashing(view: View) -> Finding | None:
-    def measure(end: int) -> float | None:
-        answers = view.growth("answers", end)
-        return view.growth("retracted", end) / answers if answers >= ANSWERS else None
-
-    if (thrown := view.reading(measure, THRASHED)) is None:
-        return None
-    limit = max((one.sequence_limit for one in view.generators), default=0)
-    under_way = f", with up to {limit} under way in an engine now" if limit else ""
-    return Finding(
-        f"Engines threw {thrown:.0%} of the answers of {view.lately} out of their cache and "
-        f"computed them again{under_way}: give the cache more room (generators.max_cached_tokens, "
-        "generators.sglang.mem_fraction_static) or let fewer be under way "
-        '(generators.max_sequences, generators.concurrency = "adaptive").',
-        "generators.max_sequences",
-    )
-
-
-@RULES.add
-def _engine_left_out(view: View) -> Finding | None:
-    records = view.status.publish_history[-LEFT_OUT_OF:]
-    if not records or not records[-1].failed:
-        return None
-    times = {name: sum(name in record.failed for record in records) for name in records[-1].failed}
-    name = max(times, key=lambda one: (times[one], one))
-    if times[name] < LEFT_OUT:
-        return None
-    others = len(times) - 1
-    who = f"{name} and {others} more were" if others else f"{name} was"
-    whose = "their" if others else "its"
-    return Finding(
-        f"{who} left out of {times[name]} of the last {len(records)} publishes "
-        f"({records[-1].failed[name][:REASON_CHARS].rstrip('.')}): {whose} weights are "
-        "old or not whole; slipstream versions shows since when; for slow engines raise "
-        "weightbus.timeout_s.",
-        "weightbus.timeout_s",
-        "error",
-    )
 
 
 @RULES.add

@@ -5,6 +5,8 @@ from statistics import fmean
 from slipstream.broker.dashboard.advisories.view import Finding, Rules, View
 
 WAITED = 0.25  # share of a pool's time: above what fetching and uneven answers cost
+ANSWERS = 50  # before a share of them means anything
+THRASHED = 0.05  # of the answers: each is computed again from its first token
 NEAR_FULL = 0.8  # of the high water: past it generation is held back
 
 RULES = Rules()
@@ -87,6 +89,25 @@ def _memory_near_the_high_water(view: View) -> Finding | None:
         "groups ahead (broker.max_in_flight) or raise broker.high_water_bytes."
     )
     return Finding(text, "broker.high_water_bytes")
+
+
+@RULES.add
+def _kv_thrashing(view: View) -> Finding | None:
+    def measure(end: int) -> float | None:
+        answers = view.growth("answers", end)
+        return view.growth("retracted", end) / answers if answers >= ANSWERS else None
+
+    if (thrown := view.reading(measure, THRASHED)) is None:
+        return None
+    limit = max((one.sequence_limit for one in view.generators), default=0)
+    under_way = f", with up to {limit} under way in an engine now" if limit else ""
+    return Finding(
+        f"Engines threw {thrown:.0%} of the answers of {view.lately} out of their cache and "
+        f"computed them again{under_way}: give the cache more room (generators.max_cached_tokens, "
+        "generators.sglang.mem_fraction_static) or let fewer be under way "
+        '(generators.max_sequences, generators.concurrency = "adaptive").',
+        "generators.max_sequences",
+    )
 
 
 def _gib(num_bytes: float) -> str:

@@ -169,16 +169,16 @@ def _kl_by_lag(by_lag: Mapping[int, Column]) -> str:
         return [(lag, fmean(values)) for lag, values in found if len(values) >= KL_ROWS]
 
     def measure(end: int) -> float | None:
-        known = means(end)
-        if len(known) < 2 or known[-1][1] < KL_NATS:
+        by_age = means(end)
+        if len(by_age) < 2 or by_age[-1][1] < KL_NATS:
             return None
-        return known[-1][1] / max(known[0][1], 1e-9)
+        return by_age[-1][1] / max(by_age[0][1], 1e-9)
 
     looks = step_looks(rows, KL_STEPS)
     if reading(measure, looks, KL_RATIO) is None:
         return ""
-    known = means(looks[0])
-    (low, fresh), (high, old) = known[0], known[-1]
+    by_age = means(looks[0])
+    (low, fresh), (high, old) = by_age[0], by_age[-1]
     return f"The mismatch KL is {old:.2g} at a lag of {high} steps and {fresh:.2g} at {low}"
 
 
@@ -187,17 +187,17 @@ def _kl_by_correlation(steps: Mapping[str, Column], every_steps: int) -> str:
 
     def pairs(end: int) -> list[tuple[float, float]]:
         rows = slice(max(0, end - 2 * KL_STEPS), end)
-        both = zip(kl[rows], staleness[rows], strict=False)
-        return [(k, s) for k, s in both if k is not None and s is not None]
+        rows_of_both = zip(kl[rows], staleness[rows], strict=False)
+        return [(k, s) for k, s in rows_of_both if k is not None and s is not None]
 
     def measure(end: int) -> float | None:
-        known = pairs(end)
-        if len(known) < 2 * KL_STEPS or fmean(k for k, _ in known) < KL_NATS:
+        both = pairs(end)
+        if len(both) < 2 * KL_STEPS or fmean(k for k, _ in both) < KL_NATS:
             return None
-        if pstdev(s for _, s in known) < STALENESS_SPREAD:
+        if pstdev(s for _, s in both) < STALENESS_SPREAD:
             return None
         try:
-            return correlation([k for k, _ in known], [s for _, s in known])
+            return correlation([k for k, _ in both], [s for _, s in both])
         except StatisticsError:  # a KL that never changes
             return None
 

@@ -179,6 +179,14 @@ def test_a_method_of_solution_a_generator_and_a_changed_argument_are_understood(
 
 @pytest.mark.integration
 @needs_namespaces
+@pytest.mark.parametrize("printed", ["[1, 2]", "3", "None", "'x'"])
+def test_what_a_test_prints_is_no_verdict(printed: str):
+    asserts = f"print({printed})\nassert add(1, 2) == 3\nassert add(3, 4) == 7"
+    assert scored(RIGHT, {"asserts": asserts})["passed"] == 2
+
+
+@pytest.mark.integration
+@needs_namespaces
 def test_one_call_that_ends_hangs_or_crashes_costs_only_its_own_test():
     for fault in ("import os; os._exit(0)", "while True: pass", "import os; os.abort()"):
         program = f"def add(a, b):\n    if a == 3:\n        {fault}\n    return a + b"
