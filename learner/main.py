@@ -45,6 +45,8 @@ def main() -> int:
     parser.add_argument("--rank", type=int, default=0, help="set by start-learner itself")
     parser.add_argument("--port", type=int, default=0, help="set by start-learner itself")
     arguments = parser.parse_args()
+    if arguments.begun_after is not None and arguments.resume is None:
+        parser.error("--begun-after goes with --resume auto")
     from slipstream.learner.config import learner_settings
 
     try:

@@ -43,9 +43,10 @@ def prepare() -> None:
 
 @contextmanager
 def uncompiled() -> Iterator[None]:
-    """Leave functions as they are that modules imported meanwhile decorate with torch.compile.
+    """Leave functions as they are that modules imported meanwhile decorate for the compiler.
 
-    A server on a CPU runs eagerly, and the compiler alone takes seconds to import.
+    That is torch.compile and torch.compiler.disable. A server on a CPU runs eagerly, and the
+    compiler alone takes seconds to import.
     """
 
     def decorated(function: object = None, **_options: object) -> object:

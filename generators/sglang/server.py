@@ -60,6 +60,9 @@ def _offer_one_model(folder: Path) -> None:
         (architecture,) = json.loads((folder / "config.json").read_bytes())["architectures"]
     except (OSError, ValueError, KeyError, TypeError):
         return  # SGLang reports what is wrong with it
+    # A user who excludes modules may mean the policy's own, for which SGLang then has a substitute.
+    if not isinstance(architecture, str) or "SGLANG_DISABLED_MODEL_ARCHS" in os.environ:  # noqa: TID251
+        return
     os.environ.setdefault("SGLANG_EXTERNAL_MODEL_PACKAGE", policy_model.__name__)  # noqa: TID251
     os.environ[patches.ARCHITECTURE_VARIABLE] = architecture  # noqa: TID251 for its children
 

@@ -49,8 +49,8 @@ class Subscriber:
 
         A relay without a message for ``silence_s`` is gone; ``fetch_timeout_s`` limits one bucket.
         ``on_pause`` is called before the engine pauses, ``on_adopt`` with the version that it
-        generates with from now on. The caller closes ``staging``. A relay on another host is proved
-        ``key``.
+        generates with from now on. The caller closes ``staging``. ``key`` is proved to a relay on
+        another host.
         """
         self._join = join
         self._silence_s = silence_s

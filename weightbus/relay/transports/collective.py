@@ -156,9 +156,11 @@ class _Sent:
     async def request(self, *, up_to: int) -> None:
         """Have engines load further buckets, before ``up_to``."""
         while len(self._outcomes) < min(self.num_buckets, up_to):
-            command = functools.partial(
-                LoadBucket, index=len(self._outcomes), group_name=self._group_name
-            )
+            index = len(self._outcomes)
+
+            def command(number: int, index: int = index) -> LoadBucket:
+                return LoadBucket(command_id=number, index=index, group_name=self._group_name)
+
             send = functools.partial(Member.send, command=command)
             self._outcomes.append(await all_of(self._members, send))
 
