@@ -11,6 +11,7 @@ from slipstream.wire.process.command_line import (
     refuse_settings,
     role_parser,
     run_role,
+    settings_arguments,
 )
 from slipstream.wire.process.logs import start_logging
 from slipstream.wire.process.processes import LIFELINE_VARIABLE
@@ -79,7 +80,7 @@ def main() -> int:
             replay=arguments.replay,
             resumes=arguments.resume is not None,
             begun_after=arguments.begun_after,
-            relay=RelayLaunch(sys.argv[1:], int(lifeline) if lifeline else None),
+            relay=RelayLaunch(settings_arguments(arguments), int(lifeline) if lifeline else None),
         )
         if arguments.rank == 0:
             run_learner(settings, sys.argv[1:], launch=launch, stop=stop)

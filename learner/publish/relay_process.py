@@ -27,7 +27,7 @@ class RelayLaunch:
     after the learner.
     """
 
-    argv: Sequence[str] = ()  # settings on the command line
+    settings: Sequence[str] = ()  # arguments that name them, as settings_arguments returns
     lifeline: int | None = None
     environment: Mapping[str, str] = field(default_factory=lambda: dict(os.environ), repr=False)  # noqa: TID251 handed on to a child
     """Of before this process chose interfaces for its own groups."""
@@ -59,7 +59,7 @@ class RelayProcess:
         launch = self._launch
         extra = [] if launch.lifeline is None else ["--lifeline", str(launch.lifeline)]
         self._started = subprocess.Popen(  # noqa: S603 our own program; a fork takes no time
-            [sys.executable, "-m", _PROGRAM, *launch.argv, *extra],
+            [sys.executable, "-m", _PROGRAM, *launch.settings, *extra],
             stdin=subprocess.DEVNULL,
             env=dict(launch.environment),
             pass_fds=[] if launch.lifeline is None else [launch.lifeline],

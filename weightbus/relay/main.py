@@ -43,6 +43,7 @@ from slipstream.wire.messages.relay import (
 )
 from slipstream.wire.process.command_line import (
     load_arguments,
+    print_json,
     refuse_settings,
     role_parser,
     run_role,
@@ -194,15 +195,14 @@ def main() -> int:
         "Send the learner's weights to the engines; start-learner starts this process.",
         ["python -m slipstream.weightbus.relay.main --config run.toml"],
     )
-    parser.add_argument("--replay", help="of start-learner; ignored")
-    parser.add_argument("--resume", help="of start-learner; ignored")
-    parser.add_argument("--begun-after", help="of start-learner; ignored")
     parser.add_argument("--lifeline", type=int, help="descriptor whose end of file ends the relay")
     arguments = parser.parse_args()
     try:
         settings = relay_settings(load_arguments(arguments))
     except ConfigError as error:
         return refuse_settings(error)
+    if arguments.dry_run:
+        return print_json(settings)
     start_logging("relay")
 
     def body() -> int:

@@ -60,6 +60,11 @@ def load_arguments(arguments: argparse.Namespace) -> Table:
     return load_table(arguments.config, arguments.overrides)
 
 
+def settings_arguments(arguments: argparse.Namespace) -> list[str]:
+    """Return the part of a command line that names settings, for a process that shares them."""
+    return ["--config", str(arguments.config), *arguments.overrides]
+
+
 def run_role(body: Callable[[], int]) -> int:
     """Run a role's body; a known error becomes one clear line and a failing exit code."""
     try:
