@@ -7,6 +7,13 @@ from rich.table import Table
 
 from slipstream.wire.messages.status import RunStatus
 
+MEMBER_COLORS = {  # by the state of an engine on the weight bus
+    "current": "green",
+    "behind": "yellow",
+    "receiving": "cyan",
+    "torn": "bold red",
+}
+
 
 def one_line(status: RunStatus) -> str:
     """Return the state of a run as one line, for output that is not a terminal."""

@@ -11,6 +11,7 @@ from rich.text import Text
 
 from slipstream.broker.dashboard.advisories.view import Advisory
 from slipstream.deploy.terminal.figures import (
+    MEMBER_COLORS,
     age,
     counts,
     equation,
@@ -26,7 +27,6 @@ from slipstream.wire.messages.status import GONE_S, SILENT_S, RoleStatus, RunSta
 from slipstream.wire.process.visible import visible
 
 _COLORS = {"error": "bold red", "warning": "yellow", "info": "cyan"}
-_STATES = {"current": "green", "behind": "yellow", "receiving": "cyan", "torn": "bold red"}
 _BARS = 4  # of staleness, on a screen that is not high
 _HIGH = 32  # lines
 _NEWS = 5  # lines of one piece of news
@@ -339,7 +339,7 @@ def _weights(status: RunStatus, now_s: float, screen: Screen) -> list[Text]:
     held = [
         Text.assemble(
             f"{visible(one.name)[:16]:16} ",
-            (f"{one.state:10}", _STATES[one.state]),
+            (f"{one.state:10}", MEMBER_COLORS[one.state]),
             f"{one.version.label if one.version else 'none':8}",
             f"{one.transport:11}",
             f"for {age(max(0.0, now_s - one.since_s))}",

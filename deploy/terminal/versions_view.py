@@ -11,12 +11,11 @@ from rich.filesize import decimal
 from rich.table import Table
 from rich.text import Text
 
+from slipstream.deploy.terminal.figures import MEMBER_COLORS
 from slipstream.wire.messages.status import GONE_S, RunStatus
 from slipstream.wire.messages.versions import PolicyVersion
 from slipstream.wire.messages.weightbus import PUBLISH_PHASES, MemberState, PublishRecord
 from slipstream.wire.process.visible import visible
-
-_COLORS = {"current": "green", "behind": "yellow", "receiving": "cyan", "torn": "bold red"}
 
 
 class VersionsView(msgspec.Struct, frozen=True, kw_only=True):
@@ -102,7 +101,9 @@ def _members(view: VersionsView, now_s: float) -> Iterator[RenderableType]:
             age = "" if view.is_old else f", {_age(now_s - one.since_s)}"
             table.add_row(
                 Text(visible(one.name)),
-                Text(f"was {one.state}") if view.is_old else Text(one.state, _COLORS[one.state]),
+                Text(f"was {one.state}")
+                if view.is_old
+                else Text(one.state, MEMBER_COLORS[one.state]),
                 one.version.label if one.version else "none",
                 _clock(one.since_s, now_s) + age,
                 one.transport,

@@ -19,10 +19,8 @@ import msgspec
 
 from slipstream.broker.client import BrokerClient
 from slipstream.wire.files.checkpoints import (
-    FORMAT_REVISION,
     INFO_FILE,
     LEDGER_FILE,
-    CheckpointInfo,
     checkpoint_name,
     checkpoints_in,
     ledger_file,
@@ -53,6 +51,7 @@ from slipstream.wire.process.logs import start_logging
 from slipstream.wire.settings.load import load_table
 from slipstream.wire.settings.sections import RunSection, run_section
 from tests.chaos.published import publish
+from tests.support.checkpoint_infos import checkpoint_info
 
 STATE_FILE = "state.json"
 
@@ -202,19 +201,7 @@ class Trainer:
         folder = self.run.checkpoints / checkpoint_name(step)
         temporary = self.run.checkpoints / f".{folder.name}"
         temporary.mkdir(parents=True, exist_ok=True)
-        info = CheckpointInfo(
-            format_revision=FORMAT_REVISION,
-            run_name=self.run.name,
-            version=self.version,
-            saved_at="2026-01-01T00:00:00Z",
-            model=self.run.model,
-            architecture={},
-            parameters="",
-            ranks=1,
-            tensor_parallel=1,
-            packages={},
-            dtype="float32",
-        )
+        info = checkpoint_info(self.version, run_name=self.run.name, model=self.run.model)
         (temporary / INFO_FILE).write_bytes(msgspec.json.encode(info))
         (temporary / LEDGER_FILE).write_bytes(ledger_file(snapshot.data))
         (temporary / STATE_FILE).write_text(json.dumps(self.weights.dump()))

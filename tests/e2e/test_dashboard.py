@@ -99,11 +99,16 @@ def assert_page_agrees_with_the_ledger(run: TinyRun, browser: WebDriver) -> RunS
 def test_the_page_shows_the_ledger_a_killed_generator_and_later_the_finished_run(
     start_run: Callable[..., TinyRun], browser: WebDriver
 ):
-    run = start_run(run__steps=60, deploy__max_restarts=3, sampling__max_response_tokens=32)
+    run = start_run(
+        run__steps=30,
+        generators__count=1,  # one that is back trains more steps: the kill comes early
+        deploy__max_restarts=3,
+        sampling__max_response_tokens=32,
+    )
     address = run.folder / "dashboard.url"
     run.wait_until(address.exists, "address of the page")
     browser.get(address.read_text().strip())
-    run.wait_until(lambda: {"generator-0", "generator-1"} <= roles_of(run), "both generators")
+    run.wait_until(lambda: "generator-0" in roles_of(run), "the generator")
     run.wait_until(lambda: run.steps() >= 3, "third step")
     until(lambda: "live" in text(browser, "state"), "the page is not live")
 

@@ -61,7 +61,6 @@ from slipstream.learner.checkpoints.resume import resume_order
 from slipstream.learner.checkpoints.retention import Resumption, is_overtaken, to_remove
 from slipstream.wire.errors import ConfigError, RefusedError
 from slipstream.wire.files.checkpoints import (
-    FORMAT_REVISION,
     INFO_FILE,
     LEDGER_FILE,
     CheckpointInfo,
@@ -77,6 +76,7 @@ from slipstream.wire.messages.trajectory import Prompt, Score, TrajectoryHeader,
 from slipstream.wire.messages.versions import PolicyVersion
 from slipstream.wire.settings.load import load_table
 from slipstream.wire.settings.sections import CheckpointSection, EvalSection
+from tests.support.checkpoint_infos import checkpoint_info
 from tests.support.ledger_driver import LEASE_S, eval_plan, header, make_rules, state_of, submit
 from tests.support.memory_store import MemoryStore, SharedMemory
 
@@ -363,20 +363,8 @@ class Run(RuleBasedStateMachine):
         path = self.settings.run.checkpoints / checkpoint_name(version.step)
         shutil.rmtree(path, ignore_errors=True)
         path.mkdir(parents=True)
-        info = CheckpointInfo(
-            format_revision=FORMAT_REVISION,
-            run_name=self.settings.run.name,
-            run_id=self.identity.run_id,
-            version=version,
-            saved_at="",
-            model="",
-            architecture={},
-            parameters="",
-            dtype="float32",
-            ranks=1,
-            tensor_parallel=1,
-            packages={},
-            has_digests=True,
+        info = checkpoint_info(
+            version, run_name=self.settings.run.name, run_id=self.identity.run_id, has_digests=True
         )
         self.epochs_at[version] = self.book.epochs
         (path / INFO_FILE).write_bytes(msgspec.json.encode(info))

@@ -22,14 +22,10 @@ from slipstream.deploy.launch.memory import (
 from slipstream.deploy.launch.plan import plan_roles
 from slipstream.learner.model.hf_config import HfConfig, load_hf_config
 from slipstream.wire.errors import ConfigError
-from slipstream.wire.files.checkpoints import (
-    FORMAT_REVISION,
-    INFO_FILE,
-    CheckpointInfo,
-    checkpoint_name,
-)
+from slipstream.wire.files.checkpoints import INFO_FILE, checkpoint_name
 from slipstream.wire.messages.versions import PolicyVersion
 from slipstream.wire.settings.load import load_table
+from tests.support.checkpoint_infos import checkpoint_info
 
 CONFIGS = Path(__file__).parents[4] / "configs"
 ARCHITECTURES = {
@@ -108,19 +104,7 @@ def test_a_learner_that_is_started_again_is_told_what_was_saved_before_this_star
     for epoch, step in ((1, 20), (2, 40), (3, 10)):
         saved = checkpoints / checkpoint_name(step)
         saved.mkdir(parents=True)
-        info = CheckpointInfo(
-            format_revision=FORMAT_REVISION,
-            run_name="a",
-            version=PolicyVersion(epoch, step),
-            saved_at="",
-            model="",
-            architecture={},
-            parameters="",
-            dtype="float32",
-            ranks=1,
-            tensor_parallel=1,
-            packages={},
-        )
+        info = checkpoint_info(PolicyVersion(epoch, step))
         (saved / INFO_FILE).write_bytes(msgspec.json.encode(info))
     run = (f"run.dir={tmp_path}/runs", "run.name=a")
     for resume_from, told in ((saved, ("--begun-after", "3")), ("", ())):

@@ -6,34 +6,16 @@ import pytest
 from slipstream.deploy.launch.resume import ResumePoint, find_resume_point, resumed_table
 from slipstream.learner.checkpoints.digests import DIGESTS_FILE, damage_of, write_digests
 from slipstream.wire.errors import ConfigError
-from slipstream.wire.files.checkpoints import (
-    FORMAT_REVISION,
-    INFO_FILE,
-    LEDGER_FILE,
-    CheckpointInfo,
-    checkpoint_name,
-    ledger_file,
-)
+from slipstream.wire.files.checkpoints import INFO_FILE, LEDGER_FILE, checkpoint_name, ledger_file
 from slipstream.wire.messages.versions import PolicyVersion
 from slipstream.wire.settings.sections import RunSection
+from tests.support.checkpoint_infos import checkpoint_info
 
 
 def save(run_folder: Path, step: int) -> Path:
     folder = run_folder / "checkpoints" / checkpoint_name(step)
     folder.mkdir(parents=True)
-    info = CheckpointInfo(
-        format_revision=FORMAT_REVISION,
-        run_name=run_folder.name,
-        version=PolicyVersion(1, step),
-        saved_at="2026-01-01T00:00:00Z",
-        model="/models/tiny",
-        architecture={},
-        parameters="",
-        ranks=1,
-        tensor_parallel=1,
-        packages={},
-        dtype="float32",
-    )
+    info = checkpoint_info(PolicyVersion(1, step), run_name=run_folder.name)
     (folder / INFO_FILE).write_bytes(msgspec.json.encode(info))
     (folder / LEDGER_FILE).write_bytes(ledger_file(b"ledger"))
     return folder

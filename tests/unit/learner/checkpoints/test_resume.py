@@ -5,29 +5,17 @@ import pytest
 
 from slipstream.learner.checkpoints.resume import resume_order
 from slipstream.wire.files.checkpoints import (
-    FORMAT_REVISION,
     INFO_FILE,
     CheckpointInfo,
     checkpoint_name,
     readable_checkpoints,
 )
 from slipstream.wire.messages.versions import PolicyVersion
+from tests.support.checkpoint_infos import checkpoint_info
 
 
 def info(epoch: int, step: int) -> CheckpointInfo:
-    return CheckpointInfo(
-        format_revision=FORMAT_REVISION,
-        run_name="a",
-        version=PolicyVersion(epoch, step),
-        saved_at="",
-        model="",
-        architecture={},
-        parameters="",
-        dtype="float32",
-        ranks=1,
-        tensor_parallel=1,
-        packages={},
-    )
+    return checkpoint_info(PolicyVersion(epoch, step))
 
 
 def order(

@@ -13,6 +13,7 @@ from slipstream.wire.files.checkpoints import CheckpointInfo
 from slipstream.wire.messages.status import EvalFigures, EvalPoint
 from slipstream.wire.messages.versions import PolicyVersion
 from slipstream.wire.settings.sections import CheckpointSection, EvalSection
+from tests.support.checkpoint_infos import checkpoint_info
 
 EVERY_10 = EvalSection(file="held_out.jsonl", every_steps=10)
 
@@ -30,18 +31,8 @@ def point(step: int, mean: float, *, epoch: int = 1, pass_at_2: float = 0.0) -> 
 
 
 def saved(step: int, mean: float | None = None, *, epoch: int = 1) -> CheckpointInfo:
-    return CheckpointInfo(
-        format_revision=2,
-        run_name="a",
-        version=PolicyVersion(epoch, step),
-        saved_at="2026-01-01T00:00:00+00:00",
-        model="/models/a",
-        architecture={},
-        parameters="",
-        dtype="float32",
-        ranks=1,
-        tensor_parallel=1,
-        packages={},
+    return checkpoint_info(
+        PolicyVersion(epoch, step),
         evaluation=point(step, mean, epoch=epoch) if mean is not None else None,
     )
 

@@ -6,7 +6,6 @@ import pytest
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.files.checkpoints import (
     BestCheckpoint,
-    CheckpointInfo,
     best_checkpoint,
     checkpoint_name,
     checkpoints_in,
@@ -16,22 +15,18 @@ from slipstream.wire.files.checkpoints import (
     read_ledger,
 )
 from slipstream.wire.messages.versions import PolicyVersion
+from tests.support.checkpoint_infos import checkpoint_info
 
 
 def write(run: Path, epoch: int, step: int, *, revision: int = 2) -> Path:
     folder = run / "checkpoints" / checkpoint_name(step)
     folder.mkdir(parents=True)
-    info = CheckpointInfo(
+    info = checkpoint_info(
+        PolicyVersion(epoch, step),
         format_revision=revision,
         run_name=run.name,
-        version=PolicyVersion(epoch, step),
-        saved_at="2026-01-01T00:00:00+00:00",
-        model="/models/a",
         architecture={"hidden_size": 64},
-        parameters="",
-        dtype="float32",
         ranks=2,
-        tensor_parallel=1,
         packages={"torch": "2"},
     )
     (folder / "checkpoint.json").write_bytes(msgspec.json.encode(info))
