@@ -174,7 +174,7 @@ def test_a_disk_that_fills_up_later_ends_the_run_in_order(
     run = TinyRun(
         tmp_path,
         {
-            "run.dir": small_disk("size=600k"),
+            "run.dir": small_disk("size=300k"),
             "generators.count": 1,
             "run.steps": 500,
             "run.outage_s": 8,

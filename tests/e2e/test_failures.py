@@ -52,8 +52,8 @@ def test_a_generator_killed_in_mid_run_loses_nothing(start_run: Callable[..., Ti
 def test_a_signal_ends_the_run_and_leaves_nothing(
     start_run: Callable[..., TinyRun], signum: signal.Signals, after_step: int
 ):
-    run = start_run(run__steps=1000, deploy__stop_timeout_s=15)
-    run.wait_until(lambda: run.process_with("--name generator-1") is not None, "second generator")
+    run = start_run(run__steps=1000, generators__count=1, deploy__stop_timeout_s=15)
+    run.wait_until(lambda: run.process_with("--name generator-0") is not None, "the generator")
     run.wait_until(lambda: run.steps() >= after_step, "the step to interrupt")
     time.sleep(1.0)
     run.remember_children()

@@ -52,6 +52,7 @@ def test_generators_score_their_own_answers_and_try_again_what_others_could_not(
             "reward.function": f"{function}:score",
             "reward.inline": True,
             "reward.workers": 0,
+            "generators.count": 1,
             "run.steps": 3,
         },
     )

@@ -22,7 +22,8 @@ from tests.support.random_llama import write_random_weights
 from tests.support.waiting import HANG_S, until
 
 ROOT = Path(__file__).parents[2]
-_POLL_S = 0.2
+_POLL_S = 0.2  # until something that a test waits for
+_END_POLL_S = 0.5  # each look goes through all processes of the machine
 _WHOLE_RUN_S = 3 * HANG_S
 REWARD = """
 def score(data_source, solution_str, ground_truth, extra_info):
@@ -209,7 +210,7 @@ class TinyRun:
         deadline = time.monotonic() + _WHOLE_RUN_S
         while self.process.poll() is None and time.monotonic() < deadline:
             self.remember_children()
-            time.sleep(_POLL_S)
+            time.sleep(_END_POLL_S)
         if self.process.poll() is None:
             self.kill()
             raise AssertionError(f"the run did not end in {_WHOLE_RUN_S} s:\n{self.output}")
