@@ -1,8 +1,8 @@
 .DEFAULT_GOAL := help
 PY := .venv/bin/python
-# Processes that run tests; those of tests that wait for others may be one more than there are cores.
+# Processes that run tests; those of tests that wait for others may be twice as many as there are cores.
 CORES := $(shell nproc)
-WORKERS ?= $(shell echo $$(($(CORES) + 1)))
+WORKERS ?= $(shell echo $$(($(CORES) * 2)))
 PARALLEL := --dist loadfile --no-loadscope-reorder
 AUDIT := pip-audit==2.10.1
 COVERAGE := coverage==7.10.7

@@ -45,3 +45,11 @@ def test_the_same_memory_may_be_shown_again_and_a_newer_epoch_brings_its_own(tmp
     assert versions.newest == PolicyVersion(2, 4)
     with pytest.raises(SupersededError):
         versions.open(shown(mine, 1, 5))
+
+
+def test_who_waits_for_a_change_is_woken_once_for_each(tmp_path: Path):
+    versions = Versions(tmp_path)
+    before = versions.changed
+    versions.wake()
+    assert before.is_set()
+    assert not versions.changed.is_set()
