@@ -65,6 +65,11 @@ def row_of(pid: int) -> ProcessRow | None:
         return None
     finally:
         os.close(descriptor)
+    return parsed_row(pid, line)
+
+
+def parsed_row(pid: int, line: bytes) -> ProcessRow:
+    """Return what a line of /proc/PID/stat says (proc_pid_stat(5))."""
     fields = line[line.rfind(b")") + 2 :].split()  # its name may hold blanks and brackets
     reaped_ticks = int(fields[13]) + int(fields[14])
     cpu_ticks = int(fields[11]) + int(fields[12]) + reaped_ticks

@@ -2,7 +2,8 @@
 
 A mutant is the file with one expression or one statement changed. Left alone are what only declares
 (annotations but for their bounds, decorators, keywords of classes, slots, imports), text (strings,
-what an error says, what a log says), and what would end processes other than those of a test.
+what an error says, what a log says), assertions (``strict`` of zip, which only a program that is
+wrong already feels), and what would end processes other than those of a test.
 """
 
 import ast
@@ -242,7 +243,7 @@ class _Finder:
             match child:
                 case ast.expr():
                     self._visit_expression(child)
-                case ast.keyword():
+                case ast.keyword(arg=name) if name != "strict":
                     self._visit_expression(child.value)
                 case ast.comprehension():
                     self._visit_expression(child.iter)
