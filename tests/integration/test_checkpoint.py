@@ -73,8 +73,11 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[
 
 
 @pytest.mark.parametrize(
-    "layout",  # critic-tp2 has all that tp2 has
-    [pytest.param(layout, marks=[pytest.mark.slow] * (layout == "tp2")) for layout in LAYOUTS],
+    "layout",  # critic-tp2 has all that tp2 has; replicas that resume are tested below
+    [
+        pytest.param(layout, marks=[pytest.mark.slow] * (layout in {"tp2", "dp2"}))
+        for layout in LAYOUTS
+    ],
 )
 def test_three_steps_and_three_after_a_resume_are_six_steps_bit_for_bit(
     straight: Callable[[str], tuple[Replays, Path]], layout: str
