@@ -9,6 +9,7 @@ import msgspec
 from slipstream.broker.config import DataSection, RewardSection, private_paths
 from slipstream.weightbus.config import WeightBusSection, weightbus_section
 from slipstream.wire.errors import ConfigError
+from slipstream.wire.process.gpus import usable_gpus
 from slipstream.wire.settings.load import Section, Table, section
 from slipstream.wire.settings.sections import (
     AtLeast0,
@@ -85,7 +86,7 @@ class GeneratorSettings(msgspec.Struct, frozen=True, kw_only=True):
         """Device of the engine."""
         if self.generators.device != "auto":
             return self.generators.device
-        return "cuda" if Path("/proc/driver/nvidia/gpus").exists() else "cpu"
+        return "cuda" if usable_gpus() else "cpu"
 
     @property
     def skips_bad_prompts(self) -> bool:

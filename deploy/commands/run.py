@@ -8,11 +8,12 @@ from slipstream.deploy.commands.options import add_config, add_overrides, add_re
 from slipstream.deploy.config import free_name, run_config
 from slipstream.deploy.launch.dry_run import print_dry_run
 from slipstream.deploy.launch.local import run_locally
-from slipstream.deploy.launch.plan import count_gpus, plan_roles
+from slipstream.deploy.launch.plan import plan_roles
 from slipstream.deploy.launch.resume import find_resume_point, resumed_table
 from slipstream.deploy.terminal.console import make_console
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.files.run_folder import SETTINGS
+from slipstream.wire.process.gpus import usable_gpus
 from slipstream.wire.settings.load import load_table
 from slipstream.wire.settings.sections import run_section
 
@@ -53,7 +54,7 @@ def run(path: Path, overrides: Sequence[str], dry_run: bool, resume: str | None 
         config = run_config({**table, "run": {**table.get("run", {}), "name": name}})
     if dry_run:
         resolved = config.run.folder / SETTINGS
-        plans = plan_roles(config, resolved, num_gpus=count_gpus())
+        plans = plan_roles(config, resolved, gpus=usable_gpus())
         print_dry_run(config, plans, console)
         return 0
     if len(config.deploy.hosts) > 1:

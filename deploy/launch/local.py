@@ -20,7 +20,7 @@ from rich.live import Live
 
 from slipstream.broker.report.summary import replace_figures, summary_of
 from slipstream.deploy.config import RunConfig, run_config, write_resolved
-from slipstream.deploy.launch.plan import count_gpus, plan_roles
+from slipstream.deploy.launch.plan import plan_roles
 from slipstream.deploy.launch.supervise import Supervisor
 from slipstream.deploy.terminal.figures import final_table
 from slipstream.deploy.terminal.live import Show
@@ -40,6 +40,7 @@ from slipstream.wire.process.command_line import (
     EXIT_INTERRUPTED,
     disk_trouble,
 )
+from slipstream.wire.process.gpus import usable_gpus
 from slipstream.wire.process.patience import END_AT_MOST, Patience, signs_of
 from slipstream.wire.process.processes import is_locked, last_lines
 from slipstream.wire.settings.load import load_table
@@ -172,7 +173,7 @@ def _run(
 ) -> None:
     run = config.run
     console.print(f"run {run.name}: settings, logs and results in {run.folder}")
-    broker, *others = plan_roles(config, resolved, num_gpus=count_gpus())
+    broker, *others = plan_roles(config, resolved, gpus=usable_gpus())
     supervisor.start(broker)
     patience = _patience_with_broker(supervisor, console)
     while not run.socket("broker").exists():

@@ -1,6 +1,7 @@
 """Pure: which processes a run needs, on which host, with which GPUs."""
 
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -26,32 +27,38 @@ class RolePlan:
     is_one_of_many: bool = False  # the run continues without it if another process took its name
 
 
-def count_gpus() -> int:
-    """Return how many GPUs the driver of this host shows."""
-    folder = Path("/proc/driver/nvidia/gpus")
-    return len(list(folder.iterdir())) if folder.is_dir() else 0
-
-
-def plan_roles(config: RunConfig, resolved: Path, *, num_gpus: int) -> list[RolePlan]:
+def plan_roles(config: RunConfig, resolved: Path, *, gpus: Sequence[str]) -> list[RolePlan]:
     """Return the processes in the order of their start; the broker comes first.
 
     The learner's ranks get the first GPUs of the first host and each generator the next one.
 
-    ``resolved`` is the settings file that every process reads; ``num_gpus`` are of each host, where
-    deploy.gpus_per_host is not set.
+    Args:
+        config: the run.
+        resolved: the settings file that every process reads.
+        gpus: those that may be used here, as CUDA_VISIBLE_DEVICES names them. Other hosts have as
+            many, where deploy.gpus_per_host is not set.
 
     Raises:
         ConfigError: there are not enough GPUs.
     """
-    places = _places(config, config.deploy.gpus_per_host or num_gpus)
-    first = config.deploy.hosts[0]
+    deploy = config.deploy
+    is_here = len(deploy.hosts) == 1 and len(gpus) > 0
+    if is_here and deploy.gpus_per_host > len(gpus):
+        raise ConfigError(
+            f"deploy.gpus_per_host = {deploy.gpus_per_host}, but {len(gpus)} may be used here "
+            "(CUDA_VISIBLE_DEVICES, where it is set, chooses from those of the host)"
+        )
+    num_gpus = deploy.gpus_per_host or len(gpus)
+    places = _places(config, num_gpus)
+    names = gpus if is_here else [str(number) for number in range(num_gpus)]
+    first = deploy.hosts[0]
 
     def role(name: str, module: str, *arguments: str, on_restart: tuple[str, ...] = ()) -> RolePlan:
         command = (sys.executable, "-m", module, "--config", str(resolved), *arguments)
-        host, gpus = places.get(name, (first, None))
+        host, numbers = places.get(name, (first, None))
         environment = {"OMP_NUM_THREADS": "1"}
-        if gpus is not None:
-            environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
+        if numbers is not None:
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(names[gpu] for gpu in numbers)
         kind = name.rstrip("-0123456789")
         cores = config.deploy.cores.get(name, config.deploy.cores.get(kind, ()))
         return RolePlan(
@@ -59,7 +66,7 @@ def plan_roles(config: RunConfig, resolved: Path, *, num_gpus: int) -> list[Role
             command,
             on_restart,
             host,
-            gpus,
+            numbers,
             environment,
             cores,
             serves_others=name == "broker",

@@ -5,6 +5,7 @@ import random
 import secrets
 import socket
 import zlib
+from importlib.metadata import version
 from pathlib import Path
 
 from slipstream.generators.config import GeneratorSettings
@@ -19,6 +20,10 @@ _VARIABLES_OF_ENGINES = (
     *("ROCM_", "HIP_", "HSA_", "ROCR_", "AITER_", "RCCL_", "GPU_", "CC", "CXX", "CPATH"),
     *("LIBRARY_PATH", "C_INCLUDE_PATH", "CPLUS_INCLUDE_PATH", "MAX_JOBS"),
 )
+# The compiled prefix tree of SGLang 0.5.23 takes an older torch's types for others, and its
+# scheduler ends at the first request.
+_TREE_CORE = "SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND"
+_RUST_TREE_FROM = (2, 13)
 _INIT_METHOD = "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"
 HOST = "127.0.0.1"
 _PORT_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
@@ -89,10 +94,17 @@ def environment_of(settings: GeneratorSettings, scratch: Path) -> dict[str, str]
     # Its ranks find each other in a file of the private folder. By itself SGLang opens a store of
     # torch's, which listens on every interface and accepts writes from anyone.
     environment[_INIT_METHOD] = f"file://{scratch / _RENDEZVOUS}"
+    if release(version("torch")) < _RUST_TREE_FROM:
+        environment.setdefault(_TREE_CORE, "python")
     if settings.device == "cpu":
         # More than one thread per server collapses as soon as anything else needs a core.
         environment |= {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1"}
     return environment | interface_variables(settings.weightbus.host, environment)
+
+
+def release(version: str) -> tuple[int, ...]:
+    """Return the first two numbers of a version, ``2.11.0+cu130``."""
+    return tuple(int(number) for number in version.split("+")[0].split(".")[:2])
 
 
 def free_port() -> int:

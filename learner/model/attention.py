@@ -16,12 +16,8 @@ from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 from typing_extensions import override
 
+from slipstream.learner.model.cuda_attention import cuda_attention
 from slipstream.wire.errors import ConfigError
-
-try:
-    from flash_attn import flash_attn_varlen_func
-except ImportError:
-    flash_attn_varlen_func = None
 
 
 @dataclass(frozen=True)
@@ -105,7 +101,10 @@ class VarlenCoreAttention(torch.nn.Module):
     ) -> Tensor:
         """Return [T, h, d] for query [T, h, d], key [T, g, d] and value [T, g, d]."""
         if query.is_cuda:
-            return _cuda_attention(query, key, value, packed_seq_params, self.scale)
+            layout = packed_seq_params
+            return cuda_attention(
+                query, key, value, layout.cu_seqlens_q, layout.max_seqlen_q, self.scale
+            )
         return grouped_attention(query, key, value, packed_seq_params.groups, self.scale)
 
 
@@ -155,27 +154,3 @@ class _Permute(torch.autograd.Function):
     ) -> tuple[Tensor, None, None]:
         (inverse,) = ctx.saved_tensors
         return grad.index_select(0, inverse), None, None
-
-
-def _cuda_attention(
-    query: Tensor, key: Tensor, value: Tensor, layout: PackedLayout, scale: float
-) -> Tensor:
-    """Return causal attention [T, h, d] from flash-attn, or from torch's own kernel."""
-    bounds = (layout.cu_seqlens_q, layout.cu_seqlens_kv, layout.max_seqlen_q, layout.max_seqlen_kv)
-    if flash_attn_varlen_func is not None:
-        flash: Tensor = flash_attn_varlen_func(
-            query,
-            key,
-            value,
-            *bounds,
-            softmax_scale=scale,
-            causal=True,
-            deterministic=torch.are_deterministic_algorithms_enabled(),
-        )
-        return flash
-    from torch.nn.attention.varlen import varlen_attn
-
-    output = varlen_attn(
-        query, key, value, *bounds, scale=scale, window_size=(-1, 0), enable_gqa=True
-    )
-    return output if isinstance(output, Tensor) else output[0]

@@ -107,7 +107,7 @@ def test_resolved_settings_make_the_same_run(table: Table, tmp_path: Path):
 def test_a_run_is_a_broker_then_generators_a_learner_and_reward_workers(table: Table):
     wanted = changed(changed(table, "generators", count=3), "reward", workers=2)
     resolved = Path("resolved.toml")
-    plans = plan_roles(run_config(wanted), resolved, num_gpus=0)
+    plans = plan_roles(run_config(wanted), resolved, gpus=())
     assert [(plan.name, plan.restart_arguments) for plan in plans] == [
         ("broker", ("--restarted",)),
         ("generator-0", ()),
@@ -123,14 +123,25 @@ def test_a_run_is_a_broker_then_generators_a_learner_and_reward_workers(table: T
 
 def test_the_learner_gets_the_first_gpus_and_each_generator_one_of_its_own(table: Table):
     wanted = changed(changed(table, "generators", device="cuda", count=2), "learner", ranks=2)
-    plans = plan_roles(run_config(wanted), Path("r.toml"), num_gpus=4)
+    plans = plan_roles(run_config(wanted), Path("r.toml"), gpus=("0", "1", "2", "3"))
     gpus = {plan.name: plan.gpus for plan in plans}
     assert gpus["learner"] == (0, 1)
     assert (gpus["generator-0"], gpus["generator-1"]) == ((2,), (3,))
     assert gpus["broker"] is None
 
 
+def test_a_job_with_some_gpus_of_its_host_uses_those(table: Table):
+    wanted = changed(table, "generators", device="cuda", count=1)
+    plans = plan_roles(run_config(wanted), Path("r.toml"), gpus=("5", "GPU-77"))
+    shown = {plan.name: plan.environment.get("CUDA_VISIBLE_DEVICES") for plan in plans}
+    assert (shown["learner"], shown["generator-0"], shown["broker"]) == ("5", "GPU-77", None)
+    more = changed(wanted, "deploy", gpus_per_host=8)
+    with pytest.raises(ConfigError, match=r"deploy\.gpus_per_host = 8, but 2 .*CUDA_VISIBLE_DEV"):
+        plan_roles(run_config(more), Path("r.toml"), gpus=("5", "GPU-77"))
+    assert plan_roles(run_config(more), Path("r.toml"), gpus=()), "planned where there are none"
+
+
 def test_too_few_gpus_are_refused_with_the_settings_that_need_them(table: Table):
     wanted = changed(table, "generators", device="cuda", count=2)
     with pytest.raises(ConfigError, match=r"1 GPUs; learner\.ranks = 1 and generators\.count = 2"):
-        plan_roles(run_config(wanted), Path("r.toml"), num_gpus=1)
+        plan_roles(run_config(wanted), Path("r.toml"), gpus=("0",))

@@ -62,6 +62,26 @@ def test_an_engine_gets_what_it_needs_of_the_environment_and_what_a_setting_name
     assert (found["TMPDIR"], found["HF_HUB_OFFLINE"]) == (str(tmp_path), "1")
 
 
+@pytest.mark.parametrize(
+    ("torch", "core"),
+    [("2.11.0+cu130", "python"), ("2.12.1", "python"), ("2.13.0+cpu", None), ("2.14.1", None)],
+)
+def test_an_older_torch_has_the_prefix_tree_that_reads_its_types(
+    torch: str, core: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    write_blank_model(tmp_path, hidden=16, layers=1)
+    settings = generator_settings(
+        {"run": {"model": str(tmp_path)}, "generators": {"device": "cpu"}}
+    )
+    monkeypatch.setattr(start_order, "version", lambda _package: torch)
+    monkeypatch.delenv("SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND", raising=False)
+    found = start_order.environment_of(settings, tmp_path)
+    assert found.get("SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND") == core
+    monkeypatch.setenv("SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND", "mine")
+    found = start_order.environment_of(settings, tmp_path)
+    assert found["SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND"] == "mine"
+
+
 def test_on_a_cpu_the_tokens_bound_the_memory_and_not_a_share_of_what_is_free(tmp_path: Path):
     found = flags(tmp_path, "retract")
     assert found["max_total_tokens"] >= 200, "one answer and its prompt"

@@ -79,7 +79,7 @@ def test_the_cache_of_a_token_is_that_of_its_keys_and_values(tmp_path: Path):
 
 def test_two_hosts_give_the_learner_one_and_the_generators_the_other(tmp_path: Path):
     config = config_of("qwen3-8b-16gpu", tmp_path)
-    plans = {plan.name: plan for plan in plan_roles(config, Path("resolved.toml"), num_gpus=0)}
+    plans = {plan.name: plan for plan in plan_roles(config, Path("resolved.toml"), gpus=())}
     assert (plans["learner"].host, plans["learner"].gpus) == ("node-0", tuple(range(8)))
     assert [(plans[f"generator-{i}"].host, plans[f"generator-{i}"].gpus) for i in (0, 7)] == [
         ("node-1", (0,)),
@@ -92,11 +92,11 @@ def test_two_hosts_give_the_learner_one_and_the_generators_the_other(tmp_path: P
 
 def test_one_gpu_is_shared_only_when_asked(tmp_path: Path):
     config = config_of("qwen2.5-1.5b-1gpu", tmp_path)
-    plans = {plan.name: plan for plan in plan_roles(config, Path("resolved.toml"), num_gpus=0)}
+    plans = {plan.name: plan for plan in plan_roles(config, Path("resolved.toml"), gpus=())}
     assert plans["learner"].gpus == plans["generator-0"].gpus == (0,)
     apart = config_of("qwen2.5-1.5b-1gpu", tmp_path, "deploy.share_gpus=false")
     with pytest.raises(ConfigError, match=r"has 1 GPUs; learner\.ranks = 1 and generators\.count"):
-        plan_roles(apart, Path("resolved.toml"), num_gpus=0)
+        plan_roles(apart, Path("resolved.toml"), gpus=())
 
 
 def test_a_learner_that_is_started_again_is_told_what_was_saved_before_this_start(tmp_path: Path):
@@ -109,14 +109,14 @@ def test_a_learner_that_is_started_again_is_told_what_was_saved_before_this_star
     run = (f"run.dir={tmp_path}/runs", "run.name=a")
     for resume_from, told in ((saved, ("--begun-after", "3")), ("", ())):
         config = config_of("qwen2.5-1.5b-1gpu", tmp_path, *run, f"run.resume_from={resume_from}")
-        plans = {plan.name: plan for plan in plan_roles(config, Path("resolved.toml"), num_gpus=0)}
+        plans = {plan.name: plan for plan in plan_roles(config, Path("resolved.toml"), gpus=())}
         assert plans["learner"].restart_arguments == ("--resume", "auto", *told)
 
 
 def test_more_ranks_than_gpus_on_a_host_are_refused(tmp_path: Path):
     config = config_of("qwen3-8b-16gpu", tmp_path, "deploy.gpus_per_host=4")
     with pytest.raises(ConfigError, match=r"learner\.ranks = 8, but node-0 has 4 GPUs"):
-        plan_roles(config, Path("resolved.toml"), num_gpus=0)
+        plan_roles(config, Path("resolved.toml"), gpus=())
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
@@ -155,7 +155,7 @@ def test_a_reference_and_a_critic_take_memory_of_their_own(tmp_path: Path):
 
 def test_a_dry_run_prints_processes_commands_and_memory(tmp_path: Path):
     config = config_of("qwen2.5-1.5b-1gpu", tmp_path)
-    plans = plan_roles(config, Path("resolved.toml"), num_gpus=0)
+    plans = plan_roles(config, Path("resolved.toml"), gpus=())
     console = Console(file=io.StringIO(), width=200)
     print_dry_run(config, plans, console)
     text = console.file.getvalue()  # type: ignore[attr-defined]

@@ -1,0 +1,74 @@
+"""Causal attention over packed sequences on a GPU: flash-attn, or torch's own kernel.
+
+Shapes: T tokens of B sequences; h query heads, g key and value heads, d channels per head.
+"""
+
+import inspect
+from collections.abc import Callable, Mapping, Set
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slipstream.wire.errors import ConfigError
+
+try:
+    from flash_attn import flash_attn_varlen_func
+except ImportError:
+    flash_attn_varlen_func = None
+
+
+def cuda_attention(
+    query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, max_seqlen: int, scale: float
+) -> Tensor:
+    """Return causal attention [T, h, d] for query [T, h, d], key [T, g, d] and value [T, g, d].
+
+    Args:
+        query: of each token.
+        key: as ``value``.
+        value: of each token.
+        cu_seqlens: [B + 1] int32; sequence i holds tokens cu_seqlens[i] to cu_seqlens[i + 1].
+        max_seqlen: the length of the longest.
+        scale: of the scores.
+    """
+    bounds = (cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
+    if flash_attn_varlen_func is not None:
+        flash: Tensor = flash_attn_varlen_func(
+            query,
+            key,
+            value,
+            *bounds,
+            softmax_scale=scale,
+            causal=True,
+            deterministic=torch.are_deterministic_algorithms_enabled(),
+        )
+        return flash
+    from torch.nn.attention.varlen import varlen_attn
+
+    chosen = {"scale": scale, "window_size": (-1, 0), "enable_gqa": True}
+    output = varlen_attn(query, key, value, *bounds, **taken_by(varlen_attn, chosen))
+    return output if isinstance(output, Tensor) else output[0]
+
+
+def taken_by(function: Callable[..., object], chosen: Mapping[str, Any]) -> dict[str, Any]:
+    """Return those of the arguments ``chosen`` that this torch's ``varlen_attn`` knows.
+
+    torch 2.11 has no ``enable_gqa``: its kernel takes fewer key and value heads without a word.
+
+    Raises:
+        ConfigError: it does not know the scale or the window; so torch 2.10.
+    """
+    known = _parameters_of(function)
+    if missing := {"scale", "window_size"} - known:
+        raise ConfigError(
+            f"torch {torch.__version__} has no causal attention for sequences of different "
+            f"lengths (varlen_attn without {', '.join(sorted(missing))}): install torch >= 2.11 or "
+            "flash-attn"
+        )
+    return {name: value for name, value in chosen.items() if name in known}
+
+
+@cache
+def _parameters_of(function: Callable[..., object]) -> Set[str]:
+    return inspect.signature(function).parameters.keys()

@@ -1,0 +1,67 @@
+import inspect
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from slipstream.learner.model import cuda_attention as module
+from slipstream.learner.model.cuda_attention import cuda_attention, taken_by
+from slipstream.wire.errors import ConfigError
+
+QKV_AND_BOUNDS = "query, key, value, cu_seq_q, cu_seq_k, max_q, max_k"
+SIGNATURES = {
+    "2.10": f"({QKV_AND_BOUNDS}, is_causal=False, return_aux=None)",
+    "2.11": f"({QKV_AND_BOUNDS}, *, return_aux=None, scale=None, window_size=(-1, -1))",
+    "2.13": f"({QKV_AND_BOUNDS}, *, return_aux=None, scale=None, window_size=(-1, -1), "
+    "enable_gqa=False, seqused_k=None, block_table=None, num_splits=None)",
+}
+
+
+class Varlen:
+    """Takes what the ``varlen_attn`` of a release takes, and notes it."""
+
+    def __init__(self, release: str) -> None:
+        source: dict[str, Any] = {}
+        exec(f"def varlen_attn{SIGNATURES[release]}: pass", source)  # noqa: S102 text from above
+        self.__signature__ = inspect.signature(source["varlen_attn"])
+        self.given: dict[str, Any] = {}
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:  # noqa: ANN401 of any signature
+        self.given = self.__signature__.bind(*args, **kwargs).arguments
+        return self.given["query"] + 1
+
+
+def attend(monkeypatch: pytest.MonkeyPatch, release: str) -> dict[str, Any]:
+    varlen = Varlen(release)
+    monkeypatch.setattr(module, "flash_attn_varlen_func", None)
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen)
+    query, key = torch.zeros(5, 4, 2), torch.zeros(5, 2, 2)
+    cu_seqlens = torch.tensor([0, 3, 5], dtype=torch.int32)
+    output = cuda_attention(query, key, key, cu_seqlens, 3, 0.5)
+    assert output.equal(torch.ones(5, 4, 2))
+    return varlen.given
+
+
+@pytest.mark.parametrize("release", ["2.11", "2.13"])
+def test_each_torch_gets_the_arguments_that_it_knows(release: str, monkeypatch: pytest.MonkeyPatch):
+    given = attend(monkeypatch, release)
+    assert (given["scale"], given["window_size"]) == (0.5, (-1, 0)), "causal, and of this scale"
+    assert (given["max_q"], given["max_k"]) == (3, 3)
+    assert given.get("enable_gqa") == (None if release == "2.11" else True)
+
+
+def test_a_torch_that_would_look_at_later_tokens_is_refused(monkeypatch: pytest.MonkeyPatch):
+    with pytest.raises(ConfigError, match=r"scale, window_size.*torch >= 2\.11 or flash-attn"):
+        attend(monkeypatch, "2.10")
+
+
+def test_the_torch_that_is_installed_takes_what_we_give_it():
+    from torch.nn.attention.varlen import varlen_attn
+
+    assert taken_by(varlen_attn, {"scale": 1.0, "window_size": (-1, 0)}).keys() == {
+        "scale",
+        "window_size",
+    }
+    known = list(inspect.signature(varlen_attn).parameters)
+    assert known[:7] == QKV_AND_BOUNDS.split(", ")

@@ -1,0 +1,86 @@
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from slipstream.wire.process import gpus
+
+HOST = {"0": "GPU-aa11", "1": "GPU-aa22", "2": "GPU-bb33"}
+LISTED = """\
+GPU 0: NVIDIA H100 80GB HBM3 (UUID: GPU-aa11)
+  MIG 1g.10gb     Device  0: (UUID: MIG-77)
+GPU 1: NVIDIA H100 80GB HBM3 (UUID: GPU-aa22)
+"""
+
+
+@pytest.mark.parametrize(
+    ("variable", "usable"),
+    [
+        (None, ("0", "1", "2")),
+        ("", ()),
+        ("-1", ()),
+        ("NoDevFiles", ()),  # what a job without GPUs gets of Slurm
+        ("2,1", ("2", "1")),  # a job's GPUs, in its order
+        (" 1 , 2 ", ("1", "2")),
+        ("0,-1,2", ("0",)),  # CUDA stops at the first that is none
+        ("0,7,1", ("0",)),
+        ("1,1", ("1",)),
+        ("GPU-bb33,0", ("GPU-bb33", "0")),
+        ("GPU-b", ("GPU-b",)),
+        ("GPU-aa", ()),  # two begin so
+        ("MIG-77", ("MIG-77",)),
+    ],
+)
+def test_the_variable_chooses_as_it_does_for_cuda(variable: str | None, usable: tuple[str, ...]):
+    assert gpus.chosen_gpus(variable, HOST) == usable
+
+
+def test_a_host_without_gpus_has_none_whatever_a_variable_says():
+    for variable in (None, "0", "GPU-aa11", "MIG-77"):
+        assert gpus.chosen_gpus(variable, {}) == ()
+
+
+@pytest.fixture
+def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A host whose driver, /proc and /dev are folders of the test."""
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.defpath}")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(gpus, "_PROC", tmp_path / "proc")
+    monkeypatch.setattr(gpus, "_DEVICES", tmp_path)
+    gpus.gpus_of_host.cache_clear()
+    yield tmp_path
+    gpus.gpus_of_host.cache_clear()
+
+
+def driver(host: Path, script: str) -> None:
+    (host / "nvidia-smi").write_text(f"#!/bin/sh\n{script}\n")
+    (host / "nvidia-smi").chmod(0o755)
+
+
+def test_the_driver_lists_what_a_container_hides_in_proc(
+    host: Path, monkeypatch: pytest.MonkeyPatch
+):
+    (host / "listed").write_text(LISTED)
+    driver(host, f"[ $1 = -L ] && cat '{host}/listed'")
+    assert gpus.gpus_of_host() == {"0": "GPU-aa11", "1": "GPU-aa22"}
+    assert gpus.usable_gpus() == ("0", "1")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-aa22")
+    assert gpus.usable_gpus() == ("GPU-aa22",)
+
+
+@pytest.mark.parametrize("script", [None, "echo cannot talk to the driver; exit 9"])
+def test_without_a_driver_that_answers_proc_and_then_devices_are_counted(
+    host: Path, script: str | None
+):
+    if script is not None:
+        driver(host, script)
+    assert gpus.usable_gpus() == ()
+    for name in ("nvidia2", "nvidia3", "nvidiactl", "nvidia-uvm"):
+        (host / name).touch()
+    gpus.gpus_of_host.cache_clear()
+    assert gpus.usable_gpus() == ("0", "1"), "CUDA counts what a container has from 0"
+    for name in ("0000:01:00.0", "0000:02:00.0", "0000:03:00.0"):
+        (host / "proc" / name).mkdir(parents=True)
+    gpus.gpus_of_host.cache_clear()
+    assert gpus.usable_gpus() == ("0", "1", "2")
