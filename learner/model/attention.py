@@ -6,7 +6,7 @@ of one length are computed together; which ones is worked out once per microbatc
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from slipstream.learner.model.cuda_attention import cuda_attention
+from slipstream.learner.model.rotary import Rotation
 from slipstream.wire.errors import ConfigError
 
 
@@ -53,13 +54,15 @@ def group_by_length(cu_seqlens: Tensor) -> LengthGroups:
 class PackedLayout(PackedSeqParams):  # type: ignore[misc]  # megatron is untyped
     """Megatron's description of a packed microbatch, with what its layers share."""
 
+    rotation: Rotation = field(kw_only=True)  # of all tokens
+
     @cached_property
     def groups(self) -> LengthGroups:
         """Return the sequences grouped by length, worked out by the first layer that asks."""
         return group_by_length(self.cu_seqlens_q)
 
 
-def packed_layout(cu_seqlens: Tensor, max_seqlen: int) -> PackedLayout:
+def packed_layout(cu_seqlens: Tensor, max_seqlen: int, rotation: Rotation) -> PackedLayout:
     """Describe a packed microbatch; arguments as in ``group_by_length`` and ``packed_forward``."""
     return PackedLayout(
         qkv_format="thd",
@@ -67,6 +70,7 @@ def packed_layout(cu_seqlens: Tensor, max_seqlen: int) -> PackedLayout:
         cu_seqlens_kv=cu_seqlens,
         max_seqlen_q=max_seqlen,
         max_seqlen_kv=max_seqlen,
+        rotation=rotation,
     )
 
 
@@ -99,7 +103,12 @@ class VarlenCoreAttention(torch.nn.Module):
         packed_seq_params: PackedLayout,
         **_kwargs: object,
     ) -> Tensor:
-        """Return [T, h, d] for query [T, h, d], key [T, g, d] and value [T, g, d]."""
+        """Return [T, h, d] for query [T, h, d], key [T, g, d] and value [T, g, d].
+
+        Queries and keys come without their positions, which this adds.
+        """
+        rotation = packed_seq_params.rotation
+        query, key = rotation.turned(query), rotation.turned(key)
         if query.is_cuda:
             layout = packed_seq_params
             return cuda_attention(

@@ -34,6 +34,7 @@ from torch import Tensor
 from slipstream.learner.model import device
 from slipstream.learner.model.attention import VarlenCoreAttention, packed_layout
 from slipstream.learner.model.hf_config import HfConfig
+from slipstream.learner.model.rotary import Rotary
 from slipstream.wire.errors import ConfigError
 
 # Fusions that need Transformer Engine, Apex or a GPU; [learner.megatron] can switch them on.
@@ -72,6 +73,7 @@ def build_model(hf: HfConfig, *, dtype: torch.dtype, extra: Mapping[str, object]
         ConfigError: an unknown key in ``extra``, or a model that the ranks cannot split.
     """
     config = _transformer_config(hf, dtype, extra)
+    config.rotary = Rotary.of(hf, device.device())
     model = GPTModel(
         config,
         _layer_spec(config),
@@ -81,8 +83,7 @@ def build_model(hf: HfConfig, *, dtype: torch.dtype, extra: Mapping[str, object]
         post_process=parallel_state.is_pipeline_last_stage(),
         parallel_output=True,
         share_embeddings_and_output_weights=hf.tie_word_embeddings,
-        position_embedding_type="rope",
-        rotary_base=hf.rotary_base,
+        position_embedding_type="none",  # attention turns queries and keys by position id
     )
     model.hf_config = hf
     if model.post_process:
@@ -109,11 +110,10 @@ def packed_forward(
         cu_seqlens: [B + 1] int32; sequence i holds tokens cu_seqlens[i] to cu_seqlens[i + 1].
         max_seqlen: the length of the longest sequence, exactly.
     """
+    config: TransformerConfig = model.config
+    layout = packed_layout(cu_seqlens, max_seqlen, config.rotary.at(position_ids))
     outputs: Tensor = model(
-        token_ids.unsqueeze(0),
-        position_ids.unsqueeze(0),
-        None,
-        packed_seq_params=packed_layout(cu_seqlens, max_seqlen),
+        token_ids.unsqueeze(0), position_ids.unsqueeze(0), None, packed_seq_params=layout
     )
     return outputs.squeeze(0)
 

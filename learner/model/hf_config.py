@@ -1,5 +1,6 @@
 """The architecture of a model, read from the config.json of its Hugging Face folder."""
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from slipstream.wire.files.model_families import FAMILIES, Family, Sizes
 from slipstream.wire.files.tokenizer_hash import numbered_tokens, tokenizer_hash
 
 DEFAULT_ROPE_THETA = 10_000.0
+ROPE_RULES = ("default", "llama3", "yarn")
 
 
 class RopeParameters(msgspec.Struct, frozen=True, kw_only=True):
@@ -18,6 +20,23 @@ class RopeParameters(msgspec.Struct, frozen=True, kw_only=True):
     rope_theta: float | None = None
     rope_type: str | None = None
     type: str | None = None
+    factor: float = 1.0
+    original_max_position_embeddings: int | None = None
+    low_freq_factor: float = 1.0  # of llama3
+    high_freq_factor: float = 4.0
+    beta_fast: float | None = None  # of yarn
+    beta_slow: float | None = None
+    truncate: bool = True
+    attention_factor: float | None = None
+    attn_factor: float = 1.0
+    extrapolation_factor: float = 1.0
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+
+    @property
+    def yarn_scale(self) -> float:
+        """What YaRN multiplies queries and keys by: 0.1 ln(factor) + 1."""
+        return 0.1 * math.log(self.factor) + 1.0 if self.factor > 1.0 else 1.0
 
     @property
     def scaling(self) -> str:
@@ -62,6 +81,18 @@ class HfConfig(msgspec.Struct, frozen=True, kw_only=True):
         """The base of the rotary embedding's frequencies."""
         nested = self.rope_parameters.rope_theta if self.rope_parameters is not None else None
         return nested or self.rope_theta or DEFAULT_ROPE_THETA
+
+    @property
+    def rope(self) -> RopeParameters:
+        """The rotary embedding's rule and its numbers."""
+        found = [rope for rope in (self.rope_parameters, self.rope_scaling) if rope is not None]
+        scaled = [rope for rope in found if rope.scaling != "default"]
+        return (scaled or found or [RopeParameters()])[0]
+
+    @property
+    def trained_positions(self) -> int:
+        """The context that a scaled rotary embedding was first trained on."""
+        return self.rope.original_max_position_embeddings or self.max_position_embeddings
 
     @property
     def family(self) -> Family:
@@ -116,23 +147,48 @@ def load_hf_config(
     except msgspec.DecodeError as error:
         raise ConfigError(f"{path}: {error} ({setting})") from error
     # What would otherwise load and silently compute something else.
-    ropes = [rope for rope in (config.rope_parameters, config.rope_scaling) if rope is not None]
-    expectations: list[tuple[str, object, object]] = [
-        *(
-            (key, getattr(config, key), expected)
-            for key, expected in families[model_type].config.items()
-        ),
-        *(("rope_type", rope.scaling, "default") for rope in ropes),
-    ]
-    for key, got, expected in expectations:
-        if got != expected:
+    for key, expected in families[model_type].config.items():
+        if (got := getattr(config, key)) != expected:
             raise ConfigError(f"{path}: {key} must be {expected!r}, got {got!r} ({setting})")
+    if trouble := _rope_trouble(config):
+        raise ConfigError(f"{path}: {trouble} ({setting})")
     if config.num_attention_heads % config.num_query_groups:
         raise ConfigError(
             f"{path}: num_attention_heads must be a multiple of num_key_value_heads, got "
             f"{config.num_attention_heads} and {config.num_query_groups} ({setting})"
         )
     return config
+
+
+def _rope_trouble(config: HfConfig) -> str:
+    """Return why a rotary embedding would be computed otherwise than by the engine."""
+    rope = config.rope
+    if rope.scaling not in ROPE_RULES:
+        return f"rope_type must be one of {', '.join(ROPE_RULES)}, got {rope.scaling!r}"
+    if rope.scaling == "default":
+        return ""
+    if rope.factor < 1.0:
+        return f"factor of rope_type {rope.scaling!r} must be at least 1, got {rope.factor}"
+    if rope.scaling == "llama3" and rope.low_freq_factor >= rope.high_freq_factor:
+        return (
+            f"low_freq_factor must be below high_freq_factor, got {rope.low_freq_factor} and "
+            f"{rope.high_freq_factor}"
+        )
+    usual = rope.yarn_scale
+    others = {
+        "attention_factor": rope.attention_factor is None
+        or math.isclose(rope.attention_factor, usual, rel_tol=1e-6),
+        "attn_factor": rope.attn_factor == 1.0,
+        "extrapolation_factor": rope.extrapolation_factor == 1.0,
+        "mscale": rope.mscale is None,
+        "mscale_all_dim": rope.mscale_all_dim is None,
+    }
+    if unlike := [name for name, is_usual in others.items() if not is_usual]:
+        return (
+            f"{unlike[0]} is read in one way by the engine and in another by the learner: only "
+            f"the usual one is taken (attention_factor {usual:g}, no other scale)"
+        )
+    return ""
 
 
 def refuse_other_tokens(frozen: Path, model: Path, setting: str, *, whole: bool) -> None:

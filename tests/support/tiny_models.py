@@ -38,11 +38,35 @@ FAMILIES: dict[str, dict[str, object]] = {
         "rope_theta": 100000.0,
     },
 }
+# Rotary embeddings that are scaled so early that sequences of 22 tokens show it.
+SCALED: dict[str, dict[str, object]] = {
+    "llama3": {
+        **FAMILIES["llama"],
+        "model_type": "llama",
+        "rope_scaling": {
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 16,
+        },
+    },
+    "yarn": {
+        **FAMILIES["qwen3"],
+        "model_type": "qwen3",
+        "rope_parameters": {
+            "rope_theta": 1000.0,
+            "rope_type": "yarn",
+            "factor": 4.0,
+            "original_max_position_embeddings": 16,
+        },
+    },
+}
 
 
 def write_tiny_model(folder: Path, family: str) -> Path:
     """Write a random float32 model; norms and biases are random too, so that mix-ups show."""
-    config = {"model_type": family, "dtype": "float32", **SHAPE, **FAMILIES[family]}
+    config = {"model_type": family, "dtype": "float32", **SHAPE, **(FAMILIES | SCALED)[family]}
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "tokenizer.json").write_text("{}")

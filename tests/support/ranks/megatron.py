@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from slipstream.algos.linear_logprobs import OutputLayer, linear_logprobs
 from slipstream.learner.model import device
@@ -45,16 +46,18 @@ def main(folder: Path, work: Path, rank: int, world_size: int, tensor_parallel: 
     exported = [(name, torch.equal(t, original[name])) for name, t in export_hf_weights(model)]
     save_hf_folder(model, work / "exported", folder)
     written, refused = published(model, topology, original)
+    norm = gradient_norm(model, topology)
     report = {
         "data_parallel": topology.data_parallel,
         "logprobs": logprobs,
         "entropies": entropies,
-        "gradient_norm": gradient_norm(model, topology),
+        "gradient_norm": norm,
         "exported": sorted(name for name, is_equal in exported if is_equal),
         "num_exported": len(exported),
         "original": sorted(original),
         "written": written,
         "refused": refused,
+        "kernels": kernels_of_many_sequences(model),
     }
     (work / f"{rank}.json").write_text(json.dumps(report))
     dist.barrier()
@@ -84,6 +87,35 @@ def forward_backward(model, topology):  # noqa: ANN001 - known only after prepar
         {i: part[:-1].tolist() for i, part in zip(numbers, values.split(lengths), strict=True)}
         for values in (logprobs, entropy)
     )
+
+
+class Kernels(TorchDispatchMode):
+    """Counts operators that compute, views left out."""
+
+    _VIEWS = (
+        *("view", "slice", "split", "squeeze", "expand", "transpose", "alias", "detach", "select"),
+        *("aten.t.", "as_strided", "narrow", "chunk", "reshape", "permute"),
+    )
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None) -> object:  # noqa: ANN001
+        self.count += not any(view in str(func) for view in self._VIEWS)
+        return func(*args, **(kwargs or {}))
+
+
+def kernels_of_many_sequences(model) -> list[int]:  # noqa: ANN001 - known only after prepare()
+    """Return how many kernels 48 sequences of six lengths launch, forward and backward."""
+    from slipstream.learner.model.gpt import packed_forward
+
+    lengths = [5, 1, 17, 9, 30, 2] * 8
+    token_ids = torch.arange(sum(lengths)) % 100
+    positions = torch.cat([torch.arange(n) for n in lengths])
+    bounds = torch.tensor([0, *lengths]).cumsum(0).int()
+    with Kernels() as forward:
+        hidden = packed_forward(model, token_ids, positions, bounds, max(lengths))
+    with Kernels() as backward:
+        hidden.sum().backward()
+    return [forward.count, backward.count]
 
 
 def published(model, topology, original):  # noqa: ANN001 - known only after prepare()

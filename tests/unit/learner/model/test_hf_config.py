@@ -70,8 +70,24 @@ def test_unsupported_family_is_refused_with_the_supported_ones_named(tmp_path: P
     [
         ({"hidden_act": "gelu"}, "hidden_act must be 'silu', got 'gelu'"),
         ({"use_sliding_window": True}, "use_sliding_window must be False"),
-        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type must be 'default'"),
-        ({"rope_parameters": {"rope_type": "yarn"}}, "got 'yarn'"),
+        (
+            {"rope_scaling": {"type": "linear", "factor": 2.0}},
+            "rope_type must be one of default, llama3, yarn, got 'linear'",
+        ),
+        ({"rope_parameters": {"rope_type": "longrope"}}, "got 'longrope'"),
+        ({"rope_scaling": {"type": "yarn", "factor": 0.5}}, "'yarn' must be at least 1, got 0.5"),
+        (
+            {"rope_scaling": {"type": "yarn", "mscale": 1.0}},
+            "mscale is read in one way by the engine",
+        ),
+        (
+            {"rope_scaling": {"type": "yarn", "factor": 4.0, "attention_factor": 0.5}},
+            "attention_factor is read .*attention_factor 1.138",
+        ),
+        (
+            {"rope_scaling": {"type": "llama3", "low_freq_factor": 4.0}},
+            "low_freq_factor must be below high_freq_factor, got 4.0 and 4.0",
+        ),
         ({"model_type": "llama", "attention_bias": True}, "attention_bias must be False"),
         ({"model_type": "llama", "mlp_bias": True}, "mlp_bias must be False"),
         ({"num_key_value_heads": 3}, "multiple of num_key_value_heads, got 14 and 3"),
