@@ -26,7 +26,13 @@ Device = Literal["cpu", "cuda"]
 
 
 _OURS = ("model_path", "host", "port", "api_key", "device", "dtype", "max_running_requests")
-_ONE_RANK = ("tp_size", "pp_size", "dp_size")
+# What an engine of several ranks may not be, and why.
+_REFUSED = {
+    "pp_size": "the ranks of later stages would have the same numbers in a weight group",
+    "dp_size": "SGLang takes no weights there; start more generators instead (generators.count)",
+    "nnodes": "an engine has its ranks on one host",
+}
+_DISAGGREGATED = "disaggregation_mode"
 _MAX_STOPS = 32  # that SGLang takes
 
 
@@ -61,7 +67,13 @@ class GeneratorsSection(Section, frozen=True, kw_only=True):
     environment: tuple[str, ...] = ()
     """Variables that the engine gets besides those of the system, Python, CUDA, NCCL and SGLang."""
     sglang: dict[str, str | int | float | bool] = msgspec.field(default_factory=dict)
-    """Passed on to SGLang: names of its settings with underscores, as in max_prefill_tokens."""
+    """Passed on to SGLang: names of its settings with underscores, as in max_prefill_tokens. With
+    tp_size an engine is split over as many GPUs of one host."""
+
+    @property
+    def num_ranks(self) -> int:
+        """Processes that the tensors of one engine are split over."""
+        return int(self.sglang.get("tp_size", 1))
 
 
 class GeneratorSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -147,16 +159,41 @@ def generator_settings(table: Table) -> GeneratorSettings:
             )
         if name in _OURS:
             raise ConfigError(f"generators.sglang.{name} follows from other settings")
-        if name in _ONE_RANK and value != 1:
+        if name in _REFUSED and value != 1:
+            raise ConfigError(f"generators.sglang.{name} must be 1, got {value}: {_REFUSED[name]}")
+        if name == _DISAGGREGATED and value != "null":
             raise ConfigError(
-                f"generators.sglang.{name} must be 1: engines of several ranks cannot receive "
-                f"weights yet, got {value}"
+                f"generators.sglang.{name} cannot be set: a pause leaves keys and values of the "
+                "old weights where they were sent to"
             )
         if value is False:
             raise ConfigError(
                 f"generators.sglang.{name} = false: SGLang's flags can only be switched on"
             )
+    _check_ranks(settings.generators.sglang.get("tp_size", 1), folder)
     return settings
+
+
+def _check_ranks(num_ranks: object, folder: Path) -> None:
+    """Refuse an engine whose ranks would not have equal shares of the model's heads."""
+    if not isinstance(num_ranks, int) or isinstance(num_ranks, bool) or num_ranks < 1:
+        raise ConfigError(f"generators.sglang.tp_size must be at least 1, got {num_ranks!r}")
+    config = _model_config(folder)
+    for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
+        size = config.get(name)
+        if isinstance(size, int) and size % num_ranks:
+            raise ConfigError(
+                f"{name} of run.model must be a multiple of generators.sglang.tp_size, got {size} "
+                f"and {num_ranks}"
+            )
+
+
+def _model_config(folder: Path) -> dict[str, object]:
+    try:
+        found = json.loads((folder / "config.json").read_text())
+    except ValueError as error:
+        raise ConfigError(f"{folder}/config.json is not valid JSON (run.model)") from error
+    return found if isinstance(found, dict) else {}
 
 
 def _check_sampling(sampling: SamplingSection) -> None:
@@ -195,10 +232,7 @@ def _check_lengths(settings: GeneratorSettings, folder: Path) -> None:
     setting = max(responses, key=responses.__getitem__)
     longest = settings.longest_tokens
     what = f"one trajectory of sampling.max_prompt_tokens + {setting} = {longest}"
-    try:
-        positions = json.loads((folder / "config.json").read_text()).get("max_position_embeddings")
-    except ValueError as error:
-        raise ConfigError(f"{folder}/config.json is not valid JSON (run.model)") from error
+    positions = _model_config(folder).get("max_position_embeddings")
     if isinstance(positions, int) and longest > positions:
         raise ConfigError(f"run.model has {positions} positions and cannot hold {what} tokens")
     cached = settings.generators.max_cached_tokens

@@ -144,6 +144,7 @@ def _subscriber(
             device=settings.device,
             torch_version=libraries.torch_version,
             nccl_version=libraries.nccl_version,
+            num_ranks=settings.generators.num_ranks,
             transport=FALLBACK if why else bus.transport,
         ),
         tensors=tensors,

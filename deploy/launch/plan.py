@@ -97,17 +97,31 @@ def _places(config: RunConfig, num_gpus: int) -> dict[str, Place]:
     hosts = config.deploy.hosts
     if num_gpus < ranks:
         raise ConfigError(f"learner.ranks = {ranks}, but {hosts[0]} has {num_gpus} GPUs")
-    slots = [(host, gpu) for host in hosts for gpu in range(num_gpus)]
-    free = slots[ranks:]
+    size = config.generators.generators.num_ranks  # of an engine, on GPUs of one host
+    free = [
+        engine
+        for host in hosts
+        for engine in _engines(host, ranks if host == hosts[0] else 0, num_gpus, size)
+    ]
     if len(free) < count and not config.deploy.share_gpus:
         where = "this host has" if len(hosts) == 1 else f"{len(hosts)} hosts have"
+        each = f" of {size} GPUs each (generators.sglang.tp_size)" if size > 1 else ""
         raise ConfigError(
-            f"{where} {len(slots)} GPUs; learner.ranks = {ranks} and generators.count = "
-            f"{count} need {ranks + count}, unless deploy.share_gpus is on"
+            f"{where} {len(hosts) * num_gpus} GPUs; learner.ranks = {ranks} and generators.count = "
+            f"{count}{each} need {ranks + count * size}, unless deploy.share_gpus is on"
         )
-    slots = free if len(free) >= count else slots
-    places: dict[str, Place] = {
-        f"generator-{i}": (slots[i % len(slots)][0], (slots[i % len(slots)][1],))
-        for i in range(count)
-    }
+    shared = [engine for host in hosts for engine in _engines(host, 0, num_gpus, size)]
+    engines = free if len(free) >= count else shared
+    if count and not engines:
+        raise ConfigError(
+            f"generators.sglang.tp_size = {size}, but a host has {num_gpus} GPUs: the ranks of an "
+            "engine are on one host"
+        )
+    places = {f"generator-{i}": engines[i % len(engines)] for i in range(count)}
     return {"learner": (hosts[0], tuple(range(ranks))), **places}
+
+
+def _engines(host: str, first: int, num_gpus: int, size: int) -> list[Place]:
+    """Return the GPUs of the engines that fit on a host from GPU ``first`` on."""
+    starts = range(first, num_gpus - size + 1, size)
+    return [(host, tuple(range(start, start + size))) for start in starts]

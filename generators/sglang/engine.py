@@ -20,6 +20,7 @@ from slipstream.generators.engine import Completion, EngineLoad, SamplingParams
 from slipstream.generators.version_runs import version_starts
 from slipstream.weightbus.agent.weight_files import check_weight_files
 from slipstream.wire.errors import EngineError
+from slipstream.wire.files.model_families import checksum_name
 from slipstream.wire.messages.manifest import Bucket
 from slipstream.wire.messages.versions import PolicyVersion
 
@@ -40,13 +41,16 @@ class SglangEngine:
         control_timeout_s: float,
         load_timeout_s: float | None = None,
         in_flight: Literal["retract", "in_place"] = "retract",
+        num_ranks: int = 1,
     ) -> None:
         """Connect to a server.
 
         ``control_timeout_s`` limits a command, ``load_timeout_s`` the load of a whole version; None
         is the same. ``in_flight`` is what a pause does to unfinished responses
-        (weightbus.in_flight); with in_place the server must cache no prefixes.
+        (weightbus.in_flight); with in_place the server must cache no prefixes. The server's tensors
+        are split over ``num_ranks``.
         """
+        self._num_ranks = num_ranks
         self._url = url
         self._in_flight = in_flight
         self._http = aiohttp.ClientSession(
@@ -209,10 +213,22 @@ class SglangEngine:
         return self._in_flight == "retract"
 
     async def checksums(self) -> dict[str, str]:
-        """Return the checksum of every tensor by the engine's own name (first rank)."""
+        """Return the checksum of every tensor on every rank, by ``checksum_name``.
+
+        Raises:
+            EngineError: it has more or fewer ranks than it was started with.
+        """
         answer = await self._control("/weights_checker", {"action": "checksum"})
-        checksums: dict[str, str] = answer["ranks"][0]["checksums"]
-        return checksums
+        ranks = {one["parallelism_info"][0]["tp_rank"]: one["checksums"] for one in answer["ranks"]}
+        if sorted(ranks) != list(range(self._num_ranks)):
+            raise EngineError(
+                f"SGLang /weights_checker: ranks {sorted(ranks)} answered, it has {self._num_ranks}"
+            )
+        return {
+            checksum_name(name, rank): checksum
+            for rank, checksums in ranks.items()
+            for name, checksum in checksums.items()
+        }
 
     async def label(self, version: PolicyVersion) -> None:
         """Report tokens chosen from now on as chosen by ``version``; before ``resume``."""

@@ -77,6 +77,7 @@ async def running_engine(
             control_timeout_s=settings.weightbus.timeout_s,
             load_timeout_s=settings.weightbus.receive_timeout_s,
             in_flight=settings.weightbus.in_flight,
+            num_ranks=settings.generators.num_ranks,
         )
         try:
             yield process, engine

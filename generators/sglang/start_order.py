@@ -24,6 +24,7 @@ _VARIABLES_OF_ENGINES = (
 # scheduler ends at the first request.
 _TREE_CORE = "SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND"
 _RUST_TREE_FROM = (2, 13)
+_CORES = "SGLANG_CPU_OMP_THREADS_BIND"
 _INIT_METHOD = "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"
 HOST = "127.0.0.1"
 _PORT_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
@@ -99,12 +100,23 @@ def environment_of(settings: GeneratorSettings, scratch: Path) -> dict[str, str]
     if settings.device == "cpu":
         # More than one thread per server collapses as soon as anything else needs a core.
         environment |= {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1"}
+        if settings.generators.num_ranks > 1:
+            environment.setdefault(_CORES, cores_of_ranks(settings.generators.num_ranks))
     return environment | interface_variables(settings.weightbus.host, environment)
 
 
 def release(version: str) -> tuple[int, ...]:
     """Return the first two numbers of a version, ``2.11.0+cu130``."""
     return tuple(int(number) for number in version.split("+")[0].split(".")[:2])
+
+
+def cores_of_ranks(num_ranks: int) -> str:
+    """Return a core for each rank of an engine on a CPU, as SGLang reads them; in turn if few.
+
+    By itself it takes a NUMA node for each rank, and fails where there are fewer.
+    """
+    cores = sorted(os.sched_getaffinity(0))
+    return "|".join(str(cores[rank % len(cores)]) for rank in range(num_ranks))
 
 
 def free_port() -> int:

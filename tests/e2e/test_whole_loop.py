@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from slipstream.weightbus.relay.engine_checksums import digest_of, expected_checksums
+from slipstream.broker.report.summary import PUBLISHES
+from slipstream.weightbus.relay.engine_checksums import Holder, digest_of, expected_checksums
 from tests.support.tiny_run import TinyRun
 
 pytestmark = [pytest.mark.e2e]
@@ -109,5 +110,42 @@ def test_two_learner_ranks_train_what_was_planned(start_run: Callable[..., TinyR
     assert fresh, "no answer was trained by the step of its own version"
     assert max(fresh) < SAME
     assert summary["busy"]["learner"] > 0
+    run.assert_heard_here_alone()
+    run.assert_nothing_left()
+
+
+@pytest.mark.parametrize("transport", ["collective", pytest.param("tcp", marks=pytest.mark.slow)])
+def test_an_engine_of_two_ranks_serves_what_was_learned(
+    start_run: Callable[..., TinyRun], transport: str
+):
+    run = start_run(
+        generators__sglang__tp_size=2,
+        generators__count=1,
+        run__steps=3,
+        sampling__temperature=0.6,
+        weightbus__transport=transport,
+    )
+    assert run.wait() == 0, run.output
+    summary = run.summary()
+    assert summary["trained"] == 12
+    assert summary["equation"]["unaccounted"] == 0
+    publishes = summary[PUBLISHES]
+    assert len(publishes) > 1
+    for one in publishes:  # checked tensor by tensor on both ranks before it was committed
+        assert (list(one["adopted_by"]), one["failed"]) == (["generator-0"], {})
+    final = load_file(run.folder / "model" / "model.safetensors")
+    expected = digest_of(expected_checksums(final, Holder("cpu", num_ranks=2)))
+    assert summary["last_publish"]["engine_digests"] == {"generator-0": expected}
+    assert {one["transports"]["generator-0"] for one in publishes} == {"tcp", transport}
+    fresh = [
+        difference
+        for row in run.rollouts()
+        for version, difference in zip(
+            row["version_runs"], row["logprob_abs_diff_by_run"], strict=True
+        )
+        if version["step"] == row["step"]
+    ]
+    assert fresh
+    assert max(fresh) < SAME
     run.assert_heard_here_alone()
     run.assert_nothing_left()

@@ -8,7 +8,7 @@ from typing import TypeVar
 import msgspec
 
 from slipstream.weightbus.agent.staging import check_folder
-from slipstream.weightbus.relay.engine_checksums import expected_checksums
+from slipstream.weightbus.relay.engine_checksums import Holder, expected_checksums
 from slipstream.weightbus.version.disk import write_version
 from slipstream.weightbus.version.snapshot import WeightSnapshot
 from slipstream.wire.errors import PublishError
@@ -28,10 +28,9 @@ class Publication:
         """Compute nothing yet; copies in ``folder`` are numbered from ``first_copy``."""
         self._first_copy = first_copy
         self.snapshot = snapshot
-        self.gpu_digests: set[str] = set()  # at most one: what the first engine on a GPU held
         self._folder = folder
         self._manifest: asyncio.Future[WeightManifest] | None = None
-        self._expected: asyncio.Future[dict[str, str]] | None = None
+        self._expected: dict[Holder, asyncio.Future[dict[str, str]]] = {}
         self._on_disk: asyncio.Future[Path] | None = None
         self._writes: list[asyncio.Future[Path]] = []
 
@@ -54,15 +53,16 @@ class Publication:
         """Return the manifest with a digest per tensor."""
         return await asyncio.shield(self.begin_digests())
 
-    def begin_checksums(self) -> asyncio.Future[dict[str, str]]:
+    def begin_checksums(self, of: Holder) -> asyncio.Future[dict[str, str]]:
         """Start to compute what ``expected`` returns."""
         tensors = self.snapshot.tensors
-        self._expected = self._expected or _in_thread(lambda: expected_checksums(tensors))
-        return self._expected
+        if of not in self._expected:
+            self._expected[of] = _in_thread(lambda: expected_checksums(tensors, of))
+        return self._expected[of]
 
-    async def expected(self) -> dict[str, str]:
-        """Return the checksums of an engine on a CPU that holds this version."""
-        return await asyncio.shield(self.begin_checksums())
+    async def expected(self, of: Holder) -> dict[str, str]:
+        """Return the checksums of an engine that holds this version."""
+        return await asyncio.shield(self.begin_checksums(of))
 
     async def on_disk(self) -> Path:
         """Return the folder that holds this version, whole and durable.
@@ -95,7 +95,7 @@ class Publication:
 
     async def settled(self) -> None:
         """Wait until no computation that was started here reads the memory any more."""
-        begun = (self._manifest, self._expected, *self._writes)
+        begun = (self._manifest, *self._expected.values(), *self._writes)
         await asyncio.gather(*(one for one in begun if one is not None), return_exceptions=True)
 
 

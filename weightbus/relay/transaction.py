@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import assert_never
 
 from slipstream.weightbus.relay.course import Course, Phase, is_check_due
-from slipstream.weightbus.relay.engine_checksums import differing, digest_of
+from slipstream.weightbus.relay.engine_checksums import Holder, differing, digest_of
 from slipstream.weightbus.relay.laps import Laps
 from slipstream.weightbus.relay.member import Member
 from slipstream.weightbus.relay.publication import Publication
@@ -88,8 +88,9 @@ class Transaction:
         manifest = publication.undigested
         if self._transport.needs_digests:
             manifest = await publication.manifest()
-        if self._check_every and any(member.join.device == "cpu" for member in self._all):
-            publication.begin_checksums()  # not while engines are paused
+        if self._check_every:  # not while engines are paused
+            for member in self._all:
+                publication.begin_checksums(holder(member))
         laps.lap("digest")
         names = {
             Phase.OFFER: "offer",
@@ -152,17 +153,10 @@ class Transaction:
         outcome = await member.request(lambda n: Verify(command_id=n, wants_checksums=checks))
         if not checks:
             return outcome
-        digest = digest_of(outcome.checksums)
-        self._digests[member.name] = digest
-        publication = self._publication
-        if member.join.device == "cpu":
-            wrong = differing(await publication.expected(), outcome.checksums)
-            if wrong:
-                raise PublishError(f"{len(wrong)} tensors differ in the engine: {wrong[:3]}")
-        elif publication.gpu_digests and digest not in publication.gpu_digests:
-            raise PublishError("this engine holds other tensors than the other engines")
-        else:
-            publication.gpu_digests.add(digest)
+        self._digests[member.name] = digest_of(outcome.checksums)
+        expected = await self._publication.expected(holder(member))
+        if wrong := differing(expected, outcome.checksums):
+            raise PublishError(f"{len(wrong)} tensors differ in the engine: {wrong[:3]}")
         return outcome
 
     async def _abandon(self) -> None:
@@ -177,3 +171,8 @@ class Transaction:
         await each(  # without waiting: agents execute the next command after this one
             list(failed), lambda m: m.send(lambda n: Abandon(command_id=n, reason=failed[m]))
         )
+
+
+def holder(member: Member) -> Holder:
+    """Return what a member's tensors look like."""
+    return Holder(member.join.device, member.join.num_ranks)

@@ -17,6 +17,9 @@ from typing import Literal
 FusionKind = Literal["copy", "qkv", "gate_up", "vocab"]
 Size = Literal["queries", "keys", "head", "inner", "hidden", "vocabulary"]
 Sizes = Mapping[Size, int]
+# Every rank holds all, or its share of rows or of columns. Rows of the vocabulary are padded as a
+# whole, other sizes so that every rank's share is a multiple.
+Split = Literal["whole", "rows", "columns", "vocabulary"]
 
 EMBEDDING = "model.embed_tokens.weight"
 OUTPUT_LAYER = "lm_head.weight"
@@ -55,6 +58,17 @@ class Parameter:
     def names(self) -> tuple[str, ...]:
         """The names of its tensors."""
         return tuple(tensor.name for tensor in self.tensors)
+
+    @property
+    def split(self) -> Split:
+        """How tensor parallelism splits its tensors: what reads the hidden state, by rows."""
+        match self.kind:
+            case "vocab":
+                return "vocabulary"
+            case "qkv" | "gate_up":
+                return "rows"
+            case _:
+                return "columns" if len(self.tensors[0].shape) > 1 else "whole"
 
     def in_layer(self, prefix: str) -> "Parameter":
         """Return the parameter of one layer, whose tensors begin with ``prefix``."""
@@ -122,6 +136,7 @@ class EngineTensor:
     position: int = 0  # among those that are fused under this name
     row_multiple: int = 1
     column_multiple: int = 1
+    split: Split = "whole"  # what each rank of an engine of several holds
 
 
 def engine_tensors(families: Mapping[str, Family]) -> dict[str, EngineTensor]:
@@ -149,6 +164,7 @@ def _places(family: Family) -> Iterator[tuple[str, EngineTensor]]:
                     position,
                     tensor.row_multiple,
                     tensor.column_multiple,
+                    parameter.split,
                 ),
             )
 
@@ -159,6 +175,11 @@ def engine_tensor(name: str) -> EngineTensor:
     prefix, inner = (found[1], found[2]) if found is not None else ("", name)
     place = _ENGINE_TENSORS.get(inner)
     return EngineTensor(name) if place is None else replace(place, name=prefix + place.name)
+
+
+def checksum_name(engine_name: str, rank: int) -> str:
+    """Return the name under which the checksum of a rank's share of a tensor is reported."""
+    return f"{engine_name} of rank {rank}" if rank else engine_name
 
 
 # ---- the families -------------------------------------------------------------

@@ -90,6 +90,23 @@ def test_two_hosts_give_the_learner_one_and_the_generators_the_other(tmp_path: P
     assert len(plans) == 18
 
 
+def test_engines_of_several_gpus_lie_on_one_host_each(tmp_path: Path):
+    split = ("generators.sglang.tp_size=4", "generators.count=2")
+    config = config_of("qwen3-8b-16gpu", tmp_path, *split)
+    plans = {plan.name: plan for plan in plan_roles(config, Path("resolved.toml"), gpus=())}
+    assert [(plans[f"generator-{i}"].host, plans[f"generator-{i}"].gpus) for i in (0, 1)] == [
+        ("node-1", (0, 1, 2, 3)),
+        ("node-1", (4, 5, 6, 7)),
+    ]
+    assert plans["generator-1"].environment["CUDA_VISIBLE_DEVICES"] == "4,5,6,7"
+    too_many = config_of("qwen3-8b-16gpu", tmp_path, split[0], "generators.count=3")
+    with pytest.raises(ConfigError, match=r"count = 3 of 4 GPUs each \(.*\) need 20, unless"):
+        plan_roles(too_many, Path("resolved.toml"), gpus=())
+    too_large = config_of("qwen2.5-1.5b-1gpu", tmp_path, "generators.sglang.tp_size=2")
+    with pytest.raises(ConfigError, match=r"tp_size = 2, but a host has 1 GPUs"):
+        plan_roles(too_large, Path("resolved.toml"), gpus=())
+
+
 def test_one_gpu_is_shared_only_when_asked(tmp_path: Path):
     config = config_of("qwen2.5-1.5b-1gpu", tmp_path)
     plans = {plan.name: plan for plan in plan_roles(config, Path("resolved.toml"), gpus=())}

@@ -5,8 +5,15 @@ import hashlib
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-from slipstream.weightbus.relay.engine_checksums import differing, expected_checksums
+from slipstream.weightbus.relay.engine_checksums import (
+    Holder,
+    differing,
+    digest_of,
+    expected_checksums,
+)
+from slipstream.weightbus.relay.gpu_hash import gpu_hash
 
 GENERATOR = torch.Generator().manual_seed(1)
 
@@ -74,6 +81,83 @@ def test_the_inner_size_is_padded_with_zeros_to_a_multiple_of_32(inner: int, pad
         f"{mlp}.gate_up_proj.weight": digest(torch.cat([gate, rows, up, rows])),
         f"{mlp}.down_proj.weight": digest(torch.cat([down, columns], dim=1)),
     }
+
+
+def test_each_rank_has_its_share_of_rows_or_columns():
+    q, k, v, o = weights(4, 3), weights(2, 3), weights(2, 3), weights(3, 4)
+    norm, table = weights(3), weights(70, 3)
+    layer = "model.layers.0.self_attn"
+    named = {
+        f"{layer}.{name}_proj.weight": one for name, one in zip("qkvo", (q, k, v, o), strict=True)
+    }
+    named |= {"model.norm.weight": norm, "lm_head.weight": table}
+    found = expected_checksums(named, Holder("cpu", 2))
+    padded = torch.cat([table, torch.zeros(128 - 70, 3)])
+    for rank, end in ((0, ""), (1, " of rank 1")):
+        rows = torch.cat([one.chunk(2)[rank] for one in (q, k, v)])
+        assert found[f"{layer}.qkv_proj.weight{end}"] == digest(rows)
+        assert found[f"{layer}.o_proj.weight{end}"] == digest(o.chunk(2, dim=1)[rank])
+        assert found[f"model.norm.weight{end}"] == digest(norm)
+        assert found[f"lm_head.weight{end}"] == digest(padded.chunk(2)[rank])
+    assert len(found) == 8
+
+
+def test_the_inner_size_is_padded_for_every_rank_and_the_vocabulary_as_a_whole():
+    gate, up, down = weights(40, 3), weights(40, 3), weights(4, 40)
+    mlp, table = "model.layers.0.mlp", weights(64 * 3, 3)
+    names = ("gate_proj", "up_proj", "down_proj")
+    named = {f"{mlp}.{name}.weight": one for name, one in zip(names, (gate, up, down), strict=True)}
+    found = expected_checksums({**named, "lm_head.weight": table}, Holder("cpu", 2))
+    (gates, ups), downs = ([pad(one, (0, 0, 0, 24)) for one in (gate, up)], pad(down, (0, 24)))
+    for rank, end in ((0, ""), (1, " of rank 1")):
+        both = torch.cat([gates.chunk(2)[rank], ups.chunk(2)[rank]])
+        assert found[f"{mlp}.gate_up_proj.weight{end}"] == digest(both)
+        assert found[f"{mlp}.down_proj.weight{end}"] == digest(downs.chunk(2, dim=1)[rank])
+        assert found[f"lm_head.weight{end}"] == digest(table.chunk(2)[rank])
+
+
+def test_on_a_gpu_only_the_vocabulary_is_padded_and_another_function_is_used():
+    down, table = weights(4, 40), weights(70, 3)
+    named = {"model.layers.0.mlp.down_proj.weight": down, "lm_head.weight": table}
+    cpu = torch.device("cpu")
+    assert expected_checksums(named, Holder("cuda", 1)) == {
+        "model.layers.0.mlp.down_proj.weight": gpu_hash(down, cpu),
+        "lm_head.weight": gpu_hash(pad(table, (0, 0, 0, 58)), cpu),
+    }
+
+
+# Of SGLang 0.5.23's own kernels, run by Triton's interpreter: tests/integration/test_gpu_hash.py.
+@pytest.mark.parametrize(
+    ("num_elements", "dtype", "expected"),
+    [
+        (0, torch.float32, "0000000000000000"),
+        (5, torch.bfloat16, "a4d0f557521dc16c"),
+        (8384, torch.bfloat16, "7a9a16a1aeb5f0cf"),
+        (40_000, torch.float32, "21d1082a954b143d"),
+    ],
+)
+def test_the_hash_of_a_gpu_is_that_of_the_engine(
+    num_elements: int, dtype: torch.dtype, expected: str
+):
+    assert gpu_hash((torch.arange(num_elements) / 7).to(dtype), torch.device("cpu")) == expected
+
+
+def test_parts_are_hashed_with_their_place(monkeypatch: pytest.MonkeyPatch):
+    data, cpu = weights(50_000), torch.device("cpu")
+    whole = gpu_hash(data, cpu)
+    monkeypatch.setattr("slipstream.weightbus.relay.gpu_hash._CHUNK", 8192 * 2)
+    assert gpu_hash(data, cpu) == whole
+    assert gpu_hash(data.flip(0), cpu) != whole
+
+
+def test_one_digest_holds_all_ranks():
+    tied = {"model.embed_tokens.weight": "1", "model.embed_tokens.weight of rank 1": "2"}
+    twice = {**tied, "lm_head.weight": "1", "lm_head.weight of rank 1": "2"}
+    assert differing(tied, twice) == []
+    assert digest_of(tied) == digest_of(twice)
+    assert digest_of(tied) != digest_of({**tied, "model.embed_tokens.weight of rank 1": "3"})
+    wrong = {**twice, "lm_head.weight of rank 1": "1"}
+    assert differing(tied, wrong) == ["lm_head.weight of rank 1"]
 
 
 def test_memory_layout_does_not_matter_but_every_bit_does():
