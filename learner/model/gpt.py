@@ -103,6 +103,9 @@ def packed_forward(
 ) -> Tensor:
     """Return what the model's last layer returns for each token: hidden states [T, H].
 
+    Sequence parallelism divides tokens evenly over ranks: where they do not divide, a sequence of
+    padding follows the others, and its outputs are left out.
+
     Args:
         model: from ``build_model``, or a wrapper around one.
         token_ids: [T] int64.
@@ -111,11 +114,18 @@ def packed_forward(
         max_seqlen: the length of the longest sequence, exactly.
     """
     config: TransformerConfig = model.config
+    count = len(token_ids)
+    missing = -count % config.tensor_model_parallel_size if config.sequence_parallel else 0
+    if missing:
+        token_ids = F.pad(token_ids, (0, missing))
+        position_ids = torch.cat([position_ids, torch.arange(missing, device=position_ids.device)])
+        cu_seqlens = torch.cat([cu_seqlens, cu_seqlens[-1:] + missing])
+        max_seqlen = max(max_seqlen, missing)
     layout = packed_layout(cu_seqlens, max_seqlen, config.rotary.at(position_ids))
     outputs: Tensor = model(
         token_ids.unsqueeze(0), position_ids.unsqueeze(0), None, packed_seq_params=layout
     )
-    return outputs.squeeze(0)
+    return outputs.squeeze(0)[:count]
 
 
 def packed_logits(

@@ -71,6 +71,25 @@ def test_a_step_on_two_ranks_is_the_step_of_one(tmp_path: Path, family: str):
     assert sum(map(sum, uneven)) > 4, "several microbatches were wanted"
 
 
+def test_sequence_parallelism_takes_any_number_of_tokens(tmp_path: Path):
+    model = write_tiny_model(tmp_path / "model", "qwen3")
+    program = "support.ranks.sequence_parallel"
+    works = {"one": 1, "two": 2}
+    outputs(
+        [p for name, n in works.items() for p in start_ranks(program, model, tmp_path / name, n, n)]
+    )
+    (alone,) = reports(tmp_path / "one", 1)
+    assert {one["tokens"] % 2 for one in alone} == {0, 1}
+    for report in reports(tmp_path / "two", 2):
+        for found, expected in zip(report, alone, strict=True):
+            for what in ("logprobs", "reference", "trained", "values"):
+                assert len(found[what]) == expected["tokens"]
+                assert found[what] == pytest.approx(expected[what], abs=5e-5), what
+            for mine, right in zip(found["figures"], expected["figures"], strict=True):
+                assert mine == pytest.approx(right, rel=2e-4, abs=2e-6)
+            assert right["policy/grad_norm"] > 1e-3
+
+
 def test_optimizer_settings_act(tmp_path: Path):
     model, work = write_tiny_model(tmp_path / "model", "llama"), tmp_path / "work"
     work.mkdir()

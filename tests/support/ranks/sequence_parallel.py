@@ -1,0 +1,87 @@
+"""One rank of a learner that trains one microbatch of T tokens, for several T.
+
+Usage: sequence_parallel MODEL_FOLDER WORK_FOLDER RANK WORLD_SIZE TENSOR_PARALLEL
+Tensor parallelism comes with sequence parallelism. Writes WORK_FOLDER/RANK.json.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+from torch.distributed import FileStore  # type: ignore[attr-defined]
+
+from slipstream.algos.section import AlgoSection
+from slipstream.learner.batches.packing import pack
+from slipstream.learner.config import LearnerSection, LearnerSettings
+from slipstream.learner.model import device
+from slipstream.learner.training.algorithm import algorithm_of
+from slipstream.learner.training.step import train_step
+from slipstream.weightbus.config import WeightBusSection
+from slipstream.wire.process.phases import PhaseClock
+from slipstream.wire.settings.sections import RunSection, SamplingSection
+from tests.support.ranks.policy import random_outcomes, train_sequences, whole_plan
+from tests.support.waiting import HANG_S
+
+# With a critic, whose head is no layer of Megatron's, and a reference beside the policy.
+ALGO: dict[str, object] = {
+    "preset": "vapo",
+    "critic": {"warmup_steps": 0, "lr": 1e-2},
+    "kl": {"coefficient": 0.1, "name": "full"},
+    "entropy_bonus": 0.01,
+}
+
+
+def main(folder: Path, work: Path, rank: int, world_size: int, tensor_parallel: int) -> None:
+    device.prepare()
+    device.set_threads(1)
+    from slipstream.learner.model.topology import destroy_topology, init_topology
+    from slipstream.learner.starting_policy import build_policy
+
+    topology = init_topology(
+        rank=rank,
+        world_size=world_size,
+        tensor_parallel=tensor_parallel,
+        store=FileStore(str(work / "store"), world_size),
+        seed=1,
+        timeout_s=HANG_S,
+    )
+    megatron = {"sequence_parallel": True} if tensor_parallel > 1 else {}
+    settings = LearnerSettings(
+        run=RunSection(model=str(folder)),
+        learner=LearnerSection(lr=1e-2, adam_epsilon=1e-3, dtype="float32", megatron=megatron),
+        algo=AlgoSection(**ALGO),  # type: ignore[arg-type]  # TOML's types
+        weightbus=WeightBusSection(),
+        sampling=SamplingSection(max_response_tokens=32),
+    )
+    algorithm = algorithm_of(settings)
+    report = []
+    everything = train_sequences()
+    for count in range(len(everything), 0, -1):
+        some = everything[:count]
+        batch, plan, data = pack(some, device.device()), whole_plan(some), random_outcomes(some)
+        policy = build_policy(settings, algorithm, topology)
+        assert policy.reference is not None
+        assert policy.critic is not None
+        before = policy.outputs(batch)
+        figures = [
+            train_step(policy, [[batch]], [plan], data, algorithm, PhaseClock())[0]
+            for _ in range(2)  # a critic has a gradient into its layers once its head is not 0
+        ]
+        report.append(
+            {
+                "tokens": len(batch.token_ids),
+                "logprobs": before.logprobs.tolist(),
+                "reference": policy.reference.logprobs([batch])[0].tolist(),
+                "trained": policy.outputs(batch).logprobs.tolist(),
+                "values": policy.critic.values([batch])[0].tolist(),
+                "figures": figures,
+            }
+        )
+    (work / f"{rank}.json").write_text(json.dumps(report))
+    torch.distributed.barrier()
+    destroy_topology()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]), *map(int, sys.argv[3:]))
