@@ -49,6 +49,7 @@ def server_flags(
         "max_running_requests": generators.max_sequences,
         "skip_server_warmup": True,
         "disable_overlap_schedule": True,  # version runs are exact to the token
+        "enable_fp32_lm_head": True,  # logits as the learner's, which are not rounded to bfloat16
         "random_seed": hash_seed(f"{settings.run.seed}/{seed_of}"),
         "log_level": "warning",
     }

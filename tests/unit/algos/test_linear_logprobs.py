@@ -12,12 +12,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from typing_extensions import override
 
 from docs.generate.evidence import DEFINITION, PROPERTY, proves
 from slipstream.algos.linear_logprobs import (
     OutputLayer,
     Reference,
     TokenLogprobs,
+    _product,
     linear_logprobs,
     squared_probabilities,
 )
@@ -72,8 +76,8 @@ class Case:
         return TokenLogprobs(chosen, entropy, xlogy(logprobs.exp(), gap))
 
     def log_softmax(self, hidden: Tensor, weight: Tensor) -> Tensor:
-        logits = hidden @ weight.T
-        logits = logits if logits.dtype == torch.float64 else logits.float()
+        exact = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+        logits = hidden.to(exact) @ weight.to(exact).T
         if self.temperature is not None:
             logits = logits / self.temperature.unsqueeze(-1)
         logits = logits[:, : self.vocab_size]
@@ -300,6 +304,64 @@ def test_narrower_types_are_summed_in_float32_and_as_near_as_plain_ones(dtype: t
         assert gradient.dtype == dtype
         # Twice: ours reads logits less their log-sum, where plain torch has what it kept.
         assert (gradient - expected).norm() < 2 * (of_plain - expected).norm()
+
+
+@proves("log-probabilities", "entropy", "kl.name = full", against=DEFINITION, what="half")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_logits_of_narrow_types_are_not_rounded_to_them(dtype: torch.dtype):
+    given = case(scale=2.0)
+    hidden, weight = (t.detach().to(dtype) for t in (given.hidden, given.weight))
+    reference = tuple(t.to(dtype) for t in given.reference or ())
+    narrow = replace(
+        given,
+        hidden=hidden.requires_grad_(),
+        weight=weight.requires_grad_(),
+        reference=reference,
+        temperature=given.temperature.float(),
+        mix=given.mix.float(),
+    )
+    exact = replace(
+        given,
+        hidden=hidden.detach().double().requires_grad_(),
+        weight=weight.detach().double().requires_grad_(),
+        reference=tuple(t.double() for t in reference),
+        temperature=narrow.temperature.double(),
+    )
+    got, wanted = narrow.ours(), exact.plain()
+    rounded = (hidden @ weight.T).float()
+    assert (rounded - hidden.double() @ weight.double().T).abs().max() > 4e-3, "too small to show"
+    for part, right in zip(got, wanted, strict=True):
+        assert (part - right).abs().max() < 2e-5
+    squares = squared_probabilities(
+        narrow.hidden, narrow.layer(weight), temperature=narrow.temperature, barred=narrow.barred
+    )
+    probabilities = exact.log_softmax(exact.hidden, exact.weight).exp()
+    assert (squares - probabilities.square().sum(-1)).abs().max() < 1e-5
+    rounding = torch.finfo(dtype).eps
+    for gradient, right in zip(
+        narrow.gradients(narrow.mixed(got)), exact.gradients(exact.mixed(wanted)), strict=True
+    ):
+        # The gradient by logits is rounded for the product, and the result once more.
+        assert (gradient - right).norm() < rounding * right.norm()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_gpu_multiplies_narrow_types_into_float32(dtype: torch.dtype):
+    widened = []
+
+    class Products(TorchDispatchMode):
+        @override
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None) -> object:  # noqa: ANN001
+            if func is torch.ops.aten.mm.dtype:
+                widened.append(args[2])
+            return func(*args, **(kwargs or {}))
+
+    # A GPU's shapes and types without a GPU; no more than this can be asked of it.
+    with FakeTensorMode(), Products():
+        left = torch.empty(T, H, dtype=dtype, device="cuda")
+        right = torch.empty(H, V, dtype=dtype, device="cuda")
+        assert _product(left, right).dtype == torch.float32
+    assert widened == ([torch.float32] if dtype == torch.bfloat16 else [])
 
 
 def test_a_group_of_one_talks_to_nobody():

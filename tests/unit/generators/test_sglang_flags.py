@@ -40,6 +40,11 @@ def test_version_runs_are_exact_whatever_a_change_does_to_answers(tmp_path: Path
         assert flags(tmp_path, in_flight)["disable_overlap_schedule"] is True
 
 
+def test_logits_are_in_float32_unless_that_is_switched_off(tmp_path: Path):
+    assert flags(tmp_path, "retract")["enable_fp32_lm_head"] is True
+    assert flags(tmp_path, "retract", enable_fp32_lm_head=False)["enable_fp32_lm_head"] is False
+
+
 def test_an_engine_gets_what_it_needs_of_the_environment_and_what_a_setting_names(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
