@@ -33,7 +33,7 @@ _REFUSED = {
     "nnodes": "an engine has its ranks on one host",
 }
 _DISAGGREGATED = "disaggregation_mode"
-_SWITCHED_ON = ("enable_fp32_lm_head",)  # by us, and may be switched off
+_SWITCHED_ON = ("enable_fp32_lm_head", "disable_overlap_schedule")  # by us, and may be off
 _MAX_STOPS = 32  # that SGLang takes
 
 
@@ -43,7 +43,8 @@ class GeneratorsSection(Section, frozen=True, kw_only=True):
     Names in `generators.sglang` are checked by the engine's server when it starts; an unknown one
     ends the run. They win over the flags that Slipstream sets itself. One of these is
     `enable_fp32_lm_head`, logits in float32 as the learner computes them: in bfloat16 a logprob is
-    off by 0.02 nats on average. Set it to `false` for the engine's own type.
+    off by 0.02 nats on average. Set it to `false` for the engine's own type. Another is
+    `disable_overlap_schedule`, which may be `false` with `weightbus.in_flight = "retract"`.
     """
 
     count: AtLeast0 = 2
@@ -168,6 +169,16 @@ def generator_settings(table: Table) -> GeneratorSettings:
             raise ConfigError(
                 f"generators.sglang.{name} cannot be set: a pause leaves keys and values of the "
                 "old weights where they were sent to"
+            )
+        if (
+            name == "disable_overlap_schedule"
+            and value is False
+            and settings.weightbus.in_flight == "in_place"
+        ):
+            raise ConfigError(
+                "generators.sglang.disable_overlap_schedule = false needs weightbus.in_flight = "
+                '"retract": a pause in place leaves a batch of the old weights unread, and version '
+                "runs would be off by one token"
             )
         if value is False and name not in _SWITCHED_ON:
             raise ConfigError(

@@ -48,7 +48,7 @@ def server_flags(
         "dtype": settings.dtype,
         "max_running_requests": generators.max_sequences,
         "skip_server_warmup": True,
-        "disable_overlap_schedule": True,  # version runs are exact to the token
+        "disable_overlap_schedule": True,  # exact to the token, whatever happens to answers
         "enable_fp32_lm_head": True,  # logits as the learner's, which are not rounded to bfloat16
         "random_seed": hash_seed(f"{settings.run.seed}/{seed_of}"),
         "log_level": "warning",

@@ -119,7 +119,7 @@ def oracle(weights: Weights) -> Iterator[Oracle]:
 
 
 @contextmanager
-def server(model: Path, mode: Mode) -> Iterator[SglangProcess]:
+def server(model: Path, mode: Mode, **sglang: bool) -> Iterator[SglangProcess]:
     with tempfile.TemporaryDirectory(prefix="sp-", dir="/tmp") as name:
         settings = generator_settings(
             {
@@ -129,6 +129,7 @@ def server(model: Path, mode: Mode) -> Iterator[SglangProcess]:
                     "device": "cpu",
                     "max_cached_tokens": 8192,
                     "max_sequences": SEQUENCES,
+                    "sglang": sglang,
                 },
                 "weightbus": {"in_flight": mode},
             }
@@ -145,6 +146,12 @@ def server(model: Path, mode: Mode) -> Iterator[SglangProcess]:
 @pytest.fixture(scope="module")
 def retracting(weights: Weights) -> Iterator[SglangProcess]:
     with server(weights[V0], "retract") as process:
+        yield process
+
+
+@pytest.fixture(scope="module")
+def overlapping(weights: Weights) -> Iterator[SglangProcess]:
+    with server(weights[V0], "retract", disable_overlap_schedule=False) as process:
         yield process
 
 
@@ -309,6 +316,17 @@ async def until_busy(
     await until_load(process, lambda load: is_enough(load) or any(one.done() for one in asked))
 
 
+async def overlaps(process: SglangProcess) -> bool:
+    """Return whether a server plans its next batch before it has read the last one's tokens."""
+    headers = {"Authorization": f"Bearer {process.api_key}"}
+    async with (
+        aiohttp.ClientSession(headers=headers) as http,
+        http.get(f"{process.url}/server_info") as response,
+    ):
+        (state,) = (await response.json())["internal_states"]
+    return not state["disable_overlap_schedule"]
+
+
 def moved(starts: Starts) -> Iterator[Starts]:
     """Yield these runs with one boundary one token off, each in both directions."""
     for i in range(1, len(starts)):
@@ -335,17 +353,21 @@ def by_learner(
         yield answer, dict(zip(VERSIONS, row, strict=True))
 
 
+@pytest.mark.parametrize("schedule", ["retracting", "overlapping"])
 def test_a_retracted_answer_has_the_learners_logprobs_of_the_version_that_each_run_names(
-    weights: Weights, oracle: Oracle, retracting: SglangProcess
+    weights: Weights, oracle: Oracle, schedule: str, request: pytest.FixtureRequest
 ):
+    process: SglangProcess = request.getfixturevalue(schedule)
+
     async def scenario(engine: SglangEngine) -> None:
-        answers = await changed_twice(retracting, engine, weights)
+        assert await overlaps(process) == (schedule == "overlapping")
+        answers = await changed_twice(process, engine, weights)
         for answer, by_version in by_learner(oracle, weights, answers):
             assert answer.error(picked(by_version, answer.starts)) < TOLERANCE
             for starts in moved(answer.starts):
                 assert answer.error(picked(by_version, starts)) > TOLERANCE
 
-    on(retracting, "retract", scenario)
+    on(process, "retract", scenario)
 
 
 def test_an_answer_changed_in_place_goes_on_over_the_keys_and_values_that_it_has(

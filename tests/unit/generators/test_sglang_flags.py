@@ -38,6 +38,10 @@ def test_a_prefix_cache_cannot_be_asked_for_beside_in_place(tmp_path: Path):
 def test_version_runs_are_exact_whatever_a_change_does_to_answers(tmp_path: Path):
     for in_flight in ("retract", "in_place"):
         assert flags(tmp_path, in_flight)["disable_overlap_schedule"] is True
+    overlapped = flags(tmp_path, "retract", disable_overlap_schedule=False)
+    assert overlapped["disable_overlap_schedule"] is False
+    with pytest.raises(ConfigError, match=r'disable_overlap_schedule = false needs .* "retract"'):
+        flags(tmp_path, "in_place", disable_overlap_schedule=False)
 
 
 def test_logits_are_in_float32_unless_that_is_switched_off(tmp_path: Path):
