@@ -159,17 +159,15 @@ def importance_sampling(inputs: CorrectionInputs, options: ImportanceSamplingOpt
     """
     packing, log_ratios = inputs.packing, inputs.log_ratios
     if options.level == "token":
-        weights = bounded_exp(log_ratios).clamp(options.low, options.high)
-        total, count = weights[packing.mask].sum(), packing.mask.sum()
+        counted = weights = bounded_exp(log_ratios).clamp(options.low, options.high)
+        there = packing.mask
     else:
         geometric = options.level == "geometric"
         ratios = sequence_ratio(log_ratios, packing, geometric=geometric)
-        ratios = ratios.clamp(options.low, options.high)
-        there = packing.counts > 0
-        total, count = ratios[there].sum(), there.sum()
-        weights = packing.spread(ratios)
+        counted, there = ratios.clamp(options.low, options.high), packing.counts > 0
+        weights = packing.spread(counted)
     if options.normalize:
-        total, count = inputs.total([total, count])
+        total, count = inputs.total([where(there, counted, 0.0).sum(), there.sum()])
         mean = total / count.clamp(min=1)
         weights = weights / where(mean > 0, mean, 1.0).to(weights.dtype)
     return _weighing(inputs, weights)

@@ -1,6 +1,6 @@
 """Sums that become means once every microbatch and rank has added its own. Shapes: T tokens."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -96,6 +96,19 @@ def add_sums(total: Sums, more: Mapping[str, Tensor]) -> None:
             total[name] = torch.maximum(total[name], value)
         else:
             total[name] = total[name] + value
+
+
+def added(several: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Return the sums and maxima of several minibatches together."""
+    totals: dict[str, float] = {}
+    for sums in several:
+        for name, value in sums.items():
+            if name not in totals:
+                totals[name] = value
+            else:
+                both = totals[name], value
+                totals[name] = max(both) if is_maximum(name) else sum(both)
+    return totals
 
 
 def figures_of(sums: Mapping[str, float]) -> dict[str, float]:

@@ -48,7 +48,11 @@ def learner_memory(
     return [
         MemoryPart("weights, bfloat16", 2 * own, "2 P / t"),
         MemoryPart("gradients, float32", 4 * own, "4 P / t"),
-        MemoryPart("optimizer: float32 weights, two moments", 12 * own, "12 P / t"),
+        MemoryPart(
+            "optimizer: float32 weights, two moments",
+            12 * own,
+            "12 P / t; its kernels take nothing more (AdamW, fused)",
+        ),
         MemoryPart(
             "weight relay: a bucket on its way and the next",
             2.0 * config.learner.weightbus.bucket_bytes,

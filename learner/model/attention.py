@@ -45,7 +45,8 @@ def group_by_length(cu_seqlens: Tensor) -> LengthGroups:
     by_length = lengths.argsort(stable=True)
     sorted_lengths = lengths[by_length]
     new_starts = sorted_lengths.cumsum(0) - sorted_lengths
-    order = torch.arange(int(cu_seqlens[-1]), device=cu_seqlens.device)
+    num_tokens = sum(count * length for count, length in sizes)
+    order = torch.arange(num_tokens, device=cu_seqlens.device)
     order += (starts[by_length] - new_starts).repeat_interleave(sorted_lengths)
     return LengthGroups(order=order, inverse=order.argsort(), sizes=sizes)
 

@@ -15,7 +15,6 @@ from megatron.core.tensor_parallel import (
 from torch import Tensor
 from typing_extensions import override
 
-from slipstream.algos.diagnostics import Sums
 from slipstream.learner.batches.packing import PackedBatch
 from slipstream.learner.config import LearnerSection
 from slipstream.learner.model import device
@@ -78,7 +77,7 @@ class Critic:
 
     def update(
         self, batches: Sequence[PackedBatch], loss_function: LossFunction[Tensor]
-    ) -> tuple[Sums, float]:
+    ) -> tuple[dict[str, float], float]:
         """Do one optimizer update; return the summed figures of all replicas, and the norm.
 
         Raises:

@@ -11,7 +11,6 @@ from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
 from slipstream.algos.compose import PolicyOutputs
-from slipstream.algos.diagnostics import Sums
 from slipstream.algos.linear_logprobs import (
     OutputLayer,
     Reference,
@@ -169,7 +168,7 @@ class Policy:
 
     def update(
         self, batches: Sequence[PackedBatch], loss_function: LossFunction[PolicyOutputs]
-    ) -> tuple[Sums, float]:
+    ) -> tuple[dict[str, float], float]:
         """Do one optimizer update; return the summed figures of all replicas, and the norm.
 
         Raises:

@@ -31,14 +31,14 @@ class Replicas:
 
     def combined(self, totals: Sums) -> Sums:
         """Return sums and maxima (``slipstream.algos.diagnostics``) over replicas, in float64."""
-        names = sorted(totals)
+        names = sorted(totals, key=lambda name: (is_maximum(name), name))  # maxima last
+        num_sums = sum(not is_maximum(name) for name in names)
         stacked = torch.stack([totals[name].double() for name in names])
         if self._count > 1:
-            highest = stacked.clone()
-            dist.all_reduce(stacked, group=self._group)
-            dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=self._group)
-            largest = torch.tensor([is_maximum(name) for name in names], device=stacked.device)
-            stacked = torch.where(largest, highest, stacked)
+            dist.all_reduce(stacked[:num_sums], group=self._group)
+            if num_sums < len(names):
+                highest = stacked[num_sums:]
+                dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=self._group)
         return dict(zip(names, stacked, strict=True))
 
     def gathered(self, values: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from slipstream.algos.compose import Algorithm, PolicyOutputs
 from slipstream.algos.critic import value_loss
-from slipstream.algos.diagnostics import Sums, add_sums, critic_figures, critic_sums, figures_of
+from slipstream.algos.diagnostics import Sums, added, critic_figures, critic_sums, figures_of
 from slipstream.algos.reduce import reduced
 from slipstream.learner.batches.orders import NonFiniteError
 from slipstream.learner.batches.packing import PackedBatch
@@ -81,7 +81,7 @@ def train_step(
 def _train_policy(
     policy: "Policy", minibatches: Sequence[PreparedMinibatch], algorithm: Algorithm, num_lags: int
 ) -> tuple[dict[str, float], list[TrainedMinibatch]]:
-    totals: Sums = {}
+    sums_of: list[dict[str, float]] = []
     norms: list[float] = []
     trained: list[TrainedMinibatch] = []
     failures: list[NonFiniteError] = []
@@ -98,14 +98,15 @@ def _train_policy(
         proximal = loss.logprobs if minibatch.is_at_start else minibatch.proximal
         trained.append(TrainedMinibatch(number, proximal))
         norms.append(norm)
-        add_sums(totals, sums)
+        sums_of.append(sums)
     skipped = {"policy/skipped_minibatches": float(len(failures))}
     if not trained:
         if failures:
             raise failures[0]
         return skipped, []
-    loss_sum = float(totals.pop("loss"))
-    figures = figures_of({name: float(total) for name, total in totals.items()})
+    totals = added(sums_of)
+    loss_sum = totals.pop("loss")
+    figures = figures_of(totals)
     figures["policy/loss"] = loss_sum / len(norms)
     figures["policy/grad_norm"] = sum(norms) / len(norms)
     return figures | skipped, trained
@@ -135,7 +136,7 @@ def _train_critic(
     is_alone: bool,
 ) -> dict[str, float]:
     """Train the critic; if only the critic is trained, a step without any update is an error."""
-    totals: Sums = {}
+    sums_of: list[dict[str, float]] = []
     norms: list[float] = []
     failures: list[NonFiniteError] = []
     for minibatch in minibatches:
@@ -148,13 +149,14 @@ def _train_critic(
             failures.append(error)
             continue
         norms.append(norm)
-        add_sums(totals, sums)
+        sums_of.append(sums)
     if is_alone and failures and not norms:
         raise failures[0]
     figures = {"critic/skipped_minibatches": float(len(failures))}
     if norms:
-        loss_sum = float(totals.pop("loss"))
-        figures |= critic_figures({name: float(total) for name, total in totals.items()})
+        totals = added(sums_of)
+        loss_sum = totals.pop("loss")
+        figures |= critic_figures(totals)
         figures["critic/loss"] = loss_sum / len(norms)
         figures["critic/grad_norm"] = sum(norms) / len(norms)
     return figures

@@ -3,11 +3,11 @@
 Shapes: T tokens of B sequences laid end to end, H hidden size.
 """
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Generic, TypeVar
 
 import torch
+import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.distributed import finalize_model_grads as megatron_finalize
 from megatron.core.models.gpt import GPTModel
@@ -20,9 +20,15 @@ from slipstream.algos.diagnostics import Sums, add_sums
 from slipstream.learner.batches.orders import NonFiniteError
 from slipstream.learner.batches.packing import PackedBatch
 from slipstream.learner.config import LearnerSection
-from slipstream.learner.model.collectives import any_rank
+from slipstream.learner.model import device
 from slipstream.learner.model.gpt import packed_forward
 from slipstream.learner.model.topology import Topology
+from slipstream.learner.training.optimizer import (
+    gradient_norm,
+    put_steps_in_place,
+    step_with,
+    use_fused_kernels,
+)
 from slipstream.learner.training.replicas import Replicas
 from slipstream.learner.training.schedule import make_scheduler
 
@@ -73,6 +79,8 @@ class Trainable(Generic[Output]):
             ),
             [self._ddp],
         )
+        if device.device().type == "cuda":
+            use_fused_kernels(self._optimizer)
         self._scheduler = make_scheduler(self._optimizer, settings, decay_steps=decay_steps)
 
     @property
@@ -99,6 +107,7 @@ class Trainable(Generic[Output]):
         self._optimizer.load_state_dict(state["optimizer"])
         for group, ours in zip(self._optimizer.param_groups, settings, strict=True):
             group.update(ours)
+        put_steps_in_place(self._optimizer)
         self._scheduler.load_state_dict(state["scheduler"])
 
     def forward(self, batch: PackedBatch) -> Output:
@@ -107,8 +116,10 @@ class Trainable(Generic[Output]):
 
     def update(
         self, batches: Sequence[PackedBatch], loss_function: LossFunction[Output]
-    ) -> tuple[Sums, float]:
+    ) -> tuple[dict[str, float], float]:
         """Do one optimizer update; return the summed figures of all replicas, and the norm.
+
+        The host waits for the GPU once, for all figures together.
 
         Raises:
             NonFiniteError: on every rank, if the loss or gradient is not finite on any; weights and
@@ -142,12 +153,18 @@ class Trainable(Generic[Output]):
         )
         summed = self.replicas.combined(totals)
         overflow = self._optimizer.prepare_grads()
-        loss, grad_norm = float(summed["loss"]), float(self._optimizer.get_grad_norm())
-        is_bad = overflow or not math.isfinite(loss) or not math.isfinite(grad_norm)
-        if any_rank(is_bad, world_size=self._topology.world_size):
-            raise NonFiniteError(f"the loss is {loss:g}, the norm of its gradient {grad_norm:g}")
-        self._optimizer.step()
-        return summed, grad_norm
+        norm = gradient_norm(self._optimizer).double()
+        is_bad = (~torch.isfinite(torch.stack([summed["loss"], norm])).all() | overflow).double()
+        if self._topology.world_size > 1:
+            dist.all_reduce(is_bad, op=dist.ReduceOp.MAX)
+        *values, grad_norm, any_bad = torch.stack([*summed.values(), norm, is_bad]).tolist()
+        figures = dict(zip(summed, values, strict=True))
+        if any_bad:
+            raise NonFiniteError(
+                f"the loss is {figures['loss']:g}, the norm of its gradient {grad_norm:g}"
+            )
+        step_with(self._optimizer, grad_norm)
+        return figures, grad_norm
 
 
 def _outputs(model: torch.nn.Module, batch: PackedBatch) -> Tensor:

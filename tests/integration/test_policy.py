@@ -90,6 +90,26 @@ def test_sequence_parallelism_takes_any_number_of_tokens(tmp_path: Path):
             assert right["policy/grad_norm"] > 1e-3
 
 
+def test_an_update_waits_for_its_device_once(tmp_path: Path):
+    model = write_tiny_model(tmp_path / "model", "qwen3")
+    program = "support.ranks.host_reads"
+    works = {"one": 1, "two": 2}
+    outputs(
+        [p for name, n in works.items() for p in start_ranks(program, model, tmp_path / name, n, n)]
+    )
+    for name, world_size in works.items():
+        for report in reports(tmp_path / name, world_size):
+            for norm, of_megatron in report.pop("norms"):
+                assert norm == pytest.approx(of_megatron, rel=1e-6)
+            assert report.pop("fused") < 2e-6
+            assert len(report) > 5
+            for algorithm, seen in report.items():
+                assert seen["num_figures"] > 5
+                reads = {"slipstream.learner.training.trainable:update": 1}
+                assert seen["reads"] == reads, (algorithm, name)
+                assert seen["calls"] == {"prepare_grads": 1, "gradient_norm": 1}
+
+
 def test_optimizer_settings_act(tmp_path: Path):
     model, work = write_tiny_model(tmp_path / "model", "llama"), tmp_path / "work"
     work.mkdir()

@@ -130,7 +130,7 @@ class Bigrams:
         self,
         batches: Sequence[PackedBatch],
         loss: Callable[[int, PackedBatch, PolicyOutputs], tuple[Tensor, Sums]],
-    ) -> tuple[Sums, float]:
+    ) -> tuple[dict[str, float], float]:
         number, self.updates = self.updates, self.updates + 1
         if number in self._bad:
             raise NonFiniteError(f"update {number} is not finite")
@@ -156,14 +156,16 @@ class Values:
         self,
         batches: Sequence[PackedBatch],
         loss: Callable[[int, PackedBatch, Tensor], tuple[Tensor, Sums]],
-    ) -> tuple[Sums, float]:
+    ) -> tuple[dict[str, float], float]:
         number, self.updates = self.updates, self.updates + 1
         if number in self._bad:
             raise NonFiniteError(f"the critic's update {number} is not finite")
         return descend(self.table, [loss(i, b, self.outputs(b)) for i, b in enumerate(batches)])
 
 
-def descend(parameter: Tensor, results: Sequence[tuple[Tensor, Sums]]) -> tuple[Sums, float]:
+def descend(
+    parameter: Tensor, results: Sequence[tuple[Tensor, Sums]]
+) -> tuple[dict[str, float], float]:
     totals: Sums = {}
     for loss, sums in results:
         add_sums(totals, {**sums, "loss": loss.detach()})
@@ -171,7 +173,8 @@ def descend(parameter: Tensor, results: Sequence[tuple[Tensor, Sums]]) -> tuple[
     (gradient,) = torch.autograd.grad(total, parameter)
     with torch.no_grad():
         parameter -= 0.5 * gradient
-    return totals, float(gradient.norm())
+    figures = {name: float(total) for name, total in totals.items()}
+    return figures, float(gradient.norm())
 
 
 def algorithm(**settings: object) -> Algorithm:

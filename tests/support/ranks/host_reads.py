@@ -1,0 +1,206 @@
+"""One rank of a learner that counts how often an optimizer update waits for the device.
+
+Usage: host_reads MODEL_FOLDER WORK_FOLDER RANK WORLD_SIZE TENSOR_PARALLEL
+Writes WORK_FOLDER/RANK.json: per algorithm and model, what the last of two updates did.
+"""
+
+import json
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType, SimpleNamespace
+
+import torch
+from torch.distributed import FileStore  # type: ignore[attr-defined]
+from torch.utils._python_dispatch import TorchDispatchMode
+from typing_extensions import override
+
+from slipstream.algos.section import AlgoSection
+from slipstream.learner.batches.packing import pack
+from slipstream.learner.config import LearnerSection, LearnerSettings
+from slipstream.learner.model import device
+from slipstream.learner.training.algorithm import algorithm_of
+from slipstream.learner.training.step import train_step
+from slipstream.weightbus.config import WeightBusSection
+from slipstream.wire.process.phases import PhaseClock
+from slipstream.wire.settings.sections import RunSection, SamplingSection
+from tests.support.ranks.policy import algorithms, random_outcomes, train_sequences, whole_plan
+from tests.support.waiting import HANG_S
+
+_READ = ("tolist", "cpu", "numpy")  # of a tensor: no operator on a CPU
+_COUNTED = ("prepare_grads", "get_grad_norm_fp32", "gradient_norm")
+# Only where there is no kernel for sequences of unlike lengths: a GPU's attention has one.
+_OF_CPU_ATTENTION = "group_by_length"
+
+
+def _reads(operator: str, arguments: tuple[object, ...], named: dict[str, object]) -> bool:
+    """Return whether an operator waits for the device: what it returns depends on values."""
+    if operator in {"_local_scalar_dense", "nonzero", "masked_select", "bincount", "_unique2"}:
+        return True
+    if operator == "repeat_interleave":
+        return named.get("output_size") is None
+    indices = arguments[1] if operator == "index" else ()
+    assert isinstance(indices, list | tuple)
+    return any(isinstance(one, torch.Tensor) and one.dtype == torch.bool for one in indices)
+
+
+def _caller(frame: FrameType | None) -> str:
+    """Return the nearest function of ours or of Megatron's."""
+    while frame is not None:
+        name = frame.f_globals.get("__name__", "")
+        if name.startswith(("slipstream.", "megatron.")) and "cpu_shim" not in name:
+            return f"{name}:{frame.f_code.co_name}"
+        frame = frame.f_back
+    return "nobody"
+
+
+class _Operators(TorchDispatchMode):
+    def __init__(self, seen: Counter[str]) -> None:
+        super().__init__()
+        self.seen = seen
+
+    @override
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None) -> object:  # noqa: ANN001
+        if _reads(func.overloadpacket.__name__, args, kwargs or {}):
+            self.seen[_caller(sys._getframe(1))] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def counting(reads: Counter[str], calls: Counter[str]) -> Iterator[None]:
+    def profile(frame: FrameType, event: str, called: object) -> None:
+        name = frame.f_code.co_name
+        if event == "call" and name in _COUNTED:
+            owner = type(frame.f_locals.get("self")).__name__
+            calls[name] += owner != "ChainedOptimizer"  # which asks the one that it holds
+        elif event == "c_call" and getattr(called, "__name__", "") in _READ:
+            is_tensor = isinstance(getattr(called, "__self__", None), torch.Tensor)
+            is_twice = "cpu_shim" in frame.f_globals["__name__"]  # hands on what was called
+            reads[_caller(frame)] += is_tensor and not is_twice
+
+    before = sys.getprofile()
+    sys.setprofile(profile)
+    try:
+        with _Operators(reads):
+            yield
+    finally:
+        sys.setprofile(before)
+
+
+class Counted:
+    """A policy or a critic whose updates are counted."""
+
+    def __init__(self, model: object, wrapped_critic: object = None) -> None:
+        self._model = model
+        self.critic = wrapped_critic
+        self.seen: dict[str, object] = {}
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._model, name)
+
+    def update(self, *arguments: object) -> object:
+        reads, calls = Counter[str](), Counter[str]()
+        update: Callable[..., tuple[dict[str, float], float]] = self._model.update  # type: ignore[attr-defined]
+        with counting(reads, calls):
+            figures, norm = update(*arguments)
+        assert {type(value) for value in figures.values()} == {float}, "there is more to be read"
+        reads = Counter(
+            {name: n for name, n in reads.items() if n and _OF_CPU_ATTENTION not in name}
+        )
+        self.seen = {"reads": reads, "calls": calls, "num_figures": len(figures)}
+        return figures, norm
+
+
+def fused_difference(build: Callable[[], object], train: Callable[[object], object]) -> float:
+    """Return how far weights are apart that fused and other kernels of Adam trained alike."""
+    from slipstream.learner.training.optimizer import put_steps_in_place, use_fused_kernels
+
+    trained = []
+    for fused in (False, True):
+        policy = build()
+        optimizer = policy._trained._optimizer  # type: ignore[attr-defined]
+        train(policy)
+        if fused:  # after an update, as after a checkpoint that other kernels left
+            use_fused_kernels(optimizer)
+            assert all(group["fused"] for group in optimizer.param_groups)
+        for _ in range(2):
+            train(policy)
+        trained.append([p.detach().clone() for p in policy.model.parameters()])  # type: ignore[attr-defined]
+    elsewhere = torch.nn.Parameter(torch.empty(2, device="meta"))
+    adam = torch.optim.AdamW([elsewhere])
+    adam.state[elsewhere] = {"step": torch.tensor(3.0)}
+    use_fused_kernels(SimpleNamespace(optimizer=adam))
+    assert adam.state[elsewhere]["step"].is_meta, "fused kernels read steps beside parameters"
+    adam.param_groups[0]["fused"] = None
+    adam.state[elsewhere] = {"step": torch.tensor(3.0)}
+    put_steps_in_place(SimpleNamespace(optimizer=adam))
+    assert adam.state[elsewhere]["step"].device.type == "cpu"
+    return max(float((a - b).abs().max()) for a, b in zip(*trained, strict=True))
+
+
+def main(folder: Path, work: Path, rank: int, world_size: int, tensor_parallel: int) -> None:
+    device.prepare()
+    device.set_threads(1)
+    from slipstream.learner.model.topology import destroy_topology, init_topology
+    from slipstream.learner.starting_policy import build_policy
+    from slipstream.learner.training.optimizer import gradient_norm, use_fused_kernels
+
+    topology = init_topology(
+        rank=rank,
+        world_size=world_size,
+        tensor_parallel=tensor_parallel,
+        store=FileStore(str(work / "store"), world_size),
+        seed=1,
+        timeout_s=HANG_S,
+    )
+    some = train_sequences()
+    replicas = topology.data_parallel
+    batch, data = pack(some, device.device()), random_outcomes(some, step=5)
+    plan = whole_plan(some)
+    if replicas > 1:  # each trains them all: what is counted does not depend on it
+        plan = type(plan)(plan.microbatches * replicas)
+    report: dict[str, object] = {}
+    norms = []
+    for name, algo in {**algorithms(folder), "bfloat16": {}}.items():
+        settings = LearnerSettings(
+            run=RunSection(model=str(folder)),
+            learner=LearnerSection(
+                lr=1e-2, adam_epsilon=1e-3, dtype="bfloat16" if name == "bfloat16" else "float32"
+            ),
+            algo=AlgoSection(**algo),  # type: ignore[arg-type]  # TOML's types
+            weightbus=WeightBusSection(),
+            sampling=SamplingSection(max_response_tokens=32),
+        )
+        algorithm = algorithm_of(settings)
+
+        def train(policy: object) -> None:
+            train_step(policy, [[batch]], [plan], data, algorithm, PhaseClock(), num_lags=3)  # type: ignore[arg-type]  # noqa: B023
+
+        policy = build_policy(settings, algorithm, topology)
+        critic = None if policy.critic is None else Counted(policy.critic)
+        for one in (policy, policy.critic):
+            if one is not None:  # as on a GPU; other kernels read their steps, on the host
+                use_fused_kernels(one._trained._optimizer)
+        counted = Counted(policy, critic)
+        for _ in range(2):
+            train(counted)
+        report[name] = counted.seen
+        if critic is not None:
+            report[f"{name}, critic"] = critic.seen
+        optimizer = policy._trained._optimizer
+        norms.append([float(gradient_norm(optimizer)), optimizer.get_grad_norm()])
+        if name == "default":
+            report["fused"] = fused_difference(
+                lambda: build_policy(settings, algorithm, topology),  # noqa: B023
+                train,
+            )
+    report["norms"] = norms
+    (work / f"{rank}.json").write_text(json.dumps(report))
+    torch.distributed.barrier()
+    destroy_topology()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]), *map(int, sys.argv[3:]))
