@@ -23,6 +23,7 @@ from slipstream.algos.ratios import (
     sequence_ratio,
     upcast,
 )
+from slipstream.algos.reduce import cumulated
 
 NotNegative = Annotated[float, Meta(ge=0)]
 Positive = Annotated[float, Meta(gt=0)]
@@ -396,7 +397,7 @@ def _second_moment_limit(squares: Tensor, threshold: float) -> Tensor:
     ascending = squares.sort().values
     numbers = torch.arange(1, len(ascending) + 1, device=squares.device)
     # Means of the least 1, 2, ... squares never fall, so that the last that is met gives the count.
-    staying = (ascending.cumsum(0) / numbers <= threshold).sum()
+    staying = (cumulated(ascending) / numbers <= threshold).sum()
     return torch.cat([ascending, ascending.new_full((1,), torch.inf)])[staying]
 
 

@@ -33,6 +33,15 @@ class Denominators:
     length: float = 1.0  # constant of sequence-mean-token-sum-norm (Dr. GRPO), in tokens
 
 
+def cumulated(values: Tensor) -> Tensor:
+    """Return the cumulative sum, [n] -> [n], with the same bits on every rank and each time.
+
+    A GPU adds floats in an order of its own, and torch refuses it under deterministic algorithms:
+    they are added on the host.
+    """
+    return values.cpu().cumsum(0).to(values.device)
+
+
 def masked_sum(per_token: Tensor, mask: Tensor) -> Tensor:
     """Return the sum over the mask, whatever the values outside it. Shapes [T] -> []."""
     return where(mask, per_token, torch.zeros_like(per_token)).sum()

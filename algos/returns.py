@@ -18,6 +18,7 @@ from torch.nn.functional import pad
 from slipstream.algos.packing import Packing
 from slipstream.algos.parts import Options, advantage
 from slipstream.algos.ratios import upcast
+from slipstream.algos.reduce import cumulated
 
 
 def _alone(values: Tensor) -> Tensor:
@@ -286,9 +287,9 @@ def _next_chosen(values: Tensor, packing: Packing) -> Tensor:
 
 def _from_start(per_token: Tensor, packing: Packing) -> Tensor:
     """Return the sum over the masked-in tokens of the sequence up to each token. Shapes [T]."""
-    upto = where(packing.mask, per_token, 0.0).cumsum(0)
+    upto = cumulated(where(packing.mask, per_token, 0.0))
     totals = packing.sums(per_token)
-    return upto - packing.spread(totals.cumsum(0) - totals)
+    return upto - packing.spread(cumulated(totals) - totals)
 
 
 def _has_next(packing: Packing) -> Tensor:

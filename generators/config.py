@@ -27,12 +27,12 @@ Device = Literal["cpu", "cuda"]
 
 _OURS = ("model_path", "host", "port", "api_key", "device", "dtype", "max_running_requests")
 # What an engine of several ranks may not be, and why.
-_REFUSED = {
-    "pp_size": "the ranks of later stages would have the same numbers in a weight group",
-    "dp_size": "SGLang takes no weights there; start more generators instead (generators.count)",
-    "nnodes": "an engine has its ranks on one host",
+_ONE = {
+    "pp_size": "SGLang counts ranks of a weight group by tensor parallelism alone, and the stages "
+    "would take each other's place",
+    "dp_size": "SGLang receives weights in one replica only; generators.count has more of them",
+    "nnodes": "the ranks of an engine are on one host",
 }
-_DISAGGREGATED = "disaggregation_mode"
 _SWITCHED_ON = ("enable_fp32_lm_head", "disable_overlap_schedule")  # by us, and may be off
 _MAX_STOPS = 32  # that SGLang takes
 
@@ -163,12 +163,12 @@ def generator_settings(table: Table) -> GeneratorSettings:
             )
         if name in _OURS:
             raise ConfigError(f"generators.sglang.{name} follows from other settings")
-        if name in _REFUSED and value != 1:
-            raise ConfigError(f"generators.sglang.{name} must be 1, got {value}: {_REFUSED[name]}")
-        if name == _DISAGGREGATED and value != "null":
+        if name in _ONE and value != 1:
+            raise ConfigError(f"generators.sglang.{name} must be 1: {_ONE[name]}, got {value}")
+        if name == "disaggregation_mode" and value != "null":
             raise ConfigError(
-                f"generators.sglang.{name} cannot be set: a pause leaves keys and values of the "
-                "old weights where they were sent to"
+                f'generators.sglang.disaggregation_mode must be "null", got "{value}": an engine '
+                "that only prefills keeps keys and values of the old weights when weights change"
             )
         if (
             name == "disable_overlap_schedule"

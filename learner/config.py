@@ -42,7 +42,8 @@ class LearnerSection(Section, frozen=True, kw_only=True):
     tensor_parallel: AtLeast1 = 1
     """Ranks that share one replica of the model; the others are data parallel."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Type of the parameters; auto is float32 on a CPU, bfloat16 on a GPU."""
+    """Type of the parameters; auto is float32 on a CPU, bfloat16 on a GPU. float32 on a GPU is for
+    comparisons: there is no kernel for attention over sequences of different lengths."""
     lr: Annotated[float, msgspec.Meta(ge=0, le=10)] = 1e-6
     """Learning rate, the highest of the schedule."""
     lr_schedule: Schedule = "constant"

@@ -4,6 +4,7 @@ import os
 import sys
 from pathlib import Path
 
+from slipstream.learner.gpu_variables import gpu_variables
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.process.command_line import (
     load_arguments,
@@ -13,6 +14,7 @@ from slipstream.wire.process.command_line import (
     run_role,
     settings_arguments,
 )
+from slipstream.wire.process.gpus import usable_gpus
 from slipstream.wire.process.logs import start_logging
 from slipstream.wire.process.processes import LIFELINE_VARIABLE
 
@@ -65,6 +67,8 @@ def main() -> int:
     start_logging("learner" if arguments.rank == 0 else f"learner-rank-{arguments.rank}")
 
     def body() -> int:
+        if usable_gpus():
+            os.environ.update(gpu_variables(os.environ))  # noqa: TID251 libraries read them there
         from slipstream.learner.model import device
         from slipstream.learner.stop import StopRequest
 

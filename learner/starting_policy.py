@@ -131,8 +131,6 @@ def _model(
 ) -> GPTModel:
     """Return the model in a folder that a setting names, with its weights or random ones."""
     on_gpu = device.device().type == "cuda"
-    if learner.dtype == "float32" and on_gpu:
-        raise ConfigError("learner.dtype = float32 cannot run on a GPU: flash attention needs bf16")
     bfloat16 = learner.dtype == "bfloat16" or (learner.dtype == "auto" and on_gpu)
     extra = dict(learner.megatron)
     if learner.deterministic:

@@ -1,8 +1,9 @@
 """Causal attention over sequences of different lengths, laid end to end without padding.
 
 Shapes: T tokens of B sequences; h query heads and g key and value heads of this rank, d channels
-per head. On a CPU a batch has hundreds of short sequences but few distinct lengths, so sequences
-of one length are computed together; which ones is worked out once per microbatch.
+per head. A GPU has kernels for it, in narrow types. On a CPU a batch has hundreds of short
+sequences but few distinct lengths, so sequences of one length are computed together; which ones is
+worked out once per microbatch.
 """
 
 import math
@@ -16,7 +17,7 @@ from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 from typing_extensions import override
 
-from slipstream.learner.model.cuda_attention import cuda_attention
+from slipstream.learner.model.cuda_attention import cuda_attention, has_kernel
 from slipstream.learner.model.rotary import Rotation
 from slipstream.wire.errors import ConfigError
 
@@ -110,7 +111,7 @@ class VarlenCoreAttention(torch.nn.Module):
         """
         rotation = packed_seq_params.rotation
         query, key = rotation.turned(query), rotation.turned(key)
-        if query.is_cuda:
+        if has_kernel(query):
             layout = packed_seq_params
             return cuda_attention(
                 query, key, value, layout.cu_seqlens_q, layout.max_seqlen_q, self.scale

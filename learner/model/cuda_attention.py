@@ -19,6 +19,11 @@ except ImportError:
     flash_attn_varlen_func = None
 
 
+def has_kernel(query: Tensor) -> bool:
+    """Return whether ``cuda_attention`` takes such tensors: on a GPU, of a narrow type."""
+    return query.is_cuda and query.dtype in {torch.bfloat16, torch.float16}
+
+
 def cuda_attention(
     query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, max_seqlen: int, scale: float
 ) -> Tensor:

@@ -4,9 +4,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from slipstream.learner.model import cuda_attention as module
-from slipstream.learner.model.cuda_attention import cuda_attention, taken_by
+from slipstream.learner.model.cuda_attention import cuda_attention, has_kernel, taken_by
 from slipstream.wire.errors import ConfigError
 
 QKV_AND_BOUNDS = "query, key, value, cu_seq_q, cu_seq_k, max_q, max_k"
@@ -65,3 +66,19 @@ def test_the_torch_that_is_installed_takes_what_we_give_it():
     }
     known = list(inspect.signature(varlen_attn).parameters)
     assert known[:7] == QKV_AND_BOUNDS.split(", ")
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "runs_there"),
+    [
+        ("cuda", torch.bfloat16, True),
+        ("cuda", torch.float16, True),
+        ("cuda", torch.float32, False),
+        ("cpu", torch.bfloat16, False),
+    ],
+)
+def test_what_the_kernels_do_not_take_is_computed_without_them(
+    device: str, dtype: torch.dtype, runs_there: bool
+):
+    with FakeTensorMode():
+        assert has_kernel(torch.empty(5, 4, 2, device=device, dtype=dtype)) == runs_there
