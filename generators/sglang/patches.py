@@ -18,12 +18,13 @@ from typing import Any
 
 from typing_extensions import override
 
-from slipstream.wire.errors import ConfigError
+from slipstream.wire.errors import ConfigError, PublishError
 
 SGLANG_VERSION = "0.5.23"  # that the corrections were written against
 GROUP_TIMEOUT_VARIABLE = "SLIPSTREAM_GROUP_TIMEOUT_S"
 ARCHITECTURE_VARIABLE = "SLIPSTREAM_ARCHITECTURE"  # one of ``architectures`` in config.json
 SEEDS_VARIABLE = "SLIPSTREAM_SEEDS"  # 1: every request is sampled by a seed
+_GROUP_TIMEOUT_S = 120.0  # where the agent names none
 _GROUPS = "torch.distributed.distributed_c10d"
 _MIN_NEW_TOKENS = "sglang.srt.sampling.penaltylib.min_new_tokens"
 _SAMPLING_BATCH = "sglang.srt.sampling.sampling_batch_info"
@@ -46,7 +47,7 @@ def install() -> None:
         _LOAD_INQUIRER: retractions.report,
         _MIN_NEW_TOKENS: _count_tokens_before_retraction,
         _GROUPS: _bound_waits_in_groups,
-        _WEIGHT_UPDATER: _answer_failed_loads,
+        _WEIGHT_UPDATER: _correct_weight_updates,
     }
     if os.environ.get(SEEDS_VARIABLE) == "1":  # noqa: TID251 reaches spawned processes
         corrections |= {_SAMPLING_BATCH: _keep_seeds, _SAMPLER: sample_by_seed}
@@ -89,6 +90,82 @@ def _bound_waits_in_groups(module: ModuleType) -> None:
     seconds = os.environ.get(GROUP_TIMEOUT_VARIABLE)  # noqa: TID251 reaches spawned processes
     if seconds:
         replace(module, "default_pg_timeout", datetime.timedelta(seconds=float(seconds)))
+
+
+def _correct_weight_updates(module: ModuleType) -> None:
+    _answer_failed_loads(module)
+    _answer_when_bytes_are_there(module)
+
+
+def _answer_when_bytes_are_there(module: ModuleType) -> None:
+    """Take part in a group with a deadline, and answer success when the bytes of a bucket are here.
+
+    On a GPU, SGLang answers as soon as NCCL has queued the transfer, and a group that it leaves
+    waits for transfers that may never end. Remove when SGLang waits and aborts by itself.
+    """
+    import torch  # with the process that has the weights, not with the agent
+
+    from slipstream.weightbus.net import groups
+
+    timeout_s = float(os.environ.get(GROUP_TIMEOUT_VARIABLE, _GROUP_TIMEOUT_S))  # noqa: TID251 as above
+    updater, bucket_type = module.WeightUpdater, module.FlattenedTensorBucket
+    join = updater.init_weights_update_group
+
+    def init_weights_update_group(
+        self: Any,  # noqa: ANN401
+        master_address: str,
+        master_port: int,
+        rank_offset: int,
+        world_size: int,
+        group_name: str,
+        backend: str = "nccl",
+    ) -> tuple[bool, str]:
+        place = (master_address, master_port, rank_offset, world_size, group_name)
+        is_joined, message = join(self, *place, backend)
+        if is_joined:
+            try:
+                groups.pass_first_byte(
+                    self._model_update_group[group_name],
+                    torch.device(self.device if backend == "nccl" else "cpu"),
+                    timeout_s=timeout_s,
+                )
+            except PublishError as error:
+                destroy_weights_update_group(self, group_name)
+                return False, str(error)
+        return is_joined, message
+
+    def destroy_weights_update_group(self: Any, group_name: str) -> tuple[bool, str]:  # noqa: ANN401
+        group = self._model_update_group.pop(group_name, None)
+        if group is None:
+            return False, f"there is no group {group_name}"
+        try:
+            groups.release(group)
+        except (RuntimeError, ValueError) as error:
+            return False, f"group {group_name} could not be left: {error}"
+        return True, f"group {group_name} is left"
+
+    def _receive_bucketed_weights_from_distributed(
+        self: Any,  # noqa: ANN401
+        *,
+        names: Any,  # noqa: ANN401
+        dtypes: Any,  # noqa: ANN401
+        shapes: Any,  # noqa: ANN401
+        group_name: str,
+    ) -> Any:  # noqa: ANN401
+        bucket = bucket_type.empty(names, dtypes, shapes, self.device)
+        group = self._model_update_group[group_name]
+        flat = bucket.get_flattened_tensor()
+        work = torch.distributed.broadcast(flat, src=0, group=group, async_op=True)
+        groups.wait_for(work, timeout_s=timeout_s, group=group)
+        return bucket.reconstruct_tensors()
+
+    replace(updater, "init_weights_update_group", init_weights_update_group)
+    replace(updater, "destroy_weights_update_group", destroy_weights_update_group)
+    replace(
+        updater,
+        "_receive_bucketed_weights_from_distributed",
+        _receive_bucketed_weights_from_distributed,
+    )
 
 
 def _answer_failed_loads(module: ModuleType) -> None:

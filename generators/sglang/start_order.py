@@ -10,7 +10,7 @@ from pathlib import Path
 
 from slipstream.generators.config import GeneratorSettings
 from slipstream.generators.sglang.patches import GROUP_TIMEOUT_VARIABLE, SEEDS_VARIABLE
-from slipstream.weightbus.net.interfaces import interface_variables
+from slipstream.weightbus.net.interfaces import NCCL_ENVIRONMENT, interface_variables
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.process.environment import handed_on
 
@@ -96,6 +96,8 @@ def environment_of(settings: GeneratorSettings, scratch: Path) -> dict[str, str]
     # Its ranks find each other in a file of the private folder. By itself SGLang opens a store of
     # torch's, which listens on every interface and accepts writes from anyone.
     environment[_INIT_METHOD] = f"file://{scratch / _RENDEZVOUS}"
+    # An engine outlives a relay that dies in a transfer.
+    environment |= NCCL_ENVIRONMENT
     if release(version("torch")) < _RUST_TREE_FROM:
         environment.setdefault(_TREE_CORE, "python")
     if settings.device == "cpu":

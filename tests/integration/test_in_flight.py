@@ -227,7 +227,7 @@ async def receive(engine: SglangEngine, model: Path) -> None:
         flat = torch.cat([tensors[spec.name].flatten() for spec in bucket.tensors])
         loading = engine.load_bucket(bucket, group_name=group.name, last=bucket is buckets[-1])
         loaded = asyncio.create_task(loading)
-        sent = group.start(flat.view(torch.uint8))
+        sent = await group.start(partial(flat.view, torch.uint8))
         await group.finish(sent, peer_failed=partial(has_failed, loaded))
         await loaded
     await engine.end_update()

@@ -34,6 +34,12 @@ def _nursery_ends() -> Iterator[None]:
     end_nursery()
 
 
+@pytest.fixture(autouse=True, params=["gloo", pytest.param("nccl", marks=pytest.mark.slow)])
+def _manners(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every test, with groups as gloo makes them and with the manners of NCCL."""
+    monkeypatch.setattr(WeightBus, "manners", request.param)
+
+
 @pytest.fixture
 def folder() -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix="sp-", dir="/tmp") as name:
@@ -281,6 +287,12 @@ def test_one_of_a_group_that_is_stopped_costs_the_others_its_deadline_once(folde
         bus.signal("stopped", signal.SIGCONT)
         bus.wait_for("stopped", 3)
         bus.check_tokens()
+
+
+@pytest.mark.parametrize("_manners", ["nccl"], indirect=True)
+def test_nobody_relies_on_what_gloo_notices(bus: WeightBus):
+    """The rest of this file with these manners is slow."""
+    test_engines_that_die_in_a_transfer_concern_nobody_else_and_may_come_back(bus)
 
 
 # ---- the relay and the learner -------------------------------------------------

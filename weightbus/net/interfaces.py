@@ -1,4 +1,4 @@
-"""Which network interface a collective's own connections take."""
+"""The environment of a collective: which interface it takes, and that it ends no process."""
 
 import socket
 from collections.abc import Mapping
@@ -7,6 +7,12 @@ import psutil
 
 _VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 _ANY_PORT = 9  # nothing is sent
+# Of processes in which NCCL may lose its peers: neither its watchdog nor that one's monitor may end
+# them. What they would notice is noticed by the deadlines of groups.py.
+NCCL_ENVIRONMENT: Mapping[str, str] = {
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+}
 
 
 def interface_variables(host: str, environment: Mapping[str, str]) -> dict[str, str]:

@@ -16,7 +16,7 @@ from slipstream.wire.messages.versions import PolicyVersion
 from slipstream.wire.messages.weightbus import Command, Heard, Join, Outcome
 
 State = Literal["current", "behind", "receiving", "torn"]
-_PROBE_S = 0.25  # how often a member that does not answer is probed
+PROBE_S = 0.25  # how often a member that does not answer is probed
 _command_ids = itertools.count(secrets.randbits(48))  # differ from those of an earlier relay
 
 
@@ -145,11 +145,19 @@ class Member:
             raise PublishError(f"{what}: {outcome.error}")
         return outcome
 
+    async def probe(self) -> None:
+        """Find out whether the agent's connection exists.
+
+        Raises:
+            PublishError: it does not.
+        """
+        await self._transmit(Heard(relay=self._relay))
+
     async def _await(self, future: asyncio.Future[Outcome]) -> None:
         """Wait for an outcome, as long as the agent's connection exists."""
-        while not (await asyncio.wait({future}, timeout=_PROBE_S))[0]:
+        while not (await asyncio.wait({future}, timeout=PROBE_S))[0]:
             try:
-                await self._transmit(Heard(relay=self._relay))
+                await self.probe()
             except PublishError:
                 future.cancel()
                 raise

@@ -8,6 +8,7 @@ from typing import TypeVar
 import msgspec
 
 from slipstream.weightbus.agent.staging import check_folder
+from slipstream.weightbus.relay.buckets_on_gpu import BucketsOnGpu
 from slipstream.weightbus.relay.engine_checksums import Holder, expected_checksums
 from slipstream.weightbus.version.disk import write_version
 from slipstream.weightbus.version.snapshot import WeightSnapshot
@@ -28,6 +29,7 @@ class Publication:
         """Compute nothing yet; copies in ``folder`` are numbered from ``first_copy``."""
         self._first_copy = first_copy
         self.snapshot = snapshot
+        self.on_gpu = BucketsOnGpu(snapshot)
         self._folder = folder
         self._manifest: asyncio.Future[WeightManifest] | None = None
         self._expected: dict[Holder, asyncio.Future[dict[str, str]]] = {}

@@ -73,17 +73,26 @@ class SharedSlots:
         Raises:
             PublishError: the driver refused.
         """
-        status = torch.cuda.cudart().cudaHostRegister(  # type: ignore[no-untyped-call]
-            self._bytes.data_ptr(), self._bytes.numel(), 0
-        )
-        if int(status) != 0:
-            raise PublishError(f"the weights' memory cannot be pinned: CUDA error {int(status)}")
+        pin(self._bytes)
 
     def close(self) -> None:
         """Close the descriptor; the mapping lives as long as its tensors do."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
+
+
+def pin(memory: Tensor) -> None:
+    """Pin this process's mapping of some memory, [num_bytes] uint8.
+
+    Raises:
+        PublishError: the driver refused.
+    """
+    status = torch.cuda.cudart().cudaHostRegister(  # type: ignore[no-untyped-call]
+        memory.data_ptr(), memory.numel(), 0
+    )
+    if int(status) != 0:
+        raise PublishError(f"the weights' memory cannot be pinned: CUDA error {int(status)}")
 
 
 def _stride(slot_bytes: int) -> int:

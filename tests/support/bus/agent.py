@@ -19,6 +19,7 @@ from slipstream.wire.errors import EngineError
 from slipstream.wire.messages.weightbus import Join
 from slipstream.wire.process.logs import start_logging
 from slipstream.wire.settings.sections import RunSection, relay_address
+from tests.support.bus import nccl_manners
 from tests.support.bus.engine import BusEngine, random_tensors
 from tests.support.waiting import NEVER_S
 
@@ -97,7 +98,11 @@ def main() -> None:
     parser.add_argument("--token-s", type=float, default=0.005)
     torch.set_num_threads(1)
     start_logging("agent")
-    asyncio.run(serve(parser.parse_args()))
+    parser.add_argument("--manners", default="gloo")
+    arguments = parser.parse_args()
+    if arguments.manners == "nccl":
+        nccl_manners.install()
+    asyncio.run(serve(arguments))
 
 
 if __name__ == "__main__":

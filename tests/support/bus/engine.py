@@ -16,10 +16,10 @@ import xxhash
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
-from torch.distributed import distributed_c10d as c10d
 
+from slipstream.weightbus.net import groups
 from slipstream.weightbus.relay.engine_checksums import expected_checksums
-from slipstream.wire.errors import EngineError
+from slipstream.wire.errors import EngineError, PublishError
 from slipstream.wire.messages.manifest import Bucket
 from slipstream.wire.messages.versions import PolicyVersion
 
@@ -48,7 +48,7 @@ class BusEngine:
         self.tensors = {name: tensor.clone() for name, tensor in tensors.items()}
         self.num_paused = 0
         self._log = log.open("a")
-        self._group_timeout = datetime.timedelta(seconds=group_timeout_s)
+        self._timeout_s = group_timeout_s
         self._fault = fault
         self._token_s = token_s
         self._label = ""
@@ -75,28 +75,29 @@ class BusEngine:
         assert backend == "gloo"
 
         def join() -> dist.ProcessGroup:
-            store = TCPStore(host, port, is_master=False, timeout=self._group_timeout)
-            group, _ = c10d._new_process_group_helper(
-                world_size,
-                rank,
-                [],
-                c10d.Backend("gloo"),
-                c10d.PrefixStore(group_name, store),
-                group_name=c10d.GroupName(group_name),
-                timeout=self._group_timeout,
+            store = TCPStore(
+                host, port, is_master=False, timeout=datetime.timedelta(seconds=self._timeout_s)
             )
-            c10d._world.pg_group_ranks[group] = {r: r for r in range(world_size)}
+            group = groups.open_group(
+                backend,
+                store,
+                name=group_name,
+                rank=rank,
+                world_size=world_size,
+                timeout_s=self._timeout_s,
+            )
+            groups.pass_first_byte(group, torch.device("cpu"), timeout_s=self._timeout_s)
             return group
 
         try:
             self._groups[group_name] = await asyncio.to_thread(join)
-        except RuntimeError as error:
+        except (RuntimeError, PublishError) as error:
             raise EngineError(str(error)) from error
 
     async def close_group(self, group_name: str) -> None:
         self._is_open = False
         if (group := self._groups.pop(group_name, None)) is not None:
-            dist.destroy_process_group(group)
+            groups.release(group)
 
     async def pause(self) -> int:
         self._fault("pause")
@@ -116,12 +117,13 @@ class BusEngine:
         flat = torch.empty(bucket.num_bytes, dtype=torch.uint8)
 
         def receive() -> None:
-            work = dist.broadcast(flat, src=0, group=self._groups[group_name], async_op=True)
-            work.wait(self._group_timeout)
+            group = self._groups[group_name]
+            work = dist.broadcast(flat, src=0, group=group, async_op=True)
+            groups.wait_for(work, timeout_s=self._timeout_s, group=group)
 
         try:
             await asyncio.to_thread(receive)
-        except RuntimeError as error:
+        except (RuntimeError, PublishError) as error:
             raise EngineError(f"broadcast failed: {error}") from error
         at = 0
         for index, spec in enumerate(bucket.tensors):

@@ -36,6 +36,8 @@ class WeightBus:
     No deadline of the bus runs out unless a test gives it one that does.
     """
 
+    manners = "gloo"  # of its groups: "nccl" for those of nccl_manners.py
+
     def __init__(
         self,
         folder: Path,
@@ -90,7 +92,7 @@ class WeightBus:
             "bus_learner",
             [
                 *("--folder", str(self.folder), "--epoch", str(self._epoch)),
-                *("--bucket-bytes", self._bucket_bytes, *self.sizes),
+                *("--bucket-bytes", self._bucket_bytes, *self.sizes, "--manners", self.manners),
             ],
             self.folder / "learner.log",
             stdin=stdin,
@@ -168,7 +170,8 @@ class WeightBus:
             "bus_agent",
             [
                 *("--folder", str(self.folder), "--name", name, "--transport", transport),
-                *("--group-timeout-s", self._group_timeout_s, *self.sizes, *more),
+                *("--group-timeout-s", self._group_timeout_s, "--manners", self.manners),
+                *(*self.sizes, *more),
             ],
             self.folder / f"{name}.log",
         )

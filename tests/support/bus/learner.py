@@ -1,6 +1,8 @@
 """A learner as a process that only publishes: it does as it reads from stdin."""
 
 import argparse
+import dataclasses
+import os
 import sys
 from pathlib import Path
 
@@ -17,6 +19,8 @@ from slipstream.wire.messages.versions import PolicyVersion
 from slipstream.wire.process.logs import start_logging
 from tests.support.bus.engine import random_tensors
 
+ROOT = Path(__file__).parents[3]
+
 
 def _say(text: str) -> None:
     sys.stdout.write(text + "\n")
@@ -30,6 +34,7 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=12)
     parser.add_argument("--size", type=int, default=4096)
     parser.add_argument("--bucket-bytes", type=int, default=2 * 4096 * 4)
+    parser.add_argument("--manners", default="gloo")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     start_logging("learner")
@@ -42,6 +47,10 @@ def main() -> None:
 
         async def make() -> RelayLink:
             launch = RelayLaunch(("--config", str(folder / "run.toml")))
+            if arguments.manners == "nccl":
+                path = os.pathsep.join(map(str, (ROOT / "tests/support/bus/manners", ROOT)))
+                environment = {**launch.environment, "PYTHONPATH": path}
+                launch = dataclasses.replace(launch, environment=environment)
             return RelayLink(f"ipc://{folder}/sockets/relay.sock", launch)
 
         link = loop.run(make())

@@ -1,9 +1,9 @@
 """Buckets over a torch.distributed group of the relay and some engines, into live weights."""
 
 import asyncio
-import datetime
 import functools
 import itertools
+import logging
 import secrets
 from collections.abc import Callable, Sequence
 from typing import ClassVar, Literal
@@ -11,19 +11,20 @@ from typing import ClassVar, Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import distributed_c10d as c10d
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # not in torch's stubs
 from typing_extensions import override
 
 from slipstream.weightbus.config import WeightBusSection
-from slipstream.weightbus.net import threads
+from slipstream.weightbus.net import groups, threads
 from slipstream.weightbus.net.compatibility import Libraries, why_no_collective
 from slipstream.weightbus.net.rendezvous import open_store
-from slipstream.weightbus.relay.member import Member
+from slipstream.weightbus.relay.member import PROBE_S, Member
 from slipstream.weightbus.relay.publication import Publication
-from slipstream.weightbus.relay.transports.base import MembersFailedError, Transport, all_of
+from slipstream.weightbus.relay.transports.base import MembersFailedError, Transport, all_of, each
 from slipstream.wire.errors import ConfigError, PublishError
 from slipstream.wire.messages.weightbus import Join, LoadBucket, OpenGroup, Outcome
 
+_log = logging.getLogger(__name__)
 _POLL_S = 0.001  # the next bucket moves meanwhile
 _AHEAD = 2  # buckets requested from engines before the current one is done
 _group_numbers = itertools.count(1)
@@ -106,12 +107,15 @@ class Collective(Transport):
         if group is None:
             raise MembersFailedError(dict.fromkeys(members, "it is in no group"))
         sent = _Sent(members, group.name, len(publication.snapshot.layout.buckets))
+        probing = asyncio.create_task(sent.probe())  # NCCL does not notice that a peer is gone
         try:
             moving: dist.Work | None = None
             for index in range(sent.num_buckets):
                 await sent.request(up_to=index + _AHEAD)
                 # It waits for engines behind the one before: no pause between two buckets.
-                following = group.start(publication.snapshot.bucket(index))
+                following = await group.start(
+                    functools.partial(publication.on_gpu.get, index, group.device)
+                )
                 if moving is not None:
                     await group.finish(moving, peer_failed=sent.has_failures)
                     await sent.loaded(index - 1)
@@ -124,24 +128,23 @@ class Collective(Transport):
             others = error.reasons if isinstance(error, MembersFailedError) else {}
             failed = dict.fromkeys(members, str(error)) | others | sent.failures()
             raise MembersFailedError(failed) from error
+        finally:
+            probing.cancel()
 
     @override
     def close_soon(self) -> None:
-        """Destroy the group in the background."""
+        """Leave the group in the background."""
         if self._group is not None:
             group, self._group = self._group, None
             threads.start(group.close)
 
     @override
     async def close(self) -> None:
-        """Destroy the group, which also frees engines that wait in it.
-
-        This blocks while an engine that is stopped delays what is being sent to it.
-        """
+        """Leave the group, which also frees engines that wait in it."""
         if self._group is not None:
             group, self._group = self._group, None
             self._members = []
-            await threads.in_own_thread(group.close)
+            await group.leave()
 
 
 class _Sent:
@@ -152,6 +155,7 @@ class _Sent:
         self._members = members
         self._group_name = group_name
         self._outcomes: list[dict[Member, asyncio.Future[Outcome]]] = []
+        self._gone: dict[Member, str] = {}
 
     async def request(self, *, up_to: int) -> None:
         """Have engines load further buckets, before ``up_to``."""
@@ -169,9 +173,15 @@ class _Sent:
         outcomes, what = self._outcomes[index], f"LoadBucket {index}"
         await all_of(self._members, lambda m: m.outcome(outcomes[m], what))
 
+    async def probe(self) -> None:
+        """Note members whose connection ends, until cancelled."""
+        while True:
+            await asyncio.sleep(PROBE_S)
+            self._gone |= (await each(self._members, Member.probe))[1]
+
     def failures(self) -> dict[Member, str]:
         """Return the members that could not load a bucket, and why."""
-        return {
+        return self._gone | {
             member: str(future.exception() or future.result().error)
             for outcomes in self._outcomes
             for member, future in outcomes.items()
@@ -180,6 +190,8 @@ class _Sent:
 
     def has_failures(self) -> bool:
         """True if a member could not load a bucket."""
+        if self._gone:
+            return True
         recent = self._outcomes[-_AHEAD - 1 :]  # and the one that may not have been loaded yet
         return any(_has_failed(future) for outcomes in recent for future in outcomes.values())
 
@@ -203,59 +215,81 @@ class EngineGroup:
     def __init__(self, name: str, *, host: str, world_size: int, timeout_s: float) -> None:
         self.name = name
         self.world_size = world_size
-        self._timeout = datetime.timedelta(seconds=timeout_s)
-        self._store = open_store(host, world_size=world_size, timeout_s=timeout_s)
+        self._timeout_s = timeout_s
+        self._store: TCPStore | None = open_store(host, world_size=world_size, timeout_s=timeout_s)
+        self.port: int = self._store.port  # to which engines connect
         self._group: dist.ProcessGroup | None = None
-        self._device = torch.device("cpu")
-
-    @property
-    def port(self) -> int:
-        """Port of the group's store, to which engines connect."""
-        port: int = self._store.port
-        return port
+        self.device = torch.device("cpu")  # of what is sent
 
     def join(self, backend: Backend) -> None:
-        """Become rank 0; blocks until all engines have joined too, or the timeout."""
-        try:
-            self._group, _ = c10d._new_process_group_helper(
-                self.world_size,
-                0,
-                [],
-                c10d.Backend(backend),
-                c10d.PrefixStore(self.name, self._store),
-                group_name=c10d.GroupName(self.name),
-                timeout=self._timeout,
-            )
-        except RuntimeError as error:
-            raise PublishError(f"not all engines joined group {self.name}: {error}") from error
-        c10d._world.pg_group_ranks[self._group] = {r: r for r in range(self.world_size)}
-        if backend == "nccl":
-            self._device = torch.device("cuda", torch.cuda.current_device())
+        """Become rank 0; blocks until a byte has reached all engines, or the timeout.
 
-    def start(self, flat: Tensor) -> dist.Work:
-        """Start to send ``flat`` ([num_bytes] uint8), after what was started before."""
+        Raises:
+            PublishError: not all have joined in time.
+        """
+        if self._store is None:
+            raise PublishError(f"group {self.name} is closed")
+        if backend == "nccl":
+            self.device = torch.device("cuda", torch.cuda.current_device())
+        try:
+            self._group = groups.open_group(
+                backend,
+                self._store,
+                name=self.name,
+                rank=0,
+                world_size=self.world_size,
+                timeout_s=self._timeout_s,
+            )
+            groups.pass_first_byte(self._group, self.device, timeout_s=self._timeout_s)
+        except (RuntimeError, PublishError) as error:
+            raise PublishError(f"not all engines joined group {self.name}: {error}") from error
+
+    async def start(self, flat: Callable[[], Tensor]) -> dist.Work:
+        """Start to send what ``flat`` returns ([num_bytes] uint8), after what was started before.
+
+        In a thread: a copy, or NCCL in a call that only starts something, may wait for the GPU.
+        """
         if self._group is None:
             raise PublishError(f"group {self.name} is not open")
+        group = self._group
+
+        def broadcast() -> dist.Work:
+            work: dist.Work = dist.broadcast(flat(), src=0, group=group, async_op=True)
+            return work
+
         try:
-            sent = flat.to(self._device, non_blocking=True)
-            work: dist.Work = dist.broadcast(sent, src=0, group=self._group, async_op=True)
+            async with asyncio.timeout(self._timeout_s):
+                return await threads.in_own_thread(broadcast)
+        except TimeoutError as error:
+            raise PublishError(groups.late(self._timeout_s)) from error
         except RuntimeError as error:
             raise PublishError(f"broadcast to group {self.name} failed: {error}") from error
-        return work
 
     async def finish(self, work: dist.Work, *, peer_failed: Callable[[], bool]) -> None:
-        """Wait until a send completes; fails as soon as a peer reports a failure."""
+        """Wait until a send completes; fails as soon as a peer reports a failure, or in time."""
         try:
-            while not work.is_completed():
-                if peer_failed():
-                    raise PublishError(f"an engine of group {self.name} stopped receiving")
-                await asyncio.sleep(_POLL_S)
-            work.wait()
+            async with asyncio.timeout(self._timeout_s):
+                while not work.is_completed():
+                    if peer_failed():
+                        raise PublishError(f"an engine of group {self.name} stopped receiving")
+                    await asyncio.sleep(_POLL_S)
+            work.wait()  # it has ended: this raises what it failed by
+        except TimeoutError as error:
+            raise PublishError(groups.late(self._timeout_s)) from error
         except RuntimeError as error:
             raise PublishError(f"broadcast to group {self.name} failed: {error}") from error
 
+    async def leave(self) -> None:
+        """Leave the group, which frees peers that wait in it; gives up at the timeout."""
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                await threads.in_own_thread(self.close)
+        except TimeoutError:
+            _log.warning("group %s is not closed after %g s", self.name, self._timeout_s)
+
     def close(self) -> None:
-        """Destroy the group, which also frees peers that wait in it."""
-        if self._group is not None:
-            group, self._group = self._group, None
-            dist.destroy_process_group(group)
+        """Do so and block, for as long as the backend does."""
+        group, self._group = self._group, None
+        self._store = None  # which engines watch while they wait
+        if group is not None:
+            groups.release(group)
