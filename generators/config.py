@@ -8,6 +8,7 @@ import msgspec
 
 from slipstream.broker.config import DataSection, RewardSection, private_paths
 from slipstream.weightbus.config import WeightBusSection, weightbus_section
+from slipstream.weightbus.transports import chosen
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.process.gpus import usable_gpus
 from slipstream.wire.settings.load import Section, Table, section
@@ -103,6 +104,11 @@ class GeneratorSettings(msgspec.Struct, frozen=True, kw_only=True):
         if self.generators.device != "auto":
             return self.generators.device
         return "cuda" if usable_gpus() else "cpu"
+
+    @property
+    def transport(self) -> str:
+        """How the engine gets its weights."""
+        return chosen(self.weightbus.transport, self.device)
 
     @property
     def skips_bad_prompts(self) -> bool:

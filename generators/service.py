@@ -105,7 +105,7 @@ async def _staging(
 ) -> AsyncIterator[Staging]:
     """Allocate the memory for the first version while the engine starts."""
     staging = Staging(settings.run.socket_folder, name)
-    is_staged = TRANSPORTS[settings.weightbus.transport].is_staged
+    is_staged = TRANSPORTS[settings.transport].is_staged
     num_bytes = tensors.num_bytes if is_staged else 0
 
     def reserve() -> None:
@@ -131,10 +131,11 @@ def _subscriber(
     worker: GeneratorWorker,
 ) -> Subscriber:
     """Connect an engine to the weight bus, by a transport that reaches the learner's host."""
-    bus, is_far = settings.weightbus, bool(settings.run.broker)
-    why = TRANSPORTS[bus.transport].why_not_from_afar(bus.host) if is_far else ""
+    bus, wanted = settings.weightbus, settings.transport
+    is_far = bool(settings.run.broker)
+    why = TRANSPORTS[wanted].why_not_from_afar(bus.host) if is_far else ""
     if why:
-        _log.warning("weights come over %s instead of %s: %s", FALLBACK, bus.transport, why)
+        _log.warning("weights come over %s instead of %s: %s", FALLBACK, wanted, why)
     libraries = installed_libraries()
     return Subscriber(
         engine,
@@ -145,7 +146,7 @@ def _subscriber(
             torch_version=libraries.torch_version,
             nccl_version=libraries.nccl_version,
             num_ranks=settings.generators.num_ranks,
-            transport=FALLBACK if why else bus.transport,
+            transport=FALLBACK if why else wanted,
         ),
         tensors=tensors,
         staging=staging,

@@ -3,7 +3,7 @@
 from ipaddress import IPv4Address, ip_address
 from typing import Literal
 
-from slipstream.weightbus.transports import check_transport
+from slipstream.weightbus.transports import AUTO, check_transport
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.settings.load import Section, Table, section
 from slipstream.wire.settings.sections import AtLeast0, AtLeast1, Positive
@@ -20,9 +20,10 @@ class WeightBusSection(Section, frozen=True, kw_only=True):
     See [weight-bus.md](weight-bus.md).
     """
 
-    transport: str = "collective"
-    """`collective` writes into the engine while it is paused; `tcp` and `disk` load a version that
-    was received and checked before."""
+    transport: str = AUTO
+    """`auto` is collective to an engine on a CPU and tcp to one on a GPU. `collective` writes into
+    the engine while it is paused; `tcp` and `disk` load a version that was received and checked
+    before."""
     in_flight: Literal["retract", "in_place"] = "retract"
     """What a pause does to unfinished answers: retract recomputes their keys and values under the
     new weights, in_place keeps them and disables the prefix cache."""
@@ -64,7 +65,8 @@ def weightbus_section(table: Table) -> WeightBusSection:
             `weightbus.listen`.
     """
     found = section(table, "weightbus", WeightBusSection)
-    check_transport(found.transport)
+    if found.transport != AUTO:
+        check_transport(found.transport)
     if found.listen and (why := _why_no_address(found.listen)):
         raise ConfigError(f"weightbus.listen is {found.listen!r}: {why}")
     return found

@@ -36,7 +36,14 @@ TRANSPORTS: Mapping[str, TransportEntry] = {
     "tcp": TransportEntry(f"{_CLASSES}.staged:OverTcp"),
     "disk": TransportEntry(f"{_CLASSES}.staged:OverDisk", is_staged=False),
 }
+AUTO = "auto"  # a setting that ``chosen`` replaces by a transport
+_BY_DEVICE = {"cpu": "collective", "cuda": "tcp"}  # NCCL never ran between two GPUs here
 FALLBACK = "tcp"  # needs nothing that an engine on the weight bus does not have
+
+
+def chosen(name: str, device: str) -> str:
+    """Return the transport of an engine: the setting, or what is usual for its device."""
+    return _BY_DEVICE[device] if name == AUTO else name
 
 
 def check_transport(name: str) -> None:
@@ -47,5 +54,5 @@ def check_transport(name: str) -> None:
     """
     if name not in TRANSPORTS:
         raise ConfigError(
-            f"weightbus.transport is {name!r}, expected one of {', '.join(TRANSPORTS)}"
+            f"weightbus.transport is {name!r}, expected one of {', '.join((AUTO, *TRANSPORTS))}"
         )

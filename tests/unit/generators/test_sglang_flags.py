@@ -1,3 +1,4 @@
+import os
 from pathlib import Path
 
 import pytest
@@ -89,6 +90,22 @@ def test_an_older_torch_has_the_prefix_tree_that_reads_its_types(
     monkeypatch.setenv("SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND", "mine")
     found = start_order.environment_of(settings, tmp_path)
     assert found["SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND"] == "mine"
+
+
+def test_no_watchdog_ends_an_engine_and_its_ranks_have_cores(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    write_blank_model(tmp_path, hidden=16, layers=1)
+    settings = generator_settings(
+        {"run": {"model": str(tmp_path)}, "generators": {"device": "cpu", "sglang": {"tp_size": 2}}}
+    )
+    monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "3")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: {7, 4, 5})
+    found = start_order.environment_of(settings, tmp_path)
+    assert found["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "0"
+    assert found["TORCH_NCCL_ENABLE_MONITORING"] == "0"
+    assert found["SGLANG_CPU_OMP_THREADS_BIND"] == "4|5"
+    assert start_order.cores_of_ranks(4) == "4|5|7|4"
 
 
 def test_on_a_cpu_the_tokens_bound_the_memory_and_not_a_share_of_what_is_free(tmp_path: Path):

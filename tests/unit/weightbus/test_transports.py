@@ -7,7 +7,7 @@ import pytest
 
 from slipstream.weightbus.config import weightbus_section
 from slipstream.weightbus.relay.transports.base import transport_class
-from slipstream.weightbus.transports import FALLBACK, TRANSPORTS, TransportEntry
+from slipstream.weightbus.transports import AUTO, FALLBACK, TRANSPORTS, TransportEntry, chosen
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.messages.weightbus import PUBLISH_PHASES
 
@@ -59,7 +59,7 @@ def test_setting_accepts_registered_transports_and_lists_them_when_it_refuses_on
     with pytest.raises(ConfigError) as caught:
         weightbus_section({"weightbus": {"transport": "carrier-pigeon"}})
     assert str(caught.value) == (
-        "weightbus.transport is 'carrier-pigeon', expected one of collective, tcp, disk"
+        "weightbus.transport is 'carrier-pigeon', expected one of auto, collective, tcp, disk"
     )
 
 
@@ -67,3 +67,9 @@ def test_collective_needs_an_address_of_this_host_for_engines_on_others():
     entry = TRANSPORTS["collective"]
     assert "weightbus.host is 127.0.0.1" in entry.why_not_from_afar("127.0.0.1")
     assert entry.why_not_from_afar("10.0.0.1") == ""
+
+
+def test_auto_takes_what_has_run_on_the_device():
+    assert [chosen(AUTO, device) for device in ("cpu", "cuda")] == ["collective", "tcp"]
+    assert chosen("disk", "cuda") == "disk"
+    assert weightbus_section({}).transport == AUTO
