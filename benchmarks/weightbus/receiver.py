@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 import zmq
 from torch.distributed import TCPStore
-from torch.distributed import distributed_c10d as c10d
 
 from benchmarks.weightbus.model import Sizes
+from slipstream.weightbus.net import groups
 from slipstream.wire.messages.codec import decode_command, encode
 from slipstream.wire.messages.manifest import WeightManifest
 from slipstream.wire.messages.weightbus import LoadBucket, OpenGroup, Outcome
@@ -26,16 +26,10 @@ IN_FLIGHT = 2  # broadcasts of a group, as many as Collective.load has
 
 def join_group(store: TCPStore, name: str, *, rank: int, world_size: int) -> dist.ProcessGroup:
     """Join a group beside the default one."""
-    group, _ = c10d._new_process_group_helper(
-        world_size,
-        rank,
-        [],
-        c10d.Backend("gloo"),
-        c10d.PrefixStore(name, store),
-        group_name=c10d.GroupName(name),
-        timeout=datetime.timedelta(seconds=TIMEOUT_S),
+    group = groups.open_group(
+        "gloo", store, name=name, rank=rank, world_size=world_size, timeout_s=TIMEOUT_S
     )
-    c10d._world.pg_group_ranks[group] = {r: r for r in range(world_size)}
+    groups.pass_first_byte(group, torch.device("cpu"), timeout_s=TIMEOUT_S)
     return group
 
 

@@ -247,7 +247,7 @@ class EngineGroup:
     async def start(self, flat: Callable[[], Tensor]) -> dist.Work:
         """Start to send what ``flat`` returns ([num_bytes] uint8), after what was started before.
 
-        In a thread: a copy, or NCCL in a call that only starts something, may wait for the GPU.
+        On a GPU in a thread: a copy, or NCCL in a call that only starts something, may wait for it.
         """
         if self._group is None:
             raise PublishError(f"group {self.name} is not open")
@@ -258,6 +258,8 @@ class EngineGroup:
             return work
 
         try:
+            if self.device.type == "cpu":
+                return broadcast()
             async with asyncio.timeout(self._timeout_s):
                 return await threads.in_own_thread(broadcast)
         except TimeoutError as error:
