@@ -35,6 +35,7 @@ _ONE = {
     "nnodes": "the ranks of an engine are on one host",
 }
 _SWITCHED_ON = ("enable_fp32_lm_head", "disable_overlap_schedule")  # by us, and may be off
+_MAX_GENERATORS = 10_000  # that a relay serves
 _MAX_STOPS = 32  # that SGLang takes
 
 
@@ -162,6 +163,10 @@ def generator_settings(table: Table) -> GeneratorSettings:
             f"generators.max_sequences = {settings.generators.max_sequences} does not hold the "
             f"eval.samples = {evaluation.samples} answers to one problem"
         )
+    if settings.generators.count > _MAX_GENERATORS:
+        raise ConfigError(
+            f"generators.count must be at most {_MAX_GENERATORS}, got {settings.generators.count}"
+        )
     for name, value in settings.generators.sglang.items():
         if "-" in name:
             raise ConfigError(
@@ -197,7 +202,9 @@ def generator_settings(table: Table) -> GeneratorSettings:
 def _check_ranks(num_ranks: object, folder: Path) -> None:
     """Refuse an engine whose ranks would not have equal shares of the model's heads."""
     if not isinstance(num_ranks, int) or isinstance(num_ranks, bool) or num_ranks < 1:
-        raise ConfigError(f"generators.sglang.tp_size must be at least 1, got {num_ranks!r}")
+        raise ConfigError(
+            f"generators.sglang.tp_size must be an integer of at least 1, got {num_ranks!r}"
+        )
     config = _model_config(folder)
     for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
         size = config.get(name)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.files.checkpoints import (
+    INFO_FILE,
     checkpoints_in,
     newest_checkpoint,
     read_checkpoint_info,
@@ -49,8 +50,13 @@ def find_resume_point(run: RunSection, wanted: str) -> ResumePoint | None:
             return _point(folder, run)
         try:
             outcome = json.loads((folder / SUMMARY).read_text())["outcome"]
-        except (OSError, ValueError, KeyError):
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
             outcome = ""
+        if unreadable := sorted((folder / "checkpoints").glob("step-*")):
+            raise ConfigError(
+                f"no checkpoint of {folder} can be read, not even {unreadable[-1].name}: restore "
+                f"{INFO_FILE} in one, or choose another run.name to start anew"
+            )
         if (folder / TRAIL).is_dir() and outcome != "finished":  # cut off before a checkpoint
             return ResumePoint(folder, None, 0)
     return None

@@ -48,6 +48,8 @@ def damage_of(folder: Path) -> str:
         return f"no {DIGESTS_FILE}" if read_checkpoint_info(folder).has_digests else ""
     except (OSError, msgspec.DecodeError) as error:
         return f"{DIGESTS_FILE} cannot be read: {error}"
+    if unlisted := sorted({path.name for path in folder.iterdir()} - {*digests, *_LATER}):
+        return f"{unlisted[0]} is not in {DIGESTS_FILE}"
     with ThreadPoolExecutor(_THREADS) as pool:
         found = pool.map(lambda name: _damage_of_file(folder / name, digests[name]), digests)
         damage = next(filter(None, found), "")

@@ -20,6 +20,8 @@ TopP = Annotated[float, msgspec.Meta(gt=0, le=1)]
 
 MAX_SOCKET_PATH = 100  # the kernel allows 107 bytes for the path of a Unix socket
 
+_MAX_NAME_BYTES = 200  # of a folder; a number may be added
+
 
 class RunSection(Section, frozen=True, kw_only=True):
     """[run]: what run this is.
@@ -276,8 +278,11 @@ class CheckpointSection(Section, frozen=True, kw_only=True):
 def run_section(table: Table) -> RunSection:
     """Return [run], checked for what needs more than one key."""
     run = section(table, "run", RunSection)
-    if not run.name or "/" in run.name or run.name.startswith("."):
+    is_plain = run.name.isprintable() and "/" not in run.name
+    if not run.name or run.name.startswith(".") or not is_plain:
         raise ConfigError(f"run.name must be a plain folder name, got {run.name!r}")
+    if len(run.name.encode()) > _MAX_NAME_BYTES:
+        raise ConfigError(f"run.name must have at most {_MAX_NAME_BYTES} bytes, got {run.name!r}")
     if run.min_groups > run.groups_per_step:
         raise ConfigError(
             f"run.min_groups must be at most run.groups_per_step = {run.groups_per_step}, "

@@ -7,6 +7,7 @@ from slipstream.deploy.launch.resume import ResumePoint, find_resume_point, resu
 from slipstream.learner.checkpoints.digests import DIGESTS_FILE, damage_of, write_digests
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.files.checkpoints import INFO_FILE, LEDGER_FILE, checkpoint_name, ledger_file
+from slipstream.wire.files.run_folder import SUMMARY
 from slipstream.wire.messages.versions import PolicyVersion
 from slipstream.wire.settings.sections import RunSection
 from tests.support.checkpoint_infos import checkpoint_info
@@ -56,6 +57,27 @@ def test_auto_passes_over_what_is_damaged_and_says_so(
     (whole / "__0_0.distcp").unlink()
     with pytest.raises(ConfigError, match=r"no checkpoint of .* is whole; the newest is .*000004"):
         find_resume_point(section(tmp_path), "auto")
+
+
+def test_auto_starts_nothing_anew_where_no_checkpoint_can_be_read(tmp_path: Path):
+    (save(tmp_path / "first", 2) / INFO_FILE).write_text("")
+    (tmp_path / "first" / SUMMARY).write_text('{"outcome": "finished"}')
+    with pytest.raises(ConfigError, match=r"no checkpoint of .*first can be read, not even step-0"):
+        find_resume_point(section(tmp_path), "auto")
+
+
+@pytest.mark.parametrize("summary", ["[]", "[" * 100_000])
+def test_a_summary_that_is_none_says_nothing_of_a_run(tmp_path: Path, summary: str):
+    (tmp_path / "first").mkdir()
+    (tmp_path / "first" / SUMMARY).write_text(summary)
+    assert find_resume_point(section(tmp_path), "auto") is None
+
+
+def test_a_file_that_no_digest_is_of_is_damage(tmp_path: Path):
+    folder = save(tmp_path / "first", 2)
+    (folder / "common.pt").write_bytes(bytes(10))
+    (folder / DIGESTS_FILE).write_text("{}")
+    assert damage_of(folder) == "common.pt is not in digests.json"
 
 
 def test_one_bit_that_flipped_is_damage(tmp_path: Path):
