@@ -157,9 +157,13 @@ def test_a_new_familys_names_shapes_and_size_come_from_its_table_alone(tmp_path:
 
 def test_a_new_familys_place_in_the_engine_comes_from_its_table_alone():
     places = engine_tensors(WITH_TOY)
-    assert places["attn.wk.weight"] == EngineTensor("attn.wqkv.weight", 1)
-    assert places["mlp.w3.weight"] == EngineTensor("mlp.w13.weight", 1, row_multiple=32)
-    assert places["mlp.w2.weight"] == EngineTensor("mlp.w2.weight", column_multiple=32)
+    assert places["attn.wk.weight"] == EngineTensor("attn.wqkv.weight", 1, split="rows")
+    assert places["mlp.w3.weight"] == EngineTensor(
+        "mlp.w13.weight", 1, row_multiple=32, split="rows"
+    )
+    assert places["mlp.w2.weight"] == EngineTensor(
+        "mlp.w2.weight", column_multiple=32, split="columns"
+    )
 
 
 def test_families_that_contradict_each_other_about_the_engine_are_refused():
