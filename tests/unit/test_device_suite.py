@@ -1,0 +1,145 @@
+"""The suite for a borrowed GPU keeps what its stages found, however they end."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.device.report import Report, Skipped
+from benchmarks.device.suite import DEADLINES_S, ROOT, stages_of
+from benchmarks.device.wheels import LIST, refusal
+
+# A program of its own: the suite ends every process that is left below it.
+DRIVER = """
+import json, sys, time
+from pathlib import Path
+from benchmarks.device.suite import Stage, Suite, has_ended
+out, program, total_s = Path(sys.argv[1]), Path(sys.argv[2]), float(sys.argv[3])
+
+def over(process, deadline_s):
+    if "hangs" not in process.args:
+        return has_ended(process, deadline_s)
+    while not (out / "left.pid").exists():
+        time.sleep(0.01)
+    return False  # its deadline
+
+stages = [Stage(n, [sys.executable, "-S", str(program), n], 600) for n in sys.argv[4:]]
+sys.exit(Suite(out, total_s, has_ended=over).run(stages))
+"""
+STAGE = """
+import json, os, subprocess, sys, time
+from pathlib import Path
+name, out = sys.argv[1], Path(sys.argv[3])
+(out / f"{name}.json").write_text(json.dumps({"status": "running", "facts": {"of": name}}))
+if name == "fails":
+    print("fact a: 1")
+    print("what went wrong")
+    sys.exit(3)
+if name == "hangs":
+    left = subprocess.Popen(["sleep", "1000"], start_new_session=True)
+    (out / "left.part").write_text(str(left.pid))
+    os.replace(out / "left.part", out / "left.pid")
+    time.sleep(1000)
+(out / "seen.json").write_bytes((out / "suite.json").read_bytes())
+"""
+
+
+def run(folder: Path, *names: str, total_s: float = 6000):
+    program = folder / "stage.py"
+    program.write_text(STAGE)
+    out = folder / "out"
+    done = subprocess.run(
+        [sys.executable, "-c", DRIVER, out, program, str(total_s), *names],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},  # noqa: TID251 handed on
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return done, out, json.loads((out / "suite.json").read_text())["stages"]
+
+
+def test_a_stage_that_fails_or_hangs_leaves_what_it_found_and_the_next_one_runs(tmp_path: Path):
+    done, out, stages = run(tmp_path, "fails", "hangs", "passes")
+    assert done.returncode == 1, done.stderr
+    assert {name: one["result"] for name, one in stages.items()} == {
+        "fails": "failed",
+        "hangs": "hung",
+        "passes": "passed",
+    }
+    assert stages["fails"]["exit"] == 3
+    for name, one in stages.items():
+        assert one["report"] == {"status": "running", "facts": {"of": name}}
+    assert "  fact a: 1" in done.stdout
+    assert "  | what went wrong" in done.stdout
+
+    assert stages["hangs"]["processes_left"] == 1
+    assert not Path(f"/proc/{(out / 'left.pid').read_text()}").exists()
+
+    seen = json.loads((out / "seen.json").read_text())["stages"]
+    assert seen == {**stages, "passes": {"result": "not started"}}, "of what a kill would leave"
+
+
+def test_stages_that_pass_are_a_success(tmp_path: Path):
+    done, _, stages = run(tmp_path, "passes", "too")
+    assert done.returncode == 0, done.stderr
+    assert [one["result"] for one in stages.values()] == ["passed", "passed"]
+
+
+def test_when_the_time_is_over_stages_are_not_started_and_that_is_no_success(tmp_path: Path):
+    done, _, stages = run(tmp_path, "passes", total_s=0)
+    assert done.returncode == 1, done.stderr
+    assert stages == {"passes": {"result": "not started"}}
+
+
+def test_every_stage_is_a_module():
+    for stage in stages_of(list(DEADLINES_S)):
+        assert (ROOT / "benchmarks" / "device" / f"stage_{stage.name}.py").is_file(), stage
+
+
+def test_a_report_is_whole_after_every_part(tmp_path: Path):
+    file = tmp_path / "some.json"
+    report = Report("some", file, deadline_s=60)
+    assert json.loads(file.read_text())["status"] == "running"
+    with report.part("good"):
+        report.at_most("difference", 0.5, "nats", needs=1)
+    with report.part("other"):
+        raise Skipped("no GPU")
+    with report.part("bad"):
+        raise RuntimeError("broken")
+    found = json.loads(file.read_text())
+    assert found["skipped"] == {"other": "no GPU"}
+    assert found["failed"]["bad"].endswith("RuntimeError: broken")
+    assert found["bars"] == [
+        {"name": "difference", "value": 0.5, "unit": "nats", "needs": "<= 1", "ok": True}
+    ]
+    assert report.end() == 1
+    assert json.loads(file.read_text())["status"] == "failed"
+
+
+@pytest.mark.parametrize(("value", "status"), [(1.5, "failed"), (0.5, "passed")])
+def test_a_bar_that_is_short_fails_its_stage(tmp_path: Path, value: float, status: str):
+    report = Report("some", tmp_path / "some.json", deadline_s=60)
+    report.at_most("difference", value, "nats", needs=1)
+    assert report.end() == (status == "failed")
+    assert json.loads((tmp_path / "some.json").read_text())["status"] == status
+
+
+def test_wheels_that_are_too_large_to_carry_are_refused_by_name(tmp_path: Path):
+    (tmp_path / "a.whl").write_bytes(b"0" * 2**20)
+    (tmp_path / "b.whl").write_bytes(b"0" * 2**19)
+    assert refusal(tmp_path, 1.5) == ""
+    why = refusal(tmp_path, 1.4)
+    assert "have 1.5 MiB, 1.4 can be carried; the largest are a.whl (1.0), b.whl (0.5)" in why
+
+
+def test_wheels_are_pinned_as_they_are_rehearsed():
+    rehearsed = (ROOT / "deploy" / "constraints-rehearsal.txt").read_text().splitlines()
+    pins = [line for line in LIST.read_text().splitlines() if line and not line.startswith("#")]
+    assert all("==" in line for line in pins)
+    known = {line.partition("==")[0] for line in rehearsed}
+    for line in pins:
+        assert line in rehearsed or line.partition("==")[0] not in known, line
