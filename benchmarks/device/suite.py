@@ -20,7 +20,15 @@ from importlib.util import find_spec
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-DEADLINES_S = {"env": 30.0, "attention": 45.0, "learner": 105.0, "engine": 150.0}
+DEADLINES_S = {
+    "env": 30.0,
+    "attention": 45.0,
+    "learner": 105.0,
+    "engine": 150.0,
+    "bus": 90.0,
+    "loop": 150.0,
+    "mfu": 120.0,  # the last: it takes what is left
+}
 _EXAMPLE = """examples:
   python3 -u benchmarks/device/suite.py --out OUT
   python3 -u benchmarks/device/suite.py --out OUT --stages loop,mfu
