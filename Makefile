@@ -51,7 +51,8 @@ test: setup lint unit test-integration  ## everything: what the README names and
 # REHEARSED is what runs there after the hermetic tests.
 REHEARSED := tests/integration/test_megatron_model.py tests/integration/test_policy.py \
 	tests/integration/test_transports.py tests/integration/test_weight_bus.py \
-	tests/integration/test_in_flight.py tests/e2e/test_whole_loop.py
+	tests/integration/test_in_flight.py tests/integration/test_gpu_branches.py \
+	tests/e2e/test_whole_loop.py
 rehearsal-setup:  ## make .rehearsal with the versions of a GPU machine; 6 GB
 	@./deploy/setup.sh rehearsal
 rehearsal: rehearsal-setup  ## hermetic tests, learner, transports and a loop on those versions, 20 minutes
@@ -86,7 +87,7 @@ audit: setup  ## look for known holes in what is installed; fails where PyPI can
 chaos: setup  ## 200 kills of a scripted run, and more of runs of real parts; half an hour
 	$(PY) -m pytest -q -s -m chaos $(PROCESS_TESTS)
 .PHONY: help setup quickstart quickstart-null smollm2 policy docs format lint unit test-integration test
-test-all: test test-slow rehearsal chaos  ## every test there is
+test-all: test test-slow rehearsal device-rehearsal chaos  ## every test there is
 #: Make again what is kept in the repository
 policy: setup  ## make deploy/examples/addition_policy again, the policy that the quickstart starts from
 	$(PY) -m docs.generate.policy.make --out deploy/examples/addition_policy

@@ -1,4 +1,7 @@
+import importlib.util
 import inspect
+import sys
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -42,6 +45,47 @@ def attend(monkeypatch: pytest.MonkeyPatch, release: str) -> dict[str, Any]:
     output = cuda_attention(query, key, key, cu_seqlens, 3, 0.5)
     assert output.equal(torch.ones(5, 4, 2))
     return varlen.given
+
+
+def flash(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    block_table: Tensor | None = None,
+) -> Tensor:
+    """Stand in for ``flash_attn_varlen_func``, which is built on machines with CUDA alone."""
+    del key, value, window_size, softcap, alibi_slopes, return_attn_probs, block_table
+    assert (max_seqlen_q, max_seqlen_k, dropout_p) == (3, 3, 0.0)
+    assert cu_seqlens_q.equal(cu_seqlens_k)
+    assert (softmax_scale, causal, deterministic) == (0.5, True, False)
+    return query + 2
+
+
+def test_flash_attn_is_used_where_it_is_installed(monkeypatch: pytest.MonkeyPatch):
+    stand_in = ModuleType("flash_attn")
+    vars(stand_in)["flash_attn_varlen_func"] = flash
+    monkeypatch.setitem(sys.modules, "flash_attn", stand_in)
+    name = f"{module.__name__}_with_flash"
+    spec = importlib.util.spec_from_file_location(name, module.__file__)
+    assert spec is not None
+    assert spec.loader is not None
+    with_flash = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(with_flash)
+    query, cu_seqlens = torch.zeros(5, 4, 2), torch.tensor([0, 3, 5], dtype=torch.int32)
+    output = with_flash.cuda_attention(query, query, query, cu_seqlens, 3, 0.5)
+    assert output.equal(torch.full((5, 4, 2), 2.0))
 
 
 @pytest.mark.parametrize("release", ["2.11", "2.13"])
