@@ -131,6 +131,50 @@ def test_a_broker_its_redis_a_generator_and_a_learner_are_killed_in_one_run(
     run.assert_nothing_left()
 
 
+def ranks_of_engines(run: TinyRun) -> dict[int, list[psutil.Process]]:
+    """Return the schedulers of each engine by the process id of its server, rank 0 first."""
+    ranks: dict[int, list[psutil.Process]] = {}
+    for process in run.remember_children():
+        with suppress(psutil.NoSuchProcess):
+            title = " ".join(process.cmdline())
+            if "scheduler_TP" in title:
+                ranks.setdefault(process.ppid(), []).append(process)
+    return {
+        server: sorted(found, key=lambda one: " ".join(one.cmdline()))
+        for server, found in ranks.items()
+    }
+
+
+def starts(run: TinyRun) -> list[int]:
+    """Return how often each of two generators has started an engine that answers."""
+    return [run.log(f"generator-{i}").count("engine answers") for i in (0, 1)]
+
+
+@pytest.mark.slow  # two engines of two ranks, and one of them again
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_dies_takes_its_engine_along_and_no_other(
+    start_run: Callable[..., TinyRun], rank: int
+):
+    run = start_run(
+        generators__sglang__tp_size=2,
+        generators__count=2,
+        run__steps=60,
+        deploy__restart_backoff_s=0.2,
+    )
+    run.wait_until(lambda: run.steps() >= 2, "second learner step")
+    engines = ranks_of_engines(run)
+    assert [len(found) for found in engines.values()] == [2, 2]
+    dying, _ = engines.values()
+    dying[rank].kill()
+    run.wait_until(lambda: not any(one.is_running() for one in dying), "end of its engine")
+    run.wait_until(lambda: sum(starts(run)) == 3, "engine in its place")
+    assert run.wait() == 0, run.output
+    assert sorted(starts(run)) == [1, 2], "the other engine went on"
+    summary = run.summary()
+    assert (summary["trained"], summary["equation"]["unaccounted"]) == (240, 0)
+    run.assert_nothing_left()
+
+
 @pytest.mark.slow  # the decision is tested in tests/unit/deploy/launch/test_supervise.py
 def test_a_role_that_fails_again_and_again_ends_the_run(start_run: Callable[..., TinyRun]):
     run = start_run(run__steps=1000, deploy__max_restarts=0)
