@@ -24,6 +24,7 @@ _VARIABLES_OF_ENGINES = (
 # scheduler ends at the first request.
 _TREE_CORE = "SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND"
 _RUST_TREE_FROM = (2, 13)
+_NCCL_FILE = "SGLANG_NCCL_SO_PATH"  # one that is not there: its ranks take gloo alone
 _CORES = "SGLANG_CPU_OMP_THREADS_BIND"
 _INIT_METHOD = "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"
 HOST = "127.0.0.1"
@@ -105,6 +106,8 @@ def environment_of(settings: GeneratorSettings, scratch: Path) -> dict[str, str]
         environment |= {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1"}
         if settings.generators.num_ranks > 1:
             environment.setdefault(_CORES, cores_of_ranks(settings.generators.num_ranks))
+            # SGLang takes a torch that was built for CUDA for a machine that has it.
+            environment[_NCCL_FILE] = "no NCCL on a CPU"
     return environment | interface_variables(settings.weightbus.host, environment)
 
 
