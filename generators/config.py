@@ -1,6 +1,7 @@
 """Settings of the generators."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
@@ -10,6 +11,7 @@ from slipstream.broker.config import DataSection, RewardSection, private_paths
 from slipstream.weightbus.config import WeightBusSection, weightbus_section
 from slipstream.weightbus.transports import chosen
 from slipstream.wire.errors import ConfigError
+from slipstream.wire.files.model_families import FAMILIES
 from slipstream.wire.process.gpus import usable_gpus
 from slipstream.wire.settings.load import Section, Table, section
 from slipstream.wire.settings.sections import (
@@ -33,6 +35,10 @@ _ONE = {
     "would take each other's place",
     "dp_size": "SGLang receives weights in one replica only; generators.count has more of them",
     "nnodes": "the ranks of an engine are on one host",
+    **dict.fromkeys(
+        ("attn_cp_size", "dwdp_size", "moe_dense_tp_size"),
+        "the check of an engine's weights knows no such split of its tensors",
+    ),
 }
 _SWITCHED_ON = ("enable_fp32_lm_head", "disable_overlap_schedule")  # by us, and may be off
 _MAX_GENERATORS = 10_000  # that a relay serves
@@ -74,12 +80,18 @@ class GeneratorsSection(Section, frozen=True, kw_only=True):
     """Variables that the engine gets besides those of the system, Python, CUDA, NCCL and SGLang."""
     sglang: dict[str, str | int | float | bool] = msgspec.field(default_factory=dict)
     """Passed on to SGLang: names of its settings with underscores, as in max_prefill_tokens. With
-    tp_size an engine is split over as many GPUs of one host."""
+    tp_size an engine is split over as many GPUs of one host; attn_dp_size makes so many groups of
+    them, each with the whole attention and a cache of its own (Qwen3)."""
 
     @property
     def num_ranks(self) -> int:
         """Processes that the tensors of one engine are split over."""
         return int(self.sglang.get("tp_size", 1))
+
+    @property
+    def attention_groups(self) -> int:
+        """Groups of these processes, each of which holds the whole attention."""
+        return int(self.sglang.get("attn_dp_size", 1))
 
 
 class GeneratorSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -195,24 +207,55 @@ def generator_settings(table: Table) -> GeneratorSettings:
             raise ConfigError(
                 f"generators.sglang.{name} = false: SGLang's flags can only be switched on"
             )
-    _check_ranks(settings.generators.sglang.get("tp_size", 1), folder)
+    _check_ranks(settings.generators.sglang, _model_config(folder))
     return settings
 
 
-def _check_ranks(num_ranks: object, folder: Path) -> None:
-    """Refuse an engine whose ranks would not have equal shares of the model's heads."""
-    if not isinstance(num_ranks, int) or isinstance(num_ranks, bool) or num_ranks < 1:
+def _check_ranks(flags: Mapping[str, object], config: Mapping[str, object]) -> None:
+    """Refuse an engine whose ranks would not have equal shares of the model."""
+    num_ranks, groups = (_number(flags, name) for name in ("tp_size", "attn_dp_size"))
+    if num_ranks % groups:
         raise ConfigError(
-            f"generators.sglang.tp_size must be an integer of at least 1, got {num_ranks!r}"
+            "generators.sglang.tp_size must be a multiple of generators.sglang.attn_dp_size, got "
+            f"{num_ranks} and {groups}"
         )
-    config = _model_config(folder)
-    for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
+    if groups > 1:
+        _check_dp_attention(flags, config)
+    split_by = "generators.sglang.tp_size" + " / attn_dp_size" * (groups > 1)
+    for name, share, setting in (
+        ("num_attention_heads", num_ranks // groups, split_by),
+        ("num_key_value_heads", num_ranks // groups, split_by),
+        ("intermediate_size", num_ranks, "generators.sglang.tp_size"),
+    ):
         size = config.get(name)
-        if isinstance(size, int) and size % num_ranks:
+        if isinstance(size, int) and size % share:
             raise ConfigError(
-                f"{name} of run.model must be a multiple of generators.sglang.tp_size, got {size} "
-                f"and {num_ranks}"
+                f"{name} of run.model must be a multiple of {setting}, got {size} and {share}"
             )
+
+
+def _number(flags: Mapping[str, object], name: str) -> int:
+    value = flags.get(name, 1)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ConfigError(
+            f"generators.sglang.{name} must be an integer of at least 1, got {value!r}"
+        )
+    return value
+
+
+def _check_dp_attention(flags: Mapping[str, object], config: Mapping[str, object]) -> None:
+    family = FAMILIES.get(str(config.get("model_type")))
+    if family is None or not family.has_dp_attention:
+        known = ", ".join(one.model_type for one in FAMILIES.values() if one.has_dp_attention)
+        raise ConfigError(
+            f"generators.sglang.attn_dp_size must be 1 for {config.get('model_type')}: SGLang "
+            f"splits its attention over all ranks whatever this is; it does not for {known}"
+        )
+    if flags.get("enable_dp_lm_head"):
+        raise ConfigError(
+            "generators.sglang.enable_dp_lm_head must be off: the check of an engine's weights "
+            "takes the output layer for split over all ranks"
+        )
 
 
 def _model_config(folder: Path) -> dict[str, object]:

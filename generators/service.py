@@ -146,6 +146,7 @@ def _subscriber(
             torch_version=libraries.torch_version,
             nccl_version=libraries.nccl_version,
             num_ranks=settings.generators.num_ranks,
+            attention_groups=settings.generators.attention_groups,
             transport=FALLBACK if why else wanted,
         ),
         tensors=tensors,

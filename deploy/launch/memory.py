@@ -83,21 +83,26 @@ def learner_memory(
 
 def generator_memory(hf: HfConfig, config: RunConfig) -> list[MemoryPart]:
     """Return what one rank of an engine holds; the cache takes what its share of the GPU leaves."""
-    ranks = config.generators.generators.num_ranks
-    count, split = hf.num_parameters / ranks, " / t" if ranks > 1 else ""
-    given = config.generators.generators.sglang.get("mem_fraction_static")
+    generators = config.generators.generators
+    ranks, groups = generators.num_ranks, generators.attention_groups
+    count, split, more = hf.num_parameters / ranks, " / t" if ranks > 1 else "", ""
+    a_token = f"4 L g d{' a' if groups > 1 else ''}{split}"
+    if groups > 1:
+        count += hf.num_attention_parameters * (groups - 1) / ranks
+        more = f" + 2 A (a - 1) / t; A of the attention, a = {groups} groups"
+    given = generators.sglang.get("mem_fraction_static")
     fraction = float(given) if given is not None else _DEFAULT_STATIC_SHARE
     pool = max(fraction * config.deploy.gpu_memory_gib * GIB - 2 * count, 0.0)
-    per_token = kv_bytes_per_token(hf) // ranks
+    per_token = kv_bytes_per_token(hf) * groups // ranks
     sampling = config.generators.sampling
     longest = sampling.max_prompt_tokens + sampling.max_response_tokens
     return [
-        MemoryPart("weights, bfloat16", 2.0 * count, f"2 P{split}"),
+        MemoryPart("weights, bfloat16", 2.0 * count, f"2 P{split}{more}"),
         MemoryPart(
             f"KV cache: {pool / per_token:,.0f} tokens, {pool / per_token / longest:,.0f} "
             f"sequences of {longest:,}",
             pool,
-            f"{fraction:g} of the GPU - weights; 4 L g d{split} = {per_token:,} bytes a token",
+            f"{fraction:g} of the GPU - weights; {a_token} = {per_token:,} bytes a token",
         ),
         MemoryPart(
             "graphs and activations",

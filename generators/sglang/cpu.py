@@ -142,6 +142,8 @@ def batch_decode_attention() -> None:
         return output
 
     backend.init_forward_metadata = init_forward_metadata
+    # Attention that is data-parallel fills batches up with sequences of this length.
+    backend.get_cpu_graph_seq_len_fill_value = lambda _self: 1
     backend._run_sdpa_forward_decode = decode
 
 

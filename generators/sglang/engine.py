@@ -9,7 +9,7 @@ was chosen.
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,6 +27,28 @@ from slipstream.wire.messages.versions import PolicyVersion
 _log = logging.getLogger(__name__)
 _LOADS = "/v1/loads?include=core,queues"
 _KEPT_S = 2.0  # an idle connection; the server closes its end after five, as a request may arrive
+
+
+def load_of(groups: Sequence[Mapping[str, Any]]) -> EngineLoad:
+    """Return the load of a server from those of its attention groups, each with a cache of its own.
+
+    Raises:
+        ValueError: there is none.
+        KeyError: one lacks a figure.
+    """
+    if not groups:
+        raise ValueError("no load")
+
+    def total(name: str) -> int:
+        return sum(load[name] for load in groups)
+
+    return EngineLoad(
+        num_running=total("num_running_reqs"),
+        num_waiting=total("num_waiting_reqs"),
+        used_tokens=total("num_used_tokens"),
+        capacity_tokens=total("max_total_num_tokens"),
+        num_retractions=sum(load.get("queues", {}).get("retracted", 0) for load in groups),
+    )
 
 
 class SglangEngine:
@@ -109,15 +131,8 @@ class SglangEngine:
         """
         answer = await self._request("GET", _LOADS, None, self._control_timeout)
         try:
-            (load,) = answer["loads"] if isinstance(answer, dict) else answer
-            return EngineLoad(
-                num_running=load["num_running_reqs"],
-                num_waiting=load["num_waiting_reqs"],
-                used_tokens=load["num_used_tokens"],
-                capacity_tokens=load["max_total_num_tokens"],
-                num_retractions=load.get("queues", {}).get("retracted", 0),
-            )
-        except (KeyError, TypeError, ValueError) as error:
+            return load_of(answer["loads"] if isinstance(answer, dict) else answer)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise EngineError(f"SGLang {_LOADS}: unexpected answer, {error!r}") from error
 
     # ---- weights -------------------------------------------------------------

@@ -118,6 +118,12 @@ class HfConfig(msgspec.Struct, frozen=True, kw_only=True):
             self.sizes, num_layers=self.num_hidden_layers, tied_embeddings=self.tie_word_embeddings
         )
 
+    @property
+    def num_attention_parameters(self) -> int:
+        """Those of the projections of its attention, and of the embedding."""
+        projections = 2 * (self.sizes["queries"] + self.sizes["keys"]) * self.hidden_size
+        return self.num_hidden_layers * projections + self.vocab_size * self.hidden_size
+
 
 class _ModelType(msgspec.Struct, frozen=True):
     model_type: str

@@ -19,8 +19,9 @@ def inputs(tmp_path: Path) -> Path:
 def start_run(inputs: Path) -> Iterator[Callable[..., TinyRun]]:
     runs: list[TinyRun] = []
 
-    def start(**settings: object) -> TinyRun:
-        run = TinyRun(inputs, {key.replace("__", "."): v for key, v in settings.items()})
+    def start(before: Callable[[Path], None] = lambda _folder: None, **settings: object) -> TinyRun:
+        named = {key.replace("__", "."): v for key, v in settings.items()}
+        run = TinyRun(inputs, named, before=before)
         runs.append(run)
         return run
 

@@ -9,6 +9,7 @@ from safetensors.torch import load_file
 
 from slipstream.broker.report.summary import PUBLISHES
 from slipstream.weightbus.relay.engine_checksums import Holder, digest_of, expected_checksums
+from tests.support.random_llama import make_qwen3
 from tests.support.tiny_run import TinyRun
 
 pytestmark = [pytest.mark.e2e]
@@ -114,14 +115,29 @@ def test_two_learner_ranks_train_what_was_planned(start_run: Callable[..., TinyR
     run.assert_nothing_left()
 
 
-@pytest.mark.parametrize("transport", ["collective", pytest.param("tcp", marks=pytest.mark.slow)])
+def as_qwen3(folder: Path) -> None:
+    make_qwen3(folder / "model")
+
+
+@pytest.mark.parametrize(
+    ("transport", "groups"),
+    [
+        ("collective", 1),
+        pytest.param("tcp", 1, marks=pytest.mark.slow),
+        pytest.param("collective", 2, marks=pytest.mark.slow),  # attention is data-parallel
+    ],
+)
 def test_an_engine_of_two_ranks_serves_what_was_learned(
-    start_run: Callable[..., TinyRun], transport: str
+    start_run: Callable[..., TinyRun], inputs: Path, transport: str, groups: int
 ):
     run = start_run(
+        before=as_qwen3,
         generators__sglang__tp_size=2,
+        generators__sglang__attn_dp_size=groups,
         generators__count=1,
         run__steps=3,
+        eval__file=inputs / "held_out.jsonl",
+        eval__every_steps=3,  # so that the last version is adopted before the run ends
         sampling__temperature=0.6,
         weightbus__transport=transport,
     )
@@ -134,7 +150,7 @@ def test_an_engine_of_two_ranks_serves_what_was_learned(
     for one in publishes:  # checked tensor by tensor on both ranks before it was committed
         assert (list(one["adopted_by"]), one["failed"]) == (["generator-0"], {})
     final = load_file(run.folder / "model" / "model.safetensors")
-    expected = digest_of(expected_checksums(final, Holder("cpu", num_ranks=2)))
+    expected = digest_of(expected_checksums(final, Holder("cpu", 2, groups)))
     assert summary["last_publish"]["engine_digests"] == {"generator-0": expected}
     assert {one["transports"]["generator-0"] for one in publishes} == {"tcp", transport}
     fresh = [

@@ -4,7 +4,21 @@ import json
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
+
+
+def make_qwen3(folder: Path) -> None:
+    """Turn a small Llama into a Qwen3 of the same sizes, whose queries and keys are normalized."""
+    config = json.loads((folder / "config.json").read_text())
+    del config["mlp_bias"]
+    changed = {**config, "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
+    (folder / "config.json").write_text(json.dumps(changed))
+    tensors = load_file(folder / "model.safetensors")
+    for layer in range(config["num_hidden_layers"]):
+        for norm in ("q_norm", "k_norm"):
+            ones = torch.ones(config["head_dim"])
+            tensors[f"model.layers.{layer}.self_attn.{norm}.weight"] = ones
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 def write_random_weights(folder: Path, *, scale: float, seed: int) -> None:

@@ -31,6 +31,12 @@ class Holder(NamedTuple):
 
     device: Literal["cpu", "cuda"] = "cpu"
     num_ranks: int = 1  # that the tensors are split over
+    attention_groups: int = 1  # of ranks, each of which holds the whole attention
+
+    def share_of(self, place: EngineTensor, rank: int) -> tuple[int, int]:
+        """Return which share of a tensor a rank holds, and of how many."""
+        count = self.num_ranks // self.attention_groups if place.of_attention else self.num_ranks
+        return rank % count, count
 
 
 def expected_checksums(tensors: Mapping[str, Tensor], of: Holder | None = None) -> dict[str, str]:
@@ -53,7 +59,7 @@ def expected_checksums(tensors: Mapping[str, Tensor], of: Holder | None = None) 
         checksum_name(name, rank): hashed(
             part
             for place, tensor in sorted(pieces, key=lambda piece: piece[0].position)
-            for part in _share(place, tensor, rank, of.num_ranks)
+            for part in _share(place, tensor, *of.share_of(place, rank))
         )
         for name, pieces in fused.items()
         for rank in range(of.num_ranks)

@@ -175,4 +175,5 @@ class Transaction:
 
 def holder(member: Member) -> Holder:
     """Return what a member's tensors look like."""
-    return Holder(member.join.device, member.join.num_ranks)
+    join = member.join
+    return Holder(join.device, join.num_ranks, join.attention_groups or 1)

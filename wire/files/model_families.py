@@ -88,6 +88,7 @@ class Family:
     megatron: Mapping[str, object] = field(
         default_factory=dict
     )  # of its TransformerConfig, besides
+    has_dp_attention: bool = False  # SGLang can split its attention over fewer ranks than its MLP
 
     @property
     def has_qkv_bias(self) -> bool:
@@ -137,6 +138,7 @@ class EngineTensor:
     row_multiple: int = 1
     column_multiple: int = 1
     split: Split = "whole"  # what each rank of an engine of several holds
+    of_attention: bool = False  # split over the ranks of one attention group
 
 
 def engine_tensors(families: Mapping[str, Family]) -> dict[str, EngineTensor]:
@@ -165,6 +167,7 @@ def _places(family: Family) -> Iterator[tuple[str, EngineTensor]]:
                     tensor.row_multiple,
                     tensor.column_multiple,
                     parameter.split,
+                    tensor.name == EMBEDDING or tensor.name.startswith("self_attn."),
                 ),
             )
 
@@ -255,6 +258,7 @@ FAMILIES: dict[str, Family] = {
             config={**_PLAIN, "attention_bias": False},
             layer=_LLAMA_LAYER | _QK_NORM,
             ends=_ENDS,
+            has_dp_attention=True,
         ),
     )
 }

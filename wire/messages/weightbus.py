@@ -43,6 +43,15 @@ class Join(BusMessage, frozen=True):
     num_ranks: NumRanks = 1  # processes of the engine that join a group
     transport: TransportName = "collective"  # that it asks for
     adopted: PolicyVersion | None = None  # None while the engine may hold a mixture, or nothing
+    # Of its ranks, each of which holds the whole attention; unset is one.
+    attention_groups: NumRanks | msgspec.UnsetType = msgspec.UNSET
+
+    def __post_init__(self) -> None:
+        if self.attention_groups and self.num_ranks % self.attention_groups:
+            raise ValueError(
+                f"num_ranks must be a multiple of attention_groups, got {self.num_ranks} and "
+                f"{self.attention_groups}"
+            )
 
 
 class Leave(BusMessage, frozen=True):

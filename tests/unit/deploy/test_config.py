@@ -76,6 +76,22 @@ def test_a_run_without_further_settings_is_complete(table: Table):
         ("run", {"name": "a" * 300}, r"run\.name must have at most 200 bytes"),
         ("generators", {"sglang": {"nnodes": 2}}, r"nnodes must be 1: .* one host, got 2"),
         ("generators", {"sglang": {"pp_size": 2}}, r"pp_size must be 1: .* counts ranks .* got 2"),
+        (
+            "generators",
+            {"sglang": {"tp_size": 2, "attn_dp_size": 2}},
+            r"attn_dp_size must be 1 for llama: .* it does not for qwen3",
+        ),
+        (
+            "generators",
+            {"sglang": {"tp_size": 2, "attn_dp_size": 4}},
+            r"tp_size must be a multiple of generators\.sglang\.attn_dp_size, got 2 and 4",
+        ),
+        (
+            "generators",
+            {"sglang": {"attn_dp_size": "2"}},
+            r"attn_dp_size must be an integer of at least 1, got '2'",
+        ),
+        ("generators", {"sglang": {"attn_cp_size": 2}}, r"attn_cp_size must be 1: .* split"),
         ("generators", {"sglang": {"dp_size": 2}}, r"dp_size must be 1: .* generators\.count"),
         (
             "generators",

@@ -80,7 +80,7 @@ OPTIONAL = [
     (family, name, field)
     for family, name in CONTROL
     for field in msgspec.structs.fields(FAMILIES[family][name])
-    if not field.required
+    if not field.required and field.default is not msgspec.UNSET  # not sent where it is unset
 ]
 
 

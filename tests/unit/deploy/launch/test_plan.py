@@ -156,6 +156,19 @@ def test_optimizer_memory_is_split_over_tensor_parallel_ranks(tmp_path: Path):
     assert parts["optimizer: float32 weights, two moments"] == 12 * hf.num_parameters / 8
 
 
+def test_attention_groups_hold_the_whole_attention_each(tmp_path: Path):
+    ranks, groups = "generators.sglang.tp_size=4", "generators.sglang.attn_dp_size=2"
+    split = config_of("qwen3-8b-16gpu", tmp_path, ranks)
+    grouped = config_of("qwen3-8b-16gpu", tmp_path, ranks, groups)
+    hf = load_hf_config(tmp_path)
+    weights, more = (generator_memory(hf, one)[0].num_bytes for one in (split, grouped))
+    projections = hf.num_hidden_layers * hf.hidden_size * (hf.sizes["queries"] + hf.sizes["keys"])
+    embedding = hf.vocab_size * hf.hidden_size
+    assert more - weights == 2 * (2 * projections + embedding) / 4
+    of_a_token = kv_bytes_per_token(hf) // 2
+    assert f"{of_a_token:,} bytes a token" in generator_memory(hf, grouped)[1].formula
+
+
 def test_the_estimate_knows_the_chunks_that_logits_are_computed_in():
     assert CHUNK_BYTES == linear_logprobs.CUDA_CHUNK_BYTES
     assert MIN_CHUNK_COLUMNS == linear_logprobs.MIN_CHUNK_COLUMNS

@@ -102,6 +102,26 @@ def test_each_rank_has_its_share_of_rows_or_columns():
     assert len(found) == 8
 
 
+def test_attention_is_split_over_the_ranks_of_one_group_only():
+    q, k, v, o = weights(4, 3), weights(4, 3), weights(4, 3), weights(3, 4)
+    down, embedding, table = weights(4, 128), weights(128, 3), weights(128, 3)
+    attention, mlp = "model.layers.0.self_attn", "model.layers.0.mlp"
+    named = {
+        f"{attention}.{name}_proj.weight": one
+        for name, one in zip("qkvo", (q, k, v, o), strict=True)
+    }
+    named |= {"model.embed_tokens.weight": embedding, "lm_head.weight": table}
+    found = expected_checksums(named | {f"{mlp}.down_proj.weight": down}, Holder("cpu", 4, 2))
+    for rank in range(4):
+        end, in_group = f" of rank {rank}" if rank else "", rank % 2
+        rows = torch.cat([one.chunk(2)[in_group] for one in (q, k, v)])
+        assert found[f"{attention}.qkv_proj.weight{end}"] == digest(rows)
+        assert found[f"{attention}.o_proj.weight{end}"] == digest(o.chunk(2, dim=1)[in_group])
+        assert found[f"model.embed_tokens.weight{end}"] == digest(embedding.chunk(2)[in_group])
+        assert found[f"{mlp}.down_proj.weight{end}"] == digest(down.chunk(4, dim=1)[rank])
+        assert found[f"lm_head.weight{end}"] == digest(table.chunk(4)[rank])
+
+
 def test_the_inner_size_is_padded_for_every_rank_and_the_vocabulary_as_a_whole():
     gate, up, down = weights(40, 3), weights(40, 3), weights(4, 40)
     mlp, table = "model.layers.0.mlp", weights(64 * 3, 3)
