@@ -1,5 +1,6 @@
-"""Stage 1: attention over packed sequences against one plain call per sequence."""
+"""Stage 1: attention and rotary embedding of packed sequences against those of each sequence."""
 
+import time
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -11,14 +12,28 @@ from torch import Tensor
 from benchmarks.device.report import ON_A_CPU, Report, run_stage
 from slipstream.learner.model.attention import group_by_length, grouped_attention
 from slipstream.learner.model.cuda_attention import cuda_attention
+from slipstream.learner.model.rotary import Rotary
 
 _OFF_BF16 = 2e-2  # relative to the largest value
 _OFF_F32 = 1e-5
+_OFF_ROTARY = 1e-4  # angles of hundreds of radians are rounded to float32
 _HEADS = ((8, 8), (16, 4))  # of queries, of keys
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
+class _Alone:
+    """A group of one rank for Megatron's rotary embedding."""
+
+    def size(self) -> int:
+        return 1
+
+    def rank(self) -> int:
+        return 0
+
+
 def work(report: Report, _out: Path) -> None:
+    with report.part("rotary"):
+        _compare_rotary(report)
     on_gpu = torch.cuda.is_available()
     device = torch.device("cuda" if on_gpu else "cpu")
     lengths = [1, 2, 127, 128, 129, 777, 2048, 128] if on_gpu else [1, 2, 31, 32, 33, 32, 7]
@@ -32,6 +47,45 @@ def work(report: Report, _out: Path) -> None:
                 continue
             with report.part(f"varlen bfloat16 {name}"):
                 _compare_varlen(report, name, device, lengths, (heads, groups, channels))
+
+
+def _compare_rotary(report: Report) -> None:
+    """Turn queries by position id, all at once, and as Megatron does, a sequence at a time."""
+    from megatron.core.models.common.embeddings.rope_utils import _apply_rotary_pos_emb_thd
+
+    on_gpu = torch.cuda.is_available()
+    device = torch.device("cuda" if on_gpu else "cpu")
+    lengths, channels = ([512] * 64, 128) if on_gpu else ([64] * 16, 32)
+    bounds, longest = _bounds(lengths, device), max(lengths)
+    frequencies = 1e6 ** -(torch.arange(0, channels, 2, device=device) / channels)
+    queries = torch.randn(sum(lengths), 8, channels, generator=torch.Generator().manual_seed(1))
+    queries = queries.to(device)
+    angles = torch.arange(longest, device=device)[:, None] * frequencies
+    doubled = torch.cat([angles, angles], dim=-1)[:, None, None]
+    position_ids = torch.cat([torch.arange(length, device=device) for length in lengths])
+
+    def at_once() -> Tensor:
+        return Rotary(frequencies).at(position_ids).turned(queries)
+
+    def one_by_one() -> Tensor:
+        turned: Tensor = _apply_rotary_pos_emb_thd(queries, bounds, doubled, cp_group=_Alone())
+        return turned
+
+    report.at_most("rotary", _off([at_once()], [one_by_one()]), "relative", needs=_OFF_ROTARY)
+    seconds = {"at once": _fastest(at_once), "a sequence at a time": _fastest(one_by_one)}
+    report.fact(f"rotary of {len(lengths)} sequences, ms", seconds)
+
+
+def _fastest(turn: Callable[[], Tensor]) -> float:
+    """Return the milliseconds of the fastest of ten calls."""
+    found = []
+    for _ in range(10):
+        began_s = time.monotonic()
+        turn()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        found.append(1e3 * (time.monotonic() - began_s))
+    return round(min(found), 3)
 
 
 def _compare_grouped(

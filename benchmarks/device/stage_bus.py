@@ -1,67 +1,49 @@
 """Stage 4: publishes from a CPU's memory into a real engine on the device, and a peer that dies."""
 
 import asyncio
+import itertools
 import os
 import signal
+import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
-from safetensors.torch import load_file
-from torch import Tensor
-
 from benchmarks.device.engines import device_name, engine_dtype, engine_of, has_cuda, write_model
 from benchmarks.device.report import ON_A_CPU, Report, Skipped, run_stage
+from benchmarks.device.sources import TIMEOUT_S, Source, door_of
 from slipstream.generators.engine import SamplingParams
 from slipstream.generators.sglang.engine import SglangEngine
 from slipstream.weightbus.agent.staging import Staging
 from slipstream.weightbus.agent.subscriber import Subscriber
 from slipstream.weightbus.agent.tensor_set import model_tensors
-from slipstream.weightbus.config import WeightBusSection
 from slipstream.weightbus.net.compatibility import installed_libraries
 from slipstream.weightbus.relay.engine_checksums import Holder, differing, expected_checksums
-from slipstream.weightbus.relay.publisher import Publisher
-from slipstream.weightbus.relay.served import Versions
 from slipstream.weightbus.relay.transports.collective import EngineGroup
-from slipstream.weightbus.version.layout import plan_layout
-from slipstream.weightbus.version.shared_memory import SharedSlots
-from slipstream.weightbus.version.slots import NUM_SLOTS
-from slipstream.weightbus.version.snapshot import tensor_spec, tensor_views
 from slipstream.wire.errors import PublishError
-from slipstream.wire.messages.relay import OpenMemory
-from slipstream.wire.messages.versions import PolicyVersion
-from slipstream.wire.messages.weightbus import Join, PublishRecord, RelayAddress
+from slipstream.wire.messages.weightbus import Join
 
 _TRANSPORTS = ("collective", "tcp", "disk")
 _PUBLISHES = 4
 _SHORT = SamplingParams(temperature=1.0, max_new_tokens=8)
 _ABSENT_S = 10.0  # the timeout of a group whose peer never comes
-_TIMEOUT_S = 60.0
 
 
-class Bus:
+class Bus(Source):
     """A learner's memory, a publisher of it, and one engine that is subscribed to it."""
 
-    def __init__(self, engine: SglangEngine, model: Path, folder: Path, transport: str) -> None:
-        loaded = load_file(model / "model.safetensors")
-        self.tensors = {name: tensor.to(engine_dtype()) for name, tensor in loaded.items()}
-        self._epoch = 1 + _TRANSPORTS.index(transport)  # one engine, whose version never goes back
-        self._records: asyncio.Queue[PublishRecord] = asyncio.Queue()
+    def __init__(
+        self, engine: SglangEngine, model: Path, folder: Path, transport: str, epoch: int
+    ) -> None:
+        super().__init__(model, folder, epoch)
         libraries = installed_libraries()
-        self._versions = Versions(folder / "weights")
-        self.publisher = Publisher(
-            WeightBusSection(timeout_s=_TIMEOUT_S, backend="gloo"),
-            self._versions,
-            on_record=self._records.put,
-            libraries=libraries,
-        )
         self.subscriber = Subscriber(
             engine,
             join=Join(
                 name="generator-0",
-                incarnation=transport,
+                incarnation=f"{transport}-{epoch}",
                 device=device_name(),
                 torch_version=libraries.torch_version,
                 nccl_version=libraries.nccl_version,
@@ -69,50 +51,32 @@ class Bus:
             ),
             tensors=model_tensors(model, dtype=str(engine_dtype()).removeprefix("torch.")),
             staging=Staging(folder, "generator-0"),
-            silence_s=_TIMEOUT_S,
-            fetch_timeout_s=_TIMEOUT_S,
+            silence_s=TIMEOUT_S,
+            fetch_timeout_s=TIMEOUT_S,
             on_pause=lambda: None,
             on_adopt=lambda _version: None,
         )
-        specs = [tensor_spec(*item) for item in self.tensors.items()]
-        self._layout = plan_layout(specs, bucket_bytes=64 * 1024)
-        size = self._layout.num_bytes
-        self._memory = SharedSlots.make(slot_bytes=size, num_slots=NUM_SLOTS)
-        self._versions.open(
-            OpenMemory(
-                epoch=self._epoch, path=self._memory.path, layout=self._layout, num_slots=NUM_SLOTS
-            )
-        )
-
-    def version(self, step: int) -> PolicyVersion:
-        return PolicyVersion(self._epoch, step)
-
-    async def publish(self, step: int, tensors: dict[str, Tensor]) -> PublishRecord:
-        """Publish a version and return the record of its first attempt."""
-        slot = self._versions.reserve(self._epoch)
-        for name, view in tensor_views(self._layout, self._memory.slot(slot)).items():
-            view.copy_(tensors[name])
-        self._versions.written(self._epoch, slot, self.version(step))
-        while (record := await self._records.get()).version != self.version(step):
-            pass
-        return record
 
 
 @asynccontextmanager
-async def _running(
-    engine: SglangEngine, model: Path, folder: Path, transport: str
-) -> AsyncIterator[Bus]:
-    folder.mkdir()  # noqa: ASYNC240 before anything runs
-    bus = Bus(engine, model, folder, transport)
-    door = RelayAddress(endpoint=f"ipc://{folder}/bus", bulk_endpoint=f"ipc://{folder}/bulk")
-    tasks = [
-        asyncio.create_task(bus.publisher.run(door)),
-        asyncio.create_task(bus.subscriber.run(door)),
-    ]
+async def _served(bus: Bus, folder: Path, *, relay: list[str] | None = None) -> AsyncIterator[None]:
+    """Run a bus; with the command of a relay, that one first, until it has ended."""
+    door = door_of(folder)
+    tasks = [asyncio.create_task(bus.subscriber.run(door))]
     try:
-        yield bus
+        if relay:
+            first = await asyncio.create_subprocess_exec(*relay)
+            try:
+                await first.wait()
+            finally:
+                with suppress(ProcessLookupError):
+                    first.kill()
+            if first.returncode != -signal.SIGKILL:
+                raise RuntimeError(f"the relay ended with {first.returncode}")
+        tasks.append(asyncio.create_task(bus.publisher.run(door)))
+        yield
     finally:
-        for task in reversed(tasks):
+        for task in tasks:
             task.cancel()
             with suppress(asyncio.CancelledError):
                 await task
@@ -132,24 +96,50 @@ async def _publish(report: Report, folder: Path) -> None:
     model = write_model(folder / "model", seed=3)
     async with engine_of(model, folder, "bus", start_s=max(1.0, report.left_s)) as started:
         process, engine = started
+        epochs = itertools.count(
+            2, 2
+        )  # a relay before it may have the one below; one engine, whose version never goes back
+
+        def bus_in(part: Path, transport: str) -> Bus:
+            part.mkdir()
+            return Bus(engine, model, part, transport, next(epochs))
+
         for transport in _TRANSPORTS:
             with report.part(transport):
-                async with (
-                    asyncio.timeout(report.left_s),
-                    _running(engine, model, folder / transport, transport) as bus,
-                ):
+                bus = bus_in(folder / transport, transport)
+                async with asyncio.timeout(report.left_s), _served(bus, folder / transport):
                     await _versions(report, bus, engine, transport)
+        with report.part("a relay that is killed amid a version"):
+            await _dying_relay(report, bus_in(folder / "relay", "collective"), model, engine)
         with report.part("an engine that is killed"):
-            async with (
-                asyncio.timeout(report.left_s),
-                _running(engine, model, folder / "killed", "tcp") as bus,
-            ):
-                await bus.publish(_PUBLISHES + 1, bus.tensors)
+            bus = bus_in(folder / "killed", "tcp")
+            async with asyncio.timeout(report.left_s), _served(bus, folder / "killed"):
+                await bus.publish(1, bus.tensors)
                 began_s = time.monotonic()
                 os.kill(process.process.pid, signal.SIGKILL)
-                record = await bus.publish(_PUBLISHES + 2, bus.tensors)
+                record = await bus.publish(2, bus.tensors)
                 report.fact("seconds until an engine is missed", time.monotonic() - began_s)
                 report.holds("a killed engine is left out", "generator-0" in record.failed)
+
+
+async def _dying_relay(report: Report, bus: Bus, model: Path, engine: SglangEngine) -> None:
+    """Kill a relay with a bucket on its way; the next one must repair the engine."""
+    folder = model.parent / "relay"
+    relay = [
+        *(sys.executable, "-m", "benchmarks.device.dying_relay"),
+        *(str(model), str(folder), str(bus.epoch - 1)),
+    ]
+    async with asyncio.timeout(report.left_s), _served(bus, folder, relay=relay):
+        began_s = time.monotonic()
+        moved = {name: tensor + 0.5 for name, tensor in bus.tensors.items()}
+        record = await bus.publish(1, moved)
+        while record.failed:
+            report.fact("a try after a killed relay", record.failed)
+            record = await bus.next_record(1)
+        report.fact("seconds until an engine is repaired", time.monotonic() - began_s)
+        report.holds("the engine of a killed relay is repaired", record.adopted_by)
+        wanted = expected_checksums(moved, Holder(device_name()))
+        report.holds("it holds our bytes", not differing(wanted, await engine.checksums()))
 
 
 async def _versions(report: Report, bus: Bus, engine: SglangEngine, transport: str) -> None:
