@@ -38,6 +38,11 @@ COMMANDS = {
 
 
 def main() -> int:
+    """Run one subcommand."""
+    return run_role(_called)  # what a subcommand needs may take a second to import
+
+
+def _called() -> int:
     """Parse and hand over to one subcommand; only that one is imported and gets its arguments."""
     called = next((word for word in sys.argv[1:] if not word.startswith("-")), "")
     parser = argparse.ArgumentParser(
@@ -62,7 +67,7 @@ def main() -> int:
             parser.error(f"unrecognized arguments: {' '.join(left)}")
         arguments.overrides += left
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
-    return run_role(lambda: int(arguments.main(arguments)))
+    return int(arguments.main(arguments))
 
 
 if __name__ == "__main__":
