@@ -17,6 +17,18 @@ BOUND = 2
 SAME = 1e-4  # nats; float32 noise between two implementations is about 1e-6
 
 
+def differences_of_own_versions(run: TinyRun) -> list[float]:
+    """Return how far engine and learner are apart where the learner still has that version."""
+    return [
+        difference
+        for row in run.rollouts()
+        for version, difference in zip(
+            row["version_runs"], row["logprob_abs_diff_by_run"], strict=True
+        )
+        if version["step"] == row["step"]
+    ]
+
+
 @pytest.mark.parametrize(
     ("transport", "temperature", "lr"),
     [
@@ -100,14 +112,7 @@ def test_two_learner_ranks_train_what_was_planned(start_run: Callable[..., TinyR
     assert summary["trained"] == 12
     assert summary["equation"]["unaccounted"] == 0
     assert set(summary["versions"]) >= {"torch", "sglang", "megatron-core", "redis"}
-    fresh = [
-        difference
-        for row in run.rollouts()
-        for version, difference in zip(
-            row["version_runs"], row["logprob_abs_diff_by_run"], strict=True
-        )
-        if version["step"] == row["step"]
-    ]
+    fresh = differences_of_own_versions(run)
     assert fresh, "no answer was trained by the step of its own version"
     assert max(fresh) < SAME
     assert summary["busy"]["learner"] > 0
@@ -153,14 +158,7 @@ def test_an_engine_of_two_ranks_serves_what_was_learned(
     expected = digest_of(expected_checksums(final, Holder("cpu", 2, groups)))
     assert summary["last_publish"]["engine_digests"] == {"generator-0": expected}
     assert {one["transports"]["generator-0"] for one in publishes} == {"tcp", transport}
-    fresh = [
-        difference
-        for row in run.rollouts()
-        for version, difference in zip(
-            row["version_runs"], row["logprob_abs_diff_by_run"], strict=True
-        )
-        if version["step"] == row["step"]
-    ]
+    fresh = differences_of_own_versions(run)
     assert fresh
     assert max(fresh) < SAME
     run.assert_heard_here_alone()

@@ -13,7 +13,6 @@ from pathlib import Path
 from types import FrameType, SimpleNamespace
 
 import torch
-from torch.distributed import FileStore  # type: ignore[attr-defined]
 from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import override
 
@@ -26,8 +25,13 @@ from slipstream.learner.training.step import train_step
 from slipstream.weightbus.config import WeightBusSection
 from slipstream.wire.process.phases import PhaseClock
 from slipstream.wire.settings.sections import RunSection, SamplingSection
-from tests.support.ranks.policy import algorithms, random_outcomes, train_sequences, whole_plan
-from tests.support.waiting import HANG_S
+from tests.support.ranks.policy import (
+    algorithms,
+    join_ranks,
+    random_outcomes,
+    train_sequences,
+    whole_plan,
+)
 
 _READ = ("tolist", "cpu", "numpy")  # of a tensor: no operator on a CPU
 _COUNTED = ("prepare_grads", "get_grad_norm_fp32", "gradient_norm")
@@ -141,20 +145,11 @@ def fused_difference(build: Callable[[], object], train: Callable[[object], obje
 
 
 def main(folder: Path, work: Path, rank: int, world_size: int, tensor_parallel: int) -> None:
-    device.prepare()
-    device.set_threads(1)
-    from slipstream.learner.model.topology import destroy_topology, init_topology
+    topology = join_ranks(work, rank, world_size, tensor_parallel)
+    from slipstream.learner.model.topology import destroy_topology
     from slipstream.learner.starting_policy import build_policy
     from slipstream.learner.training.optimizer import gradient_norm, use_fused_kernels
 
-    topology = init_topology(
-        rank=rank,
-        world_size=world_size,
-        tensor_parallel=tensor_parallel,
-        store=FileStore(str(work / "store"), world_size),
-        seed=1,
-        timeout_s=HANG_S,
-    )
     some = train_sequences()
     replicas = topology.data_parallel
     batch, data = pack(some, device.device()), random_outcomes(some, step=5)

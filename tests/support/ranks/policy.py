@@ -200,14 +200,13 @@ def restored_reference(
     return {"made anew": made_anew, "restored": distance(again.reference.logprobs(batches), ours)}
 
 
-def main(folder: Path, work: Path, rank: int, world_size: int, tensor_parallel: int) -> None:
+def join_ranks(work: Path, rank: int, world_size: int, tensor_parallel: int) -> "Topology":
+    """Prepare this process for Megatron and join the other ranks through a file in ``work``."""
     device.prepare()
     device.set_threads(1)
-    from slipstream.learner.model.hf_weights import save_hf_folder
-    from slipstream.learner.model.topology import destroy_topology, init_topology
-    from slipstream.learner.starting_policy import build_policy
+    from slipstream.learner.model.topology import init_topology
 
-    topology = init_topology(
+    return init_topology(
         rank=rank,
         world_size=world_size,
         tensor_parallel=tensor_parallel,
@@ -215,6 +214,14 @@ def main(folder: Path, work: Path, rank: int, world_size: int, tensor_parallel: 
         seed=1,
         timeout_s=HANG_S,
     )
+
+
+def main(folder: Path, work: Path, rank: int, world_size: int, tensor_parallel: int) -> None:
+    topology = join_ranks(work, rank, world_size, tensor_parallel)
+    from slipstream.learner.model.hf_weights import save_hf_folder
+    from slipstream.learner.model.topology import destroy_topology
+    from slipstream.learner.starting_policy import build_policy
+
     everything = train_sequences()
     plans = plan_step(
         [len(s.token_ids) for s in everything],

@@ -9,7 +9,6 @@ import sys
 from pathlib import Path
 
 import torch
-from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 from slipstream.algos.section import AlgoSection
 from slipstream.learner.batches.packing import pack
@@ -20,8 +19,7 @@ from slipstream.learner.training.step import train_step
 from slipstream.weightbus.config import WeightBusSection
 from slipstream.wire.process.phases import PhaseClock
 from slipstream.wire.settings.sections import RunSection, SamplingSection
-from tests.support.ranks.policy import random_outcomes, train_sequences, whole_plan
-from tests.support.waiting import HANG_S
+from tests.support.ranks.policy import join_ranks, random_outcomes, train_sequences, whole_plan
 
 # With a critic, whose head is no layer of Megatron's, and a reference beside the policy.
 ALGO: dict[str, object] = {
@@ -33,19 +31,10 @@ ALGO: dict[str, object] = {
 
 
 def main(folder: Path, work: Path, rank: int, world_size: int, tensor_parallel: int) -> None:
-    device.prepare()
-    device.set_threads(1)
-    from slipstream.learner.model.topology import destroy_topology, init_topology
+    topology = join_ranks(work, rank, world_size, tensor_parallel)
+    from slipstream.learner.model.topology import destroy_topology
     from slipstream.learner.starting_policy import build_policy
 
-    topology = init_topology(
-        rank=rank,
-        world_size=world_size,
-        tensor_parallel=tensor_parallel,
-        store=FileStore(str(work / "store"), world_size),
-        seed=1,
-        timeout_s=HANG_S,
-    )
     megatron = {"sequence_parallel": True} if tensor_parallel > 1 else {}
     settings = LearnerSettings(
         run=RunSection(model=str(folder)),
