@@ -40,6 +40,11 @@ _ONE = {
         "the check of an engine's weights knows no such split of its tensors",
     ),
 }
+# What an engine may not do, and why.
+_REFUSED = {
+    "quantization": "an engine must hold the learner's weights bit by bit",
+    "speculative_algorithm": "which version chose a token is unknown where a draft proposed it",
+}
 _SWITCHED_ON = ("enable_fp32_lm_head", "disable_overlap_schedule")  # by us, and may be off
 _MAX_GENERATORS = 10_000  # that a relay serves
 _MAX_STOPS = 32  # that SGLang takes
@@ -186,6 +191,8 @@ def generator_settings(table: Table) -> GeneratorSettings:
             )
         if name in _OURS:
             raise ConfigError(f"generators.sglang.{name} follows from other settings")
+        if name in _REFUSED:
+            raise ConfigError(f"generators.sglang.{name} must not be set: {_REFUSED[name]}")
         if name in _ONE and value != 1:
             raise ConfigError(f"generators.sglang.{name} must be 1: {_ONE[name]}, got {value}")
         if name == "disaggregation_mode" and value != "null":

@@ -92,6 +92,16 @@ def test_a_run_without_further_settings_is_complete(table: Table):
             r"attn_dp_size must be an integer of at least 1, got '2'",
         ),
         ("generators", {"sglang": {"attn_cp_size": 2}}, r"attn_cp_size must be 1: .* split"),
+        (
+            "generators",
+            {"sglang": {"quantization": "fp8"}},
+            r"quantization must not be set: .* bit",
+        ),
+        (
+            "generators",
+            {"sglang": {"speculative_algorithm": "NGRAM"}},
+            r"speculative_algorithm must not be set: which version",
+        ),
         ("generators", {"sglang": {"dp_size": 2}}, r"dp_size must be 1: .* generators\.count"),
         (
             "generators",
