@@ -184,7 +184,14 @@ def generator_settings(table: Table) -> GeneratorSettings:
         raise ConfigError(
             f"generators.count must be at most {_MAX_GENERATORS}, got {settings.generators.count}"
         )
-    for name, value in settings.generators.sglang.items():
+    _check_flags(settings.generators.sglang, settings.weightbus.in_flight)
+    _check_ranks(settings.generators.sglang, _model_config(folder))
+    return settings
+
+
+def _check_flags(flags: Mapping[str, object], in_flight: str) -> None:
+    """Refuse settings of SGLang that are ours to set, or that no run survives."""
+    for name, value in flags.items():
         if "-" in name:
             raise ConfigError(
                 f"generators.sglang.{name}: write it with underscores, {name.replace('-', '_')}"
@@ -200,11 +207,7 @@ def generator_settings(table: Table) -> GeneratorSettings:
                 f'generators.sglang.disaggregation_mode must be "null", got "{value}": an engine '
                 "that only prefills keeps keys and values of the old weights when weights change"
             )
-        if (
-            name == "disable_overlap_schedule"
-            and value is False
-            and settings.weightbus.in_flight == "in_place"
-        ):
+        if name == "disable_overlap_schedule" and value is False and in_flight == "in_place":
             raise ConfigError(
                 "generators.sglang.disable_overlap_schedule = false needs weightbus.in_flight = "
                 '"retract": a pause in place leaves a batch of the old weights unread, and version '
@@ -214,8 +217,6 @@ def generator_settings(table: Table) -> GeneratorSettings:
             raise ConfigError(
                 f"generators.sglang.{name} = false: SGLang's flags can only be switched on"
             )
-    _check_ranks(settings.generators.sglang, _model_config(folder))
-    return settings
 
 
 def _check_ranks(flags: Mapping[str, object], config: Mapping[str, object]) -> None:
