@@ -156,7 +156,8 @@ def _answer_when_bytes_are_there(module: ModuleType) -> None:
         group = self._model_update_group[group_name]
         flat = bucket.get_flattened_tensor()
         work = torch.distributed.broadcast(flat, src=0, group=group, async_op=True)
-        groups.wait_for(work, timeout_s=timeout_s, group=group)
+        arrived = groups.event_on(flat.device)
+        groups.wait_for(work, timeout_s=timeout_s, group=group, arrived=arrived)
         return bucket.reconstruct_tensors()
 
     replace(updater, "init_weights_update_group", init_weights_update_group)

@@ -55,10 +55,23 @@ def pass_first_byte(group: dist.ProcessGroup, device: torch.device, *, timeout_s
         work = dist.broadcast(byte, src=0, group=group, async_op=True)
     except RuntimeError as error:
         raise PublishError(f"the ranks of a weight group do not connect: {error}") from error
-    wait_for(work, timeout_s=timeout_s)
+    wait_for(work, timeout_s=timeout_s, arrived=event_on(device))
 
 
-def wait_for(work: dist.Work, *, timeout_s: float, group: dist.ProcessGroup | None = None) -> None:
+def event_on(device: torch.device) -> torch.cuda.Event | None:
+    """Return an event for ``wait_for``; a CPU needs none."""
+    if device.type != "cuda":
+        return None
+    return torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+
+
+def wait_for(
+    work: dist.Work,
+    *,
+    timeout_s: float,
+    group: dist.ProcessGroup | None = None,
+    arrived: torch.cuda.Event | None = None,
+) -> None:
     """Block until ``work`` is complete: on a GPU, until the bytes are there.
 
     Args:
@@ -66,6 +79,8 @@ def wait_for(work: dist.Work, *, timeout_s: float, group: dist.ProcessGroup | No
         timeout_s: that it may take.
         group: give up too when rank 0 has left this group; None while its ranks connect, who use
             its store.
+        arrived: on a GPU, an event to be recorded behind it and waited for: NCCL calls work
+            complete that has failed, and its bytes are not there.
 
     Raises:
         PublishError: it failed, or did not end in time.
@@ -82,6 +97,12 @@ def wait_for(work: dist.Work, *, timeout_s: float, group: dist.ProcessGroup | No
                 _store_of(group).check([_NOTHING])
             time.sleep(_POLL_S)
         work.wait()
+        if arrived is not None:
+            arrived.record()
+            while not arrived.query():  # type: ignore[no-untyped-call]
+                if time.monotonic() > end_s:
+                    raise PublishError(late(timeout_s))
+                time.sleep(_POLL_S)
     except RuntimeError as error:
         raise PublishError(f"a broadcast of weights failed: {error}") from error
 

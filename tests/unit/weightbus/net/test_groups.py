@@ -43,6 +43,26 @@ def test_work_is_waited_for():
     assert work.looks == 4
 
 
+class Event:
+    """An event behind a kernel of NCCL, which does not end when its communicator has failed."""
+
+    def __init__(self) -> None:
+        self.is_recorded = False
+
+    def record(self) -> None:
+        self.is_recorded = True
+
+    def query(self) -> bool:
+        return False
+
+
+def test_work_that_counts_as_complete_because_it_failed_is_no_success():
+    event = Event()
+    with pytest.raises(PublishError, match="did not end"):
+        groups.wait_for(Work(ends_after=0), timeout_s=0.05, arrived=event)  # type: ignore[arg-type]
+    assert event.is_recorded
+
+
 def test_who_waits_learns_that_the_relay_has_left(monkeypatch: pytest.MonkeyPatch):
     group = Group()
     monkeypatch.setitem(c10d._world.pg_map, group, ("nccl", Store()))
