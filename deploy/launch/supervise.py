@@ -14,6 +14,7 @@ from slipstream.deploy.launch.plan import RolePlan
 from slipstream.generators.sglang.process import remove_leftovers
 from slipstream.wire.errors import ChildDiedError, ConfigError
 from slipstream.wire.process.command_line import EXIT_BAD_SETTINGS, EXIT_SUPERSEDED
+from slipstream.wire.process.last_words import LAST_WORDS_VARIABLE, LastWords
 from slipstream.wire.process.patience import END_AT_MOST, Patience, signs_of
 from slipstream.wire.process.processes import LIFELINE_VARIABLE, bound_to_me, last_lines
 
@@ -28,6 +29,7 @@ class Child:
     plan: RolePlan
     log_file: Path
     process: "subprocess.Popen[bytes] | None" = None
+    last_words: LastWords | None = None  # of the process
     failed_at_s: list[float] = field(default_factory=list)  # within the window
     num_starts: int = 0
     restart_at_s: float | None = None
@@ -142,12 +144,20 @@ class Supervisor:
         """Cut the lifeline of what outlives a role; so does the end of this process."""
         for descriptor in self._lifeline:
             os.close(descriptor)
+        for child in self.children.values():
+            if child.last_words is not None:
+                child.last_words.close()
+                child.last_words = None
 
     def _spawn(self, child: Child) -> None:
         environment = dict(os.environ)  # noqa: TID251 handed on to children
         lifeline, _ = self._lifeline
         environment |= {"TMPDIR": str(self.scratch), LIFELINE_VARIABLE: str(lifeline)}
         environment |= child.plan.environment
+        if child.last_words is not None:
+            child.last_words.close()
+        child.last_words = LastWords()
+        environment[LAST_WORDS_VARIABLE] = str(child.last_words.descriptor)
         again = child.plan.restart_arguments if child.num_starts else ()
         child.num_starts += 1
         with child.log_file.open("ab") as log:
@@ -159,14 +169,15 @@ class Supervisor:
                 env=environment,
                 preexec_fn=bound_to_me(child.plan.cores),
                 process_group=0,
-                pass_fds=[lifeline],
+                pass_fds=[lifeline, child.last_words.descriptor],
             )
         _log.info("%s is process %d", child.plan.name, child.process.pid)
 
     def _failed(self, child: Child, code: int) -> None:
         self._sweep(child)
         if code == EXIT_BAD_SETTINGS:
-            reason = last_lines(child.log_file, 1).strip()
+            words = child.last_words.read() if child.last_words is not None else ""
+            reason = words or last_lines(child.log_file, 1).strip()
             raise ConfigError(f"{child.plan.name}: {reason}")
         now = self.now()
         child.failed_at_s = [at for at in child.failed_at_s if at > now - self.window_s] + [now]

@@ -7,11 +7,13 @@ import os
 import socket
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
 
 from slipstream.wire.errors import ConfigError, NameTakenError, SlipstreamError, SupersededError
+from slipstream.wire.process.last_words import leave_last_words
 from slipstream.wire.settings.load import Table, load_table
 
 EXIT_FAILED = 1
@@ -110,5 +112,8 @@ def _report(error: SlipstreamError) -> int:
 
 def refuse_settings(error: SlipstreamError) -> int:
     """Print why settings were refused and return the exit code for it."""
-    sys.stderr.write(f"{error}\n")
+    leave_last_words(str(error))
+    with suppress(OSError):  # a log on a disk that is full
+        sys.stderr.write(f"{error}\n")
+        sys.stderr.flush()
     return EXIT_BAD_SETTINGS

@@ -7,11 +7,12 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from slipstream.deploy.launch.plan import RolePlan
 from slipstream.deploy.launch.supervise import Supervisor
-from slipstream.wire.errors import ChildDiedError
+from slipstream.wire.errors import ChildDiedError, ConfigError
 from slipstream.wire.process.command_line import EXIT_SUPERSEDED
 
 
@@ -203,6 +204,51 @@ def test_a_role_that_was_killed_is_reported_by_the_signal(tmp_path: Path, time: 
     wait(supervisor)
     with pytest.raises(ChildDiedError, match="worker was killed by SIGKILL"):
         supervisor.check()
+
+
+REFUSES = """
+import contextlib, os
+from slipstream.wire.errors import ConfigError
+from slipstream.wire.process.command_line import refuse_settings
+code = refuse_settings(ConfigError("learner.lr: expected a number, got 'fast'"))
+with contextlib.suppress(OSError):
+    os.write(2, b"a library says goodbye")
+raise SystemExit(code)
+"""
+
+
+@pytest.mark.parametrize("log", ["of libraries too", "on a full disk"])
+def test_the_reason_of_a_role_that_refuses_its_settings_needs_no_log(
+    supervisor: Supervisor, tmp_path: Path, log: str
+):
+    if log == "on a full disk":
+        (tmp_path / "worker.log").symlink_to("/dev/full")
+    supervisor.start(RolePlan("worker", (sys.executable, "-c", REFUSES), ()))
+    wait(supervisor)
+    with pytest.raises(ConfigError, match=r"^worker: learner.lr: expected a number, got 'fast'$"):
+        supervisor.check()
+
+
+def test_a_role_that_left_no_words_is_reported_by_its_log(supervisor: Supervisor):
+    supervisor.start(plan("print('usage: worker --name NAME', flush=True); raise SystemExit(2)"))
+    wait(supervisor)
+    with pytest.raises(ConfigError, match=r"^worker: usage: worker --name NAME$"):
+        supervisor.check()
+
+
+def test_no_descriptor_is_left_of_roles_that_ran(tmp_path: Path, time: Time):
+    before = psutil.Process().num_fds()
+    supervisor = make_supervisor(tmp_path, time, max_restarts=3)
+    supervisor.start(plan("raise SystemExit(7)"))
+    for _ in range(2):
+        wait(supervisor)
+        supervisor.check()
+        time.now_s += 100.0
+        supervisor.check()
+    wait(supervisor)
+    supervisor.stop()
+    supervisor.let_go()
+    assert psutil.Process().num_fds() == before
 
 
 def test_what_a_dead_role_left_in_the_scratch_folder_is_removed(supervisor: Supervisor):
