@@ -50,15 +50,18 @@ class PolicyOutputs(NamedTuple):
     squares: Tensor | None = None  # sum of the squares of their probabilities
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class LossInputs:
-    """What is known of a microbatch before its gradient. Logprobs are 0.0 outside the mask."""
+    """What is known of a microbatch before its gradient. Logprobs are 0.0 outside the mask.
 
-    proximal: Tensor | None  # [T]; None where the current policy still is the proximal one
+    A learner's own microbatch inherits from it, and fills it before the first update of its step.
+    """
+
+    proximal: Tensor | None = None  # [T]; None where the current policy still is the proximal one
     behavior: Tensor  # [T]
     advantages: Tensor  # [T]
     packing: Packing
-    denominators: Denominators
+    denominators: Denominators  # of its minibatch
     kept: Denominators | None = None  # of the surrogate, where rejected tokens do not count
     reference: Tensor | None = None  # [T]
     teacher: Tensor | None = None  # [T] log teacher, without gradient: see advantages
@@ -68,10 +71,10 @@ class LossInputs:
     minibatch: WholeMinibatch | None = None  # for a surrogate that needs it
     correction: Correction | None = None  # where it had to be known before the first gradient
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
         """Reject misaligned tensors here, so that no part has to."""
         want = self.packing.mask.shape
-        for field in fields(self):
+        for field in fields(LossInputs):
             value = getattr(self, field.name)
             if isinstance(value, Tensor) and field.name != "copies" and value.shape != want:
                 raise ValueError(
@@ -281,6 +284,7 @@ class Algorithm:
             current: the policy under training; its figures carry the gradient.
             num_lags: of the sums by version lag; 0 leaves them out.
         """
+        given.check()
         choice, packing, rule = self.choice, given.packing, self.choice.reduce.name
         if current.logprobs.shape != packing.mask.shape:
             raise ValueError(

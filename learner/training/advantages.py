@@ -34,7 +34,7 @@ def fill_advantages(
         charges = [
             algorithm.reward_kl(
                 known(one.proximal, "proximal"),
-                known(one.reference, "reference") if to_reference else one.batch.behavior_logprobs,
+                known(one.reference, "reference") if to_reference else one.behavior,
                 one.packing.mask,
             )
             for one in everything

@@ -4,41 +4,36 @@ Shapes: T tokens of B sequences.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from slipstream.algos.compose import LossInputs, RightAnswers
-from slipstream.algos.corrections import Correction
+from slipstream.algos.compose import LossInputs
 from slipstream.algos.packing import Packing
 from slipstream.algos.reduce import Denominators
-from slipstream.algos.surrogates import WholeMinibatch
 from slipstream.learner.batches.packing import PackedBatch
 
 
-@dataclass(slots=True)
-class Microbatch:
-    """What is known of a microbatch, filled by ``prepare`` in the order of fields."""
+@dataclass(slots=True, kw_only=True)
+class Microbatch(LossInputs):
+    """What is known of a microbatch: what ``of`` states, then what ``prepare`` computes."""
 
     batch: PackedBatch
-    packing: Packing
     indices: Tensor  # [B] int64, trajectories of the step
-    copies: Tensor | None  # [B] int64, None if every trajectory is trained once
-    lags: Tensor | None  # [T]
-    proximal: Tensor | None = None  # [T]; None if the training pass computes them
     entropy: Tensor | None = None  # [T] of the proximal policy, where a correction needs it
     squares: Tensor | None = None  # [T] of the proximal policy, where advantages need it
-    reference: Tensor | None = None  # [T]
-    teacher: Tensor | None = None  # [T]
-    values: Tensor | None = None  # [T]
-    advantages: Tensor = field(default_factory=lambda: torch.empty(0))  # [T]
-    returns: Tensor | None = None  # [T]
-    correction: Correction | None = None
+    values: Tensor | None = None  # [T] of the critic, where there is one
+    returns: Tensor | None = None  # [T] that the critic learns
 
     @classmethod
     def of(
-        cls, batch: PackedBatch, indices: Sequence[int], copies: Tensor | None, step: int
+        cls,
+        batch: PackedBatch,
+        indices: Sequence[int],
+        copies: Tensor | None,
+        step: int,
+        denominators: Denominators,
     ) -> "Microbatch":
         """Return what the headers of trajectories state of their microbatch.
 
@@ -48,7 +43,10 @@ class Microbatch:
         index = torch.tensor(list(indices), dtype=torch.int64)
         return cls(
             batch=batch,
+            behavior=batch.behavior_logprobs,
+            advantages=torch.empty(0),  # until they are computed: no loss takes it
             packing=Packing.of(batch.loss_mask, batch.cu_seqlens),
+            denominators=denominators,
             indices=index,
             copies=None if copies is None else copies[index].to(batch.loss_mask.device),
             lags=None if batch.version_steps is None else step - batch.version_steps,
@@ -58,30 +56,6 @@ class Microbatch:
     def trained(self) -> Tensor:
         """The tokens that are in the batch at least once, [T] bool."""
         return self.packing.present(self.copies)
-
-    def inputs(
-        self,
-        denominators: Denominators,
-        kept: Denominators | None,
-        right: RightAnswers | None,
-        minibatch: WholeMinibatch | None,
-    ) -> LossInputs:
-        """Return what its loss is computed from, with what its whole minibatch adds."""
-        return LossInputs(
-            proximal=self.proximal,
-            behavior=self.batch.behavior_logprobs,
-            advantages=self.advantages,
-            packing=self.packing,
-            denominators=denominators,
-            kept=kept,
-            reference=self.reference,
-            teacher=self.teacher,
-            lags=self.lags,
-            copies=self.copies,
-            right=right,
-            minibatch=minibatch,
-            correction=self.correction,
-        )
 
     def here(self, values: Tensor) -> Tensor:
         """Return values of any shape as float32 on its device."""

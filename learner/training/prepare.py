@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from slipstream.algos.advantages import Outcomes
-from slipstream.algos.compose import Algorithm, LossInputs, Prepared, RightAnswers
+from slipstream.algos.compose import Algorithm, Prepared, RightAnswers
 from slipstream.algos.corrections import Correction
 from slipstream.algos.reduce import Denominators
 from slipstream.algos.surrogates import WholeMinibatch
@@ -32,13 +32,15 @@ if TYPE_CHECKING:
 class PreparedMinibatch:
     """This rank's share of one optimizer update, with all that its losses need."""
 
-    batches: Sequence[PackedBatch]  # by microbatch, as all below
-    inputs: Sequence[LossInputs]
-    values: Sequence[Tensor | None]  # [T] of the critic, where there is one
-    returns: Sequence[Tensor | None]  # [T] that the critic learns
+    microbatches: Sequence[Microbatch]
     denominators: Denominators  # of all ranks together
     is_at_start: bool
     """True if its own training pass computes the proximal logprobs: no update comes before it."""
+
+    @property
+    def batches(self) -> list[PackedBatch]:
+        """What the model reads, by microbatch."""
+        return [one.batch for one in self.microbatches]
 
     @property
     def is_empty(self) -> bool:
@@ -48,7 +50,7 @@ class PreparedMinibatch:
     @property
     def proximal(self) -> list[Tensor]:
         """The proximal logprobs [T]; empty where the training pass computes them."""
-        return [one.proximal for one in self.inputs if one.proximal is not None]
+        return [one.proximal for one in self.microbatches if one.proximal is not None]
 
 
 def prepare(
@@ -73,58 +75,52 @@ def prepare(
     needs_all = algorithm.needs_proximal or not trains_policy
     everyone_once = bool((shaped.copies == 1).all())
     copies = None if everyone_once else shaped.copies
-    shares = [
-        [
-            Microbatch.of(*one, copies, data.step)
-            for one in zip(of_minibatch, plan.microbatches[policy.replicas.rank], strict=True)
-        ]
-        for of_minibatch, plan in zip(batches, plans, strict=True)
-    ]
-    for number, share in enumerate(shares):
-        _run_forward_passes(policy, share, algorithm, needs_proximal=needs_all or number > 0)
-    everything = [one for share in shares for one in share]
+    minibatches = []
+    for number, (of_minibatch, plan) in enumerate(zip(batches, plans, strict=True)):
+        lengths, times = data.outcomes.lengths[plan.members], shaped.copies[plan.members]
+        denominators = algorithm.denominators(
+            float((lengths * times).sum()), float(((lengths > 0) * times).sum())
+        )
+        mine = plan.microbatches[policy.replicas.rank]
+        minibatches.append(
+            PreparedMinibatch(
+                microbatches=[
+                    Microbatch.of(batch, indices, copies, data.step, denominators)
+                    for batch, indices in zip(of_minibatch, mine, strict=True)
+                ],
+                denominators=denominators,
+                is_at_start=not needs_all and number == 0,
+            )
+        )
+    for minibatch in minibatches:
+        _run_forward_passes(policy, minibatch, algorithm)
+    everything = [one for part in minibatches for one in part.microbatches]
     try:
         fill_advantages(policy, everything, data.outcomes, shaped, algorithm)
     except ValueError as error:  # of a part: these rewards are not for it
         name = algorithm.choice.advantage.part.name
         raise ConfigError(f"algo.advantage = {name!r} cannot be taken here: {error}") from error
-    minibatches = []
-    for number, (share, plan) in enumerate(zip(shares, plans, strict=True)):
-        members = plan.members
-        lengths, times = data.outcomes.lengths[members], shaped.copies[members]
-        denominators = algorithm.denominators(
-            float((lengths * times).sum()), float(((lengths > 0) * times).sum())
-        )
-        right = _right_answers(share, members, data.outcomes, shaped, algorithm)
-        kept = whole = None
+    for minibatch, plan in zip(minibatches, plans, strict=True):
+        share = minibatch.microbatches
+        _mark_right_answers(share, plan.members, data.outcomes, shaped, algorithm)
         if algorithm.corrects_before and trains_policy:
-            counts = _correct(policy, share, algorithm)
+            kept = algorithm.denominators(*_correct(policy, share, algorithm))
             if algorithm.choice.reduce.denominator == "kept":
-                kept = algorithm.denominators(*counts)
+                for one in share:
+                    one.kept = kept
         if algorithm.shows_minibatch and trains_policy:
             whole = _whole(policy.replicas.gathered, share)
-        minibatches.append(
-            PreparedMinibatch(
-                batches=[one.batch for one in share],
-                inputs=[
-                    one.inputs(denominators, kept, answers, whole)
-                    for one, answers in zip(share, right, strict=True)
-                ],
-                values=[one.values for one in share],
-                returns=[one.returns for one in share],
-                denominators=denominators,
-                is_at_start=not needs_all and number == 0,
-            )
-        )
+            for one in share:
+                one.minibatch = whole
     return minibatches
 
 
 def _run_forward_passes(
-    policy: "Policy", share: Sequence[Microbatch], algorithm: Algorithm, *, needs_proximal: bool
+    policy: "Policy", minibatch: PreparedMinibatch, algorithm: Algorithm
 ) -> None:
     """Run every model whose outputs a minibatch needs."""
-    batches = [one.batch for one in share]
-    if needs_proximal:
+    share, batches = minibatch.microbatches, minibatch.batches
+    if not minibatch.is_at_start:
         for one, outputs in zip(share, policy.proximal(batches), strict=True):
             one.proximal, one.entropy = outputs.logprobs, outputs.entropy
             one.squares = outputs.squares
@@ -139,25 +135,23 @@ def _run_forward_passes(
             one.values = values
 
 
-def _right_answers(
+def _mark_right_answers(
     share: Sequence[Microbatch],
     members: Sequence[int],
     outcomes: Outcomes,
     shaped: Prepared,
     algorithm: Algorithm,
-) -> list[RightAnswers | None]:
-    """Return which answers of each microbatch are imitated."""
+) -> None:
+    """State which answers of each microbatch are imitated, if any are."""
     if algorithm.choice.likelihood.coefficient == 0:
-        return [None] * len(share)
+        return
     is_right = outcomes.rewards >= algorithm.choice.likelihood.least_reward
     tokens = (outcomes.lengths * shaped.copies * is_right)[list(members)]
-    return [
-        RightAnswers(
+    for one in share:
+        one.right = RightAnswers(
             is_right=is_right[one.indices].to(one.batch.loss_mask.device),
             num_tokens=float(tokens.sum()),
         )
-        for one in share
-    ]
 
 
 def _whole(gathered: Callable[[Tensor], Tensor], share: Sequence[Microbatch]) -> WholeMinibatch:
@@ -166,7 +160,7 @@ def _whole(gathered: Callable[[Tensor], Tensor], share: Sequence[Microbatch]) ->
 
     return WholeMinibatch(
         proximal=everywhere(lambda one: known(one.proximal, "proximal")),
-        behavior=everywhere(lambda one: one.batch.behavior_logprobs),
+        behavior=everywhere(lambda one: one.behavior),
         advantages=everywhere(lambda one: one.advantages),
     )
 
@@ -182,7 +176,7 @@ def _correct(
     references = [one.reference for one in share if one.reference is not None]
     correction = algorithm.correct(
         proximal=torch.cat([known(one.proximal, "proximal") for one in share]),
-        behavior=torch.cat([one.batch.behavior_logprobs for one in share]),
+        behavior=torch.cat([one.behavior for one in share]),
         advantages=torch.cat([one.advantages for one in share]),
         lags=torch.cat(lags) if len(lags) == len(share) else None,
         packing=packing,

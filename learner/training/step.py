@@ -125,7 +125,8 @@ class _PolicyLoss:
         self, number: int, _batch: PackedBatch, outputs: PolicyOutputs
     ) -> tuple[Tensor, Sums]:
         self.logprobs.append(outputs.logprobs.detach())
-        return self.algorithm.loss(self.minibatch.inputs[number], outputs, num_lags=self.num_lags)
+        given = self.minibatch.microbatches[number]
+        return self.algorithm.loss(given, outputs, num_lags=self.num_lags)
 
 
 def _train_critic(
@@ -170,8 +171,8 @@ class _CriticLoss:
     algorithm: Algorithm
 
     def __call__(self, number: int, batch: PackedBatch, values: Tensor) -> tuple[Tensor, Sums]:
-        inputs, options = self.minibatch.inputs[number], self.algorithm.choice.critic
-        before, returns = self.minibatch.values[number], self.minibatch.returns[number]
+        given, options = self.minibatch.microbatches[number], self.algorithm.choice.critic
+        before, returns = given.values, given.returns
         if before is None or returns is None:
             part = self.algorithm.choice.advantage.part
             raise ValueError(f"algo.advantage = {part.name!r} gives no returns to its critic")
@@ -179,6 +180,7 @@ class _CriticLoss:
         per_token, clipped = value_loss(
             values, returns, before, clip=options.clip, huber=options.huber, mask=batch.loss_mask
         )
-        loss = reduced(per_token, inputs.packing, inputs.denominators, "token-mean", inputs.copies)
-        trained = inputs.packing.present(inputs.copies)
-        return loss, critic_sums(mask=trained, values=before, returns=returns, is_clipped=clipped)
+        loss = reduced(per_token, given.packing, given.denominators, "token-mean", given.copies)
+        return loss, critic_sums(
+            mask=given.trained, values=before, returns=returns, is_clipped=clipped
+        )

@@ -685,7 +685,7 @@ def test_a_correction_of_a_minibatch_is_divided_among_its_microbatches():
     numbers = torch.arange(40).reshape(4, 10)  # of 4 trajectories, whose responses begin at 4
     is_response = torch.arange(10) >= 4
     keep = is_response & (numbers % 3 > 0) & (torch.arange(4) < 2).unsqueeze(-1)
-    for at, one in enumerate(share.inputs):
+    for at, one in enumerate(share.microbatches):
         of_one = numbers[2 * at : 2 * at + 2].flatten()
         assert one.correction is not None
         assert one.correction.proximal is not None
@@ -695,7 +695,7 @@ def test_a_correction_of_a_minibatch_is_divided_among_its_microbatches():
         assert torch.equal(one.correction.proximal, -of_one.float())
         assert torch.equal(one.correction.weights, of_one.float())
         assert torch.equal(one.correction.penalty, 10.0 * of_one)
-    kept = share.inputs[0].kept
+    kept = share.microbatches[0].kept
     assert kept is not None
     by_trajectory = keep.sum(-1)
     assert by_trajectory.tolist() == [4, 4, 0, 0]
@@ -720,7 +720,7 @@ def test_advantages_are_shifted_and_scaled_as_the_setting_says(over: str, how: s
     def advantages(of: Algorithm) -> np.ndarray:
         prepared = of.prepared(given.outcomes, given.is_truncated, given.step_generator())
         share = prepare_part(given, prepared, of)
-        return torch.cat([one.advantages for one in share.inputs]).numpy().reshape(4, 10)
+        return torch.cat([one.advantages for one in share.microbatches]).numpy().reshape(4, 10)
 
     before, after = advantages(plain), advantages(chosen)
     for rows in [(0, 1, 2, 3)] if over == "batch" else [(0, 1), (2, 3)]:
