@@ -1,4 +1,4 @@
 """Runs of all roles: settings as a whole, supervision, the command `slipstream`.
 
-The only package that imports every other one, and the only one that reads the environment.
+The only package that imports every other one; none imports it.
 """

@@ -1,4 +1,5 @@
 """The reward worker's process: leases trajectories, scores them in child processes, answers.
 
-What a child runs is found by rewards.loading and held by sandbox.
+rewards.loading finds what a child runs; sandbox contains it.
+Imported by deploy and generators.
 """

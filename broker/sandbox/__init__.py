@@ -1,4 +1,4 @@
 """Untrusted Python under bubblewrap: limits, verdicts.
 
-Imported by rewards that run programs and by the reward worker for its children.
+Imported by broker.reward_worker and broker.rewards.
 """

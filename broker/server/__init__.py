@@ -1,4 +1,5 @@
 """The broker's process: sockets, sessions, permissions, and the loop that answers requests.
 
-Decides through ledger, makes durable through store. Imported by the broker's service alone.
+Decides through ledger, makes durable through store.
+Imported by broker.service and deploy.commands.
 """

@@ -1,4 +1,6 @@
 """Durability: events, snapshots and payloads in Redis, and the event log in the run folder.
 
-Knows the ledger's types, decides nothing. Imported by server and startup.
+Knows the ledger's types, decides nothing.
+Imported by broker.dashboard, broker.report, broker.run_ledger, broker.server, broker.service,
+broker.startup and deploy.commands.
 """

@@ -1,4 +1,4 @@
 """One module per subcommand of `slipstream`.
 
-Imported by main when the subcommand is called.
+main imports the one that is called.
 """

@@ -1,4 +1,4 @@
-"""Tasks and policies that the examples in configs/ need.
+"""Tasks and policies that the examples in configs/ need. Not needed by any other run.
 
-Each is a program of its own as well.
+Imported by deploy.commands.
 """

@@ -1,4 +1,4 @@
-"""What a person is shown of a run, and how its state is read for it.
+"""What a terminal shows of a run, and how its state is read for it.
 
-Imported by commands and launch.
+Imported by deploy.commands and deploy.launch.
 """

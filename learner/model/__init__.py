@@ -1,4 +1,5 @@
 """The Megatron-Core model: device, ranks, architecture, and the names of its weights elsewhere.
 
 Knows no batch, no loss and no broker.
+Imported by deploy.launch and learner.
 """

@@ -1,4 +1,5 @@
 """The learner's side of a publish: its parameters written in place, and the relay it keeps running.
 
-Imports weightbus.version; the relay itself is weightbus.relay.
+The relay itself is weightbus.relay.
+Imported by learner.batches, learner.launch, learner.loop and learner.main.
 """

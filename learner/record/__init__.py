@@ -1,4 +1,4 @@
 """What a learner leaves behind besides weights: trained trajectories and profiles.
 
-Imported by the loop.
+Imported by learner.loop and learner.training.
 """

@@ -27,11 +27,11 @@ from slipstream.weightbus.relay import publication
 from slipstream.weightbus.relay.engine_checksums import differing, expected_checksums
 from slipstream.weightbus.relay.publisher import Publisher
 from slipstream.weightbus.relay.served import Versions
-from slipstream.weightbus.version.disk import WEIGHTS
 from slipstream.weightbus.version.layout import plan_layout
 from slipstream.weightbus.version.shared_memory import SharedSlots
 from slipstream.weightbus.version.slots import NUM_SLOTS
 from slipstream.weightbus.version.snapshot import WeightSnapshot, tensor_spec, tensor_views
+from slipstream.wire.files.model_files import WEIGHTS
 from slipstream.wire.messages.manifest import WeightManifest
 from slipstream.wire.messages.relay import OpenMemory
 from slipstream.wire.messages.versions import PolicyVersion

@@ -6,21 +6,18 @@ to this process's descriptor: they go with the process, however it ends.
 
 import asyncio
 import contextlib
-import mmap
 import os
 import tempfile
 import threading
 from collections.abc import Awaitable, Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import xxhash
-
-from slipstream.weightbus.version.disk import WEIGHTS, data_start
-from slipstream.weightbus.version.layout import bucket_offsets, safetensors_header, tensor_offsets
+from slipstream.weightbus.version.disk import check_digest
+from slipstream.weightbus.version.layout import bucket_offsets, safetensors_header
 from slipstream.wire.errors import PublishError
+from slipstream.wire.files.model_files import WEIGHTS
 from slipstream.wire.messages.codec import Frame
-from slipstream.wire.messages.manifest import TensorSpec, WeightManifest
+from slipstream.wire.messages.manifest import WeightManifest
 
 _STEP_BYTES = 64 << 20  # allocated at a time: bounds how long receiving waits
 FETCH_AHEAD = 2  # buckets requested at a time
@@ -123,38 +120,8 @@ class Staging:
             )
         at = 0
         for spec in bucket.tensors:
-            _check(spec.name, spec.digest, data[at : at + spec.num_bytes])
+            check_digest(spec.name, spec.digest, data[at : at + spec.num_bytes])
             at += spec.num_bytes
         while data:
             written = os.pwrite(self._descriptor, data, start)
             data, start = data[written:], start + written
-
-
-def check_folder(folder: Path, manifest: WeightManifest, *, threads: int = 2) -> None:
-    """Check every digest of a version on disk.
-
-    Raises:
-        PublishError: it is missing, or not the version that was offered.
-    """
-    start = data_start(folder, manifest)
-    with (
-        (folder / WEIGHTS).open("rb") as file,
-        mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped,
-        memoryview(mapped) as whole,
-        ThreadPoolExecutor(threads) as pool,
-    ):
-        offsets = tensor_offsets(manifest)
-
-        def check(spec: TensorSpec) -> None:
-            at = start + offsets[spec.name]
-            with whole[at : at + spec.num_bytes] as data:
-                _check(spec.name, spec.digest, data)
-
-        for _ in pool.map(check, manifest.tensors):
-            pass
-
-
-def _check(name: str, digest: str, data: memoryview) -> None:
-    found = xxhash.xxh3_128_hexdigest(data)
-    if found != digest:
-        raise PublishError(f"{name} arrived with digest {found}, expected {digest}")

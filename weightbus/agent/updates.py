@@ -8,8 +8,9 @@ from typing import TypeAlias
 
 from slipstream.weightbus.agent.engine import EngineWeights
 from slipstream.weightbus.agent.fetcher import BucketFetcher
-from slipstream.weightbus.agent.staging import Staging, check_folder
+from slipstream.weightbus.agent.staging import Staging
 from slipstream.weightbus.agent.tensor_set import TensorSet, mismatch
+from slipstream.weightbus.version.disk import check_folder
 from slipstream.wire.errors import EngineError, PublishError
 from slipstream.wire.messages.manifest import WeightManifest
 from slipstream.wire.messages.versions import PolicyVersion

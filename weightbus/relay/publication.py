@@ -7,10 +7,9 @@ from typing import TypeVar
 
 import msgspec
 
-from slipstream.weightbus.agent.staging import check_folder
 from slipstream.weightbus.relay.buckets_on_gpu import BucketsOnGpu
 from slipstream.weightbus.relay.engine_checksums import Holder, expected_checksums
-from slipstream.weightbus.version.disk import write_version
+from slipstream.weightbus.version.disk import check_folder, write_version
 from slipstream.weightbus.version.snapshot import WeightSnapshot
 from slipstream.wire.errors import PublishError
 from slipstream.wire.messages.manifest import WeightManifest

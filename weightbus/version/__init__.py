@@ -1,4 +1,4 @@
-"""The bytes of one version: layout, shared memory, manifest, and its copy on disk.
+"""The bytes of one version: layout, shared memory, manifest, and its copy on disk. No sockets.
 
-Written by the learner, read by the relay. No sockets.
+Imported by learner.publish, weightbus.agent and weightbus.relay.
 """

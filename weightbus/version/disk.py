@@ -1,17 +1,21 @@
 """Versions as safetensors files in a folder that every host sees and no other program uses."""
 
+import mmap
 import os
 import re
 import shutil
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from slipstream.weightbus.version.layout import safetensors_header
-from slipstream.wire.errors import PublishError
-from slipstream.wire.files.replace import replacing_folder
-from slipstream.wire.messages.manifest import WeightManifest
+import xxhash
 
-WEIGHTS = "model.safetensors"
+from slipstream.weightbus.version.layout import safetensors_header, tensor_offsets
+from slipstream.wire.errors import PublishError
+from slipstream.wire.files.model_files import WEIGHTS
+from slipstream.wire.files.replace import replacing_folder
+from slipstream.wire.messages.manifest import TensorSpec, WeightManifest
+
 _UNFINISHED = ".unfinished"
 _COPY = "-"
 _OURS = re.compile(r"\.?(v[0-9]+\.[0-9]+)-([0-9]+)(?:\.unfinished|\.replaced)?")
@@ -86,3 +90,38 @@ def data_start(folder: Path, manifest: WeightManifest) -> int:
     if found != header or size != len(header) + manifest.num_bytes:
         raise PublishError(f"{folder / WEIGHTS} does not hold what was offered")
     return len(header)
+
+
+def check_folder(folder: Path, manifest: WeightManifest, *, threads: int = 2) -> None:
+    """Check every digest of a version on disk.
+
+    Raises:
+        PublishError: it is missing, or not the version that was offered.
+    """
+    start = data_start(folder, manifest)
+    with (
+        (folder / WEIGHTS).open("rb") as file,
+        mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped,
+        memoryview(mapped) as whole,
+        ThreadPoolExecutor(threads) as pool,
+    ):
+        offsets = tensor_offsets(manifest)
+
+        def check(spec: TensorSpec) -> None:
+            at = start + offsets[spec.name]
+            with whole[at : at + spec.num_bytes] as data:
+                check_digest(spec.name, spec.digest, data)
+
+        for _ in pool.map(check, manifest.tensors):
+            pass
+
+
+def check_digest(name: str, digest: str, data: memoryview) -> None:
+    """Check that a tensor's bytes are those of its manifest.
+
+    Raises:
+        PublishError: they are not.
+    """
+    found = xxhash.xxh3_128_hexdigest(data)
+    if found != digest:
+        raise PublishError(f"{name} arrived with digest {found}, expected {digest}")

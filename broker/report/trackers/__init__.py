@@ -1,1 +1,5 @@
-"""Where a run's curves go besides the page: one adapter per tool, chosen by name."""
+"""Where a run's curves go besides the page: one adapter per tool, chosen by name.
+
+A tool's library is imported when its adapter starts.
+Imported by broker.report, broker.service and broker.startup.
+"""

@@ -9,9 +9,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from slipstream.weightbus.agent.staging import Staging, check_folder
+from slipstream.weightbus.agent.staging import Staging
 from slipstream.weightbus.version.disk import (
     WEIGHTS,
+    check_folder,
     copies_in,
     number_after,
     remove_copies,
