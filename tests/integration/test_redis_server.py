@@ -7,6 +7,7 @@ import os
 import random
 import shutil
 import signal
+import socket as sockets
 import subprocess
 import sys
 import tempfile
@@ -132,6 +133,29 @@ async def check_whole(store: RedisStore, sizes: list[int]) -> None:
     found = await store.fetch([(number, 0) for number in range(len(sizes))])
     expected = [change(number, size).put[number, 0] for number, size in enumerate(sizes)]
     assert found == expected
+
+
+def test_a_socket_that_is_bound_is_no_server_yet(folder: Path):
+    late = folder / "late-redis"
+    late.write_text(
+        f'#!/bin/sh\nuntil [ -e {folder}/go ]; do sleep 0.02; done\nexec {packaged_server()} "$@"\n'
+    )
+    late.chmod(0o700)
+
+    async def body(server: RedisServer) -> None:
+        with sockets.socket(sockets.AF_UNIX) as bound:  # a server listens a moment later
+            bound.bind(str(server.socket))
+            listening = asyncio.create_task(server.until_listening(server.socket))
+            await asyncio.sleep(0.1)
+            assert not listening.done()
+        (folder / "go").touch()
+        await listening
+        async with connected(server) as store:
+            await store.commit(change(0))
+            await check_whole(store, [100])
+
+    with running(launch(folder, binary=late)) as server:
+        asyncio.run(body(server))
 
 
 # ---- death -----------------------------------------------------------------------
