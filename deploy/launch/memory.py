@@ -54,9 +54,9 @@ def learner_memory(
             "12 P / t; its kernels take nothing more (AdamW, fused)",
         ),
         MemoryPart(
-            "weight relay: a bucket on its way and the next",
-            2.0 * config.learner.weightbus.bucket_bytes,
-            "2 weightbus.bucket_bytes; versions lie on the host, at most 3 x 2 P there",
+            "weight relay: buckets on their way over NCCL",
+            4.0 * config.learner.weightbus.bucket_bytes,
+            "4 weightbus.bucket_bytes; versions lie on the host, at most 3 x 2 P there",
         ),
         MemoryPart(
             "activations of a microbatch",

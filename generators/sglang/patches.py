@@ -31,6 +31,7 @@ _SAMPLING_BATCH = "sglang.srt.sampling.sampling_batch_info"
 _SAMPLER = "sglang.srt.layers.sampler"
 _SCHEDULE_BATCH = "sglang.srt.managers.schedule_batch"
 _LOAD_INQUIRER = "sglang.srt.managers.scheduler_components.load_inquirer"
+_UPDATES_OF_RANK = "sglang.srt.managers.scheduler_components.weight_updater"
 _WEIGHT_UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater"
 
 
@@ -48,6 +49,7 @@ def install() -> None:
         _MIN_NEW_TOKENS: _count_tokens_before_retraction,
         _GROUPS: _bound_waits_in_groups,
         _WEIGHT_UPDATER: _correct_weight_updates,
+        _UPDATES_OF_RANK: answer_for_all_ranks,
     }
     if os.environ.get(SEEDS_VARIABLE) == "1":  # noqa: TID251 reaches spawned processes
         corrections |= {_SAMPLING_BATCH: _keep_seeds, _SAMPLER: sample_by_seed}
@@ -105,7 +107,7 @@ def _answer_when_bytes_are_there(module: ModuleType) -> None:
     """
     import torch  # with the process that has the weights, not with the agent
 
-    from slipstream.weightbus.net import groups
+    from slipstream.weightbus.net import groups, threads
 
     timeout_s = float(os.environ.get(GROUP_TIMEOUT_VARIABLE, _GROUP_TIMEOUT_S))  # noqa: TID251 as above
     updater, bucket_type = module.WeightUpdater, module.FlattenedTensorBucket
@@ -139,9 +141,9 @@ def _answer_when_bytes_are_there(module: ModuleType) -> None:
         if group is None:
             return False, f"there is no group {group_name}"
         try:
-            groups.release(group)
-        except (RuntimeError, ValueError) as error:
-            return False, f"group {group_name} could not be left: {error}"
+            threads.in_time(lambda: groups.release(group), timeout_s)
+        except (TimeoutError, RuntimeError, ValueError) as error:
+            return False, f"group {group_name} could not be left: {error!r}"
         return True, f"group {group_name} is left"
 
     def _receive_bucketed_weights_from_distributed(
@@ -154,10 +156,7 @@ def _answer_when_bytes_are_there(module: ModuleType) -> None:
     ) -> Any:  # noqa: ANN401
         bucket = bucket_type.empty(names, dtypes, shapes, self.device)
         group = self._model_update_group[group_name]
-        flat = bucket.get_flattened_tensor()
-        work = torch.distributed.broadcast(flat, src=0, group=group, async_op=True)
-        arrived = groups.event_on(flat.device)
-        groups.wait_for(work, timeout_s=timeout_s, group=group, arrived=arrived)
+        groups.broadcast(bucket.get_flattened_tensor(), group, timeout_s=timeout_s)
         return bucket.reconstruct_tensors()
 
     replace(updater, "init_weights_update_group", init_weights_update_group)
@@ -167,6 +166,44 @@ def _answer_when_bytes_are_there(module: ModuleType) -> None:
         "_receive_bucketed_weights_from_distributed",
         _receive_bucketed_weights_from_distributed,
     )
+
+
+def answer_for_all_ranks(module: ModuleType) -> None:
+    """Answer that weights are loaded when they are on every rank of this engine.
+
+    SGLang's first rank answers for all, and does not ask the others. Remove when it does.
+    """
+    import torch  # with the process that has the weights, not with the agent
+
+    manager = module.SchedulerWeightUpdaterManager
+
+    def corrected(name: str) -> Callable[[Any, Any], Any]:
+        update = getattr(manager, name)
+
+        def update_on_all_ranks(self: Any, request: Any) -> Any:  # noqa: ANN401
+            output = update(self, request)
+            group = self.tp_cpu_group
+            mine = torch.tensor([int(output.success)])
+            ranks = [torch.zeros_like(mine) for _ in range(torch.distributed.get_world_size(group))]
+            try:
+                torch.distributed.all_gather(ranks, mine, group=group)
+            except RuntimeError as error:  # one is gone, or waits for something else
+                output.success, output.message = False, f"the ranks of an engine are apart: {error}"
+                return output
+            failed = [rank for rank, success in enumerate(ranks) if not success.item()]
+            if failed and output.success:
+                output.success = False
+                output.message = f"rank {failed[0]} of this engine failed: its log has the reason"
+            return output
+
+        return update_on_all_ranks
+
+    for name in (
+        "init_weights_update_group",
+        "update_weights_from_distributed",
+        "update_weights_from_disk",
+    ):
+        replace(manager, name, corrected(name))
 
 
 def _answer_failed_loads(module: ModuleType) -> None:

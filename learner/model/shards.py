@@ -70,7 +70,7 @@ def write_shard(shard: Shard, wholes: Sequence[Tensor], geometry: Geometry) -> N
     tensor = shard.tensor.detach()
     match shard.parameter.kind:
         case "copy":
-            _part(wholes[0], shard, shard.dim or 0).copy_(tensor)
+            _copy(_part(wholes[0], shard, shard.dim or 0), tensor)
         case "vocab":  # rows were padded at the end, and an even share may hold nothing but padding
             rows = wholes[0][shard.rank * len(tensor) :][: len(tensor)]
             rows.copy_(tensor[: len(rows)])
@@ -84,6 +84,17 @@ def write_shard(shard: Shard, wholes: Sequence[Tensor], geometry: Geometry) -> N
             fused = tensor.view(groups, sum(sizes), *rest)
             for whole, part in zip(wholes, torch.split(fused, sizes, dim=1), strict=True):
                 _part(whole, shard, 0).view(part.shape).copy_(part)
+
+
+def _copy(part: Tensor, tensor: Tensor) -> None:
+    """Copy a tensor into a part; from a GPU into columns through memory that is pinned.
+
+    torch itself would take pageable memory for what is not contiguous on the host.
+    """
+    if tensor.is_cuda and not part.is_contiguous():
+        staged = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        tensor = staged.copy_(tensor)
+    part.copy_(tensor)
 
 
 def _part(whole: Tensor, shard: Shard, dim: int) -> Tensor:

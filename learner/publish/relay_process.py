@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from slipstream.weightbus.net.interfaces import NCCL_ENVIRONMENT
+from slipstream.weightbus.net.interfaces import RELAY_ENVIRONMENT
 from slipstream.wire.errors import ChildDiedError
 
 _log = logging.getLogger(__name__)
@@ -62,7 +62,7 @@ class RelayProcess:
         self._started = subprocess.Popen(  # noqa: S603 our own program; a fork takes no time
             [sys.executable, "-m", _PROGRAM, *launch.settings, *extra],
             stdin=subprocess.DEVNULL,
-            env={**launch.environment, **NCCL_ENVIRONMENT},
+            env={**launch.environment, **RELAY_ENVIRONMENT},
             pass_fds=[] if launch.lifeline is None else [launch.lifeline],
             start_new_session=True,
         )

@@ -37,8 +37,6 @@ class WeightWriter:
         self._memory = made or SharedSlots.open(
             self.path, slot_bytes=slot_bytes, num_slots=NUM_SLOTS
         )
-        if next(model.parameters()).is_cuda:
-            self._memory.pin()
         self._shards: list[tuple[str, Shard]] = []
         if topology.data_parallel_rank == 0:
             self._shards = [
@@ -46,6 +44,8 @@ class WeightWriter:
                 for name, shard in shards_of(model)
                 if shard.dim is not None or topology.tensor_parallel_rank == 0
             ]
+        if self._shards and self._shards[0][1].tensor.is_cuda:  # of a rank that writes
+            self._memory.pin()
         self._geometry = geometry_of(model.hf_config)
 
     def write(self, slot: int) -> str:

@@ -34,9 +34,15 @@ def _nursery_ends() -> Iterator[None]:
     end_nursery()
 
 
-@pytest.fixture(autouse=True, params=["gloo", pytest.param("nccl", marks=pytest.mark.slow)])
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Every test runs with groups as gloo makes them and with the manners of NCCL."""
+    is_quick = metafunc.function in WITH_BOTH_MANNERS
+    nccl = "nccl" if is_quick else pytest.param("nccl", marks=pytest.mark.slow)
+    metafunc.parametrize("_manners", ["gloo", nccl], indirect=True)
+
+
+@pytest.fixture(autouse=True)
 def _manners(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every test, with groups as gloo makes them and with the manners of NCCL."""
     monkeypatch.setattr(WeightBus, "manners", request.param)
 
 
@@ -289,12 +295,6 @@ def test_one_of_a_group_that_is_stopped_costs_the_others_its_deadline_once(folde
         bus.check_tokens()
 
 
-@pytest.mark.parametrize("_manners", ["nccl"], indirect=True)
-def test_nobody_relies_on_what_gloo_notices(bus: WeightBus):
-    """The rest of this file with these manners is slow."""
-    test_engines_that_die_in_a_transfer_concern_nobody_else_and_may_come_back(bus)
-
-
 # ---- the relay and the learner -------------------------------------------------
 
 
@@ -434,3 +434,13 @@ def test_a_relay_that_hangs_is_replaced(bus: WeightBus):
 
 def _has_lingered(bus: WeightBus) -> bool:
     return "weightbus.linger_s" in (bus.folder / "learner.log").read_text()
+
+
+# What `make test` runs over gloo with the manners of NCCL too; `make test-slow` runs all of it.
+WITH_BOTH_MANNERS = (
+    test_every_transport_brings_every_version_whole_and_the_newest_wins,
+    test_a_late_joiner_is_served_alone_and_is_in_the_next_collective,
+    test_engines_that_die_in_a_transfer_concern_nobody_else_and_may_come_back,
+    test_two_of_a_group_of_three_die_in_a_transfer_and_the_third_goes_on,
+    test_engines_torn_by_the_death_of_the_relay_are_repaired_by_the_next_one,
+)

@@ -106,6 +106,7 @@ class EngineUpdates:
 
     async def _open_group(self, command: OpenGroup) -> None:
         await self._leave_group()
+        self._group = command.group_name  # also if it is joined after this call was given up
         await self._engine.open_group(
             host=command.host,
             port=command.port,
@@ -114,7 +115,6 @@ class EngineUpdates:
             world_size=command.world_size,
             backend=command.backend,
         )
-        self._group = command.group_name
         _log.info("in a collective of %d", command.world_size)
 
     async def _leave_group(self) -> None:

@@ -1,8 +1,9 @@
 """Process groups of a relay and engines: every wait has a deadline here, whatever the backend.
 
 gloo connects in the call that makes a group, and its work fails when a peer dies. NCCL connects in
-the first collective, its work may then never end, to destroy a group waits for its work, and its
-watchdog ends the process. So a group counts as joined when one byte has passed, work is polled
+the first collective, which may block for ever; its work may then never end; to destroy a group
+waits for its work; and its watchdog ends the process. So a group counts as joined when one byte has
+passed, whatever may block runs in a thread that is left behind at the deadline, work is polled
 together with the group's store, which ends with rank 0, and a group is aborted where its backend
 can be.
 """
@@ -12,9 +13,11 @@ import time
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.distributed_c10d import Store
 
+from slipstream.weightbus.net import threads
 from slipstream.wire.errors import PublishError
 
 _POLL_S = 0.001
@@ -51,60 +54,82 @@ def pass_first_byte(group: dist.ProcessGroup, device: torch.device, *, timeout_s
         PublishError: it did not arrive in time.
     """
     byte = torch.zeros(1, dtype=torch.uint8, device=device)
-    try:
-        work = dist.broadcast(byte, src=0, group=group, async_op=True)
-    except RuntimeError as error:
-        raise PublishError(f"the ranks of a weight group do not connect: {error}") from error
-    wait_for(work, timeout_s=timeout_s, arrived=event_on(device))
+    broadcast(byte, group, timeout_s=timeout_s, watches_store=False)  # its ranks use it
 
 
-def event_on(device: torch.device) -> torch.cuda.Event | None:
-    """Return an event for ``wait_for``; a CPU needs none."""
-    if device.type != "cuda":
-        return None
-    return torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch leaves it untyped
-
-
-def wait_for(
-    work: dist.Work,
-    *,
-    timeout_s: float,
-    group: dist.ProcessGroup | None = None,
-    arrived: torch.cuda.Event | None = None,
+def broadcast(
+    flat: Tensor, group: dist.ProcessGroup, *, timeout_s: float, watches_store: bool = True
 ) -> None:
-    """Block until ``work`` is complete: on a GPU, until the bytes are there.
+    """Send from rank 0, or receive there: block until the bytes have passed.
+
+    On a GPU that happens on a stream of its own: work that fails there holds up nothing else.
 
     Args:
-        work: of a broadcast.
+        flat: [num_bytes] uint8, sent or written.
+        group: of this rank.
         timeout_s: that it may take.
-        group: give up too when rank 0 has left this group; None while its ranks connect, who use
-            its store.
-        arrived: on a GPU, an event to be recorded behind it and waited for: NCCL calls work
-            complete that has failed, and its bytes are not there.
+        watches_store: give up too when rank 0 has left the group.
 
     Raises:
         PublishError: it failed, or did not end in time.
     """
-    now = time.monotonic()
-    end_s, look_s = now + timeout_s, now + _LOOK_S
+    end_s = time.monotonic() + timeout_s
+    before = torch.cuda.current_stream(flat.device) if flat.is_cuda else None
+
+    def start_and_wait() -> None:
+        if before is None:
+            work = dist.broadcast(flat, src=0, group=group, async_op=True)
+            _wait_for(work, group if watches_store else None, end_s=end_s)
+            return
+        own = torch.cuda.Stream(flat.device)  # type: ignore[no-untyped-call]
+        with torch.cuda.stream(own):
+            own.wait_stream(before)
+            work = dist.broadcast(flat, src=0, group=group, async_op=True)
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+            _wait_for(work, group if watches_store else None, end_s=end_s, arrived=event)
+
     try:
-        while not work.is_completed():
-            now = time.monotonic()
-            if now > end_s:
-                raise PublishError(late(timeout_s))
-            if group is not None and now > look_s:
-                look_s = now + _LOOK_S
-                _store_of(group).check([_NOTHING])
-            time.sleep(_POLL_S)
-        work.wait()
-        if arrived is not None:
-            arrived.record()
-            while not arrived.query():  # type: ignore[no-untyped-call]
-                if time.monotonic() > end_s:
-                    raise PublishError(late(timeout_s))
-                time.sleep(_POLL_S)
+        threads.in_time(start_and_wait, timeout_s)
+    except TimeoutError as error:
+        raise PublishError(late(timeout_s)) from error
     except RuntimeError as error:
         raise PublishError(f"a broadcast of weights failed: {error}") from error
+
+
+def _wait_for(
+    work: dist.Work,
+    group: dist.ProcessGroup | None,
+    *,
+    end_s: float,
+    arrived: torch.cuda.Event | None = None,
+) -> None:
+    """Block until ``work`` is complete: on a GPU, until the bytes are there.
+
+    ``group`` is given up when rank 0 has left it. ``arrived`` is an event to be recorded behind the
+    work and waited for: NCCL calls work complete that has failed, and its bytes are not there.
+
+    Raises:
+        TimeoutError: it is not by ``end_s``, monotonic seconds.
+        RuntimeError: from torch: it failed, or rank 0 has left.
+    """
+    look_s = time.monotonic() + _LOOK_S
+    is_ordered = False  # the event behind the work
+    while True:
+        if work.is_completed():
+            if not is_ordered:
+                is_ordered = True
+                work.wait()
+                if arrived is not None:
+                    arrived.record()
+            if arrived is None or arrived.query():  # type: ignore[no-untyped-call]
+                return
+        now = time.monotonic()
+        if now > end_s:
+            raise TimeoutError
+        if group is not None and now > look_s:
+            look_s = now + _LOOK_S
+            _store_of(group).check([_NOTHING])
+        time.sleep(_POLL_S)
 
 
 def _store_of(group: dist.ProcessGroup) -> Store:

@@ -13,6 +13,9 @@ NCCL_ENVIRONMENT: Mapping[str, str] = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
     "TORCH_NCCL_ENABLE_MONITORING": "0",
 }
+# A relay has a group per engine: one whose peer has stopped must not hold up those of others, as it
+# would in the single queue to the GPU that a learner wants.
+RELAY_ENVIRONMENT: Mapping[str, str] = {**NCCL_ENVIRONMENT, "CUDA_DEVICE_MAX_CONNECTIONS": "32"}
 
 
 def interface_variables(host: str, environment: Mapping[str, str]) -> dict[str, str]:

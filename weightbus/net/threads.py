@@ -4,6 +4,7 @@ They occupy no thread of a pool and do not keep the process from ending.
 """
 
 import asyncio
+import concurrent.futures
 import threading
 import time
 from collections.abc import Callable
@@ -41,6 +42,24 @@ async def in_own_thread(work: Callable[[], T]) -> T:
 
     start(run)
     return await future
+
+
+def in_time(work: Callable[[], T], timeout_s: float) -> T:
+    """Return the result of a blocking call, which continues if this gives up. Blocks.
+
+    Raises:
+        TimeoutError: it lasts longer.
+    """
+    future: concurrent.futures.Future[T] = concurrent.futures.Future()
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except Exception as error:  # noqa: BLE001 raised in the caller
+            future.set_exception(error)
+
+    start(run)
+    return future.result(timeout_s)
 
 
 def start(work: Callable[[], None]) -> None:

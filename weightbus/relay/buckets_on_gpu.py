@@ -1,18 +1,13 @@
 """Buckets of a version on the relay's GPU: each is copied there once, for all groups."""
 
-import logging
 import threading
 
 import torch
 from torch import Tensor
 
-from slipstream.weightbus.version.shared_memory import pin
 from slipstream.weightbus.version.snapshot import WeightSnapshot
-from slipstream.wire.errors import PublishError
 
-_log = logging.getLogger(__name__)
-_KEPT = 4  # what groups ask for at one time is close together
-_pinned: set[int] = set()  # addresses of slots that this process has pinned, or could not
+NUM_KEPT = 4  # what groups ask for at one time is close together
 
 
 class BucketsOnGpu:
@@ -27,26 +22,20 @@ class BucketsOnGpu:
     def get(self, index: int, device: torch.device) -> Tensor:
         """Return the bytes of a bucket, [num_bytes] uint8, on a device.
 
-        The copy is asynchronous, from pinned memory; what this device does next waits for it. A
-        bucket lives as long as what was started with it needs it.
+        The copy is asynchronous where the memory is pinned; what this device does next waits for
+        it. A bucket lives as long as what was started with it needs it.
         """
         flat = self._snapshot.bucket(index)
         if device.type == "cpu":
             return flat
         with self._lock:
             if index not in self._buckets:
-                self._pin()
-                while len(self._buckets) >= _KEPT:
+                while len(self._buckets) >= NUM_KEPT:
                     del self._buckets[next(iter(self._buckets))]
                 self._buckets[index] = flat.to(device, non_blocking=True)
             return self._buckets[index]
 
-    def _pin(self) -> None:
-        slot = self._snapshot.memory
-        if slot.data_ptr() in _pinned:
-            return
-        _pinned.add(slot.data_ptr())
-        try:
-            pin(slot)
-        except PublishError as error:
-            _log.warning("%s: copies to the GPU are slow", error)
+    def clear(self) -> None:
+        """Let go of all copies: nobody reads this version now."""
+        with self._lock:
+            self._buckets.clear()

@@ -24,8 +24,23 @@ class Publication:
     A caller that is cancelled does not cancel a part for the others.
     """
 
-    def __init__(self, snapshot: WeightSnapshot, *, folder: Path, first_copy: int = 1) -> None:
-        """Compute nothing yet; copies in ``folder`` are numbered from ``first_copy``."""
+    def __init__(
+        self,
+        snapshot: WeightSnapshot,
+        *,
+        folder: Path,
+        first_copy: int = 1,
+        pin: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Compute nothing yet.
+
+        Args:
+            snapshot: the version's bytes.
+            folder: for copies on disk.
+            first_copy: the number of the first of them.
+            pin: pins the memory of the snapshot, once.
+        """
+        self.pin = pin
         self._first_copy = first_copy
         self.snapshot = snapshot
         self.on_gpu = BucketsOnGpu(snapshot)

@@ -49,9 +49,7 @@ class Versions:
         """Start without a version; those of the disk transport go to ``folder``."""
         self._folder = folder
         self._run_id = ""  # of the first learner
-        self._sources: list[
-            _LearnerMemory
-        ] = []  # the newest learner's last; an old one until it is idle
+        self._sources: list[_LearnerMemory] = []  # the newest learner's last; an old one till idle
         self._reading: Counter[Publication] = Counter()
         self._on_disk: list[Publication] = []  # that may have copies there
         self.first_copy = 1  # number of a version's first copy on disk
@@ -121,7 +119,9 @@ class Versions:
         except ValueError as error:
             raise PublishError(str(error)) from error
         snapshot = WeightSnapshot(version, source.layout, source.memory.slot(slot))
-        publication = Publication(snapshot, folder=self._folder, first_copy=self.first_copy)
+        publication = Publication(
+            snapshot, folder=self._folder, first_copy=self.first_copy, pin=source.memory.pin
+        )
         source.publications[slot] = publication
         self._on_disk.append(publication)
         for old in self._sources[:-1]:
@@ -147,6 +147,7 @@ class Versions:
         self._reading[publication] -= 1
         if not self._reading[publication]:
             del self._reading[publication]
+            publication.on_gpu.clear()
         self.wake()
 
     def find(self, version: PolicyVersion) -> Publication | None:

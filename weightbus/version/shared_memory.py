@@ -6,6 +6,8 @@ and the kernel frees it when the last process that has mapped it ends, however t
 
 import mmap
 import os
+import threading
+import weakref
 from typing import Self
 
 import torch
@@ -23,8 +25,10 @@ class SharedSlots:
         self._descriptor = descriptor
         self._slot_bytes = slot_bytes
         self._stride = _stride(slot_bytes)
-        mapped = mmap.mmap(descriptor, self._stride * num_slots)
-        self._bytes = torch.frombuffer(mapped, dtype=torch.uint8)
+        self._mapped = mmap.mmap(descriptor, self._stride * num_slots)
+        self._bytes = torch.frombuffer(self._mapped, dtype=torch.uint8)
+        self._pinning = threading.Lock()
+        self._is_pinned = False
 
     @classmethod
     def make(cls, *, slot_bytes: int, num_slots: int) -> Self:
@@ -68,12 +72,23 @@ class SharedSlots:
         return self._bytes[start : start + self._slot_bytes]
 
     def pin(self) -> None:
-        """Pin all slots, so that a GPU copies into them at full speed. All pages cost memory then.
+        """Pin all slots, so that a GPU copies from and to them at full speed. May last seconds.
+
+        All pages cost memory then, until the mapping ends: the driver must not take what is mapped
+        there next for it. Does nothing a second time.
 
         Raises:
             PublishError: the driver refused.
         """
-        pin(self._bytes)
+        with self._pinning:
+            if self._is_pinned:
+                return
+            self._is_pinned = True
+            address = self._bytes.data_ptr()
+            status = register(address, self._bytes.numel())
+            if status != 0:
+                raise PublishError(f"the weights' memory cannot be pinned: CUDA error {status}")
+            weakref.finalize(self._mapped, unregister, address).atexit = False
 
     def close(self) -> None:
         """Close the descriptor; the mapping lives as long as its tensors do."""
@@ -82,17 +97,14 @@ class SharedSlots:
             self._descriptor = -1
 
 
-def pin(memory: Tensor) -> None:
-    """Pin this process's mapping of some memory, [num_bytes] uint8.
+def register(address: int, num_bytes: int) -> int:
+    """Pin memory of this process; return CUDA's status, 0 if it is."""
+    return int(torch.cuda.cudart().cudaHostRegister(address, num_bytes, 0))  # type: ignore[no-untyped-call]
 
-    Raises:
-        PublishError: the driver refused.
-    """
-    status = torch.cuda.cudart().cudaHostRegister(  # type: ignore[no-untyped-call]
-        memory.data_ptr(), memory.numel(), 0
-    )
-    if int(status) != 0:
-        raise PublishError(f"the weights' memory cannot be pinned: CUDA error {int(status)}")
+
+def unregister(address: int) -> None:
+    """Unpin memory."""
+    torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
 
 
 def _stride(slot_bytes: int) -> int:

@@ -117,9 +117,7 @@ class BusEngine:
         flat = torch.empty(bucket.num_bytes, dtype=torch.uint8)
 
         def receive() -> None:
-            group = self._groups[group_name]
-            work = dist.broadcast(flat, src=0, group=group, async_op=True)
-            groups.wait_for(work, timeout_s=self._timeout_s, group=group)
+            groups.broadcast(flat, self._groups[group_name], timeout_s=self._timeout_s)
 
         try:
             await asyncio.to_thread(receive)

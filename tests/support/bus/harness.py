@@ -10,6 +10,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from tests.support.bus.engine import digest_of, random_tensors, tokens_in
+from tests.support.bus.nccl_manners import MARK
 from tests.support.bus.nursery import Forked, Nursery
 from tests.support.waiting import HANG_S, NEVER_S, state_of, until
 
@@ -264,6 +265,8 @@ def weight_bus(folder: Path, **settings: object) -> Iterator[WeightBus]:
     bus = WeightBus(folder, **settings)  # type: ignore[arg-type]
     try:
         yield bus
+        if bus.manners == "nccl":
+            assert MARK in (folder / "learner.log").read_text(), "the relay has those of gloo"
     finally:
         bus.close()
 

@@ -1,13 +1,15 @@
 """A group over gloo with the manners of NCCL, to show that nothing relies on those of gloo.
 
-To make it returns at once, and the ranks connect in their first broadcast. Work that fails never
-ends: it is an error in the next call, if at all. To destroy the group waits for its work; only to
-abort it does not. ``install`` puts it in the place of gloo in this process.
+To make it returns at once, and the ranks connect in their first broadcast, which blocks until all
+have come, however long that takes. Work that fails never ends: it is an error in the next call, if
+at all. To destroy the group waits for its work; only to abort it does not. ``install`` puts it in
+the place of gloo in this process.
 """
 
 import datetime
 import functools
 import queue
+import sys
 import threading
 from typing import Any, TypeAlias
 
@@ -16,8 +18,10 @@ from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
 from slipstream.weightbus.net import groups
+from tests.support.waiting import NEVER_S
 
 NAME = "nccl_manners"
+MARK = "weight groups of this process have the manners of NCCL"
 OfTorch: TypeAlias = Any  # its stubs do not name them
 
 
@@ -37,20 +41,26 @@ class Work(dist.Work):
 
 
 class NcclManners(dist.ProcessGroup):
-    """Hands broadcasts to a thread, which connects first."""
+    """Connects in its first broadcast, and hands them to a thread."""
 
     def __init__(
         self, store: OfTorch, rank: int, world_size: int, timeout: datetime.timedelta
     ) -> None:
         super().__init__(rank, world_size)
+        del timeout  # which NCCL does not know while it connects
         self._connect = functools.partial(
-            dist.ProcessGroupGloo, store, rank, world_size, timeout=timeout
+            dist.ProcessGroupGloo,
+            store,
+            rank,
+            world_size,
+            timeout=datetime.timedelta(seconds=NEVER_S),
         )
         self._queue: queue.SimpleQueue[tuple[list[Tensor], Any, Work] | None] = queue.SimpleQueue()
         self._ended = threading.Event()
         self.name = ""
         self._inner: Any = None
         self._has_failed = False
+        self._connecting = threading.Lock()
         threading.Thread(target=self._run, daemon=True).start()
 
     @property
@@ -63,6 +73,9 @@ class NcclManners(dist.ProcessGroup):
     def broadcast(self, tensors: list[Tensor], opts: OfTorch) -> Work:
         if self._has_failed:
             raise RuntimeError("NCCL communicator was aborted or has failed before")
+        with self._connecting:
+            if self._inner is None:
+                self._inner = self._connect()
         work = Work()
         self._queue.put((tensors, opts, work))
         return work
@@ -82,10 +95,9 @@ class NcclManners(dist.ProcessGroup):
 
     def _run(self) -> None:
         try:
-            inner = self._inner = self._connect()
             while (item := self._queue.get()) is not None:
                 tensors, opts, work = item
-                inner.broadcast(tensors, opts).wait()
+                self._inner.broadcast(tensors, opts).wait()
                 work.is_done.set()
             self._ended.set()
         except RuntimeError:  # nobody learns of it before the next call
@@ -114,5 +126,6 @@ def install() -> None:
             group.destroy()
         destroyed(group)
 
+    sys.stderr.write(f"{MARK}\n")
     groups.open_group = open_group
     dist.destroy_process_group = c10d.destroy_process_group = destroy_process_group

@@ -64,6 +64,11 @@ class Collective(Transport):
                 raise
             raise MembersFailedError(dict.fromkeys(members, str(error))) from error
         self._members = list(members)
+        if self._group.device.type == "cuda":  # now, while engines generate
+            try:
+                await threads.in_own_thread(publication.pin)
+            except PublishError as error:
+                _log.warning("%s; copies to the GPU are slow", error)
 
     async def _open(self, members: Sequence[Member]) -> "EngineGroup":
         settings = self._settings
@@ -268,14 +273,18 @@ class EngineGroup:
             raise PublishError(f"broadcast to group {self.name} failed: {error}") from error
 
     async def finish(self, work: dist.Work, *, peer_failed: Callable[[], bool]) -> None:
-        """Wait until a send completes; fails as soon as a peer reports a failure, or in time."""
+        """Wait until a send completes; fails as soon as a peer reports a failure, or in time.
+
+        Over NCCL work that failed is complete as well: engines know whether the bytes arrived.
+        """
         try:
             async with asyncio.timeout(self._timeout_s):
                 while not work.is_completed():
                     if peer_failed():
                         raise PublishError(f"an engine of group {self.name} stopped receiving")
                     await asyncio.sleep(_POLL_S)
-            work.wait()  # it has ended: this raises what it failed by
+            if self.device.type == "cpu":
+                work.wait()  # it has ended: this raises what it failed by; NCCL's delays a stream
         except TimeoutError as error:
             raise PublishError(groups.late(self._timeout_s)) from error
         except RuntimeError as error:

@@ -1,5 +1,8 @@
 """Waits in a group of an engine and the relay; whole publishes: integration/test_weight_bus.py."""
 
+import threading
+import time
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -7,6 +10,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from slipstream.weightbus.net import groups
 from slipstream.wire.errors import PublishError
+from tests.support.waiting import HANG_S
 
 Group = type("Group", (), {})
 
@@ -32,14 +36,33 @@ class Store:
         raise dist.DistNetworkError(f"connection reset: {keys}")
 
 
-def test_work_that_never_ends_is_given_up():
+def broadcasts(monkeypatch: pytest.MonkeyPatch, work: Work) -> None:
+    monkeypatch.setattr(dist, "broadcast", lambda *_args, **_named: work)
+
+
+def broadcast(timeout_s: float, group: object = None, **more: bool) -> None:
+    flat = torch.zeros(1, dtype=torch.uint8)
+    groups.broadcast(flat, group or Group(), timeout_s=timeout_s, **more)  # type: ignore[arg-type]
+
+
+def test_work_that_never_ends_is_given_up(monkeypatch: pytest.MonkeyPatch):
+    broadcasts(monkeypatch, Work())
     with pytest.raises(PublishError, match=r"did not end in 0\.05 s \(weightbus\.timeout_s\)"):
-        groups.wait_for(Work(), timeout_s=0.05)  # type: ignore[arg-type]
+        broadcast(0.05, watches_store=False)
 
 
-def test_work_is_waited_for():
+def test_a_call_that_blocks_is_given_up(monkeypatch: pytest.MonkeyPatch):
+    ends = threading.Event()
+    monkeypatch.setattr(dist, "broadcast", lambda *_args, **_named: ends.wait())
+    with pytest.raises(PublishError, match="did not end"):
+        groups.pass_first_byte(Group(), torch.device("cpu"), timeout_s=0.05)  # type: ignore[arg-type]
+    ends.set()
+
+
+def test_work_is_waited_for(monkeypatch: pytest.MonkeyPatch):
     work = Work(ends_after=3)
-    groups.wait_for(work, timeout_s=60)  # type: ignore[arg-type]
+    broadcasts(monkeypatch, work)
+    broadcast(HANG_S, watches_store=False)
     assert work.looks == 4
 
 
@@ -58,16 +81,29 @@ class Event:
 
 def test_work_that_counts_as_complete_because_it_failed_is_no_success():
     event = Event()
-    with pytest.raises(PublishError, match="did not end"):
-        groups.wait_for(Work(ends_after=0), timeout_s=0.05, arrived=event)  # type: ignore[arg-type]
+    with pytest.raises(TimeoutError):
+        groups._wait_for(Work(ends_after=0), None, end_s=0.0, arrived=event)  # type: ignore[arg-type]
     assert event.is_recorded
 
 
-def test_who_waits_learns_that_the_relay_has_left(monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("work", [Work(), Work(ends_after=0)], ids=["under way", "failed"])
+def test_a_wait_ends_when_the_relay_has_left(monkeypatch: pytest.MonkeyPatch, work: Work):
     group = Group()
     monkeypatch.setitem(c10d._world.pg_map, group, ("nccl", Store()))
-    with pytest.raises(PublishError, match="connection reset"):
-        groups.wait_for(Work(), timeout_s=600, group=group)  # type: ignore[arg-type]
+    end_s = time.monotonic() + HANG_S
+    with pytest.raises(dist.DistNetworkError, match="connection reset"):
+        groups._wait_for(work, group, end_s=end_s, arrived=Event())  # type: ignore[arg-type]
+
+
+def test_a_store_whose_host_is_silent_is_given_up(monkeypatch: pytest.MonkeyPatch):
+    ends = threading.Event()
+    silent = type("Silent", (), {"check": lambda *_: ends.wait()})()
+    group = Group()
+    monkeypatch.setitem(c10d._world.pg_map, group, ("nccl", silent))
+    broadcasts(monkeypatch, Work())
+    with pytest.raises(PublishError, match="did not end"):
+        broadcast(0.5, group)
+    ends.set()
 
 
 @pytest.mark.parametrize(("backend", "aborts"), [("gloo", False), ("nccl", True)])
@@ -78,9 +114,3 @@ def test_only_gloo_is_destroyed(monkeypatch: pytest.MonkeyPatch, backend: str, a
     monkeypatch.setattr(c10d, "_abort_process_group", lambda _group: called.append("abort"))
     groups.release(Group())  # type: ignore[arg-type]
     assert called == ["abort" if aborts else "destroy"]
-
-
-def test_a_byte_that_does_not_pass_is_an_error(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(dist, "broadcast", lambda *_args, **_named: Work())
-    with pytest.raises(PublishError, match="did not end"):
-        groups.pass_first_byte(Group(), torch.device("cpu"), timeout_s=0.05)  # type: ignore[arg-type]

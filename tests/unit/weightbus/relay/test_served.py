@@ -1,8 +1,10 @@
 """Which memory a relay serves versions from."""
 
+import asyncio
 from pathlib import Path
 
 import pytest
+import torch
 
 from slipstream.weightbus.relay.served import Versions
 from slipstream.weightbus.version.layout import plan_layout
@@ -53,3 +55,21 @@ def test_who_waits_for_a_change_is_woken_once_for_each(tmp_path: Path):
     versions.wake()
     assert before.is_set()
     assert not versions.changed.is_set()
+
+
+def test_copies_on_a_gpu_go_with_the_last_reader(tmp_path: Path):
+    async def body() -> None:
+        versions, mine = Versions(tmp_path), memory()
+        versions.open(shown(mine, 1, 3))
+        first, second = versions.read(), versions.read()
+        assert first is not None
+        assert second is not None
+        buckets = first.publication.on_gpu
+        copy = buckets.get(0, torch.device("meta"))
+        await first.end()
+        assert buckets.get(0, torch.device("meta")) is copy
+        await second.end()
+        await asyncio.sleep(0)
+        assert buckets.get(0, torch.device("meta")) is not copy
+
+    asyncio.run(body())
