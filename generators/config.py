@@ -34,6 +34,7 @@ _ONE = {
     "pp_size": "SGLang counts ranks of a weight group by tensor parallelism alone, and the stages "
     "would take each other's place",
     "dp_size": "SGLang receives weights in one replica only; generators.count has more of them",
+    "ep_size": "no model family of the learner has experts to divide",
     "nnodes": "the ranks of an engine are on one host",
     **dict.fromkeys(
         ("attn_cp_size", "dwdp_size", "moe_dense_tp_size"),

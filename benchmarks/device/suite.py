@@ -8,6 +8,7 @@ import argparse
 import ctypes
 import json
 import os
+import platform
 import signal
 import subprocess
 import sys
@@ -15,6 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
@@ -67,6 +69,8 @@ class Suite:
     out: Path
     deadline_s: float
     environment: dict[str, str] = field(default_factory=dict)
+    about: dict[str, str] = field(default_factory=dict)
+    """What all figures are of: date, commit, device."""
     has_ended: Over = has_ended
     clock: Callable[[], float] = time.monotonic
 
@@ -132,7 +136,7 @@ class Suite:
 
     def _write(self, results: dict[str, dict[str, object]]) -> None:
         partial = self.out / "suite.part"
-        partial.write_text(json.dumps({"stages": results}, indent=1))
+        partial.write_text(json.dumps({**self.about, "stages": results}, indent=1))
         partial.replace(self.out / "suite.json")
 
 
@@ -222,18 +226,34 @@ def _metadata(out: Path) -> Path:
     return folder
 
 
-def has_gpu() -> bool:
-    """Return whether the driver lists a GPU."""
+def gpus() -> list[str]:
+    """Return the GPUs that the driver lists, by name."""
     try:
-        done = subprocess.run(
-            ["nvidia-smi", "-L"],  # noqa: S607 wherever it is
+        listed = subprocess.run(
+            ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"],  # noqa: S607
             capture_output=True,
+            text=True,
             check=False,
             timeout=60,
         )
     except (OSError, subprocess.TimeoutExpired):
-        return False
-    return done.returncode == 0 and b"GPU " in done.stdout
+        return []
+    return listed.stdout.strip().splitlines() if listed.returncode == 0 else []
+
+
+def commit() -> str:
+    """Return the commit of this checkout; empty where git does not know it."""
+    try:
+        found = subprocess.run(
+            ["git", "rev-parse", "--short=12", "HEAD"],  # noqa: S607 wherever it is
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+    except OSError:
+        return ""
+    return found.stdout.strip()
 
 
 def main() -> int:
@@ -253,15 +273,25 @@ def main() -> int:
     parser.add_argument(
         "--stretch", type=float, default=1.0, metavar="X", help="deadlines of stages times this"
     )
+    parser.add_argument(
+        "--commit", default=commit(), metavar="NAME", help="default: that of this checkout"
+    )
     arguments = parser.parse_args()
     names = arguments.stages.split(",")
     if unknown := [name for name in names if name not in DEADLINES_S]:
         parser.error(f"unknown stages {', '.join(unknown)}; known: {', '.join(DEADLINES_S)}")
     out = arguments.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
-    environment = environment_of(out, on_gpu=has_gpu())
+    found = gpus()
+    about = {
+        "date": datetime.now(UTC).date().isoformat(),
+        "commit": arguments.commit or "unknown",
+        "device": "; ".join(found) or f"CPU, {os.cpu_count()} cores",
+        "python": platform.python_version(),
+    }
+    environment = environment_of(out, on_gpu=bool(found))
     stages = stages_of(names, stretch=arguments.stretch)
-    return Suite(out, arguments.deadline, environment).run(stages)
+    return Suite(out, arguments.deadline, environment, about).run(stages)
 
 
 if __name__ == "__main__":

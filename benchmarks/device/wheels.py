@@ -7,7 +7,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 WHEELS = ROOT / ".whl"
 LIST = Path(__file__).with_name("wheels.txt")
-MAX_MIB = 56.0  # with the tree they are to stay below 64 MiB
+MAX_MIB = 63.0  # with the tree: what a borrowed machine takes
 _LARGEST = 3
 _MACHINE = (
     *("--python-version", "3.12", "--implementation", "cp", "--abi", "cp312", "--abi", "abi3"),
@@ -17,7 +17,20 @@ _MACHINE = (
 )
 
 
-def refusal(folder: Path, max_mib: float = MAX_MIB) -> str:
+def tree_mib(root: Path) -> float:
+    """Return the size of what git keeps in a checkout."""
+    listed = subprocess.run(
+        ["git", "ls-files", "-z"],  # noqa: S607 wherever it is
+        cwd=root,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    files = [root / name for name in listed.stdout.split("\0") if name]
+    return sum(path.stat().st_size for path in files if path.is_file()) / 2**20
+
+
+def refusal(folder: Path, max_mib: float) -> str:
     """Return why the wheels in a folder cannot be carried; empty if they can."""
     sizes = {path.name: path.stat().st_size / 2**20 for path in folder.glob("*.whl")}
     total = sum(sizes.values())
@@ -26,8 +39,8 @@ def refusal(folder: Path, max_mib: float = MAX_MIB) -> str:
     largest = sorted(sizes, key=lambda name: -sizes[name])[:_LARGEST]
     named = ", ".join(f"{name} ({sizes[name]:.1f})" for name in largest)
     return (
-        f"{len(sizes)} wheels in {folder} have {total:.1f} MiB, {max_mib:g} can be carried; the "
-        f"largest are {named}: take what is not needed out of {LIST.name}"
+        f"{len(sizes)} wheels in {folder} have {total:.1f} MiB, {max_mib:.1f} can be carried "
+        f"beside the tree; the largest are {named}: take what is not needed out of {LIST.name}"
     )
 
 
@@ -40,7 +53,7 @@ def main() -> int:
     done = subprocess.run([*command, *options, *_MACHINE], check=False)
     if done.returncode:
         return done.returncode
-    if why := refusal(WHEELS):
+    if why := refusal(WHEELS, MAX_MIB - tree_mib(ROOT)):
         print(f"device-wheels: {why}", file=sys.stderr)
         return 1
     wheels = [path.stat().st_size for path in WHEELS.glob("*.whl")]

@@ -7,6 +7,7 @@ too: they import that module again before anything else.
 import datetime
 import importlib.abc
 import importlib.util
+import inspect
 import os
 import random
 import sys
@@ -74,14 +75,34 @@ def replace(owner: ModuleType | type, name: str, value: object) -> None:
     """Replace what a module or class of a dependency has under this name.
 
     Raises:
-        ConfigError: it has no such name, so the new value would never be read.
+        ConfigError: it has no such name, so the new value would never be read, or its function
+            takes other arguments than the new one.
     """
-    if name not in vars(owner):
+    if name in vars(owner):
+        skipped = int(isinstance(owner, type))  # the object, by any name
+        before, after = (_parameters(one, skipped) for one in (vars(owner)[name], value))
+        if before is not None and after is not None and before != after and "*" not in after:
+            raise ConfigError(
+                f"{owner.__name__}.{name} takes ({before}), what replaces it in "
+                f"generators/sglang/patches.py takes ({after})"
+            )
+    else:
         raise ConfigError(
             f"{owner.__name__} has no {name}, which generators/sglang/patches.py replaces for "
             f"SGLang {SGLANG_VERSION}: install that release as it was published"
         )
     setattr(owner, name, value)
+
+
+def _parameters(value: object, skipped: int) -> str | None:
+    """Return a function's parameters but the first ones, without types and defaults."""
+    function = getattr(value, "__func__", value)
+    if not inspect.isfunction(function):
+        return None
+    parameters = list(inspect.signature(function).parameters.values())[skipped:]
+    return ", ".join(
+        str(one.replace(annotation=one.empty, default=one.empty)) for one in parameters
+    )
 
 
 def _bound_waits_in_groups(module: ModuleType) -> None:
@@ -180,8 +201,8 @@ def answer_for_all_ranks(module: ModuleType) -> None:
     def corrected(name: str) -> Callable[[Any, Any], Any]:
         update = getattr(manager, name)
 
-        def update_on_all_ranks(self: Any, request: Any) -> Any:  # noqa: ANN401
-            output = update(self, request)
+        def update_on_all_ranks(self: Any, recv_req: Any) -> Any:  # noqa: ANN401
+            output = update(self, recv_req)
             group = self.tp_cpu_group
             mine = torch.tensor([int(output.success)])
             ranks = [torch.zeros_like(mine) for _ in range(torch.distributed.get_world_size(group))]

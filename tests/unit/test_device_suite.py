@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.device.report import Report, Skipped
-from benchmarks.device.suite import DEADLINES_S, ROOT, stages_of
+from benchmarks.device.suite import DEADLINES_S, ROOT, Suite, commit, stages_of
 from benchmarks.device.wheels import LIST, refusal
 
 # A program of its own: the suite ends every process that is left below it.
@@ -95,6 +95,12 @@ def test_when_the_time_is_over_stages_are_not_started_and_that_is_no_success(tmp
     assert stages == {"passes": {"result": "not started"}}
 
 
+def test_figures_are_of_a_date_a_commit_and_a_device(tmp_path: Path):
+    about = {"date": "2026-11-24", "commit": commit(), "device": "CPU"}
+    assert Suite(tmp_path, 60, about=about).run([]) == 0
+    assert json.loads((tmp_path / "suite.json").read_text()) == {**about, "stages": {}}
+
+
 def test_every_stage_is_a_module():
     for stage in stages_of(list(DEADLINES_S)):
         assert (ROOT / "benchmarks" / "device" / f"stage_{stage.name}.py").is_file(), stage
@@ -133,7 +139,8 @@ def test_wheels_that_are_too_large_to_carry_are_refused_by_name(tmp_path: Path):
     (tmp_path / "b.whl").write_bytes(b"0" * 2**19)
     assert refusal(tmp_path, 1.5) == ""
     why = refusal(tmp_path, 1.4)
-    assert "have 1.5 MiB, 1.4 can be carried; the largest are a.whl (1.0), b.whl (0.5)" in why
+    assert "have 1.5 MiB, 1.4 can be carried beside the tree" in why
+    assert "the largest are a.whl (1.0), b.whl (0.5)" in why
 
 
 def test_wheels_are_pinned_as_they_are_rehearsed():

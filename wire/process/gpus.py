@@ -9,6 +9,7 @@ from pathlib import Path
 _PROC, _DEVICES = Path("/proc/driver/nvidia/gpus"), Path("/dev")
 _LOOK_S = 60.0  # a driver that hangs must not hang a command
 _LISTED = re.compile(r"^GPU (\d+): .*\(UUID: (\S+)\)$", re.MULTILINE)
+_SHOWN = re.compile(r"^GPU UUID:\s*(GPU-[0-9a-f-]+)\s*$", re.MULTILINE)  # ? where it is not known
 _VARIABLE = "CUDA_VISIBLE_DEVICES"
 
 
@@ -26,15 +27,20 @@ def chosen_gpus(variable: str | None, host: dict[str, str]) -> tuple[str, ...]:
 
     Args:
         variable: CUDA_VISIBLE_DEVICES; None if it is not set.
-        host: the GPUs of the host, UUID by number. CUDA takes the beginning of a UUID too, and
-            parts of a GPU (MIG), which are only looked up in the GPUs' own list.
+        host: the GPUs of the host, UUID by number, empty where it is unknown. CUDA takes the
+            beginning of a UUID too. Names of GPUs without a known UUID, and of parts of a GPU
+            (MIG), are taken as they are.
     """
     if variable is None:
         return tuple(host)
     chosen: list[str] = []
+    num_unknown = sum(not uuid for uuid in host.values())
     for name in filter(None, map(str.strip, variable.split(","))):
         fits = [uuid for uuid in host.values() if uuid.startswith(name)]
         is_known = name in host or len(fits) == 1 or (bool(host) and name.startswith("MIG-"))
+        if not is_known and not fits and name.startswith("GPU-") and num_unknown:
+            num_unknown -= 1
+            is_known = True
         if not is_known or name in chosen:
             break
         chosen.append(name)
@@ -45,8 +51,8 @@ def chosen_gpus(variable: str | None, host: dict[str, str]) -> tuple[str, ...]:
 def gpus_of_host() -> dict[str, str]:
     """Return the UUIDs of this host's GPUs by number, as the driver lists them.
 
-    Where its program is not there or hidden, GPUs are counted by what the driver shows in /proc,
-    else by their devices; containers may hide any of these. Each has its number for a UUID then.
+    Where its program is not there or hidden, they are those that the driver shows in /proc, else
+    their devices are counted, whose UUIDs are unknown; containers may hide any of these.
     """
     command = ["nvidia-smi", "-L"]
     try:
@@ -59,5 +65,16 @@ def gpus_of_host() -> dict[str, str]:
         listed = dict(_LISTED.findall(done.stdout)) if done.returncode == 0 else {}
     if listed:
         return listed
-    shown = list(_PROC.iterdir()) if _PROC.is_dir() else list(_DEVICES.glob("nvidia[0-9]*"))
-    return {str(number): str(number) for number in range(len(shown))}
+    if _PROC.is_dir():  # a folder for each, whose names are their places on the bus, as CUDA counts
+        uuids = [_uuid_in(folder / "information") for folder in sorted(_PROC.iterdir())]
+    else:
+        uuids = [""] * len(list(_DEVICES.glob("nvidia[0-9]*")))
+    return {str(number): uuid for number, uuid in enumerate(uuids)}
+
+
+def _uuid_in(file: Path) -> str:
+    try:
+        found = _SHOWN.search(file.read_text("utf-8", "replace"))
+    except OSError:
+        return ""
+    return found[1] if found else ""

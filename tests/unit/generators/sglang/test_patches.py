@@ -25,6 +25,34 @@ def test_what_is_not_there_is_not_replaced():
     assert "sampling" not in vars(module)
 
 
+def test_what_takes_other_arguments_is_not_replaced():
+    class Updater:
+        def load(self, path: str, *, strict: bool = True) -> None: ...
+
+        @classmethod
+        def build(cls, batch: list[int]) -> None: ...
+
+    def load(updater: Updater, path: str, *, strict: bool = False) -> None:
+        del updater, path, strict
+
+    def whatever(updater: Updater, *arguments: object, **named: object) -> None:
+        del updater, arguments, named
+
+    replace(Updater, "load", load)
+    replace(Updater, "load", whatever)
+    Updater.load = load
+    for other in (
+        lambda self, path: (self, path),
+        lambda self, way, *, strict: (self, way, strict),
+    ):
+        with pytest.raises(
+            ConfigError, match=r"Updater.load takes \(path, strict\), what .* takes \("
+        ):
+            replace(Updater, "load", other)
+    with pytest.raises(ConfigError, match=r"Updater.build takes \(batch\), what replaces it"):
+        replace(Updater, "build", classmethod(lambda cls: cls))
+
+
 NAMES = ("sampling_from_probs_torch", "top_k_top_p_min_p_sampling_from_probs_torch")
 
 

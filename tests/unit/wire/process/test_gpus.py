@@ -41,6 +41,12 @@ def test_a_host_without_gpus_has_none_whatever_a_variable_says():
         assert gpus.chosen_gpus(variable, {}) == ()
 
 
+def test_names_of_gpus_whose_uuids_are_hidden_are_taken_as_far_as_there_are_any():
+    assert gpus.chosen_gpus("GPU-cc44", {"0": "", "1": ""}) == ("GPU-cc44",)
+    assert gpus.chosen_gpus("GPU-c,GPU-d,GPU-e", {"0": "", "1": ""}) == ("GPU-c", "GPU-d")
+    assert gpus.chosen_gpus("GPU-cc44", HOST) == ()
+
+
 @pytest.fixture
 def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A host whose driver, /proc and /dev are folders of the test."""
@@ -84,3 +90,7 @@ def test_without_a_driver_that_answers_proc_and_then_devices_are_counted(
         (host / "proc" / name).mkdir(parents=True)
     gpus.gpus_of_host.cache_clear()
     assert gpus.usable_gpus() == ("0", "1", "2")
+    information = host / "proc" / "0000:02:00.0" / "information"
+    information.write_text("Model: \t H100\nGPU UUID: \t GPU-aa22-0f\nVideo BIOS: \t ??\n")
+    gpus.gpus_of_host.cache_clear()
+    assert gpus.gpus_of_host() == {"0": "", "1": "GPU-aa22-0f", "2": ""}
