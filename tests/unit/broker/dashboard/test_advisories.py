@@ -20,7 +20,7 @@ from tests.support.wire_samples import RECORD, STATUS
 EVERY_S = 2.0
 ROWS = 200  # 400 s
 STEPS = 60
-GUIDE = Path(__file__).parents[3] / "docs" / "operations.md"
+GUIDE = Path(__file__).parents[4] / "docs" / "operations.md"
 
 
 def role(name: str, kind: str) -> RoleStatus:
