@@ -44,7 +44,7 @@ class Oracle:
     def __init__(self, folders: Sequence[Path], out: Path) -> None:
         with (out / "oracle.log").open("w") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "tests.integration.in_flight_oracle", str(_END), *folders],
+                [sys.executable, "-m", "tests.support.in_flight_oracle", str(_END), *folders],
                 env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,

@@ -104,7 +104,7 @@ class Oracle:
 @pytest.fixture(scope="module")
 def oracle(weights: Weights) -> Iterator[Oracle]:
     process = subprocess.Popen(
-        [sys.executable, "-m", "tests.integration.in_flight_oracle", str(END), *weights.values()],
+        [sys.executable, "-m", "tests.support.in_flight_oracle", str(END), *weights.values()],
         cwd=ROOT,
         env={"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
         stdin=subprocess.PIPE,
