@@ -50,8 +50,8 @@ from slipstream.wire.process.command_line import run_role
 from slipstream.wire.process.logs import start_logging
 from slipstream.wire.settings.load import load_table
 from slipstream.wire.settings.sections import RunSection, run_section
-from tests.chaos.published import publish
 from tests.support.checkpoint_infos import checkpoint_info
+from tests.support.published import publish
 
 STATE_FILE = "state.json"
 

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from slipstream.wire.files.checkpoints import (
     best_checkpoint,
@@ -17,21 +16,11 @@ from slipstream.wire.files.checkpoints import (
     read_checkpoint_info,
 )
 from slipstream.wire.messages.versions import PolicyVersion
-from tests.integration.recorded import Replays, finish
+from tests.integration.recorded import LAYOUTS, Replays, finish, rows, weights
 from tests.support.ranks.run import outputs, reports, start
 from tests.support.tiny_models import write_tiny_model
 
 pytestmark = pytest.mark.integration
-LAYOUTS = {
-    "one": (),
-    "tp2": ("learner.ranks=2", "learner.tensor_parallel=2"),
-    "dp2": ("learner.ranks=2",),
-    "bf16": ("learner.dtype=bfloat16",),
-    "critic-tp2": (
-        *("learner.ranks=2", "learner.tensor_parallel=2"),
-        *("algo.preset=ppo", "algo.critic.lr=1e-2"),
-    ),
-}
 SCHEDULE = (
     "learner.lr_schedule=cosine",
     "learner.lr_warmup_steps=2",
@@ -44,19 +33,9 @@ SCHEDULE = (
 EXPORT = "checkpoint.export_at_end=true"
 
 
-def weights(run: Path) -> dict[str, torch.Tensor]:
-    tensors = load_file(run / "model" / "model.safetensors")
-    return {name: tensor.float() for name, tensor in tensors.items()}
-
-
 def largest_difference(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
     assert one.keys() == other.keys()
     return max(float((one[name] - other[name]).abs().max()) for name in one)
-
-
-def rows(run: Path) -> list[dict[str, float]]:
-    lines = (run / "replay" / "metrics.jsonl").read_text().splitlines()
-    return [json.loads(line) for line in lines]
 
 
 @pytest.fixture(scope="module")

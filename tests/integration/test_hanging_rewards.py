@@ -20,8 +20,8 @@ from slipstream.wire.messages.broker import (
     TookOver,
 )
 from tests.support.ledger_driver import header, make_ledger, make_rules
+from tests.support.running_broker import V0, running
 from tests.support.waiting import until_async
-from tests.unit.broker.server.test_loop import V0, running
 
 pytestmark = pytest.mark.integration
 GROUPS, SIBLINGS, ATTEMPTS = 4, 8, 3

@@ -27,9 +27,16 @@ from slipstream.wire.messages.broker import (
     TakeOver,
 )
 from slipstream.wire.messages.versions import PolicyVersion
-from tests.integration.recorded import GROUPS, SIBLINGS, Replays, finish, start_tool
+from tests.integration.recorded import (
+    GROUPS,
+    LAYOUTS,
+    SIBLINGS,
+    Replays,
+    finish,
+    start_tool,
+    weights,
+)
 from tests.integration.scripted_broker import Batch, Script, ScriptedBroker, keys_of
-from tests.integration.test_checkpoint import LAYOUTS, weights
 
 pytestmark = pytest.mark.integration
 EXPORT = "checkpoint.export_at_end=true"

@@ -15,8 +15,7 @@ from safetensors.torch import load_file
 from slipstream.wire.files.checkpoints import newest_checkpoint
 from slipstream.wire.files.trajectory_file import read_groups
 from slipstream.wire.messages.codec import decode_payload
-from tests.integration.recorded import GROUPS, Replays, finish, start_tool
-from tests.integration.test_checkpoint import LAYOUTS, rows, weights
+from tests.integration.recorded import GROUPS, LAYOUTS, Replays, finish, rows, start_tool, weights
 from tests.support.ranks.run import outputs, start
 from tests.support.waiting import until
 

@@ -18,11 +18,11 @@ from msgspec import structs
 from slipstream.broker.config import RewardSection, RewardTable, private_paths, redis_folder
 from slipstream.broker.reward_worker.pool import RewardPool
 from slipstream.wire.errors import ConfigError
-from slipstream.wire.messages.broker import ScoringItem
 from slipstream.wire.messages.trajectory import Prompt, Score, Transcript
 from slipstream.wire.settings.load import Table, section
 from slipstream.wire.settings.sections import run_section
 from tests.support.bubblewrap import bubblewrap_works
+from tests.support.reward_work import score_all, work
 from tests.support.waiting import HANG_S, until, until_async
 
 pytestmark = pytest.mark.integration
@@ -277,34 +277,9 @@ def marked() -> list[psutil.Process]:
     return found
 
 
-def work(*answers: str, groups: int = 1) -> list[tuple[ScoringItem, Transcript]]:
-    """Return answers, dealt out to groups one by one."""
-    return [
-        (
-            ScoringItem(group_id=number % groups, sibling=number // groups, lease_id=number),
-            Transcript(
-                prompt=Prompt(prompt="1+1=", ground_truth="2", data_source="add"),
-                response=answer,
-                num_response_tokens=1,
-                finish_reason="stop",
-            ),
-        )
-        for number, answer in enumerate(answers)
-    ]
-
-
 def settings(rewards: Path, function: str, **changes: object) -> RewardSection:
     patient = {"timeout_s": HANG_S, "cpu_s": HANG_S, "sandbox": ISOLATION[-1]}
     return RewardSection(function=f"{rewards}:{function}", **(patient | changes))  # type: ignore[arg-type]
-
-
-async def score_all(pool: RewardPool, todo: list[tuple[ScoringItem, Transcript]]) -> list[Score]:
-    """Return the scores in the order of the answers; one each."""
-    scores = {}
-    async for score in pool.score(todo):
-        assert score.lease_id not in scores, "an answer has two scores"
-        scores[score.lease_id] = score
-    return [scores[item.lease_id] for item, _ in todo]
 
 
 def scored(
@@ -750,7 +725,7 @@ WORKER = """
 import asyncio, sys
 from slipstream.broker.config import RewardSection
 from slipstream.broker.reward_worker.pool import RewardPool
-from tests.integration.test_reward_pool import score_all, work
+from tests.support.reward_work import score_all, work
 
 async def main():
     pool = await RewardPool.start(

@@ -16,8 +16,7 @@ from slipstream.wire.files.checkpoints import (
     read_ledger,
 )
 from slipstream.wire.messages.versions import PolicyVersion
-from tests.integration.recorded import Replays
-from tests.integration.test_checkpoint import LAYOUTS, rows
+from tests.integration.recorded import LAYOUTS, Replays, rows
 from tests.support.ranks.run import outputs, start
 
 pytestmark = pytest.mark.integration

@@ -18,10 +18,10 @@ from slipstream.algos.diagnostics import add_sums, figures_of
 from slipstream.algos.packing import Packing
 from slipstream.algos.presets import PRESETS
 from slipstream.algos.section import AlgoSection
-from tests.unit.algos.golden import AREAL, MASKS, VERL, golden, layout
+from tests.support.golden import AREAL, MASKS, VERL, golden, layout
 from tests.unit.algos.microbatch import microbatch_loss
 
-OWN = "tests.unit.algos.own_parts"
+OWN = "tests.support.own_parts"
 SURROGATES = (
     "policy-gradient",
     "reinforce-is",

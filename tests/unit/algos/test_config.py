@@ -15,9 +15,9 @@ from slipstream.algos.presets import PRESETS
 from slipstream.algos.section import AlgoSection
 from slipstream.algos.surrogates import CispoOptions, PpoOptions
 from slipstream.wire.files.source_files import module_named
-from tests.unit.algos.own_parts import SquareOptions
+from tests.support.own_parts import SquareOptions
 
-OWN = "tests.unit.algos.own_parts"
+OWN = "tests.support.own_parts"
 
 
 def chosen(**settings: object) -> AlgoChoice:
@@ -360,7 +360,7 @@ def test_trust_regions_are_as_wide_as_in_their_papers():
 
 
 def test_a_part_may_stand_in_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    text = "from tests.unit.algos.own_parts import square as mine\n"
+    text = "from tests.support.own_parts import square as mine\n"
     (tmp_path / "my_part.py").write_text(text)
     section = AlgoSection(surrogate={"name": f"{tmp_path / 'my_part.py'}:mine", "strength": 2.0})
     assert choice_of(section, module_named).surrogate.options == SquareOptions(strength=2.0)

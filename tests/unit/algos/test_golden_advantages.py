@@ -33,7 +33,7 @@ from slipstream.algos.returns import (
     whiten,
 )
 from slipstream.algos.shaping import normalized, overlong_penalty, scaled
-from tests.unit.algos.golden import AREAL, MASKS, SLIME, VERL, Golden, Layout, batch, golden, layout
+from tests.support.golden import AREAL, MASKS, SLIME, VERL, Golden, Layout, batch, golden, layout
 
 NUM_GROUPS = 8
 TOLERANCE = {"rtol": 1e-5, "atol": 1e-6}

@@ -10,7 +10,7 @@ from torch.testing import assert_close
 from docs.generate.evidence import proves
 from slipstream.algos.linear_logprobs import OutputLayer, TokenLogprobs, linear_logprobs
 from slipstream.algos.reduce import Denominators, Rule, reduced
-from tests.unit.algos.golden import MASKS, SLIME, VERL, Layout, golden, layout
+from tests.support.golden import MASKS, SLIME, VERL, Layout, golden, layout
 
 RULES: dict[str, Rule] = {
     "token-mean": "token-mean",

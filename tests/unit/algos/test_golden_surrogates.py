@@ -35,7 +35,7 @@ from slipstream.algos.surrogates import (
     ppo_clip,
     sapo,
 )
-from tests.unit.algos.golden import AREAL, MASKS, SLIME, VERL, Golden, Layout, golden, layout
+from tests.support.golden import AREAL, MASKS, SLIME, VERL, Golden, Layout, golden, layout
 
 WIDTH = 17  # columns of the padded batch: verl's constant where none is given
 RULES: dict[str, Rule] = {

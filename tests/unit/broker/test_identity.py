@@ -17,10 +17,10 @@ from slipstream.wire.files.checkpoints import FORMAT_REVISION, INFO_FILE, newest
 from slipstream.wire.files.run_folder import IDENTITY
 from slipstream.wire.messages.broker import TakeOver, TookOver
 from slipstream.wire.messages.versions import PolicyVersion
+from tests.support.broker_starts import begun, checkpoint, new_ledger, settings_in, trained
 from tests.support.ledger_driver import make_ledger, make_rules
 from tests.support.memory_store import MemoryStore, SharedMemory
-from tests.unit.broker.server.test_loop import running
-from tests.unit.broker.test_service import begun, checkpoint, new_ledger, settings_in, trained
+from tests.support.running_broker import running
 
 RUN = RunIdentity(run_id="a" * 32, life=2, epoch=7)
 

@@ -26,12 +26,12 @@ from slipstream.wire.messages.broker import ScoringItem
 from slipstream.wire.messages.codec import decode_payload, decode_transcript
 from slipstream.wire.messages.trajectory import Score, Transcript
 from tests.support.blank_model import write_blank_model
-from tests.unit.generators.test_rollout import ScriptedEngine, completion
+from tests.support.canned_engine import CannedEngine, completion
 
 REFUSING = "{% if messages[0].content == '3' %}{{ raise_exception('no 3') }}{% endif %}1+1="
 
 
-class Failing(ScriptedEngine):
+class Failing(CannedEngine):
     """Fails at its first calls."""
 
     def __init__(self, failures: int) -> None:
@@ -92,7 +92,7 @@ def settings_of(folder: Path, **overrides: object) -> OfflineSettings:
 
 
 def generate(
-    settings: OfflineSettings, engine: ScriptedEngine, scorer: InProcess | None = None
+    settings: OfflineSettings, engine: CannedEngine, scorer: InProcess | None = None
 ) -> int:
     """Do what ``generate`` does around the engine; return how many prompts it failed at."""
     generator = settings.generator

@@ -33,9 +33,9 @@ from slipstream.wire.messages.trajectory import Prompt
 from slipstream.wire.settings.sections import SamplingSection
 from tests.support.blank_model import write_blank_model
 from tests.support.ledger_driver import make_rules
+from tests.support.running_broker import Running, running
 from tests.support.scripted_engine import ScriptedEngine
 from tests.support.waiting import HANG_S, until_async
-from tests.unit.broker.server.test_loop import Running, running
 
 R = TypeVar("R")
 Answered = tuple[int, int]  # position of the prompt, sibling

@@ -55,8 +55,8 @@ from tests.support.ledger_driver import (
     make_rules,
     reward,
 )
+from tests.support.running_broker import V0, bare_socket, one_group, running, submit
 from tests.support.waiting import HANG_S
-from tests.unit.broker.server.test_loop import V0, bare_socket, one_group, running, submit
 
 NAN, INF = float("nan"), float("inf")
 

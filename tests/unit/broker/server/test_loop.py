@@ -2,15 +2,11 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 import pytest
-import zmq
-import zmq.asyncio
 from msgspec.structs import replace
 from typing_extensions import override
 
@@ -20,12 +16,9 @@ from slipstream.broker.ledger.commands import Ledger
 from slipstream.broker.ledger.effects import apply
 from slipstream.broker.ledger.events import TakenOver, Trained, decode_event
 from slipstream.broker.ledger.groups import Group
-from slipstream.broker.ledger.scoring_queue import ScoringQueue
 from slipstream.broker.ledger.state import decode_state
 from slipstream.broker.report.run_records import Frames, RunRecords
-from slipstream.broker.report.telemetry import Telemetry
-from slipstream.broker.server.loop import MAX_WAIT_S, BrokerServer, may_wait_s
-from slipstream.broker.store.group_commit import GroupCommitter
+from slipstream.broker.server.loop import MAX_WAIT_S, may_wait_s
 from slipstream.wire.errors import (
     ForbiddenError,
     NameTakenError,
@@ -51,7 +44,6 @@ from slipstream.wire.messages.broker import (
     Heartbeat,
     HeartbeatAnswer,
     Hello,
-    LeasedGroup,
     LeaseGroups,
     LeaseScoring,
     LedgerAnswer,
@@ -80,120 +72,18 @@ from slipstream.wire.messages.broker import (
     TookOver,
     Welcome,
 )
-from slipstream.wire.messages.codec import Frame, decode_answer, decode_transcript, encode
+from slipstream.wire.messages.codec import Frame, decode_transcript, encode
 from slipstream.wire.messages.ledger_view import LedgerView
-from slipstream.wire.messages.pieces import cut
 from slipstream.wire.messages.status import RunStatus
 from slipstream.wire.messages.trajectory import Prompt, Score, Transcript, VersionRun, transcript_of
 from slipstream.wire.messages.versions import PolicyVersion
 from slipstream.wire.messages.weightbus import RelayAddress
 from slipstream.wire.process.command_line import EXIT_SUPERSEDED, run_role
-from slipstream.wire.settings.sections import RunSection
 from tests.support.ledger_driver import RESPONSE_TOKENS, header, make_ledger, make_rules
 from tests.support.memory_store import MemoryStore
+from tests.support.running_broker import V0, Running, bare_socket, one_group, running, submit
 from tests.support.waiting import HANG_S, until_async
 from tests.support.wire_samples import MEMBERS, RECORD
-
-V0 = PolicyVersion(1, 0)
-
-
-@dataclass(slots=True)
-class Running:
-    endpoint: str
-    ledger: Ledger
-    server: BrokerServer
-    store: MemoryStore
-    task: "asyncio.Task[None]"
-    clients: list[BrokerClient] = field(default_factory=list)
-
-    async def client(self, role: Role, name: str) -> BrokerClient:
-        client, _ = await BrokerClient.connect(
-            self.endpoint, role=role, name=name, timeout_s=HANG_S
-        )
-        self.clients.append(client)
-        return client
-
-    @property
-    def status(self) -> RunStatus:
-        return self.server.report.status()
-
-
-@asynccontextmanager
-async def running(
-    folder: Path,
-    ledger: Ledger | None = None,
-    *,
-    store: MemoryStore | None = None,
-    cache_bytes: int = 1 << 20,
-    records: RunRecords | None = None,
-) -> AsyncIterator[Running]:
-    owned = ledger or make_ledger(make_rules(groups_per_step=1, total_steps=1))
-    store = store or MemoryStore()
-    committer = GroupCommitter(store)
-    server = BrokerServer(
-        ledger=owned,
-        scoring=ScoringQueue(lease_s=HANG_S),
-        committer=committer,
-        store=store,
-        telemetry=Telemetry(RunSection(name="run")),
-        run_name="run",
-        max_message_bytes=1_000_000,
-        scores_inline=True,
-        cache_bytes=cache_bytes,
-        records=records,
-    )
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    endpoint = f"ipc://{folder}/broker.sock"
-    task = asyncio.create_task(server.serve(context, endpoint))
-    writer = asyncio.create_task(committer.run())
-    it = Running(endpoint, owned, server, store, task)
-    try:
-        yield it
-        assert not task.done(), "the broker's loop ended"
-    finally:
-        for client in it.clients:
-            client.close()
-        for one in (task, writer):
-            one.cancel()
-            with suppress(asyncio.CancelledError):
-                await one
-        context.term()
-
-
-@asynccontextmanager
-async def bare_socket(endpoint: str) -> AsyncIterator[Callable[..., Awaitable[Answer]]]:
-    """Yield a function that sends frames as they are and returns the answer."""
-    context = zmq.asyncio.Context()
-    socket = context.socket(zmq.DEALER)
-    socket.setsockopt(zmq.LINGER, 0)
-    socket.connect(endpoint)
-
-    session = b""
-
-    async def ask(*frames: bytes, answered: bool = True) -> Answer:
-        nonlocal session
-        await socket.send_multipart([frames[0], session, *cut(frames[1:])])
-        if not answered:
-            return Done()
-        async with asyncio.timeout(HANG_S):
-            request_id, body = await socket.recv_multipart()
-        assert request_id == frames[0]
-        answer = decode_answer(body)
-        if isinstance(answer, Welcome):
-            session = answer.session
-        return answer
-
-    try:
-        yield ask
-    finally:
-        socket.close()
-        context.term()
-
-
-async def submit(client: BrokerClient, group_id: int, sibling: int) -> None:
-    frames = [b"payload %d" % sibling, b"response %d" % sibling]
-    message = SubmitTrajectory(header=header(group_id, sibling, V0, lease_id=group_id))
-    await client.ask(message, Done, frames=frames)
 
 
 def responses(transcripts: Sequence[Frame]) -> list[str]:
@@ -581,13 +471,6 @@ async def read_back(store: MemoryStore) -> Ledger:
         apply(ledger.book, decode_event(event))
     ledger.restarted(0.0)
     return ledger
-
-
-async def one_group(learner: BrokerClient, generator: BrokerClient) -> LeasedGroup:
-    await learner.ask(TakeOver(step=0), TookOver)
-    work = LeaseGroups(adopted=V0, max_sequences=2, wait_s=30.0)
-    leased, _ = await generator.ask(work, GroupsLeased)
-    return leased.groups[0]
 
 
 def test_clients_come_back_to_a_new_broker_and_nothing_is_done_twice(short_folder: Path):

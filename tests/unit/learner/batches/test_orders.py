@@ -7,7 +7,7 @@ from slipstream.learner.batches.orders import (
 )
 from slipstream.learner.config import LearnerSection
 from slipstream.wire.messages.broker import BatchDelivered, BatchNotReady, RunComplete
-from tests.unit.learner.training.test_step import groups
+from tests.support.delivered_groups import groups
 
 
 def order(**settings: int) -> StepPlan:

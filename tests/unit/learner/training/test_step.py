@@ -21,38 +21,13 @@ from slipstream.learner.training.prepare import PreparedMinibatch, prepare
 from slipstream.learner.training.step import TrainedMinibatch, train_step
 from slipstream.learner.training.step_data import StepData, batch_figures, step_data
 from slipstream.wire.errors import ConfigError
-from slipstream.wire.messages.broker import DeliveredGroup, DeliveredTrajectory
-from slipstream.wire.messages.trajectory import TrajectoryHeader, VersionRun
-from slipstream.wire.messages.versions import PolicyVersion
+from slipstream.wire.messages.broker import DeliveredGroup
 from slipstream.wire.process.phases import PhaseClock
-from tests.unit.algos.own_parts import SHOWN
+from tests.support.delivered_groups import groups, trajectory
+from tests.support.own_parts import SHOWN
 
 CPU = torch.device("cpu")
 NUM_TOKENS = 7
-
-
-def trajectory(group_id: int, sibling: int, reward: float, *runs: tuple[int, int]):
-    """Make a delivered trajectory of 4 prompt and 6 response tokens."""
-    header = TrajectoryHeader(
-        group_id=group_id,
-        sibling=sibling,
-        lease_id=0,
-        num_prompt_tokens=4,
-        num_tokens=10,
-        version_runs=tuple(VersionRun(first, PolicyVersion(1, step)) for first, step in runs),
-        temperature=1.0,
-        finish_reason="stop" if sibling else "length",
-    )
-    return DeliveredTrajectory(header=header, reward=reward)
-
-
-def groups() -> list[DeliveredGroup]:
-    first = (trajectory(0, 0, 1.0, (4, 3)), trajectory(0, 1, 0.0, (4, 3), (7, 5)))
-    second = (trajectory(1, 0, 0.5, (4, 5)), trajectory(1, 1, 0.5, (4, 4)))
-    return [
-        DeliveredGroup(group_id=0, trajectories=first),
-        DeliveredGroup(group_id=1, trajectories=second),
-    ]
 
 
 def test_outcomes_come_in_the_order_of_groups_and_siblings():
@@ -611,7 +586,7 @@ def test_right_answers_become_likelier_whatever_their_advantage_is():
 def test_a_surrogate_is_shown_what_it_needs():
     SHOWN.clear()
     policy = with_reference(Bigrams())
-    chosen = algorithm(surrogate="tests.unit.algos.own_parts:shown", correction="none")
+    chosen = algorithm(surrogate="tests.support.own_parts:shown", correction="none")
     train(policy, chosen, data(), minibatches())
     assert len(SHOWN) == 6
     parts = minibatches()
