@@ -163,7 +163,7 @@ def test_events_after_a_first_snapshot_are_a_run_that_has_begun(tmp_path: Path):
     asyncio.run(body())
 
 
-def test_another_start_with_other_data_does_not_end_who_runs(tmp_path: Path):
+def test_start_with_other_data_does_not_end_the_running_broker(tmp_path: Path):
     async def body() -> None:
         settings, shared = settings_in(tmp_path), SharedMemory()
         store = MemoryStore(shared)

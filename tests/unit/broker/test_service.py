@@ -27,7 +27,7 @@ async def store_with(ledger: Ledger) -> MemoryStore:
     return store
 
 
-def test_a_broker_that_starts_again_goes_on_where_the_other_one_stood(tmp_path: Path):
+def test_restarted_broker_resumes_where_the_first_one_was(tmp_path: Path):
     settings = settings_in(tmp_path)
     first = new_ledger(settings)
     first.training.take_over(0)
@@ -173,7 +173,7 @@ def test_other_prompts_are_refused_unless_they_are_meant(tmp_path: Path):
     begun(meant)
 
 
-def test_a_run_that_reached_its_target_says_what_to_change(tmp_path: Path):
+def test_run_that_reached_its_target_names_the_setting_to_change(tmp_path: Path):
     (tmp_path / "held_out.jsonl").write_text('{"prompt": "1"}\n')
     evaluated = (f"eval.file={tmp_path / 'held_out.jsonl'}", "eval.target=0.5")
     first = new_ledger(settings_in(tmp_path, *evaluated))

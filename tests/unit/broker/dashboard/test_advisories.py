@@ -222,7 +222,7 @@ def test_every_rule_is_tried_here():
 
 
 @pytest.mark.parametrize("case", CASES, ids=NAMES)
-def test_a_rule_speaks_past_its_limit_alone_and_names_a_setting(case: Case):
+def test_rule_advises_only_past_its_limit_and_names_a_setting(case: Case):
     rule, state, trends, _, _ = case
     (advisory,) = said(state, trends).values()
     assert advisory.rule == advisory.why == rule
@@ -257,7 +257,7 @@ def test_a_rule_is_silent_while_there_is_too_little_data(case: Case):
     assert said(replace(state, publish_history=state.publish_history[-9:]), early) == {}
 
 
-def test_a_run_that_has_just_done_a_step_or_is_over_does_not_stand_still():
+def test_run_that_just_stepped_or_is_over_is_not_stalled():
     for trends in (
         still(0, flat(7), num_steps=60),
         replace(still(0, flat(7)), steps_at_s=[EVERY_S * ROWS - 115.0]),
@@ -267,7 +267,7 @@ def test_a_run_that_has_just_done_a_step_or_is_over_does_not_stand_still():
         assert said(over, still(0, flat(7))) == {}
 
 
-def test_nothing_is_said_about_a_run_without_history():
+def test_run_without_history_gets_no_advice():
     assert advise(HERE, Trends(at_s=[], series={}, steps_at_s=[], steps={})) == []
 
 
@@ -291,7 +291,7 @@ def test_a_column_of_unknown_figures_is_no_figure():
         (1.0, 0.5, 16.0, "reward.workers"),
     ],
 )
-def test_who_else_waits_decides_what_a_starved_pool_needs(
+def test_advice_for_a_starved_pool_depends_on_what_else_waits(
     learner: float, generators: float, waiting: float, setting: str
 ):
     columns = busy(learner, generators, **{"queue:waiting_for_reward": flat(waiting)})
@@ -307,7 +307,7 @@ def test_the_sentence_has_the_number_the_time_and_the_setting():
     )
 
 
-def test_thrashing_says_how_many_answers_an_engine_may_have_at_present():
+def test_thrashing_names_the_current_limit_of_answers_per_engine():
     thrown = history({"answers": rising(10.0), "retracted": rising(1.0)})
     generators = [
         replace(role(f"g-{i}", "generator"), sequence_limit=limit)
@@ -358,7 +358,7 @@ def test_a_mended_pool_is_not_complained_about_any_more():
     assert spoke == [True, False]
 
 
-def test_a_lost_entropy_is_said_from_the_thirtieth_step_on():
+def test_entropy_collapse_is_reported_from_the_thirtieth_step():
     spoke = [
         "entropy-collapse" in said(HERE, history(steps={"policy/entropy": column}))
         for column in ([1.0] * 15 + [0.01] * 14, [1.0] * 15 + [0.01] * 15)
@@ -366,7 +366,7 @@ def test_a_lost_entropy_is_said_from_the_thirtieth_step_on():
     assert spoke == [False, True]
 
 
-def test_a_hiccup_says_nothing():
+def test_short_interruption_gives_no_advice():
     shares: Sequence[float] = [1.0] * 150 + [0.0] * 10 + [1.0] * 40
     assert said(HERE, history({"busy:learner": shares})) == {}
 
@@ -422,7 +422,7 @@ def test_a_day_of_history_costs_no_more_than_a_few_milliseconds():
     assert sum(looked) < 20 * LOOKS * rows / 10
 
 
-def test_an_engine_that_came_back_is_not_told_of():
+def test_engine_that_came_back_is_not_reported():
     assert said(status(publish_history=left_out(1, 1, 1, 0)), history()) == {}
     (told,) = said(status(publish_history=left_out(0, 2, 2, 1, 2)), history()).values()
     assert told.text.startswith("g-0 and 1 more were left out of 4 of the last 5 publishes (no")
@@ -448,7 +448,7 @@ def test_every_setting_that_is_named_exists():
     assert {name for name in named if f"`{name}`" not in settings} == set()
 
 
-def test_without_an_engine_to_ask_nothing_is_said_of_how_many_are_under_way():
+def test_without_an_engine_thrashing_names_no_answers_under_way():
     thrown = history({"answers": rising(10.0), "retracted": rising(6.0)})
     alone = said(status(roles=[role("learner", "learner")]), thrown)["kv-thrashing"]
     assert "under way in an engine" not in alone.text

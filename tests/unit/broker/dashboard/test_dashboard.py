@@ -130,7 +130,7 @@ async def dashboard(
 @pytest.mark.parametrize(
     "path", ["/", "/events", "/state.json", "/items", "/trajectory", "/metrics", "/static/page.js"]
 )
-def test_nobody_gets_in_without_the_token(path: str):
+def test_requests_without_the_right_token_are_refused(path: str):
     async def body() -> list[int]:
         async with dashboard() as (session, address):
             url = address.origin() / path.lstrip("/")
@@ -285,7 +285,7 @@ def test_every_token_of_a_trajectory_has_its_version_and_the_difference():
     assert found["siblings"] == [{"sibling": 0, "reward": 1.0}, {"sibling": 1, "reward": 0.0}]
 
 
-def test_a_trajectory_that_was_not_recorded_says_so():
+def test_unrecorded_trajectory_is_reported_as_not_found():
     async def body() -> tuple[dict[str, Any], int]:
         async with dashboard() as (session, address):
             found = await answer(session, address, "/trajectory", group="9", sibling="0")
@@ -321,7 +321,7 @@ async def run_until(
         await task
 
 
-def test_a_broker_that_starts_again_goes_on_with_the_history(tmp_path: Path):
+def test_restarted_broker_continues_the_history(tmp_path: Path):
     now = itertools.count(1_763_786_000)
 
     def recorder() -> Recorder:
@@ -580,7 +580,7 @@ def status_of(steps: int) -> RunStatus:
     )
 
 
-def test_a_page_that_comes_back_is_told_all_steps_that_it_lacks():
+def test_reconnecting_page_gets_every_step_it_missed():
     async def body() -> tuple[list[Any], dict[str, Any], int]:
         async with dashboard(status=lambda: status_of(40)) as (session, address):
             events = []
@@ -631,7 +631,7 @@ class Counted(FinishedRun):
         return super().steps_after(step)
 
 
-def test_all_who_ask_about_one_look_get_what_was_encoded_once(tmp_path: Path):
+def test_one_snapshot_is_encoded_once_for_all_clients(tmp_path: Path):
     async def body() -> tuple[int, int, int, set[bytes]]:
         source = Counted()
         page = Dashboard(source, RecordedItems(tmp_path), host="127.0.0.1", port=0)
@@ -680,7 +680,7 @@ class SlowItems(RecordedItems):
         return super().find(text, lag=lag)
 
 
-def test_a_disk_that_does_not_answer_is_said_and_read_by_one_at_a_time():
+def test_hung_disk_is_reported_and_read_by_one_request_at_a_time():
     made: list[SlowItems] = []
 
     def slow(folder: Path) -> SlowItems:
@@ -699,7 +699,7 @@ def test_a_disk_that_does_not_answer_is_said_and_read_by_one_at_a_time():
     assert made[0].most == 1
 
 
-def test_a_write_that_goes_on_does_not_come_out_on_top_of_the_last_one(tmp_path: Path):
+def test_slow_write_does_not_overwrite_the_last_one(tmp_path: Path):
     steps = itertools.count(1)
     began, ends = threading.Event(), threading.Event()
     written: list[int] = []
@@ -764,7 +764,7 @@ def test_a_state_that_cannot_be_read_keeps_nothing_from_starting(
     assert len(caplog.records) == 1
 
 
-def test_rules_that_fail_say_nothing_new_and_are_logged_once(
+def test_failing_rules_add_no_advice_and_are_logged_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):
     now = itertools.count(0, 10)
@@ -819,7 +819,7 @@ def test_a_figure_that_is_no_number_leaves_the_history_as_it_was(tmp_path: Path)
         ("unknown (CONFIG is not permitted)", ""),
     ],
 )
-def test_what_a_store_says_of_itself_is_understood(said: str, fsync: str):
+def test_fsync_policy_is_parsed_from_the_durability_text(said: str, fsync: str):
     assert fsync_of(said) == fsync
 
 

@@ -148,7 +148,7 @@ def test_a_day_of_samples_stays_small_and_covers_the_day():
     assert looks <= MAX_ROWS * (1 + doublings / 2)
 
 
-def test_what_was_written_goes_on(tmp_path: Path):
+def test_stored_history_is_continued(tmp_path: Path):
     history = History(began_s=BEGAN_S, every_s=2.0)
     for at in range(0, 100, 2):
         history.sample(STATUS, BEGAN_S + at)
@@ -200,7 +200,7 @@ def step_of(number: int) -> StepPoint:
     return StepPoint(step=number, at_s=0.0, metrics={"policy/loss": float(number)})
 
 
-def test_rows_of_steps_stand_for_equally_many_steps_before_and_after_a_merge():
+def test_rows_cover_equally_many_steps_before_and_after_a_merge():
     history = History(began_s=0.0)
     for number in range(1, 2 * MAX_ROWS + 4):
         history.step(step_of(number), 10.0 * number)
@@ -214,7 +214,7 @@ def test_rows_of_steps_stand_for_equally_many_steps_before_and_after_a_merge():
     assert steps.at_s == [10.0 * step for step in steps.step]  # a row is of when it was complete
 
 
-def test_the_newest_step_is_told_at_once_although_its_row_still_grows():
+def test_newest_step_is_sent_before_its_row_is_complete():
     history = History(began_s=0.0)
     for number in range(1, MAX_ROWS + 2):
         history.step(step_of(number), float(number))
@@ -303,7 +303,7 @@ def test_what_is_no_number_is_shown_as_a_gap():
     assert table.columns() == {"a": [None], "b": [None], "c": [1.0]}
 
 
-def test_steps_that_nobody_looked_at_lie_between_the_newest_row_and_now():
+def test_filled_steps_are_spread_between_the_newest_row_and_now():
     history = History(began_s=0.0)
     for number in (1, 2):
         history.step(step_of(number), 10.0 * number)

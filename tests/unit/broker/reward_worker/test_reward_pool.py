@@ -278,11 +278,11 @@ def test_nothing_outside_of_a_child_is_killed_even_while_it_ends(
         (None, "sent nonsense"),
     ],
 )
-def test_an_exit_code_is_said_in_words(code: int | None, text: str):
+def test_exit_code_is_described_in_words(code: int | None, text: str):
     assert how_it_ended(code) == text
 
 
 @pytest.mark.parametrize("root", [0, -1])
-def test_nobody_asks_for_all_that_runs_on_the_host(root: int):
+def test_descendants_of_foreign_roots_are_refused(root: int):
     with pytest.raises(ValueError, match="no descendants that are ours"):
         descendants(root, {0: [1], 1: [os.getpid()]})

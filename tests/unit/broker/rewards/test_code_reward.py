@@ -267,7 +267,7 @@ def test_a_verdict_cannot_be_forged(forgery: str, truth: Json):
         "check(add)",
     ],
 )
-def test_a_test_looks_its_built_ins_up_with_us(asserted: str):
+def test_tests_use_our_built_ins_instead_of_those_of_the_answer(asserted: str):
     assert scored(FORGERIES["offers built-ins"], asserted, test_s=1.0)["score"] == 0.0
     assert scored(RIGHT, asserted, test_s=60.0)["score"] == 1.0
 
@@ -332,7 +332,7 @@ def test_a_call_that_hangs_as_if_it_waited_for_a_disk_costs_only_its_own_test():
 
 
 @pytest.mark.integration
-def test_what_an_answer_starts_is_looked_at_like_itself():
+def test_processes_of_an_answer_are_checked_like_the_answer():
     """A parent that waits for its child to compute wants a core as much as the child does."""
     burns = "import os\nif os.fork():\n    os.wait()\nwhile True:\n    pass\n"
     process = subprocess.Popen([sys.executable, "-c", burns])

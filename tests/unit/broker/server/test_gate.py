@@ -122,7 +122,7 @@ class StuckGate:
         raise PermissionError(1, "Operation not permitted")
 
 
-def test_a_gate_that_cannot_be_shut_is_said_and_the_socket_goes_on(short_folder: Path):
+def test_gate_that_cannot_shut_is_logged_and_the_socket_keeps_working(short_folder: Path):
     """The thread ended, and libzmq waited for ever to tell it of the next connection."""
     said: list[str] = []
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()

@@ -80,7 +80,7 @@ def answers_to(folder: Path, role: Role, *requests: Request) -> list[Answer]:
     return asyncio.run(body())
 
 
-def test_whoever_has_not_said_hello_is_counted(short_folder: Path):
+def test_request_before_hello_is_counted(short_folder: Path):
     async def body() -> int:
         async with running(short_folder) as it, bare_socket(it.endpoint) as ask:
             await ask(b"1", encode(GetStatus()))
@@ -267,7 +267,7 @@ def test_a_message_that_is_too_large_is_refused_with_both_sizes(short_folder: Pa
     assert "a observer may send 65536" in answer.reason
 
 
-def test_a_score_of_what_nobody_has_generated_queues_nothing(short_folder: Path):
+def test_score_of_an_answer_not_yet_generated_queues_nothing(short_folder: Path):
     async def body() -> int:
         async with running(short_folder) as it:
             learner = await it.client("learner", "learner")

@@ -159,7 +159,7 @@ def test_a_run_of_one_step_goes_through_every_role(short_folder: Path):
     assert num_events == 10
 
 
-def test_a_client_that_did_not_say_hello_is_refused(short_folder: Path):
+def test_client_without_a_hello_is_refused(short_folder: Path):
     async def body() -> Answer:
         async with running(short_folder) as it, bare_socket(it.endpoint) as ask:
             return await ask(b"1", encode(GetStatus()))
@@ -211,7 +211,7 @@ def test_a_prompt_that_cannot_be_answered_is_dropped_and_replaced(short_folder: 
     assert asyncio.run(body()) == ({"overlong_prompt": 1}, "train 1")
 
 
-def test_who_says_goodbye_is_granted_nothing_that_it_asked_for_before(short_folder: Path):
+def test_goodbye_cancels_a_pending_request_for_work(short_folder: Path):
     async def body() -> tuple[GroupsLeased, GroupsLeased]:
         async with running(short_folder) as it:
             it.ledger.training.take_over(0)
@@ -232,7 +232,7 @@ def test_who_says_goodbye_is_granted_nothing_that_it_asked_for_before(short_fold
     assert [one.group_id for one in answer.groups] == [0]
 
 
-def test_a_run_that_is_told_to_end_says_why(short_folder: Path):
+def test_planned_stop_is_reported_with_its_reason(short_folder: Path):
     async def body() -> RunStatus:
         async with running(short_folder) as it:
             learner = await it.client("learner", "learner")
@@ -247,7 +247,7 @@ def test_a_run_that_is_told_to_end_says_why(short_folder: Path):
     assert status.stop_reason == "run.max_hours = 1 have passed"
 
 
-def test_malformed_frames_are_counted_and_the_loop_goes_on(short_folder: Path):
+def test_malformed_frames_are_counted_and_the_loop_keeps_running(short_folder: Path):
     async def body() -> tuple[list[Answer], int, Answer]:
         async with running(short_folder) as it, bare_socket(it.endpoint) as ask:
             refused = [
@@ -295,7 +295,7 @@ def test_what_the_ledger_refuses_comes_back_with_its_reason(
     assert rejected == 1
 
 
-def test_who_waits_for_work_is_answered_as_soon_as_there_is_some(short_folder: Path):
+def test_waiting_request_is_answered_as_soon_as_there_is_work(short_folder: Path):
     async def body() -> tuple[GroupsLeased, float]:
         async with running(short_folder) as it:
             loop = asyncio.get_running_loop()
@@ -332,7 +332,7 @@ def test_a_request_waits_as_long_as_it_asks_within_limits(asked_s: float, may_s:
     assert may_wait_s(asked_s) == may_s
 
 
-def test_who_waits_in_vain_is_told_what_for(short_folder: Path):
+def test_unfilled_batch_request_is_answered_with_what_is_missing(short_folder: Path):
     async def body() -> BatchNotReady:
         async with running(short_folder) as it:
             learner = await it.client("learner", "learner")
@@ -403,9 +403,7 @@ def test_an_observer_changes_nothing(short_folder: Path):
     assert (status.run_name, names, status.issued) == ("run", ["broker"], 0)
 
 
-def test_what_the_relay_says_about_engines_reaches_whoever_asks_and_nobody_else_may_say_it(
-    short_folder: Path,
-):
+def test_only_a_relay_may_report_engines_and_observers_see_the_report(short_folder: Path):
     reports: list[Request] = [PublishReport(record=RECORD), RelayReport(members=MEMBERS)]
 
     async def body() -> tuple[RunStatus, int]:
@@ -431,7 +429,7 @@ def test_what_the_relay_says_about_engines_reaches_whoever_asks_and_nobody_else_
     assert next(one.role for one in status.roles if one.name == "relay") == "relay"
 
 
-def test_a_generator_is_told_where_the_relay_said_that_it_is(short_folder: Path):
+def test_generator_gets_the_address_that_the_relay_reported(short_folder: Path):
     door = RelayAddress(endpoint="tcp://h:1", bulk_endpoint="tcp://h:2", key="k" * 40)
 
     async def body() -> list[RelayPlace]:
@@ -555,9 +553,7 @@ def test_a_lease_whose_grant_was_lost_with_the_broker_is_granted_again(short_fol
 
 
 @pytest.mark.parametrize("role", ["learner", "generator", "reward_worker"])
-def test_a_second_process_of_a_name_disturbs_nobody_and_waits_until_the_first_has_gone(
-    short_folder: Path, role: Role
-):
+def test_second_process_of_a_name_waits_until_the_first_has_gone(short_folder: Path, role: Role):
     """It ended the first one, and with it the run, before it had done anything itself."""
 
     async def body() -> None:
@@ -599,7 +595,7 @@ def test_a_learner_of_another_name_takes_over_only_when_the_first_has_gone(short
     asyncio.run(body())
 
 
-def test_a_second_process_whose_patience_ends_is_told_who_has_its_name(
+def test_second_process_of_a_name_gives_up_and_names_the_holder(
     short_folder: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """By exit code 3: bad settings (2) would end a run that started it again."""
@@ -656,7 +652,7 @@ def test_a_worker_scores_the_prompt_that_was_issued_whatever_a_generator_sends(s
     assert (transcript.response, transcript.num_response_tokens) == ("mine", RESPONSE_TOKENS)
 
 
-def test_nobody_answers_what_another_leased(short_folder: Path):
+def test_answers_to_the_lease_of_another_are_refused(short_folder: Path):
     async def body() -> dict[str, int]:
         async with running(short_folder) as it:
             generator = await it.client("generator", "generator-0")
@@ -793,7 +789,7 @@ def test_a_learner_takes_over_while_the_batch_of_the_one_before_is_being_recorde
     assert mishaps == []
 
 
-def test_a_commit_that_is_said_twice_while_its_batch_is_read_is_answered_twice(short_folder: Path):
+def test_commit_repeated_while_its_batch_is_read_is_answered_twice(short_folder: Path):
     async def body() -> None:
         records = SlowRecords()
         records.may_end.set()
@@ -834,7 +830,7 @@ def test_a_rejected_batch_is_answered_with_other_groups(short_folder: Path):
     assert asyncio.run(body()) == {"nonfinite": 1}
 
 
-def test_the_account_names_the_oldest_items_and_who_holds_what(short_folder: Path):
+def test_account_names_the_oldest_items_and_their_holders(short_folder: Path):
     async def body() -> LedgerView:
         async with running(short_folder) as it:
             learner = await it.client("learner", "learner")
@@ -889,7 +885,7 @@ def test_more_dead_letters_than_one_answer_holds_are_all_listed_in_order(short_f
     assert asyncio.run(body()) == list(range(240))
 
 
-def test_a_late_reward_counts_once_and_one_that_nobody_leased_does_not(short_folder: Path):
+def test_late_reward_counts_once_and_one_without_a_lease_does_not(short_folder: Path):
     async def body() -> tuple[int, int]:
         async with running(short_folder) as it:
             learner = await it.client("learner", "learner")

@@ -53,7 +53,7 @@ def test_a_request_is_taken_from_its_roles_alone(request_: Request, roles: set[R
     assert {role for role in get_args(Role) if may_send(role, request_)} == roles
 
 
-def test_a_relay_says_hello_and_what_the_weight_bus_does_and_nothing_else():
+def test_relay_may_send_only_hello_and_weight_bus_reports():
     said = {kind for kind, roles in ALLOWED.items() if "relay" in roles}
     assert said == {Hello, RoleReport, PublishReport, RelayReport}
 

@@ -28,7 +28,7 @@ class Written:
         self.written += len(events)
 
 
-def test_the_life_of_an_item_is_told_from_its_issue_to_its_checkpoint(tmp_path: Path):
+def test_item_history_covers_issue_to_checkpoint(tmp_path: Path):
     it = Written(tmp_path / "ledger")
     it.ledger.training.take_over(0)
     granted = lease(it.ledger, max_sequences=4)
