@@ -176,7 +176,7 @@ def test_the_full_divergence_moves_the_loss_by_its_coefficient():
 
 
 @proves("reduce.denominator = kept", against=DEFINITION)
-def test_kept_tokens_alone_count_where_the_denominator_says_so():
+def test_denominator_kept_counts_kept_tokens_only():
     settings = {"correction": {"rejection": {"high": 1.2}}, "surrogate": "reinforce-is"}
     original, kept = algorithm(**settings), algorithm(reduce={"denominator": "kept"}, **settings)
     given = cut(range(5))

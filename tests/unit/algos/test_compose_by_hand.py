@@ -71,7 +71,7 @@ def test_the_policy_gradient_is_minus_advantage_times_logprob():
     what="value, gradient",
 )
 @pytest.mark.parametrize(("anchor", "below"), [("proximal", PROXIMAL), ("behavior", BEHAVIOR)])
-def test_the_anchor_stands_below_the_line_of_the_ratio(anchor: str, below: list[float]):
+def test_anchor_is_the_denominator_of_the_ratio(anchor: str, below: list[float]):
     loss, gradient = loss_of(surrogate="reinforce-is", anchor=anchor)
     losses = [-math.exp(c - b) * a for c, b, a in zip(CURRENT, below, ADVANTAGES, strict=True)]
     assert loss == pytest.approx(sum(losses) / 3)
@@ -156,7 +156,7 @@ KEPT = {  # losses are 2, 4 and -0.5; sequences are the first two tokens, and th
 
 
 @pytest.mark.parametrize(("rule", "denominator"), KEPT)
-def test_the_denominator_says_whether_a_rejected_token_counts_in_the_mean_of_its_sequence(
+def test_denominator_decides_if_rejected_tokens_count_in_sequence_means(
     rule: str, denominator: str
 ):
     chosen = algorithm(surrogate="policy-gradient", correction="none", reduce=rule)

@@ -364,7 +364,7 @@ def test_a_gpu_multiplies_narrow_types_into_float32(dtype: torch.dtype):
     assert widened == ([torch.float32] if dtype == torch.bfloat16 else [])
 
 
-def test_a_group_of_one_talks_to_nobody():
+def test_group_of_one_does_not_communicate():
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         layer = OutputLayer(weight=torch.zeros(V, H), group=dist.group.WORLD)
@@ -397,7 +397,7 @@ def compiled(
 
 
 @pytest.mark.parametrize("whole", [True, False])
-def test_compiled_it_says_the_same(whole: bool):
+def test_compiled_results_are_the_same(whole: bool):
     one = case()
 
     def value(hidden: Tensor, weight: Tensor) -> Tensor:
@@ -441,7 +441,7 @@ def test_a_loss_compiled_whole_is_the_same():
     assert (gradients[0] - gradients[1]).abs().max() < 1e-14
 
 
-def test_every_token_of_the_vocabulary_is_said_and_learned_alike_the_first_and_the_last_too():
+def test_logprobs_and_gradients_hold_for_every_token_of_the_vocabulary():
     every = replace(case(shaped=False, num_tokens=V), target=torch.arange(V))
     ours, plain = every.ours(), every.plain()
     assert torch.allclose(ours.logprobs, plain.logprobs)

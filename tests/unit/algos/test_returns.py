@@ -273,7 +273,7 @@ def test_no_tokens_have_no_advantages():
     assert discounted_returns(empty, DiscountOptions()).advantages.shape == (0,)
 
 
-def test_gae_says_that_values_are_missing():
+def test_gae_without_values_is_refused():
     packing = Packing.of(torch.ones(2, dtype=torch.bool), torch.tensor([0, 2]))
     assert gae.needs == {"tokens", "values"}
     with pytest.raises(ValueError, match="gae needs the values"):
@@ -523,7 +523,7 @@ def test_the_baseline_is_of_all_ranks_whatever_each_of_them_holds(
 
 
 @pytest.mark.parametrize("lacking", ["groups", "proximal", "squares"])
-def test_the_optimal_baseline_says_what_it_lacks(lacking: str):
+def test_optimal_baseline_names_the_missing_input(lacking: str):
     packing = Packing.of(torch.ones(2, dtype=torch.bool), torch.tensor([0, 2]))
     given_step = TokenOutcomes(
         rewards=torch.zeros(2),
