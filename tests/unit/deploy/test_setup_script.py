@@ -101,7 +101,7 @@ def run_noted(
     return done.stdout, (checkout / "calls").read_text().splitlines()
 
 
-def test_uv_installs_all_parts_from_where_pip_looks(checkout: Path, programs: Path):
+def test_uv_installs_all_parts_from_the_sources_of_pip(checkout: Path, programs: Path):
     said, calls = run_noted(checkout, programs)
     assert len(calls) == 4
     for call in calls:

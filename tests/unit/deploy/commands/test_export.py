@@ -10,7 +10,7 @@ from slipstream.wire.errors import ConfigError
 from tests.support.checkpoint_infos import write_checkpoint
 
 
-def test_a_run_stands_for_its_newest_checkpoint_and_no_name_for_the_newest_run(tmp_path: Path):
+def test_run_means_its_newest_checkpoint_and_no_name_the_newest_run(tmp_path: Path):
     old, new = write_checkpoint(tmp_path / "a", 1, 40), write_checkpoint(tmp_path / "b", 1, 7)
     os.utime(old / "checkpoint.json", (1, 1))
     write_checkpoint(tmp_path / "a", 1, 20)
@@ -81,7 +81,7 @@ def test_the_folder_to_write_is_the_runs_or_one_that_holds_nothing(tmp_path: Pat
         out_folder(tmp_path, None)
 
 
-def test_a_run_stands_for_the_batches_it_recorded(tmp_path: Path):
+def test_run_means_the_batches_it_recorded(tmp_path: Path):
     with pytest.raises(ConfigError, match=r"holds no rollouts/batches\.trajectories"):
         recorded_file(tmp_path)
     file = tmp_path / "rollouts" / "batches.trajectories"

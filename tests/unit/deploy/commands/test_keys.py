@@ -27,7 +27,7 @@ def test_a_key_is_made_listed_and_revoked(tmp_path: Path, capsys: pytest.Capture
     assert "secret" not in json.dumps(listed)
 
 
-def test_the_keys_of_a_run_are_where_its_settings_say(
+def test_keys_of_a_run_are_in_the_folder_of_its_settings(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     config = tmp_path / "run.toml"

@@ -144,7 +144,7 @@ def test_every_event_has_what_the_format_asks_for(folder: Path):
             assert event.get("dur", 0) >= 0
 
 
-def test_what_stands_on_a_lane_nests(folder: Path):
+def test_spans_of_a_lane_nest(folder: Path):
     events, _ = read(folder)
     for spans in lanes(events).values():
         open_until: list[int] = []
@@ -156,7 +156,7 @@ def test_what_stands_on_a_lane_nests(folder: Path):
             open_until.append(end)
 
 
-def test_each_lease_stands_in_the_process_that_held_it(folder: Path):
+def test_each_lease_is_in_the_process_that_held_it(folder: Path):
     events, _ = read(folder)
     leases = {
         (process, span["name"]): span["args"]["ended"]
@@ -200,7 +200,7 @@ def test_phases_end_with_their_step():
     ]
 
 
-def test_publishes_that_are_missing_are_told(folder: Path):
+def test_missing_publishes_are_reported(folder: Path):
     _, said = read(folder)
     assert "6 older publishes were left out" in said
     (folder / "summary.json").write_text('{"newest_publishes": 3')
@@ -237,7 +237,7 @@ def test_how_busy_each_process_was_is_a_curve(folder: Path):
     assert [event["args"]["generator-0"] for event in curve] == [0.2, 0.5]
 
 
-def test_what_is_too_much_is_cut_from_the_beginning_and_said(folder: Path):
+def test_oldest_spans_beyond_the_limit_are_cut_and_reported(folder: Path):
     _, said = read(folder)
     assert "spans were left out" not in said
     events, said = read(folder, max_spans=3)
@@ -260,7 +260,7 @@ def test_a_clock_that_was_set_back_makes_no_span_of_negative_length(tmp_path: Pa
     assert {event["dur"] for event in events if event["ph"] == "X"} == {0}
 
 
-def test_a_run_without_a_trail_says_which_setting_makes_one(tmp_path: Path):
+def test_run_without_a_trail_names_the_setting_for_one(tmp_path: Path):
     with pytest.raises(ConfigError, match=r"broker\.max_trail_bytes"):
         main(Namespace(folder=tmp_path, out=None, max_spans=1))
     (tmp_path / TRAIL).mkdir()

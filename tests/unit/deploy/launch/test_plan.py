@@ -116,7 +116,7 @@ def test_one_gpu_is_shared_only_when_asked(tmp_path: Path):
         plan_roles(apart, Path("resolved.toml"), gpus=())
 
 
-def test_a_learner_that_is_started_again_is_told_what_was_saved_before_this_start(tmp_path: Path):
+def test_restarted_learner_gets_the_epoch_saved_before_this_start(tmp_path: Path):
     checkpoints = tmp_path / "runs" / "a" / "checkpoints"
     for epoch, step in ((1, 20), (2, 40), (3, 10)):
         saved = checkpoints / checkpoint_name(step)
