@@ -253,7 +253,7 @@ def test_the_lanes_stay_as_they_are_while_the_engine_is_paused_for_weights(tmp_p
     asyncio.run(scenario())
 
 
-def test_an_engine_that_does_not_tell_its_load_goes_on_with_the_lanes_it_has(
+def test_engine_without_load_reports_keeps_its_lanes(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):
     async def scenario() -> None:

@@ -60,7 +60,7 @@ def test_answers_thrown_out_of_the_cache_reach_the_series_that_the_advice_reads(
     asyncio.run(scenario())
 
 
-def test_the_cache_and_the_lanes_of_an_engine_are_told_as_they_are_now(tmp_path: Path):
+def test_cache_use_and_lanes_are_reported_as_of_now(tmp_path: Path):
     async def scenario() -> None:
         async with working(tmp_path, ledger_of(1, 2), max_sequences=8, cached_tokens=96) as it:
             await it.until_held((0, 0), (0, 1))
@@ -104,7 +104,7 @@ def test_answers_without_a_reward_are_counted_and_not_those_with_one(tmp_path: P
     asyncio.run(scenario())
 
 
-def test_an_answer_that_the_broker_refuses_is_counted_and_the_work_goes_on(tmp_path: Path):
+def test_answer_refused_by_the_broker_is_counted_and_work_continues(tmp_path: Path):
     async def scenario() -> None:
         async with working(tmp_path, ledger_of(2, 2), max_sequences=2) as it:
             await it.until_held((0, 0), (0, 1))
@@ -116,7 +116,7 @@ def test_an_answer_that_the_broker_refuses_is_counted_and_the_work_goes_on(tmp_p
     asyncio.run(scenario())
 
 
-def test_time_is_told_apart_by_what_the_engine_does(tmp_path: Path):
+def test_time_is_split_by_what_the_engine_does(tmp_path: Path):
     async def scenario() -> None:
         async with working(tmp_path, ledger_of(1, 2), max_sequences=2) as it:
 
