@@ -15,7 +15,7 @@ def order(**settings: int) -> StepPlan:
     return plan_batch(batch, LearnerSection(**settings))
 
 
-def test_what_rank_0_says_arrives_as_it_is():
+def test_orders_of_rank_0_arrive_unchanged():
     waiting = BatchNotReady(waiting_for=(1,), reason="", last_step=9)
     for said in (order(ranks=2), waiting, RunComplete(), StopTraining()):
         assert decode_order(encode_order(said)) == said

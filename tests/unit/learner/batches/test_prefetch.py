@@ -56,7 +56,7 @@ def test_payloads_of_the_step_are_handed_out_once():
     run(scenario())
 
 
-def test_who_trains_waits_for_payloads_that_are_on_their_way():
+def test_training_waits_for_payloads_that_are_on_their_way():
     async def scenario() -> None:
         payloads = Payloads()
         prefetch = PayloadPrefetch(payloads.fetch)

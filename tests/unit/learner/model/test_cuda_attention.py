@@ -96,7 +96,7 @@ def test_each_torch_gets_the_arguments_that_it_knows(release: str, monkeypatch: 
     assert given.get("enable_gqa") == (None if release == "2.11" else True)
 
 
-def test_a_torch_that_would_look_at_later_tokens_is_refused(monkeypatch: pytest.MonkeyPatch):
+def test_torch_that_would_attend_to_later_tokens_is_refused(monkeypatch: pytest.MonkeyPatch):
     with pytest.raises(ConfigError, match=r"scale, window_size.*torch >= 2\.11 or flash-attn"):
         attend(monkeypatch, "2.10")
 

@@ -288,7 +288,7 @@ def test_rewarded_tokens_become_likelier_under_their_policy():
     assert moved[:6].sum() > 0 > moved[6:].sum()
 
 
-def test_during_its_warm_up_the_critic_learns_and_the_policy_stands_still():
+def test_critic_warm_up_trains_the_critic_and_not_the_policy():
     critic = Values()
     policy = with_critic(Bigrams(), critic)
     before = policy.logits.detach().clone()
@@ -681,7 +681,7 @@ def test_a_correction_of_a_minibatch_is_divided_among_its_microbatches():
 
 @pytest.mark.parametrize("over", ["batch", "group"])
 @pytest.mark.parametrize("how", ["", "-mean", "-leave-one-out"])
-def test_advantages_are_shifted_and_scaled_as_the_setting_says(over: str, how: str):
+def test_advantages_are_shifted_and_scaled_by_the_setting(over: str, how: str):
     chosen = algorithm(advantage="discounted-returns", correction="none", whiten=over + how)
     plain = algorithm(advantage="discounted-returns", correction="none", whiten="none")
     given = data(1)
