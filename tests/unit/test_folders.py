@@ -18,7 +18,7 @@ def is_in(path: Path, where: list[Path]) -> bool:
     return any(path.is_relative_to(place) for place in where)
 
 
-def test_every_test_is_where_a_command_looks():
+def test_every_test_is_in_a_folder_of_a_command():
     hermetic, processes = places("HERMETIC_TESTS"), places("PROCESS_TESTS")
     files = sorted((ROOT / "tests").rglob("test_*.py"))
     assert len(files) > 100

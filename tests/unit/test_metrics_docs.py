@@ -27,7 +27,7 @@ def expressions() -> list[str]:
     return [*(target["expr"] for target in targets), *variables]
 
 
-def test_the_document_is_what_the_code_says():
+def test_metrics_document_is_up_to_date():
     document = (ROOT / "docs" / "metrics.md").read_text("utf-8")
     assert document == reference(), "run `python -m docs.generate.metrics > docs/metrics.md`"
 

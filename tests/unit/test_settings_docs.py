@@ -17,7 +17,7 @@ def test_every_section_that_a_file_may_have_is_in_the_reference():
     assert set(SECTION_STRUCTS) == set(SECTIONS)
 
 
-def test_the_document_is_what_the_structs_say():
+def test_settings_document_is_up_to_date():
     assert DOCUMENT.read_text("utf-8") == reference(), "run `make docs`"
 
 
