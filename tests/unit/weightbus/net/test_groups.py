@@ -63,7 +63,7 @@ def test_work_that_counts_as_complete_because_it_failed_is_no_success():
     assert event.is_recorded
 
 
-def test_who_waits_learns_that_the_relay_has_left(monkeypatch: pytest.MonkeyPatch):
+def test_waiting_agent_learns_that_the_relay_has_left(monkeypatch: pytest.MonkeyPatch):
     group = Group()
     monkeypatch.setitem(c10d._world.pg_map, group, ("nccl", Store()))
     with pytest.raises(PublishError, match="connection reset"):
