@@ -68,7 +68,7 @@ def names(union: object) -> set[str]:
     return {kind.__name__ for kind in get_args(union)}
 
 
-def test_every_socket_of_the_weight_bus_stands_with_what_is_said_over_it():
+def test_every_socket_of_the_weight_bus_is_documented_with_its_messages():
     said = {row[0]: words(row[2]) for row in table("The weight bus")}
     answered = {row[0]: words(row[3]) for row in table("The weight bus")}
     assert said == {
@@ -83,7 +83,7 @@ def test_every_socket_of_the_weight_bus_stands_with_what_is_said_over_it():
     }
 
 
-def test_a_learner_waits_for_its_relay_as_long_as_it_says():
+def test_documented_wait_for_the_relay_is_that_of_the_code():
     assert f"| learner | `Reserved`, `Ok` | {relay_link._ANSWER_S:.0f} s |" in PAGE
 
 
@@ -114,7 +114,7 @@ def test_limits_are_those_of_the_code():
     assert HEADER.num_tokens < MAX_TOKENS == 2**31 - 1
 
 
-def test_a_client_comes_back_as_it_says():
+def test_documented_times_of_reconnecting_are_those_of_the_code():
     section = PAGE.split("## A broker that is gone")[1].split("\n## ")[0]
     for said in (
         f"no answer for {client._REPEAT_S:.0f} s",

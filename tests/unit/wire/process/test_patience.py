@@ -38,7 +38,7 @@ class World:
         return False
 
 
-def test_who_does_nothing_is_given_up_after_the_limit():
+def test_idle_process_is_given_up_after_the_limit():
     world = World()
     patience = world.patience()
     assert not world.let_pass(patience, 29)
@@ -46,14 +46,14 @@ def test_who_does_nothing_is_given_up_after_the_limit():
     assert patience.why == "used no CPU and wrote no log for 30 s"
 
 
-def test_who_uses_the_cpu_reads_files_or_writes_a_log_is_waited_for():
+def test_process_that_computes_reads_or_logs_is_waited_for():
     for name, per_second in (("cpu_s", 0.05), ("page_ins", 1), ("log_bytes", 1)):
         world = World()
         patience = world.patience()
         assert not world.let_pass(patience, 500, **{name: per_second}), name
 
 
-def test_a_loop_that_only_looks_whether_it_may_go_on_is_no_sign_of_life():
+def test_polling_loop_is_no_sign_of_life():
     world = World()
     assert world.let_pass(world.patience(), 30, cpu_s=0.005)
 
@@ -67,7 +67,7 @@ def test_a_sign_of_life_begins_the_limit_anew():
     assert world.let_pass(patience, 1)
 
 
-def test_who_is_busy_with_nothing_is_given_up_after_twenty_limits():
+def test_busy_process_without_progress_is_given_up_after_twenty_limits():
     world = World()
     patience = world.patience()
     assert not world.let_pass(patience, 599, cpu_s=1.0)
@@ -101,7 +101,7 @@ def test_without_signs_the_limit_is_a_limit():
     assert patience.why == "was not there within 30 s"
 
 
-def test_who_waits_says_for_what_after_ten_seconds_and_then_ever_less_often():
+def test_wait_is_logged_after_ten_seconds_and_then_less_and_less_often():
     world = World()
     patience = world.patience(limit_s=35.0)
     world.let_pass(patience, 9, cpu_s=1.0)
