@@ -10,7 +10,7 @@ from tests.chaos.harness import chaos_run, disturb
 pytestmark = [pytest.mark.integration, pytest.mark.redis]
 
 
-def test_a_run_that_nobody_disturbs_completes(folder: Path):
+def test_undisturbed_run_completes(folder: Path):
     with chaos_run(folder, prompts=40) as it:
         it.start()
         it.finish()
