@@ -150,7 +150,7 @@ def test_greedy_answers_are_equal(on_engine: OnEngine):
     on_engine(scenario)
 
 
-def test_a_version_that_comes_in_mid_answer_is_told_to_the_token(on_engine: OnEngine):
+def test_version_change_in_mid_answer_is_reported_to_the_token(on_engine: OnEngine):
     async def scenario(engine: InferenceEngine) -> None:
         asked = await on_engine.paused_in(engine, 2)
         await asyncio.sleep(0.2)
@@ -226,7 +226,7 @@ def test_an_answer_that_is_cancelled_ends(on_engine: OnEngine):
     on_engine(scenario)
 
 
-def test_an_engine_tells_what_it_is_busy_with_and_that_it_is_idle(on_engine: OnEngine):
+def test_engine_reports_its_load_and_that_it_is_idle(on_engine: OnEngine):
     async def scenario(engine: InferenceEngine) -> None:
         await on_engine.until_idle(engine)
         idle = await engine.load()
@@ -273,7 +273,7 @@ def test_answers_that_do_not_fit_are_retracted_counted_and_finished_all_the_same
     on_engine(scenario)
 
 
-def test_a_pause_counts_as_no_retraction_and_the_load_is_told_in_it(on_engine: OnEngine):
+def test_pause_is_no_retraction_and_the_load_is_reported_in_it(on_engine: OnEngine):
     async def scenario(engine: InferenceEngine) -> None:
         before = await engine.load()
         asked = await on_engine.paused_in(engine, 3)
