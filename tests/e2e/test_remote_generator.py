@@ -33,7 +33,7 @@ def held_by_both(head: Host) -> list[dict[str, str]]:
     return [one for one in digests if one.keys() >= {FAR, "generator-0"}]
 
 
-def test_a_generator_on_another_host_takes_part_as_the_document_says(hosts: tuple[Host, Host]):
+def test_generator_on_another_host_joins_by_the_documented_commands(hosts: tuple[Host, Host]):
     head, far = hosts
     kinds, texts = zip(
         *fences(DOCUMENT, "Five minutes to a generator on another host"), strict=True

@@ -30,7 +30,7 @@ def hosts(tmp_path: Path) -> Iterator[tuple[Host, Host]]:
         yield both
 
 
-def test_a_worker_on_another_host_scores_a_run_as_the_document_says(hosts: tuple[Host, Host]):
+def test_worker_on_another_host_scores_by_the_documented_commands(hosts: tuple[Host, Host]):
     head, far = hosts
     (kind_a, on_head), (kind_b, reward), (kind_c, prepare), (kind_d, start) = fences(
         DOCUMENT, "Five minutes to a reward worker on another host"
