@@ -48,7 +48,7 @@ def test_the_limit_is_never_above_the_highest_or_below_the_lowest(
 
 
 @given(RANGES, st.lists(OBSERVATIONS, max_size=60))
-def test_each_verdict_is_given_where_its_rule_says(within: Range, observations: list[Observation]):
+def test_each_verdict_follows_its_rule(within: Range, observations: list[Observation]):
     state = Concurrency(limit=within.lowest)
     for seen in observations:
         before, state = state, decide(state, seen, within)
@@ -71,7 +71,7 @@ def test_each_verdict_is_given_where_its_rule_says(within: Range, observations: 
 
 
 @given(RANGES, st.lists(OBSERVATIONS, max_size=40), st.integers(1, 40))
-def test_a_burst_of_retractions_is_cut_once_however_often_it_is_looked_at(
+def test_burst_of_retractions_cuts_once_however_often_it_is_polled(
     within: Range, before: list[Observation], polls: int
 ):
     state = Concurrency(limit=within.highest)
