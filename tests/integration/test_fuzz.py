@@ -550,7 +550,7 @@ async def sent(port: int, stream: bytes, *, then_close: bool) -> float:
 
 
 @pytest.mark.integration
-def test_streams_that_prove_no_key_reach_nobody_and_are_closed(short_folder: Path):
+def test_streams_that_prove_no_key_are_closed_before_the_loop(short_folder: Path):
     """Noise, half a handshake and then silence, a client without keys: none gets to the loop."""
 
     async def body() -> float:
@@ -612,7 +612,7 @@ def held_for_a_stranger(port: int, size: int) -> socket.socket:
 
 
 @pytest.mark.integration
-def test_who_has_no_key_makes_the_broker_hold_no_more_than_a_piece(short_folder: Path):
+def test_peer_without_a_key_makes_the_broker_hold_at_most_one_piece(short_folder: Path):
     """Frames of 256 MiB were taken before a key was asked for: four strangers, 611 MiB."""
 
     async def body() -> int:

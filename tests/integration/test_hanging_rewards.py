@@ -36,7 +36,7 @@ def score(data_source, solution_str, ground_truth, extra_info):
 
 
 @pytest.mark.parametrize("processes", [1, 2])
-def test_a_group_whose_reward_hangs_costs_its_attempts_and_holds_up_nobody_for_longer(
+def test_group_with_a_hanging_reward_delays_others_no_longer_than_its_attempts(
     short_folder: Path, processes: int
 ):
     """All siblings of such a group were tried in rounds, one after the other: 24 times."""

@@ -370,7 +370,7 @@ def test_a_retracted_answer_has_the_learners_logprobs_of_the_version_that_each_r
     on(process, "retract", scenario)
 
 
-def test_an_answer_changed_in_place_goes_on_over_the_keys_and_values_that_it_has(
+def test_answer_changed_in_place_keeps_its_keys_and_values(
     weights: Weights, oracle: Oracle, keeping: SglangProcess
 ):
     async def scenario(engine: SglangEngine) -> None:

@@ -245,7 +245,7 @@ def test_a_learner_that_is_asked_to_end_does_not_wait_for_what_it_prefetches(lea
 
 
 @pytest.mark.parametrize("layout", [pytest.param("one", marks=pytest.mark.slow), "tp2"])
-def test_a_learner_that_was_killed_goes_on_from_the_newest_checkpoint_that_can_be_read(
+def test_killed_learner_resumes_from_the_newest_readable_checkpoint(
     learning: Learning, layout: str
 ):
     batches = learning.batches[:5]

@@ -74,7 +74,7 @@ def unsplit(case: dict) -> dict[str, Tensor]:
         pytest.param(V, 0, id="no-tokens"),
     ],
 )
-def test_two_ranks_say_what_one_says_and_their_gradients_add_up(
+def test_two_ranks_compute_what_one_does_and_their_gradients_add_up(
     tmp_path: Path, vocab_size: int, num_tokens: int
 ):
     case = a_case(vocab_size=vocab_size, num_tokens=num_tokens)

@@ -118,7 +118,7 @@ def test_a_store_works_over_tls_with_the_rights_that_the_document_grants(server:
     ],
     ids=["password", "no-user", "unknown-authority"],
 )
-def test_who_proves_nothing_is_not_let_in_and_no_secret_is_printed(
+def test_client_without_credentials_is_refused_and_no_secret_is_printed(
     server: tuple[str, Path], username: str | None, password: str, trusts: bool, why: str
 ):
     url, folder = server

@@ -189,7 +189,7 @@ def test_every_acknowledged_commit_survives_kill_9_exactly_once(
         asyncio.run(body(server))
 
 
-def test_a_commit_that_nobody_waited_for_is_whole_or_absent(folder: Path):
+def test_interrupted_commit_is_whole_or_absent(folder: Path):
     rng = random.Random(5)
 
     async def write(server: RedisServer, known: int) -> None:
@@ -240,7 +240,7 @@ def test_a_handle_whose_commit_was_cancelled_has_to_claim_again(folder: Path):
         asyncio.run(body(server))
 
 
-def test_an_outage_is_said_once_and_ends_with_the_setting_to_change(
+def test_outage_is_logged_once_and_ends_with_the_setting_to_change(
     folder: Path, caplog: pytest.LogCaptureFixture
 ):
     caplog.set_level(logging.INFO)
@@ -545,7 +545,7 @@ def test_a_server_out_of_memory_is_waited_for(folder: Path, caplog: pytest.LogCa
         asyncio.run(body(server))
 
 
-def test_the_durability_of_the_server_is_said_in_words(folder: Path):
+def test_durability_of_the_server_is_described_in_words(folder: Path):
     async def said(server: RedisServer) -> list[str]:
         async with connected(server) as store, admin(server) as client:
             texts = [await store.durability()]
@@ -567,7 +567,7 @@ def test_the_durability_of_the_server_is_said_in_words(folder: Path):
         ]
 
 
-def test_a_user_of_few_rights_is_served_or_told_what_is_missing(folder: Path):
+def test_user_of_few_rights_is_served_or_shown_what_is_missing(folder: Path):
     rights = "~slipstream:* +@read +@write +@transaction +@connection"
 
     async def body(server: RedisServer) -> None:
@@ -593,7 +593,7 @@ def test_a_user_of_few_rights_is_served_or_told_what_is_missing(folder: Path):
         asyncio.run(body(server))
 
 
-def test_nobody_at_the_address_is_an_error_of_the_settings(folder: Path):
+def test_address_without_a_server_is_an_error_of_the_settings(folder: Path):
     async def connect() -> None:
         await RedisStore.connect(f"unix://{folder}/none.sock", "run")
 
@@ -664,7 +664,7 @@ def test_a_server_that_cannot_be_kept_up_ends_with_its_last_words(folder: Path):
     asyncio.run(body(server))
 
 
-def test_a_server_told_which_binary_to_use_uses_it(folder: Path, binary: Path):
+def test_configured_server_binary_is_used(folder: Path, binary: Path):
     assert find_server(binary) == binary
     with pytest.raises(ConfigError, match="no server that can be started"):
         find_server(folder / "nothing")

@@ -236,7 +236,7 @@ def test_an_engine_that_was_refused_gets_in_when_its_key_is_known(folder: Path):
     asyncio.run(scenario())
 
 
-def test_an_engine_that_its_relay_keeps_from_others_says_which_setting_is_missing(folder: Path):
+def test_engine_of_an_unreachable_relay_names_the_missing_setting(folder: Path):
     broker = Broker()
     broker.place = RelayPlace(is_known=True)
     with agent(folder, None) as subscriber, pytest.raises(ConfigError, match=r"weightbus\.listen"):

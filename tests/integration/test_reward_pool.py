@@ -560,7 +560,7 @@ def test_a_batch_of_bad_answers_makes_one_call_more_than_it_has_answers(
     assert len((tmp_path / "calls").read_text().split()) == 11 + 1
 
 
-def test_a_batch_that_says_it_is_unavailable_is_not_asked_again(rewards: Path, tmp_path: Path):
+def test_unavailable_batch_is_not_retried(rewards: Path, tmp_path: Path):
     options = {"path": str(tmp_path / "calls"), "fault": "unavailable"}
     section = settings(rewards, "batch_with_a_fault", options=options)
     scores, _ = scored(section, "a", "bad", "a")

@@ -593,7 +593,7 @@ def test_what_hangs_ends_on_a_busy_machine_all_the_same(mode: sandbox.Mode, sour
 @needs_namespaces
 @pytest.mark.parametrize("mode", ["namespaces", "none"])
 @pytest.mark.parametrize("vfork", ["syscall(58)", "vfork()"])
-def test_who_hangs_as_if_it_waited_for_a_disk_is_ended(mode: sandbox.Mode, vfork: str):
+def test_process_that_hangs_as_if_it_waited_for_a_disk_is_ended(mode: sandbox.Mode, vfork: str):
     """Whoever starts a child by vfork waits until that starts its program, and seems to read."""
     if os.uname().machine != "x86_64" and vfork != "vfork()":
         pytest.skip("there is no such call here")
@@ -626,7 +626,7 @@ def test_runs_at_the_same_time_do_not_count_each_other():
     assert [outcome.status for outcome in outcomes] == ["ok"] * 4
 
 
-def test_a_machine_without_namespaces_is_told_apart_by_setting_and_reason():
+def test_machine_without_namespaces_is_reported_with_setting_and_reason():
     script = """
 from slipstream.broker.sandbox import jail, sandbox
 from slipstream.broker.sandbox.bubblewrap import SandboxUnavailableError

@@ -35,7 +35,7 @@ def documented() -> dict[str, float]:
     return {"greedy": float(found[1]), "sampled": float(found[2])}
 
 
-def test_the_shipped_policy_knows_what_the_readme_says(tmp_path: Path):
+def test_shipped_policy_scores_what_the_readme_states(tmp_path: Path):
     prepare(tmp_path)
     command = [sys.executable, "-c", MEASURE, SHIPPED_POLICY, tmp_path / "held_out.jsonl"]
     measured = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)

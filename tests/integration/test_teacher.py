@@ -71,7 +71,7 @@ def teacher(url: str, *, timeout_s: float = 60.0, **options: Any) -> EndpointTea
 # ---- a real server ----
 
 
-def test_what_sglang_tells_is_what_transformers_computes(tmp_path: Path):
+def test_teacher_logprobs_of_sglang_are_those_of_transformers(tmp_path: Path):
     write_policy(tmp_path / "model")
     given, key_file = tmp_path / "sequences.json", tmp_path / "key"
     given.write_text(json.dumps(token_sequences()))
@@ -140,7 +140,7 @@ def truth(question: dict[str, Any]) -> tuple[int, Any]:
     return 200, {"text": "", "meta_info": {"input_token_logprobs": told}}
 
 
-def test_answers_stand_at_their_tokens_and_the_key_is_sent(tmp_path: Path):
+def test_teacher_logprobs_are_at_their_tokens_and_the_key_is_sent(tmp_path: Path):
     write_private(tmp_path / "key", KEY + "\n")
     with server_of(truth) as (url, asked):
         found = teacher(url + "/", api_key_file=str(tmp_path / "key")).logprobs(batches())
@@ -173,7 +173,7 @@ def test_a_server_that_is_away_for_a_while_is_asked_again():
     )
 
 
-def test_nobody_there_is_said_with_the_settings():
+def test_unreachable_teacher_is_reported_with_its_setting():
     with server_of(truth) as (url, _):
         pass
     with pytest.raises(

@@ -137,9 +137,7 @@ def test_damaged_progress_is_passed_over(whole: Path, cut_off: CutOff):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGKILL])
-def test_a_signal_in_the_middle_leaves_progress_to_go_on_from(
-    tmp_path: Path, signum: signal.Signals
-):
+def test_interrupted_warm_up_leaves_progress_to_resume_from(tmp_path: Path, signum: signal.Signals):
     write_inputs(tmp_path, wrong=True)
     with start(tmp_path, "--target", 1.0) as process:  # out of reach: it never ends by itself
         try:

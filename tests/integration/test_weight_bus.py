@@ -177,7 +177,7 @@ def test_an_engine_that_fails_at_any_point_is_repaired_before_it_generates_again
     bus.check_tokens()
 
 
-def test_engines_that_die_in_a_transfer_concern_nobody_else_and_may_come_back(bus: WeightBus):
+def test_engines_that_die_in_a_transfer_affect_no_other_and_may_come_back(bus: WeightBus):
     for transport in TRANSPORTS:
         step, count = ("in_bucket", 3) if transport == "collective" else ("in_folder", 2)
         bus.start_faulty(transport, step, [count], "kill", transport)
@@ -216,7 +216,7 @@ def stop_one_in_a_transfer(bus: WeightBus) -> None:
         bus.wait_for("sound", number)
 
 
-def test_nobody_waits_for_an_engine_that_is_stopped_in_a_transfer(bus: WeightBus):
+def test_stopped_engine_in_a_transfer_delays_no_other(bus: WeightBus):
     stop_one_in_a_transfer(bus)
     assert bus.newest_label("stopped") == "v1.0"
     assert "stopped does not run" not in (bus.folder / "learner.log").read_text()
@@ -237,7 +237,7 @@ def test_an_engine_that_is_stopped_in_a_transfer_is_left_out_and_repaired_later(
         bus.check_tokens()
 
 
-def test_two_of_a_group_of_three_die_in_a_transfer_and_the_third_goes_on(folder: Path):
+def test_two_of_three_engines_die_in_a_transfer_and_the_third_continues(folder: Path):
     with weight_bus(folder, engines_per_group=3) as bus:
         for name in ("first", "second"):
             bus.start_faulty(name, "in_bucket", [2], "kill", is_armed=False)
@@ -290,15 +290,15 @@ def test_one_of_a_group_that_is_stopped_costs_the_others_its_deadline_once(folde
 
 
 @pytest.mark.parametrize("_manners", ["nccl"], indirect=True)
-def test_nobody_relies_on_what_gloo_notices(bus: WeightBus):
+def test_failures_are_found_without_gloo_noticing(bus: WeightBus):
     """The rest of this file with these manners is slow."""
-    test_engines_that_die_in_a_transfer_concern_nobody_else_and_may_come_back(bus)
+    test_engines_that_die_in_a_transfer_affect_no_other_and_may_come_back(bus)
 
 
 # ---- the relay and the learner -------------------------------------------------
 
 
-def test_a_relay_that_is_killed_is_started_again_and_nobody_stops_generating(bus: WeightBus):
+def test_killed_relay_is_restarted_and_no_engine_stops_generating(bus: WeightBus):
     bus.start("one")
     bus.publish(0)
     bus.wait_for("one", 0)
@@ -358,7 +358,7 @@ def test_a_learner_that_dies_in_its_copy_publishes_nothing_and_the_next_one_find
     bus.check_tokens()
 
 
-def test_a_transfer_goes_on_when_the_learner_dies_in_it(bus: WeightBus):
+def test_transfer_completes_when_the_learner_dies_in_it(bus: WeightBus):
     bus.start_faulty("slow", "in_bucket", [3], "stop")
     bus.publish(0)
     bus.wait_for("slow", 0)
