@@ -72,7 +72,7 @@ def test_resumes_on_emptied_stores_give_out_no_epoch_or_id_twice(tmp_path: Path)
     for life in (1, 2, 3):
         beginning = begun(resumed)  # on an empty store
         ledger = beginning.ledger
-        for _ in range(2):  # learner restarts that no checkpoint tells of
+        for _ in range(2):  # learner restarts that no checkpoint records
             version = ledger.training.take_over(0)
             assert version.epoch not in epochs
             epochs.add(version.epoch)
@@ -139,7 +139,7 @@ def test_the_store_of_a_run_whose_folder_is_gone_is_refused_and_not_touched(tmp_
         ):
             await start_run(settings, prompts, MemoryStore(shared))
         assert await kept(store) == before
-        await store.commit(Changes(snapshot=before[0]))  # whoever writes there goes on
+        await store.commit(Changes(snapshot=before[0]))  # its owner keeps writing there
 
     asyncio.run(body())
 

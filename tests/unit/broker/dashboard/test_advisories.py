@@ -1,4 +1,4 @@
-"""Each rule speaks past its limit, is silent just below it, and while there is too little data."""
+"""Each rule advises past its limit; just below it, or with too little data, it gives no advice."""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -85,7 +85,7 @@ def publishes(paused_s: float, *, every_s: float = 2.0, count: int = 70) -> list
 
 
 def left_out(*failed: int) -> list[PublishRecord]:
-    """Publishes that took no time; each fails as many engines as it says."""
+    """Publishes that took no time; each fails as many engines as given."""
     why = {f"g-{i}": "no answer to LoadBucket within 30 s" for i in range(2)}
     return [
         replace(one, failed=dict(list(why.items())[:count]))

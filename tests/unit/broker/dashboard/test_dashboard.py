@@ -1,4 +1,4 @@
-"""The page over a real loopback connection: who gets in, and what they see."""
+"""The page over a real loopback connection: access, and what is shown."""
 
 import asyncio
 import itertools
@@ -356,7 +356,7 @@ def test_the_state_is_there_for_programs_too():
     assert msgspec.json.decode(asyncio.run(body()), type=RunStatus).run_name == "run"
 
 
-# ---- who gets in -------------------------------------------------------------
+# ---- access ------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("host", ["::1", "0.0.0.0", "::"])  # noqa: S104 it is what is tested
@@ -484,11 +484,11 @@ def test_pages_of_other_ports_leave_the_cookie_alone():
     assert asyncio.run(body())[1] == 401
 
 
-# ---- who looks on ------------------------------------------------------------
+# ---- viewers -----------------------------------------------------------------
 
 
 class Wide:
-    """A run whose every snapshot is large, told without end."""
+    """A run whose every snapshot is large, sent without end."""
 
     def __init__(self) -> None:
         self.looks = 0
@@ -615,7 +615,7 @@ def test_reconnecting_page_gets_every_step_it_missed():
 
 
 class Counted(FinishedRun):
-    """A run that counts who reads its history."""
+    """A run that counts the reads of its history."""
 
     def __init__(self) -> None:
         stored = StoredState(at_s=0.0, status=make_status(), history=small_history())
@@ -842,7 +842,7 @@ def test_the_page_takes_a_process_for_silent_or_gone_when_the_terminal_does():
 
 
 def test_advice_and_the_file_wait_for_their_time(tmp_path: Path):
-    """The clock decides, not how often the run is looked at."""
+    """The clock decides, not how often the state is read."""
     clock, looks, advised, written = [1e9], 0, [], []
 
     def status() -> RunStatus:

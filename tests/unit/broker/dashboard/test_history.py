@@ -174,7 +174,7 @@ def test_a_damaged_or_older_file_is_put_aside_and_a_new_history_begins(
     assert (claim_state(path), read_state(path), caplog.records) == (None, None, [])
     path.write_bytes(data)
     assert read_state(path) is None
-    assert path.exists()  # whoever only reads changes nothing
+    assert path.exists()  # reading changes nothing
     assert claim_state(path) is None
     assert "cannot be read" in caplog.text
     assert not path.exists()

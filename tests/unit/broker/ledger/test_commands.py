@@ -1,4 +1,4 @@
-"""The life of an item, one decision at a time. Random schedules stand in tests/property."""
+"""The life of an item, one decision at a time. Random schedules are in tests/property."""
 
 from collections import Counter
 
@@ -1235,7 +1235,7 @@ def test_renewed_leases_may_be_held_for_their_whole_time_again():
 
 
 def test_history_is_forgotten_at_a_seal_that_holds_nothing_new():
-    """As where an older checkpoint was removed: what nobody can go back to is not kept."""
+    """As where an older checkpoint was removed: what no learner can go back to is not kept."""
     ledger = started(make_ledger(make_rules(groups_per_step=1)))
     for _ in range(3):
         make_ready(ledger, lease(ledger))

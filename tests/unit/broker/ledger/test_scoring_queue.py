@@ -94,7 +94,7 @@ def test_what_one_worker_could_not_score_is_kept_for_another_as_long_as_there_is
     queue.failed((1, 0), "a", now_s=0.0)
     assert queue.lease("a@2", 1, now_s=2.0) == {}
     assert list(queue.lease("b@1", 1, now_s=2.0).values()) == [(1, 0)]
-    queue.release_all("b@1")  # it left: nobody else is there
+    queue.release_all("b@1")  # it left: there is no other
     assert list(queue.lease("a@2", 2, now_s=3.0).values()) == [(1, 0), (0, 0)]
 
 

@@ -1,4 +1,4 @@
-"""What is said of reward functions that fail, and how often."""
+"""What is logged about reward functions that fail, and how often."""
 
 from slipstream.broker.report.reward_trouble import RewardTrouble
 

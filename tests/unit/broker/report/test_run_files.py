@@ -1,4 +1,4 @@
-"""What a run leaves in its folder, written by the broker as it goes on."""
+"""What a run leaves in its folder, written by the broker during the run."""
 
 import asyncio
 import json
@@ -33,7 +33,7 @@ from tests.support.ledger_driver import (
 
 
 class ListTracker:
-    """Remembers what it was told."""
+    """Remembers what was logged."""
 
     def __init__(self) -> None:
         self.points: list[tuple[int, dict[str, float]]] = []

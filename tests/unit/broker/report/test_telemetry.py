@@ -237,7 +237,7 @@ def test_waiting_groups_are_counted_by_lag_with_the_age_of_the_oldest(
     assert before.lags_in_flight == {"0": 3}
     generated = next(group for group in ledger.book.groups.values() if group.state == "generated")
     reward(ledger, generated.group_id, [0.0, 1.0])
-    telemetry.notice(ledger.book)  # nobody has asked yet
+    telemetry.notice(ledger.book)  # no status was asked for yet
     time.passes(7.0)
     after = telemetry.status(ledger.book, scoring)
     assert (after.queue_age_s, after.lags_in_queue) == (7.0, {"0": 1})

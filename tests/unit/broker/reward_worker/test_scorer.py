@@ -1,4 +1,4 @@
-"""The loop of whoever scores, against a broker and a reward of this file's own."""
+"""The loop of a scorer, against a broker and a reward of this file's own."""
 
 import asyncio
 from collections import deque

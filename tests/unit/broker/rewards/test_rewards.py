@@ -85,7 +85,7 @@ def test_exact_match_has_no_score_for_a_row_without_a_truth(truth: object):
 
 
 class Scalar:
-    """A scalar of numpy or torch, as far as anybody can tell."""
+    """Behaves like a scalar of numpy or torch."""
 
     def __init__(self, value: object) -> None:
         self.value = value

@@ -4,7 +4,7 @@ from slipstream.broker.sandbox.own_time import OwnTime
 
 
 def own_s(*looks: tuple[float, float, bool], disk: bool = False) -> float:
-    """Return the own time after looks at (clock, processor seconds, whether it wants a core).
+    """Return the own time after samples of (clock, processor seconds, whether it wants a core).
 
     With ``disk``, two seconds of waiting for one are free.
     """

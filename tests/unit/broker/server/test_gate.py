@@ -1,4 +1,4 @@
-"""Whoever is one too many waits outside; who is in is served, and the others come in later."""
+"""Connections beyond the limit wait outside; those inside are served, the others come in later."""
 
 import asyncio
 import socket
@@ -123,7 +123,7 @@ class StuckGate:
 
 
 def test_gate_that_cannot_shut_is_logged_and_the_socket_keeps_working(short_folder: Path):
-    """The thread ended, and libzmq waited for ever to tell it of the next connection."""
+    """The thread ended, and libzmq waited for ever to pass it the next connection."""
     said: list[str] = []
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     router = context.socket(zmq.ROUTER)

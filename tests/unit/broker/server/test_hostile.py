@@ -68,7 +68,7 @@ class Silent:
 
 
 def answers_to(folder: Path, role: Role, *requests: Request) -> list[Answer]:
-    """The answers to a few requests of one client that has said hello."""
+    """The answers to a few requests of one client after its hello."""
 
     async def body() -> list[Answer]:
         async with running(folder) as it, bare_socket(it.endpoint) as ask:
@@ -225,7 +225,7 @@ def test_a_hello_that_is_refused_decides_nothing():
 def test_a_message_that_brings_a_fault_to_light_does_not_hold_up_those_behind_it(
     short_folder: Path,
 ):
-    """The socket tells of changes only, so the router has to look again by itself."""
+    """The socket reports changes only, so the router has to check again by itself."""
 
     async def body() -> list[bytes]:
         heard: list[bytes] = []

@@ -180,7 +180,7 @@ def test_another_wire_revision_is_refused_with_both_numbers(short_folder: Path):
 def test_another_tokenizer_is_refused_with_both_names(short_folder: Path):
     async def body() -> None:
         async with running(short_folder) as it:
-            await it.client("learner", "learner")  # says nothing of a tokenizer
+            await it.client("learner", "learner")  # names no tokenizer
             known = Hello(role="generator", name="generator-0", tokenizer="aaaa")
             other = Hello(role="generator", name="generator-1", tokenizer="bbbb")
             async with bare_socket(it.endpoint) as ask:

@@ -1,4 +1,4 @@
-"""Who may say what."""
+"""Which role may send which request."""
 
 from typing import get_args
 

@@ -1,4 +1,4 @@
-"""Who is on the other side of each connection."""
+"""The client at the other end of each connection."""
 
 from typing import cast
 

@@ -50,7 +50,7 @@ def with_committer(body: Body, *, max_transaction_bytes: int = 1_000) -> None:
 
 
 async def settle() -> None:
-    """Let everything that can go on go on."""
+    """Let every task run as far as it can."""
     for _ in range(20):
         await asyncio.sleep(0)
 

@@ -80,7 +80,7 @@ def test_a_group_is_found_without_reading_what_was_written_before_it(tmp_path: P
     it.trail.close()
     lives = {g: trace_item(read_trail(tmp_path), f"g{g}") for g in (newest, newest - 20)}
     oldest = segments_in(tmp_path)[0]
-    oldest.write_bytes(struct.pack("<IQd4s", 4, 0, 0.0, b"\xff" * 4))  # whoever reads it fails
+    oldest.write_bytes(struct.pack("<IQd4s", 4, 0, 0.0, b"\xff" * 4))  # reading it fails
     for group_id, life in lives.items():
         assert life is not None
         assert trace_group(tmp_path, group_id) == life
