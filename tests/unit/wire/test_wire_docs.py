@@ -1,4 +1,4 @@
-"""docs/wire.md says what the code does: kinds, roles, answers, codes and limits."""
+"""docs/wire.md states what the code does: kinds, roles, answers, codes and limits."""
 
 from itertools import dropwhile, takewhile
 from pathlib import Path

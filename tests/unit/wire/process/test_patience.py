@@ -26,7 +26,7 @@ class World:
         )
 
     def let_pass(self, patience: Patience, seconds: int, **grows: float) -> bool:
-        """Look every second, while something grows by so much per second; tell how it ended."""
+        """Check every second, while something grows by so much per second; return how it ended."""
         for _ in range(seconds):
             self.now_s += 1.0
             values = {
