@@ -12,7 +12,7 @@ KEYS = ((3, 0), (3, 1), (4, 0))
 
 
 class Payloads:
-    """Where payloads come from; opens when a test says so."""
+    """Where payloads come from; opens when a test sets it."""
 
     def __init__(self, error: Exception | None = None) -> None:
         self.asked: list[tuple[tuple[int, int], ...]] = []

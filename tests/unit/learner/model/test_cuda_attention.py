@@ -65,7 +65,7 @@ def flash(
     return_attn_probs: bool = False,
     block_table: Tensor | None = None,
 ) -> Tensor:
-    """Stand in for ``flash_attn_varlen_func``, which is built on machines with CUDA alone."""
+    """Replace ``flash_attn_varlen_func``, which is built on machines with CUDA alone."""
     del key, value, window_size, softcap, alibi_slopes, return_attn_probs, block_table
     assert (max_seqlen_q, max_seqlen_k, dropout_p) == (3, 3, 0.0)
     assert cu_seqlens_q.equal(cu_seqlens_k)

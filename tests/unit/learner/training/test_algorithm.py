@@ -1,4 +1,4 @@
-"""Algorithms that a run cannot train are refused with the settings that say so."""
+"""Algorithms that a run cannot train are refused with the settings at fault."""
 
 from pathlib import Path
 

@@ -503,7 +503,7 @@ def taught(policy: Bigrams, chosen: Algorithm, given: StepData | None = None) ->
 
 
 def gap_of(policy: Bigrams, teacher: Bigrams) -> float:
-    """Return KL(policy || teacher), averaged over what stands before a token."""
+    """Return KL(policy || teacher), averaged over the tokens before."""
     q, p = policy.logits.log_softmax(-1), teacher.logits.log_softmax(-1)
     return (q.exp() * (q - p)).sum(-1).mean().item()
 
@@ -638,7 +638,7 @@ def test_a_correction_of_a_minibatch_is_shown_what_it_needs():
 
 @correction("every-third", needs=("whole_minibatch",))
 def every_third(inputs: CorrectionInputs, _: NoOptions) -> Correction:
-    """Reject every third token of the minibatch; say something else of each token."""
+    """Reject every third token of the minibatch; return other values for each token."""
     numbers = torch.arange(len(inputs.packing.mask))
     return Correction(
         weights=numbers.float(),
