@@ -1,4 +1,4 @@
-"""What deploy/setup.sh does and says. Programs that note how they were called stand for Python and
+"""What deploy/setup.sh does and prints. Programs that note how they were called replace Python and
 uv: nothing is installed.
 """
 
@@ -21,7 +21,7 @@ NODEPS = "requirements-cpu-nodeps.txt"
 
 
 def fake_python(path: Path, words: str) -> Path:
-    """Write a program that says which Python it is, and is none."""
+    """Write a program that names its Python version, and is no Python."""
     path.write_text(f"#!/bin/sh\necho '{words}'\n")
     path.chmod(0o755)
     return path
@@ -94,7 +94,7 @@ def programs(tmp_path: Path) -> Path:
 def run_noted(
     checkout: Path, programs: Path, *arguments: str, **environment: str
 ) -> tuple[str, list[str]]:
-    """Run it to its end; return what it said, and the calls of uv and pip."""
+    """Run it to its end; return what it printed, and the calls of uv and pip."""
     (checkout / "calls").write_text("")
     done = run_setup(checkout, *arguments, PATH=f"{programs}:/usr/bin:/bin", **environment)
     assert done.returncode == 0, done.stderr

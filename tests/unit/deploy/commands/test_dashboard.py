@@ -1,4 +1,4 @@
-"""What `slipstream dashboard` says of a run whose broker answers, does not answer, or has ended."""
+"""What `slipstream dashboard` reports: a broker answers, does not answer, or the run has ended."""
 
 from pathlib import Path
 

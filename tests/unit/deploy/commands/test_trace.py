@@ -1,4 +1,4 @@
-"""The file is what the trace event format says, and what stands on a lane nests."""
+"""The file is in the trace event format, and the spans of a lane nest."""
 
 import io
 import json

@@ -1,4 +1,4 @@
-"""Who holds what since when, and how the publishes went, as a person reads it."""
+"""Which engine holds which version since when, and how the publishes went, as readable text."""
 
 import io
 import json

@@ -1,4 +1,4 @@
-"""Who runs where, and what memory that takes."""
+"""Which role runs where, and what memory that takes."""
 
 import io
 import json

@@ -25,7 +25,7 @@ class Time:
 
 
 class ImpatientTime(Time):
-    """Every look at it takes a second."""
+    """Every reading of it takes a second."""
 
     def __call__(self) -> float:
         self.now_s += 1.0

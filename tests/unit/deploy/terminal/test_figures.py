@@ -1,4 +1,4 @@
-"""What a run that starts is said to wait for, where the output is no terminal."""
+"""What a starting run is reported to wait for, where the output is no terminal."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""What one who looks on knows of a run: what the broker wrote, and what it saw since."""
+"""What an observer knows of a run: what the broker wrote, and what was reported since."""
 
 from msgspec.structs import replace
 
