@@ -1,4 +1,4 @@
-"""Generating without a run: what becomes of prompts that fail, and going on with a file."""
+"""Generating without a run: what becomes of prompts that fail, and how a file is continued."""
 
 import asyncio
 import json

@@ -102,7 +102,7 @@ def test_an_answer_that_is_being_scored_takes_no_lane(tmp_path: Path):
 
 
 def test_a_group_whose_last_answer_is_on_its_way_is_held_no_more(tmp_path: Path):
-    """Its lease ends when that comes: who names it later is told that it was lost."""
+    """Its lease ends when that comes: later heartbeats that name it report it lost."""
 
     async def scenario() -> None:
         async with working(tmp_path, ledger_of(2, 2), max_sequences=4) as it:
@@ -226,7 +226,7 @@ def test_an_engine_is_given_no_more_than_its_cache_holds(tmp_path: Path):
     async def scenario() -> None:
         lanes = lanes_that_follow_the_cache(longest_tokens=1 << 20)
         async with working(tmp_path, ledger_of(8, 2), lanes=lanes, cached_tokens=100) as it:
-            await it.engine.pause()  # where an answer stands still with twelve tokens in the cache
+            await it.engine.pause()  # each answer stops with twelve tokens in the cache
             it.engine.let_all()
             await until_async(lambda: lanes.in_flight == 6, "0.48 of it is in use by four")
             await it.until_asked_again()

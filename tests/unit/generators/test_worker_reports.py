@@ -1,4 +1,4 @@
-"""What a worker tells of itself, and what the broker, the page and its advice make of it."""
+"""What a worker reports of itself, and what the broker, the page and its advice make of it."""
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence

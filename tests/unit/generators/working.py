@@ -174,7 +174,7 @@ class Working:
         return [room for i, room in enumerate(rooms) if i == 0 or rooms[i - 1] != room]
 
     def last_report(self) -> RoleReport:
-        """Return what it told of itself last."""
+        """Return its newest report."""
         return self.client.asked(RoleReport)[-1]
 
     async def end(self) -> None:
