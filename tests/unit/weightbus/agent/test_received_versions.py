@@ -74,7 +74,7 @@ def test_memory_is_there_before_a_version_and_gone_after_it(tmp_path: Path):
     staging.free()
     assert held() == 0
     assert os.listdir("/proc/self/fd") == descriptors, "one is left open"  # noqa: PTH208
-    assert torch.equal(mapped["t0"], sent.tensors["t0"])  # whoever maps it does not fall
+    assert torch.equal(mapped["t0"], sent.tensors["t0"])  # a process that maps it does not fail
     again = snapshot(2)
     loaded = load_file(receive(staging, again) / WEIGHTS)
     assert torch.equal(loaded["t3"], again.tensors["t3"])

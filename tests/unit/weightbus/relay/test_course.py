@@ -1,4 +1,4 @@
-"""Who goes on with a publish after a failure, and when checksums are looked at."""
+"""Which engines continue a publish after a failure, and when checksums are compared."""
 
 import pytest
 

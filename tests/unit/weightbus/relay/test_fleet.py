@@ -1,4 +1,4 @@
-"""Who is served next, with what, and with whom."""
+"""Which engines are served next, with which version, and in which group."""
 
 from slipstream.weightbus.relay.fleet import Fleet, Seat, Serving
 from slipstream.wire.messages.versions import PolicyVersion
