@@ -129,7 +129,7 @@ def test_the_reward_of_each_token_is_charged_for_the_divergence_of_the_proximal_
         torch.tensor(PROXIMAL), torch.tensor(REFERENCE), torch.ones(3, dtype=torch.bool)
     )
     rewards = chosen.token_rewards(torch.tensor([1.0, -1.0]), charge, SEQUENCES)
-    # PROXIMAL - REFERENCE = -0.4, 0.6, 0.0; the reward stands on the last token of its sequence
+    # PROXIMAL - REFERENCE = -0.4, 0.6, 0.0; the reward is on the last token of its sequence
     assert rewards.tolist() == pytest.approx([0.08, 1.0 - 0.12, -1.0])
     result = chosen.token_advantages(TokenOutcomes(rewards=rewards, packing=SEQUENCES))
     assert result.advantages.tolist() == pytest.approx([0.96, 0.88, -1.0])

@@ -22,7 +22,7 @@ RULES: dict[str, Rule] = {
 
 
 def said(logits: Tensor, tokens: Tensor) -> TokenLogprobs:
-    """Return what a layer says whose logits are its input. Shapes [N, L, V], [N, L] -> [N * L]."""
+    """Return the logprobs of a layer that returns its input. Shapes [N, L, V], [N, L] -> [N * L]."""
     weight = torch.eye(logits.shape[-1], dtype=logits.dtype)
     return linear_logprobs(logits.flatten(0, 1), OutputLayer(weight=weight), tokens.flatten())
 

@@ -1,4 +1,4 @@
-"""Chunked log-probabilities against plain torch, in float64 unless a test says otherwise.
+"""Chunked log-probabilities against plain torch, in float64 unless a test states otherwise.
 
 How the rows are split over ranks is tests/integration/test_linear_logprobs_ranks.py.
 """
@@ -30,13 +30,13 @@ from slipstream.algos.reduce import Denominators, reduced
 from slipstream.algos.surrogates import PpoOptions, SurrogateInputs, ppo_clip
 
 T, H, V = 11, 5, 29
-REAL = 24  # of the V rows; the others are padding where a test says so
+REAL = 24  # of the V rows; the others are padding where a test asks for it
 BARRED = (1, 20, 30)  # the last is not a row
 
 
 @dataclass(frozen=True)
 class Case:
-    """Two models at the same tokens, and weights that mix what is said into one number."""
+    """Two models at the same tokens, and weights that mix the results into one number."""
 
     hidden: Tensor
     weight: Tensor
@@ -389,7 +389,7 @@ def compiled(
         with warnings.catch_warnings():
             # torch itself instantiates the autograd function that it traces.
             warnings.filterwarnings("ignore", "<class 'torch.autograd.function.Function'>")
-            # And looks at gradients of what it hands from one graph to the next.
+            # And reads gradients of what it hands from one graph to the next.
             warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
             return inner(*arguments)
 

@@ -293,7 +293,7 @@ def test_tensors_of_other_tokens_are_refused():
 
 @st.composite
 def tokens(draw: st.DrawFn) -> tuple[Tensor, Tensor, Tensor]:
-    """Values, mask and index of three groups; NaN stands outside the mask."""
+    """Values, mask and index of three groups; NaN is outside the mask."""
     n = draw(st.integers(3, 40))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
     mask = torch.rand(n, generator=generator) < 0.7
@@ -420,7 +420,7 @@ def test_each_index_is_centered_by_its_mean_or_by_that_of_the_others(
 
 @st.composite
 def steps(draw: st.DrawFn) -> TokenOutcomes:
-    """Sequences of several groups, in any order, with what the policy said of their tokens."""
+    """Sequences of several groups, in any order, with the policy's figures for their tokens."""
     case = draw(cases())
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
     total, count = len(case.mask), len(case.lengths)
