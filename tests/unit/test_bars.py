@@ -1,4 +1,4 @@
-"""What benchmarks say of their bars."""
+"""How benchmarks report their bars."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The commands of the Makefile find every test: each looks in some folders only."""
+"""The commands of the Makefile find every test: each searches some folders only."""
 
 import re
 from pathlib import Path

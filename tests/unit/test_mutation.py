@@ -258,7 +258,7 @@ def test_a_record_is_of_the_code_and_not_of_documents_or_of_this_program(tmp_pat
     assert digests(tmp_path).keys() == {"wire/a.py", "tests/unit/test_a.py"}
 
 
-# ---- what is said ------------------------------------------------------------
+# ---- reports -----------------------------------------------------------------
 
 
 def outcomes_of(**counts: int) -> list[Outcome]:
