@@ -68,7 +68,7 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> Weights:
 
 
 class Oracle:
-    """Asks the process that says what logprobs must be."""
+    """Asks the process that computes what logprobs must be."""
 
     def __init__(self, process: "subprocess.Popen[str]") -> None:
         self._process = process
@@ -83,7 +83,7 @@ class Oracle:
         return json.loads(line)
 
     def by_learner(self, model: Path, answers: Sequence["Answer"]) -> list[list[float]]:
-        """Return what the learner's own model says of whole answers."""
+        """Return what the learner's own model computes for whole answers."""
         sequences = [answer.sequence for answer in answers]
         logprobs = self._ask({"model": str(model), "sequences": sequences})
         return [
@@ -347,7 +347,7 @@ def picked(by_version: dict[PolicyVersion, list[float]], starts: Starts) -> list
 def by_learner(
     oracle: Oracle, weights: Weights, answers: Sequence[Answer]
 ) -> Iterator[tuple[Answer, dict[PolicyVersion, list[float]]]]:
-    """Yield each answer with what the learner's own model says of it, by version."""
+    """Yield each answer with what the learner's own model computes for it, by version."""
     columns = [oracle.by_learner(weights[version], answers) for version in VERSIONS]
     for answer, *row in zip(answers, *columns, strict=True):
         yield answer, dict(zip(VERSIONS, row, strict=True))

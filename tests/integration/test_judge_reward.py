@@ -1,4 +1,4 @@
-"""The judge against a server that says what it is told to, and against a real SGLang server."""
+"""The judge against a server that answers as scripted, and against a real SGLang server."""
 
 import asyncio
 import re

@@ -1,4 +1,4 @@
-"""Learners of one and two ranks over the real wire: who asks for what, and what is not trained."""
+"""Learners of one and two ranks over the real wire: each rank's requests, and what is not trained."""
 
 import json
 import os

@@ -48,7 +48,7 @@ OVERRIDES = {
 
 
 class Report(msgspec.Struct):
-    """What the learner says of a run: figures by step, digests of the weights before and after."""
+    """The learner's report of a run: figures by step, digests of the weights before and after."""
 
     committed: list[dict[str, float]]
     weights: tuple[str, str]

@@ -346,7 +346,7 @@ def test_a_stopped_server_is_waited_for_and_applies_a_commit_once(
 
 @dataclass
 class Proxy:
-    """Stands between a client and a server and can withhold what one connection says."""
+    """A proxy between a client and a server that can withhold what one connection sends."""
 
     target: Path
     num_connections: int = 0
@@ -455,7 +455,7 @@ def test_a_folder_may_have_spaces_quotes_and_letters_of_any_language(folder: Pat
 
 
 def test_a_damaged_file_is_named_with_what_to_do_and_that_mends_it(folder: Path):
-    """What docs/operations.md says under "A damaged store", done."""
+    """The steps of "A damaged store" in docs/operations.md."""
 
     async def fill(server: RedisServer) -> None:
         async with connected(server) as store:

@@ -506,7 +506,7 @@ def test_an_async_function_that_fails_does_not_harm_those_that_run_beside_it(
     scores, pool = scored_in_time(section, *answers, slow=[answer])
     assert [score.reward for score in scores] == [1.0] * 5 + [None] + [1.0] * 5
     assert reason in scores[5].unavailable
-    # Who dies beside others is not known to be to blame, and dies again alone.
+    # A call that dies beside others may not be to blame: it is run again alone.
     assert sum(pool.replaced.values()) in {None: {0}, "timeout": {1}, "died": {1, 2}}[fault]
 
 
@@ -818,7 +818,7 @@ def score(data_source, solution_str, ground_truth, extra_info):
 
 
 def test_a_reward_function_is_no_other_role(short_folder: Path, monkeypatch: pytest.MonkeyPatch):
-    """The broker's socket takes anybody of this user: as a learner, say, that takes over."""
+    """The broker's socket accepts any process of this user, even a learner that takes over."""
     monkeypatch.setenv("WANDB_API_KEY", "w")
     monkeypatch.setenv("JUDGE_KEY", "j")
     table: Table = {

@@ -76,7 +76,7 @@ def _namespaces() -> None:
 
 @pytest.fixture(scope="module")
 def own_temporary_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A folder that every user may look into."""
+    """A folder that every user may read."""
     tmp_path_factory.getbasetemp()  # not in ours, which later tests do not have
     with tempfile.TemporaryDirectory(prefix="box-") as folder:
         Path(folder).chmod(0o755)
@@ -594,7 +594,7 @@ def test_what_hangs_ends_on_a_busy_machine_all_the_same(mode: sandbox.Mode, sour
 @pytest.mark.parametrize("mode", ["namespaces", "none"])
 @pytest.mark.parametrize("vfork", ["syscall(58)", "vfork()"])
 def test_process_that_hangs_as_if_it_waited_for_a_disk_is_ended(mode: sandbox.Mode, vfork: str):
-    """Whoever starts a child by vfork waits until that starts its program, and seems to read."""
+    """A parent in vfork waits until the child starts its program, as if it read a disk."""
     if os.uname().machine != "x86_64" and vfork != "vfork()":
         pytest.skip("there is no such call here")
     source = f"import ctypes, time\nctypes.CDLL(None).{vfork}\ntime.sleep(1000)"
@@ -687,7 +687,7 @@ def test_a_jailed_command_keeps_descriptors_environment_and_exit_code(tmp_path: 
 
     assert (done.returncode, done.stdout) == (7, f"{tmp_path}\n".encode())
     assert os.read(read, 100) == b"kept"
-    assert os.read(read, 100) == b""  # nobody else holds it
+    assert os.read(read, 100) == b""  # no other process holds it
     os.close(read)
 
 

@@ -1,4 +1,4 @@
-"""No secret of a child stands where others on the machine, or readers of its log, would see it."""
+"""No secret of a child is where others on the machine, or readers of its log, would see it."""
 
 import asyncio
 from contextlib import suppress

@@ -1,4 +1,4 @@
-"""A broker that listens to other hosts: who is let in, and who may say what."""
+"""A broker that listens to other hosts: which clients are let in, and what each may send."""
 
 import asyncio
 import errno
@@ -350,7 +350,7 @@ async def answer_to(socket: "zmq.asyncio.Socket", *frames: bytes) -> object:
 def test_a_session_is_worth_nothing_on_another_connection_nor_a_routing_id_without_it(
     short_folder: Path,
 ):
-    """Neither who knows a token nor who comes back under a routing id is who said hello."""
+    """Neither a token nor a routing id makes another peer the client that sent the hello."""
 
     async def body() -> list[object]:
         async with secured(short_folder) as it:

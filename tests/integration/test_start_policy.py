@@ -1,4 +1,4 @@
-"""The policy that ships with the project knows what the README says it knows."""
+"""The policy that ships with the project scores what the README states."""
 
 import json
 import re

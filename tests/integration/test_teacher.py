@@ -1,4 +1,4 @@
-"""A teacher behind an endpoint: a real SGLang server, and one that says what it is told to."""
+"""A teacher behind an endpoint: a real SGLang server, and one that answers as scripted."""
 
 import asyncio
 import json
@@ -92,7 +92,7 @@ def test_teacher_logprobs_of_sglang_are_those_of_transformers(tmp_path: Path):
     assert min(min(logprobs) for logprobs in expected) < -1.0, "nothing was compared"
 
 
-# ---- a server that is told what to say ----
+# ---- a scripted server ----
 
 Answer = Callable[[dict[str, Any]], tuple[int, Any]]
 

@@ -15,9 +15,9 @@ from safetensors.torch import load_file
 from tests.support.blank_model import write_blank_model
 
 ROOT = Path(__file__).parents[2]
-BOUND = 15  # updates, fewer than the target takes, and not a multiple of what is looked at
+BOUND = 15  # updates, fewer than the target takes, and no multiple of those evaluated
 
-# No test waits for a while: a child ends, or says where it is.
+# No test waits for a while: a child ends, or prints where it is.
 pytestmark = pytest.mark.integration  # most of it slow: it makes what ships again, no part of a run
 
 

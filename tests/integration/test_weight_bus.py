@@ -1,6 +1,6 @@
 """The weight bus between real processes: whatever dies, no token comes from a mixture of versions.
 
-The engines are plain tensors (tests/support/bus/engine.py), so that they can be told to fail at any
+The engines are plain tensors (tests/support/bus/engine.py), so that they can be made to fail at any
 point; test_transports.py does the same publishes with SGLang. No deadline of the bus runs out in a
 test that does not set it: what happens there does not wait for one.
 """
@@ -186,7 +186,7 @@ def test_engines_that_die_in_a_transfer_affect_no_other_and_may_come_back(bus: W
     for name in (*TRANSPORTS, "sound"):
         bus.wait_for(name, 0)
     bus.publish(1)
-    bus.wait_for("sound", 1)  # whoever waits for a deadline of the dead never gets there
+    bus.wait_for("sound", 1)  # waiting for a deadline of the dead would never end
     for name in TRANSPORTS:
         assert bus.agents[name].wait() == -signal.SIGKILL
     bus.publish(2)
