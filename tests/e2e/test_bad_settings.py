@@ -48,7 +48,7 @@ def spoil_row(folder: Path) -> None:
     path.write_text("\n".join([*lines[:2], "{", *lines[3:]]))
 
 
-# One case for each process that refuses (the engine's start is long: slow); the others say the same
+# One case for each process that refuses (the engine's start is long: slow); the others do the same
 # of other settings.
 IN_MAKE_TEST = {"unknown setting", "empty data", "vocabulary", "no reward"}
 CASES: dict[str, tuple[dict[str, object], Spoil, str]] = {
@@ -155,7 +155,7 @@ def small_disk(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
         pytest.param(
             "ro",
             r"\(run\.dir\).*Read-only file system|Read-only file system.*\(run\.dir\)",
-            marks=pytest.mark.slow,  # the other disk says the same of another error
+            marks=pytest.mark.slow,  # the other disk does the same for another error
         ),
     ],
 )

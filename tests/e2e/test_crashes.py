@@ -1,4 +1,4 @@
-"""Real processes of real parts are killed; the run goes on, and every prompt is accounted for."""
+"""Real processes of real parts are killed; the run continues, and every prompt is accounted for."""
 
 import json
 import random

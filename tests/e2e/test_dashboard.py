@@ -65,14 +65,14 @@ def kill(run: TinyRun, words: str) -> None:
 
 
 def roles_of(run: TinyRun) -> set[str]:
-    """Return who has said hello to the broker; nobody, while its socket is not there yet."""
+    """Return the roles known to the broker; none while its socket is not there yet."""
     with suppress(PeerLostError):
         return {role.name for role in status_now(run_of_folder(run.folder)).roles}
     return set()
 
 
 def is_network(entry: dict[str, str]) -> bool:
-    """Tell whether the browser complains of a connection, as it does when the broker is gone."""
+    """Return whether the browser complains of a connection, as it does when the broker is gone."""
     return entry["source"] == "network" or "net::ERR" in entry["message"]
 
 
@@ -115,7 +115,7 @@ def test_the_page_shows_the_ledger_a_killed_generator_and_later_the_finished_run
     before = assert_page_agrees_with_the_ledger(run, browser)
 
     until(lambda: "generator-0" not in text(browser, "headline"), "a generator is not heard")
-    kill(run, "--name generator-0")  # it is back as soon as its SGLang is, and heard again
+    kill(run, "--name generator-0")  # it is back as soon as its SGLang is, and reports again
     until(
         lambda: "generator-0" in text(browser, "headline"),
         "the page says nothing of a generator that was killed",

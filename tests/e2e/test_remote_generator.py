@@ -62,7 +62,7 @@ def test_generator_on_another_host_joins_by_the_documented_commands(hosts: tuple
         while running.poll() is None and time.monotonic() < deadline:
             assert generator.poll() in {None, 0}, (far.folder / "generator.log").read_text()
             held = held or held_by_both(head)
-            time.sleep(1.0)  # each look is a command
+            time.sleep(1.0)  # each check is a command
         logs = (head.folder / "run.log").read_text() + (far.folder / "generator.log").read_text()
         assert running.poll() == 0, logs
         assert generator.wait(HANG_S) == 0, logs

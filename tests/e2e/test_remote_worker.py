@@ -105,7 +105,7 @@ def secrets_of(keys: Path) -> list[str]:
 
 
 def assert_no_secret(secrets: list[str], shown: set[str], folders: list[Path]) -> None:
-    """No key stands where others could read it; passwords have no arguments at all."""
+    """No key is where others could read it; passwords have no arguments at all."""
     assert len(secrets) == 2
     assert shown
     files = [path for folder in folders for path in folder.rglob("*") if path.is_file()]

@@ -1,4 +1,4 @@
-"""What a user does in the first hour: evaluate, stop, resume, export, look, replay."""
+"""What a user does in the first hour: evaluate, stop, resume, export, inspect, replay."""
 
 import json
 import os
