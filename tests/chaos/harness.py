@@ -55,8 +55,8 @@ class Chaos:
     seed: int
     supervisor: Supervisor
     plans: dict[str, RolePlan]
-    stopped: dict[int, float] = field(default_factory=dict)  # pid -> when it goes on
-    done: Counter[str] = field(default_factory=Counter)  # what was done to whom
+    stopped: dict[int, float] = field(default_factory=dict)  # pid -> when it resumes
+    done: Counter[str] = field(default_factory=Counter)  # what was done to which process
 
     @property
     def run_folder(self) -> Path:
@@ -81,7 +81,7 @@ class Chaos:
         return process.pid if process is not None and process.poll() is None else None
 
     def kill(self, role: str) -> bool:
-        """Kill -9; False if there was nobody to kill."""
+        """Kill -9; False if there was no process to kill."""
         return self._signal(role, signal.SIGKILL, "kill")
 
     def stop(self, role: str, seconds: float) -> bool:
@@ -103,7 +103,7 @@ class Chaos:
         return False
 
     def look_after(self) -> None:
-        """Wake who slept long enough; have the supervisor start who died."""
+        """Wake processes that slept long enough; have the supervisor restart dead ones."""
         now = time.monotonic()
         for pid, until in list(self.stopped.items()):
             if now >= until:
@@ -161,7 +161,7 @@ class Chaos:
         return "\n".join(tails)
 
     def assert_nothing_was_lost(self, num_prompts: int) -> LedgerView:
-        """The equation, the bound, each prompt once, and weights that are what they say."""
+        """The equation, the bound, each prompt once, and weights that match their label."""
         assert not (self.run_folder / "complaints").exists(), (
             self.run_folder / "complaints"
         ).read_text()
@@ -335,7 +335,7 @@ def mounted(folder: Path, megabytes: int) -> Iterator[None]:
 
 @contextmanager
 def redis_server(folder: Path) -> Iterator[dict[str, str]]:
-    """Yield settings of a server that is nobody's child but ours."""
+    """Yield settings of a server that is our child alone."""
     (folder / "redis").mkdir()
     socket = folder / "redis.sock"
     server = RedisServer.launch(

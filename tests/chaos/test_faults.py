@@ -67,7 +67,7 @@ def test_messages_that_come_twice_late_and_in_another_order(folder: Path):
         # The same kind of fault at other moments:
         # published, in no checkpoint;
         pytest.param(("publish:3", "publish:9"), marks=pytest.mark.slow),
-        # half a checkpoint, and a checkpoint that nobody knows of;
+        # half a checkpoint, and a checkpoint that the broker does not know of;
         pytest.param(("save:5", "seal:10"), marks=pytest.mark.slow),
         # twice in a row from one checkpoint.
         pytest.param(("publish:8", "publish:8", "commit:6"), marks=pytest.mark.slow),
