@@ -80,7 +80,7 @@ def test_burst_of_retractions_cuts_once_however_often_it_is_polled(
     in_flight = state.limit
     retractions = state.num_retractions
     states = [state]
-    for _ in range(polls):  # nothing ends meanwhile, and more is retracted at every look
+    for _ in range(polls):  # nothing ends meanwhile, and more is retracted at every poll
         retractions += 1
         seen = Observation(
             in_flight=in_flight,
@@ -109,7 +109,7 @@ class Engine:
     limits: list[int] = field(default_factory=list)
 
     def turn(self) -> None:
-        """Take what the limit allows, look at it, and let every sequence end."""
+        """Take what the limit allows, observe it, and let every sequence end."""
         groups = max(0, self.state.limit - self.in_flight) // self.within.step
         self.in_flight += groups * self.within.step
         fits = int(1.0 / self.share)
