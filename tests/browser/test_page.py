@@ -595,7 +595,7 @@ def test_a_state_that_comes_late_does_not_take_the_page_back(
     evaluated = figure(browser, "evaluation")
 
     until(lambda: ask(browser, "window.late") == 1)
-    server.cut()  # nothing that is heard later mends it
+    server.cut()  # nothing that arrives later mends it
     time.sleep(1.5)
 
     assert figure(browser, "step") == "95 / 500"
