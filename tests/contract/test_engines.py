@@ -85,7 +85,7 @@ class OnEngine:
         await until_load(self._server, lambda load: load.num_running == count or asked.done())
 
     async def until_idle(self, engine: InferenceEngine) -> None:
-        """Wait until no answer is in the making, not even one that nobody waits for any more."""
+        """Wait until no answer is in the making, not even one whose caller has gone."""
 
         async def is_idle() -> bool:
             in_flight = await engine.pause()
@@ -94,7 +94,7 @@ class OnEngine:
 
         await until_async(is_idle, "answers are still being written")
         if self._server is not None:
-            # SGLang tells its load as of its last batch, which may be one of before the pause, and
+            # SGLang reports its load as of its last batch, maybe one of before the pause, and
             # needs seconds to notice that a client is gone.
             await engine.sample(PROMPT, SHORT, count=1)
             await until_load(self._server, lambda load: load == (0, 0, 0))
@@ -232,7 +232,7 @@ def test_engine_reports_its_load_and_that_it_is_idle(on_engine: OnEngine):
         idle = await engine.load()
         assert (idle.num_running, idle.num_waiting, idle.used_tokens) == (0, 0, 0)
         assert (idle.capacity_tokens, idle.kv_use) == (CACHED, 0.0)
-        for _ in range(TRIES):  # to look twice while they are in the making
+        for _ in range(TRIES):  # to read it twice while they are in the making
             asked = asyncio.create_task(engine.sample(PROMPT, LONG, count=3, seeds=[1, 2, 3]))
             busy = [idle]
             while not asked.done():
