@@ -92,7 +92,7 @@ def all_mutants(tree: Path) -> list[Mutant]:
 
 
 def is_chosen(mutant: Mutant, only: Sequence[str]) -> bool:
-    """Tell whether a mutant is in one of these packages, folders, files or lines, if any."""
+    """Return whether a mutant is in one of these packages, folders, files or lines, if any."""
     for one in only:
         place, _, line = one.partition(":")
         is_there = mutant.file == place or mutant.file.startswith(place.rstrip("/") + "/")

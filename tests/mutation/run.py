@@ -53,7 +53,7 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """A mutant, what came of it, and what is to be said of that."""
+    """A mutant, what came of it, and the explanation."""
 
     mutant: Mutant
     verdict: Verdict
@@ -119,7 +119,7 @@ class Runner:
         self.most_s = most_s
 
     def run(self, mutants: Sequence[Mutant], done: Callable[[Outcome], None]) -> None:
-        """Run mutants; tell of each what came of it, as soon as it is known."""
+        """Run mutants; report what came of each as soon as it is known."""
         _import_libraries()
         waiting, free = list(reversed(mutants)), list(self.trees)
         try:
@@ -203,7 +203,7 @@ class Runner:
         return Outcome(job.mutant, Verdict.SURVIVED, left_out)
 
     def _goes_on(self, job: _Job) -> bool:
-        """Tell whether a run is within its limits, and not asleep for good."""
+        """Return whether a run is within its limits, and not asleep for good."""
         now_s = time.monotonic()
         if now_s - job.seen[0] > 1.0:
             cpu_s = _cpu_s(job.pid)
@@ -278,7 +278,7 @@ def _run_tests(tree: Path, root: Path, names: Sequence[str], cpu_s: float) -> No
         words = ["-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "--hypothesis-seed=0"]
         words += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]  # hypothesis is there already
         code = int(pytest.main([*words, "--rootdir", str(tree), *files], plugins=[Chosen(names)]))
-    except BaseException:  # noqa: BLE001 whatever it is, this fork must not go on as its parent
+    except BaseException:  # noqa: BLE001 whatever it is, this fork must not continue as its parent
         traceback.print_exc()
     finally:
         sys.stdout.flush()
