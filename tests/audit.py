@@ -1,8 +1,8 @@
 """Whether an installed package has a known hole: ``python -m tests.audit``, which asks PyPI.
 
-pip-audit looks every installed package up in PyPI's JSON interface. It passes where it found
-nothing, even because nothing could be looked up: here that is told apart. Exit code 1 is a hole, 2
-that nobody could be asked.
+pip-audit checks every installed package against PyPI's JSON interface. It passes where it found
+nothing, even because nothing could be checked: here these differ. Exit code 1 is a hole, 2 that
+PyPI could not be reached.
 """
 
 import importlib.metadata
@@ -33,7 +33,7 @@ def report_of(packages: Mapping[str, str]) -> dict[str, Any]:
     """Ask pip-audit.
 
     Raises:
-        UnreachableError: it does not run, or says nothing that can be read.
+        UnreachableError: it does not run, or prints nothing that can be read.
     """
     with tempfile.TemporaryDirectory() as folder:
         names = Path(folder, "installed.txt")
@@ -57,7 +57,7 @@ def holes(report: Mapping[str, Any], accepted: Mapping[str, str]) -> list[str]:
     """Return a line for each known hole that is not accepted.
 
     Raises:
-        UnreachableError: not one package could be looked up.
+        UnreachableError: not one package could be checked.
     """
     looked_up = [one for one in report["dependencies"] if "skip_reason" not in one]
     if not looked_up:

@@ -14,7 +14,7 @@ from slipstream.wire.messages.versions import PolicyVersion
 
 
 def checkpoint_info(version: PolicyVersion, **changes: object) -> CheckpointInfo:
-    """Return what checkpoint.json says of this version; ``changes`` are fields by name."""
+    """Return the checkpoint.json of this version; ``changes`` are fields by name."""
     info = CheckpointInfo(
         format_revision=FORMAT_REVISION,
         run_name="a",

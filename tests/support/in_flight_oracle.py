@@ -73,7 +73,7 @@ class LearnersModels:
 
 
 class KeptCache:
-    """Models that go on over the keys and values that another one computed."""
+    """Models that continue over the keys and values that another one computed."""
 
     def __init__(self, folders: list[Path], barred: int) -> None:
         from transformers import AutoModelForCausalLM

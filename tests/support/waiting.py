@@ -15,8 +15,8 @@ def until(is_so: Callable[[], object], what: str | Callable[[], str] = "") -> No
     """Wait until something is so.
 
     Args:
-        is_so: looked at again and again.
-        what: the failure says, text or what makes it.
+        is_so: checked again and again.
+        what: of the failure: text or what makes it.
     """
     hangs_s = time.monotonic() + HANG_S
     while not is_so():
@@ -27,7 +27,7 @@ def until(is_so: Callable[[], object], what: str | Callable[[], str] = "") -> No
 async def until_async(
     is_so: Callable[[], object | Awaitable[object]], what: str | Callable[[], str] = ""
 ) -> None:
-    """Wait until something is so, or what looks at it says so, while the event loop runs."""
+    """Wait until something is so, or the check returns so, while the event loop runs."""
     hangs_s = time.monotonic() + HANG_S
     while not (await seen if isawaitable(seen := is_so()) else seen):
         assert time.monotonic() < hangs_s, _text(what)
@@ -35,7 +35,7 @@ async def until_async(
 
 
 def until_ended(pid: int) -> None:
-    """Wait until a process has ended, whoever is to collect it."""
+    """Wait until a process has ended, whichever process is to collect it."""
     until(lambda: state_of(pid) in "ZX", f"process {pid} goes on")
 
 

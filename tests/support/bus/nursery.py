@@ -25,7 +25,7 @@ _LOOK_S = 0.02
 
 
 class Forked:
-    """A process that was forked; nobody takes its place before its end was asked for."""
+    """A process that was forked; its pid is not reused before its end was asked for."""
 
     def __init__(self, nursery: "Nursery", pid: int) -> None:
         self.pid = pid

@@ -1,7 +1,7 @@
 """One rank of those that the rows of an output layer are split over.
 
 Usage: linear_logprobs WORK_FOLDER RANK WORLD_SIZE
-Reads WORK_FOLDER/case.pt; writes what is said and the gradients to WORK_FOLDER/RANK.pt.
+Reads WORK_FOLDER/case.pt; writes the results and the gradients to WORK_FOLDER/RANK.pt.
 """
 
 import sys

@@ -31,7 +31,7 @@ from tests.support.waiting import HANG_S
 
 
 class FollowedLink(LeaderLink):
-    """Tells scripted engines of versions, which have no weights, and keeps what was committed."""
+    """Gives scripted engines, without weights, their versions, and keeps what was committed."""
 
     publishes = False
 
