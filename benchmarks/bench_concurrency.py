@@ -5,7 +5,7 @@ lognormal number of tokens before an answer may end, then a geometric one) are g
 the lanes that a generator's worker uses: adaptive, or a fixed number. Every setting does the same
 groups in alternating turns; medians.
 The cache holds a fraction of the largest number. SGLang keeps most of the others waiting in its
-queue, and throws some out of the cache (retracts them) and computes them again, as its log tells.
+queue, and throws some out of the cache (retracts them) and computes them again, as its log reports.
 """
 
 import argparse

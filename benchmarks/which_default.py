@@ -2,7 +2,7 @@
 
     python -m benchmarks.which_default exact           every length, lag and mismatch (5 minutes)
     python -m benchmarks.which_default runs --out F    real runs, one line of F each (an hour)
-    python -m benchmarks.which_default report [F]      what the runs say, with tests
+    python -m benchmarks.which_default report [F]      what the runs show, with tests
 
 exact: the errors of ``bench_corrections`` over a grid of lengths, lags and mismatches. Of each
 candidate: the geometric mean over cells of its error over the least error in the cell (1 is best
@@ -241,7 +241,7 @@ def read(path: Path) -> list[Result]:
     return [msgspec.json.decode(line, type=Result) for line in lines]
 
 
-# ---- what runs say -----------------------------------------------------------
+# ---- results -----------------------------------------------------------------
 
 
 def sign_flip_p(differences: Sequence[float]) -> float:
@@ -333,7 +333,7 @@ def main() -> int:
     commands.add_parser("exact", help="the exact study")
     runs = commands.add_parser("runs", help="real runs; goes on where it was stopped")
     runs.add_argument("--out", type=Path, required=True, metavar="FILE")
-    told = commands.add_parser("report", help="what the runs of a file say")
+    told = commands.add_parser("report", help="what the runs of a file show")
     told.add_argument("file", type=Path, nargs="?", default=RECORDED, help="%(default)s")
     arguments = parser.parse_args()
 

@@ -46,7 +46,7 @@ _EPOCH = 1 << 32
 
 @dataclass(frozen=True, slots=True)
 class Bytes:
-    """One trajectory as it is sent: the frames, and how many tokens they stand for."""
+    """One trajectory as it is sent: the frames, and how many tokens they contain."""
 
     payload: bytes
     response: bytes
@@ -258,7 +258,7 @@ def generate(
     limit: int,
     name: str,
 ) -> int:
-    """Generate until told to stop, or until ``limit`` trajectories (0: none) are acknowledged."""
+    """Generate until stopped, or until ``limit`` trajectories (0: none) are acknowledged."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     peer = Peer(context, endpoint, "generator", name)
     it = Generator(peer, trajectory_bytes(payload_bytes))
@@ -286,10 +286,10 @@ def consume(
         endpoint: of the broker.
         version: the learner's, for the generators.
         stop: not 0 ends it.
-        steps: to train; 0 is until told to stop, -1 trains nothing.
+        steps: to train; 0 is until stopped, -1 trains nothing.
         score_limit: scores to give before it ends by itself.
         seal_every: steps from one durable checkpoint to the next; 0 makes none.
-        first_step: where the learner goes on.
+        first_step: where the learner resumes.
     """
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     scorer = Scorer(Peer(context, endpoint, "reward_worker", "reward-worker-0"))

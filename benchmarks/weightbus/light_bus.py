@@ -120,7 +120,7 @@ class LightBus:
 
 
 def copy_checked(tensors: dict[str, torch.Tensor], views: dict[str, torch.Tensor]) -> None:
-    """Copy tensors to their places, looking for NaN and inf on the way."""
+    """Copy tensors to their places, checking for NaN and inf on the way."""
     finite = []
     for name, tensor in tensors.items():
         finite.append(is_finite(tensor))
