@@ -26,7 +26,7 @@ def test_every_test_is_in_a_folder_of_a_command():
         assert is_in(path, hermetic + processes), path
         marked = WITH_PROCESSES.search(path.read_text()) is not None
         if marked and path != Path(__file__):
-            assert is_in(path, processes), f"{path} has tests that only `make unit` would look at"
+            assert is_in(path, processes), f"{path} has tests that only `make unit` would find"
 
 
 def test_what_is_in_no_hermetic_folder_is_marked_throughout():

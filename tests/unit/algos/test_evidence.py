@@ -86,7 +86,7 @@ def test_proof_against_another_system_reads_its_golden_files():
 @pytest.mark.parametrize("bound", bounds())
 def test_every_bound_is_compared_on_both_sides(bound: str):
     flags = straddled().get(bound)
-    assert flags is not None, f"no test says which of its data are beyond {bound}"
+    assert flags is not None, f"no test states which of its data are beyond {bound}"
     assert 0 < sum(flags) < len(flags), f"{sum(flags)} of {len(flags)} are beyond {bound}"
 
 

@@ -109,7 +109,7 @@ def generate(
     async def run() -> int:
         failed = await job.run()
         await asyncio.sleep(0)
-        assert len(asyncio.all_tasks()) == 1, "something goes on after the end"
+        assert len(asyncio.all_tasks()) == 1, "something still runs after the end"
         return failed
 
     try:
@@ -251,5 +251,5 @@ def test_answers_that_were_cut_off_cost_their_prompt_where_asked_for(
     with caplog.at_level(logging.INFO):
         assert generate(settings, CuttingOff(0)) == 0
     assert positions(settings) == kept
-    said = "prompt 1 dropped: 2 responses were cut off (sampling.overlong_responses)"
-    assert (said in caplog.text) == (overlong == "drop")
+    warning = "prompt 1 dropped: 2 responses were cut off (sampling.overlong_responses)"
+    assert (warning in caplog.text) == (overlong == "drop")

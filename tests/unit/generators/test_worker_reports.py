@@ -25,9 +25,9 @@ def test_a_worker_reports_again_and_again_while_its_answers_are_in_the_making(tm
             await it.until_held((0, 0), (0, 1))
             before = len(it.client.asked(RoleReport))
             await until_async(lambda: len(it.client.asked(RoleReport)) >= before + 3)
-            (told,) = (one for one in it.broker.status.roles if one.name == "generator-0")
-            assert told.adopted == it.broker.ledger.book.version
-            assert told.leases == 1
+            (status,) = (one for one in it.broker.status.roles if one.name == "generator-0")
+            assert status.adopted == it.broker.ledger.book.version
+            assert status.leases == 1
 
     asyncio.run(scenario())
 
@@ -67,8 +67,8 @@ def test_cache_use_and_lanes_are_reported_as_of_now(tmp_path: Path):
             await it.engine.pause()
             it.engine.let_all()  # each has its prompt of four and its first eight tokens there
             await until_async(lambda: it.last_report().gauges.get("kv_use") == 24 / 96)
-            (told,) = (one for one in it.broker.status.roles if one.name == "generator-0")
-            assert (told.sequences, told.sequence_limit, told.kv_use) == (2, 8, 0.25)
+            (status,) = (one for one in it.broker.status.roles if one.name == "generator-0")
+            assert (status.sequences, status.sequence_limit, status.kv_use) == (2, 8, 0.25)
             await it.engine.resume()
             await until_async(lambda: it.last_report().gauges["kv_use"] == 0.0)
             assert it.last_report().gauges["sequences"] == 0
@@ -120,19 +120,19 @@ def test_time_is_split_by_what_the_engine_does(tmp_path: Path):
     async def scenario() -> None:
         async with working(tmp_path, ledger_of(1, 2), max_sequences=2) as it:
 
-            def told() -> set[str]:
+            def phases() -> set[str]:
                 return set(it.last_report().phase_seconds)
 
             await it.until_held((0, 0), (0, 1))
-            await until_async(lambda: "generate" in told())
-            assert "adopt" not in told()
+            await until_async(lambda: "generate" in phases())
+            assert "adopt" not in phases()
             it.worker.pausing()
-            await until_async(lambda: "adopt" in told())
+            await until_async(lambda: "adopt" in phases())
             it.worker.adopted(it.broker.ledger.book.version)
             it.engine.let_all()
             await until_async(lambda: it.last_report().counters["trajectories"] == 2)
             before = it.last_report().phase_seconds
             await until_async(lambda: it.last_report().phase_seconds[WAIT] > before[WAIT])
-            assert told() == {"generate", "adopt", WAIT}
+            assert phases() == {"generate", "adopt", WAIT}
 
     asyncio.run(scenario())

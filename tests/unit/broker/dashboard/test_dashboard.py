@@ -116,15 +116,15 @@ async def dashboard(
         page = Dashboard(recorder, items(folder), host=host, port=0, read_s=read_s)
         address = URL(await page.start())
         jar = aiohttp.DummyCookieJar()
-        looking = asyncio.create_task(recorder.run())
+        recording = asyncio.create_task(recorder.run())
         try:
             async with aiohttp.ClientSession(cookie_jar=jar) as session:
                 yield session, address
         finally:
             await page.stop()
-            looking.cancel()
+            recording.cancel()
             with suppress(asyncio.CancelledError):
-                await looking
+                await recording
 
 
 @pytest.mark.parametrize(
@@ -491,7 +491,7 @@ class Wide:
     """A run whose every snapshot is large, sent without end."""
 
     def __init__(self) -> None:
-        self.looks = 0
+        self.num_reads = 0
 
     @property
     def snapshot(self) -> Snapshot:
@@ -513,7 +513,7 @@ class Wide:
         return []
 
     async def next_look(self) -> None:
-        self.looks += 1
+        self.num_reads += 1
         await asyncio.sleep(0.01)
 
 
@@ -544,7 +544,7 @@ def test_a_browser_that_does_not_read_is_let_go(path: str, tmp_path: Path):
         async def all_are_let_go() -> bool:
             return not await asyncio.to_thread(connections, url.port)
 
-        await until_async(all_are_let_go, "who does not read is kept")
+        await until_async(all_are_let_go, "a client that does not read is kept")
         for client in clients:
             client.close()
         viewers = page.num_viewers
@@ -594,8 +594,8 @@ def test_reconnecting_page_gets_every_step_it_missed():
             return events, state, (await session.get(url)).status
 
     events, state, refused = asyncio.run(body())
-    told = [[row["step"] for row in event["steps"]] for event in events]
-    assert told == [[float(n) for n in range(4, 41)], [40.0], [], []]
+    steps_sent = [[row["step"] for row in event["steps"]] for event in events]
+    assert steps_sent == [[float(n) for n in range(4, 41)], [40.0], [], []]
     assert events[0]["steps"][0] == {
         "step": 4.0,
         "at_s": pytest.approx(1.0, abs=9),
@@ -744,7 +744,7 @@ def test_a_state_that_cannot_be_read_keeps_nothing_from_starting(
         recorder = Recorder(status, tmp_path / PAGE_STATE, high_water_bytes=0, fsync="")
         page = Dashboard(recorder, RecordedItems(tmp_path), host="127.0.0.1", port=0)
         address = URL(await page.start())
-        looking = asyncio.create_task(recorder.run())
+        recording = asyncio.create_task(recorder.run())
         async with aiohttp.ClientSession() as session:
             paths = ("/state.json", "/events", "/metrics", "/")
             urls = [address.with_path(path, keep_query=True) for path in paths]
@@ -752,10 +752,10 @@ def test_a_state_that_cannot_be_read_keeps_nothing_from_starting(
             broken = False
             await recorder.next_look()
             refused.append((await session.get(urls[0])).status)
-        ends = looking.done()
-        looking.cancel()
+        ends = recording.done()
+        recording.cancel()
         with suppress(asyncio.CancelledError):
-            await looking
+            await recording
         await page.stop()
         return refused, ends
 
@@ -810,7 +810,7 @@ def test_a_figure_that_is_no_number_leaves_the_history_as_it_was(tmp_path: Path)
 
 
 @pytest.mark.parametrize(
-    ("said", "fsync"),
+    ("durability", "fsync"),
     [
         ("appendfsync always", "always"),
         ("appendfsync everysec: a crash can lose the last second", "everysec"),
@@ -819,8 +819,8 @@ def test_a_figure_that_is_no_number_leaves_the_history_as_it_was(tmp_path: Path)
         ("unknown (CONFIG is not permitted)", ""),
     ],
 )
-def test_fsync_policy_is_parsed_from_the_durability_text(said: str, fsync: str):
-    assert fsync_of(said) == fsync
+def test_fsync_policy_is_parsed_from_the_durability_text(durability: str, fsync: str):
+    assert fsync_of(durability) == fsync
 
 
 def test_the_steps_among_events_are_those_that_count_in_the_end():
@@ -843,20 +843,20 @@ def test_the_page_takes_a_process_for_silent_or_gone_when_the_terminal_does():
 
 def test_advice_and_the_file_wait_for_their_time(tmp_path: Path):
     """The clock decides, not how often the state is read."""
-    clock, looks, advised, written = [1e9], 0, [], []
+    clock, num_reads, advised, written = [1e9], 0, [], []
 
     def status() -> RunStatus:
-        nonlocal looks
-        looks += 1
+        nonlocal num_reads
+        num_reads += 1
         return STATUS
 
     def advise(_status: RunStatus, _trends: object) -> list[Advisory]:
         advised.append(clock[0])
         return []
 
-    async def looked() -> None:
-        end = looks + 1
-        await until_async(lambda: looks > end)
+    async def next_read() -> None:
+        end = num_reads + 1
+        await until_async(lambda: num_reads > end)
 
     async def body() -> None:
         recorder = Recorder(
@@ -868,13 +868,13 @@ def test_advice_and_the_file_wait_for_their_time(tmp_path: Path):
             advise=advise,
             write=lambda _path, _state: written.append(clock[0]),
         )
-        looking = asyncio.create_task(recorder.run())
+        recording = asyncio.create_task(recorder.run())
         for now_s in (1e9, 1e9 + 4.9, 1e9 + 10.0):
             clock[0] = now_s
-            await looked()
-        looking.cancel()
+            await next_read()
+        recording.cancel()
         with suppress(asyncio.CancelledError):
-            await looking
+            await recording
 
     asyncio.run(body())
     assert advised == [1e9, 1e9 + 10.0]

@@ -127,9 +127,9 @@ def test_a_process_that_begins_anew_is_not_counted_backwards():
 
 def test_a_day_of_samples_stays_small_and_covers_the_day():
     history = History(began_s=BEGAN_S)
-    looks, first_every_s = 0, history.every_s
+    num_samples, first_every_s = 0, history.every_s
     for at in range(0, DAY_S, 2):
-        looks += history.sample(STATUS, BEGAN_S + at)
+        num_samples += history.sample(STATUS, BEGAN_S + at)
         if at % 10 == 0:
             metrics = {f"policy/figure{i}": at / 7 + i for i in range(40)}
             history.step(StepPoint(step=at // 10, at_s=at, metrics=metrics), BEGAN_S + at)
@@ -145,7 +145,7 @@ def test_a_day_of_samples_stays_small_and_covers_the_day():
     # A row is taken half as often each time that half of them were given up.
     doublings = math.log2(history.every_s / first_every_s)
     assert doublings >= 2
-    assert looks <= MAX_ROWS * (1 + doublings / 2)
+    assert num_samples <= MAX_ROWS * (1 + doublings / 2)
 
 
 def test_stored_history_is_continued(tmp_path: Path):

@@ -756,7 +756,7 @@ def test_drop_mode_lets_go_of_what_is_past_its_deadline_and_takes_other_prompts(
     train_step(ledger)
     assert ledger.book.state.dropped == {"stale": 2}
     lost = ledger.heartbeat("generator-0", [g.lease_id for g in granted[4:]], now_s=0.0)
-    assert len(lost) == 2, "their generator is told"
+    assert len(lost) == 2, "their generator learns of it"
     assert [g.prompt.prompt for g in lease(ledger)] == [f"train {i}" for i in range(6, 12)]
     assert ledger.book.unaccounted() == 0
 
@@ -1171,11 +1171,11 @@ def test_time_in_which_the_broker_was_blocked_counts_in_no_lease():
 def test_heartbeats_without_answers_do_not_keep_a_lease_for_ever():
     ledger = started(make_ledger(make_rules(max_lease_s=35.0)))
     (first,) = lease(ledger, max_sequences=2, now_s=0.0)
-    heard = {
+    lost_at = {
         now: ledger.heartbeat("generator-0", [first.lease_id], now_s=now)
         for now in (8.0, 16.0, 24.0, 32.0, 40.0)
     }
-    assert [now for now, lost in heard.items() if lost] == [40.0]
+    assert [now for now, lost in lost_at.items() if lost] == [40.0]
     assert ledger.expire(41.0) == 0
     assert ledger.expire(32.0 + LEASE_S + 0.1) == 1
     (again,) = lease(ledger, "generator-1", max_sequences=2, now_s=43.0)

@@ -159,10 +159,10 @@ def test_a_function_that_is_not_async_never_runs_in_the_event_loop_of_those_that
         frames = Unframer()
         while len(answers) < 4:
             for body in frames.feed(ours.recv(1 << 16)):
-                said = from_child.decode(body)
-                assert isinstance(said, Answered)
-                outcome = said.outcomes[0]
-                answers.append((said.call_id, outcome.reward, outcome.unavailable))
+                answer = from_child.decode(body)
+                assert isinstance(answer, Answered)
+                outcome = answer.outcomes[0]
+                answers.append((answer.call_id, outcome.reward, outcome.unavailable))
         ours.shutdown(socket.SHUT_WR)
 
     with ours, ThreadPoolExecutor() as threads:

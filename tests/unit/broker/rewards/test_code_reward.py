@@ -300,7 +300,7 @@ def test_where_the_function_is_named_no_other_name_is_the_answer_s():
     right = "import math\ndef add(a, b): return a + b"
     helped = "assert same(add(1, 2), 3)"
     plain = "import math\nassert math.isclose(add(1, 2), 3)"
-    assert scored(wrong, {"asserts": helped})["score"] == 1.0, "a name that nobody defined"
+    assert scored(wrong, {"asserts": helped})["score"] == 1.0, "an undefined name"
     assert scored(wrong, {"asserts": helped, "fn_name": "add"})["score"] == 0.0
     assert scored(right, {"asserts": [helped, plain], "fn_name": "add"})["score"] == 0.5
     assert scored(right, {"asserts": plain, "fn_name": "add"})["score"] == 1.0
@@ -339,22 +339,22 @@ def test_processes_of_an_answer_are_checked_like_the_answer():
     try:
         answer = code_tester.Answer(1.0)
         answer._pid = process.pid
-        until(lambda: looks_computing(answer, cpu_s=0.2), "the child is not seen to compute")
+        until(lambda: is_computing(answer, cpu_s=0.2), "the child is not seen to compute")
         (child,) = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
         until(lambda: state_of(process.pid) == "S", "the parent does not wait")
         os.kill(int(child), signal.SIGSTOP)
         until_stopped(int(child))
-        until(lambda: not looks_computing(answer), "nothing computes, and it looks so")
+        until(lambda: not is_computing(answer), "the stopped child is seen to compute")
         before_s = answer._look()[1]
         os.kill(int(child), signal.SIGKILL)
-        until(lambda: looks_computing(answer), "the parent is not seen to compute")
+        until(lambda: is_computing(answer), "the parent is not seen to compute")
         assert answer._look()[1] >= before_s >= 0.2
     finally:
         process.kill()
         process.wait()
 
 
-def looks_computing(answer: code_tester.Answer, *, cpu_s: float = 0.0) -> bool:
+def is_computing(answer: code_tester.Answer, *, cpu_s: float = 0.0) -> bool:
     _, used_s, states = answer._look()
     return b"R" in states and used_s >= cpu_s
 

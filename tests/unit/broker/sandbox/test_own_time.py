@@ -3,13 +3,13 @@
 from slipstream.broker.sandbox.own_time import OwnTime
 
 
-def own_s(*looks: tuple[float, float, bool], disk: bool = False) -> float:
+def own_s(*samples: tuple[float, float, bool], disk: bool = False) -> float:
     """Return the own time after samples of (clock, processor seconds, whether it wants a core).
 
     With ``disk``, two seconds of waiting for one are free.
     """
     clock = OwnTime(100.0, 5.0, disk_s=2.0)
-    for now_s, cpu_s, wants_core in looks:
+    for now_s, cpu_s, wants_core in samples:
         clock.tick(100.0 + now_s, 5.0 + cpu_s, wants_core=wants_core, waits_for_disk=disk)
     return round(clock.seconds, 9)
 

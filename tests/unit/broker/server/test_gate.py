@@ -124,7 +124,7 @@ class StuckGate:
 
 def test_gate_that_cannot_shut_is_logged_and_the_socket_keeps_working(short_folder: Path):
     """The thread ended, and libzmq waited for ever to pass it the next connection."""
-    said: list[str] = []
+    logged: list[str] = []
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     router = context.socket(zmq.ROUTER)
     endpoint = f"ipc://{short_folder}/r.sock"
@@ -134,7 +134,7 @@ def test_gate_that_cannot_shut_is_logged_and_the_socket_keeps_working(short_fold
         1,
         where=endpoint,
         setting="some",
-        log=lambda line, *words: said.append(line % words),
+        log=lambda line, *words: logged.append(line % words),
     )
     router.bind(endpoint)
     clients = [context.socket(zmq.DEALER) for _ in range(30)]
@@ -149,5 +149,5 @@ def test_gate_that_cannot_shut_is_logged_and_the_socket_keeps_working(short_fold
     count.stop()
     router.close(0)
     context.term()
-    assert 1 <= len(said) <= 10
-    assert "cannot be limited: [Errno 1] Operation not permitted" in said[0]
+    assert 1 <= len(logged) <= 10
+    assert "cannot be limited: [Errno 1] Operation not permitted" in logged[0]

@@ -118,8 +118,8 @@ def test_a_report_of_no_number_leaves_the_state_of_the_run_readable(
     short_folder: Path, tokens: float
 ):
     report = RoleReport(phase_seconds={"wait": tokens}, counters={"tokens": tokens})
-    told = [TakeOver(step=0), report, Hello(role="learner", name="x", incarnation="b")]
-    *_, answer = answers_to(short_folder, "learner", *told, report, GetStatus())
+    sent_before = [TakeOver(step=0), report, Hello(role="learner", name="x", incarnation="b")]
+    *_, answer = answers_to(short_folder, "learner", *sent_before, report, GetStatus())
     assert isinstance(answer, StatusAnswer)
     assert answer.status.tokens_per_second.get("learner", 0.0) == 0.0
 
@@ -228,11 +228,11 @@ def test_a_message_that_brings_a_fault_to_light_does_not_hold_up_those_behind_it
     """The socket reports changes only, so the router has to check again by itself."""
 
     async def body() -> list[bytes]:
-        heard: list[bytes] = []
+        received: list[bytes] = []
         is_good = asyncio.Event()
 
         def on_message(_peer: Peer, frames: list[zmq.Frame]) -> None:
-            heard.append(frames[0].bytes)
+            received.append(frames[0].bytes)
             if frames[0].bytes == b"bad":
                 raise RuntimeError
             is_good.set()
@@ -251,7 +251,7 @@ def test_a_message_that_brings_a_fault_to_light_does_not_hold_up_those_behind_it
         router.close()
         client.close(0)
         context.term()
-        return heard
+        return received
 
     assert asyncio.run(body()) == [b"bad", b"bad", b"good"]
 

@@ -450,8 +450,8 @@ def test_generator_gets_the_address_that_the_relay_reported(short_folder: Path):
 
 def test_a_broker_that_is_not_there_is_reported_by_its_address(short_folder: Path):
     async def body() -> None:
-        endpoint = f"ipc://{short_folder}/nobody.sock"
-        with pytest.raises(PeerLostError, match=r"nobody\.sock did not answer Hello"):
+        endpoint = f"ipc://{short_folder}/none.sock"
+        with pytest.raises(PeerLostError, match=r"none\.sock did not answer Hello"):
             await BrokerClient.connect(endpoint, role="learner", name="learner", timeout_s=0.05)
 
     asyncio.run(body())
@@ -763,7 +763,7 @@ def test_a_learner_takes_over_while_the_batch_of_the_one_before_is_being_recorde
 
     async def body() -> None:
         records = SlowRecords()
-        asyncio.get_running_loop().set_exception_handler(lambda _, said: mishaps.append(said))
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: mishaps.append(context))
         rules = make_rules(groups_per_step=1, total_steps=2, replay_budget_bytes=0)
         async with running(short_folder, make_ledger(rules), records=records) as it:
             learner = await learner_with_a_batch(it)
@@ -782,7 +782,9 @@ def test_a_learner_takes_over_while_the_batch_of_the_one_before_is_being_recorde
             records.may_end.set()
             await until_async(lambda: records.steps == [0], "the batch is not recorded")
             unheard = it.server.telemetry.rejected
-            await until_async(lambda: unheard["unreachable"], "nobody hears of the commit")
+            await until_async(
+                lambda: unheard["unreachable"], "the answer to the commit is not given up"
+            )
             assert unheard["unreachable"] == 1
 
     asyncio.run(body())

@@ -54,8 +54,8 @@ def test_a_request_is_taken_from_its_roles_alone(request_: Request, roles: set[R
 
 
 def test_relay_may_send_only_hello_and_weight_bus_reports():
-    said = {kind for kind, roles in ALLOWED.items() if "relay" in roles}
-    assert said == {Hello, RoleReport, PublishReport, RelayReport}
+    allowed = {kind for kind, roles in ALLOWED.items() if "relay" in roles}
+    assert allowed == {Hello, RoleReport, PublishReport, RelayReport}
 
 
 def test_a_generator_scores_only_where_that_is_wanted():

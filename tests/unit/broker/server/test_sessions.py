@@ -106,7 +106,7 @@ def test_the_relay_of_a_learner_has_the_learners_key():
 
 
 @pytest.mark.parametrize(
-    ("made_for", "said"),
+    ("made_for", "asked_for"),
     [
         ("relay", "learner"),
         ("generator", "relay"),
@@ -116,10 +116,10 @@ def test_the_relay_of_a_learner_has_the_learners_key():
         ("learner", "operator"),
     ],
 )
-def test_a_key_is_good_for_no_role_beyond_its_own(made_for: Role, said: Role):
+def test_a_key_is_good_for_no_role_beyond_its_own(made_for: Role, asked_for: Role):
     known = Sessions({"A": Holder(name="a", role=made_for, public="A")}.get)
-    with pytest.raises(ForbiddenError, match=f"was made for the role {made_for}, not {said}"):
-        known.hello(peer(1, "A"), Hello(role=said, name="x"))
+    with pytest.raises(ForbiddenError, match=f"was made for the role {made_for}, not {asked_for}"):
+        known.hello(peer(1, "A"), Hello(role=asked_for, name="x"))
 
 
 @pytest.mark.parametrize("name", ["", "a/b", "a@b", "a\nb", "x" * 101])

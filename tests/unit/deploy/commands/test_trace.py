@@ -55,7 +55,7 @@ def record(folder: Path) -> None:
     """Two steps by two generators; one group is handed back, one is still being answered."""
     run = Recorded(folder)
     ledger = run.ledger
-    told = {f"{PHASE_TIME}{name}": seconds for name, seconds in PHASE_S.items()}
+    phase_times = {f"{PHASE_TIME}{name}": seconds for name, seconds in PHASE_S.items()}
     ledger.training.take_over(0)
     run.write()
     for step in range(2):
@@ -74,7 +74,7 @@ def record(folder: Path) -> None:
             make_ready(ledger, lease(ledger, "generator-0@a", max_sequences=4))
             ledger.training.deliver(version, step=version.step + 1)
             run.write()
-        ledger.training.commit(version.next(), {**told, "reward/mean": 0.5})
+        ledger.training.commit(version.next(), {**phase_times, "reward/mean": 0.5})
         run.write()
     lease(ledger, "generator-1@b", max_sequences=2)
     ledger.training.seal(ledger.book.version, 2, oldest_kept=2)
@@ -106,8 +106,8 @@ def read(folder: Path, *, max_spans: int = 1_000) -> tuple[list[dict[str, Any]],
     console = Console(file=io.StringIO(), width=200)
     out = folder / "out.json"
     write_trace(folder, out, console, max_spans=max_spans)
-    said: str = console.file.getvalue()  # type: ignore[attr-defined]
-    return json.loads(out.read_text())["traceEvents"], said
+    printed: str = console.file.getvalue()  # type: ignore[attr-defined]
+    return json.loads(out.read_text())["traceEvents"], printed
 
 
 def lanes(events: list[dict[str, Any]]) -> dict[tuple[str, str], list[dict[str, Any]]]:
@@ -192,8 +192,8 @@ def test_the_learner_has_a_lane_of_steps_and_one_per_phase(folder: Path):
 
 
 def test_phases_end_with_their_step():
-    told = {"time/phase/wait": 3.0, "time/phase/train": 9.0, "time/phase/pack": 0.0}
-    spans = list(phase_spans(10.0, 15.0, told))
+    phase_times = {"time/phase/wait": 3.0, "time/phase/train": 9.0, "time/phase/pack": 0.0}
+    spans = list(phase_spans(10.0, 15.0, phase_times))
     assert [(span.name, span.start_s, span.end_s) for span in spans] == [
         ("wait", 10.0, 13.0),
         ("train", 13.0, 15.0),
@@ -201,11 +201,11 @@ def test_phases_end_with_their_step():
 
 
 def test_missing_publishes_are_reported(folder: Path):
-    _, said = read(folder)
-    assert "6 older publishes were left out" in said
+    _, printed = read(folder)
+    assert "6 older publishes were left out" in printed
     (folder / "summary.json").write_text('{"newest_publishes": 3')
-    events, said = read(folder)
-    assert "summary.json cannot be read" in said
+    events, printed = read(folder)
+    assert "summary.json cannot be read" in printed
     assert ("weight bus", "publish 0") not in lanes(events)
     assert ("learner", "step") in lanes(events)
 
@@ -238,10 +238,10 @@ def test_how_busy_each_process_was_is_a_curve(folder: Path):
 
 
 def test_oldest_spans_beyond_the_limit_are_cut_and_reported(folder: Path):
-    _, said = read(folder)
-    assert "spans were left out" not in said
-    events, said = read(folder, max_spans=3)
-    assert "older spans were left out: 3 is the limit (--max-spans)" in said
+    _, printed = read(folder)
+    assert "spans were left out" not in printed
+    events, printed = read(folder, max_spans=3)
+    assert "older spans were left out: 3 is the limit (--max-spans)" in printed
     trail = [e for e in events if e["ph"] == "X" and e["cat"] not in {"publish", "weights"}]
     assert len(trail) == 3
 

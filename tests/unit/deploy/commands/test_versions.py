@@ -256,7 +256,7 @@ def _another_summary(run: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("prepare", "says"),
+    ("prepare", "message"),
     [
         (_no_summary, "no broker answers for .* cannot be read: No such file"),
         (_half_a_summary, "summary.json is not a summary of this version"),
@@ -264,10 +264,10 @@ def _another_summary(run: Path) -> None:
     ],
 )
 def test_a_run_without_a_broker_or_a_summary_is_named(
-    prepare: Callable[[Path], None], says: str, run: Path
+    prepare: Callable[[Path], None], message: str, run: Path
 ):
     prepare(run)
-    with pytest.raises(ConfigError, match=says):
+    with pytest.raises(ConfigError, match=message):
         printed(run)
 
 

@@ -124,10 +124,10 @@ def test_restarted_learner_gets_the_epoch_saved_before_this_start(tmp_path: Path
         info = checkpoint_info(PolicyVersion(epoch, step))
         (saved / INFO_FILE).write_bytes(msgspec.json.encode(info))
     run = (f"run.dir={tmp_path}/runs", "run.name=a")
-    for resume_from, told in ((saved, ("--begun-after", "3")), ("", ())):
+    for resume_from, added in ((saved, ("--begun-after", "3")), ("", ())):
         config = config_of("qwen2.5-1.5b-1gpu", tmp_path, *run, f"run.resume_from={resume_from}")
         plans = {plan.name: plan for plan in plan_roles(config, Path("resolved.toml"), gpus=())}
-        assert plans["learner"].restart_arguments == ("--resume", "auto", *told)
+        assert plans["learner"].restart_arguments == ("--resume", "auto", *added)
 
 
 def test_more_ranks_than_gpus_on_a_host_are_refused(tmp_path: Path):

@@ -111,14 +111,14 @@ def test_auto_begins_a_run_where_there_is_nothing_to_resume(tmp_path: Path):
     assert find_resume_point(section(tmp_path), "auto") is None
 
 
-@pytest.mark.parametrize(("outcome", "goes_on"), [("running", True), ("finished", False)])
+@pytest.mark.parametrize(("outcome", "resumes"), [("running", True), ("finished", False)])
 def test_auto_resumes_the_ledger_of_a_run_cut_off_before_a_checkpoint(
-    tmp_path: Path, outcome: str, goes_on: bool
+    tmp_path: Path, outcome: str, resumes: bool
 ):
     (tmp_path / "first" / "ledger").mkdir(parents=True)
     (tmp_path / "first" / "summary.json").write_text(f'{{"outcome": "{outcome}"}}')
     point = find_resume_point(section(tmp_path), "auto")
-    if not goes_on:
+    if not resumes:
         assert point is None
         return
     assert point is not None

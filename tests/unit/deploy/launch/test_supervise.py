@@ -210,7 +210,7 @@ from slipstream.wire.errors import ConfigError
 from slipstream.wire.process.command_line import refuse_settings
 code = refuse_settings(ConfigError("learner.lr: expected a number, got 'fast'"))
 with contextlib.suppress(OSError):
-    os.write(2, b"a library says goodbye")
+    os.write(2, b"a library ends too")
 raise SystemExit(code)
 """
 

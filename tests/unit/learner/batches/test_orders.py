@@ -17,8 +17,8 @@ def order(**settings: int) -> StepPlan:
 
 def test_orders_of_rank_0_arrive_unchanged():
     waiting = BatchNotReady(waiting_for=(1,), reason="", last_step=9)
-    for said in (order(ranks=2), waiting, RunComplete(), StopTraining()):
-        assert decode_order(encode_order(said)) == said
+    for sent in (order(ranks=2), waiting, RunComplete(), StopTraining()):
+        assert decode_order(encode_order(sent)) == sent
 
 
 def test_replicas_want_payloads_that_no_other_wants_and_all_of_them_together():

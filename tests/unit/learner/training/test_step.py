@@ -94,7 +94,7 @@ class Bigrams:
 
     @torch.no_grad()
     def logprobs(self, batches: Sequence[PackedBatch]) -> list[Tensor]:
-        return [said.logprobs for said in self.proximal(batches)]
+        return [one.logprobs for one in self.proximal(batches)]
 
     @torch.no_grad()
     def proximal(self, batches: Sequence[PackedBatch]) -> list[PolicyOutputs]:
@@ -533,7 +533,7 @@ def test_a_teacher_beside_rewards_adds_to_their_advantages():
     teacher = teacher_of(Bigrams())
     seen: list[Tensor] = []
 
-    class Told(Algorithm):
+    class Reported(Algorithm):
         def loss(
             self, given: LossInputs, current: PolicyOutputs, *, num_lags: int = 0
         ) -> tuple[Tensor, Sums]:
@@ -547,8 +547,8 @@ def test_a_teacher_beside_rewards_adds_to_their_advantages():
             )
 
     batches = [batch for part in minibatches() for batch in part.batches]
-    told = Told(algorithm(reduce="token-sum").choice, max_response_tokens=6)
-    train(by_hand, told, data(), minibatches())
+    reported = Reported(algorithm(reduce="token-sum").choice, max_response_tokens=6)
+    train(by_hand, reported, data(), minibatches())
     assert len(seen) == len(batches)
     assert torch.allclose(policy.logits, by_hand.logits, atol=1e-5)
     plain = Bigrams()
@@ -578,8 +578,8 @@ def test_right_answers_become_likelier_whatever_their_advantage_is():
         if not right:
             continue
         batch = pack([sequences(12)[i] for i in right], CPU)
-        said = by_hand.outputs(batch).logprobs
-        descend(by_hand.logits, [(-said.sum() / batch.loss_mask.sum(), {})])
+        logprobs = by_hand.outputs(batch).logprobs
+        descend(by_hand.logits, [(-logprobs.sum() / batch.loss_mask.sum(), {})])
     assert torch.allclose(policy.logits, by_hand.logits, atol=1e-5)
 
 
@@ -611,8 +611,8 @@ def test_a_surrogate_is_shown_what_it_needs():
 SEEN: list[CorrectionInputs] = []
 
 
-@correction("look", needs=("entropy", "reference", "whole_minibatch"))
-def look(inputs: CorrectionInputs, _: NoOptions) -> Correction:
+@correction("probe", needs=("entropy", "reference", "whole_minibatch"))
+def probe(inputs: CorrectionInputs, _: NoOptions) -> Correction:
     """Note what it is shown, and correct nothing."""
     SEEN.append(inputs)
     return Correction(weights=torch.ones_like(inputs.log_ratios), keep=inputs.packing.mask)
@@ -621,7 +621,7 @@ def look(inputs: CorrectionInputs, _: NoOptions) -> Correction:
 def test_a_correction_of_a_minibatch_is_shown_what_it_needs():
     SEEN.clear()
     policy = with_reference(Bigrams())
-    name = f"{__name__}:look"
+    name = f"{__name__}:probe"
     train(policy, algorithm(correction={name: {}}), data(), minibatches())
     assert len(SEEN) == 3
     for seen, part in zip(SEEN, minibatches(), strict=True):
@@ -717,8 +717,10 @@ def test_the_loss_of_a_step_is_the_mean_of_its_minibatches():
     policy, losses = Bigrams(), []
     advantages = chosen.trajectory_advantages(given.outcomes).float()
     for part in parts:
-        said = [policy.outputs(batch).logprobs for batch in part.batches]
-        each = torch.stack([one[:10].sum() for one in said] + [one[10:].sum() for one in said])
+        logprobs = [policy.outputs(batch).logprobs for batch in part.batches]
+        each = torch.stack(
+            [one[:10].sum() for one in logprobs] + [one[10:].sum() for one in logprobs]
+        )
         members = [*part.plan.members[::2], *part.plan.members[1::2]]
         losses.append(-(advantages[members] * each).sum())
         descend(policy.logits, [(losses[-1], {})])

@@ -31,7 +31,7 @@ def test_a_group_is_made_anew_for_those_that_are_left():
     assert (course.phase, course.members) == (Phase.PREPARE, ["b", "c"])
     assert after(course, {}).phase is Phase.PAUSE
     assert after(course, {}, {"b": "late"}).phase is Phase.PREPARE_AGAIN
-    assert after(course, {"c": "late"}).phase is Phase.LOAD, "nobody is left to prepare for"
+    assert after(course, {"c": "late"}).phase is Phase.LOAD, "no member is left to prepare for"
 
 
 def test_failure_during_the_transfer_fails_all_members():

@@ -14,14 +14,14 @@ class World:
     def __init__(self) -> None:
         self.now_s = 100.0
         self.signs = Signs(cpu_s=0.0, page_ins=0, log_bytes=0)
-        self.said: list[str] = []
+        self.lines: list[str] = []
 
     def patience(self, limit_s: float = 30.0, *, sees: bool = True) -> Patience:
         return Patience(
             "it",
             limit_s,
             (lambda: self.signs) if sees else None,
-            say=self.said.append,
+            say=self.lines.append,
             now=lambda: self.now_s,
         )
 
@@ -105,22 +105,22 @@ def test_wait_is_logged_after_ten_seconds_and_then_less_and_less_often():
     world = World()
     patience = world.patience(limit_s=35.0)
     world.let_pass(patience, 9, cpu_s=1.0)
-    assert world.said == []
+    assert world.lines == []
     world.let_pass(patience, 10, cpu_s=1.0)
-    assert world.said == ["waiting for it: 10 s"]
+    assert world.lines == ["waiting for it: 10 s"]
     world.let_pass(patience, 15)
-    assert world.said[1:] == ["waiting for it: 20 s"]
+    assert world.lines[1:] == ["waiting for it: 20 s"]
     world.let_pass(patience, 6)
-    assert world.said[2:] == ["waiting for it, which has done nothing for 21 s: 40 s"]
+    assert world.lines[2:] == ["waiting for it, which has done nothing for 21 s: 40 s"]
 
 
 def test_the_signs_of_a_process_are_its_cpu_that_of_its_children_and_its_log(tmp_path: Path):
     log = tmp_path / "log"
-    looks = signs_of(lambda: [os.getpid()], log)
-    before = looks()
+    read = signs_of(lambda: [os.getpid()], log)
+    before = read()
     subprocess.run([sys.executable, "-S", "-c", "sum(range(5_000_000))"], check=True)
     log.write_text("a line\n")
-    after = looks()
+    after = read()
     assert after.cpu_s > before.cpu_s
     assert (before.log_bytes, after.log_bytes) == (0, 7)
 

@@ -26,10 +26,10 @@ class Recording:
 class Stuck(Recording):
     def __init__(self) -> None:
         super().__init__()
-        self.go_on = threading.Event()
+        self.proceed = threading.Event()
 
     def log(self, step: int, figures: Mapping[str, float]) -> None:
-        self.go_on.wait(HANG_S)
+        self.proceed.wait(HANG_S)
         super().log(step, figures)
 
 
@@ -61,6 +61,6 @@ def test_stuck_tracker_does_not_block_logging():
     for step in range(100):
         trackers.log(step, {})
     assert stuck.steps == []
-    stuck.go_on.set()
+    stuck.proceed.set()
     trackers.close()
     assert len(stuck.steps) == 100
