@@ -148,7 +148,7 @@ class ScriptedBroker:
         match request:
             case FetchPayloads(keys=keys):
                 if name == self._script.refuses_payloads_to:
-                    return Refusal(reason="as the script says"), [], _at_once
+                    return Refusal(reason="as scripted"), [], _at_once
                 frames = [self._script.known[key] for key in keys]
                 return Payloads(num_frames=len(frames)), frames, _at_once
             case StepCommit():

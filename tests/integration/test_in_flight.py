@@ -296,8 +296,8 @@ async def changed_twice(
             await until_busy(process, asked, lambda load: load.num_tokens >= enough)  # noqa: B023
             in_flight.append(await change(engine, weights[version], version, by=way))
         answers = [answer for answers in await asyncio.gather(*asked) for answer in answers]
-        went_on = [sum(max(one.versions) >= version for one in answers) for version in (V1, V2)]
-        assert all(num >= more for num, more in zip(in_flight, went_on, strict=True))
+        continued = [sum(max(one.versions) >= version for one in answers) for version in (V1, V2)]
+        assert all(num >= more for num, more in zip(in_flight, continued, strict=True))
         if V0 in answers[-1].versions:  # out of the queue before the first change
             assert any(max(one.versions) == V0 for one in answers[:-1]), "there was no room for it"
         num_thrice = sum(answer.versions == [V0, V1, V2] for answer in answers)

@@ -1,4 +1,4 @@
-"""Learners of one and two ranks over the real wire: each rank's requests, and what is not trained."""
+"""Learners of one and two ranks over the real wire: their requests, and what is not trained."""
 
 import json
 import os
@@ -197,7 +197,7 @@ def test_a_rank_that_cannot_fetch_makes_all_abandon_the_step(learning: Learning)
     with ScriptedBroker(learning.endpoint, script) as broker:
         output = finish(learning.start(*LAYOUTS["dp2"]), code=1)
     assert "step 0 is abandoned: its payloads cannot be fetched" in output
-    assert "the broker refused FetchPayloads: as the script says" in output
+    assert "the broker refused FetchPayloads: as scripted" in output
     assert "step 0 is abandoned: another learner rank could not fetch its payloads" in output
     assert broker.of(StepCommit) == []
 

@@ -84,10 +84,10 @@ class Learner:
         self.process.stdin.flush()
         answer: dict[str, Any] = json.loads(self.process.stdout.readline() or "{}")
         if not answer:
-            said = self._log.read_text()
+            printed = self._log.read_text()
             self.end()
             self.start()
-            raise AssertionError(said)
+            raise AssertionError(printed)
         return Report(answer["committed"], (answer["weights"][0], answer["weights"][1]))
 
 

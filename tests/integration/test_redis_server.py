@@ -258,8 +258,8 @@ def test_outage_is_logged_once_and_ends_with_the_setting_to_change(
 
     with running(launch(folder)) as server:
         asyncio.run(body(server))
-    said = [record.getMessage() for record in caplog.records]
-    assert len([text for text in said if "nothing is acknowledged" in text]) == 1
+    messages = [record.getMessage() for record in caplog.records]
+    assert len([text for text in messages if "nothing is acknowledged" in text]) == 1
 
 
 def test_reads_wait_for_a_server_that_comes_back(folder: Path, caplog: pytest.LogCaptureFixture):
@@ -329,11 +329,11 @@ def test_a_stopped_server_is_waited_for_and_applies_a_commit_once(
         async with connected(server, timeout_s=1.0) as store:
             for number in range(0, 4, 2):
                 await store.commit(change(number, size))
-                said = caplog.text.count("nothing is acknowledged")
+                num_logged = caplog.text.count("nothing is acknowledged")
                 os.kill(server.process.pid, signal.SIGSTOP)
                 commit = asyncio.create_task(store.commit(change(number + 1, size)))
                 await until_async(
-                    lambda: caplog.text.count("nothing is acknowledged") > said  # noqa: B023
+                    lambda: caplog.text.count("nothing is acknowledged") > num_logged  # noqa: B023
                 )
                 assert not commit.done()
                 os.kill(server.process.pid, signal.SIGCONT)
@@ -546,7 +546,7 @@ def test_a_server_out_of_memory_is_waited_for(folder: Path, caplog: pytest.LogCa
 
 
 def test_durability_of_the_server_is_described_in_words(folder: Path):
-    async def said(server: RedisServer) -> list[str]:
+    async def durabilities(server: RedisServer) -> list[str]:
         async with connected(server) as store, admin(server) as client:
             texts = [await store.durability()]
             await client.config_set("appendfsync", "no")
@@ -559,7 +559,7 @@ def test_durability_of_the_server_is_described_in_words(folder: Path):
             return texts
 
     with running(launch(folder, fsync="everysec")) as server:
-        assert asyncio.run(said(server)) == [
+        assert asyncio.run(durabilities(server)) == [
             "appendfsync everysec: a crash can lose the last second",
             "appendfsync no: a crash of the machine can lose what was acknowledged",
             "no append-only file: what was acknowledged is lost when the server ends",

@@ -382,7 +382,7 @@ def test_functions_go_by_data_source_and_a_file_sees_its_neighbors(rewards: Path
 @pytest.mark.parametrize(
     ("function", "options", "why"),
     [
-        ("nobody", {}, "has no attribute 'nobody'"),
+        ("missing", {}, "has no attribute 'missing'"),
         ("verl", {"bonsu": 1}, r"reward\.options\.bonsu: .*:verl has no such argument; .*bonus"),
     ],
 )
@@ -581,8 +581,10 @@ def test_parts_past_the_limit_are_left_out_with_one_warning(
 ):
     scores, _ = scored(settings(rewards, "wide"), "a", "b", "c")
     assert [(score.reward, len(score.parts)) for score in scores] == [(1.0, 64)] * 3
-    said = [line for line in caplog.messages if "parts" in line]
-    assert said == [f"reward function {rewards}:wide returned 71 parts, only the first 64 are kept"]
+    lines = [line for line in caplog.messages if "parts" in line]
+    assert lines == [
+        f"reward function {rewards}:wide returned 71 parts, only the first 64 are kept"
+    ]
 
 
 def test_a_group_that_hangs_is_lost_and_other_groups_are_not(rewards: Path):
@@ -639,7 +641,7 @@ def test_a_caller_that_leaves_gives_up_what_has_not_begun(rewards: Path, tmp_pat
 
     (score,) = asyncio.run(body())
     assert score.reward is not None
-    assert len(calls.read_text()) < 100, "it waited for answers that nobody wants"
+    assert len(calls.read_text()) < 100, "it waited for answers that are not wanted"
 
 
 def test_closing_answers_everything_that_waits(rewards: Path):

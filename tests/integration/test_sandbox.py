@@ -397,9 +397,9 @@ tried('memfd', lambda: os.memfd_create('x'))
 tried('shared memory', lambda: libc.shmget(0, 1 << 30, 0o1666))
 tried('chroot', lambda: os.chroot('/tmp'))
 tried('talk to the hypervisor', lambda: socket.socket(40, socket.SOCK_STREAM).close())
-tried('memory that nobody counts', lambda: mmap.mmap(-1, 1 << 20).close())
-tried('zeros that nobody counts', lambda: open('/dev/zero').close())
-tried('time that nobody counts', lambda: signal.signal(signal.SIGCHLD, signal.SIG_IGN) and 0)
+tried('uncounted memory', lambda: mmap.mmap(-1, 1 << 20).close())
+tried('uncounted zeros', lambda: open('/dev/zero').close())
+tried('uncounted time', lambda: signal.signal(signal.SIGCHLD, signal.SIG_IGN) and 0)
 tried('limits of init', lambda: resource.prlimit(1, resource.RLIMIT_NOFILE, (4, 4)) and 0)
 tried('tree with attributes', lambda: libc.syscall(467, -100, b'/usr', 1, 0, 0))
 tried('rewrite its own program', lambda: open('/box/main.py', 'a').close())
@@ -409,7 +409,7 @@ tried('remove its program', lambda: os.remove('/box/main.py'))
 for kind in (fcntl.F_SETLK, fcntl.F_SETLKW, 37, 38):
     with open('/box/locked', 'w') as file:
         flock = struct.pack('hhqqi4x', fcntl.F_WRLCK, 0, 7, 1, 0)
-        tried('lock that nobody counts', lambda: fcntl.fcntl(file, kind, flock) and 0)
+        tried('uncounted lock', lambda: fcntl.fcntl(file, kind, flock) and 0)
 try:
     os.kill(1, 9)
 except OSError:
@@ -728,8 +728,8 @@ def test_hidden_files_and_folders_are_empty_for_a_jailed_command(tmp_path: Path)
 
 
 @needs_namespaces
-@pytest.mark.parametrize("who", ["bubblewrap", "init"])
-def test_killing_the_jail_kills_daemons_below_it(who: str):
+@pytest.mark.parametrize("victim", ["bubblewrap", "init"])
+def test_killing_the_jail_kills_daemons_below_it(victim: str):
     script = DOUBLE_FORK + "\ntime.sleep(1000)"
     before = descendants()
     process = subprocess.Popen(
@@ -738,7 +738,7 @@ def test_killing_the_jail_kills_daemons_below_it(who: str):
     assert process.stdout is not None
     assert process.stdout.readline() == b"done\n"
     init = psutil.Process(process.pid).children()[0]
-    (process if who == "bubblewrap" else init).kill()
+    (process if victim == "bubblewrap" else init).kill()
     process.wait()
     process.stdout.close()
 

@@ -31,7 +31,7 @@ def documented() -> dict[str, float]:
     share = r"(0\.\d\d)"
     shares = f"a share of {share} of the 256 held-out problems greedily and {share} when it samples"
     found = re.search(shares, text)
-    assert found, "the README no longer says what the policy knows at the start"
+    assert found, "the README no longer states what the policy knows at the start"
     return {"greedy": float(found[1]), "sampled": float(found[2])}
 
 

@@ -142,8 +142,8 @@ def test_interrupted_warm_up_leaves_progress_to_resume_from(tmp_path: Path, sign
     with start(tmp_path, "--target", 1.0) as process:  # out of reach: it never ends by itself
         try:
             assert process.stderr is not None
-            said = next(line for line in process.stderr if " 100 updates, sampled" in line)
-            assert "of 1.000" in said
+            line_of_100 = next(line for line in process.stderr if " 100 updates, sampled" in line)
+            assert "of 1.000" in line_of_100
             process.send_signal(signum)
             errors = process.communicate()[1]
         finally:

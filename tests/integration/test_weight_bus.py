@@ -373,7 +373,7 @@ def test_transfer_completes_when_the_learner_dies_in_it(bus: WeightBus):
 def test_the_relay_ends_with_a_learner_that_ends_in_order(bus: WeightBus):
     bus.publish(0)
     until(bus.relay_lives)
-    bus.tell("end")
+    bus.command("end")
     assert bus.learner.wait() == 0
     until(lambda: not bus.relay_lives())
 
@@ -391,7 +391,7 @@ def test_the_relay_ends_some_time_after_a_learner_that_died(folder: Path):
 def test_the_relay_ends_when_its_lifeline_is_cut(bus: WeightBus):
     bus.publish(0)
     until(bus.relay_lives)
-    bus.tell("end")
+    bus.command("end")
     assert bus.learner.wait() == 0
     read, write = os.pipe()
     config = str(bus.folder / "run.toml")
