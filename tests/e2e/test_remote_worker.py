@@ -47,8 +47,8 @@ def test_worker_on_another_host_scores_by_the_documented_commands(hosts: tuple[H
     (head.folder / "run.toml").write_text(toml_of(settings))
     (far.folder / "my_rewards.py").write_text(reward)
 
-    said = head.run(make_key)
-    assert "judge-1.key" in said
+    printed = head.run(make_key)
+    assert "judge-1.key" in printed
     running = head.start(run.strip(), head.folder / "run.log")
     worker = None
     shown: set[str] = set()
