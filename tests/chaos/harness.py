@@ -102,7 +102,7 @@ class Chaos:
             return True
         return False
 
-    def look_after(self) -> None:
+    def wake_and_restart(self) -> None:
         """Wake processes that slept long enough; have the supervisor restart dead ones."""
         now = time.monotonic()
         for pid, until in list(self.stopped.items()):
@@ -118,7 +118,7 @@ class Chaos:
         deadline = time.monotonic() + timeout_s
         while not condition():
             assert time.monotonic() < deadline, f"no {what} in {timeout_s:.0f} s\n{self.logs()}"
-            self.look_after()
+            self.wake_and_restart()
             time.sleep(0.02)
 
     def finish(self, timeout_s: float = 4 * HANG_S) -> None:
@@ -311,13 +311,13 @@ def disturb(
         hit = False
         deadline = time.monotonic() + HANG_S
         while not hit:
-            assert time.monotonic() < deadline, f"nobody to {what}\n{it.logs()}"
+            assert time.monotonic() < deadline, f"no process to {what}\n{it.logs()}"
             assert not it.supervisor.finished(["learner"]), "the run was over: make it longer"
             role = rng.choice(roles)
             hit = (
                 it.kill(role) if what == "kill" else it.stop(role, rng.uniform(0.2, 1.5 * LEASE_S))
             )
-            it.look_after()
+            it.wake_and_restart()
 
 
 @contextmanager
