@@ -146,7 +146,7 @@ class Bus(RuleBasedStateMachine):
         self.now_s += seconds
         self._heartbeats()
         for name in self.fleet.silent(self.now_s):
-            assert not self.engines[name].hears, "it was heard"
+            assert not self.engines[name].hears, "it sent a heartbeat"
             self.begun["given up"] += 1
             self.engines.pop(name).is_alive = False
             self._forget(name)
@@ -202,12 +202,12 @@ class Bus(RuleBasedStateMachine):
         for publish in list(self.publishes):
             for _ in range(data.draw(st.sampled_from([9, 9, 4, 5]))):
                 if publish in self.publishes:
-                    self._go_on(publish, {}, {})
+                    self._advance(publish, {}, {})
 
     @precondition(lambda self: self.publishes)
     @rule(data=st.data())
     def a_publish_goes_on(self, data: st.DataObject) -> None:
-        self._go_on(data.draw(st.sampled_from(self.publishes)), {}, {})
+        self._advance(data.draw(st.sampled_from(self.publishes)), {}, {})
 
     @precondition(lambda self: self.publishes)
     @rule(data=st.data(), phases=st.integers(1, 7))
@@ -215,7 +215,7 @@ class Bus(RuleBasedStateMachine):
         publish = data.draw(st.sampled_from(self.publishes))
         for _ in range(phases):
             if publish in self.publishes:
-                self._go_on(publish, {}, {})
+                self._advance(publish, {}, {})
 
     @precondition(lambda self: self.engines)
     @rule(
@@ -236,13 +236,13 @@ class Bus(RuleBasedStateMachine):
         publish = max(self.publishes, key=lambda publish: len(publish.engines))
         for _ in range(before):
             if publish in self.publishes:
-                self._go_on(publish, {}, {})
+                self._advance(publish, {}, {})
         if publish in self.publishes and publish.course.members:
             self.begun["faults"] += 1
             name = data.draw(st.sampled_from(publish.course.members))
-            self._go_on(publish, {name: takes_effect}, {name: hears_of_it})
+            self._advance(publish, {name: takes_effect}, {name: hears_of_it})
 
-    def _go_on(self, publish: Publish, fails: dict[str, bool], abandons: dict[str, bool]) -> None:
+    def _advance(self, publish: Publish, fails: dict[str, bool], abandons: dict[str, bool]) -> None:
         """All that are left do the next phase; members that are gone or silent fail in it."""
         course, phase = publish.course, publish.course.phase
         assert phase is not None
@@ -284,7 +284,7 @@ class Bus(RuleBasedStateMachine):
         self.decide()
         for publish in list(self.publishes):
             while publish in self.publishes:
-                self._go_on(publish, {}, {})
+                self._advance(publish, {}, {})
         self._heartbeats()
 
     def _finish(self, publish: Publish, abandons: dict[str, bool]) -> None:
@@ -300,8 +300,8 @@ class Bus(RuleBasedStateMachine):
         assert gone is (group if group is not None and not group.seats else None)
         for seat in publish.serving.seats:
             is_current = seat.adopted == publish.serving.version
-            assert is_current == (seat.name in course.members), "who failed is not current"
-            assert is_current or seat.group is None, "who failed is repaired alone"
+            assert is_current == (seat.name in course.members), "a failed engine is not current"
+            assert is_current or seat.group is None, "a failed engine is repaired alone"
         self._release(publish)
 
     def _release(self, publish: Publish) -> None:

@@ -290,7 +290,7 @@ class Run(RuleBasedStateMachine):
         if again is not None:
             self._broker_dies(is_durable=again)
             asked_again = self._take_over(info)
-            assert not again or version == asked_again, "said twice, granted twice"
+            assert not again or version == asked_again, "asked twice, granted twice"
             version = asked_again
         self._store_events()
         assert version.epoch not in self.epochs, "an epoch was granted twice"
@@ -417,7 +417,7 @@ class Run(RuleBasedStateMachine):
         if checkpoint is None:  # then what its settings name, or the model
             assert newest is None
             if named is not None:
-                self._everything_goes_on("auto", "kept")  # that was removed, or is damaged
+                self._everything_resumes("auto", "kept")  # that was removed, or is damaged
                 return
             if self._infos():
                 return
@@ -426,7 +426,7 @@ class Run(RuleBasedStateMachine):
         except RefusedError:
             assert checkpoint is not None
             assert not self._is_ancestor(self.held_version), "its weights are of this run"
-            self._everything_goes_on("auto", "kept")
+            self._everything_resumes("auto", "kept")
         else:
             assert checkpoint == newest, "steps were given up that a checkpoint holds"
 
@@ -488,9 +488,9 @@ class Run(RuleBasedStateMachine):
         wanted = "auto" if older == 0 or older >= len(whole) else str(whole[-1 - older])
         if whole and infos[whole[-1]].step >= self.settings.run.steps and wanted == "auto":
             return  # it is complete
-        self._everything_goes_on(wanted, store, past=past)
+        self._everything_resumes(wanted, store, past=past)
 
-    def _everything_goes_on(self, wanted: str, store: str, *, past: int = 1) -> None:
+    def _everything_resumes(self, wanted: str, store: str, *, past: int = 1) -> None:
         self._store_events()
         Run.begun[f"resumes on a store that was {store}"] += 1
         kept, before = self.shared, self.ledger
@@ -852,7 +852,7 @@ class Run(RuleBasedStateMachine):
     def _go_back(self, version: PolicyVersion) -> None:
         """What was trained from this step on is bound again, or on its way again."""
         book, held = self.book, self.held
-        assert self._is_ancestor(self.held_version), "the run goes on from weights of another one"
+        assert self._is_ancestor(self.held_version), "the run resumes from weights of another one"
         assert held.depth == version.step
         for lost in book.node.path()[version.step :]:
             step = lost.depth - 1

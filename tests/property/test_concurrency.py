@@ -197,7 +197,7 @@ def test_after_a_cut_it_grows_by_a_group_for_every_turn_of_all_lanes():
     within = Range(lowest=4, highest=512, step=4)
     state = Concurrency(limit=32)
 
-    def look(in_flight: int, finished: int, kv_use: float, retractions: int) -> tuple[str, int]:
+    def poll(in_flight: int, finished: int, kv_use: float, retractions: int) -> tuple[str, int]:
         nonlocal state
         seen = Observation(
             in_flight=in_flight,
@@ -210,16 +210,16 @@ def test_after_a_cut_it_grows_by_a_group_for_every_turn_of_all_lanes():
         state = decide(state, seen, within)
         return state.verdict, state.limit
 
-    assert look(32, 100, 1.0, 1) == ("cut", 24)
-    assert look(30, 102, 0.9, 3) == ("hold", 24), "it has not drained"
-    assert look(24, 108, 0.5, 3) == ("hold", 24), "its lanes have not turned over"
-    assert look(24, 123, 0.5, 3) == ("hold", 24)
-    assert look(24, 124, 0.5, 3) == ("grow", 28)
-    assert look(28, 140, 0.5, 3) == ("hold", 28)
-    assert look(28, 152, 0.59, 3) == ("grow", 32)
-    assert look(32, 153, 0.7, 3) == ("hold", 32)
-    assert look(32, 154, 0.81, 3) == ("trim", 28)
-    assert look(32, 155, 0.99, 3) == ("hold", 28), "it has not drained"
+    assert poll(32, 100, 1.0, 1) == ("cut", 24)
+    assert poll(30, 102, 0.9, 3) == ("hold", 24), "it has not drained"
+    assert poll(24, 108, 0.5, 3) == ("hold", 24), "its lanes have not turned over"
+    assert poll(24, 123, 0.5, 3) == ("hold", 24)
+    assert poll(24, 124, 0.5, 3) == ("grow", 28)
+    assert poll(28, 140, 0.5, 3) == ("hold", 28)
+    assert poll(28, 152, 0.59, 3) == ("grow", 32)
+    assert poll(32, 153, 0.7, 3) == ("hold", 32)
+    assert poll(32, 154, 0.81, 3) == ("trim", 28)
+    assert poll(32, 155, 0.99, 3) == ("hold", 28), "it has not drained"
 
 
 @pytest.mark.parametrize(
