@@ -148,7 +148,7 @@ _ANSWERS = """
 def test_what_is_open_and_focused_stays_so_when_its_number_changes(
     browser: WebDriver, server: SampleServer
 ) -> None:
-    def said(number: str) -> None:
+    def advise(number: str) -> None:
         server.advisories = [
             msgspec.structs.replace(rule, text=f"{number} of {rule.rule}")
             for rule in samples.Run().advisories()
@@ -158,13 +158,13 @@ def test_what_is_open_and_focused_stays_so_when_its_number_changes(
     show(browser, server)
     browser.find_element("css selector", "[data-kept=learner-starved] summary").click()
     for number in ("41%", "42%"):
-        said(number)
+        advise(number)
         until(lambda number=number: number in text(browser, "#advisories .text"))  # type: ignore[misc]
         assert "learner-starved" in str(ask(browser, focused))
         assert len(texts(browser, "[data-kept=learner-starved] details[open]")) == 1
-    said_first = server.advisories[0].text
+    first_text = server.advisories[0].text
     server.advisories = server.advisories[::-1]
-    until(lambda: texts(browser, "#advisories .text")[-1] == said_first)
+    until(lambda: texts(browser, "#advisories .text")[-1] == first_text)
     assert "learner-starved" in str(ask(browser, focused))
 
     browser.execute_script("document.querySelectorAll('#histogram button')[1].focus()")
@@ -453,13 +453,13 @@ def test_the_newest_click_counts_however_late_an_answer_comes(
     assert "sibling 1" in text(browser, "#one-title")
 
 
-@pytest.mark.parametrize("said", ["g8300", "8300"])
+@pytest.mark.parametrize("typed", ["g8300", "8300"])
 def test_a_group_without_recorded_answers_is_found_by_its_number(
-    browser: WebDriver, server: SampleServer, said: str
+    browser: WebDriver, server: SampleServer, typed: str
 ) -> None:
     show(browser, server)
     tab_to(browser, "#query")
-    press(browser, said, Keys.ENTER)
+    press(browser, typed, Keys.ENTER)
 
     until(lambda: "Group g8300: its answers are not recorded" in text(browser, "#one-title"))
     assert text(browser, "#prompt").endswith("(the whole of it)")
@@ -634,19 +634,19 @@ def test_run_that_was_over_before_the_page_opened_is_shown_as_over(browser: WebD
 def test_end_of_a_run_is_shown_and_no_stream_is_reopened(
     browser: WebDriver, server: SampleServer
 ) -> None:
-    said = "the run is over: stopped; `slipstream dashboard RUN` shows it later"
+    over = "the run is over: stopped; `slipstream dashboard RUN` shows it later"
     show(browser, server)
     until(lambda: text(browser, "#state") == "live")
 
     server.run.silent_s = {"generator-1": 30.0}
     until(lambda: figure(browser, "silent") == "1")
     server.run.outcome = "stopped"
-    until(lambda: text(browser, "#state") == said)
+    until(lambda: text(browser, "#state") == over)
     server.cut()
     waited = server.waited
     time.sleep(2.5)
 
-    assert text(browser, "#state") == said
+    assert text(browser, "#state") == over
     assert server.waited <= waited + 1
     assert figure(browser, "silent") == ""
     assert set(texts(browser, "#workers .tag")) == {"ended"}
@@ -668,7 +668,7 @@ def test_refused_token_asks_for_the_address_of_the_new_broker(
 
 
 def test_busy_states_the_time_it_is_averaged_over(browser: WebDriver) -> None:
-    for every_s, rows, said in ((2.0, 30, "last minute"), (64.0, 1, "last 64 s")):
+    for every_s, rows, period in ((2.0, 30, "last minute"), (64.0, 1, "last 64 s")):
         browser.get("about:blank")
         run = samples.Run(steps=60, rows=200, every_s=every_s)
         with served(run) as server:
@@ -677,7 +677,7 @@ def test_busy_states_the_time_it_is_averaged_over(browser: WebDriver) -> None:
             busy = [run.point(row)["busy:learner"] for row in range(newest - rows, newest)]
             mean = sum(one or 0.0 for one in busy) / rows
 
-            assert text(browser, "#verdict-busy .more").endswith(said)
+            assert text(browser, "#verdict-busy .more").endswith(period)
             shown = int(figure(browser, "busy").removesuffix("% learner"))
             assert abs(shown - 100 * mean) < (2 if rows > 1 else 30)
 
