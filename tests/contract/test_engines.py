@@ -290,9 +290,9 @@ async def load_of(engine: InferenceEngine, is_enough: Callable[[EngineLoad], boo
     """Wait until an engine is so busy."""
     seen: list[EngineLoad] = []
 
-    async def look() -> bool:
+    async def poll() -> bool:
         seen.append(await engine.load())
         return is_enough(seen[-1])
 
-    await until_async(look, lambda: f"it is busy with {seen[-3:]}")
+    await until_async(poll, lambda: f"it is busy with {seen[-3:]}")
     return seen[-1]
