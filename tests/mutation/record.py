@@ -117,7 +117,7 @@ def _lines(file: Path) -> list[str]:
 # ---- recording
 
 
-def up_to_date(root: Path, tree: Path, cache: Path, say: Callable[[str], None]) -> Record:
+def up_to_date(root: Path, tree: Path, cache: Path, show: Callable[[str], None]) -> Record:
     """Return the record for the files of a tree, a copy of ``root``; record what it lacks.
 
     Args:
@@ -140,11 +140,11 @@ def up_to_date(root: Path, tree: Path, cache: Path, say: Callable[[str], None]) 
     folders = hermetic(root)[1]
     files = [name for name in stale if name in now and _is_in(name, folders)]
     if files:
-        say(f"recording what the tests of {len(files)} files execute; minutes")
+        show(f"recording what the tests of {len(files)} files execute; minutes")
         with tempfile.TemporaryDirectory() as folder:
             failed = _record(root, tree, files, Path(folder), record)
         for name in failed:
-            say(f"fails without a mutant, so it is not used: {name}")
+            show(f"fails without a mutant, so it is not used: {name}")
     if changed:
         cache.parent.mkdir(parents=True, exist_ok=True)
         _write(record, cache)
