@@ -48,8 +48,8 @@ def report_of(packages: Mapping[str, str]) -> dict[str, Any]:
     try:
         report: dict[str, Any] = json.loads(done.stdout)
     except ValueError as error:
-        said = done.stderr.strip().rpartition("\n")[2]
-        raise UnreachableError(f"pip-audit ended with code {done.returncode}: {said}") from error
+        message = done.stderr.strip().rpartition("\n")[2]
+        raise UnreachableError(f"pip-audit ended with code {done.returncode}: {message}") from error
     return report
 
 
@@ -59,14 +59,14 @@ def holes(report: Mapping[str, Any], accepted: Mapping[str, str]) -> list[str]:
     Raises:
         UnreachableError: not one package could be checked.
     """
-    looked_up = [one for one in report["dependencies"] if "skip_reason" not in one]
-    if not looked_up:
+    checked = [one for one in report["dependencies"] if "skip_reason" not in one]
+    if not checked:
         reasons = [str(one["skip_reason"]) for one in report["dependencies"]]
         raise UnreachableError(f"none of {len(reasons)} packages was found: {reasons[:1]}")
     return [
         f"{one['name']} {one['version']}: {hole['id']} {hole['aliases']}, "
         f"mended in {', '.join(hole['fix_versions']) or 'no release'}"
-        for one in looked_up
+        for one in checked
         for hole in one["vulns"]
         if not {hole["id"], *hole["aliases"]} & set(accepted)
     ]

@@ -108,5 +108,5 @@ def _pretend_to_have_a_gpu() -> None:
 
 
 if __name__ == "__main__":
-    look = {"names": check_names, "flags": check_flags, "server": import_server}[sys.argv[1]]
-    sys.stdout.writelines(f"{line}\n" for line in look())
+    check = {"names": check_names, "flags": check_flags, "server": import_server}[sys.argv[1]]
+    sys.stdout.writelines(f"{line}\n" for line in check())

@@ -231,9 +231,9 @@ class TinyRun:
         lines = (self.folder / "rollouts" / "trained.jsonl").read_text().splitlines()
         return [json.loads(line) for line in lines]
 
-    def assert_heard_here_alone(self) -> None:
+    def assert_listens_here_alone(self) -> None:
         """No process of the run has listened beyond this machine."""
-        assert self.listeners, "a run without a listener was not looked at"
+        assert self.listeners, "a run without a listener was not checked"
         beyond = sorted(one for one in self.listeners if not one.on_loopback)
         assert not beyond, "listening beyond loopback:\n" + "\n".join(map(str, beyond))
 

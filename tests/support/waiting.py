@@ -8,7 +8,7 @@ from inspect import isawaitable
 
 HANG_S = 600.0  # ends what hangs; nothing that works comes near it
 NEVER_S = 2 * HANG_S  # of a deadline that must not be what ends a wait: the test fails before
-_LOOK_S = 0.02
+_POLL_S = 0.02
 
 
 def until(is_so: Callable[[], object], what: str | Callable[[], str] = "") -> None:
@@ -21,7 +21,7 @@ def until(is_so: Callable[[], object], what: str | Callable[[], str] = "") -> No
     hangs_s = time.monotonic() + HANG_S
     while not is_so():
         assert time.monotonic() < hangs_s, _text(what)
-        time.sleep(_LOOK_S)
+        time.sleep(_POLL_S)
 
 
 async def until_async(
@@ -31,12 +31,12 @@ async def until_async(
     hangs_s = time.monotonic() + HANG_S
     while not (await seen if isawaitable(seen := is_so()) else seen):
         assert time.monotonic() < hangs_s, _text(what)
-        await asyncio.sleep(_LOOK_S)
+        await asyncio.sleep(_POLL_S)
 
 
 def until_ended(pid: int) -> None:
     """Wait until a process has ended, whichever process is to collect it."""
-    until(lambda: state_of(pid) in "ZX", f"process {pid} goes on")
+    until(lambda: state_of(pid) in "ZX", f"process {pid} still runs")
 
 
 def until_stopped(pid: int) -> None:
