@@ -160,7 +160,7 @@ def measure_day(bars: Bars) -> None:
     bars.at_most("history_of_a_day", peak, "MB", needs=NEEDS_MB)
 
 
-async def measure_looking(bars: Bars) -> None:
+async def measure_watching(bars: Bars) -> None:
     """Serve a run of 2,000 steps to viewers."""
     for viewers in _VIEWERS:
         share = await _share(viewers)
@@ -238,7 +238,7 @@ def main() -> int:
         return 0
     bars = Bars()
     measure_day(bars)
-    asyncio.run(measure_looking(bars))
+    asyncio.run(measure_watching(bars))
     return bars.exit_code
 
 

@@ -39,7 +39,7 @@ from slipstream.wire.messages.versions import PolicyVersion
 PROMPT_TOKENS = 64
 BYTES_PER_TOKEN = 9  # int32 id, float32 logprob, mask
 WAIT_S = 0.5
-LOOK_S = 0.002  # how soon a role sees that the learner's version has changed
+POLL_S = 0.002  # how soon a role sees that the learner's version has changed
 _KEYS_PER_FETCH = 64
 _EPOCH = 1 << 32
 
@@ -266,7 +266,7 @@ def generate(
         if version.value and not (limit and it.leased >= limit):
             it.lease(unpack(version.value))
         it.submit()
-        it.listen(LOOK_S)
+        it.listen(POLL_S)
     peer.close()
     return it.acked
 
