@@ -124,7 +124,7 @@ def up_to_date(root: Path, tree: Path, cache: Path, show: Callable[[str], None])
         root: the repository, whose ``.cache`` holds coverage.
         tree: a copy of its files, in which tests run.
         cache: file of the record.
-        say: called with what takes long.
+        show: called with what takes long.
     """
     now = digests(tree)
     record = _read(cache) if cache.exists() else Record()
