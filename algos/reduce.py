@@ -47,11 +47,6 @@ def masked_sum(per_token: Tensor, mask: Tensor) -> Tensor:
     return where(mask, per_token, torch.zeros_like(per_token)).sum()
 
 
-def token_mean(per_token: Tensor, mask: Tensor, *, global_num_tokens: float) -> Tensor:
-    """Return this microbatch's share of the global per-token mean. Shapes [T] -> []."""
-    return masked_sum(per_token, mask) / global_num_tokens
-
-
 def reduced(
     per_token: Tensor,
     packing: Packing,

@@ -64,8 +64,8 @@ def plain(hidden: "Tensor", weight: "Tensor", target: "Tensor") -> "tuple[Tensor
 def ours(hidden: "Tensor", weight: "Tensor", target: "Tensor") -> "tuple[Tensor, Tensor]":
     from slipstream.algos.linear_logprobs import OutputLayer, linear_logprobs
 
-    said = linear_logprobs(hidden, OutputLayer(weight=weight), target)
-    return said.logprobs, said.entropy
+    computed = linear_logprobs(hidden, OutputLayer(weight=weight), target)
+    return computed.logprobs, computed.entropy
 
 
 WAYS: dict[str, Callable[..., "tuple[Tensor, Tensor]"]] = {"plain": plain, "ours": ours}
@@ -138,7 +138,7 @@ def main() -> int:
     rows = []
     for hidden in arguments.hidden or HIDDEN:
         sizes = Sizes(tokens=arguments.tokens, hidden=hidden, dtype=arguments.dtype)
-        _say(f"{sizes.tokens} tokens, hidden {hidden}, vocabulary {VOCAB_SIZE}, {sizes.dtype}")
+        _show(f"{sizes.tokens} tokens, hidden {hidden}, vocabulary {VOCAB_SIZE}, {sizes.dtype}")
         rows += report(bars, sizes, {way: measured(way, sizes, arguments.rounds) for way in WAYS})
     title = ("tokens", "hidden", "type", "way", "peak MiB", "of plain", "CPU s", "of plain")
     print("\n" + table(title, rows))
@@ -148,11 +148,13 @@ def main() -> int:
 def report(bars: Bars, sizes: Sizes, figures: dict[str, Figures]) -> list[tuple[str, ...]]:
     """Print the bars of one size; return the rows of the table, one for each way."""
     for way, one in figures.items():
-        _say(f"  {way}: {one.peak_bytes / MIB:.0f} MiB, {one.cpu_s:.2f} CPU s, loss {one.loss:.6f}")
+        _show(
+            f"  {way}: {one.peak_bytes / MIB:.0f} MiB, {one.cpu_s:.2f} CPU s, loss {one.loss:.6f}"
+        )
     base = figures["plain"]
-    _say(f"  loss and gradient norms differ by {differences(figures['ours'], base):.1e}")
+    _show(f"  loss and gradient norms differ by {differences(figures['ours'], base):.1e}")
     # No way of computing them does without the gradient of the weights that it returns.
-    _say(f"  that gradient alone is {sizes.weight_bytes / base.peak_bytes:.3f} of plain's memory")
+    _show(f"  that gradient alone is {sizes.weight_bytes / base.peak_bytes:.3f} of plain's memory")
     memory, cpu = shares(figures["ours"], base)
     bars.at_most(f"logprobs_memory_{sizes.hidden}", memory, "of plain", needs=NEEDS_MEMORY)
     bars.at_most(f"logprobs_cpu_{sizes.hidden}", cpu, "of plain", needs=NEEDS_CPU)
@@ -165,7 +167,7 @@ def report(bars: Bars, sizes: Sizes, figures: dict[str, Figures]) -> list[tuple[
     return rows
 
 
-def _say(text: str) -> None:
+def _show(text: str) -> None:
     print(text, flush=True)
 
 

@@ -37,7 +37,7 @@ _EXAMPLES = """examples:
   python -m benchmarks.bench_broker --only throughput --ray-python /opt/ray/bin/python"""
 
 
-def say(text: str) -> None:
+def show(text: str) -> None:
     print(text, flush=True)
 
 
@@ -49,19 +49,19 @@ def throughput(bars: Bars, ray_python: str) -> None:
         }
         best = max(tried, key=lambda way: tried[way])
         for way, rate in tried.items():
-            say(f"  {size} SET+GET, {way}: {rate:.0f}/s")
+            show(f"  {size} SET+GET, {way}: {rate:.0f}/s")
         ours: list[Throughput] = []
         set_get, xadd = [], []
         for _ in range(_TURNS):
             ours.append(broker_throughput(payload_bytes, _TURN_S))
             set_get.append(baselines.set_get_rate(num_bytes, best, _TURN_S / 2))
             xadd.append(baselines.xadd_rate(num_bytes, baselines.Way(64), _TURN_S / 2))
-            say(
+            show(
                 f"  {size} broker {ours[-1].rate:.0f}/s, SET+GET {set_get[-1]:.0f}/s, "
                 f"XADD {xadd[-1]:.0f}/s"
             )
         mid = median_of(ours)
-        say(
+        show(
             f"  {size} broker: {mid.rate:.0f}/s, {mid.rate * payload_bytes / 1e6:.0f} MB/s; "
             f"CPU per trajectory {mid.broker_us:.0f} us, Redis {mid.redis_us:.0f} us, "
             f"producer and consumer {mid.drivers_us:.0f} us"
@@ -82,8 +82,8 @@ def against_ray(bars: Bars, size: str, num_bytes: int, rate: float, ray_python: 
         return
     rates = baselines.ray_rates(python, num_bytes, [1, 8, 64], _TURN_S / 2)
     for batch, other in rates.items():
-        say(f"  {size} ray.util.queue, {batch} to a call: {other:.0f}/s")
-    say(f"  {size} broker is {rate / rates[1]:.2f} x ray.util.queue with one message to a call")
+        show(f"  {size} ray.util.queue, {batch} to a call: {other:.0f}/s")
+    show(f"  {size} broker is {rate / rates[1]:.2f} x ray.util.queue with one message to a call")
     best = max(rates, key=lambda batch: rates[batch])
     bars.at_least(name, rate / rates[best], f"x ({best} to a call)", needs=10)
 
@@ -91,9 +91,9 @@ def against_ray(bars: Bars, size: str, num_bytes: int, rate: float, ray_python: 
 def against_http(bars: Bars, size: str, payload_bytes: int, rate: float) -> None:
     rates = {way: baselines.http_rate(payload_bytes, way, _TUNE_S) for way in baselines.HTTP_WAYS}
     for way, other in rates.items():
-        say(f"  {size} HTTP JSON, {baselines.describe_http(way)}: {other:.0f}/s")
+        show(f"  {size} HTTP JSON, {baselines.describe_http(way)}: {other:.0f}/s")
     typed = max(other for way, other in rates.items() if way.typed)
-    say(f"  {size} broker is {rate / typed:.2f} x HTTP JSON with pydantic models")
+    show(f"  {size} broker is {rate / typed:.2f} x HTTP JSON with pydantic models")
     best = max(rates, key=lambda way: rates[way])
     name = baselines.describe_http(best)
     bars.at_least(f"broker_vs_http_json_{size}", rate / rates[best], f"x ({name})", needs=30)
@@ -116,9 +116,9 @@ def forwarding(bars: Bars, _ray_python: str) -> None:
                     ),
                 )
             )
-            say(f"  {size} CPU per trajectory in us: {turns[-1]}, its Redis {whole.redis_us:.0f}")
+            show(f"  {size} CPU per trajectory in us: {turns[-1]}, its Redis {whole.redis_us:.0f}")
         taken_in_ratio = statistics.median(turn.taken_in_ratio for turn in turns)
-        say(f"  {size} only taken in and acknowledged: {taken_in_ratio:.2f} x forwarding")
+        show(f"  {size} only taken in and acknowledged: {taken_in_ratio:.2f} x forwarding")
         bars.at_most(
             f"broker_cpu_vs_forwarding_{size}",
             statistics.median(turn.whole_ratio for turn in turns),
@@ -133,7 +133,7 @@ def generators(bars: Bars, _ray_python: str) -> None:
     for _ in range(_TURNS):
         for count in (10, 100, 1_000):
             seen = measure_leases(count, seconds=6.0)
-            say(
+            show(
                 f"  {count} generators, {RATE:g} leases/s due, {seen.count} in 6 s: CPU per lease "
                 f"{seen.broker_us:.0f} us (Redis {seen.redis_us:.0f}), "
                 f"latency p50 {seen.p50_ms:.2f} ms p99 {seen.p99_ms:.2f} ms"
@@ -157,7 +157,7 @@ def items(bars: Bars, _ray_python: str) -> None:
             for turn in range(_TURNS):
                 own, redis = cpu_per_item(broker, steps=steps, first_step=turn * steps)
                 runs.append(own)
-                say(
+                show(
                     f"  {count} in flight: {own:.0f} us CPU per item of {SMALL_BYTES} bytes from "
                     f"its issue to its sealing (Redis {redis:.0f} us), "
                     f"{steps * GROUPS_PER_STEP} items"
@@ -170,7 +170,7 @@ def restarts(bars: Bars, _ray_python: str) -> None:
     for size, payload_bytes in {"256B": SMALL_BYTES, "16KB": SIZES["16KB"]}.items():
         with filled(_MANY, payload_bytes) as (broker, folder):
             back = restart(broker, folder)
-        say(
+        show(
             f"  restart from {_MANY} items of {size}: Redis alone {back.redis_s:.2f} s for "
             f"{back.aof_bytes / 1e6:.0f} MB, broker and Redis together {back.whole_s:.2f} s, "
             f"{back.whole_s / back.redis_s:.2f} x"
@@ -181,7 +181,9 @@ def restarts(bars: Bars, _ray_python: str) -> None:
 
 def replay(bars: Bars, _ray_python: str) -> None:
     kept = push_through(_BUDGET_BYTES, SIZES["16KB"], times=10)
-    say(f"  {kept.pushed_bytes / _BUDGET_BYTES:.1f} x the replay budget trained, none of it sealed")
+    show(
+        f"  {kept.pushed_bytes / _BUDGET_BYTES:.1f} x the replay budget trained, none of it sealed"
+    )
     for name, value, most in (("rss", kept.rss, 2), ("redis", kept.redis, 3), ("aof", kept.aof, 6)):
         bars.at_most(f"replay_{name}", value / _BUDGET_BYTES, "x the budget at most", needs=most)
     bars.at_most("replay_growth", kept.growth, "last third over middle third", needs=1.1)
@@ -209,9 +211,9 @@ def main() -> int:
     arguments = parser.parse_args()
     bars, began = Bars(), time.monotonic()
     for name in arguments.only or PARTS:
-        say(f"{name}:")
+        show(f"{name}:")
         PARTS[name](bars, arguments.ray_python)
-    say(f"took {time.monotonic() - began:.0f} s")
+    show(f"took {time.monotonic() - began:.0f} s")
     return bars.exit_code
 
 

@@ -5,7 +5,7 @@ lognormal number of tokens before an answer may end, then a geometric one) are g
 the lanes that a generator's worker uses: adaptive, or a fixed number. Every setting does the same
 groups in alternating turns; medians.
 The cache holds a fraction of the largest number. SGLang keeps most of the others waiting in its
-queue, and throws some out of the cache (retracts them) and computes them again, as its log tells.
+queue, and throws some out of the cache (retracts them) and computes them again, as its log reports.
 """
 
 import argparse
@@ -98,7 +98,7 @@ class Turning:
         logged = len(_from(log_file, 0))
         before = await self._engine.load()
         began_s = time.perf_counter()
-        looking = asyncio.create_task(self._looks())
+        polling = asyncio.create_task(self._poll())
         async with asyncio.TaskGroup() as tasks:
             for group in groups_of(count):
                 while self._lanes.free < GROUP_SIZE:
@@ -108,7 +108,7 @@ class Turning:
                 for answer in group:
                     tasks.create_task(self._answer(answer, booking))
         seconds = time.perf_counter() - began_s
-        looking.cancel()
+        polling.cancel()
         given_up = sum(int(m[2]) for m in _RETRACTED.finditer(_from(log_file, logged)))
         return Turn(
             tokens_per_s=self._num_tokens / seconds,
@@ -124,7 +124,7 @@ class Turning:
         self._num_tokens += len(completion.token_ids)
         booking.leave(1)
 
-    async def _looks(self) -> None:
+    async def _poll(self) -> None:
         while True:
             self._lanes.observe(await self._engine.load())
             self._in_flight.append(self._lanes.in_flight)
@@ -208,13 +208,13 @@ def main() -> int:
                 for setting in list(turns)[:: 1 if turn % 2 == 0 else -1]:
                     measured = asyncio.run(_measure(process, setting, arguments.groups))
                     turns[setting].append(measured)
-                    _say(f"turn {turn} {setting}", measured)
+                    _show(f"turn {turn} {setting}", measured)
     return _judge({setting: _median(done) for setting, done in turns.items()})
 
 
 def _judge(medians: dict[str, Turn]) -> int:
     for setting, turn in medians.items():
-        _say(f"median {setting}", turn)
+        _show(f"median {setting}", turn)
     adaptive, too_many = medians["adaptive"], medians[str(MOST_SEQUENCES)]
     best = max(FIXED, key=lambda number: medians[str(number)].tokens_per_s)
     print(f"best fixed number: {best}")
@@ -244,7 +244,7 @@ def _median(turns: list[Turn]) -> Turn:
     )
 
 
-def _say(title: str, turn: Turn) -> None:
+def _show(title: str, turn: Turn) -> None:
     print(
         f"  {title}: {turn.tokens_per_s:.0f} tokens/s, {turn.retractions} retractions, "
         f"{turn.recomputed:.1%} computed again, {turn.mean_in_flight:.1f} in flight on average",

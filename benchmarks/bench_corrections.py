@@ -43,7 +43,7 @@ NUM_TRAJECTORIES = 256  # of the batch whose error is given
 _LEARNING_RATE = 1.2
 _START_DEVIATION = 1.0  # of the first policy's logits
 _SUCCESSES = 0.25  # share of all sequences
-_POPULATION = 16_384  # sequences that stand for mu where a rule looks at a whole minibatch
+_POPULATION = 16_384  # sequences that represent mu where a rule reads a whole minibatch
 _UNLIMITED = 1e9
 _EXAMPLES = """examples:
   python -m benchmarks.bench_corrections
@@ -216,7 +216,7 @@ def problem(
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """How an estimator does, as the module says."""
+    """How an estimator does, as described above."""
 
     bias: float
     cosine: float
@@ -322,7 +322,7 @@ def _of_population(algorithm: Algorithm, seen: _Seen, mu: Tensor) -> Correction:
     """Return each sequence's correction within a minibatch that holds all in proportion to mu.
 
     What a rule for a whole minibatch does to one sequence depends on the others: they are as many
-    as mu says, rounded, and at least one of each.
+    as in mu, rounded, and at least one of each.
     """
     copies = (mu * _POPULATION).round().long().clamp(min=1)
     horizon = seen.proximal.shape[1]
@@ -425,7 +425,7 @@ _MARGIN = (64, 44)  # of the axes in their panel, left and top
 _LABEL_HEIGHT = 15
 _BIASES = (0.0, 0.5, 1.0, 1.5, 2.0)
 _VARIANCES = (0.01, 0.1, 1.0, 10.0, 100.0, 1000.0)
-_COLORS = {  # by what stands first in an estimator's name
+_COLORS = {  # by the first part of an estimator's name
     "none": "#000000",
     "token": "#0b62c4",
     DECOUPLED: "#0b62c4",

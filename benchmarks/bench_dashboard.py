@@ -1,6 +1,6 @@
-"""What looking at a run costs the broker: memory of a day's history, CPU seconds per second.
+"""What watching a run costs the broker: memory of a day's history, CPU seconds per second.
 
-A run of 64 generators that goes on: its ledger and telemetry are the broker's own, every generator
+A live run of 64 generators: its ledger and telemetry are the broker's own, every generator
 reports as often as it does, a learner step with its figures and a publish come every two seconds,
 and viewers read the page's stream. The baseline is the run: one core of the broker's host, so that
 1% is 0.01 CPU seconds per second. What the run itself costs here (the work of ledger and telemetry
@@ -63,7 +63,7 @@ class LivingRun:
         self._scoring = ScoringQueue(lease_s=60.0)
         self._telemetry = Telemetry(RunSection(name="large"))
         self._began_s = time.monotonic()
-        self.own_cpu_s = 0.0  # of what goes on in the run
+        self.own_cpu_s = 0.0  # of the run itself
         self._names = [f"generator-{i}" for i in range(_GENERATORS)]
         for name in self._names:
             self._telemetry.hello(Hello(role="generator", name=name))
@@ -77,7 +77,7 @@ class LivingRun:
         return self._telemetry.status(self._ledger.book, self._scoring)
 
     def report(self) -> None:
-        """Every generator tells how it is."""
+        """Every generator reports its state."""
         at_s = time.monotonic() - self._began_s
         for name in self._names:
             self._telemetry.heard(name)
@@ -115,7 +115,7 @@ class LivingRun:
         )
 
     async def live(self) -> None:
-        """Go on until cancelled."""
+        """Run until cancelled."""
         while True:
             began_s = time.thread_time()
             self.report()
@@ -160,7 +160,7 @@ def measure_day(bars: Bars) -> None:
     bars.at_most("history_of_a_day", peak, "MB", needs=NEEDS_MB)
 
 
-async def measure_looking(bars: Bars) -> None:
+async def measure_watching(bars: Bars) -> None:
     """Serve a run of 2,000 steps to viewers."""
     for viewers in _VIEWERS:
         share = await _share(viewers)
@@ -213,7 +213,7 @@ async def _share(viewers: int) -> float:
 
 
 def _newest_step(recorder: Recorder) -> int:
-    """Return the newest learner step that the page was told of."""
+    """Return the newest learner step that the page was sent."""
     if recorder.snapshot is None:
         raise RuntimeError("the state of the run could not be read")
     return recorder.snapshot.status.steps_history[-1].step
@@ -238,7 +238,7 @@ def main() -> int:
         return 0
     bars = Bars()
     measure_day(bars)
-    asyncio.run(measure_looking(bars))
+    asyncio.run(measure_watching(bars))
     return bars.exit_code
 
 

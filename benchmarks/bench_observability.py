@@ -1,6 +1,6 @@
 """Which share of a run's CPU seconds is spent on watching it.
 
-A run of real parts with everything on that is on by default, and one viewer who reads the page's
+A run of real parts with everything on that is on by default, and one viewer that reads the page's
 stream. In every Python process the functions of the modules below are on CPU clocks of their thread
 (benchmarks/cpu_clocks.py); the baseline is the CPU clocks of the same processes. Both are added up
 by the same processes at the same moments, and count only where they reach the CPU time that the
@@ -70,7 +70,7 @@ class Watch:
         self._counting: threading.Thread | None = None
 
     def begin(self, pid: int) -> None:
-        """Count, and look at the page as soon as there is one."""
+        """Count, and read the page as soon as there is one."""
         self._counting = threading.Thread(target=self._count, args=(pid,))
         self._counting.start()
         deadline = time.monotonic() + _WAIT_S
@@ -90,7 +90,7 @@ class Watch:
             time.sleep(_COUNT_S)
 
     def end(self) -> None:
-        """Stop looking; the run is over."""
+        """Stop reading; the run is over."""
         if self._viewer is not None:
             self._viewer.kill()
             self._viewer.wait()

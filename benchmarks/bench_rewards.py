@@ -45,7 +45,7 @@ _COUNT = 5_000
 _WARM = 1_000
 _GROUP_SIZE = 8
 _PAYLOAD_BYTES = 16 * 1024
-_LOOK_S = 0.05
+_POLL_S = 0.05
 _LONGEST_S = 120.0
 _FUNCTION = """
 def constant(data_source, solution_str, ground_truth, extra_info):
@@ -166,7 +166,7 @@ def _until_scored(peer: Peer, worker: Worker, count: int) -> None:
         worker.cpu()  # it is there
         if time.monotonic() > deadline_s:
             raise TimeoutError(f"{count} trajectories were not scored in {_LONGEST_S:.0f} s")
-        time.sleep(_LOOK_S)
+        time.sleep(_POLL_S)
 
 
 def _scored(status: RunStatus) -> int:
@@ -211,7 +211,7 @@ def main() -> int:
     for _ in range(arguments.turns):
         for credits_, costs in turns.items():
             costs.append(measure(credits_, arguments.count))
-            _say(f"{credits_} credits", costs[-1])
+            _show(f"{credits_} credits", costs[-1])
     bars = Bars()
     worst = 0.0
     for credits_, costs in turns.items():
@@ -224,7 +224,7 @@ def main() -> int:
     return bars.exit_code
 
 
-def _say(title: str, cost: Cost) -> None:
+def _show(title: str, cost: Cost) -> None:
     print(
         f"  {title}: CPU per trajectory in us: broker {1e3 * cost.broker:.0f}, its Redis "
         f"{1e3 * cost.redis:.0f}, worker {1e3 * cost.worker:.0f}, its child "

@@ -57,7 +57,7 @@ class Bench:
     def wire(self) -> None:
         """Digests and collective against raw broadcasts."""
         for receivers in (1, 2, 4):
-            _say(f"wire: {receivers} receivers")
+            _show(f"wire: {receivers} receivers")
             rounds = 3 if self._quick else 9
             figures = measure_wire(self._sizes, receivers=receivers, rounds=rounds)
             self._wire_rows(f"{receivers} receivers", figures)
@@ -66,7 +66,7 @@ class Bench:
             self._wire_1b(ONE_BILLION)
 
     def _wire_1b(self, sizes: Sizes) -> None:
-        _say("wire: 1B parameters")
+        _show("wire: 1B parameters")
         free = psutil.virtual_memory().available
         if free < _FREE_FOR_1B:
             few = f"{free / 1024**3:.0f} GiB are free, {_FREE_FOR_1B / 1024**3:.0f} are needed"
@@ -91,8 +91,8 @@ class Bench:
         ours_by_size = ", ".join(
             f"{size // MIB}: {1e3 * figures.ours_s(size):.0f}" for size in figures.ours
         )
-        _say(f"  raw, ms by MiB of a bucket: {raw_by_size}")
-        _say(f"  ours, ms by MiB of a bucket: {ours_by_size}")
+        _show(f"  raw, ms by MiB of a bucket: {raw_by_size}")
+        _show(f"  ours, ms by MiB of a bucket: {ours_by_size}")
         self._row(
             f"wire, {name}, {figures.num_bytes / 1e6:.0f} MB: ms",
             f"{spread([turn.seconds for turn in turns], unit=1e3, digits=0)}, of which digests "
@@ -122,7 +122,7 @@ class Bench:
 
     def served(self) -> None:
         """Control calls, end to end and generation, with a real SGLang of a tiny policy."""
-        _say("served: SGLang starts")
+        _show("served: SGLang starts")
         with sglang(smollm2=False) as server:
             self._control(server)
             self._end_to_end(server, "tiny policy", epoch=10)
@@ -132,12 +132,12 @@ class Bench:
         """End to end with an engine of the size of SmolLM2-135M."""
         if self._quick:
             return
-        _say("served: SGLang starts with 135M parameters")
+        _show("served: SGLang starts with 135M parameters")
         with sglang(smollm2=True) as server:
             self._end_to_end(server, "135M parameters in bfloat16", epoch=1)
 
     def _control(self, server: Server) -> None:
-        _say("control calls")
+        _show("control calls")
         figures = measure_control(server, rounds=50 if self._quick else 300)
         self._row(
             "control of one publish over a collective: ms",
@@ -147,7 +147,7 @@ class Bench:
         )
 
     def _end_to_end(self, server: Server, name: str, *, epoch: int) -> None:
-        _say(f"end to end: {name}")
+        _show(f"end to end: {name}")
         figures = measure_end_to_end(server, rounds=3 if self._quick else 7, epoch=epoch)
         for way, seconds in figures.seconds.items():
             self._row(
@@ -159,7 +159,7 @@ class Bench:
             self._row(f"phases, {name}, {transport}: ms", text)
 
     def _generation(self, server: Server) -> None:
-        _say("generation under constant load")
+        _show("generation under constant load")
         windows, window_s = (2, 4.0) if self._quick else (6, 8.0)
         figures = measure_loss(server, windows=windows, window_s=window_s, every_s=2.0, epoch=30)
         self._row(
@@ -183,7 +183,7 @@ class Bench:
 
     def stall(self) -> None:
         """What the learner waits for."""
-        _say("the learner's stall")
+        _show("the learner's stall")
         figures = measure_stall(self._name, 5 if self._quick else 15)
         for what in figures.rounds:
             seconds, cpu_s = figures.median(what)
@@ -193,7 +193,7 @@ class Bench:
             )
         gpu = measure_gpu(self._sizes, rounds=5)
         if gpu is None:
-            _say("  no CUDA here: the copy from a GPU, pinned memory and NCCL are not measured")
+            _show("  no CUDA here: the copy from a GPU, pinned memory and NCCL are not measured")
         else:
             self._row(
                 "stall, copy from the GPU: ms",
@@ -202,7 +202,7 @@ class Bench:
 
     def steps(self) -> None:
         """What steps cost more when every one is published."""
-        _say("the learner's steps")
+        _show("the learner's steps")
         steps, step_cpu_s = (2, 0.6) if self._quick else (7, 2.0)
         figures = measure_steps(self._name, steps=steps, step_cpu_s=step_cpu_s)
         self._row(
@@ -217,7 +217,7 @@ class Bench:
 
     def late_join(self) -> None:
         """How soon a late joiner is up to date."""
-        _say("late joins")
+        _show("late joins")
         figures = measure_late_join(self._name, 2 if self._quick else 7)
         self._row(
             "late joiner, until it runs the newest version: ms",
@@ -238,7 +238,7 @@ class Bench:
 
     def rebuild(self) -> None:
         """A group of three engines of which one dies or is stopped."""
-        _say("rebuild: three engines in one group")
+        _show("rebuild: three engines in one group")
         figures = measure_rebuild(1 if self._quick else 4)
         for what, seconds in (
             ("nothing happened", figures.standing),
@@ -252,7 +252,7 @@ class Bench:
 
     def _row(self, what: str, value: str) -> None:
         self.rows.append((what, value))
-        _say(f"  {what}: {value}")
+        _show(f"  {what}: {value}")
 
 
 def main() -> int:
@@ -282,10 +282,10 @@ def _run(bench: Bench, names: Sequence[str]) -> None:
         began_s, before = time.monotonic(), psutil.getloadavg()[0]
         part()
         after = psutil.getloadavg()[0]
-        _say(f"{name}: {time.monotonic() - began_s:.0f} s, load {before:.1f} to {after:.1f}")
+        _show(f"{name}: {time.monotonic() - began_s:.0f} s, load {before:.1f} to {after:.1f}")
 
 
-def _say(text: str) -> None:
+def _show(text: str) -> None:
     print(text, flush=True)
 
 

@@ -2,7 +2,7 @@
 
     python -m benchmarks.which_default exact           every length, lag and mismatch (5 minutes)
     python -m benchmarks.which_default runs --out F    real runs, one line of F each (an hour)
-    python -m benchmarks.which_default report [F]      what the runs say, with tests
+    python -m benchmarks.which_default report [F]      what the runs show, with tests
 
 exact: the errors of ``bench_corrections`` over a grid of lengths, lags and mismatches. Of each
 candidate: the geometric mean over cells of its error over the least error in the cell (1 is best
@@ -83,7 +83,7 @@ def errors(
     lags: Sequence[int] = LAGS,
     mismatches: Sequence[float] = MISMATCHES,
     num_problems: int = NUM_PROBLEMS,
-    say: Callable[[str], None] = lambda _: None,
+    show: Callable[[str], None] = lambda _: None,
 ) -> dict[tuple[int, Case], dict[str, float]]:
     """Return (length, case) -> candidate -> error, means over random problems."""
     found: dict[tuple[int, Case], dict[str, float]] = {}
@@ -102,7 +102,7 @@ def errors(
                 )
                 for name in CANDIDATES
             }
-        say(f"{length} tokens: done")
+        show(f"{length} tokens: done")
     return found
 
 
@@ -187,7 +187,7 @@ class Result(msgspec.Struct, frozen=True):
     staleness: float  # mean of the trained tokens, in steps
 
 
-def run_all(out: Path, say: Callable[[str], None]) -> None:
+def run_all(out: Path, show: Callable[[str], None]) -> None:
     """Do every run that the file does not have yet: seed by seed, candidates in turn."""
     prepare(ROOT / ".cache" / "addition")
     done = {(one.candidate, one.seed) for one in read(out)}
@@ -198,7 +198,7 @@ def run_all(out: Path, say: Callable[[str], None]) -> None:
             result = run(name, algo, seed)
             with out.open("ab") as file:
                 file.write(msgspec.json.encode(result) + b"\n")
-            say(
+            show(
                 f"{name}, seed {seed}: {result.final:.3f} at the end, {result.mean:.3f} on the "
                 f"way, staleness {result.staleness:.2f}"
             )
@@ -241,7 +241,7 @@ def read(path: Path) -> list[Result]:
     return [msgspec.json.decode(line, type=Result) for line in lines]
 
 
-# ---- what runs say -----------------------------------------------------------
+# ---- results -----------------------------------------------------------------
 
 
 def sign_flip_p(differences: Sequence[float]) -> float:
@@ -331,20 +331,20 @@ def main() -> int:
     )
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("exact", help="the exact study")
-    runs = commands.add_parser("runs", help="real runs; goes on where it was stopped")
+    runs = commands.add_parser("runs", help="real runs; resumes where it was stopped")
     runs.add_argument("--out", type=Path, required=True, metavar="FILE")
-    told = commands.add_parser("report", help="what the runs of a file say")
-    told.add_argument("file", type=Path, nargs="?", default=RECORDED, help="%(default)s")
+    report_command = commands.add_parser("report", help="what the runs of a file show")
+    report_command.add_argument("file", type=Path, nargs="?", default=RECORDED, help="%(default)s")
     arguments = parser.parse_args()
 
-    def say(line: str) -> None:
+    def show(line: str) -> None:
         print(line, file=sys.stderr, flush=True)
 
     torch.set_num_threads(1)  # tensors are small
     if arguments.command == "exact":
-        print(exact_tables(errors(say=say)))
+        print(exact_tables(errors(show=show)))
     elif arguments.command == "runs":
-        run_all(arguments.out, say)
+        run_all(arguments.out, show)
     else:
         print(report(read(arguments.file)))
     return 0

@@ -1,8 +1,8 @@
 """Whether an installed package has a known hole: ``python -m tests.audit``, which asks PyPI.
 
-pip-audit looks every installed package up in PyPI's JSON interface. It passes where it found
-nothing, even because nothing could be looked up: here that is told apart. Exit code 1 is a hole, 2
-that nobody could be asked.
+pip-audit checks every installed package against PyPI's JSON interface. It passes where it found
+nothing, even because nothing could be checked: here these differ. Exit code 1 is a hole, 2 that
+PyPI could not be reached.
 """
 
 import importlib.metadata
@@ -33,7 +33,7 @@ def report_of(packages: Mapping[str, str]) -> dict[str, Any]:
     """Ask pip-audit.
 
     Raises:
-        UnreachableError: it does not run, or says nothing that can be read.
+        UnreachableError: it does not run, or prints nothing that can be read.
     """
     with tempfile.TemporaryDirectory() as folder:
         names = Path(folder, "installed.txt")
@@ -48,8 +48,8 @@ def report_of(packages: Mapping[str, str]) -> dict[str, Any]:
     try:
         report: dict[str, Any] = json.loads(done.stdout)
     except ValueError as error:
-        said = done.stderr.strip().rpartition("\n")[2]
-        raise UnreachableError(f"pip-audit ended with code {done.returncode}: {said}") from error
+        message = done.stderr.strip().rpartition("\n")[2]
+        raise UnreachableError(f"pip-audit ended with code {done.returncode}: {message}") from error
     return report
 
 
@@ -57,16 +57,16 @@ def holes(report: Mapping[str, Any], accepted: Mapping[str, str]) -> list[str]:
     """Return a line for each known hole that is not accepted.
 
     Raises:
-        UnreachableError: not one package could be looked up.
+        UnreachableError: not one package could be checked.
     """
-    looked_up = [one for one in report["dependencies"] if "skip_reason" not in one]
-    if not looked_up:
+    checked = [one for one in report["dependencies"] if "skip_reason" not in one]
+    if not checked:
         reasons = [str(one["skip_reason"]) for one in report["dependencies"]]
         raise UnreachableError(f"none of {len(reasons)} packages was found: {reasons[:1]}")
     return [
         f"{one['name']} {one['version']}: {hole['id']} {hole['aliases']}, "
         f"mended in {', '.join(hole['fix_versions']) or 'no release'}"
-        for one in looked_up
+        for one in checked
         for hole in one["vulns"]
         if not {hole["id"], *hole["aliases"]} & set(accepted)
     ]

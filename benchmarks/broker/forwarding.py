@@ -106,7 +106,7 @@ def acknowledge(folder: str) -> None:
 def push(
     folder: str, payload_bytes: int, count: int, begun: SharedNumber, go: SharedNumber
 ) -> float:
-    """Send ``count`` trajectories, at most WINDOW unacknowledged, once told to go."""
+    """Send ``count`` trajectories, at most WINDOW unacknowledged, once started."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     socket = context.socket(zmq.DEALER)
     socket.setsockopt(zmq.SNDHWM, 0)
@@ -158,7 +158,7 @@ def lease_and_submit(
     begun: SharedNumber,
     go: SharedNumber,
 ) -> float:
-    """Lease all groups first; once told to go, submit their trajectories."""
+    """Lease all groups first; once started, submit their trajectories."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     peer = Peer(context, endpoint, "generator", "generator-0")
     generator = Generator(peer, trajectory_bytes(payload_bytes), window=WINDOW, lanes=4 * count)

@@ -75,7 +75,7 @@ def cpu_per_item(broker: BrokerProcess, *, steps: int, first_step: int = 0) -> t
         Driver(generate, broker.endpoint, SMALL_BYTES, number, stop, count, "generator-0"),
     ) as running:
         deadline = time.monotonic() + 60
-        while not number.value:  # taking over looks at every item, once
+        while not number.value:  # taking over reads every item, once
             if time.monotonic() > deadline:
                 raise TimeoutError("the learner did not come up")
             time.sleep(0.0005)

@@ -17,7 +17,7 @@ Received = tuple[bytes, Answer, list[zmq.Frame]]
 
 
 class Peer:
-    """A DEALER socket that has said hello."""
+    """A DEALER socket that has sent its hello."""
 
     def __init__(
         self,

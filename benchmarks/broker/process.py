@@ -32,7 +32,7 @@ _LONGEST_RESPONSE = 32 * 1024  # more tokens than the largest payload holds
 
 @contextmanager
 def work_folder() -> Iterator[Path]:
-    """A short path, because sockets stand in it; gone afterwards."""
+    """A short path, because sockets are in it; gone afterwards."""
     folder = Path(tempfile.mkdtemp(prefix="bb-"))
     try:
         yield folder
@@ -249,5 +249,5 @@ def _drive(
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         sender.send((True, function(*arguments)))
-    except Exception as error:  # noqa: BLE001 it is told to the parent
+    except Exception as error:  # noqa: BLE001 it is reported to the parent
         sender.send((False, repr(error)))

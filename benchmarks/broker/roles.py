@@ -39,14 +39,14 @@ from slipstream.wire.messages.versions import PolicyVersion
 PROMPT_TOKENS = 64
 BYTES_PER_TOKEN = 9  # int32 id, float32 logprob, mask
 WAIT_S = 0.5
-LOOK_S = 0.002  # how soon a role sees that the learner's version has changed
+POLL_S = 0.002  # how soon a role sees that the learner's version has changed
 _KEYS_PER_FETCH = 64
 _EPOCH = 1 << 32
 
 
 @dataclass(frozen=True, slots=True)
 class Bytes:
-    """One trajectory as it is sent: the frames, and how many tokens they stand for."""
+    """One trajectory as it is sent: the frames, and how many tokens they contain."""
 
     payload: bytes
     response: bytes
@@ -258,7 +258,7 @@ def generate(
     limit: int,
     name: str,
 ) -> int:
-    """Generate until told to stop, or until ``limit`` trajectories (0: none) are acknowledged."""
+    """Generate until stopped, or until ``limit`` trajectories (0: none) are acknowledged."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     peer = Peer(context, endpoint, "generator", name)
     it = Generator(peer, trajectory_bytes(payload_bytes))
@@ -266,7 +266,7 @@ def generate(
         if version.value and not (limit and it.leased >= limit):
             it.lease(unpack(version.value))
         it.submit()
-        it.listen(LOOK_S)
+        it.listen(POLL_S)
     peer.close()
     return it.acked
 
@@ -286,10 +286,10 @@ def consume(
         endpoint: of the broker.
         version: the learner's, for the generators.
         stop: not 0 ends it.
-        steps: to train; 0 is until told to stop, -1 trains nothing.
+        steps: to train; 0 is until stopped, -1 trains nothing.
         score_limit: scores to give before it ends by itself.
         seal_every: steps from one durable checkpoint to the next; 0 makes none.
-        first_step: where the learner goes on.
+        first_step: where the learner resumes.
     """
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     scorer = Scorer(Peer(context, endpoint, "reward_worker", "reward-worker-0"))

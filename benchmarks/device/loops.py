@@ -92,7 +92,7 @@ def _watch(
     due = dict(kills)
     while process.poll() is None:
         if not report.left_s:
-            raise TimeoutError("the run goes on at the deadline of its stage")
+            raise TimeoutError("the run still runs at the deadline of its stage")
         steps = _steps(summary)
         for step in [step for step in due if steps >= step]:
             for child in psutil.Process(process.pid).children(recursive=True):

@@ -19,7 +19,7 @@ _LAST_LINES = 12  # of a failure
 
 
 class Skipped(Exception):  # noqa: N818 it is no error
-    """Raised by a part that cannot run here; says why."""
+    """Raised by a part that cannot run here; gives the reason."""
 
 
 class Report:
@@ -74,7 +74,7 @@ class Report:
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """Time a part; one that fails is kept, and the stage goes on."""
+        """Time a part; one that fails is kept, and the stage continues."""
         began_s = time.monotonic()
         try:
             yield

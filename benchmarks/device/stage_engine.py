@@ -29,7 +29,7 @@ _PROMPTS = ([3, 4, 13], [7, 8, 9, 10, 13, 5], [12] * 5, [4])
 _ANSWERS = 2  # to each
 _TRIES = 6  # to change weights while answers are in the making
 _VERSIONS = tuple(PolicyVersion(1, step) for step in range(3))
-_LOOK_S = 0.02
+_POLL_S = 0.02
 Kind = tuple[str, Literal["retract", "in_place"], bool]
 _KINDS: tuple[Kind, ...] = (
     ("retract", "retract", False),
@@ -44,7 +44,7 @@ class Oracle:
     def __init__(self, folders: Sequence[Path], out: Path) -> None:
         with (out / "oracle.log").open("w") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "tests.integration.in_flight_oracle", str(_END), *folders],
+                [sys.executable, "-m", "tests.support.in_flight_oracle", str(_END), *folders],
                 env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
@@ -160,7 +160,7 @@ async def _changed_twice(
             while not any(task.done() for _, task in asked):
                 if (await engine.load()).used_tokens >= enough:
                     break
-                await asyncio.sleep(_LOOK_S)
+                await asyncio.sleep(_POLL_S)
             await _change(engine, model, version)
         answers = [(prompt, one) for prompt, task in asked for one in await task]
         if any(len(one.version_starts) == len(_VERSIONS) for _, one in answers):

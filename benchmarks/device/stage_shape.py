@@ -1,6 +1,6 @@
 """Stage 6: `slipstream run` with random weights of 0.5B parameters, its memory beside the estimate.
 
-On a CPU the shape is small and nothing says how much memory a GPU would have used.
+On a CPU the shape is small and nothing shows how much memory a GPU would have used.
 """
 
 import json

@@ -54,7 +54,7 @@ class Stage:
 
 
 def has_ended(process: "subprocess.Popen[bytes]", deadline_s: float) -> bool:
-    """Wait for a process; False if it goes on after the deadline."""
+    """Wait for a process; False if it still runs after the deadline."""
     try:
         process.wait(deadline_s)
     except subprocess.TimeoutExpired:

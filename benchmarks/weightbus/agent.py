@@ -90,7 +90,7 @@ class HoldingEngine:
         pass
 
 
-def _say(**what: object) -> None:
+def _report(**what: object) -> None:
     print(json.dumps(what), flush=True)
 
 
@@ -114,10 +114,10 @@ async def _serve(arguments: argparse.Namespace) -> None:
         silence_s=20.0,
         fetch_timeout_s=20.0,
         on_pause=lambda: None,
-        on_adopt=lambda version: _say(step=version.step, at_s=time.monotonic()),
+        on_adopt=lambda version: _report(step=version.step, at_s=time.monotonic()),
     )
     sockets = arguments.folder / "sockets"
-    _say(joins=True, at_s=time.monotonic())
+    _report(joins=True, at_s=time.monotonic())
     await subscriber.run(relay_address(RunSection(socket_dir=str(sockets))))
 
 

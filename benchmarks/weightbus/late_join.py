@@ -1,4 +1,4 @@
-"""How soon a late joiner runs the newest version, against one transfer to who is there."""
+"""How soon a late joiner runs the newest version, against one transfer to the engines there."""
 
 import asyncio
 import statistics
@@ -28,8 +28,8 @@ class JoinFigures:
     """Seconds of each round."""
 
     num_bytes: int
-    transfer: list[float] = field(default_factory=list)  # receive and load, who is there
-    publish: list[float] = field(default_factory=list)  # from offer to adopted, who is there
+    transfer: list[float] = field(default_factory=list)  # receive and load, engines already there
+    publish: list[float] = field(default_factory=list)  # offer to adopted, engines already there
     join: list[float] = field(default_factory=list)  # from its Join to adopted, the late one
     phases: list[dict[str, float]] = field(default_factory=list)  # of that
 

@@ -31,7 +31,7 @@ class StallFigures:
 
 
 def measure_stall(sizes: str, rounds: int) -> StallFigures:
-    """Write a version into a slot, with and without looking for NaN, and copy the same bytes."""
+    """Write a version into a slot, with and without checking for NaN, and copy the same bytes."""
     model = SIZES[sizes]
     layout = model.layout()
     memory = written_slots(model)

@@ -54,18 +54,18 @@ class Agent:
                 preexec_fn=bound_to_me(),
             )
 
-    def said(self) -> list[dict[str, Any]]:
+    def printed(self) -> list[dict[str, Any]]:
         lines = self._log.read_text().splitlines()
         return [json.loads(line) for line in lines if line.startswith("{") and line.endswith("}")]
 
     def joined_s(self) -> float:
-        return float(next(line["at_s"] for line in self.said() if "joins" in line))
+        return float(next(line["at_s"] for line in self.printed() if "joins" in line))
 
     def adopted_s(self, step: int) -> float:
         """Wait until it runs a version; return since when."""
         deadline_s = time.monotonic() + _LONGEST_S
         while time.monotonic() < deadline_s:
-            for line in self.said():
+            for line in self.printed():
                 if line.get("step") == step:
                     return float(line["at_s"])
             if self._process.poll() is not None:
@@ -120,7 +120,7 @@ class LightBus:
 
 
 def copy_checked(tensors: dict[str, torch.Tensor], views: dict[str, torch.Tensor]) -> None:
-    """Copy tensors to their places, looking for NaN and inf on the way."""
+    """Copy tensors to their places, checking for NaN and inf on the way."""
     finite = []
     for name, tensor in tensors.items():
         finite.append(is_finite(tensor))

@@ -34,7 +34,7 @@ def measure_rebuild(rounds: int) -> RebuildFigures:
                 for name in _NAMES:
                     if name not in bus.agents:
                         bus.start(name)
-                _publish(bus, step, _NAMES)  # who came alone is in the group from the next on
+                _publish(bus, step, _NAMES)  # joined alone: in the group from the next on
                 _publish(bus, step + 1, _NAMES)
                 figures.standing.append(_publish(bus, step + 2, _NAMES))
                 bus.signal("g2", sent)

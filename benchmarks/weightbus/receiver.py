@@ -1,4 +1,4 @@
-"""A light agent: joins groups and receives into memory that lies ready, as the relay tells it.
+"""A light agent: joins groups and receives into memory that lies ready, as the relay asks it to.
 
 It obeys the relay's commands over the relay's kind of socket, and between them orders of the
 benchmark, which begin with an exclamation mark and are JSON.
@@ -46,7 +46,7 @@ def raw_broadcasts(memory: torch.Tensor, group: dist.ProcessGroup, bucket_bytes:
 
 
 def receive(endpoint: str, name: str, sizes: Sizes) -> None:
-    """Serve until told to end."""
+    """Serve until asked to end."""
     torch.set_num_threads(1)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     socket = context.socket(zmq.DEALER)

@@ -268,7 +268,7 @@ async def _median_s(what: Callable[[], Coroutine[Any, Any, None]], rounds: int) 
 
 
 def measure_control(server: Server, *, rounds: int) -> ControlFigures:
-    """Count what one publish over a collective says, and time what does nothing."""
+    """Count the messages of one publish over a collective, and time what does nothing."""
     return asyncio.run(_control(server, rounds))
 
 

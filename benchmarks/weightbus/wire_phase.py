@@ -1,7 +1,7 @@
 """The wire phase of a publish against broadcasts of the same bytes and nothing else.
 
-Ours is what the relay does: digests of all tensors, then ``Collective.load``, which tells every
-agent of every bucket, broadcasts it and waits for the outcome. It counts from the start of the
+Ours is what the relay does: digests of all tensors, then ``Collective.load``, which announces to
+every agent every bucket, broadcasts it and waits for the outcome. It counts from the start of the
 digests until the last receiver has the last byte. The broadcasts go from the same memory of the
 same process into the same memory of the same receivers, in turns with ours, over the same groups:
 one for every engine, all at once, as the relay has them by default, and for comparison one that is
@@ -101,7 +101,7 @@ _group_numbers = itertools.count(1)  # torch wants a new name for each
 
 @dataclass(frozen=True, slots=True)
 class _RawGroup:
-    """Rank 0 of a group in which nothing but broadcasts happens, and who else is in it."""
+    """Rank 0 of a group in which nothing but broadcasts happens, and the other members."""
 
     name: str
     group: dist.ProcessGroup

@@ -36,7 +36,7 @@ from slipstream.algos.diagnostics import (
 )
 from slipstream.algos.parts import AnyPart
 from slipstream.algos.section import AlgoSection
-from tests.unit.algos.golden import AREAL, SLIME, VERL, golden
+from tests.support.golden import AREAL, SLIME, VERL, golden
 
 F = TypeVar("F", bound=Callable[..., Any])
 

@@ -128,14 +128,6 @@ def packed_forward(
     return outputs.squeeze(0)[:count]
 
 
-def packed_logits(
-    model: GPTModel, token_ids: Tensor, position_ids: Tensor, cu_seqlens: Tensor, max_seqlen: int
-) -> Tensor:
-    """Return the logits [T, V/tp] that follow each token; arguments as in ``packed_forward``."""
-    hidden = packed_forward(model, token_ids, position_ids, cu_seqlens, max_seqlen)
-    return hidden @ output_weight(model).t()
-
-
 def output_weight(model: GPTModel) -> Tensor:
     """Return this rank's rows [V/tp, H] of the output layer, tied to the embedding or not."""
     weight: Tensor = (

@@ -19,14 +19,14 @@ _EVERY_S = 0.5
 
 
 class SampleSource:
-    """Tells of one sample run; streams flow until ``cut`` and again after ``mend``."""
+    """Serves one sample run; streams flow until ``cut`` and again after ``mend``."""
 
     def __init__(self, run: samples.Run) -> None:
         self.run = run
         self.advisories = run.advisories()
         self.advice_ready = True
         self.asked_after: list[float] = []  # the step that a viewer has, by event
-        self.news: tuple[int, ...] = ()  # learner steps that every event tells
+        self.news: tuple[int, ...] = ()  # learner steps that every event reports
         self.waited = 0  # for something new, by all viewers
         self.every_s = _EVERY_S  # between two events
         self._row = run.rows
@@ -56,7 +56,7 @@ class SampleSource:
         return self.run.history()
 
     def steps_after(self, step: float) -> list[dict[str, float | None]]:
-        """Return the news, whatever was told before."""
+        """Return the news, whatever was sent before."""
         self.asked_after.append(step)
         return [self.run.row(step) for step in self.news]
 

@@ -1,4 +1,4 @@
-"""A run that looks like a real one, for the page's tests; made of the structs of the status."""
+"""A run that resembles a real one, for the page's tests; made of the structs of the status."""
 
 import math
 import random
@@ -53,7 +53,7 @@ PROBLEMS = (  # prompts and answers
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One answer that was recorded: what the list and the article tell of it."""
+    """One answer that was recorded: what the list and the article show of it."""
 
     group_id: int
     sibling: int
@@ -108,7 +108,7 @@ class Run:
     evaluated: bool = True
     reference: bool = False  # whether there is a reference policy
     critic: bool = False
-    outcome: str = ""  # empty: as ``live`` says
+    outcome: str = ""  # empty: follows from ``live``
     run_name: str = "sample-data"
     waiting_for: str = ""
     tokens_by_lag: Mapping[str, int] = field(
@@ -397,7 +397,7 @@ class Run:
         begun = ("So : ", "First , ", "", "Let me see . ")[sibling]
         texts = [f"{word} " for word in (begun + answer).split()]
         texts += [HOSTILE, "<eos>"] if self.hostile else ["<eos>"]
-        change = len(texts) // 3  # an answer that began at an old version went on with a newer one
+        change = len(texts) // 3  # begun at an old version, continued with a newer one
         lags = [lag if i < change else max(0, lag - 1) for i in range(len(texts))]
         tokens = [
             Token(
@@ -461,7 +461,7 @@ class Run:
         )
 
     def advisories(self) -> list[Advisory]:
-        """Return what the broker would say of it."""
+        """Return what the broker would report of it."""
         history = self.history()
         trends = Trends(
             at_s=history.time.at_s,
@@ -491,7 +491,7 @@ class Run:
         )
 
     def row(self, step: int) -> dict[str, float | None]:
-        """Return a learner step as the page's stream tells it."""
+        """Return a learner step as the page's stream sends it."""
         point = self.step(step)
         return {"step": step, "at_s": point.at_s, **point.metrics}
 

@@ -118,7 +118,7 @@ def test_figures_on_the_page_equal_the_status(browser: WebDriver, server: Sample
     assert f"dead letters{dead}" in texts(browser, "#queues tr")
 
 
-def test_advice_says_what_to_set_and_why_shows_the_section_of_the_guide(
+def test_advice_names_a_setting_and_why_opens_the_section_of_the_guide(
     browser: WebDriver, server: SampleServer
 ) -> None:
     guide = {"learner-starved": {"title": "Learner starved", "text": f"Look\n{samples.HOSTILE}"}}
@@ -148,7 +148,7 @@ _ANSWERS = """
 def test_what_is_open_and_focused_stays_so_when_its_number_changes(
     browser: WebDriver, server: SampleServer
 ) -> None:
-    def said(number: str) -> None:
+    def advise(number: str) -> None:
         server.advisories = [
             msgspec.structs.replace(rule, text=f"{number} of {rule.rule}")
             for rule in samples.Run().advisories()
@@ -158,13 +158,13 @@ def test_what_is_open_and_focused_stays_so_when_its_number_changes(
     show(browser, server)
     browser.find_element("css selector", "[data-kept=learner-starved] summary").click()
     for number in ("41%", "42%"):
-        said(number)
+        advise(number)
         until(lambda number=number: number in text(browser, "#advisories .text"))  # type: ignore[misc]
         assert "learner-starved" in str(ask(browser, focused))
         assert len(texts(browser, "[data-kept=learner-starved] details[open]")) == 1
-    said_first = server.advisories[0].text
+    first_text = server.advisories[0].text
     server.advisories = server.advisories[::-1]
-    until(lambda: texts(browser, "#advisories .text")[-1] == said_first)
+    until(lambda: texts(browser, "#advisories .text")[-1] == first_text)
     assert "learner-starved" in str(ask(browser, focused))
 
     browser.execute_script("document.querySelectorAll('#histogram button')[1].focus()")
@@ -221,7 +221,7 @@ def test_hovering_a_chart_shows_the_values_at_that_place(
     assert text(browser, "#entropy-chart .keys b") == f"{entropy:.3f}"
 
 
-def test_a_zoom_holds_while_the_run_goes_on_and_a_double_click_follows_it_again(
+def test_zoom_holds_while_the_run_continues_and_a_double_click_ends_it(
     browser: WebDriver, server: SampleServer
 ) -> None:
     def right_edge(chart: str) -> int:
@@ -310,7 +310,9 @@ def test_the_past_stays_bounded_and_lost_steps_are_forgotten(
     assert steps == [1, 2, 3]
 
 
-def test_a_publish_tells_who_was_left_out_and_why(browser: WebDriver, server: SampleServer) -> None:
+def test_publish_lists_the_generators_left_out_with_the_reason(
+    browser: WebDriver, server: SampleServer
+) -> None:
     show(browser, server)
     browser.execute_script("document.querySelector('#publish-chart details').open = true")
     browser.execute_script("document.getElementById('weights').scrollIntoView()")
@@ -324,7 +326,7 @@ def test_a_publish_tells_who_was_left_out_and_why(browser: WebDriver, server: Sa
     assert members[-1].startswith("generator-3torn-")
 
 
-def test_a_process_that_is_not_heard_is_marked(browser: WebDriver, server: SampleServer) -> None:
+def test_silent_process_is_marked(browser: WebDriver, server: SampleServer) -> None:
     show(browser, server)
     assert set(texts(browser, "#workers .tag")) == {"alive"}
 
@@ -413,7 +415,7 @@ def _listed(browser: WebDriver, items: list[Item]) -> list[tuple[Item, str]]:
     return list(zip(items, texts(browser, "#items .more"), strict=True))
 
 
-def test_list_and_article_tell_the_same_of_a_trajectory(
+def test_list_and_article_show_the_same_trajectory_figures(
     browser: WebDriver, server: SampleServer
 ) -> None:
     show(browser, server)
@@ -451,13 +453,13 @@ def test_the_newest_click_counts_however_late_an_answer_comes(
     assert "sibling 1" in text(browser, "#one-title")
 
 
-@pytest.mark.parametrize("said", ["g8300", "8300"])
+@pytest.mark.parametrize("typed", ["g8300", "8300"])
 def test_a_group_without_recorded_answers_is_found_by_its_number(
-    browser: WebDriver, server: SampleServer, said: str
+    browser: WebDriver, server: SampleServer, typed: str
 ) -> None:
     show(browser, server)
     tab_to(browser, "#query")
-    press(browser, said, Keys.ENTER)
+    press(browser, typed, Keys.ENTER)
 
     until(lambda: "Group g8300: its answers are not recorded" in text(browser, "#one-title"))
     assert text(browser, "#prompt").endswith("(the whole of it)")
@@ -513,9 +515,7 @@ def test_keyboard_alone_reaches_search_trajectory_and_switch(
     assert ask(browser, "document.getElementById('answer').dataset.coloring") == "diff"
 
 
-def test_a_stream_that_breaks_is_told_and_comes_back(
-    browser: WebDriver, server: SampleServer
-) -> None:
+def test_broken_stream_is_reported_and_reconnects(browser: WebDriver, server: SampleServer) -> None:
     show(browser, server)
     until(lambda: text(browser, "#state") == "live")
 
@@ -544,7 +544,7 @@ def test_after_a_break_the_page_asks_for_the_steps_that_it_missed(
     assert server.asked_after[0] == 60
 
 
-def test_what_was_heard_while_the_past_was_read_is_kept(
+def test_events_received_while_the_history_loads_are_kept(
     browser: WebDriver, server: SampleServer
 ) -> None:
     script = """
@@ -595,7 +595,7 @@ def test_a_state_that_comes_late_does_not_take_the_page_back(
     evaluated = figure(browser, "evaluation")
 
     until(lambda: ask(browser, "window.late") == 1)
-    server.cut()  # nothing that is heard later mends it
+    server.cut()  # nothing that arrives later mends it
     time.sleep(1.5)
 
     assert figure(browser, "step") == "95 / 500"
@@ -604,7 +604,7 @@ def test_a_state_that_comes_late_does_not_take_the_page_back(
     assert f"now {server.run.step(95).metrics['policy/entropy']:.3f}" in label
 
 
-def test_an_event_adds_publishes_and_evaluations_to_those_that_were_told_before(
+def test_event_adds_publishes_and_evaluations_to_the_earlier_ones(
     browser: WebDriver, server: SampleServer
 ) -> None:
     show(browser, server)
@@ -623,7 +623,7 @@ def test_an_event_adds_publishes_and_evaluations_to_those_that_were_told_before(
     assert "since step 0" in text(browser, "#verdict-evaluation .more")
 
 
-def test_a_run_that_was_over_before_the_page_was_opened_is_said_to_be(browser: WebDriver) -> None:
+def test_run_that_was_over_before_the_page_opened_is_shown_as_over(browser: WebDriver) -> None:
     with served(samples.Run(steps=60, rows=200, outcome="finished")) as server:
         show(browser, server)
 
@@ -631,29 +631,29 @@ def test_a_run_that_was_over_before_the_page_was_opened_is_said_to_be(browser: W
         assert server.waited == 0
 
 
-def test_the_end_of_a_run_is_told_and_no_stream_opened_again(
+def test_end_of_a_run_is_shown_and_no_stream_is_reopened(
     browser: WebDriver, server: SampleServer
 ) -> None:
-    said = "the run is over: stopped; `slipstream dashboard RUN` shows it later"
+    over = "the run is over: stopped; `slipstream dashboard RUN` shows it later"
     show(browser, server)
     until(lambda: text(browser, "#state") == "live")
 
     server.run.silent_s = {"generator-1": 30.0}
     until(lambda: figure(browser, "silent") == "1")
     server.run.outcome = "stopped"
-    until(lambda: text(browser, "#state") == said)
+    until(lambda: text(browser, "#state") == over)
     server.cut()
     waited = server.waited
     time.sleep(2.5)
 
-    assert text(browser, "#state") == said
+    assert text(browser, "#state") == over
     assert server.waited <= waited + 1
     assert figure(browser, "silent") == ""
     assert set(texts(browser, "#workers .tag")) == {"ended"}
     assert "whole run" in text(browser, "#verdict-busy .more")
 
 
-def test_another_token_is_told_as_a_broker_that_was_started_anew(
+def test_refused_token_asks_for_the_address_of_the_new_broker(
     browser: WebDriver, server: SampleServer
 ) -> None:
     show(browser, server)
@@ -667,8 +667,8 @@ def test_another_token_is_told_as_a_broker_that_was_started_anew(
     until(lambda: "`slipstream status` prints" in text(browser, "#found"))
 
 
-def test_busy_says_over_what_time_it_is_averaged(browser: WebDriver) -> None:
-    for every_s, rows, said in ((2.0, 30, "last minute"), (64.0, 1, "last 64 s")):
+def test_busy_states_the_time_it_is_averaged_over(browser: WebDriver) -> None:
+    for every_s, rows, period in ((2.0, 30, "last minute"), (64.0, 1, "last 64 s")):
         browser.get("about:blank")
         run = samples.Run(steps=60, rows=200, every_s=every_s)
         with served(run) as server:
@@ -677,12 +677,12 @@ def test_busy_says_over_what_time_it_is_averaged(browser: WebDriver) -> None:
             busy = [run.point(row)["busy:learner"] for row in range(newest - rows, newest)]
             mean = sum(one or 0.0 for one in busy) / rows
 
-            assert text(browser, "#verdict-busy .more").endswith(said)
+            assert text(browser, "#verdict-busy .more").endswith(period)
             shown = int(figure(browser, "busy").removesuffix("% learner"))
             assert abs(shown - 100 * mean) < (2 if rows > 1 else 30)
 
 
-def test_processes_that_say_nothing_do_not_look_busy(
+def test_silent_processes_are_shown_as_unknown_instead_of_busy(
     browser: WebDriver, server: SampleServer
 ) -> None:
     show(browser, server)
@@ -706,7 +706,7 @@ def test_processes_that_say_nothing_do_not_look_busy(
 _LANES = "document.querySelector('.lanes').ariaLabel"
 
 
-def test_without_evaluations_the_reward_of_sampled_answers_says_whether_it_learns(
+def test_without_evaluations_the_sampled_reward_is_compared_with_the_start(
     browser: WebDriver,
 ) -> None:
     run = samples.Run(steps=60, rows=200, evaluated=False)
@@ -742,7 +742,7 @@ def test_sixty_four_generators_all_have_a_lane(browser: WebDriver) -> None:
         assert len(texts(browser, "#workers tbody tr")) == 68
 
 
-def test_a_run_without_data_looks_sensible(browser: WebDriver) -> None:
+def test_run_without_data_shows_dashes_and_reasons(browser: WebDriver) -> None:
     with served(samples.Run(steps=0, rows=0, waiting_for="the first batch")) as server:
         show(browser, server)
 
@@ -766,7 +766,7 @@ def test_a_run_without_data_looks_sensible(browser: WebDriver) -> None:
         until(lambda: texts(browser, "#rate-chart canvas"))
 
 
-def test_a_chart_that_is_not_in_sight_yet_does_not_say_that_it_is_empty(
+def test_chart_out_of_sight_is_not_reported_as_empty(
     browser: WebDriver, server: SampleServer
 ) -> None:
     show(browser, server)
@@ -793,7 +793,7 @@ def test_long_names_wrap_on_a_phone(browser: WebDriver) -> None:
 
 
 @pytest.mark.parametrize("theme", ["light", "dark"])
-def test_the_bars_of_the_histogram_stand_out_from_the_ground(
+def test_histogram_bars_contrast_with_the_background(
     browser: WebDriver, server: SampleServer, theme: str
 ) -> None:
     show(browser, server)
@@ -831,7 +831,7 @@ def test_five_hundred_series_are_drawn(browser: WebDriver) -> None:
         assert len(texts(browser, ".lane canvas")) == 244
 
 
-def test_what_workers_did_since_their_start_is_said_to_be_so(
+def test_worker_figures_since_the_start_are_labeled_so(
     browser: WebDriver, server: SampleServer
 ) -> None:
     show(browser, server)
@@ -844,7 +844,7 @@ def test_what_workers_did_since_their_start_is_said_to_be_so(
     assert "generator-3generatoralive0%" in torn
 
 
-def test_a_finished_run_is_said_to_be_one_and_opens_no_stream(browser: WebDriver) -> None:
+def test_finished_run_is_marked_and_has_no_event_stream(browser: WebDriver) -> None:
     silent = dict.fromkeys(samples.Run().processes, 3600.0)
     with served(samples.Run(steps=60, rows=200, live=False, silent_s=silent)) as server:
         show(browser, server)

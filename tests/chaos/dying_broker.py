@@ -1,4 +1,4 @@
-"""The real broker, killed right after Redis has taken a commit and before anybody is told."""
+"""The real broker, killed right after Redis has taken a commit before any client is answered."""
 
 import os
 import signal

@@ -15,7 +15,7 @@ from slipstream.wire.process.command_line import run_role
 from slipstream.wire.process.logs import start_logging
 from slipstream.wire.process.stopping import stop_event
 from slipstream.wire.settings.load import load_table
-from tests.chaos.published import published
+from tests.support.published import published
 from tests.support.scripted_engine import ScriptedEngine
 
 

@@ -55,8 +55,8 @@ class Chaos:
     seed: int
     supervisor: Supervisor
     plans: dict[str, RolePlan]
-    stopped: dict[int, float] = field(default_factory=dict)  # pid -> when it goes on
-    done: Counter[str] = field(default_factory=Counter)  # what was done to whom
+    stopped: dict[int, float] = field(default_factory=dict)  # pid -> when it resumes
+    done: Counter[str] = field(default_factory=Counter)  # what was done to which process
 
     @property
     def run_folder(self) -> Path:
@@ -81,7 +81,7 @@ class Chaos:
         return process.pid if process is not None and process.poll() is None else None
 
     def kill(self, role: str) -> bool:
-        """Kill -9; False if there was nobody to kill."""
+        """Kill -9; False if there was no process to kill."""
         return self._signal(role, signal.SIGKILL, "kill")
 
     def stop(self, role: str, seconds: float) -> bool:
@@ -102,8 +102,8 @@ class Chaos:
             return True
         return False
 
-    def look_after(self) -> None:
-        """Wake who slept long enough; have the supervisor start who died."""
+    def wake_and_restart(self) -> None:
+        """Wake processes that slept long enough; have the supervisor restart dead ones."""
         now = time.monotonic()
         for pid, until in list(self.stopped.items()):
             if now >= until:
@@ -118,7 +118,7 @@ class Chaos:
         deadline = time.monotonic() + timeout_s
         while not condition():
             assert time.monotonic() < deadline, f"no {what} in {timeout_s:.0f} s\n{self.logs()}"
-            self.look_after()
+            self.wake_and_restart()
             time.sleep(0.02)
 
     def finish(self, timeout_s: float = 4 * HANG_S) -> None:
@@ -161,7 +161,7 @@ class Chaos:
         return "\n".join(tails)
 
     def assert_nothing_was_lost(self, num_prompts: int) -> LedgerView:
-        """The equation, the bound, each prompt once, and weights that are what they say."""
+        """The equation, the bound, each prompt once, and weights that match their label."""
         assert not (self.run_folder / "complaints").exists(), (
             self.run_folder / "complaints"
         ).read_text()
@@ -311,13 +311,13 @@ def disturb(
         hit = False
         deadline = time.monotonic() + HANG_S
         while not hit:
-            assert time.monotonic() < deadline, f"nobody to {what}\n{it.logs()}"
+            assert time.monotonic() < deadline, f"no process to {what}\n{it.logs()}"
             assert not it.supervisor.finished(["learner"]), "the run was over: make it longer"
             role = rng.choice(roles)
             hit = (
                 it.kill(role) if what == "kill" else it.stop(role, rng.uniform(0.2, 1.5 * LEASE_S))
             )
-            it.look_after()
+            it.wake_and_restart()
 
 
 @contextmanager
@@ -335,7 +335,7 @@ def mounted(folder: Path, megabytes: int) -> Iterator[None]:
 
 @contextmanager
 def redis_server(folder: Path) -> Iterator[dict[str, str]]:
-    """Yield settings of a server that is nobody's child but ours."""
+    """Yield settings of a server that is our child alone."""
     (folder / "redis").mkdir()
     socket = folder / "redis.sock"
     server = RedisServer.launch(

@@ -1,4 +1,4 @@
-"""A proxy between clients and broker that says things twice, late and in another order."""
+"""A proxy between clients and broker that delivers messages twice, late and in another order."""
 
 import argparse
 import asyncio

@@ -10,7 +10,7 @@ from tests.chaos.harness import chaos_run, disturb
 pytestmark = [pytest.mark.integration, pytest.mark.redis]
 
 
-def test_a_run_that_nobody_disturbs_completes(folder: Path):
+def test_undisturbed_run_completes(folder: Path):
     with chaos_run(folder, prompts=40) as it:
         it.start()
         it.finish()
@@ -61,5 +61,5 @@ def test_a_run_of_twelve_kills_and_three_stops_loses_nothing(folder: Path):
         for step in evaluated:
             answers = it.run_folder / "eval" / f"step-{step:06d}.jsonl"
             rows = [json.loads(line) for line in answers.read_text().splitlines()]
-            said = {(row["problem"], row["sample"]) for row in rows}
-            assert len(said) == 12, f"answers of step {step}: {len(said)} of 12"
+            answered = {(row["problem"], row["sample"]) for row in rows}
+            assert len(answered) == 12, f"answers of step {step}: {len(answered)} of 12"

@@ -67,7 +67,7 @@ def test_messages_that_come_twice_late_and_in_another_order(folder: Path):
         # The same kind of fault at other moments:
         # published, in no checkpoint;
         pytest.param(("publish:3", "publish:9"), marks=pytest.mark.slow),
-        # half a checkpoint, and a checkpoint that nobody knows of;
+        # half a checkpoint, and a checkpoint that the broker does not know of;
         pytest.param(("save:5", "seal:10"), marks=pytest.mark.slow),
         # twice in a row from one checkpoint.
         pytest.param(("publish:8", "publish:8", "commit:6"), marks=pytest.mark.slow),
@@ -98,7 +98,7 @@ def test_past_the_replay_budget_lost_steps_are_generated_again(folder: Path):
         assert view.requeued > 0
 
 
-def test_nothing_goes_on_while_the_disk_is_full_and_everything_afterwards(folder: Path):
+def test_run_pauses_while_the_disk_is_full_and_continues_afterwards(folder: Path):
     disk = folder / "runs"
     with mounted(disk, megabytes=24), chaos_run(folder, prompts=120, generators=1) as it:
         it.start()
@@ -174,7 +174,7 @@ def resumed(it: Chaos) -> None:
     ],
     ids=["same-redis", "empty-redis"],
 )
-def test_a_run_whose_processes_all_died_at_once_goes_on(folder: Path, redis_survives: bool):
+def test_run_whose_processes_all_died_at_once_resumes(folder: Path, redis_survives: bool):
     with chaos_run(folder, prompts=120) as it:
         it.start()
         it.wait_until(lambda: it.steps() >= 8, "eighth step")
@@ -188,7 +188,7 @@ def test_a_run_whose_processes_all_died_at_once_goes_on(folder: Path, redis_surv
 
 
 @pytest.mark.slow  # as the one above, without a checkpoint
-def test_a_run_that_died_before_its_first_checkpoint_goes_on(folder: Path):
+def test_run_that_died_before_its_first_checkpoint_resumes(folder: Path):
     with chaos_run(folder, prompts=80, trainer_arguments=("--save-every", "1000")) as it:
         it.start()
         it.wait_until(lambda: it.steps() >= 6, "sixth step")  # so the fifth was acknowledged

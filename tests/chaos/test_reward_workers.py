@@ -54,7 +54,7 @@ def reward_of(response: str) -> float:
 
 
 def assert_rewards_are_true(it: Chaos) -> int:
-    """Every reward that was trained on is what the function says of that very answer."""
+    """Every reward that was trained on is the function's value for that very answer."""
     count = 0
     for recorded in read_groups(it.run_folder / BATCHES):
         for one, transcript in zip(recorded.group.trajectories, recorded.transcripts, strict=True):

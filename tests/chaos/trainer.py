@@ -1,7 +1,7 @@
 """A learner whose weights are a hash of all that it was trained on.
 
-It speaks to the broker as the real one does: takes over, fetches ahead, commits, publishes, saves,
-seals. Its weights tell whether every step of the run was trained on exactly the groups that its
+It talks to the broker as the real one does: takes over, fetches ahead, commits, publishes, saves,
+seals. Its weights show whether every step of the run was trained on exactly the groups that its
 lineage names, and it writes down every batch that breaks a promise.
 """
 
@@ -50,8 +50,8 @@ from slipstream.wire.process.command_line import run_role
 from slipstream.wire.process.logs import start_logging
 from slipstream.wire.settings.load import load_table
 from slipstream.wire.settings.sections import RunSection, run_section
-from tests.chaos.published import publish
 from tests.support.checkpoint_infos import checkpoint_info
+from tests.support.published import publish
 
 STATE_FILE = "state.json"
 
@@ -95,7 +95,7 @@ class Trainer:
         self.version = PolicyVersion(0, 0)
 
     def reach(self, point: str) -> None:
-        """Die here, as often as the command line says."""
+        """Die here, as often as the command line asks."""
         wanted = f"{point}:{self.version.step}"
         deaths = self.run.folder / "deaths"
         died = deaths.read_text().split() if deaths.exists() else []

@@ -85,7 +85,7 @@ class OnEngine:
         await until_load(self._server, lambda load: load.num_running == count or asked.done())
 
     async def until_idle(self, engine: InferenceEngine) -> None:
-        """Wait until no answer is in the making, not even one that nobody waits for any more."""
+        """Wait until no answer is in the making, not even one whose caller has gone."""
 
         async def is_idle() -> bool:
             in_flight = await engine.pause()
@@ -94,7 +94,7 @@ class OnEngine:
 
         await until_async(is_idle, "answers are still being written")
         if self._server is not None:
-            # SGLang tells its load as of its last batch, which may be one of before the pause, and
+            # SGLang reports its load as of its last batch, maybe one of before the pause, and
             # needs seconds to notice that a client is gone.
             await engine.sample(PROMPT, SHORT, count=1)
             await until_load(self._server, lambda load: load == (0, 0, 0))
@@ -150,7 +150,7 @@ def test_greedy_answers_are_equal(on_engine: OnEngine):
     on_engine(scenario)
 
 
-def test_a_version_that_comes_in_mid_answer_is_told_to_the_token(on_engine: OnEngine):
+def test_version_change_in_mid_answer_is_reported_to_the_token(on_engine: OnEngine):
     async def scenario(engine: InferenceEngine) -> None:
         asked = await on_engine.paused_in(engine, 2)
         await asyncio.sleep(0.2)
@@ -226,13 +226,13 @@ def test_an_answer_that_is_cancelled_ends(on_engine: OnEngine):
     on_engine(scenario)
 
 
-def test_an_engine_tells_what_it_is_busy_with_and_that_it_is_idle(on_engine: OnEngine):
+def test_engine_reports_its_load_and_that_it_is_idle(on_engine: OnEngine):
     async def scenario(engine: InferenceEngine) -> None:
         await on_engine.until_idle(engine)
         idle = await engine.load()
         assert (idle.num_running, idle.num_waiting, idle.used_tokens) == (0, 0, 0)
         assert (idle.capacity_tokens, idle.kv_use) == (CACHED, 0.0)
-        for _ in range(TRIES):  # to look twice while they are in the making
+        for _ in range(TRIES):  # to read it twice while they are in the making
             asked = asyncio.create_task(engine.sample(PROMPT, LONG, count=3, seeds=[1, 2, 3]))
             busy = [idle]
             while not asked.done():
@@ -273,7 +273,7 @@ def test_answers_that_do_not_fit_are_retracted_counted_and_finished_all_the_same
     on_engine(scenario)
 
 
-def test_a_pause_counts_as_no_retraction_and_the_load_is_told_in_it(on_engine: OnEngine):
+def test_pause_is_no_retraction_and_the_load_is_reported_in_it(on_engine: OnEngine):
     async def scenario(engine: InferenceEngine) -> None:
         before = await engine.load()
         asked = await on_engine.paused_in(engine, 3)
@@ -290,9 +290,9 @@ async def load_of(engine: InferenceEngine, is_enough: Callable[[EngineLoad], boo
     """Wait until an engine is so busy."""
     seen: list[EngineLoad] = []
 
-    async def look() -> bool:
+    async def poll() -> bool:
         seen.append(await engine.load())
         return is_enough(seen[-1])
 
-    await until_async(look, lambda: f"it is busy with {seen[-3:]}")
+    await until_async(poll, lambda: f"it is busy with {seen[-3:]}")
     return seen[-1]

@@ -101,7 +101,7 @@ async def contents(store: TrajectoryStore, *keys: tuple[int, int]) -> list[tuple
     return [(bytes(s.payload), bytes(s.transcript)) for s in await store.fetch(keys)]
 
 
-def test_an_empty_store_holds_nothing_and_says_what_it_is(with_store: WithStore):
+def test_empty_store_holds_nothing_and_reports_version_and_durability(with_store: WithStore):
     async def body(open_store: Open) -> None:
         store = await open_store()
         assert await events_of(store) == []
@@ -214,7 +214,7 @@ def test_a_snapshot_takes_the_place_of_the_events_before_it(with_store: WithStor
     with_store(body)
 
 
-def test_whoever_claims_later_is_the_only_one_who_writes(with_store: WithStore):
+def test_only_the_latest_claim_can_write(with_store: WithStore):
     async def body(open_store: Open) -> None:
         first, second = await open_store(), await open_store()
         older = await first.claim()
@@ -251,7 +251,7 @@ def test_a_handle_that_has_not_claimed_does_so_with_its_first_write(with_store: 
     with_store(body)
 
 
-def test_what_is_cleared_is_gone_but_the_generation_goes_on(with_store: WithStore):
+def test_clear_removes_everything_but_the_generation_count(with_store: WithStore):
     async def body(open_store: Open) -> None:
         store = await open_store()
         generation = await store.claim()

@@ -54,6 +54,6 @@ def test_a_preset_teaches_addition(tmp_path: Path, preset: str, capsys: pytest.C
     assert summary["issued"] == summary["trained"] + sum(summary["dropped"].values())
     points = {point["step"]: point["overall"]["metrics"]["mean@1"] for point in summary["eval"]}
     with capsys.disabled():
-        told = {name: summary[name] for name in ("issued", "trained", "dropped")}
-        sys.stdout.write(f"\n{preset}: {points} {told}\n")
+        counts = {name: summary[name] for name in ("issued", "trained", "dropped")}
+        sys.stdout.write(f"\n{preset}: {points} {counts}\n")
     assert points[STEPS] - points[0] >= LEAST_GAIN, points

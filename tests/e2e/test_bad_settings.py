@@ -48,7 +48,7 @@ def spoil_row(folder: Path) -> None:
     path.write_text("\n".join([*lines[:2], "{", *lines[3:]]))
 
 
-# One case for each process that refuses (the engine's start is long: slow); the others say the same
+# One case for each process that refuses (the engine's start is long: slow); the others do the same
 # of other settings.
 IN_MAKE_TEST = {"unknown setting", "empty data", "vocabulary", "no reward"}
 CASES: dict[str, tuple[dict[str, object], Spoil, str]] = {
@@ -84,11 +84,11 @@ def test_bad_input_is_refused_in_one_line(case: str, tmp_path: Path):
 
 def assert_refused(run: TinyRun, message: str) -> None:
     assert run.wait() == 2, run.output
-    said = run.output.splitlines()
-    refusals = {line for line in said if line.startswith("refused: ")} or set(said)
+    printed = run.output.splitlines()
+    refusals = {line for line in printed if line.startswith("refused: ")} or set(printed)
     assert len(refusals) == 1, f"one line, though it may come again at the end:\n{run.output}"
-    assert re.search(message, *refusals), f"the line does not say {message}:\n{run.output}"
-    assert said[-1] in refusals
+    assert re.search(message, *refusals), f"the line does not match {message}:\n{run.output}"
+    assert printed[-1] in refusals
     assert "Traceback" not in run.output
     if (run.folder / "resolved.toml").exists():
         run.assert_nothing_left()
@@ -155,7 +155,7 @@ def small_disk(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
         pytest.param(
             "ro",
             r"\(run\.dir\).*Read-only file system|Read-only file system.*\(run\.dir\)",
-            marks=pytest.mark.slow,  # the other disk says the same of another error
+            marks=pytest.mark.slow,  # the other disk does the same for another error
         ),
     ],
 )

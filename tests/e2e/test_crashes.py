@@ -1,4 +1,4 @@
-"""Real processes of real parts are killed; the run goes on, and every prompt is accounted for."""
+"""Real processes of real parts are killed; the run continues, and every prompt is accounted for."""
 
 import json
 import random
@@ -71,10 +71,10 @@ def test_a_run_whose_learner_and_then_everything_is_killed_trains_every_prompt_o
     before = first.steps()
     first.wait_until(lambda: first.steps() >= before + 1, "step of the second learner")
     kill_everything(first)
-    stood_at = first.steps()
-    assert stood_at < 9, "the run was over before the kill: make it longer"
+    step_at_kill = first.steps()
+    assert step_at_kill < 9, "the run was over before the kill: make it longer"
     stale = account_of(first)
-    assert stale["version"][1] == stood_at, "without a broker, as of the last step"
+    assert stale["version"][1] == step_at_kill, "without a broker, as of the last step"
 
     second = TinyRun(tmp_path, SETTINGS | {"generators.count": 1}, options=["--resume", "auto"])
     assert second.wait() == 0, second.output
@@ -169,7 +169,7 @@ def test_a_rank_that_dies_takes_its_engine_along_and_no_other(
     run.wait_until(lambda: not any(one.is_running() for one in dying), "end of its engine")
     run.wait_until(lambda: sum(starts(run)) == 3, "engine in its place")
     assert run.wait() == 0, run.output
-    assert sorted(starts(run)) == [1, 2], "the other engine went on"
+    assert sorted(starts(run)) == [1, 2], "the other engine continued"
     summary = run.summary()
     assert (summary["trained"], summary["equation"]["unaccounted"]) == (240, 0)
     run.assert_nothing_left()

@@ -65,27 +65,27 @@ def kill(run: TinyRun, words: str) -> None:
 
 
 def roles_of(run: TinyRun) -> set[str]:
-    """Return who has said hello to the broker; nobody, while its socket is not there yet."""
+    """Return the roles known to the broker; none while its socket is not there yet."""
     with suppress(PeerLostError):
         return {role.name for role in status_now(run_of_folder(run.folder)).roles}
     return set()
 
 
 def is_network(entry: dict[str, str]) -> bool:
-    """Tell whether the browser complains of a connection, as it does when the broker is gone."""
+    """Return whether the browser complains of a connection, as it does when the broker is gone."""
     return entry["source"] == "network" or "net::ERR" in entry["message"]
 
 
 def assert_page_agrees_with_the_ledger(run: TinyRun, browser: WebDriver) -> RunStatus:
     """Return the ledger's figures as they were before the page was read."""
     before = status_now(run_of_folder(run.folder))
-    told = (before.issued, before.trained, sum(before.dropped.values()))
+    recorded = (before.issued, before.trained, sum(before.dropped.values()))
 
     def is_as_new() -> bool:
         shown = numbers(text(browser, "equation-groups"))
-        return len(shown) == 5 and all(a >= b for a, b in zip(shown, told, strict=False))
+        return len(shown) == 5 and all(a >= b for a, b in zip(shown, recorded, strict=False))
 
-    until(is_as_new, "it stands still")
+    until(is_as_new, "it does not move")
     issued, trained, dropped, in_flight, unaccounted = numbers(text(browser, "equation-groups"))
     after = status_now(run_of_folder(run.folder))
     assert issued == trained + dropped + in_flight
@@ -114,11 +114,11 @@ def test_the_page_shows_the_ledger_a_killed_generator_and_later_the_finished_run
 
     before = assert_page_agrees_with_the_ledger(run, browser)
 
-    until(lambda: "generator-0" not in text(browser, "headline"), "a generator is not heard")
-    kill(run, "--name generator-0")  # it is back as soon as its SGLang is, and heard again
+    until(lambda: "generator-0" not in text(browser, "headline"), "a generator does not report")
+    kill(run, "--name generator-0")  # it is back as soon as its SGLang is, and reports again
     until(
         lambda: "generator-0" in text(browser, "headline"),
-        "the page says nothing of a generator that was killed",
+        "the page does not show a generator that was killed",
     )
 
     steps = run.steps()
@@ -128,7 +128,7 @@ def test_the_page_shows_the_ledger_a_killed_generator_and_later_the_finished_run
     run.wait_until(lambda: run.steps() > steps, "a step under the new broker")
 
     assert run.wait() == 0, run.output
-    until(lambda: "finished" in text(browser, "state"), "the page does not say that the run ended")
+    until(lambda: "finished" in text(browser, "state"), "the page does not show that the run ended")
     assert "generator-0" not in text(browser, "headline")
     summary = run.summary()
     assert [one["message"] for one in browser.get_log("browser") if not is_network(one)] == []

@@ -1,4 +1,4 @@
-"""What dies, and how the run ends or goes on."""
+"""What dies, and how the run ends or continues."""
 
 import signal
 import time

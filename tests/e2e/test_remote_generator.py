@@ -33,7 +33,7 @@ def held_by_both(head: Host) -> list[dict[str, str]]:
     return [one for one in digests if one.keys() >= {FAR, "generator-0"}]
 
 
-def test_a_generator_on_another_host_takes_part_as_the_document_says(hosts: tuple[Host, Host]):
+def test_generator_on_another_host_joins_by_the_documented_commands(hosts: tuple[Host, Host]):
     head, far = hosts
     kinds, texts = zip(
         *fences(DOCUMENT, "Five minutes to a generator on another host"), strict=True
@@ -62,7 +62,7 @@ def test_a_generator_on_another_host_takes_part_as_the_document_says(hosts: tupl
         while running.poll() is None and time.monotonic() < deadline:
             assert generator.poll() in {None, 0}, (far.folder / "generator.log").read_text()
             held = held or held_by_both(head)
-            time.sleep(1.0)  # each look is a command
+            time.sleep(1.0)  # each check is a command
         logs = (head.folder / "run.log").read_text() + (far.folder / "generator.log").read_text()
         assert running.poll() == 0, logs
         assert generator.wait(HANG_S) == 0, logs

@@ -30,7 +30,7 @@ def hosts(tmp_path: Path) -> Iterator[tuple[Host, Host]]:
         yield both
 
 
-def test_a_worker_on_another_host_scores_a_run_as_the_document_says(hosts: tuple[Host, Host]):
+def test_worker_on_another_host_scores_by_the_documented_commands(hosts: tuple[Host, Host]):
     head, far = hosts
     (kind_a, on_head), (kind_b, reward), (kind_c, prepare), (kind_d, start) = fences(
         DOCUMENT, "Five minutes to a reward worker on another host"
@@ -47,8 +47,8 @@ def test_a_worker_on_another_host_scores_a_run_as_the_document_says(hosts: tuple
     (head.folder / "run.toml").write_text(toml_of(settings))
     (far.folder / "my_rewards.py").write_text(reward)
 
-    said = head.run(make_key)
-    assert "judge-1.key" in said
+    printed = head.run(make_key)
+    assert "judge-1.key" in printed
     running = head.start(run.strip(), head.folder / "run.log")
     worker = None
     shown: set[str] = set()
@@ -105,7 +105,7 @@ def secrets_of(keys: Path) -> list[str]:
 
 
 def assert_no_secret(secrets: list[str], shown: set[str], folders: list[Path]) -> None:
-    """No key stands where others could read it; passwords have no arguments at all."""
+    """No key is where others could read it; passwords have no arguments at all."""
     assert len(secrets) == 2
     assert shown
     files = [path for folder in folders for path in folder.rglob("*") if path.is_file()]

@@ -1,4 +1,4 @@
-"""Rewards in a run of real parts: every reward trained on is what the function says."""
+"""Rewards in a run of real parts: every reward trained on is the function's value."""
 
 import json
 from collections.abc import Callable

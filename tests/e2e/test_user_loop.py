@@ -1,4 +1,4 @@
-"""What a user does in the first hour: evaluate, stop, resume, export, look, replay."""
+"""What a user does in the first hour: evaluate, stop, resume, export, inspect, replay."""
 
 import json
 import os
@@ -120,7 +120,7 @@ def test_a_run_is_stopped_resumed_exported_shown_and_replayed(tmp_path: Path):
     ours = [row["answer"] for row in answered]
     theirs = greedy_answers(out, [row["prompt"] for row in answered], limit=24)
     assert ours == theirs
-    assert len(set(ours)) > 5, "the policy says the same to everything"
+    assert len(set(ours)) > 5, "the policy gives the same answer to everything"
 
     shown = slipstream("show", second.folder, "--last", 2)
     assert "chosen by" in shown

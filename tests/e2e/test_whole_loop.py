@@ -79,7 +79,7 @@ def test_publishes_land_in_long_generations_and_every_token_keeps_its_policy(
     rejected = {
         name: n for name, n in summary["queue"].items() if name.startswith("rejected") and n
     }
-    assert not rejected, "a healthy run says nothing that is refused"
+    assert not rejected, "a healthy run sends nothing that is refused"
 
     differences = [
         (row["step"] - version["step"], difference)
@@ -101,7 +101,7 @@ def test_publishes_land_in_long_generations_and_every_token_keeps_its_policy(
     assert set(publish["transports"].values()) == {transport}
     assert publish["engine_digests"] == {"generator-0": expected, "generator-1": expected}
     assert summary["eval"][0]["overall"]["num_answers"] == 64
-    run.assert_heard_here_alone()
+    run.assert_listens_here_alone()
     run.assert_nothing_left()
 
 
@@ -116,7 +116,7 @@ def test_two_learner_ranks_train_what_was_planned(start_run: Callable[..., TinyR
     assert fresh, "no answer was trained by the step of its own version"
     assert max(fresh) < SAME
     assert summary["busy"]["learner"] > 0
-    run.assert_heard_here_alone()
+    run.assert_listens_here_alone()
     run.assert_nothing_left()
 
 
@@ -161,5 +161,5 @@ def test_an_engine_of_two_ranks_serves_what_was_learned(
     fresh = differences_of_own_versions(run)
     assert fresh
     assert max(fresh) < SAME
-    run.assert_heard_here_alone()
+    run.assert_listens_here_alone()
     run.assert_nothing_left()

@@ -1,6 +1,6 @@
 """Write the golden bytes of today's wire revision: python -m tests.golden.make_wire
 
-For a new revision only, or for a kind that is new in one that nobody has installed yet. Bytes that
+For a new revision only, or for a kind that is new in one that was never released. Bytes that
 are there already and would change are left alone and named; to change them, raise WIRE_REVISION.
 """
 

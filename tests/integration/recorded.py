@@ -1,5 +1,6 @@
 """Recorded trajectory files of a tiny policy, and `start-learner --replay` as a child process."""
 
+import json
 import os
 import resource
 import subprocess
@@ -7,6 +8,8 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import torch
+from safetensors.torch import load_file
 
 from slipstream.wire.files.trajectory_file import RecordedGroup, TrajectoryFileWriter
 from slipstream.wire.messages.arrays import PackedArray
@@ -25,6 +28,16 @@ from tests.support.waiting import HANG_S
 
 ROOT = Path(__file__).parents[2]
 GROUPS, SIBLINGS, VOCABULARY = 3, 2, 12
+LAYOUTS = {
+    "one": (),
+    "tp2": ("learner.ranks=2", "learner.tensor_parallel=2"),
+    "dp2": ("learner.ranks=2",),
+    "bf16": ("learner.dtype=bfloat16",),
+    "critic-tp2": (
+        *("learner.ranks=2", "learner.tensor_parallel=2"),
+        *("algo.preset=ppo", "algo.critic.lr=1e-2"),
+    ),
+}
 
 
 def recorded_group(step: int, group_id: int, rng: np.random.Generator) -> RecordedGroup:
@@ -157,3 +170,13 @@ def finish(process: subprocess.Popen[str], *, code: int = 0) -> str:
         process.wait()
     assert process.returncode == code, output
     return output
+
+
+def weights(run: Path) -> dict[str, torch.Tensor]:
+    tensors = load_file(run / "model" / "model.safetensors")
+    return {name: tensor.float() for name, tensor in tensors.items()}
+
+
+def rows(run: Path) -> list[dict[str, float]]:
+    lines = (run / "replay" / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]

@@ -1,6 +1,6 @@
 """A broker that delivers given batches to real learners, and notes all that they ask.
 
-It speaks the real wire over a real socket, decides nothing, and holds an answer back where a test
+It uses the real wire over a real socket, decides nothing, and holds an answer back where a test
 wants something else to happen first.
 """
 
@@ -72,7 +72,7 @@ class ScriptedBroker:
     """Answers on a thread of its own. Use as a context manager."""
 
     def __init__(self, endpoint: str, script: Script) -> None:
-        self.requests: list[tuple[str, Request]] = []  # who asked what, in order
+        self.requests: list[tuple[str, Request]] = []  # client and request, in order
         self._script = script
         self._step = 0
         self._epoch = script.epoch
@@ -148,7 +148,7 @@ class ScriptedBroker:
         match request:
             case FetchPayloads(keys=keys):
                 if name == self._script.refuses_payloads_to:
-                    return Refusal(reason="as the script says"), [], _at_once
+                    return Refusal(reason="as scripted"), [], _at_once
                 frames = [self._script.known[key] for key in keys]
                 return Payloads(num_frames=len(frames)), frames, _at_once
             case StepCommit():

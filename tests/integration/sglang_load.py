@@ -23,7 +23,7 @@ async def until_load(server: SglangProcess, is_enough: Callable[[Load], bool]) -
     headers = {"Authorization": f"Bearer {server.api_key}"}
     async with aiohttp.ClientSession(headers=headers) as http:
 
-        async def look() -> bool:
+        async def poll() -> bool:
             limit = aiohttp.ClientTimeout(HANG_S)
             async with http.get(f"{server.url}/v1/loads?include=core", timeout=limit) as response:
                 (load,) = (await response.json())["loads"]
@@ -31,5 +31,5 @@ async def until_load(server: SglangProcess, is_enough: Callable[[Load], bool]) -
             seen.append(Load(*(load[name] for name in names)))
             return is_enough(seen[-1])
 
-        await until_async(look, lambda: f"it is busy with {seen[-3:]}")
+        await until_async(poll, lambda: f"it is busy with {seen[-3:]}")
     return seen[-1]

@@ -1,4 +1,4 @@
-"""The roles that the broker's benchmark plays speak to today's broker."""
+"""The roles that the broker's benchmark plays work with today's broker."""
 
 import pytest
 

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from slipstream.wire.files.checkpoints import (
     best_checkpoint,
@@ -17,21 +16,11 @@ from slipstream.wire.files.checkpoints import (
     read_checkpoint_info,
 )
 from slipstream.wire.messages.versions import PolicyVersion
-from tests.integration.recorded import Replays, finish
+from tests.integration.recorded import LAYOUTS, Replays, finish, rows, weights
 from tests.support.ranks.run import outputs, reports, start
 from tests.support.tiny_models import write_tiny_model
 
 pytestmark = pytest.mark.integration
-LAYOUTS = {
-    "one": (),
-    "tp2": ("learner.ranks=2", "learner.tensor_parallel=2"),
-    "dp2": ("learner.ranks=2",),
-    "bf16": ("learner.dtype=bfloat16",),
-    "critic-tp2": (
-        *("learner.ranks=2", "learner.tensor_parallel=2"),
-        *("algo.preset=ppo", "algo.critic.lr=1e-2"),
-    ),
-}
 SCHEDULE = (
     "learner.lr_schedule=cosine",
     "learner.lr_warmup_steps=2",
@@ -44,19 +33,9 @@ SCHEDULE = (
 EXPORT = "checkpoint.export_at_end=true"
 
 
-def weights(run: Path) -> dict[str, torch.Tensor]:
-    tensors = load_file(run / "model" / "model.safetensors")
-    return {name: tensor.float() for name, tensor in tensors.items()}
-
-
 def largest_difference(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
     assert one.keys() == other.keys()
     return max(float((one[name] - other[name]).abs().max()) for name in one)
-
-
-def rows(run: Path) -> list[dict[str, float]]:
-    lines = (run / "replay" / "metrics.jsonl").read_text().splitlines()
-    return [json.loads(line) for line in lines]
 
 
 @pytest.fixture(scope="module")
@@ -104,9 +83,7 @@ def test_three_steps_and_three_after_a_resume_are_six_steps_bit_for_bit(
     assert read_checkpoint_info(newest).version == PolicyVersion(2, 6)
 
 
-def test_a_checkpoint_of_two_ranks_goes_on_with_one(
-    straight: Callable[[str], tuple[Replays, Path]],
-):
+def test_checkpoint_of_two_ranks_resumes_on_one(straight: Callable[[str], tuple[Replays, Path]]):
     replays, run = straight("tp2")
     resume = f"run.resume_from={run / 'checkpoints' / 'step-000003'}"
     alone = replays.train("alone", *SCHEDULE, resume)
@@ -168,7 +145,7 @@ def test_the_newest_are_kept_and_what_a_crash_left_is_removed(tmp_path: Path):
 
 
 @pytest.mark.parametrize("layout", [pytest.param("one", marks=pytest.mark.slow), "tp2"])
-def test_a_save_that_fails_leaves_the_one_before_and_training_goes_on(tmp_path: Path, layout: str):
+def test_failed_save_keeps_the_one_before_and_training_continues(tmp_path: Path, layout: str):
     replays = Replays(tmp_path)
     run = replays.train("a", *LAYOUTS[layout], "run.steps=1")
     checkpoint = newest_checkpoint(run)
@@ -191,7 +168,7 @@ def test_a_folder_that_cannot_be_written_is_refused_at_the_start(tmp_path: Path)
     assert f"cannot write checkpoints to {folder}: File exists" in output
 
 
-def test_a_checkpoint_with_a_part_missing_or_cut_off_is_damaged_and_says_which(tmp_path: Path):
+def test_checkpoint_with_a_missing_or_cut_file_is_damaged_and_names_it(tmp_path: Path):
     model, work = write_tiny_model(tmp_path / "model", "llama"), tmp_path / "work"
     work.mkdir()
     outputs([start(work, "support.ranks.damaged", model, work)])

@@ -1,6 +1,6 @@
-"""Whatever a client sends: the broker counts it, forgets it, and goes on serving.
+"""Whatever a client sends: the broker counts it, forgets it, and keeps serving.
 
-The broker is real and keeps its store in memory; clients are bare sockets that have said hello in
+The broker is real and keeps its store in memory; clients are bare sockets that sent a hello in
 every role, or in none. What is malformed, forbidden or of a stranger must leave the ledger as it
 is, byte for byte. What is damaged and still allowed must leave it in balance.
 """
@@ -114,7 +114,7 @@ def test_a_decoder_takes_a_message_or_raises_a_protocol_error(family: str):
     assert outcomes["refused"] >= 2_000
 
 
-# ---- a broker and those who are after it -------------------------------------
+# ---- a broker and its attackers ----------------------------------------------
 
 
 @dataclass(slots=True)
@@ -239,7 +239,7 @@ async def fuzzed(
 
 
 class Bare:
-    """A DEALER socket that sends what it is told to."""
+    """A DEALER socket that sends what it is given."""
 
     def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", unix: str, name: str) -> None:
         self.attacker = Attacker(None)
@@ -324,7 +324,7 @@ class Siege:
         self.sent["sequences"] += PER_BATCH
         await self._without_a_trace(harmless, expected)
         await self._send(allowed)
-        await self.begin()  # some have said hello as somebody else
+        await self.begin()  # some sent a hello as another client
         self._it.assert_well()
         await self._assert_serves()
 
@@ -339,7 +339,7 @@ class Siege:
         new = it.rejected - counted
         expected = +expected
         del expected["allowed"]
-        expected["hello_first"] += roles.count(None)  # who caught up
+        expected["hello_first"] += roles.count(None)  # clients without a hello
         expected["forbidden"] += roles.count("relay")  # which may not ask for the status
         assert new == +expected
 
@@ -467,7 +467,7 @@ async def one_step(it: Fuzzed) -> None:
     learner, generator = await client("learner", "L"), await client("generator", "G")
     took, _ = await learner.ask(TakeOver(step=it.ledger.book.step), TookOver)
     for name in list(it.ledger.book.by_holder):
-        it.ledger.release_all(name, "left")  # those who were there are gone
+        it.ledger.release_all(name, "left")  # the clients of before are gone
     for _ in range(50):
         leased, _ = await generator.ask(
             LeaseGroups(adopted=took.version, max_sequences=64, wait_s=0.1), GroupsLeased
@@ -525,7 +525,7 @@ def stream_of(random: Random) -> bytes:
     """Return what a stranger sends into the port: noise, or the beginning of a handshake."""
     greeting = GREETING + random.choice(MECHANISMS).ljust(20, b"\0") + bytes(32)
     command = bytes([4, 200]) + b"\x05HELLO" + random.randbytes(194)
-    huge = b"\x06" + b"\x7f" + b"\xff" * 7 + b"\x05HELLO"  # a command that is said to be very long
+    huge = b"\x06" + b"\x7f" + b"\xff" * 7 + b"\x05HELLO"  # a command of a very large stated length
     http = b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"
     start = random.choice((b"", http, greeting, greeting, greeting + command, greeting + huge))
     return start[: random.randrange(len(start) + 1)] + random.randbytes(
@@ -550,7 +550,7 @@ async def sent(port: int, stream: bytes, *, then_close: bool) -> float:
 
 
 @pytest.mark.integration
-def test_streams_that_prove_no_key_reach_nobody_and_are_closed(short_folder: Path):
+def test_streams_that_prove_no_key_are_closed_before_the_loop(short_folder: Path):
     """Noise, half a handshake and then silence, a client without keys: none gets to the loop."""
 
     async def body() -> float:
@@ -599,7 +599,7 @@ def test_streams_that_prove_no_key_reach_nobody_and_are_closed(short_folder: Pat
 
 
 def held_for_a_stranger(port: int, size: int) -> socket.socket:
-    """Say that a command of many bytes comes, without any key, and send them."""
+    """Announce a command of many bytes, without any key, and send them."""
     stranger = socket.create_connection(("127.0.0.1", port))
     stranger.sendall(b"\xff" + bytes(8) + b"\x7f\x03\x01" + b"CURVE".ljust(20, b"\0") + bytes(32))
     stranger.settimeout(HANG_S)
@@ -612,7 +612,7 @@ def held_for_a_stranger(port: int, size: int) -> socket.socket:
 
 
 @pytest.mark.integration
-def test_who_has_no_key_makes_the_broker_hold_no_more_than_a_piece(short_folder: Path):
+def test_peer_without_a_key_makes_the_broker_hold_at_most_one_piece(short_folder: Path):
     """Frames of 256 MiB were taken before a key was asked for: four strangers, 611 MiB."""
 
     async def body() -> int:

@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.integration]
 STAND_INS = ROOT / "benchmarks" / "device" / "standin"
 
 
-def looked_at(what: str, **variables: str) -> list[str]:
+def checked(what: str, **variables: str) -> list[str]:
     """Return what a program of tests.support.gpu_branches prints."""
     done = subprocess.run(
         [sys.executable, "-m", "tests.support.gpu_branches", what],
@@ -30,7 +30,7 @@ def looked_at(what: str, **variables: str) -> list[str]:
 
 
 def test_every_name_and_argument_of_torch_and_megatron_exists():
-    lines = looked_at("names")
+    lines = checked("names")
     assert [line.partition(":")[0] for line in lines] == ["torch", "megatron"], lines
     counts = [int(line.split()[1]) for line in lines]
     assert counts[0] > 1000, "the product's uses of torch"
@@ -38,7 +38,7 @@ def test_every_name_and_argument_of_torch_and_megatron_exists():
 
 
 def test_sglang_knows_every_setting_and_variable_of_an_engine_on_a_gpu():
-    lines = looked_at("flags")
+    lines = checked("flags")
     assert [line.partition(":")[0] for line in lines[:2]] == ["retract", "in_place"]
     assert lines[2:], "it has variables of its own"
     assert all(line.endswith(": known") for line in lines[2:]), lines
@@ -53,7 +53,7 @@ def test_the_runtime_of_cuda_pins_memory():
 
 
 def test_an_engine_for_a_gpu_can_be_imported():
-    lines = looked_at(
+    lines = checked(
         "server",
         PYTHONPATH=os.pathsep.join(map(str, (STAND_INS / "kernels", STAND_INS / "display", ROOT))),
         SGLANG_FORCE_FUSED_OP_BACKEND="torch",

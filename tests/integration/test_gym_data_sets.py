@@ -4,7 +4,7 @@ import importlib
 
 import pytest
 
-from tests.unit.broker.data.test_gym import prompts, scored
+from tests.support.gym_prompts import prompts, scored
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
 

@@ -20,8 +20,8 @@ from slipstream.wire.messages.broker import (
     TookOver,
 )
 from tests.support.ledger_driver import header, make_ledger, make_rules
+from tests.support.running_broker import V0, running
 from tests.support.waiting import until_async
-from tests.unit.broker.server.test_loop import V0, running
 
 pytestmark = pytest.mark.integration
 GROUPS, SIBLINGS, ATTEMPTS = 4, 8, 3
@@ -36,7 +36,7 @@ def score(data_source, solution_str, ground_truth, extra_info):
 
 
 @pytest.mark.parametrize("processes", [1, 2])
-def test_a_group_whose_reward_hangs_costs_its_attempts_and_holds_up_nobody_for_longer(
+def test_group_with_a_hanging_reward_delays_others_no_longer_than_its_attempts(
     short_folder: Path, processes: int
 ):
     """All siblings of such a group were tried in rounds, one after the other: 24 times."""

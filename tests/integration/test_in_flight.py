@@ -68,7 +68,7 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> Weights:
 
 
 class Oracle:
-    """Asks the process that says what logprobs must be."""
+    """Asks the process that computes what logprobs must be."""
 
     def __init__(self, process: "subprocess.Popen[str]") -> None:
         self._process = process
@@ -83,7 +83,7 @@ class Oracle:
         return json.loads(line)
 
     def by_learner(self, model: Path, answers: Sequence["Answer"]) -> list[list[float]]:
-        """Return what the learner's own model says of whole answers."""
+        """Return what the learner's own model computes for whole answers."""
         sequences = [answer.sequence for answer in answers]
         logprobs = self._ask({"model": str(model), "sequences": sequences})
         return [
@@ -104,7 +104,7 @@ class Oracle:
 @pytest.fixture(scope="module")
 def oracle(weights: Weights) -> Iterator[Oracle]:
     process = subprocess.Popen(
-        [sys.executable, "-m", "tests.integration.in_flight_oracle", str(END), *weights.values()],
+        [sys.executable, "-m", "tests.support.in_flight_oracle", str(END), *weights.values()],
         cwd=ROOT,
         env={"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
         stdin=subprocess.PIPE,
@@ -296,8 +296,8 @@ async def changed_twice(
             await until_busy(process, asked, lambda load: load.num_tokens >= enough)  # noqa: B023
             in_flight.append(await change(engine, weights[version], version, by=way))
         answers = [answer for answers in await asyncio.gather(*asked) for answer in answers]
-        went_on = [sum(max(one.versions) >= version for one in answers) for version in (V1, V2)]
-        assert all(num >= more for num, more in zip(in_flight, went_on, strict=True))
+        continued = [sum(max(one.versions) >= version for one in answers) for version in (V1, V2)]
+        assert all(num >= more for num, more in zip(in_flight, continued, strict=True))
         if V0 in answers[-1].versions:  # out of the queue before the first change
             assert any(max(one.versions) == V0 for one in answers[:-1]), "there was no room for it"
         num_thrice = sum(answer.versions == [V0, V1, V2] for answer in answers)
@@ -347,7 +347,7 @@ def picked(by_version: dict[PolicyVersion, list[float]], starts: Starts) -> list
 def by_learner(
     oracle: Oracle, weights: Weights, answers: Sequence[Answer]
 ) -> Iterator[tuple[Answer, dict[PolicyVersion, list[float]]]]:
-    """Yield each answer with what the learner's own model says of it, by version."""
+    """Yield each answer with what the learner's own model computes for it, by version."""
     columns = [oracle.by_learner(weights[version], answers) for version in VERSIONS]
     for answer, *row in zip(answers, *columns, strict=True):
         yield answer, dict(zip(VERSIONS, row, strict=True))
@@ -370,7 +370,7 @@ def test_a_retracted_answer_has_the_learners_logprobs_of_the_version_that_each_r
     on(process, "retract", scenario)
 
 
-def test_an_answer_changed_in_place_goes_on_over_the_keys_and_values_that_it_has(
+def test_answer_changed_in_place_keeps_its_keys_and_values(
     weights: Weights, oracle: Oracle, keeping: SglangProcess
 ):
     async def scenario(engine: SglangEngine) -> None:

@@ -1,4 +1,4 @@
-"""The judge against a server that says what it is told to, and against a real SGLang server."""
+"""The judge against a server that answers as scripted, and against a real SGLang server."""
 
 import asyncio
 import re
@@ -77,7 +77,7 @@ def asked(
     return asyncio.run(body()), seen
 
 
-def saying(
+def answering(
     text: str | None, finish_reason: str = "stop"
 ) -> Callable[[dict[str, Any]], web.Response]:
     message = {"role": "assistant", "content": text}
@@ -92,7 +92,7 @@ def SILENCE(_: dict[str, Any]) -> web.Response:  # noqa: N802 a constant of the 
 def test_a_chat_judge_is_asked_with_its_key_and_its_last_number_counts(tmp_path: Path):
     write_private(tmp_path / "judge.key", KEY + "\n")
     reward, seen = asked(
-        saying("Score: 2 was my first thought.\nScore: 7.5"),
+        answering("Score: 2 was my first thought.\nScore: 7.5"),
         model="grader",
         api_key_file=str(tmp_path / "judge.key"),
         extra={"seed": 1},
@@ -122,15 +122,18 @@ def test_a_completions_judge_gets_a_prompt():
 @pytest.mark.parametrize(
     ("reply", "why"),
     [
-        (saying("very good"), "no number: very good"),
-        (saying(None), "no number"),
-        (saying("Score: 8. But wait", "length"), "cut off, raise max_tokens: Score: 8. But wait"),
+        (answering("very good"), "no number: very good"),
+        (answering(None), "no number"),
+        (
+            answering("Score: 8. But wait", "length"),
+            "cut off, raise max_tokens: Score: 8. But wait",
+        ),
         (
             lambda _: web.json_response({"choices": [{"text": "7", "finish_reason": "length"}]}),
             "cut off",
         ),
-        (saying("Score: 11"), r"11 is not in \[0, 10\]"),
-        (saying("Score: -1"), r"-1 is not in \[0, 10\]"),
+        (answering("Score: 11"), r"11 is not in \[0, 10\]"),
+        (answering("Score: -1"), r"-1 is not in \[0, 10\]"),
         (lambda _: web.Response(status=500, text="out of memory"), "HTTP 500: out of memory"),
         (lambda _: web.Response(status=401), "HTTP 401"),
         (lambda _: web.Response(status=302, headers={"Location": "/v1/x"}), "HTTP 302"),

@@ -26,8 +26,8 @@ from slipstream.wire.messages.versions import PolicyVersion
 from slipstream.wire.process.phases import PhaseClock
 from tests.support.blank_model import write_blank_model
 from tests.support.ledger_driver import eval_plan, make_ledger, make_rules
+from tests.support.running_broker import Running, running, submit
 from tests.support.waiting import HANG_S, NEVER_S
-from tests.unit.broker.server.test_loop import Running, running, submit
 
 pytestmark = pytest.mark.integration
 

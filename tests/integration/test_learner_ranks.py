@@ -1,4 +1,4 @@
-"""Learners of one and two ranks over the real wire: who asks for what, and what is not trained."""
+"""Learners of one and two ranks over the real wire: their requests, and what is not trained."""
 
 import json
 import os
@@ -27,9 +27,16 @@ from slipstream.wire.messages.broker import (
     TakeOver,
 )
 from slipstream.wire.messages.versions import PolicyVersion
-from tests.integration.recorded import GROUPS, SIBLINGS, Replays, finish, start_tool
+from tests.integration.recorded import (
+    GROUPS,
+    LAYOUTS,
+    SIBLINGS,
+    Replays,
+    finish,
+    start_tool,
+    weights,
+)
 from tests.integration.scripted_broker import Batch, Script, ScriptedBroker, keys_of
-from tests.integration.test_checkpoint import LAYOUTS, weights
 
 pytestmark = pytest.mark.integration
 EXPORT = "checkpoint.export_at_end=true"
@@ -190,7 +197,7 @@ def test_a_rank_that_cannot_fetch_makes_all_abandon_the_step(learning: Learning)
     with ScriptedBroker(learning.endpoint, script) as broker:
         output = finish(learning.start(*LAYOUTS["dp2"]), code=1)
     assert "step 0 is abandoned: its payloads cannot be fetched" in output
-    assert "the broker refused FetchPayloads: as the script says" in output
+    assert "the broker refused FetchPayloads: as scripted" in output
     assert "step 0 is abandoned: another learner rank could not fetch its payloads" in output
     assert broker.of(StepCommit) == []
 
@@ -238,7 +245,7 @@ def test_a_learner_that_is_asked_to_end_does_not_wait_for_what_it_prefetches(lea
 
 
 @pytest.mark.parametrize("layout", [pytest.param("one", marks=pytest.mark.slow), "tp2"])
-def test_a_learner_that_was_killed_goes_on_from_the_newest_checkpoint_that_can_be_read(
+def test_killed_learner_resumes_from_the_newest_readable_checkpoint(
     learning: Learning, layout: str
 ):
     batches = learning.batches[:5]

@@ -44,7 +44,7 @@ def a_case(*, vocab_size: int, num_tokens: int) -> dict[str, Tensor | int | list
 def unsplit(case: dict) -> dict[str, Tensor]:
     hidden, weight = (case[name].clone().requires_grad_() for name in ("hidden", "weight"))
     settings = {"vocab_size": case["vocab_size"], "barred_ids": BARRED}
-    said = linear_logprobs(
+    computed = linear_logprobs(
         hidden,
         OutputLayer(weight=weight, **settings),
         case["target"],
@@ -55,15 +55,20 @@ def unsplit(case: dict) -> dict[str, Tensor]:
         ),
         chunk_columns=7,
     )
-    sum((part * mix).sum() for part, mix in zip(said, case["mix"], strict=True)).backward()
-    said = torch.stack([part.detach() for part in said])
+    sum((part * mix).sum() for part, mix in zip(computed, case["mix"], strict=True)).backward()
+    computed = torch.stack([part.detach() for part in computed])
     squares = squared_probabilities(
         hidden,
         OutputLayer(weight=weight, **settings),
         temperature=case["temperature"],
         barred=case["barred"],
     )
-    return {"said": said, "squares": squares, "by_hidden": hidden.grad, "by_weight": weight.grad}
+    return {
+        "computed": computed,
+        "squares": squares,
+        "by_hidden": hidden.grad,
+        "by_weight": weight.grad,
+    }
 
 
 @pytest.mark.parametrize(
@@ -74,7 +79,7 @@ def unsplit(case: dict) -> dict[str, Tensor]:
         pytest.param(V, 0, id="no-tokens"),
     ],
 )
-def test_two_ranks_say_what_one_says_and_their_gradients_add_up(
+def test_two_ranks_compute_what_one_does_and_their_gradients_add_up(
     tmp_path: Path, vocab_size: int, num_tokens: int
 ):
     case = a_case(vocab_size=vocab_size, num_tokens=num_tokens)
@@ -85,8 +90,8 @@ def test_two_ranks_say_what_one_says_and_their_gradients_add_up(
     first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))
     alone = unsplit(case)
     if num_tokens:
-        assert min(part.abs().max() for part in alone["said"]) > 0.1, "nothing was compared"
-    assert torch.equal(first["said"], second["said"]), "ranks differ"
+        assert min(part.abs().max() for part in alone["computed"]) > 0.1, "nothing was compared"
+    assert torch.equal(first["computed"], second["computed"]), "ranks differ"
     both = first | {"by_weight": torch.cat([first["by_weight"], second["by_weight"]])}
     for name, expected in alone.items():
         assert both[name].shape == expected.shape

@@ -94,7 +94,7 @@ def test_two_ranks_compute_what_one_computes(
         assert report["written"] == report["original"]
     assert split[0]["refused"] == ""
     of_first_replica = tensor_parallel == 2
-    assert bool(split[1]["refused"]) is of_first_replica, "only who writes looks"
+    assert bool(split[1]["refused"]) is of_first_replica, "only the writer checks"
     written = load_file(two / "exported" / "model.safetensors")
     original = load_file(model / "model.safetensors")
     assert written.keys() == original.keys()

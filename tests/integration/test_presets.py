@@ -48,7 +48,7 @@ OVERRIDES = {
 
 
 class Report(msgspec.Struct):
-    """What the learner says of a run: figures by step, digests of the weights before and after."""
+    """The learner's report of a run: figures by step, digests of the weights before and after."""
 
     committed: list[dict[str, float]]
     weights: tuple[str, str]
@@ -84,10 +84,10 @@ class Learner:
         self.process.stdin.flush()
         answer: dict[str, Any] = json.loads(self.process.stdout.readline() or "{}")
         if not answer:
-            said = self._log.read_text()
+            printed = self._log.read_text()
             self.end()
             self.start()
-            raise AssertionError(said)
+            raise AssertionError(printed)
         return Report(answer["committed"], (answer["weights"][0], answer["weights"][1]))
 
 

@@ -45,7 +45,7 @@ def make_certificates(folder: Path, address: str = "127.0.0.1") -> None:
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path]]:
-    """A Debian redis-server that speaks TLS only, with one user who may do little."""
+    """A Debian redis-server that uses TLS only, with one user of few rights."""
     binary = shutil.which("redis-server")
     if binary is None:
         pytest.skip("needs a redis-server with TLS on PATH")
@@ -118,7 +118,7 @@ def test_a_store_works_over_tls_with_the_rights_that_the_document_grants(server:
     ],
     ids=["password", "no-user", "unknown-authority"],
 )
-def test_who_proves_nothing_is_not_let_in_and_no_secret_is_printed(
+def test_client_without_credentials_is_refused_and_no_secret_is_printed(
     server: tuple[str, Path], username: str | None, password: str, trusts: bool, why: str
 ):
     url, folder = server
@@ -137,7 +137,7 @@ def test_who_proves_nothing_is_not_let_in_and_no_secret_is_printed(
 
 
 async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """Say to every command that it was carried out, which is all that a client asks of a PING."""
+    """Answer every command as carried out, which is all that a client asks of a PING."""
     while line := await reader.readline():
         if line.startswith(b"*"):  # its arguments follow
             writer.write(b"+OK\r\n")

@@ -189,7 +189,7 @@ def test_every_acknowledged_commit_survives_kill_9_exactly_once(
         asyncio.run(body(server))
 
 
-def test_a_commit_that_nobody_waited_for_is_whole_or_absent(folder: Path):
+def test_interrupted_commit_is_whole_or_absent(folder: Path):
     rng = random.Random(5)
 
     async def write(server: RedisServer, known: int) -> None:
@@ -240,7 +240,7 @@ def test_a_handle_whose_commit_was_cancelled_has_to_claim_again(folder: Path):
         asyncio.run(body(server))
 
 
-def test_an_outage_is_said_once_and_ends_with_the_setting_to_change(
+def test_outage_is_logged_once_and_ends_with_the_setting_to_change(
     folder: Path, caplog: pytest.LogCaptureFixture
 ):
     caplog.set_level(logging.INFO)
@@ -258,8 +258,8 @@ def test_an_outage_is_said_once_and_ends_with_the_setting_to_change(
 
     with running(launch(folder)) as server:
         asyncio.run(body(server))
-    said = [record.getMessage() for record in caplog.records]
-    assert len([text for text in said if "nothing is acknowledged" in text]) == 1
+    messages = [record.getMessage() for record in caplog.records]
+    assert len([text for text in messages if "nothing is acknowledged" in text]) == 1
 
 
 def test_reads_wait_for_a_server_that_comes_back(folder: Path, caplog: pytest.LogCaptureFixture):
@@ -329,11 +329,11 @@ def test_a_stopped_server_is_waited_for_and_applies_a_commit_once(
         async with connected(server, timeout_s=1.0) as store:
             for number in range(0, 4, 2):
                 await store.commit(change(number, size))
-                said = caplog.text.count("nothing is acknowledged")
+                num_logged = caplog.text.count("nothing is acknowledged")
                 os.kill(server.process.pid, signal.SIGSTOP)
                 commit = asyncio.create_task(store.commit(change(number + 1, size)))
                 await until_async(
-                    lambda: caplog.text.count("nothing is acknowledged") > said  # noqa: B023
+                    lambda: caplog.text.count("nothing is acknowledged") > num_logged  # noqa: B023
                 )
                 assert not commit.done()
                 os.kill(server.process.pid, signal.SIGCONT)
@@ -346,7 +346,7 @@ def test_a_stopped_server_is_waited_for_and_applies_a_commit_once(
 
 @dataclass
 class Proxy:
-    """Stands between a client and a server and can withhold what one connection says."""
+    """A proxy between a client and a server that can withhold what one connection sends."""
 
     target: Path
     num_connections: int = 0
@@ -455,7 +455,7 @@ def test_a_folder_may_have_spaces_quotes_and_letters_of_any_language(folder: Pat
 
 
 def test_a_damaged_file_is_named_with_what_to_do_and_that_mends_it(folder: Path):
-    """What docs/operations.md says under "A damaged store", done."""
+    """The steps of "A damaged store" in docs/operations.md."""
 
     async def fill(server: RedisServer) -> None:
         async with connected(server) as store:
@@ -545,8 +545,8 @@ def test_a_server_out_of_memory_is_waited_for(folder: Path, caplog: pytest.LogCa
         asyncio.run(body(server))
 
 
-def test_the_durability_of_the_server_is_said_in_words(folder: Path):
-    async def said(server: RedisServer) -> list[str]:
+def test_durability_of_the_server_is_described_in_words(folder: Path):
+    async def durabilities(server: RedisServer) -> list[str]:
         async with connected(server) as store, admin(server) as client:
             texts = [await store.durability()]
             await client.config_set("appendfsync", "no")
@@ -559,7 +559,7 @@ def test_the_durability_of_the_server_is_said_in_words(folder: Path):
             return texts
 
     with running(launch(folder, fsync="everysec")) as server:
-        assert asyncio.run(said(server)) == [
+        assert asyncio.run(durabilities(server)) == [
             "appendfsync everysec: a crash can lose the last second",
             "appendfsync no: a crash of the machine can lose what was acknowledged",
             "no append-only file: what was acknowledged is lost when the server ends",
@@ -567,7 +567,7 @@ def test_the_durability_of_the_server_is_said_in_words(folder: Path):
         ]
 
 
-def test_a_user_of_few_rights_is_served_or_told_what_is_missing(folder: Path):
+def test_user_of_few_rights_is_served_or_shown_what_is_missing(folder: Path):
     rights = "~slipstream:* +@read +@write +@transaction +@connection"
 
     async def body(server: RedisServer) -> None:
@@ -593,7 +593,7 @@ def test_a_user_of_few_rights_is_served_or_told_what_is_missing(folder: Path):
         asyncio.run(body(server))
 
 
-def test_nobody_at_the_address_is_an_error_of_the_settings(folder: Path):
+def test_address_without_a_server_is_an_error_of_the_settings(folder: Path):
     async def connect() -> None:
         await RedisStore.connect(f"unix://{folder}/none.sock", "run")
 
@@ -664,7 +664,7 @@ def test_a_server_that_cannot_be_kept_up_ends_with_its_last_words(folder: Path):
     asyncio.run(body(server))
 
 
-def test_a_server_told_which_binary_to_use_uses_it(folder: Path, binary: Path):
+def test_configured_server_binary_is_used(folder: Path, binary: Path):
     assert find_server(binary) == binary
     with pytest.raises(ConfigError, match="no server that can be started"):
         find_server(folder / "nothing")

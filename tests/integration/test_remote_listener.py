@@ -1,4 +1,4 @@
-"""Engines on other hosts: who may get weights, and how a relay that moved is found again."""
+"""Engines on other hosts: which may get weights, and how a relay that moved is found again."""
 
 import asyncio
 import socket
@@ -51,7 +51,7 @@ def client_key(name: str) -> ClientKey:
 
 
 def free_ports() -> str:
-    """Return where nobody listens, nor at the port after it."""
+    """Return an address with no listener, nor at the port after it."""
     while True:
         port = free_port()
         with suppress(OSError), socket.socket() as after:
@@ -60,7 +60,7 @@ def free_ports() -> str:
 
 
 class WatchedListener(RemoteListener):
-    """Counts whom it does not let in."""
+    """Counts the peers that it refuses."""
 
     def __init__(self, listen: str) -> None:
         super().__init__(listen)
@@ -184,7 +184,7 @@ def test_a_key_that_the_broker_knows_gets_every_version_until_it_is_revoked(fold
 
 
 class Broker:
-    """Knows where the relay is; test_server.py has the real one say the same."""
+    """Knows where the relay is; the real one answers the same in test_loop.py."""
 
     def __init__(self) -> None:
         self.place = RelayPlace(is_known=False)
@@ -236,7 +236,7 @@ def test_an_engine_that_was_refused_gets_in_when_its_key_is_known(folder: Path):
     asyncio.run(scenario())
 
 
-def test_an_engine_that_its_relay_keeps_from_others_says_which_setting_is_missing(folder: Path):
+def test_engine_of_an_unreachable_relay_names_the_missing_setting(folder: Path):
     broker = Broker()
     broker.place = RelayPlace(is_known=True)
     with agent(folder, None) as subscriber, pytest.raises(ConfigError, match=r"weightbus\.listen"):

@@ -15,8 +15,7 @@ from safetensors.torch import load_file
 from slipstream.wire.files.checkpoints import newest_checkpoint
 from slipstream.wire.files.trajectory_file import read_groups
 from slipstream.wire.messages.codec import decode_payload
-from tests.integration.recorded import GROUPS, Replays, finish, start_tool
-from tests.integration.test_checkpoint import LAYOUTS, rows, weights
+from tests.integration.recorded import GROUPS, LAYOUTS, Replays, finish, rows, start_tool, weights
 from tests.support.ranks.run import outputs, start
 from tests.support.waiting import until
 
@@ -81,7 +80,7 @@ def test_an_export_is_the_policy_that_the_learner_had(tmp_path: Path):
         assert logprobs[first - 1 :] == pytest.approx(expected, abs=5e-5)
 
 
-def test_an_export_that_cannot_be_says_why(tmp_path: Path, trained: tuple[Replays, Path]):
+def test_refused_export_gives_the_reason(tmp_path: Path, trained: tuple[Replays, Path]):
     replays, run = trained
     refused = {
         (run, "--best"): f"{run} has no evaluated checkpoint",
@@ -163,7 +162,7 @@ LONG = 400
     ],
     ids=["sigterm", "ctrl-c"],
 )
-def test_a_learner_asked_to_end_saves_and_its_successor_goes_on(
+def test_learner_asked_to_end_saves_and_its_successor_resumes(
     tmp_path: Path, layout: str, ask: Callable[[subprocess.Popen[str]], None]
 ):
     replays = Replays(tmp_path, steps=LONG)

@@ -18,11 +18,11 @@ from msgspec import structs
 from slipstream.broker.config import RewardSection, RewardTable, private_paths, redis_folder
 from slipstream.broker.reward_worker.pool import RewardPool
 from slipstream.wire.errors import ConfigError
-from slipstream.wire.messages.broker import ScoringItem
 from slipstream.wire.messages.trajectory import Prompt, Score, Transcript
 from slipstream.wire.settings.load import Table, section
 from slipstream.wire.settings.sections import run_section
 from tests.support.bubblewrap import bubblewrap_works
+from tests.support.reward_work import score_all, work
 from tests.support.waiting import HANG_S, until, until_async
 
 pytestmark = pytest.mark.integration
@@ -277,34 +277,9 @@ def marked() -> list[psutil.Process]:
     return found
 
 
-def work(*answers: str, groups: int = 1) -> list[tuple[ScoringItem, Transcript]]:
-    """Return answers, dealt out to groups one by one."""
-    return [
-        (
-            ScoringItem(group_id=number % groups, sibling=number // groups, lease_id=number),
-            Transcript(
-                prompt=Prompt(prompt="1+1=", ground_truth="2", data_source="add"),
-                response=answer,
-                num_response_tokens=1,
-                finish_reason="stop",
-            ),
-        )
-        for number, answer in enumerate(answers)
-    ]
-
-
 def settings(rewards: Path, function: str, **changes: object) -> RewardSection:
     patient = {"timeout_s": HANG_S, "cpu_s": HANG_S, "sandbox": ISOLATION[-1]}
     return RewardSection(function=f"{rewards}:{function}", **(patient | changes))  # type: ignore[arg-type]
-
-
-async def score_all(pool: RewardPool, todo: list[tuple[ScoringItem, Transcript]]) -> list[Score]:
-    """Return the scores in the order of the answers; one each."""
-    scores = {}
-    async for score in pool.score(todo):
-        assert score.lease_id not in scores, "an answer has two scores"
-        scores[score.lease_id] = score
-    return [scores[item.lease_id] for item, _ in todo]
 
 
 def scored(
@@ -407,7 +382,7 @@ def test_functions_go_by_data_source_and_a_file_sees_its_neighbors(rewards: Path
 @pytest.mark.parametrize(
     ("function", "options", "why"),
     [
-        ("nobody", {}, "has no attribute 'nobody'"),
+        ("missing", {}, "has no attribute 'missing'"),
         ("verl", {"bonsu": 1}, r"reward\.options\.bonsu: .*:verl has no such argument; .*bonus"),
     ],
 )
@@ -531,7 +506,7 @@ def test_an_async_function_that_fails_does_not_harm_those_that_run_beside_it(
     scores, pool = scored_in_time(section, *answers, slow=[answer])
     assert [score.reward for score in scores] == [1.0] * 5 + [None] + [1.0] * 5
     assert reason in scores[5].unavailable
-    # Who dies beside others is not known to be to blame, and dies again alone.
+    # A call that dies beside others may not be to blame: it is run again alone.
     assert sum(pool.replaced.values()) in {None: {0}, "timeout": {1}, "died": {1, 2}}[fault]
 
 
@@ -585,7 +560,7 @@ def test_a_batch_of_bad_answers_makes_one_call_more_than_it_has_answers(
     assert len((tmp_path / "calls").read_text().split()) == 11 + 1
 
 
-def test_a_batch_that_says_it_is_unavailable_is_not_asked_again(rewards: Path, tmp_path: Path):
+def test_unavailable_batch_is_not_retried(rewards: Path, tmp_path: Path):
     options = {"path": str(tmp_path / "calls"), "fault": "unavailable"}
     section = settings(rewards, "batch_with_a_fault", options=options)
     scores, _ = scored(section, "a", "bad", "a")
@@ -606,8 +581,10 @@ def test_parts_past_the_limit_are_left_out_with_one_warning(
 ):
     scores, _ = scored(settings(rewards, "wide"), "a", "b", "c")
     assert [(score.reward, len(score.parts)) for score in scores] == [(1.0, 64)] * 3
-    said = [line for line in caplog.messages if "parts" in line]
-    assert said == [f"reward function {rewards}:wide returned 71 parts, only the first 64 are kept"]
+    lines = [line for line in caplog.messages if "parts" in line]
+    assert lines == [
+        f"reward function {rewards}:wide returned 71 parts, only the first 64 are kept"
+    ]
 
 
 def test_a_group_that_hangs_is_lost_and_other_groups_are_not(rewards: Path):
@@ -664,7 +641,7 @@ def test_a_caller_that_leaves_gives_up_what_has_not_begun(rewards: Path, tmp_pat
 
     (score,) = asyncio.run(body())
     assert score.reward is not None
-    assert len(calls.read_text()) < 100, "it waited for answers that nobody wants"
+    assert len(calls.read_text()) < 100, "it waited for answers that are not wanted"
 
 
 def test_closing_answers_everything_that_waits(rewards: Path):
@@ -750,7 +727,7 @@ WORKER = """
 import asyncio, sys
 from slipstream.broker.config import RewardSection
 from slipstream.broker.reward_worker.pool import RewardPool
-from tests.integration.test_reward_pool import score_all, work
+from tests.support.reward_work import score_all, work
 
 async def main():
     pool = await RewardPool.start(
@@ -843,7 +820,7 @@ def score(data_source, solution_str, ground_truth, extra_info):
 
 
 def test_a_reward_function_is_no_other_role(short_folder: Path, monkeypatch: pytest.MonkeyPatch):
-    """The broker's socket takes anybody of this user: as a learner, say, that takes over."""
+    """The broker's socket accepts any process of this user, even a learner that takes over."""
     monkeypatch.setenv("WANDB_API_KEY", "w")
     monkeypatch.setenv("JUDGE_KEY", "j")
     table: Table = {

@@ -29,13 +29,13 @@ def test_without_answers_the_truth_and_an_empty_text_are_scored(
     rows: Path, capsys: pytest.CaptureFixture[str]
 ):
     assert reward_test([], data=str(rows), as_json=True) == 0
-    said = json.loads(capsys.readouterr().out)
-    scored = [(a["row"], a["answer"], a["reward"]) for a in said["answers"]]
+    printed = json.loads(capsys.readouterr().out)
+    scored = [(a["row"], a["answer"], a["reward"]) for a in printed["answers"]]
     assert scored == [
         (0, "2", 1.0), (0, "", 0.0), (1, "3", 1.0), (1, "", 0.0), (2, "", 0.0), (3, "6", 0.0),
     ]  # fmt: skip
-    assert said["mean"] == pytest.approx(1 / 3)
-    assert said["functions"][0]["name"] == "slipstream.broker.rewards.exact_match:score"
+    assert printed["mean"] == pytest.approx(1 / 3)
+    assert printed["functions"][0]["name"] == "slipstream.broker.rewards.exact_match:score"
 
 
 def test_answers_of_a_file_are_scored_by_row(
@@ -44,8 +44,8 @@ def test_answers_of_a_file_are_scored_by_row(
     answers = tmp_path / "answers.jsonl"
     answers.write_text('"2"\n{"response": "9"}\n{"row": 2, "solution": "four"}\n')
     assert reward_test([], data=str(rows), count=3, answers=answers, as_json=True) == 0
-    said = json.loads(capsys.readouterr().out)
-    assert [(a["row"], a["reward"]) for a in said["answers"]] == [(0, 1.0), (1, 0.0), (2, 1.0)]
+    printed = json.loads(capsys.readouterr().out)
+    assert [(a["row"], a["reward"]) for a in printed["answers"]] == [(0, 1.0), (1, 0.0), (2, 1.0)]
 
 
 def test_an_unavailable_score_is_shown_with_its_reason_and_fails(
@@ -59,10 +59,10 @@ def test_an_unavailable_score_is_shown_with_its_reason_and_fails(
     reward = f"{tmp_path}/mine.py:score"
     words = ["reward.options.least=1"]
     assert reward_test(words, reward=reward, data=str(rows), count=2) == 1
-    said = capsys.readouterr().out
-    assert "4 answers, mean 1.000, 2 unavailable" in said
-    assert "unavailable 2 times: raised ValueError: too short" in said
-    assert "length 1" in said
+    printed = capsys.readouterr().out
+    assert "4 answers, mean 1.000, 2 unavailable" in printed
+    assert "unavailable 2 times: raised ValueError: too short" in printed
+    assert "length 1" in printed
 
 
 def test_a_function_that_is_asked_for_scores_every_data_source(
@@ -75,9 +75,9 @@ def test_a_function_that_is_asked_for_scores_every_data_source(
     )
     reward = f"{tmp_path}/ones.py:score"
     assert reward_test([], config=config, reward=reward, data=str(rows), as_json=True) == 0
-    said = json.loads(capsys.readouterr().out)
-    assert [function["name"] for function in said["functions"]] == [reward]
-    assert said["mean"] == 1.0
+    printed = json.loads(capsys.readouterr().out)
+    assert [function["name"] for function in printed["functions"]] == [reward]
+    assert printed["mean"] == 1.0
 
 
 @pytest.mark.skipif(not bubblewrap_works(), reason="bubblewrap does not work here")

@@ -76,7 +76,7 @@ def _namespaces() -> None:
 
 @pytest.fixture(scope="module")
 def own_temporary_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A folder that every user may look into."""
+    """A folder that every user may read."""
     tmp_path_factory.getbasetemp()  # not in ours, which later tests do not have
     with tempfile.TemporaryDirectory(prefix="box-") as folder:
         Path(folder).chmod(0o755)
@@ -397,9 +397,9 @@ tried('memfd', lambda: os.memfd_create('x'))
 tried('shared memory', lambda: libc.shmget(0, 1 << 30, 0o1666))
 tried('chroot', lambda: os.chroot('/tmp'))
 tried('talk to the hypervisor', lambda: socket.socket(40, socket.SOCK_STREAM).close())
-tried('memory that nobody counts', lambda: mmap.mmap(-1, 1 << 20).close())
-tried('zeros that nobody counts', lambda: open('/dev/zero').close())
-tried('time that nobody counts', lambda: signal.signal(signal.SIGCHLD, signal.SIG_IGN) and 0)
+tried('uncounted memory', lambda: mmap.mmap(-1, 1 << 20).close())
+tried('uncounted zeros', lambda: open('/dev/zero').close())
+tried('uncounted time', lambda: signal.signal(signal.SIGCHLD, signal.SIG_IGN) and 0)
 tried('limits of init', lambda: resource.prlimit(1, resource.RLIMIT_NOFILE, (4, 4)) and 0)
 tried('tree with attributes', lambda: libc.syscall(467, -100, b'/usr', 1, 0, 0))
 tried('rewrite its own program', lambda: open('/box/main.py', 'a').close())
@@ -409,7 +409,7 @@ tried('remove its program', lambda: os.remove('/box/main.py'))
 for kind in (fcntl.F_SETLK, fcntl.F_SETLKW, 37, 38):
     with open('/box/locked', 'w') as file:
         flock = struct.pack('hhqqi4x', fcntl.F_WRLCK, 0, 7, 1, 0)
-        tried('lock that nobody counts', lambda: fcntl.fcntl(file, kind, flock) and 0)
+        tried('uncounted lock', lambda: fcntl.fcntl(file, kind, flock) and 0)
 try:
     os.kill(1, 9)
 except OSError:
@@ -593,8 +593,8 @@ def test_what_hangs_ends_on_a_busy_machine_all_the_same(mode: sandbox.Mode, sour
 @needs_namespaces
 @pytest.mark.parametrize("mode", ["namespaces", "none"])
 @pytest.mark.parametrize("vfork", ["syscall(58)", "vfork()"])
-def test_who_hangs_as_if_it_waited_for_a_disk_is_ended(mode: sandbox.Mode, vfork: str):
-    """Whoever starts a child by vfork waits until that starts its program, and seems to read."""
+def test_process_that_hangs_as_if_it_waited_for_a_disk_is_ended(mode: sandbox.Mode, vfork: str):
+    """A parent in vfork waits until the child starts its program, as if it read a disk."""
     if os.uname().machine != "x86_64" and vfork != "vfork()":
         pytest.skip("there is no such call here")
     source = f"import ctypes, time\nctypes.CDLL(None).{vfork}\ntime.sleep(1000)"
@@ -626,7 +626,7 @@ def test_runs_at_the_same_time_do_not_count_each_other():
     assert [outcome.status for outcome in outcomes] == ["ok"] * 4
 
 
-def test_a_machine_without_namespaces_is_told_apart_by_setting_and_reason():
+def test_machine_without_namespaces_is_reported_with_setting_and_reason():
     script = """
 from slipstream.broker.sandbox import jail, sandbox
 from slipstream.broker.sandbox.bubblewrap import SandboxUnavailableError
@@ -687,7 +687,7 @@ def test_a_jailed_command_keeps_descriptors_environment_and_exit_code(tmp_path: 
 
     assert (done.returncode, done.stdout) == (7, f"{tmp_path}\n".encode())
     assert os.read(read, 100) == b"kept"
-    assert os.read(read, 100) == b""  # nobody else holds it
+    assert os.read(read, 100) == b""  # no other process holds it
     os.close(read)
 
 
@@ -728,8 +728,8 @@ def test_hidden_files_and_folders_are_empty_for_a_jailed_command(tmp_path: Path)
 
 
 @needs_namespaces
-@pytest.mark.parametrize("who", ["bubblewrap", "init"])
-def test_killing_the_jail_kills_daemons_below_it(who: str):
+@pytest.mark.parametrize("victim", ["bubblewrap", "init"])
+def test_killing_the_jail_kills_daemons_below_it(victim: str):
     script = DOUBLE_FORK + "\ntime.sleep(1000)"
     before = descendants()
     process = subprocess.Popen(
@@ -738,7 +738,7 @@ def test_killing_the_jail_kills_daemons_below_it(who: str):
     assert process.stdout is not None
     assert process.stdout.readline() == b"done\n"
     init = psutil.Process(process.pid).children()[0]
-    (process if who == "bubblewrap" else init).kill()
+    (process if victim == "bubblewrap" else init).kill()
     process.wait()
     process.stdout.close()
 

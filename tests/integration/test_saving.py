@@ -16,8 +16,7 @@ from slipstream.wire.files.checkpoints import (
     read_ledger,
 )
 from slipstream.wire.messages.versions import PolicyVersion
-from tests.integration.recorded import Replays
-from tests.integration.test_checkpoint import LAYOUTS, rows
+from tests.integration.recorded import LAYOUTS, Replays, rows
 from tests.support.ranks.run import outputs, start
 
 pytestmark = pytest.mark.integration
@@ -75,7 +74,7 @@ def test_the_best_is_one_that_is_there(tmp_path: Path):
     assert best_checkpoint(run) == newest_checkpoint(run)
 
 
-def test_a_round_that_was_open_at_the_stop_is_written_to_what_the_run_goes_on_from(tmp_path: Path):
+def test_round_open_at_the_stop_is_written_to_the_checkpoint_resumed_from(tmp_path: Path):
     replays = Replays(tmp_path)
     keep = (*EVERY_2, "checkpoint.keep_best=true", "checkpoint.keep_last=1")
     train(replays, *keep, last_step=2, ends_at=2)

@@ -1,4 +1,4 @@
-"""No secret of a child stands where others on the machine, or readers of its log, would see it."""
+"""No secret of a child is where others on the machine, or readers of its log, would see it."""
 
 import asyncio
 from contextlib import suppress
@@ -41,7 +41,7 @@ def test_the_password_of_the_private_redis(short_folder: Path):
         server.stop()
 
 
-def test_nobody_else_reads_what_the_private_redis_keeps(short_folder: Path):
+def test_files_of_the_private_redis_are_readable_by_their_owner_only(short_folder: Path):
     folder, socket = short_folder / "redis", short_folder / "redis.sock"
     folder.mkdir(mode=0o755)  # as a version before left it
     server = RedisServer.launch(
@@ -58,7 +58,9 @@ def test_nobody_else_reads_what_the_private_redis_keeps(short_folder: Path):
         server.stop()
 
 
-def test_the_api_key_of_sglang_and_no_secret_of_whoever_started_it(monkeypatch: pytest.MonkeyPatch):
+def test_sglang_process_shows_neither_its_key_nor_secrets_of_its_parent(
+    monkeypatch: pytest.MonkeyPatch,
+):
     monkeypatch.setenv("WANDB_API_KEY", "a-key-of-a-tracker")
     with sglang_server() as server:
         assert "a-key-of-a-tracker" not in shown(server.process.pid)

@@ -1,4 +1,4 @@
-"""A broker that listens to other hosts: who is let in, and who may say what."""
+"""A broker that listens to other hosts: which clients are let in, and what each may send."""
 
 import asyncio
 import errno
@@ -211,9 +211,7 @@ async def work_forever(worker: BrokerClient) -> None:
         await asyncio.sleep(0.05)
 
 
-def test_a_revoked_key_ends_a_connection_that_stands_and_none_can_be_made_with_it(
-    short_folder: Path,
-):
+def test_revoked_key_ends_its_connections_and_cannot_make_new_ones(short_folder: Path):
     async def body() -> int:
         async with secured(short_folder) as it:
             key = it.key("hostb", "reward_worker")
@@ -255,7 +253,7 @@ def test_what_came_with_a_key_that_is_revoked_with_discard_is_not_trained(short_
     assert asyncio.run(body()) == ({"revoked": 1}, 0)
 
 
-def test_while_keys_cannot_be_read_nobody_with_one_is_served_and_nobody_is_sent_away(
+def test_unreadable_keys_suspend_remote_clients_without_dropping_them(
     short_folder: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ):
     """Without a descriptor left the folder could not be listed, and revoked keys stayed good."""
@@ -287,7 +285,7 @@ def test_while_keys_cannot_be_read_nobody_with_one_is_served_and_nobody_is_sent_
     assert caplog.text.count("keys cannot be read") == 1
 
 
-def test_a_key_of_another_broker_is_refused_and_says_so(short_folder: Path):
+def test_key_of_another_broker_is_refused_with_the_reason(short_folder: Path):
     async def body() -> None:
         async with secured(short_folder) as it:
             own = read_client_key(it.key("hostb", "generator"))
@@ -307,7 +305,7 @@ def test_a_key_of_another_broker_is_refused_and_says_so(short_folder: Path):
     asyncio.run(body())
 
 
-def test_without_a_key_nobody_speaks_over_tcp(short_folder: Path):
+def test_tcp_requires_a_key(short_folder: Path):
     async def body() -> int:
         async with secured(short_folder) as it:
             with pytest.raises(ConfigError, match=r"run\.key_file must name a key"):
@@ -352,7 +350,7 @@ async def answer_to(socket: "zmq.asyncio.Socket", *frames: bytes) -> object:
 def test_a_session_is_worth_nothing_on_another_connection_nor_a_routing_id_without_it(
     short_folder: Path,
 ):
-    """Neither who knows a token nor who comes back under a routing id is who said hello."""
+    """Neither a token nor a routing id makes another peer the client that sent the hello."""
 
     async def body() -> list[object]:
         async with secured(short_folder) as it:
@@ -377,7 +375,7 @@ def test_a_session_is_worth_nothing_on_another_connection_nor_a_routing_id_witho
         assert answer.code == "hello_first"
 
 
-def test_older_and_newer_peers_are_told_both_revisions(short_folder: Path):
+def test_refusal_of_older_and_newer_peers_names_both_revisions(short_folder: Path):
     async def body() -> list[object]:
         async with secured(short_folder) as it, bare(it.unix) as socket:
             old = encode(Hello(role="learner", name="learner", wire_revision=3))
@@ -397,7 +395,7 @@ def test_older_and_newer_peers_are_told_both_revisions(short_folder: Path):
     assert f"speaks wire revision {ours + 1}, this broker {ours}" in reasons[2]
 
 
-def test_who_asks_too_much_is_slowed_down_and_loses_nothing(short_folder: Path):
+def test_client_with_too_many_requests_is_slowed_down_and_loses_nothing(short_folder: Path):
     clock = [0.0]
 
     async def body() -> int:

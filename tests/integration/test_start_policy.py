@@ -1,4 +1,4 @@
-"""The policy that ships with the project knows what the README says it knows."""
+"""The policy that ships with the project scores what the README states."""
 
 import json
 import re
@@ -31,11 +31,11 @@ def documented() -> dict[str, float]:
     share = r"(0\.\d\d)"
     shares = f"a share of {share} of the 256 held-out problems greedily and {share} when it samples"
     found = re.search(shares, text)
-    assert found, "the README no longer says what the policy knows at the start"
+    assert found, "the README no longer states what the policy knows at the start"
     return {"greedy": float(found[1]), "sampled": float(found[2])}
 
 
-def test_the_shipped_policy_knows_what_the_readme_says(tmp_path: Path):
+def test_shipped_policy_scores_what_the_readme_states(tmp_path: Path):
     prepare(tmp_path)
     command = [sys.executable, "-c", MEASURE, SHIPPED_POLICY, tmp_path / "held_out.jsonl"]
     measured = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)

@@ -1,4 +1,4 @@
-"""A teacher behind an endpoint: a real SGLang server, and one that says what it is told to."""
+"""A teacher behind an endpoint: a real SGLang server, and one that answers as scripted."""
 
 import asyncio
 import json
@@ -71,7 +71,7 @@ def teacher(url: str, *, timeout_s: float = 60.0, **options: Any) -> EndpointTea
 # ---- a real server ----
 
 
-def test_what_sglang_tells_is_what_transformers_computes(tmp_path: Path):
+def test_teacher_logprobs_of_sglang_are_those_of_transformers(tmp_path: Path):
     write_policy(tmp_path / "model")
     given, key_file = tmp_path / "sequences.json", tmp_path / "key"
     given.write_text(json.dumps(token_sequences()))
@@ -85,14 +85,14 @@ def test_what_sglang_tells_is_what_transformers_computes(tmp_path: Path):
         first, second = (values.tolist() for values in asked.logprobs(batches()))
         with pytest.raises(ConfigError, match=r"the teacher cannot be used: .* answered HTTP 401"):
             teacher(server.url)
-    told = iter([*first, *second])
+    given_back = iter([*first, *second])
     for sequence, logprobs in zip(train_sequences(), expected, strict=True):
         for chosen, logprob in zip(sequence.loss_mask, [0.0, *logprobs], strict=True):
-            assert next(told) == pytest.approx(logprob if chosen else 0.0, abs=2e-4)
+            assert next(given_back) == pytest.approx(logprob if chosen else 0.0, abs=2e-4)
     assert min(min(logprobs) for logprobs in expected) < -1.0, "nothing was compared"
 
 
-# ---- a server that is told what to say ----
+# ---- a scripted server ----
 
 Answer = Callable[[dict[str, Any]], tuple[int, Any]]
 
@@ -106,8 +106,8 @@ def server_of(answer: Answer) -> Iterator[tuple[str, list[dict[str, Any]]]]:
     async def handler(request: web.Request) -> web.Response:
         question = await request.json()
         asked.append({**question, "authorization": request.headers.get("Authorization")})
-        status, said = answer(question)
-        return web.json_response(said, status=status)
+        status, body = answer(question)
+        return web.json_response(body, status=status)
 
     async def begin() -> tuple[web.AppRunner, int]:
         app = web.Application()
@@ -135,12 +135,12 @@ def logprob_of(token: int) -> float:
 
 def truth(question: dict[str, Any]) -> tuple[int, Any]:
     first = question["logprob_start_len"]
-    told = [[logprob_of(token), token, None] for token in question["input_ids"][first:]]
-    told[0][0] = None  # nothing chose the first
-    return 200, {"text": "", "meta_info": {"input_token_logprobs": told}}
+    given_back = [[logprob_of(token), token, None] for token in question["input_ids"][first:]]
+    given_back[0][0] = None  # nothing chose the first
+    return 200, {"text": "", "meta_info": {"input_token_logprobs": given_back}}
 
 
-def test_answers_stand_at_their_tokens_and_the_key_is_sent(tmp_path: Path):
+def test_teacher_logprobs_are_at_their_tokens_and_the_key_is_sent(tmp_path: Path):
     write_private(tmp_path / "key", KEY + "\n")
     with server_of(truth) as (url, asked):
         found = teacher(url + "/", api_key_file=str(tmp_path / "key")).logprobs(batches())
@@ -173,7 +173,7 @@ def test_a_server_that_is_away_for_a_while_is_asked_again():
     )
 
 
-def test_nobody_there_is_said_with_the_settings():
+def test_unreachable_teacher_is_reported_with_its_setting():
     with server_of(truth) as (url, _):
         pass
     with pytest.raises(
@@ -184,28 +184,28 @@ def test_nobody_there_is_said_with_the_settings():
 
 
 def others(question: dict[str, Any]) -> tuple[int, Any]:
-    status, said = truth(question)
-    for entry in said["meta_info"]["input_token_logprobs"]:
+    status, body = truth(question)
+    for entry in body["meta_info"]["input_token_logprobs"]:
         entry[1] += 1
-    return status, said
+    return status, body
 
 
 def cut(question: dict[str, Any]) -> tuple[int, Any]:
-    status, said = truth(question)
-    del said["meta_info"]["input_token_logprobs"][2:]
-    return status, said
+    status, body = truth(question)
+    del body["meta_info"]["input_token_logprobs"][2:]
+    return status, body
 
 
 def above_0(question: dict[str, Any]) -> tuple[int, Any]:
-    status, said = truth(question)
-    said["meta_info"]["input_token_logprobs"][-1][0] = 0.5
-    return status, said
+    status, body = truth(question)
+    body["meta_info"]["input_token_logprobs"][-1][0] = 0.5
+    return status, body
 
 
 def far_below_0(question: dict[str, Any]) -> tuple[int, Any]:
-    status, said = truth(question)
-    said["meta_info"]["input_token_logprobs"][-1][0] = -1e300  # -inf in float32
-    return status, said
+    status, body = truth(question)
+    body["meta_info"]["input_token_logprobs"][-1][0] = -1e300  # -inf in float32
+    return status, body
 
 
 WRONG: dict[str, tuple[Answer, str]] = {

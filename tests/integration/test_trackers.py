@@ -31,7 +31,7 @@ def log_life(run: RunSection, name: str, steps: range, *, resumed_at: int | None
 
 
 @pytest.mark.parametrize("name", sorted(OPTIONS))
-def test_a_run_is_logged_and_goes_on_under_its_id(
+def test_run_is_logged_and_resumes_under_its_id(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     pytest.importorskip(name)

@@ -1,6 +1,6 @@
 """The contract of the transports, with a real SGLang server as receiver.
 
-What may fail on the way is in test_weight_bus.py, with engines that can be told to.
+What may fail on the way is in test_weight_bus.py, with engines that can be made to fail.
 """
 
 import asyncio

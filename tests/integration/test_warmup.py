@@ -15,9 +15,9 @@ from safetensors.torch import load_file
 from tests.support.blank_model import write_blank_model
 
 ROOT = Path(__file__).parents[2]
-BOUND = 15  # updates, fewer than the target takes, and not a multiple of what is looked at
+BOUND = 15  # updates, fewer than the target takes, and no multiple of those evaluated
 
-# No test waits for a while: a child ends, or says where it is.
+# No test waits for a while: a child ends, or prints where it is.
 pytestmark = pytest.mark.integration  # most of it slow: it makes what ships again, no part of a run
 
 
@@ -137,15 +137,13 @@ def test_damaged_progress_is_passed_over(whole: Path, cut_off: CutOff):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGKILL])
-def test_a_signal_in_the_middle_leaves_progress_to_go_on_from(
-    tmp_path: Path, signum: signal.Signals
-):
+def test_interrupted_warm_up_leaves_progress_to_resume_from(tmp_path: Path, signum: signal.Signals):
     write_inputs(tmp_path, wrong=True)
     with start(tmp_path, "--target", 1.0) as process:  # out of reach: it never ends by itself
         try:
             assert process.stderr is not None
-            said = next(line for line in process.stderr if " 100 updates, sampled" in line)
-            assert "of 1.000" in said
+            line_of_100 = next(line for line in process.stderr if " 100 updates, sampled" in line)
+            assert "of 1.000" in line_of_100
             process.send_signal(signum)
             errors = process.communicate()[1]
         finally:

@@ -1,6 +1,6 @@
 """The weight bus between real processes: whatever dies, no token comes from a mixture of versions.
 
-The engines are plain tensors (tests/support/bus/engine.py), so that they can be told to fail at any
+The engines are plain tensors (tests/support/bus/engine.py), so that they can be made to fail at any
 point; test_transports.py does the same publishes with SGLang. No deadline of the bus runs out in a
 test that does not set it: what happens there does not wait for one.
 """
@@ -183,7 +183,7 @@ def test_an_engine_that_fails_at_any_point_is_repaired_before_it_generates_again
     bus.check_tokens()
 
 
-def test_engines_that_die_in_a_transfer_concern_nobody_else_and_may_come_back(bus: WeightBus):
+def test_engines_that_die_in_a_transfer_affect_no_other_and_may_come_back(bus: WeightBus):
     for transport in TRANSPORTS:
         step, count = ("in_bucket", 3) if transport == "collective" else ("in_folder", 2)
         bus.start_faulty(transport, step, [count], "kill", transport)
@@ -192,7 +192,7 @@ def test_engines_that_die_in_a_transfer_concern_nobody_else_and_may_come_back(bu
     for name in (*TRANSPORTS, "sound"):
         bus.wait_for(name, 0)
     bus.publish(1)
-    bus.wait_for("sound", 1)  # whoever waits for a deadline of the dead never gets there
+    bus.wait_for("sound", 1)  # waiting for a deadline of the dead would never end
     for name in TRANSPORTS:
         assert bus.agents[name].wait() == -signal.SIGKILL
     bus.publish(2)
@@ -222,7 +222,7 @@ def stop_one_in_a_transfer(bus: WeightBus) -> None:
         bus.wait_for("sound", number)
 
 
-def test_nobody_waits_for_an_engine_that_is_stopped_in_a_transfer(bus: WeightBus):
+def test_stopped_engine_in_a_transfer_delays_no_other(bus: WeightBus):
     stop_one_in_a_transfer(bus)
     assert bus.newest_label("stopped") == "v1.0"
     assert "stopped does not run" not in (bus.folder / "learner.log").read_text()
@@ -243,7 +243,7 @@ def test_an_engine_that_is_stopped_in_a_transfer_is_left_out_and_repaired_later(
         bus.check_tokens()
 
 
-def test_two_of_a_group_of_three_die_in_a_transfer_and_the_third_goes_on(folder: Path):
+def test_two_of_three_engines_die_in_a_transfer_and_the_third_continues(folder: Path):
     with weight_bus(folder, engines_per_group=3) as bus:
         for name in ("first", "second"):
             bus.start_faulty(name, "in_bucket", [2], "kill", is_armed=False)
@@ -298,7 +298,7 @@ def test_one_of_a_group_that_is_stopped_costs_the_others_its_deadline_once(folde
 # ---- the relay and the learner -------------------------------------------------
 
 
-def test_a_relay_that_is_killed_is_started_again_and_nobody_stops_generating(bus: WeightBus):
+def test_killed_relay_is_restarted_and_no_engine_stops_generating(bus: WeightBus):
     bus.start("one")
     bus.publish(0)
     bus.wait_for("one", 0)
@@ -358,7 +358,7 @@ def test_a_learner_that_dies_in_its_copy_publishes_nothing_and_the_next_one_find
     bus.check_tokens()
 
 
-def test_a_transfer_goes_on_when_the_learner_dies_in_it(bus: WeightBus):
+def test_transfer_completes_when_the_learner_dies_in_it(bus: WeightBus):
     bus.start_faulty("slow", "in_bucket", [3], "stop")
     bus.publish(0)
     bus.wait_for("slow", 0)
@@ -373,7 +373,7 @@ def test_a_transfer_goes_on_when_the_learner_dies_in_it(bus: WeightBus):
 def test_the_relay_ends_with_a_learner_that_ends_in_order(bus: WeightBus):
     bus.publish(0)
     until(bus.relay_lives)
-    bus.tell("end")
+    bus.command("end")
     assert bus.learner.wait() == 0
     until(lambda: not bus.relay_lives())
 
@@ -391,7 +391,7 @@ def test_the_relay_ends_some_time_after_a_learner_that_died(folder: Path):
 def test_the_relay_ends_when_its_lifeline_is_cut(bus: WeightBus):
     bus.publish(0)
     until(bus.relay_lives)
-    bus.tell("end")
+    bus.command("end")
     assert bus.learner.wait() == 0
     read, write = os.pipe()
     config = str(bus.folder / "run.toml")
@@ -440,7 +440,7 @@ def _has_lingered(bus: WeightBus) -> bool:
 WITH_BOTH_MANNERS = (
     test_every_transport_brings_every_version_whole_and_the_newest_wins,
     test_a_late_joiner_is_served_alone_and_is_in_the_next_collective,
-    test_engines_that_die_in_a_transfer_concern_nobody_else_and_may_come_back,
-    test_two_of_a_group_of_three_die_in_a_transfer_and_the_third_goes_on,
+    test_engines_that_die_in_a_transfer_affect_no_other_and_may_come_back,
+    test_two_of_three_engines_die_in_a_transfer_and_the_third_continues,
     test_engines_torn_by_the_death_of_the_relay_are_repaired_by_the_next_one,
 )

@@ -41,12 +41,12 @@ def main(words: Sequence[str]) -> int:
     began_s = time.monotonic()
     if options.list:
         for one in _chosen(ROOT, options):
-            _say(f"{one.file}:{one.line} [{one.scope}] {one.mutation}\n    {one.statement}")
+            _show(f"{one.file}:{one.line} [{one.scope}] {one.mutation}\n    {one.statement}")
         return 0
     with tempfile.TemporaryDirectory(prefix="mutants-", ignore_cleanup_errors=True) as folder:
         tree = copied_tree(ROOT, Path(folder, "0"))
         mutants, known = _chosen(tree, options), judged()
-        record = up_to_date(ROOT, tree, ROOT / ".cache/mutation/record.json", _say)
+        record = up_to_date(ROOT, tree, ROOT / ".cache/mutation/record.json", _show)
         trees = [
             tree,
             *(copied_tree(ROOT, Path(folder, str(n))) for n in range(1, options.workers)),
@@ -58,7 +58,7 @@ def main(words: Sequence[str]) -> int:
             outcomes.append(outcome)
             mutant = outcome.mutant
             if options.verbose or outcome.verdict is Verdict.SURVIVED:
-                _say(
+                _show(
                     f"{outcome.verdict}: {mutant.file}:{mutant.line} {mutant.mutation} "
                     f"[{mutant.scope}] {outcome.remark}".rstrip()
                 )
@@ -67,9 +67,9 @@ def main(words: Sequence[str]) -> int:
         runner.check(list({one.file.split("/")[0]: one for one in to_run}.values()))
         runner.run(to_run, note)
     for line in table(outcomes):
-        _say(line)
+        _show(line)
     share = killed_share(outcomes)
-    _say(
+    _show(
         f"{share:.1%} killed of the executed that are not equivalent (at least {options.least:.0%} "
         f"wanted); seed {options.seed}; {time.monotonic() - began_s:.0f} s"
     )
@@ -92,7 +92,7 @@ def all_mutants(tree: Path) -> list[Mutant]:
 
 
 def is_chosen(mutant: Mutant, only: Sequence[str]) -> bool:
-    """Tell whether a mutant is in one of these packages, folders, files or lines, if any."""
+    """Return whether a mutant is in one of these packages, folders, files or lines, if any."""
     for one in only:
         place, _, line = one.partition(":")
         is_there = mutant.file == place or mutant.file.startswith(place.rstrip("/") + "/")
@@ -144,7 +144,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _say(line: str) -> None:
+def _show(line: str) -> None:
     sys.stdout.write(f"{line}\n")
     sys.stdout.flush()
 

@@ -1,4 +1,4 @@
-"""Mutants judged equivalent: no test could tell them from the program. ``equivalent.toml``."""
+"""Mutants judged equivalent: no test distinguishes them from the program. ``equivalent.toml``."""
 
 from pathlib import Path
 
@@ -19,7 +19,7 @@ class Equivalent(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     scope: str = ""  # the function or class, where a file has the statement more than once
 
     def is_about(self, mutant: Mutant) -> bool:
-        """Tell whether this judges a mutant."""
+        """Return whether this judges a mutant."""
         return (
             self.file == mutant.file
             and one_spaced(self.statement) == mutant.statement

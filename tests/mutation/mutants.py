@@ -1,8 +1,8 @@
-"""Which small mistakes could stand in a source file: pure, from text to mutants.
+"""Which small mistakes could be in a source file: pure, from text to mutants.
 
 A mutant is the file with one expression or one statement changed. Left alone are what only declares
-(annotations but for their bounds, decorators, keywords of classes, slots, imports), text (strings,
-what an error says, what a log says), assertions (``strict`` of zip, which only a program that is
+(annotations but for their bounds, decorators, keywords of classes, slots, imports), text
+(strings, messages of errors and logs), assertions (``strict`` of zip, which only a program that is
 wrong already feels), and what would end processes other than those of a test.
 """
 
@@ -180,7 +180,7 @@ class _Finder:
         self._delete(node)
         match node:
             case ast.Raise():
-                return  # what an error says is text
+                return  # the message of an error is text
             case ast.Return(value=value) if value is not None and not _is_none(value):
                 self._replace(value, "None", "return value made None")
             case ast.If(test=test) | ast.While(test=test):
@@ -386,6 +386,6 @@ def _is_number(node: ast.expr) -> bool:
 
 
 def _declares_only(test: ast.expr) -> bool:
-    """Tell whether a test guards imports for types, or the start of a program."""
+    """Return whether a test guards imports for types, or the start of a program."""
     text = ast.unparse(test)
     return "TYPE_CHECKING" in text or "__name__" in text

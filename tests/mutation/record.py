@@ -22,7 +22,7 @@ from tests.mutation.trees import environment
 class Reached:
     """What one test executes."""
 
-    cpu_s: float  # of the process, while coverage looks on
+    cpu_s: float  # of the process, under coverage
     wall_s: float
     lines: Mapping[str, Sequence[int]]  # by product file
 
@@ -41,10 +41,10 @@ class Record:
     _by_line: dict[tuple[str, int], list[str]] = field(default_factory=dict)
 
     def reaching(self, mutant: Mutant, tree: Path) -> list[str]:
-        """Return the tests that execute the mutated text, those that tell soonest first.
+        """Return the tests that execute the mutated text, the fastest first.
 
         Of a default these are the tests that call its function. Of what else is executed when a
-        file is imported they are those that execute lines, or stand in files, where the name is
+        file is imported they are those that execute lines, or are in files, where the name is
         used; after them whatever executes anything of a file that uses it.
         """
         if not self._by_line:
@@ -67,7 +67,7 @@ class Record:
         return {name for place in places for name in self._by_line.get(place, ())}
 
     def _using(self, names: Sequence[str], tree: Path) -> tuple[set[str], set[str]]:
-        """Return the tests that execute or stand beside a use of names; and those of its files."""
+        """Return the tests that execute or are beside a use of names; and those of its files."""
         near: set[str] = set()
         far: set[str] = set()
         if not names:
@@ -117,14 +117,14 @@ def _lines(file: Path) -> list[str]:
 # ---- recording
 
 
-def up_to_date(root: Path, tree: Path, cache: Path, say: Callable[[str], None]) -> Record:
+def up_to_date(root: Path, tree: Path, cache: Path, show: Callable[[str], None]) -> Record:
     """Return the record for the files of a tree, a copy of ``root``; record what it lacks.
 
     Args:
         root: the repository, whose ``.cache`` holds coverage.
         tree: a copy of its files, in which tests run.
         cache: file of the record.
-        say: told what takes long.
+        show: called with what takes long.
     """
     now = digests(tree)
     record = _read(cache) if cache.exists() else Record()
@@ -140,11 +140,11 @@ def up_to_date(root: Path, tree: Path, cache: Path, say: Callable[[str], None]) 
     folders = hermetic(root)[1]
     files = [name for name in stale if name in now and _is_in(name, folders)]
     if files:
-        say(f"recording what the tests of {len(files)} files execute; minutes")
+        show(f"recording what the tests of {len(files)} files execute; minutes")
         with tempfile.TemporaryDirectory() as folder:
             failed = _record(root, tree, files, Path(folder), record)
         for name in failed:
-            say(f"fails without a mutant, so it is not used: {name}")
+            show(f"fails without a mutant, so it is not used: {name}")
     if changed:
         cache.parent.mkdir(parents=True, exist_ok=True)
         _write(record, cache)
@@ -169,7 +169,7 @@ def digests(tree: Path) -> dict[str, str]:
 
 def _matters(path: Path) -> bool:
     is_code = path.suffix == ".py" and path.parts[0] in {*PACKAGES, "deploy", "benchmarks", "tests"}
-    # Its own tests look at the text of the product: they would notice every change of it.
+    # Its own tests read the text of the product: they would notice every change of it.
     return is_code and path.parts[:2] != ("tests", "mutation") and path.name != "test_mutation.py"
 
 

@@ -33,7 +33,7 @@ _IDLE_SHARE = 0.02  # of one core, or less, is sleep
 _CHECK_S = 5.0  # of tests that are run without a mutant, for each package
 _MEMORY_BYTES = 6 << 30
 _FIRST_STAGE = 40  # tests: most mutants die in them, and few test files are imported
-_LOOK_S = 0.02
+_POLL_S = 0.02
 _LIBRARIES = (
     "torch", "numpy", "msgspec", "zmq", "zmq.asyncio", "aiohttp", "aiohttp.web", "hypothesis",
     "hypothesis.stateful", "prometheus_client", "safetensors.torch", "tokenizers", "xxhash",
@@ -53,7 +53,7 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """A mutant, what came of it, and what is to be said of that."""
+    """A mutant, what came of it, and the explanation."""
 
     mutant: Mutant
     verdict: Verdict
@@ -119,7 +119,7 @@ class Runner:
         self.most_s = most_s
 
     def run(self, mutants: Sequence[Mutant], done: Callable[[Outcome], None]) -> None:
-        """Run mutants; tell of each what came of it, as soon as it is known."""
+        """Run mutants; report what came of each as soon as it is known."""
         _import_libraries()
         waiting, free = list(reversed(mutants)), list(self.trees)
         try:
@@ -131,9 +131,9 @@ class Runner:
                         self._begin(mutant, tests, free.pop())
                     else:
                         done(Outcome(mutant, Verdict.UNREACHED))
-                time.sleep(_LOOK_S)
+                time.sleep(_POLL_S)
                 for job in list(self._running):
-                    outcome = self._look(job)
+                    outcome = self._poll(job)
                     if outcome is not None:
                         self._restore(job)
                         self._running.remove(job)
@@ -180,10 +180,10 @@ class Runner:
         job.began_s = time.monotonic()
         job.seen = (job.began_s, 0.0)
 
-    def _look(self, job: _Job) -> Outcome | None:
+    def _poll(self, job: _Job) -> Outcome | None:
         pid, status = os.waitpid(job.pid, os.WNOHANG)
         if pid == 0:
-            if self._goes_on(job):
+            if self._may_continue(job):
                 return None
             _end(job.pid)
             return Outcome(job.mutant, Verdict.TIMED_OUT)
@@ -202,8 +202,8 @@ class Runner:
         left_out = f"; {job.left_out} more tests were left out (--seconds)" if job.left_out else ""
         return Outcome(job.mutant, Verdict.SURVIVED, left_out)
 
-    def _goes_on(self, job: _Job) -> bool:
-        """Tell whether a run is within its limits, and not asleep for good."""
+    def _may_continue(self, job: _Job) -> bool:
+        """Return whether a run is within its limits, and not asleep for good."""
         now_s = time.monotonic()
         if now_s - job.seen[0] > 1.0:
             cpu_s = _cpu_s(job.pid)
@@ -243,10 +243,10 @@ class Chosen:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Name what fails, on the last line of the log."""
         if report.failed:
-            Path(_SAID).write_text(report.nodeid)
+            Path(_KILLED_BY).write_text(report.nodeid)
 
 
-_SAID = "killed-by.txt"  # in a tree
+_KILLED_BY = "killed-by.txt"  # in a tree
 _LOG = "pytest.log"
 _FAULT = 70  # exit code of a fork in which pytest did not even begin
 
@@ -261,7 +261,7 @@ def _run_tests(tree: Path, root: Path, names: Sequence[str], cpu_s: float) -> No
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         os.chdir(tree)
         os.environ.update(environment(tree, root))  # noqa: TID251
-        for file in (_SAID, _LOG):
+        for file in (_KILLED_BY, _LOG):
             Path(file).unlink(missing_ok=True)
         shutil.rmtree(tree / ".hypothesis", ignore_errors=True)
         log = os.open(_LOG, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
@@ -278,7 +278,7 @@ def _run_tests(tree: Path, root: Path, names: Sequence[str], cpu_s: float) -> No
         words = ["-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "--hypothesis-seed=0"]
         words += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]  # hypothesis is there already
         code = int(pytest.main([*words, "--rootdir", str(tree), *files], plugins=[Chosen(names)]))
-    except BaseException:  # noqa: BLE001 whatever it is, this fork must not go on as its parent
+    except BaseException:  # noqa: BLE001 whatever it is, this fork must not continue as its parent
         traceback.print_exc()
     finally:
         sys.stdout.flush()
@@ -326,5 +326,5 @@ def _end_group(pid: int) -> None:
 
 
 def _last_line(tree: Path) -> str:
-    said = tree / _SAID
-    return said.read_text() if said.exists() else "could not be imported or collected"
+    killed_by = tree / _KILLED_BY
+    return killed_by.read_text() if killed_by.exists() else "could not be imported or collected"

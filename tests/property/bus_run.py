@@ -1,9 +1,9 @@
 """The relay's decisions at the mercy of engines, agents, learners and time.
 
-Engines hold bytes and a label; what a phase of a publish does to them is what an agent does. Who is
-served, with which version, in which phase, and which slot a learner writes is decided by the
-product. Faults are drawn: whoever does something may fail before it or after, hang, die, be
-replaced or fall silent; then all of it stops, and everybody who lives has to arrive.
+Engines hold bytes and a label; a phase of a publish does to them what an agent does. Which engine
+is served, with which version, in which phase, and which slot a learner writes is decided by the
+product. Faults are drawn: each process may fail before or after an action, hang, die, be replaced
+or fall silent; then all of it stops, and every living engine has to arrive.
 """
 
 from dataclasses import dataclass, field
@@ -33,14 +33,14 @@ class Engine:
     data: PolicyVersion | None = None
     is_paused: bool = False
     is_alive: bool = True
-    hears: bool = True  # its agent; else it answers nothing and says nothing
+    hears: bool = True  # its agent; else it answers nothing and sends nothing
 
     @property
     def is_whole(self) -> bool:
         return self.data == self.label
 
     def abandon(self) -> None:
-        """Go on with what it had if that is whole, else stay paused."""
+        """Resume with what it had if that is whole, else stay paused."""
         if self.is_whole:
             self.is_paused = False
         else:
@@ -48,7 +48,7 @@ class Engine:
 
     @property
     def adopted(self) -> PolicyVersion | None:
-        """What its agent says that it runs."""
+        """The version that its agent reports."""
         return self.label if self.is_whole else None
 
 
@@ -142,11 +142,11 @@ class Bus(RuleBasedStateMachine):
 
     @rule(seconds=st.sampled_from([0.1, 1.0, 1.0, PATIENCE_S]))
     def time_passes(self, seconds: float) -> None:
-        """Who has a voice is heard; who has none for too long is given up."""
+        """Agents that can send a heartbeat; those silent for too long are given up."""
         self.now_s += seconds
         self._heartbeats()
         for name in self.fleet.silent(self.now_s):
-            assert not self.engines[name].hears, "it was heard"
+            assert not self.engines[name].hears, "it sent a heartbeat"
             self.begun["given up"] += 1
             self.engines.pop(name).is_alive = False
             self._forget(name)
@@ -175,7 +175,7 @@ class Bus(RuleBasedStateMachine):
         assert dissolved is None or not dissolved.seats
         for publish in list(self.publishes):
             if publish.serving.seats == (seat,) and publish.serving.group is None:
-                self._release(publish)  # nobody else is in it: it is cancelled
+                self._release(publish)  # no other engine is in it: it is cancelled
 
     # ---- publishes -----------------------------------------------------------
 
@@ -194,7 +194,7 @@ class Bus(RuleBasedStateMachine):
 
     @rule(data=st.data(), publishes=st.booleans())
     def the_bus_turns_once(self, data: st.DataObject, publishes: bool) -> None:
-        """Everybody is heard, and what is begun goes to its end or somewhere on the way there."""
+        """All agents send heartbeats; what is begun goes to its end or somewhere on the way."""
         self.time_passes(RETRY_S)
         if publishes:
             self.learner_publishes(new_epoch=False)
@@ -202,12 +202,12 @@ class Bus(RuleBasedStateMachine):
         for publish in list(self.publishes):
             for _ in range(data.draw(st.sampled_from([9, 9, 4, 5]))):
                 if publish in self.publishes:
-                    self._go_on(publish, {}, {})
+                    self._advance(publish, {}, {})
 
     @precondition(lambda self: self.publishes)
     @rule(data=st.data())
     def a_publish_goes_on(self, data: st.DataObject) -> None:
-        self._go_on(data.draw(st.sampled_from(self.publishes)), {}, {})
+        self._advance(data.draw(st.sampled_from(self.publishes)), {}, {})
 
     @precondition(lambda self: self.publishes)
     @rule(data=st.data(), phases=st.integers(1, 7))
@@ -215,7 +215,7 @@ class Bus(RuleBasedStateMachine):
         publish = data.draw(st.sampled_from(self.publishes))
         for _ in range(phases):
             if publish in self.publishes:
-                self._go_on(publish, {}, {})
+                self._advance(publish, {}, {})
 
     @precondition(lambda self: self.engines)
     @rule(
@@ -227,7 +227,7 @@ class Bus(RuleBasedStateMachine):
     def somebody_fails(
         self, data: st.DataObject, before: int, takes_effect: bool, hears_of_it: bool
     ) -> None:
-        """In any phase; what it was told may have taken effect all the same."""
+        """In any phase; its command may have taken effect all the same."""
         if not self.publishes:
             self.learner_publishes(new_epoch=False)
             self.decide()
@@ -236,14 +236,14 @@ class Bus(RuleBasedStateMachine):
         publish = max(self.publishes, key=lambda publish: len(publish.engines))
         for _ in range(before):
             if publish in self.publishes:
-                self._go_on(publish, {}, {})
+                self._advance(publish, {}, {})
         if publish in self.publishes and publish.course.members:
             self.begun["faults"] += 1
             name = data.draw(st.sampled_from(publish.course.members))
-            self._go_on(publish, {name: takes_effect}, {name: hears_of_it})
+            self._advance(publish, {name: takes_effect}, {name: hears_of_it})
 
-    def _go_on(self, publish: Publish, fails: dict[str, bool], abandons: dict[str, bool]) -> None:
-        """All that are left do the next phase; who is gone or says nothing fails in it."""
+    def _advance(self, publish: Publish, fails: dict[str, bool], abandons: dict[str, bool]) -> None:
+        """All that are left do the next phase; members that are gone or silent fail in it."""
         course, phase = publish.course, publish.course.phase
         assert phase is not None
         failed = {}
@@ -284,7 +284,7 @@ class Bus(RuleBasedStateMachine):
         self.decide()
         for publish in list(self.publishes):
             while publish in self.publishes:
-                self._go_on(publish, {}, {})
+                self._advance(publish, {}, {})
         self._heartbeats()
 
     def _finish(self, publish: Publish, abandons: dict[str, bool]) -> None:
@@ -300,8 +300,8 @@ class Bus(RuleBasedStateMachine):
         assert gone is (group if group is not None and not group.seats else None)
         for seat in publish.serving.seats:
             is_current = seat.adopted == publish.serving.version
-            assert is_current == (seat.name in course.members), "who failed is not current"
-            assert is_current or seat.group is None, "who failed is repaired alone"
+            assert is_current == (seat.name in course.members), "a failed engine is not current"
+            assert is_current or seat.group is None, "a failed engine is repaired alone"
         self._release(publish)
 
     def _release(self, publish: Publish) -> None:
@@ -338,7 +338,7 @@ class Bus(RuleBasedStateMachine):
 
     @invariant()
     def nobody_waits_for_another(self) -> None:
-        """Whoever is behind is served, is in a group that is, or failed less than a second ago."""
+        """Engines that are behind are served, in a group that is, or failed within a second."""
         newest = self.slots.version_of_newest
         due = {seat for serving in self.fleet.due(newest, self.now_s) for seat in serving.seats}
         for seat in self.fleet.seats.values():
@@ -355,7 +355,7 @@ class Bus(RuleBasedStateMachine):
     def teardown(self) -> None:
         if not hasattr(self, "fleet"):
             return
-        for _ in range(2):  # whoever says nothing is given up, and what it held goes
+        for _ in range(2):  # silent agents are given up, and what they held goes
             self.time_passes(PATIENCE_S)
             self.now_s += RETRY_S
             self._heartbeats()

@@ -3,7 +3,7 @@
 Time is a number that rules move. Learners die and go back to a checkpoint, the broker dies before
 or after what it was asked is durable, generators adopt late and are stopped, answers come twice,
 late, out of order and from lives that were given up, batches are fetched ahead and rejected.
-Everything dies and goes on: with its store, with one that lost its end, without one; from the
+Everything dies and resumes: with its store, with one that lost its end, without one; from the
 newest checkpoint that is whole, from an older one. The beginning of a broker, the choice of a
 checkpoint and what is kept of them are the product's; the store is in this process, checkpoints are
 small folders.
@@ -117,7 +117,7 @@ class Node:
         return node
 
     def descends_from(self, other: "Node") -> bool:
-        """Tell whether the other weights are these or among their ancestors."""
+        """Return whether the other weights are these or among their ancestors."""
         return self.at(other.depth) is other
 
 
@@ -231,7 +231,7 @@ class Run(RuleBasedStateMachine):
         self.headers: dict[int, dict[int, TrajectoryHeader]] = {}
         self.position_of: dict[int, int] = {}  # group -> prompt, over all lives
         self.lease_ids: set[int] = set()  # over all lives
-        self.epochs: set[int] = set()  # that a learner was told
+        self.epochs: set[int] = set()  # that a learner was given
         self.last_version = PolicyVersion(0, 0)
         self.put: set[TrajectoryKey] = set()  # goes with the events that are not stored yet
         self.next_event = 0  # of the trail, which outlives the store
@@ -290,7 +290,7 @@ class Run(RuleBasedStateMachine):
         if again is not None:
             self._broker_dies(is_durable=again)
             asked_again = self._take_over(info)
-            assert not again or version == asked_again, "said twice, granted twice"
+            assert not again or version == asked_again, "asked twice, granted twice"
             version = asked_again
         self._store_events()
         assert version.epoch not in self.epochs, "an epoch was granted twice"
@@ -405,7 +405,7 @@ class Run(RuleBasedStateMachine):
 
     @rule(again=st.sampled_from([None, None, True, False]))
     def learner_dies_and_is_replaced(self, again: bool | None) -> None:
-        """It goes on from the newest checkpoint that is whole and of ancestors of its weights."""
+        """It resumes from the newest checkpoint that is whole and of ancestors of its weights."""
         self._store_events()
         named = Path(self.settings.run.resume_from) if self.settings.run.resume_from else None
         order = resume_order(self._infos(), named, begun_after=self.begun_after)
@@ -417,7 +417,7 @@ class Run(RuleBasedStateMachine):
         if checkpoint is None:  # then what its settings name, or the model
             assert newest is None
             if named is not None:
-                self._everything_goes_on("auto", "kept")  # that was removed, or is damaged
+                self._everything_resumes("auto", "kept")  # that was removed, or is damaged
                 return
             if self._infos():
                 return
@@ -426,13 +426,13 @@ class Run(RuleBasedStateMachine):
         except RefusedError:
             assert checkpoint is not None
             assert not self._is_ancestor(self.held_version), "its weights are of this run"
-            self._everything_goes_on("auto", "kept")
+            self._everything_resumes("auto", "kept")
         else:
             assert checkpoint == newest, "steps were given up that a checkpoint holds"
 
     @rule(cuts_log=st.booleans())
     def broker_dies_and_is_replaced(self, cuts_log: bool) -> None:
-        """What it had acknowledged is in its store; whoever asked meanwhile asks again."""
+        """What it had acknowledged is in its store; clients that asked meanwhile ask again."""
         Run.begun["broker deaths"] += 1
         self._broker_dies(is_durable=True, cuts_log=cuts_log)
 
@@ -440,7 +440,7 @@ class Run(RuleBasedStateMachine):
     def broker_dies_before_it_answers(
         self, data: st.DataObject, is_durable: bool, cuts_log: bool
     ) -> None:
-        """Whoever had asked asks again, and names the leases that it knows."""
+        """Clients that had asked ask again, and name the leases that they know."""
         self._store_events()
         version = self.ledger.book.version
         holder = data.draw(st.sampled_from(GENERATORS))
@@ -472,7 +472,7 @@ class Run(RuleBasedStateMachine):
             self.ledger.release_all(name, "lost", keep=known)
         if asked is commit and self.ledger.book.version != version:
             assert is_durable
-            self.ledger.training.commit(version.next(), {})  # said twice
+            self.ledger.training.commit(version.next(), {})  # sent twice
         elif not self.ledger.book.finished:
             asked()
 
@@ -488,9 +488,9 @@ class Run(RuleBasedStateMachine):
         wanted = "auto" if older == 0 or older >= len(whole) else str(whole[-1 - older])
         if whole and infos[whole[-1]].step >= self.settings.run.steps and wanted == "auto":
             return  # it is complete
-        self._everything_goes_on(wanted, store, past=past)
+        self._everything_resumes(wanted, store, past=past)
 
-    def _everything_goes_on(self, wanted: str, store: str, *, past: int = 1) -> None:
+    def _everything_resumes(self, wanted: str, store: str, *, past: int = 1) -> None:
         self._store_events()
         Run.begun[f"resumes on a store that was {store}"] += 1
         kept, before = self.shared, self.ledger
@@ -505,7 +505,7 @@ class Run(RuleBasedStateMachine):
         run = msgspec.structs.replace(run, resume_from="", steps=before.book.rules.total_steps)
         try:
             point = find_resume_point(run, wanted)
-        except ConfigError:  # it stands at the last step, and its learner was refused
+        except ConfigError:  # it is at the last step, and its learner was refused
             run = msgspec.structs.replace(run, steps=run.steps + 2)
             point = find_resume_point(run, wanted)
         assert point is not None
@@ -524,7 +524,7 @@ class Run(RuleBasedStateMachine):
         self._learner_starts(point.checkpoint)
 
     def _is_refused(self) -> None:
-        """Nobody begins anew in silence."""
+        """No run begins anew without an error."""
         with pytest.raises(ConfigError, match="--resume"):
             self._begin()
         assert (self.shared.snapshot, self.shared.events) == (None, [])
@@ -532,7 +532,7 @@ class Run(RuleBasedStateMachine):
     def _has_gone_on(
         self, checkpoint: Path, before: BookState, known: BookState | None, store: str
     ) -> None:
-        """Look at what a beginning made of a checkpoint and the store."""
+        """Check what a start made of a checkpoint and the store."""
         version = read_checkpoint_info(checkpoint).version
         held = self.weights_of[version]
         state = self.ledger.book.state
@@ -725,7 +725,7 @@ class Run(RuleBasedStateMachine):
         self._every_trajectory_is_accounted_for(groups)
 
     def _every_trajectory_is_accounted_for(self, groups: list[Group]) -> None:
-        """By a count of siblings: a group stands for all of them, and is trained with all."""
+        """By a count of siblings: a group counts for all of them, and is trained with all."""
         state, size = self.ledger.book.state, self.rules_of_run.group_size
         for batch in state.replay.values():
             for group in batch:
@@ -845,14 +845,14 @@ class Run(RuleBasedStateMachine):
         self.last_version = version
 
     def _is_ancestor(self, version: PolicyVersion) -> bool:
-        """Tell whether this account knows the label, and the weights of now descend from those."""
+        """Return whether this account knows the label and the weights of now descend from those."""
         known = version.epoch in self.book.epochs
         return known and self.book.node.descends_from(self.weights_of[version])
 
     def _go_back(self, version: PolicyVersion) -> None:
         """What was trained from this step on is bound again, or on its way again."""
         book, held = self.book, self.held
-        assert self._is_ancestor(self.held_version), "the run goes on from weights of another one"
+        assert self._is_ancestor(self.held_version), "the run resumes from weights of another one"
         assert held.depth == version.step
         for lost in book.node.path()[version.step :]:
             step = lost.depth - 1
@@ -916,7 +916,7 @@ class Run(RuleBasedStateMachine):
         for _ in range(200):
             if self.ledger.book.finished:
                 return
-            self.now_s += 1_000.0  # whoever fell silent lets go
+            self.now_s += 1_000.0  # silent holders lose their leases
             self.ledger.expire(self.now_s)
             holder = GENERATORS[0]
             adopted = self.ledger.book.version

@@ -33,7 +33,7 @@ def profile(max_examples: int, steps: int, *, is_fixed: bool) -> settings:
 
 
 def play(machine: RuleBasedStateMachine, schedule: Iterable[tuple[str, Mapping[str, Any]]]) -> None:
-    """Apply these rules in turn, and look after each at what holds at every moment."""
+    """Apply these rules in turn, and check the invariants after each."""
     try:
         for rule, arguments in schedule:
             getattr(machine, rule)(**arguments)
@@ -44,7 +44,7 @@ def play(machine: RuleBasedStateMachine, schedule: Iterable[tuple[str, Mapping[s
 
 
 def draw_schedules(machine: type[RuleBasedStateMachine], *, steps: int) -> None:
-    """Run new schedules until the time is up; one that breaks a promise says its round's seed."""
+    """Run new schedules until the time is up; one that breaks a promise names its round's seed."""
     known = os.environ.get("SCHEDULES_SEED")  # noqa: TID251 to repeat what failed
     limit_s = float(os.environ.get("SCHEDULES_S", CPU_S))  # noqa: TID251
     number = int(known) if known else secrets.randbits(32)

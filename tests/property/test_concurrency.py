@@ -48,7 +48,7 @@ def test_the_limit_is_never_above_the_highest_or_below_the_lowest(
 
 
 @given(RANGES, st.lists(OBSERVATIONS, max_size=60))
-def test_each_verdict_is_given_where_its_rule_says(within: Range, observations: list[Observation]):
+def test_each_verdict_follows_its_rule(within: Range, observations: list[Observation]):
     state = Concurrency(limit=within.lowest)
     for seen in observations:
         before, state = state, decide(state, seen, within)
@@ -71,7 +71,7 @@ def test_each_verdict_is_given_where_its_rule_says(within: Range, observations: 
 
 
 @given(RANGES, st.lists(OBSERVATIONS, max_size=40), st.integers(1, 40))
-def test_a_burst_of_retractions_is_cut_once_however_often_it_is_looked_at(
+def test_burst_of_retractions_cuts_once_however_often_it_is_polled(
     within: Range, before: list[Observation], polls: int
 ):
     state = Concurrency(limit=within.highest)
@@ -80,7 +80,7 @@ def test_a_burst_of_retractions_is_cut_once_however_often_it_is_looked_at(
     in_flight = state.limit
     retractions = state.num_retractions
     states = [state]
-    for _ in range(polls):  # nothing ends meanwhile, and more is retracted at every look
+    for _ in range(polls):  # nothing ends meanwhile, and more is retracted at every poll
         retractions += 1
         seen = Observation(
             in_flight=in_flight,
@@ -109,7 +109,7 @@ class Engine:
     limits: list[int] = field(default_factory=list)
 
     def turn(self) -> None:
-        """Take what the limit allows, look at it, and let every sequence end."""
+        """Take what the limit allows, observe it, and let every sequence end."""
         groups = max(0, self.state.limit - self.in_flight) // self.within.step
         self.in_flight += groups * self.within.step
         fits = int(1.0 / self.share)
@@ -197,7 +197,7 @@ def test_after_a_cut_it_grows_by_a_group_for_every_turn_of_all_lanes():
     within = Range(lowest=4, highest=512, step=4)
     state = Concurrency(limit=32)
 
-    def look(in_flight: int, finished: int, kv_use: float, retractions: int) -> tuple[str, int]:
+    def poll(in_flight: int, finished: int, kv_use: float, retractions: int) -> tuple[str, int]:
         nonlocal state
         seen = Observation(
             in_flight=in_flight,
@@ -210,16 +210,16 @@ def test_after_a_cut_it_grows_by_a_group_for_every_turn_of_all_lanes():
         state = decide(state, seen, within)
         return state.verdict, state.limit
 
-    assert look(32, 100, 1.0, 1) == ("cut", 24)
-    assert look(30, 102, 0.9, 3) == ("hold", 24), "it has not drained"
-    assert look(24, 108, 0.5, 3) == ("hold", 24), "its lanes have not turned over"
-    assert look(24, 123, 0.5, 3) == ("hold", 24)
-    assert look(24, 124, 0.5, 3) == ("grow", 28)
-    assert look(28, 140, 0.5, 3) == ("hold", 28)
-    assert look(28, 152, 0.59, 3) == ("grow", 32)
-    assert look(32, 153, 0.7, 3) == ("hold", 32)
-    assert look(32, 154, 0.81, 3) == ("trim", 28)
-    assert look(32, 155, 0.99, 3) == ("hold", 28), "it has not drained"
+    assert poll(32, 100, 1.0, 1) == ("cut", 24)
+    assert poll(30, 102, 0.9, 3) == ("hold", 24), "it has not drained"
+    assert poll(24, 108, 0.5, 3) == ("hold", 24), "its lanes have not turned over"
+    assert poll(24, 123, 0.5, 3) == ("hold", 24)
+    assert poll(24, 124, 0.5, 3) == ("grow", 28)
+    assert poll(28, 140, 0.5, 3) == ("hold", 28)
+    assert poll(28, 152, 0.59, 3) == ("grow", 32)
+    assert poll(32, 153, 0.7, 3) == ("hold", 32)
+    assert poll(32, 154, 0.81, 3) == ("trim", 28)
+    assert poll(32, 155, 0.99, 3) == ("hold", 28), "it has not drained"
 
 
 @pytest.mark.parametrize(

@@ -71,7 +71,7 @@ def _dotted(node: ast.expr, names: dict[str, str]) -> str | None:
 
 
 def wrong(use: Use) -> str | None:
-    """Return what the installed library says against a use; None if it takes it."""
+    """Return the installed library's objection to a use; None if it takes it."""
     try:
         found = _find(use.name)
     except (ImportError, AttributeError) as error:
@@ -92,7 +92,7 @@ def wrong(use: Use) -> str | None:
 
 
 def _find(name: str) -> object:
-    """Return what a whole name stands for; a module on its way is imported."""
+    """Return what a whole name refers to; a module on its way is imported."""
     first, *rest = name.split(".")
     found: object = importlib.import_module(first)
     path = first

@@ -1,7 +1,7 @@
 """Hostile frames, made of real messages, and what is to become of each.
 
 A sequence is a few messages that one client sends one after the other. ``Mutator`` damages real
-ones or sends them where they do not belong. ``verdict`` says from outside what the broker has to
+ones or sends them where they do not belong. ``verdict`` states from outside what the broker has to
 count each message as, or that it may act on it.
 """
 
@@ -39,7 +39,7 @@ _LENGTHS = (b"\xdd", b"\xdf", b"\xc6", b"\xdb", b"\xc9")  # list, map, bytes, te
 class Attacker:
     """One connection: what it may use of its own, and what it knows of others."""
 
-    role: Role | None  # that it said hello in
+    role: Role | None  # of its hello
     session: bytes = b""
     others: list[bytes] = field(default_factory=list)  # sessions of other connections, and old ones
 
@@ -118,7 +118,7 @@ class Mutator:
         frames[which] = bytes(data)
 
     def spliced(self, frames: Frames, _: Attacker) -> None:
-        """Go on with another message from somewhere in the middle."""
+        """Continue with another message from somewhere in the middle."""
         if len(frames) > 2:
             other, _attached = self._random.choice(self._corpus)
             head = self._random.randrange(len(frames[2]) + 1)
@@ -186,7 +186,7 @@ class Mutator:
                 pass
 
     def identity(self, frames: Frames, attacker: Attacker) -> None:
-        """Come with a session that is another's, old, or nobody's."""
+        """Come with a session that is another's, old, or unknown."""
         if len(frames) > 1:
             random = self._random
             made_up = (b"", random.randbytes(16), bytes(16), attacker.session[:15], b"x" * 5_000)

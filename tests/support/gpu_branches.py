@@ -1,4 +1,4 @@
-"""Programs that look at branches for a GPU on a machine without one; each is a fresh process."""
+"""Programs that check branches for a GPU on a machine without one; each is a fresh process."""
 
 import importlib
 import os
@@ -31,7 +31,7 @@ def uses(library: str) -> Iterator[Use]:
 
 
 def check_names() -> Iterator[str]:
-    """Yield what torch and Megatron, as they are installed, say against our use of them."""
+    """Yield what is wrong with our use of torch and Megatron as they are installed."""
     from slipstream.learner.model import device
 
     for library in ("torch", "megatron"):
@@ -42,7 +42,7 @@ def check_names() -> Iterator[str]:
 
 
 def check_flags() -> Iterator[str]:
-    """Yield what SGLang says of the settings and variables of an engine on a GPU."""
+    """Yield SGLang's objections to the settings and variables of an engine on a GPU."""
     from slipstream.generators.config import generator_settings
     from slipstream.generators.sglang import cpu, server, start_order
     from tests.support.blank_model import write_blank_model
@@ -108,5 +108,5 @@ def _pretend_to_have_a_gpu() -> None:
 
 
 if __name__ == "__main__":
-    look = {"names": check_names, "flags": check_flags, "server": import_server}[sys.argv[1]]
-    sys.stdout.writelines(f"{line}\n" for line in look())
+    check = {"names": check_names, "flags": check_flags, "server": import_server}[sys.argv[1]]
+    sys.stdout.writelines(f"{line}\n" for line in check())

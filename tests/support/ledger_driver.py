@@ -1,4 +1,4 @@
-"""A ledger with small numbers, and what its clients would say to it."""
+"""A ledger with small numbers, and what its clients would send to it."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -68,7 +68,7 @@ class MemoryStore:
         return "memory"
 
     async def durability(self) -> str:
-        """Say what an acknowledged commit survives."""
+        """State what an acknowledged commit survives."""
         return "memory: nothing outlives this process"
 
     async def figures(self) -> dict[str, int]:

@@ -3,7 +3,7 @@
 For unit tests, chaos runs and simulations of many generators. It keeps the promises of a real
 engine (tests/contract/test_engines.py): versions change in mid-answer, a pause holds every answer,
 a seed decides an answer under one version, cancelling ends the work, an answer that no longer fits
-into the cache is retracted and goes on later.
+into the cache is retracted and resumes later.
 """
 
 import asyncio
@@ -18,7 +18,7 @@ from slipstream.wire.errors import EngineError
 from slipstream.wire.messages.manifest import Bucket
 from slipstream.wire.messages.versions import PolicyVersion
 
-_CHUNK = 8  # tokens between two looks at the clock
+_CHUNK = 8  # tokens between two readings of the clock
 
 
 class ScriptedEngine:
@@ -40,7 +40,7 @@ class ScriptedEngine:
             end_token_id: ends an answer, before ``max_new_tokens`` do.
             mean_tokens: of nine answers in ten.
             tokens_per_second: of each answer, however many there are at a time.
-            cached_tokens: of prompts and answers together; who finds no room waits for it.
+            cached_tokens: of prompts and answers together; an answer without room waits for it.
         """
         self._vocabulary = vocabulary
         self._end_token_id = end_token_id
@@ -185,5 +185,5 @@ class ScriptedEngine:
         self._version = version
 
     async def resume(self) -> None:
-        """Go on with every answer."""
+        """Resume every answer."""
         self._runs.set()

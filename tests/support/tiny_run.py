@@ -23,7 +23,7 @@ from tests.support.waiting import HANG_S, until
 
 ROOT = Path(__file__).parents[2]
 _POLL_S = 0.2  # until something that a test waits for
-_END_POLL_S = 0.5  # each look goes through all processes of the machine
+_END_POLL_S = 0.5  # each check goes through all processes of the machine
 _WHOLE_RUN_S = 3 * HANG_S
 REWARD = """
 def score(data_source, solution_str, ground_truth, extra_info):
@@ -231,9 +231,9 @@ class TinyRun:
         lines = (self.folder / "rollouts" / "trained.jsonl").read_text().splitlines()
         return [json.loads(line) for line in lines]
 
-    def assert_heard_here_alone(self) -> None:
+    def assert_listens_here_alone(self) -> None:
         """No process of the run has listened beyond this machine."""
-        assert self.listeners, "a run without a listener was not looked at"
+        assert self.listeners, "a run without a listener was not checked"
         beyond = sorted(one for one in self.listeners if not one.on_loopback)
         assert not beyond, "listening beyond loopback:\n" + "\n".join(map(str, beyond))
 
@@ -249,7 +249,7 @@ class TinyRun:
 
 
 def _mapped() -> set[str]:
-    """Return what living processes have mapped: other runs may go on beside this one."""
+    """Return what living processes have mapped: other runs may be active beside this one."""
     names: set[str] = set()
     for process in psutil.process_iter():
         with suppress(psutil.Error, OSError):

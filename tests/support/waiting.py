@@ -8,35 +8,35 @@ from inspect import isawaitable
 
 HANG_S = 600.0  # ends what hangs; nothing that works comes near it
 NEVER_S = 2 * HANG_S  # of a deadline that must not be what ends a wait: the test fails before
-_LOOK_S = 0.02
+_POLL_S = 0.02
 
 
 def until(is_so: Callable[[], object], what: str | Callable[[], str] = "") -> None:
     """Wait until something is so.
 
     Args:
-        is_so: looked at again and again.
-        what: the failure says, text or what makes it.
+        is_so: checked again and again.
+        what: of the failure: text or what makes it.
     """
     hangs_s = time.monotonic() + HANG_S
     while not is_so():
         assert time.monotonic() < hangs_s, _text(what)
-        time.sleep(_LOOK_S)
+        time.sleep(_POLL_S)
 
 
 async def until_async(
     is_so: Callable[[], object | Awaitable[object]], what: str | Callable[[], str] = ""
 ) -> None:
-    """Wait until something is so, or what looks at it says so, while the event loop runs."""
+    """Wait until something is so, or the check returns so, while the event loop runs."""
     hangs_s = time.monotonic() + HANG_S
     while not (await seen if isawaitable(seen := is_so()) else seen):
         assert time.monotonic() < hangs_s, _text(what)
-        await asyncio.sleep(_LOOK_S)
+        await asyncio.sleep(_POLL_S)
 
 
 def until_ended(pid: int) -> None:
-    """Wait until a process has ended, whoever is to collect it."""
-    until(lambda: state_of(pid) in "ZX", f"process {pid} goes on")
+    """Wait until a process has ended, whichever process is to collect it."""
+    until(lambda: state_of(pid) in "ZX", f"process {pid} still runs")
 
 
 def until_stopped(pid: int) -> None:

@@ -19,7 +19,7 @@ def test_a_hole_is_named_unless_it_is_accepted_under_any_of_its_names():
     assert holes(report, {"CVE-1": "not called", "2": "not called"}) == []
 
 
-def test_where_nothing_is_looked_up_nothing_is_said_to_be_sound():
+def test_audit_that_found_no_package_reports_no_success():
     with pytest.raises(
         UnreachableError, match=r"none of 2 packages was found: .*not found on PyPI"
     ):

@@ -1,4 +1,4 @@
-"""What benchmarks say of their bars."""
+"""How benchmarks report their bars."""
 
 import pytest
 
@@ -28,7 +28,7 @@ def test_a_bar_that_is_missed_is_short_and_stays_so(capsys: pytest.CaptureFixtur
     ]
 
 
-def test_a_bar_that_could_not_run_says_why_and_is_short(capsys: pytest.CaptureFixture[str]):
+def test_bar_that_could_not_run_is_short_and_gives_the_reason(capsys: pytest.CaptureFixture[str]):
     bars = Bars()
     bars.at_least("speed", NotRun("there is no ray"), "x", needs=10)
     assert bars.exit_code == 1

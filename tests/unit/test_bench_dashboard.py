@@ -1,4 +1,4 @@
-"""The run that the dashboard's benchmark serves goes on as a real one does."""
+"""The run that the dashboard's benchmark serves continues like a real one."""
 
 from benchmarks.bench_dashboard import LivingRun
 

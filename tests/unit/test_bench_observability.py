@@ -145,7 +145,7 @@ def test_the_share_is_of_the_same_processes_clocks(tmp_path: Path):
 
 
 @pytest.mark.parametrize("reported_s", [85.0, 115.0])
-def test_clocks_that_do_not_reach_the_cpu_time_say_nothing(tmp_path: Path, reported_s: float):
+def test_clocks_that_miss_cpu_time_give_no_share(tmp_path: Path, reported_s: float):
     assert clocked(tmp_path, reported_s).share_of_watching == NotRun(
         f"the processes' clocks add up to 100 of {reported_s:.0f} CPU seconds, more than 10% apart"
     )

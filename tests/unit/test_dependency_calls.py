@@ -18,7 +18,7 @@ def problems(source: str, folder: Path) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("source", "says"),
+    ("source", "message"),
     [
         ("import torch\nif torch.cuda.is_there():\n    pass", "torch.cuda.is_there does not exist"),
         ("import torch\ntorch.mm(a, b, out_type=torch.float32)", "no overload takes out_type"),
@@ -38,10 +38,10 @@ def problems(source: str, folder: Path) -> list[str]:
         ("from torch.nn.attention import varlen_atn", "varlen_atn does not exist"),
     ],
 )
-def test_a_wrong_use_is_named_with_its_place(source: str, says: str, tmp_path: Path):
+def test_a_wrong_use_is_named_with_its_place(source: str, message: str, tmp_path: Path):
     found = problems(source, tmp_path)
     assert found, source
-    assert says in found[0]
+    assert message in found[0]
     assert found[0].startswith("module.py:")
 
 

@@ -1,4 +1,4 @@
-"""The commands of the Makefile find every test: each looks in some folders only."""
+"""The commands of the Makefile find every test: each searches some folders only."""
 
 import re
 from pathlib import Path
@@ -18,7 +18,7 @@ def is_in(path: Path, where: list[Path]) -> bool:
     return any(path.is_relative_to(place) for place in where)
 
 
-def test_every_test_is_where_a_command_looks():
+def test_every_test_is_in_a_folder_of_a_command():
     hermetic, processes = places("HERMETIC_TESTS"), places("PROCESS_TESTS")
     files = sorted((ROOT / "tests").rglob("test_*.py"))
     assert len(files) > 100
@@ -26,7 +26,7 @@ def test_every_test_is_where_a_command_looks():
         assert is_in(path, hermetic + processes), path
         marked = WITH_PROCESSES.search(path.read_text()) is not None
         if marked and path != Path(__file__):
-            assert is_in(path, processes), f"{path} has tests that only `make unit` would look at"
+            assert is_in(path, processes), f"{path} has tests that only `make unit` would find"
 
 
 def test_what_is_in_no_hermetic_folder_is_marked_throughout():

@@ -9,7 +9,7 @@ from docs.generate.guide_sections import reference, sections
 from slipstream.broker.dashboard.advisories.advise import RULES
 
 
-def test_what_the_page_shows_is_what_the_guide_says():
+def test_texts_of_the_page_are_those_of_the_guide():
     shipped = (files("slipstream.broker.dashboard") / "page" / "why.json").read_text("utf-8")
     assert shipped == reference(), "run `make docs`"
     assert set(json.loads(shipped)) == set(RULES)

@@ -29,7 +29,7 @@ def test_a_listener_of_this_process_is_found_by_its_port(bound: socket.socket):
     ("digits", "address", "on_loopback"),
     [
         ("0100007F", "127.0.0.1", True),
-        ("00000000", "0.0.0.0", False),  # noqa: S104 what it tells apart
+        ("00000000", "0.0.0.0", False),  # noqa: S104 what it distinguishes
         ("0200000A", "10.0.0.2", False),
         ("00000000000000000000000001000000", "::1", True),
         ("00000000000000000000000000000000", "::", False),

@@ -27,7 +27,7 @@ def expressions() -> list[str]:
     return [*(target["expr"] for target in targets), *variables]
 
 
-def test_the_document_is_what_the_code_says():
+def test_metrics_document_is_up_to_date():
     document = (ROOT / "docs" / "metrics.md").read_text("utf-8")
     assert document == reference(), "run `python -m docs.generate.metrics > docs/metrics.md`"
 
@@ -70,8 +70,8 @@ def test_every_metric_of_the_dashboard_exists_and_has_the_labels_it_is_asked_for
 def test_every_metric_is_on_the_dashboard():
     shown = {name for expression in expressions() for name, _ in SELECTOR.findall(expression)}
     over_the_run = {"slipstream_role_busy_ratio"}  # the dashboard has the share of the last minute
-    told = {"slipstream_publishes_total", "slipstream_evaluation_step"}
-    assert set(EXPORTED) - shown == over_the_run | told
+    labeled = {"slipstream_publishes_total", "slipstream_evaluation_step"}
+    assert set(EXPORTED) - shown == over_the_run | labeled
 
 
 def test_counters_are_shown_as_rates_or_as_what_they_count_so_far():

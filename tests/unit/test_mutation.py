@@ -152,7 +152,7 @@ def test_packages_files_and_lines_are_chosen_by_name(only: list[str], chosen: bo
 # ---- equivalents -------------------------------------------------------------
 
 
-def test_an_equivalent_is_found_by_its_text_wherever_it_stands():
+def test_equivalent_is_found_by_its_text_on_any_line():
     one = Equivalent(
         file="small.py", statement="return  -value\n * 2", mutation="2 -> 3", why="because"
     )
@@ -218,7 +218,7 @@ def test_a_mutant_is_run_against_the_tests_that_execute_its_line_the_cheapest_fi
     assert reaching(tree, "most -> None") == ["test_default"]
 
 
-def test_a_default_is_seen_by_whoever_calls_the_function(tree: Path):
+def test_default_is_reached_by_tests_that_call_the_function(tree: Path):
     assert set(reaching(tree, "5 -> 6")) == {
         "test_short[1]",
         "test_short[2]",
@@ -258,7 +258,7 @@ def test_a_record_is_of_the_code_and_not_of_documents_or_of_this_program(tmp_pat
     assert digests(tmp_path).keys() == {"wire/a.py", "tests/unit/test_a.py"}
 
 
-# ---- what is said ------------------------------------------------------------
+# ---- reports -----------------------------------------------------------------
 
 
 def outcomes_of(**counts: int) -> list[Outcome]:

@@ -1,4 +1,4 @@
-"""docs/settings.md is what the structs say, and every setting is explained."""
+"""docs/settings.md is what the structs define, and every setting is explained."""
 
 from pathlib import Path
 
@@ -17,7 +17,7 @@ def test_every_section_that_a_file_may_have_is_in_the_reference():
     assert set(SECTION_STRUCTS) == set(SECTIONS)
 
 
-def test_the_document_is_what_the_structs_say():
+def test_settings_document_is_up_to_date():
     assert DOCUMENT.read_text("utf-8") == reference(), "run `make docs`"
 
 
@@ -37,7 +37,7 @@ def test_every_setting_is_explained(setting: str, meaning: str):
     ids=lambda struct: struct.__name__,
 )
 def test_every_default_is_within_its_own_limits(struct: type[msgspec.Struct]):
-    """The constructor does not look at them: only what a file says is checked."""
+    """The constructor does not check them: only values from a file are checked."""
     for field in msgspec.structs.fields(struct):
         if field.default_factory is not msgspec.NODEFAULT:
             default = field.default_factory()

@@ -1,4 +1,4 @@
-"""The statistics behind the choice of a default, against values that stand in tables."""
+"""The statistics behind the choice of a default, against values from tables."""
 
 import math
 import statistics

@@ -31,16 +31,17 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed  # noq
 from docs.generate.policy.progress import Progress, digests  # noqa: E402
 from slipstream.algos.compose import PolicyOutputs  # noqa: E402
 from slipstream.algos.diagnostics import Sums  # noqa: E402
-from slipstream.algos.reduce import token_mean  # noqa: E402
+from slipstream.algos.reduce import masked_sum  # noqa: E402
 from slipstream.learner.batches.packing import PackedBatch, TrainSequence, pack  # noqa: E402
 from slipstream.learner.config import LearnerSection  # noqa: E402
-from slipstream.learner.model.gpt import build_model, packed_logits  # noqa: E402
+from slipstream.learner.model.gpt import build_model  # noqa: E402
 from slipstream.learner.model.hf_config import load_hf_config  # noqa: E402
 from slipstream.learner.model.hf_weights import load_hf_weights, save_hf_folder  # noqa: E402
 from slipstream.learner.model.topology import Topology, destroy_topology, init_topology  # noqa: E402
 from slipstream.learner.training.policy import Policy  # noqa: E402
 from slipstream.wire.errors import ConfigError, SlipstreamError  # noqa: E402
 from slipstream.wire.messages.trajectory import Prompt  # noqa: E402
+from tests.support.logits import packed_logits  # noqa: E402
 
 _log = logging.getLogger(__name__)
 _SETTINGS = LearnerSection(lr=1e-3, weight_decay=0.01, adam_beta2=0.95)
@@ -126,7 +127,7 @@ def imitate(policy: Policy, rows: Sequence[Row]) -> None:
     num_tokens = int(batch.loss_mask.sum())
 
     def loss(_number: int, batch: PackedBatch, outputs: PolicyOutputs) -> tuple[Tensor, Sums]:
-        return token_mean(-outputs.logprobs, batch.loss_mask, global_num_tokens=num_tokens), {}
+        return masked_sum(-outputs.logprobs, batch.loss_mask) / num_tokens, {}
 
     policy.update([batch], loss)
 

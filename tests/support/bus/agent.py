@@ -1,4 +1,4 @@
-"""A generator's agent as a process, beside an engine of plain tensors that can be told to fail."""
+"""A generator's agent as a process, beside an engine of plain tensors that can be made to fail."""
 
 import argparse
 import asyncio

@@ -2,7 +2,7 @@
 
 It generates all the time: a token is the version that the engine claims to run together with a
 digest of the weights that it holds, written to a log. Whatever happens to a publish, no label may
-ever stand beside two digests.
+ever be beside two digests.
 """
 
 import asyncio

@@ -101,23 +101,23 @@ class WeightBus:
         )
         os.close(stdin)
         os.close(stdout)
-        assert self._said() == "ready"
+        assert self._printed() == "ready"
 
     def publish(self, step: int) -> None:
         """Have a version published; the learner is free again when this returns."""
-        self.tell(f"publish {step}")
-        assert self._said() == f"published {step}"
+        self.command(f"publish {step}")
+        assert self._printed() == f"published {step}"
 
     def publish_half(self, step: int) -> None:
         """Have the learner begin to write a version and go no further."""
-        self.tell(f"half {step}")
-        assert self._said() == "half"
+        self.command(f"half {step}")
+        assert self._printed() == "half"
 
-    def tell(self, line: str) -> None:
+    def command(self, line: str) -> None:
         self._to_learner.write(line + "\n")
         self._to_learner.flush()
 
-    def _said(self) -> str:
+    def _printed(self) -> str:
         line = self._from_learner.readline().strip()
         assert line, (self.folder / "learner.log").read_text()[-3000:]
         return line

@@ -22,7 +22,7 @@ from tests.support.bus.engine import random_tensors
 ROOT = Path(__file__).parents[3]
 
 
-def _say(text: str) -> None:
+def _print(text: str) -> None:
     sys.stdout.write(text + "\n")
     sys.stdout.flush()
 
@@ -56,7 +56,7 @@ def main() -> None:
         link = loop.run(make())
         loop.start(link.run())
         loop.run(link.open(memory.path, layout, epoch=arguments.epoch))
-        _say("ready")
+        _print("ready")
         for line in sys.stdin:
             word, _, step = line.strip().partition(" ")
             if word == "end":
@@ -67,10 +67,10 @@ def main() -> None:
             for name, tensor in random_tensors(seed=version.step, **sizes).items():
                 views[name].copy_(tensor)
                 if word == "half":  # a learner that dies in the middle of a copy
-                    _say("half")
+                    _print("half")
                     sys.stdin.readline()
             loop.run(link.written(version, slot))
-            _say(f"published {step}")
+            _print(f"published {step}")
         loop.run(link.end())
 
 

@@ -100,7 +100,7 @@ class NcclManners(dist.ProcessGroup):
                 self._inner.broadcast(tensors, opts).wait()
                 work.is_done.set()
             self._ended.set()
-        except RuntimeError:  # nobody learns of it before the next call
+        except RuntimeError:  # it is not noticed before the next call
             self._has_failed = True
 
 

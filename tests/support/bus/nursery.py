@@ -21,11 +21,11 @@ from tests.support.waiting import HANG_S
 
 ROOT = Path(__file__).parents[3]
 _MAX_BYTES = 1 << 16
-_LOOK_S = 0.02
+_POLL_S = 0.02
 
 
 class Forked:
-    """A process that was forked; nobody takes its place before its end was asked for."""
+    """A process that was forked; its pid is not reused before its end was asked for."""
 
     def __init__(self, nursery: "Nursery", pid: int) -> None:
         self.pid = pid
@@ -41,8 +41,8 @@ class Forked:
         hangs_s = time.monotonic() + HANG_S
         while self._code is None:
             self._code = self._nursery.ask({"pid": self.pid})
-            assert time.monotonic() < hangs_s, f"process {self.pid} goes on"
-            time.sleep(_LOOK_S if self._code is None else 0)
+            assert time.monotonic() < hangs_s, f"process {self.pid} still runs"
+            time.sleep(_POLL_S if self._code is None else 0)
         return self._code
 
     def kill(self) -> None:

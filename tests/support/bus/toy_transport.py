@@ -1,4 +1,4 @@
-"""A transport of nobody's product: each engine gets a folder of its own."""
+"""A transport for tests only: each engine gets a folder of its own."""
 
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,7 @@
 """One rank of those that the rows of an output layer are split over.
 
 Usage: linear_logprobs WORK_FOLDER RANK WORLD_SIZE
-Reads WORK_FOLDER/case.pt; writes what is said and the gradients to WORK_FOLDER/RANK.pt.
+Reads WORK_FOLDER/case.pt; writes the results and the gradients to WORK_FOLDER/RANK.pt.
 """
 
 import sys
@@ -37,7 +37,7 @@ def main(work: Path, rank: int, world_size: int) -> None:
         case["reference_hidden"],
         OutputLayer(weight=case["reference_weight"].chunk(world_size)[rank], **settings),
     )
-    said = linear_logprobs(
+    computed = linear_logprobs(
         hidden,
         OutputLayer(weight=weight, **settings),
         case["target"],
@@ -46,7 +46,7 @@ def main(work: Path, rank: int, world_size: int) -> None:
         reference=reference,
         chunk_columns=case["chunk_columns"],
     )
-    sum((part * mix).sum() for part, mix in zip(said, case["mix"], strict=True)).backward()
+    sum((part * mix).sum() for part, mix in zip(computed, case["mix"], strict=True)).backward()
     dist.all_reduce(hidden.grad)
     squares = squared_probabilities(
         hidden,
@@ -54,9 +54,14 @@ def main(work: Path, rank: int, world_size: int) -> None:
         temperature=case["temperature"],
         barred=case["barred"],
     )
-    said = torch.stack([part.detach() for part in said])
+    computed = torch.stack([part.detach() for part in computed])
     torch.save(
-        {"said": said, "squares": squares, "by_hidden": hidden.grad, "by_weight": weight.grad},
+        {
+            "computed": computed,
+            "squares": squares,
+            "by_hidden": hidden.grad,
+            "by_weight": weight.grad,
+        },
         work / f"{rank}.pt",
     )
     dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""One rank of a learner's loop on recorded batches; what a broker would say besides is scripted.
+"""One rank of a learner's loop on recorded batches; what a broker would answer besides is scripted.
 
 Usage: loop CONFIG FILE SCRIPT_JSON RANK OVERRIDE...
 Rank 0 prints what was on disk whenever it asked for a batch.
@@ -24,9 +24,9 @@ from tests.support.waiting import HANG_S
 
 
 class Script(msgspec.Struct, frozen=True, kw_only=True):
-    """What the broker says; ``means`` are [known from this commit on, step, version, mean]."""
+    """What the broker answers; ``means`` are [known from this commit on, step, version, mean]."""
 
-    last_step: int  # as commits say it
+    last_step: int  # as commits report it
     ends_at: int  # in truth: a stop was planned
     means: list[tuple[int, int, PolicyVersion, float]] = []
 
@@ -40,7 +40,7 @@ def point(step: int, version: PolicyVersion, mean: float) -> EvalPoint:
 
 
 class ScriptedLink(ReplayLink):
-    """A trajectory file whose end comes as a broker says it: first evaluations, then the end."""
+    """A trajectory file whose end comes as a broker reports it: first evaluations, then the end."""
 
     def __init__(self, path: Path, settings: LearnerSettings, script: Script) -> None:
         super().__init__(path, settings)

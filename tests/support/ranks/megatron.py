@@ -125,8 +125,10 @@ def published(model, topology, original):  # noqa: ANN001 - known only after pre
     from slipstream.weightbus.version.snapshot import tensor_views
 
     def agree(text: str) -> str:
-        said = broadcast_bytes(text.encode(), rank=topology.rank, world_size=topology.world_size)
-        return said.decode()
+        received = broadcast_bytes(
+            text.encode(), rank=topology.rank, world_size=topology.world_size
+        )
+        return received.decode()
 
     writer = WeightWriter(model, topology, bucket_bytes=4096, agree=agree)
     bad = writer.write(1)

@@ -94,7 +94,7 @@ def algorithm(**settings: object) -> Algorithm:
 
 def plain_logprobs(model: torch.nn.Module, sequence: TrainSequence) -> list[float]:
     """Return the logprobs of one sequence alone, by the formula as one would write it down."""
-    from slipstream.learner.model.gpt import packed_logits
+    from tests.support.logits import packed_logits
 
     tokens = torch.from_numpy(sequence.token_ids).long()
     count = len(tokens)

@@ -26,12 +26,12 @@ from slipstream.wire.messages.versions import PolicyVersion
 from slipstream.wire.process.logs import start_logging
 from slipstream.wire.process.phases import PhaseClock
 from slipstream.wire.settings.load import load_table
-from tests.chaos.published import publish
+from tests.support.published import publish
 from tests.support.waiting import HANG_S
 
 
 class FollowedLink(LeaderLink):
-    """Tells scripted engines of versions, which have no weights, and keeps what was committed."""
+    """Gives scripted engines, without weights, their versions, and keeps what was committed."""
 
     publishes = False
 

@@ -249,7 +249,7 @@ def test_rewards_of_low_precision_are_computed_with_in_float64(name: str, dtype:
     assert torch.equal(ours, part(step(rewards.double()), options))
 
 
-def test_remax_says_that_greedy_rewards_are_missing():
+def test_remax_without_greedy_rewards_is_refused():
     assert remax.needs == {"greedy"}
     with pytest.raises(ValueError, match="remax needs greedy_rewards"):
         remax(outcomes([1.0, 0.0]), NONE)
@@ -385,7 +385,7 @@ def test_a_reward_that_is_no_number_makes_none_of_its_group(epsilon: float):
         assert all(math.isnan(value) for value in found.tolist()[:2])
 
 
-def test_gdpo_tells_apart_what_a_sum_does_not():
+def test_gdpo_distinguishes_answers_of_equal_sums():
     """Two answers of equal sums, one right and long, one wrong and short, differ."""
     right, short = [[1.0, 0.0, 0.0, 0.0]], [[0.0, 1.0, 0.0, 1.0]]
     sums = [[1.0, 1.0, 0.0, 1.0]]
@@ -407,7 +407,7 @@ def test_gdpo_tells_apart_what_a_sum_does_not():
         ),
     ],
 )
-def test_gdpo_says_which_parts_are_missing(
+def test_gdpo_names_the_missing_parts(
     parts: dict[str, Any], weights: dict[str, float], message: str
 ):
     with pytest.raises(ValueError, match=message):

@@ -18,10 +18,10 @@ from slipstream.algos.diagnostics import add_sums, figures_of
 from slipstream.algos.packing import Packing
 from slipstream.algos.presets import PRESETS
 from slipstream.algos.section import AlgoSection
-from tests.unit.algos.golden import AREAL, MASKS, VERL, golden, layout
+from tests.support.golden import AREAL, MASKS, VERL, golden, layout
 from tests.unit.algos.microbatch import microbatch_loss
 
-OWN = "tests.unit.algos.own_parts"
+OWN = "tests.support.own_parts"
 SURROGATES = (
     "policy-gradient",
     "reinforce-is",
@@ -176,7 +176,7 @@ def test_the_full_divergence_moves_the_loss_by_its_coefficient():
 
 
 @proves("reduce.denominator = kept", against=DEFINITION)
-def test_kept_tokens_alone_count_where_the_denominator_says_so():
+def test_denominator_kept_counts_kept_tokens_only():
     settings = {"correction": {"rejection": {"high": 1.2}}, "surrogate": "reinforce-is"}
     original, kept = algorithm(**settings), algorithm(reduce={"denominator": "kept"}, **settings)
     given = cut(range(5))

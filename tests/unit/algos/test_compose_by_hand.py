@@ -71,7 +71,7 @@ def test_the_policy_gradient_is_minus_advantage_times_logprob():
     what="value, gradient",
 )
 @pytest.mark.parametrize(("anchor", "below"), [("proximal", PROXIMAL), ("behavior", BEHAVIOR)])
-def test_the_anchor_stands_below_the_line_of_the_ratio(anchor: str, below: list[float]):
+def test_anchor_is_the_denominator_of_the_ratio(anchor: str, below: list[float]):
     loss, gradient = loss_of(surrogate="reinforce-is", anchor=anchor)
     losses = [-math.exp(c - b) * a for c, b, a in zip(CURRENT, below, ADVANTAGES, strict=True)]
     assert loss == pytest.approx(sum(losses) / 3)
@@ -129,7 +129,7 @@ def test_the_reward_of_each_token_is_charged_for_the_divergence_of_the_proximal_
         torch.tensor(PROXIMAL), torch.tensor(REFERENCE), torch.ones(3, dtype=torch.bool)
     )
     rewards = chosen.token_rewards(torch.tensor([1.0, -1.0]), charge, SEQUENCES)
-    # PROXIMAL - REFERENCE = -0.4, 0.6, 0.0; the reward stands on the last token of its sequence
+    # PROXIMAL - REFERENCE = -0.4, 0.6, 0.0; the reward is on the last token of its sequence
     assert rewards.tolist() == pytest.approx([0.08, 1.0 - 0.12, -1.0])
     result = chosen.token_advantages(TokenOutcomes(rewards=rewards, packing=SEQUENCES))
     assert result.advantages.tolist() == pytest.approx([0.96, 0.88, -1.0])
@@ -156,7 +156,7 @@ KEPT = {  # losses are 2, 4 and -0.5; sequences are the first two tokens, and th
 
 
 @pytest.mark.parametrize(("rule", "denominator"), KEPT)
-def test_the_denominator_says_whether_a_rejected_token_counts_in_the_mean_of_its_sequence(
+def test_denominator_decides_if_rejected_tokens_count_in_sequence_means(
     rule: str, denominator: str
 ):
     chosen = algorithm(surrogate="policy-gradient", correction="none", reduce=rule)

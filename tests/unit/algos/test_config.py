@@ -15,9 +15,9 @@ from slipstream.algos.presets import PRESETS
 from slipstream.algos.section import AlgoSection
 from slipstream.algos.surrogates import CispoOptions, PpoOptions
 from slipstream.wire.files.source_files import module_named
-from tests.unit.algos.own_parts import SquareOptions
+from tests.support.own_parts import SquareOptions
 
-OWN = "tests.unit.algos.own_parts"
+OWN = "tests.support.own_parts"
 
 
 def chosen(**settings: object) -> AlgoChoice:
@@ -280,7 +280,7 @@ def test_importance_sampling_is_allowed_where_the_surrogate_has_no_ratio():
     assert list(corrections(choice)) == ["importance-sampling"]
 
 
-def test_a_part_cannot_need_what_nobody_gives():
+def test_part_cannot_need_an_unknown_input():
     with pytest.raises(
         PartError, match=r"surrogate mine: needs \['luck'\]; known of this kind are"
     ):
@@ -359,8 +359,8 @@ def test_trust_regions_are_as_wide_as_in_their_papers():
     assert bounds("cispo")[0] is None  # arXiv 2506.13585: no floor
 
 
-def test_a_part_may_stand_in_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    text = "from tests.unit.algos.own_parts import square as mine\n"
+def test_part_can_be_loaded_from_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    text = "from tests.support.own_parts import square as mine\n"
     (tmp_path / "my_part.py").write_text(text)
     section = AlgoSection(surrogate={"name": f"{tmp_path / 'my_part.py'}:mine", "strength": 2.0})
     assert choice_of(section, module_named).surrogate.options == SquareOptions(strength=2.0)
@@ -380,7 +380,7 @@ def test_parts_of_rewards_are_of_trajectories():
         advantage("mine", needs=("tokens", "reward_parts"))
 
 
-def test_options_may_not_need_what_nobody_gives():
+def test_options_cannot_need_an_unknown_input():
     with pytest.raises(PartError, match=r"correction greedy: needs \['luck'\]; known of this kind"):
         chosen(correction={f"{OWN}:greedy": {}})
 

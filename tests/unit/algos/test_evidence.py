@@ -49,7 +49,7 @@ def block(language: str) -> str:
 # ---- evidence ----
 
 
-def test_the_table_of_the_page_is_what_the_tests_say():
+def test_table_of_the_page_is_generated_from_the_tests():
     assert written(TEXT) == table(collected()), (
         "run `python -m docs.generate.evidence --write` (never edit the table)"
     )
@@ -75,7 +75,7 @@ def test_every_proof_is_of_a_column_and_names_something():
     assert all(proof.names for proof in proofs)
 
 
-def test_who_claims_to_agree_with_another_system_reads_what_it_computed():
+def test_proof_against_another_system_reads_its_golden_files():
     for test in collected():
         if any(proof.against in GOLDEN for proof in test.proofs):
             assert reads_golden_files(test.function), test.place
@@ -86,11 +86,11 @@ def test_who_claims_to_agree_with_another_system_reads_what_it_computed():
 @pytest.mark.parametrize("bound", bounds())
 def test_every_bound_is_compared_on_both_sides(bound: str):
     flags = straddled().get(bound)
-    assert flags is not None, f"no test says which of its data are beyond {bound}"
+    assert flags is not None, f"no test states which of its data are beyond {bound}"
     assert 0 < sum(flags) < len(flags), f"{sum(flags)} of {len(flags)} are beyond {bound}"
 
 
-def test_whatever_a_test_says_is_on_both_sides_is():
+def test_stated_bounds_have_tokens_on_both_sides():
     one_sided = [name for name, flags in straddled().items() if not 0 < sum(flags) < len(flags)]
     assert not one_sided
 
@@ -156,7 +156,7 @@ def test_the_example_of_a_part_is_short():
 
 
 @pytest.mark.usefixtures("my_losses")
-def test_the_example_of_a_part_computes_what_it_says():
+def test_example_of_a_part_computes_its_stated_formula():
     section = msgspec.convert(tomllib.loads(block("toml"))["algo"], AlgoSection)
     chosen = Algorithm(choice_of(section, module_named), max_response_tokens=2)
     current = torch.tensor([-1.0, -2.0], requires_grad=True)

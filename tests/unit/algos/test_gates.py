@@ -1,8 +1,8 @@
 """Every clip, gate and threshold against its formula, stated anew one token at a time.
 
-Each test says which of its tokens lie beyond which bound, by the statement and not by the code
+Each test states which of its tokens lie beyond which bound, by the statement and not by the code
 under test, and ``test_evidence`` demands that every bound there is has tokens on both sides: a
-comparison in which a gate never acts says nothing of the gate.
+comparison in which a gate never acts proves nothing of the gate.
 """
 
 import math
@@ -109,7 +109,7 @@ def tensor(values: list[float]) -> Tensor:
 
 # ---- surrogates ----
 
-# What a statement says of each token: its loss, the slope of the batch's sum by its log pi, and
+# What a statement gives for each token: its loss, the slope of the batch's sum by its log pi, and
 # whether it is beyond each bound.
 Stated = tuple[list[float], list[float], dict[str, list[bool]]]
 
@@ -494,7 +494,7 @@ def kept_by_algorithm_1(log_ratios: list[float], advantages: list[float], tau: f
 
 
 def dropped_by_m2po() -> list[bool]:
-    """Tell of the trust-region tokens alone which are dropped."""
+    """Return which tokens are dropped, of the trust-region tokens alone."""
     kept = kept_by_algorithm_1(BATCH.log_ratios, BATCH.advantages, 0.1)
     return [
         not keep

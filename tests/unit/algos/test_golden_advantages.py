@@ -33,7 +33,7 @@ from slipstream.algos.returns import (
     whiten,
 )
 from slipstream.algos.shaping import normalized, overlong_penalty, scaled
-from tests.unit.algos.golden import AREAL, MASKS, SLIME, VERL, Golden, Layout, batch, golden, layout
+from tests.support.golden import AREAL, MASKS, SLIME, VERL, Golden, Layout, batch, golden, layout
 
 NUM_GROUPS = 8
 TOLERANCE = {"rtol": 1e-5, "atol": 1e-6}
@@ -152,7 +152,7 @@ OVERLONG = [("max17_buf5_pf1.0", 17, 5, 1.0), ("max16_buf4_pf0.5", 16, 4, 0.5)]
 def test_verl_and_areal_overlong_penalty(
     peer: str, variant: str, max_tokens: int, buffer_tokens: int, factor: float
 ):
-    """Beyond max_tokens the peers go on falling; eq. 13 of DAPO, and so ours, stays at -factor."""
+    """Beyond max_tokens the peers keep falling; eq. 13 of DAPO, and so ours, stays at -factor."""
     file = golden(peer, "overlong" if peer == AREAL else "dapo_overlong")
     lengths = torch.from_numpy(batch()["lengths"])
     ours = overlong_penalty(
@@ -240,7 +240,7 @@ def test_slime_reinforce_plus_plus(mask: str, discount: float, kl_factor: float)
 
 
 def areal(name: str, mask: str, variant: str) -> Tensor:
-    """One output: AReaL's arrays have 3 prompt tokens in front, and stand one token earlier."""
+    """One output: AReaL's arrays have 3 prompt tokens in front, and are one token earlier."""
     return golden(AREAL, "compute_advantages").out(f"{name}__{mask}__{variant}")[:, 2:19]
 
 

@@ -34,7 +34,7 @@ from slipstream.algos.surrogates import (
     gspo,
     ppo_clip,
 )
-from tests.unit.algos.golden import AREAL, MASKS, SLIME, VERL, Golden, Layout, golden, layout
+from tests.support.golden import AREAL, MASKS, SLIME, VERL, Golden, Layout, golden, layout
 
 UNCAPPED = 1e9  # above exp(20), the largest ratio there is
 

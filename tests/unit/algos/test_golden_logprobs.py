@@ -10,7 +10,7 @@ from torch.testing import assert_close
 from docs.generate.evidence import proves
 from slipstream.algos.linear_logprobs import OutputLayer, TokenLogprobs, linear_logprobs
 from slipstream.algos.reduce import Denominators, Rule, reduced
-from tests.unit.algos.golden import MASKS, SLIME, VERL, Layout, golden, layout
+from tests.support.golden import MASKS, SLIME, VERL, Layout, golden, layout
 
 RULES: dict[str, Rule] = {
     "token-mean": "token-mean",
@@ -21,8 +21,8 @@ RULES: dict[str, Rule] = {
 }
 
 
-def said(logits: Tensor, tokens: Tensor) -> TokenLogprobs:
-    """Return what a layer says whose logits are its input. Shapes [N, L, V], [N, L] -> [N * L]."""
+def computed(logits: Tensor, tokens: Tensor) -> TokenLogprobs:
+    """The logprobs of a layer that returns its input. Shapes [N, L, V], [N, L] -> [N * L]."""
     weight = torch.eye(logits.shape[-1], dtype=logits.dtype)
     return linear_logprobs(logits.flatten(0, 1), OutputLayer(weight=weight), tokens.flatten())
 
@@ -33,14 +33,14 @@ def reduced_entropy(logits: Tensor, tokens: Tensor, at: Layout, rule: Rule) -> T
         num_sequences=float((at.packing.counts > 0).sum()),
         length=17,
     )
-    entropy = said(logits, tokens).entropy.view(tokens.shape)
+    entropy = computed(logits, tokens).entropy.view(tokens.shape)
     return reduced(at.pack(entropy), at.packing, counts, rule)
 
 
 @proves("log-probabilities", "entropy", against=VERL)
 def test_logprobs_and_entropy_of_tokens_are_those_of_verl():
     file = golden(VERL, "entropy")
-    ours = said(file.input("logits"), file.input("tokens"))
+    ours = computed(file.input("logits"), file.input("tokens"))
     assert_close(ours.logprobs, file.out("logp_from_logits").flatten(), rtol=1e-9, atol=1e-12)
     assert_close(ours.entropy, file.out("token_entropy").flatten(), rtol=1e-9, atol=1e-12)
 
@@ -49,7 +49,7 @@ def test_logprobs_and_entropy_of_tokens_are_those_of_verl():
 def test_logprobs_and_entropy_of_tokens_are_those_of_slime():
     """slime computes in float32: 1e-6 nats."""
     file = golden(SLIME, "logprob_entropy")
-    ours = said(file.input("logits"), file.input("tokens"))
+    ours = computed(file.input("logits"), file.input("tokens"))
     assert_close(ours.logprobs, file.out("logp").flatten(), rtol=1e-5, atol=2e-6)
     assert_close(ours.entropy, file.out("entropy").flatten(), rtol=1e-5, atol=2e-6)
 

@@ -35,7 +35,7 @@ from slipstream.algos.surrogates import (
     ppo_clip,
     sapo,
 )
-from tests.unit.algos.golden import AREAL, MASKS, SLIME, VERL, Golden, Layout, golden, layout
+from tests.support.golden import AREAL, MASKS, SLIME, VERL, Golden, Layout, golden, layout
 
 WIDTH = 17  # columns of the padded batch: verl's constant where none is given
 RULES: dict[str, Rule] = {
@@ -141,7 +141,7 @@ def test_the_loss_its_gradient_and_what_is_clipped_are_those_of_verl(
             sampled_from=at.pack(file.input("rollout_logp")),
             mask=at.packing.mask,
         ).clamp(max=2.0)
-    # verl's gmpo is a mean over sequences whatever its setting says
+    # verl's gmpo is a mean over sequences whatever its setting is
     rule = RULES["seq-mean-token-mean" if function == "gmpo_geo_mean" else settings["agg"]]
     loss = reduced(per_token, at.packing, denominators_of(at.packing), rule)
     loss.backward()

@@ -1,4 +1,4 @@
-"""Chunked log-probabilities against plain torch, in float64 unless a test says otherwise.
+"""Chunked log-probabilities against plain torch, in float64 unless a test states otherwise.
 
 How the rows are split over ranks is tests/integration/test_linear_logprobs_ranks.py.
 """
@@ -30,13 +30,13 @@ from slipstream.algos.reduce import Denominators, reduced
 from slipstream.algos.surrogates import PpoOptions, SurrogateInputs, ppo_clip
 
 T, H, V = 11, 5, 29
-REAL = 24  # of the V rows; the others are padding where a test says so
+REAL = 24  # of the V rows; the others are padding where a test asks for it
 BARRED = (1, 20, 30)  # the last is not a row
 
 
 @dataclass(frozen=True)
 class Case:
-    """Two models at the same tokens, and weights that mix what is said into one number."""
+    """Two models at the same tokens, and weights that mix the results into one number."""
 
     hidden: Tensor
     weight: Tensor
@@ -87,8 +87,8 @@ class Case:
             logits = logits.masked_fill(self.barred.unsqueeze(-1) & columns, -torch.inf)
         return logits.log_softmax(-1)
 
-    def mixed(self, said: TokenLogprobs) -> Tensor:
-        parts = [part for part in said if part is not None]
+    def mixed(self, result: TokenLogprobs) -> Tensor:
+        parts = [part for part in result if part is not None]
         return sum((part * mix).sum() for part, mix in zip(parts, self.mix, strict=False))
 
     def gradients(self, value: Tensor) -> tuple[Tensor, ...]:
@@ -141,7 +141,7 @@ def test_values_and_gradients_are_those_of_log_softmax(alone: str, shaped: bool)
     if alone == "mixed":
         values = one.mixed(got), one.mixed(expected)
     else:
-        values = tuple((getattr(said, alone) * one.mix[0]).sum() for said in (got, expected))
+        values = tuple((getattr(result, alone) * one.mix[0]).sum() for result in (got, expected))
     assert values[0].abs() > 0.1, "nothing was compared"
     assert_same(*map(one.gradients, values), 1e-12)
 
@@ -198,9 +198,9 @@ def test_the_reference_gets_no_gradient():
 def test_what_cannot_be_chosen_gets_no_gradient_and_stays_finite(barred_target: int):
     one = case()
     one = replace(one, barred=torch.ones(T, dtype=torch.bool))
-    said = replace(one, target=torch.full((T,), barred_target)).ours()
-    assert (said.logprobs < -1e29).all()
-    by_hidden, by_weight = one.gradients(1e20 * one.mixed(said))
+    result = replace(one, target=torch.full((T,), barred_target)).ours()
+    assert (result.logprobs < -1e29).all()
+    by_hidden, by_weight = one.gradients(1e20 * one.mixed(result))
     assert by_hidden.isfinite().all()
     assert by_weight.isfinite().all()
     dead = [*BARRED[:2], *range(REAL, V)]
@@ -235,18 +235,18 @@ def test_targets_that_are_no_tokens_do_no_harm_where_nothing_is_asked():
     asked = torch.arange(T) % 2 == 0
     values = []
     for other in (0, -100, V, 10**9):
-        said = replace(one, target=torch.where(asked, one.target, other)).ours().logprobs
-        assert said.isfinite().all()
-        loss = torch.where(asked, said, 0.0).sum()
+        result = replace(one, target=torch.where(asked, one.target, other)).ours().logprobs
+        assert result.isfinite().all()
+        loss = torch.where(asked, result, 0.0).sum()
         values.append(torch.cat([g.flatten() for g in one.gradients(loss)]))
     assert all(torch.equal(value, values[0]) for value in values)
 
 
 def test_no_tokens():
     one = case(num_tokens=0)
-    said = one.ours()
-    assert [tuple(part.shape) for part in said] == [(0,), (0,), (0,)]
-    by_hidden, by_weight = one.gradients(one.mixed(said))
+    result = one.ours()
+    assert [tuple(part.shape) for part in result] == [(0,), (0,), (0,)]
+    by_hidden, by_weight = one.gradients(one.mixed(result))
     assert by_hidden.shape == (0, H)
     assert torch.equal(by_weight, torch.zeros(V, H, dtype=torch.float64))
 
@@ -364,7 +364,7 @@ def test_a_gpu_multiplies_narrow_types_into_float32(dtype: torch.dtype):
     assert widened == ([torch.float32] if dtype == torch.bfloat16 else [])
 
 
-def test_a_group_of_one_talks_to_nobody():
+def test_group_of_one_does_not_communicate():
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         layer = OutputLayer(weight=torch.zeros(V, H), group=dist.group.WORLD)
@@ -389,7 +389,7 @@ def compiled(
         with warnings.catch_warnings():
             # torch itself instantiates the autograd function that it traces.
             warnings.filterwarnings("ignore", "<class 'torch.autograd.function.Function'>")
-            # And looks at gradients of what it hands from one graph to the next.
+            # And reads gradients of what it hands from one graph to the next.
             warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
             return inner(*arguments)
 
@@ -397,7 +397,7 @@ def compiled(
 
 
 @pytest.mark.parametrize("whole", [True, False])
-def test_compiled_it_says_the_same(whole: bool):
+def test_compiled_results_are_the_same(whole: bool):
     one = case()
 
     def value(hidden: Tensor, weight: Tensor) -> Tensor:
@@ -441,7 +441,7 @@ def test_a_loss_compiled_whole_is_the_same():
     assert (gradients[0] - gradients[1]).abs().max() < 1e-14
 
 
-def test_every_token_of_the_vocabulary_is_said_and_learned_alike_the_first_and_the_last_too():
+def test_logprobs_and_gradients_hold_for_every_token_of_the_vocabulary():
     every = replace(case(shaped=False, num_tokens=V), target=torch.arange(V))
     ours, plain = every.ours(), every.plain()
     assert torch.allclose(ours.logprobs, plain.logprobs)

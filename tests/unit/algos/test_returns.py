@@ -273,7 +273,7 @@ def test_no_tokens_have_no_advantages():
     assert discounted_returns(empty, DiscountOptions()).advantages.shape == (0,)
 
 
-def test_gae_says_that_values_are_missing():
+def test_gae_without_values_is_refused():
     packing = Packing.of(torch.ones(2, dtype=torch.bool), torch.tensor([0, 2]))
     assert gae.needs == {"tokens", "values"}
     with pytest.raises(ValueError, match="gae needs the values"):
@@ -293,7 +293,7 @@ def test_tensors_of_other_tokens_are_refused():
 
 @st.composite
 def tokens(draw: st.DrawFn) -> tuple[Tensor, Tensor, Tensor]:
-    """Values, mask and index of three groups; NaN stands outside the mask."""
+    """Values, mask and index of three groups; NaN is outside the mask."""
     n = draw(st.integers(3, 40))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
     mask = torch.rand(n, generator=generator) < 0.7
@@ -420,7 +420,7 @@ def test_each_index_is_centered_by_its_mean_or_by_that_of_the_others(
 
 @st.composite
 def steps(draw: st.DrawFn) -> TokenOutcomes:
-    """Sequences of several groups, in any order, with what the policy said of their tokens."""
+    """Sequences of several groups, in any order, with the policy's figures for their tokens."""
     case = draw(cases())
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
     total, count = len(case.mask), len(case.lengths)
@@ -523,7 +523,7 @@ def test_the_baseline_is_of_all_ranks_whatever_each_of_them_holds(
 
 
 @pytest.mark.parametrize("lacking", ["groups", "proximal", "squares"])
-def test_the_optimal_baseline_says_what_it_lacks(lacking: str):
+def test_optimal_baseline_names_the_missing_input(lacking: str):
     packing = Packing.of(torch.ones(2, dtype=torch.bool), torch.tensor([0, 2]))
     given_step = TokenOutcomes(
         rewards=torch.zeros(2),

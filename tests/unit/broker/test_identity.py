@@ -17,10 +17,10 @@ from slipstream.wire.files.checkpoints import FORMAT_REVISION, INFO_FILE, newest
 from slipstream.wire.files.run_folder import IDENTITY
 from slipstream.wire.messages.broker import TakeOver, TookOver
 from slipstream.wire.messages.versions import PolicyVersion
+from tests.support.broker_starts import begun, checkpoint, new_ledger, settings_in, trained
 from tests.support.ledger_driver import make_ledger, make_rules
 from tests.support.memory_store import MemoryStore, SharedMemory
-from tests.unit.broker.server.test_loop import running
-from tests.unit.broker.test_service import begun, checkpoint, new_ledger, settings_in, trained
+from tests.support.running_broker import running
 
 RUN = RunIdentity(run_id="a" * 32, life=2, epoch=7)
 
@@ -72,7 +72,7 @@ def test_resumes_on_emptied_stores_give_out_no_epoch_or_id_twice(tmp_path: Path)
     for life in (1, 2, 3):
         beginning = begun(resumed)  # on an empty store
         ledger = beginning.ledger
-        for _ in range(2):  # learner restarts that no checkpoint tells of
+        for _ in range(2):  # learner restarts that no checkpoint records
             version = ledger.training.take_over(0)
             assert version.epoch not in epochs
             epochs.add(version.epoch)
@@ -139,7 +139,7 @@ def test_the_store_of_a_run_whose_folder_is_gone_is_refused_and_not_touched(tmp_
         ):
             await start_run(settings, prompts, MemoryStore(shared))
         assert await kept(store) == before
-        await store.commit(Changes(snapshot=before[0]))  # whoever writes there goes on
+        await store.commit(Changes(snapshot=before[0]))  # its owner keeps writing there
 
     asyncio.run(body())
 
@@ -163,7 +163,7 @@ def test_events_after_a_first_snapshot_are_a_run_that_has_begun(tmp_path: Path):
     asyncio.run(body())
 
 
-def test_another_start_with_other_data_does_not_end_who_runs(tmp_path: Path):
+def test_start_with_other_data_does_not_end_the_running_broker(tmp_path: Path):
     async def body() -> None:
         settings, shared = settings_in(tmp_path), SharedMemory()
         store = MemoryStore(shared)

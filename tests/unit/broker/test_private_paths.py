@@ -38,8 +38,6 @@ def test_files_with_a_password_or_a_token_are_private_where_they_are(tmp_path: P
 
 
 @pytest.mark.parametrize("algo", [3, "grpo", [], {"teacher": 3}, {"teacher": {"api_key_file": 3}}])
-def test_what_is_wrong_in_the_learners_section_is_for_the_learner_to_say(
-    tmp_path: Path, algo: object
-):
+def test_faults_in_the_learner_section_are_left_to_the_learner(tmp_path: Path, algo: object):
     table: Table = {"run": {"name": "r", "dir": str(tmp_path)}}
     assert private_paths({**table, "algo": algo}) == private_paths(table)

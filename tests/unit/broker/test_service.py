@@ -1,47 +1,24 @@
 """How a broker begins: a new run, a used name, a checkpoint."""
 
 import asyncio
-import json
 from pathlib import Path
 
 import pytest
 
-from slipstream.broker.config import BrokerSettings, broker_settings
 from slipstream.broker.data.prompts import load_prompts
 from slipstream.broker.ledger.commands import Ledger
 from slipstream.broker.ledger.state import encode_state
-from slipstream.broker.run_ledger import build_ledger
 from slipstream.broker.service import end_after
-from slipstream.broker.startup import StartState, start_run, start_trackers
+from slipstream.broker.startup import start_trackers
 from slipstream.broker.store.base import Changes
 from slipstream.wire.errors import ConfigError
 from slipstream.wire.files.checkpoints import LEDGER_FILE, ledger_file
 from slipstream.wire.messages.trajectory import Score
 from slipstream.wire.messages.versions import PolicyVersion
-from slipstream.wire.settings.load import load_table
+from tests.support.broker_starts import begun, checkpoint, new_ledger, settings_in, trained
 from tests.support.ledger_driver import header, submit
 from tests.support.memory_store import MemoryStore
 from tests.support.waiting import until_async
-
-
-def settings_in(folder: Path, *overrides: str) -> BrokerSettings:
-    rows = [{"prompt": f"{i}", "ground_truth": ""} for i in range(10)]
-    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (folder / "run.toml").write_text("")
-    base = [f"run.dir={folder}", f"data.file={folder / 'train.jsonl'}", "run.groups_per_step=1"]
-    return broker_settings(load_table(folder / "run.toml", [*base, *overrides]))
-
-
-def new_ledger(settings: BrokerSettings) -> Ledger:
-    return build_ledger(settings, load_prompts(settings))
-
-
-def checkpoint(folder: Path, ledger: Ledger) -> Path:
-    saved = folder / "step-000000"
-    saved.mkdir()
-    state = encode_state(ledger.training.snapshot(ledger.book.version))
-    (saved / LEDGER_FILE).write_bytes(ledger_file(state))
-    return saved
 
 
 async def store_with(ledger: Ledger) -> MemoryStore:
@@ -50,27 +27,7 @@ async def store_with(ledger: Ledger) -> MemoryStore:
     return store
 
 
-def begun(
-    settings: BrokerSettings, store: MemoryStore | None = None, *, restarted: bool = False
-) -> StartState:
-    owned = store or MemoryStore()
-    return asyncio.run(start_run(settings, load_prompts(settings), owned, restarted=restarted))
-
-
-def trained(ledger: Ledger, steps: int) -> Ledger:
-    """Train so many steps of one group, and keep their payloads."""
-    for _ in range(steps):
-        (work,) = ledger.lease("g", ledger.book.version, max_sequences=8, now_s=0.0)
-        for sibling in work.siblings:
-            submit(ledger, header(work.group_id, sibling, ledger.book.version))
-            reward = float(sibling)
-            ledger.score(Score(group_id=work.group_id, sibling=sibling, lease_id=0, reward=reward))
-        assert isinstance(ledger.training.deliver(ledger.book.version), list)
-        ledger.training.commit(ledger.book.version.next(), {})
-    return ledger
-
-
-def test_a_broker_that_starts_again_goes_on_where_the_other_one_stood(tmp_path: Path):
+def test_restarted_broker_resumes_where_the_first_one_was(tmp_path: Path):
     settings = settings_in(tmp_path)
     first = new_ledger(settings)
     first.training.take_over(0)
@@ -216,7 +173,7 @@ def test_other_prompts_are_refused_unless_they_are_meant(tmp_path: Path):
     begun(meant)
 
 
-def test_a_run_that_reached_its_target_says_what_to_change(tmp_path: Path):
+def test_run_that_reached_its_target_names_the_setting_to_change(tmp_path: Path):
     (tmp_path / "held_out.jsonl").write_text('{"prompt": "1"}\n')
     evaluated = (f"eval.file={tmp_path / 'held_out.jsonl'}", "eval.target=0.5")
     first = new_ledger(settings_in(tmp_path, *evaluated))

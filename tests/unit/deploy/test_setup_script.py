@@ -1,4 +1,4 @@
-"""What deploy/setup.sh does and says. Programs that note how they were called stand for Python and
+"""What deploy/setup.sh does and prints. Programs that note how they were called replace Python and
 uv: nothing is installed.
 """
 
@@ -21,7 +21,7 @@ NODEPS = "requirements-cpu-nodeps.txt"
 
 
 def fake_python(path: Path, words: str) -> Path:
-    """Write a program that says which Python it is, and is none."""
+    """Write a program that names its Python version, and is no Python."""
     path.write_text(f"#!/bin/sh\necho '{words}'\n")
     path.chmod(0o755)
     return path
@@ -94,29 +94,29 @@ def programs(tmp_path: Path) -> Path:
 def run_noted(
     checkout: Path, programs: Path, *arguments: str, **environment: str
 ) -> tuple[str, list[str]]:
-    """Run it to its end; return what it said, and the calls of uv and pip."""
+    """Run it to its end; return what it printed, and the calls of uv and pip."""
     (checkout / "calls").write_text("")
     done = run_setup(checkout, *arguments, PATH=f"{programs}:/usr/bin:/bin", **environment)
     assert done.returncode == 0, done.stderr
     return done.stdout, (checkout / "calls").read_text().splitlines()
 
 
-def test_uv_installs_all_parts_from_where_pip_looks(checkout: Path, programs: Path):
-    said, calls = run_noted(checkout, programs)
+def test_uv_installs_all_parts_from_the_sources_of_pip(checkout: Path, programs: Path):
+    output, calls = run_noted(checkout, programs)
     assert len(calls) == 4
     for call in calls:
         assert call.startswith("<pip><install><--python><.venv/bin/python>")
         assert "<--index-url><https://an.example/with space>" in call
-    assert next(line for line in said.splitlines() if "(uv 9.9.9)" in line).startswith(
+    assert next(line for line in output.splitlines() if "(uv 9.9.9)" in line).startswith(
         "setup: 1 of 4, torch: "
     )
     assert run_noted(checkout, programs) == ("", []), "a second call does nothing"
 
 
 def test_pip_installs_the_part_that_uv_could_not(checkout: Path, programs: Path):
-    said, calls = run_noted(checkout, programs, UV_FAILS_LIBRARIES="1")
+    output, calls = run_noted(checkout, programs, UV_FAILS_LIBRARIES="1")
     assert [call[:5] for call in calls] == ["<pip>", "<pip>", "pip -", "<pip>", "<pip>"]
-    assert "2 of 4, libraries: 0 s (pip, as uv could not)" in said.replace(": 1 s", ": 0 s")
+    assert "2 of 4, libraries: 0 s (pip, as uv could not)" in output.replace(": 1 s", ": 0 s")
 
 
 def test_the_rehearsal_has_an_environment_and_versions_of_its_own(checkout: Path, programs: Path):
@@ -144,16 +144,16 @@ def test_the_rehearsal_refuses_another_python(checkout: Path, programs: Path):
 
 @pytest.mark.parametrize("trouble", ["UV_IS_BROKEN", "SOURCES_FAIL"])
 def test_a_uv_that_does_not_work_is_passed_over(checkout: Path, programs: Path, trouble: str):
-    said, calls = run_noted(checkout, programs, **{trouble: "1"})
-    assert "setup: uv cannot be used here" in said
+    output, calls = run_noted(checkout, programs, **{trouble: "1"})
+    assert "setup: uv cannot be used here" in output
     assert len(calls) == 4
     assert all(call.startswith("pip -m pip install") for call in calls)
 
 
 def test_pip_alone_where_that_is_wanted(checkout: Path, programs: Path):
-    said, calls = run_noted(checkout, programs, SETUP_WITH="pip")
+    output, calls = run_noted(checkout, programs, SETUP_WITH="pip")
     assert all(call.startswith("pip -m pip install") for call in calls)
-    assert "uv" not in said
+    assert "uv" not in output
 
 
 def test_what_was_left_half_made_is_made_anew(checkout: Path, programs: Path):
@@ -192,9 +192,9 @@ def test_a_second_call_at_once_waits_and_finds_nothing_left_to_do(checkout: Path
         )
         assert second.stdout is not None
         assert second.stdout.readline() == "setup: another call makes .venv; waiting for it\n"
-    said, _ = second.communicate()
+    output, _ = second.communicate()
     assert second.returncode == 0
-    assert "setup: done" in said
+    assert "setup: done" in output
 
 
 def test_a_python_that_is_too_new_is_named(checkout: Path, programs: Path):

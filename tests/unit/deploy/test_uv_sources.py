@@ -4,7 +4,7 @@ from pathlib import Path
 from slipstream.deploy.uv_sources import options
 
 
-def test_uv_looks_where_pip_is_told_to_look(tmp_path: Path):
+def test_uv_uses_the_index_and_links_of_pip(tmp_path: Path):
     listing = (
         "global.index-url='https://packages.example/simple'\n"
         f"global.find-links='{tmp_path} /nowhere'\n"
@@ -16,7 +16,7 @@ def test_uv_looks_where_pip_is_told_to_look(tmp_path: Path):
     ]
 
 
-def test_several_indexes_are_all_looked_at_as_pip_does():
+def test_uv_searches_several_indexes_like_pip():
     listing = "install.extra-index-url='https://one.example/simple https://two.example/simple'\n"
     assert options(listing) == [
         *("--extra-index-url", "https://one.example/simple"),

@@ -1,4 +1,4 @@
-"""Generating without a run: what becomes of prompts that fail, and going on with a file."""
+"""Generating without a run: what becomes of prompts that fail, and how a file is continued."""
 
 import asyncio
 import json
@@ -26,12 +26,12 @@ from slipstream.wire.messages.broker import ScoringItem
 from slipstream.wire.messages.codec import decode_payload, decode_transcript
 from slipstream.wire.messages.trajectory import Score, Transcript
 from tests.support.blank_model import write_blank_model
-from tests.unit.generators.test_rollout import ScriptedEngine, completion
+from tests.support.canned_engine import CannedEngine, completion
 
 REFUSING = "{% if messages[0].content == '3' %}{{ raise_exception('no 3') }}{% endif %}1+1="
 
 
-class Failing(ScriptedEngine):
+class Failing(CannedEngine):
     """Fails at its first calls."""
 
     def __init__(self, failures: int) -> None:
@@ -92,7 +92,7 @@ def settings_of(folder: Path, **overrides: object) -> OfflineSettings:
 
 
 def generate(
-    settings: OfflineSettings, engine: ScriptedEngine, scorer: InProcess | None = None
+    settings: OfflineSettings, engine: CannedEngine, scorer: InProcess | None = None
 ) -> int:
     """Do what ``generate`` does around the engine; return how many prompts it failed at."""
     generator = settings.generator
@@ -109,7 +109,7 @@ def generate(
     async def run() -> int:
         failed = await job.run()
         await asyncio.sleep(0)
-        assert len(asyncio.all_tasks()) == 1, "something goes on after the end"
+        assert len(asyncio.all_tasks()) == 1, "something still runs after the end"
         return failed
 
     try:
@@ -251,5 +251,5 @@ def test_answers_that_were_cut_off_cost_their_prompt_where_asked_for(
     with caplog.at_level(logging.INFO):
         assert generate(settings, CuttingOff(0)) == 0
     assert positions(settings) == kept
-    said = "prompt 1 dropped: 2 responses were cut off (sampling.overlong_responses)"
-    assert (said in caplog.text) == (overlong == "drop")
+    warning = "prompt 1 dropped: 2 responses were cut off (sampling.overlong_responses)"
+    assert (warning in caplog.text) == (overlong == "drop")

@@ -1,13 +1,12 @@
 """What a generator sends is what the learner reads: header, payload and transcript agree."""
 
 import asyncio
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
 
-from slipstream.generators.engine import Completion, EngineLoad, SamplingParams
+from slipstream.generators.engine import Completion, SamplingParams
 from slipstream.generators.rollout import (
     Sampler,
     Submission,
@@ -19,13 +18,13 @@ from slipstream.generators.text.codec import TextCodec, sibling_seed
 from slipstream.learner.batches.packing import pack, unpack
 from slipstream.wire.messages.broker import LeasedGroup
 from slipstream.wire.messages.codec import decode_payload
-from slipstream.wire.messages.manifest import Bucket
 from slipstream.wire.messages.trajectory import Prompt, VersionRun
 from slipstream.wire.messages.versions import PolicyVersion
 from slipstream.wire.settings.sections import SamplingSection
 from tests.support.blank_model import write_blank_model
+from tests.support.canned_engine import FIRST, CannedEngine, completion
 
-OLD, NEW = PolicyVersion(1, 3), PolicyVersion(1, 4)
+OLD, NEW = FIRST, PolicyVersion(1, 4)
 GROUP = LeasedGroup(
     group_id=5,
     lease_id=11,
@@ -37,53 +36,6 @@ GROUP = LeasedGroup(
 PARAMS = SamplingParams(temperature=0.5, max_new_tokens=4)
 
 
-class ScriptedEngine:
-    """Answers with what it was given; has no weights."""
-
-    def __init__(self, *completions: Completion) -> None:
-        self.completions = list(completions)
-        self.asked: list[tuple[list[int], SamplingParams, int, list[int]]] = []
-
-    async def sample(
-        self,
-        prompt_ids: list[int],
-        params: SamplingParams,
-        *,
-        count: int,
-        seeds: Sequence[int] = (),
-    ) -> list[Completion]:
-        self.asked.append((prompt_ids, params, count, list(seeds)))
-        return self.completions
-
-    async def open_group(self, **settings: object) -> None: ...
-    async def close_group(self, group_name: str) -> None: ...
-    async def pause(self) -> int:
-        return 0
-
-    async def begin_update(self) -> None: ...
-    async def load_bucket(self, bucket: Bucket, *, group_name: str, last: bool) -> None: ...
-    async def end_update(self) -> None: ...
-    async def load_folder(self, folder: Path) -> None: ...
-    async def checksums(self) -> dict[str, str]:
-        return {}
-
-    async def label(self, version: PolicyVersion) -> None: ...
-    async def resume(self) -> None: ...
-    async def load(self) -> EngineLoad:
-        return EngineLoad(
-            num_running=0, num_waiting=0, used_tokens=0, capacity_tokens=1, num_retractions=0
-        )
-
-
-def completion(*ids: int, starts: list[tuple[int, PolicyVersion]] | None = None) -> Completion:
-    return Completion(
-        token_ids=list(ids),
-        logprobs=[-0.25 * (i + 1) for i in range(len(ids))],
-        version_starts=starts or [(0, OLD)],
-        finish_reason="stop",
-    )
-
-
 @pytest.fixture
 def codec(tmp_path: Path) -> TextCodec:
     write_blank_model(tmp_path, hidden=16, layers=1)
@@ -92,7 +44,7 @@ def codec(tmp_path: Path) -> TextCodec:
 
 def run(
     codec: TextCodec,
-    engine: ScriptedEngine,
+    engine: CannedEngine,
     params: SamplingParams = PARAMS,
     run_seed: int | None = 3,
 ) -> list[Submission]:
@@ -100,8 +52,8 @@ def run(
     return asyncio.run(run_rollouts(sampler, GROUP, GROUP.siblings, codec.encode(GROUP.prompt)))
 
 
-def rollouts(codec: TextCodec) -> tuple[list[Submission], ScriptedEngine]:
-    engine = ScriptedEngine(completion(5, 2), completion(4, 5, 2, starts=[(0, OLD), (1, NEW)]))
+def rollouts(codec: TextCodec) -> tuple[list[Submission], CannedEngine]:
+    engine = CannedEngine(completion(5, 2), completion(4, 5, 2, starts=[(0, OLD), (1, NEW)]))
     return run(codec, engine), engine
 
 
@@ -118,13 +70,13 @@ def test_each_completion_becomes_the_sibling_it_was_asked_for(codec: TextCodec):
 
 
 def test_an_engine_that_seeds_by_itself_is_given_no_seeds(codec: TextCodec):
-    engine = ScriptedEngine(completion(5, 2), completion(4))
+    engine = CannedEngine(completion(5, 2), completion(4))
     run(codec, engine, run_seed=None)
     assert engine.asked[0][3] == []
 
 
 def test_a_minimum_length_travels_with_all_tokens_that_it_bars(codec: TextCodec):
-    engine = ScriptedEngine(completion(5, 2), completion(4))
+    engine = CannedEngine(completion(5, 2), completion(4))
     params = SamplingParams(temperature=1.0, max_new_tokens=4, min_new_tokens=1)
     headers = [message.header for message, _ in run(codec, engine, params)]
     assert [h.end_token_ids for h in headers] == [(2, 16)] * 2, "<eos> and sampling.stop_token_ids"
@@ -158,7 +110,7 @@ def test_the_learner_reads_the_arrays_that_the_generator_packed(codec: TextCodec
 
 
 def test_more_or_fewer_completions_than_siblings_are_an_error(codec: TextCodec):
-    engine = ScriptedEngine(completion(5))
+    engine = CannedEngine(completion(5))
     with pytest.raises(ValueError, match="zip"):
         run(codec, engine)
 

@@ -20,16 +20,16 @@ from slipstream.wire.messages.trajectory import ChatMessage, Prompt, Score, Tran
 from slipstream.wire.messages.versions import PolicyVersion
 from slipstream.wire.settings.sections import SamplingSection
 from tests.support.blank_model import write_blank_model
+from tests.support.canned_engine import CannedEngine
 from tests.support.ledger_driver import make_rules
+from tests.support.running_broker import Running, running
 from tests.support.waiting import HANG_S, until_async
-from tests.unit.broker.server.test_loop import Running, running
-from tests.unit.generators.test_rollout import ScriptedEngine
 
 VERSION = PolicyVersion(1, 0)
 PARAMS = SamplingParams(temperature=1.0, max_new_tokens=2)
 
 
-class Counting(ScriptedEngine):
+class Counting(CannedEngine):
     """Answers every request, and keeps the seeds that it was given."""
 
     def __init__(self) -> None:

@@ -102,7 +102,7 @@ def test_an_answer_that_is_being_scored_takes_no_lane(tmp_path: Path):
 
 
 def test_a_group_whose_last_answer_is_on_its_way_is_held_no_more(tmp_path: Path):
-    """Its lease ends when that comes: who names it later is told that it was lost."""
+    """Its lease ends when that comes: later heartbeats that name it report it lost."""
 
     async def scenario() -> None:
         async with working(tmp_path, ledger_of(2, 2), max_sequences=4) as it:
@@ -174,7 +174,7 @@ def test_work_on_a_lease_that_lapsed_is_given_up_and_its_lanes_come_back(tmp_pat
             await it.until_held(*group(0, 2), *group(1, 2))
             it.broker.ledger.release(it.broker.ledger.book.leases[0].holder, 0, "lapsed")
             await until_async(lambda: len(it.engine.begun) == 6, "the lanes did not come back")
-            assert set(it.engine.cancelled) == set(group(0, 2)), "the other group goes on"
+            assert set(it.engine.cancelled) == set(group(0, 2)), "the other group continues"
             await it.until_held(*group(0, 2), *group(1, 2))
             assert it.engine.most == 4
             assert it.client.asked(ReleaseLease) == [], "there is nothing to give back"
@@ -192,7 +192,7 @@ def test_a_worker_that_is_asked_to_end_gives_up_what_it_is_at_and_hands_every_le
             await until_async(lambda: it.last_report().counters["trajectories"] == 1)
             await it.end()
             assert it.engine.held == {}
-            assert len(it.broker.ledger.book.leases) == 2, "nobody was told yet"
+            assert len(it.broker.ledger.book.leases) == 2, "nothing was handed back yet"
             await it.worker.hand_back()
             assert it.broker.ledger.book.leases == {}
             other = await it.broker.client("generator", "generator-1")
@@ -226,7 +226,7 @@ def test_an_engine_is_given_no_more_than_its_cache_holds(tmp_path: Path):
     async def scenario() -> None:
         lanes = lanes_that_follow_the_cache(longest_tokens=1 << 20)
         async with working(tmp_path, ledger_of(8, 2), lanes=lanes, cached_tokens=100) as it:
-            await it.engine.pause()  # where an answer stands still with twelve tokens in the cache
+            await it.engine.pause()  # each answer stops with twelve tokens in the cache
             it.engine.let_all()
             await until_async(lambda: lanes.in_flight == 6, "0.48 of it is in use by four")
             await it.until_asked_again()
@@ -253,21 +253,21 @@ def test_the_lanes_stay_as_they_are_while_the_engine_is_paused_for_weights(tmp_p
     asyncio.run(scenario())
 
 
-def test_an_engine_that_does_not_tell_its_load_goes_on_with_the_lanes_it_has(
+def test_engine_without_load_reports_keeps_its_lanes(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):
     async def scenario() -> None:
         lanes = lanes_that_follow_the_cache(longest_tokens=1 << 20)
         async with working(tmp_path, ledger_of(8, 2), lanes=lanes) as it:
-            it.engine.says_nothing = True
+            it.engine.is_silent = True
             await it.engine.pause()
             it.engine.let_all()
             await it.until_held(*group(0, 2))
             await it.until_asked_again()
             assert (lanes.limit, it.client.granted) == (2, 2)
-            it.engine.says_nothing = False
+            it.engine.is_silent = False
             await until_async(lambda: lanes.limit == 8)
-        said = [one for one in caplog.messages if "no answer to /v1/loads" in one]
-        assert len(said) == 1, "once, not at every look"
+        warnings = [one for one in caplog.messages if "no answer to /v1/loads" in one]
+        assert len(warnings) == 1, "once, not at every poll"
 
     asyncio.run(scenario())

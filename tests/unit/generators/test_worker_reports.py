@@ -1,4 +1,4 @@
-"""What a worker tells of itself, and what the broker, the page and its advice make of it."""
+"""What a worker reports of itself, and what the broker, the page and its advice make of it."""
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
@@ -25,9 +25,9 @@ def test_a_worker_reports_again_and_again_while_its_answers_are_in_the_making(tm
             await it.until_held((0, 0), (0, 1))
             before = len(it.client.asked(RoleReport))
             await until_async(lambda: len(it.client.asked(RoleReport)) >= before + 3)
-            (told,) = (one for one in it.broker.status.roles if one.name == "generator-0")
-            assert told.adopted == it.broker.ledger.book.version
-            assert told.leases == 1
+            (status,) = (one for one in it.broker.status.roles if one.name == "generator-0")
+            assert status.adopted == it.broker.ledger.book.version
+            assert status.leases == 1
 
     asyncio.run(scenario())
 
@@ -60,15 +60,15 @@ def test_answers_thrown_out_of_the_cache_reach_the_series_that_the_advice_reads(
     asyncio.run(scenario())
 
 
-def test_the_cache_and_the_lanes_of_an_engine_are_told_as_they_are_now(tmp_path: Path):
+def test_cache_use_and_lanes_are_reported_as_of_now(tmp_path: Path):
     async def scenario() -> None:
         async with working(tmp_path, ledger_of(1, 2), max_sequences=8, cached_tokens=96) as it:
             await it.until_held((0, 0), (0, 1))
             await it.engine.pause()
             it.engine.let_all()  # each has its prompt of four and its first eight tokens there
             await until_async(lambda: it.last_report().gauges.get("kv_use") == 24 / 96)
-            (told,) = (one for one in it.broker.status.roles if one.name == "generator-0")
-            assert (told.sequences, told.sequence_limit, told.kv_use) == (2, 8, 0.25)
+            (status,) = (one for one in it.broker.status.roles if one.name == "generator-0")
+            assert (status.sequences, status.sequence_limit, status.kv_use) == (2, 8, 0.25)
             await it.engine.resume()
             await until_async(lambda: it.last_report().gauges["kv_use"] == 0.0)
             assert it.last_report().gauges["sequences"] == 0
@@ -104,7 +104,7 @@ def test_answers_without_a_reward_are_counted_and_not_those_with_one(tmp_path: P
     asyncio.run(scenario())
 
 
-def test_an_answer_that_the_broker_refuses_is_counted_and_the_work_goes_on(tmp_path: Path):
+def test_answer_refused_by_the_broker_is_counted_and_work_continues(tmp_path: Path):
     async def scenario() -> None:
         async with working(tmp_path, ledger_of(2, 2), max_sequences=2) as it:
             await it.until_held((0, 0), (0, 1))
@@ -116,23 +116,23 @@ def test_an_answer_that_the_broker_refuses_is_counted_and_the_work_goes_on(tmp_p
     asyncio.run(scenario())
 
 
-def test_time_is_told_apart_by_what_the_engine_does(tmp_path: Path):
+def test_time_is_split_by_what_the_engine_does(tmp_path: Path):
     async def scenario() -> None:
         async with working(tmp_path, ledger_of(1, 2), max_sequences=2) as it:
 
-            def told() -> set[str]:
+            def phases() -> set[str]:
                 return set(it.last_report().phase_seconds)
 
             await it.until_held((0, 0), (0, 1))
-            await until_async(lambda: "generate" in told())
-            assert "adopt" not in told()
+            await until_async(lambda: "generate" in phases())
+            assert "adopt" not in phases()
             it.worker.pausing()
-            await until_async(lambda: "adopt" in told())
+            await until_async(lambda: "adopt" in phases())
             it.worker.adopted(it.broker.ledger.book.version)
             it.engine.let_all()
             await until_async(lambda: it.last_report().counters["trajectories"] == 2)
             before = it.last_report().phase_seconds
             await until_async(lambda: it.last_report().phase_seconds[WAIT] > before[WAIT])
-            assert told() == {"generate", "adopt", WAIT}
+            assert phases() == {"generate", "adopt", WAIT}
 
     asyncio.run(scenario())

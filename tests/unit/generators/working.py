@@ -33,9 +33,9 @@ from slipstream.wire.messages.trajectory import Prompt
 from slipstream.wire.settings.sections import SamplingSection
 from tests.support.blank_model import write_blank_model
 from tests.support.ledger_driver import make_rules
+from tests.support.running_broker import Running, running
 from tests.support.scripted_engine import ScriptedEngine
 from tests.support.waiting import HANG_S, until_async
-from tests.unit.broker.server.test_loop import Running, running
 
 R = TypeVar("R")
 Answered = tuple[int, int]  # position of the prompt, sibling
@@ -81,10 +81,10 @@ class HeldEngine(ScriptedEngine):
         self.cancelled: list[Answered] = []
         self.most = 0  # answers under way at a time, ever
         self.lets_all = False
-        self.says_nothing = False  # of its load
+        self.is_silent = False  # of its load
         self.num_chosen = 0  # tokens
         self._failing: dict[Answered, str] = {}
-        self._who = {
+        self._which = {
             sibling_seed(RUN_SEED, "train", position, sibling): (position, sibling)
             for position in range(MOST_PROMPTS)
             for sibling in range(MOST_SIBLINGS)
@@ -99,36 +99,36 @@ class HeldEngine(ScriptedEngine):
         count: int,
         seeds: Sequence[int] = (),
     ) -> list[Completion]:
-        who = [self._who[seed] for seed in seeds]
+        which = [self._which[seed] for seed in seeds]
         may_go = asyncio.Event()
-        self.begun += who
-        self.held |= dict.fromkeys(who, may_go)
+        self.begun += which
+        self.held |= dict.fromkeys(which, may_go)
         self.most = max(self.most, len(self.held))
         try:
             if not self.lets_all:
                 await may_go.wait()
-            if (reason := self._failing.pop(who[0], "")) != "":
+            if (reason := self._failing.pop(which[0], "")) != "":
                 raise EngineError(reason)
             answers = await super().sample(prompt_ids, params, count=count, seeds=seeds)
         except asyncio.CancelledError:
-            self.cancelled += who
+            self.cancelled += which
             raise
         else:
             self.num_chosen += sum(len(answer.token_ids) for answer in answers)
             return answers
         finally:
-            for one in who:
+            for one in which:
                 del self.held[one]
 
     @override
     async def load(self) -> EngineLoad:
-        if self.says_nothing:
+        if self.is_silent:
             raise EngineError("no answer to /v1/loads")
         return await super().load()
 
-    def let(self, *who: Answered) -> None:
+    def let(self, *which: Answered) -> None:
         """Answer these."""
-        for one in who:
+        for one in which:
             self.held[one].set()
 
     def let_all(self) -> None:
@@ -136,10 +136,10 @@ class HeldEngine(ScriptedEngine):
         self.lets_all = True
         self.let(*self.held)
 
-    def fail(self, who: Answered, reason: str) -> None:
+    def fail(self, which: Answered, reason: str) -> None:
         """Give one request no answer."""
-        self._failing[who] = reason
-        self.let(who)
+        self._failing[which] = reason
+        self.let(which)
 
 
 @dataclass
@@ -152,11 +152,11 @@ class Working:
     worker: GeneratorWorker
     job: "asyncio.Task[None]"
 
-    async def until_held(self, *who: Answered) -> None:
+    async def until_held(self, *which: Answered) -> None:
         """Wait until the engine is at these answers, and at no others."""
         await until_async(
-            lambda: set(self.engine.held) == set(who),
-            lambda: f"the engine is at {sorted(self.engine.held)}, not at {sorted(who)}",
+            lambda: set(self.engine.held) == set(which),
+            lambda: f"the engine is at {sorted(self.engine.held)}, not at {sorted(which)}",
         )
 
     async def until_asked_again(self) -> None:
@@ -174,7 +174,7 @@ class Working:
         return [room for i, room in enumerate(rooms) if i == 0 or rooms[i - 1] != room]
 
     def last_report(self) -> RoleReport:
-        """Return what it told of itself last."""
+        """Return its newest report."""
         return self.client.asked(RoleReport)[-1]
 
     async def end(self) -> None:

@@ -18,7 +18,7 @@ def refused(run: Table, message: str, **sections: Table) -> None:
         learner_settings({"run": run, **sections})
 
 
-def test_the_decay_ends_with_the_run_unless_told_otherwise(run: Table):
+def test_decay_ends_with_the_run_by_default(run: Table):
     assert learner_settings({"run": run}).lr_decay_steps == 20
     learner = {"lr_schedule": "cosine", "lr_decay_steps": 50}
     assert learner_settings({"run": run, "learner": learner}).lr_decay_steps == 50
@@ -70,7 +70,7 @@ def test_what_to_resume_from_must_be_a_checkpoint(run: Table, tmp_path: Path):
     refused({**run, "resume_from": str(tmp_path / "none")}, "none is no checkpoint")
 
 
-def test_a_learner_that_looks_for_a_checkpoint_itself_needs_none_by_name(run: Table):
+def test_learner_that_finds_its_own_checkpoint_needs_none_by_name(run: Table):
     named = {**run, "resume_from": "/gone/step-000004"}
     settings = learner_settings({"run": named}, may_resume=True)
     assert settings.resume_from == Path("/gone/step-000004")

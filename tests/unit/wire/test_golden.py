@@ -23,9 +23,9 @@ from tests.support.wire_samples import (
 
 CHANGED = (
     "the wire format is not what it was: if that is meant, raise WIRE_REVISION in "
-    "wire/messages/broker.py, run `python -m tests.golden.make_wire`, and say in CHANGELOG.md "
+    "wire/messages/broker.py, run `python -m tests.golden.make_wire`, and note in CHANGELOG.md "
     "under Wire what changed; "
-    "docs/wire.md says what may change without a new revision"
+    "docs/wire.md states what may change without a new revision"
 )
 SAMPLES = [(family, name) for family, samples in FAMILIES.items() for name in samples]
 CONTROL = [(family, name) for family, name in SAMPLES if family not in {"payload", "transcript"}]

@@ -1,4 +1,4 @@
-"""docs/wire.md says what the code does: kinds, roles, answers, codes and limits."""
+"""docs/wire.md states what the code does: kinds, roles, answers, codes and limits."""
 
 from itertools import dropwhile, takewhile
 from pathlib import Path
@@ -42,13 +42,13 @@ def roles(cell: str) -> set[str]:
 
 
 def test_every_kind_of_request_is_taken_from_the_roles_that_the_table_names():
-    told = {row[0]: roles(row[1]) for row in table("Requests")}
-    assert told == {kind.__name__: set(roles) for kind, roles in ALLOWED.items()}
+    documented = {row[0]: roles(row[1]) for row in table("Requests")}
+    assert documented == {kind.__name__: set(roles) for kind, roles in ALLOWED.items()}
 
 
 def test_every_kind_of_answer_answers_something():
-    told = set().union(*(words(row[2]) for row in table("Requests")))
-    assert told | {"Refusal"} == {kind.__name__ for kind in get_args(broker.Answer)}
+    documented = set().union(*(words(row[2]) for row in table("Requests")))
+    assert documented | {"Refusal"} == {kind.__name__ for kind in get_args(broker.Answer)}
 
 
 def test_each_answer_is_what_the_requests_own_text_names():
@@ -68,10 +68,10 @@ def names(union: object) -> set[str]:
     return {kind.__name__ for kind in get_args(union)}
 
 
-def test_every_socket_of_the_weight_bus_stands_with_what_is_said_over_it():
-    said = {row[0]: words(row[2]) for row in table("The weight bus")}
+def test_every_socket_of_the_weight_bus_is_documented_with_its_messages():
+    stated = {row[0]: words(row[2]) for row in table("The weight bus")}
     answered = {row[0]: words(row[3]) for row in table("The weight bus")}
-    assert said == {
+    assert stated == {
         "weightbus": names(weightbus.AgentMessage),
         "weights": {weightbus.FetchBucket.__name__},
         "relay": names(relay.RelayRequest),
@@ -83,7 +83,7 @@ def test_every_socket_of_the_weight_bus_stands_with_what_is_said_over_it():
     }
 
 
-def test_a_learner_waits_for_its_relay_as_long_as_it_says():
+def test_documented_wait_for_the_relay_is_that_of_the_code():
     assert f"| learner | `Reserved`, `Ok` | {relay_link._ANSWER_S:.0f} s |" in PAGE
 
 
@@ -93,33 +93,36 @@ def test_every_code_of_a_refusal_is_explained():
 
 
 def test_limits_are_those_of_the_code():
-    told = {row[0]: row[1] for row in table("Limits")}
+    documented = {row[0]: row[1] for row in table("Limits")}
     most = 1 << 40
-    assert told["a message of a learner, relay or reward worker"] == "16 MiB"
+    assert documented["a message of a learner, relay or reward worker"] == "16 MiB"
     workers: tuple[Role, ...] = ("learner", "relay", "reward_worker")
     assert {limits.max_bytes(role, most) for role in workers} == {16 << 20}
-    assert told["a message of an observer, an operator or before the hello"] == "64 KiB"
+    assert documented["a message of an observer, an operator or before the hello"] == "64 KiB"
     assert limits.max_bytes("operator", most) == limits.max_bytes(None, most) == 64 << 10
-    assert told["a message of a generator"] == "broker.max_message_bytes, its body 1 MiB"
+    assert documented["a message of a generator"] == "broker.max_message_bytes, its body 1 MiB"
     assert limits.max_body_bytes("generator", most) == 1 << 20
-    assert told["a piece of a frame, with or without a key"] == "64 KiB"
+    assert documented["a piece of a frame, with or without a key"] == "64 KiB"
     assert pieces.PIECE_BYTES == 64 << 10
-    assert told["frames of a message"] == str(limits.MAX_FRAMES)
-    assert told["requests that wait for payloads, per client"] == str(loop.MAX_JOBS)
-    assert told["clients at a time, by name"] == f"{sessions.MAX_CLIENTS:,}"
-    assert told["observers and operators at a time"] == str(sessions.MAX_READERS)
-    assert told["scoring credits at a time"] == f"{scoring.MAX_CREDITS:,}"
-    assert told["time to prove a key on a new connection"] == f"{router._HANDSHAKE_MS / 1000:.0f} s"
-    assert told["answers that a client does not read"] == f"{router._SEND_LIMIT:,}"
+    assert documented["frames of a message"] == str(limits.MAX_FRAMES)
+    assert documented["requests that wait for payloads, per client"] == str(loop.MAX_JOBS)
+    assert documented["clients at a time, by name"] == f"{sessions.MAX_CLIENTS:,}"
+    assert documented["observers and operators at a time"] == str(sessions.MAX_READERS)
+    assert documented["scoring credits at a time"] == f"{scoring.MAX_CREDITS:,}"
+    assert (
+        documented["time to prove a key on a new connection"]
+        == f"{router._HANDSHAKE_MS / 1000:.0f} s"
+    )
+    assert documented["answers that a client does not read"] == f"{router._SEND_LIMIT:,}"
     assert HEADER.num_tokens < MAX_TOKENS == 2**31 - 1
 
 
-def test_a_client_comes_back_as_it_says():
+def test_documented_times_of_reconnecting_are_those_of_the_code():
     section = PAGE.split("## A broker that is gone")[1].split("\n## ")[0]
-    for said in (
+    for stated in (
         f"no answer for {client._REPEAT_S:.0f} s",
         f"for {client._DEAD_AFTER_MS / 1000:.0f} s",
         f"({client.OUTAGE_S:.0f} s)",
     ):
-        assert said in " ".join(section.split())
+        assert stated in " ".join(section.split())
     assert f"lasts {loop.MAX_WAIT_S:.0f} s at most" in " ".join(PAGE.split())

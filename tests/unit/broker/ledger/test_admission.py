@@ -94,7 +94,7 @@ def test_the_nearest_deadline_goes_first():
     assert choose_batch(bound, learner_step=4, ready=counts, due=counts) == {5: 1, 6: 1}
 
 
-def test_fewer_than_a_batch_says_how_many_are_missing():
+def test_incomplete_batch_reports_how_many_groups_are_missing():
     bound = StalenessBound(max_staleness_steps=1, groups_per_step=2)
     assert choose_batch(bound, learner_step=0, ready={1: 1}, due={1: 3}) == NotYet(1)
     assert choose_batch(bound, learner_step=0, ready={}, due={}) == NotYet(2)

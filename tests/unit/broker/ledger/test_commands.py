@@ -1,4 +1,4 @@
-"""The life of an item, one decision at a time. Random schedules stand in tests/property."""
+"""The life of an item, one decision at a time. Random schedules are in tests/property."""
 
 from collections import Counter
 
@@ -77,7 +77,7 @@ def test_a_group_goes_from_leased_to_trained_and_every_state_counts_it_once():
     assert ledger.training.deliver(ledger.book.version) is None
 
 
-def test_nobody_gets_work_before_a_learner_took_over_or_with_weights_of_an_older_learner():
+def test_work_needs_a_learner_and_weights_of_its_epoch():
     ledger = make_ledger()
     assert lease(ledger, adopted=V0) == []
     started(ledger)
@@ -136,7 +136,7 @@ def test_handing_back_is_for_the_holder_only():
     assert ledger.book.state.ended_leases == {"failed": 1, "restarted": 1}
 
 
-def test_a_group_that_nobody_finishes_is_dropped_after_max_attempts_and_replaced():
+def test_unfinished_group_is_dropped_after_max_attempts_and_replaced():
     ledger = started(make_ledger(make_rules(groups_per_step=1, max_staleness_steps=0)))
     for attempt in range(3):
         now = attempt * 100.0
@@ -378,7 +378,7 @@ def test_the_target_ends_the_run_with_the_batch_that_the_learner_holds():
     )
 
 
-def test_a_stop_drops_what_nobody_will_train_and_accounts_for_it():
+def test_stop_drops_untrained_groups_and_accounts_for_them():
     ledger = started(make_ledger(make_rules(groups_per_step=2)))
     granted = lease(ledger)
     make_ready(ledger, granted[:1])
@@ -426,7 +426,7 @@ def test_a_cut_off_answer_drops_its_group_where_asked_and_another_prompt_is_issu
     assert lease(ledger, max_sequences=2)[0].prompt.prompt == "train 1"
 
 
-def test_a_rejected_prompt_is_dropped_at_once_by_whoever_holds_it():
+def test_only_the_holder_can_reject_a_prompt_and_it_is_dropped_at_once():
     ledger = started(make_ledger())
     (group,) = lease(ledger, max_sequences=2)
     ledger.reject("generator-1", group.lease_id, "overlong_prompt")
@@ -511,7 +511,7 @@ def test_the_same_step_asked_again_gets_the_same_batch():
     assert [g.group_id for g in first] == [g.group_id for g in again] == [0, 1]
 
 
-def test_a_learner_that_took_over_gets_the_batch_of_the_step_it_stands_at():
+def test_learner_that_took_over_gets_the_batch_of_its_step():
     ledger = started(make_ledger())
     make_ready(ledger, lease(ledger))
     ledger.training.deliver(V0)
@@ -545,7 +545,7 @@ def test_no_batch_names_the_groups_that_have_to_get_ready():
     assert ledger.training.waiting_for(not_yet) == (1,)
 
 
-def test_a_commit_said_twice_counts_once():
+def test_repeated_commit_counts_once():
     ledger = started(make_ledger())
     make_ready(ledger, lease(ledger))
     train_step(ledger)
@@ -589,7 +589,7 @@ def test_a_learner_of_an_older_epoch_is_refused_everywhere():
         ledger.training.commit(PolicyVersion(1, 1), {})
 
 
-def test_work_of_an_older_epoch_goes_on_while_its_weights_are_ancestors():
+def test_work_of_an_older_epoch_is_accepted_while_its_weights_are_ancestors():
     ledger = started(make_ledger())
     (group,) = lease(ledger, max_sequences=2)
     assert ledger.training.take_over(0) == PolicyVersion(2, 0)
@@ -756,7 +756,7 @@ def test_drop_mode_lets_go_of_what_is_past_its_deadline_and_takes_other_prompts(
     train_step(ledger)
     assert ledger.book.state.dropped == {"stale": 2}
     lost = ledger.heartbeat("generator-0", [g.lease_id for g in granted[4:]], now_s=0.0)
-    assert len(lost) == 2, "their generator is told"
+    assert len(lost) == 2, "their generator learns of it"
     assert [g.prompt.prompt for g in lease(ledger)] == [f"train {i}" for i in range(6, 12)]
     assert ledger.book.unaccounted() == 0
 
@@ -769,7 +769,7 @@ def test_past_the_high_water_no_more_groups_are_started_than_one_step_needs():
     assert len(lease(ledger)) == 1
 
 
-def test_the_filter_may_look_at_a_part_of_the_reward():
+def test_filter_can_use_one_part_of_the_reward():
     ledger = started(make_ledger(make_rules(zero_variance_of="correct")))
     for correct, shaped in (((1.0, 1.0), (0.5, 0.7)), ((0.0, 1.0), (0.5, 0.5))):
         (group,) = lease(ledger, max_sequences=2)
@@ -804,7 +804,7 @@ def test_attempts_that_were_handed_back_are_not_called_poison():
     assert ledger.book.state.dropped == {"lease_exhausted": 1}
 
 
-def test_a_generator_that_leaves_or_never_heard_of_its_lease_costs_no_attempt():
+def test_leaving_or_losing_the_grant_costs_no_attempt():
     ledger = started(make_ledger(make_rules(max_attempts=1)))
     lease(ledger, max_sequences=4)
     ledger.release_all("generator-0", "lost", keep=[0])
@@ -880,7 +880,7 @@ def test_replaying_the_stored_events_rebuilds_an_equal_state():
     assert state_of(rebuilt) == state_of(ledger)
 
 
-def test_after_a_replay_the_run_goes_on_where_it_stood():
+def test_replayed_ledger_resumes_the_run_where_it_was():
     ledger = started(make_ledger(make_rules(total_steps=2)))
     make_ready(ledger, lease(ledger, max_sequences=4))
     ledger.training.deliver(V0)
@@ -985,7 +985,7 @@ def with_a_dead_letter() -> tuple[Ledger, int]:
     return ledger, group.group_id
 
 
-def test_a_group_without_a_reward_becomes_a_dead_letter_that_says_who_tried_what():
+def test_group_without_a_reward_becomes_a_dead_letter_with_all_failures():
     ledger, group_id = with_a_dead_letter()
     assert ledger.book.state.dropped == {"reward_unavailable": 1}
     letter = stored(ledger.book.state).dead_letters[group_id]
@@ -1024,7 +1024,7 @@ def test_a_dead_letter_is_not_issued_again_when_the_run_takes_no_more_prompts():
     assert ledger.book.state.dead_letters == {}
 
 
-def test_a_poisonous_prompt_is_a_dead_letter_that_names_whom_it_killed():
+def test_poisonous_prompt_is_a_dead_letter_that_names_its_victims():
     ledger = started(make_ledger(make_rules(groups_per_step=1, max_attempts=2)))
     for holder in ("generator-0@1", "generator-1@1"):
         lease(ledger, holder, max_sequences=2)
@@ -1142,7 +1142,7 @@ def test_what_waits_for_rewards_is_counted_the_same_by_a_broker_that_takes_over(
     assert ledger.book.index.eval_unscored == 0
 
 
-def test_a_run_without_checkpoints_remembers_so_many_steps_and_says_from_where_on():
+def test_run_without_checkpoints_keeps_max_history_steps_and_names_the_first():
     rules = make_rules(total_steps=9, groups_per_step=1, max_staleness_steps=0, max_history=4)
     ledger = started(make_ledger(rules))
     for _ in range(7):
@@ -1154,7 +1154,7 @@ def test_a_run_without_checkpoints_remembers_so_many_steps_and_says_from_where_o
     assert ledger.training.take_over(3).step == 3
 
 
-def test_the_time_in_which_nobody_could_be_heard_counts_in_no_term():
+def test_time_in_which_the_broker_was_blocked_counts_in_no_lease():
     ledger = started(make_ledger())
     first, second = lease(ledger, max_sequences=4, now_s=0.0)
     for tick in range(1, 8):  # late each time: every term was given anew, and nothing ever lapsed
@@ -1168,14 +1168,14 @@ def test_the_time_in_which_nobody_could_be_heard_counts_in_no_term():
     assert first.lease_id not in ledger.book.leases
 
 
-def test_a_generator_that_says_it_is_there_and_answers_nothing_keeps_no_lease_for_ever():
+def test_heartbeats_without_answers_do_not_keep_a_lease_for_ever():
     ledger = started(make_ledger(make_rules(max_lease_s=35.0)))
     (first,) = lease(ledger, max_sequences=2, now_s=0.0)
-    heard = {
+    lost_at = {
         now: ledger.heartbeat("generator-0", [first.lease_id], now_s=now)
         for now in (8.0, 16.0, 24.0, 32.0, 40.0)
     }
-    assert [now for now, lost in heard.items() if lost] == [40.0]
+    assert [now for now, lost in lost_at.items() if lost] == [40.0]
     assert ledger.expire(41.0) == 0
     assert ledger.expire(32.0 + LEASE_S + 0.1) == 1
     (again,) = lease(ledger, "generator-1", max_sequences=2, now_s=43.0)
@@ -1225,7 +1225,7 @@ def test_after_a_restart_of_the_broker_every_lease_has_one_full_term_again():
     assert not ledger.book.leases
 
 
-def test_where_nobody_could_be_heard_a_lease_may_be_held_for_its_whole_time_again():
+def test_renewed_leases_may_be_held_for_their_whole_time_again():
     ledger = started(make_ledger(make_rules(max_lease_s=3 * LEASE_S)))
     granted = [group.lease_id for group in lease(ledger, now_s=0.0)]
     ledger.renew_leases(1_000.0)
@@ -1235,7 +1235,7 @@ def test_where_nobody_could_be_heard_a_lease_may_be_held_for_its_whole_time_agai
 
 
 def test_history_is_forgotten_at_a_seal_that_holds_nothing_new():
-    """As where an older checkpoint was removed: what nobody can go back to is not kept."""
+    """As where an older checkpoint was removed: what no learner can go back to is not kept."""
     ledger = started(make_ledger(make_rules(groups_per_step=1)))
     for _ in range(3):
         make_ready(ledger, lease(ledger))

@@ -88,7 +88,7 @@ def test_silence_ends_leases_of_both_kinds_and_costs_an_attempt_to_score(parts: 
     assert parts.returned["returned"]
 
 
-def test_seconds_in_which_nobody_could_be_heard_end_nothing(parts: Parts):
+def test_seconds_in_which_the_broker_was_blocked_expire_nothing(parts: Parts):
     parts.submit(0)
     parts.lease_scoring()
     parts.book.postpone(5.0)
@@ -147,7 +147,7 @@ def test_a_reward_ends_the_wait_and_a_failure_prolongs_it(parts: Parts):
     assert parts.book.score(parts.score(7, 0, 1.0), WORKER, now_s=0.0) is None
 
 
-def test_a_trajectory_that_nobody_began_to_score_costs_no_attempt(parts: Parts):
+def test_handed_back_trajectory_costs_no_attempt(parts: Parts):
     parts.submit(0)
     (lease_id,) = parts.lease_scoring().values()
     assert parts.book.hand_back(WORKER, lease_id)

@@ -56,7 +56,7 @@ def test_a_worker_that_starts_anew_gives_everything_back():
     assert (queue.num_waiting, queue.leases_of("worker-1")) == (1, 1)
 
 
-def test_a_trajectory_whose_group_ended_is_forgotten_wherever_it_stands():
+def test_trajectory_of_an_ended_group_is_discarded_waiting_or_leased():
     queue = filled((0, 0), (0, 1))
     (lease_id,) = queue.lease("worker-0", 1, now_s=0.0)
     queue.discard((0, 0))
@@ -94,7 +94,7 @@ def test_what_one_worker_could_not_score_is_kept_for_another_as_long_as_there_is
     queue.failed((1, 0), "a", now_s=0.0)
     assert queue.lease("a@2", 1, now_s=2.0) == {}
     assert list(queue.lease("b@1", 1, now_s=2.0).values()) == [(1, 0)]
-    queue.release_all("b@1")  # it left: nobody else is there
+    queue.release_all("b@1")  # it left: there is no other
     assert list(queue.lease("a@2", 2, now_s=3.0).values()) == [(1, 0), (0, 0)]
 
 
@@ -127,7 +127,7 @@ def test_what_was_granted_and_never_arrived_waits_again_without_an_attempt():
     assert set(queue.lease("a", 2, now_s=0.0).values()) == {(0, 0), (0, 1)}
 
 
-def test_another_worker_that_fell_silent_keeps_nobody_from_trying_again():
+def test_silent_worker_does_not_block_a_retry_by_another():
     queue = filled((0, 0))
     queue.lease("b@1", 0, now_s=0.0)
     queue.failed((0, 0), "a", now_s=0.0)

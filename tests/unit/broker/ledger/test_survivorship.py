@@ -1,4 +1,4 @@
-"""The meter that tells whether long answers are trained as often as short ones."""
+"""The meter that shows whether long answers are trained as often as short ones."""
 
 import pytest
 

@@ -105,7 +105,7 @@ def test_the_newest_one_is_kept_however_large_it_is():
 WRONG = {"transfer": -1.0, "[/x]": 1.0, "a\x1b": 1.0, "Load": 1.0}  # figures, names
 
 
-def test_what_a_relay_says_is_bounded_and_can_be_written_as_json():
+def test_publish_record_of_a_relay_is_bounded_and_serializable():
     names = [f"{i}" + "n" * 999 for i in range(2 * MAX_MEMBERS)]
     hostile = PublishRecord(
         version=PolicyVersion(1, 1),

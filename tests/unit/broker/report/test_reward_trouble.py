@@ -1,4 +1,4 @@
-"""What is said of reward functions that fail, and how often."""
+"""What is logged about reward functions that fail, and how often."""
 
 from slipstream.broker.report.reward_trouble import RewardTrouble
 
@@ -11,8 +11,8 @@ def test_a_function_that_fails_often_is_named_with_numbers_and_the_reason():
             trouble.failed("f.py:bad", f"took longer than {i}")
         else:
             trouble.scored("f.py:bad")
-    said = "10 of the last 40 tries of f.py:bad gave no reward: took longer than 36"
-    assert trouble.said() == said
+    text = "10 of the last 40 tries of f.py:bad gave no reward: took longer than 36"
+    assert trouble.said() == text
 
 
 def test_a_few_failures_are_no_trouble_and_what_is_mended_is_forgotten():

@@ -1,4 +1,4 @@
-"""What a run leaves in its folder, written by the broker as it goes on."""
+"""What a run leaves in its folder, written by the broker during the run."""
 
 import asyncio
 import json
@@ -33,7 +33,7 @@ from tests.support.ledger_driver import (
 
 
 class ListTracker:
-    """Remembers what it was told."""
+    """Remembers what was logged."""
 
     def __init__(self) -> None:
         self.points: list[tuple[int, dict[str, float]]] = []
@@ -204,7 +204,7 @@ def test_packages_go_into_versions_json(run: RunSection):
     assert set(content) >= {"slipstream", "git_commit", "python", "seed"}
 
 
-def test_a_batch_that_is_told_twice_is_recorded_once(run: RunSection):
+def test_repeated_batch_is_recorded_once(run: RunSection):
     path = run.folder / "rollouts" / "batches.trajectories"
     records = FolderRecords(run, ListTracker(), keep_answers=0, batches=path)
     ledger = make_ledger()

@@ -178,7 +178,7 @@ def test_the_broker_is_busy_for_the_time_it_is_on_a_core(ledger: Ledger):
     assert broker.busy == pytest.approx(0.25)
 
 
-def test_members_are_as_the_relay_said_last(telemetry: Telemetry, ledger: Ledger):
+def test_members_are_those_of_the_newest_relay_report(telemetry: Telemetry, ledger: Ledger):
     one = MemberState(
         name="generator-0", state="behind", version=None, since_s=5.0, transport="tcp"
     )
@@ -187,7 +187,7 @@ def test_members_are_as_the_relay_said_last(telemetry: Telemetry, ledger: Ledger
     assert telemetry.status(ledger.book, ScoringQueue(lease_s=1.0)).members == [one]
 
 
-def test_what_a_relay_says_about_members_is_bounded(telemetry: Telemetry, ledger: Ledger):
+def test_members_in_a_relay_report_are_bounded(telemetry: Telemetry, ledger: Ledger):
     hostile = [
         MemberState(
             name="n" * 999,
@@ -228,7 +228,7 @@ def test_the_summary_of_a_large_fleet_stays_small(telemetry: Telemetry, ledger: 
     assert [one["version"] for one in summary["newest_publishes"]] == [[1, 57], [1, 58], [1, 59]]
 
 
-def test_what_waits_is_counted_by_its_age_in_steps_and_the_oldest_says_how_long(
+def test_waiting_groups_are_counted_by_lag_with_the_age_of_the_oldest(
     telemetry: Telemetry, time: Time, ledger: Ledger
 ):
     scoring = ScoringQueue(lease_s=1.0)
@@ -237,7 +237,7 @@ def test_what_waits_is_counted_by_its_age_in_steps_and_the_oldest_says_how_long(
     assert before.lags_in_flight == {"0": 3}
     generated = next(group for group in ledger.book.groups.values() if group.state == "generated")
     reward(ledger, generated.group_id, [0.0, 1.0])
-    telemetry.notice(ledger.book)  # nobody has asked yet
+    telemetry.notice(ledger.book)  # no status was asked for yet
     time.passes(7.0)
     after = telemetry.status(ledger.book, scoring)
     assert (after.queue_age_s, after.lags_in_queue) == (7.0, {"0": 1})

@@ -1,4 +1,4 @@
-"""The loop of whoever scores, against a broker and a reward of this file's own."""
+"""The loop of a scorer, against a broker and a reward of this file's own."""
 
 import asyncio
 from collections import deque
@@ -127,7 +127,7 @@ def test_a_reward_of_whole_groups_asks_for_whole_groups():
     assert all(request.whole_groups for request in broker.asked)
 
 
-def test_told_to_stop_it_takes_on_nothing_more_and_sends_what_it_has():
+def test_stopping_scorer_takes_no_more_work_and_sends_its_scores():
     async def body() -> Work:
         broker = Work(*(transcript("x") for _ in range(100)))
         worker = scorer(broker, Lengths(takes_s=0.002))

@@ -1,4 +1,4 @@
-"""Whoever is one too many waits outside; who is in is served, and the others come in later."""
+"""Connections beyond the limit wait outside; those inside are served, the others come in later."""
 
 import asyncio
 import socket
@@ -122,9 +122,9 @@ class StuckGate:
         raise PermissionError(1, "Operation not permitted")
 
 
-def test_a_gate_that_cannot_be_shut_is_said_and_the_socket_goes_on(short_folder: Path):
-    """The thread ended, and libzmq waited for ever to tell it of the next connection."""
-    said: list[str] = []
+def test_gate_that_cannot_shut_is_logged_and_the_socket_keeps_working(short_folder: Path):
+    """The thread ended, and libzmq waited for ever to pass it the next connection."""
+    logged: list[str] = []
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     router = context.socket(zmq.ROUTER)
     endpoint = f"ipc://{short_folder}/r.sock"
@@ -134,7 +134,7 @@ def test_a_gate_that_cannot_be_shut_is_said_and_the_socket_goes_on(short_folder:
         1,
         where=endpoint,
         setting="some",
-        log=lambda line, *words: said.append(line % words),
+        log=lambda line, *words: logged.append(line % words),
     )
     router.bind(endpoint)
     clients = [context.socket(zmq.DEALER) for _ in range(30)]
@@ -149,5 +149,5 @@ def test_a_gate_that_cannot_be_shut_is_said_and_the_socket_goes_on(short_folder:
     count.stop()
     router.close(0)
     context.term()
-    assert 1 <= len(said) <= 10
-    assert "cannot be limited: [Errno 1] Operation not permitted" in said[0]
+    assert 1 <= len(logged) <= 10
+    assert "cannot be limited: [Errno 1] Operation not permitted" in logged[0]

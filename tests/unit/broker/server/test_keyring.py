@@ -10,7 +10,7 @@ from slipstream.wire.errors import ConfigError
 from slipstream.wire.files.keys import read_client_key
 
 
-def test_a_key_is_made_once_for_a_name_and_says_what_it_is_for(tmp_path: Path):
+def test_key_is_made_once_per_name_and_records_its_role(tmp_path: Path):
     path = make_client_key(tmp_path, "gpu7", "generator")
     key = read_client_key(path)
     assert (key.name, key.role) == ("gpu7", "generator")
@@ -22,7 +22,7 @@ def test_a_key_is_made_once_for_a_name_and_says_what_it_is_for(tmp_path: Path):
         make_client_key(tmp_path, "gpu7", "learner")
 
 
-def test_nobody_else_can_read_a_secret(tmp_path: Path):
+def test_secrets_are_readable_by_their_owner_only(tmp_path: Path):
     make_client_key(tmp_path, "gpu7", "generator")
     for path in [*tmp_path.rglob("*.key"), *tmp_path.rglob("*.toml")]:
         assert path.stat().st_mode & 0o077 == 0, path
@@ -68,7 +68,7 @@ def test_a_name_that_is_none_for_a_file_is_refused(tmp_path: Path, name: str):
         make_client_key(tmp_path, name, "generator")
 
 
-def test_one_bad_file_shuts_out_nobody_else(tmp_path: Path):
+def test_one_bad_key_file_does_not_lock_out_other_keys(tmp_path: Path):
     ring = KeyRing(tmp_path)
     public = read_client_key(make_client_key(tmp_path, "good", "generator")).public
     (tmp_path / "authorized" / "bad.toml").write_bytes(b"\xff\xfe")

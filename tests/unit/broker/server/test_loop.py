@@ -2,15 +2,11 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 import pytest
-import zmq
-import zmq.asyncio
 from msgspec.structs import replace
 from typing_extensions import override
 
@@ -20,12 +16,9 @@ from slipstream.broker.ledger.commands import Ledger
 from slipstream.broker.ledger.effects import apply
 from slipstream.broker.ledger.events import TakenOver, Trained, decode_event
 from slipstream.broker.ledger.groups import Group
-from slipstream.broker.ledger.scoring_queue import ScoringQueue
 from slipstream.broker.ledger.state import decode_state
 from slipstream.broker.report.run_records import Frames, RunRecords
-from slipstream.broker.report.telemetry import Telemetry
-from slipstream.broker.server.loop import MAX_WAIT_S, BrokerServer, may_wait_s
-from slipstream.broker.store.group_commit import GroupCommitter
+from slipstream.broker.server.loop import MAX_WAIT_S, may_wait_s
 from slipstream.wire.errors import (
     ForbiddenError,
     NameTakenError,
@@ -51,7 +44,6 @@ from slipstream.wire.messages.broker import (
     Heartbeat,
     HeartbeatAnswer,
     Hello,
-    LeasedGroup,
     LeaseGroups,
     LeaseScoring,
     LedgerAnswer,
@@ -80,120 +72,18 @@ from slipstream.wire.messages.broker import (
     TookOver,
     Welcome,
 )
-from slipstream.wire.messages.codec import Frame, decode_answer, decode_transcript, encode
+from slipstream.wire.messages.codec import Frame, decode_transcript, encode
 from slipstream.wire.messages.ledger_view import LedgerView
-from slipstream.wire.messages.pieces import cut
 from slipstream.wire.messages.status import RunStatus
 from slipstream.wire.messages.trajectory import Prompt, Score, Transcript, VersionRun, transcript_of
 from slipstream.wire.messages.versions import PolicyVersion
 from slipstream.wire.messages.weightbus import RelayAddress
 from slipstream.wire.process.command_line import EXIT_SUPERSEDED, run_role
-from slipstream.wire.settings.sections import RunSection
 from tests.support.ledger_driver import RESPONSE_TOKENS, header, make_ledger, make_rules
 from tests.support.memory_store import MemoryStore
+from tests.support.running_broker import V0, Running, bare_socket, one_group, running, submit
 from tests.support.waiting import HANG_S, until_async
 from tests.support.wire_samples import MEMBERS, RECORD
-
-V0 = PolicyVersion(1, 0)
-
-
-@dataclass(slots=True)
-class Running:
-    endpoint: str
-    ledger: Ledger
-    server: BrokerServer
-    store: MemoryStore
-    task: "asyncio.Task[None]"
-    clients: list[BrokerClient] = field(default_factory=list)
-
-    async def client(self, role: Role, name: str) -> BrokerClient:
-        client, _ = await BrokerClient.connect(
-            self.endpoint, role=role, name=name, timeout_s=HANG_S
-        )
-        self.clients.append(client)
-        return client
-
-    @property
-    def status(self) -> RunStatus:
-        return self.server.report.status()
-
-
-@asynccontextmanager
-async def running(
-    folder: Path,
-    ledger: Ledger | None = None,
-    *,
-    store: MemoryStore | None = None,
-    cache_bytes: int = 1 << 20,
-    records: RunRecords | None = None,
-) -> AsyncIterator[Running]:
-    owned = ledger or make_ledger(make_rules(groups_per_step=1, total_steps=1))
-    store = store or MemoryStore()
-    committer = GroupCommitter(store)
-    server = BrokerServer(
-        ledger=owned,
-        scoring=ScoringQueue(lease_s=HANG_S),
-        committer=committer,
-        store=store,
-        telemetry=Telemetry(RunSection(name="run")),
-        run_name="run",
-        max_message_bytes=1_000_000,
-        scores_inline=True,
-        cache_bytes=cache_bytes,
-        records=records,
-    )
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    endpoint = f"ipc://{folder}/broker.sock"
-    task = asyncio.create_task(server.serve(context, endpoint))
-    writer = asyncio.create_task(committer.run())
-    it = Running(endpoint, owned, server, store, task)
-    try:
-        yield it
-        assert not task.done(), "the broker's loop ended"
-    finally:
-        for client in it.clients:
-            client.close()
-        for one in (task, writer):
-            one.cancel()
-            with suppress(asyncio.CancelledError):
-                await one
-        context.term()
-
-
-@asynccontextmanager
-async def bare_socket(endpoint: str) -> AsyncIterator[Callable[..., Awaitable[Answer]]]:
-    """Yield a function that sends frames as they are and returns the answer."""
-    context = zmq.asyncio.Context()
-    socket = context.socket(zmq.DEALER)
-    socket.setsockopt(zmq.LINGER, 0)
-    socket.connect(endpoint)
-
-    session = b""
-
-    async def ask(*frames: bytes, answered: bool = True) -> Answer:
-        nonlocal session
-        await socket.send_multipart([frames[0], session, *cut(frames[1:])])
-        if not answered:
-            return Done()
-        async with asyncio.timeout(HANG_S):
-            request_id, body = await socket.recv_multipart()
-        assert request_id == frames[0]
-        answer = decode_answer(body)
-        if isinstance(answer, Welcome):
-            session = answer.session
-        return answer
-
-    try:
-        yield ask
-    finally:
-        socket.close()
-        context.term()
-
-
-async def submit(client: BrokerClient, group_id: int, sibling: int) -> None:
-    frames = [b"payload %d" % sibling, b"response %d" % sibling]
-    message = SubmitTrajectory(header=header(group_id, sibling, V0, lease_id=group_id))
-    await client.ask(message, Done, frames=frames)
 
 
 def responses(transcripts: Sequence[Frame]) -> list[str]:
@@ -269,7 +159,7 @@ def test_a_run_of_one_step_goes_through_every_role(short_folder: Path):
     assert num_events == 10
 
 
-def test_a_client_that_did_not_say_hello_is_refused(short_folder: Path):
+def test_client_without_a_hello_is_refused(short_folder: Path):
     async def body() -> Answer:
         async with running(short_folder) as it, bare_socket(it.endpoint) as ask:
             return await ask(b"1", encode(GetStatus()))
@@ -290,7 +180,7 @@ def test_another_wire_revision_is_refused_with_both_numbers(short_folder: Path):
 def test_another_tokenizer_is_refused_with_both_names(short_folder: Path):
     async def body() -> None:
         async with running(short_folder) as it:
-            await it.client("learner", "learner")  # says nothing of a tokenizer
+            await it.client("learner", "learner")  # names no tokenizer
             known = Hello(role="generator", name="generator-0", tokenizer="aaaa")
             other = Hello(role="generator", name="generator-1", tokenizer="bbbb")
             async with bare_socket(it.endpoint) as ask:
@@ -321,7 +211,7 @@ def test_a_prompt_that_cannot_be_answered_is_dropped_and_replaced(short_folder: 
     assert asyncio.run(body()) == ({"overlong_prompt": 1}, "train 1")
 
 
-def test_who_says_goodbye_is_granted_nothing_that_it_asked_for_before(short_folder: Path):
+def test_goodbye_cancels_a_pending_request_for_work(short_folder: Path):
     async def body() -> tuple[GroupsLeased, GroupsLeased]:
         async with running(short_folder) as it:
             it.ledger.training.take_over(0)
@@ -342,7 +232,7 @@ def test_who_says_goodbye_is_granted_nothing_that_it_asked_for_before(short_fold
     assert [one.group_id for one in answer.groups] == [0]
 
 
-def test_a_run_that_is_told_to_end_says_why(short_folder: Path):
+def test_planned_stop_is_reported_with_its_reason(short_folder: Path):
     async def body() -> RunStatus:
         async with running(short_folder) as it:
             learner = await it.client("learner", "learner")
@@ -357,7 +247,7 @@ def test_a_run_that_is_told_to_end_says_why(short_folder: Path):
     assert status.stop_reason == "run.max_hours = 1 have passed"
 
 
-def test_malformed_frames_are_counted_and_the_loop_goes_on(short_folder: Path):
+def test_malformed_frames_are_counted_and_the_loop_keeps_running(short_folder: Path):
     async def body() -> tuple[list[Answer], int, Answer]:
         async with running(short_folder) as it, bare_socket(it.endpoint) as ask:
             refused = [
@@ -405,7 +295,7 @@ def test_what_the_ledger_refuses_comes_back_with_its_reason(
     assert rejected == 1
 
 
-def test_who_waits_for_work_is_answered_as_soon_as_there_is_some(short_folder: Path):
+def test_waiting_request_is_answered_as_soon_as_there_is_work(short_folder: Path):
     async def body() -> tuple[GroupsLeased, float]:
         async with running(short_folder) as it:
             loop = asyncio.get_running_loop()
@@ -442,7 +332,7 @@ def test_a_request_waits_as_long_as_it_asks_within_limits(asked_s: float, may_s:
     assert may_wait_s(asked_s) == may_s
 
 
-def test_who_waits_in_vain_is_told_what_for(short_folder: Path):
+def test_unfilled_batch_request_is_answered_with_what_is_missing(short_folder: Path):
     async def body() -> BatchNotReady:
         async with running(short_folder) as it:
             learner = await it.client("learner", "learner")
@@ -513,9 +403,7 @@ def test_an_observer_changes_nothing(short_folder: Path):
     assert (status.run_name, names, status.issued) == ("run", ["broker"], 0)
 
 
-def test_what_the_relay_says_about_engines_reaches_whoever_asks_and_nobody_else_may_say_it(
-    short_folder: Path,
-):
+def test_only_a_relay_may_report_engines_and_observers_see_the_report(short_folder: Path):
     reports: list[Request] = [PublishReport(record=RECORD), RelayReport(members=MEMBERS)]
 
     async def body() -> tuple[RunStatus, int]:
@@ -541,7 +429,7 @@ def test_what_the_relay_says_about_engines_reaches_whoever_asks_and_nobody_else_
     assert next(one.role for one in status.roles if one.name == "relay") == "relay"
 
 
-def test_a_generator_is_told_where_the_relay_said_that_it_is(short_folder: Path):
+def test_generator_gets_the_address_that_the_relay_reported(short_folder: Path):
     door = RelayAddress(endpoint="tcp://h:1", bulk_endpoint="tcp://h:2", key="k" * 40)
 
     async def body() -> list[RelayPlace]:
@@ -562,8 +450,8 @@ def test_a_generator_is_told_where_the_relay_said_that_it_is(short_folder: Path)
 
 def test_a_broker_that_is_not_there_is_reported_by_its_address(short_folder: Path):
     async def body() -> None:
-        endpoint = f"ipc://{short_folder}/nobody.sock"
-        with pytest.raises(PeerLostError, match=r"nobody\.sock did not answer Hello"):
+        endpoint = f"ipc://{short_folder}/none.sock"
+        with pytest.raises(PeerLostError, match=r"none\.sock did not answer Hello"):
             await BrokerClient.connect(endpoint, role="learner", name="learner", timeout_s=0.05)
 
     asyncio.run(body())
@@ -581,13 +469,6 @@ async def read_back(store: MemoryStore) -> Ledger:
         apply(ledger.book, decode_event(event))
     ledger.restarted(0.0)
     return ledger
-
-
-async def one_group(learner: BrokerClient, generator: BrokerClient) -> LeasedGroup:
-    await learner.ask(TakeOver(step=0), TookOver)
-    work = LeaseGroups(adopted=V0, max_sequences=2, wait_s=30.0)
-    leased, _ = await generator.ask(work, GroupsLeased)
-    return leased.groups[0]
 
 
 def test_clients_come_back_to_a_new_broker_and_nothing_is_done_twice(short_folder: Path):
@@ -672,9 +553,7 @@ def test_a_lease_whose_grant_was_lost_with_the_broker_is_granted_again(short_fol
 
 
 @pytest.mark.parametrize("role", ["learner", "generator", "reward_worker"])
-def test_a_second_process_of_a_name_disturbs_nobody_and_waits_until_the_first_has_gone(
-    short_folder: Path, role: Role
-):
+def test_second_process_of_a_name_waits_until_the_first_has_gone(short_folder: Path, role: Role):
     """It ended the first one, and with it the run, before it had done anything itself."""
 
     async def body() -> None:
@@ -716,7 +595,7 @@ def test_a_learner_of_another_name_takes_over_only_when_the_first_has_gone(short
     asyncio.run(body())
 
 
-def test_a_second_process_whose_patience_ends_is_told_who_has_its_name(
+def test_second_process_of_a_name_gives_up_and_names_the_holder(
     short_folder: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """By exit code 3: bad settings (2) would end a run that started it again."""
@@ -773,7 +652,7 @@ def test_a_worker_scores_the_prompt_that_was_issued_whatever_a_generator_sends(s
     assert (transcript.response, transcript.num_response_tokens) == ("mine", RESPONSE_TOKENS)
 
 
-def test_nobody_answers_what_another_leased(short_folder: Path):
+def test_answers_to_the_lease_of_another_are_refused(short_folder: Path):
     async def body() -> dict[str, int]:
         async with running(short_folder) as it:
             generator = await it.client("generator", "generator-0")
@@ -884,7 +763,7 @@ def test_a_learner_takes_over_while_the_batch_of_the_one_before_is_being_recorde
 
     async def body() -> None:
         records = SlowRecords()
-        asyncio.get_running_loop().set_exception_handler(lambda _, said: mishaps.append(said))
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: mishaps.append(context))
         rules = make_rules(groups_per_step=1, total_steps=2, replay_budget_bytes=0)
         async with running(short_folder, make_ledger(rules), records=records) as it:
             learner = await learner_with_a_batch(it)
@@ -903,14 +782,16 @@ def test_a_learner_takes_over_while_the_batch_of_the_one_before_is_being_recorde
             records.may_end.set()
             await until_async(lambda: records.steps == [0], "the batch is not recorded")
             unheard = it.server.telemetry.rejected
-            await until_async(lambda: unheard["unreachable"], "nobody hears of the commit")
+            await until_async(
+                lambda: unheard["unreachable"], "the answer to the commit is not given up"
+            )
             assert unheard["unreachable"] == 1
 
     asyncio.run(body())
     assert mishaps == []
 
 
-def test_a_commit_that_is_said_twice_while_its_batch_is_read_is_answered_twice(short_folder: Path):
+def test_commit_repeated_while_its_batch_is_read_is_answered_twice(short_folder: Path):
     async def body() -> None:
         records = SlowRecords()
         records.may_end.set()
@@ -951,7 +832,7 @@ def test_a_rejected_batch_is_answered_with_other_groups(short_folder: Path):
     assert asyncio.run(body()) == {"nonfinite": 1}
 
 
-def test_the_account_names_the_oldest_items_and_who_holds_what(short_folder: Path):
+def test_account_names_the_oldest_items_and_their_holders(short_folder: Path):
     async def body() -> LedgerView:
         async with running(short_folder) as it:
             learner = await it.client("learner", "learner")
@@ -1006,7 +887,7 @@ def test_more_dead_letters_than_one_answer_holds_are_all_listed_in_order(short_f
     assert asyncio.run(body()) == list(range(240))
 
 
-def test_a_late_reward_counts_once_and_one_that_nobody_leased_does_not(short_folder: Path):
+def test_late_reward_counts_once_and_one_without_a_lease_does_not(short_folder: Path):
     async def body() -> tuple[int, int]:
         async with running(short_folder) as it:
             learner = await it.client("learner", "learner")

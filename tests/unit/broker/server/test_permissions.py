@@ -1,4 +1,4 @@
-"""Who may say what."""
+"""Which role may send which request."""
 
 from typing import get_args
 
@@ -53,9 +53,9 @@ def test_a_request_is_taken_from_its_roles_alone(request_: Request, roles: set[R
     assert {role for role in get_args(Role) if may_send(role, request_)} == roles
 
 
-def test_a_relay_says_hello_and_what_the_weight_bus_does_and_nothing_else():
-    said = {kind for kind, roles in ALLOWED.items() if "relay" in roles}
-    assert said == {Hello, RoleReport, PublishReport, RelayReport}
+def test_relay_may_send_only_hello_and_weight_bus_reports():
+    allowed = {kind for kind, roles in ALLOWED.items() if "relay" in roles}
+    assert allowed == {Hello, RoleReport, PublishReport, RelayReport}
 
 
 def test_a_generator_scores_only_where_that_is_wanted():

@@ -1,4 +1,4 @@
-"""Who is on the other side of each connection."""
+"""The client at the other end of each connection."""
 
 from typing import cast
 
@@ -38,7 +38,7 @@ def test_a_second_hello_on_a_connection_ends_the_first_session():
     assert known.find(second.token, peer(1)) is second
 
 
-def test_where_there_is_no_room_the_oldest_client_says_hello_again(monkeypatch: pytest.MonkeyPatch):
+def test_full_session_table_evicts_the_oldest_client(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(sessions, "MAX_CLIENTS", 2)
     known = Sessions()
     oldest = known.hello(peer(1), hello("a"))
@@ -88,7 +88,7 @@ def test_names_belong_to_their_key():
     assert all(known.is_current(session) for session in (learner, first, second))
 
 
-def test_one_key_pushes_out_nobody_elses_clients(monkeypatch: pytest.MonkeyPatch):
+def test_clients_of_one_key_evict_only_each_other(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(sessions, "MAX_CLIENTS", 2)
     known = Sessions({"A": Holder(name="a", role="reward_worker", public="A")}.get)
     learner = known.hello(peer(0), Hello(role="learner", name="learner"))
@@ -106,7 +106,7 @@ def test_the_relay_of_a_learner_has_the_learners_key():
 
 
 @pytest.mark.parametrize(
-    ("made_for", "said"),
+    ("made_for", "asked_for"),
     [
         ("relay", "learner"),
         ("generator", "relay"),
@@ -116,10 +116,10 @@ def test_the_relay_of_a_learner_has_the_learners_key():
         ("learner", "operator"),
     ],
 )
-def test_a_key_is_good_for_no_role_beyond_its_own(made_for: Role, said: Role):
+def test_a_key_is_good_for_no_role_beyond_its_own(made_for: Role, asked_for: Role):
     known = Sessions({"A": Holder(name="a", role=made_for, public="A")}.get)
-    with pytest.raises(ForbiddenError, match=f"was made for the role {made_for}, not {said}"):
-        known.hello(peer(1, "A"), Hello(role=said, name="x"))
+    with pytest.raises(ForbiddenError, match=f"was made for the role {made_for}, not {asked_for}"):
+        known.hello(peer(1, "A"), Hello(role=asked_for, name="x"))
 
 
 @pytest.mark.parametrize("name", ["", "a/b", "a@b", "a\nb", "x" * 101])
@@ -161,7 +161,7 @@ def test_a_role_that_died_is_replaced_at_its_first_hello():
     assert known.is_current(known.hello(peer(2), hello("a", incarnation="second")))
 
 
-def test_after_a_restart_of_the_broker_who_had_a_name_has_a_moment_to_come_back():
+def test_restarted_broker_reserves_a_name_for_its_last_holder_for_a_moment():
     may = [True]
     known = Sessions(
         is_there=lambda _: True, may_come_back=lambda _, holder: may[0] and holder != "a@first"

@@ -50,7 +50,7 @@ def with_committer(body: Body, *, max_transaction_bytes: int = 1_000) -> None:
 
 
 async def settle() -> None:
-    """Let everything that can go on go on."""
+    """Let every task run as far as it can."""
     for _ in range(20):
         await asyncio.sleep(0)
 
@@ -131,7 +131,7 @@ def test_payloads_transcripts_and_snapshots_count_as_backlog():
 
 
 @pytest.mark.parametrize("error", [SupersededError("generation"), StoreLostError("gone")])
-def test_a_store_that_fails_ends_the_loop_and_everyone_who_waits(error: Exception):
+def test_store_failure_ends_the_loop_and_all_waiting_commits(error: Exception):
     async def run() -> None:
         store = SlowStore()
         store.error = error
@@ -155,7 +155,7 @@ def test_a_store_that_fails_ends_the_loop_and_everyone_who_waits(error: Exceptio
     asyncio.run(run())
 
 
-def test_whoever_waits_is_cancelled_with_the_loop():
+def test_waiting_commits_are_cancelled_with_the_loop():
     async def body(committer: GroupCommitter, store: SlowStore) -> None:
         waiting = asyncio.create_task(committer.commit(Changes([b"0"])))
         await settle()
@@ -169,7 +169,7 @@ def test_whoever_waits_is_cancelled_with_the_loop():
     with_committer(body)
 
 
-def test_a_waiter_who_gives_up_does_not_disturb_the_others():
+def test_cancelled_waiter_does_not_disturb_the_others():
     async def body(committer: GroupCommitter, store: SlowStore) -> None:
         first = asyncio.create_task(committer.commit(Changes([b"0"])))
         second = asyncio.create_task(committer.commit(Changes([b"1"])))

@@ -28,7 +28,7 @@ class Written:
         self.written += len(events)
 
 
-def test_the_life_of_an_item_is_told_from_its_issue_to_its_checkpoint(tmp_path: Path):
+def test_item_history_covers_issue_to_checkpoint(tmp_path: Path):
     it = Written(tmp_path / "ledger")
     it.ledger.training.take_over(0)
     granted = lease(it.ledger, max_sequences=4)
@@ -80,7 +80,7 @@ def test_a_group_is_found_without_reading_what_was_written_before_it(tmp_path: P
     it.trail.close()
     lives = {g: trace_item(read_trail(tmp_path), f"g{g}") for g in (newest, newest - 20)}
     oldest = segments_in(tmp_path)[0]
-    oldest.write_bytes(struct.pack("<IQd4s", 4, 0, 0.0, b"\xff" * 4))  # whoever reads it fails
+    oldest.write_bytes(struct.pack("<IQd4s", 4, 0, 0.0, b"\xff" * 4))  # reading it fails
     for group_id, life in lives.items():
         assert life is not None
         assert trace_group(tmp_path, group_id) == life

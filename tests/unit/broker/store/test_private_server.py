@@ -1,4 +1,4 @@
-"""When the private server is started again, and when nobody tries any more."""
+"""When the private server is started again, and when no more attempts are made."""
 
 from slipstream.broker.store.private_server import Restarts
 

@@ -1,4 +1,4 @@
-"""What `slipstream dashboard` says of a run whose broker answers, does not answer, or has ended."""
+"""What `slipstream dashboard` reports: a broker answers, does not answer, or the run has ended."""
 
 from pathlib import Path
 
@@ -19,7 +19,7 @@ WRITTEN = "1970-01-01 00:16:40 UTC"
 
 
 @pytest.mark.parametrize("outcome", ["finished", "stopped"])
-def test_a_run_that_has_ended_says_how(outcome: str):
+def test_ended_run_is_described_with_its_outcome(outcome: str):
     text = described(STORED, outcome)
     assert text == f"the run has ended ({outcome}); its figures were last recorded at {WRITTEN}"
     assert shown_outcome(STORED, outcome) == outcome
@@ -33,7 +33,7 @@ def test_a_broker_that_does_not_answer_is_not_taken_for_the_end(outcome: str):
     assert shown_outcome(STORED, outcome) == f"last recorded at {WRITTEN}"
 
 
-def test_the_end_that_the_broker_wrote_last_counts_where_the_summary_says_nothing():
+def test_outcome_recorded_by_the_broker_counts_without_a_summary():
     ended = replace(STORED, status=replace(STATUS, outcome="finished"))
     assert shown_outcome(ended, "") == "finished"
     assert described(ended, "").startswith("the run has ended (finished)")

@@ -7,13 +7,13 @@ import pytest
 from slipstream.deploy.commands.export import checkpoint_of, held_checkpoint, let_go, out_folder
 from slipstream.deploy.commands.replay import recorded_file
 from slipstream.wire.errors import ConfigError
-from tests.unit.wire.files.test_checkpoints import write
+from tests.support.checkpoint_infos import write_checkpoint
 
 
-def test_a_run_stands_for_its_newest_checkpoint_and_no_name_for_the_newest_run(tmp_path: Path):
-    old, new = write(tmp_path / "a", 1, 40), write(tmp_path / "b", 1, 7)
+def test_run_means_its_newest_checkpoint_and_no_name_the_newest_run(tmp_path: Path):
+    old, new = write_checkpoint(tmp_path / "a", 1, 40), write_checkpoint(tmp_path / "b", 1, 7)
     os.utime(old / "checkpoint.json", (1, 1))
-    write(tmp_path / "a", 1, 20)
+    write_checkpoint(tmp_path / "a", 1, 20)
     os.utime(tmp_path / "a" / "checkpoints" / "step-000020" / "checkpoint.json", (1, 1))
     assert checkpoint_of(tmp_path / "a", best=False) == old
     assert checkpoint_of(new, best=False) == new
@@ -22,7 +22,7 @@ def test_a_run_stands_for_its_newest_checkpoint_and_no_name_for_the_newest_run(t
 
 def test_what_is_exported_outlives_the_checkpoint_that_a_live_run_removes(tmp_path: Path):
     run = tmp_path / "a b"
-    checkpoint = write(run, 1, 40)
+    checkpoint = write_checkpoint(run, 1, 40)
     (checkpoint / "weights").write_bytes(b"w" * 9)
     left = run / ".export-999999999"
     left.mkdir()
@@ -38,7 +38,7 @@ def test_what_is_exported_outlives_the_checkpoint_that_a_live_run_removes(tmp_pa
 def test_a_checkpoint_that_goes_while_it_is_linked_makes_room_for_the_next(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    newest, older = write(tmp_path, 1, 40), write(tmp_path, 1, 20)
+    newest, older = write_checkpoint(tmp_path, 1, 40), write_checkpoint(tmp_path, 1, 20)
     link = os.link
 
     def removed_meanwhile(source: str, target: str) -> None:
@@ -51,13 +51,13 @@ def test_a_checkpoint_that_goes_while_it_is_linked_makes_room_for_the_next(
 
 
 def test_a_checkpoint_that_is_named_is_read_where_it_is(tmp_path: Path):
-    checkpoint = write(tmp_path / "a", 1, 40)
+    checkpoint = write_checkpoint(tmp_path / "a", 1, 40)
     assert held_checkpoint(checkpoint, best=False) == (checkpoint, checkpoint)
 
 
 def test_what_names_no_checkpoint_is_refused(tmp_path: Path):
     run = tmp_path / "a"
-    checkpoint = write(run, 1, 40)
+    checkpoint = write_checkpoint(run, 1, 40)
     (tmp_path / "empty" / "checkpoints").mkdir(parents=True)
     for target, best, message in (
         (tmp_path, False, "neither a run with checkpoints nor a checkpoint"),
@@ -72,7 +72,7 @@ def test_what_names_no_checkpoint_is_refused(tmp_path: Path):
 
 
 def test_the_folder_to_write_is_the_runs_or_one_that_holds_nothing(tmp_path: Path):
-    checkpoint = write(tmp_path / "a", 1, 40)
+    checkpoint = write_checkpoint(tmp_path / "a", 1, 40)
     assert out_folder(checkpoint, None) == tmp_path / "a" / "model"
     assert out_folder(checkpoint, tmp_path / "new") == tmp_path / "new"
     with pytest.raises(ConfigError, match="exists already"):
@@ -81,7 +81,7 @@ def test_the_folder_to_write_is_the_runs_or_one_that_holds_nothing(tmp_path: Pat
         out_folder(tmp_path, None)
 
 
-def test_a_run_stands_for_the_batches_it_recorded(tmp_path: Path):
+def test_run_means_the_batches_it_recorded(tmp_path: Path):
     with pytest.raises(ConfigError, match=r"holds no rollouts/batches\.trajectories"):
         recorded_file(tmp_path)
     file = tmp_path / "rollouts" / "batches.trajectories"

@@ -15,9 +15,9 @@ def run(action: str, *names: str, folder: Path | None = None, role: str = "gener
 
 def test_a_key_is_made_listed_and_revoked(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert run("make", "gpu7", "gpu8", folder=tmp_path) == 0
-    said = capsys.readouterr().out
-    assert str(tmp_path / "clients" / "gpu7.key") in said
-    assert "run.key_file=gpu8.key" in said
+    printed = capsys.readouterr().out
+    assert str(tmp_path / "clients" / "gpu7.key") in printed
+    assert "run.key_file=gpu8.key" in printed
     assert run("revoke", "gpu7", folder=tmp_path) == 0
     capsys.readouterr()
     assert keys("list", (), role="", folder=tmp_path, config=None, as_json=True) == 0
@@ -27,7 +27,7 @@ def test_a_key_is_made_listed_and_revoked(tmp_path: Path, capsys: pytest.Capture
     assert "secret" not in json.dumps(listed)
 
 
-def test_the_keys_of_a_run_are_where_its_settings_say(
+def test_keys_of_a_run_are_in_the_folder_of_its_settings(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     config = tmp_path / "run.toml"

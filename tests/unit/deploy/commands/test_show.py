@@ -91,7 +91,7 @@ def test_answers_of_the_newest_evaluation_or_of_one_step(run: Path):
         shown(run, evaluation=True, step=2)
 
 
-def test_a_run_without_recordings_says_which_setting_makes_them(tmp_path: Path):
+def test_run_without_recordings_names_the_setting_for_them(tmp_path: Path):
     with pytest.raises(ConfigError, match=r"learner\.rollouts_per_step"):
         shown(tmp_path)
 

@@ -36,7 +36,7 @@ def terminal() -> Iterator[tuple[int, int]]:
     os.close(theirs)
 
 
-def test_without_a_broker_json_says_so(folder: Path):
+def test_json_without_a_broker_reports_that_none_runs(folder: Path):
     with pytest.raises(PeerLostError, match="no broker runs"):
         top(folder, as_json=True)
 
@@ -86,7 +86,7 @@ def test_the_terminal_is_as_before_after_an_error_too(terminal: tuple[int, int])
     assert termios.tcgetattr(theirs) == before
 
 
-def test_nobody_types_into_what_is_no_terminal():
+def test_no_keys_are_read_without_a_terminal():
     with keys_of(None) as keys:
         assert keys.pressed(0.0) == ""
 
@@ -101,7 +101,7 @@ def test_ctrl_c_ends_in_order_and_a_signal_ends_the_process():
     assert signal.getsignal(signal.SIGTERM) == handler
 
 
-def test_a_broker_that_does_not_answer_is_told_from_a_run_that_has_ended():
+def test_unanswering_broker_and_ended_run_are_distinguished():
     assert trouble_of("", 0.9, "") == ""
     silent = trouble_of("", 4.0, "")
     assert "the broker has not answered for 4 s and is asked every second" in silent

@@ -1,4 +1,4 @@
-"""The file is what the trace event format says, and what stands on a lane nests."""
+"""The file is in the trace event format, and the spans of a lane nest."""
 
 import io
 import json
@@ -55,7 +55,7 @@ def record(folder: Path) -> None:
     """Two steps by two generators; one group is handed back, one is still being answered."""
     run = Recorded(folder)
     ledger = run.ledger
-    told = {f"{PHASE_TIME}{name}": seconds for name, seconds in PHASE_S.items()}
+    phase_times = {f"{PHASE_TIME}{name}": seconds for name, seconds in PHASE_S.items()}
     ledger.training.take_over(0)
     run.write()
     for step in range(2):
@@ -74,7 +74,7 @@ def record(folder: Path) -> None:
             make_ready(ledger, lease(ledger, "generator-0@a", max_sequences=4))
             ledger.training.deliver(version, step=version.step + 1)
             run.write()
-        ledger.training.commit(version.next(), {**told, "reward/mean": 0.5})
+        ledger.training.commit(version.next(), {**phase_times, "reward/mean": 0.5})
         run.write()
     lease(ledger, "generator-1@b", max_sequences=2)
     ledger.training.seal(ledger.book.version, 2, oldest_kept=2)
@@ -106,8 +106,8 @@ def read(folder: Path, *, max_spans: int = 1_000) -> tuple[list[dict[str, Any]],
     console = Console(file=io.StringIO(), width=200)
     out = folder / "out.json"
     write_trace(folder, out, console, max_spans=max_spans)
-    said: str = console.file.getvalue()  # type: ignore[attr-defined]
-    return json.loads(out.read_text())["traceEvents"], said
+    printed: str = console.file.getvalue()  # type: ignore[attr-defined]
+    return json.loads(out.read_text())["traceEvents"], printed
 
 
 def lanes(events: list[dict[str, Any]]) -> dict[tuple[str, str], list[dict[str, Any]]]:
@@ -144,7 +144,7 @@ def test_every_event_has_what_the_format_asks_for(folder: Path):
             assert event.get("dur", 0) >= 0
 
 
-def test_what_stands_on_a_lane_nests(folder: Path):
+def test_spans_of_a_lane_nest(folder: Path):
     events, _ = read(folder)
     for spans in lanes(events).values():
         open_until: list[int] = []
@@ -156,7 +156,7 @@ def test_what_stands_on_a_lane_nests(folder: Path):
             open_until.append(end)
 
 
-def test_each_lease_stands_in_the_process_that_held_it(folder: Path):
+def test_each_lease_is_in_the_process_that_held_it(folder: Path):
     events, _ = read(folder)
     leases = {
         (process, span["name"]): span["args"]["ended"]
@@ -192,20 +192,20 @@ def test_the_learner_has_a_lane_of_steps_and_one_per_phase(folder: Path):
 
 
 def test_phases_end_with_their_step():
-    told = {"time/phase/wait": 3.0, "time/phase/train": 9.0, "time/phase/pack": 0.0}
-    spans = list(phase_spans(10.0, 15.0, told))
+    phase_times = {"time/phase/wait": 3.0, "time/phase/train": 9.0, "time/phase/pack": 0.0}
+    spans = list(phase_spans(10.0, 15.0, phase_times))
     assert [(span.name, span.start_s, span.end_s) for span in spans] == [
         ("wait", 10.0, 13.0),
         ("train", 13.0, 15.0),
     ]
 
 
-def test_publishes_that_are_missing_are_told(folder: Path):
-    _, said = read(folder)
-    assert "6 older publishes were left out" in said
+def test_missing_publishes_are_reported(folder: Path):
+    _, printed = read(folder)
+    assert "6 older publishes were left out" in printed
     (folder / "summary.json").write_text('{"newest_publishes": 3')
-    events, said = read(folder)
-    assert "summary.json cannot be read" in said
+    events, printed = read(folder)
+    assert "summary.json cannot be read" in printed
     assert ("weight bus", "publish 0") not in lanes(events)
     assert ("learner", "step") in lanes(events)
 
@@ -237,11 +237,11 @@ def test_how_busy_each_process_was_is_a_curve(folder: Path):
     assert [event["args"]["generator-0"] for event in curve] == [0.2, 0.5]
 
 
-def test_what_is_too_much_is_cut_from_the_beginning_and_said(folder: Path):
-    _, said = read(folder)
-    assert "spans were left out" not in said
-    events, said = read(folder, max_spans=3)
-    assert "older spans were left out: 3 is the limit (--max-spans)" in said
+def test_oldest_spans_beyond_the_limit_are_cut_and_reported(folder: Path):
+    _, printed = read(folder)
+    assert "spans were left out" not in printed
+    events, printed = read(folder, max_spans=3)
+    assert "older spans were left out: 3 is the limit (--max-spans)" in printed
     trail = [e for e in events if e["ph"] == "X" and e["cat"] not in {"publish", "weights"}]
     assert len(trail) == 3
 
@@ -260,7 +260,7 @@ def test_a_clock_that_was_set_back_makes_no_span_of_negative_length(tmp_path: Pa
     assert {event["dur"] for event in events if event["ph"] == "X"} == {0}
 
 
-def test_a_run_without_a_trail_says_which_setting_makes_one(tmp_path: Path):
+def test_run_without_a_trail_names_the_setting_for_one(tmp_path: Path):
     with pytest.raises(ConfigError, match=r"broker\.max_trail_bytes"):
         main(Namespace(folder=tmp_path, out=None, max_spans=1))
     (tmp_path / TRAIL).mkdir()

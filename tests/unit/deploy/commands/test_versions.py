@@ -1,4 +1,4 @@
-"""Who holds what since when, and how the publishes went, as a person reads it."""
+"""Which engine holds which version since when, and how the publishes went, as readable text."""
 
 import io
 import json
@@ -81,7 +81,7 @@ def changed(**fields: object) -> VersionsView:
     return msgspec.structs.replace(VIEW, **fields)
 
 
-def test_each_engine_stands_with_its_state_its_version_and_since_when():
+def test_each_engine_is_shown_with_state_version_and_duration():
     text = shown(VIEW)
     assert "as the relay reported 0.4 s ago" in text
     first = line(text, "generator-0  ")
@@ -98,14 +98,14 @@ def test_a_failure_is_shown_whole_and_no_terminal_obeys_it():
     assert "\x1b" not in text
 
 
-def test_an_engine_does_not_look_alive_when_the_relay_is_silent():
+def test_engine_is_not_shown_as_alive_while_the_relay_is_silent():
     text = shown(changed(relay_silent_s=75.0))
     assert "before the relay went silent 75 s ago" in text
     assert line(text, "generator-0  ")[1:3] == ["was", "current"]
     assert "4 s" not in text
 
 
-def test_where_no_relay_was_heard_nothing_is_said_about_engines():
+def test_without_a_relay_report_the_engines_are_unknown():
     text = shown(changed(relay_silent_s=None, members=[], publishes=[]))
     assert "not known: no relay has reported to this broker" in text
     assert "no version yet" in text
@@ -117,7 +117,7 @@ def test_an_engine_that_left_is_named_with_the_version_that_it_ran_last():
     assert "no longer there: generator-1 (v1.2)" in text
 
 
-def test_a_publish_stands_with_its_size_its_transports_and_who_adopted_it():
+def test_publish_is_shown_with_size_transports_and_adoptions():
     mixed = publish(
         2,
         adopted_by={"generator-0": 0.25},
@@ -132,7 +132,7 @@ def test_a_publish_stands_with_its_size_its_transports_and_who_adopted_it():
     ]
 
 
-def test_phases_stand_in_their_order_and_only_those_that_there_were():
+def test_only_reported_phases_are_shown_in_their_order():
     late = publish(2, phase_seconds={"receive": 1.5, "digest": 0.1, "swim": 1.0})
     text = shown(changed(publishes=[publish(1), late], members=[]))
     head = next(one.split() for one in text.splitlines() if "swim" in one)
@@ -144,7 +144,7 @@ def test_phases_stand_in_their_order_and_only_those_that_there_were():
     ]
 
 
-def test_those_who_were_left_out_for_one_reason_stand_together():
+def test_engines_left_out_for_the_same_reason_share_a_line():
     failed = {f"generator-{i}": "another engine of its group failed" for i in range(5)}
     record = publish(2, adopted_by={}, failed=failed | {"generator-5": "did not answer Pause"})
     text = shown(changed(publishes=[record]))
@@ -174,7 +174,7 @@ def test_a_hundred_columns_are_enough():
     assert "1 collective, 1 disk, 1 tcp" in text
 
 
-def test_the_age_of_what_the_relay_said_is_that_of_its_last_word():
+def test_age_of_the_engine_states_is_that_of_the_last_relay_report():
     relay = RoleStatus(
         name="relay",
         role="relay",
@@ -224,7 +224,7 @@ def test_a_run_that_ended_is_read_from_its_summary(run: Path):
     assert "v1.2" in text
 
 
-def test_a_run_whose_broker_died_says_as_of_which_step(run: Path):
+def test_run_with_a_dead_broker_is_shown_as_of_its_last_step(run: Path):
     finished(run, steps=5)
     assert printed(run).startswith("as of step 5: no broker answers for")
 
@@ -256,7 +256,7 @@ def _another_summary(run: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("prepare", "says"),
+    ("prepare", "message"),
     [
         (_no_summary, "no broker answers for .* cannot be read: No such file"),
         (_half_a_summary, "summary.json is not a summary of this version"),
@@ -264,10 +264,10 @@ def _another_summary(run: Path) -> None:
     ],
 )
 def test_a_run_without_a_broker_or_a_summary_is_named(
-    prepare: Callable[[Path], None], says: str, run: Path
+    prepare: Callable[[Path], None], message: str, run: Path
 ):
     prepare(run)
-    with pytest.raises(ConfigError, match=says):
+    with pytest.raises(ConfigError, match=message):
         printed(run)
 
 

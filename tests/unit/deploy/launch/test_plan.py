@@ -1,4 +1,4 @@
-"""Who runs where, and what memory that takes."""
+"""Which role runs where, and what memory that takes."""
 
 import io
 import json
@@ -116,7 +116,7 @@ def test_one_gpu_is_shared_only_when_asked(tmp_path: Path):
         plan_roles(apart, Path("resolved.toml"), gpus=())
 
 
-def test_a_learner_that_is_started_again_is_told_what_was_saved_before_this_start(tmp_path: Path):
+def test_restarted_learner_gets_the_epoch_saved_before_this_start(tmp_path: Path):
     checkpoints = tmp_path / "runs" / "a" / "checkpoints"
     for epoch, step in ((1, 20), (2, 40), (3, 10)):
         saved = checkpoints / checkpoint_name(step)
@@ -124,10 +124,10 @@ def test_a_learner_that_is_started_again_is_told_what_was_saved_before_this_star
         info = checkpoint_info(PolicyVersion(epoch, step))
         (saved / INFO_FILE).write_bytes(msgspec.json.encode(info))
     run = (f"run.dir={tmp_path}/runs", "run.name=a")
-    for resume_from, told in ((saved, ("--begun-after", "3")), ("", ())):
+    for resume_from, added in ((saved, ("--begun-after", "3")), ("", ())):
         config = config_of("qwen2.5-1.5b-1gpu", tmp_path, *run, f"run.resume_from={resume_from}")
         plans = {plan.name: plan for plan in plan_roles(config, Path("resolved.toml"), gpus=())}
-        assert plans["learner"].restart_arguments == ("--resume", "auto", *told)
+        assert plans["learner"].restart_arguments == ("--resume", "auto", *added)
 
 
 def test_more_ranks_than_gpus_on_a_host_are_refused(tmp_path: Path):

@@ -37,7 +37,7 @@ def test_auto_takes_the_newest_checkpoint_of_the_newest_run_that_has_one(tmp_pat
     assert (point.run_folder, point.checkpoint, point.step) == (tmp_path / "first-2", wanted, 6)
 
 
-def test_auto_passes_over_what_is_damaged_and_says_so(
+def test_auto_skips_damaged_checkpoints_and_logs_it(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):
     run = tmp_path / "first"
@@ -67,7 +67,7 @@ def test_auto_starts_nothing_anew_where_no_checkpoint_can_be_read(tmp_path: Path
 
 
 @pytest.mark.parametrize("summary", ["[]", "[" * 100_000])
-def test_a_summary_that_is_none_says_nothing_of_a_run(tmp_path: Path, summary: str):
+def test_invalid_summary_gives_no_resume_point(tmp_path: Path, summary: str):
     (tmp_path / "first").mkdir()
     (tmp_path / "first" / SUMMARY).write_text(summary)
     assert find_resume_point(section(tmp_path), "auto") is None
@@ -106,19 +106,19 @@ def test_one_bit_that_flipped_is_damage(tmp_path: Path):
     assert damage_of(folder) == "no digests.json"
 
 
-def test_auto_begins_a_run_where_there_is_nothing_to_go_on_from(tmp_path: Path):
+def test_auto_begins_a_run_where_there_is_nothing_to_resume(tmp_path: Path):
     (tmp_path / "first").mkdir()
     assert find_resume_point(section(tmp_path), "auto") is None
 
 
-@pytest.mark.parametrize(("outcome", "goes_on"), [("running", True), ("finished", False)])
-def test_auto_goes_on_with_the_ledger_of_a_run_that_was_cut_off_before_its_first_checkpoint(
-    tmp_path: Path, outcome: str, goes_on: bool
+@pytest.mark.parametrize(("outcome", "resumes"), [("running", True), ("finished", False)])
+def test_auto_resumes_the_ledger_of_a_run_cut_off_before_a_checkpoint(
+    tmp_path: Path, outcome: str, resumes: bool
 ):
     (tmp_path / "first" / "ledger").mkdir(parents=True)
     (tmp_path / "first" / "summary.json").write_text(f'{{"outcome": "{outcome}"}}')
     point = find_resume_point(section(tmp_path), "auto")
-    if not goes_on:
+    if not resumes:
         assert point is None
         return
     assert point is not None
@@ -135,7 +135,7 @@ def test_a_run_folder_and_a_checkpoint_can_be_named(tmp_path: Path):
         assert (point.run_folder, point.checkpoint) == (tmp_path / "other", checkpoint)
 
 
-def test_a_complete_run_says_what_to_raise(tmp_path: Path):
+def test_complete_run_names_the_setting_to_raise(tmp_path: Path):
     save(tmp_path / "first", 10)
     with pytest.raises(ConfigError, match=r"step 10 of run\.steps = 10: raise run\.steps"):
         find_resume_point(section(tmp_path, steps=10), "auto")
@@ -146,7 +146,7 @@ def test_a_folder_without_checkpoint_is_refused(tmp_path: Path):
         find_resume_point(section(tmp_path), str(tmp_path))
 
 
-def test_a_resumed_run_keeps_its_settings_and_goes_on_in_its_folder(tmp_path: Path):
+def test_resumed_run_keeps_its_settings_and_its_folder(tmp_path: Path):
     checkpoint = save(tmp_path / "first-2", 6)
     point = find_resume_point(section(tmp_path), "auto")
     assert point is not None

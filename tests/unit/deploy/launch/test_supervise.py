@@ -25,7 +25,7 @@ class Time:
 
 
 class ImpatientTime(Time):
-    """Every look at it takes a second."""
+    """Every reading of it takes a second."""
 
     def __call__(self) -> float:
         self.now_s += 1.0
@@ -168,9 +168,7 @@ def test_one_of_many_whose_name_was_taken_is_left_out(
     assert [r.message.partition(":")[0] for r in caplog.records] == ["generator-0 ends"]
 
 
-def test_who_serves_the_others_is_started_again_however_it_ended(
-    supervisor: Supervisor, time: Time
-):
+def test_role_that_serves_others_is_restarted_however_it_ended(supervisor: Supervisor, time: Time):
     code = "import sys; print(sys.argv[1:], flush=True)"
     ends = dataclasses.replace(plan(code, again=("--restarted",), name="b"), serves_others=True)
     supervisor.start(ends)
@@ -183,7 +181,7 @@ def test_who_serves_the_others_is_started_again_however_it_ended(
     assert (supervisor.logs / "b.log").read_text().splitlines() == ["[]", "['--restarted']"]
 
 
-def test_another_incarnation_is_told_that_it_is_one(supervisor: Supervisor, time: Time):
+def test_restarted_process_gets_its_restart_arguments(supervisor: Supervisor, time: Time):
     code = "import sys; print(sys.argv[1:], flush=True); raise SystemExit(1)"
     supervisor.start(plan(code, again=("--restarted",)))
     for _ in range(2):
@@ -212,7 +210,7 @@ from slipstream.wire.errors import ConfigError
 from slipstream.wire.process.command_line import refuse_settings
 code = refuse_settings(ConfigError("learner.lr: expected a number, got 'fast'"))
 with contextlib.suppress(OSError):
-    os.write(2, b"a library says goodbye")
+    os.write(2, b"a library ends too")
 raise SystemExit(code)
 """
 
@@ -272,7 +270,7 @@ def test_children_get_the_scratch_folder_their_environment_and_their_cores(super
     assert log.read_text().split() == [str(supervisor.scratch), "1", f"{{{core}}}"]
 
 
-def test_stopping_asks_first_and_kills_who_does_not_listen(
+def test_stop_asks_first_and_kills_processes_that_ignore_it(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):
     def has_left() -> bool:

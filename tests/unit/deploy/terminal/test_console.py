@@ -71,8 +71,8 @@ def test_a_log_shows_control_characters_as_text(capsys: pytest.CaptureFixture[st
     assert line.endswith(f" W broker {visible(HOSTILE)}\n")
 
 
-def test_what_a_client_says_is_one_short_line():
+def test_client_text_is_printed_as_one_short_line():
     forged = "no judge\n20:00:00.000 E broker FORGED\x1b]0;x\x07" + "A" * 3_000
-    said = as_one_line(forged, most=60)
-    assert said == "no judge 20:00:00.000 E broker FORGED ]0;x " + "A" * 17
+    shown = as_one_line(forged, most=60)
+    assert shown == "no judge 20:00:00.000 E broker FORGED ]0;x " + "A" * 17
     assert visible("a\tb\nc") == "a\tb\nc"

@@ -1,4 +1,4 @@
-"""What a run that starts is said to wait for, where the output is no terminal."""
+"""What a starting run is reported to wait for, where the output is no terminal."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ def starting(*roles: RoleStatus, **fields: Any) -> RunStatus:  # noqa: ANN401 va
     return replace(STATUS, roles=list(roles), **{"issued": 0, "waiting_for": "no group"} | fields)
 
 
-def test_a_run_that_starts_names_who_is_not_there_yet():
+def test_starting_run_names_the_roles_that_are_missing():
     wait = "the learner (it loads its model) and a generator (its engine starts)"
     assert startup_wait(starting(role("broker"))) == wait
     assert one_line(starting(role("broker"))).endswith(f", the run waits for {wait}")
@@ -32,10 +32,10 @@ def test_with_everybody_there_the_first_weights_are_waited_for():
     assert startup_wait(starting(role("learner"), adopted)) == ""
 
 
-def test_from_the_first_group_on_it_is_the_learner_who_waits():
+def test_from_the_first_group_the_wait_is_shown_as_the_learners():
     line = one_line(starting(role("broker"), issued=1))
     assert line.endswith(", learner waits for no group")
 
 
-def test_a_run_that_is_to_end_waits_for_nobody_to_start():
+def test_stopping_run_waits_for_no_role_to_start():
     assert startup_wait(starting(role("broker"), stop_reason="asked to")) == ""

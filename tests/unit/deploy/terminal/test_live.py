@@ -66,7 +66,7 @@ def test_a_file_gets_a_line_every_ten_seconds(run: RunSection):
     assert kept.getvalue().count("step 5/9") == 2
 
 
-def test_a_view_that_cannot_be_drawn_is_said_once_and_ends_nothing(
+def test_view_that_cannot_be_drawn_is_logged_once_and_ends_nothing(
     run: RunSection, caplog: pytest.LogCaptureFixture
 ):
     class Broken(Console):

@@ -1,4 +1,4 @@
-"""What one who looks on knows of a run: what the broker wrote, and what it saw since."""
+"""What an observer knows of a run: what the broker wrote, and what was reported since."""
 
 from msgspec.structs import replace
 
@@ -51,7 +51,7 @@ def make(written: HistoryColumns | None, clock: Clock, *, fsync: str = "") -> Re
     return Recent(written, high_water_bytes=0, fsync=fsync, now=clock)
 
 
-def test_who_looks_on_from_the_beginning_advises_once_the_window_is_full():
+def test_advice_starts_when_the_window_is_full():
     clock = Clock()
     recent = make(None, clock)
     watch(recent, clock, since_s=10, until_s=100, waited=0.5)
@@ -75,7 +75,7 @@ def test_what_the_broker_wrote_is_known_at_once():
     assert len(recent.curve("reward/sampled")) == 40
 
 
-def test_a_run_that_has_ended_is_looked_at_without_taking_it_for_one_that_goes_on():
+def test_evaluating_an_ended_run_adds_no_samples():
     clock = Clock()
     recent = make(History(began_s=BEGAN_S).columns(), clock, fsync="no")
     recent.evaluate(status_at(50.0, waited=0.5))
@@ -122,7 +122,7 @@ def test_a_share_of_now_is_of_the_last_seconds_however_long_the_run_has_lasted()
     assert recent.busy("learner") == 1.0
 
 
-def test_a_process_that_began_anew_is_busy_as_it_says():
+def test_restarted_process_is_busy_as_it_reports():
     clock = Clock()
     recent = make(None, clock)
     watch(recent, clock, since_s=100, until_s=105, waited=1.0)

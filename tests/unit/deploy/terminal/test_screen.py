@@ -128,7 +128,7 @@ def test_many_generators_take_what_is_left_and_the_rest_is_counted():
     assert [line for line in lines if line.startswith("groups")]
 
 
-def test_who_is_silent_comes_first_of_its_kind_and_is_said():
+def test_silent_process_is_listed_first_and_marked():
     roles = [role("generator-0", "generator"), role("generator-9", "generator", silent_s=3.2)]
     lines = pools(drawn(status(roles=roles)))
     assert "generator-9" in line_with("pools", lines)
@@ -136,13 +136,13 @@ def test_who_is_silent_comes_first_of_its_kind_and_is_said():
     assert "%" not in line_with("generator-9", lines), "what it does is not known"
 
 
-def test_processes_stand_in_the_order_of_their_numbers():
+def test_processes_are_in_the_order_of_their_numbers():
     lines = pools(drawn(status(generators=12), height=60))
     numbers = [line.split("generator-")[1].split()[0] for line in lines if "generator-" in line]
     assert numbers == [str(i) for i in range(12)]
 
 
-def test_the_correction_is_told_by_staleness():
+def test_correction_figures_are_shown_by_staleness():
     metrics = {"staleness/mismatch_kl@lag0": 0.0008, "staleness/mismatch_kl@lag2": 0.0041}
     step = replace(STATUS.steps_history[-1], metrics=metrics | {"staleness/ess@lag1": 0.9})
     lines = drawn(status(steps_history=[step], max_staleness_steps=2), height=60)
@@ -176,7 +176,7 @@ def _current(name: str) -> MemberState:
     )
 
 
-def test_the_newest_publish_is_told_with_its_phases_where_there_is_room():
+def test_newest_publish_is_shown_with_its_phases_if_there_is_room():
     narrow, wide = (
         line_with("1 publishes", drawn(status(publish_history=[RECORD]), width, 40))
         for width in (80, 140)
@@ -186,7 +186,7 @@ def test_the_newest_publish_is_told_with_its_phases_where_there_is_room():
     assert "receive 0.125" in wide
 
 
-def test_missing_groups_and_the_end_of_the_run_are_said():
+def test_missing_groups_and_the_end_of_the_run_are_shown():
     lines = drawn(status(unaccounted=3, outcome="finished"))
     assert "3 UNACCOUNTED FOR" in line_with("issued", lines)
     assert lines[1] == "groups UNACCOUNTED FOR: 3"
@@ -238,7 +238,7 @@ def test_an_address_that_is_too_long_for_a_line_is_shown_whole():
     assert [line.plain for line in lines[-2:]] == ["dashboard", url]
 
 
-def test_trouble_stands_before_everything_else():
+def test_trouble_is_shown_first():
     lines = drawn(status(), trouble="the broker has not answered", advisories=[ADVISORY])
     assert lines[1] == "the broker has not answered"
 
@@ -283,7 +283,7 @@ def test_room_goes_to_what_ranks_first_and_order_stays():
     assert shown(10) == [*low, [], *high, [], rare]
 
 
-def test_a_part_of_one_line_says_beside_its_name_how_many_more_there_are():
+def test_block_of_one_line_shows_how_many_lines_are_hidden():
     (line,) = fit([Block("name", [Text("a"), Text("b"), Text("c")], 0, least=1, good=1)], 1)
     assert line.plain.split() == ["name+2", "a"]
 

@@ -1,4 +1,4 @@
-"""What a server says of how busy it is."""
+"""The load that a server reports."""
 
 import pytest
 

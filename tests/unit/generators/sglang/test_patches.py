@@ -91,7 +91,7 @@ class Inquirer:
         return Snapshot()
 
 
-def test_retractions_are_counted_over_all_batches_and_told_with_every_load():
+def test_retractions_are_counted_over_batches_and_reported_with_loads():
     retractions = Retractions()
     batches, inquirers = types.ModuleType("batches"), types.ModuleType("inquirers")
     batches.__dict__["ScheduleBatch"] = type("ScheduleBatch", (Batch,), dict(vars(Batch)))

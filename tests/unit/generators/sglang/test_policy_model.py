@@ -43,5 +43,5 @@ def test_no_other_module_is_imported(package: str):
 
 
 @pytest.mark.parametrize("name", ["", "Unknown", "Twice", "Hidden", "Qwen2"])
-def test_where_it_is_not_sure_sglang_looks_itself(name: str, package: str):
+def test_uncertain_names_are_left_to_sglang(name: str, package: str):
     assert classes_named(name, package) == []

@@ -35,7 +35,7 @@ def test_frequencies_are_the_probabilities():
     assert chi_square < 58.3  # 29 degrees of freedom, 0.1%
 
 
-def test_a_row_is_decided_by_its_own_seed_and_position_whatever_stands_beside_it():
+def test_row_depends_only_on_its_own_seed_and_position():
     probs = torch.softmax(torch.randn(8, 50, generator=torch.Generator().manual_seed(3)), dim=1)
     rows, positions = seeds(8), torch.arange(8)
     together = choose(probs, rows, positions)

@@ -66,7 +66,7 @@ def test_a_template_that_would_not_end_is_refused(source: str, why: str):
         "{% else %}{{ i }}{{ loop.depth }}{% endif %}{% endfor %}",
     ],
 )
-def test_a_template_that_ends_says_what_jinja_says(source: str):
+def test_bounded_template_renders_like_jinja(source: str):
     plain = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
     messages = [{"role": turn.role, "content": turn.content} for turn in TURNS]
     expected = plain.from_string(source).render(messages=messages)

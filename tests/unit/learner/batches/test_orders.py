@@ -7,7 +7,7 @@ from slipstream.learner.batches.orders import (
 )
 from slipstream.learner.config import LearnerSection
 from slipstream.wire.messages.broker import BatchDelivered, BatchNotReady, RunComplete
-from tests.unit.learner.training.test_step import groups
+from tests.support.delivered_groups import groups
 
 
 def order(**settings: int) -> StepPlan:
@@ -15,10 +15,10 @@ def order(**settings: int) -> StepPlan:
     return plan_batch(batch, LearnerSection(**settings))
 
 
-def test_what_rank_0_says_arrives_as_it_is():
+def test_orders_of_rank_0_arrive_unchanged():
     waiting = BatchNotReady(waiting_for=(1,), reason="", last_step=9)
-    for said in (order(ranks=2), waiting, RunComplete(), StopTraining()):
-        assert decode_order(encode_order(said)) == said
+    for sent in (order(ranks=2), waiting, RunComplete(), StopTraining()):
+        assert decode_order(encode_order(sent)) == sent
 
 
 def test_replicas_want_payloads_that_no_other_wants_and_all_of_them_together():

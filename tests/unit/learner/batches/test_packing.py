@@ -94,7 +94,7 @@ def test_unpacked_arrays_share_the_memory_of_the_payload():
 
 
 @pytest.mark.parametrize("garbage", [float("nan"), float("inf"), 3.0])
-def test_what_stands_outside_the_mask_becomes_zero(garbage: float):
+def test_logprobs_outside_the_mask_become_zero(garbage: float):
     unpacked = unpack(header(), payload([garbage, garbage, -1.0, -2.0]), vocab_size=VOCAB)
     assert unpacked.behavior_logprobs.tolist() == [0.0, 0.0, -1.0, -2.0]
 
@@ -164,7 +164,7 @@ def test_a_response_shorter_than_its_own_minimum_is_refused(least: int):
         )
 
 
-def test_end_tokens_of_who_bars_none_do_not_count():
+def test_end_tokens_of_sequences_that_bar_none_are_ignored():
     honest = replace(header(), min_response_tokens=1, end_token_ids=(3,))
     other = replace(header(), end_token_ids=(7,))
     arrays = payload([0.0, 0.0, -1.0, -2.0])
@@ -173,7 +173,7 @@ def test_end_tokens_of_who_bars_none_do_not_count():
     assert pack(sequences[1:], torch.device("cpu")).end_token_ids == ()
 
 
-def test_end_tokens_are_barred_from_the_first_response_tokens_of_who_bars_them():
+def test_end_tokens_are_barred_only_in_sequences_that_bar_them():
     barring = replace(header(num_tokens=5), min_response_tokens=2, end_token_ids=(3, 4))
     first = unpack(barring, payload([0.0, 0.0, -1.0, -1.0, -1.0]), vocab_size=VOCAB)
     free = unpack(header(), payload([0.0, 0.0, -1.0, -2.0]), vocab_size=VOCAB)
@@ -197,7 +197,7 @@ def test_one_batch_has_one_set_of_end_tokens():
         pack(sequences, torch.device("cpu"))
 
 
-def test_who_bars_other_end_tokens_than_most_is_bad_and_its_neighbours_are_not():
+def test_only_sequences_with_unusual_end_tokens_are_bad():
     free = header()
     usual = replace(free, min_response_tokens=1, end_token_ids=(2,))
     odd = replace(usual, end_token_ids=(3,))

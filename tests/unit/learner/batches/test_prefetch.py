@@ -12,7 +12,7 @@ KEYS = ((3, 0), (3, 1), (4, 0))
 
 
 class Payloads:
-    """Where payloads come from; opens when a test says so."""
+    """Where payloads come from; opens when a test sets it."""
 
     def __init__(self, error: Exception | None = None) -> None:
         self.asked: list[tuple[tuple[int, int], ...]] = []
@@ -56,7 +56,7 @@ def test_payloads_of_the_step_are_handed_out_once():
     run(scenario())
 
 
-def test_who_trains_waits_for_payloads_that_are_on_their_way():
+def test_training_waits_for_payloads_that_are_on_their_way():
     async def scenario() -> None:
         payloads = Payloads()
         prefetch = PayloadPrefetch(payloads.fetch)

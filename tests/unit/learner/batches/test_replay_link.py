@@ -34,7 +34,7 @@ def test_a_step_that_was_trained_again_comes_once():
     assert batches(0, 1, 2, 1, 2, 3) == [(0, [0]), (1, [1]), (2, [2]), (3, [5])]
 
 
-def test_a_gap_is_kept_for_whoever_reads():
+def test_gap_between_steps_is_kept():
     assert batches(3, 3, 5) == [(3, [0, 1]), (5, [2])]
 
 

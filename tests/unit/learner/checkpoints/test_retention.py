@@ -71,7 +71,7 @@ def test_an_evaluation_belongs_to_the_checkpoint_of_its_step_and_epoch():
     assert evaluation_of(saved(30), points, None) is None
 
 
-def test_a_round_that_was_open_when_a_run_was_stopped_belongs_to_what_it_goes_on_from():
+def test_open_evaluation_round_belongs_to_the_checkpoint_resumed_from():
     stopped_at_20 = Resumption(PolicyVersion(1, 20), epoch=2)
     answered = [point(10, 0.1), point(20, 0.2, epoch=2)]
     assert evaluation_of(saved(20), answered, stopped_at_20) == answered[1]
@@ -132,7 +132,7 @@ def test_after_going_back_nothing_is_removed_before_the_new_epoch_has_a_checkpoi
     assert [(info.version.epoch, info.step) for info in gone] == [(1, 40), (1, 50), (2, 60)]
 
 
-def test_who_goes_back_is_told_from_who_goes_on():
+def test_going_back_is_distinguished_from_resuming_at_the_newest():
     infos = [saved(40), saved(60)]
     assert is_overtaken(infos, Resumption(PolicyVersion(1, 40), epoch=2))
     assert not is_overtaken(infos, Resumption(PolicyVersion(1, 60), epoch=2))

@@ -65,7 +65,7 @@ def flash(
     return_attn_probs: bool = False,
     block_table: Tensor | None = None,
 ) -> Tensor:
-    """Stand in for ``flash_attn_varlen_func``, which is built on machines with CUDA alone."""
+    """Replace ``flash_attn_varlen_func``, which is built on machines with CUDA alone."""
     del key, value, window_size, softcap, alibi_slopes, return_attn_probs, block_table
     assert (max_seqlen_q, max_seqlen_k, dropout_p) == (3, 3, 0.0)
     assert cu_seqlens_q.equal(cu_seqlens_k)
@@ -96,7 +96,7 @@ def test_each_torch_gets_the_arguments_that_it_knows(release: str, monkeypatch: 
     assert given.get("enable_gqa") == (None if release == "2.11" else True)
 
 
-def test_a_torch_that_would_look_at_later_tokens_is_refused(monkeypatch: pytest.MonkeyPatch):
+def test_torch_that_would_attend_to_later_tokens_is_refused(monkeypatch: pytest.MonkeyPatch):
     with pytest.raises(ConfigError, match=r"scale, window_size.*torch >= 2\.11 or flash-attn"):
         attend(monkeypatch, "2.10")
 

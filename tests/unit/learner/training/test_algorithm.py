@@ -1,4 +1,4 @@
-"""Algorithms that a run cannot train are refused with the settings that say so."""
+"""Algorithms that a run cannot train are refused with the settings at fault."""
 
 from pathlib import Path
 
@@ -41,15 +41,13 @@ def test_an_advantage_that_compares_siblings_needs_two(model: str):
         ({"min_response_tokens": 1}, r"sampling\.min_response_tokens = 1 bars the end"),
     ],
 )
-def test_an_endpoint_that_would_tell_of_another_distribution_is_refused(
-    model: str, sampling: Table, message: str
-):
+def test_endpoint_with_another_distribution_is_refused(model: str, sampling: Table, message: str):
     teacher = {"coefficient": 1.0, "endpoint": "http://127.0.0.1:1"}
     with pytest.raises(ConfigError, match=message):
         algorithm(model, algo={"teacher": teacher}, sampling=sampling)
 
 
-def test_a_teacher_that_nobody_named_is_refused(model: str):
+def test_missing_teacher_is_refused(model: str):
     with pytest.raises(ConfigError, match=r"needs a teacher: algo\.teacher\.model"):
         algorithm(model, algo={"teacher": {"coefficient": 1.0}})
 

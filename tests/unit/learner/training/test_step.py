@@ -21,38 +21,13 @@ from slipstream.learner.training.prepare import PreparedMinibatch, prepare
 from slipstream.learner.training.step import TrainedMinibatch, train_step
 from slipstream.learner.training.step_data import StepData, batch_figures, step_data
 from slipstream.wire.errors import ConfigError
-from slipstream.wire.messages.broker import DeliveredGroup, DeliveredTrajectory
-from slipstream.wire.messages.trajectory import TrajectoryHeader, VersionRun
-from slipstream.wire.messages.versions import PolicyVersion
+from slipstream.wire.messages.broker import DeliveredGroup
 from slipstream.wire.process.phases import PhaseClock
-from tests.unit.algos.own_parts import SHOWN
+from tests.support.delivered_groups import groups, trajectory
+from tests.support.own_parts import SHOWN
 
 CPU = torch.device("cpu")
 NUM_TOKENS = 7
-
-
-def trajectory(group_id: int, sibling: int, reward: float, *runs: tuple[int, int]):
-    """Make a delivered trajectory of 4 prompt and 6 response tokens."""
-    header = TrajectoryHeader(
-        group_id=group_id,
-        sibling=sibling,
-        lease_id=0,
-        num_prompt_tokens=4,
-        num_tokens=10,
-        version_runs=tuple(VersionRun(first, PolicyVersion(1, step)) for first, step in runs),
-        temperature=1.0,
-        finish_reason="stop" if sibling else "length",
-    )
-    return DeliveredTrajectory(header=header, reward=reward)
-
-
-def groups() -> list[DeliveredGroup]:
-    first = (trajectory(0, 0, 1.0, (4, 3)), trajectory(0, 1, 0.0, (4, 3), (7, 5)))
-    second = (trajectory(1, 0, 0.5, (4, 5)), trajectory(1, 1, 0.5, (4, 4)))
-    return [
-        DeliveredGroup(group_id=0, trajectories=first),
-        DeliveredGroup(group_id=1, trajectories=second),
-    ]
 
 
 def test_outcomes_come_in_the_order_of_groups_and_siblings():
@@ -119,7 +94,7 @@ class Bigrams:
 
     @torch.no_grad()
     def logprobs(self, batches: Sequence[PackedBatch]) -> list[Tensor]:
-        return [said.logprobs for said in self.proximal(batches)]
+        return [one.logprobs for one in self.proximal(batches)]
 
     @torch.no_grad()
     def proximal(self, batches: Sequence[PackedBatch]) -> list[PolicyOutputs]:
@@ -313,7 +288,7 @@ def test_rewarded_tokens_become_likelier_under_their_policy():
     assert moved[:6].sum() > 0 > moved[6:].sum()
 
 
-def test_during_its_warm_up_the_critic_learns_and_the_policy_stands_still():
+def test_critic_warm_up_trains_the_critic_and_not_the_policy():
     critic = Values()
     policy = with_critic(Bigrams(), critic)
     before = policy.logits.detach().clone()
@@ -528,7 +503,7 @@ def taught(policy: Bigrams, chosen: Algorithm, given: StepData | None = None) ->
 
 
 def gap_of(policy: Bigrams, teacher: Bigrams) -> float:
-    """Return KL(policy || teacher), averaged over what stands before a token."""
+    """Return KL(policy || teacher), averaged over the tokens before."""
     q, p = policy.logits.log_softmax(-1), teacher.logits.log_softmax(-1)
     return (q.exp() * (q - p)).sum(-1).mean().item()
 
@@ -558,7 +533,7 @@ def test_a_teacher_beside_rewards_adds_to_their_advantages():
     teacher = teacher_of(Bigrams())
     seen: list[Tensor] = []
 
-    class Told(Algorithm):
+    class Reported(Algorithm):
         def loss(
             self, given: LossInputs, current: PolicyOutputs, *, num_lags: int = 0
         ) -> tuple[Tensor, Sums]:
@@ -572,8 +547,8 @@ def test_a_teacher_beside_rewards_adds_to_their_advantages():
             )
 
     batches = [batch for part in minibatches() for batch in part.batches]
-    told = Told(algorithm(reduce="token-sum").choice, max_response_tokens=6)
-    train(by_hand, told, data(), minibatches())
+    reported = Reported(algorithm(reduce="token-sum").choice, max_response_tokens=6)
+    train(by_hand, reported, data(), minibatches())
     assert len(seen) == len(batches)
     assert torch.allclose(policy.logits, by_hand.logits, atol=1e-5)
     plain = Bigrams()
@@ -603,15 +578,15 @@ def test_right_answers_become_likelier_whatever_their_advantage_is():
         if not right:
             continue
         batch = pack([sequences(12)[i] for i in right], CPU)
-        said = by_hand.outputs(batch).logprobs
-        descend(by_hand.logits, [(-said.sum() / batch.loss_mask.sum(), {})])
+        logprobs = by_hand.outputs(batch).logprobs
+        descend(by_hand.logits, [(-logprobs.sum() / batch.loss_mask.sum(), {})])
     assert torch.allclose(policy.logits, by_hand.logits, atol=1e-5)
 
 
 def test_a_surrogate_is_shown_what_it_needs():
     SHOWN.clear()
     policy = with_reference(Bigrams())
-    chosen = algorithm(surrogate="tests.unit.algos.own_parts:shown", correction="none")
+    chosen = algorithm(surrogate="tests.support.own_parts:shown", correction="none")
     train(policy, chosen, data(), minibatches())
     assert len(SHOWN) == 6
     parts = minibatches()
@@ -636,8 +611,8 @@ def test_a_surrogate_is_shown_what_it_needs():
 SEEN: list[CorrectionInputs] = []
 
 
-@correction("look", needs=("entropy", "reference", "whole_minibatch"))
-def look(inputs: CorrectionInputs, _: NoOptions) -> Correction:
+@correction("probe", needs=("entropy", "reference", "whole_minibatch"))
+def probe(inputs: CorrectionInputs, _: NoOptions) -> Correction:
     """Note what it is shown, and correct nothing."""
     SEEN.append(inputs)
     return Correction(weights=torch.ones_like(inputs.log_ratios), keep=inputs.packing.mask)
@@ -646,7 +621,7 @@ def look(inputs: CorrectionInputs, _: NoOptions) -> Correction:
 def test_a_correction_of_a_minibatch_is_shown_what_it_needs():
     SEEN.clear()
     policy = with_reference(Bigrams())
-    name = f"{__name__}:look"
+    name = f"{__name__}:probe"
     train(policy, algorithm(correction={name: {}}), data(), minibatches())
     assert len(SEEN) == 3
     for seen, part in zip(SEEN, minibatches(), strict=True):
@@ -663,7 +638,7 @@ def test_a_correction_of_a_minibatch_is_shown_what_it_needs():
 
 @correction("every-third", needs=("whole_minibatch",))
 def every_third(inputs: CorrectionInputs, _: NoOptions) -> Correction:
-    """Reject every third token of the minibatch; say something else of each token."""
+    """Reject every third token of the minibatch; return other values for each token."""
     numbers = torch.arange(len(inputs.packing.mask))
     return Correction(
         weights=numbers.float(),
@@ -706,7 +681,7 @@ def test_a_correction_of_a_minibatch_is_divided_among_its_microbatches():
 
 @pytest.mark.parametrize("over", ["batch", "group"])
 @pytest.mark.parametrize("how", ["", "-mean", "-leave-one-out"])
-def test_advantages_are_shifted_and_scaled_as_the_setting_says(over: str, how: str):
+def test_advantages_are_shifted_and_scaled_by_the_setting(over: str, how: str):
     chosen = algorithm(advantage="discounted-returns", correction="none", whiten=over + how)
     plain = algorithm(advantage="discounted-returns", correction="none", whiten="none")
     given = data(1)
@@ -742,8 +717,10 @@ def test_the_loss_of_a_step_is_the_mean_of_its_minibatches():
     policy, losses = Bigrams(), []
     advantages = chosen.trajectory_advantages(given.outcomes).float()
     for part in parts:
-        said = [policy.outputs(batch).logprobs for batch in part.batches]
-        each = torch.stack([one[:10].sum() for one in said] + [one[10:].sum() for one in said])
+        logprobs = [policy.outputs(batch).logprobs for batch in part.batches]
+        each = torch.stack(
+            [one[:10].sum() for one in logprobs] + [one[10:].sum() for one in logprobs]
+        )
         members = [*part.plan.members[::2], *part.plan.members[1::2]]
         losses.append(-(advantages[members] * each).sum())
         descend(policy.logits, [(losses[-1], {})])

@@ -7,8 +7,8 @@ from slipstream.weightbus.agent.weight_files import check_weight_files
 from slipstream.wire.errors import EngineError
 
 
-def safetensors(num_bytes: int, says: int | None = None) -> bytes:
-    entry = {"dtype": "U8", "shape": [num_bytes], "data_offsets": [0, says or num_bytes]}
+def safetensors(num_bytes: int, stated: int | None = None) -> bytes:
+    entry = {"dtype": "U8", "shape": [num_bytes], "data_offsets": [0, stated or num_bytes]}
     header = json.dumps({"__metadata__": {"format": "pt"}, "a": entry}).encode()
     return len(header).to_bytes(8, "little") + header + bytes(num_bytes)
 
@@ -22,7 +22,7 @@ def test_whole_files_pass_whatever_else_is_in_the_folder(tmp_path: Path):
 
 def test_cut_off_file_is_refused_by_name_and_size_among_whole_ones(tmp_path: Path):
     (tmp_path / "1.safetensors").write_bytes(safetensors(7))
-    (tmp_path / "2.safetensors").write_bytes(safetensors(7, says=9))
+    (tmp_path / "2.safetensors").write_bytes(safetensors(7, stated=9))
     with pytest.raises(EngineError, match=r"2\.safetensors \(\d+ bytes\) is no whole weight"):
         check_weight_files(tmp_path)
 

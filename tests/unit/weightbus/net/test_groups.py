@@ -19,11 +19,11 @@ class Work:
     """Work of NCCL whose peer is gone: it never ends and never fails."""
 
     def __init__(self, *, ends_after: int | None = None) -> None:
-        self.looks, self._ends_after = 0, ends_after
+        self.polls, self._ends_after = 0, ends_after
 
     def is_completed(self) -> bool:
-        self.looks += 1
-        return self._ends_after is not None and self.looks > self._ends_after
+        self.polls += 1
+        return self._ends_after is not None and self.polls > self._ends_after
 
     def wait(self) -> bool:
         return True
@@ -63,7 +63,7 @@ def test_work_is_waited_for(monkeypatch: pytest.MonkeyPatch):
     work = Work(ends_after=3)
     broadcasts(monkeypatch, work)
     broadcast(HANG_S, watches_store=False)
-    assert work.looks == 4
+    assert work.polls == 4
 
 
 class Event:

@@ -6,7 +6,7 @@ from slipstream.weightbus.relay.buckets_on_gpu import BucketsOnGpu
 from slipstream.weightbus.version.snapshot import WeightSnapshot
 from slipstream.wire.messages.versions import PolicyVersion
 
-META = torch.device("meta")  # stands for a GPU: a copy to it is a tensor of its own
+META = torch.device("meta")  # in place of a GPU: a copy to it is a tensor of its own
 
 
 def test_groups_share_copies_and_only_the_last_ones_are_kept():

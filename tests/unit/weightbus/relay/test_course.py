@@ -1,4 +1,4 @@
-"""Who goes on with a publish after a failure, and when checksums are looked at."""
+"""Which engines continue a publish after a failure, and when checksums are compared."""
 
 import pytest
 
@@ -11,7 +11,7 @@ def after(course: "Course[str]", *failures: dict[str, str]) -> "Course[str]":
     return course
 
 
-def test_all_phases_come_once_where_nobody_fails():
+def test_all_phases_run_once_if_no_member_fails():
     course, seen = Course(["a", "b"]), []
     while course.phase is not None:
         seen.append(course.phase)
@@ -20,7 +20,7 @@ def test_all_phases_come_once_where_nobody_fails():
     assert (course.members, course.failed) == (["a", "b"], {})
 
 
-def test_who_fails_is_in_no_phase_that_follows_and_the_others_go_on():
+def test_failed_member_is_left_out_and_the_others_continue():
     course = after(Course(["a", "b"]), {"a": "refused"})
     assert (course.phase, course.members) == (Phase.PREPARE, ["b"])
     assert course.failed == {"a": "refused"}
@@ -31,10 +31,10 @@ def test_a_group_is_made_anew_for_those_that_are_left():
     assert (course.phase, course.members) == (Phase.PREPARE, ["b", "c"])
     assert after(course, {}).phase is Phase.PAUSE
     assert after(course, {}, {"b": "late"}).phase is Phase.PREPARE_AGAIN
-    assert after(course, {"c": "late"}).phase is Phase.LOAD, "nobody is left to prepare for"
+    assert after(course, {"c": "late"}).phase is Phase.LOAD, "no member is left to prepare for"
 
 
-def test_nobody_is_whole_where_one_fails_while_bytes_move():
+def test_failure_during_the_transfer_fails_all_members():
     course = after(Course(["a", "b"]), {}, {}, {}, {}, {"b": "died"})
     assert (course.phase, course.members) == (Phase.VERIFY, [])
     assert course.failed == {"a": OTHER_FAILED, "b": "died"}
@@ -51,7 +51,7 @@ def test_nobody_is_whole_where_one_fails_while_bytes_move():
         (5, 6, False, True),
     ],
 )
-def test_every_nth_publish_and_every_repair_is_looked_at(
+def test_every_nth_publish_and_every_repair_is_checked(
     every: int, publishes: int, is_repair: bool, due: bool
 ):
     assert is_check_due(every, publishes, is_repair=is_repair) is due

@@ -1,4 +1,4 @@
-"""Who is served next, with what, and with whom."""
+"""Which engines are served next, with which version, and in which group."""
 
 from slipstream.weightbus.relay.fleet import Fleet, Seat, Serving
 from slipstream.wire.messages.versions import PolicyVersion
@@ -52,7 +52,7 @@ def test_only_like_devices_share_a_group_and_only_collectives_are_in_one():
     assert due(it, V2) == [["c"], ["a"], ["b"]]
 
 
-def test_who_is_being_served_is_left_alone_and_the_others_are_not():
+def test_engine_being_served_is_not_due_and_the_others_are():
     it = fleet()
     join(it, "slow", "tcp")
     join(it, "fast", "tcp")
@@ -83,7 +83,7 @@ def test_failed_member_that_kept_its_version_joins_a_group_again():
     assert serving.group is not None
 
 
-def test_a_heartbeat_of_one_that_is_served_says_nothing_of_what_it_runs():
+def test_heartbeat_while_being_served_keeps_the_adopted_version():
     it = fleet()
     join(it, "a", "tcp", adopted=V1)
     (serving,) = it.due(V2, 0.0)

@@ -49,7 +49,7 @@ def test_the_same_memory_may_be_shown_again_and_a_newer_epoch_brings_its_own(tmp
         versions.open(shown(mine, 1, 5))
 
 
-def test_who_waits_for_a_change_is_woken_once_for_each(tmp_path: Path):
+def test_waiter_for_a_change_is_woken_once_per_change(tmp_path: Path):
     versions = Versions(tmp_path)
     before = versions.changed
     versions.wake()

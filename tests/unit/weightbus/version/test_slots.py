@@ -12,7 +12,7 @@ def version(step: int) -> PolicyVersion:
 
 
 class SlotsMachine(RuleBasedStateMachine):
-    """One learner writes, any number of engines read; nobody reads what is being written."""
+    """One learner writes, any number of engines read; none reads what is being written."""
 
     def __init__(self) -> None:
         super().__init__()

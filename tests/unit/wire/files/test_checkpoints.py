@@ -7,37 +7,18 @@ from slipstream.wire.errors import ConfigError
 from slipstream.wire.files.checkpoints import (
     BestCheckpoint,
     best_checkpoint,
-    checkpoint_name,
     checkpoints_in,
-    ledger_file,
     newest_checkpoint,
     read_checkpoint_info,
     read_ledger,
 )
-from slipstream.wire.messages.versions import PolicyVersion
-from tests.support.checkpoint_infos import checkpoint_info
-
-
-def write(run: Path, epoch: int, step: int, *, revision: int = 2) -> Path:
-    folder = run / "checkpoints" / checkpoint_name(step)
-    folder.mkdir(parents=True)
-    info = checkpoint_info(
-        PolicyVersion(epoch, step),
-        format_revision=revision,
-        run_name=run.name,
-        architecture={"hidden_size": 64},
-        ranks=2,
-        packages={"torch": "2"},
-    )
-    (folder / "checkpoint.json").write_bytes(msgspec.json.encode(info))
-    (folder / "ledger.bin").write_bytes(ledger_file(b"ledger"))
-    return folder
+from tests.support.checkpoint_infos import write_checkpoint
 
 
 def test_the_newest_is_the_highest_version_and_unfinished_ones_do_not_count(tmp_path: Path):
     assert newest_checkpoint(tmp_path) is None
-    back = write(tmp_path, 2, 7)
-    first, second = write(tmp_path, 1, 5), write(tmp_path, 1, 1_000_000)
+    back = write_checkpoint(tmp_path, 2, 7)
+    first, second = write_checkpoint(tmp_path, 1, 5), write_checkpoint(tmp_path, 1, 1_000_000)
     (tmp_path / "checkpoints" / ".step-000009.unfinished").mkdir()
     assert checkpoints_in(tmp_path / "checkpoints") == [first, second, back]
     assert newest_checkpoint(tmp_path) == back
@@ -47,7 +28,7 @@ def test_the_newest_is_the_highest_version_and_unfinished_ones_do_not_count(tmp_
 
 
 def test_the_best_is_the_one_that_the_file_names_while_it_is_there(tmp_path: Path):
-    folder = write(tmp_path, 1, 5)
+    folder = write_checkpoint(tmp_path, 1, 5)
     assert best_checkpoint(tmp_path) is None
     best = tmp_path / "checkpoints" / "best.json"
     marked = BestCheckpoint(checkpoint=folder.name, metric="mean", value=0.5)
@@ -63,7 +44,7 @@ def test_what_is_no_checkpoint_is_refused_with_its_reason(tmp_path: Path):
     (tmp_path / "checkpoint.json").write_text("{}")
     with pytest.raises(ConfigError, match="missing required field `format_revision`"):
         read_checkpoint_info(tmp_path)
-    newer = write(tmp_path / "run", 1, 5, revision=9)
+    newer = write_checkpoint(tmp_path / "run", 1, 5, revision=9)
     with pytest.raises(ConfigError, match="checkpoint format 9, this version reads 2"):
         read_checkpoint_info(newer)
     whole = (newer / "ledger.bin").read_bytes()

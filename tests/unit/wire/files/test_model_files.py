@@ -36,7 +36,7 @@ def test_an_index_names_files_beside_it(tmp_path: Path, name: str):
         weight_files(tmp_path)
 
 
-def test_a_folder_without_weights_says_so(tmp_path: Path):
+def test_folder_without_weights_is_refused(tmp_path: Path):
     with pytest.raises(ConfigError, match=r"holds neither model\.safetensors nor"):
         weight_files(tmp_path)
     (tmp_path / "model.safetensors.index.json").write_text("[]")

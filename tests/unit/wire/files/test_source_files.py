@@ -20,7 +20,7 @@ def write(path: Path, value: int) -> Path:
     return path
 
 
-@pytest.mark.parametrize("name", ["this", "antigravity"])  # nobody imports these
+@pytest.mark.parametrize("name", ["this", "antigravity"])  # never imported here
 def test_a_file_named_as_a_library_does_not_take_its_place(tmp_path: Path, name: str):
     sys.modules.pop(name, None)
     path = write(tmp_path / f"{name}.py", 1)

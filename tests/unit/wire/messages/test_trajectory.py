@@ -69,7 +69,7 @@ def test_tokens_by_version_cover_the_response_exactly():
     assert header.num_response_tokens == 6
 
 
-def test_the_oldest_version_decides_wherever_it_stands():
+def test_oldest_version_is_found_in_any_position():
     assert make_header((4, OLD), (6, NEW)).oldest_version == OLD
     assert make_header((4, NEW), (6, OLD)).oldest_version == OLD
 

@@ -35,6 +35,6 @@ def test_further_prefixes_bring_no_secret_with_them():
     assert "NCCL_TOKEN" not in found
 
 
-def test_a_variable_that_is_asked_for_and_missing_is_said_by_name():
+def test_requested_variable_that_is_missing_is_named():
     with pytest.raises(ConfigError, match=r"reward\.environment names NONE, which is not in the"):
         handed_on(OURS, named=["NONE"], setting="reward.environment")

@@ -36,7 +36,7 @@ def test_the_variable_chooses_as_it_does_for_cuda(variable: str | None, usable: 
     assert gpus.chosen_gpus(variable, HOST) == usable
 
 
-def test_a_host_without_gpus_has_none_whatever_a_variable_says():
+def test_host_without_gpus_has_none_whatever_a_variable_names():
     for variable in (None, "0", "GPU-aa11", "MIG-77"):
         assert gpus.chosen_gpus(variable, {}) == ()
 

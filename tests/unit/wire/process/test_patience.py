@@ -14,19 +14,19 @@ class World:
     def __init__(self) -> None:
         self.now_s = 100.0
         self.signs = Signs(cpu_s=0.0, page_ins=0, log_bytes=0)
-        self.said: list[str] = []
+        self.lines: list[str] = []
 
     def patience(self, limit_s: float = 30.0, *, sees: bool = True) -> Patience:
         return Patience(
             "it",
             limit_s,
             (lambda: self.signs) if sees else None,
-            say=self.said.append,
+            say=self.lines.append,
             now=lambda: self.now_s,
         )
 
     def let_pass(self, patience: Patience, seconds: int, **grows: float) -> bool:
-        """Look every second, while something grows by so much per second; tell how it ended."""
+        """Check every second, while something grows by so much per second; return how it ended."""
         for _ in range(seconds):
             self.now_s += 1.0
             values = {
@@ -38,7 +38,7 @@ class World:
         return False
 
 
-def test_who_does_nothing_is_given_up_after_the_limit():
+def test_idle_process_is_given_up_after_the_limit():
     world = World()
     patience = world.patience()
     assert not world.let_pass(patience, 29)
@@ -46,14 +46,14 @@ def test_who_does_nothing_is_given_up_after_the_limit():
     assert patience.why == "used no CPU and wrote no log for 30 s"
 
 
-def test_who_uses_the_cpu_reads_files_or_writes_a_log_is_waited_for():
+def test_process_that_computes_reads_or_logs_is_waited_for():
     for name, per_second in (("cpu_s", 0.05), ("page_ins", 1), ("log_bytes", 1)):
         world = World()
         patience = world.patience()
         assert not world.let_pass(patience, 500, **{name: per_second}), name
 
 
-def test_a_loop_that_only_looks_whether_it_may_go_on_is_no_sign_of_life():
+def test_polling_loop_is_no_sign_of_life():
     world = World()
     assert world.let_pass(world.patience(), 30, cpu_s=0.005)
 
@@ -67,7 +67,7 @@ def test_a_sign_of_life_begins_the_limit_anew():
     assert world.let_pass(patience, 1)
 
 
-def test_who_is_busy_with_nothing_is_given_up_after_twenty_limits():
+def test_busy_process_without_progress_is_given_up_after_twenty_limits():
     world = World()
     patience = world.patience()
     assert not world.let_pass(patience, 599, cpu_s=1.0)
@@ -101,26 +101,26 @@ def test_without_signs_the_limit_is_a_limit():
     assert patience.why == "was not there within 30 s"
 
 
-def test_who_waits_says_for_what_after_ten_seconds_and_then_ever_less_often():
+def test_wait_is_logged_after_ten_seconds_and_then_less_and_less_often():
     world = World()
     patience = world.patience(limit_s=35.0)
     world.let_pass(patience, 9, cpu_s=1.0)
-    assert world.said == []
+    assert world.lines == []
     world.let_pass(patience, 10, cpu_s=1.0)
-    assert world.said == ["waiting for it: 10 s"]
+    assert world.lines == ["waiting for it: 10 s"]
     world.let_pass(patience, 15)
-    assert world.said[1:] == ["waiting for it: 20 s"]
+    assert world.lines[1:] == ["waiting for it: 20 s"]
     world.let_pass(patience, 6)
-    assert world.said[2:] == ["waiting for it, which has done nothing for 21 s: 40 s"]
+    assert world.lines[2:] == ["waiting for it, which has done nothing for 21 s: 40 s"]
 
 
 def test_the_signs_of_a_process_are_its_cpu_that_of_its_children_and_its_log(tmp_path: Path):
     log = tmp_path / "log"
-    looks = signs_of(lambda: [os.getpid()], log)
-    before = looks()
+    read = signs_of(lambda: [os.getpid()], log)
+    before = read()
     subprocess.run([sys.executable, "-S", "-c", "sum(range(5_000_000))"], check=True)
     log.write_text("a line\n")
-    after = looks()
+    after = read()
     assert after.cpu_s > before.cpu_s
     assert (before.log_bytes, after.log_bytes) == (0, 7)
 

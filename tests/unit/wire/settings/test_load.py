@@ -134,7 +134,7 @@ def test_sockets_lie_in_a_private_folder(short_folder: Path):
     assert folder.stat().st_mode & 0o777 == 0o700
 
 
-def test_looking_for_a_socket_makes_no_folder(short_folder: Path):
+def test_resolving_a_socket_path_makes_no_folder(short_folder: Path):
     run = RunSection(dir=str(short_folder))
     run.endpoint("broker")
     assert list(short_folder.iterdir()) == []

@@ -1,7 +1,7 @@
-"""In place of sgl_kernel on a GPU: SGLang imports it everywhere, and is told to run without.
+"""In place of sgl_kernel on a GPU: SGLang imports it everywhere, and is set to run without.
 
 Every name exists, nested ones (scalar_type.scalar_types.uint4b8) and modules too. The first one
-that is called says which kernel the engine could not do without.
+that is called names the kernel that the engine could not do without.
 """
 
 import importlib.abc

@@ -26,10 +26,10 @@ class Recording:
 class Stuck(Recording):
     def __init__(self) -> None:
         super().__init__()
-        self.go_on = threading.Event()
+        self.proceed = threading.Event()
 
     def log(self, step: int, figures: Mapping[str, float]) -> None:
-        self.go_on.wait(HANG_S)
+        self.proceed.wait(HANG_S)
         super().log(step, figures)
 
 
@@ -44,7 +44,7 @@ def test_every_tracker_gets_every_point_in_order_and_is_closed():
     assert second.closed
 
 
-def test_a_tracker_that_fails_is_counted_and_holds_up_nobody():
+def test_failing_tracker_is_counted_and_delays_no_other():
     failing, other = Recording(failures=2), Recording()
     trackers = BackgroundTrackers([failing, other])
     for step in range(4):
@@ -55,12 +55,12 @@ def test_a_tracker_that_fails_is_counted_and_holds_up_nobody():
     assert other.steps == [0, 1, 2, 3]
 
 
-def test_a_stuck_tracker_does_not_block_who_logs():
+def test_stuck_tracker_does_not_block_logging():
     stuck = Stuck()
     trackers = BackgroundTrackers([stuck])
     for step in range(100):
         trackers.log(step, {})
     assert stuck.steps == []
-    stuck.go_on.set()
+    stuck.proceed.set()
     trackers.close()
     assert len(stuck.steps) == 100

@@ -39,7 +39,7 @@ def test_an_address_is_taken(listen: str):
     assert weightbus_section(listening(listen)).listen == listen
 
 
-def test_loopback_stays_inside_whatever_the_environment_says():
+def test_loopback_ignores_interfaces_in_the_environment():
     outside = {"GLOO_SOCKET_IFNAME": "eth0"}
     found = interface_variables("127.0.0.1", outside)
     assert found == {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}

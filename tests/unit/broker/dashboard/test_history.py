@@ -127,9 +127,9 @@ def test_a_process_that_begins_anew_is_not_counted_backwards():
 
 def test_a_day_of_samples_stays_small_and_covers_the_day():
     history = History(began_s=BEGAN_S)
-    looks, first_every_s = 0, history.every_s
+    num_samples, first_every_s = 0, history.every_s
     for at in range(0, DAY_S, 2):
-        looks += history.sample(STATUS, BEGAN_S + at)
+        num_samples += history.sample(STATUS, BEGAN_S + at)
         if at % 10 == 0:
             metrics = {f"policy/figure{i}": at / 7 + i for i in range(40)}
             history.step(StepPoint(step=at // 10, at_s=at, metrics=metrics), BEGAN_S + at)
@@ -145,10 +145,10 @@ def test_a_day_of_samples_stays_small_and_covers_the_day():
     # A row is taken half as often each time that half of them were given up.
     doublings = math.log2(history.every_s / first_every_s)
     assert doublings >= 2
-    assert looks <= MAX_ROWS * (1 + doublings / 2)
+    assert num_samples <= MAX_ROWS * (1 + doublings / 2)
 
 
-def test_what_was_written_goes_on(tmp_path: Path):
+def test_stored_history_is_continued(tmp_path: Path):
     history = History(began_s=BEGAN_S, every_s=2.0)
     for at in range(0, 100, 2):
         history.sample(STATUS, BEGAN_S + at)
@@ -174,7 +174,7 @@ def test_a_damaged_or_older_file_is_put_aside_and_a_new_history_begins(
     assert (claim_state(path), read_state(path), caplog.records) == (None, None, [])
     path.write_bytes(data)
     assert read_state(path) is None
-    assert path.exists()  # whoever only reads changes nothing
+    assert path.exists()  # reading changes nothing
     assert claim_state(path) is None
     assert "cannot be read" in caplog.text
     assert not path.exists()
@@ -200,7 +200,7 @@ def step_of(number: int) -> StepPoint:
     return StepPoint(step=number, at_s=0.0, metrics={"policy/loss": float(number)})
 
 
-def test_rows_of_steps_stand_for_equally_many_steps_before_and_after_a_merge():
+def test_rows_cover_equally_many_steps_before_and_after_a_merge():
     history = History(began_s=0.0)
     for number in range(1, 2 * MAX_ROWS + 4):
         history.step(step_of(number), 10.0 * number)
@@ -214,7 +214,7 @@ def test_rows_of_steps_stand_for_equally_many_steps_before_and_after_a_merge():
     assert steps.at_s == [10.0 * step for step in steps.step]  # a row is of when it was complete
 
 
-def test_the_newest_step_is_told_at_once_although_its_row_still_grows():
+def test_newest_step_is_sent_before_its_row_is_complete():
     history = History(began_s=0.0)
     for number in range(1, MAX_ROWS + 2):
         history.step(step_of(number), float(number))
@@ -303,7 +303,7 @@ def test_what_is_no_number_is_shown_as_a_gap():
     assert table.columns() == {"a": [None], "b": [None], "c": [1.0]}
 
 
-def test_steps_that_nobody_looked_at_lie_between_the_newest_row_and_now():
+def test_filled_steps_are_spread_between_the_newest_row_and_now():
     history = History(began_s=0.0)
     for number in (1, 2):
         history.step(step_of(number), 10.0 * number)

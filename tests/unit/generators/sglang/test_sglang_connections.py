@@ -1,4 +1,4 @@
-"""What the client of an engine does with a connection that nothing is said on."""
+"""What the client of an engine does with a connection on which nothing is sent."""
 
 import asyncio
 

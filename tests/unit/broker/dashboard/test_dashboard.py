@@ -1,4 +1,4 @@
-"""The page over a real loopback connection: who gets in, and what they see."""
+"""The page over a real loopback connection: access, and what is shown."""
 
 import asyncio
 import itertools
@@ -116,21 +116,21 @@ async def dashboard(
         page = Dashboard(recorder, items(folder), host=host, port=0, read_s=read_s)
         address = URL(await page.start())
         jar = aiohttp.DummyCookieJar()
-        looking = asyncio.create_task(recorder.run())
+        recording = asyncio.create_task(recorder.run())
         try:
             async with aiohttp.ClientSession(cookie_jar=jar) as session:
                 yield session, address
         finally:
             await page.stop()
-            looking.cancel()
+            recording.cancel()
             with suppress(asyncio.CancelledError):
-                await looking
+                await recording
 
 
 @pytest.mark.parametrize(
     "path", ["/", "/events", "/state.json", "/items", "/trajectory", "/metrics", "/static/page.js"]
 )
-def test_nobody_gets_in_without_the_token(path: str):
+def test_requests_without_the_right_token_are_refused(path: str):
     async def body() -> list[int]:
         async with dashboard() as (session, address):
             url = address.origin() / path.lstrip("/")
@@ -285,7 +285,7 @@ def test_every_token_of_a_trajectory_has_its_version_and_the_difference():
     assert found["siblings"] == [{"sibling": 0, "reward": 1.0}, {"sibling": 1, "reward": 0.0}]
 
 
-def test_a_trajectory_that_was_not_recorded_says_so():
+def test_unrecorded_trajectory_is_reported_as_not_found():
     async def body() -> tuple[dict[str, Any], int]:
         async with dashboard() as (session, address):
             found = await answer(session, address, "/trajectory", group="9", sibling="0")
@@ -321,7 +321,7 @@ async def run_until(
         await task
 
 
-def test_a_broker_that_starts_again_goes_on_with_the_history(tmp_path: Path):
+def test_restarted_broker_continues_the_history(tmp_path: Path):
     now = itertools.count(1_763_786_000)
 
     def recorder() -> Recorder:
@@ -356,7 +356,7 @@ def test_the_state_is_there_for_programs_too():
     assert msgspec.json.decode(asyncio.run(body()), type=RunStatus).run_name == "run"
 
 
-# ---- who gets in -------------------------------------------------------------
+# ---- access ------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("host", ["::1", "0.0.0.0", "::"])  # noqa: S104 it is what is tested
@@ -484,14 +484,14 @@ def test_pages_of_other_ports_leave_the_cookie_alone():
     assert asyncio.run(body())[1] == 401
 
 
-# ---- who looks on ------------------------------------------------------------
+# ---- viewers -----------------------------------------------------------------
 
 
 class Wide:
-    """A run whose every snapshot is large, told without end."""
+    """A run whose every snapshot is large, sent without end."""
 
     def __init__(self) -> None:
-        self.looks = 0
+        self.num_reads = 0
 
     @property
     def snapshot(self) -> Snapshot:
@@ -513,7 +513,7 @@ class Wide:
         return []
 
     async def next_look(self) -> None:
-        self.looks += 1
+        self.num_reads += 1
         await asyncio.sleep(0.01)
 
 
@@ -544,7 +544,7 @@ def test_a_browser_that_does_not_read_is_let_go(path: str, tmp_path: Path):
         async def all_are_let_go() -> bool:
             return not await asyncio.to_thread(connections, url.port)
 
-        await until_async(all_are_let_go, "who does not read is kept")
+        await until_async(all_are_let_go, "a client that does not read is kept")
         for client in clients:
             client.close()
         viewers = page.num_viewers
@@ -580,7 +580,7 @@ def status_of(steps: int) -> RunStatus:
     )
 
 
-def test_a_page_that_comes_back_is_told_all_steps_that_it_lacks():
+def test_reconnecting_page_gets_every_step_it_missed():
     async def body() -> tuple[list[Any], dict[str, Any], int]:
         async with dashboard(status=lambda: status_of(40)) as (session, address):
             events = []
@@ -594,8 +594,8 @@ def test_a_page_that_comes_back_is_told_all_steps_that_it_lacks():
             return events, state, (await session.get(url)).status
 
     events, state, refused = asyncio.run(body())
-    told = [[row["step"] for row in event["steps"]] for event in events]
-    assert told == [[float(n) for n in range(4, 41)], [40.0], [], []]
+    steps_sent = [[row["step"] for row in event["steps"]] for event in events]
+    assert steps_sent == [[float(n) for n in range(4, 41)], [40.0], [], []]
     assert events[0]["steps"][0] == {
         "step": 4.0,
         "at_s": pytest.approx(1.0, abs=9),
@@ -615,7 +615,7 @@ def test_a_page_that_comes_back_is_told_all_steps_that_it_lacks():
 
 
 class Counted(FinishedRun):
-    """A run that counts who reads its history."""
+    """A run that counts the reads of its history."""
 
     def __init__(self) -> None:
         stored = StoredState(at_s=0.0, status=make_status(), history=small_history())
@@ -631,7 +631,7 @@ class Counted(FinishedRun):
         return super().steps_after(step)
 
 
-def test_all_who_ask_about_one_look_get_what_was_encoded_once(tmp_path: Path):
+def test_one_snapshot_is_encoded_once_for_all_clients(tmp_path: Path):
     async def body() -> tuple[int, int, int, set[bytes]]:
         source = Counted()
         page = Dashboard(source, RecordedItems(tmp_path), host="127.0.0.1", port=0)
@@ -680,7 +680,7 @@ class SlowItems(RecordedItems):
         return super().find(text, lag=lag)
 
 
-def test_a_disk_that_does_not_answer_is_said_and_read_by_one_at_a_time():
+def test_hung_disk_is_reported_and_read_by_one_request_at_a_time():
     made: list[SlowItems] = []
 
     def slow(folder: Path) -> SlowItems:
@@ -699,7 +699,7 @@ def test_a_disk_that_does_not_answer_is_said_and_read_by_one_at_a_time():
     assert made[0].most == 1
 
 
-def test_a_write_that_goes_on_does_not_come_out_on_top_of_the_last_one(tmp_path: Path):
+def test_slow_write_does_not_overwrite_the_last_one(tmp_path: Path):
     steps = itertools.count(1)
     began, ends = threading.Event(), threading.Event()
     written: list[int] = []
@@ -744,7 +744,7 @@ def test_a_state_that_cannot_be_read_keeps_nothing_from_starting(
         recorder = Recorder(status, tmp_path / PAGE_STATE, high_water_bytes=0, fsync="")
         page = Dashboard(recorder, RecordedItems(tmp_path), host="127.0.0.1", port=0)
         address = URL(await page.start())
-        looking = asyncio.create_task(recorder.run())
+        recording = asyncio.create_task(recorder.run())
         async with aiohttp.ClientSession() as session:
             paths = ("/state.json", "/events", "/metrics", "/")
             urls = [address.with_path(path, keep_query=True) for path in paths]
@@ -752,10 +752,10 @@ def test_a_state_that_cannot_be_read_keeps_nothing_from_starting(
             broken = False
             await recorder.next_look()
             refused.append((await session.get(urls[0])).status)
-        ends = looking.done()
-        looking.cancel()
+        ends = recording.done()
+        recording.cancel()
         with suppress(asyncio.CancelledError):
-            await looking
+            await recording
         await page.stop()
         return refused, ends
 
@@ -764,7 +764,7 @@ def test_a_state_that_cannot_be_read_keeps_nothing_from_starting(
     assert len(caplog.records) == 1
 
 
-def test_rules_that_fail_say_nothing_new_and_are_logged_once(
+def test_failing_rules_add_no_advice_and_are_logged_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):
     now = itertools.count(0, 10)
@@ -810,7 +810,7 @@ def test_a_figure_that_is_no_number_leaves_the_history_as_it_was(tmp_path: Path)
 
 
 @pytest.mark.parametrize(
-    ("said", "fsync"),
+    ("durability", "fsync"),
     [
         ("appendfsync always", "always"),
         ("appendfsync everysec: a crash can lose the last second", "everysec"),
@@ -819,8 +819,8 @@ def test_a_figure_that_is_no_number_leaves_the_history_as_it_was(tmp_path: Path)
         ("unknown (CONFIG is not permitted)", ""),
     ],
 )
-def test_what_a_store_says_of_itself_is_understood(said: str, fsync: str):
-    assert fsync_of(said) == fsync
+def test_fsync_policy_is_parsed_from_the_durability_text(durability: str, fsync: str):
+    assert fsync_of(durability) == fsync
 
 
 def test_the_steps_among_events_are_those_that_count_in_the_end():
@@ -842,21 +842,21 @@ def test_the_page_takes_a_process_for_silent_or_gone_when_the_terminal_does():
 
 
 def test_advice_and_the_file_wait_for_their_time(tmp_path: Path):
-    """The clock decides, not how often the run is looked at."""
-    clock, looks, advised, written = [1e9], 0, [], []
+    """The clock decides, not how often the state is read."""
+    clock, num_reads, advised, written = [1e9], 0, [], []
 
     def status() -> RunStatus:
-        nonlocal looks
-        looks += 1
+        nonlocal num_reads
+        num_reads += 1
         return STATUS
 
     def advise(_status: RunStatus, _trends: object) -> list[Advisory]:
         advised.append(clock[0])
         return []
 
-    async def looked() -> None:
-        end = looks + 1
-        await until_async(lambda: looks > end)
+    async def next_read() -> None:
+        end = num_reads + 1
+        await until_async(lambda: num_reads > end)
 
     async def body() -> None:
         recorder = Recorder(
@@ -868,13 +868,13 @@ def test_advice_and_the_file_wait_for_their_time(tmp_path: Path):
             advise=advise,
             write=lambda _path, _state: written.append(clock[0]),
         )
-        looking = asyncio.create_task(recorder.run())
+        recording = asyncio.create_task(recorder.run())
         for now_s in (1e9, 1e9 + 4.9, 1e9 + 10.0):
             clock[0] = now_s
-            await looked()
-        looking.cancel()
+            await next_read()
+        recording.cancel()
         with suppress(asyncio.CancelledError):
-            await looking
+            await recording
 
     asyncio.run(body())
     assert advised == [1e9, 1e9 + 10.0]

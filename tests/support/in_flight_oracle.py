@@ -57,7 +57,7 @@ class LearnersModels:
             self._models[str(folder)] = model
 
     def logprobs(self, folder: str, sequences: list[list[int]]) -> list[list[float]]:
-        from slipstream.learner.model.gpt import packed_logits
+        from tests.support.logits import packed_logits
 
         model = self._models[folder]
         lengths = [len(sequence) for sequence in sequences]
@@ -73,7 +73,7 @@ class LearnersModels:
 
 
 class KeptCache:
-    """Models that go on over the keys and values that another one computed."""
+    """Models that continue over the keys and values that another one computed."""
 
     def __init__(self, folders: list[Path], barred: int) -> None:
         from transformers import AutoModelForCausalLM

@@ -163,11 +163,11 @@ def test_an_end_is_named_by_exit_code_and_last_words(
 
 
 def test_a_refusal_names_the_setting_and_the_reason():
-    said = bubblewrap.explained("unshare(): Operation not permitted (EPERM)")
-    assert "reward.sandbox" in said
-    assert "EPERM" in said
+    explanation = bubblewrap.explained("unshare(): Operation not permitted (EPERM)")
+    assert "reward.sandbox" in explanation
+    assert "EPERM" in explanation
     if Path("/proc/sys/user/max_user_namespaces").exists():
-        assert "user.max_user_namespaces = " in said
+        assert "user.max_user_namespaces = " in explanation
     assert issubclass(SandboxUnavailableError, ConfigError)
 
 

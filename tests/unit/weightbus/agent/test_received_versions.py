@@ -52,7 +52,7 @@ def test_what_was_received_is_a_folder_that_can_be_loaded_again_and_again(tmp_pa
     assert not list(tmp_path.iterdir())
 
 
-def test_nobody_else_on_the_host_reads_what_was_received(tmp_path: Path):
+def test_received_weights_are_readable_by_their_owner_only(tmp_path: Path):
     staging = Staging(tmp_path / "of-agents", "agent")
     assert (tmp_path / "of-agents").stat().st_mode & 0o777 == 0o700
     (folder,) = (tmp_path / "of-agents").iterdir()
@@ -74,7 +74,7 @@ def test_memory_is_there_before_a_version_and_gone_after_it(tmp_path: Path):
     staging.free()
     assert held() == 0
     assert os.listdir("/proc/self/fd") == descriptors, "one is left open"  # noqa: PTH208
-    assert torch.equal(mapped["t0"], sent.tensors["t0"])  # whoever maps it does not fall
+    assert torch.equal(mapped["t0"], sent.tensors["t0"])  # a process that maps it does not fail
     again = snapshot(2)
     loaded = load_file(receive(staging, again) / WEIGHTS)
     assert torch.equal(loaded["t3"], again.tensors["t3"])

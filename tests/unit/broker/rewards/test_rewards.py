@@ -85,7 +85,7 @@ def test_exact_match_has_no_score_for_a_row_without_a_truth(truth: object):
 
 
 class Scalar:
-    """A scalar of numpy or torch, as far as anybody can tell."""
+    """Behaves like a scalar of numpy or torch."""
 
     def __init__(self, value: object) -> None:
         self.value = value
@@ -178,7 +178,7 @@ def test_of_too_many_parts_the_first_are_kept_and_the_reward_counts():
 
 
 @pytest.mark.parametrize("results", [[1.0, math.nan], (1.0, None), iter([1, "1"])])
-def test_each_result_of_a_batch_stands_for_itself(results: object):
+def test_results_of_a_batch_are_judged_separately(results: object):
     good, bad = outcomes_of(results, 2)
     assert good.reward == 1.0
     assert bad.unavailable.startswith("invalid: returned ")
@@ -336,7 +336,7 @@ def test_verls_four_arguments_are_passed_by_keyword_or_where_names_differ_by_pos
     assert load("verl_options", bonus=3, scale=2).call([transcript("")]) == 6
 
 
-def test_a_decorated_function_says_what_it_takes_and_its_version(
+def test_decorator_sets_what_a_function_takes_and_its_version(
     load: Callable[..., RewardFunction], tmp_path: Path
 ):
     one, many = load("one", bonus=5), load("many", anything=1)
@@ -352,7 +352,7 @@ def test_a_class_is_made_with_its_options_and_closed(load: Callable[..., RewardF
     made.close()
 
 
-def test_an_instance_may_say_its_version_where_its_class_does_not(
+def test_instance_may_declare_a_version_where_its_class_does_not(
     load: Callable[..., RewardFunction],
 ):
     assert load("Versioned").info.version == "judge a"

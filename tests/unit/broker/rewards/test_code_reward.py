@@ -267,7 +267,7 @@ def test_a_verdict_cannot_be_forged(forgery: str, truth: Json):
         "check(add)",
     ],
 )
-def test_a_test_looks_its_built_ins_up_with_us(asserted: str):
+def test_tests_use_our_built_ins_instead_of_those_of_the_answer(asserted: str):
     assert scored(FORGERIES["offers built-ins"], asserted, test_s=1.0)["score"] == 0.0
     assert scored(RIGHT, asserted, test_s=60.0)["score"] == 1.0
 
@@ -300,7 +300,7 @@ def test_where_the_function_is_named_no_other_name_is_the_answer_s():
     right = "import math\ndef add(a, b): return a + b"
     helped = "assert same(add(1, 2), 3)"
     plain = "import math\nassert math.isclose(add(1, 2), 3)"
-    assert scored(wrong, {"asserts": helped})["score"] == 1.0, "a name that nobody defined"
+    assert scored(wrong, {"asserts": helped})["score"] == 1.0, "an undefined name"
     assert scored(wrong, {"asserts": helped, "fn_name": "add"})["score"] == 0.0
     assert scored(right, {"asserts": [helped, plain], "fn_name": "add"})["score"] == 0.5
     assert scored(right, {"asserts": plain, "fn_name": "add"})["score"] == 1.0
@@ -332,29 +332,29 @@ def test_a_call_that_hangs_as_if_it_waited_for_a_disk_costs_only_its_own_test():
 
 
 @pytest.mark.integration
-def test_what_an_answer_starts_is_looked_at_like_itself():
+def test_processes_of_an_answer_are_checked_like_the_answer():
     """A parent that waits for its child to compute wants a core as much as the child does."""
     burns = "import os\nif os.fork():\n    os.wait()\nwhile True:\n    pass\n"
     process = subprocess.Popen([sys.executable, "-c", burns])
     try:
         answer = code_tester.Answer(1.0)
         answer._pid = process.pid
-        until(lambda: looks_computing(answer, cpu_s=0.2), "the child is not seen to compute")
+        until(lambda: is_computing(answer, cpu_s=0.2), "the child is not seen to compute")
         (child,) = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
         until(lambda: state_of(process.pid) == "S", "the parent does not wait")
         os.kill(int(child), signal.SIGSTOP)
         until_stopped(int(child))
-        until(lambda: not looks_computing(answer), "nothing computes, and it looks so")
+        until(lambda: not is_computing(answer), "the stopped child is seen to compute")
         before_s = answer._look()[1]
         os.kill(int(child), signal.SIGKILL)
-        until(lambda: looks_computing(answer), "the parent is not seen to compute")
+        until(lambda: is_computing(answer), "the parent is not seen to compute")
         assert answer._look()[1] >= before_s >= 0.2
     finally:
         process.kill()
         process.wait()
 
 
-def looks_computing(answer: code_tester.Answer, *, cpu_s: float = 0.0) -> bool:
+def is_computing(answer: code_tester.Answer, *, cpu_s: float = 0.0) -> bool:
     _, used_s, states = answer._look()
     return b"R" in states and used_s >= cpu_s
 

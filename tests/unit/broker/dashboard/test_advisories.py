@@ -1,4 +1,4 @@
-"""Each rule speaks past its limit, is silent just below it, and while there is too little data."""
+"""Each rule advises past its limit; just below it, or with too little data, it gives no advice."""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -20,7 +20,7 @@ from tests.support.wire_samples import RECORD, STATUS
 EVERY_S = 2.0
 ROWS = 200  # 400 s
 STEPS = 60
-GUIDE = Path(__file__).parents[3] / "docs" / "operations.md"
+GUIDE = Path(__file__).parents[4] / "docs" / "operations.md"
 
 
 def role(name: str, kind: str) -> RoleStatus:
@@ -59,7 +59,7 @@ def history(
     )
 
 
-def said(state: RunStatus, trends: Trends) -> dict[str, Advisory]:
+def advice(state: RunStatus, trends: Trends) -> dict[str, Advisory]:
     return {advisory.rule: advisory for advisory in advise(state, trends)}
 
 
@@ -85,7 +85,7 @@ def publishes(paused_s: float, *, every_s: float = 2.0, count: int = 70) -> list
 
 
 def left_out(*failed: int) -> list[PublishRecord]:
-    """Publishes that took no time; each fails as many engines as it says."""
+    """Publishes that took no time; each fails as many engines as given."""
     why = {f"g-{i}": "no answer to LoadBucket within 30 s" for i in range(2)}
     return [
         replace(one, failed=dict(list(why.items())[:count]))
@@ -222,9 +222,9 @@ def test_every_rule_is_tried_here():
 
 
 @pytest.mark.parametrize("case", CASES, ids=NAMES)
-def test_a_rule_speaks_past_its_limit_alone_and_names_a_setting(case: Case):
+def test_rule_advises_only_past_its_limit_and_names_a_setting(case: Case):
     rule, state, trends, _, _ = case
-    (advisory,) = said(state, trends).values()
+    (advisory,) = advice(state, trends).values()
     assert advisory.rule == advisory.why == rule
     assert "." in advisory.setting
     assert advisory.setting in advisory.text
@@ -235,7 +235,7 @@ def test_a_rule_speaks_past_its_limit_alone_and_names_a_setting(case: Case):
 @pytest.mark.parametrize("case", CASES, ids=NAMES)
 def test_a_rule_is_silent_just_below_its_limit(case: Case):
     _, _, _, state, trends = case
-    assert said(state, trends) == {}
+    assert advice(state, trends) == {}
 
 
 @pytest.mark.parametrize(
@@ -254,20 +254,20 @@ def test_a_rule_is_silent_while_there_is_too_little_data(case: Case):
         high_water_bytes=trends.high_water_bytes,
         fsync="",
     )
-    assert said(replace(state, publish_history=state.publish_history[-9:]), early) == {}
+    assert advice(replace(state, publish_history=state.publish_history[-9:]), early) == {}
 
 
-def test_a_run_that_has_just_done_a_step_or_is_over_does_not_stand_still():
+def test_run_that_just_stepped_or_is_over_is_not_stalled():
     for trends in (
         still(0, flat(7), num_steps=60),
         replace(still(0, flat(7)), steps_at_s=[EVERY_S * ROWS - 115.0]),
     ):
-        assert said(idle(60, 61), trends) == {}
+        assert advice(idle(60, 61), trends) == {}
     for over in (replace(idle(3, 4), finished=True), replace(idle(3, 4), total_steps=3)):
-        assert said(over, still(0, flat(7))) == {}
+        assert advice(over, still(0, flat(7))) == {}
 
 
-def test_nothing_is_said_about_a_run_without_history():
+def test_run_without_history_gets_no_advice():
     assert advise(HERE, Trends(at_s=[], series={}, steps_at_s=[], steps={})) == []
 
 
@@ -291,7 +291,7 @@ def test_a_column_of_unknown_figures_is_no_figure():
         (1.0, 0.5, 16.0, "reward.workers"),
     ],
 )
-def test_who_else_waits_decides_what_a_starved_pool_needs(
+def test_advice_for_a_starved_pool_depends_on_what_else_waits(
     learner: float, generators: float, waiting: float, setting: str
 ):
     columns = busy(learner, generators, **{"queue:waiting_for_reward": flat(waiting)})
@@ -299,7 +299,7 @@ def test_who_else_waits_decides_what_a_starved_pool_needs(
 
 
 def test_the_sentence_has_the_number_the_time_and_the_setting():
-    text = said(HERE, history(busy(0.59)))["learner-starved"].text
+    text = advice(HERE, history(busy(0.59)))["learner-starved"].text
     assert text == (
         "The learner waited 41% of the last 2 minutes for data, while the generators were 100% "
         "busy: add generators (generators.count) or let each answer more at a time "
@@ -307,25 +307,27 @@ def test_the_sentence_has_the_number_the_time_and_the_setting():
     )
 
 
-def test_thrashing_says_how_many_answers_an_engine_may_have_at_present():
+def test_thrashing_names_the_current_limit_of_answers_per_engine():
     thrown = history({"answers": rising(10.0), "retracted": rising(1.0)})
     generators = [
         replace(role(f"g-{i}", "generator"), sequence_limit=limit)
         for i, limit in enumerate((8, 24))
     ]
-    text = said(status(roles=generators), thrown)["kv-thrashing"].text
+    text = advice(status(roles=generators), thrown)["kv-thrashing"].text
     assert text.startswith(
         "Engines threw 10% of the answers of the last 2 minutes out of their cache and computed "
         "them again, with up to 24 under way in an engine now: give the cache more room "
     )
     unknown = [replace(one, sequence_limit=0) for one in generators]
-    assert "under way in an engine" not in said(status(roles=unknown), thrown)["kv-thrashing"].text
+    assert (
+        "under way in an engine" not in advice(status(roles=unknown), thrown)["kv-thrashing"].text
+    )
 
 
 def test_long_steps_make_the_window_longer():
     waits = [0.0 if row % 100 else 1.0 for row in range(1_000)]  # busy once in a step of 200 s
     trends = history({"busy:learner": waits}, rows=1_000, step_s=200.0, num_steps=11)
-    text = said(HERE, trends)["learner-starved"].text
+    text = advice(HERE, trends)["learner-starved"].text
     assert "the last 32 minutes" in text  # the first doubling of 2 minutes that holds five steps
 
 
@@ -334,41 +336,41 @@ def test_what_came_before_the_first_step_and_after_the_last_one_does_not_count()
     trends = replace(
         history({"busy:learner": shares}), steps_at_s=[40.0 + 5 * step for step in range(60)]
     )
-    assert "learner-starved" not in said(status(steps=60, total_steps=60), trends)
-    assert "learner-starved" in said(status(steps=60, total_steps=61), trends)
+    assert "learner-starved" not in advice(status(steps=60, total_steps=60), trends)
+    assert "learner-starved" in advice(status(steps=60, total_steps=61), trends)
 
 
 def test_a_share_that_hovers_about_the_limit_does_not_flap():
     hovering = [0.75 + (0.05 if row % 2 else -0.06) + 0.02 * (row // 100 % 2) for row in range(600)]
-    spoke = [
-        "learner-starved" in said(HERE, history({"busy:learner": hovering}, rows=rows))
+    advised = [
+        "learner-starved" in advice(HERE, history({"busy:learner": hovering}, rows=rows))
         for rows in range(80, 600)
     ]
-    changes = [row for row, (a, b) in enumerate(pairwise(spoke)) if a != b]
+    changes = [row for row, (a, b) in enumerate(pairwise(advised)) if a != b]
     assert changes
     assert all(EVERY_S * (b - a) >= WINDOW_S / 2 for a, b in pairwise(changes))
 
 
 def test_a_mended_pool_is_not_complained_about_any_more():
     shares = [0.5] * 100 + [1.0] * 100
-    spoke = [
-        "learner-starved" in said(HERE, history({"busy:learner": shares}, rows=rows))
+    advised = [
+        "learner-starved" in advice(HERE, history({"busy:learner": shares}, rows=rows))
         for rows in (100, ROWS)
     ]
-    assert spoke == [True, False]
+    assert advised == [True, False]
 
 
-def test_a_lost_entropy_is_said_from_the_thirtieth_step_on():
-    spoke = [
-        "entropy-collapse" in said(HERE, history(steps={"policy/entropy": column}))
+def test_entropy_collapse_is_reported_from_the_thirtieth_step():
+    advised = [
+        "entropy-collapse" in advice(HERE, history(steps={"policy/entropy": column}))
         for column in ([1.0] * 15 + [0.01] * 14, [1.0] * 15 + [0.01] * 15)
     ]
-    assert spoke == [False, True]
+    assert advised == [False, True]
 
 
-def test_a_hiccup_says_nothing():
+def test_short_interruption_gives_no_advice():
     shares: Sequence[float] = [1.0] * 150 + [0.0] * 10 + [1.0] * 40
-    assert said(HERE, history({"busy:learner": shares})) == {}
+    assert advice(HERE, history({"busy:learner": shares})) == {}
 
 
 def test_a_kl_that_follows_the_staleness_is_named_where_there_is_none_by_lag():
@@ -376,20 +378,20 @@ def test_a_kl_that_follows_the_staleness_is_named_where_there_is_none_by_lag():
         return 1.0 + 0.5 * (-1) ** step
 
     follows = mixed(lambda step: 0.03 + 0.01 * (-1) ** step, staleness)
-    text = said(HERE, history(steps=follows))["mismatch-kl-rising-with-lag"].text
+    text = advice(HERE, history(steps=follows))["mismatch-kl-rising-with-lag"].text
     assert "correlation 1.00 over 40 steps" in text
     assert "The mismatch KL is 0.03 and" in text
     rising_kl = mixed(lambda step: 0.03 + 0.001 * step + 0.01 * (-1) ** step, staleness)
-    text = said(HERE, history(steps=rising_kl))["mismatch-kl-rising-with-lag"].text
+    text = advice(HERE, history(steps=rising_kl))["mismatch-kl-rising-with-lag"].text
     assert "The mismatch KL is 0.069 and" in text, "the newest window ends with the last step"
     numerics = mixed(lambda step: 0.03 + 0.01 * (-1) ** (step // 2), staleness)
-    assert said(HERE, history(steps=numerics)) == {}
+    assert advice(HERE, history(steps=numerics)) == {}
     unknown = mixed(
         lambda step: None if step == STEPS - 9 else 0.03 + 0.01 * (-1) ** step, staleness
     )
-    assert said(HERE, history(steps=unknown)) == {}
+    assert advice(HERE, history(steps=unknown)) == {}
     harmless = mixed(lambda step: 0.003 + 0.001 * (-1) ** step, staleness)
-    assert said(HERE, history(steps=harmless)) == {}
+    assert advice(HERE, history(steps=harmless)) == {}
 
 
 def test_many_dead_letters_are_an_error_and_errors_come_first():
@@ -400,32 +402,32 @@ def test_many_dead_letters_are_an_error_and_errors_come_first():
 
 def test_staleness_has_no_bound_to_be_at_in_a_synchronous_run():
     trends = history(steps={"staleness/mean": flat(0.0, STEPS)})
-    assert said(status(max_staleness_steps=0), trends) == {}
+    assert advice(status(max_staleness_steps=0), trends) == {}
 
 
 def test_a_day_of_history_costs_no_more_than_a_few_milliseconds():
     rows = 2_000
     names = [*busy(1.0), "store_bytes", "queue:dead_letters", "trained", "issued"]
     trends = history({name: flat(0.5, rows) for name in names}, rows=rows, num_steps=rows)
-    looked: list[int] = []
+    num_read: list[int] = []
 
     class Counting(list[float]):
         def __getitem__(self, index: Any) -> Any:  # noqa: ANN401 as a list does
             if isinstance(index, slice):
-                looked.append(len(range(*index.indices(len(self)))))
+                num_read.append(len(range(*index.indices(len(self)))))
             return super().__getitem__(index)
 
     counted = replace(
         trends, series={name: Counting(column) for name, column in trends.series.items()}
     )
     advise(HERE, counted)
-    assert sum(looked) < 20 * LOOKS * rows / 10
+    assert sum(num_read) < 20 * LOOKS * rows / 10
 
 
-def test_an_engine_that_came_back_is_not_told_of():
-    assert said(status(publish_history=left_out(1, 1, 1, 0)), history()) == {}
-    (told,) = said(status(publish_history=left_out(0, 2, 2, 1, 2)), history()).values()
-    assert told.text.startswith("g-0 and 1 more were left out of 4 of the last 5 publishes (no")
+def test_engine_that_came_back_is_not_reported():
+    assert advice(status(publish_history=left_out(1, 1, 1, 0)), history()) == {}
+    (advisory,) = advice(status(publish_history=left_out(0, 2, 2, 1, 2)), history()).values()
+    assert advisory.text.startswith("g-0 and 1 more were left out of 4 of the last 5 publishes (no")
 
 
 def test_every_rule_has_its_section_in_the_guide():
@@ -448,7 +450,7 @@ def test_every_setting_that_is_named_exists():
     assert {name for name in named if f"`{name}`" not in settings} == set()
 
 
-def test_without_an_engine_to_ask_nothing_is_said_of_how_many_are_under_way():
+def test_without_an_engine_thrashing_names_no_answers_under_way():
     thrown = history({"answers": rising(10.0), "retracted": rising(6.0)})
-    alone = said(status(roles=[role("learner", "learner")]), thrown)["kv-thrashing"]
+    alone = advice(status(roles=[role("learner", "learner")]), thrown)["kv-thrashing"]
     assert "under way in an engine" not in alone.text

@@ -1,4 +1,4 @@
-"""How the trainer of a chaos run tells its generators which version they are to run."""
+"""How the trainer of a chaos run gives its generators the version that they are to run."""
 
 from pathlib import Path
 

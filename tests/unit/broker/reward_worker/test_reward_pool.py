@@ -159,10 +159,10 @@ def test_a_function_that_is_not_async_never_runs_in_the_event_loop_of_those_that
         frames = Unframer()
         while len(answers) < 4:
             for body in frames.feed(ours.recv(1 << 16)):
-                said = from_child.decode(body)
-                assert isinstance(said, Answered)
-                outcome = said.outcomes[0]
-                answers.append((said.call_id, outcome.reward, outcome.unavailable))
+                answer = from_child.decode(body)
+                assert isinstance(answer, Answered)
+                outcome = answer.outcomes[0]
+                answers.append((answer.call_id, outcome.reward, outcome.unavailable))
         ours.shutdown(socket.SHUT_WR)
 
     with ours, ThreadPoolExecutor() as threads:
@@ -278,11 +278,11 @@ def test_nothing_outside_of_a_child_is_killed_even_while_it_ends(
         (None, "sent nonsense"),
     ],
 )
-def test_an_exit_code_is_said_in_words(code: int | None, text: str):
+def test_exit_code_is_described_in_words(code: int | None, text: str):
     assert how_it_ended(code) == text
 
 
 @pytest.mark.parametrize("root", [0, -1])
-def test_nobody_asks_for_all_that_runs_on_the_host(root: int):
+def test_descendants_of_foreign_roots_are_refused(root: int):
     with pytest.raises(ValueError, match="no descendants that are ours"):
         descendants(root, {0: [1], 1: [os.getpid()]})

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from slipstream.algos.packing import Packing
 
-FOLDER = Path(__file__).parents[2] / "golden" / "algos"
+FOLDER = Path(__file__).parents[1] / "golden" / "algos"
 MASKS = ("mask_prefix", "mask_holes", "mask_empty")
 
 VERL = "verl-0.9.1"

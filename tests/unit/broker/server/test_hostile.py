@@ -55,8 +55,8 @@ from tests.support.ledger_driver import (
     make_rules,
     reward,
 )
+from tests.support.running_broker import V0, bare_socket, one_group, running, submit
 from tests.support.waiting import HANG_S
-from tests.unit.broker.server.test_loop import V0, bare_socket, one_group, running, submit
 
 NAN, INF = float("nan"), float("inf")
 
@@ -68,7 +68,7 @@ class Silent:
 
 
 def answers_to(folder: Path, role: Role, *requests: Request) -> list[Answer]:
-    """The answers to a few requests of one client that has said hello."""
+    """The answers to a few requests of one client after its hello."""
 
     async def body() -> list[Answer]:
         async with running(folder) as it, bare_socket(it.endpoint) as ask:
@@ -80,7 +80,7 @@ def answers_to(folder: Path, role: Role, *requests: Request) -> list[Answer]:
     return asyncio.run(body())
 
 
-def test_whoever_has_not_said_hello_is_counted(short_folder: Path):
+def test_request_before_hello_is_counted(short_folder: Path):
     async def body() -> int:
         async with running(short_folder) as it, bare_socket(it.endpoint) as ask:
             await ask(b"1", encode(GetStatus()))
@@ -118,8 +118,8 @@ def test_a_report_of_no_number_leaves_the_state_of_the_run_readable(
     short_folder: Path, tokens: float
 ):
     report = RoleReport(phase_seconds={"wait": tokens}, counters={"tokens": tokens})
-    told = [TakeOver(step=0), report, Hello(role="learner", name="x", incarnation="b")]
-    *_, answer = answers_to(short_folder, "learner", *told, report, GetStatus())
+    sent_before = [TakeOver(step=0), report, Hello(role="learner", name="x", incarnation="b")]
+    *_, answer = answers_to(short_folder, "learner", *sent_before, report, GetStatus())
     assert isinstance(answer, StatusAnswer)
     assert answer.status.tokens_per_second.get("learner", 0.0) == 0.0
 
@@ -225,14 +225,14 @@ def test_a_hello_that_is_refused_decides_nothing():
 def test_a_message_that_brings_a_fault_to_light_does_not_hold_up_those_behind_it(
     short_folder: Path,
 ):
-    """The socket tells of changes only, so the router has to look again by itself."""
+    """The socket reports changes only, so the router has to check again by itself."""
 
     async def body() -> list[bytes]:
-        heard: list[bytes] = []
+        received: list[bytes] = []
         is_good = asyncio.Event()
 
         def on_message(_peer: Peer, frames: list[zmq.Frame]) -> None:
-            heard.append(frames[0].bytes)
+            received.append(frames[0].bytes)
             if frames[0].bytes == b"bad":
                 raise RuntimeError
             is_good.set()
@@ -251,7 +251,7 @@ def test_a_message_that_brings_a_fault_to_light_does_not_hold_up_those_behind_it
         router.close()
         client.close(0)
         context.term()
-        return heard
+        return received
 
     assert asyncio.run(body()) == [b"bad", b"bad", b"good"]
 
@@ -267,7 +267,7 @@ def test_a_message_that_is_too_large_is_refused_with_both_sizes(short_folder: Pa
     assert "a observer may send 65536" in answer.reason
 
 
-def test_a_score_of_what_nobody_has_generated_queues_nothing(short_folder: Path):
+def test_score_of_an_answer_not_yet_generated_queues_nothing(short_folder: Path):
     async def body() -> int:
         async with running(short_folder) as it:
             learner = await it.client("learner", "learner")

@@ -1,4 +1,4 @@
-"""What the learner tells of a step arrives whole: in the history of the page and in TensorBoard."""
+"""All step figures of the learner arrive: in the history of the page and in TensorBoard."""
 
 from collections import defaultdict
 from pathlib import Path
