@@ -195,10 +195,10 @@ class BrokerClient:
         return client, welcome
 
     async def _first_hello(self, hello: Hello, timeout_s: float) -> Welcome:
-        """Send a hello; for a while again and again if another process has this name.
+        """Send a hello, and repeat it for a while if another process has this name.
 
         The connection of one that died is gone at once, that of a host that vanished after a
-        minute. Who waits for longer waits for one that lives.
+        minute. A longer wait means the other process is alive.
         """
         patience_s = _NAME_PATIENCE_S if self._key is None else _FAR_NAME_PATIENCE_S
         give_up_s: float | None = None

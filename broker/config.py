@@ -233,10 +233,10 @@ def private_folders(run: RunSection) -> tuple[Path, ...]:
 
 
 def private_paths(table: Table) -> tuple[Path, ...]:
-    """Return what a reward function must not see: keys, and where it could act as a role.
+    """Return the paths hidden from reward functions: keys, stores and sockets.
 
-    The folder of sockets needs no key, so that whoever reaches it may say that it is the learner. A
-    role that belongs to a broker on another host has none, nor a store, unless one is there.
+    Sockets need no key: any process that can reach them could pose as the learner. A role
+    of a broker on another host has no sockets or store here, unless some exist already.
     """
     run, broker = run_section(table), section(table, "broker", BrokerSection)
     algo = table.get("algo")  # whose settings are the learner's to check

@@ -109,10 +109,10 @@ async def serve(settings: BrokerSettings, *, restarted: bool = False) -> None:
 
 
 def _take_lock(run: RunSection, cleanup: AsyncExitStack, *, restarted: bool) -> None:
-    """Be the one broker of a run folder, before anything is claimed.
+    """Take the run folder's lock before claiming the store.
 
-    A shared store would give its place to a second broker that was started by mistake.
-    One that takes the place of another may: that may be stopped, and cannot write any more.
+    Otherwise a second broker started by mistake would take over a shared store. A restarted
+    broker may do so: its predecessor may be stopped, and cannot write any more.
 
     Raises:
         ConfigError: there is one.

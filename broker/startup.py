@@ -62,11 +62,11 @@ async def start_run(
     restarted: bool = False,
     first_event: int = 0,
 ) -> StartState:
-    """Start a new run, or resume: with what the store holds, or from run.resume_from.
+    """Start a new run, or resume one: from the store, or from run.resume_from.
 
-    A checkpoint is gone on from in the store where that still knows all that came after it: then
-    nothing has to be generated again. Else the store is cleared, and what the checkpoint keeps of
-    the ledger takes its place.
+    If the store still holds everything recorded after the checkpoint, the run resumes there and
+    nothing has to be generated again; otherwise the store is cleared and filled from the
+    checkpoint.
 
     Args:
         settings: the broker's.

@@ -40,12 +40,11 @@ class DeploySection(Section, frozen=True, kw_only=True):
     restart_backoff_s: Positive = 1.0
     """Pause before a restart; doubled each time."""
     save_timeout_s: Positive = 600.0
-    """After Ctrl-C a learner that for so long uses no CPU and writes no log is killed before it has
-    saved a checkpoint, and so is one that still saves after six times this; another Ctrl-C does
-    it at once."""
+    """After Ctrl-C, kill a learner that is idle (no CPU, no log) this long before it has saved a
+    checkpoint, or that still saves after six times this; a second Ctrl-C kills it at once."""
     stop_timeout_s: Positive = 20.0
-    """A process that was asked to end and for so long uses no CPU and writes no log is killed; so
-    is one that has not ended after six times this."""
+    """Kill a process that was asked to end and is idle (no CPU, no log) this long, or has not ended
+    after six times this."""
     time_limit_s: Annotated[float, msgspec.Meta(ge=0)] = 0.0
     """End a run that takes longer, as failed; 0 is no limit."""
 

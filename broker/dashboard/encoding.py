@@ -21,14 +21,14 @@ _EVENT_EVALUATIONS = 2
 
 
 class Source(Protocol):
-    """What the page shows: a running run, or what is left of one."""
+    """The run behind the page: a running one, or the files of a finished one."""
 
     @property
     def snapshot(self) -> Snapshot | None:
-        """Return what was seen last; None if nothing was."""
+        """The newest snapshot; None before the first."""
 
     def columns(self) -> HistoryColumns:
-        """Return how it came to that; a thread reads it."""
+        """Return the history of the run; called from a thread."""
 
     def steps_after(self, step: float) -> Sequence[Row]:
         """Return the rows of learner steps after this one."""

@@ -66,7 +66,7 @@ class GroupIndex:
                     self._heaps.pop(deadline, None)
 
     def sibling_came(self, group: Group, *, generated: int = 0, scored: int = 0) -> None:
-        """Count what a group has got that stays in every view that it is in."""
+        """Count new trajectories or scores of a group whose state does not change."""
         if group.item == "train":
             self.num_generated += generated
             self.num_scored += scored
@@ -98,7 +98,7 @@ class GroupIndex:
 
     @property
     def oldest_ready(self) -> int | None:
-        """How many groups were ready before the one that has been ready for longest."""
+        """Number of groups that became ready before the oldest one still ready."""
         return next(iter(self._ready.values()), None)
 
     def lags(self, step: int) -> tuple[dict[int, int], dict[int, int]]:

@@ -111,7 +111,7 @@ class ScoringQueue:
         return max(failed, key=lambda sibling: (failed[sibling], -sibling)) if failed else None
 
     def _sort_out(self, group_id: int) -> None:
-        """Hold back what waits of a group in doubt, but for the one that decides."""
+        """After a failed attempt, hold back the group's waiting siblings except the decider."""
         decider = self._decider(group_id)
         for sibling in self._waiting_of.get(group_id, ()):
             key = (group_id, sibling)

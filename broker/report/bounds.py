@@ -33,5 +33,5 @@ def texts(values: Mapping[str, str], *, most: int) -> dict[str, str]:
 
 
 def moment(unix_s: float) -> float:
-    """Return a unix time that a calendar knows; what is none becomes 0."""
+    """Clamp to a valid Unix time; invalid values become 0."""
     return unix_s if 0 <= unix_s <= _LAST_MOMENT_S else 0.0

@@ -34,7 +34,7 @@ class RunRecords:
         """A learner step trained these groups."""
 
     def went_back(self, step: int) -> None:
-        """A learner went back to this step: what came after it did not happen."""
+        """A learner went back to this step: later steps are discarded."""
 
     def close(self, status: RunStatus, account: LedgerView) -> None:
         """The broker ends."""

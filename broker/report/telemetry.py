@@ -59,9 +59,9 @@ class Telemetry:
         self.data: dict[str, int] = {}
 
     def hello(self, hello: Hello) -> None:
-        """A role came up, for the first time or again."""
+        """A role connected, for the first time or again."""
         if hello.role in {"observer", "operator"}:
-            return  # they come and go without a word
+            return  # they come and go, unreported
         if (before := self._roles.get(hello.name)) is not None:
             self._ended_tokens[before.hello.role] += int(before.tokens)
         now = self._now()
@@ -96,7 +96,7 @@ class Telemetry:
             )
 
     def went_back(self, step: int) -> None:
-        """A learner took over at an earlier step: what came after it did not happen."""
+        """A learner took over at an earlier step: later steps are discarded."""
         self._steps = deque((p for p in self._steps if p.step <= step), maxlen=_KEPT_STEPS)
 
     def training_began(self) -> None:

@@ -138,7 +138,7 @@ class RewardPool:
         return [item for request in self._requests for item in request.give_back(group_id)]
 
     async def close(self) -> None:
-        """End all children with all that they have started. What has no score gets none."""
+        """End all children and their descendants; answers without a score get none."""
         self._closed = True
         for task in self._tasks:
             task.cancel()
@@ -202,7 +202,7 @@ class RewardPool:
         self._dispatch()
 
     def _ended(self, slot: Slot, code: int | None) -> None:
-        """A child has ended by itself (its exit code), or talks nonsense (None)."""
+        """A child has ended by itself (its exit code), or sent a malformed message (None)."""
         if code is None or code == EXIT_BROKEN:
             self._replace(slot, "broken", "killed: it closed the descriptors of its process")
         else:

@@ -47,7 +47,7 @@ class PendingCall:
 
 @dataclass(eq=False, slots=True)
 class ScoringRequest:
-    """What one caller wants to know. As many scores come as there are answers not given back."""
+    """One caller's request; every answer not given back gets a score."""
 
     waiting: deque[PendingCall] = field(default_factory=deque)
     scores: asyncio.Queue[Score | None] = field(default_factory=asyncio.Queue)  # None: check again

@@ -102,12 +102,12 @@ class Clients:
         return Reply(welcome)
 
     def refuse_other_run(self, run_id: str) -> None:
-        """Refuse what belongs to another run of the same name."""
+        """Refuse requests from another run of the same name."""
         own = self._ledger.book.state.run_id
         if run_id and own and run_id != own:
             raise RefusedError(
                 f"this broker serves run {self._report.run_name} with the id {own}, not {run_id}: "
-                "what comes from another run of this name has no place in it"
+                "requests from another run with the same name are refused"
             )
 
     # ---- keys ----------------------------------------------------------------

@@ -38,7 +38,7 @@ class Gate(Protocol):
         ...
 
     def open(self) -> None:
-        """Let people in again."""
+        """Accept new connections again."""
         ...
 
 

@@ -76,7 +76,7 @@ _OLD_REVISION = Refusal(  # before revision 4 a message had no session
 
 
 def may_wait_s(asked_s: float) -> float:
-    """Return how long a request may wait that asks for so many seconds, which may be no number."""
+    """Clamp a requested wait to 0..MAX_WAIT_S; NaN counts as the maximum."""
     return max(0.0, min(MAX_WAIT_S, asked_s))  # in this order NaN is MAX_WAIT_S
 
 

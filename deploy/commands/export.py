@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Turn this process into the one that exports; it needs no GPU and sees none."""
+    """Replace this process by the exporter, with GPUs hidden."""
     held, checkpoint = held_checkpoint(arguments.target, best=arguments.best)
     try:
         read_checkpoint_info(held)

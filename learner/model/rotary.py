@@ -60,9 +60,9 @@ class Rotary:
 
 
 def _llama3(frequencies: Tensor, rope: RopeParameters, trained_positions: int) -> Tensor:
-    """Slow what turns less often than ``low_freq_factor`` times over the first context.
+    """Scale down frequencies below ``low_freq_factor`` turns per trained context.
 
-    What turns more than ``high_freq_factor`` times stays, and between both it changes gradually.
+    Those above ``high_freq_factor`` turns stay, and between both the scale changes gradually.
     """
     turns = trained_positions * frequencies / (2 * math.pi)
     low, high = rope.low_freq_factor, rope.high_freq_factor

@@ -91,12 +91,12 @@ class Patience:
 
     @property
     def why(self) -> str:
-        """Why the wait is over, as a predicate of the process that was waited for."""
+        """Reason why the wait is over, as a predicate of the awaited process."""
         if self._signs is None:
             return f"was not there within {self._limit_s:g} s"
         if self.idle_s >= self._limit_s:
             return f"used no CPU and wrote no log for {self._limit_s:g} s"
-        return f"was busy for {self._most_s:.0f} s and got nowhere"
+        return f"was busy for {self._most_s:.0f} s without finishing"
 
 
 @asynccontextmanager

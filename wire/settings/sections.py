@@ -195,7 +195,7 @@ class SourceTable(Section, frozen=True, kw_only=True):
     weight: NotNegative = 0.0
     """Share of the training prompts; 0 for all sources mixes them by their number of rows."""
     max_rows: AtLeast0 = 0
-    """Use the first so many rows; 0 is all."""
+    """Use the first N rows; 0 is all."""
     as_chat: bool | None = None
     """Ask text prompts as one turn of a user; default is data.as_chat."""
     system_prompt: str | None = None
@@ -225,7 +225,7 @@ class EvalSection(Section, frozen=True, kw_only=True):
     top_p: TopP = 1.0
     """Sample from the most probable tokens that hold this share."""
     top_k: int = -1
-    """Sample from so many most probable tokens; -1 is all."""
+    """Sample from the N most probable tokens; -1 is all."""
     max_response_tokens: AtLeast0 = 0
     """A response ends here at the latest; 0 is sampling.max_response_tokens."""
     correct_reward: float = 1.0
