@@ -59,7 +59,7 @@ class Outcomes:
 
     @property
     def siblings(self) -> Tensor:
-        """Return the size of each trajectory's group, [N] float64."""
+        """Size of each trajectory's group, [N] float64."""
         return group_sums(torch.ones_like(self.rewards), self.groups, self.num_groups)
 
     def centered(self, weights: Tensor | None = None) -> Tensor:

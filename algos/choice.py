@@ -122,7 +122,7 @@ class Chosen:
 
     @property
     def needs(self) -> frozenset[str]:
-        """Return what it needs, as it is set; of ``NEEDS``."""
+        """Inputs that it needs with these settings; of ``NEEDS``."""
         return self.part.needs | self.options.needs
 
 
@@ -146,33 +146,33 @@ class AlgoChoice:
 
     @property
     def needs_values(self) -> bool:
-        """Return whether there is a critic."""
+        """True if there is a critic."""
         return "values" in self.advantage.needs
 
     @property
     def needs_of_tokens(self) -> frozenset[str]:
-        """Return what the surrogate and the corrections need."""
+        """Inputs that the surrogate and the corrections need."""
         return self.surrogate.needs.union(*(chosen.needs for chosen in self.corrections))
 
     @property
     def has_kl(self) -> bool:
-        """Return whether a KL divergence is in the loss or in the reward."""
+        """True if a KL divergence is in the loss or in the reward."""
         return self.kl.coefficient > 0
 
     @property
     def needs_reference(self) -> bool:
-        """Return whether there is a reference policy."""
+        """True if there is a reference policy."""
         of_kl = self.has_kl and self.kl.to == "reference"
         return of_kl or "reference" in self.needs_of_tokens
 
     @property
     def has_teacher(self) -> bool:
-        """Return whether there is a teacher."""
+        """True if there is a teacher."""
         return self.teacher.coefficient > 0
 
     @property
     def learns_from_equal_rewards(self) -> bool:
-        """Return whether a group of equal rewards teaches something."""
+        """True if a group of equal rewards teaches something."""
         if self.has_teacher or self.likelihood.coefficient > 0:
             return True
         if "reward_parts" in self.advantage.needs:
@@ -181,5 +181,5 @@ class AlgoChoice:
 
     @property
     def is_group_relative(self) -> bool:
-        """Return whether a trajectory is compared with its siblings."""
+        """True if a trajectory is compared with its siblings."""
         return "siblings" in self.advantage.needs

@@ -65,7 +65,7 @@ class CorrectionInputs:
 
     @property
     def log_ratios(self) -> Tensor:
-        """Return log w, not clamped, 0.0 outside the mask, [T]."""
+        """Log w, not clamped, 0.0 outside the mask, [T]."""
         return log_ratio(
             target=self.proximal.detach(), sampled_from=self.behavior, mask=self.packing.mask
         )

@@ -51,12 +51,12 @@ class OutputLayer:
 
     @property
     def split(self) -> dist.ProcessGroup | None:
-        """Return the ranks to talk to, None if there are none."""
+        """Ranks that share the vocabulary; None if there are no others."""
         return self.group if self.group is not None and self.group.size() > 1 else None
 
     @property
     def first_row(self) -> int:
-        """Return the token id of this rank's first row."""
+        """Token id of this rank's first row."""
         return self.split.rank() * len(self.weight) if self.split is not None else 0
 
 

@@ -31,7 +31,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     @property
     def needs(self) -> frozenset[str]:
-        """Return what the part needs as it is set, beyond what it always needs; of NEEDS."""
+        """Inputs that the part needs with these options, beyond its constant ones; of NEEDS."""
         return frozenset()
 
 
@@ -59,7 +59,7 @@ class Part(Generic[P, R]):
 
     @property
     def summary(self) -> str:
-        """Return the first line of the function's docstring."""
+        """First line of the function's docstring."""
         return (self.function.__doc__ or "").strip().partition("\n")[0]
 
     @override

@@ -69,7 +69,7 @@ class SurrogateInputs:
 
     @property
     def log_ratios(self) -> Tensor:
-        """Return log r, not clamped, 0.0 outside the mask, [T]."""
+        """Log r, not clamped, 0.0 outside the mask, [T]."""
         return log_ratio(target=self.current, sampled_from=self.anchor, mask=self.packing.mask)
 
     def masked(self, per_token: Tensor) -> Tensor:

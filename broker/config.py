@@ -66,7 +66,7 @@ class RedisTable(Section, frozen=True, kw_only=True):
 
     @property
     def known_fsync(self) -> str:
-        """Return how the store is synced; empty for a server of others, where it is not known."""
+        """Sync policy of the store; empty for another's server, where it is not known."""
         return "" if self.url else self.fsync
 
 
@@ -207,12 +207,12 @@ class BrokerSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def keys_folder(self) -> Path:
-        """Return the folder of the broker's and its clients' keys."""
+        """Folder of the broker's and its clients' keys."""
         return keys_folder(self.run, self.broker)
 
     @property
     def max_in_flight(self) -> int:
-        """Return the most groups neither trained nor dropped."""
+        """Most groups that are neither trained nor dropped."""
         allowed = (self.run.staleness_bound + 1) * self.run.groups_per_step
         return allowed if self.broker.max_in_flight is None else self.broker.max_in_flight
 

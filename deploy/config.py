@@ -60,7 +60,7 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def run(self) -> RunSection:
-        """Return [run]."""
+        """Section [run]."""
         return self.broker.run
 
 

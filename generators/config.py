@@ -125,7 +125,7 @@ class GeneratorSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def transport(self) -> str:
-        """How the engine gets its weights."""
+        """Transport of the engine's weights."""
         return chosen(self.weightbus.transport, self.device)
 
     @property

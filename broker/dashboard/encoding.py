@@ -25,7 +25,7 @@ class Source(Protocol):
 
     @property
     def snapshot(self) -> Snapshot | None:
-        """The newest snapshot; None before the first."""
+        """Newest snapshot; None before the first."""
 
     def columns(self) -> HistoryColumns:
         """Return the history of the run; called from a thread."""

@@ -125,7 +125,7 @@ class History:
 
     @property
     def num_bytes(self) -> int:
-        """Return how much memory the numbers take."""
+        """Memory of the numbers."""
         return self._time.num_bytes + self._steps.num_bytes
 
     def newest_point(self) -> Row:

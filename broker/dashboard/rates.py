@@ -35,7 +35,7 @@ class Seen:
 
     @property
     def busy(self) -> float | None:
-        """Return the share of the time that was no waiting; None if nothing was reported."""
+        """Share of the time that was not waiting; None if nothing was reported."""
         total = self.worked_s + self.waited_s
         return min(1.0, max(0.0, self.worked_s / total)) if total > 0 else None
 

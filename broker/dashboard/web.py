@@ -150,7 +150,7 @@ class Dashboard:
 
     @property
     def _cookie(self) -> str:
-        """Return the cookie's name; other pages of this host, at other ports, have theirs."""
+        """Name of the cookie; other pages of this host, at other ports, have theirs."""
         return f"slipstream_token_{self._door.port}"
 
     @web.middleware

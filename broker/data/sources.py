@@ -30,7 +30,7 @@ class Source:
 
     @property
     def origin(self) -> str:
-        """Return where its rows come from."""
+        """File or generator of its rows."""
         return self.table.file or f"reasoning-gym {self.table.reasoning_gym}"
 
 

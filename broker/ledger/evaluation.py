@@ -50,7 +50,7 @@ class EvalPlan:
 
     @property
     def num_problems(self) -> int:
-        """Return how many problems a round has."""
+        """Number of problems in a round."""
         return len(self.sources)
 
     def is_due(self, step: int, *, last_step: int) -> bool:

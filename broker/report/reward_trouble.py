@@ -19,7 +19,7 @@ class _Tries:
 
     @property
     def failed(self) -> int:
-        """How many of the newest ones gave no reward."""
+        """Number of the newest tries that gave no reward."""
         return self.outcomes.count(False)
 
 

@@ -19,7 +19,7 @@ class RoleRecord:
 
     @property
     def tokens(self) -> float:
-        """Return how many tokens it reported since its hello."""
+        """Number of tokens reported since its hello."""
         return self.report.counters.get("tokens", 0.0) - (self.tokens_before or 0.0)
 
     def status(self, now_s: float, leases: int) -> RoleStatus:

@@ -35,7 +35,7 @@ class ProcessRow(NamedTuple):
 
     @property
     def is_zombie(self) -> bool:
-        """Whether it has ended and only its parent has not noticed."""
+        """True if it has ended and its parent has not waited for it."""
         return self.state in "ZX"
 
 

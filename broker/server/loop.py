@@ -226,7 +226,7 @@ class BrokerServer:
 
     @property
     def addresses(self) -> list[str]:
-        """Return where it listens."""
+        """Addresses that it listens on."""
         return [router.endpoint for router in self._routers]
 
     async def _tick(self) -> None:

@@ -32,7 +32,7 @@ class Session:
 
     @property
     def holder(self) -> str:
-        """Return the name under which it holds leases."""
+        """Name under which it holds leases."""
         return holder_of(self.name, self.incarnation)
 
 

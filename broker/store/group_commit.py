@@ -29,12 +29,12 @@ class GroupCommitter:
 
     @property
     def backlog(self) -> int:
-        """Return the number of changes that are not durable yet."""
+        """Number of changes that are not durable yet."""
         return len(self._pending) + self._num_in_flight
 
     @property
     def backlog_bytes(self) -> int:
-        """Return the size of the changes that are not durable yet."""
+        """Size of the changes that are not durable yet."""
         return self._backlog_bytes
 
     def add(self, changes: Changes, then: Callable[[], None] | None = None) -> None:

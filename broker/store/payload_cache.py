@@ -22,7 +22,7 @@ class FrameCache:
 
     @property
     def num_bytes(self) -> int:
-        """Return how much is here."""
+        """Size of the cached payloads."""
         return self._pinned_bytes + self._unpinned_bytes
 
     def put(self, key: TrajectoryKey, stored: StoredTrajectory) -> None:

@@ -99,7 +99,7 @@ class RedisServer:
 
     @property
     def url(self) -> str:
-        """Return where it listens."""
+        """URL that it listens on."""
         return f"unix://{self.socket}"
 
     async def until_listening(self, socket: Path) -> None:

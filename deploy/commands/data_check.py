@@ -61,7 +61,7 @@ class SourceReport:
 
     @property
     def data_sources(self) -> Counter[str]:
-        """Return how many prompts each data source has."""
+        """Number of prompts of each data source."""
         return Counter(prompt.data_source for prompt in self.prompts)
 
 

@@ -150,17 +150,17 @@ class StatusWatcher:
 
     @property
     def newest(self) -> RunStatus | None:
-        """Return the newest answer, if there ever was one."""
+        """Newest answer; None before the first."""
         return self._answer[0] if self._answer else None
 
     @property
     def age_s(self) -> float:
-        """Return how old the newest answer is, or how long there has been none."""
+        """Age of the newest answer, or the time that there has been none."""
         return time.monotonic() - (self._answer[1] if self._answer else self._started_s)
 
     @property
     def trouble(self) -> str:
-        """Return why the newest answer is not of now; empty if it is."""
+        """Reason why the newest answer is out of date; empty if it is not."""
         return trouble_of(self.error, self.age_s, outcome_of(self._run) if self.error else "")
 
     def start(self) -> None:

@@ -60,7 +60,7 @@ class PackedLayout(PackedSeqParams):  # type: ignore[misc]  # megatron is untype
 
     @cached_property
     def groups(self) -> LengthGroups:
-        """Return the sequences grouped by length, worked out by the first layer that asks."""
+        """Sequences grouped by length, computed by the first layer that needs them."""
         return group_by_length(self.cu_seqlens_q)
 
 

@@ -89,7 +89,7 @@ class View:
 
     @property
     def looks(self) -> list[int]:
-        """Return where windows end, as numbers of rows: the newest, and earlier ones.
+        """Ends of windows, as numbers of rows: the newest, and earlier ones.
 
         The earlier ones end at times that do not move with the newest, so that one that passed a
         limit counts until it is a window old, and a measure about the limit does not flap.
@@ -150,13 +150,13 @@ class View:
 
     @property
     def generators(self) -> list[RoleStatus]:
-        """Return the generators that have weights."""
+        """Generators that have weights."""
         roles = (one for one in self.status.roles if one.role == "generator")
         return [one for one in roles if one.adopted is not None]
 
     @property
     def lately(self) -> str:
-        """Return the window in words."""
+        """Length of the window in words."""
         return f"the last {duration(self.window_s)}"
 
 
