@@ -45,7 +45,7 @@ from slipstream.wire.messages.broker import (
 )
 from slipstream.wire.messages.codec import Frame, decode_answer, encode
 from slipstream.wire.messages.pieces import cut
-from slipstream.wire.process.patience import saying
+from slipstream.wire.process.patience import log_wait
 
 _log = logging.getLogger(__name__)
 A = TypeVar("A", bound=Answer)
@@ -204,7 +204,7 @@ class BrokerClient:
         give_up_s: float | None = None
         while True:
             try:
-                async with saying(f"the broker at {self._endpoint}"):
+                async with log_wait(f"the broker at {self._endpoint}"):
                     answer, _ = await self._ask(hello, timeout_s)
                 return _expect(answer, Welcome, hello)
             except NameTakenError as error:

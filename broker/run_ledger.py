@@ -194,7 +194,7 @@ def _under_present_settings(ledger: Ledger, released: list[TrajectoryKey]) -> Ch
     other_size = state.group_size != rules.group_size
     for group in list(ledger.book.groups.values()):
         if group.item == "train" and (other_size or (state.bound != rules.bound and group.is_live)):
-            ledger.book.begin_anew(group, rules.group_size)
+            ledger.book.restart(group, rules.group_size)
     samples, count = rules.eval_plan.section.samples, rules.eval_plan.num_problems
     groups = [group for group in ledger.book.groups.values() if group.item == "eval"]
     if (

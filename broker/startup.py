@@ -38,7 +38,7 @@ from slipstream.wire.errors import ConfigError
 from slipstream.wire.files.checkpoints import read_checkpoint_info
 from slipstream.wire.files.run_folder import BATCHES
 from slipstream.wire.files.trajectory_file import cut_from_step
-from slipstream.wire.process.patience import saying
+from slipstream.wire.process.patience import log_wait
 
 _log = logging.getLogger(__name__)
 _TRACKERS_START_S = 300.0
@@ -189,7 +189,7 @@ async def start_trackers(settings: BrokerSettings) -> BackgroundTrackers:
     plain = msgspec.to_builtins(settings)
     starting = asyncio.to_thread(load_trackers, settings.logging, run, plain, resumed_at=resumed_at)
     try:
-        async with saying(f"logging.trackers = {list(settings.logging.trackers)} to start"):
+        async with log_wait(f"logging.trackers = {list(settings.logging.trackers)} to start"):
             trackers: list[Tracker] = await asyncio.wait_for(starting, _TRACKERS_START_S)
     except TimeoutError as error:
         raise ConfigError(

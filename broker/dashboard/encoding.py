@@ -36,7 +36,7 @@ class Source(Protocol):
     def letters(self) -> list[Letter]:
         """Return the newest dead letters."""
 
-    async def next_look(self) -> None:
+    async def next_change(self) -> None:
         """Return when there is something new, or after a while."""
 
 

@@ -33,7 +33,7 @@ from slipstream.wire.messages.dead_letters import DeadLetter
 from slipstream.wire.messages.status import RunStatus
 
 _log = logging.getLogger(__name__)
-_LOOK_S = 1.0
+_POLL_S = 1.0
 _WRITE_S = 10.0
 _ADVISE_S = 5.0
 _LAST_WRITE_S = 10.0  # for a disk that does not answer as the broker ends
@@ -149,7 +149,7 @@ class Recorder:
                     self.seen.notify_all()
                 with self._errors.suppress("advice and a current file"):
                     self._start_chores()
-                await asyncio.sleep(_LOOK_S)
+                await asyncio.sleep(_POLL_S)
         finally:
             self._take()
             await self._write_last()
@@ -166,7 +166,7 @@ class Recorder:
         """Return the newest dead letters."""
         return shown_letters(self._letters())
 
-    async def next_look(self) -> None:
+    async def next_change(self) -> None:
         """Return when the run was looked at again."""
         async with self.seen:
             await self.seen.wait()
@@ -264,7 +264,7 @@ class FinishedRun:
         """Return the newest dead letters."""
         return self._stored.letters
 
-    async def next_look(self) -> None:
+    async def next_change(self) -> None:
         """Wait a little: nothing changes any more."""
         await asyncio.sleep(_WRITE_S)
 

@@ -300,7 +300,7 @@ class Dashboard:
                 await response.write(event)
             with suppress(TimeoutError):
                 async with asyncio.timeout(_QUIET_S):
-                    await self._source.next_look()
+                    await self._source.next_change()
 
 
 async def _open_site(runner: web.AppRunner, host: str, port: int) -> int:

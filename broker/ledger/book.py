@@ -139,8 +139,8 @@ class Book:
         self.state.next_group_id = group.group_id + 1
         self.index.enter(group)
 
-    def begin_anew(self, group: Group, size: int | None = None) -> None:
-        """Forget all that was done about a group, and have it leased as if it were new."""
+    def restart(self, group: Group, size: int | None = None) -> None:
+        """Discard a group's answers and lease it again as if it were new."""
         self.forget(group)
         again = group.prompt_only()
         again.size = group.size if size is None else size

@@ -301,4 +301,4 @@ def _take_over(book: Book, event: TakenOver) -> None:
     book.trace_lineage()
     for group in [g for g in book.groups.values() if g.item == "eval"]:
         if not book.descends(group):
-            book.begin_anew(group)
+            book.restart(group)

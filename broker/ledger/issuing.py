@@ -9,7 +9,7 @@ from slipstream.broker.ledger.groups import Group
 from slipstream.wire.messages.trajectory import ItemKind, Prompt
 from slipstream.wire.messages.versions import PolicyVersion
 
-_LAPSED_TO_LOOK_AT = 64  # a generator whose lanes fit none of them gets other work
+_MOST_LAPSED = 64  # a generator whose lanes fit none of them gets other work
 
 
 class Issuing:
@@ -46,7 +46,7 @@ class Issuing:
     def next_group(self, adopted: PolicyVersion, room: int) -> Group | None:
         """Return a group of at most ``room`` sequences; None if there is nothing to grant."""
         book, rules, state = self._book, self._book.rules, self._book.state
-        for group in islice(book.index.again.values(), _LAPSED_TO_LOOK_AT):
+        for group in islice(book.index.again.values(), _MOST_LAPSED):
             if group.adopted_step > adopted.step:
                 continue
             if len(group.missing) <= room:

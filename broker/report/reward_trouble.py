@@ -15,7 +15,7 @@ class _Tries:
     outcomes: deque[bool] = field(default_factory=lambda: deque(maxlen=_TRIES))  # True: a reward
     reason: str = ""  # of the newest failure
     num_failed: int = 0  # in all
-    say_at: int = _MANY
+    warn_at: int = _MANY
 
     @property
     def failed(self) -> int:
@@ -42,12 +42,12 @@ class RewardTrouble:
         tries.outcomes.append(False)
         tries.reason = reason
         tries.num_failed += 1
-        if tries.num_failed < tries.say_at or tries.failed < _MANY:
+        if tries.num_failed < tries.warn_at or tries.failed < _MANY:
             return ""
-        tries.say_at = 2 * tries.num_failed
+        tries.warn_at = 2 * tries.num_failed
         return self._about(function, tries)
 
-    def said(self) -> str:
+    def summary(self) -> str:
         """Return the worst of it; empty if nothing much fails."""
         worst = max(self._tries.items(), key=lambda pair: pair[1].failed, default=None)
         if worst is None or worst[1].failed < _MANY:

@@ -13,7 +13,7 @@ class RoleRecord:
 
     hello: Hello
     since_s: float
-    heard_s: float
+    last_message_s: float
     tokens_before: float | None = None  # its hello; None until it reports
     report: RoleReport = field(default_factory=lambda: RoleReport(phase_seconds={}, counters={}))
 
@@ -29,7 +29,7 @@ class RoleRecord:
             name=self.hello.name,
             role=self.hello.role,
             age_s=age,
-            silent_s=now_s - self.heard_s,
+            silent_s=now_s - self.last_message_s,
             busy=busy_share(self.report.phase_seconds),
             phase_seconds=self.report.phase_seconds,
             tokens_per_second=self.tokens / age,

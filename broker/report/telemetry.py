@@ -68,7 +68,7 @@ class Telemetry:
         # A name may hold a pid: those that have been silent for long are no longer shown.
         # Of a learner only one is shown, and it may be silent in a long step.
         for name, one in list(self._roles.items()):
-            if one.hello.role in MANY and now - one.heard_s > _GONE_S:
+            if one.hello.role in MANY and now - one.last_message_s > _GONE_S:
                 del self._roles[name]
                 self._ended_tokens[one.hello.role] += int(one.tokens)
         known = replace(hello, packages={}, held=())
@@ -77,10 +77,10 @@ class Telemetry:
             if package in self.versions or len(self.versions) < MAX_NAMES:
                 self.versions[package[:MAX_CHARS]] = version[:MAX_CHARS]
 
-    def heard(self, name: str) -> None:
+    def received_from(self, name: str) -> None:
         """A role sent anything at all."""
         if (record := self._roles.get(name)) is not None:
-            record.heard_s = self._now()
+            record.last_message_s = self._now()
 
     def report(self, name: str, report: RoleReport) -> None:
         """A role's cumulative report."""

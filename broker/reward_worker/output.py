@@ -47,7 +47,7 @@ class OutputLog:
         kept = data[: int(self._allowed)]
         self._allowed -= len(kept)
         if kept and self._dropped_since:
-            self.tell_dropped()
+            self.report_dropped()
         for line in kept.decode(errors="replace").splitlines():
             printable = (
                 c if c.isprintable() or c == "\t" else ascii(c)[1:-1]  # which a terminal obeys
@@ -60,7 +60,7 @@ class OutputLog:
         self._dropped_since += num_bytes
         self.dropped_bytes += num_bytes
 
-    def tell_dropped(self) -> None:
+    def report_dropped(self) -> None:
         """Log how much was left out since the last time."""
         if self._dropped_since:
             _log.warning("%s printed %d bytes more", self._name, self._dropped_since)

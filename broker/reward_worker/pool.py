@@ -31,9 +31,9 @@ from slipstream.wire.messages.trajectory import MAX_PARTS, Score
 from slipstream.wire.process.environment import handed_on
 
 _log = logging.getLogger(__name__)
-_LOOK_S = 0.1  # between measurements of the children, while one works
-_IDLE_LOOK_S = 1.0
-_LOOK_SHARE = 0.05  # of a processor, at most, on hosts with very many processes
+_POLL_S = 0.1  # between measurements of the children, while one works
+_IDLE_POLL_S = 1.0
+_POLL_SHARE = 0.05  # of a processor, at most, on hosts with very many processes
 _LONGEST_BACKOFF_S = 30.0
 
 
@@ -326,12 +326,12 @@ class RewardPool:
                 elif killed := slot.kill_left_behind(table):
                     self.left_behind += killed
                     _log.warning("reward child %d left %d processes behind", slot.number, killed)
-            pause_s = max(_LOOK_S, (loop.time() - began_s) / _LOOK_SHARE)
+            pause_s = max(_POLL_S, (loop.time() - began_s) / _POLL_SHARE)
             if busy:
                 await asyncio.sleep(pause_s)
                 continue
             self._working.clear()
             with suppress(TimeoutError):
-                async with asyncio.timeout(_IDLE_LOOK_S):
+                async with asyncio.timeout(_IDLE_POLL_S):
                     await self._working.wait()
             await asyncio.sleep(pause_s if self._working.is_set() else 0)

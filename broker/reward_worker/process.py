@@ -242,7 +242,7 @@ class ChildProcess(asyncio.Protocol):
             loop.remove_reader(descriptor)
         if self._descriptors:  # its last words
             self._output.read(self._descriptors[0])
-        self._output.tell_dropped()
+        self._output.report_dropped()
         for descriptor in self._descriptors:
             os.close(descriptor)
         self._descriptors = []

@@ -27,7 +27,7 @@ from slipstream.wire.errors import ConfigError
 from slipstream.wire.process.patience import Patience, signs_of
 
 _IMPORT_S = 120.0  # without a sign of life
-_LOOK_S = 0.1
+_POLL_S = 0.1
 _GRACE_S = 1.0  # for an async call that ends itself when its time is up
 _SAME_TICK_S = 0.02  # the kernel's clock for starts of processes
 
@@ -110,7 +110,7 @@ class Slot:
 
     async def _until_loaded(self, child: ChildProcess, loading: "asyncio.Future[Loaded]") -> Loaded:
         patience = Patience("the reward functions to load", _IMPORT_S, signs_of(lambda: child.pids))
-        while not (await asyncio.wait({loading}, timeout=_LOOK_S))[0]:
+        while not (await asyncio.wait({loading}, timeout=_POLL_S))[0]:
             if patience.is_over():
                 raise ConfigError(
                     f"the reward functions do not load: their process {patience.why} "

@@ -37,10 +37,10 @@ _FOLDER = os.path.dirname(os.path.abspath(__file__))  # noqa: PTH100, PTH120 pat
 _REQUESTS, _REPLIES = 3, 4  # descriptors of the answer's process
 _MOST_BYTES = 1 << 20  # of one reply
 _LOAD_S = 60.0  # to start Python, besides what a test may take
-_LOOK_S = 0.05
+_POLL_S = 0.05
 _WANTS_CORE, _WAITS_FOR_DISK = b"R", b"D"
 _DISK_SHARE = 0.5  # of a test's time: an answer may wait for a disk as long as that besides
-_MOST_LOOKED_AT = 64  # processes of an answer
+_MOST_PROCESSES = 64  # processes of an answer
 _PLAIN: tuple[type, ...] = (type(None), bool, int, float, str)
 _CONTAINERS: dict[str, Any] = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
 
@@ -192,10 +192,10 @@ class Answer:
 
     def _set_clock(self, left_s: float) -> None:
         self._clock_left_s, self._disk_left_s = left_s, _DISK_SHARE * left_s
-        self._last_s, self._last_cpu_s, _ = self._look()
+        self._last_s, self._last_cpu_s, _ = self._usage()
         self._states = {_WANTS_CORE}
 
-    def _look(self) -> tuple[float, float, set[bytes]]:
+    def _usage(self) -> tuple[float, float, set[bytes]]:
         """Return now, and of the answer and all that it started processor seconds and states."""
         ticks, states, pids = 0, set(), [self._pid]
         for pid in pids:
@@ -205,7 +205,7 @@ class Answer:
                 folder = f"/proc/{pid}/task"
                 for task in os.listdir(folder):  # noqa: PTH208 pathlib is slow to import
                     states.add(stat_of(f"{folder}/{task}/stat")[0])
-                    if len(pids) < _MOST_LOOKED_AT:
+                    if len(pids) < _MOST_PROCESSES:
                         with open(f"{folder}/{task}/children", "rb") as file:  # noqa: PTH123
                             pids += map(int, file.read().split())
             except (OSError, IndexError):  # it has ended, or the kernel lists no children
@@ -218,8 +218,8 @@ class Answer:
         As in ``broker/sandbox/own_time.py``: where the answer wants a core, what it got counts,
         and waiting for a disk counts as that for a while.
         """
-        while not any(select.select(reads, writes, [], min(_LOOK_S, self._clock_left_s))[:2]):
-            now_s, cpu_s, states = self._look()
+        while not any(select.select(reads, writes, [], min(_POLL_S, self._clock_left_s))[:2]):
+            now_s, cpu_s, states = self._usage()
             elapsed, both = now_s - self._last_s, states | self._states
             used = min(elapsed, max(0.0, cpu_s - self._last_cpu_s))
             if _WANTS_CORE in both:
@@ -338,9 +338,9 @@ def run_calls(answer: Answer, tests: dict[str, Any]) -> None:
             if target not in answer.names and "Solution" in answer.names:
                 target = f"Solution.{target}"
             reply = answer.operate("call", target, arguments)
-            say({"test": index, "value": encode(reply)})
+            send({"test": index, "value": encode(reply)})
         except Exception as error:  # noqa: BLE001 whatever an answer makes us do
-            say({"test": index, "error": f"{type(error).__name__}: {error}"[:500]})
+            send({"test": index, "error": f"{type(error).__name__}: {error}"[:500]})
 
 
 def run_statements(answer: Answer, tests: dict[str, Any]) -> None:
@@ -365,7 +365,7 @@ def run_statements(answer: Answer, tests: dict[str, Any]) -> None:
                 error = f"{type(problem).__name__}: {problem}"[:500] or "failed"
                 whole = whole and is_test
             if is_test:
-                say({"test": index, "error": error} if error else {"test": index, "passed": True})
+                send({"test": index, "error": error} if error else {"test": index, "passed": True})
                 index += 1
 
 
@@ -381,7 +381,7 @@ def split(text: str) -> list[tuple[ast.stmt, bool]]:
     return [(statement, id(statement) in tests) for statement in statements]
 
 
-def say(message: dict[str, Any]) -> None:
+def send(message: dict[str, Any]) -> None:
     """Write a line for the process that compares."""
     try:
         line = json.dumps(message)

@@ -67,7 +67,7 @@ class Init:
             if pid == self.main:
                 code = os.waitstatus_to_exitcode(status)
                 used = resource.getrusage(resource.RUSAGE_CHILDREN)
-                self.tell(f"ended {code} {used.ru_utime + used.ru_stime} {used.ru_maxrss * 1024}")
+                self.send(f"ended {code} {used.ru_utime + used.ru_stime} {used.ru_maxrss * 1024}")
                 self.finish(128 - code if code < 0 else code)
 
     def become(self) -> NoReturn:
@@ -84,10 +84,10 @@ class Init:
             if self.report >= 0:
                 os.set_inheritable(self.report, False)
                 os.unsetenv("PWD")  # bubblewrap adds it
-                self.tell("started")
+                self.send("started")
             os.execvp(self.command[0], self.command)  # noqa: S606 what this script is for
         except OSError as error:
-            self.tell(f"error {error}")
+            self.send(f"error {error}")
             os.write(2, f"{self.command[0]}: {error}\n".encode())
         finally:
             os._exit(_SETUP_FAILED)
@@ -118,7 +118,7 @@ class Init:
             value = int(wanted) if most == resource.RLIM_INFINITY else min(int(wanted), most)
             resource.setrlimit(kind, (value, most if name == "STACK" else value))
 
-    def tell(self, line: str) -> None:
+    def send(self, line: str) -> None:
         """Report to the process that started us; without a reader there is nothing to run for."""
         if self.report >= 0:
             try:

@@ -18,7 +18,7 @@ import psutil
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _STAT_BYTES = 1024
-_LOOK_S = 0.01
+_POLL_S = 0.01
 
 
 class ProcessRow(NamedTuple):
@@ -152,4 +152,4 @@ async def kill_all(started: Mapping[int, float], *, timeout_s: float) -> list[in
             return left
         for pid in left:
             kill(pid)
-        await asyncio.sleep(_LOOK_S)
+        await asyncio.sleep(_POLL_S)

@@ -207,7 +207,7 @@ class _Run:
 
     def _until_the_end(self, selector: selectors.BaseSelector) -> _End | None:
         """Return why the run has to be ended, or None when it ended by itself."""
-        next_look_s = 0.0
+        next_usage_s = 0.0
         while True:
             for key, _ in selector.select(_POLL_S):
                 if key.data == "ended":
@@ -218,11 +218,11 @@ class _Run:
             if self._own is None and b"started" in self._report:
                 disk_s = _DISK_SHARE * self._limits.own_s
                 self._own = OwnTime(now_s, self._usage.cpu_s, disk_s=disk_s)
-            if now_s >= next_look_s:
-                next_look_s = now_s + _POLL_S
+            if now_s >= next_usage_s:
+                next_usage_s = now_s + _POLL_S
                 levels = 1 if self._plain else 2
                 most = self._limits.memory_bytes
-                self._usage.look(self._process.pid, levels=levels, enough_bytes=most)
+                self._usage.update(self._process.pid, levels=levels, enough_bytes=most)
                 if self._own is not None:
                     self._own.tick(
                         now_s,

@@ -126,7 +126,7 @@ class Learner:
         if not isinstance(batch, NotYet):
             return Reply(batch)
         waiting_for = self._training.waiting_for(batch)
-        reason = describe_wait(self._book, waiting_for, trouble=self._trouble.said())
+        reason = describe_wait(self._book, waiting_for, trouble=self._trouble.summary())
         self._waits_for(request.step, reason)
         last_step = self._book.state.last_step
         return Reply(BatchNotReady(waiting_for=waiting_for, reason=reason, last_step=last_step))

@@ -346,7 +346,7 @@ class BrokerServer:
             raise HelloFirstError("send a hello first")
         if not may_send(session.role, request, scores_inline=self._scores_inline):
             raise ForbiddenError(f"{session.name} is a {session.role}, which may not send {kind}")
-        self.telemetry.heard(session.name)
+        self.telemetry.received_from(session.name)
         if not isinstance(request, SubmitTrajectory):
             expect_frames(frames, 0, kind)
         return session

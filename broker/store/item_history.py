@@ -56,7 +56,7 @@ def trace_item(trail: Iterable[tuple[int, float, bytes]], wanted: str) -> ItemTr
     """
     follower = _Follower(wanted)
     for _, at_s, data in trail:
-        follower.hear(at_s, decode_event(data))
+        follower.apply(at_s, decode_event(data))
     return follower.newest
 
 
@@ -106,8 +106,8 @@ class _Follower:
             return event.group_id == int(wanted[1:])
         return wanted in event.prompt.text
 
-    def hear(self, at_s: float, event: LedgerEvent) -> None:
-        """Take in the next event."""
+    def apply(self, at_s: float, event: LedgerEvent) -> None:
+        """Apply the next event."""
         match event:
             case Issued():
                 if self._fits(event):

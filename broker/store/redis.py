@@ -224,7 +224,7 @@ class RedisStore:
 
     async def server_version(self) -> str:
         """Return the name and version of the server behind the store."""
-        info = await self._told(self._client.info)
+        info = await self._if_permitted(self._client.info)
         if info is None:
             return "redis (INFO is not permitted)"
         if "valkey_version" in info:
@@ -233,10 +233,10 @@ class RedisStore:
 
     async def durability(self) -> str:
         """Describe what an acknowledged commit survives."""
-        settings = await self._told(lambda: self._client.config_get("append*"))
+        settings = await self._if_permitted(lambda: self._client.config_get("append*"))
         if settings is None:
             return "unknown (CONFIG is not permitted)"
-        limits = await self._told(lambda: self._client.config_get("maxmemory*")) or {}
+        limits = await self._if_permitted(lambda: self._client.config_get("maxmemory*")) or {}
         policy = limits.get("maxmemory-policy", "noeviction")
         if limits.get("maxmemory", "0") != "0" and policy != "noeviction":
             return f"maxmemory-policy {policy}: a full server forgets what was acknowledged"
@@ -252,7 +252,7 @@ class RedisStore:
 
     async def figures(self) -> dict[str, int]:
         """Return ``memory_bytes`` and ``aof_bytes`` of the server, where it reports them."""
-        info = await self._told(self._client.info)
+        info = await self._if_permitted(self._client.info)
         if info is None:
             return {}
         return {
@@ -302,8 +302,8 @@ class RedisStore:
             return  # a claim from now on is noticed by the next transaction
         refusals = [reply for reply in replies if isinstance(reply, ResponseError)]
         if refusals:
-            said = [reply for reply in refusals if not isinstance(reply, ExecAbortError)]
-            raise (said or refusals)[0]
+            causes = [reply for reply in refusals if not isinstance(reply, ExecAbortError)]
+            raise (causes or refusals)[0]
         if not self._is_applied(number):
             raise RedisError("a watched key was touched")
 
@@ -427,8 +427,10 @@ class RedisStore:
             await self._drop_connection()
             await self._client.connection_pool.disconnect()
 
-    async def _told(self, ask: Callable[[], Awaitable[object]]) -> Mapping[str, _Reply] | None:
-        """Ask what a server may refuse to answer: some users, and hosted servers."""
+    async def _if_permitted(
+        self, ask: Callable[[], Awaitable[object]]
+    ) -> Mapping[str, _Reply] | None:
+        """Return an answer that a server may refuse (some users, hosted servers), or None."""
 
         async def attempt() -> Mapping[str, _Reply] | None:
             try:

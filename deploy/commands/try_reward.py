@@ -52,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(arguments: argparse.Namespace) -> int:
     """Run the command."""
-    return reward_test(
+    return try_reward(
         arguments.overrides,
         reward=arguments.reward,
         data=arguments.data,
@@ -89,7 +89,7 @@ class _Sample:
     answer: str
 
 
-def reward_test(
+def try_reward(
     words: Sequence[str],
     *,
     reward: str = "",

@@ -280,7 +280,7 @@ def _patience_with_broker(supervisor: Supervisor, console: Console) -> Patience:
         console.print(words, soft_wrap=True, highlight=False)
 
     signs = signs_of(lambda: supervisor.pids("broker"), supervisor.children["broker"].log_file)
-    return Patience("the broker to answer", _BROKER_START_S, signs, say=report)
+    return Patience("the broker to answer", _BROKER_START_S, signs, log=report)
 
 
 def _finish(run: RunSection, newest: RunStatus | None, reason: str, console: Console) -> None:

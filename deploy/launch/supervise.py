@@ -126,7 +126,7 @@ class Supervisor:
             name = child.plan.name
             signs = signs_of(partial(_pids, child), child.log_file)
             patience[name] = Patience(
-                f"{name} to end", limit_s, signs, at_most=at_most, say=_log.warning, now=self.now
+                f"{name} to end", limit_s, signs, at_most=at_most, log=_log.warning, now=self.now
             )
         while running:
             running = [c for c in running if c.process is not None and c.process.poll() is None]

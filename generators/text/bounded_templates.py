@@ -32,7 +32,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         self._steps = 0
         self.globals["range"] = self._range
         del self.globals["lipsum"]
-        self.filters = {n: _told_small_numbers(n, one) for n, one in self.filters.items()}
+        self.filters = {n: _with_number_limit(n, one) for n, one in self.filters.items()}
         self.filters["within_bounds"] = self.kept
 
     def bounded(self, source: str) -> Template:
@@ -115,8 +115,8 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         return super().call(context, obj, *arguments, **named)
 
 
-def _told_small_numbers(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a filter that refuses large numbers besides what it filters."""
+def _with_number_limit(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a filter that refuses large numbers as arguments."""
     first = int(hasattr(function, "jinja_pass_arg"))  # jinja itself puts one before that
 
     @wraps(function)

@@ -18,7 +18,7 @@ from torch.distributed.distributed_c10d import Store
 from slipstream.wire.errors import PublishError
 
 _POLL_S = 0.001
-_LOOK_S = 0.1  # between looks at the store
+_STORE_POLL_S = 0.1  # between polls of the store
 _NOTHING = "nothing"  # a key: only the answer counts
 
 
@@ -86,14 +86,14 @@ def wait_for(
         PublishError: it failed, or did not end in time.
     """
     now = time.monotonic()
-    end_s, look_s = now + timeout_s, now + _LOOK_S
+    end_s, next_poll_s = now + timeout_s, now + _STORE_POLL_S
     try:
         while not work.is_completed():
             now = time.monotonic()
             if now > end_s:
                 raise PublishError(late(timeout_s))
-            if group is not None and now > look_s:
-                look_s = now + _LOOK_S
+            if group is not None and now > next_poll_s:
+                next_poll_s = now + _STORE_POLL_S
                 _store_of(group).check([_NOTHING])
             time.sleep(_POLL_S)
         work.wait()

@@ -203,7 +203,7 @@ class Publisher:
             member.transport,
             join.device,
             join.adopted,
-            heard_s=self._now(),
+            last_message_s=self._now(),
             shares_group=self._classes[member.transport].shares_group,
         )
         self._fleet.join(seat)

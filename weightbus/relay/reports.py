@@ -80,9 +80,9 @@ class BrokerReports:
                         self._records.popleft()
                 self._is_news.clear()
                 report = RelayReport(members=states(), door=remote.address if remote else None)
-                heard, _ = await client.ask(report, RelayHeard)
+                answer, _ = await client.ask(report, RelayHeard)
                 if remote is not None:
-                    remote.admit(heard.generator_keys)
+                    remote.admit(answer.generator_keys)
                 age_s = time.monotonic() - self._started_s
                 busy_s = min(time.process_time(), age_s)  # CPU time counts as serving
                 phases = {"serve": busy_s, WAIT: age_s - busy_s}

@@ -24,7 +24,7 @@ WINDOW_STEPS = 5  # it doubles until so many learner steps fit: a pool waits wit
 WINDOW_ROWS = 5  # and so many rows of a history that has become coarse
 FIGURE_STEPS = 10  # over which a figure of learner steps is averaged: single batches are noisy
 LEARNING_STEPS = 30  # before a trend of a figure is judged
-LOOKS = 5  # windows, the newest and earlier ones, of which one must have passed the limit
+NUM_WINDOWS = 5  # windows, the newest and earlier ones, of which one must have passed the limit
 KEEPS = 0.8  # of its limit, under which a measure that had passed it counts as mended
 
 
@@ -88,7 +88,7 @@ class View:
         return cls(status, history, first, end, window_s, full=full)
 
     @property
-    def looks(self) -> list[int]:
+    def window_ends(self) -> list[int]:
         """Ends of windows, as numbers of rows: the newest, and earlier ones.
 
         The earlier ones end at times that do not move with the newest, so that one that passed a
@@ -96,9 +96,9 @@ class View:
         """
         if not self.full:
             return []
-        at_s, apart_s = self.history.at_s, self.window_s / LOOKS
+        at_s, apart_s = self.history.at_s, self.window_s / NUM_WINDOWS
         newest = int(at_s[self.end - 1] / apart_s)
-        ends = (bisect_right(at_s, (newest - i) * apart_s, hi=self.end) for i in range(LOOKS))
+        ends = (bisect_right(at_s, (newest - i) * apart_s, hi=self.end) for i in range(NUM_WINDOWS))
         earlier = (end for end in ends if end > self.first and self._start(end) >= self.first)
         return [self.end, *earlier]
 
@@ -132,7 +132,7 @@ class View:
 
     def reading(self, measure: Measure, limit: float) -> float | None:
         """Return the newest value of a measure over time if a rule about it is to speak."""
-        return reading(measure, self.looks, limit)
+        return reading(measure, self.window_ends, limit)
 
     def stalled(self, name: str) -> list[float]:
         """Return what is known of a series since ``WINDOW_S`` ago if no step was done since.
@@ -172,11 +172,11 @@ class Rules(dict[str, Rule]):
         return rule
 
 
-def reading(measure: Measure, looks: Sequence[int], limit: float) -> float | None:
+def reading(measure: Measure, window_ends: Sequence[int], limit: float) -> float | None:
     """Return the newest value if an earlier one passed the limit and it is still near it."""
-    if not looks or (newest := measure(looks[0])) is None or newest < KEEPS * limit:
+    if not window_ends or (newest := measure(window_ends[0])) is None or newest < KEEPS * limit:
         return None
-    values = (measure(end) for end in looks[1:])
+    values = (measure(end) for end in window_ends[1:])
     return newest if any(value is not None and value >= limit for value in values) else None
 
 
@@ -192,9 +192,9 @@ def known(column: Column) -> list[float]:
     return [value for value in column if value is not None]
 
 
-def step_looks(rows: int, needed: int) -> list[int]:
+def step_window_ends(rows: int, needed: int) -> list[int]:
     """Return where windows of learner steps end: the newest, and one step earlier each."""
-    return [end for end in range(rows, rows - LOOKS, -1) if end >= needed]
+    return [end for end in range(rows, rows - NUM_WINDOWS, -1) if end >= needed]
 
 
 def running_means(values: Sequence[float]) -> list[float]:

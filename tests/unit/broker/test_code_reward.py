@@ -345,17 +345,17 @@ def test_what_an_answer_starts_is_looked_at_like_itself():
         os.kill(int(child), signal.SIGSTOP)
         until_stopped(int(child))
         until(lambda: not looks_computing(answer), "nothing computes, and it looks so")
-        before_s = answer._look()[1]
+        before_s = answer._usage()[1]
         os.kill(int(child), signal.SIGKILL)
         until(lambda: looks_computing(answer), "the parent is not seen to compute")
-        assert answer._look()[1] >= before_s >= 0.2
+        assert answer._usage()[1] >= before_s >= 0.2
     finally:
         process.kill()
         process.wait()
 
 
 def looks_computing(answer: code_tester.Answer, *, cpu_s: float = 0.0) -> bool:
-    _, used_s, states = answer._look()
+    _, used_s, states = answer._usage()
     return b"R" in states and used_s >= cpu_s
 
 

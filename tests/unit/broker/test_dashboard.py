@@ -512,7 +512,7 @@ class Wide:
     def letters(self) -> list[Letter]:
         return []
 
-    async def next_look(self) -> None:
+    async def next_change(self) -> None:
         self.looks += 1
         await asyncio.sleep(0.01)
 
@@ -750,7 +750,7 @@ def test_a_state_that_cannot_be_read_keeps_nothing_from_starting(
             urls = [address.with_path(path, keep_query=True) for path in paths]
             refused = [(await session.get(url)).status for url in urls]
             broken = False
-            await recorder.next_look()
+            await recorder.next_change()
             refused.append((await session.get(urls[0])).status)
         ends = looking.done()
         looking.cancel()

@@ -21,7 +21,7 @@ class World:
             "it",
             limit_s,
             (lambda: self.signs) if sees else None,
-            say=self.said.append,
+            log=self.said.append,
             now=lambda: self.now_s,
         )
 
